@@ -71,7 +71,7 @@ def write_checkpoints(uri: str, num_steps: int, num_checkpoints: int) -> dict[st
     from ray_ulysses.checkpoint.manifest import read_manifest
     from ray_ulysses.run_names import manifest_key, step_folder
     from ray_ulysses.storage.place import open_store
-    from tests.unit.forensics import saved
+    from tests.unit.inspect import saved
 
     saved.TENSORS = {f"frozen/layer.{number}.weight": torch.ones(64) for number in range(NUM_TENSORS)}
     store, every = open_store(uri), num_steps // num_checkpoints
@@ -173,7 +173,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     from benchmarks.stored_result import command, provenance, say
     from ray_ulysses.storage.place import place_of
     from tests.s3_server import serve_s3
-    from tests.unit.forensics.saved import make_folder
+    from tests.unit.inspect.saved import make_folder
 
     record: dict[str, Any] = {
         **provenance(("numpy", "pydantic", "obstore"), "local disk, an S3 server (moto) on the same machine"),

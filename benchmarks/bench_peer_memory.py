@@ -1,6 +1,6 @@
 """Peer memory beside training: what keeping the state after every step costs a step, in pairs within one run.
 
-Four gloo ranks train with the real loop; two vault agents, each a process of its own, stand for two nodes. Blocks of
+Four gloo ranks train with the real loop; two agents in processes of their own stand for two nodes. Blocks of
 steps with and without peer memory follow one another in turn, so that a pair of blocks is of the same minute.
 """
 
@@ -23,7 +23,7 @@ if str(Path(__file__).resolve().parents[1]) not in sys.path:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.stored_result import MIB, RESULTS, command, met, origin, provenance, say, spread, store, table
-from ray_ulysses.vault import VaultAgent
+from ray_ulysses.peer_memory import PeerMemoryAgent
 
 WORLD_SIZE = 4
 BLOCK = 6
@@ -52,22 +52,22 @@ training on GPUs it is taken from idle cores. **kept** is how many of the steps 
 than 10 ms and 1% of a step."""
 
 
-def rank_main(rank: int, world_size: int, config: Any, vault: Any, pids: list[int]) -> list[dict[str, float]]:
+def rank_main(rank: int, world_size: int, config: Any, peer_memory: Any, pids: list[int]) -> list[dict[str, float]]:
     """Be one rank of the run, and return what each step took."""
-    from ray_ulysses.trainer.vaulting import VaultKeeper
+    from ray_ulysses.trainer.peer_memory_keeper import PeerMemoryKeeper
     from tests.distributed import run_case
 
     found: list[dict[str, float]] = []
-    keepers: list[VaultKeeper] = []
-    flags, after_step = VaultKeeper.flags, VaultKeeper.after_step
+    keepers: list[PeerMemoryKeeper] = []
+    flags, after_step = PeerMemoryKeeper.flags, PeerMemoryKeeper.after_step
     copying_s = 0.0
 
-    def in_turns(keeper: VaultKeeper, own: Any) -> Any:
+    def in_turns(keeper: PeerMemoryKeeper, own: Any) -> Any:
         keepers[:] = [keeper]
         keeper._is_ready = len(found) // BLOCK % 2 == 1
         return flags(keeper, own)
 
-    def timed(keeper: VaultKeeper, *given: Any) -> None:
+    def timed(keeper: PeerMemoryKeeper, *given: Any) -> None:
         nonlocal copying_s
         begun = time.thread_time()
         after_step(keeper, *given)
@@ -85,8 +85,8 @@ def rank_main(rank: int, world_size: int, config: Any, vault: Any, pids: list[in
         elif name == "memory":
             found[-1]["stall_s"] = keepers[0]._stalls_s[-1]
 
-    VaultKeeper.flags, VaultKeeper.after_step = in_turns, timed  # type: ignore[method-assign]
-    run_case.run_worker(rank, world_size, config, "bench", vault=vault, watch=look)
+    PeerMemoryKeeper.flags, PeerMemoryKeeper.after_step = in_turns, timed  # type: ignore[method-assign]
+    run_case.run_worker(rank, world_size, config, "bench", peer_memory=peer_memory, watch=look)
     return found
 
 
@@ -115,9 +115,9 @@ def _measured(size: dict[str, int], num_pairs: int) -> dict[str, Any]:
             },
         )  # fmt: skip
         prepare_attempt(config, "bench")
-        vault = ({node: address for node, (address, _) in agents.items()}, "token")
+        peer_memory = ({node: address for node, (address, _) in agents.items()}, "token")
         pids = [pid for _, pid in agents.values()]
-        ranks = run_ranks(rank_main, WORLD_SIZE, config, vault, pids, timeout_s=TIMEOUT_S)
+        ranks = run_ranks(rank_main, WORLD_SIZE, config, peer_memory, pids, timeout_s=TIMEOUT_S)
     parameters = size["layers"] * 14 * size["hidden"] ** 2 + 2 * 264 * size["hidden"]
     return {"size": size, "parameters": parameters, "pairs": pairs_of(ranks)}
 
@@ -262,7 +262,7 @@ class _agents:
 
 def _agent(there: Connection) -> None:
     os.nice(5)
-    agent = VaultAgent("token")
+    agent = PeerMemoryAgent("token")
     there.send(agent.start())
     agent._closed.wait()
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
 from benchmarks.process_use import FamilyMemory, measured
-from ray_ulysses.checkpoint import CheckpointMeta, TorchExchange, load_parts, newest_committed
+from ray_ulysses.checkpoint import CheckpointMeta, TorchRankMessenger, load_parts, newest_committed
 from ray_ulysses.checkpoint.background import BackgroundSaver, Saved
 from ray_ulysses.checkpoint.load import verify_rest
 from ray_ulysses.checkpoint.staging import Staging
@@ -155,7 +155,7 @@ class OurSaver:
             attempt=1,
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
-            exchange=TorchExchange(dist.new_group(backend="gloo")),
+            messenger=TorchRankMessenger(dist.new_group(backend="gloo")),
             staging=self._staging,
             clock=SystemClock(),
             on_saved=self._saved,
@@ -214,18 +214,18 @@ def load_ours(trained: Trained, folder: Path) -> tuple[int, int]:
     Returns:
         Bytes that were read to be loaded, and to be verified alone.
     """
-    store, exchange = LocalStore(folder), TorchExchange()
-    manifest = exchange.broadcast(newest_committed(store, "sizes").manifest if dist.get_rank() == 0 else None)
+    store, messenger = LocalStore(folder), TorchRankMessenger()
+    manifest = messenger.broadcast(newest_committed(store, "sizes").manifest if dist.get_rank() == 0 else None)
     num_bytes: list[int] = []
     loaded: set[str] = set()
 
     def fill(parts: Any) -> None:
         loaded.update(part.key for part in parts)
-        num_bytes.append(load_parts(store, manifest, parts, exchange))
+        num_bytes.append(load_parts(store, manifest, parts, messenger))
 
     import_state(trained.engine, manifest.state, fill)
     place = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
-    return sum(num_bytes), verify_rest(store, manifest, loaded, **place, exchange=exchange)
+    return sum(num_bytes), verify_rest(store, manifest, loaded, **place, messenger=messenger)
 
 
 def convert_theirs(source: Path, target: Path) -> dict[str, float]:

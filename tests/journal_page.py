@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from ray_ulysses.forensics.run_data import SegmentRecord, SourceRecord
+from ray_ulysses.inspect.run_data import SegmentRecord, SourceRecord
 from ray_ulysses.tracking.events import (
     AttemptStarted,
     CheckpointEvent,
@@ -59,7 +59,7 @@ _EXAMPLE = {
 
 _HEAD = """# The journal and `inspect --json`
 
-<!-- Generated from `ray_ulysses/tracking` and `ray_ulysses/forensics`; run `make docs` to update it. -->
+<!-- Generated from `ray_ulysses/tracking` and `ray_ulysses/inspect`; run `make docs` to update it. -->
 
 The journal is the record of a run: its steps and the rows that they trained on, its checkpoints, its failures, and
 where its time went. It is plain text, and can be read while the run trains. Most programs should read

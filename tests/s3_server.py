@@ -90,7 +90,7 @@ def serve_s3() -> Iterator[S3Server]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Exchange:
+class RankMessenger:
     """One request that went through the proxy."""
 
     method: str
@@ -113,7 +113,7 @@ class FaultyProxy:
     target: int
     port: int = 0
     delay_s: float = 0.0
-    exchanges: list[Exchange] = field(default_factory=list)
+    exchanges: list[RankMessenger] = field(default_factory=list)
     _faults: list[tuple[Fault, Callable[[str, str], bool], int]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -144,7 +144,7 @@ class FaultyProxy:
                     return fault
         return None
 
-    def note(self, exchange: Exchange) -> None:
+    def note(self, exchange: RankMessenger) -> None:
         """Keep what happened."""
         with self._lock:
             self.exchanges.append(exchange)
@@ -251,7 +251,7 @@ class ForwardingHandler(BaseHTTPRequestHandler):
 
     def _note(self, status: int, sent_bytes: int) -> None:
         self.proxy.note(
-            Exchange(
+            RankMessenger(
                 method=self.command,
                 path=self.path,
                 range=self.headers.get("Range"),

@@ -10,21 +10,21 @@ from ray_ulysses.checkpoint.retention import KeepRules, Retention
 from ray_ulysses.checkpoint.state import ShardedState, StateDescription, TensorPart, TensorSpec
 
 if TYPE_CHECKING:
-    from ray_ulysses.checkpoint.exchange import Exchange, TorchExchange
     from ray_ulysses.checkpoint.load import load_parts
+    from ray_ulysses.checkpoint.messenger import RankMessenger, TorchRankMessenger
     from ray_ulysses.checkpoint.save import save_checkpoint
 
 __all__ = [
-    "CheckpointError", "CheckpointMeta", "CheckpointRef", "Choice", "Damage", "DamagedCheckpointError", "Exchange",
-    "FencedError", "KeepRules", "Manifest", "Retention", "ShardedState", "StateDescription", "TensorPart", "TensorSpec",
-    "TorchExchange", "load_parts", "newest_committed", "read_manifest", "save_checkpoint", "set_aside",
+    "CheckpointError", "CheckpointMeta", "CheckpointRef", "Choice", "Damage", "DamagedCheckpointError", "FencedError",
+    "KeepRules", "Manifest", "RankMessenger", "Retention", "ShardedState", "StateDescription", "TensorPart",
+    "TensorSpec", "TorchRankMessenger", "load_parts", "newest_committed", "read_manifest", "save_checkpoint",
+    "set_aside",
 ]  # fmt: skip
-
-_HOMES = {"Exchange": "exchange", "TorchExchange": "exchange", "load_parts": "load", "save_checkpoint": "save"}
+_HOMES = {"load_parts": "load", "save_checkpoint": "save"}
 
 
 def __getattr__(name: str) -> object:
     """Load what needs torch on first use, so that looking at a run's checkpoints costs no torch."""
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'messenger')}"), name)

@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from ray_ulysses.checkpoint.errors import CheckpointError, FencedError
-from ray_ulysses.checkpoint.exchange import Exchange
 from ray_ulysses.checkpoint.manifest import CheckpointMeta, CheckpointRef
+from ray_ulysses.checkpoint.messenger import RankMessenger
 from ray_ulysses.checkpoint.save import save_checkpoint
 from ray_ulysses.checkpoint.staging import StagedState, Staging
 from ray_ulysses.checkpoint.state import StateSource
@@ -49,7 +49,7 @@ class BackgroundSaver:
         attempt: The attempt's number.
         rank: This rank.
         world_size: All ranks.
-        exchange: Joins the ranks' threads: over a group that nothing else uses, since training's collectives continue.
+        messenger: Joins the ranks' threads: over a group that nothing else uses, since training's collectives continue.
         staging: Host buffers.
         clock: Time.
         on_saved: Called on this rank's thread after each commit, before the next save begins.
@@ -64,7 +64,7 @@ class BackgroundSaver:
         attempt: int,
         rank: int,
         world_size: int,
-        exchange: Exchange,
+        messenger: RankMessenger,
         staging: Staging,
         clock: Clock,
         on_saved: Callable[[Saved], Any],
@@ -72,7 +72,7 @@ class BackgroundSaver:
         read_back: bool = True,
     ) -> None:
         self._store, self._attempt, self._rank, self._world_size = store, attempt, rank, world_size
-        self._exchange, self._staging, self._clock = exchange, staging, clock
+        self._messenger, self._staging, self._clock = messenger, staging, clock
         self._on_saved, self._on_failed, self._read_back = on_saved, on_failed, read_back
         self._calls = BackgroundCalls("checkpoint-save")
         self._lock = threading.Condition()
@@ -228,7 +228,7 @@ class BackgroundSaver:
                 world_size=self._world_size,
                 state=staged.state,
                 meta=meta,
-                exchange=self._exchange,
+                messenger=self._messenger,
                 retry=retry,
                 obstacle=obstacle(),
                 read_back=self._read_back,

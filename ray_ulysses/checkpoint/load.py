@@ -18,9 +18,9 @@ import torch
 
 from ray_ulysses.checkpoint.checksums import BLOCK_BYTES
 from ray_ulysses.checkpoint.errors import CheckpointError, DamagedCheckpointError, UnreadableCheckpointError
-from ray_ulysses.checkpoint.exchange import Exchange, SingleExchange, agree
 from ray_ulysses.checkpoint.intervals import CoverError, Read, plan_reads
 from ray_ulysses.checkpoint.manifest import Manifest
+from ray_ulysses.checkpoint.messenger import RankMessenger, SingleRankMessenger, agree
 from ray_ulysses.checkpoint.shards import (
     CHUNK_BYTES,
     ShardDamage,
@@ -135,17 +135,19 @@ def _batch(shard: ShardEntry | None, ranges: Sequence[ReadRange]) -> list[Batch]
 NUM_THREADS = 8
 
 
-def load_parts(store: Store, manifest: Manifest, parts: Sequence[TensorPart], exchange: Exchange | None = None) -> int:
+def load_parts(
+    store: Store, manifest: Manifest, parts: Sequence[TensorPart], messenger: RankMessenger | None = None
+) -> int:
     """Fill parts in place from a committed checkpoint.
 
     Only the blocks that hold wanted bytes are read, in parallel, and each is verified against its checksum. With an
-    exchange every rank must call.
+    messenger every rank must call.
 
     Args:
         store: The run's store.
         manifest: The checkpoint's.
         parts: What to fill: 1-D tensors, on any device, of the dtype that is stored.
-        exchange: Joins the ranks, so that a failure of one is raised by all.
+        messenger: Joins the ranks, so that a failure of one is raised by all.
 
     Returns:
         How many bytes were read.
@@ -155,7 +157,7 @@ def load_parts(store: Store, manifest: Manifest, parts: Sequence[TensorPart], ex
         UnreadableCheckpointError: The storage does not give a file, which may pass.
         CheckpointError: A wanted element is not stored, or a dtype differs. The parts may have been filled in part.
     """
-    return _together(exchange, manifest.step, lambda: _load(store, manifest, parts))
+    return _together(messenger, manifest.step, lambda: _load(store, manifest, parts))
 
 
 def verify_rest(
@@ -165,7 +167,7 @@ def verify_rest(
     *,
     rank: int = 0,
     world_size: int = 1,
-    exchange: Exchange | None = None,
+    messenger: RankMessenger | None = None,
 ) -> int:
     """Verify what no rank had to load: headers, and tensors that are kept for others; every rank must call.
 
@@ -177,7 +179,7 @@ def verify_rest(
         loaded: Keys of which this rank has loaded its part; what all ranks have loaded of a key is all of it.
         rank: This rank.
         world_size: All ranks that load.
-        exchange: Joins the ranks, so that a failure of one is raised by all.
+        messenger: Joins the ranks, so that a failure of one is raised by all.
 
     Returns:
         How many bytes were read.
@@ -186,11 +188,11 @@ def verify_rest(
         DamagedCheckpointError: A file is missing or is not what was written.
         UnreadableCheckpointError: The storage does not give a file, which may pass.
     """
-    exchange = exchange if exchange is not None else SingleExchange()
+    messenger = messenger if messenger is not None else SingleRankMessenger()
     # One bit a key: a large world's names would be many megabytes.
     bits = {key: 1 << number for number, key in enumerate(manifest.state.tensors)}
-    gathered = exchange.gather(sum(bits.get(key, 0) for key in set(loaded)))
-    known = exchange.broadcast(None if gathered is None else reduce(or_, gathered))
+    gathered = messenger.gather(sum(bits.get(key, 0) for key in set(loaded)))
+    known = messenger.broadcast(None if gathered is None else reduce(or_, gathered))
     rest = [key for key, bit in bits.items() if not known & bit]
     batches = _share(_whole_intervals(manifest, frozenset(rest)), rank, world_size)
     shards = manifest.shards[rank::world_size]
@@ -201,7 +203,7 @@ def verify_rest(
             jobs += [reader.submit(batch) for batch in batches]
             return sum(job.result() for job in jobs)
 
-    return _together(exchange, manifest.step, read)
+    return _together(messenger, manifest.step, read)
 
 
 def _whole_intervals(manifest: Manifest, keys: frozenset[str]) -> list[Batch]:
@@ -224,9 +226,9 @@ def _share(batches: Sequence[Batch], rank: int, world_size: int) -> list[Batch]:
     ]
 
 
-def _together(exchange: Exchange | None, step: int, read: Callable[[], int]) -> int:
+def _together(messenger: RankMessenger | None, step: int, read: Callable[[], int]) -> int:
     """Read on every rank, and raise on every rank what goes wrong on one; return what was read here, in bytes."""
-    exchange = exchange if exchange is not None else SingleExchange()
+    messenger = messenger if messenger is not None else SingleRankMessenger()
     problem, damage, unread, num_bytes = None, None, None, 0
     cause: Exception | None = None
     try:
@@ -239,7 +241,7 @@ def _together(exchange: Exchange | None, step: int, read: Callable[[], int]) -> 
         unread, cause = f"{error.filename or 'a shard'} can't be read ({error.strerror or error})", error
     except Exception as error:
         problem, cause = str(error), error
-    problem, damage, unread = (agree(exchange, text) for text in (problem, damage, unread))
+    problem, damage, unread = (agree(messenger, text) for text in (problem, damage, unread))
     if damage is not None:
         raise DamagedCheckpointError(damage) from cause
     if unread is not None:

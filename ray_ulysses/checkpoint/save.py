@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from ray_ulysses.checkpoint.choice import Damage, examine, read_committed, set_aside
 from ray_ulysses.checkpoint.errors import CheckpointError, FencedError
-from ray_ulysses.checkpoint.exchange import Exchange, join_problems
 from ray_ulysses.checkpoint.fence import is_overtaken, read_lineage
 from ray_ulysses.checkpoint.intervals import CoverError
 from ray_ulysses.checkpoint.manifest import CheckpointMeta, CheckpointRef, Manifest
+from ray_ulysses.checkpoint.messenger import RankMessenger, join_problems
 from ray_ulysses.checkpoint.shards import ShardEntry, find_damage, write_shard
 from ray_ulysses.checkpoint.state import ShardedState
 from ray_ulysses.run_names import manifest_key, shard_file, step_folder
@@ -26,7 +26,7 @@ def save_checkpoint(
     world_size: int,
     state: ShardedState,
     meta: CheckpointMeta,
-    exchange: Exchange,
+    messenger: RankMessenger,
     retry: int = 0,
     obstacle: str | None = None,
     read_back: bool = True,
@@ -43,7 +43,7 @@ def save_checkpoint(
         world_size: All ranks.
         state: This rank's parts; the description of rank 0 is stored.
         meta: What the loop adds; rank 0's is stored.
-        exchange: Joins the ranks.
+        messenger: Joins the ranks.
         retry: How often this attempt has tried this step before; a shard's name is never used twice.
         obstacle: Why nothing may be committed now, if this rank knows a reason; every rank fails with it.
         read_back: Whether to read a shard back once it is written; not needed where the store itself verifies it.
@@ -57,7 +57,7 @@ def save_checkpoint(
     if obstacle is None:
         file = shard_file(attempt, rank, world_size, retry)
         shard, problem, cause = _write_own(store, step, file, state, read_back=read_back)
-    gathered = exchange.gather((shard, problem))
+    gathered = messenger.gather((shard, problem))
     outcome = _Outcome()
     if gathered is not None:
         shards = tuple(shard for shard, _ in gathered)
@@ -67,7 +67,7 @@ def save_checkpoint(
             outcome = _commit(store, Manifest(**names, meta=meta, state=state.description, shards=shards))
         cause = outcome.cause
     is_fenced = isinstance(cause, FencedError)
-    problem, is_fenced, is_unused = exchange.broadcast((outcome.problem, is_fenced, outcome.is_unused))
+    problem, is_fenced, is_unused = messenger.broadcast((outcome.problem, is_fenced, outcome.is_unused))
     if shard is not None and is_unused:
         # If that fails too, retention takes it later.
         with contextlib.suppress(OSError):

@@ -26,10 +26,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.cluster.capacity import Demand
-from ray_ulysses.cluster.failures import FailureBook, FailureJudge, Noticed, rank_error
+from ray_ulysses.cluster.failures import FailureJudge, FailureLog, Noticed, rank_error
+from ray_ulysses.cluster.peer_memory_agents import NodeMemory
 from ray_ulysses.cluster.scaling import Seat, WorkerScaling, reachable
 from ray_ulysses.cluster.session import host_of, steady_nodes
-from ray_ulysses.cluster.vault_agents import NodeMemory
 from ray_ulysses.cluster.worker import announce
 from ray_ulysses.elastic import reform
 from ray_ulysses.elastic.causes import root_cause
@@ -60,7 +60,7 @@ class WorkerGroupWatch(WorkerGroupCallback):
     def __init__(
         self,
         run: ResolvedRun,
-        book: FailureBook,
+        book: FailureLog,
         judge: FailureJudge,
         job: Mapping[str, Any],
         scaling_config: ScalingConfig,
@@ -178,7 +178,7 @@ class SupervisedController(TrainController):
         self,
         *,
         run: ResolvedRun,
-        book: FailureBook,
+        book: FailureLog,
         job: Mapping[str, Any],
         callbacks: list[Any],
         scaling_policy: ScalingPolicy,

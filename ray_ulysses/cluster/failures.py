@@ -30,7 +30,7 @@ from ray_ulysses.elastic.causes import Cause, RankError, failures_that_count, lo
 from ray_ulysses.errors import FinalError, RunError, UserError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.run.checkpoint_store import checkpoint_store
-from ray_ulysses.run.completion import settle_failed
+from ray_ulysses.run.completion import record_run_failed
 from ray_ulysses.run.start_point import known_step
 from ray_ulysses.run.takeover import refusal, takeover
 from ray_ulysses.tracking.events import AttemptEnded, StartFailed
@@ -120,7 +120,7 @@ class Noticed:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FailureBook:
+class FailureLog:
     """Judges the failures of a command, and records them in the journal."""
 
     config: Config
@@ -246,7 +246,7 @@ class FailureJudge(FailurePolicy):
     also where that takes longer than the coordinator waits.
     """
 
-    def __init__(self, book: FailureBook) -> None:
+    def __init__(self, book: FailureLog) -> None:
         super().__init__(FailureConfig())
         self._book = book
         self._lock = threading.Lock()
@@ -301,13 +301,13 @@ class TrainingFailed(RunError):
     """The run has failed for good; the text is written for a person."""
 
 
-def failure_book(config: Config, session: str, started: float | None = None) -> FailureBook:
+def failure_log(config: Config, session: str, started: float | None = None) -> FailureLog:
     """Return the book of a command that is about to start its workers."""
     first = max(attempt_numbers(config.run_dir), default=0) + 1
-    return FailureBook(config=config, session=session, first_attempt=first, writer=COMMAND, command_started=started)
+    return FailureLog(config=config, session=session, first_attempt=first, writer=COMMAND, command_started=started)
 
 
-def train_until_done(book: FailureBook, train_once: Callable[[], Ended | None]) -> None:
+def train_until_done(book: FailureLog, train_once: Callable[[], Ended | None]) -> None:
     """Run the workers until the run has ended.
 
     Args:
@@ -333,11 +333,11 @@ def train_until_done(book: FailureBook, train_once: Callable[[], Ended | None]) 
         _log.debug("Ray could not continue; the command starts the workers again", exc_info=ended.error)
 
 
-def settle_failure(book: FailureBook) -> None:
+def record_final_failure(book: FailureLog) -> None:
     """Record that the command's last failure has ended the run, unless another command has the run now."""
     recorded = book.failures()
     if recorded and takeover(book.config, book.session) is None:
-        settle_failed(book.config, recorded[-1])
+        record_run_failed(book.config, recorded[-1])
 
 
 def failure_texts(config: Config, failure: EndEvent, logs: str | None) -> list[str]:

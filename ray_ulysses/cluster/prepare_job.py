@@ -26,7 +26,7 @@ from ray_ulysses.data.tokenize.encoding import DocumentEncoder, load_encoder
 from ray_ulysses.data.tokenize.options import EncodingOptions
 from ray_ulysses.errors import RunError, UlyssesError, UserError
 from ray_ulysses.logging import get_logger
-from ray_ulysses.storage.patience import Patience, StorageAwayError
+from ray_ulysses.storage.retry import RetryPolicy, StorageAwayError
 
 NUM_CPUS = 1.0
 """CPUs that a unit's task reserves; tokenizing keeps one busy."""
@@ -134,4 +134,4 @@ def _run_unit(unit: Unit, *, out: Path, tokenizer: str, options: EncodingOptions
 @functools.lru_cache(maxsize=2)
 def _encoder(name: str, options: EncodingOptions) -> DocumentEncoder:
     """Return the encoder, cached between the tasks of one worker process; a large one takes a second to load."""
-    return Patience().call_or_fail(name, lambda: load_encoder(name, options))
+    return RetryPolicy().call_or_fail(name, lambda: load_encoder(name, options))

@@ -29,13 +29,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.cluster.local_cluster import LocalCluster
 from ray_ulysses.cluster.node_watch import drain_node
+from ray_ulysses.cluster.peer_memory_agents import is_agent, kill_agent
 from ray_ulysses.cluster.session import workers_of_job
-from ray_ulysses.cluster.vault_agents import is_agent, kill_agent
 from ray_ulysses.errors import RunError
 from ray_ulysses.rehearsal.recoveries import InjectedFault, Recovery, recoveries
 from ray_ulysses.rehearsal.schedule import LOSES_A_NODE, Fault, FaultKind
 from ray_ulysses.report.words import minutes
-from ray_ulysses.run.ownership import vault_key
+from ray_ulysses.run.ownership import peer_memory_key
 from ray_ulysses.tracking.events import AttemptStarted, Event, StepDone
 from ray_ulysses.tracking.history import read_history
 from ray_ulysses.tracking.journal_reader import JournalTail
@@ -137,7 +137,7 @@ def rehearse(
     """
     command = _command(config, folder)
     draw, drain_s = random.Random(seed), request.drain_s
-    injector = FaultInjector(command, lambda: vault_key(config), local=local, drain_s=drain_s, draw=draw)
+    injector = FaultInjector(command, lambda: peer_memory_key(config), local=local, drain_s=drain_s, draw=draw)
     watch, problems = _Watch(JournalTail(config.run_dir), say, config.cluster.workers.max), list[str]()
     command.start()
     try:

@@ -26,11 +26,12 @@ from ray_ulysses.cluster.failures import (
     CONTROLLER,
     Ended,
     TrainingFailed,
-    failure_book,
-    settle_failure,
+    failure_log,
+    record_final_failure,
     train_until_done,
 )
 from ray_ulysses.cluster.node_watch import watch_nodes
+from ray_ulysses.cluster.peer_memory_agents import end_agents
 from ray_ulysses.cluster.session import (
     cluster_address,
     cluster_nodes,
@@ -42,7 +43,6 @@ from ray_ulysses.cluster.session import (
     session_logs,
 )
 from ray_ulysses.cluster.signals import StopSignals
-from ray_ulysses.cluster.vault_agents import end_agents
 from ray_ulysses.cluster.worker import train_worker
 from ray_ulysses.cluster.worker_environment import check_secrets, passed_on
 from ray_ulysses.config.running import mlflow_is_on
@@ -51,8 +51,8 @@ from ray_ulysses.logging import get_logger
 from ray_ulysses.planner.problems import gpu_problem, local_problem
 from ray_ulysses.report.publish import published
 from ray_ulysses.run.checkpoint_store import checkpoint_claim
-from ray_ulysses.run.completion import record_command_ended, settle_completed
-from ray_ulysses.run.ownership import claim_checkpoints, vault_key
+from ray_ulysses.run.completion import record_command_ended, record_completion
+from ray_ulysses.run.ownership import claim_checkpoints, peer_memory_key
 from ray_ulysses.run.planning import skip_bad_step
 from ray_ulysses.run.preflight import check_resume, check_writable, claim_directory, refuse_vanished
 from ray_ulysses.run.requests import announce_session, clear_stop
@@ -68,7 +68,7 @@ from ray_ulysses.tracking.mlflow_tracker import mlflow_page
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ray_ulysses.cluster.failures import FailureBook
+    from ray_ulysses.cluster.failures import FailureLog
     from ray_ulysses.config import Config
     from ray_ulysses.run.preflight import PreparedRun
     from ray_ulysses.run.run_files import RunTexts
@@ -147,7 +147,7 @@ def train(prepared: PreparedRun, texts: RunTexts, view: RunDisplay, started: flo
         # Another command may have started the run before this one claimed it.
         prepared = prepared.read_again()
         check_resume(prepared)
-        history = settle_completed(prepared)
+        history = record_completion(prepared)
         if history is not None:
             return TrainResult(history=history, was_complete=True, seconds=SystemClock().now() - started)
         if cluster_address(config.cluster.address) is None:
@@ -164,7 +164,7 @@ def train(prepared: PreparedRun, texts: RunTexts, view: RunDisplay, started: flo
         except OSError as error:
             _log.warning("README.md and plan.txt of the run could not be written (%s)", error)
         announce_session(config.run_dir, session)
-        book = failure_book(config, session, started)
+        book = failure_log(config, session, started)
         claims = [claim] if apart is None else [claim, apart]
         with contextlib.ExitStack() as ending:
             if mlflow_is_on(config.tracking):
@@ -176,7 +176,7 @@ def train(prepared: PreparedRun, texts: RunTexts, view: RunDisplay, started: flo
                     prepared.run, book, console, lambda: _train_once(prepared, book, view, signals, claims)
                 )
             except (TrainingFailed, UserError):
-                settle_failure(book)
+                record_final_failure(book)
                 raise
             finally:
                 record_command_ended(config.run_dir, session)
@@ -187,7 +187,7 @@ def train(prepared: PreparedRun, texts: RunTexts, view: RunDisplay, started: flo
 
 
 def _train_to_the_end(
-    run: ResolvedRun, book: FailureBook, console: Console, train_once: Callable[[], Ended | None]
+    run: ResolvedRun, book: FailureLog, console: Console, train_once: Callable[[], Ended | None]
 ) -> None:
     """Train until the run has ended, without the rows of bad steps where they are to be left out."""
     while True:
@@ -202,7 +202,7 @@ def _train_to_the_end(
 
 
 def _train_once(
-    prepared: PreparedRun, book: FailureBook, view: RunDisplay, signals: StopSignals, claims: Sequence[Claim]
+    prepared: PreparedRun, book: FailureLog, view: RunDisplay, signals: StopSignals, claims: Sequence[Claim]
 ) -> Ended | None:
     """Connect to Ray and run the workers until the run ends, or Ray can't continue; return how it ended."""
     config = prepared.config
@@ -224,7 +224,7 @@ def _train_once(
 def _run_workers(
     run: ResolvedRun,
     demand: Demand,
-    book: FailureBook,
+    book: FailureLog,
     view: RunDisplay,
     signals: StopSignals,
     claims: Sequence[Claim],
@@ -264,7 +264,7 @@ def _run_workers(
         if config.elastic.peer_memory:
             # What it holds is on storage by now; agents that can't be reached end by themselves.
             with contextlib.suppress(RayError, OSError, RuntimeError):
-                end_agents(vault_key(config))
+                end_agents(peer_memory_key(config))
         return None
     except (TrainingFailedError, RayError, RuntimeError, ConnectionError) as error:
         failure = error
@@ -313,7 +313,7 @@ class WatchedTrainer(TorchTrainer):
         self,
         *arguments: Any,
         run: ResolvedRun,
-        book: FailureBook,
+        book: FailureLog,
         job: dict[str, Any],
         look: Callable[[], object],
         **options: Any,
@@ -345,9 +345,7 @@ class WatchedTrainer(TorchTrainer):
         return ray.get(controller.get_result.remote())
 
 
-def _trainer(
-    run: ResolvedRun, book: FailureBook, look: Callable[[], object], command: dict[str, Any]
-) -> WatchedTrainer:
+def _trainer(run: ResolvedRun, book: FailureLog, look: Callable[[], object], command: dict[str, Any]) -> WatchedTrainer:
     config, cluster = run.config, run.config.cluster
     for name, value in _CONTROLLER_ENVIRONMENT.items():
         os.environ.setdefault(name, value)

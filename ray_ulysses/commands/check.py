@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ray_ulysses.config import Config
-    from ray_ulysses.forensics.check_report import CheckReport, Trial
+    from ray_ulysses.inspect.check_report import CheckReport, Trial
     from ray_ulysses.run.preflight import PreparedRun
 
 EXAMPLE = "Example: ray-ulysses check configs/llama-tiny_cpu_sp2-dp2_8k.yaml --steps 20"
@@ -90,7 +90,7 @@ def run_check(config: Config, options: CheckOptions, console: Console, say: Call
     """
     from ray_ulysses.cluster.failures import TrainingFailed
     from ray_ulysses.config.loading import parse_config
-    from ray_ulysses.forensics.check_report import judge
+    from ray_ulysses.inspect.check_report import judge
     from ray_ulysses.run.preflight import prepare_run
 
     started = SystemClock().now()
@@ -230,7 +230,7 @@ def _train(config: Config, console: Console, started: float, *, is_quiet: bool) 
 
 def _found(prepared: PreparedRun, options: CheckOptions, num_steps: int, failure: str | None) -> Trial:
     """Read what the trial has done from its journal."""
-    from ray_ulysses.forensics.check_report import Trial
+    from ray_ulysses.inspect.check_report import Trial
     from ray_ulysses.planner.flops import step_flops
     from ray_ulysses.rehearsal.check import TOLERANCES
     from ray_ulysses.storage.place import open_store

@@ -22,9 +22,9 @@ from ray_ulysses.report.words import as_text, count, duration, facts, percent, s
 from ray_ulysses.run_names import CHECKPOINT_FOLDER
 
 if TYPE_CHECKING:
-    from ray_ulysses.forensics.row import RowPiece, RowReport, TextMode, TimesTrained
-    from ray_ulysses.forensics.row_checks import ReadingProgress
-    from ray_ulysses.forensics.run_data import PlanHistory, SegmentRecord
+    from ray_ulysses.inspect.row import RowPiece, RowReport, TextMode, TimesTrained
+    from ray_ulysses.inspect.row_checks import ReadingProgress
+    from ray_ulysses.inspect.run_data import PlanHistory, SegmentRecord
     from ray_ulysses.storage.place import Place
     from ray_ulysses.tracking.events import RunFailed
     from ray_ulysses.tracking.history import AttemptRecord, RunHistory
@@ -137,7 +137,7 @@ def _parse_checkpoint(text: str) -> int | Literal["latest"]:
 
 
 def _show_history(run: Place, as_json: bool, quiet: bool, trust_run: bool) -> None:
-    from ray_ulysses.forensics.run_data import read_plan_history, read_run
+    from ray_ulysses.inspect.run_data import read_plan_history, read_run
 
     with Waiting("reading the journal", is_quiet=quiet):
         history, plan_history = read_run(run, trust_run=trust_run), read_plan_history(run)
@@ -148,7 +148,7 @@ def _show_history(run: Place, as_json: bool, quiet: bool, trust_run: bool) -> No
 def _show_row(
     run: Place, row: int, corpora: tuple[Place, ...], text: TextMode, as_json: bool, quiet: bool, trust_run: bool
 ) -> None:
-    from ray_ulysses.forensics.row import report_row
+    from ray_ulysses.inspect.row import report_row
 
     with Waiting("reading the row", is_quiet=quiet):
         report = report_row(run, row, corpora=corpora, text=text, trust_run=trust_run)
@@ -164,7 +164,7 @@ def _show_verification(
     quiet: bool,
     trust_run: bool,
 ) -> bool:
-    from ray_ulysses.forensics.verification import verify_run
+    from ray_ulysses.inspect.verification import verify_run
 
     with Waiting("verifying the data", is_quiet=quiet) as wait:
         watch = ReadingReport(wait.say, SystemClock()).rows
@@ -174,7 +174,7 @@ def _show_verification(
 
 
 def _show_checkpoints(run: Place, as_json: bool, quiet: bool, trust_run: bool) -> None:
-    from ray_ulysses.forensics.checkpoint_listing import list_checkpoints
+    from ray_ulysses.inspect.checkpoint_listing import list_checkpoints
 
     with Waiting("reading the checkpoints", is_quiet=quiet):
         listing = list_checkpoints(run, trust_run=trust_run)
@@ -182,7 +182,7 @@ def _show_checkpoints(run: Place, as_json: bool, quiet: bool, trust_run: bool) -
 
 
 def _show_checkpoint(run: Place, step: int | Literal["latest"], as_json: bool, quiet: bool, trust_run: bool) -> bool:
-    from ray_ulysses.forensics.checkpoint_verification import verify_checkpoint
+    from ray_ulysses.inspect.checkpoint_verification import verify_checkpoint
 
     with Waiting("verifying the checkpoint", is_quiet=quiet) as wait:
         watch = ReadingReport(wait.say, SystemClock()).bytes

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from ray_ulysses.report.words import as_text, count, duration, facts, size, table, wrapped
 
 if TYPE_CHECKING:
-    from ray_ulysses.forensics.checkpoint_listing import CheckpointListing, CheckpointReport
-    from ray_ulysses.forensics.checkpoint_verification import CheckpointVerdict, FileVerdict
-    from ray_ulysses.forensics.journal_checks import Comparison
-    from ray_ulysses.forensics.verification import Verification
+    from ray_ulysses.inspect.checkpoint_listing import CheckpointListing, CheckpointReport
+    from ray_ulysses.inspect.checkpoint_verification import CheckpointVerdict, FileVerdict
+    from ray_ulysses.inspect.journal_checks import Comparison
+    from ray_ulysses.inspect.verification import Verification
 
 _MOST_FILES = 64
 _MOST_OF_A_KIND = 10

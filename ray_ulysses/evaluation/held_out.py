@@ -14,7 +14,7 @@ from ray_ulysses.data.plan.corpus_set import CorpusSet, PlannedSource, open_sour
 from ray_ulysses.data.tokenize.tokenizers import Tokenizer, load_tokenizer
 from ray_ulysses.errors import UserError
 from ray_ulysses.evaluation.scoring import Passage
-from ray_ulysses.forensics.run_data import DATA_ERRORS, PlannedData, open_plan, planned_data
+from ray_ulysses.inspect.run_data import DATA_ERRORS, PlannedData, open_plan, planned_data
 from ray_ulysses.storage.place import Place
 
 _GIVE = "give a corpus of held-out documents, made by `ray-ulysses prepare`: --data CORPUS"

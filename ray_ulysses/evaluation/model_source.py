@@ -18,7 +18,7 @@ from ray_ulysses.export.architecture import describe
 from ray_ulysses.export.decoder_merge import plan_merge
 from ray_ulysses.export.stream import WeightReader, live_model
 from ray_ulysses.export.tensors import stored_tensors
-from ray_ulysses.forensics.run_data import with_planned_context
+from ray_ulysses.inspect.run_data import with_planned_context
 from ray_ulysses.model_shape import read_model_config
 from ray_ulysses.run.secrets_file import stored_config
 from ray_ulysses.run.settings import config_of_checkpoint

@@ -29,7 +29,7 @@ from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.export.report import CheckResult
 from ray_ulysses.export.stream import WeightReader, live_model
 from ray_ulysses.export.tensors import Stored
-from ray_ulysses.forensics.run_data import DATA_ERRORS, planned_data, unreadable_plan
+from ray_ulysses.inspect.run_data import DATA_ERRORS, planned_data, unreadable_plan
 from ray_ulysses.parallel.mesh import SequenceMesh
 from ray_ulysses.storage.hub import hub_refusal
 from ray_ulysses.storage.place import Place

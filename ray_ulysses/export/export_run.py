@@ -34,7 +34,7 @@ from ray_ulysses.export.report import AdapterFacts, CheckResult, ExportReport, E
 from ray_ulysses.export.stream import WeightReader
 from ray_ulysses.export.tensors import DTYPES, Stored, published_tensors, stored_tensors
 from ray_ulysses.export.tokenizer_files import TokenizerFiles, find_tokenizer
-from ray_ulysses.forensics.run_data import with_planned_context
+from ray_ulysses.inspect.run_data import with_planned_context
 from ray_ulysses.run.checkpoint_store import checkpoint_location, storage_answers
 from ray_ulysses.run.secrets_file import stored_config
 from ray_ulysses.run.settings import config_of_checkpoint

@@ -20,7 +20,7 @@ from ray_ulysses.data.tokenize.tokenizers import (
     tokenizer_folder,
 )
 from ray_ulysses.errors import UserError
-from ray_ulysses.forensics.run_data import DATA_ERRORS, planned_data
+from ray_ulysses.inspect.run_data import DATA_ERRORS, planned_data
 from ray_ulysses.storage.place import Place
 
 # Files read by Hugging Face's tokenizers; weights and the model's own files must not be copied.

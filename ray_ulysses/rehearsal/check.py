@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from ray_ulysses.forensics.verification import Verification, verify_run
+from ray_ulysses.inspect.verification import Verification, verify_run
 from ray_ulysses.rehearsal.recoveries import InjectedFault, LossComparison, Recovery, RehearsalReport, recoveries
 from ray_ulysses.rehearsal.schedule import Fault
 from ray_ulysses.storage.place import Place

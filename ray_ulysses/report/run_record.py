@@ -12,8 +12,8 @@ import numpy as np
 
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.errors import RunError, UserError
-from ray_ulysses.forensics.checkpoint_listing import CheckpointListing, list_checkpoints
-from ray_ulysses.forensics.run_data import open_plan, read_run
+from ray_ulysses.inspect.checkpoint_listing import CheckpointListing, list_checkpoints
+from ray_ulysses.inspect.run_data import open_plan, read_run
 from ray_ulysses.run.run_files import describing_files, read_plan_facts
 from ray_ulysses.run_names import EVALUATION_FOLDER, PLAN_FACTS_FILE
 from ray_ulysses.storage.place import Place, open_store

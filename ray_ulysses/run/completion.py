@@ -31,7 +31,7 @@ _WRITER = "command"
 _MOST_DAMAGED = 5
 
 
-def settle_completed(prepared: PreparedRun) -> RunHistory | None:
+def record_completion(prepared: PreparedRun) -> RunHistory | None:
     """Return a run's history if nothing is left to do up to its last step, else ``None``.
 
     An attempt may have died or been stopped after it saved the last step and before it recorded that the run is
@@ -68,7 +68,7 @@ def settle_completed(prepared: PreparedRun) -> RunHistory | None:
     return read_history(config.run_dir, is_held=False, store=prepared.run.store)
 
 
-def settle_failed(config: Config, failure: EndEvent) -> None:
+def record_run_failed(config: Config, failure: EndEvent) -> None:
     """Record in the journal that a failure has ended the run.
 
     The workers are gone, and the caller holds the run. A storage that does not answer causes only a warning: the

@@ -81,7 +81,7 @@ def run_identity(config: Config) -> str:
     return store.read_whole(IDENTITY_FILE).decode(errors="replace")
 
 
-def vault_key(config: Config) -> str:
+def peer_memory_key(config: Config) -> str:
     """Return the name of the run's peer memory, which it does not share with a copy of its directory."""
     run_dir = config.run_dir
     # The driver that follows a dead one may reach the directory by another name, through a link.

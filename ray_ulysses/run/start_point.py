@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ray_ulysses.data.plan.plan import Plan
     from ray_ulysses.run.settings import ResolvedRun
     from ray_ulysses.storage import Store
-    from ray_ulysses.storage.patience import Patience
+    from ray_ulysses.storage.retry import RetryPolicy
 
 _log = get_logger(__name__)
 
@@ -205,7 +205,7 @@ class RecoverySources:
 
     The run's storage alone says which attempts belong to the run. What is wrong with a state in memory concerns no
     other source, and never keeps the run from starting."""
-    patience: Patience
+    retry: RetryPolicy
     """How long a checkpoint that can't be read is waited for before an older one is taken."""
     passed: list[Damage] = field(default_factory=list)
     """Checkpoints of the run that can't be used. They are set aside once the attempt has a state to start from."""
@@ -297,7 +297,7 @@ class RecoverySources:
                 self._pass_over_memory(damage.step, damage.reason)
             if kept.manifest is not None:
                 offered["peer memory"] = kept.manifest
-        waiting = self.patience.begin()
+        waiting = self.retry.begin()
         while True:
             stored = newest_committed(self.run.store, "sizes", unless=[damage.step for damage in self.passed])
             unread = [damage for damage in stored.damaged if damage.kind == "unreadable"]

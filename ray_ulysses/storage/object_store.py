@@ -32,7 +32,7 @@ import obstore
 from ray_ulysses.storage.block_cache import BlockCache, CachedObject
 from ray_ulysses.storage.location import RETRY_S, ObjectLocation
 from ray_ulysses.storage.object_client import Client, Refusal, connect, explain
-from ray_ulysses.storage.patience import Patience
+from ray_ulysses.storage.retry import RetryPolicy
 from ray_ulysses.storage.store import READ_AHEAD_BYTES, AlreadyExistsError, Buffer, Store, StoredFile, checked_key
 
 if TYPE_CHECKING:
@@ -48,22 +48,22 @@ class ObjectFile(StoredFile):
     that is replaced while it is read gives an `OSError`, a small one is read whole when it is opened.
     """
 
-    def __init__(self, client: Client, key: str, *, name: str, patience: Patience) -> None:
+    def __init__(self, client: Client, key: str, *, name: str, retry: RetryPolicy) -> None:
         """Request the size and version of the object.
 
         Args:
             client: The store.
             key: The object, relative to the client's prefix.
             name: What to call it in errors.
-            patience: How long a broken read is taken up again.
+            retry: How long a broken read is taken up again.
 
         Raises:
             FileNotFoundError: There is no such object.
             OSError: The store does not give them.
         """
         super().__init__(0)
-        self._client, self._key, self._object_name, self._patience = client, key, name, patience
-        waiting, looks = patience.begin(), 0
+        self._client, self._key, self._object_name, self._retry = client, key, name, retry
+        waiting, looks = retry.begin(), 0
         while True:
             looks += 1
             try:
@@ -84,7 +84,7 @@ class ObjectFile(StoredFile):
 
     def read_into(self, start: int, target: memoryview) -> int:
         """Fill a buffer by one request; if it breaks off, ask for the rest."""
-        done, waiting = 0, self._patience.begin()
+        done, waiting = 0, self._retry.begin()
         while done < target.nbytes:
             options: GetOptions = {"range": (start + done, start + target.nbytes)}
             if self._version is not None:
@@ -99,8 +99,8 @@ class ObjectFile(StoredFile):
             except Exception as error:
                 refusal, cause = explain(error), error
             if done > before:
-                # A long read may break more than once; patience is for what does not move.
-                waiting = self._patience.begin()
+                # A long read may break more than once; retry is for what does not move.
+                waiting = self._retry.begin()
                 continue
             if refusal.meaning == "changed":
                 refusal = Refusal(meaning="changed", reason="the file was replaced while it was read")
@@ -154,7 +154,7 @@ class ObjectStore(Store):
         self.name = location.display_name
         self.location, self._retry_s, self._part_bytes = location, retry_s, part_bytes
         self._cache = cache
-        self._patience = Patience(wait_s=retry_s, first_pause_s=0.05, longest_pause_s=5.0)
+        self._retry = RetryPolicy(wait_s=retry_s, first_pause_s=0.05, longest_pause_s=5.0)
         _ = self._client
 
     def __str__(self) -> str:
@@ -174,7 +174,7 @@ class ObjectStore(Store):
 
     def open(self, key: str) -> ObjectFile:
         """Open a file for reading; raises `FileNotFoundError` if there is none."""
-        return ObjectFile(self._client, checked_key(key), name=self.named(key), patience=self._patience)
+        return ObjectFile(self._client, checked_key(key), name=self.named(key), retry=self._retry)
 
     def read_whole(self, key: str, limit: int = -1) -> bytes:
         """Return a whole file, or its first bytes if there is a limit.
@@ -330,7 +330,7 @@ class ObjectStore(Store):
             raise self._taken(key)
         counted = _Counted(parts, self._part_bytes)
         mark = uuid.uuid4().hex
-        waiting = self._patience.begin()
+        waiting = self._retry.begin()
         try:
             obstore.put(
                 self._client,
@@ -372,7 +372,7 @@ class ObjectStore(Store):
 
     def _tried(self, key: str, attempt: Callable[[], _T]) -> _T:
         """Carry out a request, again and again while it fails for a reason that may pass."""
-        waiting = self._patience.begin()
+        waiting = self._retry.begin()
         while True:
             try:
                 return attempt()

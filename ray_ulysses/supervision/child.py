@@ -159,7 +159,7 @@ def _worker(order: Order, config: Config, progress: SharedProgress, streams: int
         clock=SystemClock(order.ahead_s),
         is_watched=True,
         is_tested=order.is_tested,
-        vault=order.memory,
+        peer_memory=order.memory,
         cluster_nodes=order.rank_nodes,
         beat=progress.beat,
         wait_for_row=progress.wait_for_row,

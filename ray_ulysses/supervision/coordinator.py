@@ -25,9 +25,9 @@ from ray_ulysses.elastic.hang import RECENT_STEPS, Hang, HangLimits, RankProgres
 from ray_ulysses.elastic.placement import WorkerRange
 from ray_ulysses.elastic.reform import END_S
 from ray_ulysses.logging import get_logger
+from ray_ulysses.peer_memory.authentication import Gate, seal
+from ray_ulysses.peer_memory.store import AgentAddresses
 from ray_ulysses.supervision.supervisor import BACKLOG, BEAT_S, Announcement, encode, listen
-from ray_ulysses.vault.authentication import Gate, seal
-from ray_ulysses.vault.store import VaultAddresses
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
@@ -84,7 +84,7 @@ class Coordinator:
         judge: Judge,
         host: str,
         *,
-        memory: Callable[[Sequence[str]], Sequence[VaultAddresses] | None],
+        memory: Callable[[Sequence[str]], Sequence[AgentAddresses] | None],
         gather_s: float,
         limits: HangLimits,
         record_hang: Callable[[str, Mapping[int, str]], object],

@@ -15,7 +15,7 @@ from typing import Any
 
 from ray_ulysses.elastic.causes import Kind
 from ray_ulysses.elastic.reform import END_S
-from ray_ulysses.vault.store import VaultAddresses
+from ray_ulysses.peer_memory.store import AgentAddresses
 
 MOST_BYTES = 1 << 17
 """Longest message: the default of the kernel's buffers takes it whole."""
@@ -51,7 +51,7 @@ class Order:
     host: str
     port: int
     """Where rank 0 listens; it is handed the listening socket."""
-    memory: VaultAddresses | None = None
+    memory: AgentAddresses | None = None
     ahead_s: float = 0.0
     """How far the coordinator's clock, by which all of a command is recorded, is ahead of this machine's."""
     is_tested: bool = False

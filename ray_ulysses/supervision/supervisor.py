@@ -23,6 +23,8 @@ from ray_ulysses.clock import SystemClock
 from ray_ulysses.elastic.causes import process_end
 from ray_ulysses.elastic.reform import END_S
 from ray_ulysses.errors import PeerError, RunError
+from ray_ulysses.peer_memory.authentication import authenticate, unseal
+from ray_ulysses.peer_memory.store import AgentAddresses
 from ray_ulysses.supervision.order import (
     STACKS_SIGNAL,
     Exited,
@@ -38,8 +40,6 @@ from ray_ulysses.supervision.order import (
 )
 from ray_ulysses.supervision.remote_streams import serve_streams
 from ray_ulysses.supervision.shared_progress import SharedProgress, read_dump
-from ray_ulysses.vault.authentication import authenticate, unseal
-from ray_ulysses.vault.store import VaultAddresses
 
 if TYPE_CHECKING:
     from ray_ulysses.data.read.blocks import Streams
@@ -279,7 +279,7 @@ class Supervisor:
             rank_nodes=nodes,
             host=message["host"],
             port=message["port"],
-            memory=None if memory is None else VaultAddresses(node=nodes[message["rank"]], **memory),
+            memory=None if memory is None else AgentAddresses(node=nodes[message["rank"]], **memory),
             ahead_s=message["ahead_s"],
             is_tested=message["is_tested"],
             end_s=message["end_s"],

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.run_names import JOURNAL_FOLDER, journal_file_name, merged_segment_key, segment_key
-from ray_ulysses.storage.patience import is_transient
 from ray_ulysses.storage.place import Place, open_store
 from ray_ulysses.storage.regular import make_folder, open_inside
+from ray_ulysses.storage.retry import is_transient
 from ray_ulysses.storage.store import AlreadyExistsError, create_if_absent
 from ray_ulysses.tracking.journal_files import attempt_numbers, segmented_files
 from ray_ulysses.tracking.journal_lines import encode_record, is_durable

@@ -52,7 +52,7 @@ class ComputeWatch:
             return
         worker, config = self._context.worker, self._context.run.config
         self._measured_at = worker.clock.monotonic()
-        times = self._context.exchange.gather(compute_s(worker.device))
+        times = self._context.messenger.gather(compute_s(worker.device))
         if times is None:
             return
         self._slow = after_window(self._slow, {rank: time for rank, time in enumerate(times) if math.isfinite(time)})

@@ -13,24 +13,24 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from ray_ulysses.checkpoint.errors import CheckpointError, StorageFailedError
-from ray_ulysses.checkpoint.exchange import TorchExchange, agree
 from ray_ulysses.checkpoint.fence import claim_attempt, read_lineage
+from ray_ulysses.checkpoint.messenger import TorchRankMessenger, agree
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.logging import get_logger
+from ray_ulysses.peer_memory import PeerMemoryStore
 from ray_ulysses.run.takeover import takeover
 from ray_ulysses.run_names import PROBE_FOLDER, SESSION_FILE
-from ray_ulysses.storage.patience import is_transient
 from ray_ulysses.storage.place import Place, open_store
+from ray_ulysses.storage.retry import is_transient
 from ray_ulysses.tracking.journal import claim_journal
 from ray_ulysses.trainer.diagnostics import Diagnostics
-from ray_ulysses.vault import VaultStore
 
 if TYPE_CHECKING:
-    from ray_ulysses.checkpoint.exchange import Exchange
+    from ray_ulysses.checkpoint.messenger import RankMessenger
+    from ray_ulysses.peer_memory.files import LentMemory
     from ray_ulysses.run.settings import ResolvedRun
     from ray_ulysses.tracking.journal import JournalWriter
     from ray_ulysses.trainer.worker import Worker
-    from ray_ulysses.vault.files import LentMemory
 
 _log = get_logger(__name__)
 
@@ -39,8 +39,8 @@ _log = get_logger(__name__)
 class PeerStore:
     """The memory of peers, as one rank uses it."""
 
-    store: VaultStore
-    exchange: Exchange
+    store: PeerMemoryStore
+    messenger: RankMessenger
     """Exchanges small values between the threads that save there, over a group of their own."""
     lent: LentMemory | None = None
     """Memory that this node's agent keeps states in where they are; None where it can't."""
@@ -58,12 +58,12 @@ class AttemptContext:
     """The attempt's number, on every rank."""
     nodes: tuple[str, ...]
     """Name of each rank's node, by rank."""
-    exchange: Exchange
+    messenger: RankMessenger
     """Exchanges small values between ranks, over a group apart from training's."""
-    save_exchange: Exchange
+    save_messenger: RankMessenger
     """The same for the threads that save, over a group of their own."""
-    vault: PeerStore | None = None
-    """The memory of peers, and the exchange for its threads; None without."""
+    peer_memory: PeerStore | None = None
+    """The memory of peers, and the messenger for its threads; None without."""
     stage: str = ""
     """Name of the stage that it trains, once that is known; empty in a run without stages."""
     measured: str = ""
@@ -94,35 +94,36 @@ def open_attempt(run: ResolvedRun, worker: Worker) -> tuple[AttemptContext, Jour
     """
     config = run.config
     timeout = timedelta(seconds=config.elastic.collective_timeout_s)
-    exchange = TorchExchange(dist.new_group(backend="gloo", timeout=timeout))
+    messenger = TorchRankMessenger(dist.new_group(backend="gloo", timeout=timeout))
     # One rank's storage may be much slower than another's.
-    patience = timedelta(seconds=config.checkpoint.save_timeout_s)
-    save_exchange = TorchExchange(dist.new_group(backend="gloo", timeout=patience))
-    probe_storage(config.run_dir, worker, exchange)
+    retry = timedelta(seconds=config.checkpoint.save_timeout_s)
+    save_messenger = TorchRankMessenger(dist.new_group(backend="gloo", timeout=retry))
+    probe_storage(config.run_dir, worker, messenger)
     journal = _claim(run, worker) if worker.rank == 0 else None
     context = AttemptContext(
         run=run,
         worker=worker,
-        attempt=exchange.broadcast(journal.attempt if journal else None),
-        nodes=tuple(exchange.broadcast(exchange.gather(worker.node))),
-        exchange=exchange,
-        save_exchange=save_exchange,
-        vault=_open_vault(worker, exchange, timeout),
+        attempt=messenger.broadcast(journal.attempt if journal else None),
+        nodes=tuple(messenger.broadcast(messenger.gather(worker.node))),
+        messenger=messenger,
+        save_messenger=save_messenger,
+        peer_memory=_open_peer_memory(worker, messenger, timeout),
     )
     return context, journal
 
 
-def _open_vault(worker: Worker, exchange: Exchange, timeout: timedelta) -> PeerStore | None:
+def _open_peer_memory(worker: Worker, messenger: RankMessenger, timeout: timedelta) -> PeerStore | None:
     """Open the memory of peers, if every rank was given addresses of it; every rank must call."""
-    given = exchange.gather(worker.vault is not None)
-    if not exchange.broadcast(given is not None and all(given)):
+    given = messenger.gather(worker.peer_memory is not None)
+    if not messenger.broadcast(given is not None and all(given)):
         return None
-    assert worker.vault is not None
-    store = VaultStore(worker.vault)
+    assert worker.peer_memory is not None
+    store = PeerMemoryStore(worker.peer_memory)
     lent = store.lent_memory()
     if lent is None:
         _log.info("the agent of this node takes no memory from this process: states are sent to it, which needs more")
-    return PeerStore(store=store, exchange=TorchExchange(dist.new_group(backend="gloo", timeout=timeout)), lent=lent)
+    own = TorchRankMessenger(dist.new_group(backend="gloo", timeout=timeout))
+    return PeerStore(store=store, messenger=own, lent=lent)
 
 
 def _claim(run: ResolvedRun, worker: Worker) -> JournalWriter:
@@ -147,7 +148,7 @@ def _claim(run: ResolvedRun, worker: Worker) -> JournalWriter:
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-def probe_storage(run_dir: Place, worker: Worker, exchange: Exchange) -> None:
+def probe_storage(run_dir: Place, worker: Worker, messenger: RankMessenger) -> None:
     """Check that each node sees the driver's file and that rank 0 sees each node's.
 
     Every rank must call.
@@ -159,7 +160,7 @@ def probe_storage(run_dir: Place, worker: Worker, exchange: Exchange) -> None:
     """
     store = open_store(run_dir, must_exist=True)
     # A dying attempt of the same session may be deleting its marks at this moment.
-    folder = exchange.broadcast(f"{PROBE_FOLDER}-{uuid.uuid4().hex}")
+    folder = messenger.broadcast(f"{PROBE_FOLDER}-{uuid.uuid4().hex}")
     mark = f"{folder}/rank-{worker.rank:05d}"
     problem = full = away = None
     try:
@@ -170,13 +171,13 @@ def probe_storage(run_dir: Place, worker: Worker, exchange: Exchange) -> None:
         problem = f"node {worker.node} can't use it ({error.strerror or error})"
         full = f"{worker.node} ({error.strerror})" if error.errno in _FULL else None
         away = f"{worker.node} ({error.strerror or error})" if is_transient(error) else None
-    full = agree(exchange, full)
+    full = agree(messenger, full)
     if full is not None:
         raise StorageFailedError(
             f"run.storage: the disk of {run_dir} is full: {full}. Free space, then start the same command again"
         )
-    _refuse_away(run_dir, agree(exchange, away))
-    nodes = exchange.gather((worker.rank, worker.node, problem))
+    _refuse_away(run_dir, agree(messenger, away))
+    nodes = messenger.gather((worker.rank, worker.node, problem))
     if nodes is not None:
         try:
             seen = {Path(key).name for key in store.list(folder)}
@@ -190,8 +191,8 @@ def probe_storage(run_dir: Place, worker: Worker, exchange: Exchange) -> None:
         # The next command deletes what is left.
         with contextlib.suppress(OSError):
             store.delete(folder)
-    _refuse_away(run_dir, agree(exchange, away))
-    problem = agree(exchange, problem)
+    _refuse_away(run_dir, agree(messenger, away))
+    problem = agree(messenger, problem)
     if problem is not None:
         hint = "Mount the same file system at that path on every node"
         if not isinstance(run_dir, Path):

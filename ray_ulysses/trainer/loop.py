@@ -33,12 +33,12 @@ from ray_ulysses.run_names import PLAN_FOLDER
 from ray_ulysses.trainer.compute_watch import ComputeWatch
 from ray_ulysses.trainer.context import AttemptContext, open_attempt
 from ray_ulysses.trainer.diagnostics import MemoryRecorder, memory_explained
+from ray_ulysses.trainer.peer_memory_keeper import PeerMemoryKeeper
 from ray_ulysses.trainer.record import Recorder
 from ray_ulysses.trainer.resume import AnotherStageError, find_state, resume
 from ray_ulysses.trainer.saving import CheckpointKeeper, StepOutcome
 from ray_ulysses.trainer.self_test import check_start
 from ray_ulysses.trainer.step import Flags, StepGuard, StepMeter, evaluate, train_step, with_requests
-from ray_ulysses.trainer.vaulting import VaultKeeper
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
@@ -78,7 +78,7 @@ class _Attempt:
     meter: StepMeter
     recorder: Recorder
     keeper: CheckpointKeeper
-    vault: VaultKeeper
+    peer_memory: PeerMemoryKeeper
     guard: StepGuard
     watch: ComputeWatch
     memory: MemoryRecorder
@@ -91,7 +91,7 @@ class _Attempt:
     def before_update(self) -> None:
         """Keep the next update of the weights behind the copies of the state that are under way."""
         self.keeper.staging.before_update()
-        self.vault.before_update()
+        self.peer_memory.before_update()
 
 
 def run_attempt(config: Config, worker: Worker) -> AttemptEnd:
@@ -132,7 +132,7 @@ def _run(whole: AttemptContext, recorder: Recorder, start: StartingState, memory
     run = whole.run if config is whole.run.config else resolve_run(config, worker.world_size)
     context = replace(whole, run=run, stage=stage.name, measured=stage.plan.newest.measured)
     keeper = CheckpointKeeper(context, recorder, ends_stage=not stage.ends_the_run)
-    vault = VaultKeeper(context, recorder)
+    peer_memory = PeerMemoryKeeper(context, recorder)
     try:
         # The mesh: who shares rows with whom.
         mesh = SequenceMesh.from_layout(run.layout, timeout=timedelta(seconds=config.elastic.collective_timeout_s))
@@ -165,14 +165,14 @@ def _run(whole: AttemptContext, recorder: Recorder, start: StartingState, memory
             meter=StepMeter(run.shape, worker.device, run.layout.world_size),
             recorder=recorder,
             keeper=keeper,
-            vault=vault,
+            peer_memory=peer_memory,
             guard=StepGuard(config.elastic, recorder.bad_step),
             watch=ComputeWatch(context, recorder),
             memory=memory,
         )
         position = resume(engine, start, whole, recorder)
         keeper.resumed(position.step)
-        vault.resumed(position.step, engine)
+        peer_memory.resumed(position.step, engine)
         recorder.attempt_started(position, last_step_of(config, stage.plan), stage, run.layout)
         source = worker.make_source(stage.plan, reader, run.layout, worker.rank)
         try:
@@ -180,11 +180,11 @@ def _run(whole: AttemptContext, recorder: Recorder, start: StartingState, memory
         finally:
             source.close()
         keeper.finish()
-        vault.close()
+        peer_memory.close()
         recorder.ended(end.status, end.step)
     except BaseException as error:
-        vault.close(failed=True)
-        keeper.abandon(error, is_in_memory=vault.has_saved)
+        peer_memory.close(failed=True)
+        keeper.abandon(error, is_in_memory=peer_memory.has_saved)
         raise
     return end
 
@@ -214,7 +214,7 @@ def _train(attempt: _Attempt, source: DirectSource, position: RunPosition) -> At
         attempt.watch.after_step(flags)
         worker.beat("save", step)
         with attempt.recorder.time.saving():
-            attempt.vault.after_step(attempt.engine, outcome, plan.cursor(step))
+            attempt.peer_memory.after_step(attempt.engine, outcome, plan.cursor(step))
             attempt.keeper.after_step(attempt.engine, outcome, plan.cursor(step), last_step)
         if evaluates and saves_first:
             _evaluate(attempt, outcome)
@@ -283,7 +283,7 @@ def rate_of_step(stage: Stage, step: int) -> float:
 
 def _flags(attempt: _Attempt) -> Flags:
     """Return this rank's flags after a step."""
-    own, requests = attempt.vault.flags(attempt.keeper.flags()), attempt.keeper.requests
+    own, requests = attempt.peer_memory.flags(attempt.keeper.flags()), attempt.keeper.requests
     if requests is None:
         return own
     own = replace(own, gone=attempt.recorder.is_gone(), compute_due=attempt.watch.is_due())

@@ -25,7 +25,7 @@ from ray_ulysses.errors import UlyssesError, UserError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.planner.stages import stage_at
 from ray_ulysses.run.start_point import RecoverySources, RunPosition
-from ray_ulysses.storage.patience import Patience
+from ray_ulysses.storage.retry import RetryPolicy
 
 if TYPE_CHECKING:
     from ray_ulysses.checkpoint import TensorPart
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ray_ulysses.data.plan.plan import Plan
     from ray_ulysses.planner.stages import Stage
     from ray_ulysses.run.start_point import Candidate, Source
-    from ray_ulysses.storage.patience import Waiting
+    from ray_ulysses.storage.retry import Waiting
     from ray_ulysses.trainer.context import AttemptContext
     from ray_ulysses.trainer.record import Recorder
 
@@ -85,9 +85,9 @@ def find_state(plan: Plan, context: AttemptContext, recorder: Recorder) -> Start
         CheckpointError: None can be used, and there should be one.
     """
     recorder.phase("looking for a checkpoint", "load")
-    memory = None if context.vault is None else context.vault.store
-    patience = Patience(wait_s=5.0, first_pause_s=1.0, clock=context.worker.clock)
-    sources = RecoverySources(run=context.run, plan=plan, memory=memory, patience=patience)
+    memory = None if context.peer_memory is None else context.peer_memory.store
+    retry = RetryPolicy(wait_s=5.0, first_pause_s=1.0, clock=context.worker.clock)
+    sources = RecoverySources(run=context.run, plan=plan, memory=memory, retry=retry)
     chosen = _choose(sources, context)
     step = 0 if chosen is None else chosen.position.step
     return StartingState(sources=sources, stage=stage_at(context.run.config, plan, step), chosen=chosen)
@@ -128,7 +128,7 @@ def resume(engine: Any, start: StartingState, context: AttemptContext, recorder:
         except UnreadableCheckpointError as error:
             if source == "another run":
                 raise
-            waiting = waiting or sources.patience.begin()
+            waiting = waiting or sources.retry.begin()
             attempt = chosen.manifest.attempt
             if source == "peer memory":
                 sources.give_up_memory(step, str(error))
@@ -179,7 +179,7 @@ def _on_rank_0(context: AttemptContext, do: Callable[[], T]) -> T:
             result = do()
         except UlyssesError as error:
             failure = error
-    result, failure = context.exchange.broadcast((result, failure))
+    result, failure = context.messenger.broadcast((result, failure))
     if failure is not None:
         raise failure
     return cast("T", result)
@@ -187,16 +187,16 @@ def _on_rank_0(context: AttemptContext, do: Callable[[], T]) -> T:
 
 def _load(engine: Any, chosen: Candidate, context: AttemptContext, *, verify_all: bool) -> None:
     """Load a state, and verify the rest of its checkpoint if asked to; every rank must call."""
-    store, manifest, exchange = chosen.store, chosen.manifest, context.exchange
+    store, manifest, messenger = chosen.store, chosen.manifest, context.messenger
     loaded: set[str] = set()
 
     def fill(parts: Sequence[TensorPart]) -> int:
         loaded.update(part.key for part in parts)
-        return load_parts(store, manifest, parts, exchange=exchange)
+        return load_parts(store, manifest, parts, messenger=messenger)
 
     import_state(engine, chosen.state, fill)
     if verify_all:
-        verify_rest(store, manifest, loaded, rank=context.rank, world_size=len(context.nodes), exchange=exchange)
+        verify_rest(store, manifest, loaded, rank=context.rank, world_size=len(context.nodes), messenger=messenger)
 
 
 def _start(context: AttemptContext, recorder: Recorder, step: int, passed: Sequence[Damage]) -> None:

@@ -21,7 +21,7 @@ from ray_ulysses.logging import get_logger
 from ray_ulysses.run.checkpoint_store import keep_rules
 from ray_ulysses.run.requests import RequestWatch
 from ray_ulysses.run.settings import versions
-from ray_ulysses.storage.patience import Patience
+from ray_ulysses.storage.retry import RetryPolicy
 from ray_ulysses.trainer.step import Flags
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ class CheckpointKeeper:
             attempt=context.attempt,
             rank=worker.rank,
             world_size=worker.world_size,
-            exchange=context.save_exchange,
+            messenger=context.save_messenger,
             staging=self.staging,
             clock=worker.clock,
             on_saved=self._on_saved,
@@ -330,14 +330,14 @@ class CheckpointKeeper:
         """Wait a little until every rank has a free buffer; else postpone the save. Every rank must call."""
         now = self._worker.clock.monotonic()
         if self._postponed is None:
-            ranks = self._context.exchange.gather(self._saver.wait_for_buffer(_BUFFER_S))
-            if self._context.exchange.broadcast(ranks is not None and all(ranks)):
+            ranks = self._context.messenger.gather(self._saver.wait_for_buffer(_BUFFER_S))
+            if self._context.messenger.broadcast(ranks is not None and all(ranks)):
                 return True
             why = "previous one is still being written" if self._saver.is_saving else "memory for it is not there yet"
             _log.warning("the checkpoint of step %d is postponed, since the %s; training continues", step, why)
             self._postponed = reason, now
         # Rank 0 decides, since the ranks' clocks differ.
-        elif self._context.exchange.broadcast(now - self._postponed[1] > self._config.checkpoint.save_timeout_s):
+        elif self._context.messenger.broadcast(now - self._postponed[1] > self._config.checkpoint.save_timeout_s):
             raise not_begun(step, self._config.checkpoint.save_timeout_s)
         return False
 
@@ -346,12 +346,12 @@ class CheckpointKeeper:
         if is_last:
             # Nothing is left to do meanwhile, and no later step could try again.
             self._wait()
-            waiting = Patience(
+            waiting = RetryPolicy(
                 wait_s=math.inf, first_pause_s=1.0, longest_pause_s=15.0, clock=self._worker.clock
             ).begin()
             while self._saver.failure is not None and not is_final(self._saver.failure):
                 # Rank 0 decides, since the ranks' clocks differ: a save that some ranks don't join would wait for them.
-                if self._context.exchange.broadcast(self._is_out_of_patience()):
+                if self._context.messenger.broadcast(self._is_out_of_patience()):
                     break
                 _log.warning("%s; trying again", self._saver.failure)
                 waiting.pause()

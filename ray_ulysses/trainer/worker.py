@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ray_ulysses.data.read.row_source import DirectSource
     from ray_ulysses.elastic.hang import Phase
     from ray_ulysses.parallel.layout import ParallelLayout
-    from ray_ulysses.vault.store import VaultAddresses
+    from ray_ulysses.peer_memory.store import AgentAddresses
 
 SourceMaker = Callable[["Plan", "RowReader", "ParallelLayout", int], "DirectSource"]
 """Makes a rank's source of rows: ``(plan, reader, layout, rank)``."""
@@ -46,7 +46,7 @@ class Worker:
     """Makes its source of rows."""
     notice: Callable[[], Notice | None] = lambda: None
     """Returns the notice that a node will be taken away, or ``None``; called after every step."""
-    vault: VaultAddresses | None = None
+    peer_memory: AgentAddresses | None = None
     """Addresses of the peer memory; None on every worker, or on none."""
     cluster_nodes: tuple[str, ...] = ()
     """The cluster's name of each rank's node, by rank; empty without a cluster."""

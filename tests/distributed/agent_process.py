@@ -1,4 +1,4 @@
-"""A vault agent in a process of its own, which a test can kill, and whose files it can damage by a signal."""
+"""A peer memory agent in a process of its own, which a test can kill, and whose files it can damage by a signal."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import time
 from dataclasses import dataclass
 from threading import Thread
 
-from ray_ulysses.vault import VaultAgent
-from ray_ulysses.vault.files import MemoryFile
+from ray_ulysses.peer_memory import PeerMemoryAgent
+from ray_ulysses.peer_memory.files import MemoryFile
 
 DAMAGE, CUT = signal.SIGUSR1, signal.SIGUSR2
 """Have an agent change a byte of each file that it holds, or cut each to half of its size; manifests stay whole."""
@@ -51,7 +51,7 @@ class AgentProcess:
 
 def main() -> None:
     """Serve until the test is gone."""
-    agent = VaultAgent("token", host="127.0.0.1", limit_bytes=1 << 30)
+    agent = PeerMemoryAgent("token", host="127.0.0.1", limit_bytes=1 << 30)
     for number in (DAMAGE, CUT):
         signal.signal(number, lambda number, _: Thread(target=_spoil, args=(agent, number)).start())
     sys.stdout.write(f"{agent.start()}\n")
@@ -59,7 +59,7 @@ def main() -> None:
     sys.stdin.read()
 
 
-def _spoil(agent: VaultAgent, number: int) -> None:
+def _spoil(agent: PeerMemoryAgent, number: int) -> None:
     """Spoil all shards, those too that come while the ranks that write them are ended."""
     spoiled: set[MemoryFile] = set()
     until = time.monotonic() + SPOIL_S

@@ -22,7 +22,7 @@ from ray_ulysses.checkpoint import (
     ShardedState,
     StateDescription,
     TensorPart,
-    TorchExchange,
+    TorchRankMessenger,
     load_parts,
     read_manifest,
     save_checkpoint,
@@ -267,7 +267,7 @@ def _save(engine: Any, layout: Layout, run_dir: Path, step: int) -> None:
         world_size=dist.get_world_size(),
         state=state,
         meta=meta,
-        exchange=TorchExchange(),
+        messenger=TorchRankMessenger(),
     )
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, [(part.key, part.start, part.tensor) for part in state.parts])
@@ -291,8 +291,8 @@ def _load(engine: Any, run_dir: Path, step: int) -> Manifest:
     manifest = read_manifest(store, step)
     import_state(engine, _spoiled(manifest.state), _spoil)
     _spoil_untrained(engine)
-    exchange = TorchExchange()
-    import_state(engine, manifest.state, lambda parts: load_parts(store, manifest, parts, exchange))
+    messenger = TorchRankMessenger()
+    import_state(engine, manifest.state, lambda parts: load_parts(store, manifest, parts, messenger))
     return manifest
 
 

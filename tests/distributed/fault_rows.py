@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from ray_ulysses.checkpoint import newest_committed
-from ray_ulysses.cluster.failures import CONTROLLER, FailureBook, FailureJudge, Noticed, failure_book
+from ray_ulysses.cluster.failures import CONTROLLER, FailureJudge, FailureLog, Noticed, failure_log
 from ray_ulysses.elastic import reform
 from ray_ulysses.elastic.causes import root_cause
+from ray_ulysses.peer_memory import AgentAddresses, PeerMemoryStore
 from ray_ulysses.run.requests import request_stop
 from ray_ulysses.run_names import JOURNAL_FOLDER, journal_file_name
 from ray_ulysses.tracking.events import AttemptEnded, StartFailed
@@ -23,7 +24,6 @@ from ray_ulysses.tracking.failures import command_failures, describe_failure
 from ray_ulysses.tracking.history import RunHistory, read_history
 from ray_ulysses.tracking.journal_files import attempt_numbers
 from ray_ulysses.tracking.journal_reader import read_side_files
-from ray_ulysses.vault import VaultAddresses, VaultStore
 from tests.distributed.faulty_launcher import plant, struck_at
 from tests.distributed.supervised import SupervisedRun, children, training_child
 from tests.polling import wait_until
@@ -43,7 +43,7 @@ class Seen:
     committed: list[int] = field(default_factory=list)
 
 
-def judge_of(run: SupervisedRun, of_command: FailureBook) -> Callable[[reform.Judge, reform.Group], bool]:
+def judge_of(run: SupervisedRun, of_command: FailureLog) -> Callable[[reform.Judge, reform.Group], bool]:
     """Return a judge of failures that keeps the run's real budget, as the cluster's does."""
     judges = FailureJudge(replace(of_command, writer=CONTROLLER))
 
@@ -61,7 +61,7 @@ def newest_in_memory(run: SupervisedRun) -> int | None:
     agents = {node: agent.address for node, agent in run.agents.items() if agent.is_alive and node not in gone}
     if not agents:
         return None
-    store = VaultStore(VaultAddresses(agents=agents, node=next(iter(agents)), partner=None, token="token"))
+    store = PeerMemoryStore(AgentAddresses(agents=agents, node=next(iter(agents)), partner=None, token="token"))
     try:
         manifest = newest_committed(store, "sizes").manifest
     except OSError:
@@ -81,7 +81,7 @@ class FaultRows:
 
     def __init__(self, run: SupervisedRun, table: ResultTable) -> None:
         self.run, self.table, self.number, self.made = run, table, 0, 0
-        run.judge = judge_of(run, failure_book(run.config, run.session))
+        run.judge = judge_of(run, failure_log(run.config, run.session))
 
     def newest(self) -> Seen:
         """Return the newest attempt."""
@@ -242,7 +242,7 @@ class FaultRows:
         run.draining.clear()
         session = f"session-{self.made}"
         per_node = len(run.nodes) // len(set(run.nodes.values()))
-        run.judge = judge_of(run, failure_book(run.config, session))
+        run.judge = judge_of(run, failure_log(run.config, session))
         run.begin({worker: names[worker // per_node] for worker in range(nodes * per_node)}, session)
         wait_until(
             lambda: self.newest().number > number and self.newest().steps, "training goes on", timeout_s=TIMEOUT_S,

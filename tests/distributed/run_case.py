@@ -21,6 +21,7 @@ from ray_ulysses.config.loading import parse_config
 from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.read.row_source import DirectSource
 from ray_ulysses.data.sources.units import SourceSpec
+from ray_ulysses.peer_memory import AgentAddresses, partners
 from ray_ulysses.run.preflight import PreparedRun, check_resume, claim_directory, prepare_run
 from ray_ulysses.run.requests import announce_session, request_save, request_stop
 from ray_ulysses.run_names import NOTICE_FILE
@@ -28,7 +29,6 @@ from ray_ulysses.storage import LocalStore
 from ray_ulysses.trainer import step as step_module
 from ray_ulysses.trainer.loop import run_attempt
 from ray_ulysses.trainer.worker import Worker
-from ray_ulysses.vault import VaultAddresses, partners
 from tests.local_preparation import prepare_local
 from tests.polling import wait_until
 
@@ -141,7 +141,7 @@ def run_worker(
     reverse: bool = False,
     actions: Mapping[int, str] | None = None,
     environment: Mapping[str, str] | None = None,
-    vault: tuple[Mapping[str, str], str] | None = None,
+    peer_memory: tuple[Mapping[str, str], str] | None = None,
     poison: tuple[int, str] | None = None,
     watch: Callable[[str, int], object] = lambda name, step: None,
     device: str = "cpu",
@@ -157,7 +157,7 @@ def run_worker(
         stop_at: Rank 0 asks for a stop after this step.
         reverse: Train the micro-batches of each step in reverse order: law 2's yardstick for drift.
         environment: Variables for this worker.
-        vault: Addresses of two nodes' vault agents and their token; the first half of the ranks is on the first node.
+        peer_memory: Addresses of two nodes' agents and their token; the first half of the ranks is on the first node.
         watch: Called with the name and step of each event of the loop.
         device: Where it computes.
         poison: ``(row, "loss" or "gradient")``: that becomes NaN where rank 0 trains the row.
@@ -188,11 +188,13 @@ def run_worker(
         rank=rank,
         local_rank=rank,
         world_size=world_size,
-        node="node" if vault is None else _node_of(rank, world_size, vault[0]),
+        node="node" if peer_memory is None else _node_of(rank, world_size, peer_memory[0]),
         device=torch.device(device),
         session=session,
         make_source=make_source,
-        vault=None if vault is None else _addresses(_node_of(rank, world_size, vault[0]), *vault),
+        peer_memory=None
+        if peer_memory is None
+        else _addresses(_node_of(rank, world_size, peer_memory[0]), *peer_memory),
         clock=SystemClock(),
         on_event=on_event,
     )
@@ -228,9 +230,9 @@ def _node_of(rank: int, world_size: int, agents: Mapping[str, str]) -> str:
     return sorted(agents)[rank * len(agents) // world_size]
 
 
-def _addresses(node: str, agents: Mapping[str, str], token: str) -> VaultAddresses:
+def _addresses(node: str, agents: Mapping[str, str], token: str) -> AgentAddresses:
     partner = partners(dict.fromkeys(agents))[node]
-    return VaultAddresses(agents=agents, node=node, partner=partner, token=token)
+    return AgentAddresses(agents=agents, node=node, partner=partner, token=token)
 
 
 def _poison(row: int, kind: str) -> None:

@@ -24,10 +24,10 @@ from ray_ulysses.cluster.scaling import WorkerScaling
 from ray_ulysses.config import Config
 from ray_ulysses.elastic import reform
 from ray_ulysses.elastic.placement import WorkerRange
+from ray_ulysses.peer_memory import AgentAddresses, partners
 from ray_ulysses.run.settings import resolve_run
 from ray_ulysses.supervision.coordinator import Coordinator, hang_limits
 from ray_ulysses.tracking.failures import record_hang
-from ray_ulysses.vault import VaultAddresses, partners
 from tests.distributed.agent_process import AgentProcess
 from tests.distributed.run_case import prepare_attempt
 
@@ -143,7 +143,7 @@ class SupervisedRun:
                 continue
         return found
 
-    def memory(self, nodes: Sequence[str]) -> list[VaultAddresses] | None:
+    def memory(self, nodes: Sequence[str]) -> list[AgentAddresses] | None:
         """Return the peer memory for members on these nodes, on which agents that have died are started again."""
         if not self.config.elastic.peer_memory:
             return None
@@ -152,7 +152,7 @@ class SupervisedRun:
                 self.agents[node] = AgentProcess.start(self._environment)
         agents = {node: agent.address for node, agent in self.agents.items() if agent.is_alive}
         pairs = partners(dict.fromkeys(nodes))
-        return [VaultAddresses(agents=agents, node=node, partner=pairs[node], token="token") for node in nodes]
+        return [AgentAddresses(agents=agents, node=node, partner=pairs[node], token="token") for node in nodes]
 
     def logs(self) -> str:
         """Return what the workers have printed."""

@@ -13,7 +13,7 @@ from ray_ulysses.clock import SystemClock
 from ray_ulysses.config import Config
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.plan_files import load_plan
-from ray_ulysses.forensics.verification import verify_run
+from ray_ulysses.inspect.verification import verify_run
 from ray_ulysses.run.planning import skip_bad_step
 from ray_ulysses.run.preflight import prepare_run
 from ray_ulysses.run.settings import resolve_run

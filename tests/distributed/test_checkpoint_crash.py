@@ -22,14 +22,14 @@ from ray_ulysses.checkpoint import (
     StateDescription,
     TensorPart,
     TensorSpec,
-    TorchExchange,
+    TorchRankMessenger,
     load_parts,
     newest_committed,
     save_checkpoint,
 )
 from ray_ulysses.checkpoint.choice import committed_steps
-from ray_ulysses.checkpoint.exchange import Exchange, SingleExchange
 from ray_ulysses.checkpoint.intervals import partition
+from ray_ulysses.checkpoint.messenger import RankMessenger, SingleRankMessenger
 from ray_ulysses.storage import LocalStore
 from tests.distributed.harness import run_ranks, run_ranks_to_outcomes
 
@@ -114,7 +114,9 @@ def _state(rank: int, world_size: int, step: int) -> ShardedState:
     return ShardedState(parts=tuple(parts), description=description)
 
 
-def _save(store: LocalStore, rank: int, world_size: int, step: int, attempt: int, exchange: Exchange) -> CheckpointRef:
+def _save(
+    store: LocalStore, rank: int, world_size: int, step: int, attempt: int, messenger: RankMessenger
+) -> CheckpointRef:
     return save_checkpoint(
         store,
         step=step,
@@ -123,13 +125,13 @@ def _save(store: LocalStore, rank: int, world_size: int, step: int, attempt: int
         world_size=world_size,
         state=_state(rank, world_size, step),
         meta=CheckpointMeta(sp_size=1, cursor={"step": step}, digest="0", tokens=0),
-        exchange=exchange,
+        messenger=messenger,
     )
 
 
 def _die_in_single_save(rank: int, world_size: int, run_dir: str, calls: int) -> str:
     store = _DeadlyStore(Path(run_dir), calls)
-    _save(store, rank, world_size, AFTER, 2, SingleExchange())
+    _save(store, rank, world_size, AFTER, 2, SingleRankMessenger())
     store.countdown.stop()
     return "survived"
 
@@ -137,7 +139,7 @@ def _die_in_single_save(rank: int, world_size: int, run_dir: str, calls: int) ->
 def _die_in_joint_save(rank: int, world_size: int, run_dir: str, calls: dict[int, int]) -> str:
     store = _DeadlyStore(Path(run_dir), calls.get(rank, -1))
     try:
-        _save(store, rank, world_size, AFTER, 2, TorchExchange())
+        _save(store, rank, world_size, AFTER, 2, TorchRankMessenger())
     except RuntimeError as error:
         return f"{type(error).__name__}: {error}"
     return "survived"
@@ -149,7 +151,7 @@ def _fill_the_disk(rank: int, world_size: int, run_dir: str, limits: dict[int, i
     limit = limits.get(rank, resource.RLIM_INFINITY)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
     try:
-        _save(LocalStore(run_dir), rank, world_size, AFTER, 2, TorchExchange())
+        _save(LocalStore(run_dir), rank, world_size, AFTER, 2, TorchRankMessenger())
     except CheckpointError as error:
         return str(error)
     return "saved"
@@ -177,7 +179,7 @@ def test_sigkill_at_every_call_of_a_save_leaves_the_checkpoint_before_or_the_who
     for calls in range(1, 100):
         run_dir = tmp_path / str(calls)
         store = LocalStore(run_dir)
-        _save(store, 0, 1, BEFORE, 1, SingleExchange())
+        _save(store, 0, 1, BEFORE, 1, SingleRankMessenger())
         (outcome,) = run_ranks_to_outcomes(
             _die_in_single_save, 1, str(run_dir), calls, process_group=False, timeout_s=60
         )
@@ -189,7 +191,7 @@ def test_sigkill_at_every_call_of_a_save_leaves_the_checkpoint_before_or_the_who
         committed.append(newest == AFTER)
         # The next attempt is not in the way of what the dead one left, and clears it.
         if newest == BEFORE:
-            ref = _save(store, 0, 1, AFTER, 3, SingleExchange())
+            ref = _save(store, 0, 1, AFTER, 3, SingleRankMessenger())
             assert _check_loadable(run_dir) == AFTER
             Retention(store, KeepRules(last=1)).apply(ref)
             assert [key.split("/")[1:3] for key in store.list("checkpoints")] == [
@@ -210,7 +212,7 @@ def test_sigkill_at_every_call_of_a_save_leaves_the_checkpoint_before_or_the_who
     ids=["rank-0-at-once", "rank-1-at-once", "rank-1-in-its-shard", "rank-0-in-its-shard"],
 )
 def test_a_rank_killed_in_a_save_ends_the_others_and_commits_nothing(tmp_path: Path, dying: int, calls: int) -> None:
-    _save(LocalStore(tmp_path), 0, 1, BEFORE, 1, SingleExchange())
+    _save(LocalStore(tmp_path), 0, 1, BEFORE, 1, SingleRankMessenger())
     outcomes = run_ranks_to_outcomes(_die_in_joint_save, 2, str(tmp_path), {dying: calls}, timeout_s=60)
     assert outcomes[dying].exit_code == -signal.SIGKILL
     # The other hears of it from gloo and is not left hanging.
@@ -222,7 +224,7 @@ def test_a_rank_killed_in_a_save_ends_the_others_and_commits_nothing(tmp_path: P
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_disk_that_is_full_for_one_rank_is_the_same_error_on_every_rank(tmp_path: Path, failing: int) -> None:
-    _save(LocalStore(tmp_path), 0, 1, BEFORE, 1, SingleExchange())
+    _save(LocalStore(tmp_path), 0, 1, BEFORE, 1, SingleRankMessenger())
     errors = run_ranks(_fill_the_disk, 2, str(tmp_path), {failing: 4096}, timeout_s=60)
     assert errors[0] == errors[1]
     assert f"rank {failing}: attempt-0002/rank-0000{failing}-of-00002.safetensors could not be written" in errors[0]

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ray_ulysses import SequenceMesh, apply_ulysses, causal_lm_loss, loss_scale, shard_batch, unshard
-from ray_ulysses.checkpoint import TorchExchange, save_checkpoint
+from ray_ulysses.checkpoint import TorchRankMessenger, save_checkpoint
 from ray_ulysses.cli import app
 from ray_ulysses.cli import run as run_cli
 from ray_ulysses.config import Config
@@ -207,7 +207,7 @@ def live_run(rank: int, world_size: int, run_dir: str, dtype: str, path: str | N
         world_size=world_size,
         state=state_source(engine),
         meta=META,
-        exchange=TorchExchange(),
+        messenger=TorchRankMessenger(),
     )
     return logits[0].float()
 

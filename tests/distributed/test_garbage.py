@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from ray_ulysses.peer_memory.client import AgentClient
+from ray_ulysses.peer_memory.wire import split_address
 from ray_ulysses.tracking.history import RunHistory, read_history
-from ray_ulysses.vault.client import AgentClient
-from ray_ulysses.vault.wire import split_address
 from tests.distributed.run_case import make_config, make_corpus
 from tests.distributed.supervised import SupervisedRun
 from tests.polling import wait_until

@@ -20,7 +20,7 @@ from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.sources.rows import RowFields
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.engine.model import build_model
-from ray_ulysses.forensics.verification import verify_run
+from ray_ulysses.inspect.verification import verify_run
 from ray_ulysses.tracking.history import RunHistory, read_history
 from tests.breadth import fast_only
 from tests.distributed.harness import run_ranks

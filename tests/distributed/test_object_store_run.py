@@ -14,7 +14,7 @@ import pytest
 from ray_ulysses.cli import app
 from ray_ulysses.cli import run as run_command
 from ray_ulysses.config import Config
-from ray_ulysses.forensics.verification import verify_run
+from ray_ulysses.inspect.verification import verify_run
 from ray_ulysses.run.requests import request_save
 from ray_ulysses.run_names import JOURNAL_FOLDER
 from ray_ulysses.storage.location import ObjectLocation

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from ray_ulysses.config import Config
+from ray_ulysses.peer_memory import PeerMemoryAgent
 from ray_ulysses.tracking.history import RunHistory, read_history
-from ray_ulysses.vault import VaultAgent
 from tests.apart import losses_apart
 from tests.breadth import fast_only
 from tests.distributed.harness import run_ranks, run_ranks_to_outcomes
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.distributed
 TOKEN = "secret"
 STEPS = 10
 TIMEOUT_S = 120.0
-Agents = dict[str, VaultAgent]
+Agents = dict[str, PeerMemoryAgent]
 Vault = tuple[dict[str, str], str]
 
 
@@ -40,14 +40,14 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> RunHisto
 
 @pytest.fixture
 def agents() -> Iterator[Agents]:
-    running = {node: VaultAgent(TOKEN) for node in ("node-1", "node-2")}
+    running = {node: PeerMemoryAgent(TOKEN) for node in ("node-1", "node-2")}
     yield running
     for agent in running.values():
         agent.close()
 
 
 @pytest.fixture
-def vault(agents: Agents) -> Vault:
+def peer_memory(agents: Agents) -> Vault:
     return {node: agent.start() for node, agent in agents.items()}, TOKEN
 
 
@@ -101,16 +101,16 @@ def assert_same_run(config: Config, wanted: RunHistory) -> RunHistory:
 
 @pytest.mark.parametrize("layout", fast_only([(4, 2), (3, 1)], (4, 2)), ids=str)
 def test_a_killed_run_goes_on_from_peer_memory_at_any_size_and_loses_at_most_a_step(
-    corpus: Path, unbroken: RunHistory, tmp_path: Path, vault: Vault, agents: Agents, layout: tuple[int, int]
+    corpus: Path, unbroken: RunHistory, tmp_path: Path, peer_memory: Vault, agents: Agents, layout: tuple[int, int]
 ) -> None:
     config = config_for(tmp_path, corpus, checkpoint__every_steps=100)
-    run_to_death(config, "first", (1, "in memory", 4), vault=vault)
+    run_to_death(config, "first", (1, "in memory", 4), peer_memory=peer_memory)
     assert not (config.run_dir / "checkpoints").exists()
     workers, sp_size = layout
     other = config_for(
         tmp_path, corpus, checkpoint__every_steps=100, cluster__workers=workers, parallel__sp_size=sp_size
     )
-    assert run(other, "second", vault=vault) == ("finished", STEPS)
+    assert run(other, "second", peer_memory=peer_memory) == ("finished", STEPS)
     history = assert_same_run(other, unbroken)
     _, (step, source) = starts(config)
     assert step >= 4 and source == f"peer memory, step {step}"
@@ -124,13 +124,13 @@ def test_a_killed_run_goes_on_from_peer_memory_at_any_size_and_loses_at_most_a_s
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", ["node-1", "node-2", "both"])
 def test_a_lost_node_leaves_the_state_in_its_partners_memory_and_two_leave_the_checkpoint_on_storage(
-    corpus: Path, unbroken: RunHistory, tmp_path: Path, vault: Vault, agents: Agents, lost: str
+    corpus: Path, unbroken: RunHistory, tmp_path: Path, peer_memory: Vault, agents: Agents, lost: str
 ) -> None:
     config = config_for(tmp_path, corpus, checkpoint__every_steps=4)
-    run_to_death(config, "first", (0, "in memory", 6), vault=vault)
+    run_to_death(config, "first", (0, "in memory", 6), peer_memory=peer_memory)
     for node in agents if lost == "both" else (lost,):
         agents[node].close()
-    assert run(config, "second", vault=vault) == ("finished", STEPS)
+    assert run(config, "second", peer_memory=peer_memory) == ("finished", STEPS)
     assert_same_run(config, unbroken)
     _, (step, source) = starts(config)
     if lost == "both":
@@ -144,16 +144,16 @@ def test_a_lost_node_leaves_the_state_in_its_partners_memory_and_two_leave_the_c
 
 @pytest.mark.slow
 def test_neither_an_older_state_nor_that_of_a_fenced_attempt_is_taken_from_peer_memory(
-    corpus: Path, unbroken: RunHistory, tmp_path: Path, vault: Vault
+    corpus: Path, unbroken: RunHistory, tmp_path: Path, peer_memory: Vault
 ) -> None:
     config = config_for(tmp_path, corpus, checkpoint__every_steps=4)
-    run_to_death(config, "first", (0, "in memory", 6), vault=vault)
+    run_to_death(config, "first", (0, "in memory", 6), peer_memory=peer_memory)
     # This one knows nothing of peer memory, starts from storage, and so excludes what is in memory.
     run_to_death(config, "second", (0, "step", 5))
-    run_to_death(config, "third", (0, "in memory", 6), vault=vault)
+    run_to_death(config, "third", (0, "in memory", 6), peer_memory=peer_memory)
     # The newer state is on storage now.
     assert run(config_for(tmp_path, corpus, checkpoint__every_steps=4, run__stop_step=8), "fourth") == ("finished", 8)
-    assert run(config, "fifth", vault=vault) == ("finished", STEPS)
+    assert run(config, "fifth", peer_memory=peer_memory) == ("finished", STEPS)
     assert_same_run(config, unbroken)
     assert [source for _, source in starts(config)] == [
         None, *["checkpoints/step-00000004"] * 3, "checkpoints/step-00000008",

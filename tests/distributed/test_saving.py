@@ -14,7 +14,7 @@ from ray_ulysses.checkpoint import newest_committed, read_manifest
 from ray_ulysses.checkpoint.choice import committed_steps
 from ray_ulysses.config import Config
 from ray_ulysses.errors import UserError
-from ray_ulysses.forensics.verification import verify_run
+from ray_ulysses.inspect.verification import verify_run
 from ray_ulysses.run.checkpoint_store import checkpoint_store
 from ray_ulysses.run.trackers import tracked
 from ray_ulysses.storage import LocalStore

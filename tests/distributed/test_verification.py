@@ -10,7 +10,7 @@ import pytest
 
 from ray_ulysses.checkpoint.manifest import read_facts
 from ray_ulysses.config import Config
-from ray_ulysses.forensics.verification import verify_run
+from ray_ulysses.inspect.verification import verify_run
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.tracking.history import read_history
 from ray_ulysses.tracking.journal_lines import with_checksum

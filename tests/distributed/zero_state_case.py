@@ -18,7 +18,7 @@ from ray_ulysses.checkpoint import (
     CheckpointRef,
     ShardedState,
     StateDescription,
-    TorchExchange,
+    TorchRankMessenger,
     load_parts,
     newest_committed,
     save_checkpoint,
@@ -102,8 +102,8 @@ def run_leg(rank: int, world_size: int, leg: Leg) -> LegResult:
         manifest = newest_committed(store).manifest
         assert manifest is not None
         step = manifest.step
-        exchange = TorchExchange()
-        import_state(engine, manifest.state, lambda parts: load_parts(store, manifest, parts, exchange))
+        messenger = TorchRankMessenger()
+        import_state(engine, manifest.state, lambda parts: load_parts(store, manifest, parts, messenger))
     start = saved = _copy(state_source(engine))
     # As a run keeps it over all its steps.
     reader = StateReader(engine)
@@ -223,7 +223,7 @@ def _save(engine: Any, run_dir: str, step: int, rank: int, world_size: int) -> C
         world_size=world_size,
         state=state_source(engine),
         meta=meta,
-        exchange=TorchExchange(),
+        messenger=TorchRankMessenger(),
     )
 
 

@@ -11,7 +11,7 @@ import torch
 
 from ray_ulysses.checkpoint import load_parts, read_manifest
 from ray_ulysses.checkpoint.background import BackgroundSaver
-from ray_ulysses.checkpoint.exchange import SingleExchange
+from ray_ulysses.checkpoint.messenger import SingleRankMessenger
 from ray_ulysses.checkpoint.staging import Staging
 from ray_ulysses.checkpoint.state import ShardedState, TensorPart
 from ray_ulysses.clock import SystemClock
@@ -49,7 +49,8 @@ def save_and_load() -> None:
     with tempfile.TemporaryDirectory() as folder:
         store, staging = LocalStore(Path(folder)), Staging(2, device)
         saver = BackgroundSaver(
-            store, attempt=1, rank=0, world_size=1, exchange=SingleExchange(), staging=staging, clock=SystemClock(),
+            store, attempt=1, rank=0, world_size=1, messenger=SingleRankMessenger(), staging=staging,
+            clock=SystemClock(),
             on_saved=lambda saved: None, on_failed=lambda step, error: None,
         )  # fmt: skip
         saver.prepare(lambda: staging.reserve(state.intervals))

@@ -28,8 +28,8 @@ def main(order: dict[str, Any]) -> None:
             timeout=timedelta(seconds=120),
         )  # fmt: skip
         end = run_worker(
-            0, 1, config, session, kill=order.get("kill"), stop_at=order.get("stop_at"), vault=order.get("vault"),
-            device=device,
+            0, 1, config, session, kill=order.get("kill"), stop_at=order.get("stop_at"),
+            peer_memory=order.get("peer_memory"), device=device,
         )  # fmt: skip
         peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
         dist.destroy_process_group()
@@ -38,6 +38,6 @@ def main(order: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     made = json.loads(sys.argv[1])
-    for field in ("kill", "vault"):
+    for field in ("kill", "peer_memory"):
         made[field] = None if made.get(field) is None else tuple(made[field])
     main(made)

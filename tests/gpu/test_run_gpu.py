@@ -131,7 +131,7 @@ def test_the_kernels_of_a_gpu_resume_within_their_own_noise(corpus: Path, tmp_pa
 def test_a_killed_run_goes_on_from_peer_memory(corpus: Path, tmp_path: Path, agents: dict[str, str]) -> None:
     whole, killed = (config_of(tmp_path / name, corpus, checkpoint__every_steps=100) for name in ("whole", "killed"))
     trained(whole, tmp_path)
-    order = {"vault": (agents, "token")}
+    order = {"peer_memory": (agents, "token")}
     trained(killed, tmp_path, may_die=True, kill=(0, "in memory", 5), **order)
     trained(killed, tmp_path, **order)
     first, second = starts(killed)

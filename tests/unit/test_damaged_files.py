@@ -27,7 +27,7 @@ from tests.distributed.run_case import make_corpus
 from tests.unit.checkpoint.manifests import MANIFEST
 from tests.unit.config.trees import small_tree
 from tests.unit.data.corpora import text_corpus, varied_texts
-from tests.unit.forensics.runs import Run, make_run
+from tests.unit.inspect.runs import Run, make_run
 from tests.unit.mutations import NASTY, NASTY_YAML, mutated
 
 _MOST_SECONDS = 5.0

@@ -20,7 +20,7 @@ from tests.s3_server import S3Server
 from tests.unit.data.corpora import text_corpus, varied_texts
 from tests.unit.export.runs import TINY_LLAMA, write_checkpoint, write_config
 from tests.unit.foreign_servers import ENVIRONMENT, SECRETS, STEERING, ForeignRun, Listener, listening, mutations
-from tests.unit.forensics.runs import make_run
+from tests.unit.inspect.runs import make_run
 
 QUICK = ("--task", "loss", "--lengths", "32", "--max-tokens", "200", "--cases", "1")
 

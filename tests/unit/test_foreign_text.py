@@ -40,8 +40,8 @@ from tests.unit.checkpoint.manifests import signed
 from tests.unit.config.trees import small_tree
 from tests.unit.data.corpora import varied_texts, write_texts
 from tests.unit.foreign_text import ATTACK, faults_of
-from tests.unit.forensics.runs import Run, make_run
-from tests.unit.forensics.saved import save
+from tests.unit.inspect.runs import Run, make_run
+from tests.unit.inspect.saved import save
 
 _PROGRAM: Any = typer.main.get_command(app)
 _ARGUMENT = ATTACK.replace("\0", "")

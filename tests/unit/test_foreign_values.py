@@ -19,7 +19,7 @@ from ray_ulysses.run.run_files import RunTexts, describe_run
 from tests.unit.data.corpora import text_corpus, varied_texts
 from tests.unit.export.runs import TINY_LLAMA, commands_on, write_checkpoint, write_config
 from tests.unit.foreign_values import damaged
-from tests.unit.forensics.runs import make_run
+from tests.unit.inspect.runs import make_run
 
 _LOSS = ("--lengths", "32", "--max-tokens", "200")
 

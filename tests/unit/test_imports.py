@@ -78,15 +78,15 @@ def test_the_core_imports_with_ray_absent() -> None:
         ("ray_ulysses", ("numpy", "pydantic", "torch", "ray", "transformers", "mlflow", "deepspeed", "rich")),
         ("ray_ulysses.config", ("numpy", "torch", "ray", "transformers", "mlflow", "deepspeed", "rich")),
         # A process per node holds it beside the training processes.
-        ("ray_ulysses.vault.agent", ("torch", "ray", "transformers", "mlflow", "deepspeed", "rich")),
+        ("ray_ulysses.peer_memory.agent", ("torch", "ray", "transformers", "mlflow", "deepspeed", "rich")),
         # Processes of each node that only keep, watch or supervise.
-        ("ray_ulysses.cluster.vault_agents", ("numba", "torch", "transformers", "mlflow", "deepspeed")),
+        ("ray_ulysses.cluster.peer_memory_agents", ("numba", "torch", "transformers", "mlflow", "deepspeed")),
         ("ray_ulysses.cluster.node_watch", ("numba", "torch", "transformers", "mlflow", "deepspeed")),
         ("ray_ulysses.cluster.worker", ("numba", "torch", "transformers", "mlflow", "deepspeed")),
         ("ray_ulysses.cluster.controller", ("torch", "transformers", "mlflow", "deepspeed")),
         # The texts of `inspect`, and what it needs of a run.
         ("ray_ulysses.commands.inspect", ("torch", "ray", "transformers", "mlflow", "deepspeed", "rich")),
-        ("ray_ulysses.forensics.checkpoint_listing", ("torch", "ray", "transformers", "mlflow", "deepspeed", "rich")),
+        ("ray_ulysses.inspect.checkpoint_listing", ("torch", "ray", "transformers", "mlflow", "deepspeed", "rich")),
     ],
 )
 def test_an_import_brings_nothing_heavy_along(module: str, heavy: tuple[str, ...]) -> None:

@@ -27,7 +27,7 @@ from ray_ulysses.cli import run as run_command
 from ray_ulysses.config import Config
 from ray_ulysses.data.plan.plan_files import load_plan
 from ray_ulysses.errors import UlyssesError
-from ray_ulysses.run.completion import settle_completed
+from ray_ulysses.run.completion import record_completion
 from ray_ulysses.run.preflight import prepare_run
 from ray_ulysses.run.requests import preemption_noticed, request_save, request_stop, stop_requested, take_save_request
 from ray_ulysses.run.run_files import RunTexts, describe_run
@@ -37,7 +37,7 @@ from ray_ulysses.tracking.journal import claim_journal, open_journal
 from ray_ulysses.tracking.tensorboard_sink import TensorBoardSink
 from tests.distributed.run_case import make_config, make_corpus, prepare_attempt
 from tests.unit.export.runs import commands_on, write_checkpoint
-from tests.unit.forensics.runs import Run
+from tests.unit.inspect.runs import Run
 
 MARK = "CANARY-7f3a"
 MODEL = LlamaConfig(
@@ -166,7 +166,7 @@ def _train(run: Linked) -> Iterator[object]:
     with contextlib.suppress(OSError, UlyssesError), run_claim(folder):
         yield
     with contextlib.suppress(OSError, UlyssesError):
-        settle_completed(prepare_run(config, Path("/")))
+        record_completion(prepare_run(config, Path("/")))
     for call in (
         lambda: prepare_attempt(config, "again"),
         lambda: describe_run(folder, RunTexts(plan="plan", readme="readme", facts={})),

@@ -36,8 +36,8 @@ from tests.result_table import RESULTS
 from tests.unit.checkpoint.manifests import MANIFEST
 from tests.unit.data.corpora import text_corpus
 from tests.unit.data.plans import segment_in_memory
-from tests.unit.forensics.runs import SETTINGS, Record, Run, make_run
-from tests.unit.forensics.saved import make_folder, save
+from tests.unit.inspect.runs import SETTINGS, Record, Run, make_run
+from tests.unit.inspect.saved import make_folder, save
 
 _STORED = RESULTS / "oracles.json"
 _ROOT = Path(__file__).parents[2]

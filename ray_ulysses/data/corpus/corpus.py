@@ -38,8 +38,8 @@ from ray_ulysses.data.corpus.row_groups import RowGroupReader
 from ray_ulysses.data.tokenize.spans import LabelSpans, span_mask
 from ray_ulysses.errors import UserError, shown
 from ray_ulysses.storage.local import LocalStore
-from ray_ulysses.storage.patience import PATIENCE, READ_ERRORS, Patience, is_transient
 from ray_ulysses.storage.place import FileStore, open_folder
+from ray_ulysses.storage.retry import READ_ERRORS, RETRY, RetryPolicy, is_transient
 from ray_ulysses.validation import ContentError, adapter, read_json
 
 _BATCH_ROWS = 1 << 18
@@ -61,37 +61,35 @@ class Corpus:
     """A prepared corpus, whose documents are numbered from 0.
 
     Methods that read raise UserError if a file is missing, damaged, or was replaced after ``prepare`` wrote it. Reads
-    from storage that does not answer are retried as ``Patience`` allows; then they raise ``StorageAwayError``.
+    from storage that does not answer are retried as ``RetryPolicy`` allows; then they raise ``StorageAwayError``.
     """
 
-    def __init__(self, folder: FileStore, info: CorpusInfo, *, patience: Patience = PATIENCE) -> None:
+    def __init__(self, folder: FileStore, info: CorpusInfo, *, retry: RetryPolicy = RETRY) -> None:
         self.folder = folder
         self.info = info
-        self._patience = patience
-        self._shards = read_shards(folder, info.shards, np.dtype(info.dtype), patience)
-        self._index = FlatFiles(
-            folder, [INDEX_FILE], [info.index], INDEX_DTYPE, unreadable=unreadable, patience=patience
-        )
+        self._retry = retry
+        self._shards = read_shards(folder, info.shards, np.dtype(info.dtype), retry)
+        self._index = FlatFiles(folder, [INDEX_FILE], [info.index], INDEX_DTYPE, unreadable=unreadable, retry=retry)
 
     @classmethod
-    def open(cls, location: Path | str, *, patience: Patience = PATIENCE) -> Corpus:
+    def open(cls, location: Path | str, *, retry: RetryPolicy = RETRY) -> Corpus:
         """Open a prepared corpus without reading its documents.
 
         Args:
             location: A directory, or the URI of a folder in an object store.
-            patience: How long to wait for the storage.
+            retry: How long to wait for the storage.
 
         Raises:
             UserError: The corpus is missing, empty or not a prepared corpus, or its metadata can't be read.
         """
         folder = open_folder(location)
         try:
-            info = patience.call(folder, lambda: _read_info(folder))
+            info = retry.call(folder, lambda: _read_info(folder))
         except OSError as error:
             raise unreadable(folder, error.strerror) from error
         if info.num_documents == 0:
             raise UserError(f"data.path={folder}: the corpus is empty; prepare sources that hold documents")
-        corpus = cls(folder, info, patience=patience)
+        corpus = cls(folder, info, retry=retry)
         corpus._check_sidecars()
         _ = corpus._documents
         corpus._index.check()
@@ -118,7 +116,7 @@ class Corpus:
     def lengths(self) -> NDArray[np.uint32]:
         """Return the number of tokens of each document, including end tokens; uint32 [documents], read-only."""
         with self._reading(DOCUMENTS_FILE) as name:
-            lengths = self._patience.call(name, self._read_lengths)
+            lengths = self._retry.call(name, self._read_lengths)
         lengths.setflags(write=False)
         return lengths
 
@@ -210,7 +208,7 @@ class Corpus:
             return found
 
         with self._reading(DOCUMENTS_FILE) as name:
-            return self._patience.call(name, read)
+            return self._retry.call(name, read)
 
     def check_files(self) -> None:
         """Check the size of every file, and the block checksums of the index and the shards, but not their blocks.
@@ -229,7 +227,7 @@ class Corpus:
         for key, num_bytes in sidecars:
             name = self.folder.named(key)
             try:
-                found = self._patience.call(name, partial(self.folder.size, key))
+                found = self._retry.call(name, partial(self.folder.size, key))
             except OSError as error:
                 raise unreadable(name, error.strerror) from error
             if found != num_bytes:
@@ -239,7 +237,7 @@ class Corpus:
     def _documents(self) -> RowGroupReader:
         with self._reading(DOCUMENTS_FILE) as name:
             source = partial(self.folder.for_arrow, DOCUMENTS_FILE)
-            found = RowGroupReader(name, source, DocumentSource._fields, self._patience, max_groups=2)
+            found = RowGroupReader(name, source, DocumentSource._fields, self._retry, max_groups=2)
             found.refuse_other("documents", self.num_documents, DOCUMENT_SCHEMA, self.info.lengths_crc32)
             return found
 
@@ -248,7 +246,7 @@ class Corpus:
         if self.info.spans is None:
             return None
         with self._reading(SPANS_FILE):
-            return _SpanTable(self.folder, self.info.spans, self.num_documents, self._patience)
+            return _SpanTable(self.folder, self.info.spans, self.num_documents, self._retry)
 
     @contextmanager
     def _reading(self, key: str) -> Iterator[str]:
@@ -270,15 +268,15 @@ class _SpanTable:
         READ_ERRORS: The file can't be read.
     """
 
-    def __init__(self, folder: FileStore, info: SpansInfo, num_documents: int, patience: Patience) -> None:
+    def __init__(self, folder: FileStore, info: SpansInfo, num_documents: int, retry: RetryPolicy) -> None:
         self._name = folder.named(SPANS_FILE)
         self._source = partial(folder.for_arrow, SPANS_FILE)
         self._info = info
         self._num_documents = num_documents
-        self._patience = patience
+        self._retry = retry
         schema = SPANS_SCHEMA if info.weights is None else WEIGHTED_SPANS_SCHEMA
         self._columns = schema.names
-        self._groups = RowGroupReader(self._name, self._source, self._columns, patience, check=self._check_group)
+        self._groups = RowGroupReader(self._name, self._source, self._columns, retry, check=self._check_group)
         self._groups.refuse_other("spans", info.num_spans, schema, info.content_crc32)
         self._groups_crc32 = self._groups.groups_crc32
         self._first_documents, self._last_documents = self._groups.bounds("document")
@@ -309,7 +307,7 @@ class _SpanTable:
 
     def all(self) -> LabelSpans:
         """Return the spans of every document; DamagedFileError if they do not match corpus.json."""
-        table = self._patience.call(self._name, lambda: pq.read_table(self._source(), page_checksum_verification=True))
+        table = self._retry.call(self._name, lambda: pq.read_table(self._source(), page_checksum_verification=True))
         documents, starts, stops, *weights = _columns(table, self._columns)
         if spans_crc32((documents, starts, stops, *weights)) != self._info.content_crc32:
             raise DamagedFileError("its spans do not match corpus.json")
@@ -364,7 +362,7 @@ def corpus_exists(location: Path | str) -> bool:
     """
     folder = open_folder(location)
     try:
-        return PATIENCE.call(folder, folder.exists)
+        return RETRY.call(folder, folder.exists)
     except OSError as error:
         raise unreadable(folder, error.strerror) from error
 
@@ -406,7 +404,7 @@ def unreadable(name: object, reason: object) -> UserError:
     )
 
 
-def read_shards(folder: FileStore, shards: Sequence[ShardInfo], dtype: np.dtype[Any], patience: Patience) -> FlatFiles:
+def read_shards(folder: FileStore, shards: Sequence[ShardInfo], dtype: np.dtype[Any], retry: RetryPolicy) -> FlatFiles:
     """Return a reader of the tokens of all shards, in order, as one array."""
 
     def unreadable_shard(name: str, reason: object) -> UserError:
@@ -419,7 +417,7 @@ def read_shards(folder: FileStore, shards: Sequence[ShardInfo], dtype: np.dtype[
     infos = [shard.tokens for shard in shards]
     # A row of short documents reads from thousands of shards, and opening one in an object store takes two requests.
     max_open = MAX_OPEN_FILES if isinstance(folder, LocalStore) else MAX_OPEN_OBJECTS
-    return FlatFiles(folder, keys, infos, dtype, unreadable=unreadable_shard, patience=patience, max_open=max_open)
+    return FlatFiles(folder, keys, infos, dtype, unreadable=unreadable_shard, retry=retry, max_open=max_open)
 
 
 def first_of_same_content(groups: Sequence[NDArray[np.uint64]]) -> list[NDArray[np.int64]]:

@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ray_ulysses.errors import UserError
-from ray_ulysses.storage.patience import READ_ERRORS, Patience
 from ray_ulysses.storage.place import FileStore
+from ray_ulysses.storage.retry import READ_ERRORS, RetryPolicy
 from ray_ulysses.storage.store import Buffer, StoredFile
 from ray_ulysses.validation import KNOWN_FIELDS_ONLY, Whole
 
@@ -182,12 +182,12 @@ class FlatFiles:
         dtype: np.dtype[Any],
         *,
         unreadable: Callable[[str, object], UserError],
-        patience: Patience,
+        retry: RetryPolicy,
         max_open: int = MAX_OPEN_FILES,
     ) -> None:
         self._folder, self._keys, self._infos, self._dtype = folder, keys, infos, dtype
         self._starts = list(accumulate((info.num_items for info in infos), initial=0))
-        self._unreadable, self._patience, self._max_open = unreadable, patience, max_open
+        self._unreadable, self._retry, self._max_open = unreadable, retry, max_open
         self._open: OrderedDict[int, FlatFile] = OrderedDict()
         self._near: set[int] = set()
         self._names: dict[int, str] = {}
@@ -250,7 +250,7 @@ class FlatFiles:
             # Cached, since making a path takes longer than a short read.
             name = self._names[number] = self._folder.named(self._keys[number])
         try:
-            return self._patience.call(name, attempt)
+            return self._retry.call(name, attempt)
         except READ_ERRORS as error:
             raise self._unreadable(name, error) from error
 

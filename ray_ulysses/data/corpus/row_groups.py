@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from ray_ulysses.data.corpus.flat_file import DamagedFileError
-from ray_ulysses.storage.patience import Patience
+from ray_ulysses.storage.retry import RetryPolicy
 from ray_ulysses.storage.store import StoredFile
 
 GROUP_ROWS = 65_536
@@ -25,7 +25,7 @@ class RowGroupReader:
 
     ``source`` is called for each read and returns a path or an open file. ``check`` is called with the number and the
     content of each group that is read, and raises OSError if it is damaged. Read errors (``READ_ERRORS``) propagate
-    unchanged once ``patience`` is exhausted.
+    unchanged once ``retry`` is exhausted.
     """
 
     def __init__(
@@ -33,16 +33,16 @@ class RowGroupReader:
         name: object,
         source: Callable[[], Path | StoredFile],
         columns: Sequence[str],
-        patience: Patience,
+        retry: RetryPolicy,
         max_groups: int = 32,
         check: Callable[[int, pa.Table], None] | None = None,
     ) -> None:
         self._check, self._source, self._columns = check, source, list(columns)
         self.group: Callable[[int], pa.Table] = functools.lru_cache(max_groups)(
-            lambda number: patience.call(name, lambda: self._read(number))
+            lambda number: retry.call(name, lambda: self._read(number))
         )
         """Returns one row group; thread-safe, since the prefetch thread and the evaluation may call it concurrently."""
-        self._metadata = patience.call(name, lambda: pq.read_metadata(source()))
+        self._metadata = retry.call(name, lambda: pq.read_metadata(source()))
         sizes = [self._metadata.row_group(group).num_rows for group in range(self._metadata.num_row_groups)]
         self._starts = np.cumsum([0, *sizes], dtype=np.int64)
         self.num_rows = int(self._starts[-1])

@@ -55,9 +55,9 @@ from ray_ulysses.logging import get_logger
 from ray_ulysses.storage.atomic import write_text
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.location import ObjectLocation
-from ray_ulysses.storage.patience import PATIENCE, READ_ERRORS
 from ray_ulysses.storage.place import Place, is_file
 from ray_ulysses.storage.regular import make_folder, open_regular, read_regular, sync
+from ray_ulysses.storage.retry import READ_ERRORS, RETRY
 from ray_ulysses.validation import KNOWN_FIELDS_ONLY, ContentError, Whole, adapter, checked, read_json
 
 PLAN_FILE = "plan.json"
@@ -362,8 +362,8 @@ class _GroupFile(Generic[Entries]):
         self._checksums = facts.checksums
         self._kind, self._schema = kind, _schema(kind)
         try:
-            PATIENCE.call(path, lambda: _check_file(path, facts))
-            self._reader = RowGroupReader(path, lambda: path, self._schema.names, PATIENCE, check=self._check)
+            RETRY.call(path, lambda: _check_file(path, facts))
+            self._reader = RowGroupReader(path, lambda: path, self._schema.names, RETRY, check=self._check)
         except READ_ERRORS as error:
             raise _unreadable(path, error) from error
         self.size = self._reader.num_rows

@@ -59,8 +59,8 @@ from ray_ulysses.data.tokenize.tokenizers import TokenizerInfo
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.atomic import TEMPORARY_PREFIX, atomic_file, write_text
 from ray_ulysses.storage.local import LocalStore
-from ray_ulysses.storage.patience import PATIENCE, Patience
 from ray_ulysses.storage.regular import sync
+from ray_ulysses.storage.retry import RETRY, RetryPolicy
 from ray_ulysses.storage.store import crc32_of
 
 Duplicates = Literal["quarantine", "keep"]
@@ -77,7 +77,7 @@ def merge(
     duplicates: Duplicates,
     signature: str,
     others: Sequence[Corpus] = (),
-    patience: Patience = PATIENCE,
+    retry: RetryPolicy = RETRY,
 ) -> CorpusInfo:
     """Write the sidecars, the quarantine and, last, ``corpus.json``; repeating it writes the same files.
 
@@ -111,7 +111,7 @@ def merge(
     documents = _write_documents(out, units, repeats)
     spans = _write_spans(out, units, repeats) if any(unit.has_spans for unit in units) else None
     tokenizer, num_chats = encoder.tokenizer.info, sum(result.num_chats for result in results)
-    byte_entropy, token_entropy = _entropies(out, units, repeats, tokenizer, patience)
+    byte_entropy, token_entropy = _entropies(out, units, repeats, tokenizer, retry)
     info = CorpusInfo(
         tokenizer=tokenizer,
         vocabulary=encoder.tokenizer.tokens.vocabulary(),
@@ -339,14 +339,14 @@ def _entropies(
     units: Sequence[UnitResult],
     repeats: Sequence[NDArray[np.int64]],
     tokenizer: TokenizerInfo,
-    patience: Patience,
+    retry: RetryPolicy,
 ) -> tuple[float | None, float | None]:
     """Return the entropy of the raw bytes and of the token ids over the kept documents."""
     known = [unit.token_counts for unit in units if unit.token_counts is not None]
     if len(known) < len(units):
         return None, None
     shards = [unit.shard for unit in units if unit.shard is not None]
-    reader = read_shards(LocalStore(out), shards, token_dtype(tokenizer.vocab_size), patience)
+    reader = read_shards(LocalStore(out), shards, token_dtype(tokenizer.vocab_size), retry)
     counts = np.asarray(known, dtype=np.int64).sum(axis=0)
     first_of_shard = 0
     for unit, repeated in zip(units, repeats, strict=True):

@@ -30,8 +30,8 @@ from ray_ulysses.storage.atomic import TEMPORARY_PREFIX, make_folders, write_tex
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.location import expand_home
 from ray_ulysses.storage.lock import LockOwner, NoLocksError, lock_file, read_owner, write_note
-from ray_ulysses.storage.patience import PATIENCE, Patience, is_transient
 from ray_ulysses.storage.regular import read_regular
+from ray_ulysses.storage.retry import RETRY, RetryPolicy, is_transient
 from ray_ulysses.validation import parse_json
 
 LOCK_FILE = ".prepare.lock"
@@ -102,18 +102,18 @@ class PrepareProgress:
 ProgressCallback = Callable[[PrepareProgress], None]
 
 
-def listed(request: PrepareRequest, patience: Patience = PATIENCE) -> Preparation:
+def listed(request: PrepareRequest, retry: RetryPolicy = RETRY) -> Preparation:
     """Check a request and list its units, without writing anything.
 
     Raises:
         UserError: A source, an option or the tokenizer can't be used, or there is nothing to read.
         RunError: A storage did not answer in time.
     """
-    return patience.call_or_fail("the sources", lambda: _listed(request))
+    return retry.call_or_fail("the sources", lambda: _listed(request))
 
 
 @contextmanager
-def claimed(found: Preparation, patience: Patience = PATIENCE, *, is_scratch: bool = False) -> Iterator[Preparation]:
+def claimed(found: Preparation, retry: RetryPolicy = RETRY, *, is_scratch: bool = False) -> Iterator[Preparation]:
     """Lock the output directory of a preparation until the block ends.
 
     Nothing that exists is overwritten, except that another preparation is deleted if the directory ``is_scratch``. A
@@ -125,23 +125,23 @@ def claimed(found: Preparation, patience: Patience = PATIENCE, *, is_scratch: bo
         RunError: A storage did not answer in time.
     """
     out = found.request.out
-    if is_scratch and patience.call_or_fail(out, lambda: _holds_other(found)):
-        with directory_lock(out, patience=patience):
+    if is_scratch and retry.call_or_fail(out, lambda: _holds_other(found)):
+        with directory_lock(out, retry=retry):
             _clear(out)
-    if patience.call_or_fail(out, lambda: _is_complete(found)):
-        _remove_leftovers(out, patience)
+    if retry.call_or_fail(out, lambda: _is_complete(found)):
+        _remove_leftovers(out, retry)
         yield replace(found, is_complete=True)
         return
     made = [folder for folder in (out, *out.parents) if not folder.exists()]
     try:
-        with directory_lock(out, patience=patience):
+        with directory_lock(out, retry=retry):
             # Checked again, since the previous holder of the lock may have finished the corpus.
-            if patience.call_or_fail(out, lambda: _is_complete(found)):
+            if retry.call_or_fail(out, lambda: _is_complete(found)):
                 yield replace(found, is_complete=True)
                 return
-            patience.call_or_fail(out, lambda: _claim(found))
+            retry.call_or_fail(out, lambda: _claim(found))
             try:
-                yield replace(found, done=patience.call_or_fail(out, lambda: _finished_units(found)))
+                yield replace(found, done=retry.call_or_fail(out, lambda: _finished_units(found)))
             except BaseException as error:
                 with suppress(OSError):
                     # Tasks may still run after any error except a UserError, which is raised once all have ended.
@@ -155,7 +155,7 @@ def claimed(found: Preparation, patience: Patience = PATIENCE, *, is_scratch: bo
         raise
 
 
-def finish(preparation: Preparation, results: tuple[UnitResult, ...], patience: Patience = PATIENCE) -> Corpus:
+def finish(preparation: Preparation, results: tuple[UnitResult, ...], retry: RetryPolicy = RETRY) -> Corpus:
     """Merge the units' notes and commit the corpus by writing ``corpus.json``.
 
     ``preparation`` comes from ``claimed``; ``results`` has one result per unit, in any order.
@@ -167,7 +167,7 @@ def finish(preparation: Preparation, results: tuple[UnitResult, ...], patience: 
     ordered = tuple(sorted(results, key=lambda result: result.index))
     assert [r.index for r in ordered] == [u.index for u in preparation.units], "every unit must have one result"
     request, encoder = preparation.request, preparation.encoder
-    others = _other_corpora(request, encoder.tokenizer.info, patience)
+    others = _other_corpora(request, encoder.tokenizer.info, retry)
     merge_units = functools.partial(
         merge,
         request.out,
@@ -177,13 +177,13 @@ def finish(preparation: Preparation, results: tuple[UnitResult, ...], patience: 
         duplicates=request.duplicates,
         signature=preparation.signature,
         others=others,
-        patience=patience,
+        retry=retry,
     )
-    info = patience.call_or_fail(request.out, merge_units)
+    info = retry.call_or_fail(request.out, merge_units)
     # The corpus is committed; the next preparation removes files that can't be removed now.
     with suppress(OSError):
         remove_working_files(request.out, info)
-    return Corpus.open(request.out, patience=patience)
+    return Corpus.open(request.out, retry=retry)
 
 
 def progress_of(preparation: Preparation, results: Sequence[UnitResult]) -> PrepareProgress:
@@ -257,14 +257,12 @@ def _absolute(path: str) -> str:
     return str(expanded.absolute()) if expanded.exists() else path
 
 
-def _other_corpora(
-    request: PrepareRequest, tokenizer: TokenizerInfo, patience: Patience = PATIENCE
-) -> tuple[Corpus, ...]:
+def _other_corpora(request: PrepareRequest, tokenizer: TokenizerInfo, retry: RetryPolicy = RETRY) -> tuple[Corpus, ...]:
     """Open the corpora whose documents are left out."""
     others = []
     for path in request.without:
         try:
-            corpus = Corpus.open(path, patience=patience)
+            corpus = Corpus.open(path, retry=retry)
         except UserError as error:
             raise UserError(f"--without{str(error).removeprefix('data.path')}") from error
         if corpus.info.tokenizer.fingerprint != tokenizer.fingerprint:
@@ -322,15 +320,15 @@ def _holds_other(preparation: Preparation) -> bool:
     return True
 
 
-def _remove_leftovers(out: Path, patience: Patience) -> None:
+def _remove_leftovers(out: Path, retry: RetryPolicy) -> None:
     """Remove the working files of a preparation that was killed after it committed the corpus.
 
     If the directory can't be written, or another process is doing the same, the files stay and do no harm.
     """
-    info = Corpus.open(out, patience=patience).info
+    info = Corpus.open(out, retry=retry).info
     with suppress(UserError, OSError):
         if working_files(out, info) or (out / LOCK_FILE).exists():
-            with directory_lock(out, patience=patience):
+            with directory_lock(out, retry=retry):
                 remove_working_files(out, info)
 
 
@@ -361,7 +359,7 @@ def _field(path: Path, name: str) -> object:
 
 
 @contextmanager
-def directory_lock(directory: Path, patience: Patience = PATIENCE) -> Iterator[None]:
+def directory_lock(directory: Path, retry: RetryPolicy = RETRY) -> Iterator[None]:
     """Lock a directory for one preparation; the lock file is removed afterwards.
 
     Raises:
@@ -369,8 +367,8 @@ def directory_lock(directory: Path, patience: Patience = PATIENCE) -> Iterator[N
         StorageAwayError: The storage did not answer in time.
     """
     path = directory / LOCK_FILE
-    note = LockOwner.this_process(patience.clock).to_note()
-    descriptor = patience.call(path, lambda: _take(path, note))
+    note = LockOwner.this_process(retry.clock).to_note()
+    descriptor = retry.call(path, lambda: _take(path, note))
     try:
         yield
     finally:

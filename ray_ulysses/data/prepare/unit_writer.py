@@ -33,8 +33,8 @@ from ray_ulysses.data.tokenize.encoding import (
 from ray_ulysses.data.tokenize.spans import EncodedDocument
 from ray_ulysses.storage.atomic import atomic_file, write_text
 from ray_ulysses.storage.local import LocalStore
-from ray_ulysses.storage.patience import PATIENCE, Patience, is_transient
 from ray_ulysses.storage.regular import open_regular, read_regular
+from ray_ulysses.storage.retry import RETRY, RetryPolicy, is_transient
 from ray_ulysses.validation import adapter, checked, parse_json
 
 _LONG_CHARACTERS = 1 << 20
@@ -127,7 +127,7 @@ def finished_unit(out: Path, unit: Unit, encoder: DocumentEncoder) -> UnitResult
     return result
 
 
-def write_unit(out: Path, unit: Unit, encoder: DocumentEncoder, patience: Patience = PATIENCE) -> UnitResult:
+def write_unit(out: Path, unit: Unit, encoder: DocumentEncoder, retry: RetryPolicy = RETRY) -> UnitResult:
     """Read, tokenize and store one unit; repeating it writes the same files.
 
     The unit starts over if the storage of the sources or of the corpus stops answering.
@@ -136,7 +136,7 @@ def write_unit(out: Path, unit: Unit, encoder: DocumentEncoder, patience: Patien
         UserError: A file of the unit can't be read, or changed while it was read.
         RunError: The corpus can't be written; ``StorageAwayError`` if a storage did not answer in time.
     """
-    return patience.call_or_fail(f"unit {unit.index} of {out}", lambda: _write_unit(out, unit, encoder))
+    return retry.call_or_fail(f"unit {unit.index} of {out}", lambda: _write_unit(out, unit, encoder))
 
 
 def _write_unit(out: Path, unit: Unit, encoder: DocumentEncoder) -> UnitResult:

@@ -46,7 +46,7 @@ from ray_ulysses.data.sources.rows import (
 )
 from ray_ulysses.data.sources.units import Unit, dataset_stamp, dataset_state, open_dataset
 from ray_ulysses.errors import UserError
-from ray_ulysses.storage.patience import READ_ERRORS
+from ray_ulysses.storage.retry import READ_ERRORS
 
 _BATCH_ROWS = 64
 _BATCH_BYTES = 4 << 20

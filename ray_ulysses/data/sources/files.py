@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 
 from ray_ulysses.data.sources.rows import Rejected
 from ray_ulysses.errors import UserError
-from ray_ulysses.storage.patience import is_transient
+from ray_ulysses.storage.retry import is_transient
 from ray_ulysses.validation import parse_json
 
 _LEADS_NOWHERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)

@@ -26,7 +26,7 @@ from ray_ulysses.data.sources.rows import DEFAULT_TEXT_FIELD, Rejected, RowField
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.hub import hub_refusal, is_id
 from ray_ulysses.storage.location import expand_home
-from ray_ulysses.storage.patience import READ_ERRORS, transient_cause
+from ray_ulysses.storage.retry import READ_ERRORS, transient_cause
 from ray_ulysses.validation import parse_json
 
 SourceKind = Literal["auto", "text", "jsonl", "parquet", "datasets"]

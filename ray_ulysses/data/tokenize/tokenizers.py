@@ -27,7 +27,7 @@ from ray_ulysses.data.tokenize.dividing import PART_CHARACTERS, divide, dividing
 from ray_ulysses.data.tokenize.options import EncodingOptions
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.hub import hub_folder
-from ray_ulysses.storage.patience import transient_cause
+from ray_ulysses.storage.retry import transient_cause
 from ray_ulysses.validation import KNOWN_FIELDS_ONLY, Positive, Whole
 
 if TYPE_CHECKING:

@@ -115,7 +115,7 @@ def save(
 ) -> list[Any]:
     """Save these tensors from `world_size` ranks; return each rank's ref or error."""
 
-    def call(rank: int, exchange: ThreadExchange) -> CheckpointRef:
+    def call(rank: int, messenger: ThreadExchange) -> CheckpointRef:
         return save_checkpoint(
             (stores or {}).get(rank, store),
             step=step,
@@ -124,7 +124,7 @@ def save(
             world_size=world_size,
             state=shard_of(tensors if tensors is not None else TENSORS, rank, world_size),
             meta=replace(META, metrics=metrics or {}),
-            exchange=exchange,
+            messenger=messenger,
             retry=retry,
             obstacle=(obstacles or {}).get(rank),
         )

@@ -22,8 +22,8 @@ from ray_ulysses.checkpoint import (
 )
 from ray_ulysses.checkpoint.background import BackgroundSaver, Saved
 from ray_ulysses.checkpoint.choice import committed_steps
-from ray_ulysses.checkpoint.exchange import SingleExchange
 from ray_ulysses.checkpoint.fence import claim_attempt, start_attempt
+from ray_ulysses.checkpoint.messenger import SingleRankMessenger
 from ray_ulysses.checkpoint.staging import Staging
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.storage import LocalStore, Store
@@ -42,7 +42,7 @@ def _saver(store: Store, buffers: int = 2, **changes: Any) -> tuple[BackgroundSa
         "attempt": 1,
         "rank": 0,
         "world_size": 1,
-        "exchange": SingleExchange(),
+        "messenger": SingleRankMessenger(),
         "staging": Staging(buffers, CPU),
         "clock": SystemClock(),
         "on_saved": saved.append,
@@ -127,11 +127,11 @@ def test_a_failed_save_is_told_and_the_next_one_succeeds(tmp_path: Path) -> None
 
 
 def test_a_failure_of_one_rank_is_told_to_all(tmp_path: Path) -> None:
-    def call(rank: int, exchange: ThreadExchange) -> str:
+    def call(rank: int, messenger: ThreadExchange) -> str:
         store: Store = LocalStore(tmp_path)
         if rank == 1:
             store = FaultyStore(store, fail_at=1, kinds=("create",))
-        saver, _, failed = _saver(store, rank=rank, world_size=3, exchange=exchange)
+        saver, _, failed = _saver(store, rank=rank, world_size=3, messenger=messenger)
         saver.save(10, shard_of(TENSORS, rank, 3), META, timeout_s=5)
         assert saver.wait(10) and saver.failures == 1
         saver.save(20, shard_of(TENSORS, rank, 3), META, timeout_s=5)
@@ -170,11 +170,11 @@ def test_retention_does_not_touch_what_ranks_ahead_of_it_are_writing(tmp_path: P
     inner = LocalStore(tmp_path)
     if path == "dead":
         # A dead attempt's checkpoint of the very step that is saved next.
-        on_ranks(2, lambda rank, exchange: _commit(inner, rank, exchange, step=20, attempt=1))
+        on_ranks(2, lambda rank, messenger: _commit(inner, rank, messenger, step=20, attempt=1))
         start_attempt(inner, 2, 0)
     written = threading.Event()
 
-    def call(rank: int, exchange: ThreadExchange) -> BackgroundSaver:
+    def call(rank: int, messenger: ThreadExchange) -> BackgroundSaver:
         retention = Retention(inner, KeepRules(last=1))
 
         def on_saved(saved: Saved) -> None:
@@ -185,7 +185,7 @@ def test_retention_does_not_touch_what_ranks_ahead_of_it_are_writing(tmp_path: P
             if rank == 0:
                 retention.apply(saved.ref)
 
-        saver, _, _ = _saver(inner, rank=rank, world_size=2, exchange=exchange, attempt=2, on_saved=on_saved)
+        saver, _, _ = _saver(inner, rank=rank, world_size=2, messenger=messenger, attempt=2, on_saved=on_saved)
         for step in (10, 20):
             saver.save(step, shard_of(TENSORS, rank, 2), META, timeout_s=5)
         assert saver.close(20)
@@ -199,7 +199,7 @@ def test_retention_does_not_touch_what_ranks_ahead_of_it_are_writing(tmp_path: P
     assert committed_steps(inner) == (20,)
 
 
-def _commit(store: Store, rank: int, exchange: ThreadExchange, *, step: int, attempt: int) -> CheckpointRef:
+def _commit(store: Store, rank: int, messenger: ThreadExchange, *, step: int, attempt: int) -> CheckpointRef:
     return save_checkpoint(
         store,
         step=step,
@@ -208,7 +208,7 @@ def _commit(store: Store, rank: int, exchange: ThreadExchange, *, step: int, att
         world_size=2,
         state=shard_of(TENSORS, rank, 2),
         meta=META,
-        exchange=exchange,
+        messenger=messenger,
     )
 
 

@@ -137,7 +137,7 @@ def test_shards_that_do_not_hold_the_whole_state_are_never_committed(tmp_path: P
     """A rank that lost a part on the way must not leave a checkpoint that looks whole."""
     store = LocalStore(tmp_path)
 
-    def call(rank: int, exchange: ThreadExchange) -> CheckpointRef:
+    def call(rank: int, messenger: ThreadExchange) -> CheckpointRef:
         state = shard_of(TENSORS, 0, 2)
         return save_checkpoint(
             store,
@@ -147,7 +147,7 @@ def test_shards_that_do_not_hold_the_whole_state_are_never_committed(tmp_path: P
             world_size=2,
             state=state,
             meta=META,
-            exchange=exchange,
+            messenger=messenger,
         )
 
     errors = on_ranks(2, call)
@@ -172,9 +172,9 @@ def test_a_rank_that_can_not_read_stops_every_rank(tmp_path: Path) -> None:
     save(store, 20)
     manifest = read_manifest(store, 20)
 
-    def call(rank: int, exchange: ThreadExchange) -> int:
+    def call(rank: int, messenger: ThreadExchange) -> int:
         root = tmp_path if rank != 1 else tmp_path / "not mounted"
-        return load_parts(LocalStore(root), manifest, shard_of(TENSORS, rank, 3).parts, exchange)
+        return load_parts(LocalStore(root), manifest, shard_of(TENSORS, rank, 3).parts, messenger)
 
     errors = on_ranks(3, call)
     assert len({str(error) for error in errors}) == 1

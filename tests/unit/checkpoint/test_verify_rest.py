@@ -38,13 +38,13 @@ def _loaded(rank: int, world_size: int, *, by_key: bool) -> dict[str, torch.Tens
 def _resume(saved: tuple[LocalStore, Manifest], world_size: int, *, by_key: bool) -> list[Any]:
     store, manifest = saved
 
-    def call(rank: int, exchange: ThreadExchange) -> int:
+    def call(rank: int, messenger: ThreadExchange) -> int:
         wanted = _loaded(rank, world_size, by_key=by_key)
         share = (0, 1) if by_key else (rank, world_size)
         parts = shard_of(wanted, *share).parts
-        load_parts(store, manifest, parts, exchange)
+        load_parts(store, manifest, parts, messenger)
         keys = {part.key for part in parts}
-        return verify_rest(store, manifest, keys, rank=rank, world_size=world_size, exchange=exchange)
+        return verify_rest(store, manifest, keys, rank=rank, world_size=world_size, messenger=messenger)
 
     return on_ranks(world_size, call)
 

@@ -26,19 +26,19 @@ from ray_ulysses.cluster.failures import (
     COMMAND,
     CONTROLLER,
     Ended,
-    FailureBook,
     FailureJudge,
+    FailureLog,
     Noticed,
     TrainingFailed,
     cause_of,
-    failure_book,
+    failure_log,
     train_until_done,
 )
 from ray_ulysses.cluster.scaling import Seat
 from ray_ulysses.config import Config
 from ray_ulysses.elastic.causes import Cause, RankError, root_cause
 from ray_ulysses.errors import FinalError, UserError
-from ray_ulysses.run.completion import settle_failed
+from ray_ulysses.run.completion import record_run_failed
 from ray_ulysses.run.start_point import known_step
 from ray_ulysses.run.takeover import leave_refusal
 from ray_ulysses.storage import LocalStore
@@ -73,11 +73,11 @@ def _config(folder: Path, **changes: Any) -> Config:
     return config
 
 
-def _book(config: Config, clock: _Clock, session: str = "now", first_attempt: int = 1) -> FailureBook:
-    return FailureBook(config=config, session=session, first_attempt=first_attempt, writer=CONTROLLER, clock=clock)
+def _book(config: Config, clock: _Clock, session: str = "now", first_attempt: int = 1) -> FailureLog:
+    return FailureLog(config=config, session=session, first_attempt=first_attempt, writer=CONTROLLER, clock=clock)
 
 
-def _judge(book: FailureBook, cause: Cause) -> AttemptEnded | StartFailed:
+def _judge(book: FailureLog, cause: Cause) -> AttemptEnded | StartFailed:
     return book.judge(cause, known_step(LocalStore(book.config.run_dir)))
 
 
@@ -149,7 +149,7 @@ def test_what_happens_beside_the_workers_is_one_line_too(error: Exception, kind:
 def test_what_the_coordinator_has_judged_is_not_judged_again_by_ray(tmp_path: Any) -> None:
     config = _config(tmp_path, elastic__max_failures=1)
     _attempt(config, _Clock(), 1)
-    book = failure_book(config, "now")
+    book = failure_log(config, "now")
     judge = FailureJudge(book)
     assert judge.judge(LOST) and len(book.failures()) == 1
     # The workers went on by themselves, and a failure of another kind follows.
@@ -197,7 +197,7 @@ def test_a_judgement_that_the_coordinator_did_not_wait_for_is_waited_for_by_ray(
 def test_the_judgement_of_workers_before_is_not_taken_for_that_of_others(tmp_path: Path) -> None:
     config = _config(tmp_path)
     _attempt(config, _Clock(), 1)
-    book = failure_book(config, "now")
+    book = failure_log(config, "now")
     judge = FailureJudge(book)
     assert judge.judge(LOST)
     watch: Any = WorkerGroupWatch.__new__(WorkerGroupWatch)
@@ -232,7 +232,7 @@ def test_a_failure_is_judged_soon_while_the_store_of_checkpoints_is_away(
 def test_the_judge_ends_a_command_that_was_refused(tmp_path: Any) -> None:
     config = _config(tmp_path)
     _attempt(config, _Clock(), 1)
-    judge = FailureJudge(failure_book(config, "now"))
+    judge = FailureJudge(failure_log(config, "now"))
     assert judge.make_decision(group_error({0: KILLED})) == FailureDecision.RETRY
     leave_refusal(config.run_dir, "now", "another command has it")
     assert judge.make_decision(group_error({0: KILLED})) == FailureDecision.RAISE
@@ -240,7 +240,7 @@ def test_the_judge_ends_a_command_that_was_refused(tmp_path: Any) -> None:
 
 def test_the_command_starts_the_workers_again_where_ray_can_not(tmp_path: Any) -> None:
     config = _config(tmp_path, elastic__max_failures=2)
-    book = failure_book(config, "now")
+    book = failure_log(config, "now")
     outcomes: list[Ended | None] = [
         Ended(error=ActorDiedError(), logs=None),
         Ended(error=ConnectionError("the raylet is gone"), logs=None),
@@ -254,7 +254,7 @@ def test_the_command_starts_the_workers_again_where_ray_can_not(tmp_path: Any) -
 
 def test_the_command_gives_up_when_its_failures_are_used_up_in_few_lines(tmp_path: Any) -> None:
     config = _config(tmp_path, elastic__max_failures=1)
-    book = failure_book(config, "now")
+    book = failure_log(config, "now")
     with pytest.raises(TrainingFailed) as failed:
         train_until_done(book, lambda: Ended(error=ConnectionError("the raylet is gone\n" + RAY_DUMP), logs="/logs"))
     lines = str(failed.value).splitlines()
@@ -265,7 +265,7 @@ def test_the_command_gives_up_when_its_failures_are_used_up_in_few_lines(tmp_pat
 
 def test_what_the_controller_has_judged_is_not_charged_again(tmp_path: Any) -> None:
     config = _config(tmp_path, elastic__max_failures=1)
-    book = failure_book(config, "now")
+    book = failure_log(config, "now")
     judge = FailureJudge(book)
     calls: list[int] = []
 
@@ -407,7 +407,7 @@ def test_a_node_whose_gpu_fails_before_any_attempt_began_is_named_in_journal_and
     )
     failure = _judge(_book(config, _Clock()), root_cause([failed]))
     assert (failure.kind, failure.node, failure.restarts) == ("device", "c/10.0.0.3", True)
-    settle_failed(config, replace(failure, restarts=False))
+    record_run_failed(config, replace(failure, restarts=False))
     found = read_history(config.run_dir).failure
     assert found is not None and found.node == "c/10.0.0.3" and "misaligned address" in found.reason
 
@@ -440,7 +440,7 @@ def test_a_run_that_has_failed_says_so_until_it_goes_on(tmp_path: Path) -> None:
     config, clock = _config(tmp_path, elastic__max_failures=0), _Clock()
     _attempt(config, clock, *range(1, 8))
     failure = _judge(_book(config, clock), LOST)
-    settle_failed(config, failure)
+    record_run_failed(config, failure)
     history = read_history(config.run_dir)
     assert history.status == "failed" and history.failure is not None
     assert failure_fields(history.failure) == failure_fields(failure)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from ray_ulysses.cluster import vault_agents
-from ray_ulysses.cluster.vault_agents import Contact, NodeMemory
-from ray_ulysses.run.ownership import vault_key
+from ray_ulysses.cluster import peer_memory_agents
+from ray_ulysses.cluster.peer_memory_agents import Contact, NodeMemory
+from ray_ulysses.run.ownership import peer_memory_key
 from ray_ulysses.run_names import IDENTITY_FILE
 from tests.distributed.run_case import make_config
 
@@ -41,9 +41,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.append(f"10.0.0.1:{7000 + len(found)}")
         return dict.fromkeys(nodes, contact(found[-1]))
 
-    monkeypatch.setattr(vault_agents, "ensure_agents", ensure_agents)
-    monkeypatch.setattr(vault_agents.ray, "nodes", list)
-    monkeypatch.setattr(vault_agents, "vault_key", lambda config: "run")
+    monkeypatch.setattr(peer_memory_agents, "ensure_agents", ensure_agents)
+    monkeypatch.setattr(peer_memory_agents.ray, "nodes", list)
+    monkeypatch.setattr(peer_memory_agents, "peer_memory_key", lambda config: "run")
     return found
 
 
@@ -72,10 +72,12 @@ def test_agents_of_nodes_that_have_died_are_forgotten(
     memory = memory_of(tmp_path, clock)
     alive = {"a": True, "b": True}
     monkeypatch.setattr(
-        vault_agents.ray, "nodes", lambda: [{"NodeID": node, "Alive": is_alive} for node, is_alive in alive.items()]
+        peer_memory_agents.ray,
+        "nodes",
+        lambda: [{"NodeID": node, "Alive": is_alive} for node, is_alive in alive.items()],
     )
     monkeypatch.setattr(
-        vault_agents,
+        peer_memory_agents,
         "ensure_agents",
         lambda _, nodes, *__, **___: dict.fromkeys(nodes, contact("x:1")),
     )
@@ -99,7 +101,7 @@ def test_agents_that_are_being_started_are_not_asked_for_again(
         may_end.wait(30.0)
         return {}
 
-    monkeypatch.setattr(vault_agents, "ensure_agents", slow)
+    monkeypatch.setattr(peer_memory_agents, "ensure_agents", slow)
     clock = _Clock()
     memory = memory_of(tmp_path, clock)
     memory.prepare(NODES)
@@ -129,8 +131,8 @@ def test_a_copy_of_a_run_finds_no_agents_of_the_original(
         keys.append(run_key)
         return {}
 
-    monkeypatch.setattr(vault_agents, "ensure_agents", ensure_agents)
-    monkeypatch.setattr(vault_agents, "vault_key", vault_key)
+    monkeypatch.setattr(peer_memory_agents, "ensure_agents", ensure_agents)
+    monkeypatch.setattr(peer_memory_agents, "peer_memory_key", peer_memory_key)
     for storage in ("original", "copy", "original"):
         config = make_config(tmp_path / storage, tmp_path / "corpus")
         config.run_dir.mkdir(parents=True, exist_ok=True)  # type: ignore[union-attr]

@@ -10,7 +10,7 @@ import sys
 from ray_ulysses.cluster.controller import StopWatch
 from ray_ulysses.supervision.order import process_state
 from tests.polling import wait_until
-from tests.unit.vault.test_agent import SetClock
+from tests.unit.peer_memory.test_agent import SetClock
 
 
 def test_a_process_that_stays_stopped_is_continued() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 from ray_ulysses.commands.inspect import ReadingReport
 from ray_ulysses.commands.inspect_checks import render_checkpoints, render_verdict
-from ray_ulysses.forensics.checkpoint_listing import CheckpointListing, CheckpointReport, SetAside
-from ray_ulysses.forensics.checkpoint_verification import CheckpointVerdict, FileVerdict
+from ray_ulysses.inspect.checkpoint_listing import CheckpointListing, CheckpointReport, SetAside
+from ray_ulysses.inspect.checkpoint_verification import CheckpointVerdict, FileVerdict
 
 
 def report(step: int, **changes: Any) -> CheckpointReport:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from ray_ulysses.commands.inspect import history_json, render_history
-from ray_ulysses.forensics.run_data import PlanHistory, SegmentRecord, SourceRecord
+from ray_ulysses.inspect.run_data import PlanHistory, SegmentRecord, SourceRecord
 from ray_ulysses.tracking.events import RunFailed
 from ray_ulysses.tracking.run_time import StartTime, TimeSpent
 from ray_ulysses.tracking.steps import Steps, step_rows

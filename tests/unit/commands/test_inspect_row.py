@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from ray_ulysses.commands.inspect import render_row
-from ray_ulysses.forensics.row import PieceText, RowCorpus, RowPiece, RowReport, TimesTrained
+from ray_ulysses.inspect.row import PieceText, RowCorpus, RowPiece, RowReport, TimesTrained
 
 PIECE = RowPiece(
     document=1234,

@@ -7,9 +7,9 @@ from typing import Any
 
 from ray_ulysses.commands.inspect import ReadingReport
 from ray_ulysses.commands.inspect_checks import render_verification
-from ray_ulysses.forensics.journal_checks import Comparison, Finding
-from ray_ulysses.forensics.row_checks import Reading, ReadingProgress
-from ray_ulysses.forensics.verification import Verification
+from ray_ulysses.inspect.journal_checks import Comparison, Finding
+from ray_ulysses.inspect.row_checks import Reading, ReadingProgress
+from ray_ulysses.inspect.verification import Verification
 
 
 def make_verification(**changes: Any) -> Verification:

@@ -23,8 +23,8 @@ from ray_ulysses.errors import UserError
 from ray_ulysses.evaluation.evaluate import default_lengths, prepare_evaluation
 from ray_ulysses.evaluation.report import EvaluationReport, EvaluationRequest, PositionBin, PositionLoss
 from ray_ulysses.report.page import render_report
-from ray_ulysses.storage.patience import StorageAwayError
 from ray_ulysses.storage.place import open_store, place_of
+from ray_ulysses.storage.retry import StorageAwayError
 from tests.local_preparation import prepare_local
 from tests.s3_server import S3Server
 from tests.unit.attention.models import ARCHITECTURES, zoo_model
@@ -33,7 +33,7 @@ from tests.unit.data.corpora import text_corpus, varied_texts, write_texts
 from tests.unit.evaluation.test_retrieval import merging_tokenizer
 from tests.unit.export.runs import fields_of, word_tokenizer, write_checkpoint, write_config
 from tests.unit.export.test_adapters import make_run as make_adapted
-from tests.unit.forensics.runs import SETTINGS, make_run
+from tests.unit.inspect.runs import SETTINGS, make_run
 
 VOCAB = 320
 SMALL = ("--lengths", "900", "--depths", "2", "--cases", "1", "--max-tokens", "3000", "--json")

@@ -128,7 +128,7 @@ def write_checkpoint(
     aliases = model.named_parameters(remove_duplicate=False)
     tied = {name: first[id(parameter)] for name, parameter in aliases if first[id(parameter)] != name}
 
-    def save(rank: int, exchange: ThreadExchange) -> None:
+    def save(rank: int, messenger: ThreadExchange) -> None:
         state = shard_of(tensors, rank, world_size)
         description = StateDescription(tensors=state.description.tensors, tied=tied)
         save_checkpoint(
@@ -139,7 +139,7 @@ def write_checkpoint(
             world_size=world_size,
             state=ShardedState(parts=state.parts, description=description),
             meta=replace(META, run=run_dir.name, **meta),
-            exchange=exchange,
+            messenger=messenger,
         )
 
     assert on_ranks(world_size, save) == [None] * world_size

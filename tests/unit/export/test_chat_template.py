@@ -16,7 +16,7 @@ from ray_ulysses.data.tokenize.options import EncodingOptions
 from ray_ulysses.export.tokenizer_files import find_tokenizer
 from tests.local_preparation import prepare_local
 from tests.unit.data.tokenize.test_chat import CHATML, CONVERSATION, MARKED, chat_tokenizer
-from tests.unit.forensics.runs import make_run
+from tests.unit.inspect.runs import make_run
 
 OTHER = CHATML.replace("message['role'] +", "message['role'] + ':' +")
 TRAINED = ", with the chat template that was trained instead of its own"

@@ -18,7 +18,7 @@ from tests.breadth import fast_only
 from tests.unit.config.trees import small_tree
 from tests.unit.data.corpora import text_corpus, varied_texts
 from tests.unit.export.runs import assert_same, export, tensors_in, word_tokenizer, write_checkpoint, write_config
-from tests.unit.forensics.runs import SETTINGS, make_run
+from tests.unit.inspect.runs import SETTINGS, make_run
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 
 from ray_ulysses.export.check import take_sample
 from tests.unit.data.corpora import text_corpus, varied_texts
-from tests.unit.forensics.runs import make_run
+from tests.unit.inspect.runs import make_run
 
 
 def test_a_run_without_a_plan_is_tried_with_seeded_tokens_of_its_vocabulary(tmp_path: Path) -> None:

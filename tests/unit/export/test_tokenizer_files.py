@@ -15,7 +15,7 @@ from ray_ulysses.export.tokenizer_files import byte_tokenizer_files, find_tokeni
 from ray_ulysses.storage import LocalStore
 from tests.unit.data.corpora import text_corpus, varied_texts
 from tests.unit.export.runs import word_tokenizer
-from tests.unit.forensics.runs import make_run
+from tests.unit.inspect.runs import make_run
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from tests.unit.data.corpora import text_corpus, varied_texts
 from tests.unit.data.tokenize.test_chat import CHATML, CONVERSATION, MARKED, chat_tokenizer
 from tests.unit.data.tokenize.test_supervision import prepare_rows
 from tests.unit.export.runs import export, write_checkpoint, write_config
-from tests.unit.forensics.runs import make_run
+from tests.unit.inspect.runs import make_run
 
 # No line feed after the turn, so that the end token of the document follows the turn's.
 LLAMA3_LIKE = CHATML.replace(" + '\\n' }}{% endfor %}", " }}{% endfor %}")

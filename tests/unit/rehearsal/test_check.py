@@ -14,7 +14,7 @@ from ray_ulysses.rehearsal.check import TOLERANCES, compare_losses, count_rows, 
 from ray_ulysses.rehearsal.recoveries import InjectedFault, RehearsalReport
 from ray_ulysses.rehearsal.schedule import Fault
 from tests.unit.data.corpora import text_corpus, varied_texts
-from tests.unit.forensics.runs import Record, Run, make_run
+from tests.unit.inspect.runs import Record, Run, make_run
 
 FAULT = Fault(at_s=2.5, kind="kill-node")
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.data.corpora import text_corpus, varied_texts
-from tests.unit.forensics.runs import Run, make_run
+from tests.unit.inspect.runs import Run, make_run
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from ray_ulysses.tracking import mlflow_results
 from ray_ulysses.tracking.mlflow_results import ArtifactError, store_text
 from ray_ulysses.tracking.mlflow_tracker import TrackingIdentity
 from tests.unit.config.trees import small_tree
-from tests.unit.forensics.runs import Run
+from tests.unit.inspect.runs import Run
 
 
 def tracked(folder: Path, uri: str = "sqlite:///nowhere.db", run_id: str = "r") -> Path:

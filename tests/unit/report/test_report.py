@@ -30,7 +30,7 @@ from ray_ulysses.storage.place import open_store, place_of
 from ray_ulysses.tracking.run_time import run_timeline, time_spent
 from tests.s3_server import S3Server
 from tests.unit.data.corpora import text_corpus, varied_texts
-from tests.unit.forensics.runs import Run, make_run
+from tests.unit.inspect.runs import Run, make_run
 from tests.unit.report.many_steps import REPLAYED, SPIKE, loss_of, write_run
 
 _CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ray_ulysses.errors import RunError
-from ray_ulysses.run.completion import record_command_ended, settle_completed
+from ray_ulysses.run.completion import record_command_ended, record_completion
 from ray_ulysses.run.preflight import PreparedRun, claim_directory, prepare_run
 from ray_ulysses.run.trackers import tracked
 from ray_ulysses.storage import LocalStore
@@ -51,12 +51,12 @@ def test_a_last_step_that_was_trained_and_not_saved_is_not_complete(tmp_path: Pa
     prepared = _prepared(tmp_path, corpus)
     claim_directory(prepared)
     journal = _attempt(prepared.config.run_dir, 2)
-    assert settle_completed(prepared) is None
+    assert record_completion(prepared) is None
     journal.append({"event": "attempt_ended", "reason": "failed: CheckpointError: disk full"})
-    assert settle_completed(prepared) is None
+    assert record_completion(prepared) is None
     journal.append({"event": "attempt_ended", "reason": "finished"})
     journal.append({"event": "run_finished", "step": 2})
-    history = settle_completed(prepared)
+    history = record_completion(prepared)
     assert history is not None and history.status == "finished"
 
 
@@ -67,14 +67,14 @@ def test_an_attempt_that_died_after_its_last_save_is_finished_by_the_next_comman
     _attempt(run_dir, 3)
     save(LocalStore(run_dir), 2)
     assert read_history(run_dir).status == "interrupted"
-    history = settle_completed(prepared)
+    history = record_completion(prepared)
     assert history is not None and history.status == "finished"
     assert read_history(run_dir).status == "finished"
     # Once: the command may be given again and again.
-    settle_completed(prepared)
+    record_completion(prepared)
     assert [one.step for one in read_events(run_dir) if isinstance(one, RunFinished)] == [2]
     # The third step was trained and not saved, whatever was said since.
-    assert settle_completed(_prepared(tmp_path, corpus, stop_step=3)) is None
+    assert record_completion(_prepared(tmp_path, corpus, stop_step=3)) is None
 
 
 def test_a_command_says_when_it_ended_and_one_without_an_attempt_says_nothing(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_a_stopped_run_that_is_asked_for_no_more_is_finished(tmp_path: Path, cor
     claim_directory(prepared)
     _attempt(prepared.config.run_dir, 2).append({"event": "attempt_ended", "reason": "stopped"})
     save(LocalStore(prepared.config.run_dir), 2)
-    history = settle_completed(prepared)
+    history = record_completion(prepared)
     assert history is not None and history.status == "finished"
 
 
@@ -109,7 +109,7 @@ def test_mlflow_hears_of_the_last_checkpoint_and_of_the_end(tmp_path: Path, corp
     with tracked(config):
         pass
     save(LocalStore(config.run_dir), 2)
-    assert settle_completed(prepared) is not None
+    assert record_completion(prepared) is not None
     identity = TrackingIdentity.load(config.run_dir)
     assert identity is not None and identity.run_id is not None and config.tracking_uri is not None
     client = MlflowClient(config.tracking_uri)
@@ -128,14 +128,14 @@ def test_a_run_whose_state_is_gone_or_damaged_is_refused_before_a_worker_starts(
     journal.append(
         {"event": "checkpoint_committed", **COMMITTED, "step": 2, "path": "checkpoints/step-00000002", "world_size": 2}
     )
-    assert settle_completed(prepared) is None
+    assert record_completion(prepared) is None
     manifest = run_dir / "checkpoints" / "step-00000002" / "manifest.json"
     manifest.write_bytes(b"{")
     with pytest.raises(RunError, match=r"^run 'run': no checkpoint of the run is whole, .* step 2 is damaged .* torn"):
-        settle_completed(prepared)
+        record_completion(prepared)
     manifest.unlink()
     with pytest.raises(RunError, match=r"^run 'run': the journal knows of the checkpoint of step 2, but there is none"):
-        settle_completed(prepared)
+        record_completion(prepared)
 
 
 def test_a_finished_run_whose_checkpoints_were_deleted_stays_complete(tmp_path: Path, corpus: Path) -> None:
@@ -151,10 +151,10 @@ def test_a_finished_run_whose_checkpoints_were_deleted_stays_complete(tmp_path: 
         journal.append(event)
     # Also where it was started from another run, which is gone as well.
     for changes in ({}, {"model__resume_from": str(tmp_path / "gone")}):
-        history = settle_completed(_prepared(tmp_path, corpus, **changes))
+        history = record_completion(_prepared(tmp_path, corpus, **changes))
         assert history is not None and history.status == "finished"
     with pytest.raises(RunError, match="the journal knows of the checkpoint of step 2, but there is none"):
-        settle_completed(_prepared(tmp_path, corpus, stop_step=3))
+        record_completion(_prepared(tmp_path, corpus, stop_step=3))
 
 
 def test_a_tracker_that_is_added_after_the_end_gets_the_whole_run(tmp_path: Path, corpus: Path) -> None:
@@ -162,10 +162,10 @@ def test_a_tracker_that_is_added_after_the_end_gets_the_whole_run(tmp_path: Path
     run_dir = _prepared(tmp_path, corpus).config.run_dir
     _attempt(run_dir, 2)
     save(LocalStore(run_dir), 2)
-    assert settle_completed(_prepared(tmp_path, corpus)) is not None
+    assert record_completion(_prepared(tmp_path, corpus)) is not None
     added = _prepared(tmp_path, corpus, tracking__enabled=True, tracking__trackers=["tensorboard"])
     for _ in range(2):
-        assert settle_completed(added) is not None
+        assert record_completion(added) is not None
     assert [step for step, _ in points(run_dir, "loss")] == [1, 2]
     shown = texts(run_dir)
     assert "| state | finished |" in shown["state"] and "| step | 2 |" in shown["checkpoints"]
@@ -182,5 +182,5 @@ def test_a_damaged_record_of_the_journal_is_named_and_stops_nothing(
     # The digit becomes an s, which ended this command and every later one in a ValueError.
     content[place : place + 1] = b"s"
     path.write_bytes(content)
-    assert settle_completed(prepared) is None
+    assert record_completion(prepared) is None
     assert "journal/attempt-0001.jsonl, line 2: its checksum is wrong; it was left out" in caplog.text

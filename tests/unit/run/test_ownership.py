@@ -15,14 +15,14 @@ from ray_ulysses.config import Config
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.run.checkpoint_store import checkpoint_store
-from ray_ulysses.run.ownership import claim_checkpoints, run_identity, vault_key
+from ray_ulysses.run.ownership import claim_checkpoints, peer_memory_key, run_identity
 from ray_ulysses.run.settings import resolve_run
 from ray_ulysses.run_names import IDENTITY_FILE, OWNER_FILE
 from ray_ulysses.storage.place import open_store
 from ray_ulysses.tracking.journal import claim_journal
 from tests.s3_server import S3Server, serve_s3
 from tests.unit.config.trees import small_tree
-from tests.unit.forensics.saved import save
+from tests.unit.inspect.saved import save
 from tests.unit.tracking.journals import COMMITTED
 
 
@@ -95,14 +95,14 @@ def test_a_directory_that_was_moved_or_copied_is_still_the_owner(tmp_path: Path,
 
 def test_a_copied_directory_has_a_peer_memory_of_its_own_and_a_linked_one_has_not(tmp_path: Path) -> None:
     first = run_in(tmp_path / "a", None)
-    key = vault_key(first)
+    key = peer_memory_key(first)
     shutil.copytree(tmp_path / "a", tmp_path / "b", copy_function=shutil.copy2)
     copy = run_in(tmp_path / "b", None)
     assert run_identity(copy) == run_identity(first)
-    assert vault_key(copy) != key
+    assert peer_memory_key(copy) != key
     # A driver that follows a dead one finds what that has left, by whichever name it reaches the directory.
     (tmp_path / "link").symlink_to(tmp_path / "a")
-    assert vault_key(run_in(tmp_path / "link", None)) == key == vault_key(first)
+    assert peer_memory_key(run_in(tmp_path / "link", None)) == key == peer_memory_key(first)
 
 
 def test_a_directory_that_was_copied_in_an_object_store_has_a_peer_memory_of_its_own(s3: S3Server, prefix: str) -> None:
@@ -112,7 +112,7 @@ def test_a_directory_that_was_copied_in_an_object_store_has_a_peer_memory_of_its
     ]
     for run in runs:
         open_store(run.run_dir).create(IDENTITY_FILE, [b"one and the same"])
-    assert vault_key(runs[0]) == vault_key(runs[0]) != vault_key(runs[1])
+    assert peer_memory_key(runs[0]) == peer_memory_key(runs[0]) != peer_memory_key(runs[1])
 
 
 def test_of_directories_that_come_at_once_exactly_one_gets_them(tmp_path: Path, place: str) -> None:

@@ -16,7 +16,7 @@ from ray_ulysses.data.plan import plan_copies
 from ray_ulysses.data.plan.plan_files import PLAN_FILE, load_plan, num_segments
 from ray_ulysses.errors import ConfigError, RunError, UserError
 from ray_ulysses.run.checkpoint_store import checkpoint_store
-from ray_ulysses.run.completion import record_command_ended, settle_failed
+from ray_ulysses.run.completion import record_command_ended, record_run_failed
 from ray_ulysses.run.ownership import run_identity
 from ray_ulysses.run.preflight import check_writable, planned_memory, prepare_run, refuse_vanished
 from ray_ulysses.run.requests import clear_stop, exclude_nodes, request_save, request_stop, take_save_request
@@ -84,7 +84,7 @@ def _resume(config: Config) -> None:
 def _end(config: Config) -> None:
     """Do what a command does whose run has failed."""
     with _lease(config):
-        settle_failed(config, RunFailed(time=1.0, attempt=1, reason="it failed"))
+        record_run_failed(config, RunFailed(time=1.0, attempt=1, reason="it failed"))
         record_command_ended(config.run_dir, "session")
         refuse_vanished(config)
         clear_stop(config.run_dir)
@@ -337,7 +337,7 @@ def test_refusals_and_the_end_of_a_run_are_recorded(config: Config) -> None:
     assert refusal(config.run_dir, "session") == "first" and refusal(config.run_dir, "other") is None
     claim_journal(config.run_dir).close()
     failure = RunFailed(time=1.0, attempt=1, reason="it failed")
-    settle_failed(config, failure)
+    record_run_failed(config, failure)
     record_command_ended(config.run_dir, "session")
     assert [getattr(one, "reason", None) for one in read_journal(config.run_dir).entries] == ["it failed"]
 

@@ -9,7 +9,7 @@ import pytest
 from ray_ulysses.checkpoint.fence import claim_attempt
 from ray_ulysses.config import Config
 from ray_ulysses.run.checkpoint_store import checkpoint_claim, checkpoint_store
-from ray_ulysses.run.completion import settle_completed
+from ray_ulysses.run.completion import record_completion
 from ray_ulysses.run.ownership import claim_checkpoints
 from ray_ulysses.run.preflight import check_resume, check_writable, claim_directory, prepare_run
 from ray_ulysses.run.requests import announce_session
@@ -33,7 +33,7 @@ def _start(config: Config) -> None:
         claim_checkpoints(prepared.run)
         prepared = prepared.read_again()
         check_resume(prepared)
-        assert settle_completed(prepared) is None
+        assert record_completion(prepared) is None
         claim_directory(prepared)
         describe_run(config.run_dir, RunTexts(plan="", readme="", facts={}))
         announce_session(config.run_dir, "session")

@@ -15,7 +15,7 @@ PART_BYTES = 5 * 2**20
 
 
 def object_store(uri: str, *, retry_s: float = 1.0) -> ObjectStore:
-    """Return a store with the smallest parts and little patience."""
+    """Return a store with the smallest parts and little retry."""
     location = parse_location(uri)
     assert isinstance(location, ObjectLocation)
     return ObjectStore(location, retry_s=retry_s, part_bytes=PART_BYTES)

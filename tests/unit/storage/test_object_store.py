@@ -127,7 +127,7 @@ def test_a_create_that_keeps_failing_ends_in_time_and_says_why_without_naming_ho
     begun = time.monotonic()
     with pytest.raises(kind, match=text) as refused:
         broken_s3.create("manifest.json", [b"{}"])
-    # 1 s of patience, at most one pause beyond it, and one more look.
+    # 1 s of retry, at most one pause beyond it, and one more look.
     assert time.monotonic() - begun < 8
     assert "127.0.0.1" not in str(refused.value)
     proxy.heal()

@@ -19,11 +19,11 @@ from ray_ulysses.clock import SystemClock
 from ray_ulysses.elastic import reform
 from ray_ulysses.elastic.hang import HangLimits
 from ray_ulysses.elastic.placement import WorkerRange
+from ray_ulysses.peer_memory import AgentAddresses, authentication
+from ray_ulysses.peer_memory.authentication import NONCE_BYTES, PROOF_BYTES, authenticate, unseal
 from ray_ulysses.supervision import coordinator as module
 from ray_ulysses.supervision.coordinator import Coordinator
 from ray_ulysses.supervision.supervisor import Announcement, encode
-from ray_ulysses.vault import VaultAddresses, authentication
-from ray_ulysses.vault.authentication import NONCE_BYTES, PROOF_BYTES, authenticate, unseal
 from tests.polling import wait_until
 from tests.wire_recorder import Recorder, replay
 
@@ -371,7 +371,7 @@ def test_the_end_of_a_generation_that_is_over_says_nothing_of_the_next(coordinat
 def test_neither_token_is_sent_and_a_recorded_connection_admits_nobody(judge: Judged) -> None:
     secret = "the token of peer memory"
     limits = HangLimits(floor_s=30.0, start_s=60.0, evaluation_s=60.0, save_s=60.0, row_s=60.0)
-    memory = [VaultAddresses(agents={"n0": "127.0.0.1:1"}, node="n0", partner=None, token=secret)]
+    memory = [AgentAddresses(agents={"n0": "127.0.0.1:1"}, node="n0", partner=None, token=secret)]
     one = Coordinator(
         judge, "127.0.0.1", gather_s=60.0, memory=lambda nodes: memory, limits=limits, record_hang=judge.hangs.append
     )

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
+from ray_ulysses.peer_memory import AgentAddresses
 from ray_ulysses.supervision.order import MOST_BYTES, Job, Order, pair, receive, send
-from ray_ulysses.vault import VaultAddresses
 
 
 @pytest.mark.parametrize("num_nodes", [1, 1024])
@@ -19,7 +19,7 @@ def test_an_order_arrives_with_its_descriptors(num_nodes: int) -> None:
             local_rank=0, device="cpu",
         ),
         generation=3, rank=0, rank_nodes=nodes, host="h", port=1,
-        memory=VaultAddresses(
+        memory=AgentAddresses(
             agents=dict.fromkeys(nodes, "10.0.0.1:1"), node=nodes[0], partner=nodes[-1], token="t"
         ),
     )  # fmt: skip

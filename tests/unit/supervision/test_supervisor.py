@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from ray_ulysses.clock import SystemClock
+from ray_ulysses.peer_memory.authentication import Gate
 from ray_ulysses.supervision import supervisor as module
 from ray_ulysses.supervision.order import Job, LauncherProcess, Ready
 from ray_ulysses.supervision.supervisor import Announcement, Supervisor, encode
-from ray_ulysses.vault.authentication import Gate
 from tests.unit.supervision.slow_launcher import NOTICED
 
 LAUNCHER = "tests.unit.supervision.slow_launcher"

@@ -39,7 +39,7 @@ class Ranks:
             worker=worker,
             run=SimpleNamespace(config=config),
             nodes=("host-a", "host-a", "host-b", "host-b"),
-            exchange=SimpleNamespace(gather=self._gather),
+            messenger=SimpleNamespace(gather=self._gather),
         )
         recorder: Any = SimpleNamespace(warned=self.warned.append, in_background=lambda call: call())
         monkeypatch.setattr(compute_watch, "compute_s", lambda device: 1.0)

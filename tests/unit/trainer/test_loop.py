@@ -48,7 +48,7 @@ def order_of(monkeypatch: pytest.MonkeyPatch, flags: Flags) -> list[str]:
         recorder=SimpleNamespace(time=SimpleNamespace(saving=contextlib.nullcontext)),
         watch=SimpleNamespace(after_step=lambda flags: None),
         engine=None,
-        vault=saver("memory"),
+        peer_memory=saver("memory"),
         keeper=saver("storage"),
     )
     assert loop._train(attempt, None, position).step == 5  # type: ignore[arg-type]
@@ -90,7 +90,7 @@ def test_each_try_of_the_last_save_is_a_sign_of_life(monkeypatch: pytest.MonkeyP
     keeper._worker = SimpleNamespace(
         clock=SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda seconds: None), beat=lambda *beat: beats.append(beat)
     )
-    keeper._context = SimpleNamespace(exchange=SimpleNamespace(broadcast=lambda value: value))
+    keeper._context = SimpleNamespace(messenger=SimpleNamespace(broadcast=lambda value: value))
 
     def take(*_: object) -> None:
         tries.append(1)

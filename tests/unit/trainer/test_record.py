@@ -15,7 +15,7 @@ import torch
 
 import ray_ulysses.trainer.record as module
 from ray_ulysses.checkpoint.errors import StorageFailedError
-from ray_ulysses.checkpoint.exchange import SingleExchange
+from ray_ulysses.checkpoint.messenger import SingleRankMessenger
 from ray_ulysses.errors import RunError
 from ray_ulysses.parallel.layout import ParallelLayout
 from ray_ulysses.run.settings import resolve_run
@@ -83,8 +83,8 @@ def _recorder(folder: Path, *, system: bool = False, engine: str = "local", **fi
         worker=_worker(**fields),
         attempt=1,
         nodes=("n",),
-        exchange=SingleExchange(),
-        save_exchange=SingleExchange(),
+        messenger=SingleRankMessenger(),
+        save_messenger=SingleRankMessenger(),
     )
     journal = claim_journal(config.run_dir)
     return Recorder(context, journal)

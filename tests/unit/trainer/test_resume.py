@@ -1,4 +1,4 @@
-"""Where an attempt starts when its storage does not give everything: patience first, and never a new beginning."""
+"""Where an attempt starts when its storage does not give everything: retry first, and never a new beginning."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ import torch
 import ray_ulysses.trainer.resume as module
 from ray_ulysses.checkpoint import CheckpointError, Damage, FencedError, TensorPart
 from ray_ulysses.checkpoint.choice import committed_steps
-from ray_ulysses.checkpoint.exchange import SingleExchange
 from ray_ulysses.checkpoint.fence import claim_attempt, read_lineage, start_attempt
 from ray_ulysses.checkpoint.manifest import read_manifest
+from ray_ulysses.checkpoint.messenger import SingleRankMessenger
 from ray_ulysses.checkpoint.state import StateDescription
 from ray_ulysses.errors import UserError
 from ray_ulysses.run import start_point
 from ray_ulysses.run.start_point import RecoverySources
 from ray_ulysses.run_names import CHECKPOINT_FOLDER, manifest_key
 from ray_ulysses.storage import LocalStore, Store
-from ray_ulysses.storage.patience import Patience
+from ray_ulysses.storage.retry import RetryPolicy
 from ray_ulysses.tracking.journal import claim_journal
 from ray_ulysses.trainer.context import AttemptContext, PeerStore
 from tests.stores import FaultyStore, MemoryStore, permission_lost
@@ -117,17 +117,17 @@ def _context(
         worker=worker,
         attempt=recorder.attempt,
         nodes=("node",),
-        exchange=SingleExchange(),
-        save_exchange=SingleExchange(),
-        vault=None if memory is None else PeerStore(store=memory, exchange=SingleExchange()),  # type: ignore[arg-type]
+        messenger=SingleRankMessenger(),
+        save_messenger=SingleRankMessenger(),
+        peer_memory=None if memory is None else PeerStore(store=memory, messenger=SingleRankMessenger()),  # type: ignore[arg-type]
     )
 
 
 def choose(recorder: FakeRecorder, run_dir: Path = Path("/nowhere/run")) -> Any:
     context = _context(recorder, run_dir)
-    patience = Patience(wait_s=5.0, first_pause_s=1.0, clock=recorder.clock)
+    retry = RetryPolicy(wait_s=5.0, first_pause_s=1.0, clock=recorder.clock)
     plan: Any = None
-    sources = RecoverySources(run=context.run, plan=plan, memory=None, patience=patience, passed=recorder.passed_over)
+    sources = RecoverySources(run=context.run, plan=plan, memory=None, retry=retry, passed=recorder.passed_over)
     return module._choose(sources, context)
 
 

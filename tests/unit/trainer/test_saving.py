@@ -14,7 +14,7 @@ import torch
 from ray_ulysses.checkpoint import CheckpointError, newest_committed
 from ray_ulysses.checkpoint.choice import committed_steps
 from ray_ulysses.checkpoint.errors import StorageFailedError
-from ray_ulysses.checkpoint.exchange import SingleExchange
+from ray_ulysses.checkpoint.messenger import SingleRankMessenger
 from ray_ulysses.checkpoint.staging import Staging
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.errors import FinalError, PeerError, RunError
@@ -39,7 +39,10 @@ class Attempt:
             on_event=lambda name, step: None, notice=lambda: None,
         )  # fmt: skip
         context: Any = SimpleNamespace(
-            run=SimpleNamespace(config=config, store=slow), worker=worker, attempt=1, save_exchange=SingleExchange()
+            run=SimpleNamespace(config=config, store=slow),
+            worker=worker,
+            attempt=1,
+            save_messenger=SingleRankMessenger(),
         )
         recorder: Any = SimpleNamespace(
             checkpoint_committed=lambda saved: None, checkpoint_deleted=lambda step: None,
@@ -100,7 +103,7 @@ def test_a_save_that_the_storage_keeps_waiting_is_taken_after_a_later_step(
     monkeypatch.setattr(saving, "state_source", lambda _: shard_of(TENSORS, 0, 1))
     attempt = Attempt(tmp_path)
     attempt.keeper._is_reserved = True
-    attempt.keeper._context.exchange = SingleExchange()  # type: ignore[misc]
+    attempt.keeper._context.messenger = SingleRankMessenger()  # type: ignore[misc]
 
     def step(number: int) -> None:
         outcome: Any = SimpleNamespace(flags=attempt.keeper.flags(), position=SimpleNamespace(step=number))
@@ -126,7 +129,7 @@ def test_training_does_not_wait_for_the_memory_of_a_copy(
     monkeypatch.setattr(saving, "checkpoint_meta", lambda *_: META)
     monkeypatch.setattr(saving, "state_source", lambda _: shard_of(TENSORS, 0, 1))
     attempt, gate = Attempt(tmp_path), threading.Event()
-    attempt.keeper._context.exchange = SingleExchange()  # type: ignore[misc]
+    attempt.keeper._context.messenger = SingleRankMessenger()  # type: ignore[misc]
     attempt.gate.set()
     assert attempt.keeper._saver.wait(20.0)
     attempt.keeper.staging = attempt.keeper._saver._staging = Staging(2, torch.device("cpu"))
@@ -175,7 +178,7 @@ def test_a_storage_that_takes_no_state_for_too_long_ends_the_attempt(
     attempt: Attempt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(saving, "_BUFFER_S", 0.05)
-    attempt.keeper._context.exchange = SingleExchange()  # type: ignore[misc]
+    attempt.keeper._context.messenger = SingleRankMessenger()  # type: ignore[misc]
     attempt.keeper._saver.save(8, shard_of(TENSORS, 0, 1), META, timeout_s=20.0)
     assert not attempt.keeper._comes_free("steps", 10)
     assert not attempt.keeper._comes_free("steps", 11)

@@ -38,8 +38,8 @@ def worker_of(rank: int, world_size: int, session: str = "now") -> Worker:
 def probe(directories: list[Path]) -> list[Any]:
     """Probe from one rank a directory; return None or the error of each."""
 
-    def call(rank: int, exchange: ThreadExchange) -> None:
-        probe_storage(directories[rank], worker_of(rank, len(directories)), exchange)
+    def call(rank: int, messenger: ThreadExchange) -> None:
+        probe_storage(directories[rank], worker_of(rank, len(directories)), messenger)
 
     return on_ranks(len(directories), call)
 

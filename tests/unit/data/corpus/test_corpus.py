@@ -23,10 +23,10 @@ from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.sources.rows import RowFields
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.errors import UserError
-from ray_ulysses.storage.patience import StorageAwayError
+from ray_ulysses.storage.retry import StorageAwayError
 from tests.local_preparation import prepare_local
 from tests.unit.data.corpora import check_content, text_corpus, varied_texts
-from tests.unit.storage.test_patience import SleepingClock, patience_of
+from tests.unit.storage.test_retry import SleepingClock, policy_of
 
 
 @pytest.fixture
@@ -273,7 +273,7 @@ def test_lengths_that_are_not_those_of_corpus_json_are_refused(corpus: Corpus) -
 
 
 def test_a_storage_that_stays_away_ends_the_read(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    patient = Corpus.open(corpus.path, patience=patience_of(SleepingClock()))
+    patient = Corpus.open(corpus.path, retry=policy_of(SleepingClock()))
 
     def away(*_: object, **__: object) -> None:
         raise OSError(errno.EIO, "Input/output error")

@@ -17,9 +17,9 @@ from ray_ulysses.data.corpus.flat_file import BLOCK_BYTES, DamagedFileError, Fla
 from ray_ulysses.data.corpus.format import ShardInfo
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.local import LocalFile, LocalStore
-from ray_ulysses.storage.patience import Patience, StorageAwayError
+from ray_ulysses.storage.retry import RetryPolicy, StorageAwayError
 from tests.unit.storage.short_reads import read_little
-from tests.unit.storage.test_patience import SleepingClock, patience_of
+from tests.unit.storage.test_retry import SleepingClock, policy_of
 
 U16 = np.dtype(np.uint16)
 
@@ -159,17 +159,17 @@ def three(tmp_path: Path) -> tuple[list[Path], list[FlatInfo], NDArray[np.intege
     return paths, [write(path, part) for path, part in zip(paths, parts, strict=True)], np.concatenate(parts)
 
 
-def several(paths: list[Path], infos: list[FlatInfo], patience: Patience, max_open: int = 256) -> FlatFiles:
+def several(paths: list[Path], infos: list[FlatInfo], retry: RetryPolicy, max_open: int = 256) -> FlatFiles:
     def unreadable(name: str, reason: object) -> UserError:
         return UserError(f"{Path(name).name}: {reason}")
 
     folder, keys = LocalStore(paths[0].parent), [path.name for path in paths]
-    return FlatFiles(folder, keys, infos, U16, unreadable=unreadable, patience=patience, max_open=max_open)
+    return FlatFiles(folder, keys, infos, U16, unreadable=unreadable, retry=retry, max_open=max_open)
 
 
 def test_files_follow_one_another_and_few_stay_open(three) -> None:
     paths, infos, values = three
-    files = several(paths, infos, Patience(), max_open=1)
+    files = several(paths, infos, RetryPolicy(), max_open=1)
     files.check()
 
     def ranges(seed: int) -> Iterator[bool]:
@@ -209,7 +209,7 @@ def test_each_of_many_objects_is_opened_once_and_holds_what_was_fetched_last(tmp
     info = write(tmp_path / "shards" / "0", numbers(9))
     shards = [ShardInfo(name="0", num_documents=1, tokens=info)] * 300
     folder: Any = FarFolder()
-    files = read_shards(folder, shards, U16, Patience())
+    files = read_shards(folder, shards, U16, RetryPolicy())
     for row in range(2):
         ranges = [(9 * number + row, 3) for number in range(row, 300)]
         files.fetch(ranges)
@@ -225,7 +225,7 @@ def test_a_storage_that_comes_back_is_waited_for_and_the_file_opened_anew(
 ) -> None:
     paths, infos, values = three
     clock = SleepingClock()
-    files = several(paths, infos, patience_of(clock))
+    files = several(paths, infos, policy_of(clock))
     preadv, failures, opened = os.preadv, [3], []
 
     def away(descriptor: int, buffers: Sequence[memoryview], start: int) -> int:
@@ -242,7 +242,7 @@ def test_a_storage_that_comes_back_is_waited_for_and_the_file_opened_anew(
 
 def test_what_is_away_for_long_damaged_or_missing_is_named(three, monkeypatch: pytest.MonkeyPatch) -> None:
     paths, infos, _ = three
-    files = several(paths, [*infos[:2], replace(infos[2], blocks_crc32=1)], patience_of(SleepingClock()))
+    files = several(paths, [*infos[:2], replace(infos[2], blocks_crc32=1)], policy_of(SleepingClock()))
     with pytest.raises(UserError, match="c: it was replaced by another file"):
         files.check()
     with pytest.raises(UserError, match="c: it was replaced by another file"):
@@ -262,4 +262,4 @@ def test_what_is_away_for_long_damaged_or_missing_is_named(three, monkeypatch: p
 
     monkeypatch.setattr(os, "open", away)
     with pytest.raises(StorageAwayError, match=r"b: the storage did not answer for 60 s \(14 tries, the last"):
-        several(paths[1:], infos[1:], patience_of(SleepingClock())).check()
+        several(paths[1:], infos[1:], policy_of(SleepingClock())).check()

@@ -19,13 +19,13 @@ from ray_ulysses.data.read.reader import RowReader
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.storage import place as place_module
 from ray_ulysses.storage.object_store import ObjectStore
-from ray_ulysses.storage.patience import StorageAwayError
 from ray_ulysses.storage.place import open_folder
+from ray_ulysses.storage.retry import StorageAwayError
 from tests.s3_server import BUCKET, Fault, FaultyProxy, S3Server
 from tests.stores import FaultyStore
 from tests.unit.data.corpora import check_content, text_corpus, varied_texts
 from tests.unit.data.plans import build_plan
-from tests.unit.storage.test_patience import SleepingClock, patience_of
+from tests.unit.storage.test_retry import SleepingClock, policy_of
 
 SETTINGS = PlanSettings(context_tokens=4096, rows_per_step=2, pad_multiple=2, seed=3)
 
@@ -143,7 +143,7 @@ def test_a_storage_that_stumbles_is_asked_again_and_one_that_stays_away_is_named
 ) -> None:
     monkeypatch.setattr(place_module, "_FOLDER_RETRY_S", 0.1)
     monkeypatch.setenv("RAY_ULYSSES_CACHE_GIB", "0")
-    corpus = Corpus.open(s3.uri(prefix, proxy.port), patience=patience_of(SleepingClock()))
+    corpus = Corpus.open(s3.uri(prefix, proxy.port), retry=policy_of(SleepingClock()))
     faults: tuple[Fault, ...] = ("503", "drop", "cut-body")
     for fault in faults:
         proxy.fail(fault, lambda method, path: method == "GET")
@@ -153,7 +153,7 @@ def test_a_storage_that_stumbles_is_asked_again_and_one_that_stays_away_is_named
     with pytest.raises(StorageAwayError, match=rf"s3://bucket/{prefix}/documents.index: the storage did not answer"):
         corpus.read(0, 0, 1)
     with pytest.raises(StorageAwayError, match=rf"s3://bucket/{prefix}: the storage did not answer"):
-        Corpus.open(s3.uri(prefix, proxy.port), patience=patience_of(SleepingClock()))
+        Corpus.open(s3.uri(prefix, proxy.port), retry=policy_of(SleepingClock()))
 
 
 def test_a_damaged_or_missing_object_is_named(local: Corpus, s3: S3Server, prefix: str, uri: str) -> None:

@@ -34,7 +34,7 @@ from ray_ulysses.errors import UlyssesError
 from tests.local_preparation import prepare_local
 from tests.unit.data.corpora import varied_texts, write_texts
 from tests.unit.data.sources.test_line_ranges import described
-from tests.unit.storage.test_patience import SleepingClock, patience_of
+from tests.unit.storage.test_retry import SleepingClock, policy_of
 
 AWAY = ("EIO", "ESTALE", "ETIMEDOUT", "ECONNRESET", "EHOSTUNREACH", "ENOTCONN", "EREMOTEIO", "EBUSY")
 FINAL = ("EACCES", "EPERM", "ENOMEM", "ENOSPC", "EDQUOT", "EROFS", "ENODEV", "EMFILE", "EPROTO", "EBADMSG")
@@ -110,7 +110,7 @@ KINDS: dict[str, Kind] = {make.__name__: make for make in (texts, json_lines, pa
 def prepared(request: PrepareRequest) -> dict[str, Any]:
     """Return all that the corpus is, its files included."""
     clock = SleepingClock()
-    corpus = prepare_local(request, patience=patience_of(clock))
+    corpus = prepare_local(request, retry=policy_of(clock))
     faults.fault_disarm()
     files = sorted(str(path.relative_to(request.out)) for path in request.out.rglob("*"))
     return {**described(corpus), "files": files}

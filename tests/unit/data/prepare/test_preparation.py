@@ -27,7 +27,7 @@ from ray_ulysses.data.sources.units import SourceSpec, Unit
 from ray_ulysses.data.tokenize.encoding import DocumentEncoder, load_encoder
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.storage.atomic import TEMPORARY_PREFIX
-from ray_ulysses.storage.patience import Patience
+from ray_ulysses.storage.retry import RetryPolicy
 from tests import local_preparation
 from tests.local_preparation import prepare_local, preparing
 from tests.unit.data.corpora import begin, check_content, varied_texts, write_texts
@@ -134,11 +134,11 @@ def test_a_killed_preparation_goes_on_where_it_was(tmp_path: Path, monkeypatch: 
     request = request_of(tmp_path, varied_texts(40))
     written: list[int] = []
 
-    def dying(out: Path, unit: Unit, encoder: DocumentEncoder, patience: Patience) -> UnitResult:
+    def dying(out: Path, unit: Unit, encoder: DocumentEncoder, retry: RetryPolicy) -> UnitResult:
         if len(written) == 3:
             raise Killed
         written.append(unit.index)
-        return write_unit(out, unit, encoder, patience)
+        return write_unit(out, unit, encoder, retry)
 
     monkeypatch.setattr(local_preparation, "write_unit", dying)
     with pytest.raises(Killed):
@@ -275,10 +275,10 @@ def test_a_preparation_that_waited_finds_what_the_other_made(tmp_path: Path, mon
     lock = preparation.directory_lock
 
     @contextmanager
-    def late(out: Path, patience: Patience) -> Iterator[None]:
+    def late(out: Path, retry: RetryPolicy) -> Iterator[None]:
         monkeypatch.undo()
         prepare_local(request)
-        with lock(out, patience=patience):
+        with lock(out, retry=retry):
             yield
 
     monkeypatch.setattr(preparation, "directory_lock", late)

@@ -17,11 +17,11 @@ from ray_ulysses.cluster import prepare_job
 from ray_ulysses.data.prepare.preparation import LOCK_FILE, PrepareRequest
 from ray_ulysses.data.sources.units import SourceSpec, list_units
 from ray_ulysses.errors import RunError, UserError
-from ray_ulysses.storage.patience import StorageAwayError, transient_cause
+from ray_ulysses.storage.retry import StorageAwayError, transient_cause
 from tests.local_preparation import prepare_local, preparing
 from tests.result_table import ResultTable
 from tests.unit.data.corpora import begin, write_texts
-from tests.unit.storage.test_patience import SleepingClock, patience_of
+from tests.unit.storage.test_retry import SleepingClock, policy_of
 
 ROOT = Path(__file__).parents[4]
 SOURCE_KINDS = ("texts", "json_lines", "parquet", "chats", "data_set")
@@ -52,7 +52,7 @@ def test_a_text_file_is_read_again_when_its_storage_is_back(
 ) -> None:
     monkeypatch.setattr(Path, "open", failing_opens(4, number))
     clock = SleepingClock()
-    corpus = prepare_local(request_of(tmp_path), patience=patience_of(clock))
+    corpus = prepare_local(request_of(tmp_path), retry=policy_of(clock))
     assert (corpus.num_documents, corpus.info.num_quarantined) == (6, 0)
     assert clock.pauses == [0.1, 0.2, 0.4, 0.8]
 
@@ -64,7 +64,7 @@ def test_a_storage_that_stays_away_ends_the_preparation_and_nothing_is_missing_w
     with monkeypatch.context() as patched:
         patched.setattr(Path, "open", failing_opens(1000, errno.ESTALE))
         with pytest.raises(StorageAwayError, match=r"^unit 1 of .*corpus: the storage did not answer for 60 s \(\d+"):
-            prepare_local(request, patience=patience_of(SleepingClock()))
+            prepare_local(request, retry=policy_of(SleepingClock()))
     assert not (request.out / "corpus.json").exists()
     assert [unit.index for unit in begin(request).pending] == [1]
     corpus = prepare_local(request)

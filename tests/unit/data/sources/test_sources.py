@@ -15,7 +15,7 @@ from ray_ulysses.data.sources.extraction import RawDocument, read_unit
 from ray_ulysses.data.sources.rows import RowFields
 from ray_ulysses.data.sources.units import Rejected, SourceSpec, Unit, list_units, open_dataset
 from ray_ulysses.errors import UserError
-from ray_ulysses.storage.patience import is_transient
+from ray_ulysses.storage.retry import is_transient
 from tests.unit.data.corpora import write_texts
 
 

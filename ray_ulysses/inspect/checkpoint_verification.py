@@ -1,0 +1,189 @@
+"""Verifies a checkpoint: its manifest, the coverage of its tensors, and every byte of every file."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from ray_ulysses.checkpoint.choice import Damage, committed_steps, read_committed
+from ray_ulysses.checkpoint.fence import Lineage, read_lineage
+from ray_ulysses.checkpoint.manifest import Manifest
+from ray_ulysses.checkpoint.retention import nameable
+from ray_ulysses.checkpoint.shards import ShardDamage, ShardEntry, verified_chunks
+from ray_ulysses.clock import Clock
+from ray_ulysses.errors import UserError
+from ray_ulysses.inspect.checkpoint_listing import CheckpointCondition, plain_json
+from ray_ulysses.inspect.run_data import open_run_storage
+from ray_ulysses.run.checkpoint_store import storage_answers
+from ray_ulysses.run_names import step_folder
+from ray_ulysses.storage import Store
+from ray_ulysses.storage.place import Place
+
+_NUM_THREADS = 4
+
+Watch = Callable[[int, int], None]
+"""Called with the bytes read so far and the bytes to read, by one thread at a time."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileVerdict:
+    """The verification of one file of a checkpoint."""
+
+    file: str
+    num_bytes: int
+    num_tensors: int
+    problem: str | None
+    """The damage, with the tensor and the bytes; None if it is intact."""
+    is_unread: bool = False
+    """Whether the only problem is that it can't be read now."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointVerdict:
+    """The verification of a checkpoint, of which every byte was read."""
+
+    name: str
+    location: str
+    step: int
+    path: str
+    problem: str | None
+    """The problem of the whole checkpoint (its manifest, the coverage of its tensors, or that it is not part of the
+    run); None for none."""
+    kind: Literal["damaged", "unreadable", "superseded", "foreign"] = "damaged"
+    attempt: int | None = None
+    """The attempt that wrote it; None, like the following, if the manifest can't be read."""
+    world_size: int | None = None
+    num_tensors: int = 0
+    num_elements: int = 0
+    """Elements of its state, each of which is stored exactly once."""
+    files: tuple[FileVerdict, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def is_whole(self) -> bool:
+        """True if it can be loaded."""
+        return self.problem is None and all(file.problem is None for file in self.files)
+
+    @property
+    def condition(self) -> CheckpointCondition:
+        """Its condition; only bytes that were read and differ from what was written make it ``damaged``."""
+        bad = [file for file in self.files if file.problem is not None]
+        if any(not file.is_unread for file in bad):
+            return "damaged"
+        if bad:
+            return "unreadable"
+        return "whole" if self.problem is None else self.kind
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the object that ``inspect RUN --verify-checkpoint STEP --json`` prints."""
+        fields = asdict(self)
+        del fields["kind"]
+        return {"whole": self.is_whole, "condition": self.condition, **plain_json(fields)}
+
+
+def verify_checkpoint(
+    run_dir: Place,
+    which: int | Literal["latest"],
+    *,
+    clock: Clock,
+    watch: Watch = lambda done, total: None,
+    trust_run: bool = False,
+) -> CheckpointVerdict:
+    """Read every byte of a committed checkpoint and compare it with its checksums; changes nothing.
+
+    Args:
+        run_dir: The run's directory; its configuration may name another store.
+        which: The checkpoint's step, or the newest that is part of the run, damaged or not.
+        clock: Measures the duration.
+        watch: Called as bytes are read.
+        trust_run: As of `open_run_storage`.
+
+    Raises:
+        UserError: The step is not committed or was deleted meanwhile, or the store can't be opened.
+        RunError: The store can't be listed.
+    """
+    started = clock.monotonic()
+    storage = open_run_storage(run_dir, trust_run=trust_run)
+    with storage_answers(storage.location):
+        steps, lineage = committed_steps(storage.store), read_lineage(storage.store)
+        step = which if which != "latest" else max(nameable(storage.store), default=None)
+    if step is None or step not in steps:
+        subject = "no checkpoint" if which == "latest" else f"no checkpoint of step {which}"
+        raise UserError(
+            f"--verify-checkpoint={which}: {subject} is committed in {storage.location}; committed: "
+            f"{', '.join(map(str, steps)) or 'none'} (`inspect RUN --checkpoints` lists all folders)"
+        )
+    verdict = CheckpointVerdict(
+        name=run_dir.absolute().name, location=storage.location, step=step, path=step_folder(step), problem=None
+    )
+    verdict = _read(storage.store, verdict, lineage, watch)
+    if not verdict.is_whole and _is_gone(storage.store, step):
+        raise UserError(f"--verify-checkpoint={step}: retention deleted it while it was read; give another step")
+    return replace(verdict, seconds=clock.monotonic() - started)
+
+
+def _read(store: Store, verdict: CheckpointVerdict, lineage: Lineage, watch: Watch) -> CheckpointVerdict:
+    manifest = read_committed(store, verdict.step)
+    if isinstance(manifest, Damage):
+        return replace(verdict, problem=manifest.reason, kind=manifest.kind)
+    problem = (
+        f"attempt {manifest.attempt} committed it after a later attempt had started before step {manifest.step}: it is "
+        "not part of the run, and is never loaded"
+    )
+    return replace(
+        verdict,
+        problem=None if lineage.holds(verdict.step, manifest.attempt) else problem,
+        kind="superseded",
+        attempt=manifest.attempt,
+        world_size=manifest.world_size,
+        num_tensors=len(manifest.state.tensors),
+        num_elements=sum(spec.num_elements for spec in manifest.state.tensors.values()),
+        files=_read_files(store, manifest, watch),
+    )
+
+
+def _is_gone(store: Store, step: int) -> bool:
+    try:
+        return step not in committed_steps(store)
+    except OSError:
+        # The verdict then names the files that could not be read.
+        return False
+
+
+def _read_files(store: Store, manifest: Manifest, watch: Watch) -> tuple[FileVerdict, ...]:
+    """Read all files, a few at a time to hide the latency of the storage."""
+    total = sum(shard.num_bytes for shard in manifest.shards)
+    lock, done = threading.Lock(), 0
+
+    def tell(num_bytes: int) -> None:
+        nonlocal done
+        with lock:
+            done += num_bytes
+            watch(done, total)
+
+    folder = step_folder(manifest.step)
+    with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="ray-ulysses-verify") as threads:
+        return tuple(threads.map(lambda shard: _read_file(store, folder, shard, tell), manifest.shards))
+
+
+def _read_file(store: Store, folder: str, shard: ShardEntry, tell: Callable[[int], None]) -> FileVerdict:
+    problem, is_unread = None, False
+    try:
+        for num_bytes in verified_chunks(store, folder, shard):
+            tell(num_bytes)
+    except FileNotFoundError:
+        problem = f"{shard.file} is missing"
+    except OSError as error:
+        problem, is_unread = f"{shard.file} can't be read ({error.strerror or error}), perhaps only for now", True
+    except ShardDamage as damage:
+        problem = str(damage)
+    return FileVerdict(
+        file=shard.file,
+        num_bytes=shard.num_bytes,
+        num_tensors=len(shard.intervals),
+        problem=problem,
+        is_unread=is_unread,
+    )

@@ -1,0 +1,261 @@
+"""Keeps the newest state in the memory of peers while the loop trains; none of its failures ends training."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ray_ulysses.checkpoint.background import BackgroundSaver
+from ray_ulysses.checkpoint.errors import CheckpointError
+from ray_ulysses.checkpoint.fence import is_overtaken, lineage_of
+from ray_ulysses.checkpoint.staging import Staging
+from ray_ulysses.elastic.causes import is_consequence
+from ray_ulysses.engine.zero_state import StateReader
+from ray_ulysses.logging import get_logger
+from ray_ulysses.run_names import ATTEMPT_FOLDER, CHECKPOINT_FOLDER, CHECKPOINT_KEY, claim_key, start_key, step_folder
+from ray_ulysses.trainer.saving import (
+    ABANDON_TIMEOUT_S,
+    CLOSE_TIMEOUT_S,
+    checkpoint_meta,
+    is_final,
+    steps_apart,
+    unwritten_journal,
+)
+
+if TYPE_CHECKING:
+    from ray_ulysses.checkpoint.background import Saved
+    from ray_ulysses.checkpoint.state import HeldInterval
+    from ray_ulysses.data.plan.plan import Cursor
+    from ray_ulysses.peer_memory import PeerMemoryStore
+    from ray_ulysses.storage import Store
+    from ray_ulysses.trainer.context import AttemptContext
+    from ray_ulysses.trainer.record import Recorder
+    from ray_ulysses.trainer.saving import StepOutcome
+    from ray_ulysses.trainer.step import Flags
+
+_log = get_logger(__name__)
+_STALLS = 5
+_AGAIN_S = 60.0
+
+
+class PeerMemoryKeeper:
+    """Saves the state to the memory of peers after every step after which nothing is being saved there.
+
+    The state before is dropped once its successor is committed. Every rank creates one and calls the same methods after
+    the same steps; without peer memory they do nothing. Rank 0 decides when a state is due.
+    """
+
+    def __init__(self, context: AttemptContext, recorder: Recorder) -> None:
+        self._context, self._recorder, self._worker = context, recorder, context.worker
+        self._peer_memory = context.peer_memory
+        self._is_ready = self._is_warned = False
+        self._has_saved = False
+        # The least of a few: another process that takes the cores for a moment is no reason to keep fewer states.
+        self._stalls_s = deque([0.0], maxlen=_STALLS)
+        self._num_steps = 0
+        # Steps of which there is something in memory, as far as this attempt knows: rank 0 drops it.
+        self._held: set[int] = set()
+        self._started_from = self._kept = self._num_readmitted = 0
+        self._stepped_at = context.worker.clock.monotonic()
+        self._step_s = 0.0
+        self._reader: StateReader | None = None
+        self._intervals: tuple[HeldInterval, ...] = ()
+        # When to ask for memory again that there was not; 0 as long as there always was.
+        self._reserve_at = 0.0
+        self._staging: Staging | None = None
+        self._saver: BackgroundSaver | None = None
+        if self._peer_memory is not None:
+            # One buffer from which states are sent, or two in which the node's agent keeps them in turn.
+            worker, lent = context.worker, self._peer_memory.lent
+            self._staging = Staging(1, worker.device) if lent is None else Staging(2, worker.device, lend=lent.make)
+            self._saver = BackgroundSaver(
+                self._peer_memory.store,
+                attempt=context.attempt,
+                rank=worker.rank,
+                world_size=worker.world_size,
+                messenger=self._peer_memory.messenger,
+                staging=self._staging,
+                clock=worker.clock,
+                on_saved=self._on_saved,
+                on_failed=self._on_failed,
+                # Each agent verifies what it holds.
+                read_back=False,
+            )
+
+    def resumed(self, step: int, engine: Any) -> None:
+        """Prepare the memory for an attempt that starts from a step.
+
+        After a recovery the state of the first step is kept too, since a node that is lost took the second copy of some
+        parts of the one before with it; of a later one if it takes longer to find the memory. Rank 0 writes the
+        attempt's marks, so that a dead attempt whose storage is away is fenced all the same, and drops all but the
+        state that the attempt started from.
+        """
+        if self._peer_memory is None:
+            return
+        if step > 0 and (source := self._read(engine).source()).description.optimizer_step > 0:
+            self._intervals = source.intervals
+            self._prepare()
+        if self._worker.rank != 0:
+            return
+        self._started_from = self._kept = step
+        try:
+            self._take_over(self._peer_memory.store, self._listed(self._peer_memory.store))
+            self._is_ready = True
+        except OSError as error:
+            _log.warning("peer memory is not used by this attempt: %s", error)
+
+    def flags(self, own: Flags) -> Flags:
+        """Add this rank's flags about peer memory to its others."""
+        if self._saver is None:
+            return own
+        self._num_steps += 1
+        failure = self._saver.failure
+        if failure is not None:
+            # Training goes on, and leaves the state behind.
+            self._has_saved = False
+        if self._is_ready and is_final(failure):
+            self._is_ready = False
+            _log.warning("peer memory is not used by this attempt any more: %s", failure)
+        apart = steps_apart(self._step_s, min(self._stalls_s), self._saver.failures)
+        is_due = self._worker.rank == 0 and self._is_ready and self._num_steps >= apart
+        return replace(own, memory_due=is_due, memory_busy=not self._can_stage)
+
+    def before_update(self) -> None:
+        """Keep the next update of the weights behind the copies that are under way."""
+        if self._staging is not None:
+            self._staging.before_update()
+
+    def after_step(self, engine: Any, outcome: StepOutcome, cursor: Cursor) -> None:
+        """Take the state if it is due and nothing is being saved; every rank must call after every step."""
+        if self._staging is None or self._saver is None:
+            return
+        begun = self._worker.clock.monotonic()
+        self._step_s, self._stepped_at = begun - self._stepped_at, begun
+        reader = self._read(engine)
+        if self._saver.is_idle and not self._staging.is_ready:
+            # Where no moments were loaded, the first step has created them.
+            self._intervals = self._intervals or reader.source().intervals
+            self._prepare()
+        if not outcome.flags.memory_due or outcome.flags.memory_busy:
+            return
+        step, self._num_steps = outcome.position.step, 0
+        if self._worker.rank == 0:
+            self._held.add(step)
+        meta = checkpoint_meta(self._context, self._recorder, outcome, cursor, "memory")
+        obstacle = partial(unwritten_journal, self._context, self._recorder)
+        self._saver.save(step, reader.source(), meta, timeout_s=CLOSE_TIMEOUT_S, obstacle=obstacle)
+        self._stalls_s.append(self._worker.clock.monotonic() - begun)
+        self._worker.on_event("memory", step)
+
+    def close(self, *, failed: bool = False) -> None:
+        """End; a state that is being saved is waited for, for a short while if the attempt has failed."""
+        if self._peer_memory is not None and self._saver is not None:
+            self._saver.close(ABANDON_TIMEOUT_S if failed else CLOSE_TIMEOUT_S)
+            self._peer_memory.store.close()
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether the newest state of this attempt is in the memory of peers.
+
+        If another rank died while the newest was being saved, the one before it counts, since that is still there.
+        """
+        failure = None if self._saver is None else self._saver.failure
+        return self._has_saved and (failure is None or is_consequence(failure))
+
+    @property
+    def _can_stage(self) -> bool:
+        """Whether there is a buffer for another state; nothing is being written then."""
+        assert self._saver is not None and self._staging is not None
+        return self._saver.is_idle and self._staging.is_ready
+
+    def _read(self, engine: Any) -> StateReader:
+        """Return the reader of the state, which finds the model's tensors once: that takes as long as a small copy."""
+        self._reader = self._reader or StateReader(engine)
+        return self._reader
+
+    def _prepare(self) -> None:
+        """Have the thread that saves make room for the next copy: many gigabytes take seconds."""
+        assert self._saver is not None
+        if self._worker.clock.monotonic() >= self._reserve_at:
+            self._saver.prepare(self._reserve)
+
+    def _reserve(self) -> None:
+        """Make room for the next copy.
+
+        A rank that has no memory for that is busy until it has, on which all ranks agree.
+        """
+        assert self._staging is not None
+        now = self._worker.clock.monotonic()
+        if now < self._reserve_at:
+            return
+        try:
+            self._staging.reserve(self._intervals)
+        except CheckpointError as error:
+            if not self._reserve_at:
+                _log.warning("peer memory is not used: %s. It is tried again once a minute", error)
+            self._reserve_at = now + _AGAIN_S
+
+    def _on_saved(self, saved: Saved) -> None:
+        """Note a commit; rank 0 drops the states before, unless it was overtaken meanwhile."""
+        self._has_saved = True
+        if self._peer_memory is not None and self._worker.rank == 0:
+            self._kept, self._is_warned = saved.ref.step, False
+            # An agent that answers again knows nothing of this attempt, or has what was dropped elsewhere.
+            is_known = self._num_readmitted == self._peer_memory.store.num_readmitted
+            self._clear(self._peer_memory.store, is_known=is_known)
+        # Now, since what is dropped has made room for it.
+        self._reserve()
+        self._worker.on_event("in memory", saved.ref.step)
+
+    def _clear(self, store: PeerMemoryStore, *, is_known: bool) -> None:
+        """Drop what is not needed any more; what can't be dropped now is dropped after the next save."""
+        with contextlib.suppress(OSError):
+            # Before the question, so that what a newer attempt keeps is not among them.
+            listed = None if is_known else self._listed(store)
+            if is_overtaken(store, self._context.attempt):
+                return
+            if listed is None:
+                self._drop_the_others(store)
+            else:
+                self._take_over(store, listed)
+
+    def _listed(self, store: PeerMemoryStore) -> tuple[int, set[int]]:
+        """Return the steps of which there is something in memory, and how often agents had come back before."""
+        num_readmitted = store.num_readmitted
+        matches = (CHECKPOINT_KEY.match(key) for key in store.list(CHECKPOINT_FOLDER))
+        return num_readmitted, {int(match["step"]) for match in matches if match}
+
+    def _take_over(self, store: PeerMemoryStore, listed: tuple[int, set[int]]) -> None:
+        """Drop all that is there but the state that is kept, which also makes room, and mark it as this attempt's."""
+        num_readmitted, steps = listed
+        self._held = {self._kept, *steps}
+        self._drop_the_others(store)
+        for key in (claim_key(self._context.attempt), start_key(self._context.attempt, self._started_from)):
+            store.replace(key, [b"\n"])
+        # This attempt's claim fences all earlier ones; their marks would only use up descriptors of every agent.
+        for key in store.list(ATTEMPT_FOLDER):
+            if lineage_of([key]).newest_attempt < self._context.attempt:
+                store.delete(key)
+        self._num_readmitted = num_readmitted
+
+    def _drop_the_others(self, store: Store) -> None:
+        for step in sorted(self._held - {self._kept}):
+            store.delete(step_folder(step))
+            self._held.remove(step)
+
+    def _on_failed(self, step: int, error: CheckpointError) -> None:
+        if self._peer_memory is None or self._worker.rank != 0:
+            return
+        # An agent may have no room, for what it has missed to drop.
+        self._clear(self._peer_memory.store, is_known=False)
+        if not self._is_warned:
+            self._is_warned = True
+            _log.warning(
+                "the state of step %d could not be kept in peer memory (%s); training goes on, and it is tried again "
+                "after later steps. Until then a lost node costs the steps since the newest checkpoint on storage",
+                step,
+                error.reason or error,
+            )

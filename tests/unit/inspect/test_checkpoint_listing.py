@@ -1,0 +1,387 @@
+"""Every checkpoint directory of a run is told of: whole, damaged, set aside, fenced out, or left over."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ray_ulysses.checkpoint import Damage, Manifest, newest_committed, set_aside
+from ray_ulysses.checkpoint.fence import claim_attempt, start_attempt
+from ray_ulysses.config import load_config
+from ray_ulysses.errors import RunError
+from ray_ulysses.inspect import checkpoint_listing
+from ray_ulysses.inspect.checkpoint_listing import CheckpointReport, list_checkpoints
+from ray_ulysses.inspect.run_data import open_run_storage, read_run
+from ray_ulysses.run.settings import resolve_run
+from ray_ulysses.run.start_point import start_of
+from ray_ulysses.run_names import shard_file, step_folder
+from ray_ulysses.storage import LocalStore, Store, run_claim
+from ray_ulysses.tracking.journal import claim_journal
+from tests.stores import CountingStore
+from tests.unit.inspect.saved import WRITTEN, cut, denied, flip, make_folder, make_foreign, manifest, save, shard
+from tests.unit.tracking.journals import COMMITTED
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "demo"
+
+
+def by_step(folder: Path) -> dict[int, CheckpointReport]:
+    return {report.step: report for report in list_checkpoints(folder).checkpoints}
+
+
+def files_bytes(folder: Path, step: int) -> int:
+    where = folder / "checkpoints" / f"step-{step:08d}"
+    return sum(path.stat().st_size for path in where.rglob("*") if path.is_file())
+
+
+def test_a_checkpoint_says_who_wrote_it_when_why_and_how_large_it_is(folder: Path) -> None:
+    store = make_folder(folder)
+    save(store, 20, attempt=3, world_size=4, ring_size=2, zero_stage=1, metrics={"loss": 4.0, "eval_loss": 4.5})
+    assert by_step(folder)[20] == CheckpointReport(
+        step=20,
+        path="checkpoints/step-00000020",
+        committed=True,
+        condition="whole",
+        attempt=3,
+        world_size=4,
+        sp_size=2,
+        ring_size=2,
+        dp_size=2,
+        zero_stage=1,
+        num_bytes=files_bytes(folder, 20),
+        written_at=WRITTEN + 20,
+        reason="steps",
+        metrics={"loss": 4.0, "eval_loss": 4.5},
+        kept=("last 3",),
+    )
+    listing = list_checkpoints(folder)
+    assert (listing.name, listing.location, listing.resumes_from) == ("demo", str(folder), 20)
+
+
+def test_one_listing_tells_the_sizes_of_all_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an object store each file that is opened is a request that waits for its answer."""
+    store = CountingStore(make_folder(folder))
+    for step in (10, 20, 30):
+        save(store, step)
+    cut(shard(folder, 20), 1)
+    place = replace(open_run_storage(folder), store=store)
+    monkeypatch.setattr(checkpoint_listing, "open_run_storage", lambda run_dir, **options: place)
+    store.log.clear()
+    assert [report.condition for report in list_checkpoints(folder).checkpoints] == ["whole", "damaged", "whole"]
+    assert sum(call == ("list", "checkpoints") for call in store.log) == 1
+    shards = {key for kind, key in store.log if kind == "open" and "attempt-" in key}
+    assert shards == {f"{step_folder(20)}/{shard_file(1, 1, 2)}"}, "only where sizes are wrong"
+
+
+def test_it_says_which_rules_keep_each(folder: Path) -> None:
+    changes = {"checkpoint__keep_last": 1, "checkpoint__keep_every_steps": 20, "checkpoint__keep_best": 1}
+    store = make_folder(folder, **changes, checkpoint__best_metric="loss")
+    for step, loss in ((10, 1.0), (20, 3.0), (30, 4.0), (40, 2.0)):
+        save(store, step, metrics={"loss": loss})
+    kept = {step: report.kept for step, report in by_step(folder).items()}
+    assert kept == {10: ("best loss",), 20: ("every 20",), 30: (), 40: ("last 1", "every 20")}
+
+
+def test_what_can_not_be_read_is_kept_though_no_rule_wants_it(folder: Path) -> None:
+    store = make_folder(folder, checkpoint__keep_last=1)
+    for step in (10, 20, 30):
+        save(store, step)
+    with denied(manifest(folder, 10)):
+        assert {step: one.kept for step, one in by_step(folder).items()} == {
+            10: ("unread manifest",), 20: (), 30: ("last 1",)
+        }  # fmt: skip
+
+
+def test_without_a_configuration_it_is_not_known_why_they_are_kept(folder: Path) -> None:
+    store = make_folder(folder)
+    save(store, 10)
+    (folder / "config.yaml").unlink()
+    report = by_step(folder)[10]
+    assert (report.condition, report.kept) == ("whole", ())
+
+
+def test_a_truncated_file_is_named_and_a_missing_one(folder: Path) -> None:
+    store = make_folder(folder)
+    for step in (10, 20, 30):
+        save(store, step)
+    cut(shard(folder, 20), 5)
+    shard(folder, 30).unlink()
+    found = by_step(folder)
+    assert [found[step].condition for step in (10, 20, 30)] == ["whole", "damaged", "damaged"]
+    assert "rank-00001-of-00002.safetensors has" in str(found[20].why)
+    assert "rank-00001-of-00002.safetensors is missing" in str(found[30].why)
+    # Who wrote it is known all the same.
+    assert (found[20].attempt, found[20].world_size) == (1, 2)
+    assert list_checkpoints(folder).resumes_from == 10
+
+
+def test_a_torn_manifest_is_named_and_the_shards_say_who_wrote_it(folder: Path) -> None:
+    store = make_folder(folder)
+    save(store, 10)
+    cut(manifest(folder, 10), 50)
+    report = by_step(folder)[10]
+    assert (report.condition, report.committed) == ("damaged", True)
+    assert "torn or no JSON" in str(report.why)
+    assert (report.attempt, report.world_size, report.dp_size) == (1, 2, None)
+
+
+def test_one_that_was_set_aside_says_why_by_whom_and_when(folder: Path) -> None:
+    store = make_folder(folder)
+    for step in (10, 20):
+        save(store, step)
+    cut(shard(folder, 20), 5)
+    (damage,) = newest_committed(store).damaged
+    claim_journal(folder).close()
+    journal = claim_journal(folder)
+    set_aside(store, damage, attempt=journal.attempt)
+    journal.append({"event": "checkpoint_set_aside", "step": 20, "reason": damage.reason})
+    report = by_step(folder)[20]
+    assert (report.condition, report.committed, report.why) == ("set_aside", False, damage.reason)
+    assert report.is_swept
+    # From the manifest that the note has kept.
+    assert (report.attempt, report.world_size, report.metrics) == (1, 2, {"loss": 4.8})
+    (aside,) = report.set_aside
+    assert (aside.attempt, aside.reason) == (2, damage.reason)
+    assert aside.at is not None and aside.at > WRITTEN - 10**9
+    save(store, 20, attempt=2)
+    again = by_step(folder)[20]
+    assert (again.condition, again.attempt, again.set_aside) == ("whole", 2, (aside,))
+    assert again.leftover_bytes > 0 and again.num_bytes + again.leftover_bytes == files_bytes(folder, 20)
+
+
+def test_what_a_dead_attempt_committed_too_late_is_fenced_out(folder: Path) -> None:
+    store = make_folder(folder)
+    save(store, 10, attempt=1)
+    save(store, 30, attempt=1)
+    start_attempt(store, 2, 10)
+    save(store, 20, attempt=2)
+    found = by_step(folder)
+    assert {step: report.condition for step, report in found.items()} == {10: "whole", 20: "whole", 30: "superseded"}
+    assert found[30].kept == ()
+    assert list_checkpoints(folder).resumes_from == 20
+
+
+def test_shards_without_a_manifest_are_a_dead_attempts_or_are_being_written(folder: Path) -> None:
+    store = make_folder(folder)
+    claim_attempt(store, 1)
+    save(store, 10)
+    save(store, 20)
+    manifest(folder, 20).unlink()
+    report = by_step(folder)[20]
+    assert (report.condition, report.committed, report.attempt, report.world_size) == ("not_committed", False, 1, 2)
+    assert report.num_bytes == files_bytes(folder, 20)
+    assert str(report.why).startswith("left by attempt 1, which ended before the commit")
+    with run_claim(folder):
+        assert by_step(folder)[20].condition == "being_written"
+        claim_attempt(store, 2)
+        assert by_step(folder)[20].condition == "not_committed"
+
+
+def test_a_manifest_that_can_not_be_read_now_is_no_leftover(folder: Path) -> None:
+    store = make_folder(folder)
+    save(store, 10)
+    save(store, 20)
+    with denied(manifest(folder, 20)):
+        listing = list_checkpoints(folder)
+    older, report = listing.checkpoints
+    assert (report.condition, report.committed, report.attempt) == ("unreadable", True, 1)
+    assert report.why == "manifest.json can't be read (Permission denied)"
+    assert older.condition == "whole"
+    assert (listing.resumes_from, listing.unless, listing.refusal) == (10, (20,), None)
+    with denied(shard(folder, 20)):
+        assert by_step(folder)[20].condition == "unreadable"
+    manifest(folder, 10).unlink()
+    with denied(manifest(folder, 20)):
+        listing = list_checkpoints(folder)
+    assert (listing.resumes_from, listing.unless) == (None, (20,))
+    assert "no checkpoint of the run can be read: the checkpoint of step 20 can't be read" in str(listing.refusal)
+
+
+def test_where_train_refuses_no_start_is_promised(folder: Path) -> None:
+    store = make_folder(folder)
+    save(store, 10)
+    save(store, 20)
+    cut(shard(folder, 20), 5)
+    assert (list_checkpoints(folder).resumes_from, list_checkpoints(folder).refusal) == (10, None)
+    cut(shard(folder, 10), 5)
+    listing = list_checkpoints(folder)
+    assert listing.resumes_from is None
+    assert str(listing.refusal).startswith(
+        "no checkpoint of the run is whole, and it will not restart from step 0 by itself: the"
+    )
+    save(store, 30)
+    save(store, 40)
+    make_foreign(manifest(folder, 40))
+    listing = list_checkpoints(folder)
+    assert by_step(folder)[40].condition == "foreign"
+    assert listing.resumes_from is None
+    assert str(listing.refusal).startswith(
+        "the checkpoint of step 40 is of another version and not used: the manifest has schema version"
+    )
+    # An older one of another version is in nobody's way.
+    make_foreign(manifest(folder, 10))
+    manifest(folder, 40).unlink()
+    save(store, 40, attempt=2)
+    assert (list_checkpoints(folder).resumes_from, list_checkpoints(folder).refusal) == (40, None)
+
+
+@pytest.mark.parametrize("newest", ["whole", "cut", "torn", "foreign", "denied", "fenced", "gone"])
+@pytest.mark.parametrize("older", ["whole", "cut", "foreign", "gone"])
+def test_the_listing_refuses_what_train_refuses(folder: Path, newest: str, older: str) -> None:
+    store = make_folder(folder)
+    journal = claim_journal(folder)
+    for step, state in ((10, older), (20, newest)):
+        save(store, step)
+        journal.append({"event": "checkpoint_committed", **COMMITTED, "step": step, "path": "x", "world_size": 2})
+        if state == "cut":
+            cut(shard(folder, step), 5)
+        elif state == "torn":
+            cut(manifest(folder, step), 50)
+        elif state == "foreign":
+            make_foreign(manifest(folder, step))
+        elif state == "gone":
+            manifest(folder, step).unlink()
+    if newest == "fenced":
+        start_attempt(store, 2, 10)
+    with denied(manifest(folder, 20)) if newest == "denied" else nullcontext():
+        listing, choice = list_checkpoints(folder), newest_committed(store, "sizes")
+        run = replace(resolve_run(load_config(folder / "config.yaml")), store=store)
+        refusal = start_of(run, {"storage": choice.manifest.step} if choice.manifest else {}, choice.damaged).refusal
+    assert listing.refusal == refusal
+    if refusal is None:
+        assert listing.resumes_from == (choice.manifest.step if choice.manifest else None)
+
+
+@pytest.mark.parametrize("is_file", [False, True], ids=["absent", "a-file"])
+def test_checkpoints_that_the_journal_knows_of_and_are_not_there_are_missed(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, is_file: bool
+) -> None:
+    place = tmp_path / "not-mounted"
+    make_folder(folder, checkpoint__storage=str(place))
+    with caplog.at_level("WARNING", logger="ray_ulysses"):
+        assert read_run(folder).checkpoints == ()
+    assert (list_checkpoints(folder).refusal, caplog.text) == (None, "")
+    journal = claim_journal(folder)
+    for step in (2, 4, 6):
+        journal.append({"event": "checkpoint_committed", **COMMITTED, "step": step, "path": "x", "world_size": 2})
+    if is_file:
+        (place / "demo").mkdir(parents=True)
+        (place / "demo" / "checkpoints").write_text("")
+    said = (
+        f"the journal knows of the checkpoint of step 6, but there is none in {place / 'demo'}/checkpoints; mount or "
+        "correct the storage of the run (checkpoint.storage), or start a new run under another run.name"
+    )
+    listing = list_checkpoints(folder)
+    assert (listing.checkpoints, listing.resumes_from, listing.refusal) == ((), None, said)
+    with caplog.at_level("WARNING", logger="ray_ulysses"):
+        assert read_run(folder).checkpoints == ()
+    assert said in caplog.text
+
+
+def test_what_is_no_longer_part_of_the_run_is_not_missed(folder: Path) -> None:
+    store = make_folder(folder)
+    journal = claim_journal(folder)
+    journal.append({"event": "checkpoint_committed", **COMMITTED, "step": 10, "path": "x", "world_size": 2})
+    start_attempt(store, 2, 0)
+    assert list_checkpoints(folder).refusal is None
+
+
+def test_a_folder_that_no_attempt_wrote_is_not_said_to_be_deleted(folder: Path) -> None:
+    make_folder(folder)
+    other = folder / "checkpoints" / "step-00000008" / "model.safetensors"
+    other.parent.mkdir(parents=True)
+    other.write_bytes(b"exported")
+    report = by_step(folder)[8]
+    assert (report.condition, report.is_swept) == ("not_committed", False)
+    assert report.why == "no attempt wrote anything in it; move it out of the run's checkpoints"
+
+
+def test_one_that_retention_deletes_meanwhile_is_not_called_damaged(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(make_folder(folder), 10)
+    read_committed = checkpoint_listing.read_committed
+
+    def late(store: Store, step: int) -> Manifest | Damage:
+        manifest(folder, 10).unlink()
+        shard(folder, 10).unlink()
+        return read_committed(store, step)
+
+    monkeypatch.setattr(checkpoint_listing, "read_committed", late)
+    assert (by_step(folder)[10].condition, by_step(folder)[10].committed) == ("not_committed", False)
+
+
+def test_a_manifest_without_a_time_takes_the_journals(folder: Path) -> None:
+    store = make_folder(folder)
+    save(store, 10, written_at=0.0)
+    assert by_step(folder)[10].written_at is None
+    journal = claim_journal(folder)
+    journal.append({"event": "checkpoint_committed", **COMMITTED, "step": 10, "path": "x", "world_size": 2})
+    assert by_step(folder)[10].written_at is not None
+
+
+def test_checkpoints_are_found_where_the_configuration_says(folder: Path, tmp_path: Path) -> None:
+    make_folder(folder, checkpoint__storage=str(tmp_path / "elsewhere"))
+    save(LocalStore(tmp_path / "elsewhere" / "demo"), 10)
+    listing = list_checkpoints(folder)
+    assert (listing.location, listing.resumes_from) == (str(tmp_path / "elsewhere" / "demo"), 10)
+    assert [(one.step, one.committed, one.world_size) for one in read_run(folder).checkpoints] == [(10, True, 2)]
+
+
+def test_a_run_that_was_moved_has_its_checkpoints_with_it(folder: Path, tmp_path: Path) -> None:
+    save(make_folder(folder), 10)
+    moved = folder.rename(tmp_path / "moved")
+    assert list_checkpoints(moved).resumes_from == 10
+
+
+def test_a_run_without_a_checkpoint_has_an_empty_list(folder: Path) -> None:
+    make_folder(folder)
+    listing = list_checkpoints(folder)
+    assert (listing.checkpoints, listing.resumes_from) == ((), None)
+
+
+def test_a_storage_that_does_not_answer_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_folder(folder)
+
+    def away(self: LocalStore, prefix: str) -> list[str]:
+        raise OSError(5, "Input/output error")
+
+    listed = LocalStore.list
+
+    def only_elsewhere(self: LocalStore, prefix: str) -> list[str]:
+        return away(self, prefix) if self.root == folder and prefix != "lock" else listed(self, prefix)
+
+    monkeypatch.setattr(LocalStore, "list", only_elsewhere)
+    with pytest.raises(RunError, match=rf"the checkpoints in {folder} can't be read \(Input/output error\)"):
+        list_checkpoints(folder)
+    with caplog.at_level("WARNING", logger="ray_ulysses"):
+        assert read_run(folder).checkpoints == ()
+    assert f"the checkpoints in {folder} can't be listed (Input/output error)" in caplog.text
+
+
+def test_a_configuration_that_can_not_be_read_is_said_and_passed_over(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(make_folder(folder), 10)
+    (folder / "config.yaml").write_text("no: configuration")
+    with caplog.at_level("WARNING", logger="ray_ulysses"):
+        assert list_checkpoints(folder).resumes_from == 10
+    assert f"{folder}/config.yaml can't be read (" in caplog.text
+    assert "checkpoints are searched in its folder" in caplog.text
+
+
+def test_nothing_is_changed_by_looking(folder: Path) -> None:
+    store = make_folder(folder)
+    save(store, 10)
+    save(store, 20)
+    flip(shard(folder, 20), -9)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    list_checkpoints(folder)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before

@@ -1,0 +1,147 @@
+"""Every byte of a checkpoint is read: what is wrong is named by file, tensor and bytes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ray_ulysses.checkpoint.fence import start_attempt
+from ray_ulysses.clock import SystemClock
+from ray_ulysses.errors import UserError
+from ray_ulysses.inspect.checkpoint_verification import CheckpointVerdict, verify_checkpoint
+from ray_ulysses.storage import LocalStore
+from tests.unit.inspect.saved import cut, denied, flip, make_folder, make_foreign, manifest, save, shard
+
+FILE = "attempt-0001/rank-00001-of-00002.safetensors"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "demo"
+    store = make_folder(folder)
+    for step in (10, 20):
+        save(store, step)
+    return folder
+
+
+def verify(folder: Path, step: int = 20) -> CheckpointVerdict:
+    return verify_checkpoint(folder, step, clock=SystemClock())
+
+
+def test_a_whole_one_is_read_to_the_last_byte_and_said_so(folder: Path) -> None:
+    told: list[tuple[int, int]] = []
+    verdict = verify_checkpoint(folder, 20, clock=SystemClock(), watch=lambda done, total: told.append((done, total)))
+    assert verdict.is_whole
+    assert (verdict.attempt, verdict.world_size, verdict.num_tensors, verdict.num_elements) == (1, 2, 2, 200_050)
+    sizes = [path.stat().st_size for path in (shard(folder, 20, 0), shard(folder, 20, 1))]
+    assert [(file.num_bytes, file.num_tensors, file.problem) for file in verdict.files] == [
+        (size, 2, None) for size in sizes
+    ]
+    assert told[-1] == (sum(sizes), sum(sizes))
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+
+
+def test_a_flipped_bit_is_named_by_file_tensor_and_bytes(folder: Path) -> None:
+    path = shard(folder, 20)
+    position = path.stat().st_size // 2
+    flip(path, position)
+    verdict = verify(folder)
+    assert not verdict.is_whole
+    good, bad = verdict.files
+    assert good.problem is None
+    found = re.fullmatch(rf"{FILE}: the checksum of fp32/weight is wrong \(bytes (\d+) to (\d+)\)", str(bad.problem))
+    assert found, bad.problem
+    assert int(found[1]) <= position <= int(found[2])
+    assert verify(folder, 10).is_whole
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda path: flip(path, 20), rf"{FILE}: the header's checksum is wrong \(bytes 0 to \d+\)"),
+        (lambda path: flip(path, -1), rf"{FILE}: the table of checksums is wrong \(from byte \d+ on\)"),
+        (lambda path: cut(path, 7), rf"{FILE} has \d+ bytes instead of \d+"),
+        (lambda path: path.unlink(), rf"{FILE} is missing"),
+    ],
+    ids=["header", "checksums", "truncated", "missing"],
+)
+def test_other_damage_of_a_file_is_named(folder: Path, damage: Callable[[Path], object], said: str) -> None:
+    damage(shard(folder, 20))
+    verdict = verify(folder)
+    assert not verdict.is_whole and verdict.problem is None
+    assert verdict.files[0].problem is None
+    assert re.fullmatch(said, str(verdict.files[1].problem)), verdict.files[1].problem
+
+
+def test_a_file_that_can_not_be_read_now_is_not_called_altered(folder: Path) -> None:
+    with denied(shard(folder, 20)):
+        verdict = verify(folder)
+    assert str(verdict.files[1].problem) == f"{FILE} can't be read (Permission denied), perhaps only for now"
+    assert (verdict.condition, verdict.is_whole) == ("unreadable", False)
+    flip(shard(folder, 20, 0), -1)
+    with denied(shard(folder, 20)):
+        assert verify(folder).condition == "damaged"
+
+
+def test_a_manifest_that_can_not_be_read_now_is_not_called_damaged(folder: Path) -> None:
+    with denied(manifest(folder, 20)):
+        verdict = verify(folder)
+    assert verdict.problem == "manifest.json can't be read (Permission denied)"
+    assert (verdict.condition, verdict.is_whole) == ("unreadable", False)
+    assert (verdict.to_json()["condition"], verdict.to_json()["whole"]) == ("unreadable", False)
+
+
+def test_one_of_another_version_is_not_called_damaged(folder: Path) -> None:
+    make_foreign(manifest(folder, 20))
+    verdict = verify(folder)
+    assert "schema version 99" in str(verdict.problem)
+    assert (verdict.condition, verdict.is_whole) == ("foreign", False)
+
+
+def test_one_that_retention_deletes_while_it_is_read_is_said_to_be_gone(folder: Path) -> None:
+    def delete(done: int, total: int) -> None:
+        LocalStore(folder).delete("checkpoints/step-00000020")
+
+    shard(folder, 20).unlink()
+    with pytest.raises(UserError, match="--verify-checkpoint=20: retention deleted it while it was read"):
+        verify_checkpoint(folder, 20, clock=SystemClock(), watch=delete)
+
+
+def test_a_torn_manifest_is_what_is_wrong(folder: Path) -> None:
+    cut(manifest(folder, 20), 30)
+    verdict = verify(folder)
+    assert (verdict.condition, verdict.is_whole) == ("damaged", False)
+    assert "the manifest is torn or no JSON" in str(verdict.problem)
+    assert verdict.files == ()
+
+
+def test_a_manifest_that_does_not_name_every_rank_does_not_cover_the_state(folder: Path) -> None:
+    from dataclasses import replace
+
+    from ray_ulysses.checkpoint.manifest import read_manifest
+
+    whole = read_manifest(LocalStore(folder), 20)
+    manifest(folder, 20).write_bytes(replace(whole, shards=whole.shards[:1]).to_bytes())
+    verdict = verify(folder)
+    assert not verdict.is_whole
+    assert "fp32/weight" in str(verdict.problem)
+
+
+def test_one_that_is_fenced_out_is_whole_and_can_not_be_used(folder: Path) -> None:
+    start_attempt(LocalStore(folder), 2, 10)
+    verdict = verify(folder)
+    assert (verdict.condition, verdict.is_whole) == ("superseded", False)
+    assert "it is not part of the run, and is never loaded" in str(verdict.problem)
+    assert [file.problem for file in verdict.files] == [None, None]
+    assert verify(folder, 10).is_whole
+
+
+def test_a_step_that_was_not_committed_is_refused_with_those_that_were(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--verify-checkpoint=30: no checkpoint of step 30 is committed in .*: 10, 20"):
+        verify(folder, 30)
+    make_folder(tmp_path / "empty")
+    with pytest.raises(UserError, match="committed: none"):
+        verify(tmp_path / "empty", 30)

@@ -1,0 +1,280 @@
+"""``ray-ulysses inspect`` on the command line: what it prints, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ray_ulysses.cli import app
+from ray_ulysses.cli import run as run_command
+from ray_ulysses.run_names import flight_record_key, memory_snapshot_key, profile_key
+from ray_ulysses.storage import LocalStore
+from ray_ulysses.tracking.journal import claim_journal
+from tests.unit.inspect.runs import SETTINGS, Run, make_run
+from tests.unit.inspect.saved import cut, denied, flip, make_folder, make_foreign, manifest, save, shard
+from tests.unit.tracking.journals import COMMITTED
+
+Inspect = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def inspect(capsys: pytest.CaptureFixture[str]) -> Inspect:
+    """Runs the command; returns exit code, standard output and standard error."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        code = run_command(app, ["inspect", *(str(argument) for argument in arguments)])
+        said = capsys.readouterr()
+        assert "Traceback" not in said.err
+        return code, said.out, said.err
+
+    return call
+
+
+def test_the_plan_stands_in_text_and_json_beside_what_was_there_before(
+    inspect: Inspect, run: Run, corpus: Path
+) -> None:
+    run.trained(5)
+    run.branch(5, replace(SETTINGS, rows_per_step=3), [corpus])
+    code, out, _ = inspect(run.folder)
+    assert code == 0
+    assert f"0  {run.plan.segments[0].plan_id}" in out and f"1  {run.plan.plan_id}" in out
+    code, out, _ = inspect(run.folder, "--json")
+    fields = json.loads(out)
+    assert [(segment["segment"], segment["base_step"]) for segment in fields["plan"]] == [(0, 0), (1, 5)]
+    assert set(fields) == {
+        *("name", "status", "step", "tokens", "steps", "attempts", "checkpoints"),
+        *("rows_consumed", "data_digest", "lost_steps", "goodput", "time_spent"),
+        *("damaged_records", "missing_steps", "failure", "plan", "diagnostics"),
+    }
+    assert fields["plan"][0]["sources"] == [{"path": str(corpus), "weight": None}]
+
+
+def test_what_explains_a_slow_step_a_lack_of_memory_or_a_hang_is_named(inspect: Inspect, run: Run) -> None:
+    run.trained(3)
+    assert "diagnostics" not in inspect(run.folder)[1]
+    keys = [profile_key(1, 2, 0), memory_snapshot_key(1, 3, 5), *(flight_record_key(2, rank) for rank in range(2))]
+    for key in keys:
+        (run.folder / key).parent.mkdir(parents=True, exist_ok=True)
+        (run.folder / key).write_bytes(b"")
+    _, out, _ = inspect(run.folder)
+    assert "\ndiagnostics\n" in out and all(f"  {key}\n" in out for key in keys)
+    assert sorted(json.loads(inspect(run.folder, "--json")[1])["diagnostics"]) == sorted(keys)
+
+
+def test_a_row_is_printed_as_text_and_as_json(inspect: Inspect, run: Run) -> None:
+    run.trained(3)
+    code, out, _ = inspect(run.folder, "--row", 2)
+    assert code == 0
+    assert out.startswith("row 2 of run 'demo'\n  trained     step 1 of attempt 1\n")
+    assert ".txt" in out and "piece 0: tokens" in out
+    assert "piece 0: tokens" not in inspect(run.folder, "--row", 2, "--text", "none")[1]
+    code, out, _ = inspect(run.folder, "--row", 2, "--json", "--text", "full")
+    fields = json.loads(out)
+    assert (fields["row"], fields["planned_step"], fields["trained"]) == (2, 1, [{"step": 1, "attempt": 1}])
+    assert {piece["text"]["left_out"] for piece in fields["pieces"]} == {0}
+
+
+def test_verify_exits_with_0_where_all_holds(inspect: Inspect, run: Run, tmp_path: Path, corpus: Path) -> None:
+    run.trained(4, finished=True)
+    run.checkpoint(4)
+    code, out, err = inspect(run.folder, "--verify")
+    assert (code, err) == (0, "")
+    assert out.startswith("run 'demo' (finished): every planned row up to step 4 of 27 was trained on once, with")
+    code, out, _ = inspect(run.folder, "--verify", "--no-read", "--json")
+    fields = json.loads(out)
+    assert (code, fields["holds"], fields["reading"], fields["findings"]) == (0, True, None, [])
+    other = make_run(tmp_path / "other", [corpus])
+    other.trained(4)
+    code, out, _ = inspect(run.folder, "--verify", other.folder)
+    assert code == 0
+    assert "trained the same rows and tokens in all 4 steps" in out
+
+
+def test_verify_exits_with_1_where_something_does_not(inspect: Inspect, run: Run, tmp_path: Path, corpus: Path) -> None:
+    wrong = run.step(2, digest="00000000000000ff")
+    run.attempt([run.started(), run.step(1), wrong, run.step(3)])
+    code, out, _ = inspect(run.folder, "--verify")
+    assert code == 1
+    assert "DOES NOT HOLD: 1 finding" in out and "digest: step 2 of attempt 1, rows 4 to 7" in out
+    code, out, _ = inspect(run.folder, "--verify", "--json")
+    fields = json.loads(out)
+    assert code == 1
+    assert [(finding["kind"], finding["step"]) for finding in fields["findings"]] == [("digest", 2)]
+    assert fields["reading"]["digest"] == f"{run.sum(3):016x}" != fields["data_digest"]
+    other = make_run(tmp_path / "other", [corpus])
+    other.trained(3)
+    code, out, _ = inspect(other.folder, "--verify", run.folder, "--no-read")
+    assert code == 1
+    assert f"{run.folder} differs from step 2 on" in out
+
+
+def test_a_folder_in_place_of_a_segment_is_named_and_the_rest_is_shown(inspect: Inspect, run: Run) -> None:
+    run.trained(3)
+    (run.folder / "journal/attempt-0002.jsonl").mkdir()
+    said = "journal/attempt-0002.jsonl: a folder is in place of the file; it was left out"
+    code, out, _ = inspect(run.folder)
+    assert code == 0 and f"DAMAGED: {said}" in out
+    code, out, _ = inspect(run.folder, "--json")
+    fields = json.loads(out)
+    assert (code, fields["step"], fields["damaged_records"]) == (0, 3, [said])
+    assert inspect(run.folder, "--checkpoints")[0] == 0
+    assert inspect(run.folder, "--row", 2)[0] == 0
+    assert inspect(run.folder, "--verify", "--no-read")[0] == 0
+
+
+def test_checkpoints_are_listed_as_text_and_as_json(inspect: Inspect, tmp_path: Path) -> None:
+    store = make_folder(tmp_path / "saved")
+    for step in (10, 20):
+        save(store, step)
+    cut(shard(tmp_path / "saved", 20), 5)
+    code, out, err = inspect(tmp_path / "saved", "--checkpoints")
+    assert (code, err) == (0, "")
+    assert out.startswith("run 'saved': 1 checkpoint with files of the right size, 1 damaged\n")
+    assert (
+        "  resumes  from step 10" in out and "step 20, DAMAGED: attempt-0001/rank-00001-of-00002.safetensors has" in out
+    )
+    code, out, _ = inspect(tmp_path / "saved", "--checkpoints", "--json")
+    fields = json.loads(out)
+    assert (code, fields["resumes_from"]) == (0, 10)
+    assert [(one["step"], one["condition"], one["kept"]) for one in fields["checkpoints"]] == [
+        (10, "whole", ["last 3"]),
+        (20, "damaged", ["last 3"]),
+    ]
+
+
+def test_a_checkpoint_is_verified_and_damage_exits_with_1(inspect: Inspect, tmp_path: Path) -> None:
+    store = make_folder(tmp_path / "saved")
+    for step in (10, 20):
+        save(store, step)
+    flip(shard(tmp_path / "saved", 20), 5000)
+    code, out, err = inspect(tmp_path / "saved", "--verify-checkpoint", 10)
+    assert (code, err) == (0, "")
+    assert out.startswith("checkpoint of step 10 of run 'saved': whole\n")
+    code, out, _ = inspect(tmp_path / "saved", "--verify-checkpoint", 20)
+    assert code == 1
+    assert "rank-00001-of-00002.safetensors: the checksum of fp32/weight is wrong (bytes " in out
+    code, out, _ = inspect(tmp_path / "saved", "--verify-checkpoint", 20, "--json")
+    fields = json.loads(out)
+    assert (code, fields["whole"], fields["files"][0]["problem"]) == (1, False, None)
+    assert inspect(tmp_path / "saved", "--verify-checkpoint", "latest")[0] == 1, "the newest is the damaged one"
+    code, out, err = inspect(tmp_path / "saved", "--verify-checkpoint", 30)
+    assert (code, out) == (2, "")
+    assert "no checkpoint of step 30 is committed" in err
+
+
+def test_checkpoints_on_another_store_are_in_what_inspect_says(inspect: Inspect, tmp_path: Path) -> None:
+    make_folder(tmp_path / "saved", checkpoint__storage=str(tmp_path / "bucket"))
+    save(LocalStore(tmp_path / "bucket" / "saved"), 10)
+    code, out, _ = inspect(tmp_path / "saved", "--json")
+    assert code == 0
+    assert json.loads(out)["checkpoints"] == [
+        {"step": 10, "path": "checkpoints/step-00000010", "committed": True, "world_size": 2}
+    ]
+    assert "1 checkpoint with files of the right size" in inspect(tmp_path / "saved", "--checkpoints")[1]
+    assert "checkpoint of step 10 of run 'saved': whole" in inspect(tmp_path / "saved", "--verify-checkpoint", 10)[1]
+
+
+def test_a_journal_that_can_not_be_read_is_named_and_exits_with_1(
+    inspect: Inspect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(make_folder(tmp_path / "saved"), 10)
+    (tmp_path / "saved/journal/attempt-0001.jsonl").touch()
+
+    def unreadable(path: Path, root: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("ray_ulysses.tracking.journal_files.open_regular", unreadable)
+    for arguments in ((), ("--checkpoints",)):
+        code, out, err = inspect(tmp_path / "saved", *arguments)
+        assert (code, out) == (1, "")
+        assert err == f"error: {tmp_path}/saved/journal/attempt-0001.jsonl: Permission denied\n"
+
+
+def test_a_plan_that_can_not_be_read_hides_nothing_else_of_the_run(
+    inspect: Inspect, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.trained(3)
+
+    def unreadable(folder: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr("ray_ulysses.inspect.run_data.load_plan_if_any", unreadable)
+    code, out, _ = inspect(run.folder)
+    assert code == 0
+    assert "at step 3" in out and "PLAN: [Errno 13] Permission denied" in out
+
+
+def test_checkpoints_that_are_not_where_the_journal_says_are_missed(inspect: Inspect, tmp_path: Path) -> None:
+    place = tmp_path / "not-mounted"
+    make_folder(tmp_path / "saved", checkpoint__storage=str(place))
+    journal = claim_journal(tmp_path / "saved")
+    journal.append({"event": "checkpoint_committed", **COMMITTED, "step": 6, "path": "x", "world_size": 2})
+    said = f"the journal knows of the checkpoint of step 6, but there is none in {place}/saved/checkpoints; mount"
+    code, out, _ = inspect(tmp_path / "saved", "--checkpoints")
+    assert code == 0
+    assert out.startswith("run 'saved': NO CHECKPOINT FOUND\n") and said in out
+    assert said in json.loads(inspect(tmp_path / "saved", "--checkpoints", "--json")[1])["refusal"]
+
+
+def test_what_is_not_damaged_is_not_called_so(inspect: Inspect, tmp_path: Path) -> None:
+    store = make_folder(tmp_path / "saved")
+    for step in (10, 20, 30):
+        save(store, step)
+    make_foreign(manifest(tmp_path / "saved", 30))
+    code, out, _ = inspect(tmp_path / "saved", "--verify-checkpoint", 30)
+    assert (code, "OF ANOTHER VERSION" in out, "DAMAGED" in out) == (1, True, False)
+    with denied(shard(tmp_path / "saved", 20)):
+        code, out, _ = inspect(tmp_path / "saved", "--verify-checkpoint", 20)
+    assert (code, "UNREADABLE" in out, "DAMAGED" in out) == (1, True, False)
+    out = inspect(tmp_path / "saved", "--checkpoints")[1]
+    assert (
+        "resumes  would be refused (see below)\n" in out
+        and "the checkpoint of step 30 is of another version and not" in out
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--row", "0", "--checkpoints"), "--row and --checkpoints: give only one of them at a time"),
+        (("--verify", "--verify-checkpoint", "3"), "--verify and --verify-checkpoint: give only one of them"),
+        (
+            ("--verify-checkpoint", "3", "--checkpoints", "--verify"),
+            "--verify and --checkpoints and --verify-checkpoint: give only one of them at a time",
+        ),
+        (("--verify-checkpoint", "x"), "--verify-checkpoint=x: must be the number of a committed step, or latest"),
+        (("--row", "99999"), "--row=99999: the plan"),
+        (("--row", "0", "--verify"), "give only one of them at a time"),
+        (("--row", "0", "--text", "some"), "'some' is not one of 'cut', 'full', 'none'"),
+        (("--text", "full"), "--text=full: needs --row"),
+        (("--no-read",), "--no-read: needs --verify"),
+        (("--corpus", "x"), "--corpus=x: needs --row or --verify"),
+        (("elsewhere",), "needs --verify, which compares the two"),
+        (("--verify", "elsewhere"), "OTHER='elsewhere': is not a run directory"),
+        (("--verify", "--corpus", "nowhere"), "--corpus nowhere: data.path=nowhere: does not exist"),
+        (("--row", "0", "--corpus", "nowhere"), "--corpus nowhere: data.path=nowhere: does not exist"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_bad_input_exits_with_2_and_says_the_hint(
+    inspect: Inspect, run: Run, arguments: tuple[str, ...], said: str
+) -> None:
+    run.trained(2)
+    code, out, err = inspect(run.folder, *arguments)
+    assert (code, out) == (2, "")
+    assert said in err
+
+
+def test_a_run_that_is_none_or_has_no_plan_exits_with_2(inspect: Inspect, tmp_path: Path) -> None:
+    for arguments in ((), ("--verify",), ("--row", 0)):
+        code, _, err = inspect(tmp_path, *arguments)
+        assert code == 2 and "is not a run directory" in err
+    (tmp_path / "journal").mkdir()
+    assert inspect(tmp_path)[0] == 0
+    for arguments in (("--verify",), ("--row", 0)):
+        code, _, err = inspect(tmp_path, *arguments)
+        assert code == 2 and "has no data plan yet" in err

@@ -1,0 +1,83 @@
+"""docs/journal.md is generated from the code, describes what `inspect --json` prints, and reads the journal's lines."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from ray_ulysses.cli import app, run
+from ray_ulysses.tracking.events import Event
+from tests.journal_page import PAGE, render_journal
+from tests.unit.inspect.runs import Run, make_run
+
+_PAGE = PAGE.read_text(encoding="utf-8")
+
+
+def _documented(section: str) -> dict[str, bool]:
+    """Return the fields of a section's table, and whether each may be missing."""
+    parts = re.split(r"^#{2,4} (.*)$", _PAGE, flags=re.MULTILINE)
+    sections = dict(zip((title.strip("`") for title in parts[1::2]), parts[2::2], strict=True))
+    rows = re.findall(r"^\| `(\w+)`(°?) \|", sections[section], flags=re.MULTILINE)
+    assert len(rows) == len(dict(rows)), f"{section}: a field stands twice"
+    return {name: bool(mark) for name, mark in rows}
+
+
+def test_the_written_page_is_that_of_the_code() -> None:
+    assert render_journal() == _PAGE, "run `make docs`"
+
+
+@pytest.mark.parametrize("kind", get_args(Event), ids=lambda kind: kind.__name__)
+def test_the_page_has_every_event_with_its_fields(kind: type[Any]) -> None:
+    event = next(field.default for field in fields(kind) if field.name == "event")
+    (section,) = re.findall(rf"^### `{event}`\n(.*?)(?=^##)", _PAGE, flags=re.MULTILINE | re.DOTALL)
+    others = re.findall(r"The fields of `(\w+)` except (.*?)(?:, and:|\.)\n", section)
+    documented = {"event", *_documented("Events"), *_documented(event)}
+    for other, excepted in others:
+        documented |= _documented(other).keys() - set(re.findall(r"\w+", excepted))
+    missing = {field.name for field in fields(kind)} - documented
+    assert missing == set()
+    # A table of command events stands in the section "Events" as well; no event may have a field that it lacks.
+    assert documented - set(_documented("Events")) - {"event"} <= {field.name for field in fields(kind)}
+
+
+def test_the_page_reads_lines_as_the_journal_writes_them(tmp_path: Path, corpus: Path) -> None:
+    code = re.findall(r"```python\n(.*?)```", _PAGE, flags=re.DOTALL)
+    namespace: dict[str, Any] = {}
+    exec(code[0], namespace)
+    run_ = make_run(tmp_path / "run", [corpus])
+    run_.trained(3)
+    lines = (run_.folder / "journal/attempt-0001.jsonl").read_bytes().splitlines(keepends=True)
+    (example,) = re.findall(r'^\{"crc32".*\n', _PAGE, flags=re.MULTILINE)
+    for line in [*lines, example.encode()]:
+        assert namespace["read_line"](line)["attempt"] == 1
+        assert namespace["read_line"](line.replace(b'"attempt": 1', b'"attempt": 2')) is None
+
+
+def test_the_page_has_the_fields_of_inspect(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trained: Run = make_run(tmp_path / "run", [corpus])
+    failed = {"event": "run_failed", "session": "s", "reason": "lost worker 1", "restarts": False}
+    trained.attempt([trained.started(), *trained.steps(1, 3), trained.committed(3), failed])
+    (trained.folder / "checkpoints/step-00000003").mkdir(parents=True)
+    (trained.folder / "checkpoints/step-00000003/manifest.json").write_text("{}")
+    assert run(app, ["inspect", str(trained.folder), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {name for name, optional in _documented("The run").items() if not optional} == set(found)
+    (segment,) = found["plan"]
+    parts = {
+        "steps[]": found["steps"][0],
+        "attempts[]": found["attempts"][0],
+        "checkpoints[]": found["checkpoints"][0],
+        "time_spent": found["time_spent"],
+        "time_spent.starts": found["time_spent"]["starts"],
+        "failure": found["failure"],
+        "plan[]": segment,
+        "plan[].sources[]": segment["sources"][0],
+    }
+    assert list(found["time_spent"]["recovery"]) == list(found["time_spent"]["starts"])
+    for section, part in parts.items():
+        assert list(_documented(section)) == list(part), section

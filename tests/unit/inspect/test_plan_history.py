@@ -1,0 +1,71 @@
+"""The history of a run's data plan: one record per segment, and a plan that can't be read hides nothing else."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.inspect import run_data
+from ray_ulysses.inspect.run_data import PlanHistory, planned_data, read_plan_history
+from tests.unit.data.corpora import text_corpus, varied_texts
+from tests.unit.inspect.runs import SETTINGS, Run
+
+
+def test_each_edit_of_a_run_is_a_segment(run: Run, corpus: Path, tmp_path: Path) -> None:
+    more = text_corpus(tmp_path / "more", varied_texts(20, seed=5)).path
+    first = run.plan.plan_id
+    run.branch(5, replace(SETTINGS, context_tokens=256, rows_per_step=3, packing="concat"), [corpus, more])
+    assert json.loads(json.dumps(read_plan_history(run.folder).to_json())) == {
+        "plan": [
+            {
+                "plan_id": first,
+                "segment": 0,
+                "base_step": 0,
+                "base_row": 0,
+                "context_tokens": 128,
+                "rows_per_step": 4,
+                "packing": "best_fit",
+                "sources": [{"path": str(corpus), "weight": None}],
+                "stage": None,
+            },
+            {
+                "plan_id": run.plan.plan_id,
+                "segment": 1,
+                "base_step": 5,
+                "base_row": 20,
+                "context_tokens": 256,
+                "rows_per_step": 3,
+                "packing": "concat",
+                "sources": [{"path": str(corpus), "weight": None}, {"path": str(more), "weight": None}],
+                "stage": None,
+            },
+        ]
+    }
+
+
+@pytest.mark.parametrize("error", [RunError("the store is away"), UserError("it is damaged"), OSError("gone")])
+def test_a_plan_that_can_not_be_read_is_a_problem(run: Run, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fail(directory: Path) -> None:
+        raise error
+
+    monkeypatch.setattr(run_data, "load_plan_if_any", fail)
+    assert read_plan_history(run.folder) == PlanHistory(problem=str(error))
+    with pytest.raises(UserError, match=rf"^the run's data plan can't be read \((plan: )?{error}\)"):
+        planned_data(run.folder)
+
+
+def test_a_run_without_a_plan_has_no_segments(tmp_path: Path) -> None:
+    assert read_plan_history(tmp_path) == PlanHistory()
+    assert read_plan_history(tmp_path).to_json() == {"plan": []}
+
+
+def test_a_plan_that_cannot_be_read_is_said(run: Run) -> None:
+    path = run.folder / "plan/segment-0000/plan.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "planner_version": 1}))
+    fields = read_plan_history(run.folder).to_json()
+    assert fields["plan"] == []
+    assert "planner version 1" in fields["plan_problem"]

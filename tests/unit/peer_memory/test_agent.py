@@ -1,0 +1,260 @@
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from ray_ulysses.checkpoint.checksums import checksum
+from ray_ulysses.peer_memory import PeerMemoryAgent
+from ray_ulysses.peer_memory.authentication import authenticate
+from ray_ulysses.peer_memory.client import AgentClient, AgentGoneError
+from ray_ulysses.peer_memory.wire import receive_head, send_frame, split_address
+from tests.polling import wait_until
+from tests.unit.peer_memory.conftest import TOKEN
+
+MIB = 2**20
+
+
+class SetClock:
+    """A clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def now(self) -> float:
+        return self.time
+
+    def monotonic(self) -> float:
+        return self.time
+
+    def sleep(self, seconds: float) -> None:
+        self.time += seconds
+
+
+@contextmanager
+def running(**settings: object) -> Iterator[tuple[PeerMemoryAgent, AgentClient]]:
+    agent = PeerMemoryAgent(TOKEN, **settings)  # type: ignore[arg-type]
+    client = AgentClient(agent.start(), TOKEN, progress_s=20.0)
+    try:
+        yield agent, client
+    finally:
+        client.close()
+        agent.close()
+
+
+def connected(agent_address: str) -> socket.socket:
+    return socket.create_connection(split_address(agent_address), timeout=10)
+
+
+def num_memfds() -> int:
+    """Return how many pieces of memory with descriptors this process has; a mapped one has two."""
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            if "ray-ulysses-peer-memory" in os.readlink(f"/proc/self/fd/{number}"):
+                found.add(os.stat(f"/proc/self/fd/{number}").st_ino)
+    return len(found)
+
+
+def test_a_connection_without_the_runs_token_is_refused() -> None:
+    with running() as (agent, client):
+        client.put("key", [b"secret state"], replace=False)
+        for token in ("another", "", TOKEN + " "):
+            stranger = AgentClient(client.address, token)
+            with pytest.raises(AgentGoneError, match="does not know this run's token"):
+                stranger.delete("key")
+        assert agent.files.sizes("key") == {"key": 12}
+
+
+def test_an_agent_that_does_not_know_the_token_is_not_used() -> None:
+    """Another run's agent, or a stranger, may listen at the port of an agent that has died."""
+    with running() as (_, client), contextlib.closing(PeerMemoryAgent("another")) as other:
+        taken = AgentClient(other.start(), TOKEN)
+        with pytest.raises(AgentGoneError, match="does not know this run's token"):
+            taken.put("key", [b"secret state"], replace=False)
+        client.put("key", [b"secret state"], replace=False)
+        with pytest.raises(OSError, match="does not know this run's token") as refused:
+            client.copy("key", taken.address)
+        assert refused.value.errno == errno.EHOSTUNREACH
+        assert other.files.sizes("") == {}
+
+
+def test_bytes_that_are_no_frames_end_their_connection_and_nothing_else() -> None:
+    with running() as (_, client):
+        client.put("key", [b"state"], replace=False)
+        for noise in (b"{}", b"GET / HTTP/1.1\r\n\r\n", b"\0" * 12, b"\xff" * 100):
+            with connected(client.address) as raw, contextlib.suppress(ConnectionError):
+                raw.sendall(noise)
+                # The agent may have ended the connection already (ENOTCONN, which is no ConnectionError).
+                with contextlib.suppress(OSError):
+                    raw.shutdown(socket.SHUT_WR)
+                while raw.recv(1000):
+                    pass
+        for request in ({}, {"op": "close"}, {"op": "sizes"}, {"op": "read", "key": 3, "offset": 0, "num_bytes": 1}):
+            with connected(client.address) as raw:
+                authenticate(raw, TOKEN)
+                send_frame(raw, request)
+                with contextlib.suppress(ConnectionError):
+                    reply = receive_head(raw)
+                    assert reply is None or "errno" in reply[0]
+        assert client.sizes("key") == {"key": 5}
+
+
+def test_a_connection_for_which_there_is_no_thread_is_not_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running() as (_, client):
+        client.put("key", [b"state"], replace=False)
+        start, refused = threading.Thread.start, []
+
+        def without_threads(thread: threading.Thread) -> None:
+            if thread.name == "peer-memory-serve" and not refused:
+                refused.append(thread)
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", without_threads)
+        with connected(client.address) as raw, contextlib.suppress(ConnectionError):
+            assert raw.recv(1) == b""
+        assert len(refused) == 1
+        another = AgentClient(client.address, TOKEN)
+        assert another.sizes("key") == {"key": 5}
+        another.close()
+
+
+def test_a_receiver_that_is_cut_off_is_given_up_within_a_minute() -> None:
+    with running() as (agent, client):
+        client.greet()
+        wait_until(lambda: agent._connections, "it is accepted")
+        (connection,) = agent._connections
+        assert 0 < connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 60_000
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [(), (0,), (3, 0, 5), (MIB,), (MIB - 1,) * 9, (7, 17 * MIB, 7), (2 * MIB, MIB - 1, 16 * MIB, 1, 4 * MIB)],
+    ids=["nothing", "empty", "small", "one", "joined", "cut", "mixed"],
+)
+def test_a_file_is_its_chunks_whatever_their_sizes_and_whoever_yields_them_reuses_the_memory(
+    sizes: tuple[int, ...],
+) -> None:
+    memory = bytearray(17 * MIB)
+
+    def chunks() -> Iterator[memoryview]:
+        for number, size in enumerate(sizes):
+            memory[:] = bytes([number + 1]) * len(memory)
+            yield memoryview(memory)[:size]
+
+    wanted = b"".join(bytes([number + 1]) * size for number, size in enumerate(sizes))
+    with running() as (agent, client), running() as (other, copied):
+        assert client.put("key", chunks(), replace=False, is_large=True) == len(wanted)
+        client.copy("key", copied.address)
+        for files in (agent.files, other.files):
+            assert files.num_bytes == len(wanted)
+        for asked in (client, copied):
+            found = bytearray(len(wanted) + 1)
+            assert asked.read_into("key", 0, memoryview(found)) == len(wanted)
+            assert found[:-1] == wanted
+
+
+def test_a_chunk_that_arrived_damaged_is_refused_and_its_memory_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray_ulysses.peer_memory.client.checksum", lambda chunk: checksum(b"sent"))
+    with running() as (agent, client):
+        with pytest.raises(OSError, match="a chunk arrived damaged"):
+            client.put("key", [b"cent"], replace=False)
+        wait_until(lambda: agent.files.num_bytes == 0, "the memory is given back")
+        assert client.sizes("key") == {}
+        assert client.put("key", [b"sent"], replace=False) == 4
+
+
+def test_a_file_that_exceeds_the_memory_is_refused_and_what_was_there_stays() -> None:
+    with running(limit_bytes=3 * MIB) as (agent, client):
+        client.put("first", [b"1" * MIB] * 2, replace=False)
+        with pytest.raises(OSError, match=r"full: 0.00 of 0.00 GiB are used.*raise elastic.peer_memory_gib") as full:
+            client.put("second", [b"2" * MIB] * 2, replace=False)
+        assert full.value.errno == errno.ENOSPC
+        wait_until(lambda: agent.files.num_bytes == 2 * MIB, "the memory is given back")
+        client.delete("first")
+        assert client.put("second", [b"2" * MIB] * 3, replace=False) == 3 * MIB
+        # What is replaced is there until its successor is.
+        client.delete("second")
+        client.put("third", [b"3" * MIB], replace=False)
+        assert client.put("third", [b"4" * MIB], replace=True) == MIB
+        assert agent.files.num_bytes == MIB
+
+
+def test_a_writer_that_dies_leaves_neither_a_file_nor_memory() -> None:
+    with running() as (agent, client):
+        with connected(client.address) as raw:
+            authenticate(raw, TOKEN)
+            begin = {"is_large": True}
+            send_frame(raw, {"op": "append", "begin": begin, "checksum": checksum(b"x" * MIB)}, b"x" * MIB)
+            assert receive_head(raw) == ({}, 0)
+            assert agent.files.num_bytes == MIB
+            raw.sendall(b"half a frame")
+        wait_until(lambda: agent.files.num_bytes == 0, "the memory is given back")
+        assert client.sizes("") == {}
+
+
+def test_pages_of_dropped_files_serve_the_next_ones_within_the_limit_and_go_with_the_agent() -> None:
+    before = num_memfds()
+    with running(limit_bytes=8 * MIB) as (agent, client):
+        for number in range(6):
+            client.put(str(number), [bytes([number]) * MIB] * 3, replace=False, is_large=True)
+            if number:
+                client.delete(str(number - 1))
+            assert agent.files.num_bytes + agent.files.spare_bytes <= 6 * MIB
+            target = bytearray(3 * MIB)
+            assert client.read_into(str(number), 0, memoryview(target)) == 3 * MIB
+            assert target == bytes([number]) * 3 * MIB
+        assert num_memfds() == before + 2
+        # A shorter one in longer pages has its own size, and gives back what is much too long.
+        client.put("short", [b"s" * MIB, b"end"], replace=False, is_large=True)
+        assert client.sizes("short") == {"short": MIB + 3}
+        assert agent.files.num_bytes == 4 * MIB + 3 and agent.files.spare_bytes == 0
+        # Spare pages never keep a file from being written.
+        client.delete("5")
+        assert agent.files.spare_bytes == 3 * MIB
+        client.put("long", [b"l" * MIB] * 6, replace=False)
+        assert agent.files.num_bytes == 7 * MIB + 3 and agent.files.spare_bytes == 0
+    assert num_memfds() == before
+
+
+def test_a_file_that_is_dropped_while_it_is_read_stays_as_it_was_for_its_reader() -> None:
+    with running() as (agent, client):
+        client.put("old", [b"old" * MIB], replace=False, is_large=True)
+        with agent.files.reading("old") as file:
+            client.delete("old")
+            client.put("new", [b"new" * MIB], replace=False, is_large=True)
+            assert bytes(file.pages.view(0, 3 * MIB)) == b"old" * MIB
+        assert agent.files.spare_bytes == 3 * MIB
+
+
+def test_an_agent_ends_itself_when_nobody_was_connected_for_a_while() -> None:
+    clock, ended = SetClock(), threading.Event()
+    with running(idle_limit_s=120.0, clock=clock, on_end=ended.set) as (agent, client):
+        client.put("key", [b"state"], replace=False)
+        clock.time = 1000.0
+        # The connection is open: a step may take hours.
+        assert not ended.wait(1.5)
+        assert not agent._closed.is_set()
+        client.close()
+        wait_until(lambda: not agent._connections, "the connection is closed")
+        clock.time = 1119.0
+        assert not ended.wait(1.5)
+        clock.time = 1121.0
+        assert ended.wait(20)
+        assert agent.files.num_bytes == 0
+        with pytest.raises(AgentGoneError, match="does not answer"):
+            client.sizes("key")
+
+
+def test_an_agent_to_which_nobody_ever_spoke_ends_too() -> None:
+    clock, ended = SetClock(), threading.Event()
+    with running(idle_limit_s=120.0, clock=clock, on_end=ended.set):
+        clock.time = 121.0
+        assert ended.wait(20)

@@ -1,0 +1,416 @@
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+
+from ray_ulysses.checkpoint import newest_committed
+from ray_ulysses.peer_memory import AgentAddresses, PeerMemoryAgent, PeerMemoryStore
+from ray_ulysses.peer_memory.authentication import Gate
+from ray_ulysses.peer_memory.client import PARTNER_S, PROGRESS_S, AgentClient
+from ray_ulysses.peer_memory.wire import receive_head, send_frame, split_address
+from ray_ulysses.run_names import manifest_key
+from tests.polling import wait_until
+from tests.unit.checkpoint.fakes import TENSORS, save
+from tests.unit.peer_memory.conftest import FOLDER, NODES, TOKEN
+from tests.unit.peer_memory.test_agent import SetClock
+
+MIB = 2**20
+SHARD = f"{FOLDER}/rank-00000-of-00001.safetensors"
+OTHER_SHARD = SHARD.replace("rank-00000", "rank-00001")
+MANIFEST = manifest_key(7)
+StoreOf = Callable[[str], PeerMemoryStore]
+Agents = dict[str, PeerMemoryAgent]
+
+
+def shard(number: int, version: int = 0) -> str:
+    return SHARD.replace(".safetensors", f"-try-{10 * number + version}.safetensors")
+
+
+def holders(agents: Agents, key: str) -> list[str]:
+    return [node for node, agent in agents.items() if key in agent.files.sizes(key)]
+
+
+def test_a_shard_is_on_its_node_and_the_partners_and_a_manifest_on_every_node(
+    agents: Agents, store_of: StoreOf
+) -> None:
+    store = store_of("b")
+    content = bytes(range(256)) * 4096
+    assert store.create(SHARD, [content] * 20 + [b"end"]) == 20 * MIB + 3
+    store.create(MANIFEST, [b"manifest"])
+    assert holders(agents, SHARD) == ["b", "c"]
+    assert holders(agents, MANIFEST) == ["a", "b", "c"]
+    for node in NODES:
+        assert store_of(node).read_whole(SHARD) == content * 20 + b"end"
+
+
+def test_where_a_file_was_found_is_asked_first_for_the_rest_of_it(
+    agents: Agents, store_of: StoreOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank reads its part of a state in many ranges, and nobody has listed the files for it."""
+    store_of("b").create(SHARD, [b"x" * MIB])
+    reader, asked = store_of("a"), []
+    read_into = AgentClient.read_into
+
+    def counted(client: AgentClient, key: str, offset: int, target: memoryview) -> int:
+        asked.append(client.address)
+        return read_into(client, key, offset, target)
+
+    monkeypatch.setattr(AgentClient, "read_into", counted)
+    target = memoryview(bytearray(1024))
+
+    def read_range(offset: int, client: AgentClient) -> int:
+        return client.read_into(SHARD, offset, target)
+
+    for offset in range(0, 8 * 1024, 1024):
+        assert reader.first_that_has(SHARD, partial(read_range, offset)) == 1024
+    # The reader's own node, which lacks it, is asked once.
+    assert len(asked) == 9
+
+
+@pytest.mark.parametrize("lost", NODES)
+def test_any_single_agent_may_be_lost(agents: Agents, store_of: StoreOf, lost: str) -> None:
+    for node in NODES:
+        store_of(node).create(f"{FOLDER}/of-{node}", [node.encode() * MIB])
+    store_of("a").create(MANIFEST, [b"manifest"])
+    agents[lost].close()
+    for reader in NODES:
+        store = store_of(reader)
+        assert store.list("checkpoints") == [*(f"{FOLDER}/of-{node}" for node in NODES), MANIFEST]
+        assert [store.read_whole(f"{FOLDER}/of-{node}") for node in NODES] == [n.encode() * MIB for n in NODES]
+        assert lost not in store.nodes
+
+
+def test_a_node_and_its_partner_lost_are_said_to_be_missing(agents: Agents, store_of: StoreOf) -> None:
+    store_of("b").create(SHARD, [b"state"])
+    agents["b"].close()
+    agents["c"].close()
+    store = store_of("a")
+    with pytest.raises(FileNotFoundError):
+        store.open(SHARD)
+    assert store.list("checkpoints") == []
+
+
+def test_with_no_agent_left_every_call_says_so(agents: Agents, store_of: StoreOf) -> None:
+    store = store_of("a")
+    for agent in agents.values():
+        agent.close()
+    calls: list[Callable[[], object]] = [
+        lambda: store.list("checkpoints"),
+        lambda: store.open(SHARD),
+        lambda: store.create(SHARD, [b"state"]),
+        lambda: store.create(MANIFEST, [b"manifest"]),
+        lambda: store.delete("checkpoints"),
+    ]
+    for call in calls:
+        with pytest.raises(OSError, match="none of the 3 agents of the peer memory answers"):
+            call()
+
+
+def test_an_agent_that_dies_while_it_is_written_to_leaves_nothing_and_the_next_file_goes_elsewhere(
+    agents: Agents, store_of: StoreOf
+) -> None:
+    store = store_of("a")
+
+    def chunks() -> Iterator[bytes]:
+        yield b"1" * MIB
+        agents["a"].close()
+        yield b"2" * MIB
+        yield b"3" * MIB
+
+    with pytest.raises(OSError, match="does not answer"):
+        store.create(SHARD, chunks())
+    assert store.list("checkpoints") == []
+    assert store.create(SHARD, [b"again"]) == 5
+    assert holders(agents, SHARD) == ["b", "c"]
+
+
+def test_a_partner_that_stops_answering_while_it_copies_is_replaced_by_the_next_node(agents: Agents) -> None:
+    with breaking_agent(num_answers=1) as broken:
+        addresses = {"a": agents["a"].start(), "b": broken, "c": agents["c"].start()}
+        store = PeerMemoryStore(AgentAddresses(agents=addresses, node="a", partner="b", token=TOKEN))
+        store.create(SHARD, [b"state" * MIB] * 2)
+        assert holders(agents, SHARD) == ["a", "c"]
+        assert store.nodes == ("a", "c")
+        store.close()
+
+
+def test_a_partner_that_was_started_again_at_its_address_gets_the_next_copy(agents: Agents) -> None:
+    addresses = {"a": agents["a"].start(), "b": agents["b"].start()}
+    store = PeerMemoryStore(AgentAddresses(agents=addresses, node="a", partner="b", token=TOKEN))
+    store.create(SHARD, [b"first"])
+    agents["b"].close()
+    agents["b"] = PeerMemoryAgent(TOKEN, port=split_address(addresses["b"])[1])
+    agents["b"].start()
+    assert store.create(OTHER_SHARD, [b"second"]) == 6
+    assert store.nodes == ("a", "b")
+    assert holders(agents, OTHER_SHARD) == ["a", "b"]
+    store.close()
+
+
+@pytest.mark.parametrize("num_answers", [0, 1], ids=["from the start", "in the middle"])
+def test_of_a_frozen_partner_and_the_agent_that_waits_for_it_the_partner_is_left_out(
+    agents: Agents, monkeypatch: pytest.MonkeyPatch, num_answers: int
+) -> None:
+    assert 2 * PARTNER_S <= PROGRESS_S
+    monkeypatch.setattr("ray_ulysses.peer_memory.agent.PARTNER_S", 0.2)
+    with breaking_agent(num_answers, is_frozen=True) as frozen:
+        addresses = {"a": agents["a"].start(), "b": frozen}
+        store = PeerMemoryStore(AgentAddresses(agents=addresses, node="a", partner="b", token=TOKEN))
+        assert store.create(SHARD, [b"state" * MIB] * 2) == 10 * MIB
+        assert store.nodes == ("a",)
+        assert store.read_whole(SHARD) == b"state" * 2 * MIB
+        store.close()
+
+
+def test_an_agent_that_accepts_and_never_answers_is_left_out(agents: Agents) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        addresses = {"a": f"127.0.0.1:{silent.getsockname()[1]}", "b": agents["b"].start()}
+        store = PeerMemoryStore(
+            AgentAddresses(agents=addresses, node="a", partner="b", token=TOKEN), answer_s=5.0, progress_s=5.0
+        )
+        store.create(SHARD, [b"state"])
+        assert store.nodes == ("b",)
+        assert store.read_whole(SHARD) == b"state"
+        store.close()
+
+
+@pytest.mark.parametrize(
+    ("lost", "later_s", "pause_s"), [(("b",), 61.0, 5.0), (NODES, 1.0, 10.0)], ids=["the partner", "all"]
+)
+def test_an_agent_that_is_started_again_at_its_address_is_used_again(
+    agents: Agents, lost: tuple[str, ...], later_s: float, pause_s: float
+) -> None:
+    clock = SetClock()
+    addresses = {node: agent.start() for node, agent in agents.items()}
+    store = PeerMemoryStore(AgentAddresses(agents=addresses, node="a", partner="b", token=TOKEN), clock=clock)
+    store.create(SHARD, [b"before"])
+    for node in lost:
+        agents[node].close()
+    with contextlib.suppress(OSError):
+        store.list("checkpoints")
+    for node in lost:
+        agents[node] = PeerMemoryAgent(TOKEN, port=split_address(addresses[node])[1])
+        assert agents[node].start() == addresses[node]
+    # It is not asked at every file.
+    with contextlib.suppress(OSError):
+        store.create(shard(2), [b"too early"])
+    assert (store.num_readmitted, set(store.nodes)) == (0, set(NODES) - {*lost})
+    clock.time = 5.1
+    store.create(shard(3), [b"after"])
+    wait_until(lambda: store.nodes == NODES, "all are asked again")
+    store.create(shard(4), [b"after"])
+    assert holders(agents, shard(4)) == ["a", "b"]
+    assert store.num_readmitted == len(lost)
+    # The next time it is left out for longer, if it has not been there for long.
+    clock.time += later_s
+    for node in lost:
+        agents[node].close()
+    with contextlib.suppress(OSError):
+        store.list("checkpoints")
+    assert {node: round(at - clock.time, 1) for node, at in store._left_out.items()} == dict.fromkeys(lost, pause_s)
+    store.close()
+
+
+def test_agents_that_do_not_answer_hold_up_no_state_that_others_keep(agents: Agents) -> None:
+    clock = SetClock()
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(16)]
+        addresses = {"a": agents["a"].start(), "b": agents["b"].start()}
+        addresses |= {f"z{number}": f"127.0.0.1:{one.getsockname()[1]}" for number, one in enumerate(silent)}
+        store = PeerMemoryStore(
+            AgentAddresses(agents=addresses, node="a", partner="b", token=TOKEN), progress_s=20.0, clock=clock
+        )
+        for node in addresses.keys() - {"a", "b"}:
+            store._leave_out(node, OSError())
+        clock.time = 5.1
+        begun = time.monotonic()
+        store.create(SHARD, [b"state"])
+        store.create(MANIFEST, [b"manifest"])
+        # The silent ones are being asked, which takes twenty seconds.
+        assert time.monotonic() - begun < 10.0
+        assert holders(agents, MANIFEST) == ["a", "b"]
+        store.close()
+
+
+def test_an_agent_is_asked_less_and_less_often_but_for_the_first_half_minute(agents: Agents) -> None:
+    clock = SetClock()
+    addresses = {"a": agents["a"].start(), "b": "127.0.0.1:9"}
+    store = PeerMemoryStore(AgentAddresses(agents=addresses, node="a", partner="b", token=TOKEN), clock=clock)
+    store._leave_out("b", OSError())
+    pauses = []
+    for number in range(10):
+        at = store._left_out["b"]
+        pauses.append(round(at - clock.time))
+        clock.time = at
+        store.create(shard(number), [b"state"])
+        wait_until(lambda now=clock.time: now < store._left_out["b"] < math.inf, "it was asked")  # type: ignore[misc]
+    assert pauses == [5] * 7 + [10, 20, 40]
+    store.close()
+
+
+def test_an_agent_whose_port_is_taken_listens_elsewhere(agents: Agents) -> None:
+    taken = agents["a"].start()
+    other = PeerMemoryAgent(TOKEN, port=split_address(taken)[1])
+    assert other.start() != taken
+    other.close()
+
+
+def test_one_copy_alone_is_kept_and_said_once(
+    agents: Agents, store_of: StoreOf, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("ray_ulysses"), "propagate", True)
+    store = store_of("a")
+    agents["b"].close()
+    agents["c"].close()
+    for number in range(3):
+        store.create(shard(number), [b"state"])
+    # A record may be captured twice where another test has given the package's logger a handler of its own.
+    warned = {id(record): record.message for record in caplog.records if record.levelno >= logging.WARNING}
+    said = list(warned.values())
+    assert said == ["peer memory keeps one copy only: of 3 agents only one answers"]
+
+
+def test_one_copy_alone_is_said_again_once_there_were_two(agents: Agents, caplog: pytest.LogCaptureFixture) -> None:
+    clock = SetClock()
+    addresses = {"a": agents["a"].start(), "b": agents["b"].start()}
+    store = PeerMemoryStore(AgentAddresses(agents=addresses, node="a", partner="b", token=TOKEN), clock=clock)
+    for number in range(2):
+        agents["b"].close()
+        store.create(shard(number), [b"state"])
+        assert store._is_degraded
+        agents["b"] = PeerMemoryAgent(TOKEN, port=split_address(addresses["b"])[1])
+        agents["b"].start()
+        clock.time += 100.0
+        store.create(shard(number, 1), [b"state"])
+        wait_until(lambda: len(store.nodes) == 2, "it is back")
+        store.create(shard(number, 2), [b"state"])
+        assert not store._is_degraded
+    store.close()
+
+
+def test_a_single_node_keeps_one_copy_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    agent = PeerMemoryAgent(TOKEN)
+    store = PeerMemoryStore(AgentAddresses(agents={"a": agent.start()}, node="a", partner=None, token=TOKEN))
+    store.create(SHARD, [b"state"])
+    assert store.read_whole(SHARD) == b"state"
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    store.close()
+    agent.close()
+
+
+def test_a_partner_without_room_refuses_the_shard_and_nothing_of_it_stays() -> None:
+    agents = {"a": PeerMemoryAgent(TOKEN), "b": PeerMemoryAgent(TOKEN, limit_bytes=MIB)}
+    addresses = {node: agent.start() for node, agent in agents.items()}
+    store = PeerMemoryStore(AgentAddresses(agents=addresses, node="a", partner="b", token=TOKEN))
+    with pytest.raises(OSError, match=r"raise elastic.peer_memory_gib, or use more nodes"):
+        store.create(SHARD, [b"x" * MIB] * 2)
+    wait_until(lambda: not any(agent.files.num_bytes for agent in agents.values()), "the memory is given back")
+    assert store.list("checkpoints") == []
+    store.close()
+    for agent in agents.values():
+        agent.close()
+
+
+def test_a_reader_goes_on_at_the_other_node_when_one_dies_between_two_reads(agents: Agents, store_of: StoreOf) -> None:
+    content = bytes(range(256)) * 4096
+    store_of("a").create(SHARD, [content])
+    with store_of("a").open(SHARD) as stream:
+        first = stream.read(300_000)
+        agents["a"].close()
+        assert first + stream.read() == content
+
+
+def test_a_file_that_was_listed_is_asked_of_a_node_that_has_it(
+    agents: Agents, store_of: StoreOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for node in NODES:
+        store_of(node).create(f"{FOLDER}/of-{node}", [node.encode()])
+    store = store_of("a")
+    asked: list[str] = []
+    plain = AgentClient.sizes
+
+    def sizes(client: AgentClient, prefix: str) -> dict[str, int]:
+        asked.append(prefix)
+        return plain(client, prefix)
+
+    monkeypatch.setattr(AgentClient, "sizes", sizes)
+    keys = store.list("checkpoints")
+    assert len(asked) == 3
+    assert [store.read_whole(key) for key in keys] == [b"a", b"b", b"c"]
+    assert asked[3:] == keys
+
+
+def test_of_writers_on_different_nodes_exactly_one_creates_the_manifest(agents: Agents, store_of: StoreOf) -> None:
+    stores = [store_of(node) for node in NODES for _ in range(2)]
+    barrier, won = threading.Barrier(len(stores), timeout=20), []
+
+    def create(number: int) -> None:
+        barrier.wait()
+        with contextlib.suppress(RuntimeError):
+            stores[number].create(MANIFEST, [str(number).encode()])
+            won.append(str(number).encode())
+
+    threads = [threading.Thread(target=create, args=(number,)) for number in range(len(stores))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(won) == 1
+    assert [store.read_whole(MANIFEST) for store in stores] == won * len(stores)
+
+
+def test_a_manifest_is_seen_by_all_from_its_decision_on_although_its_writer_died_before_spreading_it(
+    agents: Agents, store_of: StoreOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = store_of("b")
+    save(store, 7, attempt=2, tensors=TENSORS, stores=dict(enumerate(map(store_of, ("b", "c")))))
+
+    def die(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    writer = store_of("c")
+    monkeypatch.setattr(writer, "_of_all", die)
+    content = store.read_whole(MANIFEST)
+    store.delete(MANIFEST)
+    with pytest.raises(KeyboardInterrupt):
+        writer.create(MANIFEST, [content])
+    assert holders(agents, MANIFEST) == ["a"]
+    for node in NODES:
+        chosen = newest_committed(store_of(node), "content").manifest
+        assert chosen is not None and chosen.step == 7
+    agents["a"].close()
+    # The deciding node is gone, too: the state was not committed, and nothing of it is loaded.
+    for node in ("b", "c"):
+        assert newest_committed(store_of(node), "content").manifest is None
+
+
+@contextlib.contextmanager
+def breaking_agent(num_answers: int, *, is_frozen: bool = False) -> Iterator[str]:
+    """An agent that answers so many requests and then breaks the connection, or keeps it without a word."""
+    is_over = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                connection, _ = listener.accept()
+                with connection:
+                    assert Gate(TOKEN).admits(connection)
+                    for _ in range(num_answers):
+                        receive_head(connection)
+                        send_frame(connection, {})
+                    if is_frozen:
+                        is_over.wait(60)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        is_over.set()
+        thread.join(10)

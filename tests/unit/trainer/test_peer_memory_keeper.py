@@ -1,0 +1,465 @@
+"""Keeping the state in peer memory: what is kept, what is dropped, and that no failure of it reaches training."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import ray_ulysses.trainer.peer_memory_keeper as module
+from ray_ulysses.checkpoint import ShardedState
+from ray_ulysses.checkpoint.choice import committed_steps
+from ray_ulysses.checkpoint.errors import CheckpointError
+from ray_ulysses.checkpoint.fence import claim_attempt, read_lineage
+from ray_ulysses.checkpoint.messenger import SingleRankMessenger
+from ray_ulysses.clock import SystemClock
+from ray_ulysses.peer_memory import AgentAddresses, PeerMemoryAgent, PeerMemoryStore
+from ray_ulysses.peer_memory.files import LentMemory
+from ray_ulysses.run_names import ATTEMPT_FOLDER, CHECKPOINT_FOLDER
+from ray_ulysses.storage import Buffer, Store
+from ray_ulysses.trainer.context import PeerStore
+from ray_ulysses.trainer.peer_memory_keeper import PeerMemoryKeeper
+from ray_ulysses.trainer.step import Flags
+from tests.polling import wait_until
+from tests.stores import FaultyStore, MemoryStore, SlowStore
+from tests.unit.checkpoint.fakes import META, TENSORS, save, shard_of
+
+
+class HandClock(SystemClock):
+    """A clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def monotonic(self) -> float:
+        return self.time
+
+
+class Loop:
+    """A loop of one rank around a keeper, whose steps take 10 ms of its clock."""
+
+    def __init__(self, memory: Store, *, attempt: int = 2, lent: LentMemory | None = None) -> None:
+        self.events: list[tuple[str, int]] = []
+        self.clock = HandClock()
+        worker = SimpleNamespace(
+            rank=0, world_size=1, device=torch.device("cpu"), clock=self.clock,
+            on_event=lambda name, step: self.events.append((name, step)),
+        )  # fmt: skip
+        if not isinstance(memory, PeerMemoryStore):
+            memory.close, memory.num_readmitted = lambda: None, 0  # type: ignore[attr-defined]
+        peer_memory = PeerStore(store=memory, messenger=SingleRankMessenger(), lent=lent)  # type: ignore[arg-type]
+        context: Any = SimpleNamespace(worker=worker, attempt=attempt, peer_memory=peer_memory)
+        self.keeper = PeerMemoryKeeper(context, SimpleNamespace(sync=lambda: None))  # type: ignore[arg-type]
+
+    def step(self, step: int, *, wait: bool = True) -> Flags:
+        if wait:
+            self.wait()
+        self.clock.time += 0.01
+        flags = self.keeper.flags(Flags())
+        outcome: Any = SimpleNamespace(flags=flags, position=SimpleNamespace(step=step))
+        self.keeper.after_step(None, outcome, None)  # type: ignore[arg-type]
+        if wait:
+            self.wait()
+        return flags
+
+    def wait(self) -> None:
+        assert self.keeper._saver is not None and self.keeper._saver.wait(20.0)
+
+    def kept(self) -> list[int]:
+        return [step for name, step in self.events if name == "in memory"]
+
+
+@pytest.fixture(autouse=True)
+def state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand in for the engine's state and what the loop adds to it."""
+
+    def source() -> ShardedState:
+        shard = shard_of(TENSORS, 0, 1)
+        return replace(shard, description=replace(shard.description, optimizer_step=1))
+
+    monkeypatch.setattr(module, "StateReader", lambda _: SimpleNamespace(source=source))
+    monkeypatch.setattr(module, "checkpoint_meta", lambda *_: META)
+
+
+@pytest.mark.parametrize("start", [0, 4])
+def test_every_step_is_kept_and_its_predecessor_dropped(start: int) -> None:
+    """But for the first of a run, in which the optimizer's moments are created.
+
+    After a recovery it matters: a node that was lost took the second copy of what the run started from along.
+    """
+    memory, first = MemoryStore(), max(start + 1, 2)
+    loop = Loop(memory)
+    loop.keeper.resumed(start, None)
+    for step in range(start + 1, 9):
+        loop.step(step)
+        assert committed_steps(memory) == ((step,) if step >= first else ())
+        assert loop.keeper.has_saved == (step >= first)
+    assert loop.kept() == [*range(first, 9)]
+    assert memory.list(CHECKPOINT_FOLDER) == [
+        "checkpoints/step-00000008/attempt-0002/rank-00000-of-00001.safetensors",
+        "checkpoints/step-00000008/manifest.json",
+    ]
+    loop.keeper.close()
+
+
+@pytest.mark.parametrize("start", [0, 4])
+def test_training_does_not_wait_for_the_memory_of_a_copy(monkeypatch: pytest.MonkeyPatch, start: int) -> None:
+    """It takes seconds for the 14 GB that a rank of an 8B model has on eight GPUs, after each start."""
+    loop, gate = Loop(MemoryStore()), threading.Event()
+    assert loop.keeper._staging is not None
+    allocate = loop.keeper._staging._allocate
+
+    def slow(number: int, num_bytes: int) -> torch.Tensor:
+        assert gate.wait(20.0)
+        return allocate(number, num_bytes)
+
+    monkeypatch.setattr(loop.keeper._staging, "_allocate", slow)
+    loop.keeper.resumed(start, None)
+    assert all(loop.step(step, wait=False).memory_busy for step in (start + 1, start + 2))
+    gate.set()
+    loop.wait()
+    assert not loop.step(start + 3).memory_busy and loop.kept() == [start + 3]
+    loop.keeper.close()
+
+
+def test_a_step_that_ends_while_a_state_is_being_kept_passes_by() -> None:
+    gate = threading.Event()
+    memory = SlowStore(MemoryStore(), gate=gate, kinds=("create",), only=lambda key: key.endswith("manifest.json"))
+    loop = Loop(memory)
+    loop.keeper.resumed(0, None)
+    # The memory for a copy is made after the first step.
+    flags = [loop.step(1), *(loop.step(step, wait=False) for step in range(2, 5))]
+    assert [flag.memory_busy for flag in flags] == [True, False, True, True]
+    gate.set()
+    assert loop.keeper._saver is not None and loop.keeper._saver.wait(20.0)
+    assert loop.kept() == [2]
+    loop.step(5)
+    assert loop.kept() == [2, 5]
+    loop.keeper.close()
+
+
+def test_copies_that_always_stop_training_for_long_are_rarer_and_one_that_once_did_is_not_held_against_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop = Loop(MemoryStore())
+    loop.keeper.resumed(0, None)
+    slow: set[int] = {3}
+    taken: list[int] = []
+
+    def source() -> ShardedState:
+        taken.append(len(taken))
+        if len(taken) in slow:
+            loop.clock.time += 0.05
+        return shard_of(TENSORS, 0, 1)
+
+    monkeypatch.setattr(module, "StateReader", lambda _: SimpleNamespace(source=source))
+    due = [step for step in range(1, 9) if loop.step(step).memory_due]
+    assert due[1:] == list(range(2, 9))
+    slow.update(range(100))
+    for step in range(9, 30):
+        loop.step(step)
+    # Five steps apart by now: each copy takes 50 ms, and 10 ms of each step are allowed.
+    assert sum(loop.step(step).memory_due for step in range(30, 40)) == 2
+    loop.keeper.close()
+
+
+def test_the_state_that_an_attempt_started_from_is_kept_until_its_successor_is() -> None:
+    memory = MemoryStore()
+    for step in (3, 4, 7):
+        save(memory, step)
+    # What an unfinished save has left.
+    memory.create(f"{CHECKPOINT_FOLDER}/step-00000008/attempt-0001/rank-00001-of-00002.safetensors", [b"torn"])
+    loop = Loop(memory)
+    loop.keeper.resumed(4, None)
+    assert committed_steps(memory) == (4,)
+    assert {key.split("/")[1] for key in memory.list(CHECKPOINT_FOLDER)} == {"step-00000004"}
+    loop.step(5)
+    assert committed_steps(memory) == (5,)
+    # What fences dead attempts there, too.
+    assert read_lineage(memory).started_from == {2: 4}
+    loop.keeper.close()
+
+
+def test_an_agent_that_answers_again_is_marked_and_cleared_of_what_it_missed() -> None:
+    memory = MemoryStore()
+    loop = Loop(memory)
+    loop.keeper.resumed(4, None)
+    loop.step(5)
+    loop.step(6)
+    for folder in ("attempts", CHECKPOINT_FOLDER):
+        memory.delete(folder)
+    for step in (3, 5):
+        save(memory, step, attempt=1)
+    assert committed_steps(memory) == (3, 5) and read_lineage(memory).started_from == {}
+    memory.num_readmitted += 1  # type: ignore[attr-defined]
+    loop.step(7)
+    assert committed_steps(memory) == (7,)
+    assert read_lineage(memory).started_from == {2: 4}
+    # Once is enough: what comes later is its own.
+    save(memory, 3, attempt=2)
+    loop.step(8)
+    assert committed_steps(memory) == (3, 8)
+    loop.keeper.close()
+
+
+def test_room_is_made_where_an_agent_has_missed_what_was_dropped() -> None:
+    class Full(MemoryStore):
+        """A memory for two states."""
+
+        def create(self, key: str, chunks: Iterable[Buffer]) -> int:
+            if len({key.split("/")[1] for key in self.list(CHECKPOINT_FOLDER)} - {key.split("/")[1]}) >= 2:
+                raise OSError(errno.ENOSPC, "the peer memory of this node is full")
+            return super().create(key, chunks)
+
+    memory = Full()
+    loop = Loop(memory)
+    loop.keeper.resumed(4, None)
+    for step in (5, 6):
+        loop.step(step)
+    # It comes back with states that were dropped, and taken back, elsewhere.
+    for step in (3, 9):
+        MemoryStore.create(
+            memory, f"{CHECKPOINT_FOLDER}/step-{step:08d}/attempt-0002/rank-00000-of-00001.safetensors", []
+        )
+    for step in (7, 8):
+        loop.step(step)
+    assert loop.kept() == [5, 6, 8]
+    assert committed_steps(memory) == (8,)
+    loop.keeper.close()
+
+
+def test_what_a_newer_attempt_keeps_meanwhile_is_not_dropped() -> None:
+    class Overtaken(MemoryStore):
+        """A memory that a newer attempt takes over just after an older one has asked for its claims."""
+
+        is_due = False
+
+        def list(self, prefix: str) -> list[str]:
+            found = super().list(prefix)
+            if self.is_due and prefix == ATTEMPT_FOLDER:
+                self.is_due = False
+                assert claim_attempt(self, 3)
+                save(self, 12, attempt=3)
+            return found
+
+    memory = Overtaken()
+    loop = Loop(memory)
+    loop.keeper.resumed(4, None)
+    for step in (5, 6):
+        loop.step(step)
+    memory.is_due = True
+    loop.keeper._on_failed(7, CheckpointError("full"))
+    assert committed_steps(memory) == (6, 12)
+    loop.keeper.close()
+
+
+def test_a_dead_attempt_keeps_and_drops_nothing_in_memory_that_is_anothers_now(said: pytest.LogCaptureFixture) -> None:
+    memory = MemoryStore()
+    loop = Loop(memory)
+    loop.keeper.resumed(0, None)
+    loop.step(1)
+    loop.step(2)
+    assert claim_attempt(memory, 3)
+    save(memory, 9, attempt=3)
+    for step in (3, 4, 5):
+        assert not loop.step(step).memory_due or step == 3
+    assert loop.kept() == [2]
+    assert committed_steps(memory) == (2, 9)
+    assert not loop.keeper.has_saved
+    (warning,) = [record.message for record in said.records if record.levelno == logging.WARNING]
+    assert warning.startswith(
+        "peer memory is not used by this attempt any more: the checkpoint of step 3 is not committed"
+    )
+    loop.keeper.close()
+
+
+def test_failures_are_said_once_tried_again_ever_more_rarely_and_end_nothing(said: pytest.LogCaptureFixture) -> None:
+    full = OSError(errno.ENOSPC, "the peer memory of this node is full")
+    memory = FaultyStore(MemoryStore(), fail_at=1, error=full, kinds=("create",), lasting=True)
+    loop = Loop(memory)
+    loop.keeper.resumed(0, None)
+    due = [step for step in range(1, 41) if loop.step(step).memory_due and step > 1]
+    assert due == [2, 3, 5, 9, 17, 33]
+    warnings = [record.message for record in said.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert "step 2 could not be kept in peer memory" in warnings[0] and "is full" in warnings[0]
+    assert "training goes on" in warnings[0] and "run.storage" not in warnings[0]
+    memory._fail_at = 0
+    for step in range(41, 70):
+        loop.step(step)
+    # After one that succeeds, every step is.
+    assert loop.kept()[-3:] == [67, 68, 69]
+    loop.keeper.close()
+
+
+@pytest.mark.parametrize("dies", [True, False], ids=["with another rank", "without room"])
+def test_a_state_that_could_not_be_kept_leaves_its_predecessor_if_another_rank_has_died(
+    monkeypatch: pytest.MonkeyPatch, dies: bool
+) -> None:
+    full = OSError(errno.ENOSPC, "the peer memory of this node is full")
+    memory = FaultyStore(MemoryStore(), fail_at=0, error=full, kinds=("create",), lasting=True)
+    loop = Loop(memory)
+    loop.keeper.resumed(0, None)
+    for step in (1, 2, 3):
+        loop.step(step)
+
+    def gather(_: SingleRankMessenger, value: object) -> list[object]:
+        raise RuntimeError("Connection closed by peer")
+
+    if dies:
+        monkeypatch.setattr(SingleRankMessenger, "gather", gather)
+    else:
+        memory._fail_at = 1
+    loop.step(4)
+    assert loop.kept() == [2, 3] and committed_steps(memory) == (3,)
+    assert loop.keeper.has_saved == dies
+    # Training goes on: the ranks had only been too slow.
+    loop.step(5)
+    assert not loop.keeper.has_saved
+    loop.keeper.close(failed=True)
+
+
+def test_without_answers_the_attempt_trains_without_peer_memory(said: pytest.LogCaptureFixture) -> None:
+    memory = FaultyStore(MemoryStore(), fail_at=1, error=OSError(113, "nobody answers"), lasting=True)
+    loop = Loop(memory)
+    loop.keeper.resumed(0, None)
+    assert not any(loop.step(step).memory_due for step in range(1, 10))
+    assert "peer memory is not used by this attempt: [Errno 113] nobody answers" in said.text
+    loop.keeper.close()
+
+
+def test_a_rank_without_memory_for_a_copy_keeps_all_ranks_from_taking_one(
+    monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
+) -> None:
+    loop = Loop(MemoryStore())
+    loop.keeper.resumed(0, None)
+
+    def refuse(*_: Any) -> None:
+        raise CheckpointError("no 9.0 GiB of host memory for a copy")
+
+    assert loop.keeper._staging is not None
+    reserve = loop.keeper._staging.reserve
+    monkeypatch.setattr(loop.keeper._staging, "reserve", refuse)
+    assert all(loop.step(step).memory_busy for step in range(1, 5))
+    loop.clock.time += module._AGAIN_S
+    assert all(loop.step(step).memory_busy for step in range(5, 8))
+    assert said.text.count("no 9.0 GiB of host memory") == 1
+    # Once there is memory, it is used.
+    monkeypatch.setattr(loop.keeper._staging, "reserve", reserve)
+    loop.clock.time += module._AGAIN_S
+    assert loop.step(8).memory_busy and not loop.step(9).memory_busy
+    assert loop.kept() == [9]
+    loop.keeper.close()
+
+
+def test_without_addresses_nothing_is_done() -> None:
+    context: Any = SimpleNamespace(worker=SimpleNamespace(rank=0, clock=SystemClock()), peer_memory=None)
+    keeper = PeerMemoryKeeper(context, None)  # type: ignore[arg-type]
+    keeper.resumed(0, None)
+    assert keeper.flags(Flags(saving=True)) == Flags(saving=True)
+    keeper.before_update()
+    keeper.after_step(None, None, None)  # type: ignore[arg-type]
+    keeper.close()
+
+
+def test_attempts_leave_no_descriptors_in_an_agent() -> None:
+    agent = PeerMemoryAgent("token")
+    addresses = AgentAddresses(agents={"node": agent.start()}, node="node", partner=None, token="token")
+    kept = 0
+    for attempt in range(2, 6):
+        store = PeerMemoryStore(addresses)
+        loop = Loop(store, attempt=attempt, lent=store.lent_memory())
+        loop.keeper.resumed(kept, None)
+        for step in range(kept + 1, kept + 4):
+            loop.step(step)
+        kept += 3
+        assert committed_steps(store) == (kept,)
+        loop.keeper.close()
+        if attempt == 2:
+            count = descriptors("memfd:ray-ulysses-peer-memory")
+    # Reads that have just ended may still hold some for a moment.
+    wait_until(lambda: descriptors("memfd:ray-ulysses-peer-memory") == count, f"{count} descriptors", timeout_s=5.0)
+    agent.close()
+
+
+def descriptors(name: str) -> int:
+    """Return how many of this process's open descriptors are of files of a name."""
+    found = 0
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found += name in os.readlink(path)
+    return found
+
+
+@pytest.fixture
+def near() -> Iterator[tuple[PeerMemoryAgent, PeerMemoryStore]]:
+    """An agent of this node, and the store over it."""
+    agent = PeerMemoryAgent("token")
+    store = PeerMemoryStore(AgentAddresses(agents={"node": agent.start()}, node="node", partner=None, token="token"))
+    yield agent, store
+    store.close()
+    agent.close()
+
+
+def lent_parts(loop: Loop) -> dict[int, int]:
+    """Return the address of the first part in each buffer."""
+    assert loop.keeper._staging is not None
+    return {number: parts[0].tensor.data_ptr() for number, (_, parts) in loop.keeper._staging._parts.items()}
+
+
+def test_states_that_are_lent_are_kept_in_two_buffers_in_turn(near: tuple[PeerMemoryAgent, PeerMemoryStore]) -> None:
+    agent, store = near
+    loop = Loop(store, lent=store.lent_memory())
+    loop.keeper.resumed(0, None)
+    sizes, addresses = [], []
+    for step in range(1, 8):
+        loop.step(step)
+        sizes.append(agent.files.num_bytes)
+        addresses.append(lent_parts(loop))
+        assert list(committed_steps(store)) == ([step] if step > 1 else [])
+    assert loop.kept() == [2, 3, 4, 5, 6, 7]
+    # The second buffer is made when the first is needed for longer.
+    assert [len(one) for one in addresses] == [1, 2, 2, 2, 2, 2, 2] and addresses[1] == addresses[-1]
+    # One state, and a manifest of about the same size.
+    assert max(sizes[1:]) - min(sizes[1:]) < 100
+    loop.keeper.close()
+
+
+def test_no_memory_for_another_buffer_ends_nothing(
+    near: tuple[PeerMemoryAgent, PeerMemoryStore], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    agent, store = near
+    loop = Loop(store, lent=store.lent_memory())
+    loop.keeper.resumed(0, None)
+    # Nothing is dropped, so that both buffers stay with the agent.
+    monkeypatch.setattr(loop.keeper, "_clear", lambda store, *, is_known: None)
+    for step in (1, 2, 3, 4):
+        loop.step(step)
+    assert loop.kept() == [2, 3]
+
+    def allocate(descriptor: int, start: int, num_bytes: int) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr("os.posix_fallocate", allocate)
+    for connection in tuple(agent._connections):
+        connection.shutdown(socket.SHUT_RDWR)
+    with caplog.at_level(logging.WARNING):
+        for step in range(5, 12):
+            loop.step(step)
+            time.sleep(0.05)
+    assert loop.kept() == [2, 3]
+    said = [record.getMessage() for record in caplog.records if "is not used: " in record.getMessage()]
+    assert len(said) == 1 and "Cannot allocate memory" in said[0] and "elastic.peer_memory: false" in said[0]
+    loop.keeper.close()
