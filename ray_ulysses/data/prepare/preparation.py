@@ -132,7 +132,7 @@ def claimed(found: Preparation, retry: RetryPolicy = RETRY, *, is_scratch: bool 
         _remove_leftovers(out, retry)
         yield replace(found, is_complete=True)
         return
-    made = [folder for folder in (out, *out.parents) if not folder.exists()]
+    made = retry.call_or_fail(out, lambda: [folder for folder in (out, *out.parents) if not folder.exists()])
     try:
         with directory_lock(out, retry=retry):
             # Checked again, since the previous holder of the lock may have finished the corpus.
