@@ -22,7 +22,7 @@ from ray_ulysses.attention.documents import pack_documents
 from ray_ulysses.attention.kernels import KernelCall, KernelEntry
 from ray_ulysses.attention.kernels.call import Gradients, Whole
 from ray_ulysses.attention.recompute import checkpoint_contexts
-from ray_ulysses.attention.ulysses import AttentionContext, settle_window, ulysses_attention
+from ray_ulysses.attention.ulysses import AttentionContext, set_window, ulysses_attention
 
 HEAD_SIZE = 64
 
@@ -68,7 +68,7 @@ def ours(case: Case, lengths: list[int], group: dist.ProcessGroup) -> Layer:
         announce=lambda demand: None,
     )
     module, keywords = torch.nn.Module(), cast("dict[str, Any]", {MODEL_INPUT: context})
-    settle_window(module, None)
+    set_window(module, None)
 
     def layer(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         out_BLHE, _ = ulysses_attention(module, query, key, value, None, **keywords)

@@ -50,7 +50,7 @@ CASES: dict[str, dict[str, Any]] = {
     "sp 2": {"sp": 2},
     "sp 2, kept kernel": {"sp": 2, "kept": "kernel"},
     "sp 2, kept none": {"sp": 2, "kept": "none"},
-    "sp 2, 2 head_groups": {"sp": 2, "head_groups": 2, "kv_heads": 4},
+    "sp 2, 2 head groups": {"sp": 2, "head_groups": 2, "kv_heads": 4},
     "sp 2, bf16": {"sp": 2, "dtype": "bf16"},
     "sp 2, not checkpointed": {"sp": 2, "checkpointing": False},
     "ring 2": {"sp": 2, "ring": 2},

@@ -53,7 +53,7 @@ def test_only_what_would_end_a_rehearsal_or_touch_the_run_is_changed() -> None:
     [
         (["--faults", "40s explode"], "the faults can't be rehearsed:\n  - '40s explode': there is no fault 'explode'"),
         (["--faults", "1s kill-node, 9s kill-node"], "9s kill-node: there would be room for 0 workers"),
-        (["--faults", "1s add-node"], "1s add-node: no node is missing by then"),
+        (["--faults", "1s add-node"], "1s add-node: no node is missing at that time"),
         (["--every", "60s"], "--every=60s: draws random faults at that mean distance; it needs --for, and no --faults"),
         (["--every", "1m", "--for", "soon"], "--for=soon: is not a time; write it as 90s, 1m30s or 2h"),
         (["--every", "60s", "--for", "10s"], "no fault is possible within --for=10s"),

@@ -262,8 +262,8 @@ def test_more_than_the_budget_is_refused() -> None:
     needed = LAYERS * LAYER_BYTES
     step(deep(LateCopies(needed), [INPUTS])[0])
     text = (
-        rf"^memory\.offload_activations: {LAYER_BYTES:,} bytes more than {needed - LAYER_BYTES:,} of activations are "
-        rf"beyond the {needed - 1:,} bytes of host memory .* set memory\.offload_activations: \[\]$"
+        rf"^memory\.offload_activations: {LAYER_BYTES:,} bytes in addition to {needed - LAYER_BYTES:,} do not fit in "
+        rf"the {needed - 1:,} bytes of host memory .* set memory\.offload_activations: \[\]$"
     )
     model, offload = deep(LateCopies(needed - 1), [INPUTS])
     with pytest.raises(UserError, match=text):
@@ -336,5 +336,5 @@ def test_a_tensor_of_any_layout_comes_back(change: Callable[[torch.Tensor], torc
 
 def test_a_layer_that_is_called_with_its_input_by_name_is_refused() -> None:
     offload = ActivationOffload(LateCopies(64), [INPUTS], keep="none", budget_bytes=64)
-    with pytest.raises(UserError, match=r"calls its layers with their input by name.*leave layer_inputs out$"):
+    with pytest.raises(UserError, match=r"passes its layers their input as a keyword.*leave layer_inputs out$"):
         offload.checkpoint(lambda function: function(), nn.Identity())

@@ -366,9 +366,7 @@ def test_an_mlp_that_returns_another_shape_is_refused() -> None:
     layers = nn.Sequential(Layer(8))
     layers[0].mlp = Halves()
     tile_mlps(layers, 4)
-    with pytest.raises(
-        UserError, match=r"^Halves does not return hidden states of its input's shape, so it can't go ove"
-    ):
+    with pytest.raises(UserError, match=r"^Halves does not return hidden states of its input's shape"):
         layers(torch.ones(1, 9, 16))
 
 

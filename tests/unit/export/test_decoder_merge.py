@@ -189,7 +189,7 @@ def test_a_file_of_the_whole_that_vanishes_meanwhile_is_named(tmp_path: Path, mo
             RunError,
             r"can't be put into this checkpoint: model\.layers\.1\.mlp\.up_proj\.weight is not there",
         ),
-        ("type", RunError, r"up_proj\.weight is I32 there, and only F32, BF16 and F16 are written; restore the one"),
+        ("type", RunError, r"up_proj\.weight is I32 there, and only F32, BF16 and F16 are written; restore"),
     ],
 )
 def test_a_whole_that_is_not_the_runs_is_refused_before_anything_is_written(
