@@ -231,7 +231,7 @@ def _run(run: Mapping[str, Any]) -> tuple[str, str]:
 
 def _saving_s() -> float:
     """Return the CPU time of this process's threads of peer memory."""
-    saving = [one for one in threading.enumerate() if one.name.startswith(("checkpoint-save", "vault-"))]
+    saving = [one for one in threading.enumerate() if one.name.startswith(("checkpoint-save", "peer-memory-"))]
     return sum(time.clock_gettime(time.pthread_getcpuclockid(one.ident)) for one in saving if one.ident is not None)
 
 

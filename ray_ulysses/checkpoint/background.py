@@ -183,9 +183,9 @@ class BackgroundSaver:
 
     def _carry_out(self, task: Callable[[], None], buffer: int | None) -> None:
         """Save a state and release its buffer, or prepare something, for which there is none."""
-        choose_device(self._staging.device)
         failure: BaseException | None = None
         try:
+            choose_device(self._staging.device)
             task()
         except BaseException as error:
             failure = error

@@ -124,12 +124,12 @@ def list_checkpoints(
     """
     storage = open_run_storage(run_dir, trust_run=trust_run)
     store = storage.store
-    with storage_answers(storage.location):
-        lineage = read_lineage(store)
     events = read_entries(run_dir) if events is None else events
-    writing = lineage.newest_attempt if current_owner(run_dir) is not None else None
+    is_held = current_owner(run_dir) is not None
     files: dict[int, dict[str, int | None]] = {}
     with storage_answers(storage.location):
+        lineage = read_lineage(store)
+        writing = lineage.newest_attempt if is_held else None
         for key, size in store.sizes(CHECKPOINT_FOLDER).items():
             if match := CHECKPOINT_KEY.match(key):
                 files.setdefault(int(match[1]), {})[match[2]] = size

@@ -84,6 +84,7 @@ class ObjectFile(StoredFile):
 
     def read_into(self, start: int, target: memoryview) -> int:
         """Fill a buffer by one request; if it breaks off, ask for the rest."""
+        target = target[: max(self.size - start, 0)]
         done, waiting = 0, self._retry.begin()
         while done < target.nbytes:
             options: GetOptions = {"range": (start + done, start + target.nbytes)}
@@ -99,7 +100,7 @@ class ObjectFile(StoredFile):
             except Exception as error:
                 refusal, cause = explain(error), error
             if done > before:
-                # A long read may break more than once; retry is for what does not move.
+                # A long read may break more than once: only one without progress counts.
                 waiting = self._retry.begin()
                 continue
             if refusal.meaning == "changed":

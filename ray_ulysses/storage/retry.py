@@ -151,7 +151,7 @@ class Waiting:
         return self.waited_s < self._retry.wait_s
 
     def pause(self) -> bool:
-        """Pause before the next try; return False, at once, where the retry has run out."""
+        """Pause before the next try; return False at once when the time for retries is over."""
         left_s = self._retry.wait_s - self.waited_s
         if left_s <= 0:
             return False

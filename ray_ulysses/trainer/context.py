@@ -96,8 +96,8 @@ def open_attempt(run: ResolvedRun, worker: Worker) -> tuple[AttemptContext, Jour
     timeout = timedelta(seconds=config.elastic.collective_timeout_s)
     messenger = TorchRankMessenger(dist.new_group(backend="gloo", timeout=timeout))
     # One rank's storage may be much slower than another's.
-    retry = timedelta(seconds=config.checkpoint.save_timeout_s)
-    save_messenger = TorchRankMessenger(dist.new_group(backend="gloo", timeout=retry))
+    save_timeout = timedelta(seconds=config.checkpoint.save_timeout_s)
+    save_messenger = TorchRankMessenger(dist.new_group(backend="gloo", timeout=save_timeout))
     probe_storage(config.run_dir, worker, messenger)
     journal = _claim(run, worker) if worker.rank == 0 else None
     context = AttemptContext(

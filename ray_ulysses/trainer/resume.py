@@ -179,6 +179,9 @@ def _on_rank_0(context: AttemptContext, do: Callable[[], T]) -> T:
             result = do()
         except UlyssesError as error:
             failure = error
+        except Exception as error:
+            # Such as a foreign manifest's: the other ranks would wait for this one.
+            failure = CheckpointError(f"rank 0 can't read the run's states ({type(error).__name__}: {error})")
     result, failure = context.messenger.broadcast((result, failure))
     if failure is not None:
         raise failure
