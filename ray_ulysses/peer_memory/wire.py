@@ -12,7 +12,7 @@ from typing import Any
 
 from ray_ulysses.storage import Buffer
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Number of the form of requests; raised with every change, since agents outlive a driver and its version."""
 CHUNK_BYTES = 16 * 2**20
 """Most bytes of a file per request."""

@@ -221,9 +221,7 @@ def test_a_loss_that_a_wrapper_rounds_is_refused() -> None:
     hook = model.register_forward_hook(
         lambda module, args, output: output.bfloat16() if torch.is_tensor(output) else output
     )
-    with pytest.raises(
-        UserError, match=r"cast its loss to torch\.bfloat16, .*; leave out output_dtype"
-    ):
+    with pytest.raises(UserError, match=r"cast its loss to torch\.bfloat16, .*; leave out output_dtype"):
         causal_lm_loss(model, batch)
     causal_lm_loss(model, batch, tile="off")
     scores = score_tokens(model, batch)
