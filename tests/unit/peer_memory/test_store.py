@@ -77,14 +77,15 @@ def test_where_a_file_was_found_is_asked_first_for_the_rest_of_it(
 
 @pytest.mark.parametrize("lost", NODES)
 def test_any_single_agent_may_be_lost(agents: Agents, store_of: StoreOf, lost: str) -> None:
-    for node in NODES:
-        store_of(node).create(f"{FOLDER}/of-{node}", [node.encode() * MIB])
+    shards = {node: f"{FOLDER}/rank-0000{rank}-of-00003.safetensors" for rank, node in enumerate(NODES)}
+    for node, shard in shards.items():
+        store_of(node).create(shard, [node.encode() * MIB])
     store_of("a").create(MANIFEST, [b"manifest"])
     agents[lost].close()
     for reader in NODES:
         store = store_of(reader)
-        assert store.list("checkpoints") == [*(f"{FOLDER}/of-{node}" for node in NODES), MANIFEST]
-        assert [store.read_whole(f"{FOLDER}/of-{node}") for node in NODES] == [n.encode() * MIB for n in NODES]
+        assert store.list("checkpoints") == [*shards.values(), MANIFEST]
+        assert [store.read_whole(shard) for shard in shards.values()] == [n.encode() * MIB for n in NODES]
         assert lost not in store.nodes
 
 
