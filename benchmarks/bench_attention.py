@@ -9,29 +9,23 @@ of a row, H query heads, K KV heads, D head size.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import itertools
 import math
-import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from pathlib import Path
+from statistics import mean, median
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-if str(Path(__file__).resolve().parents[1]) not in sys.path:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.attention_report import SIDES, markdown, relative, slowest, summary_line, write
 from benchmarks.attention_sides import HEAD_SIZE, Case, Layer, build, checkpointed, inputs, reference, step, stubbed
-from benchmarks.stored_result import RESULTS, provenance, say
+from benchmarks.runner import MIB, NOT_MEASURED, Benchmark, Record, columns, header, main, say
 
+SIDES = ("ours", "theirs")
 KINDS = {
     "exchange, checkpointed": (True, True),
     "layer, checkpointed": (False, True),
@@ -44,7 +38,6 @@ LINK_REPETITIONS = 9
 MEASURED_S = 0.2
 """A timed stretch repeats its step until it lasts about so long."""
 TIMEOUT_S = 3600.0
-_M_MMAP_THRESHOLD = -3
 
 
 @contextmanager
@@ -85,10 +78,6 @@ def _group() -> dist.ProcessGroup:
 def _tensor(place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     found: torch.Tensor = args[place] if len(args) > place else kwargs["input" if "input" in kwargs else "tensor"]
     return found
-
-
-def _all_gather_bytes(group: dist.ProcessGroup, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    return float((group.size() - 1) * _tensor(1, args, kwargs).nbytes)
 
 
 def _sent_bytes(operations: Sequence[dist.P2POp]) -> float:
@@ -160,33 +149,6 @@ def link_rank(rank: int, size: int) -> list[float]:
     return seconds[1:]
 
 
-def memory_rank(rank: int, _: int, side: str, case: Case, stub: bool) -> float:
-    """Return this rank's peak resident bytes in one step, beyond what was there before it.
-
-    Every tensor of 64 KiB and more gets pages of its own, so that what is freed is gone.
-    """
-    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**16)
-    tensors, group = inputs(case, rank), _group()
-    with stubbed() if stub else ExitStack():
-        small = Case(sp=case.sp, tokens=16, heads=case.heads, kv_heads=case.kv_heads)
-        step(build(side, small, [small.sp * small.tokens], group, stub), inputs(small, rank))  # Imports, threads.
-        layer = build(side, case, [case.sp * case.tokens], group, stub)
-        dist.barrier()
-        Path("/proc/self/clear_refs").write_text("5")
-        before = _status("VmHWM")
-        kept = step(layer, tensors)
-        peak = _status("VmHWM") - before
-        del kept
-    return peak
-
-
-def _status(name: str) -> float:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(name):
-            return float(line.split()[1]) * 1024
-    raise AssertionError(name)
-
-
 def error_rank(rank: int, _: int, side: str, case: Case, lengths: list[int]) -> list[tuple[float, float]]:
     """Return ``(|difference|^2, |reference|^2)`` of the output and of the gradients of q, k and v."""
     found = step(build(side, case, lengths, _group(), False), inputs(case, rank))
@@ -196,121 +158,152 @@ def error_rank(rank: int, _: int, side: str, case: Case, lengths: list[int]) -> 
     return [((part.double() - ref).square().sum().item(), ref.square().sum().item()) for part, ref in pairs]
 
 
-class Bench:
-    """Runs the parts and gathers their record."""
+def _run(function: Callable[..., Any], sp: int, *args: Any) -> list[Any]:
+    from tests.distributed.harness import run_ranks
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self._options = options
-        self._link: dict[int, float] = {}
+    return run_ranks(function, sp, *args, timeout_s=TIMEOUT_S)
 
-    def record(self) -> dict[str, Any]:
-        """Measure everything that the options ask for."""
-        options = self._options
-        for sp in options.sp:
-            self._link[sp] = self._link_speed(sp)
-            say(f"link, sp {sp}: {self._link[sp] / 1e9:.2f} GB/s sent a rank")
-        sizes = itertools.product(options.sp, options.tokens, options.heads)
-        cases = [self._case(Case(sp=s, tokens=t, heads=h, kv_heads=k)) for s, t, (h, k) in sizes]
-        return {
-            **provenance(("torch", "deepspeed", "transformers"), "one thread a rank, gloo over loopback"),
-            "command": " ".join(["python", "benchmarks/bench_attention.py", *sys.argv[1:]]),
-            "options": {"repetitions": options.repetitions, "head_size": HEAD_SIZE, "max_gflop": options.max_gflop},
-            "link": self._link,
-            "cases": cases,
-            "errors": [error for sp in options.sp for error in self._errors(sp)],
-            "load_average": os.getloadavg(),
-        }
 
-    def _run(self, function: Callable[..., Any], sp: int, *args: Any) -> list[Any]:
-        from tests.distributed.harness import run_ranks
-
-        return run_ranks(function, sp, *args, timeout_s=TIMEOUT_S)
-
-    def _link_speed(self, sp: int) -> float:
-        ranks = self._run(link_rank, sp)
-        seconds = sorted(max(times) for times in zip(*ranks, strict=True))
-        return float(LINK_BYTES * (sp - 1) / sp / seconds[len(seconds) // 2])
-
-    def _case(self, case: Case) -> dict[str, Any]:
-        traffic = {side: self._run(count_rank, case.sp, side, case)[0] for side in SIDES}
-        sent = sum(phase["bytes"] for phase in traffic["ours"].values())
-        found: dict[str, Any] = {**asdict(case), "head_size": HEAD_SIZE, "gflop": case.gflop(), "traffic": traffic}
-        found |= {"bound_s": sent / self._link[case.sp], "memory": {}, "failures": {}}
-        real = case.gflop() <= self._options.max_gflop
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure the link, and each case in pairs."""
+    link = {}
+    for sp in options.sp:
+        seconds = sorted(max(times) for times in zip(*_run(link_rank, sp), strict=True))
+        link[sp] = LINK_BYTES * (sp - 1) / sp / median(seconds)
+    cases = []
+    for sp, tokens, heads in itertools.product(options.sp, options.tokens, options.heads):
+        query_heads, kv_heads = map(int, heads.split("/"))
+        case = Case(sp=sp, tokens=tokens, heads=query_heads, kv_heads=kv_heads)
+        traffic = {side: _run(count_rank, sp, side, case)[0] for side in SIDES}
+        bound_s = sum(phase["bytes"] for phase in traffic["ours"].values()) / link[sp]
+        found: dict[str, Any] = {**asdict(case), "traffic": traffic, "bound_s": bound_s, "times": {}}
         for kind, (stub, again) in KINDS.items():
-            measured = stub or real
-            found[kind] = self._pairs(case, kind, stub, again, found["failures"]) if measured else None
-        for side, stub in itertools.product(SIDES, (True, False)):
-            if stub or real:
-                found["memory"][f"{'stub' if stub else 'real'} {side}"] = self._run(
-                    memory_rank, case.sp, side, case, stub
-                )
-        return found
-
-    def _pairs(self, case: Case, kind: str, stub: bool, again: bool, failures: dict[str, str]) -> list[list[float]]:
-        try:
-            pairs = slowest(self._run(time_rank, case.sp, case, stub, again, self._options.repetitions))
-        except AssertionError as failure:
-            failures[kind] = str(failure).strip().splitlines()[-1]
-            return []
-        say(summary_line(kind, asdict(case), pairs))
-        return pairs
-
-    def _errors(self, sp: int) -> Iterator[dict[str, Any]]:
-        for heads, kv_heads in ((8, 2), (6, 3)):
-            case = Case(sp=sp, tokens=128, heads=heads, kv_heads=kv_heads)
-            total = sp * case.tokens
-            packed = [total // 2 + 3, total // 4 - 1, total - (total // 2 + 3) - (total // 4 - 1)]
-            for row, lengths in (("one document", [total]), ("3 packed documents", packed)):
-                for side in SIDES:
-                    result: dict[str, Any] = {**asdict(case), "row": row, "side": side, "errors": None}
-                    try:
-                        result["errors"] = relative(self._run(error_rank, sp, side, case, lengths))
-                    except AssertionError as failure:
-                        result["failure"] = str(failure).strip().splitlines()[-1]
-                    yield result
+            if stub or case.gflop() <= options.max_gflop:
+                ranks = _run(time_rank, sp, case, stub, again, options.repetitions)
+                found["times"][kind] = slowest(ranks)
+                say(f"{kind} {found['sp']}, {tokens}: theirs/ours {spread_of(found['times'][kind], 0)}")
+        cases.append(found)
+    return {"link": link, "cases": cases, "errors": [error for sp in options.sp for error in _errors(sp)]}
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """Return the options."""
-    parser = argparse.ArgumentParser(
-        description="Our attention layer beside DeepSpeed's, in one run over gloo processes on CPU.",
-        epilog="Example: python benchmarks/bench_attention.py --sp 4 --tokens 2048 --heads 8/2 --out /tmp/attention",
+def _errors(sp: int) -> Iterator[dict[str, Any]]:
+    for heads, kv_heads in ((8, 2), (6, 3)):
+        case = Case(sp=sp, tokens=128, heads=heads, kv_heads=kv_heads)
+        total = sp * case.tokens
+        packed = [total // 2 + 3, total // 4 - 1, total - (total // 2 + 3) - (total // 4 - 1)]
+        for row, lengths in (("one document", [total]), ("3 packed documents", packed)):
+            for side in SIDES:
+                result: dict[str, Any] = {**asdict(case), "row": row, "side": side, "errors": None}
+                try:
+                    result["errors"] = relative(_run(error_rank, sp, side, case, lengths))
+                except AssertionError as failure:
+                    result["failure"] = str(failure).strip().splitlines()[-1]
+                yield result
+
+
+def slowest(ranks: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
+    """Return the slowest rank's wall seconds and the mean rank's CPU seconds of each pair.
+
+    Args:
+        ranks: Per rank and pair, ``[ours, theirs, ours, theirs]``: wall, then CPU seconds.
+    """
+    return [
+        [*(max(pair[i] for pair in pairs) for i in (0, 1)), *(mean(pair[i] for pair in pairs) for i in (2, 3))]
+        for pairs in zip(*ranks, strict=True)
+    ]
+
+
+def spread_of(pairs: Sequence[Sequence[float]], first: int) -> str:
+    """Return median, minimum and maximum of theirs/ours; ``first`` is ours' place in a pair."""
+    each = [pair[first + 1] / pair[first] for pair in pairs]
+    return f"**{median(each):.2f}** ({min(each):.2f} to {max(each):.2f})"
+
+
+def relative(ranks: Sequence[Sequence[Sequence[float]]]) -> list[float]:
+    """Return the norm-wise relative error of each tensor from every rank's ``(|difference|^2, |reference|^2)``."""
+    return [
+        math.sqrt(sum(part[0] for part in parts) / sum(part[1] for part in parts)) for parts in zip(*ranks, strict=True)
+    ]
+
+
+def _size(case: Record) -> str:
+    return f"sp {case['sp']}, {case['tokens']:,} tokens per rank, {case['heads']}/{case['kv_heads']} heads"
+
+
+def page(record: Record) -> str:
+    """Return the page."""
+    links = "; ".join(f"sp {sp}: {speed / 1e9:.2f} GB/s sent per rank" for sp, speed in record["link"].items())
+    text = (
+        f"fp32, one row, heads of {HEAD_SIZE}. A ratio is theirs/ours of pairs that alternate on the same tensors "
+        "(above 1: ours is better): median, minimum and maximum; a time is the slowest rank's, CPU time the mean "
+        "rank's. **Bound**: our layer's bytes at the speed of bare `all_to_all_single` calls of 64 MiB in the same "
+        "run. **exchange**: the kernel is a stub; **layer**: torch's fused SDPA on both sides. **checkpointed**: "
+        f"forward, recomputation and backward, ours with its attention output kept (the default). Link: {links}."
     )
-    parser.add_argument("--sp", type=int, nargs="+", default=[2, 4], help="sp sizes (default: 2 4)")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048, 8192], help="tokens a rank")
-    parser.add_argument(
-        "--heads", type=_heads, nargs="+", default=[(8, 2), (32, 8)], help="query/key-value heads (default: 8/2 32/8)"
+    lines = [(case, kind) for kind in KINDS for case in record["cases"]]
+
+    def seconds(side: int) -> Callable[[Any], str]:
+        def cell(line: tuple[Record, str]) -> str:
+            pairs = line[0]["times"].get(line[1])
+            return f"{1e3 * median(pair[side] for pair in pairs):.1f} ms" if pairs else NOT_MEASURED
+
+        return cell
+
+    def ratio(first: int) -> Callable[[Any], str]:
+        return lambda line: spread_of(line[0]["times"][line[1]], first) if line[1] in line[0]["times"] else ""
+
+    def traffic(side: str, name: str, unit: float, form: str) -> Callable[[Record], str]:
+        return lambda case: " + ".join(form.format(phase[name] / unit) for phase in case["traffic"][side].values())
+
+    times = columns(
+        lines,
+        what=lambda line: line[1],
+        size=lambda line: _size(line[0]),
+        ours=seconds(0),
+        theirs=seconds(1),
+        ratio=ratio(0),
+        CPU_time_ratio=ratio(2),
+        bound=lambda line: f"{line[0]['bound_s'] * 1e3:.1f} ms",
     )
-    parser.add_argument("--repetitions", type=int, default=15, help="pairs of runs a case (default: 15)")
-    parser.add_argument(
-        "--max-gflop", type=float, default=500.0, help="leave out the real kernel above so much work a rank (500)"
+    sent = columns(
+        record["cases"],
+        size=_size,
+        collectives=traffic("ours", "collectives", 1, "{:.0f}"),
+        theirs=traffic("theirs", "collectives", 1, "{:.0f}"),
+        MiB_sent=traffic("ours", "bytes", MIB, "{:.2f}"),
+        theirs_=traffic("theirs", "bytes", MIB, "{:.2f}"),
     )
-    parser.add_argument("--quick", action="store_true", help="only sp 2, 512 tokens a rank, 8/2 heads, 3 pairs")
-    parser.add_argument(
-        "--out", type=Path, help="folder for attention_cpu.md and .json (default: benchmarks/results; --quick: none)"
+    errors = columns(
+        record["errors"],
+        size=_size,
+        row=lambda one: one["row"],
+        side=lambda one: one["side"],
+        output_and_gradients_of_q_k_v=lambda one: (
+            ", ".join(f"{error:.1e}" for error in one["errors"] or []) or one["failure"]
+        ),
     )
-    options = parser.parse_args(arguments)
-    if options.quick:
-        options.sp, options.tokens, options.heads, options.repetitions = [2], [512], [(8, 2)], 3
-    elif options.out is None:
-        options.out = RESULTS
-    return options
+    parts = ["## Collectives and bytes of rank 0, forward + backward", sent]
+    parts += ["## Error against one process in fp64, norm-wise, each document by itself", errors]
+    title = "Attention layer on CPU: ours beside DeepSpeed's UlyssesSPAttentionHF"
+    return "\n\n".join([header(title, record, text), times, *parts])
 
 
-def _heads(text: str) -> tuple[int, int]:
-    heads, kv_heads = text.split("/")
-    return int(heads), int(kv_heads)
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Run the benchmark, show its page and store it."""
-    options = parse(arguments)
-    record = Bench(options).record()
-    say(markdown(record))
-    if options.out is not None:
-        say("\n".join(f"written: {path.name}" for path in write(record, options.out)))
-
+BENCHMARK = Benchmark(
+    name="attention_cpu",
+    about="Our attention layer beside DeepSpeed's, in one run over gloo processes on CPU.",
+    measure=measure,
+    page=page,
+    packages=("torch", "deepspeed", "transformers"),
+    hardware="one thread per rank, gloo over loopback",
+    options={
+        "sp": ([2, 4], "sp sizes"),
+        "tokens": ([512, 2048, 8192], "tokens per rank"),
+        "heads": (["8/2", "32/8"], "query/key-value heads"),
+        "repetitions": (15, "pairs of runs of a case"),
+        "max_gflop": (500.0, "leave out the real kernel above so much work per rank"),
+    },
+    quick={"sp": [2], "tokens": [512], "heads": ["8/2"], "repetitions": 3},
+)
 
 if __name__ == "__main__":
-    main()
+    main(BENCHMARK)

@@ -1,90 +1,178 @@
-"""Rows through both engines: speed, CPU, memory, the first batch, random reads, and what hides behind a step.
+"""Rows through both data engines: speed, CPU, memory, the first row, and what a rank waits behind its steps.
 
-The corpus is real (the standard library's sources, a byte a token), the rows are 131,072 tokens long. The direct reader
+The corpus is real (the standard library's sources, a byte per token), the rows have 131,072 tokens. The direct reader
 reads in the rank's own process; Ray Data reads in tasks and streams to four consumers in one Ray on this machine.
+``python -m benchmarks.bench_data store`` measures the waits for rows from a slow object store.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
-import sys
+import shutil
+import sysconfig
 import tempfile
 import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, Literal
+from unittest import mock
 
 import numpy as np
-
-if str(Path(__file__).resolve().parents[1]) not in sys.path:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import json
-
+import psutil
 import ray
 
-from benchmarks import document_length_cost, length_peers, object_store_rows, random_reads
-from benchmarks.data_report import markdown
-from benchmarks.data_sides import WAIT_S, Consumer, Consumption, Engine, ProcessUsage, library_corpus, own_ray
-from benchmarks.fresh_process import peak_rss_bytes, run_fresh
-from benchmarks.stored_result import RESULTS, command, provenance, say, store
+from benchmarks.runner import MIB, Benchmark, Record, columns, fresh, header, main, peak_rss_bytes, say, spread
+from ray_ulysses.cluster.ray_access import private_session
+from ray_ulysses.cluster.stream import RayStreams
 from ray_ulysses.data.corpus.corpus import Corpus
-from ray_ulysses.data.plan.corpus_set import open_sources, plan_input
-from ray_ulysses.data.plan.plan import Plan
+from ray_ulysses.data.plan.corpus_set import CorpusSet, open_sources, plan_input
 from ray_ulysses.data.plan.plan_files import load_plan, write_segment
 from ray_ulysses.data.plan.segment import PlanSettings
-from ray_ulysses.data.read.streamed_source import MAX_BLOCKS
+from ray_ulysses.data.prepare.preparation import PrepareRequest
+from ray_ulysses.data.prepare.upload import CorpusUpload
+from ray_ulysses.data.read.reader import RowReader
+from ray_ulysses.data.read.row_source import DirectSource
+from ray_ulysses.data.read.streamed_source import StreamedSource
+from ray_ulysses.data.sources.units import SourceSpec
+from ray_ulysses.storage.block_cache import SIZE_VARIABLE
+from ray_ulysses.storage.object_store import ObjectStore
+from ray_ulysses.storage.place import open_folder
+from tests.local_preparation import prepare_local
 
-CONTEXT_TOKENS = 131_072
-ROWS_PER_STEP = 8
-WORLD_SIZE = 4
-STEP_S = 1.0
-HIDDEN_STEPS = 20
-SHORT_WINDOW = 3
-"""Blocks of a short window, which has 7 rows of a rank, so that several borders of windows lie in the hidden run."""
+Engine = Literal["direct", "ray"]
+ENGINES: dict[Engine, str] = {"direct": "direct", "ray": "Ray Data"}
+CONTEXT_TOKENS, ROWS_PER_STEP, WORLD_SIZE = 131_072, 8, 4
+STEP_S, WAIT_S = 1.0, 120.0
+MEAN_LENGTHS = {300: 4 << 10, 20_000: 128 << 10}
+"""Documents in the store, and the bytes of text of a shard, so that a row's documents lie in about as many shards."""
+DELAYS_S = (0.02, 0.05)
 
 
-def plan_rows(corpus: Corpus, folder: Path) -> Plan:
-    """Plan the corpus to disk."""
+def library_corpus(folder: Path, copies: int) -> Corpus:
+    """Prepare copies of the standard library's sources, a document per file and a token per byte."""
+    root = Path(sysconfig.get_path("stdlib"))
+    for copy in range(copies):
+        shutil.copytree(root, folder / "sources" / str(copy), ignore=shutil.ignore_patterns("site-packages", "*.so"))
+    spec = SourceSpec(paths=(str(folder / "sources"),), pattern="*.py")
+    return prepare_local(PrepareRequest(sources=spec, out=folder / "corpus", duplicates="keep", unit_bytes=4 << 20))
+
+
+def random_documents(folder: Path, mean_length: int, num_tokens: int) -> Path:
+    """Write documents of random letters whose lengths lie evenly between half and one and a half of the mean."""
+    rng = np.random.default_rng(mean_length)
+    folder.mkdir(parents=True)
+    path = folder / "documents.jsonl"
+    with path.open("w") as file:
+        for length in rng.integers(mean_length // 2, mean_length * 3 // 2, num_tokens // mean_length).tolist():
+            text = rng.integers(ord("a"), ord("z") + 1, length, dtype=np.uint8).tobytes().decode()
+            file.write(json.dumps({"text": text}) + "\n")
+    return path
+
+
+def plan_rows(location: str, folder: Path, rows_per_step: int = ROWS_PER_STEP) -> Path:
+    """Plan a corpus to disk."""
     settings = PlanSettings(
-        seed=0, context_tokens=CONTEXT_TOKENS, pad_multiple=256, rows_per_step=ROWS_PER_STEP, balance_steps=1
+        seed=0, context_tokens=CONTEXT_TOKENS, pad_multiple=256, rows_per_step=rows_per_step, balance_steps=1
     )
-    write_segment(folder, 0, plan_input(open_sources([(str(corpus.path), None)])), settings)
-    return load_plan(folder)
+    write_segment(folder, 0, plan_input(open_sources([(location, None)])), settings)
+    return folder
 
 
-def direct_rank(folder: Path, num_rows: int) -> dict[str, Any]:
-    """Receive rows in this process alone, through the direct reader."""
-    before = peak_rss_bytes()
-    consumption = Consumption("direct", str(folder), 0, 1)
-    taken = consumption.take(range(1, num_rows // ROWS_PER_STEP + 1))
-    consumption.close()
-    return {**taken, "rss_before_bytes": before, "peak_rss_bytes": peak_rss_bytes()}
+@contextmanager
+def own_ray(num_cpus: int) -> Iterator[None]:
+    """Start a Ray of this process's own and end it again."""
+    with private_session():
+        ray.init(
+            address="local", num_cpus=num_cpus, include_dashboard=False, object_store_memory=256 << 20,
+            log_to_driver=False, configure_logging=False,
+        )  # fmt: skip
+        try:
+            yield
+        finally:
+            ray.shutdown()
 
 
-def through_consumers(
-    engine: Engine, folder: Path, steps: range, row_work_s: float = 0.0, max_blocks: int = MAX_BLOCKS
-) -> dict[str, Any]:
-    """Receive steps in four processes, the first two each by itself, and look at all processes the while."""
-    ranks = [Consumer.remote(engine, str(folder), rank, WORLD_SIZE, max_blocks) for rank in range(WORLD_SIZE)]
+class Consumption:
+    """A rank's source, and how long it waits for its rows."""
+
+    def __init__(self, engine: Engine, plan_folder: str, rank: int, world_size: int) -> None:
+        plan = load_plan(Path(plan_folder))
+        reader = RowReader(CorpusSet(plan.newest.sources), plan)
+        place = {"dp_rank": rank, "dp_size": world_size, "sp_rank": 0, "sp_size": 1, "timeout_s": WAIT_S}
+        self._source: DirectSource
+        if engine == "direct":
+            self._source = DirectSource(reader, plan, **place)  # type: ignore[arg-type]
+        else:
+            self._source = StreamedSource(reader, plan, streams=RayStreams(), **place)  # type: ignore[arg-type]
+
+    def take(self, steps: Sequence[int], row_work_s: float = 0.0) -> dict[str, Any]:
+        """Receive steps, sleep so long after each row, and return the seconds waited for each row, in order."""
+        waits, tokens = [], 0
+        start = time.perf_counter()
+        for step in steps:
+            before = time.perf_counter()
+            for row in self._source.step(step):
+                waits.append(time.perf_counter() - before)
+                tokens += row.input_ids.size
+                time.sleep(row_work_s)
+                before = time.perf_counter()
+        return {"waits_s": waits, "tokens": tokens, "seconds": time.perf_counter() - start}
+
+    def close(self) -> None:
+        """Close the source."""
+        self._source.close()
+
+
+@ray.remote(num_cpus=0)
+class Consumer(Consumption):
+    """A rank in a process of its own."""
+
+
+class Family:
+    """CPU time and memory of all processes below this one, those that have ended since included."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[tuple[int, float], float] = {}
+        self.peak_bytes = 0
+
+    def look(self) -> float:
+        """Return the CPU seconds so far of all processes seen."""
+        held = 0
+        for process in psutil.Process().children(recursive=True):
+            try:
+                times, memory = process.cpu_times(), process.memory_info()
+                self._seconds[process.pid, process.create_time()] = times.user + times.system
+            except psutil.Error:
+                continue
+            held += memory.rss - getattr(memory, "shared", 0)
+        self.peak_bytes = max(self.peak_bytes, held)
+        return sum(self._seconds.values())
+
+
+def through_consumers(engine: Engine, folder: Path, steps: range, row_work_s: float = 0.0) -> dict[str, Any]:
+    """Receive steps in four processes, the first two each by itself, and look at all processes meanwhile."""
+    ranks = [Consumer.remote(engine, str(folder), rank, WORLD_SIZE) for rank in range(WORLD_SIZE)]
     # Every process is up before the clock starts.
     ray.get([rank.take.remote([]) for rank in ranks], timeout=WAIT_S)
-    usage, ended = ProcessUsage(), threading.Event()
-    looks = [usage.look()[0]]
-    peak: dict[str, float] = {}
+    family, ended = Family(), threading.Event()
 
     def watch() -> None:
         while not ended.wait(0.25):
-            for name, value in usage.look()[1].items():
-                peak[name] = max(peak.get(name, 0.0), value)
+            family.look()
 
+    looks = [family.look()]
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     parts = []
     for part in (steps[:1], steps[1:2], steps[2:]):
         limit = WAIT_S + len(part) * ROWS_PER_STEP * (row_work_s + 1.0)
         parts.append(ray.get([rank.take.remote(part, row_work_s) for rank in ranks], timeout=limit))
-        looks.append(usage.look()[0])
+        looks.append(family.look())
     ended.set()
     watcher.join(WAIT_S)
     ray.get([rank.close.remote() for rank in ranks], timeout=WAIT_S)
@@ -93,167 +181,169 @@ def through_consumers(
     return {
         "engine": engine,
         "num_rows": sum(len(one["waits_s"]) for one in parts[2]),
-        "tokens": sum(one["tokens"] for one in parts[2]),
         "seconds": max(one["seconds"] for one in parts[2]),
-        "start_cpu_s": sum(looks[2].values()) - sum(looks[0].values()),
-        "cpu_s": sum(looks[3].values()) - sum(looks[2].values()),
-        "cpu_of_s": {kind: used - looks[2].get(kind, 0.0) for kind, used in looks[3].items()},
+        "cpu_s": looks[3] - looks[2],
+        "start_cpu_s": looks[2] - looks[0],
         "first_s": max(one["waits_s"][0] for one in parts[0]),
         "second_s": max(max(one["waits_s"]) for one in parts[1]),
         "waits_s": [one["waits_s"] for one in parts[2]],
-        "max_blocks": max_blocks,
-        "rss": peak,
+        "peak_bytes": family.peak_bytes,
     }
 
 
-def engines(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Run both engines in turn."""
-    steps = range(1, options.rows // ROWS_PER_STEP + 3)
-    found: dict[str, Any] = {"alone": [], "runs": [], "hidden": []}
-    with own_ray(num_cpus=WORLD_SIZE):
-        for _ in range(options.repetitions):
-            found["alone"].append(run_fresh([__file__, "--direct", str(folder), str(options.rows)], 600.0))
-            for engine in ("direct", "ray"):
-                run = through_consumers(engine, folder, steps)
-                found["runs"].append(run)
-                say(f"{engine}: {run['num_rows'] / run['seconds']:.1f} rows/s, {run['cpu_s']:.1f} CPU seconds")
-        work = STEP_S / (ROWS_PER_STEP // WORLD_SIZE)
-        for engine, blocks in (("direct", MAX_BLOCKS), ("ray", MAX_BLOCKS), ("ray", SHORT_WINDOW)):
-            run = through_consumers(engine, folder, range(1, options.hidden_steps + 3), work, blocks)
-            found["hidden"].append(run)
-            say(f"{engine} behind steps of {STEP_S:.0f} s: longest wait {max(run['waits_s'][0]) * 1e3:.0f} ms")
-    return found
-
-
-def reads(corpus: Corpus, plan: Plan, folder: Path, count: int) -> dict[str, Any]:
-    """Read documents at random, and the pieces of rows."""
-    documents = np.random.default_rng(0).integers(0, corpus.num_documents, count)
+def read_alone(folder: str, num_rows: int) -> dict[str, Any]:
+    """Receive rows in this process through the direct reader."""
+    consumption = Consumption("direct", folder, 0, 1)
+    start = time.process_time()
+    taken = consumption.take(range(1, num_rows // ROWS_PER_STEP + 1))
+    cpu_s = time.process_time() - start
+    consumption.close()
     return {
-        "documents": random_reads.ours(corpus, random_reads.whole_documents(corpus, documents)),
-        "pieces": random_reads.ours(corpus, random_reads.row_pieces(plan, range(min(100, plan.num_rows)))),
-        "default": random_reads.default_parquet(corpus, folder / "default.parquet", documents[:20]),
+        "num_rows": len(taken["waits_s"]),
+        "seconds": taken["seconds"],
+        "cpu_s": cpu_s,
+        "peak_bytes": peak_rss_bytes(),
     }
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the record of everything that the options ask for."""
-    record: dict[str, Any] = {
-        **provenance(("numpy", "pyarrow", "ray"), "one machine, files in its page cache"),
-        "command": command("bench_data.py"),
-        "load_before": os.getloadavg(),
-        "world_size": WORLD_SIZE,
-        "step_s": STEP_S,
-        "rows_per_step": ROWS_PER_STEP,
-    }
+    """Run both engines in turn."""
+    record: dict[str, Any] = {"alone": [], "runs": [], "hidden": []}
     with tempfile.TemporaryDirectory(prefix="bench-data-") as temporary:
-        root = Path(temporary)
-        corpus = library_corpus(root, options.copies)
-        plan = plan_rows(corpus, root / "plan")
-        assert plan.num_rows >= options.rows + 2 * ROWS_PER_STEP, (plan.num_rows, options.rows)
-        record["corpus"] = {
-            "num_documents": corpus.num_documents,
-            "num_tokens": corpus.info.num_tokens,
-            "num_shards": len(corpus.info.shards),
-            "num_bytes": sum(shard.tokens.num_bytes(np.dtype(corpus.info.dtype)) for shard in corpus.info.shards),
-            "dtype": corpus.info.dtype,
-            "num_rows": plan.num_rows,
-        }
-        record["reads"] = reads(corpus, plan, root, options.reads)
-        record |= engines(root / "plan", options)
-    return record | {"load_average": os.getloadavg()}
+        corpus = library_corpus(Path(temporary), options.copies)
+        plan = plan_rows(str(corpus.path), Path(temporary) / "plan")
+        record["corpus"] = {"num_documents": corpus.num_documents, "num_tokens": corpus.info.num_tokens}
+        with own_ray(num_cpus=WORLD_SIZE):
+            for _ in range(options.repetitions):
+                record["alone"].append(fresh(read_alone, plan, options.rows))
+                for engine in ENGINES:
+                    run = through_consumers(engine, plan, range(1, options.rows // ROWS_PER_STEP + 3))
+                    record["runs"].append(run)
+                    say(f"{engine}: {run['num_rows'] / run['seconds']:.1f} rows/s, {run['cpu_s']:.1f} CPU seconds")
+            work = STEP_S / (ROWS_PER_STEP // WORLD_SIZE)
+            for engine in ENGINES:
+                record["hidden"].append(through_consumers(engine, plan, range(1, options.steps + 3), work))
+    return record
 
 
-def measure_lengths(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the record of the cost of a row by document length."""
-    record: dict[str, Any] = {
-        **provenance(("numpy", "pyarrow", "datasets"), "one machine, files in its page cache"),
-        "command": command("bench_data.py"),
-        "load_before": os.getloadavg(),
-        "lengths": {},
+def page(record: Record) -> str:
+    """Return the page."""
+    corpus = record["corpus"]
+    text = (
+        f"The standard library's sources: {corpus['num_documents']:,} documents, {corpus['num_tokens']:,} tokens. A "
+        f"row is {CONTEXT_TOKENS:,} tokens; its ids, labels and positions arrive as int64. The first step is read "
+        "directly, and Ray Data starts its readers after it: **first row** and **second step** are the longest waits "
+        "of any rank for them, and are not in the other figures. CPU and memory (resident, not shared) are of all "
+        "processes, Ray's included; ranks, readers and the benchmark share the cores. Both engines give the same "
+        "rows, byte for byte."
+    )
+    groups = {"one process, direct": record["alone"]}
+    groups |= {
+        f"{WORLD_SIZE} consumers, {name}": [run for run in record["runs"] if run["engine"] == engine]
+        for engine, name in ENGINES.items()
     }
-    num_rows, rounds = (2, 1) if options.quick else (8, 3)
-    with tempfile.TemporaryDirectory(prefix="bench-data-") as temporary:
-        for length in document_length_cost.MEAN_LENGTHS:
-            folder = Path(temporary) / str(length)
-            corpus = document_length_cost.random_corpus(folder, length, 3 * num_rows * CONTEXT_TOKENS)
-            plan = plan_rows(corpus, folder / "plan")
-            cost = document_length_cost.row_cost(corpus, plan, folder / "flat.bin", num_rows, rounds)
-            cost["peers"] = peers(corpus, folder / "peers", num_rows, rounds, options.mosaic_python)
-            record["lengths"][str(length)] = cost
-            say(f"documents of {length:,} tokens: {min(cost['first']) / min(cost['flat']):.1f} times the flat file")
-    return record | {"load_average": os.getloadavg()}
+
+    def waits(name: str) -> Callable[[Any], str]:
+        return lambda line: f"{median(run[name] for run in line[1]):.3f} s" if name in line[1][0] else ""
+
+    speed = columns(
+        list(groups.items()),
+        engine=lambda line: line[0],
+        rows_per_second=lambda line: spread([run["num_rows"] / run["seconds"] for run in line[1]], "{:.1f}"),
+        CPU_per_row=lambda line: spread([1e3 * run["cpu_s"] / run["num_rows"] for run in line[1]], "{:.1f}") + " ms",
+        start_CPU=waits("start_cpu_s"),
+        first_row=waits("first_s"),
+        second_step=waits("second_s"),
+        peak_memory=lambda line: f"{max(run['peak_bytes'] for run in line[1]) / MIB:,.0f} MiB",
+    )
+    hidden = columns(
+        record["hidden"],
+        engine=lambda run: ENGINES[run["engine"]],
+        wait_for_a_row=lambda run: f"{1e3 * median(wait for rank in run['waits_s'] for wait in rank):.2f} ms",
+        longest=lambda run: f"{1e3 * max(map(max, run['waits_s'])):.1f} ms",
+        worst_ranks_share=lambda run: (
+            f"{max(map(sum, run['waits_s'])) / (run['num_rows'] * STEP_S / ROWS_PER_STEP):.3%}"
+        ),
+    )
+    behind = f"## Waits behind steps of {STEP_S:.0f} s, {WORLD_SIZE} ranks; the bound is 0"
+    return "\n\n".join([header("Rows through both engines", record, text), speed, behind, hidden])
 
 
-def measure_object_store(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the record of what a rank waits for rows from an object store."""
-    record: dict[str, Any] = {
-        **provenance(("numpy", "ray", "obstore", "moto"), "one machine"),
-        "command": command("bench_data.py"),
-        "load_before": os.getloadavg(),
-    }
-    num_steps, work_s = (3, 0.2) if options.quick else (4, 2.0)
-    with tempfile.TemporaryDirectory(prefix="bench-data-") as temporary:
-        record["cases"] = object_store_rows.measure(Path(temporary), num_steps, work_s)
-    return record | {"load_average": os.getloadavg()}
+def measure_store(options: argparse.Namespace) -> dict[str, Any]:
+    """Receive rows from a store that answers late, one rank that works on each; no node keeps a copy."""
+    from tests.s3_server import faulty_proxy, serve_s3
+
+    found = []
+    with tempfile.TemporaryDirectory(prefix="bench-data-") as temporary, serve_s3() as s3, faulty_proxy(s3) as proxy:
+        environment = {**s3.environment(), "AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}", SIZE_VARIABLE: "0"}
+        with mock.patch.dict(os.environ, environment), own_ray(num_cpus=2):
+            for length, unit_bytes in MEAN_LENGTHS.items():
+                proxy.delay_s, location = 0.0, s3.uri(f"corpora/{length}", proxy.port)
+                folder = Path(temporary) / str(length)
+                texts = random_documents(folder, length, (2 * options.steps + 1) * CONTEXT_TOKENS)
+                spec = SourceSpec(paths=(str(texts),))
+                corpus = prepare_local(
+                    PrepareRequest(sources=spec, out=folder / "corpus", duplicates="keep", unit_bytes=unit_bytes)
+                )
+                store = open_folder(location)
+                assert isinstance(store, ObjectStore)
+                CorpusUpload(store, str(store), corpus.info.signature).run(corpus.path, say)
+                plan = plan_rows(location, folder / "plan", 2)
+                for proxy.delay_s in DELAYS_S:
+                    for engine in ENGINES:
+                        rank = Consumption(engine, str(plan), 0, 1)
+                        # The first step is read directly by both; Ray Data starts after it.
+                        first = rank.take(range(1, 2), options.work_s)
+                        later = rank.take(range(2, options.steps + 1), options.work_s)
+                        rank.close()
+                        case = {"length": length, "delay_s": proxy.delay_s, "engine": engine}
+                        found.append({**case, "first_s": first["waits_s"][0], "waits_s": later["waits_s"]})
+                        say(str(found[-1]))
+    return {"cases": found, "work_s": options.work_s}
 
 
-def peers(corpus: Corpus, folder: Path, num_rows: int, rounds: int, mosaic_python: str | None) -> dict[str, Any]:
-    """Return the CPU seconds per row of other projects' readers of the same documents."""
-    tokens = [corpus.read(number, 0, int(length)) for number, length in enumerate(corpus.lengths.tolist())]
-    length_peers.store(folder, tokens, num_rows)
-    found = {}
-    for name, make in (("datasets", length_peers.hugging_face), ("Megatron", length_peers.megatron)):
-        read = make(folder)
-        assert all(np.array_equal(read(number), tokens[number]) for number in (0, len(tokens) - 1))
-        found[name] = length_peers.row_seconds(folder, read, rounds)
-    if mosaic_python is not None:
-        ran = run_fresh([length_peers.__file__, str(folder), str(rounds)], 600.0, mosaic_python)
-        found["Mosaic"] = ran["seconds"]
-    return found
+def store_page(record: Record) -> str:
+    """Return the page on the object store."""
+    text = (
+        f"One rank receives rows of {CONTEXT_TOKENS:,} tokens from an S3 server of this machine behind a proxy that "
+        f"delays each request, and works {record['work_s']:g} s on each row. Nothing is kept on the node between rows."
+    )
+    cases = columns(
+        record["cases"],
+        mean_document=lambda one: f"{one['length']:,}",
+        delay=lambda one: f"{1e3 * one['delay_s']:.0f} ms",
+        engine=lambda one: ENGINES[one["engine"]],
+        first_row=lambda one: f"{one['first_s']:.2f} s",
+        later_rows=lambda one: spread(one["waits_s"]) + " s",
+    )
+    return "\n\n".join([header("Rows from an object store that answers late", record, text), cases])
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """Return the options."""
-    parser = argparse.ArgumentParser(description="Rows of 131,072 tokens through both engines.")
-    parser.add_argument("--rows", type=int, default=400, help="rows of a run (default: 400)")
-    parser.add_argument("--copies", type=int, default=2, help="copies of the standard library (default: 2)")
-    parser.add_argument("--repetitions", type=int, default=3, help="runs of each engine, in turn (default: 3)")
-    parser.add_argument("--hidden-steps", type=int, default=HIDDEN_STEPS, help="steps of 1 s (default: 20)")
-    parser.add_argument("--reads", type=int, default=2000, help="random reads (default: 2,000)")
-    parser.add_argument("--quick", action="store_true", help="40 rows, one run each, 4 steps of 1 s, 100 reads")
-    parser.add_argument("--lengths", action="store_true", help="only the CPU per row by document length")
-    parser.add_argument("--object-store", action="store_true", help="only the waits for rows from an object store")
-    parser.add_argument("--mosaic-python", help="with --lengths: a Python that has mosaicml-streaming")
-    parser.add_argument("--direct", nargs=2, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help="folder for data.md and .json (default: results; --quick: none)")
-    options = parser.parse_args(arguments)
-    if options.quick:
-        options.rows, options.copies, options.repetitions = 40, 1, 1
-        options.hidden_steps, options.reads = 6, 100
-    elif options.out is None:
-        options.out = RESULTS
-    return options
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Run the benchmark, show its page and store it."""
-    options = parse(arguments)
-    if options.direct:
-        say(json.dumps(direct_rank(Path(options.direct[0]), int(options.direct[1]))))
-        return
-    if options.lengths:
-        name, record = "data_lengths", measure_lengths(options)
-        page = document_length_cost.markdown(record)
-    elif options.object_store:
-        name, record = "data_object_store", measure_object_store(options)
-        page = object_store_rows.markdown(record)
-    else:
-        name, record = "data", measure(options)
-        page = markdown(record)
-    say(page)
-    if options.out is not None:
-        say("\n".join(f"written: {path.name}" for path in store(name, page, record, options.out)))
-
+BENCHMARK = Benchmark(
+    name="data",
+    about="Rows of 131,072 tokens through both engines.",
+    measure=measure,
+    page=page,
+    packages=("numpy", "pyarrow", "ray"),
+    hardware="one machine, files in its page cache",
+    options={
+        "rows": (400, "rows of a run"),
+        "copies": (2, "copies of the standard library"),
+        "repetitions": (3, "runs of each engine, in turn"),
+        "steps": (20, "steps of 1 s"),
+    },
+    quick={"rows": 40, "copies": 1, "repetitions": 1, "steps": 6},
+)
+STORE = Benchmark(
+    name="data_object_store",
+    about="Waits for rows from an object store that answers late.",
+    measure=measure_store,
+    page=store_page,
+    packages=("numpy", "ray", "obstore", "moto"),
+    hardware="one machine",
+    options={"steps": (4, "steps of two rows"), "work_s": (2.0, "seconds of work on a row")},
+    quick={"steps": 3, "work_s": 0.2},
+)
 
 if __name__ == "__main__":
-    main()
+    main(BENCHMARK, other={"store": STORE})

@@ -1,28 +1,21 @@
-"""How level steps are across data-parallel groups: rows dealt as they come, sorted in the step, and over 4 steps.
+"""How level steps are across data-parallel groups: rows dealt at random, sorted in the step, and over 4 steps.
 
 Nothing is timed: a row costs what its documents cost by the count of floating-point operations, and a micro-batch lasts
-as long as its dearest row. The rows are the planner's own, in its shuffled order.
+as long as its most expensive row. The rows are the planner's own, in its shuffled order.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import sys
-from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-if str(Path(__file__).resolve().parents[1]) not in sys.path:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from benchmarks.document_lengths import log_normal, standard_library
-from benchmarks.imbalance_report import markdown
-from benchmarks.stored_result import REPOSITORY, RESULTS, command, provenance, say, store
+from benchmarks.runner import REPOSITORY, Benchmark, Record, columns, header, main, met, say
 from ray_ulysses.config import load_config
 from ray_ulysses.data.plan.corpus_set import PlanInput, PlannedSource
 from ray_ulysses.data.plan.planning import build_segment
@@ -32,37 +25,32 @@ from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.planner.flops import token_cost
 
 CONTEXTS = (131_072, 1_048_576)
-ROWS_PER_STEP = (16, 64, 256)
-DP_SIZES = (2, 4, 8, 16)
+ROWS_PER_STEP, DP_SIZES = (16, 64, 256), (2, 4, 8, 16)
 BALANCE_STEPS = 4
 MODEL = REPOSITORY / "configs" / "llama3-8b_16xh100_sp8-dp2_128k.yaml"
 LIBRARY_COPIES = {131_072: 64, 1_048_576: 512}
-"""How often the library's files are taken, so that there are dozens of steps of 256 rows."""
+"""Copies of the library's files, so that there are dozens of steps of 256 rows."""
+GOAL, GOAL_ROWS, GOAL_DP, GOAL_MEAN = 1.2, 64, 8, 100_000
 
 Costs = NDArray[np.int64]
 
 
-def corpora(context_tokens: int, scale: float) -> dict[str, tuple[Callable[[], NDArray[np.uint32]], bool]]:
-    """Return the corpora by name, and whether the goal is for them: documents of a mean of 100k tokens and more."""
-
-    def sized(number: int, mean: float, sigma: float) -> Callable[[], NDArray[np.uint32]]:
-        return lambda: log_normal(round(number * scale), mean=mean, sigma=sigma)
-
-    copies = max(1, round(LIBRARY_COPIES[context_tokens] * scale))
-    return {
-        "standard library as bytes": (lambda: np.tile(standard_library(), copies), False),
-        "long tail to 1M: log-normal, sigma 1.5, mean 6.5k": (sized(2_000_000, 6_500, 1.5), False),
-        "long documents: log-normal, sigma 0.5, mean 120k": (sized(100_000, 120_000, 0.5), True),
-        "long documents: log-normal, sigma 1.0, mean 150k": (sized(100_000, 150_000, 1.0), True),
-        "long documents, long tail: log-normal, sigma 1.5, mean 200k": (sized(100_000, 200_000, 1.5), True),
+def corpora(context_tokens: int, scale: float) -> dict[str, NDArray[np.uint32]]:
+    """Return the documents' lengths by the name of the corpus."""
+    shapes = ((2_000_000, 6_500, 1.5), (100_000, 120_000, 0.5), (100_000, 150_000, 1.0), (100_000, 200_000, 1.5))
+    drawn = {
+        f"log-normal, sigma {sigma}, mean {mean / 1000:g}k": log_normal(round(number * scale), mean=mean, sigma=sigma)
+        for number, mean, sigma in shapes
     }
+    copies = max(1, round(LIBRARY_COPIES[context_tokens] * scale))
+    return {"standard library as bytes": np.tile(standard_library(), copies), **drawn}
 
 
-def row_costs(lengths: NDArray[np.uint32], context_tokens: int, a_token: int, balance: tuple[int, int]) -> Costs:
-    """Return the cost of each row in the order of training; ``balance`` is rows a step and steps a window."""
+def row_costs(lengths: NDArray[np.uint32], context_tokens: int, a_token: int) -> Costs:
+    """Return the cost of each row in the order of training."""
     source = PlannedSource(path="benchmark", fingerprint="benchmark", num_documents=int(lengths.size))
     settings = PlanSettings(
-        seed=0, context_tokens=context_tokens, pad_multiple=256, rows_per_step=balance[0], balance_steps=balance[1],
+        seed=0, context_tokens=context_tokens, pad_multiple=256, rows_per_step=ROWS_PER_STEP[0], balance_steps=1,
         token_cost=a_token,
     )  # fmt: skip
     return build_segment(PlanInput(sources=(source,), lengths=lengths), settings).costs()
@@ -77,72 +65,77 @@ def random_imbalance(costs: Costs, rows_per_step: int, dp_size: int) -> float:
     return seconds * dp_size / float(costs.sum(dtype=np.float64))
 
 
-def case(costs: Costs, rows_per_step: int, dp_size: int) -> dict[str, Any]:
-    """Return how level the steps are in each of the three ways."""
-    windows = costs[balance_windows(costs, rows_per_step, BALANCE_STEPS)]
-    return {
-        "rows_per_step": rows_per_step,
-        "dp_size": dp_size,
-        "num_steps": -(-costs.size // rows_per_step),
-        "random": random_imbalance(costs, rows_per_step, dp_size),
-        "sorted": asdict(step_times(costs, rows_per_step, dp_size)),
-        "balanced": asdict(step_times(windows, rows_per_step, dp_size)),
-    }
-
-
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the record of everything."""
+    """Compute how level the steps of each corpus are."""
     model = load_config(MODEL).model.config
     assert model is not None
     a_token = token_cost(ModelShape.from_config_dict(model))
-    blocks = []
+    cases = []
     for context_tokens in CONTEXTS:
-        for name, (make, has_goal) in corpora(context_tokens, options.scale).items():
-            lengths = make()
-            costs = row_costs(lengths, context_tokens, a_token, (ROWS_PER_STEP[0], 1))
-            block = {
-                "corpus": name,
-                "context_tokens": context_tokens,
-                "has_goal": has_goal and float(lengths.mean(dtype=np.float64)) >= 100_000,
-                "num_documents": int(lengths.size),
-                "mean_tokens": float(lengths.mean(dtype=np.float64)),
-                "num_rows": int(costs.size),
-                "dearest_row": float(costs.max() / costs.mean()),
-                "cases": [case(costs, rows, dp) for rows, dp in itertools.product(ROWS_PER_STEP, DP_SIZES)],
-            }
-            blocks.append(block)
+        for name, lengths in corpora(context_tokens, options.scale).items():
+            costs = row_costs(lengths, context_tokens, a_token)
+            for rows, dp in itertools.product(ROWS_PER_STEP, DP_SIZES):
+                windows = costs[balance_windows(costs, rows, BALANCE_STEPS)]
+                cases.append(
+                    {
+                        "corpus": name, "context_tokens": context_tokens, "rows_per_step": rows, "dp_size": dp,
+                        "mean_tokens": float(lengths.mean(dtype=np.float64)),
+                        "largest_row": float(costs.max() / costs.mean()),
+                        "random": random_imbalance(costs, rows, dp),
+                        "sorted": asdict(step_times(costs, rows, dp)),
+                        "balanced": asdict(step_times(windows, rows, dp)),
+                    }
+                )  # fmt: skip
             say(f"{name}, {context_tokens:,}: {costs.size:,} rows")
-    return {
-        **provenance(("numpy", "numba"), "nothing is timed"),
-        "command": command("bench_imbalance.py"),
-        "token_cost": a_token,
-        "balance_steps": BALANCE_STEPS,
-        "blocks": blocks,
-    }
+    return {"token_cost": a_token, "cases": cases}
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """Return the options."""
-    parser = argparse.ArgumentParser(
-        description="How level steps are: rows dealt at random, sorted, and exchanged among 4 steps."
+def goal_of(case: Record) -> str:
+    """Return whether the goal is met; empty where it does not apply."""
+    if (case["rows_per_step"], case["dp_size"]) != (GOAL_ROWS, GOAL_DP) or case["mean_tokens"] < GOAL_MEAN:
+        return ""
+    if min(case["sorted"]["bound"], case["balanced"]["bound"]) > GOAL:
+        return f"**not met**: one row costs up to {case['largest_row']:.1f} mean rows, so no dealing can"
+    return met(min(case["sorted"]["imbalance"], case["balanced"]["imbalance"]) <= GOAL)
+
+
+def page(record: Record) -> str:
+    """Return the page."""
+    text = (
+        "The time of all steps over that of perfectly level groups: 1.00 is level, 2.00 means that half of the "
+        "machine waits. **random** deals a step's rows in the shuffled order, as a sampler does that knows no costs; "
+        "**sorted** is what the trainer does; **4 steps** also exchanges rows among 4 steps (`data.balance_steps: "
+        "4`). **bound** is the mean over steps of max(mean over groups, largest row), which no dealing of the same "
+        f"rows can beat. A document costs len² + {record['token_cost']:,}·len, by the operations of Llama-3-8B. No "
+        f"clock is involved. Goal: at most {GOAL} at {GOAL_ROWS} rows per step and {GOAL_DP} groups, for documents of "
+        "a mean of 100k and more."
     )
-    parser.add_argument("--quick", action="store_true", help="a twentieth of the documents; writes nothing")
-    parser.add_argument("--out", type=Path, help="folder for imbalance.md and .json (default: results; --quick: none)")
-    options = parser.parse_args(arguments)
-    options.scale = 0.05 if options.quick else 1.0
-    if not options.quick and options.out is None:
-        options.out = RESULTS
-    return options
+    cases = columns(
+        record["cases"],
+        documents=lambda case: case["corpus"],
+        context=lambda case: f"{case['context_tokens']:,}",
+        rows_per_step=lambda case: str(case["rows_per_step"]),
+        groups=lambda case: str(case["dp_size"]),
+        random=lambda case: f"{case['random']:.2f}",
+        sorted=lambda case: f"**{case['sorted']['imbalance']:.2f}**",
+        bound=lambda case: f"{case['sorted']['bound']:.2f}",
+        four_steps=lambda case: f"**{case['balanced']['imbalance']:.2f}**",
+        its_bound=lambda case: f"{case['balanced']['bound']:.2f}",
+        goal=goal_of,
+    )
+    return "\n\n".join([header("Level steps: rows at random, sorted in a step, and over 4 steps", record, text), cases])
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Compute the tables, show their page and store it."""
-    options = parse(arguments)
-    record = measure(options)
-    say(markdown(record))
-    if options.out is not None:
-        say("\n".join(f"written: {path.name}" for path in store("imbalance", markdown(record), record, options.out)))
-
+BENCHMARK = Benchmark(
+    name="imbalance",
+    about="How level steps are: rows dealt at random, sorted, and exchanged among 4 steps.",
+    measure=measure,
+    page=page,
+    packages=("numpy", "numba"),
+    hardware="nothing is timed",
+    options={"scale": (1.0, "share of the documents")},
+    quick={"scale": 0.05},
+)
 
 if __name__ == "__main__":
-    main()
+    main(BENCHMARK)

@@ -1,7 +1,7 @@
 """Costs of inspecting and resuming a run of a million steps and a thousand checkpoints.
 
 The journal is synthetic, as long as that of a real run; the checkpoints are on an S3 server of this machine. Each part
-runs in a process of its own, by this tree and, with ``--before``, by another one, on the same files.
+runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import io
 import json
 import os
 import random
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,15 +19,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-_REPOSITORY = Path(__file__).resolve().parents[1]
-_TREE = os.environ.get("BENCH_TREE", str(_REPOSITORY))
-if _TREE not in sys.path:
-    sys.path.insert(0, _TREE)
+from benchmarks.runner import MIB, Benchmark, Record, columns, fresh, header, main, met, peak_rss_bytes, say
 
-TIMEOUT_S = 1800.0
 NUM_TENSORS = 500
-PARTS = ("inspect", "json", "progress", "resume", "inventory", "checkpoints", "retention")
-"""The parts that are measured, by their names in the page's table."""
+PARTS = {
+    "inspect": "`inspect`",
+    "progress": "the progress view's first look",
+    "resume": "a resume reads the journal's ends, and all of it in the background for its account of the time",
+    "json": "`inspect --json`, every step of it",
+    "checkpoints": "`inspect --checkpoints`",
+    "inventory": "the inventory for MLflow",
+    "retention": "retention after a save",
+}
+GOAL_CPU_S, GOAL_MIB, GOAL_CHECKPOINTS_S = 10.0, 500, 10.0
 
 
 def write_journal(run_dir: Path, num_steps: int, num_checkpoints: int) -> dict[str, int]:
@@ -88,68 +90,61 @@ def write_checkpoints(uri: str, num_steps: int, num_checkpoints: int) -> dict[st
     return {"num_checkpoints": num_checkpoints, "manifest_bytes": len(first.to_bytes()), "num_shards": len(shards)}
 
 
-def do(part: str, run_dir: Path, uri: str) -> list[dict[str, float]]:
+def take(part: str, run_dir: str, uri: str) -> list[dict[str, float]]:
     """Do a part in this process, which does nothing else, and return what each stretch of it took."""
-    stretches: list[Callable[[], Any]]
-    if part in ("inspect", "json", "checkpoints"):
-        stretches = [lambda: _inspect(run_dir, {"inspect": (), "json": ("--json",)}.get(part, ("--checkpoints",)))]
-    else:
-        stretches = {"progress": _progress, "resume": _resume, "inventory": _inventory, "retention": _retention}[part](
-            run_dir, uri
-        )
+    stretches: dict[str, Callable[[], list[Callable[[], Any]]]] = {
+        "inspect": lambda: [lambda: _inspect(run_dir)],
+        "json": lambda: [lambda: _inspect(run_dir, "--json")],
+        "checkpoints": lambda: [lambda: _inspect(run_dir, "--checkpoints")],
+        "progress": lambda: [lambda: _progress(run_dir)],
+        "resume": lambda: [lambda: _resume(run_dir)],
+        "inventory": lambda: [lambda: _inventory(uri)],
+        "retention": lambda: _retention(uri),
+    }
     found, cpu = [], 0.0
-    for stretch in stretches:
+    for stretch in stretches[part]():
         start = time.perf_counter()
         stretch()
         # The first one pays for the process's imports.
         found.append({"seconds": time.perf_counter() - start, "cpu_s": time.process_time() - cpu})
         cpu = time.process_time()
-        found[-1]["peak_bytes"] = float(_peak_bytes())
+        found[-1]["peak_bytes"] = float(peak_rss_bytes())
     return found
 
 
-def _inspect(run_dir: Path, options: tuple[str, ...]) -> None:
+def _inspect(run_dir: str, *options: str) -> None:
     from ray_ulysses.cli import app, run
 
     with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
-        assert run(app, ["inspect", str(run_dir), *options]) == 0
+        assert run(app, ["inspect", run_dir, *options]) == 0
 
 
-def _progress(run_dir: Path, _: str) -> list[Callable[[], Any]]:
-    def look() -> None:
-        from rich.console import Console
+def _progress(run_dir: str) -> None:
+    from rich.console import Console
 
-        from ray_ulysses.commands.progress import ProgressView
+    from ray_ulysses.commands.progress import ProgressView
 
-        with ProgressView(run_dir, name="long", console=Console(file=io.StringIO())):
-            pass
-
-    return [look]
+    with ProgressView(Path(run_dir), name="long", console=Console(file=io.StringIO())):
+        pass
 
 
-def _resume(run_dir: Path, _: str) -> list[Callable[[], Any]]:
-    def read() -> None:
-        from ray_ulysses.tracking.history import finished_step
-        from ray_ulysses.tracking.journal_reader import read_entries
-        from ray_ulysses.tracking.run_time import time_spent
+def _resume(run_dir: str) -> None:
+    from ray_ulysses.tracking.history import finished_step
+    from ray_ulysses.tracking.journal_reader import read_entries
+    from ray_ulysses.tracking.run_time import time_spent
 
-        assert finished_step(read_entries(run_dir, ends_only=True)) is None
-        time_spent(read_entries(run_dir))
-
-    return [read]
+    assert finished_step(read_entries(Path(run_dir), ends_only=True)) is None
+    time_spent(read_entries(Path(run_dir)))
 
 
-def _inventory(_: Path, uri: str) -> list[Callable[[], Any]]:
-    def take() -> None:
-        from ray_ulysses.run.checkpoint_store import found_fields
-        from ray_ulysses.storage.place import open_store
+def _inventory(uri: str) -> None:
+    from ray_ulysses.run.checkpoint_store import found_fields
+    from ray_ulysses.storage.place import open_store
 
-        assert found_fields(open_store(uri)) is not None
-
-    return [take]
+    assert found_fields(open_store(uri)) is not None
 
 
-def _retention(_: Path, uri: str) -> list[Callable[[], Any]]:
+def _retention(uri: str) -> list[Callable[[], Any]]:
     from ray_ulysses.checkpoint.choice import newest_committed
     from ray_ulysses.checkpoint.retention import KeepRules, Retention
     from ray_ulysses.storage.place import open_store
@@ -161,97 +156,64 @@ def _retention(_: Path, uri: str) -> list[Callable[[], Any]]:
     return [lambda: retention.apply(newest.ref)] * 2
 
 
-def _peak_bytes() -> int:
-    from benchmarks.fresh_process import peak_rss_bytes
-
-    return peak_rss_bytes()
-
-
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the record of everything that the options ask for."""
-    from benchmarks.fresh_process import run_fresh
-    from benchmarks.stored_result import command, provenance, say
+    """Write the run and take each part in a fresh process."""
     from ray_ulysses.storage.place import place_of
     from tests.s3_server import serve_s3
     from tests.unit.inspect.saved import make_folder
 
-    record: dict[str, Any] = {
-        **provenance(("numpy", "pydantic", "obstore"), "local disk, an S3 server (moto) on the same machine"),
-        "command": command("bench_long_run.py"),
-        "load_before": os.getloadavg(),
-        "after": {},
-        "before": None,
-    }
     with tempfile.TemporaryDirectory(prefix="bench-long-") as temporary, serve_s3() as server:
         os.environ.update(server.environment())
         run_dir, uri = Path(temporary) / "long", server.uri("long")
         make_folder(run_dir, checkpoint__storage=uri)
-        record["run"] = write_journal(run_dir, options.steps, options.checkpoints)
-        place = str(place_of(uri) / "long")
-        record["run"] |= write_checkpoints(place, options.steps, options.checkpoints)
-
-        def parts(tree: Path, names: tuple[str, ...]) -> dict[str, Any]:
-            os.environ["BENCH_TREE"] = str(tree)
-            found = {}
-            for name in names:
-                arguments = [__file__, "--part", name, str(run_dir), place]
-                try:
-                    found[name] = run_fresh(arguments, TIMEOUT_S)["stretches"]
-                except RuntimeError as error:
-                    sys.exit(str(error))
-                say(f"{tree.name} {name}: {found[name]}")
-            return found
-
-        if options.before is not None:
-            record["before"] = parts(options.before.resolve(), PARTS)
-            git = ["git", "-C", str(options.before), "rev-parse", "--short", "HEAD"]
-            record["before_commit"] = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
-        record["after"] = parts(_REPOSITORY, PARTS)
-    return record | {"load_average": os.getloadavg()}
+        run = write_journal(run_dir, options.steps, options.checkpoints)
+        store = str(place_of(uri) / "long")
+        run |= write_checkpoints(store, options.steps, options.checkpoints)
+        found = {}
+        for part in PARTS:
+            found[part] = fresh(take, part, run_dir, store)
+            say(f"{part}: {found[part]}")
+    return {"run": run, "found": found}
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """Return the options."""
-    parser = argparse.ArgumentParser(
-        description="Costs of inspecting a long run, and of resuming it.",
-        epilog="Example: git worktree add ../before ac805de; python benchmarks/bench_long_run.py --before ../before",
+def page(record: Record) -> str:
+    """Return the page."""
+    run = record["run"]
+    text = (
+        f"{run['num_steps']:,} steps in one attempt, a journal of {run['journal_bytes'] / MIB:,.0f} MiB; "
+        f"{run['num_checkpoints']:,} checkpoints on an object store, each with {run['num_shards']} shards and a "
+        f"manifest of {run['manifest_bytes'] / 2**10:,.0f} KiB. Each line is a process that does nothing else; CPU "
+        f"time is with imports. The S3 server runs on the same cores. Goals: {GOAL_CPU_S:.0f} CPU seconds and "
+        f"{GOAL_MIB} MiB to look at the run; {GOAL_CHECKPOINTS_S:.0f} s for checkpoints."
     )
-    parser.add_argument("--steps", type=int, default=1_000_000, help="of the journal (default: 1,000,000)")
-    parser.add_argument("--checkpoints", type=int, default=1_000, help="of the run (default: 1,000)")
-    parser.add_argument("--before", type=Path, help="another tree of this project, which does the same beside this one")
-    parser.add_argument("--quick", action="store_true", help="5,000 steps and 10 checkpoints; writes nothing")
-    parser.add_argument("--part", nargs=3, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help="folder for long_run.md and .json (default: results; --quick: none)")
-    options = parser.parse_args(arguments)
-    if options.quick:
-        options.steps, options.checkpoints = 5_000, 10
-    elif options.out is None:
-        options.out = Path(__file__).parent / "results"
-    return options
+
+    def goal(part: str) -> str:
+        took = record["found"][part][0]
+        if part in ("inspect", "progress", "resume"):
+            return met(took["cpu_s"] <= GOAL_CPU_S and took["peak_bytes"] <= GOAL_MIB * MIB)
+        return met(took["seconds"] <= GOAL_CHECKPOINTS_S) if part in ("checkpoints", "inventory") else ""
+
+    parts = columns(
+        list(PARTS),
+        part=lambda part: PARTS[part],
+        CPU_seconds=lambda part: ", then ".join(f"{one['cpu_s']:.1f}" for one in record["found"][part]),
+        seconds=lambda part: ", then ".join(f"{one['seconds']:.1f}" for one in record["found"][part]),
+        peak_memory=lambda part: f"{record['found'][part][0]['peak_bytes'] / MIB:,.0f} MiB",
+        goal=goal,
+    )
+    return "\n\n".join([header("A long run: inspecting it, and resuming it", record, text), parts])
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Run the benchmark, show its page and store it."""
-    options = parse(arguments)
-    if options.part:
-        name, run_dir, uri = options.part
-        try:
-            stretches = do(name, Path(run_dir), uri)
-        except ImportError as error:
-            sys.exit(
-                f"--before {_TREE}: that tree can't do the part {name!r} ({error}), since its modules are called "
-                "otherwise; give a tree of a newer commit, or leave --before out"
-            )
-        sys.stdout.write(json.dumps({"stretches": stretches}) + "\n")
-        return
-    from benchmarks.long_run_report import markdown
-    from benchmarks.stored_result import say, store
-
-    record = measure(options)
-    say(markdown(record))
-    if options.out is not None:
-        say("\n".join(f"written: {path.name}" for path in store("long_run", markdown(record), record, options.out)))
-
+BENCHMARK = Benchmark(
+    name="long_run",
+    about="Costs of inspecting a long run, and of resuming it.",
+    measure=measure,
+    page=page,
+    packages=("numpy", "pydantic", "obstore"),
+    hardware="local disk, an S3 server (moto) on the same machine",
+    options={"steps": (1_000_000, "steps of the journal"), "checkpoints": (1_000, "checkpoints of the run")},
+    quick={"steps": 5_000, "checkpoints": 10},
+)
 
 if __name__ == "__main__":
-    main()
+    main(BENCHMARK)

@@ -1,99 +1,71 @@
-"""Memory of a training step: peak and slope of ours, with and without tiles, beside plain Transformers.
+"""Memory of a training step: its peak and slope with and without tiles, and the longest row within a limit.
 
-Each measurement is a forward and a backward pass in a process of its own; sides follow one another in turn, in one run.
+Each measurement is one forward and backward pass in a process of its own, beside plain Transformers and DeepSpeed's
+tiles. ``python -m benchmarks.bench_memory longest`` searches for the longest row whose peak fits.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import math
 import os
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+import time
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
-if str(Path(__file__).resolve().parents[1]) not in sys.path:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.fresh_process import peak_rss_bytes, run_fresh
-from benchmarks.stored_result import MIB, RESULTS, command, met, origin, provenance, say, spread, store, table
+from benchmarks.runner import MIB, Benchmark, Record, columns, fresh, header, main, measured, met, say, spread
 
 TOKENS = (4096, 8192)
-SIDES: dict[str, tuple[str, str, str]] = {
-    # loss_tile, mlp_tile and attention_output of each of ours.
-    "transformers": ("", "", ""),
-    "untiled": ("off", "off", "both"),
-    "tiled": ("auto", "auto", "both"),
-    "tiled, MLP too": ("auto", "1024", "both"),
-}
 MODEL: dict[str, int] = {
     "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8,
     "num_key_value_heads": 4, "vocab_size": 32_000, "max_position_embeddings": 65_536,
 }  # fmt: skip
+LARGER = MODEL | {"hidden_size": 512, "intermediate_size": 1792, "num_key_value_heads": 2}
+SIDES: dict[str, dict[str, Any]] = {
+    "transformers": {},
+    "deepspeed": {},
+    "untiled": {"loss_tile": "off", "mlp_tile": "off", "kept": "both"},
+    "tiled": {"loss_tile": "auto", "mlp_tile": "auto", "kept": "both"},
+    "tiled, MLP too": {"loss_tile": "auto", "mlp_tile": 1024, "kept": "both"},
+    "tiled, attention computed again": {"loss_tile": "auto", "mlp_tile": 1024, "kept": "none"},
+}
+LONGEST = ("transformers", "deepspeed", "tiled, attention computed again")
+LIMIT_MIB, GOAL_LONGEST, CLOSE, STEP = 1024, 6.0, 1.04, 256
 GOAL_PEAK, GOAL_SLOPE_KB = 0.2, 15.0
-TIMEOUT_S = 600.0
 
-RULES = """\
-How to read it: **peak** is how much the resident memory of a process grows from right before a step to its highest
-point in it: activations, logits and gradients, without weights and optimizer. One row is one document; fp32, layers are
-checkpointed on every side, attention runs in SDPA's kernel for the CPU on all of them. **Slope** is the growth of the
-peak per token between the two lengths, in units of 1,000 bytes. Freed tensors go back to the system at once
-(`MALLOC_MMAP_THRESHOLD_=65536`). A process is used for one step only. Ours keeps the
-outputs of attention in addition (`memory.attention_output: both`), which Transformers computes again. **Estimate** is
-the sum of the terms of `plan` for the same step, without weights, optimizer and an engine's buffers."""
+RULES = (
+    "**Peak** is how much the resident memory of a process grows in a step: activations, logits and gradients, "
+    "without weights and optimizer. One row is one document; fp32, gradient checkpointing and SDPA's kernel for the "
+    "CPU on every side, one step per process. Freed tensors go back to the system at once "
+    "(`MALLOC_MMAP_THRESHOLD_=65536`)."
+)
 
 
-def measure_side(side: str, tokens: int) -> dict[str, float]:
-    """Take one step of a side in this process, and return what it took."""
-    return measure_step(transformers_step if side == "transformers" else our_step, MODEL, tokens, *SIDES[side])
-
-
-def measure_step(step: Callable[..., Any], sizes: Mapping[str, int], tokens: int, *settings: str) -> dict[str, float]:
-    """Take one step in this process, and return what it took.
-
-    Args:
-        step: Returns a function that takes the step, of a model, token ids and the settings.
-        sizes: Sizes of the model.
-        tokens: Tokens of the row.
-        settings: Of the step.
-    """
-    import time
-
+def take_step(side: str, sizes: dict[str, int], tokens: int) -> dict[str, float]:
+    """Take one step of a side in this process."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    model: Any = LlamaForCausalLM._from_config(
-        LlamaConfig(**sizes, use_cache=False), attn_implementation="sdpa"
-    ).train()
+    llama = LlamaConfig(**sizes, use_cache=False)
+    model: Any = LlamaForCausalLM._from_config(llama, attn_implementation="sdpa").train()
     ids = torch.randint(0, sizes["vocab_size"], (1, tokens))
-    run = step(model, ids, *settings)
-    before = _resident_bytes()
-    # From now on VmHWM is the peak of the step alone.
-    Path("/proc/self/clear_refs").write_text("5")
+    peers = {"transformers": _transformers_step, "deepspeed": _deepspeed_step}
+    run = peers[side](model, ids) if side in peers else _our_step(model, ids, **SIDES[side])
     start = time.process_time()
-    loss = run()
-    seconds = time.process_time() - start
-    return {"peak_bytes": peak_rss_bytes() - before, "cpu_s": seconds, "loss": loss}
+    with measured() as used:
+        run()
+    return {"peak_bytes": used["grown_bytes"], "cpu_s": time.process_time() - start}
 
 
-def transformers_step(model: Any, ids: Any, *_: str) -> Any:
-    """Return a function that takes Transformers' own step with gradient checkpointing."""
+def _transformers_step(model: Any, ids: Any) -> Callable[[], None]:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-
-    def run() -> float:
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        return float(loss.detach())
-
-    return run
+    return lambda: model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
 
 
-def our_step(model: Any, ids: Any, loss_tile: str, mlp_tile: str, kept: Any) -> Any:
-    """Return a function that takes our step, with the tiles and what is kept of attention."""
+def _our_step(model: Any, ids: Any, loss_tile: Any, mlp_tile: Any, kept: Any) -> Callable[[], None]:
     from ray_ulysses import SequenceMesh, apply_ulysses, causal_lm_loss, shard_batch
     from ray_ulysses.attention.recompute import checkpoint_contexts
     from ray_ulysses.engine.tiled_mlp import tile_mlps
@@ -103,134 +75,194 @@ def our_step(model: Any, ids: Any, loss_tile: str, mlp_tile: str, kept: Any) -> 
     options = {"use_reentrant": False} | ({} if contexts is None else {"context_fn": contexts})
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     apply_ulysses(model, mesh)
-    tile_mlps(model, _tile(mlp_tile))
+    tile_mlps(model, mlp_tile)
     batch = shard_batch(ids, None, None, mesh)
 
-    def run() -> float:
-        loss_sum, num_tokens = causal_lm_loss(model, batch, tile=_tile(loss_tile))
+    def run() -> None:
+        loss_sum, num_tokens = causal_lm_loss(model, batch, tile=loss_tile)
         (loss_sum / num_tokens).backward()
-        return float(loss_sum.detach() / num_tokens)
 
     return run
 
 
-def _tile(text: str) -> Any:
-    return int(text) if text.isdigit() else text
+def _deepspeed_step(model: Any, ids: Any) -> Callable[[], None]:
+    """Give Transformers' model DeepSpeed's TiledMLP and TiledFusedLogitsLoss, with tiles as large as ours."""
+    import torch
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss, TiledMLP
+
+    def product(self: Any, x: Any) -> Any:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+    def tiled(self: Any, x: Any) -> Any:
+        weights = [self.down_proj.weight, self.gate_proj.weight, self.up_proj.weight]
+        return TiledMLP.apply(product, self, x, math.ceil(x.shape[1] / 1024), weights)
+
+    def loss_of(self: Any, x: Any, y: Any) -> Any:
+        return torch.nn.functional.cross_entropy(self.lm_head(x).float(), y)
+
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for layer in model.model.layers:
+        type(layer.mlp).forward = tiled
+
+    def run() -> None:
+        hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+        labels = torch.nn.functional.pad(ids, (0, 1), value=-100)[:, 1:]
+        shards, weights = math.ceil(ids.shape[1] / 512), [model.lm_head.weight]
+        loss: Any = TiledFusedLogitsLoss.apply(loss_of, model, hidden, labels, None, shards, weights, "mean")
+        loss.backward()
+
+    return run
 
 
-def _resident_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
+def longest(peak_of: Callable[[int], float], limit: float, start: int) -> tuple[int, int]:
+    """Return the longest length that fits and the shortest that does not, within 4% of each other.
+
+    Raises:
+        ValueError: Half of ``start`` does not fit.
+    """
+    points = {length: peak_of(length) for length in (start // 2, start)}
+    while True:
+        fitting = [length for length, peak in points.items() if peak <= limit]
+        if start // 2 not in fitting:
+            raise ValueError(f"{start // 2} tokens do not fit into {limit} bytes")
+        low, high = max(fitting), min((one for one in points if one not in fitting), default=0)
+        if high and high <= CLOSE * low:
+            return low, high
+        # On the line through the two longest lengths: a little before the limit, and beyond it once that is reached.
+        (a, of_a), (b, of_b) = sorted(points.items())[-2:]
+        reached = b + (limit - of_b) * (b - a) / max(1, of_b - of_a)
+        aim = reached * (1.015 if low >= 0.97 * reached else 0.985)
+        if not low < aim < (high or math.inf):
+            aim = math.sqrt(low * high) if high else 2 * low
+        length = max(low + STEP, math.floor(min(aim, 4 * low) / STEP) * STEP)
+        if length in points or (high and length >= high):
+            return low, high
+        points[length] = peak_of(length)
 
 
-def estimated_bytes(side: str, tokens: int) -> int | None:
-    """Return what the estimate of ``plan`` says of the same step; None for a peer's."""
-    from benchmarks.planned import estimate
+def planned_bytes(side: str, tokens: int) -> int | None:
+    """Return the sum of the terms of ``plan`` for the same step, without state and engine; None for a peer."""
     from ray_ulysses.model_shape import ModelShape
-    from ray_ulysses.planner.memory import MemoryEstimate
+    from tests.planned import step_terms
 
-    if side == "transformers":
+    if not SIDES[side]:
         return None
     shape = ModelShape.from_config_dict({"model_type": "llama", **MODEL})
-    loss_tile, mlp_tile, kept = (_tile(text) for text in SIDES[side])
-    memory = estimate(
-        shape, world_size=1, sp_size=1, context_tokens=tokens, dtype="fp32", accelerator=False, loss_tile=loss_tile,
-        mlp_tile=mlp_tile, attention_output=kept,
+    tiles = {"loss_tile": SIDES[side]["loss_tile"], "mlp_tile": SIDES[side]["mlp_tile"]}
+    terms = step_terms(
+        shape, world_size=1, sp_size=1, context_tokens=tokens, dtype="fp32", accelerator=False,
+        attention_output=SIDES[side]["kept"], **tiles,
     )  # fmt: skip
-    of_engine = (
-        "weights, sharded",
-        "weights, whole",
-        "weights, gathered",
-        "master weights, fp32",
-        "AdamW moments, fp32",
-    )
-    left_out = {*of_engine, "gradients, before reduction", "bucket of gradients", "temporaries of AdamW"}
-    terms = tuple(term for term in memory.device if term.name not in left_out and term.phase != "load")
-    return MemoryEstimate(device=terms, host=()).device_bytes
+    return terms.device_bytes
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure every side at every length in turn, and return the record."""
-    record: dict[str, Any] = {
-        **provenance(("torch", "transformers"), "one thread per process, one process at a time"),
-        "command": command("bench_memory.py"), "load_before": os.getloadavg(), "model": MODEL,
-    }  # fmt: skip
-    # glibc returns every freed tensor to the system at once: what stays resident is what is allocated, on all sides.
+def measure_peaks(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure every side at both lengths in turn."""
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
-    found = []
-    for repeat in range(options.repeats):
+    found: list[dict[str, Any]] = []
+    for _ in range(options.repeats):
         for tokens in TOKENS:
             for side in SIDES:
-                result = run_fresh([str(Path(__file__).resolve()), "--side", side, "--tokens", str(tokens)], TIMEOUT_S)
-                found.append({"side": side, "tokens": tokens, **result})
-                say(f"{repeat} {side} {tokens}: {result['peak_bytes'] / MIB:.0f} MiB, {result['cpu_s']:.1f} CPU s")
-    estimates = [
-        {"side": side, "tokens": tokens, "bytes": estimated_bytes(side, tokens)} for side in SIDES for tokens in TOKENS
-    ]
-    return record | {"found": found, "estimates": estimates, "load_average": os.getloadavg()}
+                found.append({"side": side, "tokens": tokens, **fresh(take_step, side, MODEL, tokens)})
+                say(f"{side} {tokens}: {found[-1]['peak_bytes'] / MIB:.0f} MiB")
+    return {"found": found, "planned": {side: planned_bytes(side, TOKENS[1]) for side in SIDES}}
 
 
-def peaks(found: Sequence[Mapping[str, Any]], side: str, tokens: int) -> list[float]:
-    """Return the peaks of a side at a length, in MiB (pure)."""
+def measure_longest(options: argparse.Namespace) -> dict[str, Any]:
+    """Search the longest row of every side."""
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
+    found: dict[str, Any] = {}
+    for side in LONGEST:
+        points: dict[int, float] = {}
+
+        def peak_of(tokens: int, side: str = side, points: dict[int, float] = points) -> float:
+            points[tokens] = fresh(take_step, side, LARGER, tokens, timeout_s=3600.0)["peak_bytes"]
+            say(f"{side} {tokens}: {points[tokens] / MIB:.0f} MiB")
+            return points[tokens]
+
+        low, high = longest(peak_of, options.limit_mib * MIB, 2048 if side == "transformers" else 8192)
+        found[side] = {"longest": low, "too_long": high, "peak_bytes": points[low]}
+    return {"limit_mib": options.limit_mib, "found": found}
+
+
+def peaks(found: Sequence[Record], side: str, tokens: int) -> list[float]:
+    """Return the peaks of a side at a length, in MiB."""
     return [one["peak_bytes"] / MIB for one in found if (one["side"], one["tokens"]) == (side, tokens)]
 
 
-def slope_kb(found: Sequence[Mapping[str, Any]], side: str) -> float:
-    """Return how many thousand bytes a token more takes (pure)."""
+def slope_kb(found: Sequence[Record], side: str) -> float:
+    """Return the growth of the peak per token, in units of 1,000 bytes."""
     short, long = (median(peaks(found, side, tokens)) for tokens in TOKENS)
     return (long - short) * MIB / (TOKENS[1] - TOKENS[0]) / 1000
 
 
-def page(record: Mapping[str, Any]) -> str:
-    """Return the page of a result (pure)."""
-    found, rows = record["found"], []
-    peer = median(peaks(found, "transformers", TOKENS[1]))
-    estimates = {(one["side"], one["tokens"]): one["bytes"] for one in record["estimates"]}
-    for side in SIDES:
-        measured = [peaks(found, side, tokens) for tokens in TOKENS]
-        estimate = estimates[side, TOKENS[1]]
-        seconds = [one["cpu_s"] for one in found if (one["side"], one["tokens"]) == (side, TOKENS[1])]
-        rows.append(
-            [
-                side,
-                *(spread(one, "{:.0f}") for one in measured),
-                f"{median(measured[1]) / peer:.3f}",
-                f"{slope_kb(found, side):.1f}",
-                "" if estimate is None else f"{estimate / MIB:.0f} ({estimate / MIB / median(measured[1]):.2f})",
-                spread(seconds, "{:.1f}"),
-            ]
-        )
-    head = [
-        "side",
-        *(f"peak at {tokens:,} tokens, MiB" for tokens in TOKENS),
-        "of Transformers'",
-        "slope, KB per token",
-    ]
-    head += ["estimate, MiB (over measured)", f"CPU s of a step of {TOKENS[1]:,}"]
-    ratio, slope = median(peaks(found, "tiled", TOKENS[1])) / peer, slope_kb(found, "tiled")
-    goals = (
-        f"Goals: at {TOKENS[1]:,} tokens x a vocabulary of {MODEL['vocab_size']:,}, the peak is at most {GOAL_PEAK} of "
-        f"Transformers': {met(ratio <= GOAL_PEAK)}; the slope is at most {GOAL_SLOPE_KB:.0f} KB per token: "
-        f"{met(slope <= GOAL_SLOPE_KB)}."
+def peaks_page(record: Record) -> str:
+    """Return the page on peaks."""
+    found, long = record["found"], TOKENS[1]
+    peer = median(peaks(found, "transformers", long))
+    ratio, slope = median(peaks(found, "tiled", long)) / peer, slope_kb(found, "tiled")
+
+    def planned(side: str) -> str:
+        size = record["planned"][side]
+        return "" if size is None else f"{size / MIB:.0f} ({size / MIB / median(peaks(found, side, long)):.2f})"
+
+    text = (
+        f"{RULES} **Planned** is the sum of `plan`'s terms for the same step, and its ratio to the measured peak. "
+        f"Goals for `tiled`: at most {GOAL_PEAK} of Transformers' peak: {met(ratio <= GOAL_PEAK)}; at most "
+        f"{GOAL_SLOPE_KB:.0f} KB per token: {met(slope <= GOAL_SLOPE_KB)}."
     )
-    return "\n\n".join(["# Memory of a step", origin(record), RULES, table(head, rows), goals])
+    sides = columns(
+        list(SIDES),
+        side=lambda side: side,
+        peak_at_4k_tokens=lambda side: f"{spread(peaks(found, side, TOKENS[0]), '{:.0f}')} MiB",
+        peak_at_8k_tokens=lambda side: f"{spread(peaks(found, side, long), '{:.0f}')} MiB",
+        of_Transformers=lambda side: f"{median(peaks(found, side, long)) / peer:.3f}",
+        KB_per_token=lambda side: f"{slope_kb(found, side):.1f}",
+        planned_MiB=planned,
+    )
+    return "\n\n".join([header("Memory of a step", record, text), sides])
 
 
-def main() -> None:
-    """Measure one side, or all and store the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3, help="processes per side and length")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result")
-    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
-    parser.add_argument("--tokens", type=int, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.side:
-        say(json.dumps(measure_side(options.side, options.tokens)))
-        return
-    record = measure(options)
-    say(page(record))
-    store("memory", page(record), record, options.out)
+def longest_page(record: Record) -> str:
+    """Return the page on the longest rows."""
+    found = record["found"]
+    least, ours = found["transformers"]["longest"], found[LONGEST[-1]]["longest"]
+    text = (
+        f"{RULES} The longest row, in tokens, whose peak is at most {record['limit_mib']} MiB, for a Llama of "
+        f"{LARGER}. Goals: at least {GOAL_LONGEST:.0f} times Transformers' row: {met(ours >= GOAL_LONGEST * least)}; "
+        f"longer than every peer's: {met(ours > found['deepspeed']['longest'])}."
+    )
+    sides = columns(
+        list(found.items()),
+        side=lambda one: one[0],
+        longest=lambda one: f"{one[1]['longest']:,}",
+        too_long=lambda one: f"{one[1]['too_long']:,}",
+        peak_MiB=lambda one: f"{one[1]['peak_bytes'] / MIB:.0f}",
+        of_Transformers=lambda one: f"{one[1]['longest'] / least:.1f}",
+    )
+    return "\n\n".join([header("Longest context within a limit of memory", record, text), sides])
 
+
+PEAKS = Benchmark(
+    name="memory",
+    about="Memory of a training step, beside plain Transformers and DeepSpeed's tiles.",
+    measure=measure_peaks,
+    page=peaks_page,
+    packages=("torch", "transformers", "deepspeed"),
+    hardware="one thread per process, one process at a time",
+    options={"repeats": (3, "processes per side and length")},
+    quick={"repeats": 1},
+)
+ROWS = Benchmark(
+    name="longest",
+    about="The longest row within a limit of memory.",
+    measure=measure_longest,
+    page=longest_page,
+    packages=PEAKS.packages,
+    hardware=PEAKS.hardware,
+    options={"limit_mib": (LIMIT_MIB, "limit, in MiB")},
+    quick={"limit_mib": 256},
+)
 
 if __name__ == "__main__":
-    main()
+    main(PEAKS, other={"longest": ROWS})

@@ -1,7 +1,7 @@
 """Memory of a training step by allocation, beside the terms of the planner's estimate.
 
-Each configuration has fresh processes, one per rank, which take a step at each of four lengths. torch's profiler
-records every allocation; the peak is the largest sum of bytes that were allocated since the step began and not freed.
+Each case has fresh processes, one per rank, which take a step at each of four lengths. torch's profiler records every
+allocation; the peak is the largest sum of bytes that were allocated since the step began and not freed.
 """
 
 from __future__ import annotations
@@ -9,19 +9,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import multiprocessing
-import os
 import socket
-import sys
-from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from statistics import linear_regression
 from typing import Any
 
-if str(Path(__file__).resolve().parents[1]) not in sys.path:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.stored_result import MIB, RESULTS, command, met, origin, provenance, say, store, table
+from benchmarks.runner import MIB, Benchmark, Record, columns, header, main, met, say
 
 TOKENS = (512, 1024, 1536, 2048)
 """Tokens per rank."""
@@ -33,66 +26,36 @@ USUAL: dict[str, Any] = {
     "sp": 1, "ring": 1, "dtype": "fp32", "checkpointing": True, "kept": "both", "head_groups": 1, "loss_tile": "auto",
     "mlp_tile": "off", "kv_heads": 2, "mlp_width": 1024, "head_norms": False,
 }  # fmt: skip
+NARROW: dict[str, Any] = {"mlp_tile": 32, "mlp_width": 256, "kv_heads": 8}
+"""With such an MLP attention decides the peak."""
+BF16: dict[str, Any] = {"dtype": "bf16"}
 CASES: dict[str, dict[str, Any]] = {
     "kept both": {},
     "kept kernel": {"kept": "kernel"},
     "kept none": {"kept": "none"},
-    "bf16": {"dtype": "bf16"},
-    "bf16, kept none": {"dtype": "bf16", "kept": "none"},
     "MHA": {"kv_heads": 8},
     "loss untiled": {"loss_tile": "off"},
-    "loss untiled, bf16": {"loss_tile": "off", "dtype": "bf16"},
     "tiled": {"mlp_tile": 128},
-    "tiled, bf16": {"mlp_tile": 128, "dtype": "bf16"},
-    "tiled, bf16, sp 2, kept kernel": {"mlp_tile": 128, "dtype": "bf16", "sp": 2, "kept": "kernel"},
+    "tiled, sp 2, kept kernel": {"mlp_tile": 128, "sp": 2, "kept": "kernel"},
     "not checkpointed": {"checkpointing": False},
-    "not checkpointed, bf16": {"checkpointing": False, "dtype": "bf16"},
     "sp 2": {"sp": 2},
-    "sp 2, kept kernel": {"sp": 2, "kept": "kernel"},
     "sp 2, kept none": {"sp": 2, "kept": "none"},
     "sp 2, 2 head groups": {"sp": 2, "head_groups": 2, "kv_heads": 4},
-    "sp 2, bf16": {"sp": 2, "dtype": "bf16"},
     "sp 2, not checkpointed": {"sp": 2, "checkpointing": False},
     "ring 2": {"sp": 2, "ring": 2},
-    "attention decides": {"mlp_tile": 32, "mlp_width": 256, "kv_heads": 8},
-    "attention decides, bf16": {"mlp_tile": 32, "mlp_width": 256, "kv_heads": 8, "dtype": "bf16"},
-    "attention decides, sp 2, bf16": {"mlp_tile": 32, "mlp_width": 256, "kv_heads": 8, "dtype": "bf16", "sp": 2},
-    "attention decides, ring 2, bf16": {
-        "mlp_tile": 32,
-        "mlp_width": 256,
-        "kv_heads": 8,
-        "dtype": "bf16",
-        "sp": 2,
-        "ring": 2,
-    },
-    "attention decides, sp 2": {"mlp_tile": 32, "mlp_width": 256, "kv_heads": 8, "sp": 2},
-    "attention decides, sp 2, kept none": {"mlp_tile": 32, "mlp_width": 256, "kv_heads": 8, "sp": 2, "kept": "none"},
-    "attention decides, ring 2": {"mlp_tile": 32, "mlp_width": 256, "kv_heads": 8, "sp": 2, "ring": 2},
+    "narrow MLP": NARROW,
+    "narrow MLP, sp 2": {**NARROW, "sp": 2},
+    "narrow MLP, sp 2, kept none": {**NARROW, "sp": 2, "kept": "none"},
+    "narrow MLP, ring 2": {**NARROW, "sp": 2, "ring": 2},
     "norms of heads": {"head_norms": True},
-    "norms of heads, bf16": {"head_norms": True, "dtype": "bf16"},
-    "norms of heads, narrow MLP, bf16": {"head_norms": True, "dtype": "bf16", "mlp_width": 256},
-    "norms of heads, tiled": {"head_norms": True, "mlp_tile": 32, "mlp_width": 256},
-    "norms of heads, tiled, bf16": {"head_norms": True, "mlp_tile": 32, "mlp_width": 256, "dtype": "bf16"},
-    "norms of heads, tiled, sp 2, bf16": {
-        "head_norms": True,
-        "mlp_tile": 32,
-        "mlp_width": 256,
-        "dtype": "bf16",
-        "sp": 2,
-    },
+    "norms of heads, narrow MLP": {**NARROW, "head_norms": True, "kv_heads": 2},
 }
+CASES |= {f"{name}, bf16": {**case, **BF16} for name, case in CASES.items()}
 GOAL = 0.10
 TIMEOUT_S = 300.0
 
-RULES = """\
-How to read it: **peak** is the largest sum of bytes that were allocated since right before a step and not freed, on
-rank 0: activations, logits, buffers and gradients of one forward and one backward pass. Weights, their accumulated
-gradients and the optimizer's state exist before. One row is one document; attention runs in SDPA's kernel for the CPU.
-**Slope** is a least-squares line's through the four peaks, in bytes per token of a rank. **Estimate** is the sum of the
-same terms of `plan`, all but the training state."""
 
-
-def shape_of(case: Mapping[str, Any]) -> dict[str, Any]:
+def shape_of(case: Record) -> dict[str, Any]:
     """Return the configuration of a case's model."""
     sizes = {"num_key_value_heads": case["kv_heads"], "intermediate_size": case["mlp_width"]}
     heads = {"model_type": "qwen3", "head_dim": MODEL["hidden_size"] // MODEL["num_attention_heads"]}
@@ -152,98 +115,80 @@ def run_case(name: str) -> list[int]:
     return found[0]
 
 
-def estimated(name: str, tokens: int) -> dict[str, int]:
-    """Return the terms of the same step by the planner's estimate, and their ``peak``."""
-    from benchmarks.planned import estimate
+def planned(name: str, tokens: int) -> dict[str, int]:
+    """Return the planner's terms of the same step, and their ``peak``."""
     from ray_ulysses.model_shape import ModelShape
-    from ray_ulysses.planner.memory import MemoryEstimate
+    from tests.planned import step_terms
 
     case = USUAL | CASES[name]
-    shape = ModelShape.from_config_dict(shape_of(case))
-    memory = estimate(
-        shape, world_size=case["sp"], sp_size=case["sp"], ring_size=case["ring"], context_tokens=tokens * case["sp"],
-        dtype=case["dtype"], gradient_checkpointing=case["checkpointing"], attention_output=case["kept"],
-        attention_head_groups=case["head_groups"], loss_tile=case["loss_tile"],
+    terms = step_terms(
+        ModelShape.from_config_dict(shape_of(case)), world_size=case["sp"], sp_size=case["sp"], ring_size=case["ring"],
+        context_tokens=tokens * case["sp"], dtype=case["dtype"], gradient_checkpointing=case["checkpointing"],
+        attention_output=case["kept"], attention_head_groups=case["head_groups"], loss_tile=case["loss_tile"],
         mlp_tile=case["mlp_tile"], accelerator=False,
     )  # fmt: skip
-    state = {
-        "weights, sharded", "weights, whole", "weights, gathered", "master weights, fp32", "AdamW moments, fp32",
-        "gradients, fp32", "gradients, before reduction", "bucket of gradients", "temporaries of AdamW",
-    }  # fmt: skip
-    terms = [term for term in memory.device if term.name not in state and term.phase != "load"]
-    peak = MemoryEstimate(device=tuple(terms), host=()).device_bytes
-    return {**{f"{term.name} ({term.phase})": term.bytes for term in terms}, "peak": peak}
+    return {**{f"{term.name} ({term.phase})": term.bytes for term in terms.device}, "peak": terms.device_bytes}
 
 
-def measure() -> dict[str, Any]:
-    """Measure every case, and return the record."""
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure every case."""
     import torch  # noqa: F401
     import transformers  # noqa: F401
 
     import ray_ulysses.engine.tiled_mlp  # noqa: F401
 
-    record = {
-        **provenance(("torch", "transformers"), "one thread per process"),
-        "command": command("bench_memory_model.py"), "load_before": os.getloadavg(), "model": MODEL, "tokens": TOKENS,
-    }  # fmt: skip
     found = []
-    for name in CASES:
-        peaks, terms = run_case(name), [estimated(name, tokens) for tokens in TOKENS]
-        found.append({"case": name, **USUAL, **CASES[name], "peaks": peaks, "terms": terms})
-        say(f"{name}: {[round(peak / MIB, 1) for peak in peaks]} MiB, {compared(found[-1])}")
-    return {**record, "found": found, "load_average": os.getloadavg()}
+    for name in list(CASES)[: options.cases]:
+        found.append({"case": name, "peaks": run_case(name), "terms": [planned(name, tokens) for tokens in TOKENS]})
+        say(f"{name}: {compared(found[-1])}")
+    return {"found": found}
 
 
-def compared(one: Mapping[str, Any]) -> tuple[float, float]:
-    """Return estimated over measured slope, and the ratio of peaks that is furthest from 1 (pure)."""
-    peaks, planned = one["peaks"], [terms["peak"] for terms in one["terms"]]
-    ratios = [plan / peak for plan, peak in zip(planned, peaks, strict=True)]
-    slopes = [linear_regression(TOKENS, values).slope for values in (planned, peaks)]
-    return slopes[0] / slopes[1], max(ratios, key=lambda ratio: abs(ratio - 1))
+def compared(one: Record) -> tuple[float, float]:
+    """Return planned over measured slope, and the ratio of peaks that is furthest from 1."""
+    peaks, estimates = one["peaks"], [terms["peak"] for terms in one["terms"]]
+    furthest = max((plan / peak for plan, peak in zip(estimates, peaks, strict=True)), key=lambda one: abs(one - 1))
+    slopes = [linear_regression(TOKENS, values).slope for values in (estimates, peaks)]
+    return slopes[0] / slopes[1], furthest
 
 
-def page(record: Mapping[str, Any]) -> str:
-    """Return the page of a result (pure)."""
-    rows, missed = [], []
-    for one in record["found"]:
-        slope, total = compared(one)
-        is_met = max(abs(slope - 1), abs(total - 1)) <= GOAL
-        missed += [] if is_met else [one["case"]]
-        measured = ", ".join(f"{peak / MIB:.1f}" for peak in one["peaks"])
-        planned = ", ".join(f"{terms['peak'] / MIB:.1f}" for terms in one["terms"])
-        largest = sorted(((size, name) for name, size in one["terms"][-1].items() if name != "peak"), reverse=True)
-        said = "; ".join(f"{name} {size / MIB:.1f}" for size, name in largest[:3])
-        rows.append([one["case"], measured, planned, f"{total:.3f}", f"{slope:.3f}", met(is_met), said])
-    head = [
-        "case",
-        "measured, MiB",
-        "estimated, MiB",
-        "furthest ratio",
-        "ratio of slopes",
-        "within 10%",
-        "largest terms",
-    ]
-    lengths = ", ".join(f"{tokens:,}" for tokens in record["tokens"])
-    goal = (
-        f"Goal: estimate over measurement within {GOAL:.0%} of 1 for slope and all four peaks. "
-        f"{len(record['found']) - len(missed)} of {len(record['found'])} cases meet it"
-        + (f"; outside: {', '.join(missed)}." if missed else ".")
-    )
-    text = f"Peaks are at {lengths} tokens per rank; the model is {record['model']}."
-    return "\n\n".join(
-        ["# The planner's memory beside measured memory", origin(record), RULES, text, goal, table(head, rows)]
+def page(record: Record) -> str:
+    """Return the page."""
+    text = (
+        "**Peak** is the largest sum of bytes that were allocated since right before a step and not freed, on rank 0: "
+        "activations, logits, buffers and gradients of one forward and one backward pass. One row is one document; "
+        f"SDPA's kernel for the CPU. Peaks are at {', '.join(map(str, TOKENS))} tokens per rank, the slope is a "
+        f"least-squares line's. Goal: planned over measured within {GOAL:.0%} of 1, for slope and peaks. The model: "
+        f"{MODEL}."
     )
 
+    def largest(one: Record) -> str:
+        terms = sorted(((size, name) for name, size in one["terms"][-1].items() if name != "peak"), reverse=True)
+        return "; ".join(f"{name} {size / MIB:.1f}" for size, name in terms[:3])
 
-def main() -> None:
-    """Measure all cases and store the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result")
-    options = parser.parse_args()
-    record = measure()
-    say(page(record))
-    store("memory_model", page(record), record, options.out)
+    cases = columns(
+        record["found"],
+        case=lambda one: one["case"],
+        measured_MiB=lambda one: ", ".join(f"{peak / MIB:.1f}" for peak in one["peaks"]),
+        planned_MiB=lambda one: ", ".join(f"{terms['peak'] / MIB:.1f}" for terms in one["terms"]),
+        furthest_ratio=lambda one: f"{compared(one)[1]:.3f}",
+        ratio_of_slopes=lambda one: f"{compared(one)[0]:.3f}",
+        goal=lambda one: met(max(abs(ratio - 1) for ratio in compared(one)) <= GOAL),
+        largest_terms=largest,
+    )
+    return "\n\n".join([header("The planner's memory beside measured memory", record, text), cases])
 
+
+BENCHMARK = Benchmark(
+    name="memory_model",
+    about="Every allocation of a step, beside the planner's terms.",
+    measure=measure,
+    page=page,
+    packages=("torch", "transformers"),
+    hardware="one thread per process",
+    options={"cases": (len(CASES), "how many of the cases, from the first on")},
+    quick={"cases": 2},
+)
 
 if __name__ == "__main__":
-    main()
+    main(BENCHMARK)

@@ -1,4 +1,4 @@
-"""Planning beside offline best-fit-decreasing and TRL's ``bfd``: fill and documents/s, on one core.
+"""Planning beside offline best-fit-decreasing and TRL's ``bfd``: fill and documents per second, on one core.
 
 Ours is ``write_segment``: every document drawn in a seeded order, cut, packed, its pieces and rows written to disk and
 read back. Best-fit-decreasing packs the pieces of that very plan. TRL runs in an interpreter of its own.
@@ -8,58 +8,58 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
-import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-if str(Path(__file__).resolve().parents[1]) not in sys.path:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks import best_fit_decreasing
-from benchmarks.document_lengths import log_normal, mixed, near_context, write_log_normal
-from benchmarks.fresh_process import peak_rss_bytes, pin_to_one_core, run_fresh
-from benchmarks.packing_report import markdown
-from benchmarks.stored_result import RESULTS, command, provenance, say, store
-from ray_ulysses.data.plan.corpus_set import PlanInput, PlannedSource
-from ray_ulysses.data.plan.plan_files import write_segment
-from ray_ulysses.data.plan.segment import Packing, PlanSettings, Segment
+from benchmarks.document_lengths import log_normal, mixed, near_context
+from benchmarks.runner import (
+    MIB,
+    NOT_MEASURED,
+    Benchmark,
+    Record,
+    columns,
+    fresh,
+    header,
+    main,
+    met,
+    peak_rss_bytes,
+    say,
+    spread,
+)  # fmt: skip
 
 CONTEXTS = (131_072, 1_048_576)
-HALF = (0.34, 0.66)
-HALF_PACKINGS: tuple[Packing, ...] = ("best_fit", "wide_fit")
-LARGE = (10_000_000, 100_000_000)
-PAD_MULTIPLE = 256
-ROWS_PER_STEP = 64
-TRL_TOKENS = 1_300_000_000
-"""Bytes of tokens that TRL's side may hold; it moves them, so a whole corpus would not fit."""
-TRL_BATCH = 1000
-TIMEOUT_S = 1800.0
+ROWS_PER_STEP, PAD_MULTIPLE = 64, 256
+TRL_TOKENS, TRL_BATCH = 1_300_000_000, 1000
+"""Bytes of tokens that TRL's side may hold, since it moves them; and the default batch of ``datasets.map``."""
+GOAL_RATE, GOAL_POINTS, GOAL_HALF = 4e6, 0.1, 0.995
+GOAL_LARGE_S, GOAL_LARGE_BYTES = 60.0, 1e9
 
 Lengths = NDArray[np.uint32]
 
 
-def corpora(num_documents: int, context_tokens: int) -> dict[str, Callable[[], Lengths]]:
-    """Return the corpora by name; each is made when it is asked for."""
-    return {
-        "log-normal": lambda: log_normal(num_documents),
-        "0.55 to 0.9 × context": lambda: near_context(num_documents, context_tokens),
-        "both, as many tokens each": lambda: mixed(num_documents, context_tokens),
-    }
+def make_lengths(corpus: str, num_documents: int, context_tokens: int) -> Lengths:
+    """Return the lengths of a corpus of the page."""
+    if corpus == "log-normal":
+        return log_normal(num_documents)
+    if corpus == "0.34 to 0.66 × context":
+        return near_context(num_documents, context_tokens, shares=(0.34, 0.66))
+    make = near_context if corpus == "0.55 to 0.9 × context" else mixed
+    return make(num_documents, context_tokens)
 
 
-def plan_once(
-    lengths: Lengths, context_tokens: int, seed: int, folder: Path, packing: Packing = "best_fit"
-) -> tuple[Segment, float, float]:
-    """Plan a corpus to disk; return the segment, wall and CPU seconds."""
+def plan(lengths: Lengths, context_tokens: int, seed: int, folder: str, packing: Any = "best_fit") -> Any:
+    """Plan a corpus to disk and return the segment."""
+    from ray_ulysses.data.plan.corpus_set import PlanInput, PlannedSource
+    from ray_ulysses.data.plan.plan_files import write_segment
+    from ray_ulysses.data.plan.segment import PlanSettings
+
     source = PlannedSource(path="benchmark", fingerprint="benchmark", num_documents=int(lengths.size))
-    documents = PlanInput(sources=(source,), lengths=lengths)
     settings = PlanSettings(
         seed=seed,
         context_tokens=context_tokens,
@@ -67,161 +67,192 @@ def plan_once(
         rows_per_step=ROWS_PER_STEP,
         packing=packing,
     )
-    start, cpu_start = time.perf_counter(), time.process_time()
-    segment = write_segment(folder, 0, documents, settings)
-    return segment, time.perf_counter() - start, time.process_time() - cpu_start
+    return write_segment(Path(folder), 0, PlanInput(sources=(source,), lengths=lengths), settings)
 
 
 def ours_and_offline(
-    lengths: Lengths, context_tokens: int, repetitions: int, packing: Packing = "best_fit"
+    corpus: str, num_documents: int, context_tokens: int, repetitions: int, packing: str
 ) -> dict[str, Any]:
-    """Plan a corpus several times, each with a seed of its own, and its pieces by best-fit-decreasing."""
-    found: dict[str, Any] = {"wall_s": [], "cpu_s": [], "fill": [], "offline_fill": [], "offline_wall_s": []}
+    """Plan a corpus several times on one core, each with its own seed, and its pieces by best-fit-decreasing."""
+    from benchmarks import best_fit_decreasing
+
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    lengths = make_lengths(corpus, num_documents, context_tokens)
+    found: dict[str, Any] = {"wall_s": [], "cpu_s": [], "fill": [], "offline_fill": [], "offline_s": []}
+    # The first plan loads compiled code and is not counted.
     for seed in range(repetitions + 1):
-        folder = Path(tempfile.mkdtemp(prefix="bench-packing-"))
-        try:
-            segment, seconds, cpu_seconds = plan_once(lengths, context_tokens, seed, folder, packing)
-            if seed == 0:
-                # The first one loads compiled code.
-                continue
+        with tempfile.TemporaryDirectory(prefix="bench-packing-") as folder:
+            start, cpu_start = time.perf_counter(), time.process_time()
+            segment = plan(lengths, context_tokens, seed, folder, packing)
+            wall_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu_start
             num_pieces = int(segment.train.stats(0, segment.train.num_rows).num_pieces.sum())
-            pieces = segment.train.closed_pieces(0, num_pieces).length
-        finally:
-            shutil.rmtree(folder)
+            pieces = np.array(segment.train.closed_pieces(0, num_pieces).length)
+        if seed == 0:
+            continue
         start = time.perf_counter()
         num_rows = best_fit_decreasing.num_rows(pieces, segment.settings.capacity)
-        found["offline_wall_s"].append(time.perf_counter() - start)
-        found["wall_s"].append(seconds)
-        found["cpu_s"].append(cpu_seconds)
+        found["offline_s"].append(time.perf_counter() - start)
+        found["wall_s"].append(wall_s)
+        found["cpu_s"].append(cpu_s)
         found["fill"].append(segment.fill)
         found["offline_fill"].append(segment.totals.tokens / (num_rows * segment.settings.capacity))
-    found |= {"num_pieces": int(pieces.size), "num_rows": segment.train.num_rows, "tokens": segment.totals.tokens}
-    # No packing of these pieces takes fewer rows than their tokens fill.
-    least = -(-segment.totals.tokens // segment.settings.capacity)
-    return found | {"fill_bound": segment.totals.tokens / (least * segment.settings.capacity)}
+    return {**found, "num_documents": int(lengths.size), "num_rows": segment.train.num_rows}
 
 
-def trl_documents(lengths: Lengths) -> Lengths:
-    """Return the first documents, whole batches of them, whose tokens TRL's side may hold; one batch at least."""
+def trl(corpus: str, num_documents: int, context_tokens: int, python: str) -> dict[str, Any]:
+    """Run TRL on the first documents of a corpus, whole batches whose tokens it may hold."""
+    lengths = make_lengths(corpus, num_documents, context_tokens)
     fitting = int(np.searchsorted(np.cumsum(lengths, dtype=np.int64), TRL_TOKENS))
-    return lengths[: max(TRL_BATCH, fitting // TRL_BATCH * TRL_BATCH)]
-
-
-def theirs(python: str | None, lengths: Lengths, context_tokens: int) -> dict[str, Any]:
-    """Run TRL on the first documents of the corpus; says why where it was not run."""
-    if python is None:
-        return {"failure": "no interpreter with TRL was given (--trl-python)"}
     with tempfile.TemporaryDirectory(prefix="bench-packing-") as folder:
         path = Path(folder) / "lengths.npy"
-        np.save(path, trl_documents(lengths))
-        script = str(Path(__file__).with_name("trl_packing.py"))
-        try:
-            return run_fresh([script, str(path), str(context_tokens)], TIMEOUT_S, python)
-        except RuntimeError as error:
-            return {"failure": str(error).splitlines()[-1]}
+        np.save(path, lengths[: max(TRL_BATCH, fitting // TRL_BATCH * TRL_BATCH)])
+        found: dict[str, Any] = fresh(pack_with_trl, path, context_tokens, python=python)
+    return found
 
 
-def plan_file(path: Path, context_tokens: int) -> dict[str, Any]:
-    """Plan the lengths of a file in this process, which does nothing else."""
-    before = peak_rss_bytes()
+def pack_with_trl(path: str, context_tokens: int) -> dict[str, Any]:
+    """Pack a file of lengths by ``pack_dataset(..., "bfd")`` as ``SFTTrainer`` calls it, in TRL's interpreter.
+
+    A document is a list of zero bytes: an eighth of the 64-bit ids that TRL moves, and no labels beside them.
+    """
+    import importlib.metadata
+
+    import pyarrow as pa
+    from datasets import Dataset, disable_progress_bars
+    from trl import pack_dataset
+
+    disable_progress_bars()
+    lengths = np.load(path).astype(np.int64)
+
+    def pack(part: NDArray[np.int64]) -> Any:
+        chunks = []
+        for first in range(0, part.size, TRL_BATCH):
+            offsets = np.concatenate([[0], np.cumsum(part[first : first + TRL_BATCH])]).astype(np.int32)
+            tokens = pa.array(np.zeros(int(offsets[-1]), dtype=np.uint8))
+            chunks.append(pa.ListArray.from_arrays(pa.array(offsets), tokens))
+        return pack_dataset(Dataset(pa.table({"input_ids": pa.chunked_array(chunks)})), context_tokens, "bfd")
+
+    # Compiled code, imports and the writer's start-up are not part of the rate.
+    pack(lengths[:TRL_BATCH])
     start = time.perf_counter()
-    lengths = np.load(path)
-    loaded = time.perf_counter() - start
-    folder = Path(tempfile.mkdtemp(prefix="bench-packing-"))
-    try:
-        segment, seconds, cpu_seconds = plan_once(lengths, context_tokens, 1, folder)
-        stored = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    finally:
-        shutil.rmtree(folder)
+    packed = pack(lengths)
+    seconds = time.perf_counter() - start
+    batches = packed.select_columns(["seq_lengths"]).with_format("arrow").iter(10_000)
+    kept = sum(int(batch["seq_lengths"].combine_chunks().flatten().to_numpy().sum()) for batch in batches)
     return {
-        "num_documents": int(lengths.size),
-        "num_rows": segment.train.num_rows,
-        "fill": segment.fill,
-        "load_s": loaded,
-        "wall_s": seconds,
-        "cpu_s": cpu_seconds,
-        "plan_bytes": stored,
-        "lengths_bytes": int(lengths.nbytes),
-        "rss_before_bytes": before,
-        "peak_rss_bytes": peak_rss_bytes(),
+        "rate": lengths.size / seconds,
+        "fill": kept / (len(packed) * context_tokens),
+        "lost": 1 - kept / int(lengths.sum()),
+        "versions": {name: importlib.metadata.version(name) for name in ("trl", "datasets", "pyarrow")},
     }
 
 
 def large_plan(num_documents: int) -> dict[str, Any]:
-    """Plan so many log-normal documents in a fresh process."""
+    """Plan a large log-normal corpus in this process, which does nothing else."""
+    lengths = log_normal(num_documents)
+    start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="bench-packing-") as folder:
-        path = Path(folder) / "lengths.npy"
-        write_log_normal(path, num_documents)
-        return run_fresh([__file__, "--plan-file", str(path)], TIMEOUT_S)
+        segment = plan(lengths, CONTEXTS[0], 1, folder)
+        seconds = time.perf_counter() - start
+        stored = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
+    return {
+        "num_documents": num_documents, "num_rows": segment.train.num_rows, "fill": segment.fill, "seconds": seconds,
+        "plan_bytes": stored, "lengths_bytes": int(lengths.nbytes), "peak_rss_bytes": peak_rss_bytes(),
+    }  # fmt: skip
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the record of everything that the options ask for."""
-    record: dict[str, Any] = {
-        **provenance(("numpy", "numba", "pyarrow"), "each process on one of them"),
-        "command": command("bench_packing.py"),
-        "load_before": os.getloadavg(),
-        "options": {"documents": options.documents, "repetitions": options.repetitions, "large": options.large},
-        "cases": [],
-    }
-    for context_tokens in options.contexts:
-        for name, make in corpora(options.documents, context_tokens).items():
-            lengths = make()
-            case = {
-                "corpus": name,
-                "context_tokens": context_tokens,
-                "num_documents": int(lengths.size),
-                "mean_tokens": float(lengths.mean(dtype=np.float64)),
-                "ours": ours_and_offline(lengths, context_tokens, options.repetitions),
-                "trl": theirs(options.trl_python, lengths, context_tokens),
-            }
-            record["cases"].append(case)
-            say(f"{name}, {context_tokens:,}: fill {case['ours']['fill'][0]:.4%}, {min(case['ours']['wall_s']):.2f} s")
-    half = near_context(options.documents, CONTEXTS[0], shares=HALF)
-    record["half"] = {
-        packing: ours_and_offline(half, CONTEXTS[0], options.repetitions, packing) for packing in HALF_PACKINGS
-    }
-    record["large"] = [large_plan(count) for count in options.large]
-    return record | {"load_average": os.getloadavg()}
+    """Plan each corpus with each packing that the page compares."""
+    cases = []
+    for context in CONTEXTS:
+        for corpus in ("log-normal", "0.55 to 0.9 × context", "both, as many tokens each"):
+            cases.append((corpus, context, "best_fit"))
+    cases += [("0.34 to 0.66 × context", CONTEXTS[0], packing) for packing in ("best_fit", "wide_fit")]
+    record: dict[str, Any] = {"cases": [], "large": [fresh(large_plan, count) for count in options.large]}
+    for corpus, context, packing in cases:
+        ours = fresh(ours_and_offline, corpus, options.documents, context, options.repetitions, packing)
+        case = {"corpus": corpus, "context_tokens": context, "packing": packing, **ours, "trl": None}
+        if options.trl_python and packing == "best_fit":
+            case["trl"] = trl(corpus, options.documents, context, options.trl_python)
+        record["cases"].append(case)
+        say(f"{corpus}, {context:,}, {packing}: fill {ours['fill'][0]:.4%}, {min(ours['wall_s']):.2f} s")
+    return record
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """Return the options."""
-    parser = argparse.ArgumentParser(
-        description="Planning beside offline best-fit-decreasing and TRL's bfd, on one core.",
-        epilog="TRL: python -m venv /tmp/trl && /tmp/trl/bin/pip install trl, then --trl-python /tmp/trl/bin/python",
+def points_behind(case: Record) -> float:
+    """Return by how many percentage points the worst of our plans fills less than best-fit-decreasing."""
+    return 100 * max(theirs - mine for mine, theirs in zip(case["fill"], case["offline_fill"], strict=True))
+
+
+def page(record: Record) -> str:
+    """Return the page."""
+    versions = next((case["trl"]["versions"] for case in record["cases"] if case["trl"]), {})
+    text = (
+        "Every process runs on one core. **Ours** is all of planning: drawing in a seeded order, cutting, packing, and "
+        "writing to disk; medians over plans with their own seeds. **BFD** is best-fit-decreasing on the same pieces, "
+        "all known beforehand, in memory: what packing alone could fill and cost. **TRL** is `pack_dataset` with `bfd` "
+        "in batches of 1,000 documents on the first documents of the corpus (1.3e9 tokens); it moves the tokens, and "
+        f"cuts off what exceeds the context: **lost** ({versions or NOT_MEASURED}). Goals: {GOAL_RATE / 1e6:.0f}M "
+        f"documents/s; within {GOAL_POINTS} points of BFD; `wide_fit` at least {GOAL_HALF:.1%} full on documents of "
+        "about half a row."
     )
-    parser.add_argument("--documents", type=int, default=1_000_000, help="documents of a corpus (default: 1,000,000)")
-    parser.add_argument("--contexts", type=int, nargs="*", default=list(CONTEXTS), help="context lengths; may be none")
-    parser.add_argument("--repetitions", type=int, default=7, help="plans a case, after one to warm up (default: 7)")
-    parser.add_argument("--large", type=int, nargs="*", default=LARGE, help="documents of the large plans")
-    parser.add_argument("--trl-python", help="interpreter of an environment that has TRL")
-    parser.add_argument("--quick", action="store_true", help="20,000 documents, 2 plans a case, no large plan")
-    parser.add_argument("--plan-file", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help="folder for packing.md and .json (default: results; --quick: none)")
-    options = parser.parse_args(arguments)
-    if options.quick:
-        options.documents, options.repetitions, options.large = 20_000, 2, ()
-    elif options.out is None:
-        options.out = RESULTS
-    return options
+
+    def rate(case: Record, name: str) -> list[float]:
+        return [case["num_documents"] / one / 1e6 for one in case[name]]
+
+    def goal(case: Record) -> str:
+        if case["packing"] == "wide_fit":
+            return met(min(case["fill"]) >= GOAL_HALF)
+        if case["corpus"].startswith("0.34"):
+            return ""
+        return met(median(rate(case, "wall_s")) * 1e6 >= GOAL_RATE and points_behind(case) <= GOAL_POINTS)
+
+    cases = columns(
+        record["cases"],
+        corpus=lambda case: f"{case['corpus']}, {case['packing']}",
+        context=lambda case: f"{case['context_tokens']:,}",
+        documents=lambda case: f"{case['num_documents']:,}",
+        rows=lambda case: f"{case['num_rows']:,}",
+        M_documents_per_second=lambda case: spread(rate(case, "wall_s")),
+        per_CPU_second=lambda case: spread(rate(case, "cpu_s")),
+        BFD=lambda case: f"{median(rate(case, 'offline_s')):.1f}",
+        TRL=lambda case: f"{case['trl']['rate'] / 1e6:.4f}" if case["trl"] else "",
+        fill=lambda case: f"{median(case['fill']):.3%}",
+        BFD_fill=lambda case: f"{median(case['offline_fill']):.3%}",
+        TRL_fill=lambda case: f"{case['trl']['fill']:.3%}, lost {case['trl']['lost']:.1%}" if case["trl"] else "",
+        goal=goal,
+    )
+    large = columns(
+        record["large"],
+        documents=lambda one: f"{one['num_documents']:,}",
+        rows=lambda one: f"{one['num_rows']:,}",
+        fill=lambda one: f"{one['fill']:.3%}",
+        seconds=lambda one: f"{one['seconds']:.1f}",
+        under_60_s=lambda one: met(one["seconds"] < GOAL_LARGE_S),
+        peak_memory=lambda one: f"{one['peak_rss_bytes'] / MIB:,.0f} MiB",
+        of_it_lengths=lambda one: f"{one['lengths_bytes'] / MIB:,.0f} MiB",
+        under_1_GB=lambda one: met(one["peak_rss_bytes"] < GOAL_LARGE_BYTES),
+        on_disk=lambda one: f"{one['plan_bytes'] / MIB:,.0f} MiB",
+    )
+    title = "Planning and packing: ours beside offline best-fit-decreasing and TRL's bfd"
+    return "\n\n".join([header(title, record, text), cases, "## Large plans, each in a fresh process", large])
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Run the benchmark, show its page and store it."""
-    options = parse(arguments)
-    pin_to_one_core()
-    if options.plan_file is not None:
-        import json
-
-        say(json.dumps(plan_file(options.plan_file, CONTEXTS[0])))
-        return
-    record = measure(options)
-    name = "packing" if options.contexts else "packing_large"
-    say(markdown(record))
-    if options.out is not None:
-        say("\n".join(f"written: {path.name}" for path in store(name, markdown(record), record, options.out)))
-
+BENCHMARK = Benchmark(
+    name="packing",
+    about="Planning beside offline best-fit-decreasing and TRL's bfd, on one core.",
+    measure=measure,
+    page=page,
+    packages=("numpy", "numba", "pyarrow"),
+    hardware="each process on one of them",
+    options={
+        "documents": (1_000_000, "documents of a corpus"),
+        "repetitions": (7, "plans of a case, after one to warm up"),
+        "large": ([10_000_000, 100_000_000], "documents of the large plans"),
+        "trl_python": (None, "interpreter of an environment that has trl"),
+    },
+    quick={"documents": 20_000, "repetitions": 2, "large": [200_000]},
+)
 
 if __name__ == "__main__":
-    main()
+    main(BENCHMARK)

@@ -9,20 +9,16 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-if str(Path(__file__).resolve().parents[1]) not in sys.path:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.stored_result import MIB, RESULTS, command, met, origin, provenance, say, spread, store, table
+from benchmarks.runner import MIB, Benchmark, Record, columns, header, main, met, spread
 from ray_ulysses.peer_memory import PeerMemoryAgent
 
 WORLD_SIZE = 4
@@ -40,16 +36,6 @@ SIZES: dict[str, dict[str, int]] = {
 }
 GOAL_STALL, GOAL_STEP = 0.01, 1.03
 OWN = ("copying_s", "saving_s", "agents_s")
-
-RULES = """\
-How to read it: each row is one document, so that all steps have the same work. A pair is two neighbouring blocks of
-steps, with and without peer memory; the first two steps of each are left out. **copy** is how long the slowest rank's
-training stood still for a state that was kept, **stall** the mean of that over all steps. **step** is the ratio of the
-times of a step by the clock; **CPU** that of the CPU time of all ranks and both agents. **Own CPU** per step is peer
-memory's alone: of the training threads while they copy a state, of the threads that save it, and of the agents. On this
-machine ranks and agents share two cores, so that every CPU second of peer memory is taken from training; beside
-training on GPUs it is taken from idle cores. **kept** is how many of the steps were kept: fewer where a copy takes more
-than 10 ms and 1% of a step."""
 
 
 def rank_main(rank: int, world_size: int, config: Any, peer_memory: Any, pids: list[int]) -> list[dict[str, float]]:
@@ -91,12 +77,8 @@ def rank_main(rank: int, world_size: int, config: Any, peer_memory: Any, pids: l
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Train, with one model after the other, and return the record."""
-    return {
-        **provenance(("torch", "deepspeed"), "shared by four ranks of one thread and two agents, gloo over loopback"),
-        "command": command("bench_peer_memory.py"), "load_before": os.getloadavg(),
-        "runs": [_measured(SIZES[name], options.pairs) for name in options.size], "load_average": os.getloadavg(),
-    }  # fmt: skip
+    """Train one model after the other."""
+    return {"runs": [_measured(SIZES[name], options.pairs) for name in options.size]}
 
 
 def _measured(size: dict[str, int], num_pairs: int) -> dict[str, Any]:
@@ -180,53 +162,45 @@ def pairs_of(ranks: list[list[dict[str, float]]]) -> list[dict[str, float]]:
     ]
 
 
-def markdown(record: Mapping[str, Any]) -> str:
-    """Return the record as a page."""
-    return "\n\n".join(
-        [
-            "# Peer memory beside training",
-            origin(record),
-            RULES,
-            *(text for run in record["runs"] for text in _run(run)),
-        ]
+def page(record: Record) -> str:
+    """Return the page."""
+    text = (
+        "A pair is two neighboring blocks of steps, with and without peer memory; the first two steps of each are "
+        "left out, and each row is one document, so that all steps have the same work. **Stall** is how long the "
+        "slowest rank stood still for the copy of a state, over all steps; **own CPU** is peer memory's alone: of the "
+        "training threads while they copy, of the threads that save, and of the agents. Ranks and agents share the "
+        "cores here, so that each CPU second of peer memory is taken from training; beside GPUs it is taken from idle "
+        f"cores. **Kept** is the share of steps that were kept. Goals: a stall of at most {GOAL_STALL:.0%} of a step, "
+        f"steps and CPU at most {GOAL_STEP}."
     )
 
+    def of(name: str, form: str, factor: float = 1.0) -> Callable[[Record], str]:
+        return lambda run: spread([factor * pair[name] for pair in run["pairs"]], form)
 
-def _run(run: Mapping[str, Any]) -> tuple[str, str]:
-    """Return what was trained, and the table of what was measured."""
-    pairs, size, count = run["pairs"], run["size"], run["parameters"]
+    def goal(run: Record) -> str:
+        share, ratio, cpu = (
+            median(pair[name] for pair in run["pairs"]) for name in ("stall_share", "step_ratio", "cpu_ratio")
+        )
+        return ", ".join(map(met, (share <= GOAL_STALL, ratio <= GOAL_STEP, cpu <= GOAL_STEP)))
 
-    def all_of(name: str) -> list[float]:
-        return [pair[name] for pair in pairs]
-
-    state = 12 * count
-    about = (
-        f"A Llama of {count / 1e6:.1f}M parameters (width {size['hidden']}, {size['layers']} layers), fp32, rows of "
-        f"{size['context']:,} tokens, sp 2 x dp 2 under ZeRO-3: a state of {state / MIB:.0f} MiB, "
-        f"{state / MIB / WORLD_SIZE:.0f} MiB per rank. {len(pairs)} pairs."
+    runs = columns(
+        record["runs"],
+        parameters=lambda run: f"{run['parameters'] / 1e6:.1f}M",
+        state=lambda run: f"{12 * run['parameters'] / MIB:.0f} MiB",
+        tokens_per_row=lambda run: f"{run['size']['context']:,}",
+        step_without=of("step_s", "{:.2f} s"),
+        copy=of("copy_s", "{:.1f} ms", 1000),
+        stall=of("stall_share", "{:.2f}%", 100),
+        step_with_over_without=of("step_ratio", "{:.3f}"),
+        CPU_with_over_without=of("cpu_ratio", "{:.3f}"),
+        goals=goal,
+        own_CPU_of_a_step=of("own_share", "{:.1f}%", 100),
+        training_threads=of("copying_s", "{:.0f} ms", 1000),
+        saving_threads=of("saving_s", "{:.0f} ms", 1000),
+        agents=of("agents_s", "{:.0f} ms", 1000),
+        kept=of("kept", "{:.0f}%", 100),
     )
-    share, ratio, cpu = median(all_of("stall_share")), median(all_of("step_ratio")), median(all_of("cpu_ratio"))
-    rows = [
-        ("step without", spread(all_of("step_s"), "{:.2f} s"), "", ""),
-        ("copy", spread([1000 * one for one in all_of("copy_s")], "{:.1f} ms"), "", ""),
-        ("stall", spread([1000 * one for one in all_of("stall_s")], "{:.1f} ms"), "", ""),
-        (
-            "stall of a step",
-            spread([100 * one for one in all_of("stall_share")], "{:.2f}%"),
-            "1%",
-            met(share <= GOAL_STALL),
-        ),
-        ("step, with to without", spread(all_of("step_ratio"), "{:.3f}"), f"{GOAL_STEP}", met(ratio <= GOAL_STEP)),
-        ("CPU, with to without", spread(all_of("cpu_ratio"), "{:.3f}"), f"{GOAL_STEP}", met(cpu <= GOAL_STEP)),
-        ("own CPU, of that of a step", spread([100 * one for one in all_of("own_share")], "{:.1f}%"), "", ""),
-        *(
-            (f"own CPU, {words}", spread([1000 * one for one in all_of(name)], "{:.0f} ms"), "", "")
-            for name, words in zip(OWN, ("training threads", "threads that save", "agents"), strict=True)
-        ),
-        ("CPU per GiB of state", spread([one / (state / 2**30) for one in all_of("cpu_s")], "{:.2f} s"), "", ""),
-        ("kept", spread([100 * one for one in all_of("kept")], "{:.0f}%"), "", ""),
-    ]
-    return about, table(("", "median (least to most)", "goal", ""), rows)
+    return "\n\n".join([header("Peer memory beside training", record, text), runs])
 
 
 def _saving_s() -> float:
@@ -267,38 +241,16 @@ def _agent(there: Connection) -> None:
     agent._closed.wait()
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """Return the options."""
-    parser = argparse.ArgumentParser(
-        description="What keeping the state in peer memory costs a step, on four gloo ranks and two agents.",
-        epilog="Example: python benchmarks/bench_peer_memory.py --size small --pairs 8 --out /tmp/peer-memory",
-    )
-    parser.add_argument(
-        "--size", nargs="+", choices=sorted(SIZES), default=["light", "small"], help="models (default: light small)"
-    )
-    parser.add_argument("--pairs", type=int, default=10, help="of blocks with and without (default: 10)")
-    parser.add_argument("--quick", action="store_true", help="a tiny model, three pairs; writes nothing")
-    parser.add_argument(
-        "--out", type=Path, help="folder for peer_memory.md and .json (default: results; --quick: none)"
-    )
-    options = parser.parse_args(arguments)
-    if options.pairs < 2:
-        parser.error(f"--pairs {options.pairs}: the first pair is not counted; give 2 or more")
-    if options.quick:
-        options.size, options.pairs = ["tiny"], 3
-    elif options.out is None:
-        options.out = RESULTS
-    return options
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Run the benchmark, show its page and store it."""
-    options = parse(arguments)
-    record = measure(options)
-    say(markdown(record))
-    if options.out is not None:
-        say("\n".join(f"written: {path.name}" for path in store("peer_memory", markdown(record), record, options.out)))
-
+BENCHMARK = Benchmark(
+    name="peer_memory",
+    about="What keeping the state in peer memory costs a step, on four gloo ranks and two agents.",
+    measure=measure,
+    page=page,
+    packages=("torch", "deepspeed"),
+    hardware="shared by four ranks of one thread and two agents, gloo over loopback",
+    options={"size": (["light", "small"], "models"), "pairs": (10, "pairs of blocks; the first is not counted")},
+    quick={"size": ["tiny"], "pairs": 3},
+)
 
 if __name__ == "__main__":
-    main()
+    main(BENCHMARK)

@@ -9,35 +9,29 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
-import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
-from unittest import mock
 
-if str(Path(__file__).resolve().parents[1]) not in sys.path:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.fresh_process import run_fresh
-from benchmarks.stored_result import (
+from benchmarks.runner import (
     MIB,
-    REPOSITORY,
-    RESULTS,
-    command,
+    Benchmark,
+    Record,
+    columns,
+    fresh,
+    header,
+    main,
     met,
-    origin,
-    provenance,
+    peak_rss_bytes,
+    ratios,
     say,
     spread,
-    store,
-    table,
-)
+)  # fmt: skip
 
-SIDE = Path(__file__).with_name("prepare_sides.py")
 LENGTHS = (300, 2_000)
 LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
@@ -111,110 +105,123 @@ def train_tokenizer(folder: Path, vocabulary: int) -> Path:
     return folder
 
 
-def side(name: str, source: Path, folder: Path, tokenizer: str, tree: Path) -> dict[str, Any]:
-    """Run one side in a fresh process."""
-    shutil.rmtree(folder, ignore_errors=True)
-    # One thread, as a task of a preparation has one CPU.
-    with mock.patch.dict(os.environ, {"PYTHONPATH": str(tree), "TOKENIZERS_PARALLELISM": "false"}):
-        return run_fresh([str(SIDE), name, str(source), str(folder), tokenizer], 900.0)
+def prepare(side: str, source: str, tokenizer: str) -> dict[str, Any]:
+    """Prepare a file in this process by ours or the peer's way, without counting the imports."""
+    import datasets  # noqa: F401
+    import transformers  # noqa: F401
+
+    import ray_ulysses.data.prepare.preparation  # noqa: F401
+
+    with tempfile.TemporaryDirectory(prefix="bench-prepare-") as out:
+        before = time.process_time()
+        {"ours": _ours, "peer": _peer}[side](Path(source), Path(out), tokenizer)
+        return {"cpu_s": time.process_time() - before, "peak_rss_bytes": peak_rss_bytes()}
+
+
+def _ours(source: Path, out: Path, tokenizer: str) -> None:
+    from ray_ulysses.data.prepare.preparation import PrepareRequest
+    from ray_ulysses.data.sources.units import SourceSpec
+    from tests.local_preparation import prepare_local
+
+    prepare_local(PrepareRequest(sources=SourceSpec(paths=(str(source),)), out=out / "corpus", tokenizer=tokenizer))
+
+
+def _peer(source: Path, out: Path, tokenizer: str) -> int:
+    """Tokenize by ``datasets.map`` in batches of 1,000 and write what it writes; return the tokens."""
+    import datasets
+    import numpy as np
+
+    datasets.disable_progress_bars()
+    if tokenizer == "bytes":
+
+        def encode(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+            texts = (np.frombuffer(text.encode(), dtype=np.uint8) for text in batch["text"])
+            return {"input_ids": [np.append(text.astype(np.uint16), np.uint16(256)) for text in texts]}
+    else:
+        from transformers import PreTrainedTokenizerFast
+
+        loaded = PreTrainedTokenizerFast.from_pretrained(tokenizer)
+        end = loaded.eos_token_id
+
+        def encode(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+            found = loaded(batch["text"], add_special_tokens=False, return_attention_mask=False)["input_ids"]
+            return {"input_ids": [[*ids, end] for ids in found]}
+
+    rows = datasets.load_dataset("json", data_files=str(source), split="train", cache_dir=str(out / "cache"))
+    found = rows.map(encode, batched=True, remove_columns=rows.column_names, cache_file_name=str(out / "tokens.arrow"))
+    return sum(len(chunk.values) for chunk in found.data.column("input_ids").chunks)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the record of everything that the options ask for."""
-    record: dict[str, Any] = {
-        **provenance(("numpy", "pyarrow", "datasets", "tokenizers"), "one machine, files in its page cache"),
-        "command": command("bench_prepare.py"),
-        "load_before": os.getloadavg(),
-        "speed": [],
-        "huge": [],
-    }
-    trees = {"ours": REPOSITORY} | ({"before": options.before} if options.before else {})
+    """Prepare rows of each length by both sides in turn, and one huge line by ours."""
+    # One thread, as a task of a preparation has one CPU.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    record: dict[str, Any] = {"speed": [], "huge": []}
     with tempfile.TemporaryDirectory(prefix="bench-prepare-") as temporary:
         root = Path(temporary)
-        bpe = train_tokenizer(root / "bpe", 1_000 if options.quick else 32_000)
-        for kind, tokenizer in (("bytes", "bytes"), ("BPE", str(bpe))):
+        bpe = train_tokenizer(root / "bpe", options.vocabulary)
+        for kind, tokenizer, part in (("bytes", "bytes", 1), ("BPE", str(bpe), 4)):
             for length in LENGTHS:
                 source = root / f"rows-{length}.jsonl"
-                size = write_rows(
-                    source, length, (options.megabytes if kind == "bytes" else options.megabytes // 4) << 20
-                )
-                found: dict[str, list[float]] = {}
+                size = write_rows(source, length, (options.megabytes // part) << 20)
+                found: dict[str, list[float]] = {"peer": [], "ours": []}
                 for _ in range(options.rounds):
-                    for name in ("peer", *trees):
-                        run = side(
-                            "peer" if name == "peer" else "ours", source, root / "out", tokenizer,
-                            trees.get(name, REPOSITORY),
-                        )  # fmt: skip
-                        found.setdefault(name, []).append(size / 1e6 / run["cpu_s"])
-                record["speed"].append({"tokenizer": kind, "length": length, "bytes": size, "mb_per_cpu_s": found})
-                say(f"{kind}, {length}: " + ", ".join(f"{name} {median(one):.1f}" for name, one in found.items()))
+                    for side, speeds in found.items():
+                        speeds.append(size / 1e6 / fresh(prepare, side, source, tokenizer)["cpu_s"])
+                record["speed"].append({"tokenizer": kind, "length": length, "bytes": size, **found})
+                say(
+                    f"{kind}, {length}: peer {median(found['peer']):.1f}, ours {median(found['ours']):.1f} MB per CPU s"
+                )
             source = root / "huge.jsonl"
-            size = write_huge(source, options.huge if kind == "bytes" else options.huge // 10)
-            for name, tree in trees.items():
-                run = side("ours", source, root / "out", tokenizer, tree)
-                record["huge"].append({"tokenizer": kind, "bytes": size, "side": name, **run})
-                say(f"{kind}, {size / 1e6:.0f} MB at once: {name} {run['peak_rss_bytes'] / MIB:,.0f} MiB")
-    return record | {"load_average": os.getloadavg()}
+            size = write_huge(source, options.huge // (1 if kind == "bytes" else 10))
+            record["huge"].append({"tokenizer": kind, "bytes": size, **fresh(prepare, "ours", source, tokenizer)})
+    return record
 
 
-def markdown(record: Mapping[str, Any]) -> str:
-    """Return the record as a page."""
-    rows = []
-    for one in record["speed"]:
-        speeds = one["mb_per_cpu_s"]
-        ratios = [ours / peer for ours, peer in zip(speeds["ours"], speeds["peer"], strict=True)]
-        before = spread(speeds["before"], "{:.1f}") if "before" in speeds else "-"
-        rows.append(
-            [
-                one["tokenizer"], f"{one['length']:,}", f"{one['bytes'] / 1e6:.0f} MB",
-                spread(speeds["peer"], "{:.1f}"), before, spread(speeds["ours"], "{:.1f}"),
-                spread(ratios), met(median(ratios) >= 1),
-            ]
-        )  # fmt: skip
-    head = ("tokenizer", "mean document", "texts", "datasets.map", "before", "ours", "ratio", "at least 1")
-    huge = [
-        [
-            one["tokenizer"], f"{one['bytes'] / 1e6:.0f} MB", one["side"], f"{one['peak_rss_bytes'] / MIB:,.0f} MiB",
-            f"{one['peak_rss_bytes'] / one['bytes']:.1f}", f"{one['cpu_s']:.1f} s",
-        ]
-        for one in record["huge"]
-    ]  # fmt: skip
-    return "\n\n".join(
-        [
-            "# Preparing text",
-            origin(record),
-            "Megabytes of text per CPU second of one process, in turn: from JSON lines of the standard library's "
-            "sources to tokens on the disk. Ours compares, checks and looks for duplicates; `datasets.map` (batches of "
-            "1,000, one process) loads the lines, tokenizes and writes its table, and finds no duplicates. The BPE "
-            "tokenizer has the pattern of Llama 3 and 32,000 tokens. Imports are not counted.",
-            table(head, rows),
-            "## One huge document",
-            "Peak of resident memory of the whole process, imports included, for one JSON line.",
-            table(("tokenizer", "line", "tree", "peak", "bytes per byte", "CPU"), huge),
-        ]
+def page(record: Record) -> str:
+    """Return the page."""
+    text = (
+        "Megabytes of text per CPU second of one process, from JSON lines of the standard library's sources to tokens "
+        "on the disk, in turn. Ours compares, checks and looks for duplicates; `datasets.map` (batches of 1,000, one "
+        "process) loads the lines, tokenizes and writes its table. The BPE tokenizer has 32,000 tokens and the "
+        "pattern of Llama 3. Imports are not counted."
     )
+    speed = columns(
+        record["speed"],
+        tokenizer=lambda one: one["tokenizer"],
+        mean_document=lambda one: f"{one['length']:,}",
+        texts=lambda one: f"{one['bytes'] / 1e6:.0f} MB",
+        datasets_map=lambda one: spread(one["peer"], "{:.1f}"),
+        ours=lambda one: spread(one["ours"], "{:.1f}"),
+        ratio=lambda one: spread(ratios(one["ours"], one["peer"])),
+        at_least_1=lambda one: met(median(ratios(one["ours"], one["peer"])) >= 1),
+    )
+    huge = columns(
+        record["huge"],
+        tokenizer=lambda one: one["tokenizer"],
+        line=lambda one: f"{one['bytes'] / 1e6:.0f} MB",
+        peak_memory=lambda one: f"{one['peak_rss_bytes'] / MIB:,.0f} MiB",
+        bytes_per_byte=lambda one: f"{one['peak_rss_bytes'] / one['bytes']:.1f}",
+        CPU=lambda one: f"{one['cpu_s']:.1f} s",
+    )
+    return "\n\n".join([header("Preparing text", record, text), speed, "## One huge document, imports included", huge])
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Run the benchmark, show its page and store it."""
-    parser = argparse.ArgumentParser(description="Preparing text, beside datasets.map.")
-    parser.add_argument("--megabytes", type=int, default=40, help="texts per case; BPE: a quarter of it (default: 40)")
-    parser.add_argument("--huge", type=int, default=200_000_000, help="bytes of the huge line; BPE: a tenth of it")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each side, in turn (default: 3)")
-    parser.add_argument("--before", type=Path, help="another tree of this project, measured too")
-    parser.add_argument("--quick", action="store_true", help="1 MB, one run each; writes nothing")
-    parser.add_argument("--out", type=Path, help="folder for prepare.md and .json (default: results; --quick: none)")
-    options = parser.parse_args(arguments)
-    if options.quick:
-        options.megabytes, options.huge, options.rounds = 4, 4_000_000, 1
-    elif options.out is None:
-        options.out = RESULTS
-    record = measure(options)
-    page = markdown(record)
-    say(page)
-    if options.out is not None:
-        say("\n".join(f"written: {path.name}" for path in store("prepare", page, record, options.out)))
-
+BENCHMARK = Benchmark(
+    name="prepare",
+    about="Preparing text, beside datasets.map.",
+    measure=measure,
+    page=page,
+    packages=("numpy", "pyarrow", "datasets", "tokenizers"),
+    hardware="one machine, files in its page cache",
+    options={
+        "megabytes": (40, "texts of a case; BPE takes a quarter"),
+        "huge": (200_000_000, "bytes of the huge line; BPE takes a tenth"),
+        "vocabulary": (32_000, "tokens of the BPE tokenizer"),
+        "rounds": (3, "runs of each side, in turn"),
+    },
+    quick={"megabytes": 4, "huge": 4_000_000, "vocabulary": 1_000, "rounds": 1},
+)
 
 if __name__ == "__main__":
-    main()
+    main(BENCHMARK)

@@ -7,21 +7,14 @@ in one run; each measurement is a process of its own with one thread.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-if str(Path(__file__).resolve().parents[1]) not in sys.path:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.fresh_process import run_fresh
-from benchmarks.stored_result import RESULTS, command, met, origin, provenance, say, spread, store, table
+from benchmarks.runner import Benchmark, Record, columns, fresh, header, main, met, ratios, say, spread
 
 GOALS = {512: 1.5, 8192: 1.08}
 GOAL_PEER = 1.0
@@ -39,15 +32,15 @@ PEERS = {1: "transformers", 2: "deepspeed-ulysses"}
 OURS = {1: ("ours", "ours-compiled", "ours-zero3"), 2: ("ours",)}
 CASES = [(512, "packed", 1), (512, "whole", 1), (8192, "packed", 1), (8192, "whole", 1), (8192, "whole", 2)]
 
-RULES = f"""\
-How to read it: a side's figure is the CPU time of its processes per optimizer step, all threads included, from the end
-of step {WARMUP_STEPS} to the last one: reading rows, batches, forward, backward, clipping, AdamW, and on our side the
-journal, digests, the exchange of flags and ZeRO. Saving, tracking and evaluation are off on all sides. fp32, one thread
-per rank, {ROWS_PER_STEP} rows per step, without gradient checkpointing. The peers get the same rows from memory.
-**Packed** rows hold many documents, which plain Transformers tells apart by `position_ids`, so that SDPA gets a mask;
-**whole** rows hold one document each, for which it needs none. At sp 2 the peer is DeepSpeed's `UlyssesSPAttentionHF`
-with ZeRO-3 and the loss of its documentation. `ours` writes no ZeRO stage, so that one rank has 1 and two have 3;
-`ours-compiled` adds `model.compile`. The ratio is that of neighbours in the run."""
+RULES = (
+    "CPU time of a side's processes per optimizer step, all threads included: reading rows, forward, backward, "
+    "clipping, AdamW, and on our side the journal, digests, the exchange of flags and ZeRO. No saving, tracking or "
+    f"evaluation. fp32, one thread per rank, {ROWS_PER_STEP} rows per step, no gradient checkpointing; the first "
+    f"{WARMUP_STEPS} steps are not counted. The peers get the same rows from memory. **Packed** rows hold many "
+    "documents, for which plain Transformers needs a mask; **whole** rows hold one. At sp 2 the peer is DeepSpeed's "
+    "`UlyssesSPAttentionHF` with ZeRO-3. `ours` writes no ZeRO stage, so that one rank has 1 and two have 3; "
+    "`ours-compiled` adds `model.compile`."
+)
 
 
 def corpus(folder: Path, context: int, *, whole: bool) -> Path:
@@ -96,8 +89,8 @@ def make_config(folder: Path, context: int, rows: str, sp_size: int, side: str) 
     )  # fmt: skip
 
 
-def measure_side(side: str, context: int, rows: str, sp_size: int) -> dict[str, float]:
-    """Train in processes of this one's own, and return CPU seconds per step, of all ranks, and the last loss."""
+def measure_side(side: str, context: int, rows: str, sp_size: int) -> float:
+    """Train in processes of this one's own, and return the CPU seconds per step of all ranks."""
     from tests.distributed.harness import run_ranks
     from tests.distributed.run_case import prepare_attempt
 
@@ -106,12 +99,11 @@ def measure_side(side: str, context: int, rows: str, sp_size: int) -> dict[str, 
         prepare_attempt(config, "session")
         train = {"transformers": _transformers, "deepspeed-ulysses": _deepspeed}.get(side, _ours)
         ranks = run_ranks(train, sp_size, config, timeout_s=TIMEOUT_S)
-    seconds = sum(marks[-1] - marks[WARMUP_STEPS - 1] for marks, _ in ranks)
-    return {"cpu_s": seconds / (len(ranks[0][0]) - WARMUP_STEPS), "loss": ranks[0][1]}
+    seconds = sum(marks[-1] - marks[WARMUP_STEPS - 1] for marks in ranks)
+    return float(seconds / (len(ranks[0]) - WARMUP_STEPS))
 
 
-def _ours(rank: int, world_size: int, config: Any) -> tuple[list[float], float]:
-    from ray_ulysses.tracking.history import read_history
+def _ours(rank: int, world_size: int, config: Any) -> list[float]:
     from tests.distributed.run_case import run_worker
 
     marks: list[float] = []
@@ -121,10 +113,10 @@ def _ours(rank: int, world_size: int, config: Any) -> tuple[list[float], float]:
             marks.append(time.process_time())
 
     run_worker(rank, world_size, config, "session", watch=watch)
-    return marks, read_history(config.run_dir).steps[-1].loss
+    return marks
 
 
-def _transformers(rank: int, world_size: int, config: Any) -> tuple[list[float], float]:
+def _transformers(rank: int, world_size: int, config: Any) -> list[float]:
     import torch
     from torch.nn import functional
 
@@ -132,27 +124,23 @@ def _transformers(rank: int, world_size: int, config: Any) -> tuple[list[float],
     model = _model(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    value = 0.0
     for step in rows:
         tokens = sum(int((labels != -100).sum()) for _, labels, _ in step)
-        total = torch.zeros(())
         for ids, labels, positions in step:
             # A single document needs no mask, and no positions to tell it from others.
             is_whole = int((positions == 0).sum()) == 1
             logits = model(input_ids=ids, position_ids=None if is_whole else positions).logits
             loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / tokens
             loss.backward()
-            total += loss.detach()
         torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        value = float(total)
         marks.append(time.process_time())
-    return marks, value
+    return marks
 
 
-def _deepspeed(rank: int, world_size: int, config: Any) -> tuple[list[float], float]:
+def _deepspeed(rank: int, world_size: int, config: Any) -> list[float]:
     """Train as DeepSpeed documents it: its groups, its attention, its engine, and its mean over the ranks' losses."""
     import deepspeed
     import deepspeed.comm
@@ -174,9 +162,8 @@ def _deepspeed(rank: int, world_size: int, config: Any) -> tuple[list[float], fl
     }  # fmt: skip
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, mpu=groups)
-    group, value = groups.get_sequence_parallel_group(), 0.0
+    group = groups.get_sequence_parallel_group()
     for step in rows:
-        total = torch.zeros(())
         for row in step:
             ids, labels, positions = (one.chunk(world_size, dim=1)[rank].contiguous() for one in row)
             loss = engine(input_ids=ids, position_ids=positions, shift_labels=labels, labels=labels).loss
@@ -186,11 +173,9 @@ def _deepspeed(rank: int, world_size: int, config: Any) -> tuple[list[float], fl
             loss = sum(a * b for a, b in zip(losses, tokens, strict=True)) / sum(tokens)
             engine.backward(loss)
             engine.step()
-            total += loss.detach() / len(step)
         dist.barrier(group)
-        value = float(total)
         marks.append(time.process_time())
-    return marks, value
+    return marks
 
 
 def _model(config: Any) -> Any:
@@ -225,83 +210,57 @@ def _rows(config: Any) -> list[list[tuple[Any, Any, Any]]]:
     return rows  # type: ignore[return-value]
 
 
-def run(pairs: int, chosen: Sequence[tuple[int, str, int]]) -> dict[str, Any]:
-    """Measure all sides of each case in turn, so many times."""
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure all sides of each case in turn."""
     cases: list[dict[str, Any]] = []
-    load = os.getloadavg()
-    for context, rows, sp_size in chosen:
+    for context, rows, sp_size in CASES:
+        if options.only not in f"{context} {rows} sp{sp_size}":
+            continue
         sides = (PEERS[sp_size], *OURS[sp_size])
-        measured: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
-        for _ in range(pairs):
+        found: dict[str, list[float]] = {side: [] for side in sides}
+        for _ in range(options.pairs):
             for side in sides:
-                arguments = ["--side", side, "--context", str(context), "--rows", rows, "--sp", str(sp_size)]
-                found = run_fresh([__file__, *arguments], TIMEOUT_S)
-                measured[side].append({"cpu_s": found["cpu_s"], "loss": found["loss"]})
-        cases.append({"context": context, "rows": rows, "sp_size": sp_size, "sides": measured})
-        say(json.dumps({side: [round(one["cpu_s"], 4) for one in measured[side]] for side in sides}))
-    packages = ("torch", "transformers", "deepspeed")
-    record = {**provenance(packages, "one thread per rank"), "command": command("bench_train.py"), "cases": cases}
-    return {**record, "load_before": load, "load_average": os.getloadavg()}
+                found[side].append(fresh(measure_side, side, context, rows, sp_size, timeout_s=TIMEOUT_S))
+        cases.append({"context": context, "rows": rows, "sp_size": sp_size, "sides": found})
+        say(str(cases[-1]))
+    return {"cases": cases}
 
 
-def case_of(found: Mapping[str, Any]) -> tuple[int, str, int]:
-    """Return which case was measured."""
-    return found["context"], found["rows"], found["sp_size"]
+def page(record: Record) -> str:
+    """Return the page."""
+    lines = [(case, side) for case in record["cases"] for side in OURS[case["sp_size"]]]
 
+    def peer(case: Record) -> list[float]:
+        return list(case["sides"][PEERS[case["sp_size"]]])
 
-def page(record: Mapping[str, Any]) -> str:
-    """Return the result as text."""
-    rows = []
-    for case in record["cases"]:
-        context, sp_size = case["context"], case["sp_size"]
-        peer = case["sides"][PEERS[sp_size]]
-        goal = GOALS[context] if sp_size == 1 else GOAL_PEER
-        for side in (one for one in OURS[sp_size] if one in case["sides"]):
-            ours = case["sides"][side]
-            ratios = [mine["cpu_s"] / its["cpu_s"] for mine, its in zip(ours, peer, strict=True)]
-            seconds = [median(one["cpu_s"] for one in found) for found in (peer, ours)]
-            rows.append(
-                [
-                    f"{context:,}", case["rows"], str(sp_size), PEERS[sp_size], side,
-                    *(f"{1e3 * one:.1f} ms" for one in seconds), f"{ROWS_PER_STEP * context / seconds[1]:,.0f}",
-                    spread(ratios), f"{goal:g}", met(median(ratios) <= goal), case.get("commit", record["commit"]),
-                ]
-            )  # fmt: skip
-    head = ["context", "rows", "sp", "peer", "side", "peer's step", "our step", "our tokens per CPU-second", "ratio"]
-    head += ["goal", "", "commit"]
-    return "\n\n".join(["# CPU time of training", origin(record), RULES, table(head, rows)])
+    def goal(line: tuple[Record, str]) -> str:
+        case, side = line
+        wanted = GOALS[case["context"]] if case["sp_size"] == 1 else GOAL_PEER
+        return f"{wanted:g}: {met(median(ratios(case['sides'][side], peer(case))) <= wanted)}"
 
-
-def main() -> None:
-    """Measure one side, or all and store the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=5, help="processes per side and case")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result")
-    parser.add_argument(
-        "--only",
-        default="",
-        help="measure the cases that have this in 'CONTEXT ROWS spN', and keep what is stored of others",
+    rows = columns(
+        lines,
+        context=lambda line: f"{line[0]['context']:,}",
+        rows=lambda line: line[0]["rows"],
+        sp=lambda line: str(line[0]["sp_size"]),
+        peer=lambda line: f"{PEERS[line[0]['sp_size']]}, {1e3 * median(peer(line[0])):.1f} ms",
+        ours=lambda line: f"{line[1]}, {1e3 * median(line[0]['sides'][line[1]]):.1f} ms",
+        ratio=lambda line: spread(ratios(line[0]["sides"][line[1]], peer(line[0]))),
+        goal=goal,
     )
-    parser.add_argument("--side", help=argparse.SUPPRESS)
-    parser.add_argument("--context", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--rows", help=argparse.SUPPRESS)
-    parser.add_argument("--sp", type=int, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.side:
-        say(json.dumps(measure_side(options.side, options.context, options.rows, options.sp)))
-        return
-    chosen = [case for case in CASES if options.only in "{} {} sp{}".format(*case)]
-    if not chosen:
-        parser.error(f"--only {options.only}: no case has this")
-    record = run(options.pairs, chosen)
-    if options.only:
-        stored = json.loads((options.out / "train.json").read_text(encoding="utf-8"))
-        found = {case_of(one): {"commit": stored["commit"], **one} for one in stored["cases"]}
-        found |= {case_of(one): one for one in record["cases"]}
-        record["cases"] = [found[case] for case in CASES if case in found]
-    say(page(record))
-    store("train", page(record), record, options.out)
+    return "\n\n".join([header("CPU time of training", record, RULES), rows])
 
+
+BENCHMARK = Benchmark(
+    name="train",
+    about="CPU time of a training step, beside a hand-written Transformers loop and DeepSpeed's Ulysses.",
+    measure=measure,
+    page=page,
+    packages=("torch", "transformers", "deepspeed"),
+    hardware="one thread per rank",
+    options={"pairs": (5, "processes per side and case"), "only": ("", "cases with this in 'CONTEXT ROWS spN'")},
+    quick={"pairs": 1, "only": "512 packed"},
+)
 
 if __name__ == "__main__":
-    main()
+    main(BENCHMARK)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,17 +18,13 @@ def log_normal(
     num_documents: int, *, mean: float = MEAN_TOKENS, sigma: float = SIGMA, seed: int = 0
 ) -> NDArray[np.uint32]:
     """Return log-normal lengths, clipped to [2, 1M]; ``mean`` is that of the distribution before it is clipped."""
-    return np.concatenate([*_log_normal_chunks(num_documents, mean, sigma, seed)])
-
-
-def write_log_normal(path: Path, num_documents: int, seed: int = 0) -> None:
-    """Write log-normal lengths as an ``.npy`` of uint32, a million at a time."""
-    lengths = np.lib.format.open_memmap(path, mode="w+", dtype=np.uint32, shape=(num_documents,))
-    first = 0
-    for chunk in _log_normal_chunks(num_documents, MEAN_TOKENS, SIGMA, seed):
-        lengths[first : first + chunk.size] = chunk
-        first += chunk.size
-    lengths.flush()
+    rng, centre = np.random.default_rng(seed), math.log(mean) - sigma**2 / 2
+    lengths = np.empty(num_documents, dtype=np.uint32)
+    # A chunk at a time: the draws take eight bytes each.
+    for first in range(0, num_documents, _CHUNK):
+        part = lengths[first : first + _CHUNK]
+        part[:] = np.clip(rng.lognormal(centre, sigma, part.size), SHORTEST, LONGEST)
+    return lengths
 
 
 def near_context(
@@ -53,11 +48,3 @@ def standard_library() -> NDArray[np.uint32]:
     root = Path(sysconfig.get_path("stdlib"))
     files = sorted(path for path in root.rglob("*.py") if "site-packages" not in path.parts)
     return np.asarray([path.stat().st_size + 1 for path in files], dtype=np.uint32)
-
-
-def _log_normal_chunks(num_documents: int, mean: float, sigma: float, seed: int) -> Iterator[NDArray[np.uint32]]:
-    rng = np.random.default_rng(seed)
-    centre = math.log(mean) - sigma**2 / 2
-    for first in range(0, num_documents, _CHUNK):
-        drawn = rng.lognormal(centre, sigma, min(_CHUNK, num_documents - first))
-        yield np.clip(drawn, SHORTEST, LONGEST).astype(np.uint32)

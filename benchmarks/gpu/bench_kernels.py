@@ -31,7 +31,7 @@ if str(Path(__file__).resolve().parents[2]) not in sys.path:
 
 from benchmarks.gpu import clocks
 from benchmarks.gpu.flash4_side import FLASH_4
-from benchmarks.stored_result import RESULTS, gpu_provenance, origin, say, store, table
+from benchmarks.runner import RESULTS, gpu_provenance, origin, say, store, table
 from ray_ulysses.attention.kernels import KERNELS, Demand, KernelCall, Spans
 from ray_ulysses.attention.kernels.call import Whole
 

@@ -17,7 +17,7 @@ if str(Path(__file__).resolve().parents[2]) not in sys.path:
 from benchmarks.gpu import clocks
 from benchmarks.gpu.case_runs import EMULATED, Benchmark, case_name, in_words, run, typical, wire_in_words
 from benchmarks.gpu.recipe_rank import make_config
-from benchmarks.stored_result import origin, table
+from benchmarks.runner import origin, table
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.planner.flops import step_flops
 

@@ -18,7 +18,7 @@ from benchmarks.gpu import clocks
 from benchmarks.gpu.bench_kernels import drawn
 from benchmarks.gpu.case_runs import EMULATED, Benchmark, case_name, in_words, run, typical, wire_in_words
 from benchmarks.gpu.one_step import config_of
-from benchmarks.stored_result import origin, table
+from benchmarks.runner import origin, table
 
 LLAMA_1B = {
     "model_type": "llama",

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from benchmarks.stored_result import RESULTS, gpu_provenance, say, store
+from benchmarks.runner import RESULTS, gpu_provenance, say, store
 from ray_ulysses.config import Config
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.planner.throughput import Work, configured_time

@@ -28,7 +28,6 @@ if str(Path(__file__).resolve().parents[2]) not in sys.path:
 
 from benchmarks.gpu import clocks
 from benchmarks.gpu.kernel_classes import profiled
-from benchmarks.planned import estimate
 from ray_ulysses import SequenceMesh, apply_ulysses, shard_batch
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.engine import model as engine_model
@@ -36,6 +35,7 @@ from ray_ulysses.engine.model import build_model
 from ray_ulysses.engine.zero import ZeroSettings, build_engine, partition_config, prepare_process
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.planner.flops import peak_bf16_flops, step_flops
+from tests.planned import estimate
 
 GIB = 2**30
 PEER_ATTENTION = "benchmark_peer"

@@ -24,7 +24,7 @@ from benchmarks.gpu import bench_kernels, pinned, recovery_gpu
 from benchmarks.gpu.bench_recipe import RECIPE
 from benchmarks.gpu.bench_step import STEP
 from benchmarks.gpu.case_runs import Benchmark, Measure, case_name, measured, run, tiny, typical
-from benchmarks.stored_result import REPOSITORY, RESULTS, gpu_provenance, origin, say, store, table
+from benchmarks.runner import REPOSITORY, RESULTS, gpu_provenance, origin, say, store, table
 
 LIMIT_S = 480.0
 _SMOKE = (

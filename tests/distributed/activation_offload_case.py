@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from benchmarks.planned import estimate
+from tests.planned import estimate
 from ray_ulysses import SequenceMesh, apply_ulysses, causal_lm_loss, loss_scale, shard_batch
 from ray_ulysses.attention.recompute import KeptOutput, checkpoint_contexts
 from ray_ulysses.checkpoint.state import ShardedState

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.planned import estimate
+from tests.planned import estimate
 from ray_ulysses import apply_ulysses, causal_lm_loss, shard_batch
 from ray_ulysses.attention.recompute import KeptOutput, checkpoint_contexts
 from ray_ulysses.engine.activation_offload import ActivationOffload, _Slabs, offload_activations

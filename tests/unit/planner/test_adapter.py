@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import pytest
 
-from benchmarks.planned import estimate
+from tests.planned import estimate
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.model_shape import ModelShape, TrainedPart
 from ray_ulysses.planner.flops import step_flops

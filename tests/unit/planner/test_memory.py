@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from benchmarks.planned import estimate
+from tests.planned import estimate
 from ray_ulysses.model_shape import Experts, ModelShape
 from ray_ulysses.planner.memory import MemoryEstimate, at_peak
 from ray_ulysses.planner.memory_terms import GIB, MemoryTerm

@@ -1,4 +1,4 @@
-"""The planner's estimate of a step that no configuration describes, for benchmarks and tests."""
+"""The planner's estimate of a step that no configuration file describes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from typing import Any
 from ray_ulysses.config import Config
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.planner.memory import MemoryEstimate, configured_memory
+
+_STATE = {
+    "weights, sharded", "weights, whole", "weights, gathered", "master weights, fp32", "AdamW moments, fp32",
+    "gradients, fp32", "gradients, before reduction", "bucket of gradients", "temporaries of AdamW",
+}  # fmt: skip
 
 
 def estimate(
@@ -23,21 +28,7 @@ def estimate(
     peer_memory: bool = False,
     **memory: Any,
 ) -> MemoryEstimate:
-    """Return the memory of one rank.
-
-    Args:
-        shape: The model.
-        world_size: Workers.
-        sp_size: Ranks that share a row.
-        context_tokens: Tokens of the longest row.
-        ring_size: Ring degree within ``sp_size``.
-        dtype: Type of compute.
-        init: Where the weights come from.
-        accelerator: Whether each rank has a device.
-        host_buffers: Copies of a rank's state in host memory.
-        peer_memory: Whether the newest state is kept in the memory of nodes as well.
-        memory: Further settings of ``memory``.
-    """
+    """Return the memory of one rank; ``memory`` are further settings of the section of that name."""
     config = Config.model_validate(
         {
             "run": {"name": "planned", "storage": "/runs"},
@@ -51,3 +42,9 @@ def estimate(
         }
     )
     return configured_memory(config, shape)
+
+
+def step_terms(shape: ModelShape, **settings: Any) -> MemoryEstimate:
+    """Return the device's terms of a step alone: without training state, the engine's buffers and loading."""
+    device = estimate(shape, **settings).device
+    return MemoryEstimate(device=tuple(t for t in device if t.name not in _STATE and t.phase != "load"), host=())
