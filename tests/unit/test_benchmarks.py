@@ -19,17 +19,13 @@ from benchmarks.bench_attention import count_rank, error_rank, relative, slowest
 from benchmarks.bench_imbalance import random_imbalance
 from benchmarks.bench_memory import longest
 from benchmarks.document_lengths import LONGEST, log_normal, mixed, near_context
-from benchmarks.runner import Benchmark, Record, fresh, header, main
+from benchmarks.runner import Benchmark, Record, fresh, header, main, met
 from benchmarks.synthetic_corpus import write_corpus
 from ray_ulysses.data.plan.steps import step_times
 from tests.distributed.harness import run_ranks
 from tests.unit.data.corpora import check_content
 
 _SCRIPTS = sorted(path.stem for path in (Path(__file__).parents[2] / "benchmarks").glob("bench_*.py"))
-
-
-def add(one: int, other: int) -> int:
-    return one + other
 
 
 def _measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -67,9 +63,9 @@ def test_quick_stores_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_part_in_a_fresh_process_returns_its_result_or_what_it_failed_at() -> None:
-    assert fresh(add, 1, 2) == 3
+    assert fresh(met, False) == "**not met**"
     with pytest.raises(RuntimeError, match="TypeError"):
-        fresh(add, 1)
+        fresh(met)
 
 
 @pytest.mark.parametrize("script", _SCRIPTS)
