@@ -219,7 +219,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def columns(rows: Sequence[Any], **cells: Callable[[Any], str]) -> str:
+def columns(rows: Sequence[Any], /, **cells: Callable[[Any], str]) -> str:
     """Return a Markdown table with a column for each keyword, whose underscores are spaces."""
     return table([name.replace("_", " ") for name in cells], [[cell(row) for cell in cells.values()] for row in rows])
 
