@@ -77,20 +77,13 @@ class Attempt:
 
 @dataclass(frozen=True, kw_only=True)
 class Happened:
-    """One thing that happened to a node or a worker.
-
-    Attributes:
-        what: What happened.
-        node: The node.
-        worker: The worker's number, if it happened to one.
-        before: Who trained since the event before this one: the group and the generation, and the node of each rank;
-            None if nobody did.
-    """
+    """One thing that happened to a node or a worker."""
 
     what: str
     node: str = ""
     worker: int | None = None
     before: tuple[tuple[int, int], tuple[str, ...]] | None = None
+    """Who trained since the event before this one: the group and the generation, and the node of each rank."""
 
 
 class StuckError(AssertionError):
@@ -140,11 +133,7 @@ class Simulation:
         heapq.heappush(self.queue, (self.now + delay_s, self.count, do))
 
     def run(self, limit_s: float = 3600.0) -> None:
-        """Play until the run has ended.
-
-        Raises:
-            StuckError: It has not ended after so many seconds.
-        """
+        """Play until the run has ended; raise `StuckError` if it has not after the limit."""
         while self.status is None:
             self.now, _, do = heapq.heappop(self.queue)
             if self.now > limit_s:
@@ -413,9 +402,7 @@ class Simulation:
     def fault(self) -> None:
         self.faults_left -= 1
         workers = [worker for worker in self.workers.values() if worker.alive]
-        kind = self.draw.choice(
-            ["child", "child", "bug", "hang", "worker", "node", "drain", "cut", "back", "two nodes"]
-        )
+        kind = self.draw.choice(FAULTS)
         node = self.draw.choice(self.nodes)
         if kind in ("child", "bug", "hang", "worker") and workers:
             self.fail(self.draw.choice(workers), kind)
@@ -442,10 +429,8 @@ class Simulation:
             worker.alive, worker.child = False, None
         elif child is not None and kind == "hang":
             child.hung = True
-            group, event = (
-                self.group_number,
-                reform.RanksHung(generation=child.generation[1], ranks=(child.rank,), what="not moved"),
-            )
+            group = self.group_number
+            event = reform.RanksHung(generation=child.generation[1], ranks=(child.rank,), what="not moved")
             self.at(20.0, lambda: self.see(group, event))
         elif child is not None:
             error = RankError(rank=0, kind="raised" if kind == "bug" else "lost", what=kind)

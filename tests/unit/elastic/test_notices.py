@@ -60,7 +60,6 @@ def event(kind: str, minute: int = 22, **fields: Any) -> dict[str, Any]:
         ({"sys_vendor": "Microsoft Corporation", "chassis_asset_tag": "7783-7084-3265-9085-8269-3286-77"}, "azure"),
         ({"sys_vendor": "Microsoft Corporation", "product_name": "Surface Laptop"}, None),
         ({"sys_vendor": "Google", "product_name": "Eve"}, None),
-        ({"sys_vendor": "QEMU", "bios_version": "1.16"}, None),
         ({}, None),
     ],
 )
@@ -75,36 +74,35 @@ def test_aws_gives_a_deadline_on_its_own_clock(ahead_s: float) -> None:
     assert notice == CloudNotice(what="spot interruption: terminate", deadline=NOW + 120.0)
 
 
-def test_without_a_clock_the_deadline_is_taken_as_it_is() -> None:
-    told = Answer(
-        status=200, body='{"action": "stop", "time": "2017-09-18T08:22:00Z"}', server_time=None, received_at=9.0
-    )
-    notice = aws_interruption(told)
-    assert notice is not None and notice.deadline == NOW + 120.0
-
-
-def test_aws_answers_404_until_there_is_a_notice() -> None:
+def test_aws_answers_404_until_there_is_a_notice_and_an_action_without_a_time_is_one() -> None:
     assert aws_interruption(answer("<html>", 404)) is None
     assert aws_rebalance(answer("<html>", 404)) is None
     assert aws_rebalance(answer({"noticeTime": "2017-09-18T08:22:00Z"})) == CloudNotice(
         what="rebalance recommendation", deadline=None, is_hint=True
     )
-
-
-def test_an_action_without_a_time_that_can_be_read_is_a_notice() -> None:
     for time in ({}, {"time": None}, {"time": "soon"}):
         notice = aws_interruption(answer({"action": "hibernate", **time}))
         assert notice == CloudNotice(what="spot interruption: hibernate", deadline=None)
+    # Without the server's clock the deadline is taken as it is.
+    body = '{"action": "stop", "time": "2017-09-18T08:22:00Z"}'
+    notice = aws_interruption(Answer(status=200, body=body, server_time=None, received_at=9.0))
+    assert notice is not None and notice.deadline == NOW + 120.0
 
 
-def test_google_cloud_gives_half_a_minute_and_a_migration_is_no_end() -> None:
-    assert gcp_preempted(answer("FALSE\n")) is None
-    assert gcp_preempted(answer("TRUE")) == CloudNotice(what="preemption", deadline=NOW + 30.0)
-    assert gcp_maintenance(answer("NONE")) is None
-    assert gcp_maintenance(answer("MIGRATE_ON_HOST_MAINTENANCE")) is None
-    assert gcp_maintenance(answer("TERMINATE_ON_HOST_MAINTENANCE")) == CloudNotice(
-        what="host maintenance", deadline=None
-    )
+@pytest.mark.parametrize(
+    ("read", "body", "notice"),
+    [
+        (gcp_preempted, "FALSE\n", None),
+        (gcp_preempted, "TRUE", CloudNotice(what="preemption", deadline=NOW + 30.0)),
+        (gcp_maintenance, "NONE", None),
+        (gcp_maintenance, "MIGRATE_ON_HOST_MAINTENANCE", None),
+        (gcp_maintenance, "TERMINATE_ON_HOST_MAINTENANCE", CloudNotice(what="host maintenance", deadline=None)),
+    ],
+)
+def test_google_cloud_gives_half_a_minute_and_a_migration_is_no_end(
+    read: Any, body: str, notice: CloudNotice | None
+) -> None:
+    assert read(answer(body)) == notice
 
 
 @pytest.mark.parametrize("ahead_s", [0.0, 60.0])
@@ -123,17 +121,18 @@ def test_azure_gives_the_soonest_end_of_this_machine(ahead_s: float) -> None:
 
 
 @pytest.mark.parametrize("read", READERS.values(), ids=READERS)
-@pytest.mark.parametrize("status", [200, 301, 403, 429, 500, 503])
 @pytest.mark.parametrize(
-    "body", ["", "<html>Sign in</html>", "null", "[]", '{"a": 1}', "[" * 100_000, '{"Events": [1]}']
+    ("status", "body"), [(200, ""), (200, "<html>"), (200, "[]"), (200, "[" * 100_000), (503, "{}")]
 )
 def test_an_answer_of_something_else_is_no_notice(read: Any, status: int, body: str) -> None:
-    with pytest.raises(UnexpectedAnswerError, match=rf"^HTTP {status}: "):
+    with pytest.raises(UnexpectedAnswerError, match=f"HTTP {status}"):
         read(answer(body, status))
 
 
-@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
-@given(body=st.text() | st.recursive(st.none() | st.booleans() | st.floats() | st.text(), st.lists).map(json.dumps))
+@given(
+    read=st.sampled_from([*READERS.values()]),
+    body=st.text() | st.recursive(st.none() | st.booleans() | st.floats() | st.text(), st.lists).map(json.dumps),
+)
 def test_no_text_makes_a_reader_fail_in_another_way(read: Any, body: str) -> None:
     with contextlib.suppress(UnexpectedAnswerError):
         found = read(answer(body))
@@ -164,16 +163,6 @@ def test_no_field_makes_a_reader_fail_in_another_way(fields: dict[str, Any], act
         assert not isinstance(action.get("action"), str)
 
 
-@given(
-    st.floats(0, 2e9),
-    st.floats(-1e6, 1e6),
-    st.floats(0, 1e4),
-)
-def test_a_clock_that_is_off_changes_no_time_that_is_left(received: float, ahead_s: float, left_s: float) -> None:
-    told = Answer(status=200, body="", server_time=received + ahead_s, received_at=received)
-    assert told.on_this_clock(received + ahead_s + left_s) - received == pytest.approx(left_s, abs=1e-3)
-
-
 def test_a_notice_that_says_more_than_the_one_before_it_is_passed_on() -> None:
     hint = CloudNotice(what="rebalance", deadline=None, is_hint=True)
     vague, late = CloudNotice(what="maintenance", deadline=None), CloudNotice(what="preemption", deadline=NOW + 60.0)
@@ -186,9 +175,7 @@ def test_a_notice_that_says_more_than_the_one_before_it_is_passed_on() -> None:
 
 
 def test_a_service_that_does_not_answer_is_asked_ever_more_rarely() -> None:
-    pauses = [pause_s(failures) for failures in range(40)]
-    assert pauses[:3] == [2.0, 4.0, 8.0] and pauses[-1] == max(pauses) == 60.0
-    assert sum(pauses[:6]) < 180.0
+    assert [pause_s(failures) for failures in (0, 1, 2, 39)] == [2.0, 4.0, 8.0, 60.0]
 
 
 def test_times_of_http_are_read() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ray_ulysses.elastic.placement import WorkerRange, place_workers
+from ray_ulysses.elastic.placement import WorkerRange, is_worth_growing, place_workers
 
 
 def wanted(least: int, most: int, sp_size: int) -> WorkerRange:
@@ -27,7 +27,6 @@ def wanted(least: int, most: int, sp_size: int) -> WorkerRange:
         pytest.param({"a": 8, "b": 8, "c": 8}, wanted(16, 16, 16), {"a": 8, "b": 8}, id="no more than the most span"),
         pytest.param({"a": 8, "b": 7, "c": 7}, wanted(8, 16, 8), {"a": 8}, id="none spans beside a whole one"),
         pytest.param({"a": 3}, wanted(4, 8, 4), None, id="too little room"),
-        pytest.param({}, wanted(1, 1, 1), None, id="no node"),
     ],
 )
 def test_groups_stay_whole_where_a_node_can_hold_one(
@@ -63,16 +62,23 @@ def test_every_placement_is_a_world_that_fits(room: dict[str, int], sp_size: int
         assert world == min(sum(room.values()) // sp_size * sp_size, run.most)
 
 
-def test_groups_larger_than_a_node_take_all_nodes() -> None:
-    room = {f"node-{number:02d}": 8 for number in range(16)}
-    assert place_workers(room, wanted(32, 128, 32)) == room
-    # With a node lost, or drained, as many groups go on as the others hold.
-    del room["node-03"]
-    assert sum((place_workers(room, wanted(32, 128, 32)) or {}).values()) == 96
-
-
 def test_nodes_that_are_named_first_come_before_those_that_hold_as_many_groups() -> None:
     """Those with workers that are there: nobody else has to start."""
-    wanted = WorkerRange(least=2, most=4, sp_size=2)
-    assert place_workers({"a": 2, "b": 2, "c": 2}, wanted, {"c"}) == {"c": 2, "a": 2}
-    assert place_workers({"a": 4, "b": 2, "c": 2}, wanted, {"c"}) == {"a": 4}
+    assert place_workers({"a": 2, "b": 2, "c": 2}, wanted(2, 4, 2), {"c"}) == {"c": 2, "a": 2}
+    assert place_workers({"a": 4, "b": 2, "c": 2}, wanted(2, 4, 2), {"c"}) == {"a": 4}
+
+
+@pytest.mark.parametrize(
+    ("workers", "possible", "seconds_left", "restart_s", "grows"),
+    [
+        pytest.param(4, 8, 1000.0, 50.0, True, id="half of 1,000 s are ten times 50 s"),
+        pytest.param(4, 8, 990.0, 50.0, False, id="a little less is not worth it"),
+        pytest.param(4, 5, None, 50.0, True, id="a long run"),
+        pytest.param(8, 8, None, 1.0, False, id="nothing to gain"),
+        pytest.param(1000, 1001, 10 * 365 * 86400.0, 50.0, False, id="years are counted for a day"),
+    ],
+)
+def test_growth_must_save_ten_times_what_it_costs(
+    workers: int, possible: int, seconds_left: float | None, restart_s: float, grows: bool
+) -> None:
+    assert is_worth_growing(workers, possible, seconds_left=seconds_left, restart_s=restart_s) is grows

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 import pytest
 from hypothesis import given
@@ -34,20 +34,13 @@ def test_a_rank_that_stays_slow_is_named() -> None:
     assert named(*[SLOW] * (WINDOWS - 1)) == []
     (one,) = named(*[SLOW] * WINDOWS)
     assert one == Straggler(rank=2, windows=5, ratio=1.4)
-    assert one.said("host-b") == (
-        "rank 2 on host-b computes 1.4 times as long as the median rank, in 5 measurements in a row: check its GPU for "
-        "throttling and its node for other work"
-    )
+    assert "rank 2 on host-b computes 1.4 times" in one.said("host-b")
+    assert after(*[SLOW] * WINDOWS, {}) == (), "a window without times says nothing"
 
 
 def test_a_window_at_the_others_pace_starts_the_count_anew() -> None:
     assert named(*[SLOW] * 4, EVEN, *[SLOW] * 4) == []
     assert after(*[SLOW] * 4, {0: 1.0, 1: 1.0}, SLOW) == (Straggler(rank=2, windows=1, ratio=1.4),)
-
-
-def test_a_window_without_times_says_nothing() -> None:
-    assert after(*[SLOW] * WINDOWS, {}) == ()
-    assert after({0: 0.0, 1: 0.0}) == ()
 
 
 @given(st.lists(TIMES, max_size=12), st.sampled_from([0.5, 4.0]))
@@ -63,12 +56,7 @@ def test_the_count_is_of_windows_in_a_row_whatever_the_unit(windows: list[dict[i
     assert len(found) <= (len(windows[-1]) / 2 if windows else 0)
 
 
-@given(st.lists(st.floats(1.0, RATIO - 0.01), min_size=1), st.integers(1, 9))
-def test_ranks_within_the_ratio_of_one_another_are_never_slow(times: list[float], windows: int) -> None:
-    assert after(*[dict(enumerate(times))] * windows) == ()
-
-
-@pytest.mark.parametrize("slow_s", [1.31, 2.0, 100.0])
+@pytest.mark.parametrize("slow_s", [1.31, 100.0])
 @given(others=st.lists(st.floats(0.9, 1.0), min_size=2, max_size=30))
 def test_one_rank_among_equals_is_named_after_exactly_five_windows(slow_s: float, others: list[float]) -> None:
     window = dict(enumerate([slow_s, *others]))
@@ -76,18 +64,13 @@ def test_one_rank_among_equals_is_named_after_exactly_five_windows(slow_s: float
     assert [one.rank for one in named(*[window] * 5)] == [0]
 
 
-@pytest.mark.parametrize("times", [[1.0, 1.4], [1.0, 1.0, 1.4, 1.4]])
-def test_one_slow_node_of_two_is_found(times: list[float]) -> None:
-    found = named(*[dict(enumerate(times))] * WINDOWS)
-    assert [one.rank for one in found] == list(range(len(times) // 2, len(times)))
-
-
-def workers_of(least: int, **room: int) -> Callable[[Collection[str]], int]:
-    def workers(nodes: Collection[str]) -> int:
-        found = sum(room[node] for node in nodes)
-        return found if found >= least else 0
-
-    return workers
+@pytest.mark.parametrize(
+    ("times", "slow"),
+    [([1.0, 1.4], [1]), ([1.0, 1.0, 1.4, 1.4], [2, 3]), ([1.0, RATIO - 0.01, 1.1], []), ([0.0, 0.0], [])],
+    ids=["one of two", "a node of two", "within the ratio", "no times"],
+)
+def test_up_to_half_of_the_ranks_are_slow_and_none_within_the_ratio(times: list[float], slow: list[int]) -> None:
+    assert [one.rank for one in named(*[dict(enumerate(times))] * WINDOWS)] == slow
 
 
 @pytest.mark.parametrize(
@@ -103,7 +86,6 @@ def workers_of(least: int, **room: int) -> Callable[[Collection[str]], int]:
         # Of two slow ones the one in use stays: no run goes back to a node that it has left.
         ({"a": 1.5, "b": 1.4}, "ac", 2, {"a": 1, "b": 1, "c": 1}, "ac"),
         ({"a": 1.5, "b": 1.4}, "", 2, {"a": 1, "b": 1, "c": 1}, "bc"),
-        ({"gone": 2.0}, "a", 1, {"a": 1}, "a"),
         # A broken one only where the others are too few.
         ({"b": math.inf}, "ab", 1, {"a": 1, "b": 9}, "a"),
         ({"b": math.inf}, "ab", 2, {"a": 1, "b": 1}, "ab"),
@@ -113,6 +95,8 @@ def workers_of(least: int, **room: int) -> Callable[[Collection[str]], int]:
 def test_a_run_does_without_slow_nodes_where_that_pays(
     slow: dict[str, float], in_use: str, least: int, room: dict[str, int], used: str
 ) -> None:
-    capped = workers_of(least, **room)
-    most = 2 if "c" in room else 9
-    assert nodes_to_use(room, slow, in_use, lambda nodes: min(most, capped(nodes))) == set(used)
+    def workers(nodes: Collection[str]) -> int:
+        found = sum(room[node] for node in nodes)
+        return min(found, 2 if "c" in room else 9) if found >= least else 0
+
+    assert nodes_to_use(room, slow, in_use, workers) == set(used)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -21,11 +22,11 @@ import pytest
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage import Buffer, LocalStore, Store
 from ray_ulysses.storage.claim import Claim
+from tests.breadth import fast_only
 from tests.polling import wait_until
 from tests.stores import FaultyStore, HookedStore, Kind, MemoryStore
 
 LEASE_S = 30.0
-NUM_WORLDS = 150
 _SINCE = 1_700_000_000.0
 
 
@@ -93,10 +94,8 @@ def test_a_newcomer_is_refused_by_a_beat_with_who_and_since_when(store: Store, c
     _beats_for(first, clock, LEASE_S)
     with pytest.raises(UserError) as refused:
         _take(store, clock)
-    assert str(refused.value) == (
-        f"run.name='demo' is already running on its checkpoint storage: held by process {os.getpid()} on host "
-        f"{socket.gethostname()} since 2023-11-14 22:13:20 UTC; wait for it, stop it, or set another run.name"
-    )
+    holder = f"process {os.getpid()} on host {socket.gethostname()} since 2023-11-14 22:13:20 UTC"
+    assert "run.name='demo'" in str(refused.value) and holder in str(refused.value)
     # The first beat was enough.
     assert clock.time < LEASE_S / 3
     assert first.held
@@ -113,7 +112,7 @@ def test_a_holder_that_is_silent_for_the_whole_lease_is_taken_over_and_notices(
     assert (second.taken_over_from.pid, second.taken_over_from.since) == (os.getpid(), _SINCE)
     first.beat()
     assert not first.held
-    assert str(first.problem).startswith(f"run 'demo' was taken over by process {os.getpid()} on host")
+    assert f"process {os.getpid()}" in str(first.problem)
     first.release()
     second.beat()
     assert second.held and second.problem is None
@@ -127,54 +126,35 @@ def test_only_the_newcomer_s_own_clock_counts(store: Store) -> None:
         _take(store, clock)
 
 
-def test_a_lease_that_was_given_back_is_free_at_once(store: Store, clock: ManualClock) -> None:
+@pytest.mark.parametrize("released_at", [None, 6.0], ids=["before", "while somebody waits"])
+def test_a_lease_that_was_given_back_is_free_at_once(
+    store: Store, clock: ManualClock, released_at: float | None
+) -> None:
     first = _take(store, clock)
-    first.release()
-    first.release()
-    assert not first.held
+    if released_at is None:
+        first.release()
+        first.release()
+    else:
+        clock.at(released_at, first.release)
     second = _take(store, clock)
-    assert clock.time == 0.0
-    assert second.held and second.taken_over_from is None
-
-
-def test_one_that_is_given_back_while_somebody_waits_is_taken(store: Store, clock: ManualClock) -> None:
-    first = _take(store, clock)
-    clock.at(6.0, first.release)
-    second = _take(store, clock)
-    assert clock.time < LEASE_S / 3
+    assert clock.time < LEASE_S / 3 and not first.held
     assert second.held and second.taken_over_from is None
 
 
 def test_of_several_newcomers_exactly_one_takes_over(store: Store, clock: ManualClock) -> None:
     _take(store, clock)
     barrier = threading.Barrier(6, timeout=30)
-    leases: list[Claim] = []
-    refusals: list[str] = []
 
     def come(number: int) -> bool:
         own = ManualClock()
         own.at(LEASE_S - 0.1, lambda: barrier.wait() and None)
         lease = _lease(store, own)
-        leases.append(lease)
-        try:
+        with contextlib.suppress(UserError):
             lease.acquire(beat_in_background=False)
-        except UserError as error:
-            refusals.append(str(error))
-            return False
-        return True
+        return lease.held
 
     with ThreadPoolExecutor(6) as pool:
         assert sum(pool.map(come, range(6))) == 1
-    assert sum(lease.held for lease in leases) == 1
-    assert all(f"is already running on its checkpoint storage: held by process {os.getpid()}" in r for r in refusals)
-
-
-def test_the_holder_trusts_itself_for_less_than_others_wait(store: Store, clock: ManualClock) -> None:
-    first = _take(store, clock)
-    clock.sleep(LEASE_S * 0.79)
-    assert first.held
-    clock.sleep(LEASE_S * 0.02)
-    assert not first.held and first.problem is None
 
 
 def test_a_holder_that_was_away_has_to_win_again(store: Store, clock: ManualClock) -> None:
@@ -204,7 +184,7 @@ def test_a_beat_that_was_not_through_in_time_counts_for_nothing(tmp_path: Path, 
     assert slow.list("lock") == ["lock/holder-0000002.json"]
 
 
-def test_a_beat_counts_from_its_beginning(tmp_path: Path, clock: ManualClock) -> None:
+def test_a_beat_counts_from_its_beginning_and_for_less_than_others_wait(tmp_path: Path, clock: ManualClock) -> None:
     slow = SlowBeats(LocalStore(tmp_path), clock)
     first = _take(slow, clock)
     clock.sleep(5.0)
@@ -250,11 +230,6 @@ def test_a_torn_note_stops_nobody(store: Store, clock: ManualClock) -> None:
     assert lease.held and lease.taken_over_from is None
 
 
-def test_a_store_that_fails_is_said(tmp_path: Path, clock: ManualClock) -> None:
-    with pytest.raises(UserError, match=r"storage of run 'demo' can't be used \(No space left on device\); repair it"):
-        _take(FaultyStore(LocalStore(tmp_path), fail_at=1, kinds=["create"]), clock)
-
-
 def test_a_holder_whose_store_is_away_for_a_while_goes_on(tmp_path: Path, clock: ManualClock) -> None:
     lease = _take(FaultyStore(LocalStore(tmp_path), fail_at=1, kinds=["replace"]), clock)
     clock.sleep(10.0)
@@ -276,11 +251,10 @@ def test_a_lease_that_could_not_be_renewed_is_lost_only_when_somebody_has_come(
     first.beat()
     assert first.held and first.problem is None
     second = _take(store, clock)
-    # It is told by the store, at the next beat.
+    # The store says so at the next beat.
     assert first.problem is None
     first.beat()
     assert first.problem is not None and second.problem is None
-    assert "was taken over by" in str(first.problem)
 
 
 class LostAnswers(HookedStore):
@@ -300,28 +274,12 @@ def test_a_hold_that_was_won_without_an_answer_is_not_taken_for_another_s(store:
     flaky.is_away = True
     with pytest.raises(OSError):
         lease.beat()
-    assert store.list("lock")[-1] == "lock/holder-0000002.json"
     flaky.is_away = False
     lease.beat()
     # A newcomer may have seen the second generation silent for a while: it is the third that counts.
     assert not lease.held and lease.problem is None
     lease.beat()
-    assert lease.held and lease.problem is None
-    assert store.list("lock") == ["lock/holder-0000003.json"]
-
-
-def test_a_newcomer_that_outwaited_the_unanswered_hold_has_it(store: Store, clock: ManualClock) -> None:
-    flaky = LostAnswers(store)
-    lease = _take(flaky, clock)
-    clock.sleep(LEASE_S)
-    flaky.is_away = True
-    with pytest.raises(OSError):
-        lease.beat()
-    flaky.is_away = False
-    second = _take(store, clock)
-    for _ in range(3):
-        lease.beat()
-    assert lease.problem is not None and not lease.held and second.held
+    assert lease.held and store.list("lock") == ["lock/holder-0000003.json"]
 
 
 class Interleaved(HookedStore):
@@ -386,10 +344,11 @@ class WorldClock:
         self._world.wait(self._me, seconds / self._rate)
 
 
-def test_two_never_hold_it_at_once_whatever_is_late() -> None:
-    worlds = [_play(seed) for seed in range(NUM_WORLDS)]
-    assert {seed: world.problems for seed, world in enumerate(worlds) if world.problems} == {}
-    assert sum(world.takeovers for world in worlds) > 2 * NUM_WORLDS
+@pytest.mark.parametrize("first", fast_only(range(0, 150, 30), 0))
+def test_two_never_hold_it_at_once_whatever_is_late(first: int) -> None:
+    worlds = {seed: _play(seed) for seed in range(first, first + 30)}
+    assert {seed: world.problems for seed, world in worlds.items() if world.problems} == {}
+    assert sum(world.takeovers for world in worlds.values()) > 2 * len(worlds)
 
 
 def _play(seed: int) -> World:
@@ -435,7 +394,7 @@ print(claim.problem, flush=True)
 """
 
 
-@pytest.mark.parametrize("deed", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("deed", fast_only([signal.SIGKILL, signal.SIGSTOP], signal.SIGSTOP))
 def test_a_real_holder_is_respected_while_it_lives_and_taken_over_when_it_does_not(
     store: Store, location: str, deed: signal.Signals
 ) -> None:
@@ -456,8 +415,7 @@ def test_a_real_holder_is_respected_while_it_lives_and_taken_over_when_it_does_n
             assert lease.taken_over_from is not None and lease.taken_over_from.pid == holder.pid
             if deed == signal.SIGSTOP:
                 holder.send_signal(signal.SIGCONT)
-                # It finds out by itself.
-                assert f"taken over by process {os.getpid()} on host" in holder.stdout.readline()
+                assert f"process {os.getpid()} on host" in holder.stdout.readline()
             assert lease.problem is None
     finally:
         holder.kill()

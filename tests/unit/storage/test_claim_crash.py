@@ -30,11 +30,7 @@ class Died(BaseException):
 
 
 class DyingStore(HookedStore):
-    """A store whose user dies at one call, before or after it is carried out.
-
-    Attributes:
-        num_calls: Calls so far.
-    """
+    """A store whose user dies at one call, before or after it is carried out."""
 
     def __init__(self, inner: Store, die_at: int, when: Literal["before", "after"]) -> None:
         super().__init__(inner)

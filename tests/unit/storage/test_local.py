@@ -8,9 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,89 +16,25 @@ from typing import Any
 import pytest
 
 from ray_ulysses.errors import UserError
-from ray_ulysses.storage import AlreadyExistsError, LocalStore
+from ray_ulysses.storage import LocalStore
 from ray_ulysses.storage.atomic import write_all
-from tests.stores import SlowStore
+from tests.stores import SlowStore, permission_lost
 
 
-def _chunks_that_fail() -> Iterator[bytes]:
-    yield b"half"
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def test_a_created_file_is_read_back_and_its_size_returned(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path / "run")
-    assert store.create("a/b/c.bin", [b"one", memoryview(b"two")]) == 6
-    assert store.read_whole("a/b/c.bin") == b"onetwo"
-
-
-def test_create_never_writes_over(tmp_path: Path) -> None:
+def test_files_being_written_are_not_listed_and_an_unreadable_folder_is_not_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = LocalStore(tmp_path)
-    store.create("a", [b"first"])
-    with pytest.raises(AlreadyExistsError, match=r"a exists already; nothing was written over it"):
-        store.create("a", [b"second"])
-    assert store.read_whole("a") == b"first"
-    assert os.listdir(tmp_path) == ["a"]
-
-
-def test_of_many_creators_exactly_one_succeeds(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path)
-
-    def attempt(number: int) -> bool:
-        try:
-            store.create("folder/key", [str(number).encode() * 1000])
-        except AlreadyExistsError:
-            return False
-        return True
-
-    with ThreadPoolExecutor(8) as pool:
-        won = list(pool.map(attempt, range(16)))
-    assert sum(won) == 1
-    assert store.read_whole("folder/key") == str(won.index(True)).encode() * 1000
-
-
-@pytest.mark.parametrize("method", ["create", "replace"])
-def test_a_write_that_fails_leaves_nothing(tmp_path: Path, method: str) -> None:
-    store = LocalStore(tmp_path)
-    with pytest.raises(OSError, match="No space left"):
-        getattr(store, method)("key", _chunks_that_fail())
-    assert os.listdir(tmp_path) == []
-
-
-def test_a_replacement_that_fails_keeps_the_old_file(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path)
-    store.replace("key", [b"old"])
-    with pytest.raises(OSError, match="No space left"):
-        store.replace("key", _chunks_that_fail())
-    assert store.read_whole("key") == b"old"
-    store.replace("key", [b"new"])
-    assert store.read_whole("key") == b"new"
-
-
-def test_list_gives_sorted_keys_without_files_being_written(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path)
-    for key in ("b/2", "b/1", "a"):
-        store.create(key, [b""])
+    store.create("b/1", [b""])
     (tmp_path / "b" / ".writing-1234").write_bytes(b"half")
-    assert store.list("b") == ["b/1", "b/2"]
-    assert store.list("a") == []
-    assert store.list("absent") == []
+    assert store.list("b") == ["b/1"]
+    monkeypatch.setattr(os, "scandir", _raise_permission_lost)
+    with pytest.raises(PermissionError):
+        store.list("b")
 
 
-def test_delete_takes_files_folders_and_what_is_gone(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path)
-    store.create("a/b/c", [b""])
-    store.create("d", [b""])
-    store.delete("a")
-    store.delete("d")
-    store.delete("absent/too")
-    assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.parametrize("key", ["", "/etc/passwd", "../other", "a/../../b", "a//b", "./a", "a/"])
-def test_keys_stay_inside_the_store(tmp_path: Path, key: str) -> None:
-    with pytest.raises(ValueError, match="not a plain relative path"):
-        LocalStore(tmp_path).create(key, [b""])
+def _raise_permission_lost(*_: object) -> None:
+    raise permission_lost()
 
 
 def test_a_file_system_without_links_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +42,7 @@ def test_a_file_system_without_links_is_refused(tmp_path: Path, monkeypatch: pyt
         raise OSError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(os, "link", no_links)
-    with pytest.raises(UserError, match=r"^the file system of .* has no hard links .*; use a local disk or NFS"):
+    with pytest.raises(UserError, match="no hard links"):
         LocalStore(tmp_path).create("a", [b""])
     assert os.listdir(tmp_path) == []
 
@@ -128,22 +62,19 @@ def test_slow_storage_shows_nothing_until_all_is_there(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["new", "old"]
 
 
-class _TakesSeven(io.RawIOBase):
-    """A file of which the kernel takes at most seven bytes at a time."""
-
-    def __init__(self) -> None:
-        self.content = b""
-
-    def write(self, chunk: Any) -> int:
-        self.content += bytes(chunk[:7])
-        return min(len(chunk), 7)
-
-
 def test_a_short_write_is_gone_on_with() -> None:
-    stream = _TakesSeven()
-    content = bytes(range(100))
-    assert write_all(stream, memoryview(content)) == 100
-    assert stream.content == content
+    content = b""
+
+    class TakesSeven(io.RawIOBase):
+        """A file of which the kernel takes at most seven bytes at a time."""
+
+        def write(self, chunk: Any) -> int:
+            nonlocal content
+            content += bytes(chunk[:7])
+            return min(len(chunk), 7)
+
+    assert write_all(TakesSeven(), memoryview(bytes(range(100)))) == 100
+    assert content == bytes(range(100))
 
 
 _FULL_DISK = """
@@ -199,57 +130,6 @@ def test_a_quota_that_cuts_a_write_short_leaves_nothing(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == ["File too large []"] * 2 + ["100000"]
 
 
-_UNPRIVILEGED = """
-import os, sys
-from ray_ulysses.storage import LocalStore
-root = sys.argv[1]
-if os.geteuid() == 0:
-    os.setgid(65534)
-    os.setuid(65534)
-store = LocalStore(root)
-store.create("folder/old", [b"old"])
-def chunks():
-    yield b"first"
-    os.chmod(root + "/folder", 0o500)
-    yield b"second"
-for write in (store.create, store.replace):
-    os.chmod(root + "/folder", 0o700)
-    try:
-        write("folder/new", chunks())
-    except PermissionError as error:
-        print(error.strerror, store.list("folder"))
-os.chmod(root + "/folder", 0o000)
-try:
-    print(store.list("folder"))
-except PermissionError as error:
-    print("list:", error.strerror)
-os.chmod(root + "/folder", 0o700)
-"""
-
-
-def test_a_right_that_is_lost_on_the_way_shows_nothing_and_an_unreadable_folder_is_not_empty() -> None:
-    # Not below `tmp_path`: pytest keeps others out of the folder above it, again whenever it is started.
-    with tempfile.TemporaryDirectory() as name:
-        os.chmod(name, 0o777)
-        done = subprocess.run(
-            [sys.executable, "-c", _UNPRIVILEGED, name],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-            env={**os.environ, "HOME": name},
-        )
-        # What could not be deleted is the sweep's to take: the writers are dead.
-        left = list(Path(name, "folder").glob(".writing-*"))
-    assert done.stderr == ""
-    assert done.stdout.splitlines() == [
-        "Permission denied ['folder/old']",
-        "Permission denied ['folder/old']",
-        "list: Permission denied",
-    ]
-    assert len(left) == 2
-
-
 def test_a_file_whose_name_may_not_last_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(name: str, folder: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -258,14 +138,3 @@ def test_a_file_whose_name_may_not_last_is_taken_back(tmp_path: Path, monkeypatc
     with pytest.raises(OSError, match="Input/output error"):
         LocalStore(tmp_path).create("key", [b"x"])
     assert os.listdir(tmp_path) == []
-
-
-def test_the_error_of_the_write_is_not_hidden_by_that_of_the_clean_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def denied(self: Path, missing_ok: bool = False) -> None:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-
-    monkeypatch.setattr(Path, "unlink", denied)
-    with pytest.raises(OSError, match="No space left"):
-        LocalStore(tmp_path).create("key", _chunks_that_fail())
