@@ -39,7 +39,7 @@ class Saved:
 
 
 class BackgroundSaver:
-    """Saves states in the order in which they are asked for, one at a time.
+    """Saves states one at a time, in the order of the requests.
 
     Every rank makes one and asks it for the same saves in the same order. A save that fails is reported by `failure`,
     on every rank, and changes nothing of those before it.
@@ -54,7 +54,7 @@ class BackgroundSaver:
         clock: Time.
         on_saved: Called on this rank's thread after each commit, before the next save begins.
         on_failed: Called there when a save has failed.
-        read_back: As `save_checkpoint` takes it.
+        read_back: See `save_checkpoint`.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class BackgroundSaver:
         return stall_s
 
     def prepare(self, task: Callable[[], None]) -> None:
-        """Do something for later saves in the background; what it raises is taken for the failure of a save.
+        """Run a task for later saves in the background; its error counts as a failed save.
 
         No state is taken before it is done.
         """
@@ -173,11 +173,11 @@ class BackgroundSaver:
         return is_prepared and self._staging.wait_for_buffer(timeout_s)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until nothing is being saved or prepared; return whether that came in time."""
+        """Wait until nothing is being saved or prepared; return whether that happened in time."""
         return self._calls.wait(timeout_s)
 
     def close(self, timeout_s: float) -> bool:
-        """Finish what was asked for and end the thread; return whether that came in time."""
+        """Finish all requests and end the thread; return whether that happened in time."""
         self._calls.close()
         return self._calls.wait(timeout_s)
 
@@ -240,7 +240,7 @@ class BackgroundSaver:
         except RuntimeError as error:
             # The group of the threads: a rank died, or took longer than its timeout.
             raise PeerError(
-                f"the checkpoint of step {step} was given up, since not every rank came to its end ({error}); the "
+                f"the checkpoint of step {step} was given up, since not every rank finished ({error}); the "
                 "checkpoint before it is untouched. Check the other ranks' logs; if a storage is slow, raise "
                 "checkpoint.save_timeout_s"
             ) from error

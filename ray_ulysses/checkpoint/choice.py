@@ -91,8 +91,8 @@ def newest_committed(
 
     Args:
         store: The store that holds the checkpoints.
-        depth: How closely to look. A flipped byte is found by "content" alone, which reads every byte; whoever loads
-            what "sizes" has chosen finds it while loading, and chooses again without that step.
+        depth: How closely to look. A flipped byte is found by "content" alone, which reads every byte; after
+            "sizes" it is found while loading, and the caller chooses again without that step.
         unless: Steps that are known not to be whole.
         lineage: The run's attempts, where another store than this records them.
     """
@@ -157,9 +157,9 @@ def read_committed(store: Store, step: int) -> Manifest | Damage:
 def set_aside(store: Store, damage: Damage, *, attempt: int) -> None:
     """Take a checkpoint out of the way, so that its step can be committed again.
 
-    What it said, and why it was set aside, stays in ``set-aside-<attempt>.json`` beside it; its shards stay
+    Its manifest, and the reason, are kept in ``set-aside-<attempt>.json`` beside it; its shards stay
     until retention takes them after the next commit. One that can't be read now is left alone: it is passed over,
-    and once this attempt has said where it starts, it is no longer part of the run. So is one that somebody has
+    and once this attempt has announced its start, it is no longer part of the run. So is one that somebody has
     committed again since it was examined. Only the holder of the run may call.
 
     Args:

@@ -1,8 +1,8 @@
 """Fencing of attempts: a dead attempt's late writes are never loaded, and it never deletes anything.
 
 An attempt claims ``attempts/0003.claimed`` before it looks for what to resume from, and creates
-``attempts/0003.from-00000010`` once it has chosen. Both are created if absent, their content is nothing,
-and they stay. From their names alone follows the lineage: a checkpoint beyond the step from which a later attempt
+``attempts/0003.from-00000010`` once it has chosen. Both are created if absent, are empty,
+and stay. The lineage follows from their names alone: a checkpoint beyond the step from which a later attempt
 started is not part of the run, whenever it was committed.
 """
 
@@ -18,7 +18,7 @@ from ray_ulysses.storage.store import create_if_absent
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lineage:
-    """The attempts of a run, as far as they got to saying where they started."""
+    """The attempts of a run, and the start of each that has announced one."""
 
     newest_attempt: int
     """Largest number that was claimed; 0 if none was."""
@@ -31,7 +31,7 @@ class Lineage:
 
 
 def lineage_of(keys: Iterable[str]) -> Lineage:
-    """Return what the names of the attempts' files say (pure); other keys are passed over."""
+    """Return the lineage that the names of the attempts' files give (pure); other keys are ignored."""
     newest = 0
     started: dict[int, int] = {}
     for key in keys:

@@ -2,7 +2,7 @@
 
 Everything here is pure. A tensor is seen as its exact flat form, without padding. A rank holds the half-open
 interval [start, stop) of it, and a checkpoint is a set of such intervals that covers every tensor once.
-Loading at another world size is then nothing but an intersection of what is wanted with what is stored.
+Loading at another world size is then an intersection of the wanted intervals with the stored ones.
 """
 
 from __future__ import annotations

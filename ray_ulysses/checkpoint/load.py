@@ -140,7 +140,7 @@ def load_parts(
 ) -> int:
     """Fill parts in place from a committed checkpoint.
 
-    Only the blocks that hold wanted bytes are read, in parallel, and each is verified against its checksum. With an
+    Only the blocks that hold wanted bytes are read, in parallel, and each is verified against its checksum. With a
     messenger every rank must call.
 
     Args:
@@ -176,7 +176,7 @@ def verify_rest(
     Args:
         store: The run's store.
         manifest: The checkpoint's.
-        loaded: Keys of which this rank has loaded its part; what all ranks have loaded of a key is all of it.
+        loaded: Keys whose part this rank has loaded; all ranks together have loaded such a key whole.
         rank: This rank.
         world_size: All ranks that load.
         messenger: Joins the ranks, so that a failure of one is raised by all.
@@ -207,7 +207,7 @@ def verify_rest(
 
 
 def _whole_intervals(manifest: Manifest, keys: frozenset[str]) -> list[Batch]:
-    """Return the batches that all that is stored of these tensors makes."""
+    """Return the batches of all stored intervals of these tensors."""
     stored = [(shard, entry) for shard in manifest.shards for entry in shard.intervals]
     reads = [
         Read(wanted=0, stored=number, start=entry.interval.start, stop=entry.interval.stop)
@@ -227,7 +227,7 @@ def _share(batches: Sequence[Batch], rank: int, world_size: int) -> list[Batch]:
 
 
 def _together(messenger: RankMessenger | None, step: int, read: Callable[[], int]) -> int:
-    """Read on every rank, and raise on every rank what goes wrong on one; return what was read here, in bytes."""
+    """Read on every rank, and raise an error of one on all; return the number of bytes read here."""
     messenger = messenger if messenger is not None else SingleRankMessenger()
     problem, damage, unread, num_bytes = None, None, None, 0
     cause: Exception | None = None
@@ -246,8 +246,8 @@ def _together(messenger: RankMessenger | None, step: int, read: Callable[[], int
         raise DamagedCheckpointError(damage) from cause
     if unread is not None:
         raise UnreadableCheckpointError(
-            f"the checkpoint of step {step} could not be loaded: {unread}; see that the storage is there and "
-            "whole, then start the same command again"
+            f"the checkpoint of step {step} could not be loaded: {unread}; repair the storage, "
+            "then start the same command again"
         ) from cause
     if problem is not None:
         raise CheckpointError(f"the checkpoint of step {step} could not be loaded: {problem}") from cause

@@ -130,7 +130,7 @@ class Manifest:
         """Return the file: JSON with a checksum of everything else in it.
 
         Raises:
-            ManifestError: The file could not be read back: the loop or the engine gave a value that can't be.
+            ManifestError: The file could not be read back: the loop or the engine gave an invalid value.
         """
         head = {
             "schema_version": SCHEMA_VERSION,
@@ -163,7 +163,7 @@ class Manifest:
 
         Raises:
             ForeignManifestError: Another version wrote it.
-            ManifestError: It is torn or altered, or holds what no checkpoint has.
+            ManifestError: It is torn or altered, or a field is invalid.
         """
         return _read(content, _manifest_of)
 
@@ -206,7 +206,7 @@ class _Version:
 
 
 def _read(content: bytes, take: Callable[[Mapping[str, Any]], _Taken]) -> _Taken:
-    """Return what is taken from a file's fields; its version comes first, since it says what else there may be."""
+    """Return what `take` makes of a file's fields, if the file is whole and its version is known."""
     try:
         values = json.loads(content)
         is_whole_file = isinstance(values, dict) and _has_checksum(content)
@@ -265,7 +265,7 @@ def read_manifest(store: Store, step: int) -> Manifest:
 
 
 def read_facts(store: Store, step: int) -> tuple[CheckpointRef, CheckpointMeta]:
-    """Read what a committed step's manifest says beside its state and shards, which take most of the time.
+    """Read a committed step's manifest without its state and shards, which take most of the time.
 
     Raises:
         ManifestError: It is missing, torn, altered, or not readable by this version.
@@ -291,7 +291,7 @@ def _read_step(store: Store, step: int, take: Callable[[Mapping[str, Any]], _Tak
 
 
 def _meta_from_json(values: Mapping[str, Any]) -> CheckpointMeta:
-    # Who makes one may leave fields out, and a file may not.
+    # Callers may leave fields out; a file may not.
     missing = [one.name for one in fields(CheckpointMeta) if one.name not in values]
     if missing:
         raise ContentError(f"{missing[0]} is missing")

@@ -16,7 +16,7 @@ class Notice:
     """An announcement that a node is going to be taken away."""
 
     deadline: float | None = None
-    """When, in seconds since the epoch; None where it was not said."""
+    """When, in seconds since the epoch; None if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""Decides which checkpoints are the best, which are to be kept, and which leftovers go, and deletes the rest."""
+"""Decides which checkpoints are the best and which are kept, and deletes the others and what failed saves left."""
 
 from __future__ import annotations
 
@@ -108,21 +108,17 @@ def best_steps(committed: Mapping[int, Committed], steps: Iterable[int], metric:
 
 
 def leftovers(
-    keys: Iterable[str],
-    committed: Mapping[int, int | None],
-    *,
-    attempt: int,
-    newest: int,
+    keys: Iterable[str], committed: Mapping[int, int | None], *, attempt: int, newest: int
 ) -> tuple[str, ...]:
     """Return the folders of shards that no manifest names (pure).
 
     Args:
         keys: All keys under the checkpoints' folder.
-        committed: The attempt that each committed step's manifest names; None if it can't be read: whose shards
-            are its own is unknown then, so all of them stay.
+        committed: The attempt that each committed step's manifest names; None if it can't be read: its shards are
+            unknown then, so all of them stay.
         attempt: The attempt that asks; folders of later ones are not its business.
-        newest: The step that this attempt has committed last. It saves in the order of its steps, so that what is its
-            own beyond that may be being written now, by ranks that are ahead of this one.
+        newest: The step that this attempt has committed last. It saves in the order of its steps, so its own
+            shards beyond that may still be in progress, by ranks that are ahead of this one.
     """
     found = set()
     for key in keys:
@@ -235,12 +231,7 @@ def read_committed_facts(store: Store, step: int) -> Committed | None:
         ref, meta = read_facts(store, step)
     except ManifestError as error:
         return None if isinstance(error.__cause__, FileNotFoundError) else Committed(attempt=None, metrics={})
-    return Committed(
-        attempt=ref.attempt,
-        metrics=meta.metrics,
-        stage=meta.stage,
-        measured=meta.measured,
-    )
+    return Committed(attempt=ref.attempt, metrics=meta.metrics, stage=meta.stage, measured=meta.measured)
 
 
 def _is_own(key: str) -> bool:
@@ -277,8 +268,8 @@ def unreadable(committed: Mapping[int, Committed]) -> tuple[int, ...]:
 def best_of(committed: Mapping[int, Committed]) -> int | None:
     """Return the step of the lowest evaluation loss, of the lowest training loss where none was evaluated (pure).
 
-    It is one of the newest stage and data, with whose losses those of the others do not compare. Those that
-    `unreadable` returns are passed over, which the caller has to say.
+    It is one of the newest stage and data, since losses of others do not compare with theirs. Those that `unreadable`
+    returns are passed over, which the caller must report.
     """
     known = {step: found for step, found in committed.items() if found.attempt is not None}
     if not known:

@@ -91,7 +91,7 @@ def _failed(step: int, problem: str) -> CheckpointError:
 def _write_own(
     store: Store, step: int, file: str, state: ShardedState, *, read_back: bool
 ) -> tuple[ShardEntry | None, str | None, Exception | None]:
-    """Write this rank's shard and read it back; return what goes wrong, since the others wait to hear."""
+    """Write this rank's shard and read it back; return the problem instead of raising, since the other ranks wait."""
     try:
         shard = write_shard(store, step_folder(step), file, state.parts)
     except Exception as error:
@@ -175,7 +175,7 @@ def _refuse_overtaken(store: Store, manifest: Manifest) -> None:
     if is_overtaken(store, manifest.attempt):
         raise FencedError(
             f"the checkpoint of step {manifest.step} is not committed: a newer attempt than attempt {manifest.attempt} "
-            "has taken the run over; nothing is to be done, this attempt ends"
+            "has taken the run over; no action is needed, this attempt ends"
         )
 
 

@@ -78,7 +78,7 @@ def place_intervals(intervals: Sequence[tuple[Interval, int]], header_bytes: int
 
 
 def write_shard(store: Store, folder: str, file: str, parts: Sequence[TensorPart]) -> ShardEntry:
-    """Write one rank's parts durably and say what was written.
+    """Write one rank's parts durably and return the shard's entry.
 
     Args:
         store: Where to.

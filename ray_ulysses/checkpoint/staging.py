@@ -67,8 +67,8 @@ class Staging:
         num_buffers: States that may be held at once; 0 copies nothing, and the caller must wait until what was
             staged is released before the state may change.
         device: Where the state lives.
-        lend: Returns memory of a size that the store may keep; without, buffers are this process's own. Whoever stages
-            must then `reserve`, and ask `is_ready` before.
+        lend: Returns memory of a size that the store may keep; without, buffers are this process's own. The caller
+            must then check `is_ready` and `reserve` before it stages.
 
     Attributes:
         device: Where the state lives.
@@ -193,7 +193,7 @@ class Staging:
             else:
                 self._lent[number] = self._lend(max(num_bytes, 1))
                 memory = torch.frombuffer(self._lent[number].memory, dtype=torch.uint8)
-            # The copies into it are done when it is let go: whoever stages has released it.
+            # It is let go after its release, when the copies into it are done.
             if self._stream is not None and (error := pin(memory, self.device, owner=memory)):
                 raise MemoryError(
                     f"it can't be pinned: CUDA error {error}; raise the limit of locked memory (ulimit -l)"

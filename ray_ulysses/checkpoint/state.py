@@ -29,7 +29,7 @@ _DTYPES: dict[str, tuple[str, int]] = {
 _NAMES = {f"torch.{torch_name}": name for name, (torch_name, _) in _DTYPES.items()}
 
 WEIGHT_KINDS = frozenset({"fp32", "model", "frozen", "buffer"})
-"""First parts of the keys of the model's tensors; any other key is that of an optimizer moment."""
+"""First parts of the keys of the model's tensors; any other key names an optimizer moment."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +45,7 @@ class TensorPart:
 
     @property
     def interval(self) -> Interval:
-        """Return which elements these are."""
+        """Return the interval of these elements."""
         return Interval(key=self.key, start=self.start, stop=self.start + self.tensor.numel())
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ray_ulysses.tracking.events import EndEvent
 
 OUT_OF_MEMORY = "ran out of memory"
-"""What the text of a failure for lack of memory holds."""
+"""Part of the text of a failure for lack of memory."""
 
 Kind = Literal["preempted", "lost", "device", "raised", "consequence", "start", "controller"]
 """A node that was taken away as announced, a worker whose process is gone, a GPU or network that has failed, an error
@@ -40,8 +40,8 @@ _DEVICE_TEXT = re.compile(
     r"|hardware stack error|illegal instruction was encountered|invalid program counter"
     r"|no CUDA-capable device is detected|No CUDA GPUs are available"
 )
-"""The words of CUDA and its driver for a GPU that has failed. Those that a program can cause too (a launch failure, a
-misaligned address) return on other nodes then. An illegal access and an assertion are the program's."""
+"""The words of CUDA and its driver for a GPU that has failed. Those that a program can also cause (a launch failure,
+a misaligned address) then recur on other nodes. An illegal access and an assertion are the program's."""
 _FRAME = re.compile(r"frame #\d+: |Exception raised from |  File |Traceback ")
 _ABORTED = re.compile(rf"killed by signal {int(signal.SIGABRT)}\b")
 _MEMORY_MONITOR = re.compile(r"(running|ran) low on memory|memory pressure", re.IGNORECASE)
@@ -91,7 +91,7 @@ class Cause:
 
 
 def raised(rank: int, error: BaseException) -> RankError:
-    """Return how a worker ended that raised an error."""
+    """Return the end of a worker that raised an error."""
     return RankError(rank=rank, kind=kind_of(error, rank), what=one_line(error))
 
 
@@ -105,22 +105,22 @@ def kind_of(error: BaseException, rank: int) -> Kind:
 
 
 def process_end(code: int, stderr: str) -> tuple[Kind, str]:
-    """Return how a process ended that has raised nothing, as a kind and in one line."""
+    """Return the kind of the end of a process that raised nothing, and one line about it."""
     how = f"killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
     lines = [line.strip() for line in stderr.splitlines() if line.strip() and not _FRAME.match(line)]
     if code == -signal.SIGKILL or not lines:
-        # A process has no words for a kill.
+        # A killed process writes nothing about it.
         return "lost", how
     what = _shortened(f"{how}; the last lines of its stderr: {' | '.join(lines[-_LAST_LINES:])}")
     if _DEVICE_TEXT.search(stderr):
         return "device", what
-    # NCCL's watchdog, which ends a process of which a peer is gone.
+    # NCCL's watchdog aborts a process whose peer is gone.
     is_abort = code == -signal.SIGABRT and _COLLECTIVE_TEXT.search(stderr)
     return "consequence" if is_abort else "lost", what
 
 
 def lost(rank: int, text: str) -> RankError:
-    """Return how a worker ended whose process is gone."""
+    """Return the end of a worker whose process is gone."""
     silent = _NO_ANSWER.search(text)
     if _MEMORY_MONITOR.search(text):
         what = "killed by Ray's memory monitor, since its node ran low on memory"

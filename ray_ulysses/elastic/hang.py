@@ -29,7 +29,7 @@ class RankProgress:
     micro_batch: int
     """Micro-batches of the phase that it has done."""
     idle_s: float
-    """Seconds since one of the above has changed."""
+    """Seconds since one of the above changed."""
     state: str = "R"
     """State of its process, as ``/proc/PID/stat`` gives it; empty before it has been started."""
     waits_for_row: bool = False
@@ -40,7 +40,7 @@ class RankProgress:
 
     @property
     def position(self) -> tuple[bool, int, int, int]:
-        """Its place in the order of things that every rank does."""
+        """Its place in the order of work, which is the same on every rank."""
         if self.phase == "start":
             return False, 0, 0, 0
         return True, self.step, _ORDER.index(self.phase), self.micro_batch

@@ -33,7 +33,7 @@ _PAUSE_S = 2.0
 
 
 class UnexpectedAnswerError(ValueError):
-    """A metadata service gave an answer that is not of its provider."""
+    """A metadata service's answer does not have its provider's form."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +43,7 @@ class Answer:
     status: int
     body: str
     server_time: float | None
-    """The service's clock, in seconds since the epoch; None if it did not say."""
+    """The service's clock, in seconds since the epoch; None if unknown."""
     received_at: float
     """This node's clock when the answer came, in seconds since the epoch."""
 
@@ -58,13 +58,13 @@ class CloudNotice:
 
     what: str
     deadline: float | None
-    """When, in seconds since the epoch on this node's clock; None where it was not said."""
+    """When, in seconds since the epoch on this node's clock; None if unknown."""
     is_hint: bool = False
     """It may stay: a recommendation only."""
 
 
 def provider_of(firmware: Mapping[str, str]) -> Provider | None:
-    """Return the cloud that a machine is part of, by what its firmware says of it; None if it is no cloud's.
+    """Return the cloud that a machine belongs to, by its firmware; None if it belongs to none.
 
     Args:
         firmware: Files of Linux's ``/sys/class/dmi/id`` that can be read, by name; cloud-init looks at the same ones.
@@ -149,19 +149,19 @@ def replaces(new: CloudNotice, old: CloudNotice | None) -> bool:
 
 
 def pause_s(failures: int) -> float:
-    """Return the seconds until the next look, after a number of looks in a row that have failed."""
+    """Return the seconds until the next request, after a number of consecutive failures."""
     return min(_PAUSE_S * 2.0 ** min(failures, 10), _LONGEST_PAUSE_S)
 
 
 def reach_hint(provider: Provider) -> str:
-    """Return what to do where a provider's metadata service does not answer."""
+    """Return the way out where a provider's metadata service does not answer."""
     if provider == "aws":
         return "in a container, the instance's metadata option HttpPutResponseHopLimit must be at least 2"
     return "let containers reach 169.254.169.254, or set elastic.cloud_notices: none"
 
 
 def http_time(text: str | None) -> float | None:
-    """Return a time as HTTP and Azure write it, in seconds since the epoch; None if it is none."""
+    """Return a time as HTTP and Azure write it, in seconds since the epoch; None if it is invalid."""
     try:
         when = parsedate_to_datetime(text or "")
         return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()

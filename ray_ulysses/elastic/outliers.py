@@ -1,8 +1,4 @@
-"""Finds what is far from the rest (pure).
-
-That is a rank that computes more slowly than the others for long, on a throttled GPU or a disturbed node, and the loss
-of a step.
-"""
+"""Finds ranks that stay slower than the others, as on a throttled GPU, and spikes of the loss (pure)."""
 
 from __future__ import annotations
 
@@ -23,7 +19,7 @@ class Straggler:
 
     rank: int
     windows: int
-    """Windows in a row in which it was."""
+    """Consecutive windows in which it was slow."""
     ratio: float
     """Its compute time over the median's, in the newest one."""
 
@@ -33,7 +29,7 @@ class Straggler:
         return self.windows >= WINDOWS
 
     def said(self, node: str) -> str:
-        """Return what a person is told, with the name of the rank's node."""
+        """Return the warning, with the name of the rank's node."""
         return (
             f"rank {self.rank} on {node} computes {self.ratio:.1f} times as long as the median rank, in {self.windows} "
             "measurements in a row: check its GPU for throttling and its node for other work"
@@ -44,7 +40,7 @@ def after_window(slow: Sequence[Straggler], compute_s: Mapping[int, float]) -> t
     """Return the ranks that were slow in one more window of steps, by rank.
 
     Args:
-        slow: Those that were in the one before.
+        slow: The slow ranks of the window before.
         compute_s: Seconds that each rank has spent on its own compute, without waits for others, by rank, divided by
             its share of the work where shares differ. A rank that is missing is counted anew.
     """

@@ -68,7 +68,7 @@ def nodes_to_use(
 ) -> frozenset[str]:
     """Return the nodes to use: without the slow ones, as far as a run is faster without them.
 
-    Every rank waits for the slowest, so that fewer workers pay where they are as much faster.
+    Every rank waits for the slowest, so fewer workers pay off where they are faster by as much.
 
     Args:
         nodes: The nodes that stay.
@@ -125,17 +125,17 @@ class Resize:
 def decide_placement(
     seen: Sizing, *, free: Mapping[str, int], total: Mapping[str, int], wanted: WorkerRange, now: float
 ) -> tuple[Sizing, dict[str, int] | None]:
-    """Return where workers are started now.
+    """Decide where to start workers now.
 
     Args:
-        seen: What was seen before.
+        seen: The state of these decisions.
         free: Workers that each node has room for now.
         total: Workers that each node would have room for if nothing else ran there.
         wanted: The range of the run.
         now: Seconds on a clock that only moves forward.
 
     Returns:
-        What has been seen by now, and workers by node id; None to look again a moment later.
+        The next state, and workers by node id; None to look again a moment later.
     """
     placed = place_workers(free, wanted)
     if _num(placed) < _num(place_workers(total, wanted)):
@@ -155,10 +155,10 @@ def decide_resize(
     now: float,
     grow_interval_s: float,
 ) -> tuple[Sizing, Resize | None]:
-    """Return whether workers that train are to be started again elsewhere or at another number.
+    """Decide whether to restart training workers elsewhere or at another number.
 
     Args:
-        seen: What was seen before.
+        seen: The state of these decisions.
         placed: Workers by node id, as they train now.
         room: Workers that each node that stays has room for, those of this run included.
         wanted: The range of the run.
@@ -166,7 +166,7 @@ def decide_resize(
         grow_interval_s: Shortest time between two considerations of growth.
 
     Returns:
-        What has been seen by now, and the restart: away from nodes that are going to be taken, where the others hold
+        The next state, and the restart: away from nodes that are going to be taken, where the others hold
         enough workers, or onto room that has become free; None to leave the workers alone.
     """
     possible = place_workers(room, wanted)

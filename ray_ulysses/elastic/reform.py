@@ -260,7 +260,7 @@ Action = Start | Stop | Judge | Finish | GiveUp
 
 
 def reduce(group: Group, event: Event, now: float) -> tuple[Group, tuple[Action, ...]]:
-    """Return the state after an event, and what is to be done."""
+    """Return the state after an event, and the actions to take."""
     if group.phase == "ended":
         return group, ()
     match event:
@@ -290,7 +290,7 @@ def reduce(group: Group, event: Event, now: float) -> tuple[Group, tuple[Action,
 def _advance(group: Group, now: float) -> tuple[Group, tuple[Action, ...]]:
     """Move on to the next phase where nothing more is waited for."""
     if group.phase == "gathering" and all(worker.is_there for worker in group.workers.values()):
-        # Ray Train's order: whoever placed the workers has aligned its ranks with the groups.
+        # Ray Train's order: the placement of workers has aligned its ranks with the groups.
         return _start(group, tuple(sorted(group.workers)))
     if group.phase == "gathering" and now >= group.gather_until:
         missing = [worker for worker, one in sorted(group.workers.items()) if not one.is_there]
@@ -369,7 +369,7 @@ def _find_broken(
         errors = tuple(replace(error, kind="device") if error.is_of_network else error for error in errors)
     broken = frozenset(_node(group, error.rank) for error in errors if error.kind == "device")
     if len(broken) > 1:
-        # Devices do not fail at once on several nodes: what they compute makes them.
+        # Devices do not fail on several nodes at once by chance: the computation makes them fail.
         return _as_raised(errors), frozenset(), suspects
     return errors, broken, suspects
 
@@ -440,7 +440,7 @@ def _start(group: Group, members: tuple[int, ...]) -> tuple[Group, tuple[Action,
 def _child_ended(group: Group, event: ChildEnded) -> Group:
     worker = group.workers[event.worker]
     if event.generation != group.generation or worker.place is None or worker.report is not None:
-        # It speaks of a generation that is over.
+        # Its generation is over.
         return group
     place = replace(worker.place, port=event.port)
     return _with(group, event.worker, replace(worker, place=place, report=event.report))
@@ -480,5 +480,5 @@ def _with(group: Group, number: int, worker: Supervised) -> Group:
 
 
 def end_bound_s(host_bytes: int) -> float:
-    """Return the longest wait for the end of a killed process that holds so much host memory, in seconds."""
+    """Return the longest wait for the end of a killed process with this much host memory, in seconds."""
     return END_S + host_bytes / 2**30 * _S_PER_GIB

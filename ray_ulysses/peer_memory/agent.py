@@ -175,7 +175,7 @@ class _Requests:
     def __init__(self, files: MemoryFiles, token: str, connection: socket.socket) -> None:
         self._files, self._token, self._connection = files, token, connection
         self._upload: MemoryFile | None = None
-        # Kept while the connection is, no longer: an agent to which another is connected does not end.
+        # Closed with the connection: an agent to which another is connected does not end.
         self._partners: dict[str, AgentClient] = {}
 
     def __enter__(self) -> _Requests:
@@ -237,7 +237,7 @@ class _Requests:
         lent: Mapping[str, Any] | None = None,
         keep: Mapping[str, Any] | None = None,
     ) -> None:
-        """Take chunks that are in lent memory, if the request says so, and then the one that is sent with it.
+        """Take chunks in lent memory, if there are any, and then the chunk that is sent with the request.
 
         With the first request a file begins, and with the last it gets its name.
         """
@@ -303,7 +303,7 @@ class _Requests:
 
 
 def _send_copy(client: AgentClient, key: str, file: MemoryFile) -> Iterator[int]:
-    """Copy a file to another agent chunk by chunk, each under the checksum of who wrote it first."""
+    """Copy a file to another agent chunk by chunk, each with the checksum of its first writer."""
     with client.uploading(key, replace=True, is_large=file.size >= SMALL_BYTES) as upload:
         sent = 0
         for chunk in file.chunks or (Chunk(pages=file.pages, offset=0, num_bytes=0, checksum=0),):

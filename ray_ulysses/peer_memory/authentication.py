@@ -83,7 +83,7 @@ class Gate:
         return False
 
     async def admits_stream(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Do as `admits` for a connection of an event loop."""
+        """Like `admits`, for a connection of an event loop."""
         with self._handshake(writer.transport.abort):
             async with asyncio.timeout(HANDSHAKE_S):
                 answer, expected = self._challenge(await reader.readexactly(NONCE_BYTES))
@@ -128,7 +128,7 @@ class Gate:
 
 
 def seal(token: str, secret: str) -> str:
-    """Return a secret of at most 32 bytes in a form that only those read who know the token."""
+    """Return a secret of at most 32 bytes in a form that only holders of the token can read."""
     nonce, content = secrets.token_bytes(NONCE_BYTES), secret.encode()
     return (nonce + _masked(token, nonce, content)).hex()
 

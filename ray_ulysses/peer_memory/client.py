@@ -37,8 +37,8 @@ ANSWER_S = 2.0
 PROGRESS_S = 10.0
 """Longest wait for any news of an agent whose node answers, in seconds: it may be busy with many gigabytes."""
 PARTNER_S = PROGRESS_S / 2
-"""Longest wait of an agent for any news of the one that it copies to, in seconds: whoever asked for the copy waits for
-`PROGRESS_S`, and must hear by then which of the two does not answer."""
+"""Longest wait of an agent for news of its copy's target, in seconds: the client of the copy waits for `PROGRESS_S`,
+and must learn by then which of the two does not answer."""
 SMALL_BYTES = 2**20
 _JOINED_BYTES = 4 * SMALL_BYTES
 
@@ -73,7 +73,7 @@ class AgentClient:
         self._idle: list[socket.socket] = []
 
     def greet(self) -> None:
-        """Make sure that it answers.
+        """Check that it answers.
 
         Raises:
             AgentGoneError: It does not.
@@ -261,7 +261,7 @@ class Uploading:
         self.size = 0
 
     def append(self, run: _Run, *, is_last: bool) -> None:
-        """Have the agent use bytes where they are, and send others, which it verifies where it has stored them."""
+        """Have the agent use lent bytes in place, and send the others, which it verifies once they are stored."""
         fields = self._request(checksum(run.payload), is_last=is_last)
         if run.buffer is None:
             send_frame(self.connection, fields, run.payload)

@@ -5,8 +5,8 @@ were dropped are kept for the next ones: a training state has the same size afte
 the node has in memory that it shares stay where they are, and are not copied at all.
 
 Such a buffer is lent from the moment at which a file in it is sent until the agent has dropped that file, which it says
-in the byte behind the buffer. Nothing is written into it meanwhile: the file may be the newest state that there is. An
-agent that is gone says nothing any more; then the buffer is left as it is, and its owner makes another.
+in the byte behind the buffer. Nothing is written into it meanwhile: the file may be the newest state that there is. If
+the agent is gone, the buffer is left as it is, and its owner makes another.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MOST_SLACK = 2
 """A file keeps pages for this many times its size at most."""
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _OVERDUE_S = 10.0
-"""How long a buffer is waited for whose file has a successor, in seconds: the agent may have missed to drop it."""
+"""Longest wait for a buffer whose file has a successor, in seconds: the agent may have failed to drop the file."""
 LENT, RETURNED = b"\1", b"\0"
 """The byte behind lent memory: whether files use it."""
 
@@ -95,11 +95,11 @@ class LentPages:
         return self._descriptor
 
     def give_back(self) -> None:
-        """Say that no file uses it any more; then it may only be closed."""
+        """Mark it as returned; after that it may only be closed."""
         os.pwrite(self._descriptor, RETURNED, self.num_bytes)
 
     def close(self) -> None:
-        """Do without it, which takes seconds where its process is gone: the kernel then clears gigabytes of pages."""
+        """Close it, which takes seconds where its process is gone: the kernel then clears gigabytes of pages."""
         os.close(self._descriptor)
 
 
@@ -231,7 +231,7 @@ class MemoryFiles:
         """Take memory for a file that is being written.
 
         Raises:
-            OSError: There is not as much left.
+            OSError: Too little is left.
         """
         with self._lock:
             needed = self._num_bytes + num_bytes
@@ -279,7 +279,7 @@ class MemoryFiles:
         return file.size
 
     def release(self, file: MemoryFile) -> None:
-        """Do without a file that was begun."""
+        """Release a file that was begun."""
         with self._lock:
             self._release(file)
 
@@ -392,7 +392,7 @@ class LentBuffer:
         return offset if offset >= 0 and offset + num_bytes <= self.num_bytes else None
 
     def lend(self, connection: socket.socket) -> None:
-        """Leave it to the agent at the other end of a connection."""
+        """Lend it to the agent at the other end of a connection."""
         self._mapped[self.num_bytes :] = LENT
         self._lent_over = connection
 
@@ -439,7 +439,7 @@ class LentMemory:
         self._newest, self._waiting_since = weakref.ref(buffer), None
 
     def is_overdue(self, buffer: LentBuffer) -> bool:
-        """Return whether a buffer that is lent is asked for since long, while the newest file is in another one."""
+        """Return whether a lent buffer has been missed for too long, while the newest file is in another one."""
         if self._newest is not None and self._newest() is buffer:
             return False
         now = self._clock.monotonic()
@@ -449,7 +449,7 @@ class LentMemory:
 
 
 def check_lent(descriptor: int, num_bytes: int) -> None:
-    """Make sure that a descriptor is that of a buffer of a size.
+    """Check that a descriptor belongs to a buffer of a size.
 
     Raises:
         ValueError: It has another size, or one that can change.

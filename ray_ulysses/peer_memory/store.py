@@ -78,10 +78,10 @@ _MOST_AT_ONCE = 16
 _LOOKS_AT_ONCE = 8
 _AGAIN_S = 5.0
 _EARLY_LOOKS = 6
-"""As often is looked in short pauses: an agent that has died is started again within half a minute."""
+"""Number of looks with short pauses: an agent that has died is started again within half a minute."""
 _MOST_DOUBLINGS = 6
 _STEADY_S = 60.0
-"""An agent that has answered for this long since it was left out is not taken for one that comes and goes."""
+"""An agent that has answered for this long since it was left out does not count as unstable."""
 _T = TypeVar("_T")
 _log = get_logger(__name__)
 
@@ -89,8 +89,8 @@ _log = get_logger(__name__)
 class PeerMemoryStore(Store):
     """Files of one run in the memory of its nodes; any thread may call.
 
-    An agent that does not answer once is left out. Whoever writes shards looks again after a few seconds whether it, or
-    one that was started at its address, answers; the later the more often it was left out in a row.
+    An agent that does not answer once is left out. A writer of shards asks it, or its successor at the same address,
+    again after a few seconds; each time it is left out in a row, the pause gets longer.
 
     Args:
         addresses: The agents, and which of them are near.
@@ -136,7 +136,7 @@ class PeerMemoryStore(Store):
             self._near = AgentClient(address, addresses.token, answer_s=answer_s, progress_s=progress_s, is_local=True)
 
     def lent_memory(self) -> LentMemory | None:
-        """Return memory from which this node's agent takes shards without a copy; None if it can't be reached so."""
+        """Return memory from which this node's agent takes shards without a copy; None if it has no local socket."""
         if self._near is None:
             return None
         try:
@@ -262,7 +262,7 @@ class PeerMemoryStore(Store):
         """Return the answer of the nearest agent that has a file.
 
         Raises:
-            FileNotFoundError: Every agent that answers says that it has not.
+            FileNotFoundError: No agent that answers has it.
             OSError: None answers.
         """
         known = self._holders.get(key)
@@ -351,7 +351,7 @@ class PeerMemoryStore(Store):
 
 
 class _PeerFile(StoredFile):
-    """A file that is read from another agent where one stops to answer."""
+    """A file that is read from another agent once one stops answering."""
 
     def __init__(self, store: PeerMemoryStore, key: str, size: int) -> None:
         super().__init__(size)

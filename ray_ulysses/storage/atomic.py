@@ -26,7 +26,7 @@ SETTLE_S = 600.0
 
 
 def sweep_temporaries(folder: Path, within: Path | None = None, *, settle_s: float = SETTLE_S) -> tuple[Path, ...]:
-    """Delete what dead writers left at or below a folder; what a live writer holds stays, however old it is.
+    """Delete temporary files of dead writers at or below a folder; those of live writers stay, however old they are.
 
     Args:
         folder: Where to look; an absent folder is an empty one.
@@ -34,7 +34,7 @@ def sweep_temporaries(folder: Path, within: Path | None = None, *, settle_s: flo
         settle_s: Files changed within this time stay too, in seconds.
 
     Returns:
-        What was deleted, sorted. A file that can't be inspected or deleted is left.
+        The deleted files, sorted. A file that can't be inspected or deleted is left.
     """
     swept = []
     with suppress(OSError), opened_folder(folder, within or folder) as top:
@@ -72,7 +72,7 @@ def atomic_file(path: Path, within: Path | None = None) -> Iterator[Path]:
     none, also after a power cut; which of the two is settled when its folder is synced.
 
     Args:
-        path: Where the file is to be.
+        path: The file.
         within: The folder below which no link is followed; None for the file's own folder. It is made if it is missing.
     """
     within = within or path.parent
@@ -86,7 +86,7 @@ def atomic_file(path: Path, within: Path | None = None) -> Iterator[Path]:
 
 @contextmanager
 def unpublished_file(name: str, folder: int, *, is_new: bool = False) -> Iterator[tuple[str, int]]:
-    """Do as `atomic_file` in an opened folder; yield the temporary name, and a descriptor of the file.
+    """Like `atomic_file`, in an opened folder; yield the temporary name, and a descriptor of the file.
 
     Args:
         name: The file's name.
@@ -104,7 +104,7 @@ def unpublished_file(name: str, folder: int, *, is_new: bool = False) -> Iterato
         # A rename would silently replace a file that has to be new.
         (os.link if is_new else os.replace)(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
     finally:
-        # A folder that takes no changes any more must not hide what went wrong first.
+        # An error of the clean-up must not hide the first one.
         with suppress(OSError):
             os.unlink(temporary, dir_fd=folder)
         with suppress(OSError):

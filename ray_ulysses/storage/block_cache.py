@@ -1,10 +1,9 @@
 """Blocks of remote files on the node's disk, shared by its processes and bounded in size.
 
-A file is cached in segments of 16 MiB, sparse files in which the blocks of 64 KiB stand at their places. Behind them
-stands the size of each block, which is set after the block was written. Readers need no lock: a block is whole once its
-size is there, and it is the same whoever writes it. After a power cut a size may be there of a block that was lost, so
-contents are checked by whoever reads them (`BlockCache.drop`). The segments that were not used for the longest time are
-deleted.
+A file is cached in segments of 16 MiB: sparse files with blocks of 64 KiB at their offsets, followed by a table of the
+blocks' sizes. A size is set after its block was written, so readers need no lock: a block is whole once it has a size,
+and every writer writes the same bytes. After a power cut a lost block may have a size, so readers verify contents
+(`BlockCache.drop`). The least recently used segments are deleted.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ log = get_logger(__name__)
 
 
 class BlockCache:
-    """Blocks of files by the file's name; whatever goes wrong with it only makes reading slower.
+    """Blocks of files by the file's name; its failures only make reading slower.
 
     Args:
-        folder: Where the segments lie; None keeps nothing.
-        max_bytes: What they may take on the disk.
+        folder: The folder of the segments; None disables the cache.
+        max_bytes: Most disk space that they may take.
     """
 
     def __init__(self, folder: Path | None, max_bytes: int) -> None:
@@ -115,7 +114,7 @@ class BlockCache:
                 os.utime(path)
 
     def _make_room(self) -> None:
-        """Delete the segments that were not used for the longest time, once in a while."""
+        """Delete the least recently used segments, once in a while."""
         with self._lock:
             self._num_new += 1
             if self._num_new % _NEW_BETWEEN_LOOKS != 1:
@@ -142,7 +141,7 @@ class CachedObject(StoredFile):
     def __init__(
         self, file: str, size: int, request: Callable[[Sequence[tuple[int, int]]], list[bytes]], cache: BlockCache
     ) -> None:
-        """Use an object.
+        """Prepare to read an object.
 
         Args:
             file: Identity of this version of it in the cache.
@@ -173,7 +172,7 @@ class CachedObject(StoredFile):
         return self._cache.drop(self._file, _blocks(start, size))
 
     def _read(self, blocks: Sequence[int]) -> dict[int, bytes]:
-        """Return blocks in their order, those from the store that are nowhere nearer."""
+        """Return blocks in order, from the store where neither memory nor the cache has them."""
         near = self._near
         found = {block: near.get(block) or self._cache.get(self._file, block) or b"" for block in blocks}
         for block, content in self._request([block for block, content in found.items() if not content]):
@@ -182,7 +181,7 @@ class CachedObject(StoredFile):
         return found
 
     def _request(self, blocks: Sequence[int]) -> Iterable[tuple[int, bytes]]:
-        """Yield blocks from the store; those that follow one another are one range."""
+        """Yield blocks from the store; consecutive ones share a range."""
         if not blocks:
             return
         runs = [[block for _, block in run] for _, run in groupby(enumerate(blocks), lambda one: one[1] - one[0])]
@@ -201,7 +200,7 @@ def node_cache() -> BlockCache:
     """Return the cache that the environment of this node asks for.
 
     Raises:
-        UserError: A variable has a value that makes no sense.
+        UserError: A variable has an invalid value.
     """
     text = os.environ.get(SIZE_VARIABLE, f"{DEFAULT_GIB:g}")
     try:
@@ -210,14 +209,14 @@ def node_cache() -> BlockCache:
         gib = -1.0
     if not 0 <= gib < 2**40:
         raise UserError(
-            f"{SIZE_VARIABLE}={text!r}: is no size; give the GiB that data from object stores may take on the disk of "
+            f"{SIZE_VARIABLE}={text!r}: is not a size; give the GiB that data from object stores may take on the disk of "
             "a node, such as 100, or 0 to keep nothing there"
         )
     return BlockCache(cache_folder("blocks"), int(gib * 2**30))
 
 
 def cache_folder(name: str) -> Path:
-    """Return a folder for files of this node that can be made anew: where the environment says, or in the home."""
+    """Return a folder for reproducible files of this node: where the environment says, or in the home."""
     named = os.environ.get(FOLDER_VARIABLE)
     base = expand_home(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or expand_home("~/.cache"))
     return (base if named else base / "ray-ulysses") / name

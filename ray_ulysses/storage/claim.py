@@ -1,16 +1,16 @@
 """One holder at a time of a run's directory, or of the storage of its checkpoints, on files and in object stores.
 
 The holder is whoever created the highest ``lock/holder-<generation>.json``; creating one is exclusive. It names the
-holder's host and process, and the holder replaces it with a higher count of signs of life all the time. A newcomer that
+holder's host and process, and the holder keeps replacing it with a higher count of heartbeats. A newcomer that
 sees the holder's process, on the same machine, knows at once whether it lives. Any other newcomer watches the count: if
 it moves, the holder lives, and the newcomer is refused; if it has not moved for `lease_s` of the newcomer's *own*
 clock, it creates the next generation. No clock is ever compared with another's.
 
 Two never hold it at once, as long as no clock runs a fifth faster than another: a beat counts from when it was *begun*,
 and the holder trusts it for four fifths of `lease_s`; a newcomer counts from when it has *seen* it, which is later, and
-looks once more after all of `lease_s`. A beat that was not through in the time of the one before counts for nothing,
-since a newcomer may have missed it; the holder then has to win the next generation, as everybody else. Writes that were
-on their way when the claim was lost may still arrive: that is what attempts are for, whose names differ.
+looks once more after all of `lease_s`. A beat that was not completed in the time of the one before does not count,
+since a newcomer may have missed it; the holder then has to win the next generation, like everybody else. Writes in
+flight when the claim was lost may still arrive; they carry the names of their own attempt.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class _Record(LockOwner):
     """A holder, as its file names it."""
 
     machine: str = ""
-    """As of `_this_machine`."""
+    """See `_this_machine`."""
     place: str = ""
     """What it holds: the copy of a run that is being trained is held by nobody."""
     started: str | None = None
-    """As of `_start_of`."""
+    """See `_start_of`."""
     command: str = ""
-    """The command that holds it, as of `Claim`."""
+    """The command that holds it; see `Claim`."""
     beat: int = 0
     """Signs of life so far."""
     is_released: bool = False
@@ -94,7 +94,7 @@ class Claim:
         run: Name of the run, for errors.
         taken_over_from: The holder that ended without releasing, if there was one.
         problem: The error that names the new holder, once another process certainly has it, as of the last beat. A
-            store that is away for a while takes the claim from nobody.
+            temporary outage of the store costs nobody the claim.
     """
 
     def __init__(
@@ -113,12 +113,12 @@ class Claim:
         Args:
             store: The store; the claim's files are in its folder ``lock``.
             run: Name of the run.
-            command: Names this command, as no other; None makes a name.
+            command: Unique name of this command; None generates one.
             setting: The setting that names the store, for errors.
             clock: The time, and how to wait.
-            lease_s: A holder that gives no sign for so long is taken for dead, in seconds. It must be the same for
-                everybody who comes.
-            machine: Where this process runs, for tests; empty for where no process sees another.
+            lease_s: A holder without a heartbeat for this long counts as dead, in seconds. It must be the same for
+                every process.
+            machine: This machine's id, for tests; empty where processes can't see one another.
         """
         self.run = run
         self.taken_over_from: LockOwner | None = None
@@ -220,7 +220,7 @@ class Claim:
                 return
             sight = _see(self._store)
             if sight.record is not None and sight.record.command == self._own.command:
-                # An earlier try came through and its answer did not; the next beat wins the one after it.
+                # An earlier try succeeded and its answer was lost; the next beat wins the generation after it.
                 self._generation = sight.generation
             else:
                 self._lose(sight)
@@ -239,7 +239,7 @@ class Claim:
             return False
         others = _generations(self._store) - {generation}
         if max(others, default=0) > generation:
-            # This number had been used and cleaned away while we were on our way.
+            # The number was used and deleted since it was chosen.
             self._store.delete(_holder_key(generation))
             return False
         self._generation, self._trusted_until = generation, begun + _TRUSTED_SHARE * self._lease_s
@@ -265,7 +265,7 @@ class Claim:
         seen_at = self._clock.monotonic()
         while True:
             self._clock.sleep(self._lease_s / _BEATS_A_LEASE / 2)
-            # The look that decides must begin after the lease has ended: a late answer tells of an earlier time.
+            # The look that decides must begin after the lease has ended: a late answer describes an earlier time.
             asked_at = self._clock.monotonic()
             if asked_at - seen_at >= self._lease_s:
                 # NFS shows what other hosts have written in a folder once this one has written there.
@@ -292,13 +292,13 @@ def run_claim(run_dir: Place, command: str | None = None) -> Claim:
 
     Args:
         run_dir: The directory.
-        command: As of `Claim`.
+        command: See `Claim`.
     """
     return Claim(open_store(run_dir, retry_s=_RETRY_S), run=run_dir.name, command=command, setting="run.storage")
 
 
 def other_holder(store: Store, command: str) -> LockOwner | None:
-    """Return who has claimed a store last, be it released or not; None if that is a command itself, or nobody.
+    """Return the last holder of a store, released or not; None if there is none, or if it is this command.
 
     Raises:
         OSError: The store does not answer.

@@ -101,7 +101,7 @@ def _refusal(endpoint: str, name: str, kind: Kind) -> str | None:
         return f", and {hub} has no {what} of this id, or not for this account (HF_TOKEN)"
     except HfHubHTTPError as error:
         status = error.response.status_code
-        # Of a hub that is busy or broken for a moment the library's own retries are worth their time.
+        # For a hub that is briefly busy or broken, the library's own retries are worth their time.
         return None if status == _TOO_MANY or status >= _BROKEN else f", and {hub} answers with HTTP {status}"
     except Exception as error:  # of the HTTP client, whose types change with its version
         return f", and {hub} does not answer ({error or type(error).__name__})"

@@ -1,8 +1,8 @@
 """A `Store` on a mounted file system: temporary file, fsync, then a hard link (create) or a rename (replace).
 
-Below its root no symbolic link is followed, for reading, writing or deleting; see `storage.regular`. Whatever fails,
-nothing appears under the key and the temporary file goes. Only a process that dies, or that loses the right to the
-folder, leaves one; `sweep_temporaries` takes it.
+Below its root no symbolic link is followed, for reading, writing or deleting; see `storage.regular`. If a write
+fails, nothing appears under the key and the temporary file is deleted. Only a process that dies, or loses access to the
+folder, leaves one, which `sweep_temporaries` deletes.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ class LocalStore(Store):
         """Return the keys of all files under a folder, sorted; files being written are left out.
 
         Raises:
-            NotAPlainFileError: There is a link among them: what it leads to is not part of the store.
-            OSError: A folder can't be looked into, or the root is a link whose disk may not be mounted; an absent
+            NotAPlainFileError: There is a link among them, whose target is not part of the store.
+            OSError: A folder can't be listed, or the root is a link whose disk may not be mounted; an absent
                 folder is an empty one.
         """
         top, keys = self.path(prefix), list[str]()
@@ -133,7 +133,7 @@ class LocalStore(Store):
         keys = self.list(folder)
         with ThreadPoolExecutor(_SIZES_AT_ONCE, thread_name_prefix="ray-ulysses-sizes") as threads:
             found = zip(keys, threads.map(self._size, keys), strict=True)
-        # -1 stands for what was deleted since it was listed.
+        # -1 marks a file that was deleted since it was listed.
         return {key: size for key, size in found if size != -1}
 
     def _size(self, key: str) -> int | None:
@@ -166,7 +166,7 @@ class LocalStore(Store):
                 entries = tuple(found)
             for entry in entries:
                 below = f"{key}/{entry.name}"
-                # What an entry is comes with the listing: no file is asked for it.
+                # The listing gives the type of an entry, so no file is opened.
                 if entry.name.startswith(TEMPORARY_PREFIX):
                     continue
                 if entry.is_symlink():
@@ -182,7 +182,7 @@ class LocalStore(Store):
         """Raise `OSError` if the root is absent because a link on the way to it leads to nowhere."""
         link = next(path for path in (self.root, *self.root.parents) if os.path.lexists(path))
         if not os.path.exists(link):
-            # No `FileNotFoundError`, which would say that there is nothing to be found.
+            # Not a `FileNotFoundError`, which would mean that the folder is empty.
             target = os.path.realpath(link)
             raise OSError(errno.ENXIO, f"{link} is a link to {target}, which is not there; mount it or delete the link")
 

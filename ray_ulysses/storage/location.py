@@ -134,7 +134,7 @@ def parse_location(location: str | Path) -> Path | ObjectLocation:
     """Return the path or the folder of an object store that a location names (pure).
 
     Raises:
-        LocationError: It is none that a store can be opened at, or it holds a secret; the text shows no secret.
+        LocationError: No store can be opened there, or it holds a secret, which the text does not show.
     """
     text = str(location)
     found = _SCHEME.match(text)
@@ -151,7 +151,7 @@ def parse_location(location: str | Path) -> Path | ObjectLocation:
     if scheme == "file":
         return _file_path(text)
     if scheme not in _PROVIDERS:
-        raise LocationError(without_secret(text), f"{scheme}:// is no storage", f"give {_KNOWN}")
+        raise LocationError(without_secret(text), f"{scheme}:// is not a storage", f"give {_KNOWN}")
     return _object_location(text, scheme)
 
 
@@ -167,7 +167,7 @@ def sqlite_path(uri: str) -> Path | None:
 
 
 def is_clear_text(url: str) -> bool:
-    """Return whether a URL is of plain HTTP to another machine (pure)."""
+    """Return whether a URL uses plain HTTP to another machine (pure)."""
     parts = urlsplit(url)
     host = (parts.hostname or "").rstrip(".")
     if parts.scheme != "http" or host == "localhost":
@@ -226,7 +226,7 @@ def _object_location(text: str, scheme: str) -> ObjectLocation:
     if not host or ":" in host:
         raise LocationError(shown, "names no bucket", f"write {scheme}://bucket/prefix")
     if not _BUCKET.fullmatch(host) or (account is not None and not _WORD.fullmatch(account)):
-        raise LocationError(shown, "has a bucket or an account of a name that none has", "correct the name")
+        raise LocationError(shown, "has an invalid name of a bucket or an account", "correct the name")
     if parts.fragment:
         raise LocationError(shown, "has a '#'", "leave it out")
     prefix = unquote(parts.path).strip("/")
@@ -239,7 +239,7 @@ def _object_location(text: str, scheme: str) -> ObjectLocation:
 
 
 def _without_unknown_values(text: str, known: Collection[str]) -> str:
-    """Return a URI without the values of options that no store has: whatever they are, they may be secrets."""
+    """Return a URI without the values of unknown options, any of which may be a secret."""
     head, mark, query = text.partition("?")
     pairs = (pair.partition("=") for pair in query.split("&"))
     shown = (name + eq + (value if name in known else "***" if value else "") for name, eq, value in pairs)
@@ -247,7 +247,7 @@ def _without_unknown_values(text: str, known: Collection[str]) -> str:
 
 
 def _wrong_option(options: tuple[tuple[str, str], ...], provider: Provider) -> tuple[str, str] | None:
-    """Return the rule that the options break, each of which is to be known and given once, and what to do."""
+    """Return the rule that the options break and the way out; each must be known and given once."""
     known, given = _OPTIONS[provider], dict(options)
     for name, value in options:
         if name not in known and names_secret(name):
@@ -266,7 +266,7 @@ def _wrong_option(options: tuple[tuple[str, str], ...], provider: Provider) -> t
         # Azure's ".blob.local" is what follows the account's name.
         found = _HOST.fullmatch(value.removeprefix("."))
         if found is None or int(found["port"] or 1) not in range(1, 1 << 16) or not _is_host(found["host"]):
-            return f"{wrong}, which is no host", "give host:port, such as minio:9000"
+            return f"{wrong}, which is not a host", "give host:port, such as minio:9000"
         if given.get("force_virtual_addressing") == "true" and (found["host"][0] == "[" or _is_address(found["host"])):
             rule = f"{wrong}, an address, which takes no bucket before it"
             return rule, "give the host by its name, or leave force_virtual_addressing out"

@@ -47,14 +47,14 @@ class LockOwner:
 
     @classmethod
     def from_note(cls, note: bytes) -> LockOwner | None:
-        """Return whom a note names; a torn or empty one names nobody."""
+        """Return the owner in a note; None if it is torn or empty."""
         try:
             return read_json(_OWNER, note)
         except ContentError:
             return None
 
     def to_note(self, **more: Any) -> bytes:
-        """Return the note, with what else it is to say."""
+        """Return the note, with more fields."""
         return json.dumps({**asdict(self), **more}).encode()
 
 
@@ -66,7 +66,7 @@ def lock(descriptor: int, *, wait: bool = False) -> None:
 
     Raises:
         BlockingIOError: Somebody else holds it.
-        NoLocksError: Its file system gives none.
+        NoLocksError: Its file system has no locks.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -77,7 +77,7 @@ def lock(descriptor: int, *, wait: bool = False) -> None:
 
 
 def lock_file(path: Path, within: Path | None = None) -> int:
-    """Return a descriptor that holds the lock of the file that has a name; the file is made where it is missing.
+    """Return a descriptor that holds the lock of a file, which is created if it is missing.
 
     Args:
         path: The file; a link in its place is not followed.
@@ -85,7 +85,7 @@ def lock_file(path: Path, within: Path | None = None) -> int:
 
     Raises:
         BlockingIOError: Somebody else holds it.
-        NoLocksError: Its file system gives none.
+        NoLocksError: Its file system has no locks.
         OSError: It can't be opened.
     """
     while True:
@@ -104,7 +104,7 @@ def lock_file(path: Path, within: Path | None = None) -> int:
 
 
 def write_note(descriptor: int, note: bytes) -> None:
-    """Replace what a lock file says, through the descriptor that holds the lock."""
+    """Replace the content of a lock file, through the descriptor that holds the lock."""
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, note, 0)
     os.fsync(descriptor)

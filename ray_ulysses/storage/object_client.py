@@ -1,6 +1,6 @@
-"""Connects to an object store, with what the URI and the environment say, and classifies the errors of `obstore`.
+"""Connects to an object store as the URI and the environment configure it, and classifies the errors of `obstore`.
 
-`obstore` says most things in the text of its errors: the status and the XML code that S3-compatible servers send
+Most details are only in the text of its errors: the status and the XML code that S3-compatible servers send
 (https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html), or how the connection failed.
 """
 
@@ -44,15 +44,15 @@ _REQUEST_S = 24 * 3600.0
 def connect(location: ObjectLocation, *, retry_s: float = RETRY_S) -> Client:
     """Return a client for a location; nothing is sent yet.
 
-    What the environment says is read as the clouds' own tools read it: ``AWS_*``, ``GOOGLE_*`` and ``AZURE_*``
-    variables, and the machine's role where there are none. The URI's options come before it.
+    The environment is read as the clouds' own tools read it: ``AWS_*``, ``GOOGLE_*`` and ``AZURE_*``
+    variables, and the machine's role where there are none. The URI's options take precedence.
 
     Args:
         location: Bucket, prefix and options.
         retry_s: How long a request is tried again while the store is away or overloaded, in seconds.
 
     Raises:
-        UserError: What the environment says can't be used.
+        UserError: The environment's settings can't be used.
     """
     makers: dict[Provider, tuple[type[Client], Callable[[ObjectLocation], tuple[Any, ClientConfig]]]]
     makers = {"s3": (S3Store, _s3_config), "gs": (GCSStore, _gcs_config), "az": (AzureStore, _azure_config)}
@@ -64,7 +64,7 @@ def connect(location: ObjectLocation, *, retry_s: float = RETRY_S) -> Client:
             prefix=location.prefix or None,
             config=config,
             client_options=options,
-            # The time alone decides.
+            # Only the time limits the retries.
             retry_config={
                 "max_retries": 10_000,
                 "retry_timeout": timedelta(seconds=retry_s),
@@ -175,9 +175,9 @@ class Refusal:
     """The meaning of an error of the library."""
 
     meaning: Meaning
-    """What happened. `away`: nobody heard the request; `transient`: nobody knows what became of it."""
+    """What happened. `away`: the request reached no server; `transient`: its outcome is unknown."""
     reason: str
-    """The same for a person."""
+    """The reason, for people."""
 
     @property
     def may_pass(self) -> bool:
@@ -188,7 +188,7 @@ class Refusal:
         """Return it as the standard library's error.
 
         Args:
-            name: What was asked for.
+            name: The file or folder.
             tried_s: For how long it was tried, in seconds.
         """
         said = f"failed for {tried_s:.1f} s" if self.may_pass else "refused"

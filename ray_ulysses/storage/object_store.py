@@ -1,4 +1,4 @@
-"""A `Store` on S3 and what speaks its protocol, on Google Cloud Storage and on Azure.
+"""A `Store` on S3 and compatible servers, on Google Cloud Storage and on Azure.
 
 It uses `obstore` (the Rust crate `object_store`) and not `pyarrow.fs`, since the latter has no put that
 fails where the key is taken, and without that a checkpoint can't be committed.
@@ -8,13 +8,13 @@ What is atomic, and what is not:
 - A file that is given whole (a list of chunks) or fits into one part is one conditional put: it appears at once,
   and of several writers exactly one succeeds. Manifests, journal segments and locks are such files.
 - A longer stream goes up in parts, in bounded memory. It, too, appears at once and whole, when it is completed, and
-  if its chunks break off nothing appears and the upload is aborted. But exclusion is a check of the key before the
+  if its chunks raise an error nothing appears and the upload is aborted. But exclusion is a check of the key before the
   first part: two writers of the same name at the same time may both succeed, and the later one's bytes stay. Shards
   therefore carry names that no other attempt or rank uses.
 - A process that is killed in the middle of such an upload leaves parts that no listing shows but that are paid for.
   Give the bucket a lifecycle rule that aborts incomplete uploads after a day, say.
-- A put whose answer was lost is sent again. A mark in the object's metadata tells its own earlier success from
-  somebody else's file.
+- A put whose answer was lost is sent again. A mark in the object's metadata distinguishes an earlier success
+  from another writer's file.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ObjectFile(StoredFile):
         Args:
             client: The store.
             key: The object, relative to the client's prefix.
-            name: What to call it in errors.
+            name: Its display name in errors.
             retry: How long a broken read is taken up again.
 
         Raises:
@@ -85,6 +85,8 @@ class ObjectFile(StoredFile):
     def read_into(self, start: int, target: memoryview) -> int:
         """Fill a buffer by one request; if it breaks off, ask for the rest."""
         target = target[: max(self.size - start, 0)]
+        if len(self._ahead) == self.size:
+            return self._take_ahead(start, target)  # a small object, read whole
         done, waiting = 0, self._retry.begin()
         while done < target.nbytes:
             options: GetOptions = {"range": (start + done, start + target.nbytes)}
@@ -150,7 +152,7 @@ class ObjectStore(Store):
             cache: Keeps blocks of files that are read by ranges.
 
         Raises:
-            UserError: What the environment says can't be used.
+            UserError: The environment's settings can't be used.
         """
         self.name = location.display_name
         self.location, self._retry_s, self._part_bytes = location, retry_s, part_bytes
@@ -256,7 +258,7 @@ class ObjectStore(Store):
         return self._write(checked_key(key), chunks, "overwrite")
 
     def sizes(self, folder: str) -> dict[str, int | None]:
-        """Return the size in bytes of each file under a folder, by its key, as the listing says it."""
+        """Return the size in bytes of each file under a folder, by its key, from the listing."""
         checked_key(folder)
 
         def attempt() -> dict[str, int | None]:
@@ -282,8 +284,8 @@ class ObjectStore(Store):
         try:
             self._tried(keys[0], lambda: obstore.delete(self._client, [checked_key(key) for key in keys]))
         except FileNotFoundError:
-            # Google and Azure say so of one that somebody else was faster with, and of a folder's marker, and may have
-            # kept the others.
+            # Google and Azure raise it for a file that another process deleted, and for a folder's marker; they may
+            # have kept the others.
             for key in keys if len(keys) > 1 else ():
                 self.delete_files([key])
 
@@ -310,8 +312,8 @@ class ObjectStore(Store):
             except Exception as error:
                 if explain(error).meaning not in ("taken", "changed"):
                     raise
-                # Our own earlier success whose answer was lost, another's file, or neither: S3 says the same of two
-                # conditional puts that met, of which none may have been carried out.
+                # An earlier success whose answer was lost, another's file, or neither: S3 gives the same answer to
+                # two concurrent conditional puts, and may have carried out neither.
                 found = self._mark_of(key)
                 if found is None:
                     raise ConnectionError("another write of it was under way") from error
@@ -321,7 +323,7 @@ class ObjectStore(Store):
         try:
             self._tried(key, attempt)
         except OSError as error:
-            # A put of which only the answers were lost has written the file, and has to say so.
+            # If only the answers were lost, the file is there, which is a success.
             if error.errno != errno.EIO or not self._is_ours(key, mark):
                 raise
 
@@ -344,7 +346,7 @@ class ObjectStore(Store):
             )
         except BaseException as error:
             if counted.failure is not None:
-                # What the caller's own chunks raised is the caller's.
+                # An error of the caller's own chunks reaches the caller unchanged.
                 raise counted.failure from None
             if not isinstance(error, Exception):
                 raise
@@ -389,7 +391,7 @@ class ObjectStore(Store):
 
 
 class _Counted:
-    """Hands parts on, counts their bytes, and keeps what they raise, which must reach the caller as it is."""
+    """Hands parts on, counts their bytes, and keeps their error, which must reach the caller unchanged."""
 
     def __init__(self, parts: Iterator[Buffer], part_bytes: int) -> None:
         self.num_bytes = 0

@@ -37,7 +37,7 @@ def place_of(location: str | os.PathLike[str] | ObjectLocation) -> Place:
     """Return the place that a path or a URI names.
 
     Raises:
-        LocationError: It is a URI of no kind that is known, or it holds a secret.
+        LocationError: The URI's scheme is unknown, or it holds a secret.
     """
     if isinstance(location, ObjectLocation):
         return location
@@ -48,7 +48,7 @@ def place_of(location: str | os.PathLike[str] | ObjectLocation) -> Place:
 def open_store(
     location: str | Place, *, must_exist: bool = False, retry_s: float = RETRY_S, is_cached: bool = False
 ) -> FileStore:
-    """Return the store whose root is a folder; neither asks it anything nor creates anything.
+    """Return the store whose root is a folder; sends no request and creates nothing.
 
     Args:
         location: A path, or a URI: ``file://``, ``s3://bucket/prefix``, ``gs://bucket/prefix``,
@@ -90,7 +90,7 @@ def is_file(place: Place) -> bool:
 
 
 def node_folder(directory: Place) -> Path:
-    """Return the folder for what only this node needs of a run: its directory, or a folder of the node for each URI.
+    """Return the folder for a run's files that only this node needs: its directory, or a folder of the node per URI.
 
     Args:
         directory: The run's directory.
@@ -112,7 +112,7 @@ def refuse_server(location: str, setting: str, named: Iterable[str | Place], way
 
     Args:
         location: The path or URI.
-        setting: Where it stands, for the error.
+        setting: The setting that holds it, for the error.
         named: Locations that the user gives: their servers are the user's.
         way_out: How to allow it, beside the environment.
 

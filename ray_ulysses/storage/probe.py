@@ -19,7 +19,7 @@ _FIRST, _SECOND = b"0123456789", b"abcdefghij"
 
 
 class _UnfitError(Exception):
-    """A store answered, but not as a store does; the text says how."""
+    """A store broke a promise of `Store`; the text says which."""
 
 
 def check_storage(storage: Path | str, *, setting: str = "run.storage", is_known: bool = False) -> None:
@@ -33,7 +33,7 @@ def check_storage(storage: Path | str, *, setting: str = "run.storage", is_known
         is_known: Whether a run has been kept there before: then only atomic creation is checked.
 
     Raises:
-        UserError: It can't; the text names the location, the reason and the way out.
+        UserError: They can't be; the text names the location, the reason and the way out.
     """
     location = parse_location(storage)
     store = open_store(storage, retry_s=_RETRY_S)
@@ -68,7 +68,7 @@ def check_storage(storage: Path | str, *, setting: str = "run.storage", is_known
 
 
 def _check_create(store: Store, key: str) -> None:
-    """Create a file by several writers at once, of whom exactly one is to succeed."""
+    """Create a file by several writers at once, exactly one of whom must succeed."""
     with ThreadPoolExecutor(_NUM_WRITERS) as pool:
         won = sum(pool.map(lambda _: create_if_absent(store, key, _FIRST), range(_NUM_WRITERS)))
     if won == 0:

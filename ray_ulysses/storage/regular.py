@@ -26,7 +26,7 @@ class NotAPlainFileError(OSError, UserError):
     """A link, a pipe, a socket or a device is where a file or a folder is expected."""
 
     def __str__(self) -> str:
-        # The reason of a link names it, since it may be a folder on the way to the file of which an error tells.
+        # The reason names the link, which may be a folder on the way to the file that the error names.
         return str(self.strerror) if self.errno == errno.ELOOP else f"{self.filename}: is {self.strerror}"
 
 
@@ -88,10 +88,10 @@ def open_inside(path: Path, within: Path, flags: int = os.O_RDONLY) -> int:
     Args:
         path: The file.
         within: The folder.
-        flags: How it is opened. Nothing is truncated by opening: it is not known yet whether it is a plain file.
+        flags: Flags of `os.open`, without O_TRUNC, since it may turn out not to be a plain file.
 
     Raises:
-        NotAPlainFileError: It is no plain file, or there is a link on the way.
+        NotAPlainFileError: It is not a plain file, or there is a link on the way.
         OSError: It can't be opened.
     """
     assert not flags & os.O_TRUNC
@@ -179,7 +179,7 @@ def close_quietly(descriptor: int) -> None:
 
 
 def _plain(descriptor: int, path: Path | str) -> int:
-    """Return the descriptor if it is that of a plain file; close it otherwise."""
+    """Return the descriptor if it belongs to a plain file; close it otherwise."""
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
         return descriptor

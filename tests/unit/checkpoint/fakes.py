@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from ray_ulysses.checkpoint import (
 )
 from ray_ulysses.checkpoint.intervals import partition
 from ray_ulysses.checkpoint.state import dtype_name
-from ray_ulysses.storage import Buffer, LocalStore, Store
+from ray_ulysses.storage import Store
 
 TENSORS = {
     "fp32/a": torch.arange(10, dtype=torch.float32),
@@ -57,22 +56,6 @@ class ThreadExchange:
         value = self._slots[0]
         self._barrier.wait()
         return value
-
-
-class FailingStore(LocalStore):
-    """A local store of which creating some keys fails."""
-
-    def __init__(self, root: Path, fails: Callable[[str], bool], error: OSError) -> None:
-        super().__init__(root)
-        self._fails, self._error = fails, error
-
-    def create(self, key: str, chunks: Iterable[Buffer]) -> int:
-        """Write the first bytes, then fail."""
-        return super().create(key, self._cut(chunks) if self._fails(key) else chunks)
-
-    def _cut(self, chunks: Iterable[Buffer]) -> Iterable[Buffer]:
-        yield next(iter(chunks))
-        raise self._error
 
 
 def on_ranks(world_size: int, call: Callable[[int, ThreadExchange], Any]) -> list[Any]:

@@ -11,14 +11,13 @@ import torch
 
 from ray_ulysses.checkpoint import (
     CheckpointError,
-    CheckpointRef,
+    FencedError,
     KeepRules,
     Retention,
     ShardedState,
     TensorPart,
     load_parts,
     newest_committed,
-    save_checkpoint,
 )
 from ray_ulysses.checkpoint.background import BackgroundSaver, Saved
 from ray_ulysses.checkpoint.choice import committed_steps
@@ -29,7 +28,7 @@ from ray_ulysses.clock import SystemClock
 from ray_ulysses.storage import LocalStore, Store
 from tests.polling import wait_until
 from tests.stores import FaultyStore, SlowStore
-from tests.unit.checkpoint.fakes import META, TENSORS, ThreadExchange, on_ranks, shard_of
+from tests.unit.checkpoint.fakes import META, TENSORS, ThreadExchange, on_ranks, save, shard_of
 from tests.unit.fake_cuda import FakeCuda
 
 CPU = torch.device("cpu")
@@ -91,21 +90,13 @@ def test_two_states_are_held_and_a_third_waits_until_one_is_written(tmp_path: Pa
     saver, saved, _ = _saver(SlowStore(LocalStore(tmp_path), gate=gate, kinds=("chunk",)))
     for step in (10, 20):
         saver.save(step, _live(), META, timeout_s=5)
-    with pytest.raises(CheckpointError, match="step 30 could not be begun: the one before it has not been written"):
+    with pytest.raises(CheckpointError, match="step 30 could not be begun"):
         saver.save(30, _live(), META, timeout_s=0.05)
     gate.set()
     saver.save(30, _live(), META, timeout_s=10)
     assert saver.close(10)
     assert [one.ref.step for one in saved] == [10, 20, 30]
     assert committed_steps(LocalStore(tmp_path)) == (10, 20, 30)
-
-
-def test_without_a_buffer_the_live_state_is_written(tmp_path: Path) -> None:
-    saver, _, _ = _saver(LocalStore(tmp_path), buffers=0)
-    saver.save(10, _live(), META, timeout_s=5)
-    assert saver.wait(10)
-    _check_whole(LocalStore(tmp_path), 10)
-    assert saver.close(5)
 
 
 def test_a_failed_save_is_told_and_the_next_one_succeeds(tmp_path: Path) -> None:
@@ -139,7 +130,7 @@ def test_a_failure_of_one_rank_is_told_to_all(tmp_path: Path) -> None:
         return failed[0]
 
     texts = on_ranks(3, call)
-    assert len(set(texts)) == 1 and "rank 1: attempt-0001/rank-00001-of-00003.safetensors could not" in texts[0]
+    assert len(set(texts)) == 1 and "rank 1: " in texts[0]
     assert committed_steps(LocalStore(tmp_path)) == (20,)
 
 
@@ -149,18 +140,19 @@ def test_an_overtaken_attempt_hears_of_it_and_is_not_told_as_a_failed_save(tmp_p
     saver, saved, failed = _saver(store)
     saver.save(10, _live(), META, timeout_s=5)
     assert saver.close(10)
-    assert "has taken the run over" in str(saver.failure) and saved == [] and failed == []
+    assert isinstance(saver.failure, FencedError) and saved == [] and failed == []
 
 
 def test_an_error_of_a_callback_is_a_failure_and_ends_no_thread(tmp_path: Path) -> None:
     def refuse(saved: Saved) -> None:
         raise RuntimeError("a bug")
 
-    saver, _, _ = _saver(LocalStore(tmp_path), on_saved=refuse)
+    # Without a buffer the live state is written.
+    saver, _, _ = _saver(LocalStore(tmp_path), buffers=0, on_saved=refuse)
     saver.save(10, _live(), META, timeout_s=5)
     assert saver.wait(10)
     assert str(saver.failure) == "a bug"
-    assert committed_steps(LocalStore(tmp_path)) == (10,)
+    _check_whole(LocalStore(tmp_path), 10)
     assert saver.close(5)
 
 
@@ -170,7 +162,7 @@ def test_retention_does_not_touch_what_ranks_ahead_of_it_are_writing(tmp_path: P
     inner = LocalStore(tmp_path)
     if path == "dead":
         # A dead attempt's checkpoint of the very step that is saved next.
-        on_ranks(2, lambda rank, messenger: _commit(inner, rank, messenger, step=20, attempt=1))
+        save(inner, 20)
         start_attempt(inner, 2, 0)
     written = threading.Event()
 
@@ -199,48 +191,16 @@ def test_retention_does_not_touch_what_ranks_ahead_of_it_are_writing(tmp_path: P
     assert committed_steps(inner) == (20,)
 
 
-def _commit(store: Store, rank: int, messenger: ThreadExchange, *, step: int, attempt: int) -> CheckpointRef:
-    return save_checkpoint(
-        store,
-        step=step,
-        attempt=attempt,
-        rank=rank,
-        world_size=2,
-        state=shard_of(TENSORS, rank, 2),
-        meta=META,
-        messenger=messenger,
-    )
-
-
 def test_a_reserved_buffer_is_the_one_that_is_staged_into() -> None:
     staging = Staging(2, CPU)
     staging.reserve(_live().intervals)
     size = staging.num_bytes
-    assert size >= sum(part.tensor.numel() * part.tensor.element_size() for part in _live().parts)
+    assert size >= sum(part.tensor.nbytes for part in _live().parts)
     staged = staging.stage(_live())
     assert staged.buffer == 0 and staging.num_bytes == size
-    staging.reserve(_live().intervals)
-    for copy, part in zip(staged.state.parts, _live().parts, strict=True):
-        assert torch.equal(copy.tensor, part.tensor)
     in_place = Staging(0, CPU)
     in_place.reserve(_live().intervals)
     assert in_place.num_bytes == 0
-
-
-def test_buffers_are_used_again_and_grow_with_the_state() -> None:
-    staging = Staging(1, CPU)
-    first = staging.stage(_live())
-    size = staging.num_bytes
-    address = first.state.parts[0].tensor.data_ptr()
-    staging.release(first.buffer)
-    again = staging.stage(_live())
-    assert again.state.parts[0].tensor.data_ptr() == address and staging.num_bytes == size
-    staging.release(again.buffer)
-    larger = shard_of({**TENSORS, "exp_avg/a": torch.arange(1000.0)}, 0, 1)
-    grown = staging.stage(larger)
-    for copy, part in zip(grown.state.parts, larger.parts, strict=True):
-        assert torch.equal(copy.tensor, part.tensor) and copy.start == part.start
-    assert staging.num_bytes > size
 
 
 def test_the_thread_that_saves_uses_the_ranks_own_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import pytest
 from ray_ulysses.checkpoint import newest_committed, read_manifest, set_aside
 from ray_ulysses.checkpoint.choice import Damage, committed_steps
 from ray_ulysses.checkpoint.fence import claim_attempt
+from ray_ulysses.run_names import manifest_key
 from ray_ulysses.storage import LocalStore
 from tests.s3_server import FaultyProxy, S3Server
 from tests.stores import FaultyStore, HookedStore, permission_lost
@@ -39,14 +40,6 @@ def _cut(path: Path, num_bytes: int) -> None:
     path.write_bytes(path.read_bytes()[:-num_bytes])
 
 
-def _alter(path: Path) -> None:
-    path.write_text(path.read_text().replace('"tokens":1200', '"tokens":1201'))
-
-
-def _copy_of_step_20(path: Path) -> None:
-    path.write_bytes((path.parents[1] / "step-00000020/manifest.json").read_bytes())
-
-
 def _data(run_dir: Path) -> int:
     """Return the position of a byte of a tensor in the shard."""
     manifest = read_manifest(LocalStore(run_dir), 30)
@@ -54,18 +47,17 @@ def _data(run_dir: Path) -> int:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a flipped byte in a shard": (lambda run: _flip(_shard(run), _data(run)), r"checksum of fp32/a is wrong \(bytes "),
-    "a flipped byte in a table": (lambda run: _flip(_shard(run), -1), "the table of checksums is wrong"),
-    "a flipped byte in a manifest": (lambda run: _flip(_manifest(run), 700), "manifest's checksum is wrong|no JSON"),
-    "a flipped byte in a header": (lambda run: _flip(_shard(run), 20), "header's checksum is wrong"),
+    "a flipped byte in a shard": (lambda run: _flip(_shard(run), _data(run)), "checksum of fp32/a"),
+    "a flipped byte in a table": (lambda run: _flip(_shard(run), -1), "table of checksums"),
+    "a flipped byte in a manifest": (lambda run: _flip(_manifest(run), 700), "manifest's checksum|no JSON"),
+    "a flipped byte in a header": (lambda run: _flip(_shard(run), 20), "header's checksum"),
     "a truncated shard": (lambda run: _cut(_shard(run), 7), "bytes instead of"),
-    "an empty shard": (lambda run: _shard(run).write_bytes(b""), "has 0 bytes instead of"),
     "a missing shard": (lambda run: _shard(run).unlink(), "is missing"),
     "a torn manifest": (lambda run: _cut(_manifest(run), 99), "torn or no JSON"),
-    "an empty manifest": (lambda run: _manifest(run).write_bytes(b""), "torn or no JSON"),
-    "an altered manifest": (lambda run: _alter(_manifest(run)), "the manifest's checksum is wrong"),
-    "a manifest of another step": (lambda run: _copy_of_step_20(_manifest(run)), "step 30 is of step 20"),
-    "a manifest that is no object": (lambda run: _manifest(run).write_text("[]"), "checksum is wrong"),
+    "a manifest of another step": (
+        lambda run: _manifest(run).write_bytes(LocalStore(run).read_whole(manifest_key(20))),
+        "step 30 is of step 20",
+    ),
 }
 
 
@@ -81,12 +73,9 @@ def test_damage_is_named_and_the_checkpoint_before_is_taken(tmp_path: Path, name
     (damage,) = choice.damaged
     assert damage.step == 30
     assert re.search(reason, damage.reason), damage.reason
-    assert str(damage).startswith("the checkpoint of step 30 is damaged and not used: ")
 
 
-@pytest.mark.parametrize(
-    "name", ["a truncated shard", "an empty shard", "a missing shard"], ids=lambda name: name.replace(" ", "-")
-)
+@pytest.mark.parametrize("name", ["a truncated shard", "a missing shard"], ids=lambda name: name.replace(" ", "-"))
 def test_shards_that_are_missing_or_too_short_are_found_by_their_sizes_alone(tmp_path: Path, name: str) -> None:
     store = LocalStore(tmp_path)
     for step in (20, 30):
@@ -122,7 +111,7 @@ def test_a_step_whose_files_can_not_be_listed_now_is_not_damaged(tmp_path: Path)
         LocalStore(tmp_path), fail_at=1, kinds=("list",), error=permission_lost(), only=lambda key: "/" in key
     )
     (damage,) = newest_committed(store, "sizes").damaged
-    assert damage.kind == "unreadable" and "its folder can't be read (Permission denied)" in str(damage)
+    assert damage.kind == "unreadable"
 
 
 def test_a_checkpoint_of_another_version_is_named_and_left_alone(tmp_path: Path) -> None:
@@ -132,24 +121,19 @@ def test_a_checkpoint_of_another_version_is_named_and_left_alone(tmp_path: Path)
     _manifest(tmp_path).write_bytes(signed(fields))
     (damage,) = newest_committed(store).damaged
     assert damage.kind == "foreign"
-    assert "is of another version and not used: the manifest has schema version 9" in str(damage)
     before = _manifest(tmp_path).read_bytes()
     set_aside(store, damage, attempt=2)
     assert _manifest(tmp_path).read_bytes() == before
-
-
-def test_nothing_saved_means_nothing_to_resume_from(tmp_path: Path) -> None:
-    assert newest_committed(LocalStore(tmp_path)).manifest is None
 
 
 def test_shards_without_a_manifest_are_never_loaded(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     save(store, 20)
     save(store, 30)
-    _manifest(tmp_path).unlink()
-    choice = newest_committed(store)
-    assert choice.manifest is not None and choice.manifest.step == 20
-    assert choice.damaged == ()
+    for step, newest in ((30, 20), (20, None)):
+        store.delete(manifest_key(step))
+        choice = newest_committed(store)
+        assert (choice.manifest and choice.manifest.step, choice.damaged) == (newest, ())
 
 
 class _Overtaken(HookedStore):
@@ -172,24 +156,6 @@ def test_what_retention_deletes_while_one_looks_is_not_called_damaged(tmp_path: 
     save(store, 20)
     choice = newest_committed(_Overtaken(store))
     assert choice.manifest is not None and choice.manifest.step == 30 and choice.damaged == ()
-
-
-def test_sizes_alone_do_not_find_a_flipped_byte_and_content_does(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path)
-    save(store, 30)
-    _flip(_shard(tmp_path), -1)
-    assert newest_committed(store, depth="sizes").manifest is not None
-    assert newest_committed(store, depth="content").manifest is None
-
-
-def test_all_damaged_means_nothing_and_says_why_of_each(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path)
-    for step in (10, 20):
-        save(store, step)
-        store.path(f"checkpoints/step-000000{step}/manifest.json").write_bytes(b"{")
-    choice = newest_committed(store)
-    assert choice.manifest is None
-    assert [damage.step for damage in choice.damaged] == [20, 10]
 
 
 def test_a_step_set_aside_can_be_committed_anew(tmp_path: Path) -> None:

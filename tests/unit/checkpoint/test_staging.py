@@ -49,7 +49,7 @@ def test_buffers_are_pinned_while_they_are_there(monkeypatch: pytest.MonkeyPatch
     del staging
     assert cuda.pinned == {}
     monkeypatch.setattr("ray_ulysses.checkpoint.staging.pin", lambda *_, **__: 2)
-    with pytest.raises(CheckpointError, match=r"CUDA error 2; raise the limit of locked memory \(ulimit -l\).*lower c"):
+    with pytest.raises(CheckpointError, match=r"CUDA error 2.*ulimit -l"):
         Staging(1, third).reserve(state(a=500).intervals)
 
 
@@ -58,6 +58,6 @@ def test_memory_that_nobody_lends_is_said_and_nothing_is_kept() -> None:
         raise OSError(28, "No space left on device")
 
     staging = Staging(2, torch.device("cpu"), lend=lend)
-    with pytest.raises(CheckpointError, match=r"no 0.0 GiB.*No space left on device.*set elastic.peer_memory"):
+    with pytest.raises(CheckpointError, match=r"No space left on device.*elastic.peer_memory"):
         staging.reserve(ShardedState(parts=(), description=StateDescription(tensors={})).intervals)
     assert staging.num_bytes == 0 and not staging.is_ready

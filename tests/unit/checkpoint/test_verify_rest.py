@@ -50,7 +50,7 @@ def _resume(saved: tuple[LocalStore, Manifest], world_size: int, *, by_key: bool
 
 
 @pytest.mark.parametrize("by_key", [False, True], ids=["parts of all", "some whole"])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8, 16])
+@pytest.mark.parametrize("world_size", [1, 3, 8, 16])
 def test_the_rest_is_read_once_and_shared(saved: tuple[LocalStore, Manifest], world_size: int, by_key: bool) -> None:
     read = _resume(saved, world_size, by_key=by_key)
     _, manifest = saved
@@ -60,9 +60,9 @@ def test_the_rest_is_read_once_and_shared(saved: tuple[LocalStore, Manifest], wo
     assert max(read) <= REST_BYTES / world_size + REST_BYTES / 8 + headers
 
 
-@pytest.mark.parametrize("where", ["model/0", "model/7", None], ids=["first", "last", "header"])
-@pytest.mark.parametrize("shard", [0, 3, 7])
-@pytest.mark.parametrize("world_size", [1, 4, 16])
+@pytest.mark.parametrize(
+    ("world_size", "shard", "where"), [(1, 0, "model/0"), (4, 3, "model/7"), (16, 7, "model/0"), (4, 7, None)]
+)
 def test_damage_in_what_nobody_loads_is_found_by_all(
     saved: tuple[LocalStore, Manifest], world_size: int, shard: int, where: str | None
 ) -> None:

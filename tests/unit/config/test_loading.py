@@ -135,7 +135,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(path: str, nearest: str
         ("run.storage=", "run.storage=null: must be text"),
         (
             "run.storage=ftp://host/runs",
-            "run.storage='ftp://host/runs': ftp:// is no storage; give a path, file://, s3://bucket/prefix",
+            "run.storage='ftp://host/runs': ftp:// is not a storage; give a path, file://, s3://bucket/prefix",
         ),
         *(
             (f"run.storage={root}/x", f"run.storage='{root}/x': is on a file system of the kernel")

@@ -103,9 +103,9 @@ def test_what_names_none_is_refused_with_the_hint(text: str, said: str) -> None:
             "s3://bucket/runs?endpoint_override=me:hunter2@minio:9000@40",
             "may not hold credentials in endpoint_override",
         ),
-        ("ftp://me:hunter2@host/runs", "ftp:// is no storage; give a path, file://, s3://"),
-        ("ftp://host/runs@latest", "ftp:// is no storage"),
-        ("s3://bucket/runs?endpoint_override=my host:9", "gives endpoint_override as 'my host:9', which is no host"),
+        ("ftp://me:hunter2@host/runs", "ftp:// is not a storage; give a path, file://, s3://"),
+        ("ftp://host/runs@latest", "ftp:// is not a storage"),
+        ("s3://bucket/runs?endpoint_override=my host:9", "gives endpoint_override as 'my host:9', which is not a host"),
     ],
 )
 def test_a_place_that_no_store_is_at_is_a_problem_of_the_setting_and_no_secret_is_repeated(

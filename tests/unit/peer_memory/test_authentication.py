@@ -65,7 +65,7 @@ def test_a_listener_gets_no_proof_that_it_can_use_elsewhere() -> None:
     for answer in (bytes(recorder.answered), b"\0" * (NONCE_BYTES + PROOF_BYTES)):
         with _pair() as (one, other):
             other.sendall(answer)
-            with pytest.raises(PermissionError, match="does not know this run's token"):
+            with pytest.raises(PermissionError, match="token"):
                 authenticate(one, TOKEN)
             assert len(other.recv(1000)) == NONCE_BYTES
 
@@ -75,14 +75,11 @@ def test_a_peer_that_sends_byte_after_byte_is_given_up_in_time(monkeypatch: pyte
     with running_agent() as (_, address), socket.create_connection(address) as slow:
         slow.settimeout(0.05)
         for _ in range(NONCE_BYTES - 1):
-            try:
+            # The agent may close before it has read the last byte.
+            with contextlib.suppress(TimeoutError, ConnectionResetError, BrokenPipeError):
                 slow.sendall(b"\0")
-                assert slow.recv(1) == b""
-            except TimeoutError:
-                continue
-            except ConnectionError:  # the agent closed before it had read the last byte
-                return
-            return
+                if slow.recv(1) == b"":
+                    return
     raise AssertionError("each byte has won more time")
 
 

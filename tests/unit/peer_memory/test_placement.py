@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import pickle
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,29 +10,22 @@ ZONES = st.dictionaries(st.integers(0, 99).map(lambda n: f"n{n:02d}"), st.sample
 
 
 @given(zones=ZONES)
-def test_every_node_keeps_exactly_one_other_nodes_copy(zones: dict[str, str | None]) -> None:
+def test_every_node_keeps_one_other_nodes_copy_in_another_zone_where_possible(zones: dict[str, str | None]) -> None:
     found = partners(zones)
     if len(zones) < 2:
         assert found == dict.fromkeys(zones)
         return
-    assert set(found) == set(zones)
-    assert sorted(map(str, found.values())) == sorted(zones)
+    assert sorted(map(str, found.values())) == sorted(zones) == sorted(found)
     assert all(node != partner for node, partner in found.items())
-
-
-@given(zones=ZONES)
-def test_as_many_copies_as_possible_are_in_another_zone(zones: dict[str, str | None]) -> None:
     sizes = [list(zones.values()).count(zone) for zone in set(zones.values())]
-    possible = min(len(zones), 2 * (len(zones) - max(sizes))) if sizes else 0
-    apart = sum(partner is not None and zones[node] != zones[partner] for node, partner in partners(zones).items())
-    assert apart == possible
+    apart = sum(partner is not None and zones[node] != zones[partner] for node, partner in found.items())
+    assert apart == min(len(zones), 2 * (len(zones) - max(sizes)))
 
 
 def test_the_same_nodes_give_the_same_pairs_in_any_order() -> None:
     zones = {"n1": "east", "n2": "east", "n3": "west", "n4": "west"}
-    assert (
-        partners(zones) == partners(dict(reversed(zones.items()))) == {"n1": "n3", "n2": "n4", "n3": "n1", "n4": "n2"}
-    )
+    pairs = {"n1": "n3", "n2": "n4", "n3": "n1", "n4": "n2"}
+    assert partners(zones) == partners(dict(reversed(zones.items()))) == pairs
     assert partners({"n1": None, "n2": None, "n3": None}) == {"n1": "n2", "n2": "n3", "n3": "n1"}
 
 
@@ -48,5 +39,4 @@ def test_a_worker_goes_to_its_own_node_first_then_to_the_partner(
     agents = {"c": "h:3", "a": "h:1", "b": "h:2"}
     addresses = AgentAddresses(agents=agents, node=node, partner=partner, token="secret")
     assert addresses.order() == order
-    assert pickle.loads(pickle.dumps(addresses)) == addresses
     assert "secret" not in repr(addresses)

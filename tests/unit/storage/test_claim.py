@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import random
 import signal
@@ -63,8 +62,7 @@ class SlowBeats(HookedStore):
         self.clock, self.seconds = clock, 0.0
 
     def before(self, kind: Kind, key: str) -> None:
-        if kind == "replace":
-            self.clock.sleep(self.seconds)
+        self.clock.sleep(self.seconds if kind == "replace" else 0.0)
 
 
 def _lease(store: Store, clock: ManualClock) -> Claim:
@@ -214,20 +212,6 @@ def test_a_number_that_was_used_and_cleaned_away_is_not_taken_again(tmp_path: Pa
     with pytest.raises(UserError, match="is already running"):
         _take(Late(store), clock)
     assert store.list("lock") == ["lock/holder-0000003.json"]
-
-
-def test_old_generations_are_cleaned_and_numbers_go_on(store: Store, clock: ManualClock) -> None:
-    for _ in range(3):
-        _take(store, clock).release()
-    assert store.list("lock") == ["lock/holder-0000003.json"]
-    note = json.loads(store.read_whole("lock/holder-0000003.json"))
-    assert (note["run"], note["host"], note["pid"]) == ("demo", socket.gethostname(), os.getpid())
-
-
-def test_a_torn_note_stops_nobody(store: Store, clock: ManualClock) -> None:
-    store.create("lock/holder-0000001.json", [b'{"host": "a", "pi'])
-    lease = _take(store, clock)
-    assert lease.held and lease.taken_over_from is None
 
 
 def test_a_holder_whose_store_is_away_for_a_while_goes_on(tmp_path: Path, clock: ManualClock) -> None:
@@ -394,34 +378,28 @@ print(claim.problem, flush=True)
 """
 
 
-@pytest.mark.parametrize("deed", fast_only([signal.SIGKILL, signal.SIGSTOP], signal.SIGSTOP))
-def test_a_real_holder_is_respected_while_it_lives_and_taken_over_when_it_does_not(
-    store: Store, location: str, deed: signal.Signals
-) -> None:
+def test_a_real_holder_is_respected_while_it_lives_and_taken_over_when_it_does_not(store: Store, location: str) -> None:
     lease_s = 2.0
     command = [sys.executable, "-c", _HOLDER, location, str(lease_s)]
-    holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
-        assert holder.stdout.readline() == "held\n"
-        with pytest.raises(UserError, match=f"held by process {holder.pid} on host {socket.gethostname()} since 20"):
-            # It is refused at the first sign of life, which may be late on a busy machine.
-            Claim(store, run="demo", lease_s=10.0).acquire()
-        holder.send_signal(deed)
-        begun = time.monotonic()
-        with Claim(store, run="demo", lease_s=lease_s) as lease:
-            assert time.monotonic() - begun >= lease_s
-            assert lease.held
-            assert lease.taken_over_from is not None and lease.taken_over_from.pid == holder.pid
-            if deed == signal.SIGSTOP:
+        try:
+            assert holder.stdout.readline() == "held\n"
+            with pytest.raises(
+                UserError, match=f"held by process {holder.pid} on host {socket.gethostname()} since 20"
+            ):
+                # It is refused at the first sign of life, which may be late on a busy machine.
+                Claim(store, run="demo", lease_s=10.0).acquire()
+            holder.send_signal(signal.SIGSTOP)
+            begun = time.monotonic()
+            with Claim(store, run="demo", lease_s=lease_s) as lease:
+                assert time.monotonic() - begun >= lease_s and lease.held
+                assert lease.taken_over_from is not None and lease.taken_over_from.pid == holder.pid
                 holder.send_signal(signal.SIGCONT)
                 assert f"process {os.getpid()} on host" in holder.stdout.readline()
-            assert lease.problem is None
-    finally:
-        holder.kill()
-        holder.wait(timeout=10)
-        if holder.stdout is not None:
-            holder.stdout.close()
+                assert lease.problem is None
+        finally:
+            holder.kill()
 
 
 def test_the_thread_keeps_it_alive_and_ends_with_it(tmp_path: Path) -> None:

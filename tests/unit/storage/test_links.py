@@ -132,15 +132,3 @@ def test_no_folder_is_made_through_a_link(store: LocalStore, disk: Path) -> None
     assert not (disk / "new").exists()
     refuse_links(store.root / "absent" / "folder", store.root)
     refuse_links(disk, store.root)
-
-
-def test_listing_asks_no_file_what_it_is(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A listing of many shards on a network file system costs one call a folder, and not one a file."""
-    for number in range(20):
-        store.create(f"many/{number:02d}", [b""])
-    asked: list[str] = []
-    for name in ("stat", "lstat", "open"):
-        real = getattr(os, name)
-        monkeypatch.setattr(os, name, lambda path, *a, _real=real, **k: asked.append(str(path)) or _real(path, *a, **k))
-    assert len(store.list("many")) == 20
-    assert asked == [str(store.root), "many", "many"]

@@ -5,11 +5,8 @@ from __future__ import annotations
 import errno
 import io
 import os
-import shutil
 import subprocess
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,7 @@ import pytest
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.storage.atomic import write_all
-from tests.stores import SlowStore, permission_lost
+from tests.stores import permission_lost
 
 
 def test_files_being_written_are_not_listed_and_an_unreadable_folder_is_not_empty(
@@ -47,21 +44,6 @@ def test_a_file_system_without_links_is_refused(tmp_path: Path, monkeypatch: pyt
     assert os.listdir(tmp_path) == []
 
 
-def test_slow_storage_shows_nothing_until_all_is_there(tmp_path: Path) -> None:
-    gate = threading.Event()
-    slow = SlowStore(LocalStore(tmp_path), gate=gate, only=lambda key: key == "new")
-    slow.create("old", [b"1"])
-    with ThreadPoolExecutor(1) as pool:
-        job = pool.submit(slow.create, "new", [b"a" * 100_000, b"b"])
-        assert slow.is_waiting.wait(10)
-        assert slow.read_whole("old") == b"1"
-        with pytest.raises(FileNotFoundError):
-            slow.inner.open("new")
-        gate.set()
-        assert job.result(10) == 100_001
-    assert sorted(os.listdir(tmp_path)) == ["new", "old"]
-
-
 def test_a_short_write_is_gone_on_with() -> None:
     content = b""
 
@@ -75,35 +57,6 @@ def test_a_short_write_is_gone_on_with() -> None:
 
     assert write_all(TakesSeven(), memoryview(bytes(range(100)))) == 100
     assert content == bytes(range(100))
-
-
-_FULL_DISK = """
-import os, subprocess, sys
-from pathlib import Path
-from ray_ulysses.storage import LocalStore
-subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", sys.argv[1]], check=True)
-store = LocalStore(sys.argv[1])
-store.create("old", [b"o" * 600_000])
-for write in (store.create, store.replace):
-    for chunks in ([b"n" * 600_000], (b"n" * 100_000 for _ in range(6)), [b"n" * 400_000, b"m" * 200_000]):
-        try:
-            write("new", chunks)
-        except OSError as error:
-            print(error.strerror, os.listdir(sys.argv[1]))
-store.delete("old")
-print(store.create("new", [b"n" * 600_000]))
-"""
-
-
-def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
-    """The kernel's own full disk: a small file system in a mount namespace that ends with its process."""
-    unshare = shutil.which("unshare")
-    if unshare is None or subprocess.run([unshare, "-m", "true"], capture_output=True, check=False).returncode:
-        pytest.skip("this user may not mount a file system")
-    command = [unshare, "-m", sys.executable, "-c", _FULL_DISK, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.stderr == ""
-    assert done.stdout.splitlines() == ["No space left on device ['old']"] * 6 + ["600000"]
 
 
 _LIMITED = """

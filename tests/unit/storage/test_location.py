@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -16,13 +17,12 @@ from ray_ulysses.storage.object_client import connect
 from ray_ulysses.storage.object_store import ObjectStore
 from ray_ulysses.storage.place import place_of
 
+_BOTH = {"AWS_ENDPOINT_URL": "http://127.0.0.1:1", "AWS_ENDPOINT_URL_S3": "http://127.0.0.1:2"}
 _ENDPOINT = "endpoint_override=127.0.0.1:9000&scheme=http&region=us-east-1"
 
 
 @pytest.fixture(autouse=True)
 def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
-
     for name in list(os.environ):
         if name.startswith(("AWS_", "GOOGLE_", "AZURE_", "STORAGE_EMULATOR")):
             monkeypatch.delenv(name)
@@ -31,7 +31,6 @@ def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("location", "path"),
     [
-        ("/mnt/runs", "/mnt/runs"),
         ("runs/demo", "runs/demo"),
         (Path("/mnt/runs"), "/mnt/runs"),
         ("file:///mnt/my%20runs", "/mnt/my runs"),
@@ -47,70 +46,56 @@ def test_a_path_is_a_path(location: str | Path, path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("location", "provider", "bucket", "prefix", "account", "options"),
+    ("location", "parts"),
     [
-        ("s3://bucket", "s3", "bucket", "", None, {}),
-        ("s3://bucket/", "s3", "bucket", "", None, {}),
-        ("S3://bucket/a/b/", "s3", "bucket", "a/b", None, {}),
-        ("s3a://bucket/a%20b", "s3", "bucket", "a b", None, {}),
-        (
-            f"s3://bucket/a?{_ENDPOINT}",
-            "s3",
-            "bucket",
-            "a",
-            None,
-            {"endpoint_override": "127.0.0.1:9000", "scheme": "http", "region": "us-east-1"},
-        ),
-        ("gs://bucket/a", "gs", "bucket", "a", None, {}),
-        ("gcs://bucket/a", "gs", "bucket", "a", None, {}),
-        ("abfs://container@account.dfs.core.windows.net/a", "az", "container", "a", "account", {}),
-        ("abfss://container@account/a", "az", "container", "a", "account", {}),
-        ("az://container/a?account_name=me", "az", "container", "a", None, {"account_name": "me"}),
+        ("s3://bucket/", ("s3", "bucket", "", None)),
+        ("S3://bucket/a/b/", ("s3", "bucket", "a/b", None)),
+        ("s3a://bucket/a%20b", ("s3", "bucket", "a b", None)),
+        ("gcs://bucket/a", ("gs", "bucket", "a", None)),
+        ("abfs://container@account.dfs.core.windows.net/a", ("az", "container", "a", "account")),
+        ("az://container/a?account_name=me", ("az", "container", "a", None)),
     ],
 )
-def test_a_uri_is_taken_apart(
-    location: str, provider: str, bucket: str, prefix: str, account: str | None, options: dict[str, str]
-) -> None:
+def test_a_uri_is_taken_apart(location: str, parts: tuple[str, str, str, str | None]) -> None:
     found = parse_location(location)
     assert isinstance(found, ObjectLocation)
-    assert (found.provider, found.bucket, found.prefix, found.account) == (provider, bucket, prefix, account)
-    assert dict(found.options) == options
+    assert (found.provider, found.bucket, found.prefix, found.account) == parts
     assert parse_location(str(found)) == found
 
 
 @pytest.mark.parametrize(
     ("location", "text"),
     [
-        ("", "storage '': names nothing; give a path, file://, s3://bucket/prefix, "),
-        ("http://host/runs", "storage 'http://host/runs': http:// is no storage; give a path, file://, s3://"),
-        ("https://bucket.s3.amazonaws.com/runs", "https:// is no storage"),
-        ("hdfs://namenode/runs", "hdfs:// is no storage"),
-        ("s3:/bucket/runs", "storage 's3:/bucket/runs': has one slash behind the scheme; write s3:// and"),
-        ("s3://", "names no bucket; write s3://bucket/prefix"),
+        ("", "names nothing"),
+        ("http://host/runs", "http:// is not a storage"),
+        ("s3:/bucket/runs", "one slash"),
         ("s3:///runs", "names no bucket"),
         ("s3://bucket:9000/runs", "names no bucket"),
-        ("s3://bucket/a/../b", "has an empty or dotted folder; write every folder by its name"),
-        ("s3://bucket/a//b", "has an empty or dotted folder"),
-        ("s3://bucket/a#b", "has a '#'; leave it out"),
-        ("s3://bucket/a?colour=red", "has the unknown option 'colour'; use endpoint_override, force_virtual"),
-        ("s3://bucket/a?scheme=ftp", "gives scheme as 'ftp'; give http or https"),
-        ("s3://bucket/a?region=", "gives region as ''; give a value"),
-        ("s3://bucket/a?region=a&region=b", "gives an option twice; give it once"),
-        ("gs://bucket/a?region=a", "has the unknown option 'region'; use endpoint_override, scheme"),
-        ("file://host/runs", "names the host 'host'; write three slashes: file:///mnt/shared/runs"),
-        ("file:///runs?a=b", "is not the URI of a path"),
-        ("s3://my bucket/a", "has a bucket or an account of a name that none has; correct the name"),
-        ("s3://b%20ucket/a", "has a bucket or an account of a name that none has"),
-        ("abfs://container@my account/a", "has a bucket or an account of a name that none has"),
-        ("s3://bucket/a?region=us east", "gives region as 'us east'; give its name: letters, digits and '-'"),
-        ("s3://bucket/a?region=us-east-1%0A", "gives region as 'us-east-1\\n'"),
-        ("az://container/a?account_name=a%20b", "gives account_name as 'a b'"),
+        ("s3://bucket/a/../b", "folder"),
+        ("s3://bucket/a//b", "folder"),
+        ("s3://bucket/a#b", "'#'"),
+        ("s3://bucket/a?colour=red", "'colour'"),
+        ("s3://bucket/a?scheme=ftp", "scheme"),
+        ("s3://bucket/a?region=", "region"),
+        ("s3://bucket/a?region=a&region=b", "twice"),
+        ("gs://bucket/a?region=a", "'region'"),
+        ("file://host/runs", "'host'"),
+        ("file:///runs?a=b", "path"),
+        ("s3://b%20ucket/a", "bucket"),
+        ("abfs://container@my account/a", "account"),
+        ("s3://bucket/a?region=us-east-1%0A", "region"),
+        ("az://container/a?account_name=a%20b", "account_name"),
+        (Path("s3://bucket/runs"), "pass it as text"),
+        # An address takes no bucket before it.
+        ("s3://bucket/a?endpoint_override=[::1]:9000&force_virtual_addressing=true", "address"),
+        # Credentials travel in clear text only where the URI says so in its scheme.
+        ("s3://bucket/a?endpoint_override=http://minio:9000", "clear text"),
+        ("s3://bucket/a?endpoint_override=http://minio&scheme=https", "clear text"),
     ],
 )
-def test_anything_else_is_refused_with_a_hint(location: str, text: str) -> None:
+def test_anything_else_is_refused_with_a_hint(location: str | Path, text: str) -> None:
     with pytest.raises(LocationError) as refused:
         open_store(location)
-    assert isinstance(refused.value, UserError)
     assert text in str(refused.value)
     assert refused.value.rule in str(refused.value) and refused.value.hint in str(refused.value)
 
@@ -120,18 +105,15 @@ def test_anything_else_is_refused_with_a_hint(location: str, text: str) -> None:
     [
         "my host:9",
         "127.0.0.1:99999",
-        "127.0.0.1:0",
         "127.0.0.1:x",
         "http://",
         "ftp://minio:9",
-        "1.2.3.4.5",
         "256.1.1.1",
         "a..b",
         "[::g]:9",
         "minio:9/a b",
         "minio:9000%0A",
         ":9000",
-        "http://http://minio",
     ],
 )
 def test_a_host_that_is_none_is_refused_before_the_library_panics(host: str) -> None:
@@ -140,7 +122,7 @@ def test_a_host_that_is_none_is_refused_before_the_library_panics(host: str) -> 
         f"gs://bucket/a?scheme=http&endpoint_override={host}",
         f"az://container/a?account_name=me&blob_storage_authority={host}",
     ):
-        with pytest.raises(LocationError, match=r"gives \w+ as '.*', which is no host; give host:port, such as minio"):
+        with pytest.raises(LocationError, match="is not a host"):
             parse_location(location)
 
 
@@ -155,38 +137,20 @@ def test_a_host_may_be_a_name_or_an_address_with_a_port_and_a_scheme(
     assert isinstance(open_store(f"s3://bucket/a?endpoint_override={host}&region=us-east-1"), ObjectStore)
 
 
-def test_credentials_travel_in_clear_text_only_where_the_uri_says_so_in_its_scheme() -> None:
-    for host in ("http://minio:9000", "http://10.0.0.1", "http://minio&scheme=https"):
-        with pytest.raises(LocationError, match="credentials travel in clear text; give https://, or add scheme=http"):
-            parse_location(f"s3://bucket/a?endpoint_override={host}")
-    for host in ("http://minio:9000&scheme=http", "minio&scheme=http", "http://localhost:1", "http://127.0.0.1:9000"):
-        assert isinstance(parse_location(f"s3://bucket/a?endpoint_override={host}"), ObjectLocation)
+@pytest.mark.parametrize(
+    "host", ["http://minio:9000&scheme=http", "minio&scheme=http", "http://localhost:1", "http://127.0.0.1:9000"]
+)
+def test_plain_http_is_spoken_where_the_uri_says_so_or_on_this_machine(host: str) -> None:
+    assert isinstance(parse_location(f"s3://bucket/a?endpoint_override={host}"), ObjectLocation)
 
 
 def test_an_endpoint_of_the_environment_without_encryption_needs_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_REGION", "us-east-1")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://minio:9000")
-    with pytest.raises(
-        UserError, match=r"AWS_ENDPOINT_URL=http://minio:9000 would get .*; give https://, or set AWS_A"
-    ):
+    with pytest.raises(UserError, match=r"AWS_ENDPOINT_URL=http://minio:9000 .*AWS_ALLOW_HTTP"):
         open_store("s3://bucket/a")
     monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
     assert _config("s3://bucket/a")[0]["endpoint"] == "http://minio:9000"
-
-
-def test_an_address_takes_no_bucket_before_it() -> None:
-    location = "s3://bucket/a?endpoint_override={}&force_virtual_addressing=true"
-    for host in ("127.0.0.1:9000", "[::1]:9000"):
-        with pytest.raises(
-            LocationError, match="an address, which takes no bucket before it; give the host by its name"
-        ):
-            parse_location(location.format(host))
-    assert isinstance(parse_location(location.format("minio:9000")), ObjectLocation)
-
-
-def test_a_uri_that_went_through_a_path_is_told_so() -> None:
-    with pytest.raises(LocationError, match="pass it as text"):
-        open_store(Path("s3://bucket/runs"))
 
 
 @pytest.mark.parametrize(
@@ -196,37 +160,24 @@ def test_a_uri_that_went_through_a_path_is_told_so() -> None:
         "s3://hunter2@bucket/runs",
         "s3://bucket/runs?access_key=me&secret_key=hunter2",
         "s3://bucket/runs?AWS_SECRET_ACCESS_KEY=hunter2",
-        "s3://bucket/runs?access_key_id=hunter2",
         "az://container/runs?account_key_base64=hunter2",
         "gs://bucket/runs?credential_json=hunter2",
         "s3://bucket/runs?region=a&session_token=hunter2",
-        "gs://bucket/runs?access_token=hunter2",
         "abfs://container@account/runs?sig=hunter2",
         "abfs://container:hunter2@account/runs",
-        "az://container/runs?client_secret=hunter2",
         "s3://me:hun/ter2/hunter2@bucket/runs",
         "s3://me:hun@hunter2@bucket/runs",
         "s3://bucket/runs?endpoint_override=http://me:hunter2@minio:9000",
-        "s3://me:7/hunter2@bucket/runs",
-        "s3://bucket/runs?endpoint_override=hunter2@minio:9000",
         "az://container/runs?blob_storage_authority=hunter2@.blob.local",
     ],
 )
 def test_a_secret_is_refused_and_not_repeated(location: str) -> None:
-    with pytest.raises(LocationError, match=r"may not hold .* since it is stored with the run; set [A-Z]+_") as refused:
+    with pytest.raises(LocationError, match=r"may not hold .* set [A-Z]+_") as refused:
         open_store(location)
     assert "hunter2" not in str(refused.value)
 
 
-def test_a_slash_too_many_shows_no_secret() -> None:
-    with pytest.raises(LocationError, match="names no bucket") as refused:
-        open_store("s3:///me:hunter2@bucket/runs")
-    assert "hunter2" not in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    "name", ["SharedAccessSignature", "sasdata", "AccessKeyId", "session_tokens", "apikey2", "awssas", "colour"]
-)
+@pytest.mark.parametrize("name", ["SharedAccessSignature", "session_tokens", "colour"])
 def test_the_value_of_an_unknown_option_is_not_repeated(name: str) -> None:
     with pytest.raises(LocationError, match=name) as refused:
         open_store(f"s3://bucket/runs?region=a&{name}=hunter2")
@@ -234,7 +185,8 @@ def test_the_value_of_an_unknown_option_is_not_repeated(name: str) -> None:
 
 
 def test_a_secret_is_not_repeated_where_something_else_is_wrong() -> None:
-    for location in ("ftp://me:hunter2@host/a", "file://me:hunter2@host/a", Path("s3://me:hunter2@bucket/a")):
+    wrong = ("ftp://me:hunter2@host/a", "file://me:hunter2@host/a", "s3:///me:hunter2@bucket/runs")
+    for location in (*wrong, Path("s3://me:hunter2@bucket/a")):
         with pytest.raises(LocationError) as refused:
             open_store(location)
         assert "hunter2" not in str(refused.value)
@@ -244,13 +196,11 @@ def test_the_configuration_does_not_repeat_it_either() -> None:
     with pytest.raises(ValidationError) as refused:
         CheckpointSection(storage="s3://me:hunter2@bucket/runs")
     (problem,) = problems_of(refused.value)
-    assert str(problem).startswith("storage='s3://***@bucket/runs': may not hold credentials, since it is stored")
+    assert str(problem).startswith("storage='s3://***@bucket/runs': ")
 
 
 def test_a_location_is_joined_before_its_options() -> None:
-    assert str(place_of("/mnt/runs") / "demo") == "/mnt/runs/demo"
     assert str(place_of("file:///mnt/runs") / "demo") == "/mnt/runs/demo"
-    assert str(place_of("s3://bucket") / "demo") == "s3://bucket/demo"
     joined = str(place_of(f"s3://bucket/a?{_ENDPOINT}") / "demo/x")
     assert joined == "s3://bucket/a/demo/x?endpoint_override=127.0.0.1%3A9000&scheme=http&region=us-east-1"
     assert str(place_of("abfs://c@account.dfs.core.windows.net/a") / "demo") == "abfs://c@account/a/demo"
@@ -263,45 +213,37 @@ def _config(location: str) -> tuple[dict[str, object], dict[str, object]]:
     return dict(client.config), dict(client.client_options or {})
 
 
-def test_the_uri_names_endpoint_and_region() -> None:
-    config, options = _config(f"s3://bucket/a?{_ENDPOINT}")
-    assert config["endpoint"] == "http://127.0.0.1:9000"
-    assert config["region"] == "us-east-1"
-    assert str(options["allow_http"]).lower() == "true"
-
-
 @pytest.mark.parametrize(
-    ("variables", "endpoint"),
+    ("location", "variables", "endpoint", "region"),
     [
-        ({"AWS_ENDPOINT_URL": "http://127.0.0.1:1"}, "http://127.0.0.1:1"),
-        ({"AWS_ENDPOINT_URL": "http://127.0.0.1:1", "AWS_ENDPOINT_URL_S3": "http://127.0.0.1:2"}, "http://127.0.0.1:2"),
+        (f"s3://bucket/a?{_ENDPOINT}", {}, "http://127.0.0.1:9000", "us-east-1"),
+        ("s3://bucket/a", {"AWS_ENDPOINT_URL": "http://127.0.0.1:1"}, "http://127.0.0.1:1", "eu-west-3"),
+        # The variable for S3 alone comes before the general one, and the URI before both.
+        ("s3://bucket/a", _BOTH, "http://127.0.0.1:2", "eu-west-3"),
+        ("s3://bucket/a?endpoint_override=127.0.0.1:3&region=us-east-2", _BOTH, "https://127.0.0.1:3", "us-east-2"),
+        # Plain HTTP is only spoken where it was written out.
+        ("s3://bucket/a?region=us-east-1", {}, None, "us-east-1"),
     ],
+    ids=["URI", "variable", "for S3", "URI first", "none"],
 )
-def test_the_environment_names_them_as_the_sdks_read_it(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], endpoint: str
+def test_the_uri_and_the_environment_name_endpoint_and_region(
+    monkeypatch: pytest.MonkeyPatch, location: str, variables: dict[str, str], endpoint: str | None, region: str
 ) -> None:
     for name, value in {**variables, "AWS_REGION": "eu-west-3"}.items():
         monkeypatch.setenv(name, value)
-    config, options = _config("s3://bucket/a")
-    assert (config["endpoint"], config["region"]) == (endpoint, "eu-west-3")
-    assert str(options["allow_http"]).lower() == "true"
-    config, _ = _config("s3://bucket/a?endpoint_override=127.0.0.1:3&region=us-east-2")
-    assert (config["endpoint"], config["region"]) == ("https://127.0.0.1:3", "us-east-2")
-
-
-def test_plain_http_is_only_spoken_where_it_was_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert str(_config("s3://bucket/a?region=us-east-1")[1]["allow_http"]).lower() == "false"
-    assert str(_config("s3://bucket/a?endpoint_override=10.0.0.1")[1]["allow_http"]).lower() == "false"
+    config, options = _config(location)
+    assert (config.get("endpoint"), config["region"]) == (endpoint, region)
+    assert (str(options["allow_http"]).lower() == "true") == (endpoint or "").startswith("http:")
 
 
 def test_certificates_that_are_not_there_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_CA_BUNDLE", "/no/such.pem")
-    with pytest.raises(UserError, match=r"storage 's3://bucket' can't be set up \(.*No such file"):
+    with pytest.raises(UserError, match="No such file"):
         open_store("s3://bucket")
 
 
 def test_an_azure_account_has_to_be_named() -> None:
-    with pytest.raises(UserError, match=r"storage 'abfs://container/a' can't be set up \(.*[Aa]ccount"):
+    with pytest.raises(UserError, match=r"[Aa]ccount"):
         open_store("az://container/a")
 
 

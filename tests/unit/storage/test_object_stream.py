@@ -35,19 +35,15 @@ def test_a_large_read_is_one_request_for_exactly_its_bytes(shard: ObjectStore, p
     assert _got(proxy) == [("bytes=123456-323455", 200_000), ("bytes=500000-799999", 300_000)]
 
 
-def test_a_small_read_somewhere_is_exact_too(shard: ObjectStore, proxy: FaultyProxy) -> None:
+def test_small_reads_are_exact_and_share_a_request_where_they_are_in_a_row(
+    shard: ObjectStore, proxy: FaultyProxy
+) -> None:
     with shard.open("shard") as stream:
-        for start in (700_000, 8, 400_000):
-            stream.seek(start)
-            assert stream.read(100) == _CONTENT[start : start + 100]
-    assert [sent for _, sent in _got(proxy)] == [100, 100, 100]
-
-
-def test_small_reads_in_a_row_share_a_request(shard: ObjectStore, proxy: FaultyProxy) -> None:
-    with shard.open("shard") as stream:
-        parts = [stream.read(1000) for _ in range(100)]
-    assert b"".join(parts) == _CONTENT[:100_000]
-    assert [sent for _, sent in _got(proxy)] == [1000, READ_AHEAD_BYTES, READ_AHEAD_BYTES]
+        stream.seek(700_000)
+        assert stream.read(100) == _CONTENT[700_000:700_100]
+        stream.seek(0)
+        assert b"".join(stream.read(1000) for _ in range(100)) == _CONTENT[:100_000]
+    assert [sent for _, sent in _got(proxy)] == [100, 1000, READ_AHEAD_BYTES, READ_AHEAD_BYTES]
 
 
 def test_opening_and_asking_for_the_size_reads_nothing_of_a_large_file(shard: ObjectStore, proxy: FaultyProxy) -> None:
@@ -60,17 +56,20 @@ def test_a_file_that_is_replaced_while_it_is_read_is_an_error_and_not_a_mixture(
     with shard.open("shard") as stream:
         assert stream.read(100_000) == _CONTENT[:100_000]
         shard.replace("shard", [b"z" * _SIZE])
-        with pytest.raises(OSError, match="the file was replaced while it was read"):
+        with pytest.raises(OSError, match="replaced"):
             stream.read(100_000)
 
 
-def test_a_small_file_is_read_as_it_was_when_it_was_opened(broken_s3: ObjectStore) -> None:
-    broken_s3.replace("beat", [b"1"])
+def test_a_small_file_is_read_once_as_it_was_when_it_was_opened(broken_s3: ObjectStore, proxy: FaultyProxy) -> None:
+    broken_s3.replace("beat", [b"12"])
+    proxy.exchanges.clear()
     with broken_s3.open("beat") as stream:
-        broken_s3.replace("beat", [b"22"])
-        assert stream.read() == b"1"
+        broken_s3.replace("beat", [b"333"])
+        assert stream.read() == stream.read_at(0, 9) == b"12" and stream.read_at(1, 1) == b"2"
+        assert stream.read_at(2, 1) == b""
+    assert len(_got(proxy)) == 1
     with broken_s3.open("beat") as stream:
-        assert stream.read() == b"22"
+        assert stream.read() == b"333"
 
 
 def test_a_small_file_that_is_replaced_between_the_two_requests_is_read_anew(
@@ -95,9 +94,8 @@ def test_a_small_file_that_is_replaced_between_the_two_requests_is_read_anew(
 def test_a_stream_behaves_like_a_file(shard: ObjectStore) -> None:
     with shard.open("shard") as stream:
         assert (stream.readable(), stream.seekable(), stream.writable(), stream.tell()) == (True, True, False, 0)
-        assert stream.seek(_SIZE + 5) == _SIZE + 5
-        assert stream.read(1) == b""
-        with pytest.raises(ValueError, match="before the beginning"):
+        assert stream.seek(_SIZE + 5) == _SIZE + 5 and stream.read(1) == b""
+        with pytest.raises(ValueError):
             stream.seek(-1)
-    with pytest.raises(ValueError, match="closed file"):
+    with pytest.raises(ValueError):
         stream.read(1)

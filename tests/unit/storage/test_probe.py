@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from ray_ulysses.commands.doctor import check_run_storage
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage import LocalStore, check_storage, open_store
 from tests.s3_server import FaultyProxy, S3Server
@@ -22,30 +21,9 @@ def test_a_good_directory_passes_and_stays_empty(tmp_path: Path) -> None:
 
 def test_a_path_under_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("kept")
-    with pytest.raises(UserError, match=r"run\.storage='.*/file/x' can't be written: Not a directory; make"):
+    with pytest.raises(UserError, match=r"run\.storage='.*/file/x' can't be written: Not a directory"):
         check_storage(tmp_path / "file" / "x")
     assert (tmp_path / "file").read_text() == "kept"
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_directory_without_write_permission_is_refused(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    with pytest.raises(UserError, match="can't be written: Permission denied"):
-        check_storage(tmp_path)
-    tmp_path.chmod(0o700)
-
-
-def test_permission_denied_is_said_even_to_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def denied(path: Any, flags: int, *args: Any, **folder: Any) -> int:
-        if flags & os.O_CREAT:
-            raise PermissionError(13, "Permission denied")
-        return really_open(path, flags, *args, **folder)
-
-    really_open = os.open
-    monkeypatch.setattr(os, "open", denied)
-    with pytest.raises(UserError, match="can't be written: Permission denied"):
-        check_storage(tmp_path)
-    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("is_known", [False, True])
@@ -53,22 +31,21 @@ def test_a_store_where_two_writers_win_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_known: bool
 ) -> None:
     monkeypatch.setattr(LocalStore, "create", LocalStore.replace)
-    with pytest.raises(UserError, match="two writers can create the same file there"):
+    with pytest.raises(UserError, match="two writers"):
         check_storage(tmp_path, is_known=is_known)
     assert os.listdir(tmp_path) == []
 
 
-def test_a_file_system_without_links_is_refused_by_the_setting_that_gave_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("call", "reason"), [("link", "no hard links"), ("fsync", "Permission denied")])
+def test_a_file_system_that_refuses_a_call_is_refused_by_the_setting_that_gave_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, reason: str
 ) -> None:
-    def no_links(*_: object, **__: object) -> None:
-        raise OSError(errno.EPERM, "Operation not permitted")
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EPERM if call == "link" else errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(os, "link", no_links)
-    with pytest.raises(UserError) as refused:
+    monkeypatch.setattr(os, call, refuse)
+    with pytest.raises(UserError, match=rf"^checkpoint\.storage='.*{reason}") as refused:
         check_storage(tmp_path, setting="checkpoint.storage")
-    assert str(refused.value).startswith(f"checkpoint.storage='{tmp_path}': the file system of {tmp_path}/.probe-")
-    assert "has no hard links (Operation not permitted)" in str(refused.value)
     assert "run.storage" not in str(refused.value) and os.listdir(tmp_path) == []
 
 
@@ -77,40 +54,22 @@ def test_a_good_bucket_passes_and_stays_empty(s3: S3Server, prefix: str) -> None
     assert s3.client().list_objects_v2(Bucket="bucket", Prefix=prefix).get("Contents") is None
 
 
-def test_doctor_looks_at_a_bucket_too(s3: S3Server, prefix: str) -> None:
-    check = check_run_storage(s3.uri(prefix))
-    assert (check.level, check.detail) == ("ok", f"s3://bucket/{prefix} is writable, with atomic creation")
-    check = check_run_storage(s3.uri("run").replace("bucket/", "no-such-bucket/"))
-    assert check.level == "fail"
-    assert check.detail.startswith("run.storage='s3://no-such-bucket/run?")
-    assert check_run_storage("http://host/runs").level == "fail"
-
-
 def test_a_server_that_ignores_conditional_puts_is_refused(s3: S3Server, proxy: FaultyProxy, prefix: str) -> None:
     proxy.fail("ignore-condition", times=10**6)
     uri = s3.uri(prefix, proxy.port)
     with pytest.raises(UserError) as refused:
         check_storage(uri, setting="checkpoint.storage")
-    assert str(refused.value) == (
-        f"checkpoint.storage={uri!r}: two writers can create the same file there (conditional puts are ignored), so "
-        "a checkpoint can't be committed safely; use a local disk, NFS, or another object store"
-    )
+    assert f"checkpoint.storage={uri!r}: two writers" in str(refused.value)
     assert open_store(s3.uri(prefix)).list(".probe") == []
 
 
-def test_a_bucket_that_is_not_there_is_refused(s3: S3Server) -> None:
-    uri = s3.uri("run").replace("bucket/", "no-such-bucket/")
-    with pytest.raises(
-        UserError, match=r"can't be written: the store refused: there is no such bucket; check the bucket"
-    ):
-        check_storage(uri, setting="checkpoint.storage")
-
-
-def test_wrong_credentials_are_refused(s3: S3Server, prefix: str) -> None:
-    s3.require_credentials(True)
+@pytest.mark.parametrize("is_there", [False, True], ids=["no bucket", "wrong credentials"])
+def test_a_bucket_that_can_not_be_used_is_refused(s3: S3Server, prefix: str, is_there: bool) -> None:
+    uri = s3.uri(prefix) if is_there else s3.uri("run").replace("bucket/", "no-such-bucket/")
+    s3.require_credentials(is_there)
     try:
-        with pytest.raises(UserError, match=r"can't be written: the store refused: its answer to the credentials was"):
-            check_storage(s3.uri(prefix), setting="checkpoint.storage")
+        with pytest.raises(UserError, match="403 Forbidden" if is_there else "no such bucket"):
+            check_storage(uri)
     finally:
         s3.require_credentials(False)
 
@@ -118,14 +77,14 @@ def test_wrong_credentials_are_refused(s3: S3Server, prefix: str) -> None:
 @pytest.mark.parametrize(
     ("method", "lie", "text"),
     [
-        ("list", lambda self, prefix: [], "a file that was written is missing from the list of its folder"),
-        ("delete", lambda self, prefix: None, "a file that was deleted is still listed"),
-        ("replace", lambda self, key, chunks: 0, "a file that was replaced is read as it was before"),
+        ("list", lambda self, prefix: [], "missing from the list"),
+        ("delete", lambda self, prefix: None, "still listed"),
+        ("replace", lambda self, key, chunks: 0, "read as it was before"),
     ],
 )
 def test_a_store_that_does_not_do_what_it_says_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, lie: Any, text: str
 ) -> None:
     monkeypatch.setattr(LocalStore, method, lie)
-    with pytest.raises(UserError, match=rf"run\.storage='.*': {text}; use a local disk"):
+    with pytest.raises(UserError, match=rf"run\.storage='.*': .*{text}"):
         check_storage(tmp_path)
