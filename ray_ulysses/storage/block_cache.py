@@ -209,8 +209,8 @@ def node_cache() -> BlockCache:
         gib = -1.0
     if not 0 <= gib < 2**40:
         raise UserError(
-            f"{SIZE_VARIABLE}={text!r}: is not a size; give the GiB that data from object stores may take on the disk of "
-            "a node, such as 100, or 0 to keep nothing there"
+            f"{SIZE_VARIABLE}={text!r}: is not a size; give the GiB that data from object stores may take on a node's "
+            "disk, such as 100, or 0 to keep nothing there"
         )
     return BlockCache(cache_folder("blocks"), int(gib * 2**30))
 

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,7 +15,7 @@ from ray_ulysses.checkpoint.fence import claim_attempt
 from ray_ulysses.run_names import manifest_key
 from ray_ulysses.storage import LocalStore
 from tests.s3_server import FaultyProxy, S3Server
-from tests.stores import FaultyStore, HookedStore, permission_lost
+from tests.stores import FaultyStore, HookedStore, Kind, permission_lost
 from tests.unit.checkpoint.fakes import save
 from tests.unit.checkpoint.manifests import signed
 from tests.unit.storage.conftest import object_store
@@ -139,16 +138,13 @@ def test_shards_without_a_manifest_are_never_loaded(tmp_path: Path) -> None:
 class _Overtaken(HookedStore):
     """A store in which a running attempt commits, and deletes what came before, once a list was made."""
 
-    def __init__(self, inner: LocalStore) -> None:
-        super().__init__(inner)
-        self._inner_store, self._lists = inner, 0
+    is_overtaken = False
 
-    def after(self, kind: Any, key: str, num_bytes: int) -> None:
-        if kind == "list" and key == "checkpoints":
-            self._lists += 1
-            if self._lists == 1:
-                save(self._inner_store, 30)
-                self._inner_store.delete("checkpoints/step-00000020")
+    def after(self, kind: Kind, key: str, num_bytes: int) -> None:
+        if kind == "list" and key == "checkpoints" and not self.is_overtaken:
+            self.is_overtaken = True
+            save(self.inner, 30)
+            self.inner.delete("checkpoints/step-00000020")
 
 
 def test_what_retention_deletes_while_one_looks_is_not_called_damaged(tmp_path: Path) -> None:

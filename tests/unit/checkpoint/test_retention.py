@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ray_ulysses.checkpoint import KeepRules, Retention, newest_committed
 from ray_ulysses.checkpoint.choice import committed_steps
 from ray_ulysses.checkpoint.fence import claim_attempt, start_attempt
-from ray_ulysses.checkpoint.retention import Committed, best_of, keep_reasons, leftovers, steps_to_delete
+from ray_ulysses.checkpoint.retention import Committed, best_of, keep_reasons, steps_to_delete
 from ray_ulysses.storage import LocalStore
 from tests.stores import CountingStore, FaultyStore
 from tests.unit.checkpoint.fakes import save
@@ -50,27 +50,20 @@ def test_what_any_rule_wants_stays_and_nothing_else_does(
     assert all(reasons.values())
 
 
-def test_the_best_are_those_of_each_stage() -> None:
-    """A longer context has a lower loss, and another corpus another one."""
+def test_the_best_are_those_of_each_stage_and_its_data() -> None:
+    """A longer context has a lower loss, and other documents that are held out have another one."""
+
+    def found(step: int, loss: float, stage: str, measured: str) -> tuple[int, Committed]:
+        return step, Committed(attempt=1, metrics={"loss": loss}, stage=stage, measured=measured)
+
     losses = {10: (3.0, "short"), 20: (2.5, "short"), 30: (1.5, "long"), 40: (1.4, "long"), 50: (1.6, "long")}
-    committed = {
-        step: Committed(attempt=1, metrics={"loss": loss}, stage=stage) for step, (loss, stage) in losses.items()
-    }
+    later = {60: (1.8, "long"), 70: (1.7, "long"), 80: (1.9, "long")}
+    committed = dict(found(step, loss, stage, "a") for step, (loss, stage) in losses.items())
+    committed |= dict(found(step, loss, stage, "b") for step, (loss, stage) in later.items())
     rules = KeepRules(last=1, best=1, best_metric="loss")
-    assert steps_to_delete(committed, newest=50, rules=rules) == (10, 30)
-    assert best_of(committed) == 40
+    assert steps_to_delete(committed, newest=80, rules=rules) == (10, 30, 50, 60)
+    assert best_of(committed) == 70
     assert best_of({step: committed[step] for step in (10, 20)}) == 20
-    committed[50] = Committed(attempt=1, metrics={"loss": 9.0}, stage="next")
-    assert best_of(committed) == 50, "of the newest stage"
-
-
-def test_losses_from_before_a_branch_to_other_data_are_not_compared_with_those_after_it() -> None:
-    losses = {20: (1.9, "old"), 30: (3.1, "new"), 40: (3.0, "new"), 50: (3.2, "new")}
-    committed = {
-        step: Committed(attempt=1, metrics={"eval_loss": loss}, measured=data) for step, (loss, data) in losses.items()
-    }
-    assert steps_to_delete(committed, newest=50, rules=KeepRules(last=1, best=1)) == (30,)
-    assert best_of(committed) == 40
 
 
 def test_keeping_nothing_is_refused() -> None:
@@ -92,19 +85,6 @@ def test_a_commit_that_is_not_listed_deletes_nothing_and_is_tried_again(tmp_path
     with pytest.raises(OSError, match="is not listed"):
         Retention(store, KeepRules(last=1)).apply(ref)
     assert committed_steps(store) == (10,)
-
-
-def test_leftovers_are_what_no_manifest_names() -> None:
-    def keys(step: int, *attempts: int) -> list[str]:
-        return [f"checkpoints/step-{step:08d}/attempt-{a:04d}/rank-00000-of-00001.safetensors" for a in attempts]
-
-    listing = [*keys(10, 1, 2), *keys(20, 2), *keys(30, 2, 3), *keys(40, 3, 5), *keys(50, 1)]
-    found = leftovers(listing, {10: 2, 30: 3, 50: None}, attempt=3, newest=35)
-    assert found == (
-        "checkpoints/step-00000010/attempt-0001",
-        "checkpoints/step-00000020/attempt-0002",
-        "checkpoints/step-00000030/attempt-0002",
-    )
 
 
 def test_old_checkpoints_and_dead_shards_are_deleted(tmp_path: Path) -> None:

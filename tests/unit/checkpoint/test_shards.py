@@ -46,13 +46,8 @@ def test_a_shard_is_a_safetensors_file(tmp_path: Path) -> None:
 def test_shards_that_differ_in_one_thing_only_each_have_their_own_header(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     ones = torch.ones(4)
-    parts = [
-        TensorPart(key="x", start=0, tensor=ones),
-        TensorPart(key="x", start=0, tensor=ones.int()),
-        TensorPart(key="x", start=8, tensor=ones),
-        TensorPart(key="y", start=0, tensor=ones),
-        TensorPart(key="x", start=0, tensor=torch.arange(100.0).narrow(0, 7, 3)),
-    ]
+    more = [("x", 0, ones.int()), ("x", 8, ones), ("y", 0, ones), ("x", 0, torch.arange(100.0).narrow(0, 7, 3))]
+    parts = [TensorPart(key=key, start=start, tensor=tensor) for key, start, tensor in (("x", 0, ones), *more)]
     for _ in range(2):
         for number, part in enumerate(parts):
             entry = write_shard(store, f"c{number}", "s", [part, TensorPart(key="z", start=0, tensor=ones)])

@@ -7,7 +7,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -70,30 +69,6 @@ def test_a_shard_is_on_its_node_and_the_partners_and_a_manifest_on_every_node(
     assert holders(agents, MANIFEST) == ["a", "b", "c"]
     for node in NODES:
         assert store_of(node).read_whole(SHARD) == content * 20 + b"end"
-
-
-def test_where_a_file_was_found_is_asked_first_for_the_rest_of_it(
-    agents: Agents, store_of: StoreOf, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A rank reads its part of a state in many ranges, and nobody has listed the files for it."""
-    store_of("b").create(SHARD, [b"x" * MIB])
-    reader, asked = store_of("a"), []
-    read_into = AgentClient.read_into
-
-    def counted(client: AgentClient, key: str, offset: int, target: memoryview) -> int:
-        asked.append(client.address)
-        return read_into(client, key, offset, target)
-
-    monkeypatch.setattr(AgentClient, "read_into", counted)
-    target = memoryview(bytearray(1024))
-
-    def read_range(offset: int, client: AgentClient) -> int:
-        return client.read_into(SHARD, offset, target)
-
-    for offset in range(0, 8 * 1024, 1024):
-        assert reader.first_that_has(SHARD, partial(read_range, offset)) == 1024
-    # The reader's own node, which lacks it, is asked once.
-    assert len(asked) == 9
 
 
 @pytest.mark.parametrize("lost", NODES)

@@ -194,6 +194,14 @@ def test_delete_takes_files_folders_and_what_is_gone(store: Store) -> None:
     assert store.read_whole("ab") == b""
 
 
+def test_several_may_delete_the_same_folder(store: Store) -> None:
+    for number in range(40):
+        store.create(f"a/{number % 7}/{number}", [b""])
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: store.delete("a"), range(4)))
+    assert store.list("a") == []
+
+
 @pytest.mark.parametrize("key", ["", "/etc/passwd", "../other", "a/../../b", "a//b", "./a", "a/"])
 def test_keys_stay_inside_the_store(store: Store, key: str) -> None:
     calls = (

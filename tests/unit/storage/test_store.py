@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from ray_ulysses.storage import LocalStore
-from tests.stores import CountingStore, MemoryStore
 from tests.unit.storage.short_reads import read_little
 
 CONTENT = bytes(range(256)) * 5
@@ -30,14 +29,3 @@ def test_a_read_is_whole_however_little_the_kernel_gives_at_once(
         assert file.read(281) == file.read_at(1000, 281) == CONTENT[1000:]
         assert file.read(1) == file.read_at(1280, 1) == file.read_at(5000, 1) == b""
     assert store.read_whole("a") == CONTENT
-
-
-def test_small_reads_in_a_row_share_a_request_and_a_whole_read_is_one() -> None:
-    store = CountingStore(MemoryStore())
-    store.create("a", [CONTENT])
-    assert store.read_whole("a") == CONTENT
-    assert store.read_whole("a", 7) == CONTENT[:7]
-    assert store.calls["read"] == 2
-    with store.open("a") as file:
-        assert b"".join(file.read(100) for _ in range(13)) == CONTENT
-    assert store.calls["read"] == 4
