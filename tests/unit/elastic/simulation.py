@@ -64,6 +64,8 @@ class Worker:
     heard_at: float = 0.0
     known_at: float = 0.0
     """When the coordinator last heard of it."""
+    ended: set[tuple[int, int]] = field(default_factory=set)
+    """Generations whose end it has reported."""
 
 
 @dataclass
@@ -305,17 +307,14 @@ class Simulation:
         def do() -> None:
             # An order that comes twice, or after a newer one, finds a newer child.
             newer = worker.child is not None and worker.child.generation >= generation
-            if worker.alive and not newer and generation not in self.ended(worker):
+            if worker.alive and not newer and generation not in worker.ended:
                 worker.child = Child(generation=generation, rank=rank)
 
         return do
 
-    def ended(self, worker: Worker) -> set[tuple[int, int]]:
-        return worker.__dict__.setdefault("ended", set())
-
     def stop(self, worker: Worker, generation: tuple[int, int]) -> Callable[[], None]:
         def do() -> None:
-            if worker.alive and generation not in self.ended(worker):
+            if worker.alive and generation not in worker.ended:
                 # The order may not have come yet: it is not obeyed any more.
                 self.report(worker, generation)
 
@@ -323,7 +322,7 @@ class Simulation:
 
     def report(self, worker: Worker, generation: tuple[int, int], **report: Any) -> None:
         """End a worker's child, if it is of this generation, and say so."""
-        self.ended(worker).add(generation)
+        worker.ended.add(generation)
         stepped = worker.child is not None and worker.child.attempt is not None
         if worker.child is not None and worker.child.generation == generation:
             worker.child = None
