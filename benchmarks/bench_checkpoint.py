@@ -53,13 +53,12 @@ def save_rank(rank: int, _: int, size: Size, folder: str, rounds: int) -> dict[s
         "dcp": lambda step: dcp.save(),
     }
     for number in range(rounds):
-        parts: dict[str, Any] = {}
+        parts: dict[str, Any] = {"beside": _beside_steps(trained, ours, 2 * number)}
         for side in list(sides) if number % 2 == 0 else list(sides)[::-1]:
             _settle()
             with measured() as used:
-                saved = sides[side](2 * number)
+                saved = sides[side](2 * number + 1)
             parts[side] = {**used, **saved}
-        parts["beside"] = _beside_steps(trained, ours, 2 * number + 1)
         parts["copy"] = {"seconds": _copy_s(trained)}
         found.append(parts)
         dist.barrier()
