@@ -72,6 +72,7 @@ def test_damage_is_named_and_the_checkpoint_before_is_taken(tmp_path: Path, name
     (damage,) = choice.damaged
     assert damage.step == 30
     assert re.search(reason, damage.reason), damage.reason
+    assert str(damage) == f"the checkpoint of step 30 is damaged and not used: {damage.reason}"
 
 
 @pytest.mark.parametrize("name", ["a truncated shard", "a missing shard"], ids=lambda name: name.replace(" ", "-"))

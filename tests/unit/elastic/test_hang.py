@@ -74,7 +74,7 @@ def test_a_rank_that_still_evaluates_saves_or_starts_is_given_the_time_for_that(
     for phase, limit_s in (("evaluation", 900.0), ("save", 3600.0)):
         assert find_hang([progress(0, 800.0, phase), *waiting], [1.0], LIMITS) is None
         found = find_hang([progress(0, limit_s + 1, phase), *waiting], [1.0], LIMITS)
-        assert found is not None and found.ranks == (0,)
+        assert found is not None and found.ranks == (0,) and f"the {phase} " in str(found)
     start = progress(0, 500.0, "start")
     assert find_hang([start, *waiting], [], LIMITS) is None
     found = find_hang([replace(start, idle_s=601.0), *waiting], [], LIMITS)

@@ -122,7 +122,8 @@ def test_azure_gives_the_soonest_end_of_this_machine(ahead_s: float) -> None:
 
 @pytest.mark.parametrize("read", READERS.values(), ids=READERS)
 @pytest.mark.parametrize(
-    ("status", "body"), [(200, ""), (200, "<html>"), (200, "[]"), (200, "[" * 100_000), (503, "{}")]
+    ("status", "body"),
+    [(200, ""), (200, "<html>"), (200, "[]"), (200, "[" * 100_000), (200, '{"Events": [1]}'), (503, "{}")],
 )
 def test_an_answer_of_something_else_is_no_notice(read: Any, status: int, body: str) -> None:
     with pytest.raises(UnexpectedAnswerError, match=f"HTTP {status}"):
