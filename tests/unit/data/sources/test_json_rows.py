@@ -5,23 +5,70 @@ from __future__ import annotations
 import codecs
 import gzip
 import json
-import random
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ray_ulysses.data.sources import records
 from ray_ulysses.data.sources.extraction import RawDocument, read_unit
+from ray_ulysses.data.sources.records import array_values
 from ray_ulysses.data.sources.rows import RowFields
 from ray_ulysses.data.sources.units import Rejected, SourceSpec, list_units
 from ray_ulysses.errors import UserError
+from tests.breadth import examples
 
 TEXT = RowFields(text="text")
 TORN = None
 """Expected of a file that ends its preparation by an error."""
+TEXTS = ["fox", 'Zwölf "quoted" {', '\n}[1] \\ \u2028, {"text": "x"} // é\t\U0001f98a']
+ROWS: list[dict[str, Any]] = [
+    {"text": TEXTS[0]},
+    {"meta": {"text": "inner", "list": [1, {"text": "deeper"}]}, "text": TEXTS[1], "n": -2.5e3},
+    {"text": TEXTS[2], "n": None},
+]
+LINES = [json.dumps(row, ensure_ascii=False) for row in ROWS]
+LIST, INDENTED = json.dumps(ROWS), json.dumps(ROWS, indent=2, ensure_ascii=False)
+OTHERS = [1, "text", None, [], [{"text": "inner"}], {"text": 5}, {"text": ""}, {"txt": "x"}]
+# The file, the texts of its rows, and how many entries are left out.
+Case = tuple[str | bytes, list[str] | None, int]
+CASES: dict[str, list[Case]] = {
+    "one object": [(LINES[1], TEXTS[1:2], 0), (json.dumps(ROWS[1], indent=4), TEXTS[1:2], 0)],
+    "an object that json alone reads": [
+        (f'{{"text": "a",\n "other": {other}\n}}\n', ["a"], 0)
+        for other in (r'"\ud83d"', r'"\udc00 "', "[" * 300 + "]" * 300, "NaN")
+    ],
+    "a torn object": [(json.dumps(ROWS[1], indent=1)[:cut], [], 1) for cut in (1, 30, -1)],
+    "objects of several lines": [("\n".join(json.dumps(row, indent=2) for row in ROWS), [], 1)],
+    "comments": [("{\n  // a comment\n" + json.dumps(ROWS[1], indent=2)[2:], [], 1)],
+    "a list": [(LIST, TEXTS, 0), (INDENTED, TEXTS, 0), (json.dumps([*OTHERS, *ROWS]), TEXTS, len(OTHERS))],
+    "a torn list": [(whole[:cut], TORN, 0) for whole in (LIST, INDENTED) for cut in (1, 40, -1)],
+    "a list and more": [(LIST + more, TORN, 0) for more in ("]", " 1", "\n[]", ",", '{"text": "x"}')],
+    "a list that is not UTF-8": [(LIST[:-1].encode() + b', {"text": "\xff"}]', TORN, 0)],
+    "a list without rows": [
+        (json.dumps(one), [], 1) for one in ([], [1, 2], ["text"], [[{"text": "nested"}]], [{"a": [{"text": "x"}]}])
+    ],
+    "rows under a key": [(json.dumps({"version": 1, "data": ROWS}, indent=indent), [], 1) for indent in (None, 1)],
+    # Its last line but two would be a row.
+    "torn rows under a key": [('{"data": [\n' + ",\n".join(LINES) + "\n]}"[:cut], [], 1) for cut in (0, 2)],
+    "a misspelt field": [('[{"Text": "a"}]', [], 1), ('{"txt": "a"}\n{"txt": "b"}', [], 1)],
+    "lines": [(end.join(LINES) + last, TEXTS, 0) for end, last in (("\n", ""), ("\r\n", "\n"), ("\n \n", "\n"))],
+    "a broken first line": [(LINES[0][:-3] + "\n" + "\n".join(LINES[1:]), TEXTS[1:], 1)],
+    "a broken line": [("\n".join([LINES[0], LINES[1][:20], LINES[2]]), [TEXTS[0], TEXTS[2]], 1)],
+    "a line that is not UTF-8": [("\n".join(LINES).encode() + b'\n{"text": "\xff"}', TEXTS, 1)],
+    "lines of other values": [("\n".join([*LINES, *map(json.dumps, OTHERS)]), TEXTS, len(OTHERS))],
+    "lines after another value": [
+        ("\n".join([first, *LINES]), TEXTS, 1)
+        for first in ('["id", "text"]', "[]", ' [1, [{"text": "nested"}]]', "1", "null")
+    ],
+    "lines of other types": [('{"text": 5}\n{"text": null}\n{"text": ""}', [], 3), ('[{"text": 5}]', [], 1)],
+    "scalars": [(one, [], 1) for one in ("", " \n", "1", "null", '"text"', "text", "{}", "\ufeff")],
+    "no JSON": [(gzip.compress(LIST.encode()), [], 1), (LINES[0].encode("utf-16"), [], 1)],
+}
 
 
 def read(path: Path, fields: RowFields = TEXT) -> tuple[list[str], list[Rejected]]:
@@ -32,259 +79,23 @@ def read(path: Path, fields: RowFields = TEXT) -> tuple[list[str], list[Rejected
     return texts, [*listed, *(one for one in found if isinstance(one, Rejected))]
 
 
-WORDS = (
-    "fox",
-    "Zwölf",
-    '"quoted"',
-    "{",
-    "}",
-    "[1]",
-    "\n",
-    "\\",
-    "\u2028",
-    "\U0001f98a",
-    ",",
-    '{"text": "x"}',
-    "//",
-    "é\t",
-)
-
-
-def some_text(rng: random.Random) -> str:
-    return "t" + " ".join(rng.choice(WORDS) for _ in range(rng.randrange(6)))
-
-
-def some_row(rng: random.Random) -> dict[str, Any]:
-    row: dict[str, Any] = {"text": some_text(rng)}
-    if rng.random() < 0.3:
-        row = {"meta": {"text": "inner", "list": [1, {"text": "deeper"}]}, **row, "n": rng.choice([1, -2.5e3, None])}
-    return row
-
-
-def dumped(value: Any, rng: random.Random, indent: int | None = None) -> str:
-    return json.dumps(value, indent=indent, ensure_ascii=rng.random() < 0.5)
-
-
-def lines_of(rows: list[Any], rng: random.Random) -> list[str]:
-    return [dumped(row, rng) for row in rows]
-
-
-def joined(lines: list[str], rng: random.Random) -> str:
-    return rng.choice(["\n", "\r\n", "\n\n", "\n \n"]).join(lines) + rng.choice(["", "\n"])
-
-
-def texts(rows: list[dict[str, Any]]) -> list[str]:
-    return [row["text"] for row in rows]
-
-
-# Each returns a file, the texts of its rows, and how many entries are left out.
-Form = Callable[[random.Random], tuple[str | bytes, list[str] | None, int]]
-
-
-def rows_of(rng: random.Random, fewest: int = 1) -> list[dict[str, Any]]:
-    return [some_row(rng) for _ in range(rng.randrange(fewest, 7))]
-
-
-def one_object(rng: random.Random) -> Any:
-    row = some_row(rng)
-    return dumped(row, rng, rng.choice([None, 0, 1, 4])), texts([row]), 0
-
-
-def a_list(rng: random.Random) -> Any:
-    rows = rows_of(rng)
-    return dumped(rows, rng, rng.choice([None, 0, 2])), texts(rows), 0
-
-
-def a_torn_list(rng: random.Random) -> Any:
-    whole = dumped(rows_of(rng), rng, rng.choice([None, 1])).rstrip()
-    return whole[: rng.randrange(1, len(whole))], TORN, 0
-
-
-def a_list_and_more(rng: random.Random) -> Any:
-    return dumped(rows_of(rng), rng) + rng.choice(["]", " 1", "\n[]", ",", '{"text": "x"}']), TORN, 0
-
-
-def rows_under_a_key(rng: random.Random) -> Any:
-    value = {"version": 1, rng.choice(["data", "rows", "a"]): rows_of(rng)}
-    return dumped(value, rng, rng.choice([None, 1])), [], 1
-
-
-def torn_rows_under_a_key(rng: random.Random) -> Any:
-    # Its last line but two would be a row.
-    whole = '{"data": [\n' + ",\n".join(lines_of(rows_of(rng, 2), rng)) + "\n]}"
-    return whole[: rng.randrange(whole.index("\n", 12) + 1, len(whole) - 4)], [], 1
-
-
-def a_misspelt_field(rng: random.Random) -> Any:
-    rows = [{rng.choice(["Text", "texts", "txt"]): row["text"]} for row in rows_of(rng)]
-    form = rng.choice([lambda: dumped(rows, rng, 1), lambda: joined(lines_of(rows, rng), rng)])
-    return form(), [], 1
-
-
-def misspelt_fields_among_rows(rng: random.Random) -> Any:
-    rows, wrong = rows_of(rng), [{"txt": "x"}] * rng.randrange(1, 4)
-    both = [*rows, *wrong]
-    rng.shuffle(both)
-    kept = [row["text"] for row in both if "text" in row]
-    return rng.choice([dumped(both, rng, 1), joined(lines_of(both, rng), rng)]), kept, len(wrong)
-
-
-def json_lines(rng: random.Random) -> Any:
-    rows = rows_of(rng)
-    return joined(lines_of(rows, rng), rng), texts(rows), 0
-
-
-def a_broken_first_line(rng: random.Random) -> Any:
-    rows = rows_of(rng, 3)
-    lines = lines_of(rows, rng)
-    cut = rng.randrange(1, len(lines[0]))
-    # A line that begins a list without an end is an error.
-    lines[0] = (
-        lines[0][cut:] if rng.random() < 0.5 and lines[0][cut:].lstrip()[:1] not in ("", "[", "{") else lines[0][:cut]
-    )
-    return joined(lines, rng), texts(rows[1:]), 1
-
-
-def a_broken_line(rng: random.Random) -> Any:
-    rows = rows_of(rng, 3)
-    lines, place = lines_of(rows, rng), rng.randrange(1, len(rows))
-    lines[place] = lines[place][: rng.randrange(1, len(lines[place]))]
-    return joined(lines, rng), [row["text"] for number, row in enumerate(rows) if number != place], 1
-
-
-def a_line_that_is_not_utf8(rng: random.Random) -> Any:
-    rows = rows_of(rng)
-    lines = [line.encode() for line in lines_of(rows, rng)]
-    lines.insert(rng.randrange(1, len(lines) + 1), b'{"text": "\xff"}')
-    return b"\n".join(lines), texts(rows), 1
-
-
-def lines_of_other_values(rng: random.Random) -> Any:
-    rows = rows_of(rng)
-    others = [rng.choice(["1", '"text"', "null", "[1, 2]", "true"]) for _ in range(rng.randrange(1, 4))]
-    return joined([*lines_of(rows, rng), *others], rng), texts(rows), len(others)
-
-
-def lines_after_another_value(rng: random.Random) -> Any:
-    rows = rows_of(rng)
-    first = rng.choice(['["id", "text"]', "[]", ' [1, [{"text": "nested"}]]', "1", "null"])
-    return joined([first, *lines_of(rows, rng)], rng), texts(rows), 1
-
-
-def one_object_that_json_alone_reads(rng: random.Random) -> Any:
-    other = rng.choice(['"\\ud83d"', '"\\udc00 "', "[" * 300 + "]" * 300, "NaN"])
-    row = some_row(rng)
-    return dumped(row, rng, 1).rstrip()[:-1] + f',\n "other": {other}\n}}\n', texts([row]), 0
-
-
-def a_list_that_is_not_utf8(rng: random.Random) -> Any:
-    whole = dumped(rows_of(rng), rng, rng.choice([None, 1])).encode()
-    return whole[:-1] + b', {"text": "\xff"}]', TORN, 0
-
-
-def a_list_of_rows_and_others(rng: random.Random) -> Any:
-    rows = rows_of(rng)
-    others = [rng.choice([1, "text", None, [], [{"text": "inner"}], {"text": 5}, {"text": ""}]) for _ in range(2)]
-    both: list[Any] = [*rows, *others]
-    rng.shuffle(both)
-    return dumped(both, rng, rng.choice([None, 1])), [one["text"] for one in both if one in rows], 2
-
-
-def other_lists(rng: random.Random) -> Any:
-    value = rng.choice([[], [1, 2], ["text"], [[{"text": "nested"}]], [None], [{}], [{"a": [{"text": "x"}]}]])
-    return dumped(value, rng, rng.choice([None, 1])), [], 1
-
-
-def scalars(rng: random.Random) -> Any:
-    return rng.choice(["", " \n", "1", "null", '"text"', "text", "{}", "{ }\n", "\ufeff"]), [], 1
-
-
-def a_torn_object(rng: random.Random) -> Any:
-    whole = dumped(some_row(rng), rng, rng.choice([None, 1]))
-    return whole[: rng.randrange(1, len(whole))], [], 1
-
-
-def json_with_comments(rng: random.Random) -> Any:
-    return "{\n  // a comment\n" + dumped(some_row(rng), rng, 2)[2:], [], 1
-
-
-def objects_of_several_lines(rng: random.Random) -> Any:
-    return "\n".join(dumped(row, rng, 2) for row in rows_of(rng, 2)), [], 1
-
-
-def wrong_types(rng: random.Random) -> Any:
-    rows = [{"text": rng.choice([5, None, "", [], {}, True])} for _ in range(rng.randrange(1, 4))]
-    return rng.choice([dumped(rows, rng), "\n".join(lines_of(rows, rng))]), [], len(rows)
-
-
-def compressed(rng: random.Random) -> Any:
-    return gzip.compress(dumped(rows_of(rng), rng).encode()), [], 1
-
-
-def other_encodings(rng: random.Random) -> Any:
-    return dumped(some_row(rng), rng, 1).encode("utf-16"), [], 1
-
-
-FORMS: tuple[Form, ...] = (
-    one_object,
-    a_list,
-    a_torn_list,
-    a_list_and_more,
-    rows_under_a_key,
-    torn_rows_under_a_key,
-    a_misspelt_field,
-    misspelt_fields_among_rows,
-    json_lines,
-    a_broken_first_line,
-    a_broken_line,
-    a_line_that_is_not_utf8,
-    lines_of_other_values,
-    lines_after_another_value,
-    one_object_that_json_alone_reads,
-    a_list_that_is_not_utf8,
-    a_list_of_rows_and_others,
-    other_lists,
-    scalars,
-    a_torn_object,
-    json_with_comments,
-    objects_of_several_lines,
-    wrong_types,
-    compressed,
-    other_encodings,
-)
-
-
-def held_as_expected(path: Path, form: Form, seed: int) -> None:
-    rng = random.Random(f"{form.__name__} {seed}")
-    data, expected, num_left_out = form(rng)
-    raw = data.encode() if isinstance(data, str) else data
-    if isinstance(data, str) and rng.random() < 0.3:
-        raw = codecs.BOM_UTF8 + rng.choice([b"", b" ", b"\n"]) + raw
-    path.write_bytes(raw)
-    if expected is TORN:
-        with pytest.raises(
-            UserError, match=rf"^source={path}: the JSON file can't be read \(.+\); restore or remove it"
-        ):
-            read(path)
-        return
-    found, left_out = read(path)
-    assert found == expected
-    assert len(left_out) == num_left_out
-    assert all(one.source == str(path) and one.reason for one in left_out)
-
-
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
-def test_only_rows_with_the_named_field_become_documents(tmp_path: Path, form: Form) -> None:
-    for seed in range(3):
-        held_as_expected(tmp_path / "rows.json", form, seed)
-
-
-@pytest.mark.slow
-def test_only_rows_become_documents_in_a_thousand_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for seed in range(3, 53):
-        monkeypatch.setattr(records, "_READ_BYTES", random.Random(seed).choice([1, 3, 16, 1 << 20]))
-        for form in FORMS:
-            held_as_expected(tmp_path / "rows.json", form, seed)
+@pytest.mark.parametrize("read_bytes", [1, 16, 1 << 20])
+def test_only_rows_with_the_named_field_become_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read_bytes: int
+) -> None:
+    monkeypatch.setattr(records, "_READ_BYTES", read_bytes)
+    path = tmp_path / "rows.json"
+    for name, cases in CASES.items():
+        for data, expected, num_left_out in cases:
+            for mark in (b"", codecs.BOM_UTF8 + b"\n") if isinstance(data, str) else (b"",):
+                path.write_bytes(mark + (data.encode() if isinstance(data, str) else data))
+                if expected is TORN:
+                    with pytest.raises(UserError, match=rf"^source={path}: the JSON file can't be read"):
+                        read(path)
+                    continue
+                found, left_out = read(path)
+                assert (found, len(left_out)) == (expected, num_left_out), (name, data)
+                assert all(one.source == str(path) and one.reason for one in left_out)
 
 
 def test_without_a_named_field_a_file_without_rows_is_a_text(tmp_path: Path) -> None:
@@ -300,33 +111,89 @@ def test_without_a_named_field_a_file_without_rows_is_a_text(tmp_path: Path) -> 
         path.write_text(text)
         assert read(path, RowFields())[0] == expected
     path.write_text(f"[{rows[0]}, {rows[1]}")
-    with pytest.raises(UserError, match=r"rows\.json: the JSON file can't be read \(its list has no end\)"):
+    with pytest.raises(UserError, match=r"rows\.json: the JSON file can't be read"):
         read(path, RowFields())
+
+
+def peak_of(read_all: Callable[[], object]) -> int:
+    """Return the most bytes that Python holds meanwhile."""
+    tracemalloc.start()
+    try:
+        read_all()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("fields", [RowFields(), TEXT], ids=["found", "named"])
 def test_lines_in_a_json_file_are_read_as_a_stream(tmp_path: Path, fields: RowFields) -> None:
     path = tmp_path / "rows.json"
-    line = json.dumps({"text": "x" * 1000}) + "\n"
-    path.write_text("{broken\n" + line * 8000)
+    path.write_text("{broken\n" + (json.dumps({"text": "x" * 1000}) + "\n") * 8000)
     (unit,) = list_units(SourceSpec(paths=(str(path),), fields=fields))[0]
-    tracemalloc.start()
-    try:
-        assert sum(isinstance(one, RawDocument) for one in read_unit(unit)) == 8000
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak < 4 << 20, "the file of 8 MB was held"
+    found = 0
+
+    def count() -> None:
+        nonlocal found
+        found = sum(isinstance(one, RawDocument) for one in read_unit(unit))
+
+    assert peak_of(count) < 4 << 20, "the file of 8 MB was held"
+    assert found == 8000
 
 
 def test_lines_without_a_row_are_not_held(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
-    path.write_text('{"txt": 1}\n' * 20_000)
+    path.write_text('{"txt": 1}\n' * 6000)
     (unit,) = list_units(SourceSpec(paths=(str(path),), fields=TEXT))[0]
-    tracemalloc.start()
+    assert peak_of(lambda: sum(1 for _ in read_unit(unit))) < 1 << 20, "every line was held"
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def parsed(path: Path) -> list[Any] | None:
     try:
-        assert sum(isinstance(one, Rejected) for one in read_unit(unit)) == 20_000
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak < 2 << 20, "every line was held"
+        return list(array_values(path))
+    except ValueError:
+        return None
+
+
+@settings(max_examples=examples(50))
+@given(
+    values=st.lists(VALUES, max_size=6),
+    indent=st.sampled_from([None, 1]),
+    size=st.integers(1, 9),
+    cut=st.integers(0, 9),
+)
+def test_what_json_reads_is_read_wherever_the_file_is_cut(
+    tmp_path_factory: pytest.TempPathFactory, values: list[Any], indent: int | None, size: int, cut: int
+) -> None:
+    path = tmp_path_factory.mktemp("array") / "list.json"
+    text = json.dumps(values, indent=indent, ensure_ascii=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(records, "_READ_BYTES", size)
+        path.write_text(f" \n{text}\n ", encoding="utf-8", errors="surrogatepass")
+        assert parsed(path) == values
+        path.write_text(text[: -1 - cut])
+        assert parsed(path) is None, "a list without its end"
+        path.write_text(f"{text} 1")
+        assert parsed(path) is None, "something follows"
+
+
+@pytest.mark.parametrize(
+    "data", [b"{}", b"[,]", b"[1,]", b"[1 2]", b"[1]]", b"[NaN, x]", b"1", b'["\xff"]', b"[1\xff,2]"]
+)
+def test_anything_else_is_no_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+    monkeypatch.setattr(records, "_READ_BYTES", 2)
+    (tmp_path / "other.json").write_bytes(data)
+    assert parsed(tmp_path / "other.json") is None
+
+
+def test_little_more_than_a_value_is_held(tmp_path: Path) -> None:
+    path = tmp_path / "list.json"
+    with path.open("w") as file:
+        file.write("[" + ",\n".join(json.dumps({"text": "x" * 1_000_000}) for _ in range(40)) + "]")
+    assert peak_of(lambda: sum(len(row["text"]) for row in array_values(path))) < 16_000_000

@@ -1,141 +1,87 @@
+"""Rows and the options that name their fields: each row becomes a document of its kind, or says why it is none."""
+
 from __future__ import annotations
 
 import gzip
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from ray_ulysses.data.prepare.preparation import PrepareRequest, listed
+from ray_ulysses.data.sources.extraction import RawDocument, read_unit
 from ray_ulysses.data.sources.rows import (
     ChatRow,
     CompletionRow,
     RowError,
     RowFields,
     TokenRow,
+    conversation,
     fitting_options,
     row_content,
     row_id,
+    row_weight,
 )
 from ray_ulysses.data.sources.units import SourceSpec, list_units
 from ray_ulysses.errors import ConfigError, UserError
+from tests.unit.data.tokenize.test_supervision import prepare_rows, reasons_of
 
 HELLO = {"role": "user", "content": "hello"}
-BROKEN = "Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"
-PREPARE = "prepare: 1 problem\n  - "
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+OPENAI = [
+    {"role": "system", "content": "s"},
+    {"role": "user", "content": "u"},
+    {"role": "assistant", "tool_calls": [CALL]},
+    {"role": "tool", "content": "t"},
+    {"role": "assistant", "content": "a"},
+]
+SHAREGPT = [
+    {"from": "system", "value": "s"},
+    {"from": "human", "value": "u"},
+    {"from": "function_call", "value": '{"name": "f", "arguments": {"a": 1}}'},
+    {"from": "observation", "value": "t"},
+    {"from": "gpt", "value": "a"},
+]
 
 
 @pytest.mark.parametrize(
-    ("fields", "kind", "text"),
+    ("fields", "kind", "refused"),
     [
-        (
-            RowFields(text="t", messages="m"),
-            "auto",
-            "--messages-field='m': a row is one kind of document, and --text-field='t' chose another; give one of the "
-            "two, and prepare the other rows into another corpus",
-        ),
-        (
-            RowFields(labels="l"),
-            "auto",
-            "--labels-field='l': labels need tokens, and --tokens-field is not given; name that field too",
-        ),
-        (
-            RowFields(tools="t"),
-            "auto",
-            "--tools-field='t': tools need messages, and --messages-field is not given; name that field too",
-        ),
-        (
-            RowFields(text="t", system="s"),
-            "auto",
-            "--system-field='s': needs --messages-field, which is not given; name that field too",
-        ),
-        (
-            RowFields(prompt="p"),
-            "auto",
-            "--prompt-field='p': needs --completion-field, which is not given; name that field too",
-        ),
-        (
-            RowFields(completion="c"),
-            "auto",
-            "--completion-field='c': needs --prompt-field, which is not given; name that field too",
-        ),
-        (
-            RowFields(input="i"),
-            "auto",
-            "--input-field='i': needs --completion-field, which is not given; name that field too",
-        ),
-        (
-            RowFields(messages="m", prompt="p", completion="c"),
-            "auto",
-            "--completion-field='c': the completion of a chat is --messages-field='m' already; name one of the two",
-        ),
-        (
-            RowFields(tokens="x", labels="x"),
-            "auto",
-            "--labels-field='x': is the field of --tokens-field already; name two fields",
-        ),
-        (RowFields(id=""), "auto", "--id-field='': is no name of a field; name a key or a column"),
-        (
-            RowFields(tokens="x"),
-            "text",
-            "--tokens-field='x': --kind=text reads whole files, which have no fields; leave it out, or set another "
-            "kind",
-        ),
-    ],
-    ids=[
-        "two kinds",
-        "labels alone",
-        "tools alone",
-        "system alone",
-        "prompt alone",
-        "completion alone",
-        "input alone",
-        "two completions",
-        "one field twice",
-        "empty",
-        "text files",
+        (RowFields(text="t", messages="m"), "auto", ["messages"]),
+        (RowFields(labels="l", prompt="p", text="t"), "auto", ["prompt", "labels", "prompt"]),
+        (RowFields(tools="t"), "auto", ["tools"]),
+        (RowFields(text="t", system="s"), "auto", ["system"]),
+        (RowFields(completion="c"), "auto", ["completion"]),
+        (RowFields(input="i"), "auto", ["input"]),
+        (RowFields(messages="m", prompt="p", completion="c"), "auto", ["completion"]),
+        (RowFields(tokens="x", labels="x"), "auto", ["labels"]),
+        (RowFields(id=""), "auto", ["id"]),
+        (RowFields(tokens="x"), "text", ["tokens"]),
+        (RowFields(), "auto", []),
+        (RowFields(tokens="t", labels="l"), "auto", []),
+        (RowFields(messages="c", prompt="p", tools="t", system="s"), "auto", []),
+        (RowFields(prompt="p", input="i", completion="c", id="p"), "auto", []),
     ],
 )
-def test_options_that_do_not_go_together_are_refused(fields: RowFields, kind: str, text: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_all_options_that_do_not_go_together_are_refused_at_once(
+    fields: RowFields, kind: str, refused: list[str]
+) -> None:
+    try:
         fields.check(kind)
-    assert str(caught.value) == PREPARE + text
-
-
-def test_all_wrong_options_are_named_at_once() -> None:
-    with pytest.raises(ConfigError) as caught:
-        RowFields(labels="l", prompt="p", text="t").check("auto")
-    assert [problem.path for problem in caught.value.problems] == [
-        "--prompt-field",
-        "--labels-field",
-        "--prompt-field",
-    ]
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        RowFields(),
-        RowFields(text="t", id="i"),
-        RowFields(tokens="t", labels="l"),
-        RowFields(messages="m"),
-        RowFields(messages="m", tools="t"),
-        RowFields(messages="c", prompt="p"),
-        RowFields(prompt="p", input="i", completion="c"),
-        RowFields(prompt="p", completion="c", id="p"),
-    ],
-)
-def test_options_that_go_together_pass(fields: RowFields) -> None:
-    fields.check("auto")
+        found = []
+    except ConfigError as error:
+        found = [problem.path for problem in error.problems]
+    assert found == [f"--{role}-field" for role in refused]
 
 
 def test_fields_for_sources_that_have_none_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(UserError, match=r"^--messages-field='m': no source has rows with fields \(the first: "):
+    with pytest.raises(UserError, match="--messages-field='m'"):
         list_units(SourceSpec(paths=(str(tmp_path),), fields=RowFields(messages="m")))
 
 
@@ -145,127 +91,197 @@ def test_rows_become_documents_of_their_kind() -> None:
     assert (tokens.tokens.tolist(), tokens.labels.tolist()) == ([1, 2], [-100, 2])
     array = row_content({"tokens": np.array([3, 4], dtype=np.uint16)}, "tokens")
     assert isinstance(array, TokenRow) and array.tokens.dtype == np.int64 and array.labels is None
-    chat = row_content({"messages": [{"role": "user", "content": "hi", "name": None}]}, "messages")
-    assert chat == ChatRow(messages=({"role": "user", "content": "hi"},))
+    chat = row_content({"messages": [{**HELLO, "name": None}]}, "messages")
+    assert chat == ChatRow(messages=(HELLO,))
     completion = row_content({"prompt": "", "completion": "c"}, "completion")
     assert completion == CompletionRow(prompt="", completion="c")
 
 
-@pytest.mark.parametrize(
-    ("kind", "row", "reason"),
-    [
-        ("tokens", {"tokens": []}, "empty"),
-        ("tokens", {"tokens": None}, "the tokens are missing, not a list of integers"),
-        ("tokens", {"tokens": "abc"}, "the tokens are of type str, not a list of integers"),
-        ("tokens", {"tokens": [1, 2.0]}, "the tokens are no list of integers: item 1 is of type float"),
-        ("tokens", {"tokens": [True]}, "the tokens are no list of integers: item 0 is of type bool"),
-        ("tokens", {"tokens": [1, None]}, "the tokens are no list of integers: item 1 is missing"),
-        ("tokens", {"tokens": [1 << 70]}, "the tokens do not fit 64 bits"),
-        ("tokens", {"tokens": [1], "labels": [1, 2]}, "2 labels for 1 tokens"),
-        ("messages", {"messages": "{"}, f"the messages are no JSON: {BROKEN}"),
-        ("messages", {"messages": '"hi"'}, "the messages are of type str, not a list"),
-        ("messages", {"messages": [HELLO], "prompt": 3}, "the messages of the prompt are of type int, not a list"),
-        ("messages", {"messages": []}, "empty"),
-        ("messages", {"messages": ["hi"]}, "message 0 is of type str, not an object with role and content"),
-        ("messages", {"messages": [{"content": "hi"}]}, "message 0 has no role"),
-        ("messages", {"messages": [{"role": "user"}]}, "message 0 (user): the content is missing, not a string"),
-        ("messages", {"messages": [{"role": "user", "content": "\ud800"}]}, "a lone surrogate at character 0"),
-        (
-            "messages",
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image", "url": "b"}]}]},
-            'message 0 (user): part 1 of the content is "image", not text',
-        ),
-        (
-            "messages",
-            {"messages": [{"role": "user", "content": ["a"]}]},
-            "message 0 (user): part 0 of the content is of type str, not an object with a type",
-        ),
-        (
-            "messages",
-            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
-            "message 0 (user): the text of part 0 is missing, not a string",
-        ),
-        (
-            "messages",
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}]},
-            "a lone surrogate at character 0",
-        ),
-        ("messages", {"messages": [HELLO], "tools": "{"}, f"the tools are no JSON: {BROKEN}"),
-        ("messages", {"messages": [HELLO], "tools": {"name": "f"}}, "the tools are of type dict, not a list"),
-        ("messages", {"messages": [HELLO], "tools": '["f"]'}, "tool 0 is of type str, not an object"),
-        ("messages", {"messages": [HELLO], "tools": [{"name": "\ud800"}]}, "a lone surrogate at character 0"),
-        ("completion", {"prompt": "p", "completion": ""}, "the completion is empty"),
-        ("completion", {"prompt": "p", "input": 0, "completion": "c"}, "the input is of type int, not a string"),
-        ("completion", {"prompt": None, "completion": "c"}, "the prompt is missing, not a string"),
-    ],
-)
-def test_what_is_no_document_says_why(kind: Any, row: dict[str, Any], reason: str) -> None:
-    with pytest.raises(RowError) as caught:
-        row_content(row, kind)
-    assert str(caught.value) == reason
+def said(sender: str, value: object) -> dict[str, Any]:
+    return {"messages": [{"from": sender, "value": value}]}
+
+
+def parts(*content: object) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, *content]}]}
+
+
+NOT_TOKENS: list[tuple[Any, str]] = [
+    ([], "empty"),
+    (None, "missing"),
+    ("abc", "type str"),
+    ([1, 2.0], "item 1 .* float"),
+    ([1, None], "item 1 is missing"),
+    ([1 << 70], "64 bits"),
+    (np.array([1 << 63], dtype=np.uint64), "64 bits"),
+]
+NOT_MESSAGES: list[tuple[dict[str, Any], str]] = [
+    ({"messages": "{"}, "messages are no JSON"),
+    ({"messages": '"hi"'}, "type str"),
+    ({"messages": []}, "empty"),
+    ({"messages": ["hi"]}, "message 0 is of type str"),
+    ({"messages": [{"content": "hi"}]}, "message 0 has no role"),
+    ({"messages": [{"role": "user"}]}, "content is missing"),
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, "lone surrogate"),
+    ({"messages": [HELLO], "prompt": 3}, "prompt are of type int"),
+    ({"messages": [{"role": "assistant"}], "prompt": [HELLO]}, "message 1"),
+    ({"messages": [HELLO], "tools": "{"}, "tools are no JSON"),
+    ({"messages": [HELLO], "tools": {"name": "f"}}, "tools are of type dict"),
+    ({"messages": [HELLO], "tools": '["f"]'}, "tool 0"),
+    ({"messages": [HELLO], "tools": [{"name": "\ud800"}]}, "lone surrogate"),
+    (said("bard", "x"), "'bard'"),
+    (said("human", 3), "type int"),
+    (said("function_call", "jump"), "calls of message 0 are no JSON"),
+    (said("function_call", f'{{"name": "f", "arguments": {"[" * 600 + "]" * 600}}}'), "100 deep"),
+    (said("function_call", '{"name": "f"}'), "no arguments"),
+    (parts("a"), "part 1 .* type str"),
+    (parts({"type": "image", "url": "b"}), 'part 1 .* "image"'),
+    (parts({"type": "text"}), "part 1 is missing"),
+    (parts({"type": "text", "text": "\ud800"}), "lone surrogate"),
+]
+NOT_DOCUMENTS: list[tuple[Any, dict[str, Any], str]] = [
+    *(("tokens", {"tokens": value}, reason) for value, reason in NOT_TOKENS),
+    ("tokens", {"tokens": [1], "labels": [1, 2]}, "2 labels for 1"),
+    *(("messages", row, reason) for row, reason in NOT_MESSAGES),
+    ("completion", {"prompt": "p", "completion": ""}, "completion is empty"),
+    ("completion", {"prompt": "p", "input": 0, "completion": "c"}, "input is of type int"),
+    ("completion", {"prompt": None, "completion": "c"}, "prompt is missing"),
+    ("completion", {"prompt": OPENAI[:2], "completion": OPENAI[4:]}, "--messages-field"),
+]
+
+
+def test_what_is_no_document_says_why() -> None:
+    for kind, row, reason in NOT_DOCUMENTS:
+        with pytest.raises(RowError, match=reason):
+            row_content(row, kind)
+
+
+def test_every_form_of_a_conversation_is_the_same_conversation() -> None:
+    expected = conversation(OPENAI)
+    assert conversation(SHAREGPT) == conversation(json.dumps(SHAREGPT)) == expected
+    assert conversation(json.dumps(OPENAI[2:]), prompt=json.dumps(OPENAI[:2])) == expected
+    assert conversation(OPENAI[1:], prompt=None, system="s") == expected
+    names = [("user", "u"), ("function_call", [{"name": "f", "arguments": "{}"}]), ("tool", "t")]
+    shared = [{"from": sender, "value": value} for sender, value in names]
+    assert conversation([*shared, {"from": "assistant", "value": "a", "weight": 0}]).messages == (
+        {"role": "user", "content": "u"},
+        {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": "{}"}}]},
+        {"role": "tool", "content": "t"},
+        {"role": "assistant", "content": "a", "weight": 0},
+    )
+
+
+def test_what_the_assistant_said_in_a_prompt_is_not_learned() -> None:
+    found = conversation(OPENAI[4:], prompt=OPENAI[:4])
+    assert [message.get("weight") for message in found.messages] == [None, None, 0, None, None]
+
+
+def test_an_instruction_is_put_into_the_prompt_of_alpaca_with_its_input_or_without() -> None:
+    row: dict[Any, Any] = {"prompt": "Add.", "input": "1 2", "completion": "3"}
+    with_input = (
+        "Below is an instruction that describes a task, paired with an input that provides further context. "
+        "Write a response that appropriately completes the request.\n\n"
+        "### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:"
+    )
+    without = (
+        "Below is an instruction that describes a task. Write a response that appropriately completes the "
+        "request.\n\n### Instruction:\nAdd.\n\n### Response:"
+    )
+    for given, prompt in (("1 2", with_input), ("", without), (None, without)):
+        assert row_content({**row, "input": given}, "completion") == CompletionRow(prompt=prompt, completion="3")
+
+
+def test_a_loss_mask_of_booleans_is_one_of_numbers() -> None:
+    content = row_content({"tokens": [5, 6, 7]}, "tokens")
+    for mask in ([False, True, True], [0, 1, 1]):
+        assert np.array_equal(row_weight(mask, content), [0, 1, 1])
 
 
 def test_parts_of_text_are_joined_as_transformers_joins_them() -> None:
-    parts = [{"type": "text", "text": text, "image_url": None} for text in ("see", " this ", "")]
-    for content, expected in ((parts, "see  this  "), (parts[:1], "see"), ([], "")):
+    texts = [{"type": "text", "text": text, "image_url": None} for text in ("see", " this ", "")]
+    for content, expected in ((texts, "see  this  "), (texts[:1], "see"), ([], "")):
         row = row_content({"messages": [{"role": "user", "content": content}]}, "messages")
         assert row == ChatRow(messages=({"role": "user", "content": expected},))
 
 
-@pytest.mark.parametrize("value", [None, "", [], "[]", "null"])
-def test_a_row_without_tools_is_a_chat(value: object) -> None:
-    assert row_content({"messages": [HELLO], "tools": value}, "messages") == ChatRow(messages=(HELLO,))
-
-
-def test_tools_are_a_list_or_its_json() -> None:
+def test_tools_are_a_list_or_its_json_or_nothing() -> None:
     tools = [{"name": "f", "parameters": {"a": {"type": "int"}, "b": None, "required": ["a"]}, "strict": False}]
-    for value in (tools, json.dumps(tools)):
+    for value, expected in ((tools, tools), (json.dumps(tools), tools), *((one, []) for one in (None, "", "[]"))):
         row = row_content({"messages": [HELLO], "tools": value}, "messages")
-        assert isinstance(row, ChatRow) and list(row.tools) == tools
+        assert isinstance(row, ChatRow) and list(row.tools) == expected
 
 
 def test_a_rows_own_id_is_text() -> None:
     assert [row_id(value) for value in ("a-1", 17, None)] == ["a-1", "17", ""]
-    with pytest.raises(RowError, match=r"the id is of type list, not a string or an integer"):
+    with pytest.raises(RowError, match="type list"):
         row_id([1])
 
 
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_every_form_of_one_conversation_gives_the_same_tokens_and_spans(tmp_path: Path, form: str) -> None:
+    talk = [HELLO, {"role": "assistant", "content": " jumps"}]
+    shared = [{"from": "human", "value": "hello"}, {"from": "gpt", "value": " jumps"}]
+    rows: list[dict[str, Any]] = [{"m": talk}, {"m": shared}, {"m": json.dumps(talk)}, {"m": talk[1:], "p": talk[:1]}]
+    digests = []
+    for number, row in enumerate(rows):
+        fields = {"messages_field": "m"} | ({"prompt_field": "p"} if "p" in row else {})
+        corpus = prepare_rows(tmp_path / str(number), [row], form=form, **fields)
+        assert reasons_of(corpus) == []
+        digests.append(corpus.digests().tolist())
+    assert digests == [digests[0]] * len(rows)
+
+
+def test_a_null_is_left_out_where_parquet_filled_it_in_and_kept_where_json_lines_have_it(tmp_path: Path) -> None:
+    """A column of structs gives each call the arguments of all, null where a call has none of that name."""
+
+    def asking(name: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        return [{"role": "user", "content": "go"}, {"role": "assistant", "tool_calls": [call]}]
+
+    def content_of(path: Path) -> list[Any]:
+        units, _ = list_units(SourceSpec(paths=(str(path),), fields=RowFields(messages="m", tools="t")))
+        return [one.content for unit in units for one in read_unit(unit) if isinstance(one, RawDocument)]
+
+    tools = [[{"name": "f", "a": {"b": 1}}], [{"name": "g", "c": [2, None]}]]
+    calls = [asking("weather", {"city": "Paris"}), asking("add", {"one": 1, "two": 2})]
+    rows = [{"m": call, "t": tool} for call, tool in zip(calls, tools, strict=True)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    found = pq.read_table(tmp_path / "rows.parquet").to_pylist()
+    assert found[0]["m"][1]["tool_calls"][0]["function"]["arguments"] == {"city": "Paris", "one": None, "two": None}
+    assert content_of(tmp_path / "rows.parquet") == [conversation(row["m"], row["t"]) for row in rows]
+    row = {"m": asking("weather", {"city": "Paris", "unit": None}), "t": [{"name": "f", "a": None}]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    as_text = {name: json.dumps(value) for name, value in row.items()}
+    pq.write_table(pa.Table.from_pylist([as_text]), tmp_path / "text.parquet")
+    for name in ("rows.jsonl", "text.parquet"):
+        (kept,) = content_of(tmp_path / name)
+        assert '"unit": null' in json.dumps(kept.messages[1]) and kept.tools == ({"name": "f", "a": None},)
+
+
 @pytest.mark.parametrize(
-    ("row", "options"),
+    ("names", "options"),
     [
-        ({"id": 1, "messages": [], "tools": []}, "--messages-field messages --tools-field tools"),
-        ({"conversations": [], "text": ""}, "--messages-field conversations"),
-        ({"instruction": "", "input": "", "output": ""}, None),
-        ({"prompt": "", "response": ""}, "--prompt-field prompt --completion-field response"),
-        ({"question": "", "answer": ""}, "--prompt-field question --completion-field answer"),
-        ({"input_ids": [], "labels": [], "attention_mask": []}, "--tokens-field input_ids --labels-field labels"),
-        ({"content": "", "path": ""}, "--text-field content"),
-        ({"a": "", "b": ""}, ""),
+        ("id messages tools", "--messages-field messages --tools-field tools"),
+        ("instruction input output", "--prompt-field instruction --input-field input --completion-field output"),
+        ("question answer", "--prompt-field question --completion-field answer"),
+        ("input_ids labels attention_mask", "--tokens-field input_ids --labels-field labels"),
+        ("content path", "--text-field content"),
+        ("a b", ""),
     ],
 )
-def test_the_options_that_fit_the_fields_of_rows_are_named(row: dict[str, object], options: str | None) -> None:
-    if options is None:
-        options = "--prompt-field instruction --input-field input --completion-field output"
-    assert fitting_options([*row]) == options
-    roles = re.findall(r"--(\w+)-field (\w+)", options)
-    RowFields.from_options({f"{role}_field": name for role, name in roles}).check("auto")
+def test_the_options_that_fit_the_fields_of_rows_are_named(names: str, options: str) -> None:
+    assert fitting_options(names.split()) == options
 
 
-@pytest.mark.parametrize("name", ["chats.jsonl", "chats.jsonl.gz", "chats.json", "list.json"])
+@pytest.mark.parametrize("name", ["chats.jsonl.gz", "list.json"])
 def test_rows_without_the_field_are_refused_before_they_are_read_with_the_option_that_fits(
     tmp_path: Path, name: str
 ) -> None:
-    rows = [{"id": number, "messages": [{"role": "user", "content": "q"}]} for number in range(3)]
+    rows = [{"id": number, "messages": [HELLO]} for number in range(3)]
     text = json.dumps(rows) if name == "list.json" else "\n".join(map(json.dumps, rows))
     (tmp_path / name).write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
     request = PrepareRequest(sources=SourceSpec(paths=(str(tmp_path / name),)), out=tmp_path / "out")
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=r"^--text-field=text: .*use --messages-field messages"):
         listed(request)
-    hint = ", or --kind text for whole files" if name.endswith("json") else ""
-    assert str(caught.value) == (
-        f"--text-field=text: none of the first rows of {tmp_path / name} has such a field; the fields are 'id', "
-        f"'messages'; use --messages-field messages{hint}"
-    )
     # Beside other documents they are left out and listed.
     (tmp_path / "a.txt").write_text("a text")
     assert listed(replace(request, sources=SourceSpec(paths=(str(tmp_path),)))).units
