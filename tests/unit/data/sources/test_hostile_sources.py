@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,18 +20,18 @@ from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.sources.rows import RowFields
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.errors import RunError, UserError
+from tests.breadth import examples
 from tests.local_preparation import prepare_local, preparing
 from tests.unit.data.corpora import begin
 from tests.unit.data.tokenize.test_chat import CHATML, TOOL_BLOCK, chat_tokenizer
 from tests.unit.data.tokenize.test_supervision import reasons_of
 
 ANSWER = {"role": "assistant", "content": "yes"}
-DEEP = "the messages are nested more than 100 deep"
 
 
-def prepare_folder(folder: Path, tokenizer: str = "bytes", **fields: str) -> Corpus:
+def prepare_folder(folder: Path, tokenizer: str = "bytes", out: Path | None = None, **fields: str) -> Corpus:
     spec = SourceSpec(paths=(str(folder),), fields=RowFields.from_options(fields))
-    return prepare_local(PrepareRequest(sources=spec, out=folder.parent / "corpus", tokenizer=tokenizer))
+    return prepare_local(PrepareRequest(sources=spec, out=out or folder.parent / "corpus", tokenizer=tokenizer))
 
 
 def nested(depth: int) -> str:
@@ -46,30 +45,19 @@ def test_names_that_are_not_utf8_are_read_and_shown_with_their_bytes(tmp_path: P
     (tmp_path / "in" / "rows\udcff.jsonl").write_text('{"text": "a row"}\n{broken\n')
     pq.write_table(pa.table({"text": ["a cell", ""]}), tmp_path / "in" / "cells.parquet")
     (tmp_path / "in" / "cells.parquet").rename(tmp_path / "in" / "cells\udcfe.parquet")
-    assert b"rows\xff.jsonl" in os.listdir(os.fsencode(tmp_path / "in"))
     corpus = prepare_folder(tmp_path / "in")
     names = [corpus.source(document).source.removeprefix(f"{tmp_path}/in/") for document in range(3)]
     assert names == [r"d\xe9/vertr\xe4ge.txt", r"rows\xff.jsonl", r"cells\xfe.parquet"]
     left_out = [json.loads(line)["source"] for line in (corpus.path / "quarantine.jsonl").read_text().splitlines()]
     assert [Path(name).name for name in left_out] == [r"rows\xff.jsonl", r"cells\xfe.parquet"]
-
-
-def test_what_is_refused_of_a_name_that_is_not_utf8_can_be_printed(tmp_path: Path) -> None:
-    (tmp_path / "in").mkdir()
+    with pytest.raises(UserError, match=r"^--out=.*/out\\xff: its name is not UTF-8"):
+        begin(PrepareRequest(sources=SourceSpec(paths=(str(tmp_path / "in"),)), out=tmp_path / "out\udcff"))
     (tmp_path / "in" / "bad\udcff.parquet").write_text("PAR1 not really")
-    with pytest.raises(UserError) as caught:
-        prepare_folder(tmp_path / "in")
-    assert str(caught.value).encode().startswith(rf"source={tmp_path}/in/bad\xff.parquet: the Parquet file".encode())
-    request = PrepareRequest(sources=SourceSpec(paths=(str(tmp_path / "in"),)), out=tmp_path / "out\udcff")
-    with pytest.raises(
-        UserError, match=r"^--out=.*/out\\xff: its name is not UTF-8, which a corpus can't store; rename "
-    ):
-        begin(request)
-    assert not request.out.exists()
+    with pytest.raises(UserError, match=r"^source=.*/bad\\xff.parquet: the Parquet file"):
+        prepare_folder(tmp_path / "in", out=tmp_path / "other")
 
 
-@pytest.mark.parametrize("tokenizer", ["bytes", "template"])
-def test_messages_and_tools_that_are_nested_too_deeply_are_left_out(tmp_path: Path, tokenizer: str) -> None:
+def test_messages_and_tools_that_are_nested_too_deeply_are_left_out(tmp_path: Path) -> None:
     template = str(chat_tokenizer(tmp_path / "tokenizer", TOOL_BLOCK + CHATML))
     rows = []
     for depth in (50, 99, 300, 900, 960, 100_000):
@@ -81,14 +69,11 @@ def test_messages_and_tools_that_are_nested_too_deeply_are_left_out(tmp_path: Pa
     rows += [f'{{"m": {chat}, "t": {tools}}}', f'{{"m": {parts}, "t": null}}', f'{{"m": {chat}, "t": null}}']
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "rows.jsonl").write_text("\n".join(rows))
-    name = template if tokenizer == "template" else "bytes"
-    corpus = prepare_folder(tmp_path / "in", name, messages_field="m", tools_field="t")
+    corpus = prepare_folder(tmp_path / "in", template, messages_field="m", tools_field="t")
     assert [corpus.source(document).offset for document in range(corpus.num_documents)] == [1, 9]
     reasons = dict(reasons_of(corpus))
-    # The parser of a smaller stack gives up before ours does.
-    assert reasons.pop(5) in (DEEP, "not JSON: nested too deeply")
-    tools_reason = DEEP.replace("messages", "tools")
-    assert reasons == {2: DEEP, 3: DEEP, 4: DEEP, 6: "not JSON: nested too deeply", 7: tools_reason, 8: DEEP}
+    assert reasons.keys() == {2, 3, 4, 5, 6, 7, 8}
+    assert all("nested" in reason for reason in reasons.values()) and "tools" in reasons[7]
 
 
 def test_values_of_parquet_that_python_cannot_hold_are_left_out(tmp_path: Path) -> None:
@@ -114,17 +99,14 @@ def test_objects_in_a_column_of_text_or_ids_are_left_out(tmp_path: Path) -> None
     pq.write_table(pa.table(columns), tmp_path / "in" / "rows.parquet")
     corpus = prepare_folder(tmp_path / "in", text_field="text", id_field="_id")
     assert reasons_of(corpus) == [(1, "the id is of type dict, not a string or an integer")]
-    spec = SourceSpec(paths=(str(tmp_path / "in"),), fields=RowFields(text="translation"))
-    with pytest.raises(UserError, match=r": 2 were left out: the text is of type dict, not a string \(1\); the text "):
-        prepare_local(PrepareRequest(sources=spec, out=tmp_path / "other"))
+    with pytest.raises(UserError, match=r"2 were left out: the text is of type dict"):
+        prepare_folder(tmp_path / "in", out=tmp_path / "other", text_field="translation")
 
 
 def test_a_column_that_is_there_twice_is_refused(tmp_path: Path) -> None:
-    columns = [pa.array(["one"]), pa.array(["two"]), pa.array(["three"])]
-    pq.write_table(pa.Table.from_arrays(columns, names=["text", "text", "last"]), tmp_path / "rows.parquet")
-    with pytest.raises(
-        UserError, match=r"^--text-field=text: .*rows\.parquet has several columns of that name; rename"
-    ):
+    columns = [pa.array(["one"]), pa.array(["two"])]
+    pq.write_table(pa.Table.from_arrays(columns, names=["text", "text"]), tmp_path / "rows.parquet")
+    with pytest.raises(UserError, match=r"^--text-field=text: .*rows\.parquet has several columns"):
         prepare_folder(tmp_path / "rows.parquet")
 
 
@@ -147,26 +129,24 @@ def hostile(rng: random.Random) -> Any:
     return rng.choice(HOSTILE)(rng)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"text_field": "a"},
-        {"tokens_field": "a", "labels_field": "b"},
-        {"messages_field": "a", "tools_field": "b"},
-        {"prompt_field": "a", "completion_field": "b", "id_field": "c"},
-    ],
-    ids=["text", "tokens", "chat", "prompt"],
-)
-def test_each_of_many_random_rows_is_stored_or_named(tmp_path: Path, fields: dict[str, str]) -> None:
+FIELDS = {
+    "text": {"text_field": "a"},
+    "tokens": {"tokens_field": "a", "labels_field": "b"},
+    "chat": {"messages_field": "a", "tools_field": "b"},
+    "prompt": {"prompt_field": "a", "completion_field": "b", "id_field": "c"},
+}
+
+
+@pytest.mark.parametrize("kind", FIELDS)
+def test_each_of_many_random_rows_is_stored_or_named(tmp_path: Path, kind: str) -> None:
     rng = random.Random(7)
-    count = 400
-    rows = [{name: hostile(rng) for name in "abc" if rng.random() < 0.95} for _ in range(count)]
+    rows = [{name: hostile(rng) for name in "abc" if rng.random() < 0.95} for _ in range(400)]
     rows.append({"a": [{"role": "user", "content": "the fox?"}, ANSWER], "b": None})
     rows += [{"a": "the dog", "b": "jumps"}, {"a": [1, 2], "b": [-100, 2]}]
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     template = str(chat_tokenizer(tmp_path / "tokenizer", TOOL_BLOCK + CHATML))
-    corpus = prepare_folder(tmp_path / "in", template, **fields)
+    corpus = prepare_folder(tmp_path / "in", template, **FIELDS[kind])
     offsets = [corpus.source(document).offset for document in range(corpus.num_documents)]
     left_out = [offset for offset, _ in reasons_of(corpus)]
     assert sorted(offsets + left_out) == list(range(1, len(rows) + 1))
@@ -190,13 +170,7 @@ def test_random_columns_of_parquet_are_stored_or_named(tmp_path: Path) -> None:
             return pa.list_(pa.struct({"type": inner, "text": pa.string()})), [{"type": value, "text": "a"}]
         return pa.list_(pa.struct({"role": pa.string(), "content": inner})), [{"role": "assistant", "content": value}]
 
-    choices = [
-        {"text_field": "a"},
-        {"tokens_field": "a", "labels_field": "b"},
-        {"messages_field": "a", "tools_field": "b"},
-        {"prompt_field": "a", "completion_field": "b", "id_field": "c"},
-    ]
-    for number in range(60):
+    for number in range(examples(60)):
         (folder := tmp_path / str(number) / "in").mkdir(parents=True)
         table = {}
         for name in "abc":
@@ -204,15 +178,13 @@ def test_random_columns_of_parquet_are_stored_or_named(tmp_path: Path) -> None:
             table[name] = pa.array([value, value, None], kind)
         pq.write_table(pa.table(table), folder / "rows.parquet")
         (folder / "rows.jsonl").write_text('{"a": [{"role": "assistant", "content": "x"}], "b": null}\n')
-        outcome = ""
+        corpus, refused = None, ""
         try:
-            corpus = prepare_folder(folder, **rng.choice(choices))
+            corpus = prepare_folder(folder, **rng.choice([*FIELDS.values()]))
         except UserError as error:
-            outcome = str(error)
-        if outcome:
-            assert "the sources hold no usable document: 4 were left out: " in outcome
-        else:
-            assert corpus.num_documents + corpus.info.num_quarantined == 4
+            refused = str(error)
+        num = 4 if ": 4 were left out: " in refused else 0
+        assert num == 4 or (corpus and corpus.num_documents + corpus.info.num_quarantined == 4), refused
 
 
 def test_a_fault_of_ours_in_a_unit_is_one_line_that_names_its_files(
@@ -228,7 +200,6 @@ def test_a_fault_of_ours_in_a_unit_is_one_line_that_names_its_files(
 
     monkeypatch.setattr(prepare_job, "write_unit", faulty)
     answer = prepare_job._run_unit(unit, out=request.out, tokenizer="bytes", options=request.encoding)
-    assert isinstance(answer, RunError)
     assert str(answer) == rf"unit 0 of {request.out} ({tmp_path}/0.txt and 1 more): KeyError: 'of ours\nin two lines'"
     monkeypatch.setattr(prepare_job, "_run_units", lambda *_: iter([answer]))
     with pytest.raises(RunError, match=r"0\.txt and 1 more\): KeyError"), preparing(request) as preparation:
@@ -237,18 +208,13 @@ def test_a_fault_of_ours_in_a_unit_is_one_line_that_names_its_files(
 
 def test_a_home_that_nobody_knows_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a text")
-    plain = PrepareRequest(
-        sources=SourceSpec(paths=(str(tmp_path / "a.txt"),)), out=tmp_path / "out", tokenizer="bytes"
-    )
-    for request in (
-        replace(plain, sources=SourceSpec(paths=("~nobody-at-all/a",))),
-        replace(plain, out=Path("~nobody-at-all/out")),
-        replace(plain, tokenizer="~nobody-at-all/tokenizer"),
-        replace(plain, without=("~nobody-at-all/corpus",)),
+    plain = PrepareRequest(sources=SourceSpec(paths=(str(tmp_path / "a.txt"),)), out=tmp_path / "out")
+    nobody = "~nobody-at-all/a"
+    for changes in (
+        {"sources": SourceSpec(paths=(nobody,))},
+        {"out": Path(nobody)},
+        {"tokenizer": nobody},
+        {"without": (nobody,)},
     ):
-        with pytest.raises(
-            UserError, match="names the home directory of a user that this machine does not know; write"
-        ):
-            begin(request)
-    with pytest.raises(UserError, match="names the home directory"):
-        Corpus.open("~nobody-at-all/corpus")
+        with pytest.raises(UserError, match="names the home directory of a user"):
+            begin(replace(plain, **changes))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,54 +22,48 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "hub"
 
 
-def test_a_data_set_of_the_hub_is_found_by_its_name(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with serve_hub({"datasets/owner/rows": {"README.md": b"", "train.jsonl": ROWS}}) as (address, _):
-        use_hub(address, cache, monkeypatch)
-        monkeypatch.setattr("datasets.config.HF_ENDPOINT", address)
-        (unit,), rejected = list_units(SourceSpec(paths=("owner/rows",)))
-    assert (unit.kind, unit.first, unit.last, rejected) == ("datasets", 0, 5, ())
-    assert "Generating" not in capfd.readouterr().err, "no progress bar"
-
-
 @pytest.mark.parametrize("name", ["owner/rows", "Owner/MyRows_2k"])
-def test_a_data_set_in_the_cache_is_read_while_the_hub_is_away(
-    name: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_data_set_of_the_hub_is_found_by_its_name_and_later_in_the_cache(
+    name: str, cache: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with serve_hub({f"datasets/{name}": {"README.md": b"", "train.jsonl": ROWS}}) as (address, _):
         use_hub(address, cache, monkeypatch)
         monkeypatch.setattr("datasets.config.HF_ENDPOINT", address)
         found = list_units(SourceSpec(paths=(name,)))
+    (unit,), rejected = found
+    assert (unit.kind, unit.first, unit.last, rejected) == ("datasets", 0, 5, ())
+    assert "Generating" not in capfd.readouterr().err, "no progress bar"
     refuse_waits(monkeypatch)
     use_hub(AWAY, cache, monkeypatch)
     monkeypatch.setattr("datasets.config.HF_ENDPOINT", AWAY)
     assert list_units(SourceSpec(paths=(name,))) == found
 
 
-@pytest.mark.parametrize(("kind", "path", "requests"), [
-    ("auto", "owner/none", 1),
-    ("datasets", "owner/none", 1),
-    ("auto", "none.jsonl", 1),
-    ("auto", "here/none", 0),
-    ("auto", "./none", 0),
-    ("datasets", "/none/of/these", 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "path", "requests"),
+    [
+        ("auto", "owner/none", 1),
+        ("datasets", "owner/none", 1),
+        ("auto", "none.jsonl", 1),
+        ("auto", "here/none", 0),
+        ("auto", "./none", 0),
+        ("datasets", "/none/of/these", 0),
+    ],
+)
 def test_a_source_that_is_neither_here_nor_on_the_hub_is_refused_after_one_request_at_most(
-    kind: str, path: str, requests: int, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: Any, path: str, requests: int, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "here").mkdir()
     with serve_hub({}) as (address, asked):
         use_hub(address, cache, monkeypatch)
-        with pytest.raises(UserError) as refused:
-            list_units(SourceSpec(paths=(path,), kind=kind))  # type: ignore[arg-type]
+        with pytest.raises(UserError, match="no such file or directory") as refused:
+            list_units(SourceSpec(paths=(path,), kind=kind))
         assert len(asked) == requests
-    assert "no such file or directory" in str(refused.value)
     assert ("has no data set of this id" in str(refused.value)) == (requests > 0)
 
 
 def test_a_hub_that_is_away_is_said_at_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_waits(monkeypatch)
     use_hub(AWAY, cache, monkeypatch)
-    with pytest.raises(UserError, match=r"no such file or directory, and the hub at .* does not answer"):
+    with pytest.raises(UserError, match="does not answer"):
         list_units(SourceSpec(paths=("owner/rows",), kind="datasets"))

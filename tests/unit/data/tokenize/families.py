@@ -15,10 +15,13 @@ from tests.unit.data.tokenize.test_tokenizers import fast_tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A template and its special tokens, the end token first."""
-
     template: str
-    special: tuple[str, ...]
+    tokens: str
+    """The special tokens, the end token first, with spaces between."""
+
+    @property
+    def special(self) -> list[str]:
+        return self.tokens.split()
 
     @property
     def writes_tools(self) -> bool:
@@ -43,45 +46,22 @@ _THINKS = (
     "{% set thought = content.split('</think>')[0].split('<think>')[-1].strip('\\n') %}"
     "{% set content = content.split('</think>')[-1].lstrip('\\n') %}{% endif %}"
 )
-_CHATML = ("<|im_end|>", "<|im_start|>", "<|endoftext|>")
-_PHI = (
-    *("<|endoftext|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|tool|>", "<|tool_response|>"),
-    "<|sep|>",
-)
-_GLM = ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|system|>", "<|observation|>", "[gMASK]", "<sop>")
+_CHATML = "<|im_end|> <|im_start|> <|endoftext|>"
+_PHI = "<|endoftext|> <|end|> <|user|> <|assistant|> <|system|> <|tool|> <|tool_response|> <|sep|>"
+_GLM = "<|endoftext|> <|user|> <|assistant|> <|system|> <|observation|> [gMASK] <sop>"
 _COHERE = (
-    *("<|END_OF_TURN_TOKEN|>", "<|START_OF_TURN_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>", "<|SYSTEM_TOKEN|>"),
-    *("<|START_THINKING|>", "<|END_THINKING|>", "<|START_ACTION|>", "<|END_ACTION|>"),
+    "<|END_OF_TURN_TOKEN|> <|START_OF_TURN_TOKEN|> <|USER_TOKEN|> <|CHATBOT_TOKEN|> <|SYSTEM_TOKEN|> "
+    "<|START_THINKING|> <|END_THINKING|> <|START_ACTION|> <|END_ACTION|>"
 )
-_LLAMA_3 = (
-    "<|eot_id|>",
-    "<|begin_of_text|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eom_id|>",
-    "<|python_tag|>",
-)
+_LLAMA_3 = "<|eot_id|> <|begin_of_text|> <|start_header_id|> <|end_header_id|> <|eom_id|> <|python_tag|>"
 _DEEPSEEK = (
-    *("<｜end▁of▁sentence｜>", "<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<｜tool▁calls▁begin｜>"),
-    *(
-        "<｜tool▁calls▁end｜>",
-        "<｜tool▁call▁begin｜>",
-        "<｜tool▁sep｜>",
-        "<｜tool▁call▁end｜>",
-        "<｜tool▁output▁begin｜>",
-    ),
+    "<｜end▁of▁sentence｜> <｜begin▁of▁sentence｜> <｜User｜> <｜Assistant｜> <｜tool▁calls▁begin｜> "
+    "<｜tool▁calls▁end｜> <｜tool▁call▁begin｜> <｜tool▁sep｜> <｜tool▁call▁end｜> <｜tool▁output▁begin｜>"
 )
 _BEGINS = ("<s>", "<bos>", "<|begin_of_text|>", "<｜begin▁of▁sentence｜>")
 _LOOP = "{% for m in messages %}"
 
 FAMILIES: dict[str, Family] = {
-    "chatml": Family(
-        template=_LOOP
-        + "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-        + _ASKS
-        + "<|im_start|>assistant\n{% endif %}",
-        special=_CHATML,
-    ),
     "hermes": Family(
         template="{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n"
         "{% endfor %}<|im_end|>\n{% endif %}"
@@ -92,22 +72,7 @@ FAMILIES: dict[str, Family] = {
         + "<|im_end|>\n{% endif %}{% endfor %}"
         + _ASKS
         + "<|im_start|>assistant\n{% endif %}",
-        special=(*_CHATML, "<tool_call>", "</tool_call>"),
-    ),
-    "qwen3": Family(
-        template="{% set ns = namespace(last=-1) %}" + _LOOP + "{% if m.role == 'user' and not "
-        "(m.content.startswith('<tool_response>') and m.content.endswith('</tool_response>')) %}"
-        "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
-        + _LOOP
-        + "{% if m.role == 'assistant' %}"
-        + _THINKS
-        + "<|im_start|>assistant\n"
-        "{% if loop.index0 > ns.last %}<think>\n{{ thought.strip('\\n') }}\n</think>\n\n{% endif %}"
-        "{{ content.lstrip('\\n') }}"
-        + _HERMES
-        + "<|im_end|>\n{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
-        "{% endif %}{% endfor %}" + _ASKS + "<|im_start|>assistant\n{% endif %}",
-        special=_CHATML,
+        tokens=f"{_CHATML} <tool_call> </tool_call>",
     ),
     "qwq": Family(
         template=_LOOP + "{% if m.role == 'assistant' %}<|im_start|>assistant\n{% if m.reasoning_content %}"
@@ -116,14 +81,7 @@ FAMILIES: dict[str, Family] = {
         + "<|im_end|>\n{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
         + _ASKS
         + "<|im_start|>assistant\n{% endif %}",
-        special=_CHATML,
-    ),
-    "llama3": Family(
-        template="{{ bos_token }}"
-        + _LOOP
-        + "<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}"
-        "<|eot_id|>{% endfor %}" + _ASKS + "<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
-        special=_LLAMA_3,
+        tokens=_CHATML,
     ),
     "llama3.1": Family(
         template="{{ bos_token }}" + _LOOP + "{% if m.tool_calls %}{% if m.tool_calls | length != 1 %}"
@@ -133,7 +91,7 @@ FAMILIES: dict[str, Family] = {
         "{% elif m.role == 'tool' %}<|start_header_id|>ipython<|end_header_id|>\n\n{{ m.content | tojson }}<|eot_id|>"
         "{% else %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>{% endif %}"
         "{% endfor %}" + _ASKS + "<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
-        special=_LLAMA_3,
+        tokens=_LLAMA_3,
     ),
     "llama2": Family(
         template=_LOOP + "{% if m.role == 'system' %}{% else %}{% if m.role == 'user' %}{{ bos_token + '[INST] ' + ("
@@ -141,23 +99,7 @@ FAMILIES: dict[str, Family] = {
         "else '') + m.content.strip() + ' [/INST]' }}"
         "{% elif m.role == 'assistant' %}{{ ' ' + m.content.strip() + ' ' + "
         "eos_token }}{% endif %}{% endif %}{% endfor %}",
-        special=("</s>", "<s>"),
-    ),
-    "mistral": Family(
-        template="{{ bos_token }}" + _LOOP + "{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]"
-        '{% elif m.role == \'tool\' %}[TOOL_RESULTS] {"content": {{ m.content }}, "call_id": "{{ m.tool_call_id }}"}'
-        "[/TOOL_RESULTS]{% elif m.tool_calls %}[TOOL_CALLS] [{% for c in m.tool_calls %}{% if c.id | length != 9 %}"
-        "{{ raise_exception('ids have 9 letters') }}{% endif %}{{ c.function | tojson }}{% endfor %}]{{ eos_token }}"
-        "{% elif m.role == 'system' %}[INST] {{ m.content }}\n\n[/INST]{% else %} {{ m.content | trim }}{{ eos_token }}"
-        "{% endif %}{% endfor %}",
-        special=("</s>", "<s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
-    ),
-    "gemma": Family(
-        template="{{ bos_token }}"
-        + _LOOP
-        + "{% set role = 'model' if m.role == 'assistant' else m.role %}<start_of_turn>"
-        "{{ role }}\n{{ m.content | trim }}<end_of_turn>\n{% endfor %}" + _ASKS + "<start_of_turn>model\n{% endif %}",
-        special=("<end_of_turn>", "<start_of_turn>", "<bos>", "<eos>"),
+        tokens="</s> <s>",
     ),
     "gemma4": Family(
         template="{{ bos_token }}{% for t in tools or [] %}<|tool>{{ t.function.name }}:("
@@ -173,12 +115,7 @@ FAMILIES: dict[str, Family] = {
         "{% for part in (m.content or '').split('</think>') %}"
         "{{ part.split('<think>')[0] }}{% endfor %}<turn|>\n"
         "{% endfor %}" + _ASKS + "<|turn>model\n{% endif %}",
-        special=("<turn|>", "<|turn>", "<bos>", "<eos>", "<|tool>", "<tool|>", "<|tool_call>", "<tool_call|>", '<|"|>'),
-    ),
-    "glm4": Family(
-        template="[gMASK]<sop>" + _LOOP + "<|{{ 'observation' if m.role == 'tool' else m.role }}|>\n{{ m.content }}"
-        "{% endfor %}" + _ASKS + "<|assistant|>\n{% endif %}",
-        special=_GLM,
+        tokens='<turn|> <|turn> <bos> <eos> <|tool> <tool|> <|tool_call> <tool_call|> <|"|>',
     ),
     "glm4.5": Family(
         template="[gMASK]<sop>{% set ns = namespace(last=-1) %}" + _LOOP + "{% if m.role == 'user' %}"
@@ -194,7 +131,7 @@ FAMILIES: dict[str, Family] = {
         "{% endfor %}\n</tool_call>{% endfor %}"
         "{% elif m.role == 'tool' %}<|observation|>\n<tool_response>\n{{ m.content }}\n</tool_response>"
         "{% else %}<|{{ m.role }}|>\n{{ m.content }}{% endif %}{% endfor %}" + _ASKS + "<|assistant|>{% endif %}",
-        special=_GLM,
+        tokens=_GLM,
     ),
     "deepseek": Family(
         template="{{ bos_token }}" + _LOOP + "{% if m.role == 'user' %}<｜User｜>{{ m.content }}{% elif m.tool_calls %}"
@@ -203,21 +140,14 @@ FAMILIES: dict[str, Family] = {
         "{% endfor %}<｜tool▁calls▁end｜><｜end▁of▁sentence｜>{% elif m.role == 'assistant' %}<｜Assistant｜>"
         "{{ m.content.split('</think>')[-1] }}<｜end▁of▁sentence｜>{% elif m.role == 'tool' %}<｜tool▁output▁begin｜>"
         "{{ m.content }}{% else %}{{ m.content }}{% endif %}{% endfor %}" + _ASKS + "<｜Assistant｜>{% endif %}",
-        special=_DEEPSEEK,
+        tokens=_DEEPSEEK,
     ),
     "phi3": Family(
         template=_LOOP
         + "{{ '<|' + m.role + '|>\\n' + m.content + '<|end|>\\n' }}{% endfor %}"
         + _ASKS
         + "<|assistant|>\n{% else %}{{ eos_token }}{% endif %}",
-        special=_PHI,
-    ),
-    "zephyr": Family(
-        template=_LOOP
-        + "<|{{ m.role | lower }}|>\n{{ m.content }}{{ eos_token }}\n{% endfor %}"
-        + _ASKS
-        + "<|assistant|>\n{% endif %}",
-        special=("</s>", "<s>", "<|user|>", "<|assistant|>", "<|system|>"),
+        tokens=_PHI,
     ),
     "cohere": Family(
         template="{{ bos_token }}" + _LOOP + "<|START_OF_TURN_TOKEN|>{% if m.role == 'user' %}<|USER_TOKEN|>"
@@ -228,7 +158,7 @@ FAMILIES: dict[str, Family] = {
         '{% for c in m.tool_calls %}{"tool_name": {{ c.function.name | tojson }}, '
         '"parameters": {{ c.function.arguments | tojson }}}{% endfor %}]<|END_ACTION|>{% endif %}<|END_OF_TURN_TOKEN|>'
         "{% endfor %}" + _ASKS + "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>{% endif %}",
-        special=_COHERE,
+        tokens=_COHERE,
     ),
     "granite": Family(
         template=_LOOP
@@ -236,27 +166,21 @@ FAMILIES: dict[str, Family] = {
         "{{ m.tool_calls | tojson }}{% else %}{{ m.content }}{% endif %}<|end_of_text|>\n{% endfor %}"
         + _ASKS
         + "<|start_of_role|>assistant<|end_of_role|>{% endif %}",
-        special=("<|end_of_text|>", "<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>"),
-    ),
-    "vicuna": Family(
-        template=_LOOP
-        + "{% if m.role == 'system' %}{{ m.content }}\n\n{% elif m.role == 'user' %}USER: {{ m.content }} "
-        "{% else %}ASSISTANT: {{ m.content }}</s>{% endif %}{% endfor %}" + _ASKS + "ASSISTANT: {% endif %}",
-        special=("</s>", "<s>"),
+        tokens="<|end_of_text|> <|start_of_role|> <|end_of_role|> <|tool_call|>",
     ),
     "alpaca": Family(
         template=_LOOP + "{% if m.role == 'system' %}{{ m.content }}\n\n{% elif m.role == 'user' %}### Instruction:\n"
         "{{ m.content | trim }}\n\n{% else %}### Response:\n{{ m.content }}{{ eos_token }}\n\n{% endif %}{% endfor %}"
         + _ASKS
         + "### Response:\n{% endif %}",
-        special=("</s>", "<s>"),
+        tokens="</s> <s>",
     ),
     "falcon": Family(
         template=_LOOP
         + "{% if not loop.first %}\n{% endif %}{{ m.role | capitalize }}: {{ m.content.strip() }}{% endfor %}"
         + _ASKS
         + "\nAssistant:{% endif %}",
-        special=("<|endoftext|>", ">>TITLE<<", ">>INTRODUCTION<<"),
+        tokens="<|endoftext|> >>TITLE<< >>INTRODUCTION<<",
     ),
     "xml": Family(
         # Calls as Qwen3-Coder, MiniMax and Seed-OSS write them, with keys as tags, and names as attributes.
@@ -265,7 +189,7 @@ FAMILIES: dict[str, Family] = {
         "<function={{ c.function.name }}>"
         "{% for key, value in c.function.arguments.items() %}<{{ key }}>{{ value }}</{{ key }}>"
         "{% endfor %}</function>{% endfor %}</s>\n{% endfor %}" + _ASKS + "]~b]assistant\n{% endif %}",
-        special=("</s>", "]~b]", "<s>"),
+        tokens="</s> ]~b] <s>",
     ),
     "keyed": Family(
         # Keys, names and words that the template itself uses, between brackets.
@@ -277,7 +201,7 @@ FAMILIES: dict[str, Family] = {
         "{% endfor %}</function>{% endfor %}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
         + _ASKS
         + "<|im_start|>assistant\n{% endif %}",
-        special=(*_CHATML, "<tool_call>", "</tool_call>", "<|assistant|>"),
+        tokens=f"{_CHATML} <tool_call> </tool_call> <|assistant|>",
     ),
     "conditions": Family(
         # Special tokens depend on contents, also on characters that special tokens have.
@@ -287,7 +211,7 @@ FAMILIES: dict[str, Family] = {
         "{% if m.content | length > 20 %}<|long|>{% endif %}{{ m.content | e }}<|im_end|>\n{% endfor %}"
         + _ASKS
         + "<|im_start|>assistant\n{% endif %}",
-        special=(*_CHATML, "<|command|>", "<|list|>", "<|link|>", "<|question|>", "<|long|>", "[INST]", "</s>"),
+        tokens=f"{_CHATML} <|command|> <|list|> <|link|> <|question|> <|long|> [INST] </s>",
     ),
     "harmony": Family(
         template=_LOOP
@@ -301,7 +225,7 @@ FAMILIES: dict[str, Family] = {
         "{{ m.content }}{{ '<|return|>' if loop.last else '<|end|>' }}{% endif %}"
         "{% else %}<|start|>{{ m.role }}<|message|>"
         "{{ m.content }}<|end|>{% endif %}{% endfor %}" + _ASKS + "<|start|>assistant{% endif %}",
-        special=("<|return|>", "<|start|>", "<|end|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|call|>"),
+        tokens="<|return|> <|start|> <|end|> <|channel|> <|message|> <|constrain|> <|call|>",
     ),
     "joined": Family(
         # Consecutive answers are one turn, as in Kimi's and Llama 2's descendants; arguments as Python writes them.
@@ -313,7 +237,7 @@ FAMILIES: dict[str, Family] = {
         "{% if m.role != 'assistant' %}<|im_end|>\n{% elif loop.last %}<|im_end|>\n{% endif %}{% endfor %}"
         + _ASKS
         + "<|im_start|>assistant\n{% endif %}",
-        special=_CHATML,
+        tokens=_CHATML,
     ),
 }
 
@@ -326,7 +250,7 @@ def family_directory(directory: Path, family: Family) -> Path:
     tokenizer = Tokenizer.from_file(str(path))
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    tokenizer.add_special_tokens(list(family.special))
+    tokenizer.add_special_tokens(family.special)
     tokenizer.save(str(path))
     bos = next((one for one in family.special if one in _BEGINS), "<s>")
     named = {"eos_token": family.special[0], "bos_token": bos, "tokenizer_class": "PreTrainedTokenizerFast"}
