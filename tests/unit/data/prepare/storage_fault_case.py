@@ -1,7 +1,7 @@
 """Preparations whose storage fails at a system call: the whole corpus or an error, and whole when resumed.
 
-Run with ``storage_faults.c`` preloaded: ``DIRECTORY FIRST_SEED COUNT KIND...`` for calls by chance, or ``DIRECTORY
-KIND`` for every call of one kind of sources. Prints a JSON object a finding, then a summary.
+Run with ``storage_faults.c`` preloaded: ``DIRECTORY KIND STRIDE``. With stride 1, every call fails in two ways; else
+every STRIDEth call of each kind of call, in a way drawn by chance. Prints a JSON object a finding, then a summary.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import shutil
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -150,69 +150,33 @@ def findings_of(
     return found
 
 
-@dataclass(frozen=True)
-class Whole:
-    """A preparation without a fault: the request, the calls that it makes (all, and of each kind), and the corpus."""
-
-    request: PrepareRequest
-    num_calls: int
-    calls: Mapping[str, int]
-    corpus: dict[str, Any]
-
-
-def begun(directory: Path, make: Kind) -> Whole:
-    """Prepare sources without a fault."""
-    request = make(directory)
-    faults.fault_arm(str(request.out.parent).encode(), ANY_CALL, errno.EIO, FOR_EVER, 0)
-    prepare_local(request)
+def main(directory: Path, make: Kind, stride: int) -> None:
+    """Let each call fail alone: once, as a storage that is away, and for good from then on, as a full disk."""
+    logging.disable(logging.WARNING)
+    first, rng = make(directory / "kind"), random.Random(stride)
+    faults.fault_arm(str(first.out.parent).encode(), ANY_CALL, errno.EIO, FOR_EVER, 0)
+    prepare_local(first)
     num_calls = faults.fault_disarm()
     calls = {call: faults.fault_calls(call.encode()) for call in CALLS}
-    return Whole(request, num_calls, {call: number for call, number in calls.items() if number}, prepared(request))
-
-
-def every_call(directory: Path, make: Kind) -> None:
-    """Let each call fail by itself: once, as a storage that is away, and for good from then on, as a full disk."""
-    logging.disable(logging.WARNING)
-    whole = begun(directory / "kind", make)
-    first, num_calls = whole.request, whole.num_calls
-    met: Counter[str] = Counter()
-    for skip in range(num_calls):
-        for name, times in (("EIO", 1), ("ENOSPC", FOR_EVER)):
-            request = replace(first, out=first.out.parent / f"out-{skip}-{name}")
-            found = findings_of(request, whole.corpus, getattr(errno, name), ANY_CALL, skip, times)
-            place = faults.fault_place().decode()
-            met[place] += 1
-            case = {"kind": make.__name__, "errno": name, "place": place, "skip": skip, "times": times}
-            for text in found:
-                print(json.dumps({**case, "finding": text.replace(str(directory), "")}), flush=True)
-            shutil.rmtree(request.out, ignore_errors=True)
-    print(json.dumps({"cases": 2 * num_calls, "calls": num_calls, "met": dict(met)}))
-
-
-def main(directory: Path, first_seed: int, count: int, kinds: Sequence[Kind]) -> None:
-    logging.disable(logging.WARNING)
-    wholes = [begun(directory / make.__name__, make) for make in kinds]
-    met: Counter[str] = Counter()
-    for seed in range(first_seed, first_seed + count):
-        rng = random.Random(seed)
-        # Each kind of sources and each kind of call in turn: how wide the search is does not depend on chance.
-        turn, kind = divmod(seed, len(kinds))
-        whole, call = wholes[kind], list(wholes[kind].calls)[turn % len(wholes[kind].calls)]
-        request = replace(whole.request, out=whole.request.out.parent / f"out-{seed}")
-        name = rng.choice(AWAY + FINAL)
-        skip, times = rng.randrange(whole.calls[call]), rng.choice((*SHORT, FOR_EVER))
-        found = findings_of(request, whole.corpus, getattr(errno, name), call.encode(), skip, times)
+    cases = [(ANY_CALL, skip, *fault) for skip in range(num_calls) for fault in (("EIO", 1), ("ENOSPC", FOR_EVER))]
+    if stride > 1:
+        cases = [
+            (call.encode(), skip, rng.choice(AWAY + FINAL), rng.choice((*SHORT, FOR_EVER)))
+            for call, number in calls.items()
+            for skip in range(rng.randrange(min(stride, number)) if number else 0, number, stride)
+        ]
+    whole, met = prepared(first), Counter[str]()
+    for number, (call, skip, name, times) in enumerate(cases):
+        request = replace(first, out=first.out.parent / f"out-{number}")
+        found = findings_of(request, whole, getattr(errno, name), call, skip, times)
         place = faults.fault_place().decode()
         met[place] += 1
-        case = {"seed": seed, "kind": kinds[kind].__name__, "errno": name, "place": place, "skip": skip, "times": times}
+        case = {"kind": make.__name__, "errno": name, "place": place, "skip": skip, "times": times}
         for text in found:
             print(json.dumps({**case, "finding": text.replace(str(directory), "")}), flush=True)
         shutil.rmtree(request.out, ignore_errors=True)
-    print(json.dumps({"cases": count, "calls": [whole.num_calls for whole in wholes], "met": dict(met)}))
+    print(json.dumps({"cases": len(cases), "calls": num_calls, "met": dict(met)}))
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 3:
-        every_call(Path(sys.argv[1]), KINDS[sys.argv[2]])
-    else:
-        main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), [KINDS[name] for name in sys.argv[4:]])
+    main(Path(sys.argv[1]), KINDS[sys.argv[2]], int(sys.argv[3]))

@@ -98,22 +98,3 @@ def test_a_power_cut_at_any_moment_leaves_a_whole_corpus_or_one_to_go_on_with(
     assert disk.moments[-1][1][CORPUS] == (request.out / CORPUS).read_bytes()
     for folder in (request.out, *request.out.parents[:2]):
         assert folder.name in disk.names[folder.parent]
-
-
-def test_the_commit_comes_after_the_syncs_of_all_that_it_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "texts").mkdir()
-    for number in range(4):
-        (tmp_path / "texts" / f"{number}.txt").write_text(f"text {number}")
-    spec = SourceSpec(paths=(str(tmp_path / "texts"),))
-    request = PrepareRequest(sources=spec, out=tmp_path / "corpus", unit_bytes=12)
-    disk = Disk(request.out, monkeypatch)
-    corpus = prepare_local(request)
-    order = [what for what, _, _ in disk.moments]
-    commit = order.index(f"rename {CORPUS}")
-    shards = [order.index(f"rename {shard.name}") for shard in corpus.info.shards]
-    assert len(shards) == 2
-    assert max(shards) < order.index("sync shards") < commit
-    sidecars = [order.index(f"rename {name}") for name in ("documents.parquet", "documents.index", "quarantine.jsonl")]
-    synced = [place for place, what in enumerate(order) if what == f"sync {request.out.name}"]
-    assert max(sidecars) < max(place for place in synced if place < commit)
-    assert max(synced) > commit

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,28 +49,9 @@ def litdata(folder: Path) -> None:
     (folder / "chunk-0-0.bin").write_bytes(np.arange(3, dtype="<u4").tobytes() + "".join(TEXTS).encode())
 
 
-def webdataset(folder: Path) -> None:
-    with tarfile.open(folder / "shard-000000.tar", "w") as archive:
-        for number, text in enumerate(TEXTS):
-            entry = tarfile.TarInfo(f"{number:06d}.txt")
-            entry.size = len(text)
-            archive.addfile(entry, io.BytesIO(text.encode()))
-    (folder / "dataset.json").write_text('{"shards": 1}')
-
-
 def megatron(folder: Path) -> None:
     (folder / "train_text_document.idx").write_bytes(b"MMIDIDX\x00\x00" + np.arange(8, dtype="<u8").tobytes())
     (folder / "train_text_document.bin").write_bytes(np.full(700, 65, dtype="<u2").tobytes())
-
-
-def numpy_array(folder: Path) -> None:
-    np.save(folder / "tokens.npy", np.full(700, 65, dtype=np.uint16))
-
-
-def arrow(folder: Path) -> None:
-    table = pa.table({"text": TEXTS})
-    with pa.OSFile(str(folder / "data-00000-of-00001.arrow"), "wb") as file, pa.ipc.new_file(file, table.schema) as out:
-        out.write_table(table)
 
 
 def hub_cache(folder: Path) -> None:
@@ -99,10 +78,10 @@ FORMATS: dict[str, tuple[str, Callable[[Path], None]]] = {
     "mds of json": ("an MDS data set", mds_of_json),
     "litdata": ("a data set of LitData", litdata),
     "datatrove": ("a tokenized data set of datatrove", with_suffix("0_tokens.ds", "0.ds.index", "0.ds.metadata")),
-    "webdataset": ("a tar archive, as WebDataset", webdataset),
+    "webdataset": ("a tar archive, as WebDataset", with_suffix("shard-000000.tar")),
     "megatron": ("a tokenized data set of Megatron-LM", megatron),
-    "numpy": ("a NumPy array", numpy_array),
-    "arrow": ("an Arrow file", arrow),
+    "numpy": ("a NumPy array", with_suffix("tokens.npy")),
+    "arrow": ("an Arrow file", with_suffix("data-00000-of-00001.arrow")),
     "tfrecord": ("a TFRecord file", with_suffix("train.tfrecord")),
     "zip": ("an archive", with_suffix("texts.zip")),
     "hub cache": ("a folder of the hub's cache", hub_cache),
@@ -122,10 +101,9 @@ def test_a_data_set_of_another_tool_is_refused_by_name_or_left_out_of_a_large_tr
             read(alone, fields)
     source = "print('a text')\n" * 1000
     (tree / "main.py").write_text(source)
-    left = {path.name for path in (tree / "fixtures").rglob("*") if path.is_file()} - {"dataset.json"}
+    left = {path.name for path in (tree / "fixtures").rglob("*") if path.is_file()}
     texts, left_out = read(tree)
-    assert texts[0] == source and left_out.keys() == left
-    assert texts[1:] == ([] if case != "webdataset" else ['{"shards": 1}'])
+    assert texts == [source] and left_out.keys() == left
 
 
 @pytest.mark.parametrize("write", [mds, litdata])

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,6 @@ from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.sources.rows import RowFields
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.errors import RunError, UserError
-from tests.breadth import examples
 from tests.local_preparation import prepare_local, preparing
 from tests.unit.data.corpora import begin
 from tests.unit.data.tokenize.test_chat import CHATML, TOOL_BLOCK, chat_tokenizer
@@ -152,41 +149,6 @@ def test_each_of_many_random_rows_is_stored_or_named(tmp_path: Path, kind: str) 
     assert sorted(offsets + left_out) == list(range(1, len(rows) + 1))
 
 
-def test_random_columns_of_parquet_are_stored_or_named(tmp_path: Path) -> None:
-    rng = random.Random(3)
-    simple = [pa.string(), pa.int64(), pa.binary(), pa.timestamp("us"), pa.date64(), pa.float32(), pa.decimal128(9, 2)]
-    values = ["a", 3, b"\xff", 2**62, datetime.date(2024, 1, 2), 0.5, None]
-
-    def column(depth: int) -> tuple[pa.DataType, Any]:
-        kind = rng.randrange(len(simple) + 5) if depth else rng.randrange(len(simple))
-        if kind < len(simple):
-            return simple[kind], rng.choice([values[kind], None])
-        inner, value = column(depth - 1)
-        if kind == len(simple):
-            return pa.list_(inner), [value] * rng.randrange(3)
-        if kind == len(simple) + 1:
-            return pa.map_(pa.string(), inner), [("k", value)]
-        if kind == len(simple) + 2:
-            return pa.list_(pa.struct({"type": inner, "text": pa.string()})), [{"type": value, "text": "a"}]
-        return pa.list_(pa.struct({"role": pa.string(), "content": inner})), [{"role": "assistant", "content": value}]
-
-    for number in range(examples(60)):
-        (folder := tmp_path / str(number) / "in").mkdir(parents=True)
-        table = {}
-        for name in "abc":
-            kind, value = column(3)
-            table[name] = pa.array([value, value, None], kind)
-        pq.write_table(pa.table(table), folder / "rows.parquet")
-        (folder / "rows.jsonl").write_text('{"a": [{"role": "assistant", "content": "x"}], "b": null}\n')
-        corpus, refused = None, ""
-        try:
-            corpus = prepare_folder(folder, **rng.choice([*FIELDS.values()]))
-        except UserError as error:
-            refused = str(error)
-        num = 4 if ": 4 were left out: " in refused else 0
-        assert num == 4 or (corpus and corpus.num_documents + corpus.info.num_quarantined == 4), refused
-
-
 def test_a_fault_of_ours_in_a_unit_is_one_line_that_names_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,17 +166,3 @@ def test_a_fault_of_ours_in_a_unit_is_one_line_that_names_its_files(
     monkeypatch.setattr(prepare_job, "_run_units", lambda *_: iter([answer]))
     with pytest.raises(RunError, match=r"0\.txt and 1 more\): KeyError"), preparing(request) as preparation:
         prepare_job.run_preparation(preparation)
-
-
-def test_a_home_that_nobody_knows_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("a text")
-    plain = PrepareRequest(sources=SourceSpec(paths=(str(tmp_path / "a.txt"),)), out=tmp_path / "out")
-    nobody = "~nobody-at-all/a"
-    for changes in (
-        {"sources": SourceSpec(paths=(nobody,))},
-        {"out": Path(nobody)},
-        {"tokenizer": nobody},
-        {"without": (nobody,)},
-    ):
-        with pytest.raises(UserError, match="names the home directory of a user"):
-            begin(replace(plain, **changes))

@@ -98,23 +98,6 @@ def test_only_rows_with_the_named_field_become_documents(
                 assert all(one.source == str(path) and one.reason for one in left_out)
 
 
-def test_without_a_named_field_a_file_without_rows_is_a_text(tmp_path: Path) -> None:
-    rows = ['{"text": "one"}', '{"text": "two"}']
-    under_a_key = '{"data": [\n' + rows[0] + "\n]}"
-    path = tmp_path / "rows.json"
-    for text, expected in (
-        (rows[0], [rows[0]]),
-        (under_a_key, [under_a_key]),
-        ("\n".join(["{broken", rows[0], '{"no": 1}', rows[1]]), ["one", "two"]),
-        (f"[{rows[0]}, {rows[1]}]", ["one", "two"]),
-    ):
-        path.write_text(text)
-        assert read(path, RowFields())[0] == expected
-    path.write_text(f"[{rows[0]}, {rows[1]}")
-    with pytest.raises(UserError, match=r"rows\.json: the JSON file can't be read"):
-        read(path, RowFields())
-
-
 def peak_of(read_all: Callable[[], object]) -> int:
     """Return the most bytes that Python holds meanwhile."""
     tracemalloc.start()

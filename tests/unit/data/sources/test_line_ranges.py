@@ -19,15 +19,13 @@ from hypothesis import strategies as st
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.prepare.merge import Duplicates
 from ray_ulysses.data.prepare.preparation import PrepareRequest
-from ray_ulysses.data.prepare.unit_writer import write_unit
 from ray_ulysses.data.sources.records import byte_ranges, range_lines
 from ray_ulysses.data.sources.rows import RowFields
 from ray_ulysses.data.sources.units import SourceSpec
-from ray_ulysses.data.tokenize.encoding import load_encoder
 from ray_ulysses.errors import UserError
 from tests.breadth import examples
 from tests.local_preparation import prepare_local
-from tests.unit.data.corpora import begin, check_content
+from tests.unit.data.corpora import begin
 
 WHOLE = 1 << 30
 
@@ -116,23 +114,6 @@ def test_every_line_belongs_to_one_range(data: bytes, unit_bytes: int) -> None:
         assert found == re.findall(rb"[^\n]*\n|[^\n]+", data)
         assert all(0 < last - first <= unit_bytes for first, last in ranges) or ranges == [(0, 0)]
         assert (ranges[0][0], ranges[-1][1]) == (0, len(data))
-
-
-def test_a_large_file_becomes_many_shards_of_the_right_size(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"text": f"document {number}"}) + "\n" for number in range(500)))
-    request = request_of(path, tmp_path / "out", 1000, "quarantine")
-    units = begin(request).units
-    assert len(units) == -(-path.stat().st_size // 1000)
-    assert sum(unit.num_bytes for unit in units) == path.stat().st_size
-    # As if an earlier run had been killed: half of the units are done.
-    for unit in units[::2]:
-        write_unit(request.out, unit, load_encoder("bytes"))
-    corpus = prepare_local(request)
-    assert len(corpus.info.shards) == len(units) > 10
-    assert [corpus.source(number).offset for number in range(500)] == list(range(1, 501))
-    assert described(corpus) == described(prepare_file(path, tmp_path / "whole", WHOLE))
-    check_content(corpus)
 
 
 @pytest.mark.parametrize("duplicates", ["quarantine", "keep"])

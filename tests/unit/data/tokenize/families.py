@@ -54,11 +54,7 @@ _COHERE = (
     "<|START_THINKING|> <|END_THINKING|> <|START_ACTION|> <|END_ACTION|>"
 )
 _LLAMA_3 = "<|eot_id|> <|begin_of_text|> <|start_header_id|> <|end_header_id|> <|eom_id|> <|python_tag|>"
-_DEEPSEEK = (
-    "<｜end▁of▁sentence｜> <｜begin▁of▁sentence｜> <｜User｜> <｜Assistant｜> <｜tool▁calls▁begin｜> "
-    "<｜tool▁calls▁end｜> <｜tool▁call▁begin｜> <｜tool▁sep｜> <｜tool▁call▁end｜> <｜tool▁output▁begin｜>"
-)
-_BEGINS = ("<s>", "<bos>", "<|begin_of_text|>", "<｜begin▁of▁sentence｜>")
+_BEGINS = ("<s>", "<bos>", "<|begin_of_text|>")
 _LOOP = "{% for m in messages %}"
 
 FAMILIES: dict[str, Family] = {
@@ -93,14 +89,6 @@ FAMILIES: dict[str, Family] = {
         "{% endfor %}" + _ASKS + "<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
         tokens=_LLAMA_3,
     ),
-    "llama2": Family(
-        template=_LOOP + "{% if m.role == 'system' %}{% else %}{% if m.role == 'user' %}{{ bos_token + '[INST] ' + ("
-        "'<<SYS>>\\n' + messages[0].content + '\\n<</SYS>>\\n\\n' if loop.index0 == 1 and messages[0].role == 'system' "
-        "else '') + m.content.strip() + ' [/INST]' }}"
-        "{% elif m.role == 'assistant' %}{{ ' ' + m.content.strip() + ' ' + "
-        "eos_token }}{% endif %}{% endif %}{% endfor %}",
-        tokens="</s> <s>",
-    ),
     "gemma4": Family(
         template="{{ bos_token }}{% for t in tools or [] %}<|tool>{{ t.function.name }}:("
         '{% for key, value in t.function.parameters.properties | dictsort %}{{ key }}:{type:<|"|>'
@@ -132,15 +120,6 @@ FAMILIES: dict[str, Family] = {
         "{% elif m.role == 'tool' %}<|observation|>\n<tool_response>\n{{ m.content }}\n</tool_response>"
         "{% else %}<|{{ m.role }}|>\n{{ m.content }}{% endif %}{% endfor %}" + _ASKS + "<|assistant|>{% endif %}",
         tokens=_GLM,
-    ),
-    "deepseek": Family(
-        template="{{ bos_token }}" + _LOOP + "{% if m.role == 'user' %}<｜User｜>{{ m.content }}{% elif m.tool_calls %}"
-        "<｜Assistant｜>{{ m.content or '' }}<｜tool▁calls▁begin｜>{% for c in m.tool_calls %}<｜tool▁call▁begin｜>"
-        "{{ c.type }}<｜tool▁sep｜>{{ c.function.name }}\n```json\n{{ c.function.arguments }}\n```<｜tool▁call▁end｜>"
-        "{% endfor %}<｜tool▁calls▁end｜><｜end▁of▁sentence｜>{% elif m.role == 'assistant' %}<｜Assistant｜>"
-        "{{ m.content.split('</think>')[-1] }}<｜end▁of▁sentence｜>{% elif m.role == 'tool' %}<｜tool▁output▁begin｜>"
-        "{{ m.content }}{% else %}{{ m.content }}{% endif %}{% endfor %}" + _ASKS + "<｜Assistant｜>{% endif %}",
-        tokens=_DEEPSEEK,
     ),
     "phi3": Family(
         template=_LOOP

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import json
-import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ray_ulysses.data.sources.rows import RowError
+from ray_ulysses.data.tokenize.chat import ChatFormat
 from ray_ulysses.data.tokenize.options import EncodingOptions
 from ray_ulysses.data.tokenize.spans import EncodedDocument
 from ray_ulysses.data.tokenize.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
@@ -63,40 +64,44 @@ def supervised(tokenizer: Tokenizer, chat: EncodedDocument) -> list[str]:
     return [tokenizer.decode(chat.ids[start:stop]) for start, stop in zip(chat.starts, chat.stops, strict=True)]
 
 
+@pytest.fixture
+def chat_of(tmp_path: Path) -> Callable[..., tuple[Tokenizer, ChatFormat]]:
+    """Returns a tokenizer with a template, and its format of chats."""
+
+    def load(template: str | None = CHATML, **options: Any) -> tuple[Tokenizer, ChatFormat]:
+        folder = tmp_path / f"tokenizer-{len(list(tmp_path.iterdir()))}"
+        tokenizer = load_tokenizer(chat_tokenizer(folder, template))
+        return tokenizer, tokenizer.chat(EncodingOptions(**options))
+
+    return load
+
+
+ChatOf = Callable[..., tuple[Tokenizer, ChatFormat]]
+ASKS = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+
+
 @pytest.mark.parametrize("template", [CHATML, MARKED], ids=["by prefixes", "by generation marks"])
-def test_the_assistants_turns_and_their_end_tokens_are_supervised(tmp_path: Path, template: str) -> None:
-    tokenizer = load_tokenizer(chat_tokenizer(tmp_path, template))
-    chat = only(tokenizer.chat().encode(CONVERSATION))
-    assert tokenizer.decode(chat.ids) == "".join(
+def test_the_assistants_turns_and_their_end_tokens_are_supervised_and_tools_are_not(
+    chat_of: ChatOf, template: str
+) -> None:
+    tokenizer, chat = chat_of(TOOL_BLOCK + template)
+    one, with_tools = only(chat.encode(CONVERSATION)), only(chat.encode(CONVERSATION, TOOLS))
+    text = tokenizer.decode(one.ids)
+    assert text == "".join(
         f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in CONVERSATION
     )
-    assert supervised(tokenizer, chat) == [" jumps\n<|im_end|>", "zürich<|im_end|>"]
-    assert (chat.ids == tokenizer.info.eos_token_id).sum() == len(CONVERSATION)
+    assert tokenizer.decode(with_tools.ids) == f"<|im_start|>tools\n{json.dumps(TOOLS)}<|im_end|>\n{text}"
+    for encoded in (one, with_tools):
+        assert supervised(tokenizer, encoded) == [" jumps\n<|im_end|>", "zürich<|im_end|>"]
+    assert (one.ids == tokenizer.info.eos_token_id).sum() == len(CONVERSATION)
 
 
-@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["by prefixes", "by generation marks"])
-def test_a_template_is_given_the_tools_and_they_are_not_supervised(tmp_path: Path, template: str) -> None:
-    tokenizer = load_tokenizer(chat_tokenizer(tmp_path, TOOL_BLOCK + template))
-    chat = only(tokenizer.chat().encode(CONVERSATION, TOOLS))
-    text = tokenizer.decode(chat.ids)
-    assert text.startswith(f"<|im_start|>tools\n{json.dumps(TOOLS)}<|im_end|>\n<|im_start|>system\n")
-    assert supervised(tokenizer, chat) == [" jumps\n<|im_end|>", "zürich<|im_end|>"]
-    assert text.endswith(tokenizer.decode(only(tokenizer.chat().encode(CONVERSATION)).ids))
-
-
-def test_tools_that_the_template_does_not_write_are_refused(tmp_path: Path) -> None:
-    chat = load_tokenizer(chat_tokenizer(tmp_path, CHATML)).chat()
-    hint = "leave --tools-field out, or use a tokenizer whose chat template writes them"
-    with pytest.raises(RowError, match=rf"^the chat template does not write its tools; {hint}$"):
-        chat.encode(CONVERSATION, TOOLS)
-    with pytest.raises(RowError, match=rf"^bytes have no way to write its tools; {hint}$"):
-        ByteTokenizer().chat().encode(CONVERSATION, TOOLS)
-
-
-def test_a_tool_that_spells_a_special_token_is_refused(tmp_path: Path) -> None:
-    chat = load_tokenizer(chat_tokenizer(tmp_path, TOOL_BLOCK + CHATML)).chat()
+def test_tools_that_are_not_written_or_spell_a_special_token_are_refused(chat_of: ChatOf) -> None:
+    for chat in (chat_of(CHATML)[1], ByteTokenizer().chat()):
+        with pytest.raises(RowError, match=r"write its tools; leave --tools-field out"):
+            chat.encode(CONVERSATION, TOOLS)
     with pytest.raises(RowError, match=r"^tool 1 spells the special token '<\|im_end\|>'$"):
-        chat.encode(CONVERSATION, [*TOOLS, {"name": "f", "description": "a<|im_end|>"}])
+        chat_of(TOOL_BLOCK + CHATML)[1].encode(CONVERSATION, [*TOOLS, {"name": "f", "description": "a<|im_end|>"}])
 
 
 def test_a_template_in_a_file_of_its_own_comes_first(tmp_path: Path) -> None:
@@ -111,32 +116,21 @@ def test_a_template_in_a_file_of_its_own_comes_first(tmp_path: Path) -> None:
     assert several.chat().fingerprint == tokenizer.chat().fingerprint
 
 
-def test_a_template_writes_its_tokenizers_named_tokens(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(chat_tokenizer(tmp_path, "{{ bos_token }}" + CHATML))
-    chat = only(tokenizer.chat().encode(CONVERSATION[1:3]))
-    assert chat.ids[0] == 0 and supervised(tokenizer, chat) == [" jumps\n<|im_end|>"]
-
-
-def test_a_turn_that_the_template_rewrites_later_has_a_document_of_its_own(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(chat_tokenizer(tmp_path, FORGETFUL))
-    first, second = tokenizer.chat().encode(CONVERSATION)
-    assert tokenizer.decode(first.ids).endswith("assistant\n<think> jumps\n<|im_end|>\n")
-    assert "<think> jumps" not in tokenizer.decode(second.ids) and " jumps" in tokenizer.decode(second.ids)
-    assert supervised(tokenizer, first) == ["<think> jumps\n<|im_end|>"]
-    assert supervised(tokenizer, second) == ["<think>zürich<|im_end|>"]
+def test_a_template_writes_its_tokenizers_named_tokens_and_not_the_day_of_preparation(chat_of: ChatOf) -> None:
+    day = "{{ strftime_now('%d %b %Y') + '|' + strftime_now(\"%Y-%m-%d\") }}"
+    tokenizer, chat = chat_of("{{ bos_token }}" + day + CHATML)
+    one = only(chat.encode(CONVERSATION[1:3]))
+    assert one.ids[0] == 0 and supervised(tokenizer, one) == [" jumps\n<|im_end|>"]
+    assert tokenizer.decode(one.ids[1:]).startswith("26 Jul 2024|2024-07-26<|im_start|>")
 
 
 CALL = {"type": "function", "function": {"name": "jump", "arguments": {}}}
+CALLS = "{% for c in message.tool_calls or () %}{{ c.function.name }}{% endfor %}{{ '<|im_end|>"
+IS_ANSWER = "message['role'] == 'assistant'"
 UNMARKED = {
-    "a call": (
-        MARKED.replace(
-            "{{ '<|im_end|>", "{% for c in message.tool_calls or () %}{{ c.function.name }}{% endfor %}{{ '<|im_end|>"
-        ),
-        "tool call 0 of message 2",
-        " jumps\njump<|im_end|>",
-    ),
+    "a call": (MARKED.replace("{{ '<|im_end|>", CALLS), "tool call 0 of message 2", " jumps\njump<|im_end|>"),
     "an earlier turn": (
-        MARKED.replace("message['role'] == 'assistant'", "message['role'] == 'assistant' and loop.last"),
+        MARKED.replace(IS_ANSWER, f"{IS_ANSWER} and loop.last"),
         "the content of message 2",
         " jumps\n<|im_end|>",
     ),
@@ -144,58 +138,46 @@ UNMARKED = {
 
 
 @pytest.mark.parametrize("left_out", UNMARKED)
-def test_a_part_of_a_turn_outside_the_marks_is_learned_by_rendering(tmp_path: Path, left_out: str) -> None:
+def test_a_part_of_a_turn_outside_the_marks_is_learned_by_rendering(chat_of: ChatOf, left_out: str) -> None:
     template, part, said = UNMARKED[left_out]
-    asks = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-    tokenizer = load_tokenizer(chat_tokenizer(tmp_path, template + asks))
     # The second turn says what the first one says.
     messages: list[dict[str, Any]] = [*CONVERSATION[:4], {"role": "assistant", "content": " jumps\nzürich"}]
     if left_out == "a call":
         messages[2] = {**messages[2], "tool_calls": [CALL]}
-    with pytest.raises(
-        RowError, match=rf"^the chat template does not mark {part} as the assistant's; .*\(--turns split\)"
-    ):
-        tokenizer.chat(EncodingOptions(turns="marks")).encode(messages)
-    assert supervised(tokenizer, only(tokenizer.chat().encode(messages))) == [said, " jumps\nzürich<|im_end|>"]
+    with pytest.raises(RowError, match=rf"^the chat template does not mark {part} "):
+        chat_of(template + ASKS, turns="marks")[1].encode(messages)
+    tokenizer, chat = chat_of(template + ASKS)
+    assert supervised(tokenizer, only(chat.encode(messages))) == [said, " jumps\nzürich<|im_end|>"]
 
 
-def test_a_message_that_is_not_written_is_found_where_another_says_the_same(tmp_path: Path) -> None:
-    silent = "{% for message in messages if message['role'] != 'system' %}" + CHATML.split("%}", 1)[1]
-    chat = load_tokenizer(chat_tokenizer(tmp_path, silent)).chat()
-    with pytest.raises(RowError, match=r"^the chat template does not write message 0 \(system\)$"):
-        chat.encode([{"role": "system", "content": "fox"}, *CONVERSATION[1:3]])
-    assert len(chat.encode(CONVERSATION[1:3])) == 1
-
-
-@pytest.mark.parametrize("field", ["tool_calls", "reasoning_content", "thinking"])
-def test_what_bytes_can_not_write_is_refused(field: str) -> None:
-    value: Any = [CALL] if field == "tool_calls" else "hm"
-    messages: list[dict[str, Any]] = [CONVERSATION[1], {"role": "assistant", "content": "", field: value}]
-    with pytest.raises(RowError, match=rf"^message 1 \(assistant\): bytes have no way to write its {field}$"):
-        ByteTokenizer().chat().encode(messages)
-
-
-def test_marks_that_are_not_known_from_those_of_other_turns_are_not_used(tmp_path: Path) -> None:
+def test_marks_that_are_not_known_from_those_of_other_turns_are_not_used(chat_of: ChatOf) -> None:
     # The last turn of the assistant is written with a mark of reasoning.
     forgetful = MARKED.replace("{% generation %}", "{% if loop.last %}{{ '<think>' }}{% endif %}{% generation %}")
-    asks = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-    tokenizer = load_tokenizer(chat_tokenizer(tmp_path, forgetful + asks))
     weighted = [*CONVERSATION[:4], {**CONVERSATION[4], "weight": 0}]
-    with pytest.raises(RowError, match=r"so its marks are not known from those of others; .* \(--turns split\)$"):
-        tokenizer.chat(EncodingOptions(turns="marks")).encode(weighted)
-    (one,) = tokenizer.chat().encode(weighted)
+    with pytest.raises(RowError, match=r"so its marks"):
+        chat_of(forgetful + ASKS, turns="marks")[1].encode(weighted)
+    tokenizer, chat = chat_of(forgetful + ASKS)
+    one = only(chat.encode(weighted))
     assert supervised(tokenizer, one) == ["<think> jumps\n<|im_end|>"]
     assert "dog" not in tokenizer.decode(one.ids)
 
 
-@pytest.mark.parametrize("token", ["<|im_start|>", "<|im_end|>", "<s>", "</s>"])
-def test_a_content_that_spells_a_special_token_is_refused(tmp_path: Path, token: str) -> None:
-    chat = load_tokenizer(chat_tokenizer(tmp_path)).chat()
-    forged = [{"role": "user", "content": f"hi{token}\nassistant"}, CONVERSATION[2]]
-    with pytest.raises(RowError, match=re.escape(f"message 0 (user) spells the special token '{token}'")):
-        chat.encode(forged)
-    with pytest.raises(RowError, match=r"message 1 \(<s>\) spells"):
-        chat.encode([CONVERSATION[1], {"role": "<s>", "content": "x"}])
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (0, {"role": "user", "content": "hi<|im_start|>\nassistant"}),
+        (0, {"role": "user", "content": "<s>"}),
+        (1, {"role": "assistant", "content": "</s>"}),
+        (1, {"role": "<s>", "content": "x"}),
+    ],
+)
+def test_a_message_that_spells_a_special_token_is_refused(
+    chat_of: ChatOf, number: int, message: dict[str, Any]
+) -> None:
+    said = [*CONVERSATION[1:3]]
+    said[number] = message
+    with pytest.raises(RowError, match=rf"^message {number} .* spells the special token"):
+        chat_of()[1].encode(said)
 
 
 def test_a_content_that_normalization_makes_a_special_token_is_refused(tmp_path: Path) -> None:
@@ -210,47 +192,65 @@ def test_a_content_that_normalization_makes_a_special_token_is_refused(tmp_path:
         load_tokenizer(tmp_path).chat().encode([{"role": "user", "content": "a <|TOOL|> b"}, CONVERSATION[2]])
 
 
-def test_a_word_that_is_no_special_token_may_be_said(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(chat_tokenizer(tmp_path))
-    chat = only(tokenizer.chat().encode([CONVERSATION[1], {"role": "assistant", "content": "<think>fox"}]))
-    assert supervised(tokenizer, chat) == ["<think>fox<|im_end|>"]
+SILENT = CHATML.replace("in messages", "in messages if message['role'] not in ('system', 'tool')")
+THOUGHTLESS = CHATML.replace("message['content'] +", "message['content'].split('</think>')[-1] +")
+STRICT = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('user first') }}{% endif %}" + CHATML
+LOST: dict[str, tuple[str, list[dict[str, Any]], str]] = {
+    # Another message says the same.
+    "system": (SILENT, [{"role": "system", "content": "fox"}, *CONVERSATION[1:3]], r"message 0 \(system\)$"),
+    "tool": (SILENT, [*CONVERSATION[1:3], {"role": "tool", "content": "7"}], r"message 2 \(tool\)$"),
+    "call": (
+        CHATML,
+        [CONVERSATION[1], {"role": "assistant", "content": "", "tool_calls": [CALL]}],
+        "tool call 0 of message 1$",
+    ),
+    "reasoning": (
+        THOUGHTLESS,
+        [CONVERSATION[1], {"role": "assistant", "content": "<think>\nwell\n</think>yes"}],
+        "the reasoning in the content of message 1$",
+    ),
+    "refused": (STRICT, CONVERSATION, "line 1: TemplateError: user first"),
+}
 
 
-def test_a_template_that_refuses_a_conversation_says_why(tmp_path: Path) -> None:
-    template = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('user first') }}{% endif %}" + CHATML
-    with pytest.raises(RowError, match=r"the chat template refuses it in line 1: TemplateError: user first"):
-        load_tokenizer(chat_tokenizer(tmp_path, template)).chat().encode(CONVERSATION)
+@pytest.mark.parametrize("case", LOST)
+def test_what_the_template_leaves_out_or_refuses_is_named(chat_of: ChatOf, case: str) -> None:
+    template, messages, reason = LOST[case]
+    with pytest.raises(RowError, match=reason):
+        chat_of(template)[1].encode(messages)
 
 
-def test_the_day_of_preparation_is_not_in_the_tokens(tmp_path: Path) -> None:
-    template = "{{ strftime_now('%d %b %Y') + '|' + strftime_now(\"%Y-%m-%d\") }}" + CHATML
-    tokenizer = load_tokenizer(chat_tokenizer(tmp_path, template))
-    text = tokenizer.decode(only(tokenizer.chat().encode(CONVERSATION[1:3])).ids)
-    assert text.startswith("26 Jul 2024|2024-07-26<|im_start|>")
+def test_arguments_are_written_in_the_form_that_the_template_takes(chat_of: ChatOf) -> None:
+    for form in ("c.function.arguments | tojson", "'' + c.function.arguments"):
+        written = f"{{% for c in message.tool_calls %}}{{{{ {form} }}}}{{{{ c.function.name }}}}{{% endfor %}}"
+        tokenizer, chat = chat_of(CHATML.replace("in messages %}", "in messages %}" + written))
+        for arguments in ({"city": "Ulm"}, '{"city": "Ulm"}'):
+            call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+            said = [CONVERSATION[1], {"role": "assistant", "content": "", "tool_calls": [call]}]
+            assert '{"city": "Ulm"}weather' in tokenizer.decode(only(chat.encode(said)).ids), (form, arguments)
 
 
-def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"^--messages-field: the tokenizer .* has no chat template; add chat_template\.j"
-    ):
-        load_tokenizer(chat_tokenizer(tmp_path, None)).chat()
-
-
-def test_a_template_that_is_no_template_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"its chat template is not a valid Jinja template \(.*\); fix it"):
-        load_tokenizer(chat_tokenizer(tmp_path, "{% for %}")).chat()
+@pytest.mark.parametrize("template", [None, "{% for %}"], ids=["none", "not Jinja"])
+def test_a_tokenizer_without_a_usable_chat_template_is_refused(chat_of: ChatOf, template: str | None) -> None:
+    with pytest.raises(UserError, match="has no chat template" if template is None else "not a valid Jinja template"):
+        chat_of(template)
 
 
 def test_bytes_have_a_format_that_no_text_can_forge() -> None:
-    tokenizer = ByteTokenizer()
-    chat = only(tokenizer.chat().encode([*CONVERSATION[1:3], {"role": "tool", "content": ""}]))
-    expected = [*b"user\nthe fox?", 256, *b"assistant\n jumps\n", 256, *b"tool\n", 256]
-    assert chat.ids.tolist() == expected
+    chat = only(ByteTokenizer().chat().encode([*CONVERSATION[1:3], {"role": "tool", "content": ""}]))
+    assert chat.ids.tolist() == [*b"user\nthe fox?", 256, *b"assistant\n jumps\n", 256, *b"tool\n", 256]
     assert [chat.ids[a:b].tolist() for a, b in zip(chat.starts, chat.stops, strict=True)] == [[*b" jumps\n", 256]]
 
 
-def test_bytes_know_four_roles() -> None:
-    with pytest.raises(
-        RowError, match=r"message 0 has the role 'root', which is none of system, user, assistant, tool"
-    ):
-        ByteTokenizer().chat().encode([{"role": "root", "content": "x"}])
+@pytest.mark.parametrize(
+    ("message", "lost"),
+    [
+        ({"role": "assistant", "content": "", "tool_calls": [CALL]}, "tool_calls"),
+        ({"role": "assistant", "content": "", "thinking": "hm"}, "thinking"),
+        ({"role": "root", "content": "x"}, "root"),
+        ({"role": "assistant"}, "content"),
+    ],
+)
+def test_what_bytes_can_not_write_is_refused(message: dict[str, Any], lost: str) -> None:
+    with pytest.raises(RowError, match=rf"^message 1 .*{lost}"):
+        ByteTokenizer().chat().encode([CONVERSATION[1], message])

@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 from collections import Counter
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from ray_ulysses.data.tokenize.options import EncodingOptions
 from ray_ulysses.data.tokenize.spans import EncodedDocument
 from ray_ulysses.data.tokenize.tokenizers import load_tokenizer
 from ray_ulysses.errors import UserError
+from tests.breadth import fast_only
 from tests.unit.data.tokenize.test_tokenizers import fast_tokenizer
 
 TEMPLATES = Path(__file__).parent / "chat_templates"
@@ -47,31 +49,39 @@ def talk(turns: int, calls: bool, thinks: bool, system: bool) -> list[dict[str, 
     return said
 
 
-def directory_of(tmp_path: Path, name: str) -> Path:
-    """A small tokenizer with the template, whose special tokens it knows."""
+def tokenizer_of(directory: Path, template: str, special: Collection[str], end: str) -> Path:
+    """A small tokenizer with a template, whose special tokens it knows."""
     from tokenizers import Tokenizer
 
-    directory = fast_tokenizer(tmp_path / name)
-    text = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
-    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    path = str(fast_tokenizer(directory) / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(path)
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    tokenizer.add_special_tokens(
-        sorted({*SPECIAL.findall(text), "<|im_end|>", "<|endoftext|>", "<｜end▁of▁sentence｜>"})
-    )
-    tokenizer.save(str(directory / "tokenizer.json"))
-    end = ENDS.get(name.removesuffix("_training"), "<|im_end|>")
+    tokenizer.add_special_tokens(sorted({*SPECIAL.findall(template), *special}))
+    tokenizer.save(path)
     config = {"eos_token": end, "bos_token": "<s>", "tokenizer_class": "PreTrainedTokenizerFast"}
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    (directory / "chat_template.jinja").write_text(text, encoding="utf-8")
+    (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
     return directory
+
+
+def directory_of(tmp_path: Path, name: str) -> Path:
+    """A tokenizer with a template of this folder."""
+    text = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
+    end = ENDS.get(name.removesuffix("_training"), "<|im_end|>")
+    return tokenizer_of(tmp_path / name, text, {"<|im_end|>", "<|endoftext|>", "<｜end▁of▁sentence｜>"}, end)
+
+
+def without_today(template: str) -> str:
+    """Return a template with the day that we write, where Transformers would write today's."""
+    return re.sub(r"strftime_now\([^)]*\)", "'2024-07-26'", template)
 
 
 def spans_of(tokens: EncodedDocument) -> list[tuple[int, int]]:
     return list(zip(tokens.starts.tolist(), tokens.stops.tolist(), strict=True))
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", fast_only(PUBLISHED, "qwen3", "phi3", "deepseekv3"))
 def test_every_turn_is_learned_once_after_what_asks_for_it(tmp_path: Path, name: str) -> None:
     directory = directory_of(tmp_path, name)
     tokenizer, template = load_tokenizer(directory), ChatTemplate(directory)
@@ -111,35 +121,26 @@ def test_every_turn_is_learned_once_after_what_asks_for_it(tmp_path: Path, name:
     assert refused == expected.get(name, {})
 
 
-@pytest.mark.parametrize(
-    ("name", "num_documents"), [("qwen3", 2), ("qwen3_6", 2), ("gptoss", 2), ("phi3", 1), ("glm4moe", 2)]
-)
+@pytest.mark.parametrize(("name", "num_documents"), [("qwen3", 2), ("gptoss", 2), ("phi3", 1)])
 def test_turns_share_a_document_where_the_template_keeps_them(tmp_path: Path, name: str, num_documents: int) -> None:
-    directory = directory_of(tmp_path, name)
+    tokenizer = load_tokenizer(directory_of(tmp_path, name))
     messages = talk(2, calls=False, thinks=name != "phi3", system=True)
-    whole = EncodingOptions(turns="whole")
-    assert len(load_tokenizer(directory).chat().encode(messages)) == num_documents
+    whole = tokenizer.chat(EncodingOptions(turns="whole"))
+    assert len(tokenizer.chat().encode(messages)) == num_documents
     if num_documents == 1:
-        assert len(load_tokenizer(directory).chat(whole).encode(messages)) == 1
+        assert len(whole.encode(messages)) == 1
         return
-    rewritten = (
-        r"the chat template writes message 2 differently if the conversation ends with it; learn it in a text of its "
-        r"own \(--turns split\), or give a template that marks its turns with \{% generation %\}$"
-    )
-    with pytest.raises(RowError, match=rewritten):
-        load_tokenizer(directory).chat(whole).encode(messages)
+    with pytest.raises(RowError, match=r"writes message 2 differently .*\(--turns split\)"):
+        whole.encode(messages)
 
 
-@pytest.mark.parametrize("name", [f"{name}_training" for name in PUBLISHED])
+@pytest.mark.parametrize("name", fast_only([f"{name}_training" for name in PUBLISHED], "gptoss_training"))
 def test_marked_turns_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     from transformers import AutoTokenizer
 
     directory = directory_of(tmp_path, name)
-    # Without the date of today, which Transformers would write.
     path = directory / "chat_template.jinja"
-    path.write_text(
-        re.sub(r"strftime_now\([^)]*\)", "'2024-07-26'", path.read_text(encoding="utf-8")), encoding="utf-8"
-    )
+    path.write_text(without_today(path.read_text(encoding="utf-8")), encoding="utf-8")
     chat, reference = load_tokenizer(directory).chat(), AutoTokenizer.from_pretrained(directory)
     by_marks = load_tokenizer(directory).chat(EncodingOptions(turns="marks"))
     compared, unmarked = 0, set[str]()
@@ -169,7 +170,7 @@ def test_marked_turns_are_those_of_transformers(tmp_path: Path, name: str) -> No
     assert unmarked <= {NO_REASONING, NO_REASONING.replace("write", "mark")}
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_training", "phi3", "phi3_training"])
+@pytest.mark.parametrize("name", ["qwen3", "phi3_training"])
 def test_only_the_last_turn_is_learned_on_request(tmp_path: Path, name: str) -> None:
     tokenizer = load_tokenizer(directory_of(tmp_path, name))
     chat = tokenizer.chat(EncodingOptions(train_on="last"))
@@ -187,60 +188,19 @@ def test_a_template_of_ones_own_takes_the_place_of_the_tokenizers(tmp_path: Path
     messages = talk(3, calls=True, thinks=True, system=False)
     assert len(given.encode(messages, [WEATHER])) == 1 < len(own.encode(messages, [WEATHER]))
     assert given.fingerprint != own.fingerprint
-    assert given.description.startswith("turns by the marks of the template") and "rendering" in own.description
-    with pytest.raises(
-        UserError, match=r"^--chat-template: the file is not a valid Jinja template \(line 2: .*\); fix it$"
+    for options, refused in (
+        (EncodingOptions(chat_template="\n{% for %}"), r"^--chat-template: .*line 2"),
+        (EncodingOptions(turns="marks"), r"^--turns=marks: "),
     ):
-        load_tokenizer(directory).chat(EncodingOptions(chat_template="\n{% for %}"))
-    with pytest.raises(
-        UserError, match=r"^--turns=marks: the chat template has no \{% generation %\} marks; give one that has \("
-    ):
-        load_tokenizer(directory).chat(EncodingOptions(turns="marks"))
-
-
-def test_arguments_are_written_in_the_form_that_the_template_takes(tmp_path: Path) -> None:
-    from tests.unit.data.tokenize.test_chat import CHATML, chat_tokenizer, only
-
-    def messages(arguments: object) -> list[dict[str, Any]]:
-        call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
-        return [
-            {"role": "user", "content": "hot?"},
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-        ]
-
-    written = "{% for c in message.tool_calls %}{{ FORM }}{{ c.function.name }}{% endfor %}"
-    opened = "{% for message in messages %}"
-    for form in ("c.function.arguments | tojson", "'' + c.function.arguments"):
-        template = CHATML.replace(opened, opened + written.replace("FORM", form))
-        tokenizer = load_tokenizer(chat_tokenizer(tmp_path / str(len(form)), template))
-        for arguments in ({"city": "Ulm"}, '{"city": "Ulm"}'):
-            text = tokenizer.decode(only(tokenizer.chat().encode(messages(arguments))).ids)
-            assert '{"city": "Ulm"}weather' in text, (form, arguments)
+        with pytest.raises(UserError, match=refused):
+            load_tokenizer(directory).chat(options)
 
 
 def test_a_conversation_that_the_assistant_begins_is_learned_by_marks_or_left_out_for_this_reason(
     tmp_path: Path,
 ) -> None:
     begins = [{"role": "assistant", "content": "yes?"}, *talk(1, calls=False, thinks=False, system=False)]
-    with pytest.raises(
-        RowError, match=r"^the chat template does not ask the assistant to begin, which message 0 does;"
-    ):
+    with pytest.raises(RowError, match=r"^the chat template does not ask the assistant to begin"):
         load_tokenizer(directory_of(tmp_path, "qwen3")).chat().encode(begins)
     (tokens,) = load_tokenizer(directory_of(tmp_path, "qwen3_training")).chat().encode(begins)
     assert len(spans_of(tokens)) == 2
-
-
-def test_parts_that_the_template_leaves_out_are_named(tmp_path: Path) -> None:
-    from tests.unit.data.tokenize.test_chat import CHATML, chat_tokenizer
-
-    chat = load_tokenizer(chat_tokenizer(tmp_path / "a", CHATML)).chat()
-    calls = talk(1, calls=True, thinks=False, system=False)
-    with pytest.raises(RowError, match=r"^the chat template does not write tool call 0 of message 1$"):
-        chat.encode(calls)
-    silent = CHATML.replace("{% for message in messages %}", "{% for message in messages if message.role != 'tool' %}")
-    with pytest.raises(RowError, match=r"^the chat template does not write message 2 \(tool\)$"):
-        load_tokenizer(chat_tokenizer(tmp_path / "b", silent)).chat().encode(calls)
-    thoughtless = CHATML.replace("message['content'] +", "message['content'].split('</think>')[-1] +")
-    forgets = load_tokenizer(chat_tokenizer(tmp_path / "c", thoughtless)).chat()
-    with pytest.raises(RowError, match=r"does not write the reasoning in the content of message 1$"):
-        forgets.encode([calls[0], {"role": "assistant", "content": "<think>\nwell\n</think>yes"}])

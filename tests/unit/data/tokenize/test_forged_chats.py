@@ -5,18 +5,14 @@ from __future__ import annotations
 import copy
 import json
 import random
-from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ray_ulysses.data.sources.rows import RowError, conversation, strings
-from ray_ulysses.data.tokenize.chat_template import ChatTemplate
+from ray_ulysses.data.sources.rows import RowError, conversation
 from ray_ulysses.data.tokenize.tokenizers import load_tokenizer
-from ray_ulysses.data.tokenize.turns import other_arguments
 from tests.breadth import fast_only
 from tests.unit.data.tokenize.families import FAMILIES, Family, family_directory
 from tests.unit.data.tokenize.test_forged_tokens import forgeable_tokenizer
@@ -151,40 +147,24 @@ def is_forgery(reason: str | None) -> bool:
     return reason is not None and "special token" in reason
 
 
-class Judge:
-    """Knows a forgery by the special tokens of the same conversation with the letter q for each of the token's."""
+def search(directory: Path, name: str, num: int) -> tuple[int, list[str]]:
+    """Return how many honest conversations were kept, and what is wrong.
 
-    def __init__(self, directory: Path) -> None:
-        from tokenizers import Tokenizer
-
-        self._template = ChatTemplate(directory)
-        self._tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-        self._special = load_tokenizer(directory).special_ids
-
-    def specials(self, said: Chat) -> list[list[int]]:
-        """Return those of each beginning of a conversation in each form of its arguments that the template takes."""
-        found = []
-        for form in (said, *other_arguments(said)):
-            for end in range(len(form)):
-                with suppress(RowError):
-                    text = self._template.render(form[: end + 1], ())
-                    found.append(self.of(self._tokenizer.encode(text, add_special_tokens=False).ids))
-        return found
-
-    def of(self, ids: list[int]) -> list[int]:
-        return [one for one in ids if one in self._special]
-
-
-def search(directory: Path, name: str, num: int) -> tuple[Counter[str], list[str]]:
-    """Return how many conversations of each kind were tried, and those that were judged wrongly."""
+    A forged conversation is refused, or has the special tokens that it has with the letter q for each of the token's.
+    """
     family, rng = FAMILIES[name], random.Random(name)
-    chat, judge = load_tokenizer(family_directory(directory, family)).chat(), Judge(directory)
-    met: Counter[str] = Counter()
-    wrong = []
+    tokenizer = load_tokenizer(family_directory(directory, family))
+    chat, wrong, num_kept = tokenizer.chat(), [], 0
+
+    def specials(said: Chat) -> list[list[int]]:
+        return [
+            [one for one in document.ids.tolist() if one in tokenizer.special_ids] for document in chat.encode(said)
+        ]
+
     for _ in range(num):
         said = talk(rng, family)
         reason = reason_of(chat, said, TOOLS if "tools" in family.template and rng.random() < 0.5 else None)
-        met["honest" if reason is None else "honest, refused"] += 1
+        num_kept += reason is None
         if is_forgery(reason):
             wrong.append(f"{reason}: {said}")
         forgery, token, state = rng.choice(FORGERIES), rng.choice(family.special), rng.getstate()
@@ -192,25 +172,16 @@ def search(directory: Path, name: str, num: int) -> tuple[Counter[str], list[str
         forgery(rng, forged, token)
         rng.setstate(state)
         forgery(rng, neutral, "q" * len(token))
-        made, meant = judge.specials(forged), judge.specials(neutral)
-        reason = reason_of(chat, forged)
-        is_spelled = any(token in text for token in family.special for text in strings(forged))
-        if reason is None and reason_of(chat, neutral) is None:
-            found, expected = ([judge.of(one.ids.tolist()) for one in chat.encode(c)] for c in (forged, neutral))
-            is_right = found == expected
-        else:
-            is_right = not is_forgery(reason) or made != meant or is_spelled
-        met["caught" if is_forgery(reason) else "refused" if reason else "harmless"] += 1
-        if not is_right:
-            wrong.append(f"{forgery.__name__} of {token}: {reason} {forged}")
-    return met, wrong
+        if reason_of(chat, forged) is reason_of(chat, neutral) is None and specials(forged) != specials(neutral):
+            wrong.append(f"{forgery.__name__} of {token}: {forged}")
+    return num_kept, wrong
 
 
 @pytest.mark.parametrize("name", fast_only(FAMILIES, "qwq", "harmony"))
 def test_forgeries_are_found_and_honest_conversations_kept(tmp_path: Path, name: str) -> None:
     """Random conversations with odd contents, honest and forged."""
-    met, wrong = search(tmp_path, name, 80 if name not in ("qwq", "harmony") else 12)
-    assert wrong == [] and met["honest"] > 4
+    num_kept, wrong = search(tmp_path, name, 80 if name not in ("qwq", "harmony") else 12)
+    assert wrong == [] and num_kept > 4
 
 
 ASKED = {"role": "user", "content": "the fox?"}

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from ray_ulysses.data.prepare import unit_writer
-from ray_ulysses.data.prepare.preparation import PrepareRequest
-from ray_ulysses.data.sources.rows import ChatRow, CompletionRow, RowError, RowFields
-from ray_ulysses.data.sources.units import SourceSpec
+from ray_ulysses.data.sources.rows import ChatRow, CompletionRow, RowError
 from ray_ulysses.data.tokenize.encoding import load_encoder
 from ray_ulysses.data.tokenize.options import EncodingOptions
 from ray_ulysses.data.tokenize.tokenizers import load_tokenizer
-from tests.local_preparation import prepare_local
-from tests.unit.data.tokenize.test_supervision import reasons_of
+from tests.unit.data.tokenize.test_supervision import prepare_rows, reasons_of
 from tests.unit.data.tokenize.test_tokenizers import fast_tokenizer
 
 FORGED = "text in it reads as the special token '</s>'"
@@ -44,19 +42,32 @@ def forgeable_tokenizer(directory: Path, kind: str) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("kind", ["unigram", "bpe"])
-@pytest.mark.parametrize("long", [False, True], ids=["batch", "long"])
-def test_a_document_that_would_become_a_special_token_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, long: bool
-) -> None:
-    if long:
+def with_end(directory: Path, *, special: bool = False, normalizer: Any = None) -> tuple[str, int]:
+    """Return a tokenizer with a token ``<end>`` that is not its end token, and its id."""
+    from tokenizers import AddedToken, Tokenizer
+
+    path = str(fast_tokenizer(directory) / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(path)
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    tokenizer.add_tokens([AddedToken("<end>", special=special)])
+    tokenizer.save(path)
+    return str(directory), int(tokenizer.token_to_id("<end>"))
+
+
+@pytest.fixture(params=[False, True], ids=["batch", "long"])
+def _length(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param:
         monkeypatch.setattr(unit_writer, "_LONG_CHARACTERS", 4)
+
+
+@pytest.mark.usefixtures("_length")
+@pytest.mark.parametrize("kind", ["unigram", "bpe"])
+def test_a_document_that_would_become_a_special_token_is_left_out(tmp_path: Path, kind: str) -> None:
     directory = forgeable_tokenizer(tmp_path / "tokenizer", kind)
     # Unknown characters and what pads are no forgery.
     texts = ["he said so", "he said </s> and", "", "what? 7", "end</s>", "a <pad> b"]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    spec = SourceSpec(paths=(str(tmp_path / "rows.jsonl"),), fields=RowFields())
-    corpus = prepare_local(PrepareRequest(sources=spec, out=tmp_path / "corpus", tokenizer=str(directory)))
+    corpus = prepare_rows(tmp_path, [{"text": text} for text in texts], str(directory))
     assert [corpus.source(document).offset for document in range(corpus.num_documents)] == [1, 4, 6]
     assert sorted(reasons_of(corpus)) == [(2, FORGED), (3, "empty"), (5, FORGED)]
     for document, length in enumerate(corpus.lengths.tolist()):
@@ -74,53 +85,37 @@ def test_most_tokenizers_make_no_special_token_of_text(tmp_path: Path) -> None:
     assert load_tokenizer(fast_tokenizer(tmp_path)).forgeable == {} == load_tokenizer("bytes").forgeable
 
 
+@pytest.mark.usefixtures("_length")
 @pytest.mark.parametrize("special", [False, True])
-@pytest.mark.parametrize("long", [False, True], ids=["batch", "long"])
-def test_a_text_can_not_forge_a_chosen_end_token_that_is_not_special(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, special: bool, long: bool
-) -> None:
-    from tokenizers import AddedToken, Tokenizer
-
-    if long:
-        monkeypatch.setattr(unit_writer, "_LONG_CHARACTERS", 4)
-    directory = fast_tokenizer(tmp_path / "tokenizer")
-    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    tokenizer.add_tokens([AddedToken("<end>", special=special)])
-    tokenizer.save(str(directory / "tokenizer.json"))
-    number = tokenizer.token_to_id("<end>")
-    texts = ["he said so", "he said <end> and"]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    spec, kept = SourceSpec(paths=(str(tmp_path / "rows.jsonl"),)), {}
-    for name, options in (("own", EncodingOptions()), ("chosen", EncodingOptions(eos="<end>"))):
-        request = PrepareRequest(sources=spec, out=tmp_path / name, tokenizer=str(directory), encoding=options)
-        corpus = prepare_local(request)
-        kept[name] = [corpus.source(document).offset for document in range(corpus.num_documents)]
+def test_a_text_can_not_forge_a_chosen_end_token_that_is_not_special(tmp_path: Path, special: bool) -> None:
+    directory, number = with_end(tmp_path / "tokenizer", special=special)
+    rows = [{"text": text} for text in ("he said so", "he said <end> and")]
     # Another end token than the chosen one leaves text alone.
-    assert kept == {"own": [1, 2], "chosen": [1, 2] if special else [1]}
+    for name, options, num_kept in (
+        ("own", EncodingOptions(), 2),
+        ("chosen", EncodingOptions(eos="<end>"), 2 if special else 1),
+    ):
+        corpus = prepare_rows(tmp_path / name, rows, directory, encoding=options)
+        assert corpus.num_documents == num_kept and corpus.source(0).offset == 1
     for document, length in enumerate(corpus.lengths.tolist()):
         assert np.flatnonzero(corpus.read(document, 0, length) == number).tolist() == [length - 1]
 
 
 def test_a_chat_can_not_forge_a_chosen_end_token_that_is_not_special(tmp_path: Path) -> None:
-    from tokenizers import AddedToken, Tokenizer, normalizers
+    from tokenizers import normalizers
 
-    directory = fast_tokenizer(tmp_path / "tokenizer")
-    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    tokenizer.normalizer = normalizers.NFKC()
-    tokenizer.add_tokens([AddedToken("<end>", special=False)])
-    tokenizer.save(str(directory / "tokenizer.json"))
+    directory, number = with_end(tmp_path / "tokenizer", normalizer=normalizers.NFKC())
     template = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}<end>{% endfor %}"
-    (directory / "chat_template.jinja").write_text(template)
-    encoder = load_encoder(str(directory), EncodingOptions(eos="<end>"))
-    asked = {"role": "user", "content": "said who?"}
+    Path(directory, "chat_template.jinja").write_text(template)
+    encoder = load_encoder(directory, EncodingOptions(eos="<end>"))
+
+    def answered(content: str) -> ChatRow:
+        return ChatRow(messages=({"role": "user", "content": "who?"}, {"role": "assistant", "content": content}))
+
     # The template's own ends are meant.
-    (chat,) = encoder.encode(ChatRow(messages=(asked, {"role": "assistant", "content": "he said so"})))
-    assert np.count_nonzero(chat.ids == tokenizer.token_to_id("<end>")) == 2
-    forged = ChatRow(messages=(asked, {"role": "assistant", "content": "he said <end> and"}))
-    with pytest.raises(RowError, match=r"^message 1 \(assistant\) spells the special token '<end>'$"):
-        encoder.encode(forged)
-    wide = ChatRow(messages=(asked, {"role": "assistant", "content": "he said \uff1cend\uff1e and"}))
-    with pytest.raises(RowError, match=r"^'\uff1cend\uff1e' reads as the special token '<end>'$"):
-        encoder.encode(wide)
-    # Another end token than the chosen one leaves text alone.
-    assert load_encoder(str(directory)).encode(forged)
+    (chat,) = encoder.encode(answered("he said so"))
+    assert np.count_nonzero(chat.ids == number) == 2
+    for forged in ("he said <end> and", "he said \uff1cend\uff1e and"):
+        with pytest.raises(RowError, match=r"the special token '<end>'$"):
+            encoder.encode(answered(forged))
+    assert load_encoder(directory).encode(answered("he said <end> and"))

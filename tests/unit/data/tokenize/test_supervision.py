@@ -20,17 +20,25 @@ from ray_ulysses.data.corpus.row_groups import RowGroupWriter
 from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.sources.rows import RowFields
 from ray_ulysses.data.sources.units import SourceSpec
+from ray_ulysses.data.tokenize.options import EncodingOptions
+from ray_ulysses.data.tokenize.tokenizers import load_tokenizer
 from ray_ulysses.errors import UserError
 from tests.local_preparation import prepare_local
 from tests.unit.data.corpora import check_content, mask_of
 from tests.unit.data.tokenize.test_chat import CHATML, CONVERSATION, MARKED, TOOL_BLOCK, TOOLS, chat_tokenizer
-from tests.unit.data.tokenize.test_tokenizers import fast_tokenizer
 
 END = 256
+LABELS = {"tokens_field": "ids", "labels_field": "labels"}
 
 
 def prepare_rows(
-    directory: Path, rows: Sequence[dict[str, Any]], tokenizer: str = "bytes", form: str = "jsonl", **fields: str
+    directory: Path,
+    rows: Sequence[dict[str, Any]],
+    tokenizer: str = "bytes",
+    form: str = "jsonl",
+    *,
+    encoding: EncodingOptions | None = None,
+    **fields: str,
 ) -> Corpus:
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"rows.{form}"
@@ -38,8 +46,11 @@ def prepare_rows(
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     else:
         pq.write_table(pa.Table.from_pylist(list(rows)), path)
-    spec = SourceSpec(paths=(str(path),), fields=RowFields.from_options(fields))
-    return prepare_local(PrepareRequest(sources=spec, out=directory / "corpus", tokenizer=tokenizer))
+    spec, encoding = (
+        SourceSpec(paths=(str(path),), fields=RowFields.from_options(fields)),
+        encoding or EncodingOptions(),
+    )
+    return prepare_local(PrepareRequest(sources=spec, out=directory / "corpus", tokenizer=tokenizer, encoding=encoding))
 
 
 def tokens_of(corpus: Corpus, document: int) -> list[int]:
@@ -55,6 +66,15 @@ def supervised_of(corpus: Corpus, document: int) -> list[int]:
     return np.array(tokens_of(corpus, document))[mask].tolist()
 
 
+def each_supervised(corpus: Corpus) -> list[list[int]]:
+    return [supervised_of(corpus, document) for document in range(corpus.num_documents)]
+
+
+def texts_of(corpus: Corpus, tokenizer: str, tokens: Sequence[list[int]]) -> list[str]:
+    decode = load_tokenizer(tokenizer).decode
+    return [decode(np.array(ids)) for ids in tokens]
+
+
 def reasons_of(corpus: Corpus) -> list[tuple[int, str]]:
     lines = (corpus.path / "quarantine.jsonl").read_text().splitlines()
     return [(row["offset"], row["reason"]) for row in map(json.loads, lines)]
@@ -68,19 +88,17 @@ def test_tokens_are_taken_as_they_are_and_labels_become_spans(tmp_path: Path, fo
         {"ids": [1, 2, END], "labels": [-100, 2, -100]},
         {"ids": [3, 4, 3, 4], "labels": [3, -100, 3, 4]},
     ]
-    corpus = prepare_rows(tmp_path, rows, form=form, tokens_field="ids", labels_field="labels")
+    corpus = prepare_rows(tmp_path, rows, form=form, **LABELS)
     assert [tokens_of(corpus, document) for document in range(4)] == [
         [5, 6, 7, 8, END],
         [5, 6, 7, END],
         [1, 2, END],
         [3, 4, 3, 4, END],
     ]
-    assert [supervised_of(corpus, document) for document in range(4)] == [[7], [6, 7, END], [2], [3, 3, 4, END]]
+    assert each_supervised(corpus) == [[7], [6, 7, END], [2], [3, 3, 4, END]]
     assert corpus.info.spans is not None
     assert (corpus.info.spans.num_spans, corpus.info.spans.num_supervised) == (5, 9)
     check_content(corpus)
-    found = corpus.spans.count(np.array([0, 1, 3]), np.array([1, 2, 1]), np.array([3, 4, 4])) if corpus.spans else None
-    assert found is not None and found.tolist() == [1, 2, 2]
 
 
 def test_tokens_without_labels_are_supervised_whole_and_need_no_spans(tmp_path: Path) -> None:
@@ -100,8 +118,7 @@ def test_tokens_and_labels_that_do_not_fit_are_left_out_with_the_reason(tmp_path
         {"ids": [1, 2]},
         {"ids": [END], "labels": [END]},
     ]
-    corpus = prepare_rows(tmp_path, rows, tokens_field="ids", labels_field="labels")
-    assert reasons_of(corpus) == [
+    assert reasons_of(prepare_rows(tmp_path, rows, **LABELS)) == [
         (2, "token 257 at place 1 is outside the vocabulary of 257"),
         (3, "token -1 at place 1 is outside the vocabulary of 257"),
         (4, "label 3 at place 1 is neither -100 nor the token 2"),
@@ -112,12 +129,14 @@ def test_tokens_and_labels_that_do_not_fit_are_left_out_with_the_reason(tmp_path
     ]
 
 
-def test_rows_with_the_same_tokens_but_other_labels_are_two_documents(tmp_path: Path) -> None:
-    rows = [{"ids": [1, 2, 3], "labels": labels} for labels in ([-100, 2, 3], [-100, -100, 3], [-100, 2, 3])]
-    corpus = prepare_rows(tmp_path, rows, tokens_field="ids", labels_field="labels")
-    assert corpus.num_documents == 2
-    assert reasons_of(corpus) == [(3, f"the same content as {tmp_path / 'rows.jsonl'} at 1")]
-    assert [supervised_of(corpus, document) for document in range(2)] == [[2, 3, END], [3, END]]
+def test_other_labels_make_another_document_and_another_fingerprint(tmp_path: Path) -> None:
+    one, other = ({"ids": [1, 2, 3], "labels": labels} for labels in ([-100, 2, 3], [-100, -100, 3]))
+    corpus = prepare_rows(tmp_path / "both", [one, other, one], **LABELS)
+    assert each_supervised(corpus) == [[2, 3, END], [3, END]]
+    assert reasons_of(corpus) == [(3, f"the same content as {tmp_path / 'both' / 'rows.jsonl'} at 1")]
+    made = [prepare_rows(tmp_path / str(n), [row], **LABELS).fingerprint for n, row in enumerate((one, other, one))]
+    plain = prepare_rows(tmp_path / "plain", [{"ids": [1, 2, 3]}], tokens_field="ids").fingerprint
+    assert made[0] == made[2] and len({*made, plain}) == 3
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
@@ -129,46 +148,34 @@ def test_chats_are_supervised_where_the_assistant_speaks(tmp_path: Path, form: s
         {"chat": CONVERSATION[1:3]},
     ]
     directory = str(chat_tokenizer(tmp_path / "tokenizer"))
-    corpus = prepare_rows(tmp_path, rows, tokenizer=directory, form=form, messages_field="chat")
+    corpus = prepare_rows(tmp_path, rows, directory, form, messages_field="chat")
     assert reasons_of(corpus) == [
         (2, "message 2 (user) spells the special token '<|im_end|>'"),
         (3, "no token of it is supervised"),
     ]
-    from ray_ulysses.data.tokenize.tokenizers import load_tokenizer
-
-    decode = load_tokenizer(directory).decode
-    assert decode(np.array(supervised_of(corpus, 0))) == " jumps\n<|im_end|>zürich<|im_end|>"
+    learned = each_supervised(corpus)
+    assert texts_of(corpus, directory, learned)[0] == " jumps\n<|im_end|>zürich<|im_end|>"
     end = corpus.info.tokenizer.eos_token_id
     # The line feed that the template adds is followed by the document's own end, which nobody is to learn.
-    assert decode(np.array(tokens_of(corpus, 1)[-3:])) == "<|im_end|>\n<|im_end|>"
-    assert tokens_of(corpus, 1)[-1] == end and supervised_of(corpus, 1).count(end) == 1
+    assert texts_of(corpus, directory, [tokens_of(corpus, 1)[-3:]]) == ["<|im_end|>\n<|im_end|>"]
+    assert tokens_of(corpus, 1)[-1] == end and learned[1].count(end) == 1
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
 def test_chats_in_parts_and_with_tools(tmp_path: Path, form: str) -> None:
-    def row(kind: str, tools: object) -> dict[str, Any]:
+    def row(kind: str, **tools: object) -> dict[str, Any]:
         parts = [{"type": "text", "text": "the fox?"}, {"type": kind, "text": "jump"}]
         answer = [{"type": "text", "text": "yes"}]
-        return {"chat": [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}], "tools": tools}
+        return {"chat": [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}], **tools}
 
-    rows = [row("text", TOOLS), row("image", TOOLS), row("text", None)]
+    rows = [row("text", tools=TOOLS), row("image", tools=TOOLS), row("text")]
     directory = str(chat_tokenizer(tmp_path / "tokenizer", TOOL_BLOCK + CHATML))
     corpus = prepare_rows(tmp_path, rows, directory, form, messages_field="chat", tools_field="tools")
     assert reasons_of(corpus) == [(2, 'message 0 (user): part 1 of the content is "image", not text')]
-    from ray_ulysses.data.tokenize.tokenizers import load_tokenizer
-
-    decode = load_tokenizer(directory).decode
-    texts = [decode(np.array(tokens_of(corpus, document)[:-1])) for document in range(2)]
+    texts = texts_of(corpus, directory, [tokens_of(corpus, document)[:-1] for document in range(2)])
     talk = "<|im_start|>user\nthe fox? jump<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n"
     assert texts[1] == talk and texts[0].endswith("]<|im_end|>\n" + talk) and '"name": "jump"' in texts[0]
-    assert [decode(np.array(supervised_of(corpus, document))) for document in range(2)] == ["yes<|im_end|>"] * 2
-
-
-def test_a_row_of_jsonl_may_leave_its_tools_out(tmp_path: Path) -> None:
-    rows = [{"messages": CONVERSATION[1:3]}, {"messages": CONVERSATION, "tools": TOOLS}]
-    corpus = prepare_rows(tmp_path, rows, messages_field="messages", tools_field="tools")
-    assert corpus.num_documents == 1
-    assert [reason.split(";")[0] for _, reason in reasons_of(corpus)] == ["bytes have no way to write its tools"]
+    assert texts_of(corpus, directory, each_supervised(corpus)) == ["yes<|im_end|>"] * 2
 
 
 def test_a_system_column_comes_before_the_conversation(tmp_path: Path) -> None:
@@ -186,58 +193,16 @@ def test_a_system_column_comes_before_the_conversation(tmp_path: Path) -> None:
     texts = [bytes(t for t in tokens_of(corpus, n) if t < END).decode() for n in range(corpus.num_documents)]
     said = "user\nhiassistant\nho"
     assert texts == [f"system\nbe brief{said}", said, f"system\nown{said}"]
-    assert sorted(reasons_of(corpus))[-2:] == [
-        (5, "it has a system message beside the one of its own column"),
-        (6, "the system message is of type int, not a string"),
-    ]
-    assert corpus.info.num_quarantined == 3, "the third is the second again"
-
-
-def test_chats_in_bytes_end_with_their_last_turn(tmp_path: Path) -> None:
-    rows = [{"messages": CONVERSATION[1:3]}, {"messages": [{"role": "assistant", "content": "hi"}]}]
-    corpus = prepare_rows(tmp_path, rows, messages_field="messages")
-    assert tokens_of(corpus, 0) == [*b"user\nthe fox?", END, *b"assistant\n jumps\n", END]
-    assert supervised_of(corpus, 0) == [*b" jumps\n", END]
-    assert supervised_of(corpus, 1) == [*b"hi", END]
-
-
-def test_a_template_that_changes_makes_another_corpus(tmp_path: Path) -> None:
-    directory = chat_tokenizer(tmp_path / "tokenizer")
-    rows = [{"messages": CONVERSATION}]
-    prepare_rows(tmp_path, rows, tokenizer=str(directory), messages_field="messages")
-    (directory / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
-    with pytest.raises(UserError, match=r"already holds a corpus of other sources, options or source files"):
-        prepare_rows(tmp_path, rows, tokenizer=str(directory), messages_field="messages")
-
-
-def test_a_chat_without_a_template_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
-    directory = fast_tokenizer(tmp_path / "tokenizer")
-    with pytest.raises(UserError, match=r"^--messages-field: the tokenizer .* has no chat template"):
-        prepare_rows(tmp_path, [{"messages": CONVERSATION}], tokenizer=str(directory), messages_field="messages")
-    assert not (tmp_path / "corpus").exists()
+    # The third is the second again.
+    assert sorted(offset for offset, _ in reasons_of(corpus)) == [3, 5, 6]
 
 
 def test_only_the_completion_and_the_end_are_supervised(tmp_path: Path) -> None:
     rows = [{"q": "ab", "a": "cd"}, {"q": "", "a": "x"}, {"q": "ab", "a": ""}]
     corpus = prepare_rows(tmp_path, rows, prompt_field="q", completion_field="a")
-    assert [supervised_of(corpus, document) for document in range(2)] == [[*b"cd", END], [*b"x", END]]
+    assert each_supervised(corpus) == [[*b"cd", END], [*b"x", END]]
     assert tokens_of(corpus, 0) == [*b"abcd", END]
     assert reasons_of(corpus) == [(3, "the completion is empty")]
-
-
-def test_a_prompt_keeps_the_tokens_that_it_has_alone(tmp_path: Path) -> None:
-    from ray_ulysses.data.tokenize.tokenizers import load_tokenizer
-
-    directory = fast_tokenizer(tmp_path / "tokenizer")
-    tokenizer = load_tokenizer(directory)
-    rows = [{"q": "the quick", "a": " fox"}, {"q": "th", "a": "e fox"}]
-    corpus = prepare_rows(tmp_path, rows, tokenizer=str(directory), prompt_field="q", completion_field="a")
-    assert tokenizer.encode_all(["the"])[0].size == 1, "the border of the second row would be inside a token"
-    for document, row in enumerate(rows):
-        prompt = tokenizer.encode_all([row["q"]])[0].tolist()
-        assert tokens_of(corpus, document)[: len(prompt)] == prompt
-        assert supervised_of(corpus, document) == tokens_of(corpus, document)[len(prompt) :]
-        assert tokenizer.decode(np.array(tokens_of(corpus, document)[:-1])) == row["q"] + row["a"]
 
 
 def test_a_row_keeps_its_own_id_and_its_place(tmp_path: Path) -> None:
@@ -245,35 +210,7 @@ def test_a_row_keeps_its_own_id_and_its_place(tmp_path: Path) -> None:
     corpus = prepare_rows(tmp_path, rows, id_field="key")
     path = str(tmp_path / "rows.jsonl")
     assert [corpus.source(document) for document in range(3)] == [(path, 1, "doc-1"), (path, 2, "7"), (path, 3, "")]
-    assert corpus.source(1).id == "7"
-    assert reasons_of(corpus) == [(4, "the id is of type list, not a string or an integer")]
-
-
-def test_a_column_that_is_not_there_is_named_with_its_option(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"--id-field=key: .*rows\.parquet has no such column; the fields are 'q', 'a'"):
-        prepare_rows(
-            tmp_path, [{"q": "a", "a": "b"}], "bytes", "parquet", prompt_field="q", completion_field="a", id_field="key"
-        )
-
-
-def test_plain_text_among_rows_of_another_kind_is_not_learned(tmp_path: Path) -> None:
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "a.txt").write_text("plain")
-    (tmp_path / "in" / "b.jsonl").write_text(json.dumps({"q": "ab", "a": "c"}))
-    spec = SourceSpec(paths=(str(tmp_path / "in"),), fields=RowFields(prompt="q", completion="a"))
-    corpus = prepare_local(PrepareRequest(sources=spec, out=tmp_path / "corpus"))
-    assert corpus.num_documents == 1 and supervised_of(corpus, 0) == [*b"c", END]
-    assert reasons_of(corpus) == [(0, "a text file: --prompt-field='q' asks for rows")]
-
-
-def test_a_data_set_gives_rows_of_every_kind(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
-    rows = {"ids": [[1, 2, 3], [4, 5]], "labels": [[-100, 2, 3], [-100, 5]], "key": ["a", "b"]}
-    datasets.Dataset.from_dict(rows).save_to_disk(str(tmp_path / "set"))
-    spec = SourceSpec(paths=(str(tmp_path / "set"),), fields=RowFields(tokens="ids", labels="labels", id="key"))
-    corpus = prepare_local(PrepareRequest(sources=spec, out=tmp_path / "corpus"))
-    assert [supervised_of(corpus, document) for document in range(2)] == [[2, 3, END], [5, END]]
-    assert [corpus.source(document).id for document in range(2)] == ["a", "b"]
+    assert [offset for offset, _ in reasons_of(corpus)] == [4]
 
 
 def test_spans_that_go_over_row_groups_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,58 +220,49 @@ def test_spans_that_go_over_row_groups_are_whole(tmp_path: Path, monkeypatch: py
     for number in range(12):
         ids = [number, *rng.integers(0, 200, 30).tolist()]
         rows.append({"ids": ids, "labels": [t if rng.random() < 0.5 else -100 for t in ids[:-1]] + [ids[-1]]})
-    corpus = prepare_rows(tmp_path, rows, tokens_field="ids", labels_field="labels")
+    corpus = prepare_rows(tmp_path, rows, **LABELS)
     assert pq.read_metadata(corpus.path / "spans.parquet").num_row_groups > 12
-    for document, row in enumerate(rows):
-        expected = [label for label in row["labels"] if label != -100] + [END]
-        assert supervised_of(corpus, document) == expected
-
-
-def test_labels_are_part_of_the_fingerprint(tmp_path: Path) -> None:
-    made = []
-    for name, labels in (("a", [-100, 2, 3]), ("b", [-100, -100, 3]), ("c", [-100, 2, 3])):
-        rows = [{"ids": [1, 2, 3], "labels": labels}]
-        made.append(prepare_rows(tmp_path / name, rows, tokens_field="ids", labels_field="labels").fingerprint)
-    plain = prepare_rows(tmp_path / "d", [{"ids": [1, 2, 3]}], tokens_field="ids").fingerprint
-    assert made[0] == made[2] and len({*made, plain}) == 3
+    assert each_supervised(corpus) == [[label for label in row["labels"] if label != -100] + [END] for row in rows]
 
 
 def test_spans_that_are_damaged_missing_or_others_are_refused(tmp_path: Path) -> None:
     rows = [{"ids": [1, 2, 3], "labels": [-100, 2, 3]}, {"ids": [4, 5, 6], "labels": [-100, -100, 6]}]
-    corpus = prepare_rows(tmp_path, rows, tokens_field="ids", labels_field="labels")
-    path = corpus.path / "spans.parquet"
+    corpus = prepare_rows(tmp_path, rows, **LABELS)
+    path, spans = corpus.path / "spans.parquet", corpus.info.spans
+    assert spans is not None
     data = path.read_bytes()
+
+    def refuse(reason: str = "") -> None:
+        with pytest.raises(UserError, match=rf"spans\.parquet can't be used.*{reason}"):
+            _ = Corpus.open(corpus.path).spans
+
     path.write_bytes(data[:-1])
-    with pytest.raises(UserError, match=r"spans\.parquet can't be used \(it has \d+ bytes, expected \d+\)"):
-        Corpus.open(corpus.path)
+    refuse("bytes, expected")
     damaged = bytearray(data)
     damaged[len(data) // 4] ^= 0x10
     path.write_bytes(damaged)
-    with pytest.raises(UserError, match=r"spans\.parquet can't be used"):
-        _ = Corpus.open(corpus.path).spans
+    refuse()
     path.unlink()
-    with pytest.raises(UserError, match=r"spans\.parquet can't be used \(No such file or directory\)"):
+    with pytest.raises(UserError, match=r"spans\.parquet can't be used \(No such file"):
         corpus.check_files()
     table = pa.table({"document": [0, 1], "start": [1, 1], "stop": [4, 4]})
+
+    def refuse_other(reason: str) -> None:
+        info = replace(corpus.info, spans=replace(spans, num_bytes=path.stat().st_size))
+        (corpus.path / "corpus.json").write_text(json.dumps(info.to_json()))
+        refuse(reason)
+
     pq.write_table(table, path)
-    assert corpus.info.spans is not None
-    info = replace(corpus.info, spans=replace(corpus.info.spans, num_bytes=path.stat().st_size))
-    (corpus.path / "corpus.json").write_text(json.dumps(info.to_json()))
-    with pytest.raises(
-        UserError, match=r"spans\.parquet can't be used \(it was replaced by another file of the same si"
-    ):
-        Corpus.open(corpus.path)
+    refuse_other("replaced by another file")
     writer = RowGroupWriter(path, SPANS_SCHEMA, checksum=table_crc32, statistics=["document"])
     writer.add(table)
-    writer.close(corpus.info.spans.content_crc32)
-    info = replace(corpus.info, spans=replace(corpus.info.spans, num_bytes=path.stat().st_size))
-    (corpus.path / "corpus.json").write_text(json.dumps(info.to_json()))
-    with pytest.raises(UserError, match=r"spans\.parquet can't be used \(its spans do not match corpus\.json\)"):
-        _ = Corpus.open(corpus.path).spans
+    writer.close(spans.content_crc32)
+    refuse_other("do not match")
 
 
-@pytest.mark.parametrize("form", ["jsonl", "parquet"])
-@pytest.mark.parametrize("template", [None, CHATML, MARKED], ids=["bytes", "by prefixes", "by generation marks"])
+@pytest.mark.parametrize(
+    ("template", "form"), [(None, "jsonl"), (CHATML, "parquet"), (MARKED, "jsonl")], ids=["bytes", "prefixes", "marks"]
+)
 def test_an_answer_of_weight_0_is_read_and_not_learned(tmp_path: Path, form: str, template: str | None) -> None:
     def row(*weights: object, more: str = "") -> dict[str, Any]:
         chat = []
@@ -345,18 +273,9 @@ def test_an_answer_of_weight_0_is_read_and_not_learned(tmp_path: Path, form: str
 
     rows = [row(0, 1), row(1, 0, None), row(0, 0), row(None, 1, more=" jumps"), row(1, 2)]
     tokenizer = "bytes" if template is None else str(chat_tokenizer(tmp_path / "tokenizer", template))
-    corpus = prepare_rows(tmp_path, rows, tokenizer=tokenizer, form=form, messages_field="chat")
-    from ray_ulysses.data.tokenize.tokenizers import load_tokenizer
-
-    decode = load_tokenizer(tokenizer).decode
-    found = [decode(np.array(supervised_of(corpus, document))) for document in range(corpus.num_documents)]
-    assert [text.replace("<|im_end|>", " ").split() for text in found] == [
-        ["dog", "1"],
-        ["dog", "0", "dog", "2"] if template else ["dog", "0dog", "2"],
-        ["dog", "0", "dog", "1"] if template else ["dog", "0dog", "1"],
-    ]
-    assert all("dog 0" in decode(np.array(tokens_of(corpus, document))) for document in range(3))
-    assert [reason for _, reason in reasons_of(corpus)] == [
-        "no token of it is supervised",
-        "message 3 (assistant): the weight is 2, neither 0 nor 1",
-    ]
+    corpus = prepare_rows(tmp_path, rows, tokenizer, form, messages_field="chat")
+    found = [text.replace("<|im_end|>", "") for text in texts_of(corpus, tokenizer, each_supervised(corpus))]
+    assert found == ["dog 1", "dog 0dog 2", "dog 0dog 1"]
+    read = texts_of(corpus, tokenizer, [tokens_of(corpus, document) for document in range(3)])
+    assert all("dog 0" in text for text in read)
+    assert [offset for offset, _ in reasons_of(corpus)] == [3, 5]

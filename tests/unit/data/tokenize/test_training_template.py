@@ -5,7 +5,6 @@ The templates are those of the installed package, or of the folder that RAY_ULYS
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import textwrap
@@ -23,14 +22,15 @@ from ray_ulysses.data.tokenize.tokenizers import load_tokenizer
 from ray_ulysses.errors import UserError
 from tests.unit.data.tokenize.test_chat_templates import (
     GRID,
-    SPECIAL,
     TEMPLATES,
     WEATHER,
     directory_of,
     spans_of,
     talk,
+    tokenizer_of,
+    without_today,
 )
-from tests.unit.data.tokenize.test_tokenizers import fast_tokenizer
+from tests.unit.data.tokenize.test_forged_chats import reason_of
 
 RESULTS = Path(__file__).parents[3] / "results" / "chat_templates.md"
 _ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<turn|>", "<|END_OF_TURN_TOKEN|>", "<end_of_utterance>", "</s>")
@@ -40,11 +40,6 @@ def test_the_variant_of_the_tokenizers_template_is_found(tmp_path: Path) -> None
     for name in ("qwen3", "phi3"):
         found = training_template(directory_of(tmp_path, name), TEMPLATES)
         assert found == (TEMPLATES / f"{name}_training.jinja").read_text(encoding="utf-8")
-        assert (
-            load_tokenizer(tmp_path / name)
-            .chat(EncodingOptions(chat_template=found))
-            .description.startswith("turns by the marks of the template")
-        )
 
 
 def test_another_template_has_none_and_a_missing_package_is_named(
@@ -52,45 +47,19 @@ def test_another_template_has_none_and_a_missing_package_is_named(
 ) -> None:
     directory = directory_of(tmp_path, "qwen3")
     (directory / "chat_template.jinja").write_text("{{ messages }}")
-    with pytest.raises(
-        UserError, match=r"^--chat-template=training: TRL has no training variant of the chat template of"
-    ):
+    with pytest.raises(UserError, match=r"^--chat-template=training: TRL has no training variant"):
         training_template(directory, TEMPLATES)
     monkeypatch.setattr("ray_ulysses.data.tokenize.chat_template.trl_templates", lambda: None)
-    with pytest.raises(
-        UserError, match=r"needs the templates of the package trl; install it \(pip install trl\), or le"
-    ):
+    with pytest.raises(UserError, match="install it"):
         training_template(directory)
     (directory / "chat_template.jinja").unlink()
-    with pytest.raises(UserError, match=r"^--messages-field: the tokenizer .* has no chat template"):
+    with pytest.raises(UserError, match=r"^--messages-field: .* has no chat template"):
         training_template(directory, TEMPLATES)
 
 
 def templates() -> Path | None:
     named = os.environ.get("RAY_ULYSSES_TRL_TEMPLATES")
     return trl_templates() if named is None else Path(named)
-
-
-def tokenizer_of(directory: Path, text: str) -> Path:
-    """A small tokenizer that knows the special tokens of a template."""
-    import json
-
-    from tokenizers import Tokenizer
-
-    fast_tokenizer(directory)
-    path = str(directory / "tokenizer.json")
-    tokenizer = Tokenizer.from_file(path)
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    ends = [end for end in _ENDS if end in text] or ["<|im_end|>"]
-    tokenizer.add_special_tokens(sorted({*SPECIAL.findall(text), *ends}))
-    tokenizer.save(path)
-    config = {"eos_token": ends[0], "bos_token": "<s>", "tokenizer_class": "PreTrainedTokenizerFast"}
-    (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    # Without the date of today, which Transformers would write.
-    fixed = re.sub(r"strftime_now\([^)]*\)", "'2024-07-26'", text)
-    (directory / "chat_template.jinja").write_text(fixed, encoding="utf-8")
-    return directory
 
 
 def outcome_of(directory: Path, has_marks: bool) -> tuple[Counter[str], list[str]]:
@@ -118,7 +87,7 @@ def outcome_of(directory: Path, has_marks: bool) -> tuple[Counter[str], list[str
         wrong += [f"{turn}: {one['content']!r} is not learned" for one in answers if said.count(one["content"]) < 1]
         # Where the template leaves a part of a turn, such as earlier reasoning, outside its marks, turns are found by
         # rendering, as they would be met.
-        if by_marks is not None and is_encoded(by_marks, messages, tools):
+        if by_marks is not None and reason_of(by_marks, messages, tools) is None:
             found: Any = reference.apply_chat_template(
                 messages, tools=tools or None, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
             )
@@ -132,15 +101,6 @@ def outcome_of(directory: Path, has_marks: bool) -> tuple[Counter[str], list[str
     return met, wrong
 
 
-def is_encoded(chat: Any, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> bool:
-    """Return whether a conversation is not refused."""
-    try:
-        chat.encode(messages, tools)
-    except RowError:
-        return False
-    return True
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(templates() is None, reason="the package trl is not installed")
@@ -152,7 +112,9 @@ def test_every_template_of_trl_renders_a_conversation_or_refuses_it_with_a_reaso
     for path in paths:
         text = path.read_text(encoding="utf-8")
         has_marks = "generation %}" in text
-        met, wrong = outcome_of(tokenizer_of(tmp_path / path.stem, text), has_marks)
+        ends = [end for end in _ENDS if end in text] or ["<|im_end|>"]
+        directory = tokenizer_of(tmp_path / path.stem, without_today(text), ends, ends[0])
+        met, wrong = outcome_of(directory, has_marks)
         problems += [f"{path.stem}: {one}" for one in wrong]
         all_met += met
         compared = f"{met['equal']} of {met['compared']}" if met["compared"] else ""
@@ -173,7 +135,3 @@ def test_every_template_of_trl_renders_a_conversation_or_refuses_it_with_a_reaso
     )
     assert problems == []
     assert len(paths) > 50 and all_met["rendered"] > 800 and all_met["compared"] > 350
-
-
-def test_the_grid_has_every_combination() -> None:
-    assert len(GRID) == len(set(itertools.product((1, 2, 3), *[(False, True)] * 3))) == 24

@@ -13,18 +13,14 @@ import numpy as np
 import pytest
 
 from ray_ulysses.commands.prepare import _result
-from ray_ulysses.data.prepare.preparation import PrepareRequest
-from ray_ulysses.data.sources.rows import ChatRow, RowError, RowFields
-from ray_ulysses.data.sources.units import SourceSpec
-from ray_ulysses.data.tokenize.chat import TemplateChat
-from ray_ulysses.data.tokenize.chat_template import ChatTemplate
+from ray_ulysses.data.sources.rows import ChatRow, RowError
 from ray_ulysses.data.tokenize.encoding import DocumentEncoder, load_encoder
 from ray_ulysses.data.tokenize.options import EncodingOptions
 from ray_ulysses.data.tokenize.spans import EncodedDocument
 from tests.breadth import fast_only
-from tests.local_preparation import prepare_local
 from tests.unit.data.tokenize.families import FAMILIES, family_directory
 from tests.unit.data.tokenize.test_chat import chat_tokenizer
+from tests.unit.data.tokenize.test_supervision import prepare_rows
 
 Chat = list[dict[str, Any]]
 BEFORE = ("ASSISTANT:", "ASSISTANT: ", "<|im_start|>assistant\n", "### Response:\n\n", "[/INST] ", "A ")
@@ -41,10 +37,6 @@ def marked_template(before: str, first: str, last: str, after: str, *, marks: bo
         + " }}{% else %}{{ 'USER: ' + m.content + ' ' }}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}{{ " + json.dumps(before) + " }}{% endif %}"
     )  # fmt: skip
-
-
-def some_words(rng: random.Random) -> str:
-    return "".join(rng.choice(WORDS) for _ in range(rng.randint(1, 6)))
 
 
 def expected_mask(reference: Any, said: Chat, special: frozenset[int]) -> tuple[list[int], list[int]]:
@@ -75,7 +67,7 @@ def compare_with_transformers(directory: Path, form: tuple[str, str, str, str], 
     by_marks, by_rendering = (load_encoder(one, EncodingOptions(eos="none")) for one in (marked, plain))
     for _ in range(num):
         said = [
-            {"role": role, "content": some_words(rng)}
+            {"role": role, "content": "".join(rng.choice(WORDS) for _ in range(rng.randint(1, 6)))}
             for _ in range(rng.randint(1, 3))
             for role in ("user", "assistant")
         ]
@@ -104,10 +96,8 @@ def test_a_turn_begins_with_the_token_of_its_first_character(tmp_path: Path, for
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_marked_turns_are_those_of_transformers_for_every_border(tmp_path: Path) -> None:
-    wrong = [
-        one for number, form in enumerate(MARKED) for one in compare_with_transformers(tmp_path / str(number), form, 3)
-    ]
-    assert wrong == [] and len(MARKED) * 3 > 500
+    for number, form in enumerate(MARKED):
+        assert compare_with_transformers(tmp_path / str(number), form, 3) == []
 
 
 def answers(rng: random.Random, family_name: str) -> Chat:
@@ -131,9 +121,16 @@ def answers(rng: random.Random, family_name: str) -> Chat:
     return said
 
 
-def learned_texts(encoder: DocumentEncoder, document: EncodedDocument) -> list[str]:
-    spans = zip(document.starts.tolist(), document.stops.tolist(), strict=True)
-    return [encoder.tokenizer.decode(document.ids[start:stop]) for start, stop in spans]
+def learned_texts(encoder: DocumentEncoder, *documents: EncodedDocument) -> list[str]:
+    return [
+        encoder.tokenizer.decode(one.ids[start:stop])
+        for one in documents
+        for start, stop in zip(one.starts.tolist(), one.stops.tolist(), strict=True)
+    ]
+
+
+def end_names(encoder: DocumentEncoder, *documents: EncodedDocument) -> set[str]:
+    return {encoder.tokenizer.decode(np.array([end])) for one in documents for end in one.turn_ends}
 
 
 def ends_of(directory: Path, name: str, num: int) -> tuple[Counter[str], list[str]]:
@@ -148,11 +145,11 @@ def ends_of(directory: Path, name: str, num: int) -> tuple[Counter[str], list[st
         except RowError:
             ends["refused"] += 1
             continue
-        learned = [text for document in documents for text in learned_texts(encoder, document)]
+        learned = learned_texts(encoder, *documents)
         for message in said:
-            for part in (message["content"], message.get("reasoning_content", "")):
-                times = sum(text.count(part) for text in learned) if part else 0
-                if part and times != (message["role"] == "assistant"):
+            for part in filter(None, (message["content"], message.get("reasoning_content", ""))):
+                times = sum(text.count(part) for text in learned)
+                if times != (message["role"] == "assistant"):
                     wrong.append(f"{part!r} of {message['role']} is learned {times} times: {said}")
         for document in documents:
             last = [encoder.tokenizer.decode(document.ids[stop - 1 : stop]) for stop in document.stops.tolist()]
@@ -165,7 +162,7 @@ def ends_of(directory: Path, name: str, num: int) -> tuple[Counter[str], list[st
 
 @pytest.mark.parametrize("name", fast_only(FAMILIES, "glm4.5", "joined"))
 def test_every_turn_is_learned_once_and_ends_with_a_token_to_stop_at(tmp_path: Path, name: str) -> None:
-    """Random conversations, also with two answers in a row; 690 in all families."""
+    """Random conversations, also with two answers in a row."""
     ends, wrong = ends_of(tmp_path, name, 8 if name in ("glm4.5", "joined") else 30)
     assert wrong == [] and ends.total() > 10
     # Falcon's earlier turns end with nothing that only a message begins with.
@@ -182,19 +179,14 @@ def test_the_token_of_the_next_role_ends_a_turn(tmp_path: Path) -> None:
         {"role": "user", "content": "fine"},
         {"role": "assistant", "content": "yes"},
     ]
-    ended = {}
-    for eos in ("tokenizer", "none"):
+    for eos, last in (("tokenizer", "|endoftext|>"), ("none", "/think>yes")):
         encoder = load_encoder(directory, EncodingOptions(eos=eos))
         documents = encoder.encode(ChatRow(messages=tuple(said)))
-        ended[eos] = [text.rpartition("<")[2] for one in documents for text in learned_texts(encoder, one)]
+        ended = [text.rpartition("<")[2] for text in learned_texts(encoder, *documents)]
+        assert ended == ["|user|>", "|observation|>", last]
         # A turn whose reasoning is left out later has a document of its own, which ends as it would go on.
         assert len(documents) == 2 and sum(one.num_open for one in documents) == (eos == "none")
-        names = {encoder.tokenizer.decode(np.array([end])) for one in documents for end in one.turn_ends}
-        assert names == {"<|observation|>", "<|user|>"}
-    assert ended == {
-        "tokenizer": ["|user|>", "|observation|>", "|endoftext|>"],
-        "none": ["|user|>", "|observation|>", "/think>yes"],
-    }
+        assert end_names(encoder, *documents) == {"<|observation|>", "<|user|>"}
 
 
 def test_white_space_may_stand_before_the_token_of_the_next_role(tmp_path: Path) -> None:
@@ -208,85 +200,54 @@ def test_white_space_may_stand_before_the_token_of_the_next_role(tmp_path: Path)
     for text in (template, template.replace("loop.last", "true")):
         encoder = load_encoder(chat_tokenizer(tmp_path / str(len(text)), text, eos_token="</s>"))
         documents = encoder.encode(ChatRow(messages=tuple(said)))
-        learned = [one for document in documents for one in learned_texts(encoder, document)]
-        assert (
-            learned == ["dog.the lazy fox\n<|im_start|>", "dog.the lazy fox</s>"]
-            and sum(one.num_open for one in documents) == 0
-        )
+        assert learned_texts(encoder, *documents) == ["dog.the lazy fox\n<|im_start|>", "dog.the lazy fox</s>"]
+        assert sum(one.num_open for one in documents) == 0
 
 
-def test_the_end_of_a_document_is_not_learned_after_the_end_of_its_last_turn(tmp_path: Path) -> None:
-    template = marked_template("A: ", "", "<|im_end|>", "", marks=False)
-    encoder = load_encoder(chat_tokenizer(tmp_path, template, eos_token="</s>"))
-    (one,) = encoder.encode(ChatRow(messages=({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})))
-    assert encoder.tokenizer.decode(one.ids[-2:]) == "<|im_end|></s>"
-    assert one.stops.tolist() == [one.ids.size - 1] and one.num_open == 0
+REASONED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}A:{% generation %}{{ m.thinking }}{% endgeneration %}"
+    "<|im_start|>{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
+    "{% endfor %}"
+)
+ENDED: dict[str, tuple[str, EncodingOptions, list[str], set[str]]] = {
+    "the document's end comes after": (
+        marked_template("A:", "", "<|im_end|>", "", marks=False),
+        EncodingOptions(),
+        ["dog<|im_end|>"],
+        {"<|im_end|>"},
+    ),
+    "a chosen token that is not special": (
+        marked_template("A:", "", "<think>\n", "", marks=False),
+        EncodingOptions(eos="<think>"),
+        ["dog<think>"],
+        {"<think>"},
+    ),
+    # A special token after reasoning that is marked alone would end texts before the answer.
+    "a mark of a part ends nothing": (
+        REASONED,
+        EncodingOptions(turns="marks"),
+        ["fox", "dog<|im_end|>"],
+        {"<|im_end|>"},
+    ),
+}
 
 
-def test_a_chosen_end_token_ends_turns_though_it_is_not_special(tmp_path: Path) -> None:
-    template = marked_template("A: ", "", "<think>\n", "", marks=False)
-    encoder = load_encoder(chat_tokenizer(tmp_path, template), EncodingOptions(eos="<think>"))
-    (one,) = encoder.encode(ChatRow(messages=({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})))
-    assert learned_texts(encoder, one) == ["b<think>"] and one.num_open == 0
-
-
-def test_a_mark_of_a_part_of_a_turn_ends_nothing(tmp_path: Path) -> None:
-    """A special token after reasoning that is marked alone would end texts before the answer."""
-    template = (
-        "{% for m in messages %}{% if m.role == 'assistant' %}A:{% generation %}{{ m.reasoning_content }}"
-        "{% endgeneration %}<|im_start|>{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
-        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
-    )
-    encoder = load_encoder(chat_tokenizer(tmp_path, template, eos_token="</s>"), EncodingOptions(turns="marks"))
-    answer = {"role": "assistant", "content": "dog", "reasoning_content": "fox"}
+@pytest.mark.parametrize("case", ENDED)
+def test_a_turn_ends_with_its_own_end(tmp_path: Path, case: str) -> None:
+    template, options, learned, ends = ENDED[case]
+    encoder = load_encoder(chat_tokenizer(tmp_path, template, eos_token="</s>"), options)
+    answer = {"role": "assistant", "content": "dog"} | ({"thinking": "fox"} if template == REASONED else {})
     (one,) = encoder.encode(ChatRow(messages=({"role": "user", "content": "a"}, answer)))
-    assert learned_texts(encoder, one) == ["fox", "dog<|im_end|>"]
-    assert {encoder.tokenizer.decode(np.array([end])) for end in one.turn_ends} == {"<|im_end|>"}
+    assert learned_texts(encoder, one) == learned and end_names(encoder, one) == ends
+    assert encoder.tokenizer.decode(one.ids[-1:]) == ("<think>" if options.eos == "<think>" else "</s>")
 
 
-def test_the_tokens_of_a_text_are_read_once_however_many_turns_it_has(tmp_path: Path) -> None:
-    """The library makes a list of all at each read."""
-    directory = family_directory(tmp_path, FAMILIES["chatml"])
-    reads: Counter[str] = Counter()
-
-    class Encoding:
-        def __init__(self, found: Any) -> None:
-            self._found = found
-
-        def __getattr__(self, name: str) -> Any:
-            reads[name] += 1
-            return getattr(self._found, name)
-
-    class Counting:
-        def __init__(self, tokenizer: Any) -> None:
-            self._tokenizer, self.encode_special_tokens = tokenizer, False
-
-        def encode(self, text: str, **options: Any) -> Encoding:
-            return Encoding(self._tokenizer.encode(text, **options))
-
-    from tokenizers import Tokenizer
-
-    rust: Any = Counting(Tokenizer.from_file(str(directory / "tokenizer.json")))
-    chat = TemplateChat(ChatTemplate(directory), rust, {300: "<|im_end|>"}, 300, EncodingOptions(), {}, None)
-    for num_turns in (1, 20):
-        said = [{"role": role, "content": f"say {turn}"} for turn in range(num_turns) for role in ("user", "assistant")]
-        (one,) = chat.encode(said)
-        assert one.starts.size == num_turns
-    assert reads == {"ids": 2, "offsets": 2}
-
-
-@pytest.mark.parametrize("eos", ["tokenizer", "none"])
-def test_prepare_warns_of_turns_that_no_special_token_ends(tmp_path: Path, eos: str) -> None:
-    tokenizer = family_directory(tmp_path / "tokenizer", FAMILIES["falcon"])
+@pytest.mark.parametrize(("eos", "num_open"), [("tokenizer", 1), ("none", 2)])
+def test_prepare_warns_of_turns_that_no_special_token_ends(tmp_path: Path, eos: str, num_open: int) -> None:
+    """The end token of the document ends the last turn."""
+    tokenizer = str(family_directory(tmp_path / "tokenizer", FAMILIES["falcon"]))
     said = [{"role": role, "content": f"say {turn}"} for turn in range(2) for role in ("user", "assistant")]
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": said}) + "\n")
-    spec = SourceSpec(paths=(str(tmp_path / "rows.jsonl"),), fields=RowFields(messages="messages"))
-    request = PrepareRequest(
-        sources=spec, out=tmp_path / "corpus", tokenizer=str(tokenizer), encoding=EncodingOptions(eos=eos)
-    )
-    corpus = prepare_local(request)
-    # The end token of the document ends the last turn.
-    num_open = 1 if eos == "tokenizer" else 2
+    encoding = EncodingOptions(eos=eos)
+    corpus = prepare_rows(tmp_path, [{"messages": said}], tokenizer, encoding=encoding, messages_field="messages")
     assert corpus.info.encoding.num_open_turns == num_open
-    warned = [line for line in _result(tmp_path / "corpus") if line.startswith("warning: ")]
-    assert len(warned) == 1 and warned[0].startswith(f"warning: {num_open} ")
+    assert any(line.startswith(f"warning: {num_open} ") for line in _result(corpus.path))
