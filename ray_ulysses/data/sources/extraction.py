@@ -50,9 +50,9 @@ from ray_ulysses.storage.retry import READ_ERRORS
 
 _BATCH_ROWS = 64
 _BATCH_BYTES = 4 << 20
-# Values that are stored once for many rows may take so much in the rows of a batch.
+# Values that are stored once for many rows may expand to this size in the rows of a batch.
 _MOST_BATCH_BYTES = 4 * MOST_BYTES
-# No text and no tokens are packed as well as that.
+# Neither text nor tokens compress better than this.
 _PACKED_TIMES = 1000
 _BUFFER_BYTES = 1 << 20
 _PEEKED_LINES = 8
@@ -73,7 +73,7 @@ class RawDocument:
     id: str = ""
     """The row's own id; empty if it has none."""
     weight: float | NDArray[np.float32] = 1.0
-    """The factor on the loss of its tokens, or that of each of them."""
+    """The loss weight of its tokens, or one weight per token."""
 
 
 def read_unit(unit: Unit) -> Iterator[RawDocument | Rejected | LineCounts]:
@@ -96,7 +96,7 @@ def read_unit(unit: Unit) -> Iterator[RawDocument | Rejected | LineCounts]:
 
 
 def refuse_missing_fields(units: Sequence[Unit]) -> None:
-    """Refuse JSONL and JSON files if none of their first rows has the fields, before any file is read as a whole.
+    """Refuse JSONL and JSON files if none of their first rows has the fields, before any file is read whole.
 
     Raises:
         UserError: Names the fields found, and the options that fit.
@@ -110,7 +110,7 @@ def refuse_missing_fields(units: Sequence[Unit]) -> None:
         for file in unit.files if unit.first == 0 else ():
             records = filled_records(file.path) if unit.kind == "jsonl" else json_records(file.path)
             rows: list[list[str]] = []
-            # A JSON file that can't be read as rows has no more of them.
+            # No more rows follow in a JSON file that can't be read.
             with suppress(UserError):
                 for _, record in itertools.islice(records, _FIRST_ROWS):
                     if isinstance(record, Rejected):
@@ -182,7 +182,7 @@ def _is_list_of_rows(path: str, fields: RowFields) -> bool:
     """Return whether a file is a JSON list of objects, at least one of which has the fields; reads it once.
 
     Raises:
-        UserError: It begins as such a list and is torn or damaged.
+        UserError: It begins as such a list and is truncated or damaged.
     """
     needed, has_fields = _needed(fields), False
     try:
@@ -279,7 +279,7 @@ def _batch_rows(num_rows: int, num_bytes: int) -> int:
 
 
 def _unpacked_bytes(group: pq.RowGroupMetaData, columns: Sequence[str]) -> tuple[int, str | None]:
-    """Return what the largest row of a row group may take in memory, and the reason to leave all of them out."""
+    """Return the memory that the largest row of a row group may take, and the reason to leave all its rows out."""
     unpacked = 0
     for place in range(group.num_columns):
         column = group.column(place)
@@ -287,7 +287,7 @@ def _unpacked_bytes(group: pq.RowGroupMetaData, columns: Sequence[str]) -> tuple
             continue
         is_text = column.physical_type == "BYTE_ARRAY"
         size = column.total_uncompressed_size if is_text else 8 * column.num_values
-        # Masks and weights are often one value for all tokens.
+        # Masks and weights often hold one value for all tokens.
         most = MOST_BYTES if is_text else _MOST_BATCH_BYTES
         if size > max(most, _PACKED_TIMES * column.total_compressed_size):
             small = column.total_compressed_size
@@ -345,7 +345,7 @@ def _value(column: pa.Array, place: int, role: FieldRole) -> object:
         return values.to_numpy(zero_copy_only=False)
     try:
         found = scalar.as_py()
-        # A weight of each token is a million numbers, and holds no objects.
+        # Weights per token may be a million numbers, and hold no objects.
         return found if values is not None and pa.types.is_primitive(values.type) else _without_nulls(found)
     except UnicodeDecodeError as error:
         raise RowError(not_utf8(error)) from error
@@ -354,7 +354,7 @@ def _value(column: pa.Array, place: int, role: FieldRole) -> object:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return a value of Arrow without the null fields of its objects, all of which have the fields of each."""
+    """Return an Arrow value without null fields: in Arrow, every object has the fields of all."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -1,6 +1,6 @@
 """Lists the files of the sources, each once regardless of links to it, in an order given by their names alone.
 
-Files of other tools, which would be read as texts beside the data they hold, are recognized and left out.
+Files in formats of other tools are recognized and left out; they would otherwise be read as texts.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class FileStamp:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Folder:
-    """A folder to be listed."""
+    """A folder to list."""
 
     path: str
     """Through the links that lead to it."""
@@ -225,7 +225,7 @@ def path_text(path: str | Path) -> str:
 
 
 def left_out(path: str, reason: str, offset: int = 0) -> Rejected:
-    """Return the note that a file, or the line or row ``offset`` of it, is left out."""
+    """Return the `Rejected` for a file, or for the line or row ``offset`` of it."""
     return Rejected(source=path_text(path), offset=offset, reason=reason)
 
 
@@ -250,14 +250,14 @@ def unreadable(path: str, error: Exception, what: str = "") -> Exception:
 
 
 def changed(path: str) -> UserError:
-    """Return the error for a source that is no longer what was listed."""
+    """Return the error for a source that changed after it was listed."""
     return UserError(
         f"source={path_text(path)}: changed while it was being prepared; run prepare again once it no longer changes"
     )
 
 
 def without_foreign(source: Path, files: Sequence[FileStamp]) -> tuple[list[FileStamp], list[Rejected]]:
-    """Return the files of a source without those of other tools, and a `Rejected` for each of these.
+    """Leave out the files of other tools from a source; return the rest, and a `Rejected` for each.
 
     Raises:
         UserError: Most bytes of the source belong to a format of another tool.
@@ -279,7 +279,7 @@ def without_foreign(source: Path, files: Sequence[FileStamp]) -> tuple[list[File
 
 
 def _foreign_formats(paths: Sequence[str]) -> dict[str, _ForeignFormat]:
-    """Return the format of each file that is of another tool, by its path."""
+    """Return the format of each file of another tool, by path."""
     known, found = set(paths), {}
     for path in paths:
         name = _name(path)
@@ -313,7 +313,7 @@ def _indexed(path: str) -> dict[str, _ForeignFormat]:
 
 
 def files_of_hub_data_sets(files: Sequence[FileStamp], is_text: Callable[[str], bool]) -> set[str]:
-    """Return the paths of the files in copies of data sets of the hub: folders with rows and a README, their card.
+    """Return the paths of all files in copies of Hub data sets: folders of rows with a README as their card.
 
     Args:
         files: All files of a source.

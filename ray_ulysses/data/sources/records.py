@@ -37,7 +37,7 @@ _SKIP_BYTES = 1 << 20
 _READ_BYTES = 1 << 20
 _FIRST_LINE_BYTES = 1 << 16
 _ZSTD_BUFFER_BYTES = 1 << 18
-# The errors of `from_json` for text that `json` reads.
+# Errors of `from_json` for text that `json` accepts.
 _IS_JSON = re.compile("hex escape|recursion")
 _SPACE = re.compile(r"[ \t\n\r]*")
 _AFTER_VALUE = frozenset(" \t\n\r,]")
@@ -113,11 +113,11 @@ def _opened(path: str | Path) -> AbstractContextManager[BinaryIO]:
 def range_lines(path: str | Path, first: int = 0, last: float = math.inf) -> Iterator[bytes]:
     """Yield the lines of a file that begin in the bytes ``[first, last)``, whole and with their line feeds.
 
-    A line ends with a line feed, or with the file. Only one line is held in memory, and of one that is larger than a
-    document may be only its first bytes, one too many.
+    A line ends with a line feed, or with the file. Only one line is held in memory; of a line above
+    ``MOST_BYTES``, only one byte more than that.
 
     Raises:
-        OSError: The file can't be read, also as EOFError and zlib.error if it is compressed.
+        OSError: The file can't be read; EOFError or zlib.error if it is compressed.
     """
     with _opened(path) as file:
         at = 0
@@ -156,7 +156,7 @@ def line_records(path: str, first: int = 0, last: float = math.inf) -> Iterator[
 
 
 def filled_records(path: str) -> Iterator[tuple[int, Record]]:
-    """Yield what ``line_records`` does for the lines of a file that are not blank."""
+    """Yield the number and the object of each line of a file that is not blank."""
     return ((number, record) for number, record in line_records(path) if record is not None)
 
 
@@ -192,7 +192,7 @@ def decoded_text(data: bytes, path: str, offset: int = 0, *, begins_file: bool =
 
 
 def not_utf8(error: UnicodeDecodeError) -> str:
-    """Return the reason to leave out bytes that are no text."""
+    """Return the reason to leave out bytes that are not UTF-8."""
     return f"not UTF-8: byte 0x{error.object[error.start]:02x} at offset {error.start}"
 
 
@@ -200,7 +200,7 @@ def json_records(path: str) -> Iterator[tuple[int, Record]]:
     """Yield the values of a list, the object that fills a file, or the values of its lines, numbered from 1.
 
     Raises:
-        UserError: The file can't be read, or begins as a list and is torn or damaged.
+        UserError: The file can't be read, or begins as a list and is truncated or damaged.
     """
     number = 0
     try:
@@ -226,7 +226,7 @@ def json_records(path: str) -> Iterator[tuple[int, Record]]:
 
 
 def _is_list(path: str) -> bool:
-    """Return whether a file begins as a JSON list, other than lines of which the first is a list without objects."""
+    """Return whether a file begins as a JSON list, and not with a line that is a list without objects."""
     with open(path, "rb") as file:
         line = file.readline(_FIRST_LINE_BYTES).removeprefix(codecs.BOM_UTF8)
         while line.isspace():
@@ -246,7 +246,7 @@ def _whole_object(path: str) -> Record | None:
     """
     held, found, is_torn = b"", None, False
     with open(path, "rb") as file:
-        # Whole lines, since only containers go on after a line feed: a torn object differs from a broken one.
+        # Whole lines: only containers continue after a line feed, so a truncated object differs from a broken one.
         while part := file.read(max(_READ_BYTES, len(held))) + file.readline():
             held, is_torn = (held + part).removeprefix(codecs.BOM_UTF8), False
             try:
@@ -286,7 +286,7 @@ def array_values(path: str | Path) -> Iterator[Any]:
     with open(path, "rb") as file:
         text = _Text(file)
         if text.next_character() != "[":
-            raise ValueError("no JSON list")
+            raise ValueError("not a JSON list")
         text.place += 1
         if text.next_character() == "]":
             text.place += 1
@@ -304,7 +304,7 @@ def array_values(path: str | Path) -> Iterator[Any]:
 
 
 class _Text:
-    """The text of a file from a place on, of which as much is held as was needed."""
+    """A buffer over the text of a file, which is read as far as needed."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -314,10 +314,10 @@ class _Text:
         self.place = 0
 
     def next_character(self) -> str:
-        """Go to the next character that is no white space, and return it; empty at the end."""
+        """Advance to the next character that is not white space, and return it; empty at the end."""
         while True:
             found = _SPACE.match(self._held, self.place)
-            assert found is not None, "it matches nothing, too"
+            assert found is not None, "it also matches an empty text"
             self.place = found.end()
             if self.place < len(self._held):
                 return self._held[self.place]
@@ -325,24 +325,24 @@ class _Text:
                 return ""
 
     def value(self) -> Any:
-        """Return the value at the place, and go past it."""
-        # What is held is doubled for a long value, so that it is parsed a few times and not once per megabyte.
+        """Return the value at the current place, and advance past it."""
+        # The buffer doubles for a long value, which is then parsed a few times and not once per megabyte.
         while True:
             _refuse_large(self._held, self.place)
             try:
                 found, end = self._json.raw_decode(self._held, self.place)
             except json.JSONDecodeError as error:
                 if not self._more(max(_READ_BYTES, len(self._held) - self.place)):
-                    # Its place is that in what is held.
-                    raise ValueError(f"a value of its list is torn or not JSON: {error.msg}") from error
+                    # The error's own text gives a place in the buffer, not in the file.
+                    raise ValueError(f"a value of its list is truncated or not JSON: {error.msg}") from error
                 continue
-            # A number may go on in what is not held yet.
+            # A number may continue beyond the buffer.
             if self._held[end : end + 1] in _AFTER_VALUE or not self._more(_READ_BYTES):
                 self.place = end
                 return found
 
     def _more(self, size: int) -> bool:
-        """Hold more of the file; return whether there was any."""
+        """Read more of the file into the buffer; return whether there was more."""
         if self._is_whole:
             return False
         data = self._file.read(size)

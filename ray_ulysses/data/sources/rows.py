@@ -1,4 +1,4 @@
-"""Makes documents from the values of rows, or the reasons to leave them out.
+"""Turns rows into documents, or into the reasons to leave them out.
 
 A row of JSONL, Parquet or a data set is one of four kinds: text; tokens with or without labels; a chat, in the forms of
 OpenAI, ShareGPT, and TRL's prompts of messages; or a prompt with its completion. The kind follows from the options that
@@ -24,7 +24,7 @@ FieldRole = Literal[
     "text", "tokens", "labels", "messages", "tools", "system", "prompt", "input", "completion", "weight", "id"
 ]
 DEFAULT_TEXT_FIELD = "text"
-# Optional in each row.
+# Any row may lack these.
 OPTIONAL_ROLES: tuple[FieldRole, ...] = ("tools", "system", "input", "weight", "id")
 _LARGEST_WEIGHT = 1_000_000
 # The two prompts of Stanford Alpaca (tatsu-lab/stanford_alpaca, ``train.py``), on which its descendants were trained.
@@ -39,7 +39,7 @@ _ALPACA_PROMPT = (
     "### Instruction:\n{prompt}\n\n### Response:"
 )
 _MOST_NAMES = 12
-# The names that common data sets give their fields, the kinds of rows in the order in which they are tried.
+# Field names of common data sets, by kind of row; the kinds are tried in this order.
 _COMMON_FIELDS: tuple[dict[FieldRole, tuple[str, ...]], ...] = (
     {"messages": ("messages", "conversations", "conversation", "chat", "dialog"), "tools": ("tools",)},
     {"prompt": ("prompt",), "completion": ("completion", "response", "output", "answer")},
@@ -51,7 +51,7 @@ _COMMON_FIELDS: tuple[dict[FieldRole, tuple[str, ...]], ...] = (
 
 ASSISTANT = "assistant"
 WEIGHT = "weight"
-"""Of a message: 0 if it is not learned."""
+"""The key of a message's weight, which is 0 if the message is not learned."""
 _SYSTEM = "system"
 _FUNCTION_CALL = "function_call"
 # The role of each sender of ShareGPT's messages.
@@ -67,12 +67,12 @@ _SENDERS = {
 }
 
 MOST_BYTES = 256 << 20
-"""The size of the largest document: a line, a value of a JSON list, a cell, or a file that is one text."""
+"""The largest document, in bytes: a line, a value of a JSON list, a cell, or a file that is read as one text."""
 _TOO_LARGE = "larger than a document may be"
 TOO_LARGE = f"{_TOO_LARGE}: more than {MOST_BYTES >> 20} MiB"
-# Python takes up to 200 bytes for an object that takes six in a file.
+# An object of six bytes in a file may take 200 in Python.
 _MOST_CONTAINERS = 1 << 23
-# Far more levels than messages and tools have, and far fewer than the limits of Python and of templates.
+# Far deeper than messages and tools are, and far below the limits of Python and of templates.
 _MAX_DEPTH = 100
 
 _SAME = re.compile(r"^(the same \w+ as) .*", re.DOTALL)
@@ -82,7 +82,7 @@ _NUMBER = re.compile(r"(?<![-\w])(?<!line )\d+\b")
 
 
 class RowError(ValueError):
-    """The reason why a row can't be a document, which the quarantine lists."""
+    """The reason that a row can't be a document; the quarantine lists it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,32 +103,32 @@ def reason_class(reason: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowFields:
-    """Names of the keys or columns of a row that are read; None for those that are not."""
+    """The keys or columns that are read from each row; None for the others."""
 
     text: str | None = None
     """The text of a document; ``text`` if no other field is named."""
     tokens: str | None = None
     labels: str | None = None
-    """Beside ``tokens``: -100 or the token itself for each token."""
+    """With ``tokens``: -100 or the token itself, for each token."""
     messages: str | None = None
     """A chat, a list of ``{role, content}`` or ``{from, value}``, or its JSON; a content may be a list of
     ``{type: text, text}``."""
     tools: str | None = None
-    """Beside ``messages``: the tools that the assistant may call, for the chat template; a list, or its JSON."""
+    """With ``messages``: the tools that the assistant may call, for the chat template; a list, or its JSON."""
     system: str | None = None
-    """Beside ``messages``: the text of a system message that comes first; empty or missing for none."""
+    """With ``messages``: the text of a system message that comes first; empty or missing for none."""
     prompt: str | None = None
-    """The text before the completion; only the completion is supervised. Beside ``messages``: the messages that come
-    before them, and are not learned."""
+    """The text before the completion; only the completion is supervised. With ``messages``: earlier messages, which are
+    not learned."""
     input: str | None = None
-    """Beside ``prompt`` and ``completion``: what the instruction in ``prompt`` is about; empty or missing for none. The
-    prompt is then the one of Stanford Alpaca."""
+    """With ``prompt`` and ``completion``: the input to the instruction in ``prompt``; empty or missing for none. The
+    text of the prompt is then Stanford Alpaca's."""
     completion: str | None = None
     weight: str | None = None
-    """The factor on the loss of the document's tokens, 1 if it is missing; beside ``tokens`` it may be a list, with one
-    for each token."""
+    """The loss weight of the document's tokens, 1 if it is missing; with ``tokens`` it may be a list of one weight per
+    token."""
     id: str | None = None
-    """The row's own id, which is kept."""
+    """The row's own id, which the corpus keeps."""
 
     @classmethod
     def from_options(cls, options: Mapping[str, str | None]) -> RowFields:
@@ -152,7 +152,7 @@ class RowFields:
     @property
     def by_role(self) -> dict[FieldRole, str]:
         """Return the fields that are read, by role."""
-        # Asked for once per row.
+        # Called once per row.
         return _by_role(self)
 
     def check(self, kind: str) -> None:
@@ -169,13 +169,13 @@ class RowFields:
 
         for role, value in given.items():
             if not value:
-                refuse(role, "is no name of a field", "name a key or a column")
+                refuse(role, "is empty", "name a key or a column")
         alone = ["text", "tokens", "messages", *(() if "messages" in given else ("prompt",))]
         chosen = [role for role in alone if role in given]
         for other in chosen[1:]:
             refuse(
                 other,
-                f"a row is one kind of document, and {option(chosen[0])}={given[chosen[0]]!r} chose another",
+                f"a row is one kind of document, and {option(chosen[0])}={given[chosen[0]]!r} names another kind",
                 "give one of the two, and prepare the other rows into another corpus",
             )
         for role, partner in (("labels", "tokens"), ("tools", "messages")):
@@ -188,12 +188,12 @@ class RowFields:
             if role in given and partner not in given:
                 refuse(role, f"needs {option(partner)}, which is not given")
         if "completion" in given and "messages" in given:
-            rule = f"the completion of a chat is {option('messages')}={given['messages']!r} already"
+            rule = f"{option('messages')}={given['messages']!r} already names the completion of a chat"
             refuse("completion", rule, "name one of the two")
         names = [value for role, value in given.items() if role != "id"]
         for name in sorted({name for name in names if name and names.count(name) > 1}):
             roles = [role for role, value in given.items() if value == name]
-            refuse(roles[-1], f"is the field of {option(roles[0])} already", "name two fields")
+            refuse(roles[-1], f"{option(roles[0])} names the same field", "name two fields")
         if kind == "text":
             for role in given:
                 refuse(role, "--kind=text reads whole files, which have no fields", "leave it out, or set another kind")
@@ -214,21 +214,21 @@ def option(role: str) -> str:
 
 
 def missing_role(names: Collection[str], fields: RowFields) -> tuple[FieldRole, str]:
-    """Return the first field that a row without all fields lacks, and its role."""
+    """Return the role and the name of the first required field that is missing."""
     return next(
         (role, name) for role, name in fields.by_role.items() if role not in OPTIONAL_ROLES and name not in names
     )
 
 
 def fields_found(names: Sequence[str]) -> str:
-    """Return a text that lists the fields of rows, and the options that fit them."""
+    """Describe the fields of rows, and the options that fit them."""
     shown = ", ".join(f"{name!r:.40}" for name in names[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
     fitting = fitting_options(names)
     return f"the fields are {shown or 'none'}" + (f"; use {fitting}" if fitting else "")
 
 
 def fitting_options(names: Sequence[str]) -> str:
-    """Return the options for rows with the fields that common data sets have; empty if none fits."""
+    """Return the options that fit the fields of rows, if these are a common data set's; else an empty text."""
     for known in _COMMON_FIELDS:
         given = {role: next((name for name in choices if name in names), None) for role, choices in known.items()}
         if all(name is not None for role, name in given.items() if role not in (*OPTIONAL_ROLES, "labels")):
@@ -242,7 +242,7 @@ class TokenRow:
 
     tokens: NDArray[np.int64]
     labels: NDArray[np.int64] | None
-    """Of the same size, -100 or the token; None if every token is supervised."""
+    """Of the same size: -100 or the token; None if every token is supervised."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -251,7 +251,7 @@ class ChatRow:
 
     messages: tuple[Mapping[str, Any], ...]
     """Each with ``role``, ``content`` (a string) and other fields for the chat template; a ``weight`` of 0 marks a
-    message of the assistant that is not to be learned."""
+    message of the assistant that is not learned."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """The definitions of the tools that the assistant may call, for the chat template."""
 
@@ -268,7 +268,7 @@ Content = str | TokenRow | ChatRow | CompletionRow
 
 
 def row_content(row: Mapping[FieldRole, Any], kind: RowKind) -> Content:
-    """Return the document of a row, whose values stand by role; RowError if they make none."""
+    """Return the document in a row, given its values by role; RowError if there is none."""
     if kind == "text":
         return _text(row["text"], "text")
     if kind == "completion":
@@ -288,8 +288,8 @@ def _completion_row(row: Mapping[FieldRole, Any]) -> CompletionRow:
     for role in ("prompt", "completion"):
         if isinstance(row[role], Sequence) and not isinstance(row[role], str | bytes):
             raise RowError(
-                f"the {role} is a list; if it holds messages, name the completion's by {option('messages')}, and "
-                f"those before them by {option('prompt')}"
+                f"the {role} is a list; if it holds messages, give the completion's field as {option('messages')}, and "
+                f"the field of the messages before them as {option('prompt')}"
             )
     completion, prompt = _text(row["completion"], "completion"), row["prompt"]
     prompt = "" if prompt == "" else _text(prompt, "prompt")
@@ -312,10 +312,10 @@ def row_id(value: object) -> str:
 
 
 def row_weight(value: object, content: Content) -> float | NDArray[np.float32]:
-    """Return the loss weight of a row, or that of each of its tokens; 1 if it has none.
+    """Return the loss weight of a row, or one weight per token; 1 if it has none.
 
     Raises:
-        RowError: It is no number of at least 0, or not one for each token.
+        RowError: It is negative or not a number, or a list that is not as long as the tokens.
     """
     if value is None:
         return 1.0
@@ -325,13 +325,13 @@ def row_weight(value: object, content: Content) -> float | NDArray[np.float32]:
         raise RowError("the weight is a list, which only rows of tokens may have")
     if len(value) != content.tokens.size:
         raise RowError(f"{len(value)} weights for {content.tokens.size} tokens")
-    # A mask may be of booleans.
+    # A mask may hold booleans.
     numbers = (float(one) if isinstance(one, bool | np.bool_) else one for one in value)
     return np.array([_weight(one, f"weight {place}") for place, one in enumerate(numbers)], dtype=np.float32)
 
 
 def _weight(value: object, name: str) -> float:
-    """Return a weight as fp32 holds it."""
+    """Return a weight rounded to fp32."""
     number = value.item() if isinstance(value, np.generic) else value
     if isinstance(number, bool) or not isinstance(number, int | float):
         raise RowError(f"{name} is {_describe_type(number)}, not a number")
@@ -358,7 +358,7 @@ def _integers(value: object, name: str) -> NDArray[np.int64]:
         raise RowError(f"the {name} are {_describe_type(value)}, not a list of integers")
     for place, item in enumerate(value):
         if type(item) is not int:
-            raise RowError(f"the {name} are no list of integers: item {place} is {_describe_type(item)}")
+            raise RowError(f"the {name} are not a list of integers: item {place} is {_describe_type(item)}")
     try:
         return np.array(value, dtype=np.int64)
     except OverflowError as error:
@@ -369,13 +369,13 @@ def conversation(messages: object, tools: object = None, prompt: object = None, 
     """Return the conversation of a row.
 
     Args:
-        messages: A list of messages, or its JSON: each ``{role, content}``, or ``{from, value}`` as ShareGPT has them.
+        messages: A list of messages, or its JSON: each ``{role, content}``, or ``{from, value}`` as in ShareGPT.
         tools: The definitions of the tools: a list, or its JSON; None for none.
         prompt: Messages that come first and are not learned; None for none.
         system: The text of a system message before all others; None or empty for none.
 
     Raises:
-        RowError: The values make no conversation.
+        RowError: The values are not a conversation.
     """
     said = [] if prompt is None else _messages(prompt, "messages of the prompt", 0)
     said = [{**message, WEIGHT: 0} if message["role"] == ASSISTANT else message for message in said]
@@ -384,7 +384,7 @@ def conversation(messages: object, tools: object = None, prompt: object = None, 
         raise RowError(f"the system message is {_describe_type(system)}, not a string")
     if system:
         if said[0]["role"] == _SYSTEM:
-            raise RowError("it has a system message beside the one of its own column")
+            raise RowError("it has a system message, and another one in the system column")
         said.insert(0, {"role": _SYSTEM, "content": _utf8_text(system)})
     return ChatRow(messages=tuple(said), tools=_tools(tools))
 
@@ -423,14 +423,14 @@ def _message(message: object, number: int) -> Mapping[str, Any]:
 
 
 def _from_sharegpt(message: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """Return a message ``{from, value}`` as one with role and content, or with the call that its value is.
+    """Convert a message ``{from, value}`` to one with a role and a content, or with the tool calls in its value.
 
     The names are those of ShareGPT and of LLaMA-Factory (``src/llamafactory/data/converter.py``).
     """
     sender, value = message["from"], message.get("value")
     role = _SENDERS.get(sender) if isinstance(sender, str) else None
     if role is None:
-        raise RowError(f"message {number} is from {sender!r:.40}, which is none of {', '.join(_SENDERS)}")
+        raise RowError(f"message {number} is from the unknown sender {sender!r:.40}; known are {', '.join(_SENDERS)}")
     rest = {key: field for key, field in message.items() if key not in ("from", "value")}
     if sender != _FUNCTION_CALL:
         return {**rest, "role": role, "content": value}
@@ -507,7 +507,7 @@ def _parse_json(value: str, name: str) -> Any:
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
-        raise RowError(f"the {name} are no JSON: {json_problem(error)}") from error
+        raise RowError(f"the {name} are not JSON: {json_problem(error)}") from error
 
 
 def refuse_deep(value: object, name: str) -> None:
@@ -525,7 +525,7 @@ def refuse_deep(value: object, name: str) -> None:
 
 
 def refuse_surrogates(value: object) -> None:
-    """Refuse a JSON value of which a string holds half of a surrogate pair."""
+    """Refuse a JSON value with half of a surrogate pair in a string."""
     for text in strings(value):
         _utf8_text(text)
 

@@ -82,8 +82,8 @@ class Unit:
     split: str | None = None
     """Split of a data set."""
     state: str = ""
-    """Of a data set that was saved on disk, a hash of its files as they were listed. It is not part of the signature:
-    the same data set may be saved again."""
+    """For a data set on disk, a hash of its files when they were listed. It is not part of the signature, since the
+    same data set may be saved again."""
 
     @property
     def signature(self) -> str:
@@ -110,7 +110,7 @@ def list_units(
     named = [f"{option(role)}={name!r}" for role, name in asdict(spec.fields).items() if name is not None]
     units: list[Unit] = []
     rejected: list[Rejected] = []
-    # Files that are read in the same way, by their kind and fields; and texts that are left out among rows.
+    # Files by how they are read, and texts that are left out because rows are read.
     groups: dict[tuple[UnitKind, RowFields], list[FileStamp]] = defaultdict(list)
     texts: list[Rejected] = []
     listing = FileListing(spec.pattern, spec.exclude, out)
@@ -154,7 +154,7 @@ def list_units(
     rejected.extend(texts)
     if spec.split is not None and units and all(unit.split is None for unit in units):
         raise UserError(
-            f"--split={spec.split}: counts for data sets with splits only, and no source is one; leave it out"
+            f"--split={spec.split}: applies only to data sets with splits, and no source has any; leave it out"
         )
     return tuple(replace(unit, index=index) for index, unit in enumerate(units)), tuple(rejected)
 
@@ -163,10 +163,10 @@ def open_dataset(path: str, split: str | None) -> tuple[Any, str | None]:
     """Open one split of a ``datasets`` data set, saved on disk or by hub name.
 
     Returns:
-        The data set, and ``split``; None in its place if the data set is not divided into splits, nor one of them.
+        The data set, and ``split``; None in its place if the data set has no splits and is not a split.
 
     Raises:
-        UserError: It can't be opened, has several splits and none was chosen, or is another split alone.
+        UserError: It can't be opened, has several splits and none was chosen, or is a single other split.
     """
     try:
         import datasets
@@ -181,7 +181,7 @@ def open_dataset(path: str, split: str | None) -> tuple[Any, str | None]:
                 f"source={path_text(path)}: no such file or directory{refused}; correct it, or give the id of a data "
                 "set that this machine can reach"
             )
-    # They would appear under --quiet, and beside the line of progress.
+    # Progress bars would appear despite --quiet, and next to our line of progress.
     datasets.disable_progress_bars()
     try:
         loaded = datasets.load_from_disk(path) if is_saved else datasets.load_dataset(path)
@@ -190,7 +190,7 @@ def open_dataset(path: str, split: str | None) -> tuple[Any, str | None]:
         if (away := transient_cause(error)) is not None:
             raise away from error
         if isinstance(error, FileNotFoundError) and error.errno is None and _is_whole_dataset(Path(path)):
-            # It says so of the folder if it can't look at these files, because the storage is away.
+            # The library also raises this when the storage of a whole data set does not answer.
             raise OSError(errno.EAGAIN, str(error), path) from error
         raise UserError(
             f"source={path_text(path)}: is neither a `save_to_disk` directory nor a hub name that can be loaded "
@@ -201,8 +201,8 @@ def open_dataset(path: str, split: str | None) -> tuple[Any, str | None]:
             return loaded, None
         if split not in (None, str(loaded.split)):
             raise UserError(
-                f"--split={split}: the data set {path_text(path)} holds the split {loaded.split} alone; choose that "
-                "one, or leave it out"
+                f"--split={split}: the data set {path_text(path)} holds only the split {loaded.split}; choose "
+                "it, or leave the option out"
             )
         return loaded, split
     names = sorted(loaded)
@@ -328,7 +328,7 @@ def dataset_stamp(path: str, dataset: Any) -> FileStamp:
 
 
 def dataset_state(path: str, dataset: Any) -> str:
-    """Return a hash of size and time of an open data set's own files; empty if it has none, as one of the hub.
+    """Return a hash of size and time of an open data set's own files; empty if it has none, like a data set of the Hub.
 
     The library writes the fingerprint after them, so that it is still the old one while a data set is saved again.
 

@@ -48,7 +48,7 @@ _BYTE_ROLES = ("system", "user", "assistant", "tool")
 _TOOLS_HINT = "leave --tools-field out, or use a tokenizer whose chat template writes them"
 # Moves the planes 0 and 1 of Unicode to its private planes 15 and 16.
 _SHIFT, _NUM_MOVED, _NUM_CODES = 0xF0000, 0x20000, 0x110000
-# Some templates write any role between "<|" and "|>". These roles may become a special token so, others may not.
+# Some templates write any role between "<|" and "|>". These roles may become a special token that way, others may not.
 _ROLES = frozenset(
     (
         *("system", "developer", "user", "assistant", "model", "tool", "function", "observation", "ipython"),
@@ -84,7 +84,7 @@ class ByteChat:
         for name in options.chat_settings:
             if name != "train_on":
                 raise UserError(
-                    f"--{name.replace('_', '-')}: --tokenizer=bytes has a format of its own for chats; leave it out"
+                    f"--{name.replace('_', '-')}: --tokenizer=bytes has its own format for chats; leave it out"
                 )
         self._end = np.array([end_token_id], dtype=np.int64)
         self._train_on = options.train_on
@@ -95,18 +95,18 @@ class ByteChat:
     def encode(self, messages: Messages, tools: Tools = ()) -> list[EncodedDocument]:
         """Return the tokens of a conversation; RowError for tools, another role or a message without content."""
         if tools:
-            raise RowError(f"bytes have no way to write its tools; {_TOOLS_HINT}")
+            raise RowError(f"the byte tokenizer can't write its tools; {_TOOLS_HINT}")
         learned = learned_turns(messages, self._train_on)
         parts: list[NDArray[np.int64]] = []
         starts, stops, at = [], [], 0
         for number, message in enumerate(messages):
             role, content = message["role"], message.get("content")
             if role not in _BYTE_ROLES:
-                raise RowError(f"message {number} has the role '{role}', which is none of {', '.join(_BYTE_ROLES)}")
+                raise RowError(f"message {number} has the role '{role}', but bytes have only {', '.join(_BYTE_ROLES)}")
             if content is None:
                 raise RowError(f"message {number} ({role}) has no content")
             if lost := next((name for name in ("tool_calls", *REASONING) if message.get(name)), None):
-                raise RowError(f"message {number} ({role}): bytes have no way to write its {lost}")
+                raise RowError(f"message {number} ({role}): the byte tokenizer can't write its {lost}")
             header, body = (np.frombuffer(text.encode(), np.uint8) for text in (f"{role}\n", content))
             parts += [header.astype(np.int64), body.astype(np.int64), self._end]
             if number in learned:
@@ -133,7 +133,7 @@ class TemplateChat:
         eos_token_id: Its end token.
         options: How turns are found, and which are learned.
         frame: Tokens, by id, that begin and end documents and are not special: no text may become one of these either.
-        unknown: The token of text that the vocabulary lacks, if there is one.
+        unknown: The unknown token, if there is one.
 
     Raises:
         UserError: ``turns=marks``, and the template has no marks.
@@ -228,7 +228,7 @@ class TemplateChat:
             begin = int(np.searchsorted(offsets[:, 1], first, side="right"))
             end = int(np.searchsorted(offsets[:, 0], last, side="left"))
             if not has_marks and begin < end and is_special[begin] and offsets[begin, 0] < first:
-                # The token that asks for the turn took white space from it.
+                # The last token of the generation prompt includes white space of the turn.
                 begin += 1
             if begin >= end:
                 continue
@@ -237,7 +237,7 @@ class TemplateChat:
                 marker = None
             # The line feed that a template adds after an end token is not learned, unless the template marks it.
             end = end if marker is None else max(end, marker + 1) if has_marks else marker + 1
-            # A template may mark an end token by itself, with which the span before it was just ended.
+            # A template may mark an end token separately, which already ended the previous span.
             begin = max(begin, spans[-1][1]) if spans else begin
             if begin < end:
                 spans.append((begin, end))
@@ -361,7 +361,7 @@ def _turn_end(
 
 
 def learned_turns(messages: Messages, train_on: TrainOn) -> Sequence[int]:
-    """Return the places of the assistant's messages that are learned: all, or the last, of those with a weight."""
+    """Return the places of the assistant's messages that are learned: all, or the last, of those not of weight 0."""
     turns = [number for number in assistant_turns(messages) if messages[number].get(WEIGHT) != 0]
     return turns if train_on == "all" else turns[-1:]
 
@@ -450,12 +450,12 @@ def _with_strings(value: Any, of_value: Callable[[str], str], of_key: Callable[[
 
 
 def _any_of(literals: Iterable[str]) -> str:
-    """Return a pattern of any of some strings, the longest first; of nothing if there are none."""
+    """Return a pattern that matches any of some strings, the longest first; nothing if there are none."""
     return f"(?:{'|'.join(map(re.escape, sorted(literals, key=len, reverse=True))) or '(?!)'})"
 
 
 def _shown(text: str) -> str:
-    """Return a text with the characters in place of their placeholders."""
+    """Return a text with its placeholders turned back into characters."""
     return _translated(text, _tables()[1])
 
 

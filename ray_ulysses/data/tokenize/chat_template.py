@@ -51,7 +51,7 @@ _MOST_S = 30.0
 _FEW = 64
 _MOST_NUMBER = 100_000
 _MOST_BITS = 1 << 16
-# A list of twice the same list, again and again, is small until it is written or compared.
+# Lists of the same nested list are small until they are written or compared.
 _MOST_NESTED = 1 << 18
 _FORMAT_WIDTH = re.compile(r"[%{][^%{}a-zA-Z]*(?:\d{5}|\*)")
 # Filters with a number of times or a width.
@@ -125,7 +125,7 @@ class ChatTemplate:
         return template
 
     def render(self, messages: Messages, tools: Tools, *, asks: bool = False) -> str:
-        """Return the text of a conversation; with ``asks`` it ends where the assistant is to answer.
+        """Return the text of a conversation; with ``asks`` it ends with the generation prompt.
 
         Raises:
             RowError: The template refuses it; the reason has the line of the template.
@@ -199,7 +199,7 @@ def training_template(tokenizer: str | Path, folder: Path | None = None) -> str:
 
     Args:
         tokenizer: The tokenizer's directory.
-        folder: TRL's templates; None for those of the installed package, of which nothing is imported.
+        folder: TRL's templates; None for those of the installed package, which is not imported.
 
     Raises:
         UserError: The tokenizer has no template, TRL is not installed, or TRL has no variant of this template.
@@ -223,7 +223,7 @@ def training_template(tokenizer: str | Path, folder: Path | None = None) -> str:
 
 
 def trl_templates() -> Path | None:
-    """Return the folder of the chat templates of the installed package TRL; None if it is not installed."""
+    """Return the chat template folder of the installed package TRL; None if TRL is not installed."""
     found = importlib.util.find_spec("trl")
     places = [] if found is None else found.submodule_search_locations or []
     return next((Path(place) / "chat_templates" for place in places if (Path(place) / "chat_templates").is_dir()), None)
@@ -321,7 +321,7 @@ class _BoundedTemplate:
         return value
 
     def _refuse_nested(self, values: Iterable[Any]) -> None:
-        """Raise OverflowError for values that are large where a list counts each time that they hold it."""
+        """Raise OverflowError for values that are large when a shared list counts at each occurrence."""
         seen, size, held = 0, 0, [*values]
         while held:
             value = held.pop()
@@ -393,7 +393,7 @@ class _BoundedTemplate:
 
             return bounded
 
-        # It draws text by chance, of any length.
+        # It generates random text of any length.
         del env.globals["lipsum"]
         env.globals["range"] = counted_range
         env.filters |= {"_step": step, "_counted": counted, "_sized": self._sized, "_nested": nested}

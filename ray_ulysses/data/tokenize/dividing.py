@@ -63,7 +63,7 @@ _GPT_2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\
 
 
 def dividing_pattern(tokenizer: Mapping[str, Any]) -> re.Pattern[str] | None:
-    """Return what texts may be cut after; None if only whole texts are known to give their tokens.
+    """Return the pattern after which texts may be cut; None if they must be tokenized whole.
 
     ``tokenizer`` is the content of ``tokenizer.json``.
     """
@@ -102,7 +102,7 @@ def unwritable_text_refused(*texts: str) -> Iterator[None]:
     """
     if (longest := max(map(len, texts), default=0)) > MOST_CHARACTERS:
         raise RowError(
-            f"{longest} characters that this tokenizer can't take in parts, which may be {MOST_CHARACTERS}; divide it"
+            f"{longest} characters exceed the {MOST_CHARACTERS} of a text that this tokenizer can't divide; divide it"
         )
     try:
         yield
@@ -132,7 +132,7 @@ def _is_local(normalizer: Any) -> bool:
 
 
 def _patterns(pre_tokenizer: Any) -> list[list[str]] | None:
-    """Return the alternatives of each pattern that divides a text, in turn; None if one of them is not known."""
+    """Return the alternatives of each pattern that divides a text, in turn; None if one of them is unknown."""
     kind = None if pre_tokenizer is None else pre_tokenizer.get("type")
     if kind == "Sequence":
         found: list[list[str]] = []
@@ -153,7 +153,7 @@ def _patterns(pre_tokenizer: Any) -> list[list[str]] | None:
 
 
 def _alternatives(pattern: str) -> list[str]:
-    """Divide a pattern at the bars that are in no bracket."""
+    """Split a pattern at the bars outside of brackets."""
     found, depth, is_escaped, is_class = [""], 0, False, False
     for character in pattern:
         if character == "|" and not (depth or is_escaped or is_class):

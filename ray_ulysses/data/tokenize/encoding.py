@@ -38,9 +38,9 @@ class EncodedTexts:
     ids: NDArray[np.int64]
     """The tokens of all, one text after the other."""
     lengths: NDArray[np.int64]
-    """The tokens of each; one with less than two has none that is supervised."""
+    """The number of tokens of each; with fewer than two, none of them is supervised."""
     digests: list[bytes]
-    """16 bytes of each that are equal for equal texts."""
+    """16 bytes for each, equal for equal texts."""
     left_out: dict[int, str]
     """The reason to leave out each text, by its place, that spells a special token and would become it, or that the
     tokenizer can't write."""
@@ -48,7 +48,7 @@ class EncodedTexts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodingInfo:
-    """How the documents of a corpus were written, which the corpus stores."""
+    """How the documents of a corpus were written; stored in the corpus."""
 
     __pydantic_config__ = KNOWN_FIELDS_ONLY
 
@@ -61,9 +61,9 @@ class EncodingInfo:
     num_chats: Whole = 0
     """Conversations that were written."""
     num_chat_documents: Whole = 0
-    """The documents that they became, since turns may need a document of their own."""
+    """The documents made from them; a turn may need its own document."""
     num_open_turns: Whole = 0
-    """Their learned turns that no special token ends."""
+    """Learned turns that no special token ends."""
     chat_template: str | None = None
     """The text of the chat template that wrote them; None if there were none, or if they were written as bytes."""
 
@@ -74,12 +74,12 @@ class DocumentEncoder:
     Attributes:
         bos_token_id: The token that begins texts and prompts; None for none.
         eos_token_id: The token that ends documents; None for none.
-        frame: Those of the two, by id, that a text becomes though they are not special; in chats, too.
-        forgeable: The tokens, by id, that a text would become that spells them, and must not: special ones, and those
-            that begin and end documents.
+        frame: Those of the two, by id, that are not special and that a text or a chat becomes if it spells them.
+        forgeable: The tokens, by id, that a text would become if it spelled them, and must not: special ones, and
+            ``frame``.
 
     Raises:
-        UserError: The tokenizer has no such token.
+        UserError: The tokenizer lacks a chosen token.
     """
 
     def __init__(self, tokenizer: Tokenizer, options: EncodingOptions | None = None) -> None:
@@ -163,7 +163,7 @@ class DocumentEncoder:
             RowError: It has a single token, or none, or it forges one.
         """
         if self.forgeable:
-            # Before any is yielded, since what was stored of a document stays.
+            # Checked before any is yielded, since stored parts of a document stay.
             for part in self.tokenizer.divide(text):
                 self._refuse_forged(self.tokenizer.encode_all([part])[0])
         num_tokens, held = 0, []
@@ -213,7 +213,7 @@ class DocumentEncoder:
             raise RowError("the chat template writes nothing")
         if self.eos_token_id is not None and chat.ids[-1] != self.eos_token_id:
             if chat.ends_open:
-                # It ends the turn, too. After a turn's own end a model is not asked for more.
+                # It also ends the open turn. A turn with its own end needs no other.
                 stops = np.append(chat.stops[:-1], chat.ids.size + 1)
                 chat = replace(chat, stops=stops, num_open=chat.num_open - 1)
             chat = replace(chat, ids=np.append(chat.ids, self.eos_token_id))
@@ -245,7 +245,7 @@ def load_encoder(name: str | Path, options: EncodingOptions | None = None) -> Do
 def weighted(
     document: EncodedDocument, weight: float | NDArray[np.float32], special_ids: frozenset[int]
 ) -> EncodedDocument:
-    """Return a document with a loss weight, or with one for each of its tokens; the end token has that of the last.
+    """Return a document with a loss weight, or with one per token; the end token gets the weight of the last.
 
     Tokens of weight 0 are not supervised; RowError if no supervised token has another.
     """
@@ -270,12 +270,12 @@ def weighted(
 
 
 def _span_ends(ids: NDArray[np.int64], mask: NDArray[np.bool_], special_ids: frozenset[int]) -> frozenset[int]:
-    """Return the special tokens at the end of supervised spans of a row, to which no end token was added yet."""
+    """Return the special tokens at the end of supervised spans of a row, before an end token is added."""
     return special_ids & frozenset(ids[mask_spans(mask)[1] - 1].tolist())
 
 
 def text_digest(text: str) -> bytes:
-    """Return the digest of a text that is a document; a part of it at a time is held as bytes."""
+    """Return the digest of a text that is a document; only a part of it at a time is held as bytes."""
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for start in range(0, len(text), _DIGEST_CHARACTERS):
         digest.update(text[start : start + _DIGEST_CHARACTERS].encode("utf-8"))
@@ -310,7 +310,7 @@ def _chosen(name: str, chosen: str, own: int | None, tokenizer: Tokenizer) -> in
     found = tokenizer.token_id(chosen)
     if found is None:
         raise UserError(
-            f"--{name}={chosen!r}: is no token of the tokenizer {tokenizer.info.name}; give one that is, or "
+            f"--{name}={chosen!r}: is not a token of the tokenizer {tokenizer.info.name}; give one of its tokens, "
             f"{TOKENIZER} or {NONE}"
         )
     return found

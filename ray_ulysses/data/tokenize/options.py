@@ -16,14 +16,14 @@ class EncodingOptions:
     """How documents are written as tokens."""
 
     bos: str = TOKENIZER
-    """What a text or a prompt begins with: ``tokenizer`` (the token that the tokenizer itself puts there, if any),
+    """The token that begins a text or a prompt: ``tokenizer`` (the one that the tokenizer itself puts there, if any),
     ``none``, or a token of the vocabulary."""
     eos: str = TOKENIZER
-    """What a document ends with: ``tokenizer`` (its ``eos_token``), ``none``, or a token of the vocabulary."""
+    """The token that ends a document: ``tokenizer`` (its ``eos_token``), ``none``, or a token of the vocabulary."""
     chat_template: str | None = None
     """The text of a chat template that takes the place of the tokenizer's own; None for its own."""
     turns: TurnsOption = "auto"
-    """How the turns of the assistant are found in what the chat template writes. ``marks`` takes what is between its
+    """How the turns of the assistant are found in the rendered chat. ``marks`` takes the text between the template's
     ``{% generation %}`` marks. ``split`` renders the conversation up to each turn; a turn that the template writes
     differently once the conversation goes on is learned in a document of its own. ``whole`` leaves out a conversation
     with such a turn. ``auto`` is ``marks`` for a template that has them, else ``split``."""

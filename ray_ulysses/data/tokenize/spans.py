@@ -30,9 +30,9 @@ class EncodedDocument:
     num_open: int = 0
     """The turns of a conversation that no special token ends."""
     ends_open: bool = False
-    """Whether the text of a conversation ends with one of them."""
+    """Whether a conversation ends with an open turn."""
     weights: NDArray[np.float32] | None = None
-    """The factor on the loss of each span's tokens; None if all are 1."""
+    """The loss weight of each span; None if all are 1."""
 
     @property
     def is_whole(self) -> bool:
@@ -41,7 +41,7 @@ class EncodedDocument:
 
     @property
     def digest(self) -> bytes:
-        """Return 16 bytes that are equal for equal tokens and spans; a text has those of ``text_digest``."""
+        """Return 16 bytes that are equal for equal tokens and spans; plain texts have ``text_digest`` instead."""
         digest = hashlib.blake2b(digest_size=DIGEST_BYTES, person=b"tokens and spans")
         for values in (self.ids, self.starts, self.stops):
             digest.update(values.size.to_bytes(8, "little") + values.astype("<i8", copy=False).tobytes())

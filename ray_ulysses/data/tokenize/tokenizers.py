@@ -68,7 +68,7 @@ class TokenizerInfo:
     vocab_size: Positive
     """One more than its largest token id."""
     eos_token_id: Whole
-    """Its end token, which ends every document unless ``prepare`` was told otherwise."""
+    """Its end token, which ends every document unless ``prepare`` was given another one."""
     fingerprint: str
     """Hash of the tokenizer's files, by which two tokenizers are compared."""
 
@@ -95,7 +95,7 @@ class Vocabulary:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Tokens:
-    """All tokens of a tokenizer, by which it is compared with the vocabulary of a corpus."""
+    """All tokens of a tokenizer, for comparison with the vocabulary of a corpus."""
 
     ids: Mapping[str, int]
     """The id of each token, added ones included."""
@@ -105,7 +105,7 @@ class Tokens:
     """The merges of BPE as `tokenizer.json` has them, pairs or strings with a space."""
 
     def vocabulary(self) -> Vocabulary:
-        """Return what a corpus stores of them."""
+        """Return the description that a corpus stores."""
         return Vocabulary(
             size=max(self.ids.values()) + 1,
             added=tuple(sorted(self.added.items())),
@@ -114,9 +114,9 @@ class Tokens:
         )
 
     def difference_from(self, corpus: Vocabulary) -> str | None:
-        """Return how the ids of a corpus mean other text than these tokens; None if they mean the same.
+        """Describe how the ids of a corpus differ in meaning from these tokens; None if they do not.
 
-        Tokens that only one of the two has are no difference, if they were added: their ids are free in the other.
+        Added tokens that only one of the two has make no difference: their ids are free in the other.
         """
         texts = {token_id: text for text, token_id in self.ids.items()}
         others = [
@@ -154,24 +154,19 @@ def _hash(texts: Iterable[str]) -> str:
 
 
 class ByteTokenizer:
-    """One token per UTF-8 byte (ids 0 to 255), and 256 for the end of a document.
-
-    Attributes:
-        info: The description of the tokenizer.
-        special_ids: The tokens with a meaning beyond their text, such as the end of a turn.
-        forgeable: The special tokens, by id, that the tokenizer itself makes of a text that spells them.
-        added_tokens: The tokens, by id, that were added to the vocabulary of its model, special or not.
-        bos_token_id: The token that the tokenizer itself puts before a text; None if it puts none.
-        tokens: All tokens, to compare them with those of another tokenizer.
-    """
+    """One token per UTF-8 byte (ids 0 to 255), and 256 for the end of a document."""
 
     info = TokenizerInfo(
         kind="bytes", name=BYTES, vocab_size=_EOS_BYTE_ID + 1, eos_token_id=_EOS_BYTE_ID, fingerprint="bytes-eos256-v1"
     )
     special_ids = frozenset([_EOS_BYTE_ID])
+    """The tokens with a meaning beyond their text, such as the end of a turn."""
     forgeable = _NONE
+    """The special tokens, by id, that the tokenizer itself makes of a text that spells them."""
     added_tokens = _NONE
+    """The tokens, by id, that were added to the vocabulary of its model, special or not."""
     bos_token_id = None
+    """The token that the tokenizer itself puts before a text; None if it puts none."""
 
     @property
     def tokens(self) -> Tokens:
@@ -188,7 +183,7 @@ class ByteTokenizer:
         return None
 
     def encode_all(self, texts: Sequence[str]) -> tuple[NDArray[np.integer[Any]], NDArray[np.int64]]:
-        """Return the token ids of texts, one text after the other, and the number of each; no end tokens.
+        """Return the joined token ids of texts, without end tokens, and the number of tokens of each text.
 
         Raises:
             RowError: A text holds a part for which the tokenizer has no token.
@@ -316,7 +311,7 @@ class _FastTokenizer:
 
 
 def spelled(tokens: Mapping[int, str], encode: Callable[[str], Iterable[int]]) -> dict[int, str]:
-    """Return those of some tokens that come out where a text spells one, alone or beside other text."""
+    """Return the tokens that a text becomes if it spells them, alone or next to other text."""
     forms = (form.format(token=token) for token in tokens.values() for form in _SPELLED)
     made: set[int] = set()
     for text in forms:
@@ -378,7 +373,7 @@ def _through_transformers(directory: Path) -> RustTokenizer:
 
 
 Tokenizer = ByteTokenizer | _FastTokenizer
-"""Turns texts into token ids; `ByteTokenizer` says what each has."""
+"""Turns texts into token ids; `ByteTokenizer` documents the interface."""
 
 
 def load_tokenizer(name: str | Path) -> Tokenizer:

@@ -1,4 +1,4 @@
-"""Finds the turns of the assistant in what a chat template writes, and the calls of tools in them.
+"""Finds the turns of the assistant in a rendered chat, and the tool calls in them.
 
 Many templates rewrite the past: reasoning is left out of a turn once the user has spoken again, or the last turn has an
 end that others don't have. A model meets each turn as it is written at the end of the conversation so far. So a turn is
@@ -17,17 +17,17 @@ from typing import Any
 from ray_ulysses.data.sources.rows import ASSISTANT, RowError, refuse_deep, refuse_surrogates
 from ray_ulysses.data.tokenize.chat_template import Messages
 
-# A character that no template writes by itself.
+# A character that no template contains.
 _PROBE = "\u2588"
 _THINK = "<think>"
-# By so many of its last characters a turn is found where it is written again.
+# The number of its last characters by which a turn is found in another text.
 _NUM_LAST = 8
 REASONING = ("reasoning_content", "reasoning", "thinking")
-"""The fields in which a message of the assistant has its reasoning."""
+"""The fields that may hold the reasoning of a message of the assistant."""
 
 
 Render = Callable[..., str]
-"""Renders messages of one conversation, with its tools; with ``asks=True`` up to where the assistant is to answer."""
+"""Renders messages of one conversation, with its tools; with ``asks=True`` up to the end of the generation prompt."""
 RenderMarked = Callable[[Messages], tuple[str, list[tuple[int, int]]]]
 
 
@@ -37,7 +37,7 @@ class WrittenChat:
 
     text: str
     pieces: tuple[tuple[int, bool, int], ...]
-    """What it consists of: the number of messages that the template writes, whether it asks after them, and the first
+    """Its parts: the number of messages that the template writes, whether a generation prompt follows, and the first
     character that is taken."""
     ranges: list[tuple[int, int]] = field(default_factory=list)
     """The characters of each turn that is learned."""
@@ -97,8 +97,8 @@ def marked_turns(
     As ``written_turns``; ``marked`` renders the conversation, and returns the ranges of the template's marks as well.
 
     Raises:
-        RowError: The template refuses the conversation or leaves out a part of it or of the marks, or the marks of the
-            turns can't be told apart.
+        RowError: The template refuses the conversation or leaves out a part of it or of the marks, or the marks of
+            different turns can't be distinguished.
     """
     text, ranges = marked(messages)
     answers = assistant_turns(messages)
@@ -117,9 +117,9 @@ def marked_turns(
         if borders[0] is None or borders[1] is None:
             raise RowError(
                 f"the chat template writes message {number} differently if the conversation ends with it, so its marks "
-                "are not known from those of others; let the turns be found by rendering (--turns split)"
+                "can't be distinguished from other turns' marks; let the turns be found by rendering (--turns split)"
             )
-        # What the template marks after the last message belongs to it.
+        # Marks after the last message belong to it.
         last = len(text) if number == len(messages) - 1 else borders[1]
         chosen += [(begin, end) for begin, end in ranges if borders[0] <= begin < last]
     return replace(whole, ranges=chosen)
@@ -131,7 +131,7 @@ def assistant_turns(messages: Messages) -> list[int]:
 
 
 def _kept(answered: str, text: str, special: Sequence[str]) -> int | None:
-    """Return how many characters of a shorter conversation's text another begins with, or None if it changed.
+    """Return the number of characters of a shorter conversation's text that ``text`` begins with; None if it changed.
 
     A special token that only ends a conversation, after the one that ends its last turn (Phi-3's ``<|endoftext|>``),
     may be gone from the longer one.
@@ -172,7 +172,7 @@ def _turn(messages: Messages, number: int, render: Render) -> WrittenChat:
     at = answered.rfind(prompt, 0, content)
     if prompt != asked and prompt and at >= 0:
         if at + len(prompt) <= begin:
-            # What asks for the answer is not written again: the answer goes on from the one before it.
+            # The generation prompt is not written again: the answer continues the previous one.
             return WrittenChat(text=answered, pieces=(whole,), ranges=[(content, len(answered))])
         # The answer changes what is written before it, as gpt-oss drops the reasoning before its calls of tools. The
         # model answers before that.
@@ -183,7 +183,7 @@ def _turn(messages: Messages, number: int, render: Render) -> WrittenChat:
 
 
 def _closed(turn: WrittenChat, messages: Messages, number: int, render: Render, special: Sequence[str]) -> WrittenChat:
-    """Return a turn with the special token that begins the next message, if that alone ends the turn."""
+    """Append the special token that begins the next message to a turn, if only that token ends the turn."""
     said = turn.text[turn.ranges[0][0] :]
     if number + 1 == len(messages) or not said or said.rstrip().endswith(tuple(special)):
         return turn
@@ -220,7 +220,7 @@ def _refuse_unwritten(messages: Messages, text: str, render: Render) -> None:
 
 
 def _refuse_unwritten_turn(messages: Messages, number: int, said: str, render: Render) -> None:
-    """Refuse a turn to learn of which the template leaves out the content, a call of a tool, or the reasoning."""
+    """Refuse a turn to learn if the template leaves out its content, a tool call, or its reasoning."""
     message = messages[number]
     text: str | None = None
 
@@ -230,7 +230,7 @@ def _refuse_unwritten_turn(messages: Messages, number: int, said: str, render: R
         try:
             return render(_changed(messages, number, **fields)) != text
         except RowError:
-            # What a template refuses it has read.
+            # A template that refuses a value has read it.
             return True
 
     calls = _calls(message)
@@ -252,7 +252,7 @@ def _refuse_unwritten_turn(messages: Messages, number: int, said: str, render: R
 
 
 def _refuse_unmarked(messages: Messages, learned: Sequence[int], marked: RenderMarked) -> None:
-    """Refuse turns to learn whose content, calls of tools, or reasoning the template writes outside its marks."""
+    """Refuse turns to learn if the template writes their content, tool calls or reasoning outside its marks."""
     parts: dict[str, str] = {}
     changed = list(messages)
     for number in learned:
@@ -268,11 +268,11 @@ def _refuse_unmarked(messages: Messages, learned: Sequence[int], marked: RenderM
 
 
 def _with_probes(message: Mapping[str, Any], number: int, parts: dict[str, str]) -> Mapping[str, Any]:
-    """Return a message with a probe in each of its parts, and add what each probe is in to ``parts``."""
+    """Return a message with a probe in each of its parts, and record the part of each probe in ``parts``."""
     own: dict[str, str] = {}
 
     def probe(part: str, value: str) -> str:
-        # Fields that say the same, as some have the reasoning twice, need only one place.
+        # Fields with the same value, such as reasoning that is stored twice, share a probe.
         if value not in own:
             own[value] = f"{_PROBE}{number}.{len(own)}{_PROBE}"
             parts[own[value]] = f"{part} of message {number}"
