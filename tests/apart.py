@@ -11,17 +11,14 @@ if TYPE_CHECKING:
 
 
 def worst(errors: Iterable[float]) -> float:
-    """Return the largest of some errors, of which there must be one."""
     found = list(errors)
     return math.nan if any(math.isnan(error) for error in found) else max(found)
 
 
 def relative(ours: Sequence[float], wanted: Sequence[float]) -> float:
-    """Return the largest relative difference of a value, such as of a step's loss."""
     return worst(abs(a - b) / abs(b) for a, b in zip(ours, wanted, strict=True))
 
 
 def losses_apart(ours: RunHistory, wanted: RunHistory) -> float:
-    """Return the largest relative difference of a step's loss; both runs must have the same steps."""
     assert [step.step for step in ours.steps] == [step.step for step in wanted.steps]
     return relative([step.loss for step in ours.steps], [step.loss for step in wanted.steps])

@@ -39,7 +39,6 @@ defaults. This page is written by the test:
 
 
 def load() -> dict[str, Any]:
-    """Return what is stored: the version of Transformers and the outcomes."""
     stored: dict[str, Any] = json.loads(STORED.read_text())
     return stored
 
@@ -52,7 +51,6 @@ def store(outcomes: Sequence[Outcome], transformers: str) -> None:
 
 
 def page(stored: dict[str, Any]) -> str:
-    """Return the page of stored outcomes."""
     by_type: dict[str, dict[str, dict[str, str]]] = {}
     for one in stored["outcomes"]:
         by_type.setdefault(one["model_type"], {})[one["variant"]] = one

@@ -10,14 +10,12 @@ from hypothesis import settings
 
 
 def fast_only(values: Iterable[Any], *fast: Hashable) -> list[Any]:
-    """Return values for `pytest.mark.parametrize`, marked slow but for those that stay in `make test`."""
     values = list(values)
     assert set(fast) <= set(values), f"{set(fast) - set(values)} are no values of the parameter"
     return [value if value in fast else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 def fast_cases(cases: dict[str, tuple[Any, ...]], *fast: str) -> list[Any]:
-    """Return named cases for `pytest.mark.parametrize`, marked slow but for those that stay in `make test`."""
     assert set(fast) <= cases.keys(), f"{set(fast) - cases.keys()} are no cases"
     return [
         pytest.param(*case, id=name, marks=() if name in fast else pytest.mark.slow) for name, case in cases.items()
@@ -25,5 +23,4 @@ def fast_cases(cases: dict[str, tuple[Any, ...]], *fast: str) -> list[Any]:
 
 
 def examples(count: int) -> int:
-    """Return how many examples Hypothesis tries: all of them in `make test-all`, a part of them in `make test`."""
     return max(10, count * settings().max_examples // 100)

@@ -50,7 +50,6 @@ _BOUNDS = {Ge: ("ge", "≥ {}"), Gt: ("gt", "> {}"), Le: ("le", "≤ {}"), Lt: (
 
 
 def render_reference() -> str:
-    """Return the reference of every setting as Markdown."""
     parts = [_HEAD, *(_section(name, model) for name, model in section_models().items()), _stages(), _RESUME]
     rows = [f"| `{path}` | fixed | {reason} |" for path, reason in FIXED.items()]
     rows += [f"| `{path}` | by branch | {reason} |" for path, reason in BRANCHABLE.items()]
@@ -68,7 +67,6 @@ def _stages() -> str:
 
 
 def cell(text: str | None) -> str:
-    """Return a text as the cell of a table."""
     return " ".join((text or "").split()).replace("|", "\\|")
 
 
@@ -95,12 +93,6 @@ def _type(info: FieldInfo) -> str:
 
 
 def type_name(annotation: Any, named: Sequence[tuple[Any, str]] = ()) -> str:
-    """Return a type in words.
-
-    Args:
-        annotation: The type.
-        named: Types that have a name of their own, and the names.
-    """
     origin, arguments = get_origin(annotation), get_args(annotation)
     for kind, name in named:
         if annotation == kind:

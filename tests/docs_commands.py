@@ -16,12 +16,7 @@ _FENCE = re.compile(r"^```(?P<language>\w*)\n(?P<body>.*?)^```$", re.MULTILINE |
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Command:
-    """One command of a console block.
-
-    Attributes:
-        page: File name of the page.
-        text: What follows the prompt, continuation lines joined, as a shell takes it.
-    """
+    """One command of a console block."""
 
     page: str
     text: str
@@ -31,7 +26,6 @@ class Command:
 
 
 def commands(page: Path) -> Iterator[Command]:
-    """Yield the commands of a page in its order; lines without a prompt are output."""
     for fence in _FENCE.finditer(page.read_text(encoding="utf-8")):
         if fence["language"] != "console":
             continue
@@ -41,7 +35,6 @@ def commands(page: Path) -> Iterator[Command]:
 
 
 def languages(page: Path) -> set[str]:
-    """Return the languages of a page's blocks; an empty one has none."""
     return {fence["language"] for fence in _FENCE.finditer(page.read_text(encoding="utf-8"))}
 
 

@@ -18,19 +18,12 @@ _OWN_OF_A_CASE = re.compile(r"s3://bucket/[^/ ]*|\?endpoint_override=[^ :)]*|(?<
 
 
 def said(error: BaseException) -> str:
-    """Return what an error says has happened, without what differs between cases."""
     return "ends: " + _OWN_OF_A_CASE.sub("*", str(error)).partition("; ")[0]
 
 
 @dataclass(kw_only=True)
 class FailingRequests:
-    """The requests of all stores of this process, counted over all threads.
-
-    Attributes:
-        fails_at: Number of the request that fails, from 1; 0 for none.
-        is_carried_out: Whether it is carried out before it fails.
-        keys: The key of each request so far.
-    """
+    """The requests of all stores of this process, counted over all threads."""
 
     fails_at: int = 0
     is_carried_out: bool = False

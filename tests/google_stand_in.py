@@ -14,7 +14,6 @@ class GoogleHandler(ForwardingHandler):
     """Forwards one connection's requests in S3's words, and its answers in Google's."""
 
     def to_server(self, headers: dict[str, str]) -> dict[str, str]:
-        """Return the headers of a request to S3."""
         # Without any credentials, as an emulator is asked, moto takes nothing.
         sent = {"Authorization": f"AWS4-HMAC-SHA256 Credential={KEY_ID}/20260101/us-east-1/s3/aws4_request"}
         for name, value in headers.items():
@@ -27,5 +26,4 @@ class GoogleHandler(ForwardingHandler):
         return sent
 
     def to_client(self, headers: dict[str, str]) -> dict[str, str]:
-        """Return the headers of Google's answer."""
         return {name.lower().replace("x-amz-meta-", "x-goog-meta-"): value for name, value in headers.items()}

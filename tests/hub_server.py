@@ -84,7 +84,6 @@ def serve_hub(repositories: Mapping[str, Mapping[str, bytes]], *, status: int = 
 
 
 def _entries(files: Mapping[str, bytes], folder: str) -> list[dict[str, object]]:
-    """Return what is directly in a folder."""
     found: dict[str, dict[str, object]] = {}
     for path, data in files.items():
         below = path.removeprefix(f"{folder}/" if folder else "")

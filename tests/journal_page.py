@@ -175,7 +175,6 @@ The fields of `starts` add up to `startup_s + waiting_s`, and those of `recovery
 
 
 def render_journal() -> str:
-    """Return the page."""
     kinds = {next(field.default for field in fields(kind) if field.name == "event"): kind for kind in get_args(Event)}
     common = ("time", "attempt")
     of_commands = ", ".join(f"`{name}`" for name, kind in kinds.items() if issubclass(kind, CommandEvent))
@@ -225,7 +224,6 @@ def render_journal() -> str:
 
 
 def _own(kind: type) -> list[str]:
-    """Return the fields that a class declares itself, without the constant ``event``."""
     return [name for name in kind.__annotations__ if name != "event"]
 
 
@@ -242,7 +240,6 @@ def _table(
 
 
 def _docstrings(kind: type) -> dict[str, str]:
-    """Return the docstring below each field of a dataclass and of its bases."""
     found: dict[str, str] = {}
     for base in filter(is_dataclass, kind.__mro__):
         (node,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
@@ -255,7 +252,6 @@ def _docstrings(kind: type) -> dict[str, str]:
 
 
 def _text(docstring: str | None) -> str:
-    """Return a docstring as Markdown, with the names of JSON."""
     return re.sub(r"\bNone\b", "null", cell(docstring).replace("``", "`"))
 
 

@@ -19,7 +19,6 @@ _LONGEST_TEST_S = 1.5
 
 
 def long_tests(listed: Path = LISTED) -> frozenset[str]:
-    """Return the ids of the tests that are listed, without the ids of their cases."""
     return frozenset(listed.read_text(encoding="utf-8").split())
 
 
@@ -29,18 +28,12 @@ def without_case(node_id: str) -> str:
 
 
 def found_long(seconds: Mapping[str, Sequence[float]]) -> tuple[str, ...]:
-    """Return the ids of the tests that take long, in order.
-
-    Args:
-        seconds: The seconds of each test's cases.
-    """
     return tuple(
         sorted(one for one, took in seconds.items() if max(took) > _LONGEST_CASE_S or sum(took) > _LONGEST_TEST_S)
     )
 
 
 def seconds_of(report: Path) -> dict[str, list[float]]:
-    """Return the seconds of each unit test's cases, by the test's id, from a report that ``--junitxml`` wrote."""
     seconds: dict[str, list[float]] = defaultdict(list)
     for case in ElementTree.parse(report).iter("testcase"):
         names = case.attrib["classname"].split(".")

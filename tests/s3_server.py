@@ -28,21 +28,15 @@ Fault = Literal["503", "429", "507", "403", "409", "drop", "lose-answer", "cut-b
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class S3Server:
-    """A server that runs.
-
-    Attributes:
-        port: Its port on 127.0.0.1.
-    """
+    """A server that runs."""
 
     port: int
 
     def uri(self, prefix: str, port: int | None = None) -> str:
-        """Return the URI of a prefix in its bucket, perhaps by way of a proxy."""
         where = f"127.0.0.1:{self.port if port is None else port}"
         return f"s3://{BUCKET}/{prefix}?endpoint_override={where}&scheme=http&region=us-east-1"
 
     def environment(self) -> dict[str, str]:
-        """Return the variables that give access to it."""
         return {
             "AWS_ACCESS_KEY_ID": KEY_ID,
             "AWS_SECRET_ACCESS_KEY": SECRET,
@@ -53,7 +47,6 @@ class S3Server:
         }
 
     def client(self) -> Any:
-        """Return a client of boto3, for what a `Store` does not do."""
         import boto3
 
         names = ("AWS_ENDPOINT_URL", "AWS_REGION", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
@@ -61,7 +54,6 @@ class S3Server:
         return boto3.client("s3", **{key: self.environment()[name] for key, name in zip(keys, names, strict=True)})
 
     def require_credentials(self, required: bool) -> None:
-        """Let it check who asks, or stop checking."""
         count = b"0" if required else b"inf"
         url, headers = f"http://127.0.0.1:{self.port}/moto-api/reset-auth", {"Content-Type": "text/plain"}
         request = Request(url, data=count, headers=headers, method="POST")
@@ -71,7 +63,6 @@ class S3Server:
 
 @contextlib.contextmanager
 def serve_s3() -> Iterator[S3Server]:
-    """Run a server with one empty bucket."""
     command = [sys.executable, "-m", "tests.s3_server"]
     # Its log goes nowhere: a pipe that nobody reads would fill up and stop it.
     process = subprocess.Popen(
@@ -102,13 +93,7 @@ class RankMessenger:
 
 @dataclass(kw_only=True)
 class FaultyProxy:
-    """Forwards to a server, but breaks requests that a fault waits for.
-
-    Attributes:
-        port: Where it listens.
-        exchanges: All requests, in the order of their answers; status 0 stands for none.
-        delay_s: Seconds that each request waits before it is forwarded.
-    """
+    """Forwards to a server, but breaks requests that a fault waits for."""
 
     target: int
     port: int = 0
@@ -128,12 +113,10 @@ class FaultyProxy:
             self._faults.append((fault, matches, times))
 
     def heal(self) -> None:
-        """Break nothing any more."""
         with self._lock:
             self._faults.clear()
 
     def take_fault(self, method: str, path: str) -> Fault | None:
-        """Return what is to go wrong with a request, once."""
         with self._lock:
             for index, (fault, matches, times) in enumerate(self._faults):
                 if matches(method, path):
@@ -145,18 +128,15 @@ class FaultyProxy:
         return None
 
     def note(self, exchange: RankMessenger) -> None:
-        """Keep what happened."""
         with self._lock:
             self.exchanges.append(exchange)
 
     def count(self, method: str, path_part: str = "") -> int:
-        """Return how many requests there were."""
         return sum(exchange.method == method and path_part in exchange.path for exchange in self.exchanges)
 
 
 @contextlib.contextmanager
 def faulty_proxy(server: S3Server, kind: type[ForwardingHandler] | None = None) -> Iterator[FaultyProxy]:
-    """Run a proxy before a server, which speaks S3's words unless a kind of handler is given."""
     proxy = FaultyProxy(target=server.port)
     handler = type("Handler", (kind or ForwardingHandler,), {"proxy": proxy})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as listener:
@@ -179,7 +159,6 @@ class ForwardingHandler(BaseHTTPRequestHandler):
     proxy: FaultyProxy
 
     def do_GET(self) -> None:
-        """Forward a request of any method."""
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         fault = self.proxy.take_fault(self.command, self.path)
         time.sleep(self.proxy.delay_s)
@@ -200,11 +179,9 @@ class ForwardingHandler(BaseHTTPRequestHandler):
         """Say nothing."""
 
     def to_server(self, headers: dict[str, str]) -> dict[str, str]:
-        """Return the headers of the request to the server."""
         return headers
 
     def to_client(self, headers: dict[str, str]) -> dict[str, str]:
-        """Return the headers of the answer to the client."""
         return headers
 
     def _forward(self, body: bytes, *, keep_condition: bool) -> tuple[int, dict[str, str], bytes]:
@@ -276,7 +253,6 @@ _ERRORS = {
 
 
 def _main() -> None:
-    """Serve until whoever started it closes its end of the pipe."""
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import make_server
 

@@ -25,12 +25,10 @@ KILL = "KILL"  # as a `FaultyStore`'s error: the process dies by SIGKILL
 
 
 def disk_full() -> OSError:
-    """Return what a write raises on a full disk."""
     return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def permission_lost() -> OSError:
-    """Return what a call raises when the right to it was taken away."""
     return PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
@@ -42,7 +40,6 @@ class MemoryFile(StoredFile):
         self._content = content
 
     def read_into(self, start: int, target: memoryview) -> int:
-        """Copy into a buffer."""
         found = self._content[start : start + len(target)]
         target[: len(found)] = found
         return len(found)
@@ -56,14 +53,12 @@ class MemoryStore(Store):
         self._lock = threading.Lock()
 
     def open(self, key: str) -> StoredFile:
-        """Return the file as it is now."""
         with self._lock:
             if key not in self._files:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), key)
             return MemoryFile(self._files[key])
 
     def create(self, key: str, chunks: Iterable[Buffer]) -> int:
-        """Keep a new file."""
         content = b"".join(chunks)
         with self._lock:
             if key in self._files:
@@ -72,23 +67,19 @@ class MemoryStore(Store):
         return len(content)
 
     def replace(self, key: str, chunks: Iterable[Buffer]) -> int:
-        """Keep a file in place of another."""
         content = b"".join(chunks)
         with self._lock:
             self._files[checked_key(key)] = content
         return len(content)
 
     def list(self, prefix: str) -> list[str]:
-        """Return the keys under a folder."""
         with self._lock:
             return sorted(key for key in self._files if key.startswith(f"{prefix}/"))
 
     def sizes(self, folder: str) -> dict[str, int | None]:
-        """Return the sizes of the files under a folder."""
         return {key: len(self._files[key]) for key in self.list(folder)}
 
     def delete(self, prefix: str) -> None:
-        """Forget a file or a folder."""
         for key in (prefix, *self.list(prefix)):
             with self._lock:
                 self._files.pop(key, None)
@@ -107,42 +98,36 @@ class HookedStore(Store):
         """Run after a call that succeeded; `num_bytes` were read or written by it."""
 
     def open(self, key: str) -> StoredFile:
-        """Return a file whose reads are hooked too."""
         self.before("open", key)
         file = self.inner.open(key)
         self.after("open", key, 0)
         return HookedFile(self, key, file)
 
     def create(self, key: str, chunks: Iterable[Buffer]) -> int:
-        """Create a file of hooked chunks."""
         self.before("create", key)
         size = self.inner.create(key, self._hooked(key, chunks))
         self.after("create", key, size)
         return size
 
     def replace(self, key: str, chunks: Iterable[Buffer]) -> int:
-        """Replace a file by one of hooked chunks."""
         self.before("replace", key)
         size = self.inner.replace(key, self._hooked(key, chunks))
         self.after("replace", key, size)
         return size
 
     def list(self, prefix: str) -> list[str]:
-        """List a folder."""
         self.before("list", prefix)
         keys = self.inner.list(prefix)
         self.after("list", prefix, 0)
         return keys
 
     def sizes(self, folder: str) -> dict[str, int | None]:
-        """List a folder with the sizes of its files."""
         self.before("list", folder)
         sizes = self.inner.sizes(folder)
         self.after("list", folder, 0)
         return sizes
 
     def delete(self, prefix: str) -> None:
-        """Delete a file or folder."""
         self.before("delete", prefix)
         self.inner.delete(prefix)
         self.after("delete", prefix, 0)
@@ -162,14 +147,12 @@ class HookedFile(StoredFile):
         self._store, self._key, self._inner = store, key, inner
 
     def read_into(self, start: int, target: memoryview) -> int:
-        """Read into a buffer."""
         self._store.before("read", self._key)
         size = self._inner.read_into(start, target)
         self._store.after("read", self._key, size)
         return size
 
     def close(self) -> None:
-        """Close the file inside too."""
         self._inner.close()
         super().close()
 
@@ -178,10 +161,6 @@ class FaultyStore(HookedStore):
     """Raises an error, or dies, at one call of chosen kinds.
 
     To fail at every call in turn, count up `fail_at` until a run ends with `has_failed` false.
-
-    Attributes:
-        num_calls: Calls of these kinds so far.
-        has_failed: Whether the fault has come.
     """
 
     def __init__(
@@ -195,17 +174,6 @@ class FaultyStore(HookedStore):
         lasting: bool = False,
         only: Callable[[str], bool] = lambda key: True,
     ) -> None:
-        """Make it.
-
-        Args:
-            inner: The store that does the work.
-            fail_at: Number of the call that fails, from 1; 0 never fails.
-            error: What is raised (by default a full disk's error), or `KILL`.
-            kinds: The kinds of calls that count.
-            when: Before the call is carried out, or after it: its answer is lost.
-            lasting: Whether all later calls of these kinds fail too, as a disk that stays full does.
-            only: Which keys count.
-        """
         super().__init__(inner)
         self._fail_at, self._when, self._lasting, self._only = fail_at, when, lasting, only
         self._error = disk_full() if error is None else error
@@ -215,12 +183,10 @@ class FaultyStore(HookedStore):
         self.has_failed = False
 
     def before(self, kind: Kind, key: str) -> None:
-        """Count the call, and fail."""
         if self._when == "before":
             self._count(kind, key)
 
     def after(self, kind: Kind, key: str, num_bytes: int) -> None:
-        """Count the call, and lose its answer."""
         if self._when == "after":
             self._count(kind, key)
 
@@ -239,11 +205,7 @@ class FaultyStore(HookedStore):
 
 
 class SlowStore(HookedStore):
-    """Takes its time, or waits for a test to let it go on.
-
-    Attributes:
-        is_waiting: Set as soon as a call waits at the gate.
-    """
+    """Takes its time, or waits for a test to let it go on."""
 
     def __init__(
         self,
@@ -255,23 +217,12 @@ class SlowStore(HookedStore):
         only: Callable[[str], bool] = lambda key: True,
         gate_timeout_s: float = 60.0,
     ) -> None:
-        """Make it.
-
-        Args:
-            inner: The store that does the work.
-            seconds: How long each call of these kinds sleeps first.
-            gate: Calls of these kinds wait until it is set.
-            kinds: The kinds of calls that are slow.
-            only: Which keys are slow.
-            gate_timeout_s: A call that waits longer at the gate raises `TimeoutError`, in seconds.
-        """
         super().__init__(inner)
         self._seconds, self._gate, self._gate_timeout_s, self._only = seconds, gate, gate_timeout_s, only
         self._kinds = frozenset(kinds)
         self.is_waiting = threading.Event()
 
     def before(self, kind: Kind, key: str) -> None:
-        """Sleep, and wait at the gate."""
         if kind not in self._kinds or not self._only(key):
             return
         time.sleep(self._seconds)
@@ -282,14 +233,7 @@ class SlowStore(HookedStore):
 
 
 class CountingStore(HookedStore):
-    """Counts what is asked of a store.
-
-    Attributes:
-        calls: How often each kind of call was begun.
-        log: Each call's kind and key, in order.
-        bytes_read: Bytes that reads have returned.
-        bytes_written: Bytes of chunks that were written, of failed writes too.
-    """
+    """Counts what is asked of a store."""
 
     def __init__(self, inner: Store) -> None:
         super().__init__(inner)
@@ -300,13 +244,11 @@ class CountingStore(HookedStore):
         self.bytes_written = 0
 
     def before(self, kind: Kind, key: str) -> None:
-        """Count the call."""
         with self._lock:
             self.calls[kind] += 1
             self.log.append((kind, key))
 
     def after(self, kind: Kind, key: str, num_bytes: int) -> None:
-        """Count the bytes."""
         with self._lock:
             self.bytes_read += num_bytes if kind == "read" else 0
             self.bytes_written += num_bytes if kind == "chunk" else 0

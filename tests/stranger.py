@@ -46,7 +46,6 @@ GARBAGE = (
 
 
 def listening(root: int) -> dict[tuple[str, int], str]:
-    """Return the addresses at which a process and its descendants listen, each with the command of one of them."""
     found: dict[tuple[str, int], str] = {}
     addresses = _listening_sockets()
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -60,7 +59,6 @@ def listening(root: int) -> dict[tuple[str, int], str]:
 
 
 def _listening_sockets() -> dict[str, tuple[str, int]]:
-    """Return the address of each TCP socket that listens, by its descriptor's target."""
     found = {}
     for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
@@ -112,7 +110,6 @@ def main(root: int, rate: float, seconds: float, recorded: Sequence[bytes]) -> N
 
 
 def _send(host: str, port: int, content: bytes, opened: deque[socket.socket], how: int) -> int:
-    """Return 1 if the connection was accepted; it stays open for a while, or is ended in one of two ways."""
     connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     connection.settimeout(0.5)
     opened.append(connection)

@@ -27,13 +27,7 @@ _DATA = {
 
 @dataclass(kw_only=True)
 class WandbServer:
-    """A server that runs.
-
-    Attributes:
-        port: Its port on 127.0.0.1.
-        is_away: Once it is set, requests are never answered.
-        ended: Set when the test ends, which lets them go.
-    """
+    """A server that runs."""
 
     port: int = 0
     is_away: threading.Event = field(default_factory=threading.Event)

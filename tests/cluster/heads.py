@@ -24,13 +24,11 @@ _START_S = 240.0
 
 
 def client_of(address: str) -> JobSubmissionClient:
-    """Return Ray's own client of a head, which has the token."""
     return JobSubmissionClient(address, headers={"Authorization": f"Bearer {TOKEN}"})
 
 
 @contextmanager
 def running_head(token: str | None) -> Iterator[str]:
-    """Yield the address of a head's dashboard."""
     # Short: a Unix socket's path has at most 107 characters.
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
     dashboard = free_port()

@@ -25,7 +25,6 @@ _START_S = 120.0
 
 
 def can_make_namespaces() -> bool:
-    """Return whether this process may make network namespaces and join them with virtual cables."""
     if shutil.which("ip") is None:
         return False
     name = f"ru-try-{os.getpid()}"
@@ -42,12 +41,7 @@ def can_make_namespaces() -> bool:
 
 
 class CableCluster:
-    """A head without workers, and nodes that are each joined to it by one virtual cable.
-
-    Args:
-        folder: Where each node's Ray keeps its session; short, for a Unix socket's path has at most 107 characters.
-        cpus: Logical CPUs of each node; the first is the head's.
-    """
+    """A head without workers, and nodes that are each joined to it by one virtual cable."""
 
     def __init__(self, folder: Path, cpus: Sequence[int]) -> None:
         self._folder, self._prefix, self._num_nodes = folder, f"ru{os.getpid()}", len(cpus)
@@ -62,7 +56,6 @@ class CableCluster:
             raise
 
     def command(self, node: int, *arguments: str) -> list[str]:
-        """Return the command line that runs a program on a node."""
         return ["ip", "netns", "exec", self._name(node), *arguments]
 
     def pull(self, node: int) -> None:
@@ -74,11 +67,9 @@ class CableCluster:
         _checked("ip", "-n", self._name(0), "link", "set", f"to{node}", "up")
 
     def number_of(self, name: str) -> int:
-        """Return the number of a node, from the name by which a run knows it: ``host/address``."""
         return int(name.rsplit(".", 1)[1]) - 1
 
     def processes(self, node: int) -> list[psutil.Process]:
-        """Return what runs on a node: all processes in its namespace."""
         found = []
         for pid in _run("ip", "netns", "pids", self._name(node)).stdout.split():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -141,7 +132,6 @@ class CableCluster:
 
 
 def environment() -> Mapping[str, str]:
-    """Return the environment of the nodes' Ray and of commands on them."""
     plain = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "RAY_TMPDIR")}
     return {**plain, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN, "RAY_USAGE_STATS_ENABLED": "0"}
 

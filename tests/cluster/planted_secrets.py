@@ -21,7 +21,6 @@ def plant() -> dict[str, str]:
 
 
 def files_with(secrets: Mapping[str, str], *folders: Path) -> dict[str, set[str]]:
-    """Return the files, anywhere below the folders, that hold a secret, and which; by name."""
     found: dict[str, set[str]] = {}
     num_read = 0
     for path in (path for folder in folders for path in folder.rglob("*")):

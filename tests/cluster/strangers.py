@@ -48,19 +48,16 @@ ray.get([task.remote(sys.argv[2]), Actor.remote().act.remote(sys.argv[2])], time
 
 
 def heads_of(root: psutil.Process) -> list[psutil.Process]:
-    """Return the heads that a command has started."""
     return [one for one in root.children(recursive=True) if _command(one).partition(" ")[0].endswith("gcs_server")]
 
 
 def address_of(head: psutil.Process) -> str:
-    """Return the address at which drivers connect to a head."""
     (port,) = {one.laddr.port for one in head.net_connections("tcp") if one.status == psutil.CONN_LISTEN}
     (host,) = [word.partition("=")[2] for word in head.cmdline() if word.startswith("--node-ip-address=")]
     return f"{host}:{port}"
 
 
 def listening(root: psutil.Process) -> dict[int, str]:
-    """Return the ports on which Ray's own processes below a process listen, and each one's process."""
     found = {}
     for process in root.children(recursive=True):
         # Workers, supervisors and agents of peer memory also listen for each other.

@@ -33,12 +33,7 @@ WAIT_S = 60.0
 
 @dataclass(frozen=True)
 class Reads:
-    """Notes in a folder who reads which block; passed as ``before_read``.
-
-    Attributes:
-        folder: The folder; each read is a file.
-        held: Number of the block whose reads wait until a file ``go`` is in the folder.
-    """
+    """Notes in a folder who reads which block; passed as ``before_read``."""
 
     folder: Path
     held: int | None = None
@@ -57,25 +52,15 @@ class Reads:
         (self.folder / "go").touch()
 
     def noted(self) -> list[tuple[int, str, int]]:
-        """Return number, node and process of each read, in the order of numbers."""
         texts = [note.read_text().split() for note in self.folder.glob("*.read")]
         return sorted((int(number), node, int(process)) for number, node, process in texts)
 
     def of(self, number: int) -> list[tuple[str, int]]:
-        """Return node and process of each read of a block."""
         return [(node, process) for one, node, process in self.noted() if one == number]
 
 
 class WatchedStreams(RayStreams):
-    """Ray Data's streams.
-
-    Args:
-        before_read: Called with the number of a block, in the process that is about to read it.
-        options: Those of `RayStreams`.
-
-    Attributes:
-        has_come: Set once a stream has given its first block, or has ended.
-    """
+    """Ray Data's streams."""
 
     def __init__(self, before_read: Callable[[int], None] | None = None, **options: Any) -> None:
         super().__init__(**options)
@@ -145,16 +130,6 @@ def streamed_source(
     timeout_s: float = WAIT_S,
     **options: Any,
 ) -> StreamedSource:
-    """Return a rank's rows; those of `WatchedStreams` come through the stream from (about) the first on.
-
-    Args:
-        source: The corpus.
-        plan: The plan.
-        streams: Reads the stream.
-        far: Another location of the corpus, from which the stream reads it.
-        timeout_s: That of the source.
-        options: Those of `StreamedSource`.
-    """
     reader = RowReader(CorpusSet([source]), plan)
     if isinstance(streams, WatchedStreams):
         reader, options["waits_for_first_step"] = _PatientReader(source, plan, streams, timeout_s, far or source), False
@@ -162,7 +137,6 @@ def streamed_source(
 
 
 def wide_blocks(corpus: Corpus, source: PlannedSource, count: int, num_tokens: int) -> list[Block]:
-    """Return blocks of one row each, of so many tokens: the longest document of the corpus again and again."""
     document = int(np.argmax(corpus.lengths))
     length = int(corpus.lengths[document])
     ranges = np.array([(document, 0, length)] * (num_tokens // length), dtype=np.int64)
@@ -170,12 +144,10 @@ def wide_blocks(corpus: Corpus, source: PlannedSource, count: int, num_tokens: i
 
 
 def executions() -> set[Any]:
-    """Return the threads of Ray Data that run a stream; each is the executor itself."""
     return {one for one in threading.enumerate() if one.name.startswith("StreamingExecutor")}
 
 
 def take_streamed(source: StreamedSource, steps: range) -> list[RowSlice]:
-    """Return the slices of steps of `WatchedStreams`, most of which came through the stream."""
     received, num_direct = list[RowSlice](), 0
     for step in steps:
         received += source.step(step)

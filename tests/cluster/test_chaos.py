@@ -40,18 +40,7 @@ LAYOUTS = ((1, 1), (2, 1), (2, 2), (3, 1), (3, 3), (4, 2), (4, 4))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Death:
-    """A kill, and what the run had by then.
-
-    Attributes:
-        victim: Which process.
-        moment: When.
-        workers: World size.
-        sp_size: Ranks that share a row.
-        step: Completed steps.
-        attempt: The newest attempt; 0 before the first.
-        time: Seconds since the epoch.
-        ended: Whether the command ended by it.
-    """
+    """A kill, and what the run had by then."""
 
     victim: str
     moment: str
@@ -64,12 +53,7 @@ class Death:
 
 
 class Chaos:
-    """A run whose processes die.
-
-    Args:
-        folder: Where the run, its corpus and the commands' output are.
-        seed: Of what is drawn.
-    """
+    """A run whose processes die."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.folder, self.random = folder, random.Random(seed)
@@ -107,7 +91,6 @@ class Chaos:
         return read_history(self.folder / "runs/run").step
 
     def processes(self, mark: str | None) -> list[psutil.Process]:
-        """Return the command's descendants whose command line has a mark; all of them without one."""
         found = []
         with contextlib.suppress(psutil.NoSuchProcess):
             for process in psutil.Process(self.command.process.pid).children(recursive=True):
@@ -199,7 +182,6 @@ class Chaos:
 
 
 def row_of(number: int, death: Death, events: tuple[Event, ...]) -> dict[str, str]:
-    """Return what the table tells of a death and of what came after it."""
     starts = [one for one in events if isinstance(one, AttemptStarted) and one.attempt > death.attempt]
     steps = [one for one in events if isinstance(one, StepDone) and one.attempt > death.attempt]
     resumed = min(starts, key=lambda one: one.attempt).resumed_step

@@ -46,7 +46,6 @@ def check(
 
 
 def trial_of(storage: Path, running: subprocess.Popen[str]) -> Path:
-    """Return the directory of the trial, as soon as its settings are in it."""
     return wait_for(lambda: next(storage.glob("run-check-*/config.yaml"), None), running).parent
 
 

@@ -188,7 +188,6 @@ def test_a_stop_during_the_start_ends_what_was_started(
 
 
 def _train_processes() -> list[psutil.Process]:
-    """Return the processes of Ray Train on this cluster, whose nodes are children of this process."""
     found = []
     for process in psutil.Process().children(recursive=True):
         try:

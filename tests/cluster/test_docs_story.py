@@ -65,7 +65,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def told(place: Path, text: str) -> str:
-    """Return a command with what it names on the reader's machine replaced by what the test has."""
     run = place / "shared/runs/llama3-8b-32k"
     for ours, theirs in (
         (r"/data/contracts", "contracts"),
@@ -92,7 +91,6 @@ def told(place: Path, text: str) -> str:
 
 
 def environment_of(place: Path) -> dict[str, str]:
-    """Return the environment of a reader who has activated theirs."""
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     return environment | {
         "PATH": f"{Path(sys.executable).parent}:{environment['PATH']}",
@@ -113,12 +111,10 @@ def run(place: Path, text: str, code: int = 0) -> str:
 
 
 def expected_code(text: str) -> int:
-    """Return 2 for a command that shows how input is refused, else 0."""
     return 2 if any(word in text for word in _REFUSED) else 0
 
 
 def story() -> Iterator[Command]:
-    """Yield README's commands, then those of the pages that go on with its run."""
     for page in PAGES:
         if page.name != "start.md":
             # Object stores: tests/cluster/test_object_store_job.py.

@@ -74,7 +74,6 @@ class Run:
         return self.starts()[-1].attempt
 
     def members(self) -> list[str]:
-        """Return the ids of the nodes that train, in the order of their ranks."""
         ids = {address: node for node, address in self.cluster.nodes.items()}
         return list(dict.fromkeys(ids[one.rpartition("/")[2]] for one in self.starts()[-1].rank_nodes))
 

@@ -121,7 +121,6 @@ def _num_steps(config: Config, attempt: int) -> int:
 
 
 def _trainers(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
-    """Return those that train: children of a launcher, which stays."""
     launchers = {one.pid for one in processes if _is_launcher(one)}
     return [one for one in processes if one.pid in launchers and one.ppid() in launchers]
 
@@ -134,5 +133,4 @@ def _is_launcher(process: psutil.Process) -> bool:
 
 
 def _files_of(config: Config, attempt: int) -> set[str]:
-    """Return the files that an attempt has written among the checkpoints."""
     return {str(path) for path in (config.run_dir / CHECKPOINT_FOLDER).glob(f"*/attempt-{attempt:04d}/*")}

@@ -125,7 +125,6 @@ class Killed:
         return [one for one in read_events(self.config.run_dir) if isinstance(one, kind)]
 
     def trains(self) -> list[psutil.Process]:
-        """Return its children that train."""
         root = psutil.Process(self.command.process.pid)
         launchers = [one for worker in self.workers() for one in worker.children()]
         assert root.is_running(), self.command.text
@@ -155,7 +154,6 @@ class Killed:
         wait_until(holds, what, timeout_s=TIMEOUT_S, every_s=0.1, said=lambda: self.command.text[-3000:])
 
     def held(self) -> tuple[int, int]:
-        """Return descriptors and threads of its workers, which serve the streams."""
         workers = self.workers()
         return sum(one.num_fds() for one in workers), sum(one.num_threads() for one in workers)
 

@@ -86,18 +86,15 @@ def wait_for_step(config: Config, step: int) -> None:
 
 
 def saved_for(config: Config) -> set[str]:
-    """Return the reasons of the checkpoints."""
     return {event.reason for event in read_events(config.run_dir) if isinstance(event, CheckpointCommitted)}
 
 
 def worker_processes(config: Config) -> list[psutil.Process]:
-    """Return the training workers of this test's own Ray: descendants of this process."""
     found = psutil.Process().children(recursive=True)
     return [process for process in found if "RayTrainWorker" in " ".join(_cmdline(process))]
 
 
 def training_processes(config: Config) -> list[psutil.Process]:
-    """Return the processes that train: the children of the workers' launchers."""
     launchers = [launcher for worker in worker_processes(config) for launcher in worker.children()]
     return [child for launcher in launchers for child in launcher.children()]
 

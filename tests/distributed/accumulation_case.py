@@ -17,7 +17,6 @@ BETA = 0.5
 def first_moments(
     rank: int, world_size: int, cases: list[tuple[int, str]], accumulations: list[int]
 ) -> dict[tuple[int, str, int], dict[str, torch.Tensor]]:
-    """Return this rank's first moments by stage, offload and number of micro-batches, each the same row."""
     return {
         (stage, offload, accumulation): _moments(stage, offload, accumulation, rank)  # type: ignore[arg-type]
         for stage, offload in cases

@@ -27,19 +27,7 @@ ROWS = ((17, 1, 9, 13), (40, 8), (30, 2))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OffloadCase:
-    """One way to train.
-
-    Attributes:
-        architecture: A model of the zoo.
-        kinds: What is kept in host memory.
-        keep: What is kept of attention.
-        ulysses_size: Ranks that exchange heads.
-        ring_size: Ranks of the ring.
-        head_groups: Chunks of the exchange.
-        zero_stage: ZeRO's stage.
-        dtype: Precision.
-        tied: Whether the output head is the embedding.
-    """
+    """One way to train."""
 
     architecture: str = "llama"
     kinds: tuple[Literal["layer_inputs", "attention_outputs"], ...] = ("layer_inputs", "attention_outputs")
@@ -53,7 +41,6 @@ class OffloadCase:
 
     @property
     def sp_size(self) -> int:
-        """Ranks that share a row."""
         return self.ulysses_size * self.ring_size
 
 

@@ -38,16 +38,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterCase:
-    """A point of the matrix.
-
-    Attributes:
-        adapter: One of `ADAPTERS`.
-        kind: Architecture; empty for a Llama whose head is tied or not.
-        base: Directory of the base model; empty to draw it.
-        is_tied: Whether the head shares the embedding.
-        is_lean: Whether everything that saves memory is on: checkpointing, tiles and offloaded activations.
-        has_mlp_tiles: Whether MLPs go over tiles although the rest is off.
-    """
+    """A point of the matrix."""
 
     adapter: str
     kind: str = ""
@@ -62,12 +53,10 @@ class AdapterCase:
 
     @property
     def world_size(self) -> int:
-        """Ranks that the case takes."""
         return self.ulysses_size * self.ring_size
 
     @property
     def label(self) -> str:
-        """A readable id."""
         layout = f"u{self.ulysses_size}-r{self.ring_size}-zero{self.zero_stage}-acc{self.accumulation}"
         tied = self.kind or ("tied" if self.is_tied else "untied")
         kinds = f"{'pretrained' if self.base else 'drawn'}-{tied}"
@@ -75,7 +64,6 @@ class AdapterCase:
         return f"{self.adapter}-{kinds}-{layout}-{memory}"
 
     def config(self, *, is_lean: bool) -> Config:
-        """Return the configuration of its model."""
         tree = small_tree(model__adapter=ADAPTERS[self.adapter], memory__gradient_checkpointing=is_lean)
         tree["model"]["config"]["tie_word_embeddings"] = self.is_tied
         if self.kind:
@@ -86,7 +74,6 @@ class AdapterCase:
 
 
 def drawn(model: nn.Module) -> Any:
-    """Return a model whose adapters change something: at the start their product is zero."""
     generator = torch.Generator().manual_seed(7)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -96,7 +83,6 @@ def drawn(model: nn.Module) -> Any:
 
 @cache
 def reference(case: AdapterCase, dtype: torch.dtype) -> tuple[float, dict[str, torch.Tensor]]:
-    """Return loss and gradients of one process: every document alone, Transformers' own attention."""
     model = drawn(build_model(case.config(is_lean=False))).to(dtype)
     if hasattr(model, "set_experts_implementation"):
         # Grouped products of experts know no fp64.
@@ -118,16 +104,7 @@ def reference(case: AdapterCase, dtype: torch.dtype) -> tuple[float, dict[str, t
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterResult:
-    """What one case measured.
-
-    Attributes:
-        loss_error: Relative error of the loss.
-        gradient_error: Worst tensor's relative error, divided by what law 1 allows it: at most 1 passes.
-        worst_tensor: That tensor's name.
-        norm_error: Relative error of the gradient's norm.
-        num_stepped: Elements of a moment of the optimizer, on all ranks.
-        num_trained: Elements of the trained parameters.
-    """
+    """What one case measured."""
 
     case: AdapterCase
     loss_error: float
@@ -184,7 +161,6 @@ def _run_case(case: AdapterCase, device: torch.device) -> AdapterResult:
 
 
 def _engine(case: AdapterCase, mesh: SequenceMesh, device: torch.device) -> Any:
-    """Return an engine that keeps no parameter whole between uses, built as a run builds it."""
     settings = ZeroSettings(
         stage=case.zero_stage, dtype="fp32", accumulation=case.accumulation, max_grad_norm=1e9, learning_rate=1e-3,
         betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, partition_everything=True,

@@ -37,7 +37,6 @@ class AgentProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it runs."""
         return self.process.poll() is None
 
     def kill(self) -> None:

@@ -29,7 +29,6 @@ Results = list[torch.Tensor]
 
 
 def layer_errors(rank: int, world_size: int, num_kv_heads: int, ring_size: int) -> dict[str, list[float]]:
-    """Return the relative errors of output, dQ, dK and dV: of these ranks, of one process, and of eager attention."""
     inputs = _inputs(num_kv_heads)
     exact = _defined([tensor.double() for tensor in inputs])
     mesh = SequenceMesh.from_group(dist.group.WORLD, ring_size=ring_size)
@@ -52,7 +51,6 @@ def _inputs(num_kv_heads: int) -> Results:
 
 
 def _defined(inputs: Results) -> Results:
-    """Return attention by its definition, every step in the inputs' dtype, as eager attention computes it."""
     *qkv, upstream = inputs
     leaves = [tensor.clone().requires_grad_() for tensor in qkv]
     out = attention_by_definition(*leaves, visible_tokens(LENGTHS, TOKENS), SCALE)
@@ -60,7 +58,6 @@ def _defined(inputs: Results) -> Results:
 
 
 def _ours(inputs: Results, mesh: SequenceMesh) -> Results:
-    """Return what the engine gives in the inputs' dtype, put together from all ranks."""
     # [S, heads, D] -> [1, L, heads, D]
     *qkv, upstream = (held_tokens(tensor.unsqueeze(0), mesh) for tensor in inputs)
     leaves = [tensor.clone().requires_grad_() for tensor in qkv]

@@ -46,18 +46,7 @@ Dtype = Literal["fp32", "bf16"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """Where a state is trained.
-
-    Attributes:
-        world_size: Ranks.
-        sp_size: Ranks that share a row.
-        stage: ZeRO stage.
-        offload: Where the optimizer's state lives.
-        dtype: The model's precision.
-        model: The decoder whole, or frozen under trained LoRA adapters.
-        width: Hidden size.
-        sub_group_elements: Elements of a rank that ZeRO-3 steps on at once.
-    """
+    """Where a state is trained."""
 
     world_size: int
     sp_size: int = 1
@@ -70,21 +59,13 @@ class Layout:
 
     @property
     def label(self) -> str:
-        """A readable id, also the name of its run directory."""
         offload = "" if self.offload == "none" else f"-{self.offload}"
         return f"{self.model}-{self.dtype}-w{self.world_size}-sp{self.sp_size}-zero{self.stage}{offload}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadResult:
-    """What one rank saw after a load.
-
-    Attributes:
-        loader: The layout that loaded.
-        saver: The label of the one that had saved.
-        wrong: What was not bitwise what had been saved.
-        losses: Losses of the steps from there to `LAST`, if they were trained.
-    """
+    """What one rank saw after a load."""
 
     loader: Layout
     saver: str
@@ -150,14 +131,12 @@ def restore_every_step(rank: int, world_size: int, layouts: Sequence[Layout], fo
 
 
 def can_swap(rank: int, world_size: int) -> bool:
-    """Tell whether DeepSpeed's op for NVMe can be built here."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     return bool(AsyncIOBuilder().is_compatible())
 
 
 def _with_meshes(rank: int, layouts: Sequence[Layout]) -> Iterator[tuple[Layout, SequenceMesh]]:
-    """Yield each layout with its mesh; every rank makes the groups of all."""
     meshes: dict[int, SequenceMesh] = {}
     for layout in layouts:
         if layout.sp_size not in meshes:
@@ -244,7 +223,6 @@ def _train_step(engine: Any, step: int, layout: Layout, mesh: SequenceMesh) -> f
 
 
 def in_memory(engine: Any) -> ShardedState:
-    """Return copies of this rank's parts, wherever the state lies."""
     source = state_source(engine)
     copies = [torch.full((held.num_elements,), -1.0).to(held.dtype) for held in source.intervals]
     source.copy_to(copies)
@@ -297,7 +275,6 @@ def _load(engine: Any, run_dir: Path, step: int) -> Manifest:
 
 
 def _spoiled(description: StateDescription) -> StateDescription:
-    """Return a description whose hyperparameters and counters are nobody's."""
     groups = tuple({**group, "lr": 9.0, "betas": [0.1, 0.2], "weight_decay": 7.0} for group in description.groups)
     return replace(description, groups=groups, counters={"global_steps": 77}, optimizer_step=88)
 
@@ -322,7 +299,6 @@ def _persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _differences(engine: Any, manifest: Manifest, run_dir: Path) -> tuple[str, ...]:
-    """Return what of an engine's state is not bitwise what was saved; every rank must call."""
     truth, weights = torch.load(run_dir / f"truth-{manifest.step}.pt", weights_only=True)
     state = in_memory(engine)
     wrong = [
@@ -346,7 +322,6 @@ def _differences(engine: Any, manifest: Manifest, run_dir: Path) -> tuple[str, .
 
 
 def _whole_weights(engine: Any) -> dict[str, torch.Tensor]:
-    """Return every parameter and persistent buffer whole, as the forward pass sees them."""
     import deepspeed
 
     module = engine.module

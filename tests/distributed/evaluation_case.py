@@ -24,11 +24,7 @@ VOCAB = 320
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """What one layout measured of one model.
-
-    Attributes:
-        correct: Tokens of all texts that were the most probable ones.
-    """
+    """What one layout measured of one model."""
 
     by_position: PositionLoss
     gain: ContextGain

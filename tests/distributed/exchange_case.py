@@ -19,13 +19,7 @@ TOKENS, HEAD_SIZE, VALUE_SIZE = 24, 4, 6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExchangeReport:
-    """What one rank found.
-
-    Attributes:
-        wrong: What differs from plain slicing; bitwise where only copies move, 1e-6 where copies' gradients add.
-        forward_collectives: Collectives of the forward, by name.
-        backward_collectives: Collectives of the backward, by name.
-    """
+    """What one rank found."""
 
     wrong: tuple[str, ...]
     forward_collectives: dict[str, int]
@@ -79,7 +73,6 @@ def exchange_equals_slicing(
 
 
 def copied_gradients_are_added_in_fp32(rank: int, world_size: int) -> bool:
-    """Return gradients of one KV head in bf16 from every rank: whether their sum is that in fp32, rounded once."""
     group = dist.group.WORLD
     assert group is not None
     width = HEAD_SIZE + HEAD_SIZE + VALUE_SIZE
@@ -125,7 +118,6 @@ def _collectives(profiler: Any) -> dict[str, int]:
 
 
 def layer_collectives(rank: int, world_size: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the collectives of forward and backward of a decoder of two layers."""
     from torch.profiler import ProfilerActivity, profile
 
     from tests.unit.attention.models import tiny_model
@@ -141,7 +133,6 @@ def layer_collectives(rank: int, world_size: int) -> tuple[dict[str, int], dict[
 
 
 def gathered_sequence(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gathered sequence and the gradient of this rank's slice, under a loss that differs by rank."""
     local = (torch.arange(6.0).view(2, 3) + 10 * rank).requires_grad_()
     group = dist.group.WORLD
     assert group is not None
@@ -153,7 +144,6 @@ def gathered_sequence(rank: int, world_size: int) -> tuple[torch.Tensor, torch.T
 
 
 def rope_error(rank: int, world_size: int, kind: str, tokens: int) -> tuple[float, float]:
-    """Return the relative error of logits and of all gradients, after longer and shorter rows, against one process."""
     from tests.unit.attention.models import magnified, tiny_model
     from tests.unit.attention.test_rope import KINDS
 

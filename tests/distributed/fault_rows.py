@@ -44,7 +44,6 @@ class Seen:
 
 
 def judge_of(run: SupervisedRun, of_command: FailureLog) -> Callable[[reform.Judge, reform.Group], bool]:
-    """Return a judge of failures that keeps the run's real budget, as the cluster's does."""
     judges = FailureJudge(replace(of_command, writer=CONTROLLER))
 
     def judge(question: reform.Judge, group: reform.Group) -> bool:
@@ -56,7 +55,6 @@ def judge_of(run: SupervisedRun, of_command: FailureLog) -> Callable[[reform.Jud
 
 
 def newest_in_memory(run: SupervisedRun) -> int | None:
-    """Return the step of the newest state that is whole in the memory of the nodes that are left."""
     gone = run.lost_nodes()
     agents = {node: agent.address for node, agent in run.agents.items() if agent.is_alive and node not in gone}
     if not agents:
@@ -72,19 +70,13 @@ def newest_in_memory(run: SupervisedRun) -> int | None:
 
 
 class FaultRows:
-    """Strikes a run, row by row, and notes each row in a table.
-
-    Args:
-        run: The run, which trains; it gets a judge that keeps its budget.
-        table: The table.
-    """
+    """Strikes a run, row by row, and notes each row in a table."""
 
     def __init__(self, run: SupervisedRun, table: ResultTable) -> None:
         self.run, self.table, self.number, self.made = run, table, 0, 0
         run.judge = judge_of(run, failure_log(run.config, run.session))
 
     def newest(self) -> Seen:
-        """Return the newest attempt."""
         run_dir = self.run.config.run_dir
         numbers = attempt_numbers(run_dir)
         return self._read(run_dir, numbers[-1]) if numbers else Seen()
@@ -129,22 +121,7 @@ class FaultRows:
         do: Callable[[], object] | None = None,
         **needs: Any,
     ) -> Seen:
-        """Let a fault happen, wait until training goes on, and return the attempt that does.
-
-        Args:
-            fault: Name of the fault in the table.
-            place: Where it strikes.
-            kind: What the child does there.
-            rank: The rank whose child does it.
-            world: Workers that train afterwards.
-            cause: What the failure's reason must match; None where nothing fails.
-            goes_on: Whether the attempt survives.
-            from_storage: Whether the next attempt must continue from storage; it may where that is as new as memory.
-            from_memory: Whether it must continue from peer memory.
-            most_lost: Most steps that may be lost.
-            do: What the test does while the child waits.
-            needs: What the kind of fault needs.
-        """
+        """Let a fault happen, wait until training goes on, and return the attempt that does."""
         before, run = self.wait_until_steady(), self.run
         judged = len(run.judged)
         at = self._struck(fault, place, do, {"kind": kind, "rank": rank, **needs})
@@ -170,14 +147,7 @@ class FaultRows:
         return after
 
     def strike_to_the_end(self, fault: str, place: str, *, cause: str, **needs: Any) -> None:
-        """Let a fault happen that re-forming does not survive, and wait until it is left to Ray Train.
-
-        Args:
-            fault: Name of the fault in the table.
-            place: Where it strikes.
-            cause: What the last failure's reason must match.
-            needs: The kind of fault, and what it needs.
-        """
+        """Let a fault happen that re-forming does not survive, and wait until it is left to Ray Train."""
         before, run = self.wait_until_steady(), self.run
         at = self._struck(fault, place, None, {"rank": 0, **needs})
         wait_until(
@@ -250,34 +220,28 @@ class FaultRows:
         )  # fmt: skip
 
     def generation(self) -> int:
-        """Return the number of the generation that trains."""
         self.wait_until_steady()
         group = self.run.coordinator.group
         assert group is not None
         return group.generation
 
     def members(self) -> list[tuple[int, str]]:
-        """Return the workers that train and their nodes, by rank."""
         self.wait_until_steady()
         group = self.run.coordinator.group
         assert group is not None
         return [(worker, self.run.nodes[worker]) for worker in group.members]
 
     def last_node(self) -> tuple[int, str]:
-        """Return the worker of the last rank, and its node."""
         return self.members()[-1]
 
     def first_node(self) -> str:
-        """Return rank 0's node."""
         return self.members()[0][1]
 
     def other_nodes(self) -> list[str]:
-        """Return the nodes but rank 0's."""
         _, *others = dict.fromkeys(node for _, node in self.members())
         return others
 
     def rank_beside(self, nodes: Collection[str]) -> int:
-        """Return a rank on another node than these."""
         return next(rank for rank, (_, node) in enumerate(self.members()) if node not in nodes)
 
     def kill_some_child(self) -> None:
@@ -310,11 +274,9 @@ class FaultRows:
         wait_until(is_tidy, "only what trains runs", timeout_s=30.0, every_s=0.2, said=processes)
 
     def failures(self) -> list[AttemptEnded | StartFailed]:
-        """Return the failures that were judged in this session."""
         return command_failures(read_side_files(self.run.config.run_dir), self.run.session)
 
     def told(self) -> str:
-        """Return what was said of the last failure."""
         return describe_failure(self.failures()[-1])
 
     def finish(self) -> RunHistory:

@@ -43,7 +43,6 @@ def plant(folder: Path, fault: dict[str, Any]) -> None:
 
 
 def struck_at(folder: Path, number: int) -> float | None:
-    """Return when a fault struck; None if it has not yet."""
     try:
         return float((folder / f"struck-{number}").read_text())
     except FileNotFoundError:
@@ -140,7 +139,6 @@ ACTIONS: dict[str, Callable[[dict[str, Any]], object]] = {
 
 
 def faulty(worker: Worker, folder: Path, pace_s: float) -> Worker:
-    """Return the worker with the faults that are planted for its rank, and with steps that take so long at least."""
     starts = 0
     kept, states = threading.Condition(), {"memory": 0, "in memory": 0}
 

@@ -66,16 +66,7 @@ class RankFailure(AssertionError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankOutcome:
-    """What became of one rank.
-
-    Attributes:
-        rank: Its rank.
-        value: What the function returned, if it did.
-        error: The traceback, if it raised.
-        exit_code: Its exit code (minus the signal's number if a signal killed it), if it ended without a
-        word.
-        stacks: Where its threads stood, if it was killed because it hung.
-    """
+    """What became of one rank."""
 
     rank: int
     value: Any = None
@@ -85,11 +76,9 @@ class RankOutcome:
 
     @property
     def ok(self) -> bool:
-        """Whether the function returned."""
         return self.error is None and self.exit_code is None and self.stacks is None
 
     def describe(self) -> str:
-        """Return what became of the rank in words."""
         if self.error is not None:
             return f"rank {self.rank} raised:\n{self.error}"
         if self.stacks is not None:
@@ -110,15 +99,6 @@ def run_ranks(
 ) -> list[Any]:
     """Run ``fn(rank, world_size, *args, **kwargs)`` on every rank and return what each returned, by rank.
 
-    Args:
-        fn: A function of a module (it is pickled by name).
-        world_size: The number of processes.
-        args: Passed on.
-        timeout_s: All of them together may take this long; then they are killed. Also the timeout of collectives.
-        process_group: Whether a group over all ranks is made before and destroyed after.
-        device: Whether ranks are on the CPU with gloo, or all on the first GPU with NCCL.
-        kwargs: Passed on.
-
     Raises:
         RankFailure: A rank raised, died or hung.
     """
@@ -138,12 +118,6 @@ def run_calls(
     device: Device = "cpu",
 ) -> dict[str, list[Any]]:
     """Call several functions one after the other on the same ranks, and return what each returned, by name and rank.
-
-    Args:
-        world_size: The number of processes.
-        calls: By name a function of a module, and its arguments after ``rank`` and ``world_size``.
-        timeout_s: As `run_ranks` has it, for all calls together.
-        device: As `run_ranks` has it.
 
     Raises:
         RankFailure: A rank raised, died or hung.
@@ -213,7 +187,6 @@ def free_port() -> int:
 
 
 def environment_of(rank: int, world_size: int, port: int, device: Device) -> dict[str, str]:
-    """Return the variables of one rank."""
     variables = {
         **ENVIRONMENT,
         "DS_ACCELERATOR": device,

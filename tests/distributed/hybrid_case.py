@@ -29,7 +29,6 @@ def _row() -> torch.Tensor:
 def measures(
     rank: int, world_size: int, architectures: Sequence[str], documents: dict[str, list[int]]
 ) -> tuple[dict[str, list[str]], dict[str, tuple[int, list[int]]], dict[str, tuple[int, int]], dict[str, Any]]:
-    """Return `leaks`, `traffic`, `exchanges_by_kept` and `sums_by_documents`, measured by the same processes."""
     return (
         leaks(rank, world_size, architectures),
         traffic(rank, world_size, architectures),
@@ -74,14 +73,12 @@ def _leaking_layers(architecture: str, mesh: SequenceMesh) -> list[str]:
 
 
 def exchanges_by_kept(rank: int, world_size: int) -> dict[str, tuple[int, int]]:
-    """Return the all-to-alls of one step of a delta net beside attention, and the elements that they send."""
     mesh = SequenceMesh.from_group(dist.group.WORLD)
     kept: tuple[KeptOutput | None, ...] = (None, "both", "kernel", "none")
     return {one or "plain": _exchanges(mesh, one) for one in kept}
 
 
 def traffic(rank: int, world_size: int, architectures: Sequence[str]) -> dict[str, tuple[int, list[int]]]:
-    """Return of one checkpointed step how many all-to-alls it takes, and the elements of those of its mixers."""
     mesh, start = SequenceMesh.from_group(dist.group.WORLD), exchange._exchanged
     found: dict[str, tuple[int, list[int]]] = {}
     for name in architectures:
@@ -98,7 +95,6 @@ def traffic(rank: int, world_size: int, architectures: Sequence[str]) -> dict[st
 
 
 def sums_by_documents(rank: int, world_size: int, lengths: dict[str, list[int]]) -> dict[str, tuple[list[int], int]]:
-    """Return the elements of each all-reduce of one step of Mamba 1 beside attention, and how many all-to-alls."""
     mesh = SequenceMesh.from_group(dist.group.WORLD)
     plain, summed = dist.all_reduce, []
 

@@ -50,7 +50,6 @@ def leaks(
 
 
 def dense_leaks(rank: int, world_size: int, ring_size: int, kernels: list[str]) -> dict[str, list[str]]:
-    """Return what differs by a bit in dense models, by kernel and kind of layer."""
     kinds: dict[str, dict[str, Any]] = {"llama": {}, "mistral": {"sliding_window": 5}}
     return {
         f"{kernel}-{kind}": leaks(rank, world_size, ring_size, kind, kernel, changes)[0]

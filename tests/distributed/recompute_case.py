@@ -27,15 +27,7 @@ _HOST_READS = ("aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepCount:
-    """What one forward and backward took on one rank.
-
-    Attributes:
-        exchanges: All-to-alls.
-        sent_elements: Elements that they send to other ranks.
-        ring_sends: Sends of the ring.
-        attention_forwards: Forward runs of the kernel, over those of a forward without gradients: 1 if it ran once.
-        host_reads: Reads of a value by the host.
-    """
+    """What one forward and backward took on one rank."""
 
     exchanges: int
     sent_elements: int
@@ -51,7 +43,6 @@ def make_row() -> torch.Tensor:
 def make_model(
     mesh: SequenceMesh, keep: KeptOutput | None, kind: str = "llama", *, head_groups: int = 1, **changes: Any
 ) -> Any:
-    """Return a model in training mode; with ``keep``, its layers are checkpointed."""
     model = apply_ulysses(magnified(tiny_model(kind, **changes)), mesh, head_groups=head_groups).train()
     if keep is not None:
         options: dict[str, Any] = {"use_reentrant": False}
@@ -118,7 +109,6 @@ def differing(ours: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) ->
 
 
 def checkpointed_differences(rank: int, world_size: int, keep: KeptOutput, ring_size: int, kind: str) -> list[str]:
-    """Return the tensors in which a checkpointed model's gradients differ by a bit from a plain model's."""
     mesh = SequenceMesh.from_group(dist.group.WORLD, ring_size=ring_size)
     changes = {"sliding_window": 6} if kind == "mistral" else {}
     wanted = gradients_of(make_model(mesh, None, kind, **changes), mesh)
@@ -265,13 +255,11 @@ def evaluation_differences(rank: int, world_size: int, ring_size: int) -> list[s
 
 
 def heads_of_a_layer() -> tuple[int, int, int, int]:
-    """Return layers, query heads, KV heads and head size of the model that is counted."""
     heads = SIZES["num_attention_heads"]
     return SIZES["num_hidden_layers"], heads, SIZES["num_key_value_heads"], SIZES["hidden_size"] // heads
 
 
 def checkpointing_report(rank: int, world_size: int, ring_size: int) -> dict[str, list[str]]:
-    """Return the tensors that differ by a bit from a plain model's, by what is kept and the architecture."""
     return {
         f"{keep}-{kind}": checkpointed_differences(rank, world_size, keep, ring_size, kind)
         for keep in ("both", "kernel", "none")
@@ -280,16 +268,13 @@ def checkpointing_report(rank: int, world_size: int, ring_size: int) -> dict[str
 
 
 def zero3_report(rank: int, world_size: int) -> dict[str, list[str]]:
-    """Return the same through a ZeRO-3 engine."""
     return {keep: zero3_differences(rank, world_size, keep) for keep in ("both", "kernel")}
 
 
 def compiled_report(rank: int, world_size: int, ring_size: int) -> list[tuple[float, int]]:
-    """Return error and graph breaks of compiled layers, plain and checkpointed."""
     return [compiled_errors(rank, world_size, keep, ring_size) for keep in (None, "both")]
 
 
 def counts_by_kept(rank: int, world_size: int) -> dict[str, StepCount]:
-    """Return what a step takes, by what is kept and, last, by the number of head_groups."""
     counts = {keep: counted_step(rank, world_size, keep, 1) for keep in ("both", "kernel", "none")}
     return counts | {str(head_groups): counted_step(rank, world_size, "both", 1, head_groups) for head_groups in (2, 3)}

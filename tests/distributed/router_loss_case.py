@@ -37,15 +37,7 @@ COEFFICIENT = 0.5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouterCase:
-    """A point of the matrix.
-
-    Attributes:
-        rows: ``one``: a document per row. ``packed``: several. ``padded``: with padding at the end.
-        zero_stage: 0 uses no engine of DeepSpeed.
-        wrapper: Of stage 0, what averages gradients.
-        kept: What gradient checkpointing keeps of attention; ``None`` without checkpointing.
-        is_tiled: Whether the loss and the experts go over tiles of tokens.
-    """
+    """A point of the matrix."""
 
     architecture: str
     rows: Rows
@@ -60,12 +52,10 @@ class RouterCase:
 
     @property
     def world_size(self) -> int:
-        """Ranks that the case takes."""
         return self.ulysses_size * self.ring_size * self.dp_size
 
     @property
     def label(self) -> str:
-        """A readable id."""
         engine = f"zero{self.zero_stage}" if self.zero_stage else self.wrapper
         layout = f"u{self.ulysses_size}-r{self.ring_size}-dp{self.dp_size}-{engine}-acc{self.accumulation}"
         return f"{self.architecture}-{layout}-{self.rows}-{self.kept or 'plain'}{'-tiled' if self.is_tiled else ''}"
@@ -73,14 +63,7 @@ class RouterCase:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouterResult:
-    """What one case measured.
-
-    Attributes:
-        loss_error: Relative error of the cross-entropy.
-        router_error: Relative error of the router loss.
-        gradient_error: Worst tensor's relative error, divided by what law 1 allows it: at most 1 passes.
-        worst_tensor: That tensor's name.
-    """
+    """What one case measured."""
 
     case: RouterCase
     loss_error: float
@@ -90,7 +73,6 @@ class RouterResult:
 
 
 def make_model(architecture: str) -> Any:
-    """Return a model whose router loss matters."""
     return zoo_model(architecture, output_router_logits=True, router_aux_loss_coef=COEFFICIENT)
 
 
@@ -106,7 +88,6 @@ def make_row(rows: Rows, index: int) -> tuple[torch.Tensor, tuple[int, ...]]:
 def reference(
     architecture: str, rows: Rows, num_rows: int, dtype: torch.dtype
 ) -> tuple[float, float, dict[str, torch.Tensor]]:
-    """Return both losses and gradients of one process: every document alone, Transformers' loss of each row."""
     model = make_model(architecture).to(dtype)
     loss, router_loss, count = torch.zeros((), dtype=dtype), torch.zeros((), dtype=dtype), 0
     for index in range(num_rows):
@@ -132,7 +113,6 @@ def run_cases(rank: int, world_size: int, cases: Sequence[RouterCase]) -> list[R
 
 
 def _mesh(rank: int, case: RouterCase) -> tuple[SequenceMesh, int]:
-    """Return the mesh, and the number of this rank's group among those with rows of their own."""
     sp_size = case.ulysses_size * case.ring_size
     layout = ParallelLayout(world_size=case.world_size, sp_size=sp_size)
     made = [dist.new_group(list(ranks)) for ranks in layout.sp_groups()]

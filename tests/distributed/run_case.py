@@ -48,7 +48,6 @@ def make_corpus(folder: Path, files: tuple[str, ...] = STDLIB_FILES) -> Path:
 
 
 def make_config(storage: Path, corpus: Path, stages: Sequence[Mapping[str, Any]] = (), **overrides: Any) -> Config:
-    """Return a configuration of a tiny model; ``overrides`` are dotted paths with ``__`` for the dot."""
     tree: dict[str, Any] = {
         # Nearly as long as a few steps: left out where it is not the subject.
         "run": {"name": "run", "storage": str(storage), "stop_step": 44, "self_test": False},
@@ -146,23 +145,7 @@ def run_worker(
     watch: Callable[[str, int], object] = lambda name, step: None,
     device: str = "cpu",
 ) -> tuple[str, int]:
-    """Be one worker of an attempt.
-
-    Args:
-        rank: This rank.
-        world_size: All ranks.
-        config: The run's configuration.
-        session: The command's name.
-        kill: ``(rank, event, step)``: that rank is killed with SIGKILL at that event of the loop.
-        stop_at: Rank 0 asks for a stop after this step.
-        reverse: Train the micro-batches of each step in reverse order: law 2's yardstick for drift.
-        environment: Variables for this worker.
-        peer_memory: Addresses of two nodes' agents and their token; the first half of the ranks is on the first node.
-        watch: Called with the name and step of each event of the loop.
-        device: Where it computes.
-        poison: ``(row, "loss" or "gradient")``: that becomes NaN where rank 0 trains the row.
-        actions: What happens to the run's directory after a step, one of `ACTIONS`; rank 0 does it.
-    """
+    """Be one worker of an attempt."""
 
     os.environ.update(environment or {})
     if poison is not None and rank == 0:

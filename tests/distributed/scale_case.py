@@ -22,7 +22,6 @@ def make_rows(num_rows: int) -> torch.Tensor:
 
 
 def reference_update(num_rows: int, max_norm: float | None) -> tuple[dict[str, torch.Tensor], float]:
-    """Return each parameter's change by one SGD step of one process, and the gradient's norm."""
     model = magnified(tiny_model())
     sums, count = [], 0
     for row in make_rows(num_rows):
@@ -83,7 +82,6 @@ def sgd_ratios(
 def ratios_of_stages(
     rank: int, world_size: int, ring_size: int, sp_size: int, max_norm: float
 ) -> dict[str, tuple[float, float, float, float]]:
-    """Return :func:`sgd_ratios` of every ZeRO stage, unclipped and clipped."""
     return {
         f"zero{stage}-{clip}": sgd_ratios(rank, world_size, ring_size, sp_size, stage, 2, clip)
         for stage in (1, 2, 3)

@@ -42,18 +42,7 @@ ROWS: tuple[tuple[int, tuple[int, ...]], ...] = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SeamCase:
-    """A point of law 1's matrix.
-
-    Attributes:
-        architecture: A name of the zoo.
-        ulysses_size: Ranks that heads are exchanged over.
-        ring_size: Ring degree.
-        dp_size: Groups of ranks with rows of their own.
-        zero_stage: 0 uses no engine: the ranks' gradients are added up as they are.
-        accumulation: Micro-batches of a step.
-        kept: What gradient checkpointing keeps of attention; ``None`` without checkpointing.
-        head_groups: Chunks of the exchange.
-    """
+    """A point of law 1's matrix."""
 
     architecture: str
     ulysses_size: int = 1
@@ -66,17 +55,14 @@ class SeamCase:
 
     @property
     def sp_size(self) -> int:
-        """Ranks that share a row."""
         return self.ulysses_size * self.ring_size
 
     @property
     def world_size(self) -> int:
-        """Ranks that the case takes."""
         return self.sp_size * self.dp_size
 
     @property
     def label(self) -> str:
-        """A readable id."""
         sizes = f"u{self.ulysses_size}-r{self.ring_size}-dp{self.dp_size}"
         policy = "" if self.kept is None else f"-checkpointed-{self.kept}"
         policy += "" if self.head_groups == 1 else f"-head_groups{self.head_groups}"
@@ -85,18 +71,7 @@ class SeamCase:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SeamResult:
-    """What one case measured.
-
-    Attributes:
-        case: The case.
-        loss_error: Relative error of the loss.
-        logits_error: Relative error of the unsharded logits, the worst row.
-        gradient_error: Worst tensor's relative error, divided by what law 1 allows it: at most 1 passes.
-        worst_tensor: That tensor's name.
-        norm_ratio: The engine's global gradient norm over the single process's.
-        fewest_gathers: How often ZeRO-3 gathered the parameter tensor that it gathered least often in the step.
-        attention: Attention of the process that the gradients are held against: eager, or Transformers' default.
-    """
+    """What one case measured."""
 
     case: SeamCase
     loss_error: float
@@ -109,7 +84,6 @@ class SeamResult:
 
 
 def make_row(index: int) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
-    """Return token ids, labels and document lengths of a row; row 0 masks all labels of the first rank's slice."""
     tokens, lengths = ROWS[index % len(ROWS)]
     generator = torch.Generator().manual_seed(100 + index)
     input_ids = torch.randint(0, VOCAB, (1, tokens), generator=generator)
@@ -123,13 +97,7 @@ def make_row(index: int) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reference:
-    """One process's step: every document alone with eager attention, loss = sum / count.
-
-    Attributes:
-        loss: Its loss.
-        logits: Logits of each row.
-        gradients: Gradient of each parameter.
-    """
+    """One process's step: every document alone with eager attention, loss = sum / count."""
 
     loss: float
     logits: list[torch.Tensor]
@@ -233,7 +201,6 @@ class _Logits(dict[tuple[str, int, int, int], torch.Tensor]):
     def of(
         self, case: SeamCase, mesh: SequenceMesh, rows: dict[int, ShardedBatch], device: str
     ) -> dict[int, torch.Tensor]:
-        """Return the logits of rows by their index. Every rank of the mesh must call."""
         wanted = {index: (case.architecture, case.ulysses_size, case.ring_size, index) for index in rows}
         if not self.keys() >= set(wanted.values()):
             model = apply_ulysses(_trained_model(case.architecture, device), mesh)
@@ -377,7 +344,6 @@ def _refuse_new_calls(case: SeamCase) -> None:
 def gradient_error(
     ours: dict[str, torch.Tensor], own: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
 ) -> tuple[float, str]:
-    """Return the worst ratio of a tensor's error to law 1's bound, and the tensor."""
     assert ours.keys() == wanted.keys()
     whole = float(torch.stack([gradient.norm() for gradient in wanted.values()]).norm())
     ratios = {}
@@ -395,6 +361,5 @@ def gradient_error(
 
 
 def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Return the norm-wise error of ``a`` against ``b``."""
     assert a.shape == b.shape, (a.shape, b.shape)
     return float((a - b).norm() / b.norm())

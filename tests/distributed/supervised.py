@@ -36,19 +36,7 @@ _LOOK_EVERY_S = 0.2
 
 @dataclass
 class SupervisedRun:
-    """A run of supervised workers, each on a node of the given name.
-
-    Attributes:
-        config: The run.
-        nodes: The workers' nodes.
-        folder: Where logs and faults go.
-        verdicts: Answers of the judge, in order; it says yes when they are used up.
-        pace_s: Seconds that a step takes at least.
-        waits_for_copies: Whether a step begins once the state before it is in peer memory, as with steps that last
-            longer than a copy. What a fault costs then says nothing of how busy the machine is.
-        judge: Judges the failures of generations; by default the verdicts do.
-        draining: Nodes that are going to be taken away.
-    """
+    """A run of supervised workers, each on a node of the given name."""
 
     config: Config
     nodes: Mapping[int, str]
@@ -123,7 +111,6 @@ class SupervisedRun:
         self.coordinator.close()
 
     def pids(self, node: str) -> list[int]:
-        """Return the processes of a node that others depend on: its agent and its supervisors."""
         agent = [self.agents[node].process.pid] if node in self.agents else []
         return agent + [self.processes[worker].pid for worker, its_node in self.nodes.items() if its_node == node]
 
@@ -133,7 +120,6 @@ class SupervisedRun:
             os.kill(pid, signal.SIGKILL)
 
     def own_processes(self) -> list[psutil.Process]:
-        """Return all processes that the run has started, whoever their parents are by now."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -144,7 +130,6 @@ class SupervisedRun:
         return found
 
     def memory(self, nodes: Sequence[str]) -> list[AgentAddresses] | None:
-        """Return the peer memory for members on these nodes, on which agents that have died are started again."""
         if not self.config.elastic.peer_memory:
             return None
         for node in dict.fromkeys(nodes):
@@ -155,11 +140,9 @@ class SupervisedRun:
         return [AgentAddresses(agents=agents, node=node, partner=pairs[node], token="token") for node in nodes]
 
     def logs(self) -> str:
-        """Return what the workers have printed."""
         return "\n".join(f"{path.name}:\n{path.read_text()[-3000:]}" for path in sorted(self.folder.glob("worker-*")))
 
     def lost_nodes(self) -> frozenset[str]:
-        """Return the nodes on which no worker is left."""
         processes = dict(self.processes)
         alive = {
             node for worker, node in self.nodes.items() if worker in processes and processes[worker].poll() is None
@@ -210,13 +193,11 @@ class _Policy(WorkerScaling):
 
 
 def children(process: int) -> list[int]:
-    """Return the children of a process."""
     text = Path(f"/proc/{process}/task/{process}/children").read_text()
     return [int(word) for word in text.split()]
 
 
 def training_child(supervisor: int) -> int | None:
-    """Return the process that trains for a supervisor, if there is one."""
     try:
         launcher = children(supervisor)
         found = [child for one in launcher for child in children(one)]

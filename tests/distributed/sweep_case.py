@@ -73,14 +73,7 @@ WINDOWS: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What became of one model.
-
-    Attributes:
-        model_type: The type.
-        variant: ``default``, or ``windows`` where a setting offers them.
-        kind: ``exact``, ``refused``, ``composite``, ``not built``, or what must not be: ``wrong`` and ``failed``.
-        note: The reason, in words.
-    """
+    """What became of one model."""
 
     model_type: str
     variant: str
@@ -89,12 +82,10 @@ class Outcome:
 
 
 def causal_types() -> list[str]:
-    """Return the model types that Transformers trains as causal language models."""
     return sorted({kind.model_type for kind in MODEL_FOR_CAUSAL_LM_MAPPING})
 
 
 def run_sweep(rank: int, world_size: int, names: list[str]) -> list[Outcome]:
-    """Return what becomes of each type, by default and with windows; every rank builds the same models."""
     meshes = []
     for sp_size in (2, world_size):
         made = [
@@ -145,7 +136,6 @@ def _outcome(name: str, variant: str, settings: dict[str, Any], meshes: list[Seq
 
 
 def _of_default_sizes(name: str) -> Outcome | None:
-    """Return the outcome of a type that can't be built tiny, if it is refused as it is; None if it is not."""
     noise: dict[str, Any] = {}
     while True:
         try:
@@ -162,12 +152,10 @@ def _of_default_sizes(name: str) -> Outcome | None:
 
 
 def _noise_of(error: UserError) -> dict[str, float]:
-    """Return settings that a refusal names since they draw numbers, turned off."""
     return dict.fromkeys(re.findall(r"model\.config\.(\w+)=[\d.e-]+: dropout above 0", str(error)), 0.0)
 
 
 def _text_part(name: str) -> str:
-    """Return the type of the text part of a multimodal model; empty for other models."""
     fields = AutoConfig.for_model(name)
     text = fields.get_text_config(decoder=True) if name not in _SEVERAL_TEXTS else fields
     return "" if text is fields or text.model_type == name else str(text.model_type)
@@ -224,7 +212,6 @@ class _Reference:
         return cls(ids=ids, logits=torch.cat(parts, dim=1), loss=float(loss.detach()), gradients=gradients)
 
     def error_of(self, model: Any, mesh: SequenceMesh) -> float:
-        """Return the worst relative error of loss, logits and gradients, by norm."""
         apply_ulysses(model, mesh)
         batch = shard_batch(self.ids, None, LENGTHS, mesh)
         with torch.no_grad():

@@ -19,7 +19,6 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, str]:
-    """Return directories of a pretrained model, by whether its embeddings are tied."""
     folder = tmp_path_factory.mktemp("bases")
     for is_tied in (False, True):
         tree = small_tree(run__seed=5)

@@ -51,7 +51,6 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def logits_of(model: Any) -> torch.Tensor:
-    """Return fp32 logits of a model that is loaded as it is published."""
     for parameter in model.parameters():
         parameter.data = parameter.data.float()
     ids = torch.randint(0, 264, (1, 48), generator=torch.Generator().manual_seed(3))

@@ -113,7 +113,6 @@ def check(ranks: Sequence[LoadResult], expected: tuple[float, ...]) -> None:
 
 
 def worst_loss(losses: tuple[float, ...], expected: tuple[float, ...]) -> float:
-    """Return the largest relative difference of a step's loss."""
     assert len(losses) == len(expected) == LAST - SAVED_AT
     return relative(losses, expected)
 

@@ -27,7 +27,6 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def difference(one: Measured, other: Measured) -> float:
-    """Return the largest difference of a loss, in nats, where both have one; everything counted has to be equal."""
     assert one.cells == other.cells and one.correct == other.correct
     assert [found.tokens for found in one.by_position.bins] == [found.tokens for found in other.by_position.bins]
     losses = [

@@ -27,7 +27,6 @@ _LINE = re.compile(r"^step=\d+ loss=(\S+) grad_norm=(\S+)$", re.MULTILINE)
 
 @cache
 def reference() -> list[tuple[float, float]]:
-    """Return each step's loss and gradient norm of one process, with Transformers' own attention."""
     spec = importlib.util.spec_from_file_location("tiny_example", EXAMPLES / "tiny.py")
     assert spec is not None
     assert spec.loader is not None

@@ -37,7 +37,6 @@ ROPES = [(kind, tokens) for kind in ("longrope", "dynamic") for tokens in (12, 4
 
 
 def blocks(exchanges: int, ranks: int) -> dict[str, int]:
-    """Return what some exchanges send and receive on a rank, as torch's profiler names it."""
     return {"c10d::send": exchanges * (ranks - 1), "c10d::recv_": exchanges * (ranks - 1)}
 
 

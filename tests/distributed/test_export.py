@@ -39,7 +39,6 @@ LENGTHS = [40, 24]
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Config:
-    """Return a run of 4 steps in bf16 on 2 workers, with checkpoints of steps 2 and 4."""
     folder = tmp_path_factory.mktemp("run")
     changes = {"model__dtype": "bf16", "cluster__workers": 2, "run__stop_step": 4, "checkpoint__every_steps": 2}
     config = make_config(folder, make_corpus(folder), **changes)

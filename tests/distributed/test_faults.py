@@ -39,7 +39,6 @@ WITHOUT_SAVE = SAVE_EVERY * 4
 
 
 def make_faulty(folder: Path, nodes: int, start_hang_s: float = 180.0, **overrides: Any) -> SupervisedRun:
-    """Return a run on nodes of whole sequence-parallel groups, sp_size 2."""
     most = 2 * nodes
     config = make_config(
         folder / "runs", make_corpus(folder), run__stop_step=100_000, data__epochs=650,

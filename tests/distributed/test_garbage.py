@@ -59,7 +59,6 @@ def _wait_for_end(run: SupervisedRun) -> None:
 
 
 def _recorded(run: SupervisedRun) -> bytes:
-    """Return what a client of an agent has sent to drop all that it keeps."""
     recorder = Recorder(split_address(run.agents["a"].address))
     client = AgentClient(f"127.0.0.1:{recorder.address[1]}", "token")
     client.delete("checkpoints")

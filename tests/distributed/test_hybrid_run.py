@@ -82,7 +82,6 @@ def test_a_hybrid_is_trained_killed_resumed_and_exported(tmp_path: Path, capsys:
 
 
 def router_losses(run_dir: Path) -> dict[int, float]:
-    """Return the router loss of each step, as its journal has it at last."""
     lines = [json.loads(line) for path in sorted(run_dir.glob("journal/*")) for line in path.read_text().splitlines()]
     return {line["step"]: line["router_loss"] for line in lines if line["event"] == "step"}
 

@@ -65,7 +65,6 @@ DOCUMENTS = {"one": [ROW_TOKENS], "packed": list(LENGTHS)}
 
 @pytest.fixture(scope="module")
 def measured() -> list[Any]:
-    """Return what each of two ranks measures of a model of each kind."""
     return run_ranks(measures, 2, OF_EACH_KIND, DOCUMENTS, timeout_s=240)
 
 

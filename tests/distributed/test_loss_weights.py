@@ -59,7 +59,6 @@ def trained(storage: Path, corpus: Path, workers: int, **overrides: Any) -> tupl
 
 
 def reference(config: Config) -> list[tuple[float, float]]:
-    """Return loss and gradient norm of each step by Transformers' own model, document by document."""
     (path, _), *_ = config.data_sources
     corpus, plan = Corpus.open(path), load_plan(config.run_dir / "plan")
     torch.manual_seed(0)

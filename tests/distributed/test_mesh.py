@@ -15,7 +15,6 @@ Facts = dict[str, list[list[dict[str, Any]]]]
 
 
 def facts_of(rank: int, world_size: int, source: str, ring_size: int, times: int = 1) -> list[dict[str, object]]:
-    """Return what each of the meshes made one after the other says, and the sum of ranks over each group."""
     import torch
     import torch.distributed as dist
 
@@ -103,7 +102,6 @@ def test_one_sp_group_makes_its_rings_without_the_others() -> None:
 
 
 def refused(rank: int, world_size: int) -> str:
-    """Return how a ring that does not divide the group is refused."""
     import torch.distributed as dist
 
     from ray_ulysses.errors import UserError

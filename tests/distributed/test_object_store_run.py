@@ -54,7 +54,6 @@ def _config(storage: str | Path, corpus: Path, workers: int, **changes: Any) -> 
 
 
 def _environment(server: S3Server, node: Path) -> dict[str, str]:
-    """Return the variables of a node with a disk of its own."""
     return {**server.environment(), "RAY_ULYSSES_CACHE_DIR": str(node)}
 
 

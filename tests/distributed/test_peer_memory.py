@@ -83,7 +83,6 @@ def run_to_death(config: Config, session: str, kill: tuple[int, str, int], **opt
 
 
 def starts(config: Config) -> list[tuple[int, str | None]]:
-    """Return where each attempt started, as the journal has it."""
     found = []
     for path in sorted((config.run_dir / "journal").glob("attempt-????.jsonl")):
         events = [json.loads(line) for line in path.read_text().splitlines()]

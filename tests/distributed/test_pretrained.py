@@ -34,7 +34,6 @@ SETTINGS = ZeroSettings(
 def loaded(
     rank: int, world_size: int, path: str, stage: Literal[1, 2, 3] = 3
 ) -> tuple[dict[str, torch.Tensor], int, str]:
-    """Return the gathered weights, the most elements of a parameter that this rank held, and what was refused."""
     import deepspeed
 
     tree = small_tree(model__init="pretrained", model__path=path, model__config=None)

@@ -59,7 +59,6 @@ def reports() -> Reports:
 
 
 def sent_elements(query_units: int) -> int:
-    """Return what two ranks send each other in a step, if queries or outputs travel ``query_units`` times a layer."""
     kv_heads = sum(rank.num_kv_heads for rank in assign_heads(HEADS, KV_HEADS, 2).ranks)
     # Half of the heads are the other rank's.
     return LAYERS * ROW_TOKENS // 2 * HEAD_SIZE * (query_units * HEADS + 6 * kv_heads) // 2

@@ -90,7 +90,6 @@ def _child(run: SupervisedRun, worker: int) -> int:
 
 
 def _libraries(process: int) -> set[str]:
-    """Return the native libraries of Python packages that a process has loaded."""
     return {one.path for one in psutil.Process(process).memory_maps() if ".so" in one.path and "python" in one.path}
 
 

@@ -98,7 +98,6 @@ def _run(config: Config, session: str, worker: Any = run_worker) -> list[float]:
 
 
 def _model(storage: Path, corpus: Path, init: str, tied: bool, dtype: str) -> dict[str, Any]:
-    """Return the settings of a model; of a pretrained one, the weights are saved first."""
     random = _config(storage, corpus, LAST).model_dump(mode="json")["model"]
     random["config"]["tie_word_embeddings"] = tied
     settings = {"model__init": init, "model__dtype": dtype, "model__config": random["config"]}

@@ -49,7 +49,6 @@ def check(result: SeamResult) -> None:
 
 
 def engine_cases(shape: tuple[int, int], stages: tuple[int, ...], accumulations: tuple[int, ...]) -> list[SeamCase]:
-    """Return the cases of one (sp, dp) shape under DeepSpeed."""
     sp_size, dp_size = shape
     return [
         SeamCase(architecture=name, ulysses_size=sp_size, dp_size=dp_size, zero_stage=stage, accumulation=accumulation)
@@ -58,7 +57,6 @@ def engine_cases(shape: tuple[int, int], stages: tuple[int, ...], accumulations:
 
 
 def layout_cases(layout: tuple[int, int], names: Iterable[str]) -> list[SeamCase]:
-    """Return the cases of one (Ulysses, ring) layout over every row, without an engine."""
     ulysses_size, ring_size = layout
     return [SeamCase(architecture=name, ulysses_size=ulysses_size, ring_size=ring_size) for name in names]
 

@@ -135,7 +135,6 @@ def test_the_slowest_rank_of_an_exchange_is_named_on_every_rank() -> None:
 
 
 def leaves_nothing(rank: int, world_size: int) -> tuple[int, int]:
-    """Return the number of tensors after the first and after the third run."""
     mesh = _mesh(world_size, world_size, 1)
     counts = []
     for _ in range(3):

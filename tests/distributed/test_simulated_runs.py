@@ -24,12 +24,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(240
 
 
 class Replay:
-    """A run in which the events of a simulated one happen.
-
-    Args:
-        run: The run, of as many nodes as the simulated one.
-        names: The simulated nodes.
-    """
+    """A run in which the events of a simulated one happen."""
 
     def __init__(self, run: SupervisedRun, names: list[str]) -> None:
         self.run, self.names, self.groups = run, names, 1

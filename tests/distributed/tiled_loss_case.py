@@ -62,12 +62,7 @@ checkpointing; the first of them has norms of queries and keys."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileCase:
-    """A point of the matrix.
-
-    Attributes:
-        rows: ``short``: rows shorter than the tile. ``masked``: the first rank's labels are all ignored.
-            ``weighted``: every label has a weight, and those of a span have none; with a z-loss.
-    """
+    """A point of the matrix."""
 
     head: str
     rows: Rows
@@ -78,7 +73,6 @@ class TileCase:
 
     @property
     def world_size(self) -> int:
-        """Ranks that the case takes."""
         return self.ulysses_size * self.ring_size
 
     @property
@@ -93,22 +87,13 @@ class TileCase:
 
     @property
     def label(self) -> str:
-        """A readable id."""
         layout = f"u{self.ulysses_size}-r{self.ring_size}-zero{self.zero_stage}-acc{self.accumulation}"
         return f"{self.head}-{layout}-{self.rows}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileResult:
-    """What one case measured.
-
-    Attributes:
-        loss_error: Relative error of the loss.
-        gradient_error: Worst tensor's relative error, divided by what law 1 allows it: at most 1 passes.
-        worst_tensor: That tensor's name.
-        head_gathers: How often each weight of the head, or of MLPs over tiles, was gathered in the forward and in the
-            backward passes.
-    """
+    """What one case measured."""
 
     case: TileCase
     loss_error: float
@@ -136,7 +121,6 @@ def make_row(index: int, rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.
 
 @cache
 def reference(head: str, rows: Rows, num_rows: int, dtype: torch.dtype) -> tuple[float, dict[str, torch.Tensor]]:
-    """Return loss and gradients of one process: every document alone, eager attention, logits at once."""
     model = HEADS[head]().to(dtype)
     total, count = torch.zeros((), dtype=dtype), 0
     for index in range(num_rows):
@@ -206,7 +190,6 @@ def _run_case(case: TileCase) -> TileResult:
 
 
 def make_engine(head: str, mesh: SequenceMesh, zero_stage: int, accumulation: int = 1) -> Any:
-    """Return an engine that keeps no parameter whole between uses."""
     settings = ZeroSettings(
         stage=zero_stage, dtype="fp32", accumulation=accumulation, max_grad_norm=None, learning_rate=1e-3,
         betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, partition_everything=True,
@@ -224,7 +207,6 @@ def is_mlp(head: str) -> bool:
 
 
 def weight_of(head: str) -> str:
-    """Return what stands in the names of the weights whose gathers are counted."""
     return "mlp" if is_mlp(head) else "embed_tokens" if head == "tied" else "lm_head"
 
 

@@ -24,13 +24,7 @@ ONE_TOKEN_DOCUMENTS = 24
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TraceCase:
-    """A model of the zoo.
-
-    Attributes:
-        architecture: A name of the zoo.
-        kept: What gradient checkpointing keeps of attention; ``None`` without checkpointing.
-        calls_by_token: Whether each MLP calls its activation once more for each different token that it gets.
-    """
+    """A model of the zoo."""
 
     architecture: str
     kept: KeptOutput | None = None
@@ -39,12 +33,7 @@ class TraceCase:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TracedCalls:
-    """One rank's calls in each micro-batch.
-
-    Attributes:
-        traced: Forward and backward calls that DeepSpeed traces, by the module's name.
-        untraced: How many forward calls modules without parameters had.
-    """
+    """One rank's calls in each micro-batch."""
 
     traced: list[list[str]]
     untraced: list[int]
@@ -62,7 +51,6 @@ def traced_calls(rank: int, world_size: int, cases: Sequence[TraceCase]) -> list
 
 
 def _batches(dp_rank: int, mesh: SequenceMesh) -> Iterator[ShardedBatch]:
-    """Yield rows of one group; in turn, it has one whose every token is the same document, without any label."""
     for number in range(MICRO_BATCHES):
         if number % 2 and number // 2 == dp_rank:
             ids = torch.full((1, ONE_TOKEN_DOCUMENTS), 7)

@@ -37,23 +37,7 @@ FROZEN = ("model.layers.0.mlp.gate_proj.weight", "model.layers.1.input_layernorm
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Leg:
-    """What one group of ranks does.
-
-    Attributes:
-        load_from: Run directory to resume from; None starts anew.
-        warm: Train a step before the load, so that moments and gathered weights of another state are there.
-        save_to: Run directory to save to; None does not save.
-        save_at: Step to save at, the one that was loaded included.
-        until: Step to train to.
-        dtype: Model precision.
-        stage: ZeRO stage.
-        offload: Where the optimizer's state lives.
-        offload_param: Where each rank's share of the weights lives.
-        partition_everything: Keep nothing gathered; otherwise every parameter of this tiny model stays whole.
-        num_layers: Another number makes another model.
-        all_trained: Nothing is frozen, and there is no buffer.
-        one_group: Settings of an optimizer that has every parameter in one group.
-    """
+    """What one group of ranks does."""
 
     load_from: str | None = None
     warm: bool = False
@@ -72,16 +56,7 @@ class Leg:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LegResult:
-    """What one rank saw.
-
-    Attributes:
-        losses: Loss of each step.
-        start: State right after the start or the load.
-        saved: State when it was saved; the start's if it was not.
-        end: State after the last step.
-        micro_steps: The engine's counter at the end.
-        gathered: The model's weights as the forward pass sees them after the last step, by name.
-    """
+    """What one rank saw."""
 
     losses: tuple[float, ...]
     start: ShardedState
@@ -141,7 +116,6 @@ def canonical(states: list[ShardedState]) -> dict[str, torch.Tensor]:
 
 
 def description_of(results: list[LegResult]) -> StateDescription:
-    """Return what the ranks say about the state when it was saved (or loaded), the same on all."""
     descriptions = [result.saved.description for result in results]
     assert all(description == descriptions[0] for description in descriptions)
     return descriptions[0]
@@ -194,7 +168,6 @@ def _engine(leg: Leg) -> Any:
 
 
 def _spoiled(parameter: torch.nn.Parameter, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return the memory of a parameter that holds no value yet."""
     return torch.full(parameter.shape, float("nan"), dtype=dtype, device=device)
 
 

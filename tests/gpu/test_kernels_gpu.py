@@ -90,7 +90,6 @@ def skip_if_refused(entry: KernelEntry, call: KernelCall) -> None:
 def make_inputs(
     num_queries: int, num_keys: int, sizes: tuple[int, int] = (64, 64), heads: tuple[int, int] = (HEADS, KV_HEADS)
 ) -> list[torch.Tensor]:
-    """Return bf16 Q, K and V, as strided parts of one payload each, and an upstream gradient, drawn on the host."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(num_queries, heads[0], sizes[0]), (num_keys, heads[1], sizes[0]), (num_keys, heads[1], sizes[1])]
     wide = [torch.randn(t, 8 + h * d, generator=generator).to("cuda", torch.bfloat16) for t, h, d in shapes]
@@ -122,7 +121,6 @@ def visible_of(call: KernelCall) -> torch.Tensor:
 
 
 def wanted_of(inputs: Sequence[torch.Tensor], call: KernelCall, visible: torch.Tensor) -> list[torch.Tensor]:
-    """Return the output and the gradients of Q, K and V in fp64."""
     leaves = [tensor.detach().double().requires_grad_() for tensor in inputs[:3]]
     out = attention_by_definition(*leaves, visible, call.scale, call.softcap)
     return [out.detach(), *torch.autograd.grad(out, leaves, inputs[3].double())]

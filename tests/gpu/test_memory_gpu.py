@@ -86,7 +86,6 @@ def gradients(model: Any, step: Callable[[], torch.Tensor]) -> dict[str, torch.T
 
 
 def peak_bytes(step: Callable[[], torch.Tensor]) -> int:
-    """Return the most memory that a step takes on top of what is there before, once its kernels are loaded."""
     step()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

@@ -51,7 +51,6 @@ def command(*arguments: object, log: Path) -> str:
 
 
 def on_the_gpu(running: Command) -> list[psutil.Process]:
-    """Return the processes of a command that use the GPU."""
     asked = ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"]
     users = {int(line) for line in subprocess.check_output(asked, text=True).split()}
     found = [one for one in psutil.Process(running.process.pid).children(recursive=True) if one.pid in users]

@@ -81,14 +81,12 @@ def trained(config: Config, folder: Path, may_die: bool = False, **order: Any) -
 
 
 def losses(config: Config) -> dict[int, float]:
-    """Return the loss of each step, as it was trained last."""
     if not config.run_dir.exists():
         return {}
     return {event.step: event.loss for event in read_events(config.run_dir) if isinstance(event, StepDone)}
 
 
 def starts(config: Config) -> list[int]:
-    """Return the step from which each attempt began."""
     return [event.resumed_step for event in read_events(config.run_dir) if isinstance(event, AttemptStarted)]
 
 

@@ -98,7 +98,6 @@ WIDE = {"hidden_size": 256, "intermediate_size": 512, "max_position_embeddings":
 
 
 def wide_model(model_type: str, dtype: torch.dtype, device: str, **sizes: Any) -> Any:
-    """Return a model whose weights are those that bf16 rounds to, drawn on the host."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(7)
@@ -120,7 +119,6 @@ def wide_step(model: Any, device: str) -> tuple[float, dict[str, torch.Tensor]]:
 
 
 def whole_error(ours: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> float:
-    """Return how far the whole gradients are apart, by norm; NaN where any of it is."""
     assert ours.keys() == wanted.keys()
     apart = torch.stack([(ours[name] - truth).norm() for name, truth in wanted.items()]).norm()
     return float(apart / torch.stack([truth.norm() for truth in wanted.values()]).norm())

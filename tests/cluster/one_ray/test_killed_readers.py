@@ -68,7 +68,6 @@ class Child:
 
 
 def stored_bytes() -> int:
-    """Return what the node's object store holds."""
     (node,) = ray.nodes()
     stats = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], include_memory_info=False)
     return int(stats.store_stats.object_store_bytes_used)
