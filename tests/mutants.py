@@ -364,7 +364,7 @@ MUTANTS = (
         "engine/router_loss.py:router_loss_sum",
         "dist.all_reduce(sums, group=batch.mesh.group('sp'))",
         "pass",
-        "distributed/test_router_loss.py::test_the_router_loss_of_shared_rows_equals_that_of_one_process",
+        "distributed/test_seam_parity.py::test_the_router_loss_of_shared_rows_equals_that_of_one_process",
     ),
     Mutant(
         1,

@@ -28,10 +28,11 @@ from ray_ulysses.checkpoint import (
     save_checkpoint,
 )
 from ray_ulysses.checkpoint.intervals import check_cover
-from ray_ulysses.engine.zero import ZeroSettings, build_engine
-from ray_ulysses.engine.zero_state import import_state, partition_view, state_source
+from ray_ulysses.engine.zero import build_engine
+from ray_ulysses.engine.zero_state import StateReader, import_state, partition_view, state_source
 from ray_ulysses.parallel.layout import ParallelLayout
 from ray_ulysses.storage import LocalStore
+from tests.distributed.seam_case import zero_settings
 
 ROWS, TOKENS, VOCAB = 24, 16, 61
 SAVED_AT, LAST = 2, 4
@@ -53,13 +54,19 @@ class Layout:
     stage: Stage = 3
     offload: Offload = "none"
     dtype: Dtype = "fp32"
-    model: Literal["decoder", "adapters"] = "decoder"
+    offload_param: bool = False
+    keeps_small: bool = False
+    """Whether ZeRO-3 keeps small parameters, here all, whole between uses."""
+    model: Literal["decoder", "adapters", "trained"] = "decoder"
+    """With frozen parts, frozen under LoRA adapters, or with nothing frozen and without a buffer."""
+    layers: int = 2
     width: int = 28
     sub_group_elements: int | None = None
 
     @property
     def label(self) -> str:
         offload = "" if self.offload == "none" else f"-{self.offload}"
+        offload += "-weights" if self.offload_param else "-small" if self.keeps_small else ""
         return f"{self.model}-{self.dtype}-w{self.world_size}-sp{self.sp_size}-zero{self.stage}{offload}"
 
 
@@ -113,7 +120,8 @@ def restore_every_step(rank: int, world_size: int, layouts: Sequence[Layout], fo
     for layout, mesh in _with_meshes(rank, layouts):
         engine = _engine(layout, mesh, Path(folder))
         store = Path(folder) / f"every-step-{layout.label}"
-        unbroken = []
+        # As a run keeps it over all its steps.
+        reader, unbroken = StateReader(engine), []
         for step in range(LAST + 1):
             if step:
                 unbroken.append(_train_step(engine, step, layout, mesh))
@@ -126,6 +134,11 @@ def restore_every_step(rank: int, world_size: int, layouts: Sequence[Layout], fo
                 wrong.append(f"losses {losses} instead of {tuple(unbroken[step:])}")
             wrong += _differences(engine, read_manifest(LocalStore(store), LAST), store)
             results.append(LoadResult(loader=layout, saver=f"step {step}", wrong=tuple(wrong), losses=losses))
+        kept, fresh = reader.source(), state_source(engine)
+        assert isinstance(kept, ShardedState) and isinstance(fresh, ShardedState)
+        assert kept.description == fresh.description and kept.intervals == fresh.intervals
+        for one, other in zip(kept.parts, fresh.parts, strict=True):
+            assert one.tensor.data_ptr() == other.tensor.data_ptr(), one.key
         _dispose(engine)
     return results
 
@@ -147,20 +160,12 @@ def _with_meshes(rank: int, layouts: Sequence[Layout]) -> Iterator[tuple[Layout,
 
 
 def _engine(layout: Layout, mesh: SequenceMesh, folder: Path) -> Any:
-    settings = ZeroSettings(
-        stage=layout.stage,
-        dtype=layout.dtype,
-        accumulation=1,
-        max_grad_norm=1.0,
-        learning_rate=1e-3,
-        betas=(0.9, 0.95),
-        eps=1e-8,
-        weight_decay=0.1,
-        offload_optimizer=layout.offload,
+    settings = zero_settings(
+        stage=layout.stage, dtype=layout.dtype, max_grad_norm=1.0, weight_decay=0.1, offload_optimizer=layout.offload,
+        offload_param="cpu" if layout.offload_param else "none",
         nvme_path=str(folder / "swap") if layout.offload == "nvme" else None,
-        sub_group_elements=layout.sub_group_elements,
-        partition_everything=True,
-    )
+        sub_group_elements=layout.sub_group_elements, partition_everything=not layout.keeps_small,
+    )  # fmt: skip
     engine = build_engine(_model(layout, mesh), settings)
     if layout.offload == "nvme":
         assert len(partition_view(engine).resident_groups) > 2, (
@@ -173,24 +178,19 @@ def _engine(layout: Layout, mesh: SequenceMesh, folder: Path) -> Any:
 
 def _model(layout: Layout, mesh: SequenceMesh) -> torch.nn.Module:
     config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=layout.width,
-        intermediate_size=layout.width + 5,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=6,
-        tie_word_embeddings=True,
-    )
+        vocab_size=VOCAB, hidden_size=layout.width, intermediate_size=layout.width + 5, num_attention_heads=4,
+        num_hidden_layers=layout.layers, num_key_value_heads=2, head_dim=6, tie_word_embeddings=True,
+    )  # fmt: skip
     torch.manual_seed(0)
     model: Any = LlamaForCausalLM(config)
-    model.register_buffer("seen", torch.arange(3, dtype=torch.float32))
+    if layout.model != "trained":
+        model.register_buffer("seen", torch.arange(3, dtype=torch.float32))
     if layout.model == "adapters":
         from peft import LoraConfig, get_peft_model
 
         adapters = LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "down_proj"], modules_to_save=["norm"])
         model = get_peft_model(model, adapters)
-    else:
+    elif layout.model == "decoder":
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name not in FROZEN)
     apply_ulysses(model, mesh)
@@ -238,15 +238,9 @@ def _save(engine: Any, layout: Layout, run_dir: Path, step: int) -> None:
     state = in_memory(engine)
     meta = CheckpointMeta(sp_size=layout.sp_size, cursor={"next_row": step * ROWS}, digest="0", tokens=step)
     save_checkpoint(
-        LocalStore(run_dir),
-        step=step,
-        attempt=1,
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-        state=state,
-        meta=meta,
-        messenger=TorchRankMessenger(),
-    )
+        LocalStore(run_dir), step=step, attempt=1, rank=dist.get_rank(), world_size=dist.get_world_size(), state=state,
+        meta=meta, messenger=TorchRankMessenger(),
+    )  # fmt: skip
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, [(part.key, part.start, part.tensor) for part in state.parts])
     if dist.get_rank() == 0:
@@ -299,24 +293,27 @@ def _persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _differences(engine: Any, manifest: Manifest, run_dir: Path) -> tuple[str, ...]:
+    """Return what of an engine's state is not bitwise what was saved, rounded in bf16; every rank must call."""
     truth, weights = torch.load(run_dir / f"truth-{manifest.step}.pt", weights_only=True)
-    state = in_memory(engine)
-    wrong = [
-        part.key
-        for part in state.parts
-        if not torch.equal(part.tensor, truth[part.key][part.start : part.start + part.tensor.numel()])
-    ]
+    state, whole = in_memory(engine), _whole_weights(engine)
+    is_same_precision = all(whole[name].dtype == weights[name].dtype for name in whole)
+    wrong = []
+    for part in state.parts:
+        kind, _, name = part.key.partition("/")
+        wanted = truth[part.key] if part.key in truth else truth[f"fp32/{name}"].bfloat16()
+        assert part.key in truth or (kind, is_same_precision) == ("model", False), part.key
+        if not torch.equal(part.tensor, wanted[part.start : part.start + part.tensor.numel()]):
+            wrong.append(part.key)
     # As the forward pass sees them, on every rank: the weights, and the buffers.
-    whole = _whole_weights(engine)
-    wrong += [f"whole {name}" for name in whole if not torch.equal(whole[name], weights[name])]
+    if is_same_precision:
+        wrong += [f"whole {name}" for name in whole if not torch.equal(whole[name], weights[name])]
+        wrong += ["the description"] if state.description != manifest.state else []
     wrong += [f"{name} is missing" for name in weights.keys() - whole.keys()]
-    if state.description != manifest.state:
-        wrong.append("the description")
     if engine.micro_steps != manifest.step:
         wrong.append(f"{engine.micro_steps} micro-steps")
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, [part.interval for part in state.parts])
-    sizes = {key: spec.num_elements for key, spec in manifest.state.tensors.items()}
+    sizes = {key: spec.num_elements for key, spec in state.description.tensors.items()}
     check_cover(sizes, [interval for held in gathered for interval in held])
     return tuple(wrong)
 

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from ray_ulysses import SequenceMesh, apply_ulysses, causal_lm_loss, shard_batch, unshard
 from ray_ulysses.attention import exchange
 from ray_ulysses.attention.mixers import find_mixers
-from ray_ulysses.attention.recompute import KeptOutput, checkpoint_contexts
+from ray_ulysses.attention.recompute import KeptOutput
 from tests.distributed.recompute_case import counted_exchanges
+from tests.distributed.seam_case import checkpointed
 from tests.unit.attention.models import VOCAB, zoo_model
 
 # No document but the first begins at a slice's border, and one is shorter than a convolution.
@@ -52,7 +53,6 @@ def _leaking_layers(architecture: str, mesh: SequenceMesh) -> list[str]:
                 out[0] if isinstance(out, tuple) else out
             )
         )
-    assert outputs.keys() <= {name for name, _, _ in find_mixers(model)}
     before = _row()
     after = before.clone()
     after[:, CHANGED] = (after[:, CHANGED] + 7) % VOCAB
@@ -114,12 +114,7 @@ def sums_by_documents(rank: int, world_size: int, lengths: dict[str, list[int]])
 def _exchanges(
     mesh: SequenceMesh, kept: KeptOutput | None, architecture: str = "qwen3_next", lengths: Sequence[int] = LENGTHS
 ) -> tuple[int, int]:
-    model = apply_ulysses(zoo_model(architecture), mesh).train()
-    if kept is not None:
-        options = {"use_reentrant": False, "context_fn": checkpoint_contexts(kept)}
-        model.gradient_checkpointing_enable(  # type: ignore[operator]
-            gradient_checkpointing_kwargs={name: value for name, value in options.items() if value is not None}
-        )
+    model = checkpointed(apply_ulysses(zoo_model(architecture), mesh), kept)
     sent: list[tuple[int, int]] = []
     with counted_exchanges(sent):
         loss_sum, _ = causal_lm_loss(model, shard_batch(_row(), None, lengths, mesh))

@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 
 from ray_ulysses import SequenceMesh, apply_ulysses, causal_lm_loss, loss_scale, shard_batch, unshard
-from ray_ulysses.attention.recompute import KeptOutput, checkpoint_contexts
-from ray_ulysses.engine.zero import ZeroSettings, build_engine
+from ray_ulysses.attention.recompute import KeptOutput
+from ray_ulysses.engine.zero import build_engine
 from ray_ulysses.parallel.collectives import BlockExchange
 from tests.apart import worst
-from tests.distributed.seam_case import Fp64Throughout
+from tests.distributed.seam_case import Fp64Throughout, checkpointed, zero_settings
+from tests.distributed.seam_case import gradients_of as engine_gradients
 from tests.unit.attention.models import SIZES, VOCAB, magnified, tiny_model
 
 LENGTHS = (17, 1, 9, 13)
@@ -43,14 +44,7 @@ def make_row() -> torch.Tensor:
 def make_model(
     mesh: SequenceMesh, keep: KeptOutput | None, kind: str = "llama", *, head_groups: int = 1, **changes: Any
 ) -> Any:
-    model = apply_ulysses(magnified(tiny_model(kind, **changes)), mesh, head_groups=head_groups).train()
-    if keep is not None:
-        options: dict[str, Any] = {"use_reentrant": False}
-        contexts = checkpoint_contexts(keep)
-        if contexts is not None:
-            options["context_fn"] = contexts
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
-    return model
+    return checkpointed(apply_ulysses(magnified(tiny_model(kind, **changes)), mesh, head_groups=head_groups), keep)
 
 
 def counted_step(rank: int, world_size: int, keep: KeptOutput, ring_size: int, head_groups: int = 1) -> StepCount:
@@ -117,60 +111,40 @@ def checkpointed_differences(rank: int, world_size: int, keep: KeptOutput, ring_
 
 def zero3_differences(rank: int, world_size: int, keep: KeptOutput) -> list[str]:
     """The same through a ZeRO-3 engine that gathers each layer's weights again for the recomputation."""
-    import deepspeed
-
     mesh = SequenceMesh.from_group(dist.group.WORLD)
     found: list[dict[str, torch.Tensor]] = []
     for kept in (None, keep):
-        settings = ZeroSettings(
-            dtype="fp32", accumulation=1, max_grad_norm=None, learning_rate=1e-3, betas=(0.9, 0.95), eps=1e-8,
-            weight_decay=0.0, partition_everything=True,
-        )  # fmt: skip
-        engine = build_engine(make_model(mesh, kept), settings)
+        engine = build_engine(make_model(mesh, kept), zero_settings())
         engine.train()
-        batch = shard_batch(make_row(), None, LENGTHS, mesh)
-        loss_sum, _ = causal_lm_loss(engine, batch)
+        loss_sum, _ = causal_lm_loss(engine, shard_batch(make_row(), None, LENGTHS, mesh))
         engine.backward(loss_sum * loss_scale(sum(LENGTHS) - len(LENGTHS), mesh))
-        full = deepspeed.utils.safe_get_full_grad
-        found.append({name: full(p).clone() for name, p in engine.module.named_parameters()})
+        found.append(engine_gradients(engine))
         engine.destroy()
     return differing(found[1], found[0])
+
+
+def compile_layers(model: Any, **options: Any) -> Any:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for index, layer in enumerate(model.model.layers):
+        model.model.layers[index] = torch.compile(layer, backend="aot_eager", **options)
+    return model
 
 
 def compiled_errors(rank: int, world_size: int, keep: KeptOutput | None, ring_size: int) -> tuple[float, int]:
     """Compile every layer; return the worst relative error against eager, and the graph breaks."""
     mesh = SequenceMesh.from_group(dist.group.WORLD, ring_size=ring_size)
     wanted = gradients_of(make_model(mesh, keep), mesh)
-    model = make_model(mesh, keep)
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    for index, layer in enumerate(model.model.layers):
-        model.model.layers[index] = torch.compile(layer, backend="aot_eager")
+    model = compile_layers(make_model(mesh, keep))
     ours = {name.replace("_orig_mod.", ""): value for name, value in gradients_of(model, mesh).items()}
     error = worst(float((ours[name] - truth).norm() / truth.norm()) for name, truth in wanted.items())
     return error, sum(torch._dynamo.utils.counters["graph_break"].values())
 
 
-def layer_compilations(rank: int, world_size: int) -> int:
-    """Compile ten layers of an architecture that knows its kinds of layers; return the compilations."""
-    mesh = SequenceMesh.from_group(dist.group.WORLD)
-    model = make_model(mesh, None, "qwen3", num_hidden_layers=10, head_dim=8)
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    for index, layer in enumerate(model.model.layers):
-        model.model.layers[index] = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    causal_lm_loss(model, shard_batch(make_row(), None, LENGTHS, mesh))
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-
-
 def compilations(rank: int, world_size: int, ring_size: int) -> list[int]:
     """Compile the layers and train rows of other lengths and documents; return the compilations after each."""
     mesh = SequenceMesh.from_group(dist.group.WORLD, ring_size=ring_size)
-    model = make_model(mesh, "both")
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    for index, layer in enumerate(model.model.layers):
-        model.model.layers[index] = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    model = compile_layers(make_model(mesh, "both"), fullgraph=True)
     counts = []
     for tokens, lengths in (
         (48, (17, 1, 9)),
@@ -229,8 +203,7 @@ def chunked_errors(
     wanted = gradients_of(make_model(mesh, None, kind, **changes), mesh)
     model = make_model(mesh, "both", kind, head_groups=head_groups, **changes)
     if compiled:
-        for index, layer in enumerate(model.model.layers):
-            model.model.layers[index] = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        compile_layers(model, fullgraph=True)
     ours = {name.replace("_orig_mod.", ""): value for name, value in gradients_of(model, mesh).items()}
     whole = torch.stack([truth.norm() for truth in wanted.values()]).norm()
     assert ours.keys() == wanted.keys()
@@ -260,15 +233,13 @@ def heads_of_a_layer() -> tuple[int, int, int, int]:
 
 
 def checkpointing_report(rank: int, world_size: int, ring_size: int) -> dict[str, list[str]]:
-    return {
-        f"{keep}-{kind}": checkpointed_differences(rank, world_size, keep, ring_size, kind)
-        for keep in ("both", "kernel", "none")
-        for kind in ("llama", "mistral")
-    }
-
-
-def zero3_report(rank: int, world_size: int) -> dict[str, list[str]]:
-    return {keep: zero3_differences(rank, world_size, keep) for keep in ("both", "kernel")}
+    cases: tuple[tuple[KeptOutput, str], ...] = (
+        ("both", "llama"),
+        ("kernel", "llama"),
+        ("none", "llama"),
+        ("both", "mistral"),
+    )
+    return {f"{keep}-{kind}": checkpointed_differences(rank, world_size, keep, ring_size, kind) for keep, kind in cases}
 
 
 def compiled_report(rank: int, world_size: int, ring_size: int) -> list[tuple[float, int]]:

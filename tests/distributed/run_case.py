@@ -26,13 +26,17 @@ from ray_ulysses.run.preflight import PreparedRun, check_resume, claim_directory
 from ray_ulysses.run.requests import announce_session, request_save, request_stop
 from ray_ulysses.run_names import NOTICE_FILE
 from ray_ulysses.storage import LocalStore
+from ray_ulysses.tracking.history import RunHistory
 from ray_ulysses.trainer import step as step_module
 from ray_ulysses.trainer.loop import run_attempt
 from ray_ulysses.trainer.worker import Worker
+from tests.apart import losses_apart
+from tests.distributed.harness import run_ranks, run_ranks_to_outcomes
 from tests.local_preparation import prepare_local
 from tests.polling import wait_until
 
-_PACE_TIMEOUT_S = 30.0
+TIMEOUT_S, _PACE_TIMEOUT_S = 200.0, 30.0
+SMALL_FILES = ("bisect.py", "cmd.py", "copy.py")
 MORE_FILES = ("difflib.py", "doctest.py", "enum.py", "fractions.py")
 STDLIB_FILES = ("ast.py", "argparse.py", "bisect.py", "calendar.py", "cmd.py", "copy.py", "csv.py", "dis.py")
 
@@ -55,14 +59,8 @@ def make_config(storage: Path, corpus: Path, stages: Sequence[Mapping[str, Any]]
             "init": "random",
             "dtype": "fp32",
             "config": {
-                "model_type": "llama",
-                "vocab_size": 264,
-                "hidden_size": 32,
-                "intermediate_size": 64,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 2,
-                "tie_word_embeddings": True,
+                "model_type": "llama", "vocab_size": 264, "hidden_size": 32, "intermediate_size": 64,
+                "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True,
             },
         },
         "data": {"path": str(corpus), "context_tokens": 256, "rows_per_step": 6, "engine": "local"},
@@ -75,7 +73,7 @@ def make_config(storage: Path, corpus: Path, stages: Sequence[Mapping[str, Any]]
         "memory": {"gradient_checkpointing": True},
         "cluster": {"workers": 4},
         **({"stages": list(stages)} if stages else {}),
-    }
+    }  # fmt: skip
     for path, value in overrides.items():
         section, name = path.split("__")
         tree.setdefault(section, {})[name] = value
@@ -145,8 +143,16 @@ def run_worker(
     watch: Callable[[str, int], object] = lambda name, step: None,
     device: str = "cpu",
 ) -> tuple[str, int]:
-    """Be one worker of an attempt."""
+    """Be one worker of an attempt.
 
+    Args:
+        kill: ``(rank, event, step)``: that rank is killed with SIGKILL at that event of the loop.
+        stop_at: Rank 0 asks for a stop after this step.
+        reverse: Train the micro-batches of each step in reverse order: law 2's yardstick for drift.
+        peer_memory: Addresses of two nodes' agents and their token; the first half of the ranks is on the first node.
+        poison: ``(row, "loss" or "gradient")``: that becomes NaN where rank 0 trains the row.
+        actions: What happens to the run's directory after a step, one of `ACTIONS`; rank 0 does it.
+    """
     os.environ.update(environment or {})
     if poison is not None and rank == 0:
         _poison(*poison)
@@ -167,20 +173,14 @@ def run_worker(
         source = DirectSource(reader, plan, *place, ring_size=layout.ring_size)
         return _Reversed(source) if reverse else source
 
+    node, addresses = "node", None
+    if peer_memory is not None:
+        node = _node_of(rank, world_size, peer_memory[0])
+        addresses = _addresses(node, *peer_memory)
     worker = Worker(
-        rank=rank,
-        local_rank=rank,
-        world_size=world_size,
-        node="node" if peer_memory is None else _node_of(rank, world_size, peer_memory[0]),
-        device=torch.device(device),
-        session=session,
-        make_source=make_source,
-        peer_memory=None
-        if peer_memory is None
-        else _addresses(_node_of(rank, world_size, peer_memory[0]), *peer_memory),
-        clock=SystemClock(),
-        on_event=on_event,
-    )
+        rank=rank, local_rank=rank, world_size=world_size, node=node, device=torch.device(device), session=session,
+        make_source=make_source, peer_memory=addresses, clock=SystemClock(), on_event=on_event,
+    )  # fmt: skip
     end = run_attempt(config, worker)
     return end.status, end.step
 
@@ -207,6 +207,34 @@ def run_paced_worker(*arguments: Any, **options: Any) -> tuple[str, int]:
                 assert waited, f"after {_PACE_TIMEOUT_S} s: {begun} have begun, and {done} are done"
 
     return run_worker(*arguments, watch=watch, **options)
+
+
+def train(
+    config: Config, session: str = "one", *, branch: bool = False, worker: Any = run_worker, **options: Any
+) -> tuple[str, int]:
+    """Train an attempt on ranks of its own, and return how it has ended."""
+    prepare_attempt(config, session, branch)
+    ends: list[Any] = run_ranks(worker, config.cluster.workers.max, config, session, timeout_s=TIMEOUT_S, **options)
+    assert len(set(ends)) == 1
+    return ends[0]
+
+
+def train_to_death(config: Config, session: str, kill: tuple[int, str, int], **options: Any) -> None:
+    """Train until a rank is killed, which ends the others."""
+    prepare_attempt(config, session)
+    workers = config.cluster.workers.max
+    outcomes = run_ranks_to_outcomes(
+        run_paced_worker, workers, config, session, kill=kill, timeout_s=TIMEOUT_S, **options
+    )
+    assert outcomes[kill[0]].exit_code == -signal.SIGKILL
+    assert not any(outcome.ok for outcome in outcomes)
+
+
+def assert_same_run(ours: RunHistory, wanted: RunHistory) -> None:
+    """Hold a run to law 2 and 3: the same rows and tokens in the same order, and the same losses."""
+    assert [(step.rows, step.tokens) for step in ours.steps] == [(step.rows, step.tokens) for step in wanted.steps]
+    assert ours.data_digest == wanted.data_digest
+    assert losses_apart(ours, wanted) <= 1e-5
 
 
 def _node_of(rank: int, world_size: int, agents: Mapping[str, str]) -> str:

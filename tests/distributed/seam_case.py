@@ -1,30 +1,42 @@
-"""One training step through the library seam on many ranks, held against one process: law 1's measurement."""
+"""Law 1's measurement: one training step on many ranks, held against one process that trains each document alone."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
+from transformers import AutoModelForCausalLM
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from ray_ulysses import SequenceMesh, apply_ulysses, causal_lm_loss, loss_scale, shard_batch, unshard
+from ray_ulysses import SequenceMesh, apply_ulysses, loss_scale, shard_batch, unshard
 from ray_ulysses.attention.batch import IGNORE_INDEX, ShardedBatch
 from ray_ulysses.attention.recompute import KeptOutput, checkpoint_contexts
+from ray_ulysses.config import Config
+from ray_ulysses.config.loading import parse_config
+from ray_ulysses.engine.activation_offload import offload_activations
+from ray_ulysses.engine.loss import training_loss
+from ray_ulysses.engine.model import build_model
 from ray_ulysses.engine.text_part import keep_text_part
-from ray_ulysses.engine.zero import ZeroSettings, build_engine
-from ray_ulysses.parallel.layout import ParallelLayout
+from ray_ulysses.engine.tiled_mlp import tile_mlps
+from ray_ulysses.engine.zero import ZeroSettings, build_engine, partition_config
+from ray_ulysses.engine.zero_state import state_source
+from ray_ulysses.parallel.layout import ParallelLayout, TileSetting
+from ray_ulysses.planner.settings import kept_attention
 from tests.apart import worst
-from tests.unit.attention.models import HYBRIDS, VOCAB, zoo_model
+from tests.unit.attention.models import ARCHITECTURES, HYBRIDS, VOCAB, magnified, plain_config, zoo_model
 from tests.unit.attention.multimodal import MULTIMODAL, multimodal_model
+from tests.unit.config.trees import small_tree
+from tests.unit.export.runs import fields_of
 
 ROWS: tuple[tuple[int, tuple[int, ...]], ...] = (
     # (tokens of the row, lengths of its documents; the rest is padding)
@@ -38,6 +50,33 @@ ROWS: tuple[tuple[int, tuple[int, ...]], ...] = (
     # One document.
     (30, (30,)),
 )
+Z_LOSS, ROUTER_LOSS = 0.1, 0.5
+Rows = Literal["masked", "weighted", "padded"]
+
+
+def _with_bias() -> Any:
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(plain_config("phi"), attn_implementation="eager")
+    torch.nn.init.normal_(model.lm_head.bias)
+    return magnified(model)
+
+
+HEADS: dict[str, Callable[[], Any]] = {
+    "softcap": lambda: zoo_model("gemma2", tie_word_embeddings=False),
+    "scale": lambda: zoo_model("granite", tie_word_embeddings=False),
+    "bias": _with_bias,
+    "untied": lambda: zoo_model("qwen3", tie_word_embeddings=False),
+}
+"""Models beside the zoo's, by what is special about their output head."""
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "linear": {"rank": 4},
+    "extension": {
+        "rank": 4, "rslora": True, "targets": ["q_proj", "v_proj"], "train_embeddings": True, "train_norms": True,
+    },
+    "mlp": {"rank": 4, "targets": ["gate_proj", "up_proj", "down_proj"]},
+    "head": {"rank": 4, "targets": ["lm_head", "down_proj"], "modules_to_save": ["up_proj"]},
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,13 +84,26 @@ class SeamCase:
     """A point of law 1's matrix."""
 
     architecture: str
+    """Of the zoo or `HEADS`; with an adapter, "tied" and "untied" stand for a small Llama."""
     ulysses_size: int = 1
     ring_size: int = 1
     dp_size: int = 1
     zero_stage: int = 0
+    """0 uses no engine: the ranks' gradients are added up as they are."""
     accumulation: int = len(ROWS)
     kept: KeptOutput | None = None
+    """None is without gradient checkpointing; with an adapter, any other value is the configuration's default."""
     head_groups: int = 1
+    tile: TileSetting = "auto"
+    mlp_tile: int | None = None
+    rows: Rows = "masked"
+    """Masked: the first half of the first row has no label. Weighted: labels have weights, in a span 0, and there is a
+    z-loss. Padded: half of each row is padding."""
+    adapter: str = ""
+    base: str = ""
+    """Directory of the adapter's base model; empty to draw it."""
+    offloads: bool = False
+    has_router_loss: bool = False
 
     @property
     def sp_size(self) -> int:
@@ -62,37 +114,84 @@ class SeamCase:
         return self.sp_size * self.dp_size
 
     @property
+    def alone(self) -> SeamCase:
+        """Return what one process has to know of the case."""
+        return SeamCase(
+            architecture=self.architecture, rows=self.rows, adapter=self.adapter, base=self.base,
+            has_router_loss=self.has_router_loss,
+        )  # fmt: skip
+
+    @property
     def label(self) -> str:
-        sizes = f"u{self.ulysses_size}-r{self.ring_size}-dp{self.dp_size}"
-        policy = "" if self.kept is None else f"-checkpointed-{self.kept}"
-        policy += "" if self.head_groups == 1 else f"-head_groups{self.head_groups}"
-        return f"{self.architecture}-{sizes}-zero{self.zero_stage}-acc{self.accumulation}{policy}"
+        parts = [
+            self.architecture,
+            *([self.adapter, "pretrained" if self.base else "drawn"] if self.adapter else []),
+            f"u{self.ulysses_size}-r{self.ring_size}-dp{self.dp_size}-zero{self.zero_stage}-acc{self.accumulation}",
+            *([] if self.rows == "masked" else [self.rows]),
+            *([] if self.kept is None else [f"checkpointed-{self.kept}"]),
+            *([] if self.head_groups == 1 else [f"head_groups{self.head_groups}"]),
+            *([] if self.tile == "auto" else [f"tile-{self.tile}"]),
+            *([] if self.mlp_tile is None else ["mlp-tiles"]),
+            *(["router-loss"] if self.has_router_loss else []),
+        ]
+        return "-".join(parts)
+
+    def config(self, *, is_checkpointed: bool) -> Config:
+        """Return the configuration of a model with the adapter."""
+        tree = small_tree(model__adapter=ADAPTERS[self.adapter], memory__gradient_checkpointing=is_checkpointed)
+        if self.architecture in ("tied", "untied"):
+            tree["model"]["config"]["tie_word_embeddings"] = self.architecture == "tied"
+        else:
+            tree["model"]["config"] = fields_of(ARCHITECTURES[self.architecture]())
+        if self.base:
+            tree["model"] |= {"init": "pretrained", "path": self.base}
+        return parse_config(tree)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SeamResult:
-    """What one case measured."""
+    """What one case measured, against one process."""
 
     case: SeamCase
     loss_error: float
+    router_error: float
+    """Relative error of the router loss; 0 without one."""
     logits_error: float
+    """Of the unsharded logits, the worst row; 0 where they are those of another case."""
     gradient_error: float
+    """Worst tensor's relative error, divided by what law 1 allows it: at most 1 passes."""
     worst_tensor: str
     norm_ratio: float
+    """The engine's global gradient norm over the single process's."""
     fewest_gathers: int
+    """How often ZeRO-3 gathered the parameter tensor that it gathered least often in the step."""
+    tiled_gathers: tuple[dict[str, int], dict[str, int]]
+    """How often each weight that is used tile by tile was gathered in the forward and in the backward passes."""
+    num_stepped: int
+    """Elements of a moment of the optimizer, on all ranks."""
+    num_trained: int
     attention: str
+    """Attention of the process that the gradients are held against: eager, or Transformers' default."""
 
 
-def make_row(index: int) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
+def make_row(index: int, rows: Rows = "masked") -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
+    """Return token ids, labels and document lengths of a row; row 0 masks all labels of the first rank's slice."""
     tokens, lengths = ROWS[index % len(ROWS)]
+    tokens *= 2 if rows == "padded" else 1
     generator = torch.Generator().manual_seed(100 + index)
     input_ids = torch.randint(0, VOCAB, (1, tokens), generator=generator)
     labels = input_ids.clone()
     labels[:, sum(lengths) :] = IGNORE_INDEX
     labels[:, 2:5] = IGNORE_INDEX
-    if index == 0:
+    if index == 0 and rows == "masked":
         labels[:, : tokens // 2 + 1] = IGNORE_INDEX
     return input_ids, labels, lengths
+
+
+def weights_of(index: int, labels: torch.Tensor) -> torch.Tensor:
+    weights = torch.rand(labels.shape, generator=torch.Generator().manual_seed(200 + index)) * 2
+    weights[:, 10:16] = 0
+    return weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,19 +199,74 @@ class Reference:
     """One process's step: every document alone with eager attention, loss = sum / count."""
 
     loss: float
+    router_loss: float
     logits: list[torch.Tensor]
+    """Of each row."""
     gradients: dict[str, torch.Tensor]
 
 
-def _whole_model(architecture: str, dtype: torch.dtype = torch.float32) -> Any:
-    return multimodal_model(architecture).to(dtype) if architecture in MULTIMODAL else zoo_model(architecture, dtype)
+def zero_settings(**settings: Any) -> ZeroSettings:
+    """Return settings of an engine that keeps no parameter whole between uses."""
+    plain: dict[str, Any] = {
+        "dtype": "fp32", "accumulation": 1, "max_grad_norm": None, "learning_rate": 1e-3, "betas": (0.9, 0.95),
+        "eps": 1e-8, "weight_decay": 0.0, "partition_everything": True,
+    }  # fmt: skip
+    return ZeroSettings(**{**plain, **settings})
 
 
-def _trained_model(architecture: str, device: str) -> Any:
-    model = _whole_model(architecture)
-    if architecture in MULTIMODAL:
-        keep_text_part(model)
-    return model.to(device)
+def checkpointed(model: Any, kept: KeptOutput | None) -> Any:
+    """Return the model in training mode, with gradient checkpointing unless ``kept`` is None."""
+    if kept is not None:
+        options = {"use_reentrant": False, "context_fn": checkpoint_contexts(kept)}
+        options = {name: value for name, value in options.items() if value is not None}
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    return model.train()
+
+
+def _drawn(model: Any) -> Any:
+    """Return a model whose adapters change something: at the start their product is zero."""
+    generator = torch.Generator().manual_seed(7)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model
+
+
+def _whole_model(case: SeamCase, dtype: torch.dtype = torch.float32) -> Any:
+    if case.adapter:
+        model = _drawn(build_model(case.config(is_checkpointed=False))).to(dtype)
+        if hasattr(model, "set_experts_implementation"):
+            # Grouped products of experts know no fp64.
+            model.set_experts_implementation("eager")
+        return model
+    if case.architecture in MULTIMODAL:
+        return multimodal_model(case.architecture).to(dtype)
+    if case.architecture in HEADS:
+        return HEADS[case.architecture]().to(dtype)
+    routers = {"output_router_logits": True, "router_aux_loss_coef": ROUTER_LOSS} if case.has_router_loss else {}
+    return zoo_model(case.architecture, dtype, **routers)
+
+
+def _trained_model(case: SeamCase, mesh: SequenceMesh, device: torch.device, settings: ZeroSettings) -> Any:
+    keep: Any = case.kept
+    if case.adapter:
+        config = case.config(is_checkpointed=case.kept is not None)
+        # Under ZeRO-3 it is partitioned while it is built, as a run builds it.
+        model, keep = _drawn(build_model(config, partition_config(settings))), kept_attention(config)
+    else:
+        model = _whole_model(case)
+        if case.architecture in MULTIMODAL:
+            keep_text_part(model)
+        model = model.to(device)
+    apply_ulysses(model, mesh, head_groups=case.head_groups)
+    if not case.adapter:
+        checkpointed(model, case.kept)
+    if case.mlp_tile is not None:
+        tile_mlps(model, case.mlp_tile)
+    if case.offloads:
+        kinds: Any = ("layer_inputs", "attention_outputs")
+        offload_activations(model, kinds, keep=keep, budget_bytes=2**24, device=device)
+    return model
 
 
 class Fp64Throughout(TorchFunctionMode):
@@ -123,7 +277,6 @@ class Fp64Throughout(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Run one function of torch."""
         kwargs = dict(kwargs or {})
         if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
             if func is torch.Tensor.float:
@@ -135,62 +288,81 @@ class Fp64Throughout(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-@cache
 def reference_step(architecture: str, num_rows: int, dtype: torch.dtype, attention: str = "eager") -> Reference:
     """Train one step on one process; of a multimodal model the whole, on text only."""
+    return _reference(SeamCase(architecture=architecture), num_rows, dtype, attention)
+
+
+@cache
+def _reference(case: SeamCase, num_rows: int, dtype: torch.dtype, attention: str = "eager") -> Reference:
     mode: Any = Fp64Throughout() if dtype == torch.float64 else nullcontext()
     with mode:
-        return _reference_step(architecture, num_rows, dtype, attention)
+        return _reference_step(case, num_rows, dtype, attention)
 
 
-def _reference_step(architecture: str, num_rows: int, dtype: torch.dtype, attention: str) -> Reference:
-    model = _whole_model(architecture, dtype)
+def _reference_step(case: SeamCase, num_rows: int, dtype: torch.dtype, attention: str) -> Reference:
+    model = _whole_model(case, dtype)
     if attention != "eager":
         model.set_attn_implementation(attention)
     rotary = deepcopy(getattr(model.base_model, "rotary_emb", None))
-    sums, count, logits_of_rows = [], 0, []
+    total, router_total, count, logits_of_rows = torch.zeros((), dtype=dtype), torch.zeros((), dtype=dtype), 0, []
     for index in range(num_rows):
-        input_ids, labels, lengths = make_row(index)
-        parts, start = [], 0
+        input_ids, labels, lengths = make_row(index, case.rows)
+        weights = weights_of(index, labels).to(dtype)
+        outputs, start, of_row = [], 0, 0
         for length in lengths:
+            part, start = slice(start, start + length), start + length
             if rotary is not None:
                 # Dynamic scaling keeps the longest document's frequencies for later ones.
                 model.base_model.rotary_emb = deepcopy(rotary)
-            logits = model(input_ids=input_ids[:, start : start + length], use_cache=False).logits
-            targets = labels[0, start + 1 : start + length]
-            sums.append(torch.nn.functional.cross_entropy(logits[0, :-1], targets, reduction="sum"))
-            count += int((targets != IGNORE_INDEX).sum())
-            parts.append(logits.detach())
-            start += length
-        logits_of_rows.append(torch.cat(parts, dim=1))
-    loss = torch.stack(sums).sum() / count
-    loss.backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return Reference(loss=float(loss.detach()), logits=logits_of_rows, gradients=gradients)
+            outputs.append(model(input_ids=input_ids[:, part], use_cache=False))
+            logits, targets = outputs[-1].logits[0, :-1], labels[0, part][1:]
+            losses = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+            if case.rows == "weighted":
+                losses = losses + Z_LOSS * logits.logsumexp(-1).square() * (targets != IGNORE_INDEX)
+                losses = losses * weights[0, part][1:]
+            total = total + losses.sum()
+            of_row += int((targets != IGNORE_INDEX).sum())
+        if case.has_router_loss:
+            scores = tuple(torch.cat(parts) for parts in zip(*(out.router_logits for out in outputs), strict=True))
+            balance = load_balancing_loss_func(scores, model.num_experts, model.num_experts_per_tok)
+            router_total = router_total + ROUTER_LOSS * of_row * balance
+        count += of_row
+        logits_of_rows.append(torch.cat([out.logits.detach() for out in outputs], dim=1))
+    ((total + router_total) / count).backward()
+    return Reference(
+        loss=float(total.detach()) / count,
+        router_loss=float(router_total.detach()) / count,
+        logits=logits_of_rows,
+        gradients={name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None},
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Step:
-    """What a step of ours gave: loss, whole gradients, their global norm, and the fewest gathers of a parameter."""
+    """What a step of ours gave, over all ranks."""
 
     loss: float
+    router_loss: float
     gradients: dict[str, torch.Tensor]
     norm: float
-    fewest_gathers: int
+    fewest_gathers: int = 0
+    tiled_gathers: tuple[dict[str, int], dict[str, int]] = ({}, {})
+    num_stepped: int = 0
 
 
 def run_cases(rank: int, world_size: int, cases: list[SeamCase], device: str = "cpu") -> list[SeamResult]:
     """Run every case of one world on this rank; the first rank measures, against one process on the CPU."""
-    groups: dict[tuple[int, int], SequenceMesh] = {}
+    meshes: dict[tuple[int, int], SequenceMesh] = {}
     logits = _Logits()
     results = []
     for case in cases:
         layout = ParallelLayout(world_size=case.world_size, sp_size=case.sp_size)
         key = (case.sp_size, case.ring_size)
-        if key not in groups:
+        if key not in meshes:
             made = [dist.new_group(list(ranks)) for ranks in layout.sp_groups()]
-            groups[key] = SequenceMesh.from_group(made[layout.dp_rank(rank)], ring_size=case.ring_size)
-        place = (groups[key], layout.dp_rank(rank), device)
+            meshes[key] = SequenceMesh.from_group(made[layout.dp_rank(rank)], ring_size=case.ring_size)
+        place = (meshes[key], layout.dp_rank(rank), torch.device(device))
         results += list(_run_case(case, *place, logits, is_measuring=rank == 0))
     return results
 
@@ -199,11 +371,15 @@ class _Logits(dict[tuple[str, int, int, int], torch.Tensor]):
     """Unsharded logits of rows, which depend on a model and its layout alone: computed once per row."""
 
     def of(
-        self, case: SeamCase, mesh: SequenceMesh, rows: dict[int, ShardedBatch], device: str
+        self, case: SeamCase, mesh: SequenceMesh, rows: dict[int, ShardedBatch], device: torch.device
     ) -> dict[int, torch.Tensor]:
+        """Return the logits of rows by their index. Every rank of the mesh must call."""
+        if case.alone != SeamCase(architecture=case.architecture):
+            return {}
         wanted = {index: (case.architecture, case.ulysses_size, case.ring_size, index) for index in rows}
         if not self.keys() >= set(wanted.values()):
-            model = apply_ulysses(_trained_model(case.architecture, device), mesh)
+            plain = replace(case, kept=None, head_groups=1, mlp_tile=None)
+            model = _trained_model(plain, mesh, device, zero_settings())
             with torch.no_grad():
                 for index, batch in rows.items():
                     self[wanted[index]] = unshard(model(**batch.model_inputs()).logits, batch).cpu()
@@ -211,113 +387,142 @@ class _Logits(dict[tuple[str, int, int, int], torch.Tensor]):
 
 
 def _run_case(
-    case: SeamCase, mesh: SequenceMesh, dp_rank: int, device: str, known_logits: _Logits, *, is_measuring: bool
+    case: SeamCase, mesh: SequenceMesh, dp_rank: int, device: torch.device, known_logits: _Logits, *, is_measuring: bool
 ) -> Iterator[SeamResult]:
     mine = [m * case.dp_size + dp_rank for m in range(case.accumulation)]
-    rows = [make_row(index) for index in mine]
-    batches = [shard_batch(ids.to(device), labels.to(device), lengths, mesh) for ids, labels, lengths in rows]
+    batches = []
+    for index in mine:
+        ids, labels, lengths = make_row(index, case.rows)
+        weights = weights_of(index, labels).to(device) if case.rows == "weighted" else None
+        batches.append(shard_batch(ids.to(device), labels.to(device), lengths, mesh, label_weights=weights))
     tokens = torch.stack([(batch.labels_BL != IGNORE_INDEX).sum() for batch in batches]).sum()
+    # Every rank of a row has it.
     dist.all_reduce(tokens)
-    model = apply_ulysses(_trained_model(case.architecture, device), mesh, head_groups=case.head_groups)
-    if case.kept is not None:
-        options: dict[str, Any] = {"use_reentrant": False, "context_fn": checkpoint_contexts(case.kept)}
-        model.train().gradient_checkpointing_enable(
-            gradient_checkpointing_kwargs={name: value for name, value in options.items() if value is not None}
-        )
-    train = _step_with_an_engine if case.zero_stage else _step_by_hand
-    step = train(case, model, mesh, batches, int(tokens))
+    settings = zero_settings(
+        stage=case.zero_stage or 1, accumulation=case.accumulation, max_grad_norm=0.5, weight_decay=0.1
+    )
+    model = _trained_model(case, mesh, device, settings)
+    if case.zero_stage:
+        step = _step_with_an_engine(case, model, settings, mesh, batches, int(tokens))
+    else:
+        step = _step_by_hand(case, model, batches, int(tokens))
     logits = known_logits.of(case, mesh, dict(zip(mine, batches, strict=True)), device)
     if not is_measuring:
         return
     num_rows = case.dp_size * case.accumulation
-    wanted = reference_step(case.architecture, num_rows, torch.float64)
-    own = reference_step(case.architecture, num_rows, torch.float32)
+    wanted, own = (_reference(case.alone, num_rows, dtype) for dtype in (torch.float64, torch.float32))
     error, worst_tensor = gradient_error(step.gradients, own.gradients, wanted.gradients)
     attention = "eager"
     if error > 1 and case.architecture in HYBRIDS:
         # Gradients of queries and keys that nearly cancel: torch's fused attention, ours and Transformers' default, has
         # up to four times the error of the eager one, since it takes the sum of P * dP from the rounded output.
         attention = "sdpa"
-        default = reference_step(case.architecture, num_rows, torch.float32, attention)
+        default = _reference(case.alone, num_rows, torch.float32, attention)
         error, worst_tensor = gradient_error(step.gradients, default.gradients, wanted.gradients)
     whole_norm = torch.stack([gradient.norm() for gradient in own.gradients.values()]).norm()
+    router_error = abs(step.router_loss - wanted.router_loss) / wanted.router_loss if case.has_router_loss else 0.0
     yield SeamResult(
         case=case,
         loss_error=abs(step.loss - wanted.loss) / abs(wanted.loss),
-        logits_error=worst(relative_error(ours.double(), wanted.logits[index]) for index, ours in logits.items()),
+        router_error=router_error,
+        logits_error=worst([0.0, *(relative_error(one.double(), wanted.logits[at]) for at, one in logits.items())]),
         gradient_error=error,
         worst_tensor=worst_tensor,
         norm_ratio=step.norm / float(whole_norm),
         fewest_gathers=step.fewest_gathers,
+        tiled_gathers=step.tiled_gathers,
+        num_stepped=step.num_stepped,
+        num_trained=sum(gradient.numel() for gradient in wanted.gradients.values()),
         attention=attention,
     )
 
 
-def _step_by_hand(case: SeamCase, model: Any, mesh: SequenceMesh, batches: list[ShardedBatch], tokens: int) -> _Step:
+def _losses(model: Any, case: SeamCase, batch: ShardedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what is differentiated, and the sums of loss and router loss."""
+    found = training_loss(model, batch, tile=case.tile, z_loss=Z_LOSS if case.rows == "weighted" else 0.0)
+    assert int(found.num_tokens) == int((batch.labels_BL != IGNORE_INDEX).sum())
+    assert found.objective_sum.dtype == torch.float32
+    return found.objective_sum, torch.stack([found.loss_sum + found.z_loss_sum, found.router_loss_sum])
+
+
+def _step_by_hand(case: SeamCase, model: Any, batches: list[ShardedBatch], tokens: int) -> _Step:
     """Add up what each rank's slices give: the definition that an engine's scale is held against."""
-    loss = torch.zeros((), device=model.device)
+    losses = torch.zeros(2, device=model.device)
     for batch in batches:
-        loss_sum, _ = causal_lm_loss(model, batch)
-        (loss_sum / tokens).backward()
-        loss += loss_sum.detach()
+        objective_sum, sums = _losses(model, case, batch)
+        (objective_sum / tokens).backward()
+        losses += sums
     gradients = {}
     for name, parameter in model.named_parameters():
         whole = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         dist.all_reduce(whole)
         gradients[name] = whole.cpu()
-    dist.all_reduce(loss)
+    dist.all_reduce(losses)
     norm = float(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
-    return _Step(loss=float(loss) / tokens, gradients=gradients, norm=norm, fewest_gathers=0)
+    loss, router_loss = (losses / tokens).tolist()
+    return _Step(loss=loss, router_loss=router_loss, gradients=gradients, norm=norm)
 
 
 def _step_with_an_engine(
-    case: SeamCase, model: Any, mesh: SequenceMesh, batches: list[ShardedBatch], tokens: int
+    case: SeamCase, model: Any, settings: ZeroSettings, mesh: SequenceMesh, batches: list[ShardedBatch], tokens: int
 ) -> _Step:
-    import deepspeed
-
-    engine = build_engine(
-        model,
-        ZeroSettings(
-            stage=case.zero_stage,  # type: ignore[arg-type]
-            dtype="fp32",
-            accumulation=case.accumulation,
-            max_grad_norm=0.5,
-            learning_rate=1e-3,
-            betas=(0.9, 0.95),
-            eps=1e-8,
-            weight_decay=0.1,
-            partition_everything=True,
-        ),
-    )
+    engine = build_engine(model, settings)
     if case.zero_stage == 3:
         # A rank that drops its trace of calls alone would leave the others waiting in the next micro-batch.
         engine.optimizer.parameter_offload.get_param_coordinator()._invalidate_trace = partial(_refuse_new_calls, case)
     scale = loss_scale(tokens, mesh, zero_stage=case.zero_stage, accumulation=case.accumulation)
-    loss = torch.zeros((), device=engine.device)
-    gathers = Counter[str]()
-    with counted_gathers(engine, gathers):
-        for number, batch in enumerate(batches):
-            loss_sum, num_tokens = causal_lm_loss(engine, batch)
-            assert int(num_tokens) == int((batch.labels_BL != IGNORE_INDEX).sum())
-            loss += loss_sum.detach()
-            engine.backward(loss_sum * scale)
-            # An engine steps on the boundary only; before it, step() advances the micro-batch.
-            if number + 1 < len(batches):
-                engine.step()
-    gradients = {
-        name: deepspeed.utils.safe_get_full_grad(parameter).clone().cpu()
-        for name, parameter in engine.module.named_parameters()
-    }
+    losses = torch.zeros(2, device=engine.device)
+    forward, backward = Counter[str](), Counter[str]()
+    for number, batch in enumerate(batches):
+        with counted_gathers(engine, forward):
+            objective_sum, sums = _losses(engine, case, batch)
+        losses += sums
+        with counted_gathers(engine, backward):
+            engine.backward(objective_sum * scale)
+        # An engine steps on the boundary only; before it, step() advances the micro-batch.
+        if number + 1 < len(batches):
+            engine.step()
+    gradients = gradients_of(engine)
     engine.step()
     norm = float(engine.get_global_grad_norm())
     # What a module reads of another is gathered by itself the first time, and from then on with that module.
     read = [one for module in engine.module.modules() for one in getattr(module, "_external_params", {}).values()]
     known = set(map(id, read))
-    gathers.update(name for name, parameter in engine.module.named_parameters() if id(parameter) in known)
-    fewest = min(gathers[name] for name in gradients)
+    by_itself = Counter(name for name, parameter in engine.module.named_parameters() if id(parameter) in known)
+    moments = [held for held in state_source(engine).intervals if held.key.startswith("exp_avg/")]
+    stepped = torch.tensor(sum(held.num_elements for held in moments), device=engine.device)
+    dist.all_reduce(stepped)
+    weight = _tiled_weight(case, engine.module)
     engine.destroy()
-    dist.all_reduce(loss)
-    return _Step(loss=float(loss) / tokens, gradients=gradients, norm=norm, fewest_gathers=fewest)
+    dist.all_reduce(losses)
+    loss, router_loss = (losses / tokens).tolist()
+    return _Step(
+        loss=loss,
+        router_loss=router_loss,
+        gradients=gradients,
+        norm=norm,
+        fewest_gathers=min((forward + backward + by_itself)[name] for name in gradients),
+        tiled_gathers=(_of(forward, weight), _of(backward, weight)),
+        num_stepped=int(stepped),
+    )
+
+
+def _of(gathers: Counter[str], weight: str) -> dict[str, int]:
+    return {name: count for name, count in gathers.items() if weight in name}
+
+
+def _tiled_weight(case: SeamCase, model: Any) -> str:
+    """Return what stands in the names of the weights that are used tile by tile."""
+    if case.mlp_tile is not None and not case.adapter:
+        return "mlp"
+    return "embed_tokens" if model.config.tie_word_embeddings else "lm_head"
+
+
+def gradients_of(engine: Any) -> dict[str, torch.Tensor]:
+    import deepspeed
+
+    full = deepspeed.utils.safe_get_full_grad
+    return {name: full(p).clone().cpu() for name, p in engine.module.named_parameters() if p.requires_grad}
 
 
 @contextmanager
@@ -344,6 +549,7 @@ def _refuse_new_calls(case: SeamCase) -> None:
 def gradient_error(
     ours: dict[str, torch.Tensor], own: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
 ) -> tuple[float, str]:
+    """Return the worst ratio of a tensor's error to law 1's bound, and the tensor."""
     assert ours.keys() == wanted.keys()
     whole = float(torch.stack([gradient.norm() for gradient in wanted.values()]).norm())
     ratios = {}
@@ -363,3 +569,26 @@ def gradient_error(
 def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
     assert a.shape == b.shape, (a.shape, b.shape)
     return float((a - b).norm() / b.norm())
+
+
+def check(result: SeamResult) -> None:
+    """Hold one result to law 1."""
+    case, label = result.case, result.case.label
+    assert result.loss_error <= 1e-5, f"{label}: loss off by {result.loss_error:.2e}"
+    # No reduction of the router loss crosses ranks but a sum.
+    assert result.router_error <= 1e-6, f"{label}: router loss off by {result.router_error:.2e}"
+    assert result.logits_error <= 1e-5, f"{label}: logits off by {result.logits_error:.2e}"
+    assert result.gradient_error <= 1.0, (
+        f"{label}: gradient of {result.worst_tensor} is off by {result.gradient_error:.2f} x the bound"
+    )
+    assert abs(result.norm_ratio - 1.0) <= 5e-4, f"{label}: gradient norm ratio {result.norm_ratio}"
+    if case.zero_stage:
+        assert result.num_stepped == result.num_trained, f"{label}: the optimizer steps {result.num_stepped} elements"
+    if case.zero_stage == 3 and case.world_size > 1:
+        # Forward and backward each gather every parameter tensor: nothing stays whole between uses.
+        assert result.fewest_gathers >= 2 * case.accumulation, f"{label}: {result.fewest_gathers} gathers of one"
+        if isinstance(case.tile, int) and not case.adapter:
+            # However many tiles the rows of a rank have; a tied head is the embedding too.
+            for gathers in result.tiled_gathers:
+                each = case.accumulation * (2 if any("embed_tokens" in name for name in gathers) else 1)
+                assert gathers and set(gathers.values()) == {each}, f"{label}: {gathers}"

@@ -3,22 +3,68 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from ray_ulysses import SequenceMesh, apply_ulysses
 from ray_ulysses.cli import app, run
+from ray_ulysses.data.tokenize.tokenizers import ByteTokenizer
+from ray_ulysses.evaluation.held_out import held_out_documents
+from ray_ulysses.evaluation.held_out_loss import context_gain, position_loss
+from ray_ulysses.evaluation.needles import Haystack, retrieval_cells
+from ray_ulysses.evaluation.report import KINDS, ContextGain, PositionLoss, RetrievalCell
+from ray_ulysses.evaluation.scoring import Passage, PassageScores, score_passages
 from tests.apart import worst
-from tests.breadth import fast_only
-from tests.distributed.evaluation_case import VOCAB, Measured, measure_all
 from tests.distributed.harness import run_ranks
-from tests.result_table import ResultTable
 from tests.unit.attention.models import ARCHITECTURES, zoo_model
 from tests.unit.data.corpora import text_corpus, varied_texts
 
-FAST = ["llama", "gemma2", "granite", "qwen3"]
-"""Plain, soft-capped, scaled and tied output heads."""
+pytestmark = pytest.mark.distributed
+VOCAB = 320
+FAST = ("llama", "gemma2", "qwen3")
+"""Plain, soft-capped and tied output heads."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """What one layout measured of one model."""
+
+    by_position: PositionLoss
+    gain: ContextGain
+    cells: tuple[RetrievalCell, ...]
+    correct: int
+    """Tokens of all texts that were the most probable ones."""
+
+
+def measure_all(rank: int, world_size: int, corpus: Path, names: list[str], ring_size: int = 1) -> list[Measured]:
+    mesh = SequenceMesh.from_group(dist.group.WORLD if world_size > 1 else None, ring_size=ring_size)
+    return [_measure(mesh, corpus, name) for name in names]
+
+
+def _measure(mesh: SequenceMesh, corpus: Path, architecture: str) -> Measured:
+    model = apply_ulysses(zoo_model(architecture, vocab_size=VOCAB, max_position_embeddings=1024).eval(), mesh)
+    held, correct = held_out_documents(corpus, None), 0
+
+    def score(passages: Iterator[Passage]) -> Iterator[PassageScores]:
+        nonlocal correct
+        for found in score_passages(model, passages, mesh, row_tokens=2500, device=torch.device("cpu")):
+            correct += int(found.is_correct.sum())
+            yield found
+
+    by_position = position_loss(held, score, longest=700, max_tokens=6000, seed=0)
+    gain = context_gain(held, score, contexts=(60, 500), num_spans=4, seed=0)
+    assert by_position is not None and gain is not None
+    haystack = Haystack(held, ByteTokenizer(), VOCAB)
+    cells = chain(
+        *(retrieval_cells(haystack, score, kind=kind, length=901, num_depths=2, cases=1, seed=0) for kind in KINDS)
+    )
+    return Measured(by_position=by_position, gain=gain, cells=tuple(cells), correct=correct)
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +73,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def difference(one: Measured, other: Measured) -> float:
-    assert one.cells == other.cells and one.correct == other.correct
+    """Return the largest difference of a loss, in nats, where both have one; everything counted has to be equal."""
+    assert one.cells == other.cells and one.correct == other.correct > 0
     assert [found.tokens for found in one.by_position.bins] == [found.tokens for found in other.by_position.bins]
     losses = [
         [measured.by_position.loss, *chain(*((found.loss, found.gain) for found in measured.gain.contexts))]
@@ -36,46 +83,28 @@ def difference(one: Measured, other: Measured) -> float:
     return worst(abs(first - second) for first, second in zip(*losses, strict=True))
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize("sp_size", fast_only([2, 4], 2))
-def test_the_numbers_are_those_of_one_process(corpus: Path, sp_size: int) -> None:
-    cases = [(name, 1) for name in FAST]
-    ranks = run_ranks(measure_all, sp_size, corpus, cases, timeout_s=150)
-    (alone,) = run_ranks(measure_all, 1, corpus, cases, timeout_s=150)
-    for found in ranks:
-        for name, one, other in zip(FAST, alone, found, strict=True):
-            assert difference(one, other) <= 1e-6, name
-            assert one.correct > 0, name
+@pytest.mark.parametrize(
+    ("names", "layouts"),
+    [
+        pytest.param(FAST, ((2, 1),), id="fast"),
+        # The second embedding of the one left out has a vocabulary of its own.
+        pytest.param(
+            [name for name in ARCHITECTURES if name != "gemma4_text"], ((2, 2), (4, 1), (4, 2)), id="all",
+            marks=[pytest.mark.slow, pytest.mark.timeout(3600)],
+        ),
+    ],
+)  # fmt: skip
+def test_the_numbers_are_those_of_one_process(
+    corpus: Path, names: list[str], layouts: tuple[tuple[int, int], ...]
+) -> None:
+    (alone,) = run_ranks(measure_all, 1, corpus, names, timeout_s=1200)
+    for sp_size, ring_size in layouts:
+        for found in run_ranks(measure_all, sp_size, corpus, names, ring_size, timeout_s=1200):
+            for name, one, other in zip(names, alone, found, strict=True):
+                assert difference(one, other) <= 1e-6, (name, sp_size, ring_size)
 
 
 @pytest.mark.slow
-@pytest.mark.distributed
-@pytest.mark.timeout(3600)
-def test_every_architecture_and_layout(corpus: Path, result_table: ResultTable) -> None:
-    # Its second embedding has a vocabulary of its own.
-    names = [name for name in ARCHITECTURES if name != "gemma4_text"]
-    (alone,) = run_ranks(measure_all, 1, corpus, [(name, 1) for name in names], timeout_s=1200)
-    errors = []
-    for sp_size, ring_size in ((2, 1), (2, 2), (4, 1), (4, 2)):
-        found = run_ranks(measure_all, sp_size, corpus, [(name, ring_size) for name in names], timeout_s=1200)[0]
-        for name, one, other in zip(names, alone, found, strict=True):
-            error = difference(one, other)
-            errors.append(error)
-            result_table.add(
-                {
-                    "architecture": name,
-                    "sp size": str(sp_size),
-                    "ring": str(ring_size),
-                    "loss": f"{one.by_position.loss:.6f}",
-                    "largest difference to one process, nats": f"{error:.1e}",
-                }
-            )
-    result_table.write("evaluation", "Evaluation over several processes against one, fp32")
-    assert worst(errors) <= 1e-6
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
 def test_the_command_starts_the_processes_and_prints_the_same_numbers(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,28 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.breadth import fast_only
-from tests.distributed.harness import environment_of
-from tests.distributed.nccl_cases import ADAPTERS, SEAM, SELF_TESTS, run_all
+from tests.distributed.nccl_cases import run_all
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
 
-@pytest.mark.parametrize("chosen", fast_only([(2, 4), (2, 1), (4, 1)], (2, 4)), ids=str)
-def test_the_cases_of_a_gpu_pass_on_cpus(chosen: tuple[int, int]) -> None:
-    ranks, every = chosen
-    found = run_all(ranks, "cpu", every)
-    assert len(found) == sum(len(cases[ranks]) for cases in (SEAM, ADAPTERS, SELF_TESTS)) or every > 1
-    assert len(found) >= 4
-
-
-def test_ranks_on_one_gpu_are_alone_on_a_host_of_their_own() -> None:
-    ranks = [environment_of(rank, 3, 1234, "cuda") for rank in range(3)]
-    assert len({one["NCCL_HOSTID"] for one in ranks}) == 3
-    assert {one["LOCAL_RANK"] for one in ranks} == {"0"}, "all of them use the first GPU"
-    assert {one["NCCL_SOCKET_IFNAME"] for one in ranks} == {"lo"}
-    assert "NCCL_HOSTID" not in environment_of(0, 3, 1234, "cpu")
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_cases_of_a_gpu_pass_on_cpus(ranks: int) -> None:
+    assert len(run_all(ranks, "cpu")) >= 6
 
 
 def test_a_script_that_torchrun_starts_several_times_is_on_a_host_of_its_own(tmp_path: Path) -> None:

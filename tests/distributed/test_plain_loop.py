@@ -7,10 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
-from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ray_ulysses.config import Config
@@ -23,6 +21,7 @@ from tests.apart import relative
 from tests.breadth import fast_only
 from tests.distributed.checkpoint_layouts_case import can_swap
 from tests.distributed.harness import run_ranks
+from tests.distributed.plain_steps import plain_optimizer, plain_step
 from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_worker
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(400)]
@@ -46,16 +45,16 @@ MODEL: dict[str, Any] = {
     "layer_types": ["sliding_attention", "full_attention"], "max_position_embeddings": 512,
 }  # fmt: skip
 LAYOUTS: dict[str, dict[str, Any]] = {
-    f"stage-{stage}{'' if offload == 'none' else f'-{offload}'}": {
-        "memory__zero_stage": stage, "memory__offload_optimizer": offload,
-    }
-    for stage in (1, 2, 3)
-    for offload in ("none", "cpu")
+    "stage-1": {"memory__zero_stage": 1},
+    "stage-2-cpu": {"memory__zero_stage": 2, "memory__offload_optimizer": "cpu"},
+    "stage-2-slices": {"memory__zero_stage": 2, "parallel__sp_size": 2},
+    "stage-3": {"memory__zero_stage": 3},
+    "stage-3-alone": {"memory__zero_stage": 3, "cluster__workers": 1},
+    "stage-3-weights": {
+        "memory__zero_stage": 3, "memory__offload_optimizer": "cpu", "memory__offload_param": "cpu",
+    },
+    "stage-3-nvme": {"memory__zero_stage": 3, "memory__offload_optimizer": "nvme"},
 }  # fmt: skip
-LAYOUTS["stage-3-weights"] = LAYOUTS["stage-3-cpu"] | {"memory__offload_param": "cpu"}
-LAYOUTS["stage-3-nvme"] = {"memory__zero_stage": 3, "memory__offload_optimizer": "nvme"}
-LAYOUTS["stage-3-alone"] = {"memory__zero_stage": 3, "cluster__workers": 1}
-LAYOUTS["stage-2-slices"] = {"memory__zero_stage": 2, "parallel__sp_size": 2}
 
 
 def settings(storage: Path, corpus: Path, **layout: Any) -> Config:
@@ -86,31 +85,18 @@ def wanted(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma3_text", **fields), attn_implementation="eager")
     torch.manual_seed(0)
     model.load_state_dict(build_model(config, None).state_dict())
-    groups = [
-        {"params": [one for name, one in model.named_parameters() if "norm" not in name]},
-        {"params": [one for name, one in model.named_parameters() if "norm" in name], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(
-        groups, betas=tuple(OPTIMIZER["betas"]), eps=OPTIMIZER["eps"], weight_decay=OPTIMIZER["weight_decay"]
+    optimizer = plain_optimizer(
+        model, betas=tuple(OPTIMIZER["betas"]), eps=OPTIMIZER["eps"], weight_decay=OPTIMIZER["weight_decay"]
     )
     found = []
     for step in range(1, STEPS + 1):
-        optimizer.zero_grad()
-        loss, z_loss, num_tokens = torch.zeros(()), torch.zeros(()), 0
-        for piece in (piece for row in plan.step_rows(step) for piece in plan.pieces(row) if piece.num_labels):
-            ids = documents.read(piece.document, piece.start, piece.num_labels + 1).astype(np.int64)
-            text = torch.from_numpy(ids)[None]
-            logits = model(input_ids=text, use_cache=False).logits[0, :-1]
-            loss = loss + functional.cross_entropy(logits, text[0, 1:], reduction="sum")
-            z_loss = z_loss + OPTIMIZER["z_loss"] * logits.logsumexp(-1).square().sum()
-            num_tokens += piece.num_labels
-        ((loss + z_loss) / num_tokens).backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER["max_grad_norm"])
-        found.append((float(loss) / num_tokens, float(z_loss) / num_tokens, float(norm)))
         factor = min(step / WARMUP, 1.0) * (1 - 0.7 * min(1.0, max(0.0, (step - (HORIZON - DECAY)) / DECAY)))
-        for group in optimizer.param_groups:
-            group["lr"] = OPTIMIZER["lr"] * factor
-        optimizer.step()
+        found.append(
+            plain_step(
+                model, optimizer, plan, step, documents.read, rate=OPTIMIZER["lr"] * factor,
+                max_norm=OPTIMIZER["max_grad_norm"], z_loss=OPTIMIZER["z_loss"],
+            )
+        )  # fmt: skip
     return found
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-import re
 import time
 from typing import Any
 
@@ -22,7 +21,7 @@ from ray_ulysses.engine.zero import ZeroSettings
 from ray_ulysses.errors import RunError
 from ray_ulysses.parallel.layout import ParallelLayout
 from ray_ulysses.parallel.mesh import SequenceMesh
-from tests.breadth import fast_cases, fast_only
+from tests.breadth import fast_cases
 from tests.distributed.harness import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -30,12 +29,12 @@ pytestmark = pytest.mark.distributed
 CPU = torch.device("cpu")
 
 
-def _attention(dtype: torch.dtype = torch.float32, **changes: Any) -> AttentionSettings:
+def attention_settings(dtype: torch.dtype = torch.float32, **changes: Any) -> AttentionSettings:
     sizes: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 2, "head_size": 16, "value_size": 16}
     return AttentionSettings(dtype=dtype, **{**sizes, **changes})
 
 
-def _zero(**changes: Any) -> ZeroSettings:
+def zero_settings(**changes: Any) -> ZeroSettings:
     settings: dict[str, Any] = {"stage": 3, "dtype": "fp32", "accumulation": 1, "max_grad_norm": None}
     return ZeroSettings(learning_rate=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, **{**settings, **changes})
 
@@ -73,41 +72,36 @@ def passes(
 
 CASES: dict[str, tuple[int, int, int, AttentionSettings, ZeroSettings]] = {
     # ranks, sp_size, ring_size
-    "alone": (1, 1, 1, _attention(), _zero(stage=1)),
-    "alone-bf16": (1, 1, 1, _attention(torch.bfloat16), _zero(dtype="bf16", accumulation=2)),
-    "sp2": (2, 2, 1, _attention(), _zero()),
-    "sp2-windows-and-sinks": (2, 2, 1, _attention(windows=(None, 4096), has_sinks=True), _zero(stage=2)),
-    "sp2-softcap": (2, 2, 1, _attention(softcap=5.0), _zero(stage=1)),
-    "sp2-bf16-accumulated": (2, 2, 1, _attention(torch.bfloat16), _zero(dtype="bf16", accumulation=6)),
-    "sp2-bf16-stage-1": (2, 2, 1, _attention(torch.bfloat16), _zero(stage=1, dtype="bf16", accumulation=6)),
-    "sp2-dp2": (4, 2, 1, _attention(num_heads=6, num_kv_heads=3), _zero(accumulation=3)),
-    "ring2": (2, 2, 2, _attention(windows=(None, 5)), _zero()),
-    "sp4-ring2": (4, 4, 2, _attention(), _zero()),
-    "sp4-head-groups": (4, 4, 1, _attention(head_groups=2), _zero()),
-}
+    "alone-bf16": (1, 1, 1, attention_settings(torch.bfloat16), zero_settings(dtype="bf16", accumulation=2)),
+    "sp2-windows-and-sinks": (
+        2, 2, 1, attention_settings(windows=(None, 4096), has_sinks=True), zero_settings(stage=2),
+    ),
+    "sp2-softcap": (2, 2, 1, attention_settings(softcap=5.0), zero_settings(stage=1)),
+    "sp2-bf16": (2, 2, 1, attention_settings(torch.bfloat16), zero_settings(dtype="bf16", accumulation=6)),
+    "sp2-dp2": (4, 2, 1, attention_settings(num_heads=6, num_kv_heads=3), zero_settings(accumulation=3)),
+    "sp4-ring2": (4, 4, 2, attention_settings(), zero_settings()),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("ranks", "sp", "ring", "attention", "zero"),
-    fast_cases(CASES, "sp2-windows-and-sinks", "sp2-bf16-accumulated", "sp4-ring2"),
+    ("ranks", "sp", "ring", "attention", "zero"), fast_cases(CASES, "sp2-windows-and-sinks", "sp2-bf16", "sp4-ring2")
 )
 def test_exact_ranks_pass_in_seconds_and_report_alike(
     ranks: int, sp: int, ring: int, attention: AttentionSettings, zero: ZeroSettings
 ) -> None:
     reports = run_ranks(passes, ranks, sp, ring, attention, zero)
     bound = 2e-2 if zero.dtype == "bf16" else 1e-5
+    groups = {"ulysses": sp // ring, "ring": ring, "shard": ranks}
     for report in reports:
         assert report.attention_error <= bound
         # bf16: one process has such an error of its own, which is what the test allows for.
         assert report.gradient_error <= (3 * bound if zero.dtype == "bf16" else bound)
-        assert f"{report.norm_ratio:.{1 if zero.dtype == 'bf16' else 3}f}" in ("1.0", "1.000")
+        assert abs(report.norm_ratio - 1.0) < (5e-2 if zero.dtype == "bf16" else 5e-4)
         assert report.kernels == (("math",) if attention.softcap else ("sdpa",))
-        assert report.attention_error == reports[0].attention_error
-        # Each kind of group that the layout has, alike on every rank.
-        groups = {"ulysses": sp // ring, "ring": ring, "shard": ranks}
+        assert (report.attention_error, report.links) == (reports[0].attention_error, reports[0].links)
+        # Each kind of group that the layout has.
         assert {link.role: link.ranks for link in report.links} == {role: n for role, n in groups.items() if n > 1}
-        assert report.links == reports[0].links and all(link.bandwidth > 0 for link in report.links)
-        assert all(f"{link.role} of {link.ranks} ranks" in report.in_words() for link in report.links)
+        assert all(link.bandwidth > 0 for link in report.links)
 
 
 class SlowClock(SystemClock):
@@ -128,36 +122,7 @@ def links_with_a_slow_rank(rank: int, world_size: int) -> tuple[LinkTime, ...]:
 
 def test_the_slowest_rank_of_an_exchange_is_named_on_every_rank() -> None:
     for links in run_ranks(links_with_a_slow_rank, 2):
-        assert [(link.role, link.slowest_rank, link.transports) for link in links] == [
-            ("ulysses", 1, ()),
-            ("shard", 1, ()),
-        ]
-
-
-def leaves_nothing(rank: int, world_size: int) -> tuple[int, int]:
-    mesh = _mesh(world_size, world_size, 1)
-    counts = []
-    for _ in range(3):
-        run_self_test(mesh, CPU, _attention(), _zero())
-        counts.append(_tensors_left(counts[0] if counts else 0))
-    return counts[0], counts[2]
-
-
-def _tensors_left(wanted: int) -> int:
-    """Count the tensors that stay; what gloo's threads hold of a finished collective goes a moment later."""
-    for _ in range(20):
-        gc.collect()
-        count = sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
-        if count <= wanted:
-            break
-        time.sleep(0.1)
-    return count
-
-
-@pytest.mark.slow
-def test_no_tensor_stays_behind() -> None:
-    for first, third in run_ranks(leaves_nothing, 2):
-        assert third <= first
+        assert [(link.role, link.slowest_rank) for link in links] == [("ulysses", 1), ("shard", 1)]
 
 
 def swap_blocks() -> None:
@@ -190,47 +155,34 @@ def ignore_documents() -> None:
 
 
 FAULTS = {
-    "swap_blocks": (swap_blocks, "the exchange between ranks (ulysses 2 x ring 1) is wrong", "attention differs"),
-    "scale_by_sp": (scale_by_sp, "gradient's norm is 2.0000 of one process's", "sp_size=2"),
-    "ignore_documents": (ignore_documents, "kernel is already wrong in one process", "model.attention"),
+    "swap_blocks": (swap_blocks, "the exchange between ranks"),
+    "scale_by_sp": (scale_by_sp, "gradient's norm is 2.0000"),
+    "ignore_documents": (ignore_documents, "model.attention"),
 }
 
 
-def fails(rank: int, world_size: int, fault: str, only_rank: int | None) -> tuple[str, float, str]:
-    """Plant a fault; return what the self-test raised, after how many seconds of CPU time, and the kind of error."""
+def fails(rank: int, world_size: int, fault: str, only_rank: int | None) -> tuple[str, str]:
+    """Plant a fault; return what the self-test raised, and the kind of error."""
     mesh = _mesh(world_size, 2, 1)
     if only_rank in (None, rank):
         FAULTS[fault][0]()
-    started = time.process_time()
     try:
-        run_self_test(mesh, CPU, _attention(), _zero(accumulation=2), node=f"node-{rank}")
+        run_self_test(mesh, CPU, attention_settings(), zero_settings(accumulation=2), node=f"node-{rank}")
     except RunError as error:
-        return str(error), time.process_time() - started, kind_of(error, rank)
+        return str(error), kind_of(error, rank)
     raise AssertionError("the fault was not found")
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("ranks", fast_only([2, 4], 2))
-def test_a_planted_fault_is_named_alike_on_every_rank(fault: str, ranks: int) -> None:
-    outcomes = run_ranks(fails, ranks, fault, None, timeout_s=60)
-    texts = {text for text, _, _ in outcomes}
-    assert len(texts) == 1
-    text = texts.pop()
-    assert f"failed on {ranks} of {ranks} ranks" in text
-    assert all(words in text for words in FAULTS[fault][1:]), text
-    assert "run.self_test" in text
-    assert all(seconds < 5 and kind == "raised" for _, seconds, kind in outcomes)
-
-
-def test_a_fault_of_one_rank_is_told_by_all_with_its_place() -> None:
-    """Only rank 3's links are bad; its partner in the exchange suffers too, the other pair does not."""
-    texts = {text for text, _, _ in run_ranks(fails, 4, "swap_blocks", 3, timeout_s=60)}
-    assert len(texts) == 1
-    text = texts.pop()
-    assert re.search(r"failed on [12] of 4 ranks, most on rank [23] on node-[23]", text), text
+def test_a_planted_fault_is_named_alike_on_every_rank(fault: str) -> None:
+    outcomes = run_ranks(fails, 2, fault, None, timeout_s=60)
+    assert len(set(outcomes)) == 1
+    text, kind = outcomes[0]
+    assert kind == "raised" and "failed on 2 of 2 ranks" in text and "run.self_test" in text
+    assert FAULTS[fault][1] in text
 
 
 def test_the_rank_whose_own_kernel_is_wrong_is_the_cause() -> None:
     """The run goes on without its node; its partner, whose part of the row it has spoilt, is as good as the others."""
     outcomes = run_ranks(fails, 4, "ignore_documents", 3, timeout_s=60)
-    assert [kind for _, _, kind in outcomes] == ["consequence", "consequence", "consequence", "device"]
+    assert [kind for _, kind in outcomes] == ["consequence", "consequence", "consequence", "device"]
