@@ -20,8 +20,7 @@ from ray_ulysses.evaluation.report import EvaluationRequest
 from ray_ulysses.tracking.history import read_history
 from tests import apart
 from tests.breadth import fast_cases
-from tests.distributed.harness import run_ranks
-from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_worker
+from tests.distributed.run_case import SMALL_FILES, make_config, make_corpus, train
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 STEPS = 4
@@ -35,8 +34,7 @@ ROPE = {"rope_type": "linear", "factor": 4.0}
 CASES = {
     "extension-tied-fp32": ("extension", True, "fp32", None),
     "linear-untied-fp32-rope": ("linear", False, "fp32", ROPE),
-    "linear-tied-bf16": ("linear", True, "bf16", None),
-    "head-untied-fp32": ("head", False, "fp32", None),
+    "head-untied-bf16": ("head", False, "bf16", None),
 }
 LAYOUTS: tuple[dict[str, Any], ...] = (
     {"cluster__workers": 1, "parallel__sp_size": 1, "memory__zero_stage": 2, "memory__offload_optimizer": "cpu"},
@@ -47,7 +45,7 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_corpus(tmp_path_factory.mktemp("data"), ("bisect.py", "cmd.py", "copy.py"))
+    return make_corpus(tmp_path_factory.mktemp("data"), SMALL_FILES)
 
 
 def logits_of(model: Any) -> torch.Tensor:
@@ -79,8 +77,7 @@ def test_an_adapter_is_trained_resumed_elsewhere_and_loaded_by_peft(
 
     def trained(folder: str, stop: int, layout: dict[str, Any]) -> Path:
         config = make_config(tmp_path / folder, corpus, run__stop_step=stop, **settings, **layout)
-        prepare_attempt(config, f"until-{stop}")
-        run_ranks(run_worker, config.cluster.workers.max, config, f"until-{stop}", timeout_s=300)
+        train(config, f"until-{stop}")
         return config.run_dir
 
     unbroken = trained("unbroken", STEPS, LAYOUTS[0])
@@ -95,7 +92,6 @@ def test_an_adapter_is_trained_resumed_elsewhere_and_loaded_by_peft(
 
     assert run_cli(app, ["export", str(run), "--out", str(tmp_path / "adapter")]) == 0, capsys.readouterr().err
     said = capsys.readouterr().out
-    assert f"an adapter of rank {ADAPTERS[kind]['rank']}" in said
     assert run_cli(app, ["export", str(run), "--merge", "--out", str(tmp_path / "merged")]) == 0, (
         capsys.readouterr().err
     )

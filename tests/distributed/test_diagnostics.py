@@ -19,7 +19,7 @@ from ray_ulysses.tracking.history import read_history
 from ray_ulysses.trainer.diagnostics import Diagnostics
 from tests.distributed.faulty_launcher import plant
 from tests.distributed.harness import run_ranks
-from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_worker
+from tests.distributed.run_case import SMALL_FILES, make_config, make_corpus, train
 from tests.distributed.supervised import SupervisedRun
 from tests.polling import wait_until
 from tests.unit.tracking.journals import read_events
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_corpus(tmp_path_factory.mktemp("data"), ("bisect.py", "cmd.py", "copy.py"))
+    return make_corpus(tmp_path_factory.mktemp("data"), SMALL_FILES)
 
 
 def leaves_a_record(rank: int, world_size: int, folder: str) -> str | None:
@@ -56,8 +56,7 @@ def test_the_steps_and_ranks_of_run_profile_are_traced_and_no_others(tmp_path: P
             tmp_path / name, corpus, run__stop_step=3, run__profile=profile, cluster__workers=2, data__rows_per_step=2,
             checkpoint__every_steps=None,
         )  # fmt: skip
-        prepare_attempt(config, "session")
-        run_ranks(run_worker, 2, config, "session", timeout_s=300)
+        train(config)
         steps[name] = [(step.loss, step.digest) for step in read_history(config.run_dir).steps]
     assert steps["plain"] == steps["traced"]
     run_dir = tmp_path / "traced" / "run"

@@ -113,12 +113,6 @@ def test_what_can_not_be_done_is_said_and_the_exit_code_says_whose_fault_it_is(
     assert said in error
 
 
-def test_a_directory_that_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, error = call(capsys, tmp_path)
-    assert code == 2
-    assert "is not a run directory; give <run.storage>/<run.name>, with config.yaml" in error
-
-
 def test_the_checkpoints_of_a_run_whose_corpus_is_gone_are_tried_with_seeded_tokens(
     finished: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,9 +22,8 @@ from ray_ulysses.engine.model import build_model
 from ray_ulysses.inspect.verification import verify_run
 from ray_ulysses.tracking.history import RunHistory, read_history
 from tests.breadth import fast_only
-from tests.distributed.harness import run_ranks
 from tests.distributed.plain_steps import plain_optimizer, plain_step
-from tests.distributed.run_case import make_config, prepare_attempt, run_worker
+from tests.distributed.run_case import make_config, train
 from tests.local_preparation import prepare_local
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
@@ -53,8 +52,7 @@ def trained(storage: Path, corpus: Path, workers: int, **overrides: Any) -> tupl
         storage, corpus, cluster__workers=workers, run__stop_step=STEPS, schedule__warmup_steps=0, optimizer__lr=1e-3,
         **overrides,
     )  # fmt: skip
-    prepare_attempt(config, "one")
-    run_ranks(run_worker, workers, config, "one", timeout_s=200)
+    train(config)
     return config, read_history(config.run_dir)
 
 

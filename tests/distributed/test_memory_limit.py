@@ -14,8 +14,8 @@ from ray_ulysses.config import Config
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.tracking.history import read_history
 from ray_ulysses.trainer import step as step_module
-from tests.distributed.harness import run_ranks, run_ranks_to_outcomes
-from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_worker
+from tests.distributed.harness import run_ranks_to_outcomes
+from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_worker, train
 
 pytestmark = pytest.mark.distributed
 MORE_BYTES = 1280 << 20
@@ -53,13 +53,10 @@ def test_a_step_that_the_system_gives_no_memory_ends_with_what_needs_less(tmp_pa
     config = config_for(tmp_path, make_corpus(tmp_path))
     prepare_attempt(config, "one")
     (outcome,) = run_ranks_to_outcomes(run_full_worker, 1, config, "one", timeout_s=120)
-    assert outcome.error is not None and "OutOfMemoryError: step 1 ran out of memory: " in outcome.error
-    said = outcome.error.partition("ran out of memory: ")[2]
-    assert "GiB were resident at its peak" in said and "planned (largest: activations of all layers" in said
-    assert "memory.gradient_checkpointing=true" in said
+    said = (outcome.error or "").partition("OutOfMemoryError: step 1 ran out of memory: ")[2]
+    assert "GiB were resident" in said and "planned (largest: " in said and "memory.gradient_checkpointing" in said
     history = read_history(config.run_dir)
     assert history.status == "failed" and "step 1 ran out of memory" in (history.attempts[-1].reason or "")
     assert committed_steps(LocalStore(config.run_dir)) == ()
     # With memory the same run trains.
-    prepare_attempt(config, "two")
-    assert run_ranks(run_worker, 1, config, "two", timeout_s=120) == [("finished", 1)]
+    assert train(config, "two") == ("finished", 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,15 +14,15 @@ from ray_ulysses.cli import app
 from ray_ulysses.cli import run as run_command
 from ray_ulysses.config import Config
 from ray_ulysses.inspect.verification import verify_run
-from ray_ulysses.run.requests import request_save
+from ray_ulysses.run.completion import record_command_ended
 from ray_ulysses.run_names import JOURNAL_FOLDER
 from ray_ulysses.storage.location import ObjectLocation
-from ray_ulysses.storage.place import open_store
+from ray_ulysses.storage.place import Place, open_store
+from ray_ulysses.tracking.events import RunFailed
+from ray_ulysses.tracking.failures import record_failure
 from ray_ulysses.tracking.history import RunHistory, read_history
 from ray_ulysses.tracking.journal_reader import read_journal
-from tests.apart import losses_apart
-from tests.distributed.harness import run_ranks, run_ranks_to_outcomes
-from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_paced_worker, run_worker
+from tests.distributed.run_case import assert_same_run, make_config, make_corpus, train, train_to_death
 from tests.polling import wait_until
 from tests.s3_server import S3Server, faulty_proxy, serve_s3
 
@@ -60,16 +59,8 @@ def _environment(server: S3Server, node: Path) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def on_a_disk(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> RunHistory:
     config = _config(tmp_path_factory.mktemp("disk"), corpus, 2)
-    prepare_attempt(config, "one")
-    run_ranks(run_worker, 2, config, "one", timeout_s=120)
+    train(config)
     return read_history(config.run_dir)
-
-
-def _check_same(ours: RunHistory, wanted: RunHistory) -> None:
-    assert [step.rows for step in ours.steps] == [step.rows for step in wanted.steps]
-    assert (ours.data_digest, ours.tokens) == (wanted.data_digest, wanted.tokens)
-    # Another number of ranks adds in another order (fp32).
-    assert losses_apart(ours, wanted) <= 1e-5
 
 
 def test_killed_and_gone_on_with_elsewhere_it_is_the_run_of_a_disk(
@@ -77,23 +68,17 @@ def test_killed_and_gone_on_with_elsewhere_it_is_the_run_of_a_disk(
 ) -> None:
     storage = s3.uri("runs")
     config = _config(storage, corpus, 2)
-    prepare_attempt(config, "one")
-    first = _environment(s3, tmp_path / "first")
-    outcomes = run_ranks_to_outcomes(
-        run_paced_worker, 2, config, "one", kill=(0, "step", 7), environment=first, timeout_s=120
-    )
-    assert outcomes[0].exit_code == -signal.SIGKILL
+    train_to_death(config, "one", (0, "step", 7), environment=_environment(s3, tmp_path / "first"))
     killed = read_history(config.run_dir, is_held=False)
     # What the dead process had not put is not missed: every step up to the checkpoint is there.
     assert killed.step >= 4 and killed.missing_steps == () and killed.damaged_records == ()
 
     elsewhere = _config(storage, corpus, 3)
-    prepare_attempt(elsewhere, "two")
-    run_ranks(run_worker, 3, elsewhere, "two", environment=_environment(s3, tmp_path / "second"), timeout_s=120)
+    train(elsewhere, "two", environment=_environment(s3, tmp_path / "second"))
     history = read_history(elsewhere.run_dir, is_held=False)
     assert (history.status, [attempt.world_size for attempt in history.attempts]) == ("finished", [2, 3])
     assert history.attempts[1].first_step == 5
-    _check_same(history, on_a_disk)
+    assert_same_run(history, on_a_disk)
 
     run_dir = elsewhere.run_dir
     assert isinstance(run_dir, ObjectLocation)
@@ -115,13 +100,12 @@ def test_an_outage_in_the_middle_stops_nothing_and_loses_no_record(
     with faulty_proxy(s3) as proxy:
         config = _config(s3.uri("runs", proxy.port), corpus, 1, data__rows_per_step=2)
         direct = _config(s3.uri("runs"), corpus, 1)
-        prepare_attempt(config, "one")
         environment = _environment(s3, tmp_path / "node")
         failures: list[BaseException] = []
 
         def train() -> None:
             try:
-                run_ranks(run_worker, 1, config, "one", environment=environment, timeout_s=240)
+                train(config, environment=environment)
             except BaseException as error:
                 failures.append(error)
 
@@ -137,14 +121,40 @@ def test_an_outage_in_the_middle_stops_nothing_and_loses_no_record(
         assert failures == []
     history = read_history(direct.run_dir, is_held=False)
     assert history.status == "finished" and history.lost_steps == 0
-    _check_same(history, on_a_disk)
+    assert_same_run(history, on_a_disk)
+
+
+def copy_run(source: Place, target: Place) -> None:
+    """Do what ``aws s3 sync`` does."""
+    folders = [path.name for path in source.iterdir()] if isinstance(source, Path) else open_store(source).root_names()
+    for key in (key for folder in folders for key in open_store(source).list(folder)):
+        open_store(target).create(key, [open_store(source).read_whole(key)])
 
 
 @pytest.mark.slow
-def test_requests_reach_it_through_the_store(s3: S3Server, corpus: Path, tmp_path: Path) -> None:
-    config = _config(s3.uri("runs"), corpus, 1, run__stop_step=40, checkpoint__every_steps=30)
-    prepare_attempt(config, "one")
-    request_save(config.run_dir)
-    run_ranks(run_worker, 1, config, "one", environment=_environment(s3, tmp_path / "node"), timeout_s=240)
-    reasons = [getattr(one, "reason", None) for one in read_journal(config.run_dir).entries]
-    assert "request" in reasons, reasons
+def test_a_run_goes_on_where_it_was_copied_and_nothing_of_its_journal_is_lost(
+    s3: S3Server, corpus: Path, tmp_path: Path
+) -> None:
+    def config_at(storage: str, stop_step: int) -> Config:
+        return _config(storage, corpus, 1, run__stop_step=stop_step, checkpoint__every_steps=2)
+
+    wanted, third = config_at(str(tmp_path / "unbroken"), 6), config_at(s3.uri("c"), 6)
+    first, second = config_at(s3.uri("a"), 2), config_at(str(tmp_path / "b"), 4)
+    train(wanted, "unbroken")
+    for number, config in enumerate((first, second, third)):
+        if number:
+            copy_run((first, second)[number - 1].run_dir, config.run_dir)
+        session = f"session-{number}"
+        train(config, session, environment=s3.environment())
+        # As a command does: into a file beside the attempt's, which the next command adds to where it is then.
+        for attempt in range(1, number + 2):
+            record_failure(config.run_dir, RunFailed(time=1.0, attempt=attempt, reason=session), writer="command")
+        record_command_ended(config.run_dir, session)
+    ours = read_history(third.run_dir)
+    assert_same_run(ours, read_history(wanted.run_dir))
+    assert [one.first_step for one in ours.attempts] == [1, 3, 5]
+    journal = read_journal(third.run_dir)
+    assert journal.damaged == ()
+    reasons = sorted(one.reason for one in journal.entries if isinstance(one, RunFailed))
+    assert reasons == ["session-0", *["session-1"] * 2, *["session-2"] * 3]
+    assert run_command(app, ["inspect", str(third.run_dir), "--verify"]) == 0

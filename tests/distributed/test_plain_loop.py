@@ -22,7 +22,7 @@ from tests.breadth import fast_only
 from tests.distributed.checkpoint_layouts_case import can_swap
 from tests.distributed.harness import run_ranks
 from tests.distributed.plain_steps import plain_optimizer, plain_step
-from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_worker
+from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_worker, train
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(400)]
 
@@ -117,8 +117,7 @@ def test_thirty_steps_are_those_of_a_plain_loop(
             pytest.skip("DeepSpeed's op for NVMe can't be built here")
         options = options | {"memory__nvme_path": str(tmp_path / "swap")}
     config = settings(tmp_path / "runs", corpus, **options)
-    prepare_attempt(config, "one")
-    run_ranks(run_worker, config.cluster.workers.max, config, "one", timeout_s=200)
+    train(config)
     check_steps(config, wanted)
 
 
@@ -128,8 +127,7 @@ def test_the_optimizer_that_is_offloaded_from_a_gpu_decays_weights_and_not_gradi
     """With a stand-in for DeepSpeed's Adam for the host, which can't be compiled on every machine."""
     layout = {"memory__zero_stage": 3, "memory__offload_optimizer": "cpu", "cluster__workers": 1}
     config = settings(tmp_path, corpus, **layout)
-    prepare_attempt(config, "one")
-    run_ranks(run_beside_a_gpu, 1, config, "one", timeout_s=200)
+    train(config, worker=run_beside_a_gpu)
     check_steps(config, wanted)
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ray_ulysses.checkpoint import newest_committed, read_manifest
+from ray_ulysses.checkpoint import read_manifest
 from ray_ulysses.checkpoint.choice import committed_steps
 from ray_ulysses.config import Config
 from ray_ulysses.errors import UserError
@@ -21,14 +20,12 @@ from ray_ulysses.storage import LocalStore
 from ray_ulysses.tracking.history import RunHistory, read_history
 from tests.breadth import fast_only
 from tests.distributed.hanging_storage import run_worker_while_storage_hangs
-from tests.distributed.harness import RankFailure, run_ranks, run_ranks_to_outcomes
-from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_paced_worker, run_worker
-from tests.s3_server import serve_s3
+from tests.distributed.harness import RankFailure, run_ranks
+from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_paced_worker, run_worker, train
 from tests.unit.tracking.journals import read_events
 
 pytestmark = pytest.mark.distributed
 WORLD = 2
-# As many rows as make a step longer than a save.
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +38,8 @@ def _config(storage: Path, corpus: Path, **changes: Any) -> Config:
     return make_config(storage, corpus, **{**settings, **changes})
 
 
-def _run(config: Config, session: str = "one", worker: Any = run_paced_worker, **options: Any) -> RunHistory:
-    prepare_attempt(config, session)
-    run_ranks(worker, WORLD, config, session, timeout_s=120, **options)
+def _run(config: Config, worker: Any = run_paced_worker, **options: Any) -> RunHistory:
+    train(config, worker=worker, **options)
     return read_history(config.run_dir)
 
 
@@ -66,9 +62,7 @@ def test_every_trigger_saves_and_says_so(tmp_path: Path, corpus: Path) -> None:
         ("building the model", "build"),
     ]
     spent = history.time_spent
-    assert min(spent.starts.build_s, spent.starts.load_s) > 0
-    assert min(spent.startup_s, spent.steps_s, spent.saves_s) > 0
-    assert spent.steps_s == pytest.approx(sum(step.seconds for step in history.steps), rel=0.05)
+    assert min(spent.starts.build_s, spent.starts.load_s, spent.startup_s, spent.steps_s, spent.saves_s) > 0
     reasons = _reasons(config)
     assert (reasons[3], reasons[5], reasons[12]) == ("request", "steps", "end")
     # The notice stood for the steps 8 and perhaps 9, as the file is looked at while the step is taken.
@@ -85,34 +79,9 @@ def test_every_trigger_saves_and_says_so(tmp_path: Path, corpus: Path) -> None:
     assert manifest.meta.extra["journal"]["attempt"] == 1 and manifest.meta.extra["journal"]["bytes"] > 0
 
 
-def test_a_notice_that_stands_does_not_save_after_every_step(tmp_path: Path, corpus: Path) -> None:
-    config = _config(tmp_path, corpus, checkpoint__every_steps=None)
-    _run(config, actions={2: "notice"})
-    (notice,) = _events(config, "preemption_notice")
-    reasons = _reasons(config)
-    seconds = sum(event.seconds for event in _events(config, "step"))
-    # The first at once, the next after ten seconds.
-    assert reasons[notice.step] == "preemption"
-    assert reasons.pop(12) == "end" or seconds > 10
-    assert len(reasons) <= 1 + seconds / 10
-
-
 @pytest.mark.slow
-def test_minutes_without_steps(tmp_path: Path, corpus: Path) -> None:
-    config = _config(tmp_path, corpus, checkpoint__every_steps=None, checkpoint__every_minutes=1e-6)
-    _run(config)
-    reasons = _reasons(config)
-    assert set(reasons.values()) == {"minutes", "end"} and len(reasons) > 3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("buffers", [0, 2])
-def test_a_storage_that_is_away_for_a_while_costs_checkpoints_and_not_the_run(
-    tmp_path: Path, corpus: Path, buffers: int
-) -> None:
-    config = _config(
-        tmp_path, corpus, checkpoint__every_steps=4, checkpoint__max_failed_saves=9, checkpoint__host_buffers=buffers
-    )  # fmt: skip
+def test_a_storage_that_is_away_for_a_while_costs_checkpoints_and_not_the_run(tmp_path: Path, corpus: Path) -> None:
+    config = _config(tmp_path, corpus, checkpoint__every_steps=4, checkpoint__max_failed_saves=9)
     history = _run(config, actions={5: "storage away", 9: "storage back"})
     assert history.status == "finished" and history.step == 12
     failed = _events(config, "checkpoint_failed")
@@ -125,27 +94,14 @@ def test_a_storage_that_is_away_for_a_while_costs_checkpoints_and_not_the_run(
 @pytest.mark.slow
 def test_a_storage_that_stays_away_ends_the_run_and_says_why(tmp_path: Path, corpus: Path) -> None:
     config = _config(
-        tmp_path,
-        corpus,
-        checkpoint__every_steps=4,
-        checkpoint__max_failed_saves=1,
+        tmp_path, corpus, checkpoint__every_steps=4, checkpoint__max_failed_saves=1,
         checkpoint__failed_saves_patience_s=0.0,
-    )
+    )  # fmt: skip
     with pytest.raises(RankFailure) as failure:
         _run(config, actions={5: "storage away"})
     text = str(failure.value)
     assert text.count("StorageFailedError: the checkpoint of step ") >= WORLD and "could not be saved" in text
-    assert "repair the storage, then start the same command again" in text
     assert [event.step for event in _events(config, "checkpoint_committed")] == [4]
-
-
-@pytest.mark.slow
-def test_an_outage_longer_than_the_failed_saves_of_fast_steps_is_waited_for(tmp_path: Path, corpus: Path) -> None:
-    config = _config(tmp_path, corpus, checkpoint__every_steps=4, checkpoint__max_failed_saves=0, run__stop_step=16)
-    history = _run(config, actions={5: "storage away", 15: "storage back"})
-    assert history.status == "finished"
-    assert _reasons(config)[16] == "end"
-    assert len(_events(config, "checkpoint_failed")) > 1
 
 
 @pytest.mark.parametrize("is_elsewhere", fast_only([False, True], False), ids=["inside", "elsewhere"])
@@ -172,36 +128,6 @@ def test_an_attempt_that_was_overtaken_ends_and_commits_nothing_more(tmp_path: P
         _run(config, worker=run_worker, actions={5: "overtaken"})
     assert "a newer attempt than attempt 1 has taken the run over" in str(failure.value)
     assert committed_steps(LocalStore(config.run_dir)) == (4,)
-
-
-@pytest.mark.slow
-def test_checkpoints_on_an_object_store_carry_a_run_to_another_size(
-    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Killed, and gone on with on three workers; the run's directory holds no weights."""
-    with serve_s3() as server:
-        for name, value in server.environment().items():
-            monkeypatch.setenv(name, value)
-        storage, environment = server.uri("runs"), server.environment()
-        changes: dict[str, Any] = {"checkpoint__every_steps": 4, "checkpoint__storage": storage}
-        config = _config(tmp_path, corpus, **changes)
-        prepare_attempt(config, "one")
-        outcomes = run_ranks_to_outcomes(
-            run_paced_worker, WORLD, config, "one", kill=(1, "step", 7), environment=environment, timeout_s=120
-        )
-        assert outcomes[1].exit_code == -signal.SIGKILL
-        store = checkpoint_store(config)
-        assert committed_steps(store) == (4,)
-        wider = _config(tmp_path, corpus, cluster__workers=3, parallel__sp_size=1, **changes)
-        prepare_attempt(wider, "two")
-        run_ranks(run_worker, 3, wider, "two", environment=environment, timeout_s=120)
-        assert committed_steps(store) == (4, 8, 12)
-        assert newest_committed(store).damaged == ()
-        history = read_history(wider.run_dir, store=store)
-    assert [attempt.world_size for attempt in history.attempts] == [2, 3]
-    assert history.status == "finished" and history.lost_steps > 0
-    assert _events(wider, "attempt_started")[1].resumed_step == 4
-    assert not (wider.run_dir / "checkpoints").exists()
 
 
 @pytest.fixture(scope="module")
@@ -232,7 +158,6 @@ def test_a_run_goes_on_from_another_directory_with_nothing_but_its_checkpoint(
     assert history.data_digest == wanted.data_digest and history.missing_steps == ()
     verification = verify_run(config.run_dir, other=source.run_dir)
     assert verification.holds, verification.findings
-    assert f"steps 1 to 8 were inherited from {source.run_dir}@8" in verification.notes[0]
     last = read_manifest(LocalStore(config.run_dir), 12)
     assert last.meta.digest == read_manifest(LocalStore(source.run_dir), 12).meta.digest
     assert last.meta.tokens == read_manifest(LocalStore(source.run_dir), 12).meta.tokens
@@ -275,23 +200,16 @@ def test_a_start_that_can_not_be_is_refused_before_a_worker_starts(
             prepare_attempt(_config(tmp_path, corpus, **changes), "one")
         return str(refused.value)
 
-    text = refusal(model__resume_from=f"{source.run_dir}@7")
-    assert text.endswith("there is no checkpoint of that step; give one of 4, 8, 12")
-    text = refusal(model__resume_from=str(tmp_path / "nowhere"))
-    assert "there is no checkpoint; name a run that has one" in text
-    text = refusal(model__resume_from=str(source.run_dir), optimizer__lr=1e-5)
-    assert "was written under other settings (optimizer.lr is 1e-05 and was " in text
-    assert "set model.resume_state to weights or optimizer" in text
-    text = refusal(model__resume_from=str(source.run_dir), data__context_tokens=512)
-    assert "set model.resume_state to weights or optimizer to start a separate run from it" in text
+    assert "give one of 4, 8, 12" in refusal(model__resume_from=f"{source.run_dir}@7")
+    assert "there is no checkpoint" in refusal(model__resume_from=str(tmp_path / "nowhere"))
+    for change in ({"optimizer__lr": 1e-5}, {"data__context_tokens": 512}):
+        assert "model.resume_state" in refusal(model__resume_from=str(source.run_dir), **change)
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-# Longer than there are copies of the state: a checkpoint is postponed.
-@pytest.mark.parametrize("until", [14, pytest.param(20, marks=pytest.mark.slow)])
-def test_steps_go_on_while_the_storage_hangs_and_nothing_is_committed_or_lost(
-    tmp_path: Path, corpus: Path, until: int
-) -> None:
+def test_steps_go_on_while_the_storage_hangs_and_nothing_is_committed_or_lost(tmp_path: Path, corpus: Path) -> None:
+    # Longer than there are copies of the state: a checkpoint is postponed.
+    until = 20
     config = _config(tmp_path / "runs", corpus, checkpoint__every_steps=4, run__stop_step=30, data__epochs=4)
     prepare_attempt(config, "one")
     told = tmp_path / "told"

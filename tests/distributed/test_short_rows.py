@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from ray_ulysses.tracking.history import read_history
-from tests.distributed.harness import run_ranks
-from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_worker
+from tests.distributed.run_case import SMALL_FILES, make_config, make_corpus, train
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 STEPS = 3
@@ -16,7 +15,7 @@ STEPS = 3
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_corpus(tmp_path_factory.mktemp("data"), ("bisect.py", "cmd.py", "copy.py"))
+    return make_corpus(tmp_path_factory.mktemp("data"), SMALL_FILES)
 
 
 def losses(folder: Path, corpus: Path, workers: int, zero_stage: int, mlp_tile: int | str) -> list[tuple[float, float]]:
@@ -25,8 +24,7 @@ def losses(folder: Path, corpus: Path, workers: int, zero_stage: int, mlp_tile: 
         data__rows_per_step=2, checkpoint__every_steps=None, memory__zero_stage=zero_stage, memory__mlp_tile=mlp_tile,
         optimizer__lr=3e-3,
     )  # fmt: skip
-    prepare_attempt(config, "session")
-    run_ranks(run_worker, workers, config, "session", timeout_s=300)
+    train(config)
     # With the norm: the optimizer hides a gradient that is scaled.
     return [(step.loss, step.grad_norm) for step in read_history(config.run_dir).steps]
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from ray_ulysses.config import Config, load_config
@@ -26,8 +25,18 @@ from ray_ulysses.tracking.history import RunHistory, read_history
 from ray_ulysses.tracking.mlflow_client import open_client
 from ray_ulysses.trainer import loop
 from tests.breadth import fast_cases
-from tests.distributed.harness import run_ranks, run_ranks_to_outcomes
-from tests.distributed.run_case import MORE_FILES, make_config, make_corpus, prepare_attempt, run_worker
+from tests.distributed.harness import run_ranks_to_outcomes
+from tests.distributed.plain_steps import plain_optimizer, plain_step
+from tests.distributed.run_case import (
+    MORE_FILES,
+    SMALL_FILES,
+    assert_same_run,
+    make_config,
+    make_corpus,
+    prepare_attempt,
+    run_worker,
+    train,
+)
 from tests.distributed.supervised import SupervisedRun
 from tests.polling import wait_until
 from tests.unit.tracking.journals import read_events
@@ -43,7 +52,7 @@ Kill = tuple[int, str, int]
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("data")
-    return make_corpus(folder / "first", ("bisect.py", "cmd.py", "copy.py")), make_corpus(folder / "more", MORE_FILES)
+    return make_corpus(folder / "first", SMALL_FILES), make_corpus(folder / "more", MORE_FILES)
 
 
 def config_of(
@@ -105,10 +114,6 @@ def unbroken(corpora: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactor
     return config
 
 
-def losses(config: Config) -> dict[int, float]:
-    return {step.step: step.loss for step in read_history(config.run_dir).steps}
-
-
 def test_one_command_trains_all_stages_each_in_an_attempt_of_its_own(unbroken: Config) -> None:
     history = read_history(unbroken.run_dir)
     assert history.status == "finished" and history.step == LAST_STEP
@@ -148,13 +153,14 @@ def test_losses_and_rates_are_those_of_one_process_that_follows_the_stages(
 
 def assert_follows_the_reference(config: Config, corpora: tuple[Path, Path]) -> None:
     plan = load_plan(config.run_dir / "plan")
-    documents = [
-        corpus.read(n, 0, int(length)).tolist()
-        for corpus in map(Corpus.open, corpora)
-        for n, length in enumerate(corpus.lengths)
-    ]
-    ours = losses(config)
-    for step, loss in reference_losses(config, plan, documents):
+    opened = [Corpus.open(path) for path in corpora]
+
+    def read(document: int, start: int, count: int) -> Any:
+        first = opened[0].num_documents
+        return opened[document >= first].read(document - first * (document >= first), start, count)
+
+    ours = {step.step: step.loss for step in read_history(config.run_dir).steps}
+    for step, loss in reference_losses(config, plan, read):
         assert abs(ours[step] - loss) / loss <= 1e-5, step
     rates = {event.step: event.learning_rate for event in read_events(config.run_dir) if isinstance(event, StepDone)}
     assert rates == pytest.approx({step: reference_rate(step) for step in range(1, LAST_STEP + 1)}, rel=1e-12)
@@ -179,18 +185,13 @@ def watched_worker(rank: int, world_size: int, config: Config, session: str, fol
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("contexts", "rows"),
-    [((128, 256, 512), 8), ((1024, 2048, 4096), 4)],
-    ids=["128 to 512", "1k to 4k"],
-)
 def test_each_step_has_the_context_the_frequencies_and_the_loss_of_its_stage(
-    corpora: tuple[Path, Path], tmp_path: Path, contexts: tuple[int, int, int], rows: int
+    corpora: tuple[Path, Path], tmp_path: Path
 ) -> None:
+    contexts, rows = (1024, 2048, 4096), 4
     config = config_of(tmp_path / "runs", corpora, contexts, rows)
-    prepare_attempt(config, "first")
-    ends = [run_ranks(watched_worker, 2, config, "first", tmp_path, timeout_s=TIMEOUT_S) for _ in (*BORDERS, LAST_STEP)]
-    assert [end[0] for end in ends] == [("stage", 4), ("stage", 7), ("finished", LAST_STEP)]
+    ends = [train(config, "first", worker=watched_worker, folder=tmp_path) for _ in (*BORDERS, LAST_STEP)]
+    assert ends == [("stage", 4), ("stage", 7), ("finished", LAST_STEP)]
     plan = load_plan(config.run_dir / "plan")
     model = config.model.config or {}
     head_dim = model["hidden_size"] // model["num_attention_heads"]
@@ -206,49 +207,22 @@ def test_each_step_has_the_context_the_frequencies_and_the_loss_of_its_stage(
     assert_follows_the_reference(config, corpora)
 
 
-def reference_losses(config: Config, plan: Plan, documents: list[Any]) -> Iterator[tuple[int, float]]:
+def reference_losses(config: Config, plan: Plan, read: Any) -> Iterator[tuple[int, float]]:
     """Train in one process, with a model of Transformers' own and AdamW of torch's."""
     torch.manual_seed(0)
-    weights: dict[str, torch.Tensor] = {
-        name: value.detach().clone() for name, value in build_model(config, None).state_dict().items()
-    }
+    weights = {name: value.detach().clone() for name, value in build_model(config, None).state_dict().items()}
     state: dict[str, Any] | None = None
     for stage, steps in enumerate((range(1, 5), range(5, 8), range(8, 11))):
-        fields = {
-            **(config.model.config or {}),
-            "rope_parameters": {"rope_type": "default", "rope_theta": THETAS[stage]},
-        }
-        model = AutoModelForCausalLM.from_config(LlamaConfig(**fields), attn_implementation="eager")
+        positions = {"rope_parameters": {"rope_type": "default", "rope_theta": THETAS[stage]}}
+        fields = LlamaConfig(**{**(config.model.config or {}), **positions})
+        model: Any = AutoModelForCausalLM.from_config(fields, attn_implementation="eager")
         model.load_state_dict(weights)
-        decays = [value for value in model.parameters() if value.dim() > 1]
-        others = [value for value in model.parameters() if value.dim() < 2]
-        groups = [{"params": decays, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-        optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
+        optimizer = plain_optimizer(model)
         if state is not None and stage < 2:
             optimizer.load_state_dict(state)
         for step in steps:
-            loss = reference_step(model, optimizer, plan, documents, step)
-            yield step, loss
+            yield step, plain_step(model, optimizer, plan, step, read, rate=reference_rate(step))[0]
         weights, state = model.state_dict(), optimizer.state_dict()
-
-
-def reference_step(model: Any, optimizer: Any, plan: Plan, documents: list[Any], step: int) -> float:
-    optimizer.zero_grad()
-    total, tokens = 0.0, plan.step_tokens(step)
-    for row in plan.step_rows(step):
-        for piece in plan.pieces(row):
-            if not piece.num_labels:
-                continue
-            text = torch.tensor(documents[piece.document][piece.start : piece.start + piece.length + 1])
-            logits = model(input_ids=text[: piece.length][None]).logits[0, : piece.num_labels]
-            loss = functional.cross_entropy(logits, text[1 : piece.num_labels + 1], reduction="sum")
-            (loss / tokens).backward()
-            total += float(loss.detach())
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    for group in optimizer.param_groups:
-        group["lr"] = reference_rate(step)
-    optimizer.step()
-    return total / tokens
 
 
 def test_mlflow_has_one_run_with_its_newest_stage(unbroken: Config) -> None:
@@ -262,11 +236,9 @@ def test_mlflow_has_one_run_with_its_newest_stage(unbroken: Config) -> None:
 
 KILLS: dict[str, tuple[Kill, int]] = {
     # Rank, event and step; and the step from which the run goes on.
-    "in the first stage": ((1, "step", 2), 0),
     "in the save at a border": ((0, "save", 4), 0),
     "after it": ((0, "saved", 4), 4),
     "in the second": ((1, "step", 6), 5),
-    "at its border": ((0, "save", 7), 5),
     "in the last": ((1, "step", 9), 7),
 }
 
@@ -275,41 +247,22 @@ KILLS: dict[str, tuple[Kill, int]] = {
 def test_a_run_that_is_killed_in_or_between_stages_is_the_one_that_was_not(
     unbroken: Config, corpora: tuple[Path, Path], tmp_path: Path, kill: Kill, resumed: int
 ) -> None:
-    assert_same(killed_and_resumed(corpora, tmp_path, kill, resumed), read_history(unbroken.run_dir))
+    assert_same_run(killed_and_resumed(corpora, tmp_path, kill, resumed), read_history(unbroken.run_dir))
 
 
-@pytest.fixture(scope="module")
-def unbroken_to_4k(corpora: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Config:
-    config = config_of(tmp_path_factory.mktemp("unbroken-4k"), corpora, (1024, 2048, 4096), 4)
-    prepare_attempt(config, "first")
-    for _ in (*BORDERS, LAST_STEP):
-        run_ranks(run_worker, 2, config, "first", timeout_s=TIMEOUT_S)
-    return config
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kill", "resumed"), KILLS.values(), ids=KILLS)
-def test_the_same_from_1k_to_4k(
-    unbroken_to_4k: Config, corpora: tuple[Path, Path], tmp_path: Path, kill: Kill, resumed: int
-) -> None:
-    ours = killed_and_resumed(corpora, tmp_path, kill, resumed, (1024, 2048, 4096), 4)
-    assert_same(ours, read_history(unbroken_to_4k.run_dir))
-
-
-def killed_and_resumed(corpora: tuple[Path, Path], folder: Path, kill: Kill, resumed: int, *sizes: Any) -> RunHistory:
+def killed_and_resumed(corpora: tuple[Path, Path], folder: Path, kill: Kill, resumed: int) -> RunHistory:
     """Kill a run of two workers, go on with four to its end, and return its history."""
-    config = config_of(folder, corpora, *sizes, checkpoint__every_steps=5)
+    config = config_of(folder, corpora, checkpoint__every_steps=5)
     prepare_attempt(config, "first")
     killed = False
     while not killed:
         outcomes = run_ranks_to_outcomes(run_worker, 2, config, "first", kill=kill, timeout_s=TIMEOUT_S)
         killed = not all(outcome.ok for outcome in outcomes)
     # On four workers now.
-    config = config_of(folder, corpora, *sizes, checkpoint__every_steps=5, cluster__workers=4)
-    prepare_attempt(config, "second")
+    config = config_of(folder, corpora, checkpoint__every_steps=5, cluster__workers=4)
     ends: list[tuple[str, int]] = []
     while not ends or ends[-1][0] == "stage":
-        ends.append(run_ranks(run_worker, 4, config, "second", timeout_s=TIMEOUT_S)[0])
+        ends.append(train(config, "second"))
     assert ends[-1] == ("finished", LAST_STEP)
     ours = read_history(config.run_dir)
     first = next(one for one in ours.attempts if one.world_size == 4)
@@ -320,24 +273,16 @@ def killed_and_resumed(corpora: tuple[Path, Path], folder: Path, kill: Kill, res
 @pytest.mark.slow
 def test_a_damaged_border_costs_no_failure(unbroken: Config, corpora: tuple[Path, Path], tmp_path: Path) -> None:
     config = config_of(tmp_path, corpora, checkpoint__every_steps=2, checkpoint__keep_last=3)
-    prepare_attempt(config, "first")
-    assert run_ranks(run_worker, 2, config, "first", timeout_s=TIMEOUT_S)[0] == ("stage", 4)
+    assert train(config, "first") == ("stage", 4)
     (shard,) = (config.run_dir / "checkpoints" / "step-00000004").rglob("rank-00001-of-00002.safetensors")
     content = bytearray(shard.read_bytes())
     content[-1] ^= 0x10
     shard.write_bytes(content)
-    ends = [run_ranks(run_worker, 2, config, "first", timeout_s=TIMEOUT_S)[0] for _ in range(4)]
+    ends = [train(config, "first") for _ in range(4)]
     assert ends == [("stage", 2), ("stage", 4), ("stage", 7), ("finished", LAST_STEP)]
     history = read_history(config.run_dir)
-    assert_same(history, read_history(unbroken.run_dir))
+    assert_same_run(history, read_history(unbroken.run_dir))
     assert [one.reason for one in history.attempts] == ["stage"] * 3 + ["finished"]
-
-
-def assert_same(ours: RunHistory, theirs: RunHistory) -> None:
-    assert [step.rows for step in ours.steps] == [step.rows for step in theirs.steps]
-    assert ours.data_digest == theirs.data_digest
-    for mine, other in zip(ours.steps, theirs.steps, strict=True):
-        assert abs(mine.loss - other.loss) / other.loss <= 1e-5
 
 
 @pytest.mark.slow

@@ -14,8 +14,7 @@ from ray_ulysses.run.trackers import tracked
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.tracking.mlflow_client import open_client
 from ray_ulysses.tracking.mlflow_tracker import TrackingIdentity
-from tests.distributed.harness import RankFailure, run_ranks
-from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_paced_worker, run_worker
+from tests.distributed.run_case import make_config, make_corpus, train, train_to_death
 
 pytestmark = pytest.mark.distributed
 WORLD = 2
@@ -27,9 +26,7 @@ def test_the_next_attempt_tells_of_what_the_dead_one_could_not(tmp_path: Path) -
     given = {"cluster__workers": WORLD, "run__stop_step": 20, "checkpoint__keep_last": 2, "data__rows_per_step": 2}
     # No tracker hears of the first attempt's commits before the second has ended.
     silent = make_config(tmp_path, corpus, **given)
-    prepare_attempt(silent, "one")
-    with pytest.raises(RankFailure):
-        run_ranks(run_paced_worker, WORLD, silent, "one", timeout_s=120, kill=(0, "step", 13))
+    train_to_death(silent, "one", (0, "step", 13))
     store = LocalStore(silent.run_dir)
     assert committed_steps(store) == (5, 10)
     shard = store.path(f"checkpoints/step-00000010/{read_manifest(store, 10).shards[0].file}")
@@ -38,8 +35,7 @@ def test_the_next_attempt_tells_of_what_the_dead_one_could_not(tmp_path: Path) -
     shard.write_bytes(content)
 
     config = make_config(tmp_path, corpus, **given, tracking__enabled=True)
-    prepare_attempt(config, "two")
-    run_ranks(run_worker, WORLD, config, "two", timeout_s=120)
+    train(config, "two")
     with tracked(config, drain_s=120.0):
         pass
     assert config.tracking_uri is not None

@@ -4,44 +4,33 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ray_ulysses.checkpoint.manifest import read_facts
-from ray_ulysses.config import Config
 from ray_ulysses.inspect.verification import verify_run
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.tracking.history import read_history
 from ray_ulysses.tracking.journal_lines import with_checksum
-from tests.distributed.harness import run_ranks, run_ranks_to_outcomes
-from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_paced_worker, run_worker
+from tests.distributed.run_case import make_config, make_corpus, train, train_to_death
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
-TIMEOUT_S = 200.0
-
-
-def run(config: Config, session: str, **options: Any) -> None:
-    prepare_attempt(config, session)
-    run_ranks(run_worker, config.cluster.workers.max, config, session, timeout_s=TIMEOUT_S, **options)
 
 
 def test_what_ranks_received_is_found_again_in_plan_and_corpus(tmp_path: Path) -> None:
     corpus = make_corpus(tmp_path)
     common = {"run__stop_step": 9, "checkpoint__every_steps": 3, "data__rows_per_step": 2}
     config = make_config(tmp_path / "runs", corpus, cluster__workers=2, **common)
-    prepare_attempt(config, "first")
-    outcomes = run_ranks_to_outcomes(run_paced_worker, 2, config, "first", kill=(1, "step", 5), timeout_s=TIMEOUT_S)
-    assert outcomes[1].exit_code == -9
+    train_to_death(config, "first", (1, "step", 5))
     # A record is damaged while nobody trains.
     damaged = config.run_dir / "journal/attempt-0001.jsonl"
     whole = damaged.read_bytes()
     place = whole.index(b'"tokens": ', whole.index(b'"step": 2, ')) + 11
     damaged.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
     one = make_config(tmp_path / "runs", corpus, cluster__workers=1, parallel__sp_size=1, **common)
-    run(one, "second")
+    train(one, "second")
     unbroken = make_config(tmp_path / "unbroken", corpus, cluster__workers=1, parallel__sp_size=1, **common)
-    run(unbroken, "third")
+    train(unbroken, "third")
 
     # The run went on from its checkpoint's sums, which hold each planned token once; the damaged step isn't proved.
     history, sound = (read_history(one.run_dir, is_held=False) for one in (config, unbroken))
