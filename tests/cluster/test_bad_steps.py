@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from ray_ulysses.tracking.events import AttemptEnded, BadStep, RowsSkipped, RunFailed
+from tests.cluster.test_train_job import train
 from tests.distributed.run_case import make_config, make_corpus
 from tests.unit.tracking.journals import read_events
 
@@ -24,12 +23,8 @@ def test_a_run_that_is_not_finite_ends_after_the_steps_that_it_may_leave_out(tmp
         cluster__workers=2, cluster__cpus_per_worker=0.5, optimizer__lr=1e30, schedule__warmup_steps=0,
         checkpoint__every_steps=1, elastic__bad_steps=policy, elastic__max_skipped_steps=1,
     )  # fmt: skip
-    path = tmp_path / "config.yaml"
-    path.write_text(config.to_yaml())
-    command = [sys.executable, "-m", "ray_ulysses", "train", str(path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
-    said = ended.stdout + ended.stderr
-    assert ended.returncode == 1, said
+    code, said = train(config, tmp_path)
+    assert code == 1, said
     events = read_events(config.run_dir)
     bad = [event for event in events if isinstance(event, BadStep)]
     skipped = [event for event in events if isinstance(event, RowsSkipped)]

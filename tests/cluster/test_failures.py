@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -25,7 +22,6 @@ from ray_ulysses.tracking.events import AttemptEnded, AttemptStarted
 from ray_ulysses.tracking.history import read_history
 from tests.cluster.test_train_job import (
     TIMEOUT_S,
-    Command,
     _cmdline,
     start,
     training_processes,
@@ -40,30 +36,6 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 RAYS_OWN = "ea57ec4498323973ffa0e70ad9c03641465b32b420381e791abd5fa8082d09e8"
 """Of the source of what `WatchedTrainer` overrides."""
-TRAIN_AND_TELL = """
-import sys
-import threading
-import traceback
-
-import ray
-
-from ray_ulysses.cli import main
-
-shut_down = ray.shutdown
-
-
-def tell_and_shut_down():
-    for thread in threading.enumerate():
-        stack = traceback.extract_stack(sys._current_frames()[thread.ident])
-        if thread is not threading.main_thread() and any("/ray/train/" in frame.filename for frame in stack):
-            print(f"{thread.name} is in {stack[-1].filename}", flush=True)
-    print("the connection ends", flush=True)
-    shut_down()
-
-
-ray.shutdown = tell_and_shut_down
-main()
-"""
 
 
 def test_the_seams_of_ray_train_are_there() -> None:
@@ -71,24 +43,6 @@ def test_the_seams_of_ray_train_are_there() -> None:
     source = inspect.getsource(DataParallelTrainer._initialize_and_run_controller)
     assert hashlib.sha256(source.encode()).hexdigest() == RAYS_OWN, f"bring WatchedTrainer's own up to Ray's:\n{source}"
     assert hasattr(WorkerGroupCallback, "after_worker_group_poll_status")
-
-
-@pytest.mark.slow
-def test_nothing_waits_for_ray_train_any_more_when_the_connection_ends(tmp_path: Path) -> None:
-    """A call to Ray that is under way while its connection is shut down crashes the process, at times."""
-    config = make_config(
-        tmp_path / "runs", make_corpus(tmp_path), run__stop_step=4, cluster__workers=2, parallel__sp_size=2,
-        cluster__cpus_per_worker=0.25, elastic__worker_start_timeout_s=0.5,
-    )  # fmt: skip
-    path = tmp_path / "config.yaml"
-    path.write_text(config.to_yaml())
-    command = [sys.executable, "-c", TRAIN_AND_TELL, "train", str(path)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=TIMEOUT_S, env={**os.environ, "RAY_ADDRESS": ""}
-    )
-    said = done.stdout + done.stderr
-    assert done.returncode == 1 and "of cluster.workers=2 workers have started after 0.5 s" in said, said
-    assert said.count("the connection ends") == 1 and " is in " not in said, said
 
 
 def _failures(config: Config) -> list[AttemptEnded]:
@@ -140,22 +94,7 @@ def test_killed_workers_are_told_as_the_cause_until_no_more_are_allowed(tmp_path
     first, second = _failures(config)
     assert first.restarts is True and second.restarts is False
     assert first.rank == int(told[1]) and first.node and first.lost_steps == int(told[3])
-    check_inspect(config, tmp_path)
     check_mlflow(config)
-
-
-def check_inspect(config: Config, folder: Path) -> None:
-    command = Command("inspect", config.run_dir, "--json", log=folder / "inspect.json")
-    assert command.wait() == 0
-    printed = json.loads(command.text)
-    assert printed["status"] == "failed"
-    assert "its process is gone" in printed["failure"]["reason"]
-    assert printed["failure"]["node"] and printed["failure"]["way_out"]
-    reasons = [attempt["reason"] for attempt in printed["attempts"]]
-    assert "killed by signal 9" in reasons[0] and "its process is gone" in reasons[1]
-    command = Command("inspect", config.run_dir, log=folder / "inspect.txt")
-    assert command.wait() == 0
-    assert "what to do" in command.text and "end not recorded" not in command.text
 
 
 def check_mlflow(config: Config) -> None:

@@ -8,17 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 from ray.job_submission import JobStatus, JobSubmissionClient
 
-from ray_ulysses.tracking.events import AttemptStarted
 from ray_ulysses.tracking.history import read_history
 from tests.cluster.heads import TOKEN, client_of
 from tests.distributed.run_case import make_config, make_corpus
 from tests.docs_commands import clone, commands
 from tests.polling import wait_until
-from tests.unit.tracking.journals import read_events
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 TIMEOUT_S = 240.0
@@ -29,14 +26,6 @@ END = (JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.STOPPED)
 @pytest.fixture
 def client(head: str) -> JobSubmissionClient:
     return client_of(head)
-
-
-def submit(client: JobSubmissionClient, config: Path, *options: str) -> tuple[JobStatus, str]:
-    job = client.submit_job(
-        entrypoint=" ".join([sys.executable, str(REPOSITORY / "jobs/train.py"), str(config), *options])
-    )
-    _wait_for_end(client, job)
-    return client.get_job_status(job), client.get_job_logs(job)
 
 
 def _wait_for_end(client: JobSubmissionClient, job: str) -> None:
@@ -59,67 +48,6 @@ def test_a_job_with_relative_paths_is_refused_with_the_paths_to_write(
     assert client.get_job_info(job).driver_exit_code == 2, logs
     assert "run.storage='runs': is relative, and a Ray job has a new working directory at each submission" in logs
     assert "such as /mnt/shared/runs" in logs and "such as /mnt/shared/runs/corpus-stdlib" in logs
-
-
-@pytest.mark.slow
-def test_a_submitted_job_trains_says_when_it_is_complete_and_goes_on(
-    client: JobSubmissionClient, tmp_path: Path
-) -> None:
-    config = make_config(
-        tmp_path / "runs", make_corpus(tmp_path), run__stop_step=3, cluster__workers=2, cluster__cpus_per_worker=0.25,
-        data__engine="ray",
-    )  # fmt: skip
-    path = tmp_path / "config.yaml"
-    path.write_text(config.to_yaml())
-
-    status, logs = submit(client, path)
-    assert status == JobStatus.SUCCEEDED, logs
-    assert "step=3/3 loss=" in logs
-
-    status, logs = submit(client, path)
-    assert status == JobStatus.SUCCEEDED, logs
-    assert "complete at step 3" in logs
-
-    status, logs = submit(client, path, "--set", "run.stop_step=5")
-    assert status == JobStatus.SUCCEEDED, logs
-    assert "step=5/5 loss=" in logs and "resumed_step=3" in logs
-    history = read_history(config.run_dir)
-    assert [step.rows[0] for step in history.steps] == [6 * index for index in range(5)]
-
-
-@pytest.mark.slow
-def test_a_job_whose_driver_was_killed_goes_on_from_peer_memory_when_it_is_submitted_again(
-    client: JobSubmissionClient, tmp_path: Path
-) -> None:
-    """The agents of peer memory outlive the driver; storage holds nothing that could be used instead."""
-    config = make_config(
-        tmp_path / "runs", make_corpus(tmp_path), run__stop_step=4000, data__epochs=25, cluster__workers=2,
-        cluster__cpus_per_worker=0.25, checkpoint__every_steps=4000, memory__gradient_checkpointing=False,
-    )  # fmt: skip
-    path = tmp_path / "config.yaml"
-    path.write_text(config.to_yaml())
-    entry = f"{sys.executable} {REPOSITORY / 'jobs/train.py'} {path}"
-
-    def trains(attempts: int) -> bool:
-        found = [one for one in read_history(config.run_dir).attempts if one.first_step is not None]
-        return len(found) == attempts and (found[-1].last_step or 0) >= (found[-1].first_step or 0) + 5
-
-    job = client.submit_job(entrypoint=entry)
-    wait_until(lambda: trains(1), "training", timeout_s=TIMEOUT_S, said=lambda: str(client.get_job_logs(job)))
-    command = [sys.executable, str(REPOSITORY / "jobs/train.py"), str(path)]
-    (driver,) = [one for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"] == command]
-    driver.kill()
-    _wait_for_end(client, job)
-    assert client.get_job_status(job) == JobStatus.FAILED
-    again = client.submit_job(entrypoint=entry)
-    wait_until(lambda: trains(2), "training again", timeout_s=TIMEOUT_S, said=lambda: str(client.get_job_logs(again)))
-    client.stop_job(again)
-    _wait_for_end(client, again)
-    history = read_history(config.run_dir)
-    assert history.status == "stopped" and history.lost_steps <= 1 and history.missing_steps == ()
-    started = [one for one in read_events(config.run_dir) if isinstance(one, AttemptStarted)]
-    assert "peer memory" in str(started[-1].resumed_from), started[-1]
-    assert [step.step for step in history.steps] == list(range(1, history.step + 1))
 
 
 @pytest.mark.slow

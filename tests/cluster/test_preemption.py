@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -19,6 +18,7 @@ from ray_ulysses.cluster.session import ray_session
 from ray_ulysses.config import Config
 from ray_ulysses.tracking.events import AttemptStarted, CheckpointCommitted
 from ray_ulysses.tracking.history import read_history
+from tests.cluster.test_train_job import Command, start
 from tests.distributed.run_case import make_config, make_corpus
 from tests.polling import wait_until
 from tests.unit.cluster.metadata_fakes import fake_metadata
@@ -46,19 +46,28 @@ def _wait(config: Config, step: int, event: str = "step") -> None:
     wait_until(has_come, f"{event} of step {step}", timeout_s=TIMEOUT_S, every_s=0.2)
 
 
+def _config(cluster: Cluster, folder: Path, **changes: Any) -> Config:
+    return make_config(
+        folder / "runs", make_corpus(folder), run__stop_step=400, data__epochs=3, parallel__sp_size=1,
+        cluster__cpus_per_worker=0.6, cluster__address=cluster.address, checkpoint__every_steps=None, **changes,
+    )  # fmt: skip
+
+
+def _until_saved(config: Config, command: Command) -> CheckpointCommitted:
+    """Wait for a notice and its checkpoint, end the command, and return the first checkpoint."""
+    _wait(config, 1, "preemption_notice")
+    _wait(config, 1, "checkpoint_committed")
+    command.process.terminate()
+    command.process.wait(TIMEOUT_S)
+    committed = [one for one in read_events(config.run_dir) if isinstance(one, CheckpointCommitted)]
+    assert committed[0].reason == "preemption" and read_history(config.run_dir).checkpoints[-1].committed
+    return committed[0]
+
+
 @pytest.mark.slow
 def test_a_drained_node_makes_the_run_save_before_its_time_is_up(cluster: Cluster, tmp_path: Path) -> None:
-    config = make_config(
-        tmp_path / "runs", make_corpus(tmp_path), run__stop_step=400, data__epochs=3, parallel__sp_size=1,
-        cluster__workers=2, cluster__cpus_per_worker=0.6, cluster__address=cluster.address,
-        checkpoint__every_steps=None,
-    )  # fmt: skip
-    path = tmp_path / "config.yaml"
-    path.write_text(config.to_yaml())
-    with (tmp_path / "log.txt").open("w") as log:
-        command = subprocess.Popen(
-            [sys.executable, "-m", "ray_ulysses", "train", str(path)], stdout=log, stderr=log, start_new_session=True
-        )
+    config = _config(cluster, tmp_path, cluster__workers=2)
+    command = start(config, tmp_path)
     try:
         _wait(config, 3)
         (started,) = [one for one in read_events(config.run_dir) if isinstance(one, AttemptStarted)]
@@ -69,35 +78,17 @@ def test_a_drained_node_makes_the_run_save_before_its_time_is_up(cluster: Cluste
         reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
         accepted, text = GcsClient(address=cluster.address).drain_node(node, reason, "spot", deadline_ms)
         assert accepted, text
-        _wait(config, 1, "preemption_notice")
-        _wait(config, 1, "checkpoint_committed")
-        command.terminate()
-        command.wait(TIMEOUT_S)
+        assert _until_saved(config, command).time < deadline_ms / 1000
     finally:
         command.kill()
-        command.wait()
-    committed = [one for one in read_events(config.run_dir) if isinstance(one, CheckpointCommitted)]
-    assert committed[0].reason == "preemption" and committed[0].time < deadline_ms / 1000
-    assert read_history(config.run_dir).checkpoints[-1].committed
 
 
 @pytest.mark.slow
 def test_a_notice_of_the_cloud_drains_the_node_and_the_run_saves(cluster: Cluster, tmp_path: Path) -> None:
     with fake_metadata() as fake:
-        config = make_config(
-            tmp_path / "runs", make_corpus(tmp_path), run__stop_step=400, data__epochs=3, parallel__sp_size=1,
-            cluster__workers=1, cluster__cpus_per_worker=0.6, cluster__address=cluster.address,
-            checkpoint__every_steps=None, elastic__cloud_notices="aws", elastic__cloud_metadata_url=fake.url,
-        )  # fmt: skip
-        path, log_path = tmp_path / "config.yaml", tmp_path / "log.txt"
-        path.write_text(config.to_yaml())
-        with log_path.open("w") as log:
-            command = subprocess.Popen(
-                [sys.executable, "-m", "ray_ulysses", "train", str(path)],
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+        cloud = {"elastic__cloud_notices": "aws", "elastic__cloud_metadata_url": fake.url}
+        config = _config(cluster, tmp_path, cluster__workers=1, **cloud)
+        command = start(config, tmp_path)
         try:
             _wait(config, 3)
             wait_until(lambda: fake.asked, "a question", timeout_s=TIMEOUT_S)
@@ -109,18 +100,9 @@ def test_a_notice_of_the_cloud_drains_the_node_and_the_run_saves(cluster: Cluste
                 ((node, until_ms),) = state.state.get_draining_nodes().items()
                 address = next(one["NodeManagerAddress"] for one in ray.nodes() if one["NodeID"] == node)
             assert until_ms / 1000 == pytest.approx(deadline, abs=5.0)
-            _wait(config, 1, "preemption_notice")
-            _wait(config, 1, "checkpoint_committed")
-            wait_until(lambda: "Ray drains it" in log_path.read_text(), "its line", timeout_s=TIMEOUT_S)
-            command.terminate()
-            command.wait(TIMEOUT_S)
+            _until_saved(config, command)
         finally:
             command.kill()
-            command.wait()
     (started,) = [one for one in read_events(config.run_dir) if isinstance(one, AttemptStarted)]
     assert started.nodes[0].endswith(address)
-    (said,) = [line for line in log_path.read_text().splitlines() if "Ray drains it" in line]
-    assert said.startswith(f"node {address} is going to be taken away at ")
-    assert said.endswith("UTC (AWS: spot interruption: terminate); Ray drains it")
-    committed = [one for one in read_events(config.run_dir) if isinstance(one, CheckpointCommitted)]
-    assert committed[0].reason == "preemption"
+    assert f"node {address} is going to be taken away at " in command.text

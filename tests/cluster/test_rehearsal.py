@@ -78,14 +78,9 @@ def test_a_cluster_of_others_is_touched_only_once_that_is_confirmed(
     assert "the rehearsal was not confirmed, so nothing was started" in said
     assert not (tmp_path / "runs").exists()
 
-    faults = (
-        "--faults",
-        "5s crash-worker, 15s stop-worker, 25s kill-agent, 30s kill-driver, 60s kill-node",
-        "--compare",
-        "0",
-    )
+    faults = ("--faults", "5s crash-worker, 15s stop-worker, 25s kill-agent, 30s kill-driver, 60s kill-node")
     out = str(tmp_path / "report.md")
-    code, said = _rehearse(config, *faults, "--yes", "--quiet", "--out", out, address=cluster.address)
+    code, said = _rehearse(config, *faults, "--compare", "0", "--yes", "--quiet", "--out", out, address=cluster.address)
     assert code == 0, said
     assert "training starts" not in said and (tmp_path / "report.md").read_text() in said
     report = json.loads((tmp_path / "report.json").read_text())

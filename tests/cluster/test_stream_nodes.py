@@ -100,19 +100,6 @@ def test_blocks_are_read_on_the_node_of_their_rank(nodes: LocalCluster, corpus: 
 
 
 @pytest.mark.slow
-def test_a_rank_whose_node_has_no_free_cpu_reads_on_another(
-    nodes: LocalCluster, corpus: Corpus, tmp_path: Path
-) -> None:
-    (own, other), plan, reads = nodes.nodes, plan_of(corpus), Reads(tmp_path / "reads")
-    taker = take_all_cpus(own)
-    rank, steps = rank_on(own, corpus, plan, reads), range(1, plan.num_steps + 1)
-    assert_same(take(rank, steps), direct(corpus, plan, 0, 1, 1, steps))
-    assert {node for _, node, _ in reads.noted()} == {other}
-    close(rank)
-    ray.kill(taker)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["while it reads", "with blocks that were not taken"])
 def test_a_node_goes_that_reads_for_a_rank_of_another(
     nodes: LocalCluster, corpus: Corpus, tmp_path: Path, loss: str

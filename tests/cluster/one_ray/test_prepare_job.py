@@ -107,11 +107,3 @@ def test_an_output_that_cannot_be_written_fails_the_job_with_its_reason(cluster:
     with pytest.raises(RunError, match=r"unit 0 of .*out: .*Not a directory"):
         prepare(request)
     assert not (request.out / "corpus.json").exists()
-
-
-def test_an_unreadable_parquet_source_is_refused_and_nothing_is_written(cluster: None, tmp_path: Path) -> None:
-    (tmp_path / "bad.parquet").write_bytes(b"PAR1 not really")
-    request = PrepareRequest(sources=SourceSpec(paths=(str(tmp_path / "bad.parquet"),)), out=tmp_path / "out")
-    with pytest.raises(UserError, match=r"bad\.parquet: the Parquet file can't be read"):
-        prepare(request)
-    assert not request.out.exists()

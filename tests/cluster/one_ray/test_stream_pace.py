@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pyarrow as pa
@@ -55,31 +54,12 @@ class Run:
     def wait_until_it_rests(self) -> None:
         wait_until(lambda: self.pace._pause_s == stream._LONGEST_PAUSE_S[False], "the execution rests")
 
-    def cpu_s(self) -> float:
-        """CPU time of the executor's thread."""
-        threads = {one.id: one for one in psutil.Process().threads()}
-        one = threads[self.executor.native_id]
-        return one.user_time + one.system_time
-
 
 @pytest.fixture
 def running(cluster: None, corpus: Corpus, tmp_path: Path) -> Iterator[Run]:
     run = Run(corpus, tmp_path / "reads")
     with closing(run.tables):
         yield run
-
-
-def test_what_the_pace_looks_at_is_there(running: Run) -> None:
-    """A canary of Ray Data 2.60."""
-    running.wait_until_it_rests()
-    output, state = running.executor._output_node
-    assert output in running.executor._topology
-    assert state.num_waiting_consumers == 0
-    topology = running.executor._topology
-    assert sum(op.num_active_tasks() for op in topology) <= 1
-    assert sum(one.total_enqueued_output_blocks() for one in topology.values()) > 0
-    assert sum(one.total_enqueued_input_blocks() for one in topology.values()) > 0
-    assert len(running.reads.noted()) < 40, "the rest is not read"
 
 
 @pytest.mark.parametrize("end", ["comes", "stopped"])
@@ -126,30 +106,6 @@ def test_an_execution_that_rests_is_woken(running: Run, monkeypatch: pytest.Monk
     else:
         running.tables.close()
         assert not running.executor.is_alive()
-
-
-class _Restless(stream._Pace):
-    """Goes on at once, as Ray Data does without a pace."""
-
-    def on_execution_step(self, executor: Any) -> None:
-        self._pause_s = 0.0
-        if self._is_closed:
-            raise stream._StoppedError
-
-
-@pytest.mark.slow
-def test_an_execution_rests_while_nothing_is_taken(
-    running: Run, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    running.wait_until_it_rests()
-    with monkeypatch.context() as patch:
-        patch.setattr(stream, "_Pace", _Restless)
-        restless = Run(corpus, tmp_path / "restless")
-    with closing(restless.tables):
-        wait_until(lambda: len(restless.reads.noted()) == len(running.reads.noted()), "it reads no more")
-        before = running.cpu_s(), restless.cpu_s()
-        wait_until(lambda: restless.cpu_s() - before[1] > 1.0, "it uses a second of CPU", every_s=0.5)
-        assert running.cpu_s() - before[0] < 0.2 * (restless.cpu_s() - before[1])
 
 
 def stored_bytes() -> int:
