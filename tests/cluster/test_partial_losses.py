@@ -153,11 +153,8 @@ def test_a_stopped_controller_and_a_stopped_supervisor_are_continued_and_no_step
 ) -> None:
     run = begin(6)
     supervisor = run.supervisors(run.members()[-1])[0]
-    (controller,) = [
-        one
-        for one in psutil.Process(os.getpid()).children(recursive=True)
-        if "SupervisedController" in " ".join(_cmdline(one))
-    ]
+    below = psutil.Process(os.getpid()).children(recursive=True)
+    (controller,) = [one for one in below if "SupervisedController" in " ".join(_cmdline(one))]
     for process in (controller, supervisor):
         process.suspend()
         run.wait(lambda process=process: process_state(process.pid) != "T", "it goes on")

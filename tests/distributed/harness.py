@@ -22,6 +22,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal
@@ -70,9 +71,13 @@ class RankOutcome:
 
     rank: int
     value: Any = None
+    """What the function returned, if it did."""
     error: str | None = None
+    """The traceback, if it raised."""
     exit_code: int | None = None
+    """Its exit code (minus the signal's number if a signal killed it), if it ended without a word."""
     stacks: str | None = None
+    """Where its threads stood, if it was killed because it hung."""
 
     @property
     def ok(self) -> bool:
@@ -88,41 +93,30 @@ class RankOutcome:
         return f"rank {self.rank} returned"
 
 
-def run_ranks(
-    fn: Callable[..., Any],
-    world_size: int,
-    *args: Any,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
-    process_group: bool = True,
-    device: Device = "cpu",
-    **kwargs: Any,
-) -> list[Any]:
-    """Run ``fn(rank, world_size, *args, **kwargs)`` on every rank and return what each returned, by rank.
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, **options: Any) -> list[Any]:
+    """Run ``fn(rank, world_size, *args)`` on every rank and return what each returned, by rank.
+
+    Args:
+        fn: A function of a module (it is pickled by name).
+        options: Those of `run_ranks_to_outcomes`, and keyword arguments of the function.
 
     Raises:
         RankFailure: A rank raised, died or hung.
     """
-    outcomes = run_ranks_to_outcomes(
-        fn, world_size, *args, timeout_s=timeout_s, process_group=process_group, device=device, **kwargs
-    )
+    outcomes = run_ranks_to_outcomes(fn, world_size, *args, **options)
     if not all(outcome.ok for outcome in outcomes):
         raise RankFailure("\n".join(outcome.describe() for outcome in outcomes))
     return [outcome.value for outcome in outcomes]
 
 
-def run_calls(
-    world_size: int,
-    calls: Mapping[str, tuple[Any, ...]],
-    *,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
-    device: Device = "cpu",
-) -> dict[str, list[Any]]:
+def run_calls(world_size: int, calls: Mapping[str, tuple[Any, ...]], **options: Any) -> dict[str, list[Any]]:
     """Call several functions one after the other on the same ranks, and return what each returned, by name and rank.
 
-    Raises:
-        RankFailure: A rank raised, died or hung.
+    Args:
+        calls: By name a function of a module, and its arguments after ``rank`` and ``world_size``.
+        options: Those of `run_ranks_to_outcomes`, for all calls together.
     """
-    found = run_ranks(_call_each, world_size, dict(calls), timeout_s=timeout_s, device=device)
+    found = run_ranks(_call_each, world_size, dict(calls), **options)
     return {name: [one[name] for one in found] for name in calls}
 
 
@@ -146,7 +140,13 @@ def run_ranks_to_outcomes(
     device: Device = "cpu",
     **kwargs: Any,
 ) -> list[RankOutcome]:
-    """Run like `run_ranks`, but return what became of each rank; for tests in which a rank has to die."""
+    """Run like `run_ranks`, but return what became of each rank; for tests in which a rank has to die.
+
+    Args:
+        timeout_s: All of them together may take this long; then they are killed. Also the timeout of collectives.
+        process_group: Whether a group over all ranks is made before and destroyed after.
+        device: Whether ranks are on the CPU with gloo, or all on the first GPU with NCCL.
+    """
     context: Any = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
     if device == "cpu":
         context.set_forkserver_preload(list(PRELOAD))
@@ -156,9 +156,10 @@ def run_ranks_to_outcomes(
         port = free_port()
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)
+            call = partial(_call, folder, rank, world_size, timeout_s, process_group, partial(fn, **kwargs), args)
             variables = environment_of(rank, world_size, port, device)
-            call = (sender, folder, rank, world_size, variables, timeout_s, process_group, fn, args, kwargs)
-            process = context.Process(target=_rank_main, args=call, daemon=True)
+            stacks = os.path.join(folder, f"stacks-{rank}")
+            process = context.Process(target=_rank_main, args=(sender, stacks, variables, call), daemon=True)
             process.start()
             sender.close()
             processes.append(process)
@@ -262,26 +263,14 @@ def _stacks_of(process: Any, folder: Path, rank: int) -> str:
     return "(not started)"
 
 
-def _rank_main(
-    sender: Connection,
-    folder: str,
-    rank: int,
-    world_size: int,
-    variables: dict[str, str],
-    timeout_s: float,
-    process_group: bool,
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> None:
+def _rank_main(sender: Connection, stacks_path: str, variables: dict[str, str], call: Callable[[], Any]) -> None:
     """Be one rank: environment, group, function, answer."""
-    with open(os.path.join(folder, f"stacks-{rank}"), "w") as stacks:
+    with open(stacks_path, "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         os.environ.update(variables)
         try:
-            value = _call(folder, rank, world_size, timeout_s, process_group, fn, args, kwargs)
             # Plain pickle: a Connection's own would pass tensors as handles of a process about to end.
-            answer = pickle.dumps(("value", value))
+            answer = pickle.dumps(("value", call()))
         except BaseException:
             answer = pickle.dumps(("error", traceback.format_exc()))
         sender.send_bytes(answer)
@@ -291,14 +280,7 @@ def _rank_main(
 
 
 def _call(
-    folder: str,
-    rank: int,
-    world_size: int,
-    timeout_s: float,
-    process_group: bool,
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    folder: str, rank: int, world_size: int, timeout_s: float, process_group: bool, fn: Callable[..., Any], args: Any
 ) -> Any:
     """Make the group, call the function, destroy the group."""
     import torch
@@ -320,7 +302,7 @@ def _call(
         # compatible.
         deepspeed.ops.__compatible_ops__ = {}
     if not process_group:
-        return fn(rank, world_size, *args, **kwargs)
+        return fn(rank, world_size, *args)
     dist.init_process_group(
         **backend,
         init_method=f"file://{folder}/store",
@@ -328,7 +310,7 @@ def _call(
         world_size=world_size,
         timeout=datetime.timedelta(seconds=timeout_s),
     )
-    value = fn(rank, world_size, *args, **kwargs)
+    value = fn(rank, world_size, *args)
     dist.barrier()
     dist.destroy_process_group()
     return value

@@ -39,14 +39,10 @@ SIZE = 5000
 BEFORE, AFTER = 10, 20
 
 
-# What Python reports before it makes such a call, by whatever module and with whatever arguments it is made.
 CHANGES = frozenset(
-    f"os.{name}"
-    for name in (
-        *("chmod", "chown", "link", "mkdir", "remove", "removexattr", "rename", "rmdir", "setxattr", "symlink"),
-        *("truncate", "utime"),
-    )
+    f"os.{name}" for name in ("chmod", "link", "mkdir", "remove", "rename", "rmdir", "truncate", "utime")
 )
+"""What Python reports before it makes such a call, by whatever module and with whatever arguments it is made."""
 
 
 class _Countdown:
@@ -56,33 +52,25 @@ class _Countdown:
     """
 
     def __init__(self, calls: int) -> None:
-        self._left = calls
-
-    def __call__(self) -> None:
-        """Count one call."""
-        self._left -= 1
-        if self._left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def watch(self) -> None:
-        """Count every call of this process from now on; only chunks have to be counted by who gives them."""
+        self.left = calls
         sync = os.fsync
 
         def counted(descriptor: int) -> None:
             # The one of them that Python does not report.
-            self()
+            self.count()
             sync(descriptor)
 
         os.fsync = counted
         sys.addaudithook(self._hear)
 
-    def stop(self) -> None:
-        """Kill no more."""
-        self._left = -1
+    def count(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event in CHANGES or (event == "open" and arguments[2] & os.O_CREAT):
-            self()
+            self.count()
 
 
 class _DeadlyStore(LocalStore):
@@ -91,15 +79,13 @@ class _DeadlyStore(LocalStore):
     def __init__(self, root: Path, calls: int) -> None:
         super().__init__(root)
         self.countdown = _Countdown(calls)
-        self.countdown.watch()
 
     def create(self, key: str, chunks: Any) -> int:
-        """Write chunk by chunk in small pieces."""
         return super().create(key, self._counted(chunks))
 
     def _counted(self, chunks: Any) -> Any:
         for chunk in chunks:
-            self.countdown()
+            self.countdown.count()
             yield chunk
 
 
@@ -117,22 +103,17 @@ def _state(rank: int, world_size: int, step: int) -> ShardedState:
 def _save(
     store: LocalStore, rank: int, world_size: int, step: int, attempt: int, messenger: RankMessenger
 ) -> CheckpointRef:
+    meta = CheckpointMeta(sp_size=1, cursor={"step": step}, digest="0", tokens=0)
     return save_checkpoint(
-        store,
-        step=step,
-        attempt=attempt,
-        rank=rank,
-        world_size=world_size,
-        state=_state(rank, world_size, step),
-        meta=CheckpointMeta(sp_size=1, cursor={"step": step}, digest="0", tokens=0),
-        messenger=messenger,
-    )
+        store, step=step, attempt=attempt, rank=rank, world_size=world_size, state=_state(rank, world_size, step),
+        meta=meta, messenger=messenger,
+    )  # fmt: skip
 
 
 def _die_in_single_save(rank: int, world_size: int, run_dir: str, calls: int) -> str:
     store = _DeadlyStore(Path(run_dir), calls)
     _save(store, rank, world_size, AFTER, 2, SingleRankMessenger())
-    store.countdown.stop()
+    store.countdown.left = -1
     return "survived"
 
 
@@ -205,12 +186,8 @@ def test_sigkill_at_every_call_of_a_save_leaves_the_checkpoint_before_or_the_who
     assert committed == [False] * (4 + 9 + 4) + [True] * 2
 
 
-@pytest.mark.parametrize(
-    ("dying", "calls"),
-    # The 6th call is in the shard's file, whichever rank makes the folders.
-    [(0, 1), (1, 1), (1, 6), (0, 6)],
-    ids=["rank-0-at-once", "rank-1-at-once", "rank-1-in-its-shard", "rank-0-in-its-shard"],
-)
+# The 6th call is in the shard's file, whichever rank makes the folders.
+@pytest.mark.parametrize(("dying", "calls"), [(0, 1), (1, 6)], ids=["rank-0-at-once", "rank-1-in-its-shard"])
 def test_a_rank_killed_in_a_save_ends_the_others_and_commits_nothing(tmp_path: Path, dying: int, calls: int) -> None:
     _save(LocalStore(tmp_path), 0, 1, BEFORE, 1, SingleRankMessenger())
     outcomes = run_ranks_to_outcomes(_die_in_joint_save, 2, str(tmp_path), {dying: calls}, timeout_s=60)
@@ -222,11 +199,9 @@ def test_a_rank_killed_in_a_save_ends_the_others_and_commits_nothing(tmp_path: P
     assert _check_loadable(tmp_path) == BEFORE
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-def test_a_disk_that_is_full_for_one_rank_is_the_same_error_on_every_rank(tmp_path: Path, failing: int) -> None:
+def test_a_disk_that_is_full_for_one_rank_is_the_same_error_on_every_rank(tmp_path: Path) -> None:
     _save(LocalStore(tmp_path), 0, 1, BEFORE, 1, SingleRankMessenger())
-    errors = run_ranks(_fill_the_disk, 2, str(tmp_path), {failing: 4096}, timeout_s=60)
+    errors = run_ranks(_fill_the_disk, 2, str(tmp_path), {1: 4096}, timeout_s=60)
     assert errors[0] == errors[1]
-    assert f"rank {failing}: attempt-0002/rank-0000{failing}-of-00002.safetensors could not be written" in errors[0]
-    assert "File too large" in errors[0]
+    assert "rank 1: attempt-0002/rank-00001-of-00002.safetensors" in errors[0] and "File too large" in errors[0]
     assert _check_loadable(tmp_path) == BEFORE

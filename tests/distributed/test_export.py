@@ -23,27 +23,27 @@ from ray_ulysses.config import Config
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.data.tokenize.tokenizers import ByteTokenizer
 from ray_ulysses.engine.model import build_model
-from ray_ulysses.engine.zero import ZeroSettings, build_engine, zero_config
+from ray_ulysses.engine.zero import build_engine, zero_config
 from ray_ulysses.engine.zero_state import state_source
 from ray_ulysses.storage import LocalStore
 from tests.breadth import fast_only
 from tests.distributed.harness import run_ranks
-from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_worker
+from tests.distributed.run_case import make_config, make_corpus, train
+from tests.distributed.seam_case import zero_settings
 from tests.unit.config.trees import small_tree
 from tests.unit.export.runs import META
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
-TIMEOUT_S = 200.0
 LENGTHS = [40, 24]
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """Return a run of 4 steps in bf16 on 2 workers, with checkpoints of steps 2 and 4."""
     folder = tmp_path_factory.mktemp("run")
     changes = {"model__dtype": "bf16", "cluster__workers": 2, "run__stop_step": 4, "checkpoint__every_steps": 2}
     config = make_config(folder, make_corpus(folder), **changes)
-    prepare_attempt(config, "only")
-    run_ranks(run_worker, 2, config, "only", timeout_s=TIMEOUT_S)
+    train(config)
     return config
 
 
@@ -60,57 +60,42 @@ def test_a_finished_run_is_exported_checked_on_its_own_rows_and_loads_everywhere
     code, said, progress = call(capsys, finished.run_dir, "--max-shard-size", "20KB")
     assert code == 0, progress
     out = finished.run_dir / "export/step-00000004"
-    assert "run 'run', step 4 (attempt 1, 6.14k trained tokens): exported in" in said
-    assert "model      LlamaForCausalLM, 17.8k parameters" in said
-    assert "weights    bf16, as used in training" in said
-    assert "rows of up to 256 tokens; max_position_embeddings 2,048, rope default, theta 10000, as trained" in said
     assert "logits over 512 tokens of 2 documents (the run's first training rows) " in said
     assert f'model = AutoModelForCausalLM.from_pretrained("{out}", dtype="auto")' in said
-    assert f"# or: vllm serve {out} --max-model-len 256" in said
-    assert "model-00001-of-" in progress and "checking: 512 tokens" in progress
-
     tokenizer = AutoTokenizer.from_pretrained(out)
     assert tokenizer("def f(): ...")["input_ids"] == ByteTokenizer().encode_all(["def f(): ..."])[0].tolist()
     model = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
     assert model.dtype == torch.bfloat16
     assert model.generation_config.eos_token_id == model.config.eos_token_id == tokenizer.eos_token_id == 256
-    ids = torch.tensor([tokenizer("import os\n")["input_ids"]])
-    assert model.generate(ids, max_new_tokens=4, do_sample=False).shape[1] <= ids.shape[1] + 4
-    card = (out / "README.md").read_text()
     record = json.loads((out / "ray_ulysses_export.json").read_text())
-    assert record["report"]["data_digest"] in card
-    assert "| step | 4 |" in card and "rows of up to 256 tokens" in card and "transformers 5" in card
+    assert record["report"]["data_digest"] in (out / "README.md").read_text()
 
     code, said, _ = call(capsys, finished.run_dir, "--max-shard-size", "20KB")
     assert (code, "was exported before" in said) == (0, True)
     code, _, error = call(capsys, finished.run_dir, "--dtype", "fp32")
-    assert code == 2
-    assert "its weights are --dtype model; its files hold up to 20 kB); add --overwrite to replace it" in error
+    assert code == 2 and "--overwrite" in error
     code, said, _ = call(capsys, finished.run_dir, "--dtype", "fp32", "--overwrite", "--no-check")
-    assert code == 0
-    assert "weights    fp32, the optimizer's master weights" in said
-    assert "check      skipped (--no-check)" in said
+    assert code == 0 and "check      skipped (--no-check)" in said
     assert AutoModelForCausalLM.from_pretrained(out, dtype="auto").dtype == torch.float32
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code"),
     [
-        (["--step", "3"], 2, "error: --step=3: is not a committed step of this run; give one of 2, 4"),
-        (["--step", "soon"], 2, "error: --step=soon: must be the number of a committed step, or latest, or best"),
-        (["--dtype", "int4"], 2, "'int4' is not one of 'model', 'fp32', 'bf16', 'fp16'"),
-        (["--max-shard-size", "big"], 2, "error: --max-shard-size=big: must be a number and a unit"),
-        (["--tokenizer", "/nowhere"], 2, "error: tokenizer=/nowhere: no such directory"),
-        (["--out", "/proc/nothing/out"], 1, "error: --out='/proc/nothing/out': can't be written ("),
+        (["--step", "3"], 2),
+        (["--step", "soon"], 2),
+        (["--dtype", "int4"], 2),
+        (["--max-shard-size", "big"], 2),
+        (["--tokenizer", "/nowhere"], 2),
+        (["--out", "/proc/nothing/out"], 1),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
 def test_what_can_not_be_done_is_said_and_the_exit_code_says_whose_fault_it_is(
-    finished: Config, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, said: str
+    finished: Config, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int
 ) -> None:
     found, _, error = call(capsys, finished.run_dir, *arguments)
-    assert found == code
-    assert said in error
+    assert found == code and arguments[1] in error
 
 
 def test_the_checkpoints_of_a_run_whose_corpus_is_gone_are_tried_with_seeded_tokens(
@@ -125,7 +110,6 @@ def test_the_checkpoints_of_a_run_whose_corpus_is_gone_are_tried_with_seeded_tok
     assert code == 0, error
     assert "(seeded tokens, since the run's corpus can't be read" in said
     # The plan remembers which tokenizer prepared it.
-    assert "tokenizer  bytes, written as a tokenizer.json" in said
     assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == 257
 
 
@@ -149,12 +133,15 @@ def test_an_export_that_is_killed_publishes_nothing_and_the_next_one_does(
     """)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    left = [path.name for path in tmp_path.iterdir()]
-    assert len(left) == 1 and left[0].startswith(".out.exporting-")
+    assert [path.name.startswith(".out.exporting-") for path in tmp_path.iterdir()] == [True]
     found, _, error = call(capsys, finished.run_dir, "--out", tmp_path / "out", "--no-check")
     assert found == 0, error
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+
+
+def make_row() -> torch.Tensor:
+    return torch.randint(0, 320, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(5))
 
 
 def live_run(rank: int, world_size: int, run_dir: str, dtype: str, path: str | None) -> torch.Tensor:
@@ -165,22 +152,12 @@ def live_run(rank: int, world_size: int, run_dir: str, dtype: str, path: str | N
     tree = small_tree(**changes)
     tree["run"] |= {"name": Path(run_dir).name, "storage": str(Path(run_dir).parent)}
     config = parse_config(tree)
-    settings = ZeroSettings(
-        dtype=config.model.dtype,
-        accumulation=1,
-        max_grad_norm=1.0,
-        learning_rate=1e-2,
-        betas=(0.9, 0.95),
-        eps=1e-8,
-        weight_decay=0.1,
-        partition_everything=True,
-    )
+    settings = zero_settings(dtype=config.model.dtype, max_grad_norm=1.0, learning_rate=1e-2, weight_decay=0.1)
     mesh = SequenceMesh.from_group(torch.distributed.group.WORLD)
     model = build_model(config, partition=zero_config(settings))
     apply_ulysses(model, mesh)
     engine = build_engine(model, settings)
-    row = torch.randint(0, 320, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(5))
-    batch = shard_batch(row, row, [LENGTHS], mesh)
+    batch = shard_batch(make_row(), make_row(), [LENGTHS], mesh)
     for _ in range(2):
         loss, _ = causal_lm_loss(engine, batch)
         engine.backward(loss * loss_scale(sum(LENGTHS) - len(LENGTHS), mesh, zero_stage=3, accumulation=1))
@@ -193,22 +170,14 @@ def live_run(rank: int, world_size: int, run_dir: str, dtype: str, path: str | N
         Path(run_dir).mkdir(parents=True, exist_ok=True)
         (Path(run_dir) / "config.yaml").write_text(config.to_yaml())
     save_checkpoint(
-        LocalStore(run_dir),
-        step=2,
-        attempt=1,
-        rank=rank,
-        world_size=world_size,
-        state=state_source(engine),
-        meta=META,
+        LocalStore(run_dir), step=2, attempt=1, rank=rank, world_size=world_size, state=state_source(engine), meta=META,
         messenger=TorchRankMessenger(),
-    )
+    )  # fmt: skip
     return logits[0].float()
 
 
 @pytest.mark.parametrize(
-    "case",
-    fast_only(product(["random", "pretrained"], ["fp32", "bf16"]), ("random", "fp32"), ("pretrained", "bf16")),
-    ids="-".join,
+    "case", fast_only(product(["random", "pretrained"], ["fp32", "bf16"]), ("pretrained", "bf16")), ids="-".join
 )
 def test_the_exported_model_gives_the_logits_of_the_engine_that_trained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], case: tuple[str, str]
@@ -222,18 +191,15 @@ def test_the_exported_model_gives_the_logits_of_the_engine_that_trained(
         model.generation_config.do_sample = True
         model.save_pretrained(base)
     path = str(base) if init == "pretrained" else None
-    live = run_ranks(live_run, 2, str(tmp_path / "run"), dtype, path, timeout_s=TIMEOUT_S)[0]
-    code, said, error = call(capsys, tmp_path / "run")
+    live = run_ranks(live_run, 2, str(tmp_path / "run"), dtype, path, timeout_s=200)[0]
+    code, _, error = call(capsys, tmp_path / "run")
     assert code == 0, error
-    assert "tokenizer  none: the run's corpus, which names its tokenizer, is not there" in said
     out = tmp_path / "run/export/step-00000002"
     loaded: Any = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
     assert loaded.dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
-    row = torch.randint(0, 320, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
-        parts = [loaded(input_ids=part, use_cache=False).logits[0] for part in row.split(LENGTHS, dim=1)]
+        parts = [loaded(input_ids=part, use_cache=False).logits[0] for part in make_row().split(LENGTHS, dim=1)]
     difference = float((torch.cat(parts).float() - live).abs().max() / live.abs().max())
-    print(f"{init} {dtype}: {difference:.1e}")
     # In bf16 the two round after other orders of additions: two units in the last of 8 bits at most (0 was measured).
     assert difference <= (1e-5 if dtype == "fp32" else 2**-7)
     if init == "pretrained":

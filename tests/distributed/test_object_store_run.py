@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,7 @@ from ray_ulysses.tracking.failures import record_failure
 from ray_ulysses.tracking.history import RunHistory, read_history
 from ray_ulysses.tracking.journal_reader import read_journal
 from tests.distributed.run_case import assert_same_run, make_config, make_corpus, train, train_to_death
-from tests.polling import wait_until
-from tests.s3_server import S3Server, faulty_proxy, serve_s3
+from tests.s3_server import S3Server, serve_s3
 
 pytestmark = pytest.mark.distributed
 LAST_STEP = 12
@@ -91,37 +89,6 @@ def test_killed_and_gone_on_with_elsewhere_it_is_the_run_of_a_disk(
 
     code = run_command(app, ["inspect", str(run_dir), "--json"])
     assert code == 0 and json.loads(capsys.readouterr().out)["data_digest"] == on_a_disk.data_digest
-
-
-@pytest.mark.slow
-def test_an_outage_in_the_middle_stops_nothing_and_loses_no_record(
-    s3: S3Server, corpus: Path, tmp_path: Path, on_a_disk: RunHistory
-) -> None:
-    with faulty_proxy(s3) as proxy:
-        config = _config(s3.uri("runs", proxy.port), corpus, 1, data__rows_per_step=2)
-        direct = _config(s3.uri("runs"), corpus, 1)
-        environment = _environment(s3, tmp_path / "node")
-        failures: list[BaseException] = []
-
-        def train() -> None:
-            try:
-                train(config, environment=environment)
-            except BaseException as error:
-                failures.append(error)
-
-        thread = threading.Thread(target=train)
-        thread.start()
-        try:
-            wait_until(lambda: bool(read_journal(direct.run_dir).entries), "the attempt", timeout_s=120)
-            proxy.fail("503", times=1_000_000)
-            threading.Event().wait(8.0)
-        finally:
-            proxy.heal()
-            thread.join(240)
-        assert failures == []
-    history = read_history(direct.run_dir, is_held=False)
-    assert history.status == "finished" and history.lost_steps == 0
-    assert_same_run(history, on_a_disk)
 
 
 def copy_run(source: Place, target: Place) -> None:

@@ -11,8 +11,6 @@ from ray_ulysses.config import Config
 from ray_ulysses.tracking.events import Evaluated
 from ray_ulysses.tracking.history import read_history
 from tests.apart import losses_apart
-from tests.distributed.checkpoint_layouts_case import can_swap
-from tests.distributed.harness import run_ranks
 from tests.distributed.run_case import assert_same_run, make_config, make_corpus, train
 from tests.unit.tracking.journals import read_events
 
@@ -68,24 +66,3 @@ def test_compiled_layers_train_evaluate_and_go_on_as_others_do(corpus: Path, tmp
         for name in ("compiled", "eager")
     ]
     assert len(losses[0]) == 2 and losses[0] == pytest.approx(losses[1], rel=ANOTHER_LAYOUT)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_an_optimizer_on_nvme_is_checkpointed_by_a_run(corpus: Path, tmp_path: Path) -> None:
-    if not run_ranks(can_swap, 1, process_group=False)[0]:
-        pytest.skip("DeepSpeed's async_io is not compatible with this machine: libaio or a compiler is missing")
-    config = make_config(tmp_path, corpus).model_dump(mode="json")["model"]["config"]
-    # A rank's matrices must take more than the 1 MiB below which DeepSpeed keeps them in memory.
-    settings: dict[str, Any] = {
-        "model__config": config | {"hidden_size": 256, "intermediate_size": 512},
-        "cluster__workers": 2,
-    }
-    swapped = settings | {"memory__offload_optimizer": "nvme", "memory__nvme_path": str(tmp_path / "nvme")}
-    wanted = read_history(_run(tmp_path / "unbroken", corpus, "unbroken", run__stop_step=5, **settings).run_dir)
-    _run(tmp_path / "swapped", corpus, "first", run__stop_step=3, **swapped)
-    ours = read_history(_run(tmp_path / "swapped", corpus, "second", run__stop_step=5, **swapped).run_dir)
-    assert losses_apart(ours, wanted) <= ANOTHER_LAYOUT
-    assert [attempt.first_step for attempt in ours.attempts] == [1, 4]
-    files = [path for path in (tmp_path / "nvme" / "run").rglob("*.swp") if path.stat().st_size > 2**20]
-    assert files, "nothing was swapped"

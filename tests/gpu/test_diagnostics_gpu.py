@@ -10,16 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-import torch
-
 from ray_ulysses.parallel.gpu_environment import ALLOCATOR
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
 
 # In a process of its own, whose allocator and NCCL have not begun.
 _RANK = """

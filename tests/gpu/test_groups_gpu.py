@@ -13,7 +13,6 @@ from ray_ulysses.parallel.layout import ParallelLayout
 from ray_ulysses.parallel.mesh import SequenceMesh
 from ray_ulysses.supervision.child import backend_of
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 DEVICE = torch.device("cuda:0")
 
 

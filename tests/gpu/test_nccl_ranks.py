@@ -8,16 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.distributed.nccl_cases import run_all
 from tests.distributed.test_examples import EXAMPLES, LOOPS, check
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -11,11 +11,6 @@ import torch
 
 from ray_ulysses.elastic.reform import end_bound_s
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
 HOST_GIB, DEVICE_GIB = 8, 12
 
 

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
-import torch
 
 from ray_ulysses.config import Config
 from ray_ulysses.tracking.events import AttemptStarted
@@ -23,11 +19,6 @@ from tests.cluster.test_train_job import Command, start, train, wait_for_step
 from tests.distributed.run_case import make_config, make_corpus
 from tests.unit.tracking.journals import read_events
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
 MODEL = {
     "model_type": "llama", "vocab_size": 264, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4,
     "num_attention_heads": 8, "num_key_value_heads": 2, "tie_word_embeddings": True, "max_position_embeddings": 4096,
@@ -96,25 +87,3 @@ def test_a_run_is_killed_forms_again_stops_and_goes_on_to_its_export(tmp_path: P
     assert loaded.config.hidden_size == MODEL["hidden_size"]
     asked = ("evaluate", config.run_dir, "--data", corpus, "--lengths", "1k,2k")
     print(command(*asked, log=tmp_path / "evaluate.txt")[-3000:])
-
-
-def test_check_passes_a_run_on_a_gpu_and_says_its_memory_and_speed(tmp_path: Path, ray_folder: Path) -> None:
-    config = make_run(tmp_path, make_corpus(tmp_path), 4000, cluster__device="H100", memory__device_gib=78)
-    path = tmp_path / "config.yaml"
-    path.write_text(config.to_yaml())
-    log = tmp_path / "check.txt"
-    done = Command("check", path, log=log)
-    code = done.wait()
-    print(done.text[-4000:])
-    assert code in (0, 1), done.text
-    lines = [line for line in done.text.splitlines() if "memory" in line.lower()]
-    assert any("GiB" in line for line in lines), done.text
-
-
-def test_the_doctor_tests_this_gpu(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "ray_ulysses", "doctor"], capture_output=True, text=True, timeout=300, check=False,
-        env=dict(os.environ),
-    )  # fmt: skip
-    print(done.stdout[-4000:])
-    assert torch.cuda.get_device_name() in done.stdout
