@@ -85,6 +85,7 @@ def take_all_cpus(node: str) -> Any:
     return taker
 
 
+@pytest.mark.slow
 def test_blocks_are_read_on_the_node_of_their_rank(nodes: LocalCluster, corpus: Corpus, tmp_path: Path) -> None:
     plan, places = plan_of(corpus), list(nodes.nodes)
     all_reads = [Reads(tmp_path / str(rank)) for rank in range(2)]

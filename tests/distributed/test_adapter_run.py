@@ -19,7 +19,6 @@ from ray_ulysses.evaluation.model_source import find_model
 from ray_ulysses.evaluation.report import EvaluationRequest
 from ray_ulysses.tracking.history import read_history
 from tests import apart
-from tests.breadth import fast_cases
 from tests.distributed.run_case import SMALL_FILES, make_config, make_corpus, train
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
@@ -61,7 +60,8 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).abs().max() / b.abs().max())
 
 
-@pytest.mark.parametrize(("kind", "is_tied", "dtype", "rope"), fast_cases(CASES, "extension-tied-fp32"))
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "is_tied", "dtype", "rope"), CASES.values(), ids=CASES)
 def test_an_adapter_is_trained_resumed_elsewhere_and_loaded_by_peft(
     tmp_path: Path, corpus: Path, kind: str, is_tied: bool, dtype: str, rope: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -109,6 +109,7 @@ def test_a_change_without_the_flag_is_refused_and_changes_nothing(
     assert content == files()
 
 
+@pytest.mark.slow
 def test_a_branch_planned_while_the_run_went_on_is_refused(
     corpora: tuple[Path, Path], at_first_stop: Path, tmp_path: Path
 ) -> None:

@@ -132,6 +132,7 @@ def test_every_stage_and_world_loads_every_other_and_goes_on(tmp_path: Path) -> 
     assert state.optimizer_step == SAVED_AT
 
 
+@pytest.mark.slow
 def test_a_state_on_the_host_and_one_in_bf16_are_restored(tmp_path: Path) -> None:
     exchange_states(
         [

@@ -49,6 +49,7 @@ def test_each_rank_leaves_its_collectives_for_pytorch_s_analyzer(tmp_path: Path)
         assert any(entry["profiling_name"] == "gloo:all_reduce" for entry in details["entries"])
 
 
+@pytest.mark.slow
 def test_the_steps_and_ranks_of_run_profile_are_traced_and_no_others(tmp_path: Path, corpus: Path) -> None:
     steps = {}
     for name, profile in (("plain", None), ("traced", {"steps": [2, 3], "ranks": [1]})):
@@ -71,6 +72,7 @@ def test_the_steps_and_ranks_of_run_profile_are_traced_and_no_others(tmp_path: P
         assert any(str(name).startswith("gloo:") for name in names)
 
 
+@pytest.mark.slow
 def test_a_hang_leaves_the_flight_record_of_every_rank_and_the_failure_names_them(tmp_path: Path, corpus: Path) -> None:
     config = make_config(
         tmp_path / "runs", corpus, run__stop_step=3000, data__epochs=650, data__rows_per_step=2,

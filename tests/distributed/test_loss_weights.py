@@ -85,6 +85,7 @@ def test_the_loss_is_the_mean_by_weight_at_every_layout(tmp_path: Path, layout: 
     assert verify_run(config.run_dir).holds
 
 
+@pytest.mark.slow
 def test_one_weight_for_all_changes_nothing(tmp_path: Path) -> None:
     fields = {"workers": 1, "parallel__sp_size": 1, "data__rows_per_step": 2}
     plain = trained(tmp_path / "plain", weighted_corpus(tmp_path / "a", plain=True), **fields)[1]

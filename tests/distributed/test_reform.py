@@ -147,6 +147,7 @@ def test_children_that_die_or_stop_and_a_lost_node_cost_at_most_a_step(
     assert all(steps <= 1 for steps in lost), lost
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", [(1, True)], indirect=True, ids=["sp1"])
 def test_a_node_whose_gpu_has_failed_is_left_and_the_others_train_on(run: SupervisedRun) -> None:
     _wait_for_steps(run, 1)

@@ -207,6 +207,7 @@ def test_a_start_that_can_not_be_is_refused_before_a_worker_starts(
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_steps_go_on_while_the_storage_hangs_and_nothing_is_committed_or_lost(tmp_path: Path, corpus: Path) -> None:
     # Longer than there are copies of the state: a checkpoint is postponed.
     until = 20

@@ -83,9 +83,7 @@ CASES: dict[str, tuple[int, int, int, AttentionSettings, ZeroSettings]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("ranks", "sp", "ring", "attention", "zero"), fast_cases(CASES, "sp2-windows-and-sinks", "sp2-bf16", "sp4-ring2")
-)
+@pytest.mark.parametrize(("ranks", "sp", "ring", "attention", "zero"), fast_cases(CASES, "sp2-bf16", "sp4-ring2"))
 def test_exact_ranks_pass_in_seconds_and_report_alike(
     ranks: int, sp: int, ring: int, attention: AttentionSettings, zero: ZeroSettings
 ) -> None:

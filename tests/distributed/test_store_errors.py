@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 LAST_STEP = 4
 # 46 on a machine that is not busy; the journal's thread and that which looks for requests ask by the clock.
 MOST_REQUESTS = 75
-FAST = {("before", 31), ("after", 40)}
+FAST = {("after", 40)}
 
 
 @pytest.fixture(scope="module")

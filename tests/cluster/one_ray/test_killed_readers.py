@@ -20,13 +20,12 @@ from ray_ulysses.data.plan.corpus_set import CorpusSet, open_sources
 from ray_ulysses.data.read.blocks import Block, Slot, requested, unpack
 from ray_ulysses.errors import RunError
 from ray_ulysses.supervision.remote_streams import RemoteStreams, serve_streams
-from tests.breadth import fast_only
 from tests.cluster.one_ray.test_stream import executions
 from tests.polling import wait_until
 from tests.unit.data.corpora import text_corpus, varied_texts
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
-WARM_KILLS = 2
+WARM_KILLS, KILLS = 2, 30
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +72,8 @@ def stored_bytes() -> int:
     return int(stats.store_stats.object_store_bytes_used)
 
 
-@pytest.mark.parametrize("kills", fast_only([4, 30], 4))
-def test_nothing_of_a_stream_outlives_its_child(cluster: None, blocks: list[Block], kills: int) -> None:
+@pytest.mark.slow
+def test_nothing_of_a_stream_outlives_its_child(cluster: None, blocks: list[Block]) -> None:
     chance, lasts, process = random.Random(43), executions(), psutil.Process()
     counts: dict[str, tuple[Callable[[], float], float]] = {
         # What the last one held is freed as the next one starts.
@@ -82,9 +81,9 @@ def test_nothing_of_a_stream_outlives_its_child(cluster: None, blocks: list[Bloc
         "CPUs in use": (lambda: 4.0 - ray.available_resources().get("CPU", 0.0), 0.0),
     }
     num_streamed = 0
-    for number in range(WARM_KILLS + kills):
+    for number in range(WARM_KILLS + KILLS):
         child = Child(blocks)
-        if number < WARM_KILLS or number == WARM_KILLS + kills - 1:
+        if number < WARM_KILLS or number == WARM_KILLS + KILLS - 1:
             wait_until(lambda child=child: child.rows, "the stream has come")
         else:
             time.sleep(chance.uniform(0.0, 4.0))
@@ -95,8 +94,8 @@ def test_nothing_of_a_stream_outlives_its_child(cluster: None, blocks: list[Bloc
             wait_until(lambda: executions() <= lasts, "the executions have ended")
             # What lasts as long as the process, such as Ray's own threads, is there by now.
             counts["threads"] = (threading.active_count, threading.active_count())
-            counts["descriptors"] = (process.num_fds, process.num_fds() + kills / 2)
-    print(f"{num_streamed} of {WARM_KILLS + kills} children received rows before they died")
+            counts["descriptors"] = (process.num_fds, process.num_fds() + KILLS / 2)
+    print(f"{num_streamed} of {WARM_KILLS + KILLS} children received rows before they died")
     wait_until(lambda: executions() <= lasts, "the executions have ended")
     for name, (count, most) in counts.items():
         wait_until(

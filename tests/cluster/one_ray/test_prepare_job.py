@@ -79,6 +79,7 @@ def test_a_stopped_job_does_only_what_is_left(cluster: None, tmp_path: Path) -> 
     assert prepare(request, progress=lambda _: pytest.fail("nothing is left to do")).fingerprint == corpus.fingerprint
 
 
+@pytest.mark.slow
 def test_files_that_cannot_be_read_are_named_all_at_once(cluster: None, tmp_path: Path) -> None:
     write_texts(tmp_path / "tree", varied_texts(5))
     for name in ("one", "two"):
