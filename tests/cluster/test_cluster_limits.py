@@ -92,17 +92,8 @@ def test_nodes_and_workers_are_counted_and_what_can_not_fit_is_refused(
         assert view is not None and view.workers == 2
         assert sum(node.cpus for node in free_nodes()) == pytest.approx(0.2)
 
-        refused = {
-            "workers": ({"cluster__workers": 8}, "set cluster.workers=2, which fits"),
-            "GPUs": ({"cluster__gpus_per_worker": 1}, "or set cluster.gpus_per_worker=0 to train on CPUs"),
-            "whole CPUs": ({"cluster__cpus_per_worker": 1.5}, "hold 0: 2 of 1 CPU and 0 GPUs (0)"),
-            "data": ({"data__engine": "ray"}, "cluster.data_cpus=0.25: the workers leave no node"),
-        }
-        for overrides, words in refused.values():
-            with pytest.raises(RunError) as told:
-                check(config_for(cluster, corpus, tmp_path, **overrides))
-            assert words in str(told.value)
-            assert "cluster.wait_for_nodes=true waits for nodes that join later" in str(told.value)
+        with pytest.raises(RunError, match=r"set cluster\.workers=2"):
+            check(config_for(cluster, corpus, tmp_path, cluster__workers=8))
         waits = config_for(cluster, corpus, tmp_path, cluster__workers=8, cluster__wait_for_nodes=True)
         check(waits)
         assert console.export_text() == ""
