@@ -396,7 +396,6 @@ def _run_case(
         weights = weights_of(index, labels).to(device) if case.rows == "weighted" else None
         batches.append(shard_batch(ids.to(device), labels.to(device), lengths, mesh, label_weights=weights))
     tokens = torch.stack([(batch.labels_BL != IGNORE_INDEX).sum() for batch in batches]).sum()
-    # Every rank of a row has it.
     dist.all_reduce(tokens)
     settings = zero_settings(
         stage=case.zero_stage or 1, accumulation=case.accumulation, max_grad_norm=0.5, weight_decay=0.1
@@ -581,13 +580,14 @@ def check(result: SeamResult) -> None:
     assert result.gradient_error <= 1.0, (
         f"{label}: gradient of {result.worst_tensor} is off by {result.gradient_error:.2f} x the bound"
     )
-    assert abs(result.norm_ratio - 1.0) <= 5e-4, f"{label}: gradient norm ratio {result.norm_ratio}"
+    bound = 1e-5 if case.adapter else 5e-4
+    assert abs(result.norm_ratio - 1.0) <= bound, f"{label}: gradient norm ratio {result.norm_ratio}"
     if case.zero_stage:
         assert result.num_stepped == result.num_trained, f"{label}: the optimizer steps {result.num_stepped} elements"
-    if case.zero_stage == 3 and case.world_size > 1:
+    if case.zero_stage == 3 and case.world_size > 1 and not case.adapter:
         # Forward and backward each gather every parameter tensor: nothing stays whole between uses.
         assert result.fewest_gathers >= 2 * case.accumulation, f"{label}: {result.fewest_gathers} gathers of one"
-        if isinstance(case.tile, int) and not case.adapter:
+        if isinstance(case.tile, int) and not case.has_router_loss:
             # However many tiles the rows of a rank have; a tied head is the embedding too.
             for gathers in result.tiled_gathers:
                 each = case.accumulation * (2 if any("embed_tokens" in name for name in gathers) else 1)
