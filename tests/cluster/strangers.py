@@ -26,7 +26,7 @@ _RAYS = ("gcs_server", "raylet/raylet", "ray::DashboardAgent", "ray::RuntimeEnvA
 
 
 def listening(root: psutil.Process) -> dict[int, str]:
-    found = {}
+    found: dict[int, str] = {}
     for process in root.children(recursive=True):
         # Workers, supervisors and agents of peer memory also listen for each other.
         if any(name in _command(process) for name in _RAYS):
