@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.planned import estimate
 from ray_ulysses import SequenceMesh, apply_ulysses, causal_lm_loss, loss_scale, shard_batch
 from ray_ulysses.attention.recompute import KeptOutput
 from ray_ulysses.checkpoint.state import ShardedState
@@ -26,6 +25,7 @@ from tests.distributed.harness import run_ranks
 from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_worker
 from tests.distributed.seam_case import checkpointed, zero_settings
 from tests.distributed.test_hybrids import OF_EACH_KIND
+from tests.planned import estimate
 from tests.unit.attention.models import VOCAB, magnified, tiny_model, zoo_model
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
