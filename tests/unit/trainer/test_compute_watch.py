@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,9 +24,7 @@ EVEN = [1.0, 1.1, 1.2, 1.0]
 class Ranks:
     """A watch on rank 0, and what all ranks would measure."""
 
-    def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, run_dir: Path, *, world_size: int = 4, slow: str = "report"
-    ) -> None:
+    def __init__(self, run_dir: Path, *, world_size: int = 4, slow: str = "report") -> None:
         self.time_s, self.times, self.warned, self.measured = 0.0, SLOW, list[str](), 0
         worker = SimpleNamespace(
             clock=SimpleNamespace(monotonic=lambda: self.time_s),
@@ -42,89 +41,74 @@ class Ranks:
             messenger=SimpleNamespace(gather=self._gather),
         )
         recorder: Any = SimpleNamespace(warned=self.warned.append, in_background=lambda call: call())
-        monkeypatch.setattr(compute_watch, "compute_s", lambda device: 1.0)
         self.watch = ComputeWatch(context, recorder)
 
     def _gather(self, own_s: float) -> list[float]:
         self.measured += 1
         return self.times
 
-    def window(self, times: list[float] = SLOW) -> None:
-        self.times, self.time_s = times, self.time_s + WINDOW_S
-        self.watch.after_step(Flags(compute_due=self.watch.is_due()))
+    def windows(self, count: int, times: list[float] = SLOW) -> None:
+        for _ in range(count):
+            self.times, self.time_s = times, self.time_s + WINDOW_S
+            self.watch.after_step(Flags(compute_due=self.watch.is_due()))
 
 
-def test_ranks_are_measured_at_most_every_30_s(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    ranks = Ranks(monkeypatch, tmp_path)
-    for ranks.time_s, due in ((0.0, False), (29.9, False), (30.0, True), (40.0, False), (60.0, True)):
-        assert ranks.watch.is_due() is due
-        ranks.watch.after_step(Flags(compute_due=due))
-    assert ranks.measured == 2
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Ranks]:
+    monkeypatch.setattr(compute_watch, "compute_s", lambda device: 1.0)
+    return lambda folder=tmp_path, **settings: Ranks(folder, **settings)
+
+
+def test_ranks_are_measured_at_most_every_30_s_and_one_rank_never(ranks: Callable[..., Ranks]) -> None:
+    some = ranks()
+    for some.time_s, due in ((0.0, False), (29.9, False), (30.0, True), (40.0, False), (60.0, True)):
+        assert some.watch.is_due() is due
+        some.watch.after_step(Flags(compute_due=due))
+    assert some.measured == 2
+    alone = ranks(world_size=1)
+    alone.time_s = 1e6
+    assert not alone.watch.is_due()
 
 
 @pytest.mark.parametrize("busy", ["saving", "memory_busy"])
-def test_ranks_are_not_measured_beside_a_save(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, busy: str) -> None:
-    ranks = Ranks(monkeypatch, tmp_path)
-    ranks.time_s = WINDOW_S
-    ranks.watch.after_step(Flags(compute_due=True, **{busy: True}))
-    assert ranks.measured == 0 and ranks.watch.is_due()
-    ranks.watch.after_step(Flags(compute_due=True))
-    assert ranks.measured == 1
-
-
-def test_a_rank_that_can_not_measure_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    ranks = Ranks(monkeypatch, tmp_path)
-    for _ in range(WINDOWS):
-        ranks.window([1.0, float("nan"), 1.4, 1.0])
-    assert len(ranks.warned) == 1 and ranks.warned[0].startswith("rank 2 ")
-
-
-def test_a_rank_alone_is_not_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    ranks = Ranks(monkeypatch, tmp_path, world_size=1)
-    ranks.time_s = 1e6
-    assert not ranks.watch.is_due()
+def test_ranks_are_not_measured_beside_a_save(ranks: Callable[..., Ranks], busy: str) -> None:
+    some = ranks()
+    some.time_s = WINDOW_S
+    some.watch.after_step(Flags(compute_due=True, **{busy: True}))
+    assert some.measured == 0 and some.watch.is_due()
 
 
 def test_a_rank_that_stays_slow_is_named_once_and_again_after_it_was_not(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ranks: Callable[..., Ranks], tmp_path: Path
 ) -> None:
-    ranks = Ranks(monkeypatch, tmp_path)
-    for _ in range(WINDOWS - 1):
-        ranks.window()
-    assert ranks.warned == []
-    for _ in range(3):
-        ranks.window()
-    assert ranks.warned == [
-        "rank 2 on host-b computes 1.4 times as long as the median rank, in 5 measurements in a row: check its GPU for "
-        "throttling and its node for other work (the run goes on with it: elastic.slow_ranks=report)"
-    ]
+    some = ranks()
+    some.windows(WINDOWS - 1)
+    assert some.warned == []
+    # A rank that can't measure is left out.
+    some.windows(3, [1.0, float("nan"), 1.4, 1.0])
+    (warning,) = some.warned
+    assert warning.startswith("rank 2 on host-b") and "elastic.slow_ranks=report" in warning
     assert excluded_nodes(tmp_path, "command") == {}
-    ranks.window(EVEN)
-    for _ in range(WINDOWS):
-        ranks.window()
-    assert len(ranks.warned) == 2
+    some.windows(1, EVEN)
+    some.windows(WINDOWS)
+    assert len(some.warned) == 2
 
 
-def test_its_node_is_left_where_the_configuration_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    ranks = Ranks(monkeypatch, tmp_path, slow="exclude")
-    for _ in range(WINDOWS):
-        assert excluded_nodes(tmp_path, "command") == {}
-        ranks.window()
-    assert ranks.warned[0].endswith("(the driver leaves its node where that pays: elastic.slow_ranks=exclude)")
+def test_its_node_is_left_where_the_configuration_says_so(ranks: Callable[..., Ranks], tmp_path: Path) -> None:
+    some = ranks(slow="exclude")
+    some.windows(WINDOWS - 1)
+    assert excluded_nodes(tmp_path, "command") == {}
+    some.windows(1)
     assert excluded_nodes(tmp_path, "command") == {"b": 1.4}
-    for _ in range(WINDOWS):
-        ranks.window([1.5, 1.0, 1.0, 1.0])
+    some.windows(WINDOWS, [1.5, 1.0, 1.0, 1.0])
     assert excluded_nodes(tmp_path, "command") == {"a": 1.5, "b": 1.4}
 
 
-def test_a_request_that_can_not_be_written_stops_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    ranks = Ranks(monkeypatch, tmp_path / "gone", slow="exclude")
-    told: list[str] = []
-    with warnings_forwarded(told.append):
-        for _ in range(WINDOWS):
-            ranks.window()
-    (text,) = told
-    assert text.startswith("the request to leave slow nodes can't be written: ")
+def test_a_request_that_can_not_be_written_stops_nothing(ranks: Callable[..., Ranks], tmp_path: Path) -> None:
+    warnings: list[str] = []
+    with warnings_forwarded(warnings.append):
+        ranks(tmp_path / "gone", slow="exclude").windows(WINDOWS)
+    assert len(warnings) == 1
 
 
 def test_a_measurement_takes_little_time() -> None:

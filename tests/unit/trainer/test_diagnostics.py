@@ -17,21 +17,18 @@ from tests.unit.fake_cuda import FakeCuda
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 TRACE = "diagnostics/attempt-0003/profile/step-00000010-rank-00002.json.gz"
+TRACED = ProfileSection(steps=(10,), ranks=(2,))
 
 
-def diagnostics(folder: Path, rank: int = 2) -> Diagnostics:
-    return Diagnostics(run_dir=folder, attempt=3, rank=rank, device=CPU)
-
-
-def files(folder: Path) -> list[str]:
-    return sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+def diagnostics(folder: Path, device: torch.device = CPU) -> Diagnostics:
+    return Diagnostics(run_dir=folder, attempt=3, rank=2, device=device)
 
 
 def test_the_trace_of_a_step_is_a_file_that_perfetto_opens(tmp_path: Path) -> None:
     beats: list[int] = []
-    with diagnostics(tmp_path).profiled(ProfileSection(steps=(10,), ranks=(2,)), 10, lambda: beats.append(1)):
+    with diagnostics(tmp_path).profiled(TRACED, 10, lambda: beats.append(1)):
         torch.ones(4, 4) @ torch.ones(4, 4)
-    assert files(tmp_path) == [TRACE] and beats == [1]
+    assert [file for file in tmp_path.rglob("*") if file.is_file()] == [tmp_path / TRACE] and beats == [1]
     # The format of Chrome's traces: Perfetto reads it, compressed too.
     trace = json.loads(gzip.decompress((tmp_path / TRACE).read_bytes()))
     assert any(event.get("name") == "aten::mm" for event in trace["traceEvents"])
@@ -39,24 +36,19 @@ def test_the_trace_of_a_step_is_a_file_that_perfetto_opens(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     "profile",
-    [None, ProfileSection(steps=(9, 11), ranks=(2,)), ProfileSection(steps=(10,)), ProfileSection(steps=(1,))],
+    [None, ProfileSection(steps=(9, 11), ranks=(2,)), ProfileSection(steps=(10,))],
+    ids=["no", "step", "rank"],
 )
 def test_other_steps_and_ranks_are_not_traced(profile: ProfileSection | None, tmp_path: Path) -> None:
     with diagnostics(tmp_path).profiled(profile, 10, lambda: pytest.fail("nothing is written")):
         pass
-    assert files(tmp_path) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_trace_that_can_not_be_written_ends_no_run(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
-    with diagnostics(tmp_path / "gone").profiled(ProfileSection(steps=(10,), ranks=(2,)), 10, lambda: None):
+    with diagnostics(tmp_path / "gone").profiled(TRACED, 10, lambda: None):
         pass
-    assert f"{TRACE} can't be written in {tmp_path / 'gone'}" in said.text
-
-
-def test_an_error_of_a_traced_step_is_the_step_s(tmp_path: Path) -> None:
-    profile = ProfileSection(steps=(10,), ranks=(2,))
-    with pytest.raises(ValueError, match="bad row"), diagnostics(tmp_path).profiled(profile, 10, lambda: None):
-        raise ValueError("bad row")
+    assert TRACE in said.text
 
 
 class Memory:
@@ -92,9 +84,8 @@ def test_memory_is_recorded_for_two_steps_and_kept_as_it_was_when_it_ran_out(tmp
 
 def test_on_a_cpu_no_memory_is_recorded() -> None:
     memory = Memory()
-    recorder = MemoryRecorder(CPU, memory, memory.observers.append)
-    recorder.step_done()
-    assert memory.recorded == memory.observers == [] and recorder.snapshot is None
+    MemoryRecorder(CPU, memory, memory.observers.append).step_done()
+    assert memory.recorded == memory.observers == []
 
 
 def test_the_thread_that_leaves_a_flight_record_uses_the_ranks_own_gpu(
@@ -107,7 +98,6 @@ def test_the_thread_that_leaves_a_flight_record_uses_the_ranks_own_gpu(
         return b"record"
 
     monkeypatch.setattr("torch._C._distributed_c10d._dump_nccl_trace", dump, raising=False)
-    run = Diagnostics(run_dir=tmp_path, attempt=3, rank=1, device=torch.device("cuda", 3))
-    key = run.leave_flight_record()
+    key = diagnostics(tmp_path, torch.device("cuda", 3)).leave_flight_record()
     assert key is not None and (tmp_path / key).read_bytes() == b"record"
     assert cuda.strays == []

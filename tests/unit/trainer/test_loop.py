@@ -1,17 +1,21 @@
-"""What the loop does after a step, and in which order."""
+"""What the loop does after a step, in which order, and which warnings it forwards."""
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from ray_ulysses.checkpoint import CheckpointError
+from ray_ulysses.logging import get_logger
 from ray_ulysses.trainer import loop
-from ray_ulysses.trainer.saving import CheckpointKeeper, StepOutcome
+from ray_ulysses.trainer.loop import warnings_forwarded
+from ray_ulysses.trainer.saving import StepOutcome
 from ray_ulysses.trainer.step import Flags
+
+_log = get_logger(__name__)
 
 
 def order_of(monkeypatch: pytest.MonkeyPatch, flags: Flags) -> list[str]:
@@ -35,11 +39,11 @@ def order_of(monkeypatch: pytest.MonkeyPatch, flags: Flags) -> list[str]:
     monkeypatch.setattr(loop, "_evaluate", evaluate)
     monkeypatch.setattr(loop, "memory_explained", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(loop, "last_step_of", lambda *_: 5)
-    worker = SimpleNamespace(beat=lambda *_: None, device=None)
+    settings = SimpleNamespace(run=SimpleNamespace(eval_every_steps=5, profile=None))
     attempt: Any = SimpleNamespace(
         context=SimpleNamespace(
-            worker=worker,
-            run=SimpleNamespace(config=SimpleNamespace(run=RUN)),
+            worker=SimpleNamespace(beat=lambda *_: None, device=None),
+            run=SimpleNamespace(config=settings),
             diagnostics=SimpleNamespace(profiled=lambda *_: contextlib.nullcontext()),
         ),
         memory=SimpleNamespace(step_done=lambda: None),
@@ -55,16 +59,15 @@ def order_of(monkeypatch: pytest.MonkeyPatch, flags: Flags) -> list[str]:
     return done
 
 
-RUN = SimpleNamespace(eval_every_steps=5, profile=None)
-
-
-@pytest.mark.parametrize("flags", [Flags(), Flags(stop=True), Flags(notice=True)])
+@pytest.mark.parametrize("flags", [Flags(stop=True), Flags(notice=True)], ids=["stop", "notice"])
 def test_a_checkpoint_has_the_loss_of_its_evaluation(monkeypatch: pytest.MonkeyPatch, flags: Flags) -> None:
     assert order_of(monkeypatch, flags) == ["step", "evaluation", "memory ['eval_loss']", "storage ['eval_loss']"]
 
 
 @pytest.mark.parametrize(
-    "flags", [Flags(notice=True, notice_due=True), Flags(stop=True, resize=True), Flags(notice=True, stop=True)]
+    "flags",
+    [Flags(notice=True, notice_due=True), Flags(stop=True, resize=True), Flags(notice=True, stop=True)],
+    ids=["notice", "resize", "stop"],
 )
 def test_what_a_node_may_take_with_it_is_saved_before_an_evaluation(
     monkeypatch: pytest.MonkeyPatch, flags: Flags
@@ -81,24 +84,23 @@ def test_a_rank_says_when_it_waits_for_a_row() -> None:
     assert seen == [True, False, ("step", 3), "a", True, False, ("step", 3), "b", True, False]
 
 
-def test_each_try_of_the_last_save_is_a_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All tries together may take longer than a rank may go without one."""
-    beats: list[tuple[str, int]] = []
-    tries: list[int] = []
-    keeper: Any = object.__new__(CheckpointKeeper)
-    keeper._saver = SimpleNamespace(failure=CheckpointError("away"))
-    keeper._worker = SimpleNamespace(
-        clock=SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda seconds: None), beat=lambda *beat: beats.append(beat)
-    )
-    keeper._context = SimpleNamespace(messenger=SimpleNamespace(broadcast=lambda value: value))
+def test_each_warning_of_the_package_is_forwarded_once_for_the_time_of_the_block() -> None:
+    forwarded: list[str] = []
+    with warnings_forwarded(forwarded.append):
+        _log.warning("the disk is %s", "slow")
+        _log.warning("the disk is %s", "slow")
+        _log.info("no news")
+        thread = threading.Thread(target=_log.error, args=("MLflow is away",))
+        thread.start()
+        thread.join()
+    _log.warning("too late")
+    assert forwarded == ["the disk is slow", "MLflow is away"]
 
-    def take(*_: object) -> None:
-        tries.append(1)
-        keeper._saver.failure = None if len(tries) == 4 else CheckpointError("away")
 
-    monkeypatch.setattr(keeper, "_take", take)
-    monkeypatch.setattr(keeper, "_wait", lambda: None)
-    monkeypatch.setattr(keeper, "_is_out_of_patience", lambda: False)
-    outcome: Any = SimpleNamespace(position=SimpleNamespace(step=7))
-    keeper._save(None, outcome, None, "stop", is_last=True)
-    assert len(tries) == 4 and beats == [("save", 7)] * 3
+def test_a_warning_that_can_not_be_forwarded_ends_nothing() -> None:
+    def full(text: str) -> None:
+        _log.warning("and while it is forwarded, another: %s", text)
+        raise OSError("the disk is full")
+
+    with warnings_forwarded(full):
+        _log.warning("something")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -52,17 +53,6 @@ def host_failure() -> None:
     raise MemoryError
 
 
-def stage_of(run: Run, number: int = 0) -> Any:
-    return SimpleNamespace(ends_the_run=True, run_config=run.config, number=number)
-
-
-def nothing_helps(place: str) -> str:
-    return (
-        f"use more workers, a smaller {place}.context_tokens or a smaller model, for no setting needs a tenth less on "
-        "these workers"
-    )
-
-
 class Written:
     """Where the snapshot of an attempt goes."""
 
@@ -73,66 +63,70 @@ class Written:
         return f"diagnostics/attempt-0003/memory/step-{step:08d}-rank-00003.pickle" if snapshot == "state" else None
 
 
-def attempt_of(run: Run, stage: Any, device: torch.device, snapshot: Any = None) -> Any:
-    context = SimpleNamespace(run=run, worker=SimpleNamespace(device=device, beat=print), diagnostics=Written(device))
-    return SimpleNamespace(context=context, plan=None, stage=stage, memory=SimpleNamespace(snapshot=snapshot))
-
-
-def failed_step(
-    monkeypatch: pytest.MonkeyPatch,
-    run: Run,
-    fail: Any,
-    peak_gib: float,
-    device: str = "cuda",
-    *,
-    stage: int = 0,
-    snapshot: Any = None,
-) -> str:
-    """Return the text with which an attempt ends whose seventh step fails."""
-    monkeypatch.setattr(loop, "_take_step", lambda *_: fail())
-    monkeypatch.setattr(diagnostics, "peak_memory_gib", lambda _: peak_gib)
-    monkeypatch.setattr(loop, "last_step_of", lambda *_: 10)
+def attempt_of(run: Run, device: str, snapshot: Any = None, *, stage: int = 0) -> Any:
+    on = torch.device(device)
     own = Run(stage_config(run.config, stage), run.shape)
-    attempt: Any = attempt_of(own, stage_of(run, stage), torch.device(device), snapshot)
-    with pytest.raises(diagnostics.OutOfMemoryError) as error:
-        loop._train(attempt, None, SimpleNamespace(step=6))  # type: ignore[arg-type]
-    return str(error.value)
+    context = SimpleNamespace(run=own, worker=SimpleNamespace(device=on, beat=print), diagnostics=Written(on))
+    part = SimpleNamespace(ends_the_run=True, run_config=run.config, number=stage)
+    return SimpleNamespace(context=context, plan=None, stage=part, memory=SimpleNamespace(snapshot=snapshot))
 
 
-@pytest.mark.parametrize("fail", [allocation_failure, host_failure])
-def test_a_host_that_runs_out_beside_its_device_is_told_apart(monkeypatch: pytest.MonkeyPatch, fail: Any) -> None:
+@pytest.fixture
+def failed_step(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Return the text with which an attempt ends whose seventh step fails."""
+
+    def step(run: Run, fail: Any, peak_gib: float, device: str = "cuda", **options: Any) -> str:
+        monkeypatch.setattr(loop, "_take_step", lambda *_: fail())
+        monkeypatch.setattr(diagnostics, "peak_memory_gib", lambda _: peak_gib)
+        monkeypatch.setattr(loop, "last_step_of", lambda *_: 10)
+        with pytest.raises(diagnostics.OutOfMemoryError) as error:
+            loop._train(attempt_of(run, device, **options), None, SimpleNamespace(step=6))  # type: ignore[arg-type]
+        return str(error.value)
+
+    return step
+
+
+def with_the_proposal(run: Run, text: str) -> Config:
+    """Return the configuration with the settings that an error proposes."""
+    options = text.partition(": --set ")[2]
+    return parse_config(run.config.model_dump(mode="json"), shlex.split(options.replace("--set ", "")))
+
+
+@pytest.mark.parametrize("fail", [allocation_failure, host_failure], ids=["torch", "python"])
+def test_a_host_that_runs_out_beside_its_device_is_measured_against_its_own_plan(
+    failed_step: Callable[..., str], fail: Any
+) -> None:
     run = run_of(offload_activations=["layer_inputs", "attention_outputs"])
     planned = configured_memory(run.config, run.shape).host_bytes / GIB
-    text = failed_step(monkeypatch, run, fail, 200.0)
+    text = failed_step(run, fail, 200.0, snapshot="state")
     assert text.startswith(f"step 7 ran out of memory: 200 GiB were resident at its peak, {planned:.3g} planned ")
-    options = text.partition("the nearest settings that need less: ")[2]
-    changed = parse_config(run.config.model_dump(mode="json"), shlex.split(options.replace("--set ", "")))
-    assert configured_memory(changed, run.shape).host_bytes / GIB <= 0.9 * planned
+    assert configured_memory(with_the_proposal(run, text), run.shape).host_bytes / GIB <= 0.9 * planned
 
 
-def test_what_is_on_a_full_host_may_come_back_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_on_a_full_host_may_come_back_to_the_device(failed_step: Callable[..., str]) -> None:
     given = run_of(offload_activations=["layer_inputs", "attention_outputs"])
     settings = {"elastic.peer_memory": False, "checkpoint.host_buffers": 1}
     run = Run(with_settings(given.config, settings), given.shape)
-    text = failed_step(monkeypatch, run, host_failure, 200.0)
-    assert text.endswith("the nearest settings that need less: --set 'memory.offload_activations=[]'")
+    assert failed_step(run, host_failure, 200.0).endswith("--set 'memory.offload_activations=[]'")
 
 
-def test_a_step_that_runs_out_of_memory_says_all_there_is_to_know(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_runs_out_of_memory_says_all_there_is_to_know(failed_step: Callable[..., str]) -> None:
     run = run_of()
     planned = configured_memory(run.config, run.shape).device_bytes / GIB
-    text = failed_step(monkeypatch, run, cuda_failure, 78.5)
-    assert text.startswith(f"step 7 ran out of memory: 78.5 GiB were allocated at its peak, {planned:.3g} planned ")
-    assert "(largest: attention outputs, kept 16.1, layer inputs, kept 8, AdamW moments, fp32 7.48 GiB)" in text
-    options = text.partition("the nearest settings that need less: ")[2]
-    changed = parse_config(run.config.model_dump(mode="json"), shlex.split(options.replace("--set ", "")))
-    assert configured_memory(changed, run.shape).device_bytes / GIB <= 0.9 * planned
+    text = failed_step(run, cuda_failure, 78.5, snapshot="state")
+    snapshot = "diagnostics/attempt-0003/memory/step-00000007-rank-00003.pickle"
+    assert text.startswith(f"step 7 ran out of memory (snapshot: {snapshot}): 78.5 GiB were allocated at its peak, ")
+    assert f"{planned:.3g} planned (largest: attention outputs, kept 16.1, layer inputs" in text
+    assert configured_memory(with_the_proposal(run, text), run.shape).device_bytes / GIB <= 0.9 * planned
+    cause = root_cause([raised(3, diagnostics.OutOfMemoryError(text))])
+    assert (cause.kind, cause.rank) == ("raised", 3)
+    assert cause.reason.endswith(text), "nothing of it is cut off"
+    assert "`ray-ulysses plan CONFIG --fit`" in cause.hint
 
 
-def test_what_was_there_is_the_limit_where_the_plan_needs_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_there_is_the_limit_where_the_plan_needs_more(failed_step: Callable[..., str]) -> None:
     run = run_of(device_gib=None)
-    options = failed_step(monkeypatch, run, cuda_failure, 24.0).partition("that need less: ")[2]
-    changed = parse_config(run.config.model_dump(mode="json"), shlex.split(options.replace("--set ", "")))
+    changed = with_the_proposal(run, failed_step(run, cuda_failure, 24.0))
     assert configured_memory(changed, run.shape).device_bytes <= 24.0 * GIB
 
 
@@ -149,27 +143,27 @@ LEAN = {
 
 
 @pytest.mark.parametrize("memory", [{}, LEAN], ids=["memory", "ranks"])
-def test_what_is_proposed_to_a_stage_changes_that_stage(monkeypatch: pytest.MonkeyPatch, memory: Any) -> None:
+def test_what_is_proposed_to_a_stage_changes_that_stage(failed_step: Callable[..., str], memory: Any) -> None:
     """An sp size of the run would be overridden by that of the stage, and other stages are not the reason."""
     wide = {"name": "wide", "steps": 9, "sp_size": 1, "context_tokens": 131_072}
     run = staged(wide, {"name": "phase.1", "steps": 9, "sp_size": 2}, {"name": "c"}, **memory)
     planned = configured_memory(stage_config(run.config, 1), run.shape).device_bytes / GIB
-    text = failed_step(monkeypatch, run, cuda_failure, planned, stage=1)
+    text = failed_step(run, cuda_failure, planned, stage=1)
     assert f"{planned:.3g} planned" in text
-    said, _, options = text.partition(": --set ")
+    before, _, options = text.partition(": --set ")
     assert "parallel." not in options and "workers" not in options
-    assert ("stages.1.sp_size=4" in options) == bool(memory) == ("(--branch)" in said)
-    changed = parse_config(run.config.model_dump(mode="json"), shlex.split(options.replace("--set ", "")))
-    assert configured_memory(stage_config(changed, 1), run.shape).device_bytes / GIB <= 0.9 * planned
+    assert ("stages.1.sp_size=4" in options) == bool(memory) == ("(--branch)" in before)
+    changed = stage_config(with_the_proposal(run, text), 1)
+    assert configured_memory(changed, run.shape).device_bytes / GIB <= 0.9 * planned
 
 
-def test_a_stage_for_which_nothing_helps_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_for_which_nothing_helps_is_named(failed_step: Callable[..., str]) -> None:
     run = staged({"name": "a", "steps": 9}, {"name": "b", "sp_size": 2}, **LEAN)
-    text = failed_step(monkeypatch, run, cuda_failure, 1.0, stage=1)
-    assert text.endswith(f"; {nothing_helps('stages.b')}")
+    text = failed_step(run, cuda_failure, 1.0, stage=1)
+    assert "--set" not in text and "a smaller stages.b.context_tokens" in text
 
 
-def test_a_process_that_trains_on_a_cpu_is_held_against_device_and_host_terms(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_trains_on_a_cpu_is_held_against_device_and_host_terms(failed_step: Callable[..., str]) -> None:
     """What is measured is all of it: moving a state from one to the other frees nothing."""
     config = run_of(device_gib=None).config
     cluster = config.cluster.model_copy(update={"gpus_per_worker": 0})
@@ -179,76 +173,34 @@ def test_a_process_that_trains_on_a_cpu_is_held_against_device_and_host_terms(mo
         memory = configured_memory(one, run.shape)
         return (WORKER_BYTES + memory.device_bytes + memory.host_bytes) / GIB
 
-    text = failed_step(monkeypatch, run, allocation_failure, 200.0, device="cpu")
+    text = failed_step(run, allocation_failure, 200.0, device="cpu")
     assert f"200 GiB were resident at its peak, {taken(run.config):.3g} planned (largest: peer memory " in text
-    options = text.partition("the nearest settings that need less: ")[2]
-    changed = parse_config(run.config.model_dump(mode="json"), shlex.split(options.replace("--set ", "")))
-    assert taken(changed) <= 0.9 * taken(run.config)
-
-
-def test_a_cpu_s_memory_is_said_to_be_resident_and_no_way_out_is_said_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = failed_step(monkeypatch, run_of(), allocation_failure, 3.0, device="cpu")
-    assert "3 GiB were resident at its peak" in text
-    assert text.endswith(f"; {nothing_helps('data')}")
+    assert taken(with_the_proposal(run, text)) <= 0.9 * taken(run.config)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shapes differ"), RuntimeError("gloo: connection closed by peer")])
 def test_other_errors_stay_as_they_are(error: RuntimeError, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
+    def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(loop, "_take_step", lambda *_: fail())
+    monkeypatch.setattr(loop, "_take_step", fail)
     monkeypatch.setattr(loop, "last_step_of", lambda *_: 10)
-    run = run_of()
-    attempt = attempt_of(run, stage_of(run), torch.device("cpu"))
     with pytest.raises(RuntimeError) as found:
-        loop._train(attempt, None, SimpleNamespace(step=6))  # type: ignore[arg-type]
+        loop._train(attempt_of(run_of(), "cpu"), None, SimpleNamespace(step=6))  # type: ignore[arg-type]
     assert found.value is error
 
 
-def failed_attempt(monkeypatch: pytest.MonkeyPatch, step: int | None) -> str:
-    """Return the text with which an attempt ends that runs out of memory in a step, or while the model is built."""
-    run = run_of()
-    monkeypatch.setattr(diagnostics, "peak_memory_gib", lambda _: 78.5)
-    attempt = attempt_of(run, stage_of(run), torch.device("cuda"), "state")
-
-    def explained(one: int | None) -> Any:
-        of_run, written = attempt.context.run, attempt.context.diagnostics
-        return diagnostics.memory_explained(of_run, attempt.stage, written, attempt.memory, one)
-
-    def build_and_train() -> None:
-        with explained(None), explained(step) if step is not None else contextlib.nullcontext():
-            cuda_failure()
-
-    with pytest.raises(diagnostics.OutOfMemoryError) as error:
-        build_and_train()
-    return str(error.value)
-
-
 def test_a_model_that_does_not_fit_while_it_is_built_leaves_its_snapshot_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = failed_attempt(monkeypatch, None)
-    place = "diagnostics/attempt-0003/memory/step-00000000-rank-00003.pickle"
-    assert text.startswith(
-        f"an attempt outside its steps ran out of memory (snapshot: {place}): 78.5 GiB were allocated "
-    )
-    assert failed_attempt(monkeypatch, 7).startswith("step 7 ran out of memory (snapshot: ")
+    monkeypatch.setattr(diagnostics, "peak_memory_gib", lambda _: 78.5)
+    attempt = attempt_of(run_of(), "cuda", "state")
+    written, run = attempt.context.diagnostics, attempt.context.run
+    with (
+        pytest.raises(diagnostics.OutOfMemoryError, match=r"outside its steps .*step-00000000-rank-00003"),
+        diagnostics.memory_explained(run, attempt.stage, written, attempt.memory, None),
+    ):
+        cuda_failure()
 
 
-@pytest.mark.parametrize("snapshot", [None, "a full disk"])
-def test_a_snapshot_that_was_not_written_is_not_named(monkeypatch: pytest.MonkeyPatch, snapshot: Any) -> None:
-    assert "snapshot" not in failed_step(monkeypatch, run_of(), cuda_failure, 78.5, snapshot=snapshot)
-
-
-def test_the_snapshot_of_a_gpu_is_not_that_of_a_host_that_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "snapshot" not in failed_step(monkeypatch, run_of(), host_failure, 200.0, snapshot="state")
-
-
-def test_the_run_s_failure_has_the_whole_text_and_points_to_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = failed_step(monkeypatch, run_of(), cuda_failure, 78.5, snapshot="state")
-    assert text.startswith(
-        "step 7 ran out of memory (snapshot: diagnostics/attempt-0003/memory/step-00000007-rank-00003.pickle): 78.5 "
-    )
-    cause = root_cause([raised(3, diagnostics.OutOfMemoryError(text))])
-    assert cause.kind == "raised" and cause.rank == 3
-    assert cause.reason.endswith(text), "nothing of it is cut off"
-    assert "`ray-ulysses plan CONFIG --fit`" in cause.hint
+@pytest.mark.parametrize("snapshot", [None, "a full disk"], ids=["none", "unwritten"])
+def test_a_snapshot_that_was_not_written_is_not_named(failed_step: Callable[..., str], snapshot: Any) -> None:
+    assert "snapshot" not in failed_step(run_of(), cuda_failure, 78.5, snapshot=snapshot)

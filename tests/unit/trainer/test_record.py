@@ -1,15 +1,16 @@
-"""What rank 0 records while the journal's disk is full, and which attempt it may claim."""
+"""What rank 0 records, also while the disk of the journal is full or hangs."""
 
 from __future__ import annotations
 
 import errno
 import os
-import re
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
+import psutil
 import pytest
 import torch
 
@@ -26,14 +27,14 @@ from ray_ulysses.tracking.history import build_history
 from ray_ulysses.tracking.journal import claim_journal
 from ray_ulysses.tracking.journal_reader import JournalFileReader, read_journal
 from ray_ulysses.trainer.context import AttemptContext
-from ray_ulysses.trainer.record import Recorder
+from ray_ulysses.trainer.record import Recorder, SystemMeter
 from ray_ulysses.trainer.step import Flags, StepResult
 from ray_ulysses.trainer.worker import Worker
 from tests.distributed.run_case import make_config
 from tests.unit.tracking.journals import read_events
 
 
-class _Clock:
+class Clock:
     """A clock that stands still until it is moved."""
 
     def __init__(self, now: float) -> None:
@@ -46,57 +47,64 @@ class _Clock:
         return self.time
 
 
-class _Disk:
-    """A disk that takes everything or, while it is full, nothing."""
+class Disk:
+    """A disk that can be full, or answer nothing until it is let go."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_full = False
-        self._pwrite = os.pwrite
+        self.gate = threading.Event()
+        self.gate.set()
+        self._patch, self._pwrite = monkeypatch, os.pwrite
         monkeypatch.setattr(os, "pwrite", self.pwrite)
 
+    def hang(self) -> None:
+        self.gate.clear()
+        self._patch.setattr(background, "PROMPT_S", 0.05)
+
     def pwrite(self, descriptor: int, content: bytes, place: int) -> int:
+        assert self.gate.wait(60.0)
         if self.is_full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return self._pwrite(descriptor, content, place)
 
 
 @pytest.fixture
-def disk(monkeypatch: pytest.MonkeyPatch) -> _Disk:
-    return _Disk(monkeypatch)
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    return Disk(monkeypatch)
 
 
-def _worker(session: str = "one", **fields: Any) -> Worker:
-    return Worker(
-        rank=0, local_rank=0, world_size=1, node="n", device=torch.device("cpu"), session=session,
-        make_source=lambda *_: None, **fields,
-    )  # fmt: skip
-
-
-def _recorder(folder: Path, *, system: bool = False, engine: str = "local", **fields: Any) -> Recorder:
+def begun(folder: Path, *, begins: bool = True, system: bool = False, engine: str = "local", **fields: Any) -> Recorder:
+    """Return the recorder of an attempt that has begun."""
     changes = {
         "cluster__workers": 1, "parallel__sp_size": 1, "tracking__enabled": system, "data__engine": engine,
         "run__log_every_steps": 1,
     }  # fmt: skip
     config = make_config(folder, folder / "corpus", **changes)
+    worker = Worker(
+        rank=0, local_rank=0, world_size=1, node="n", device=torch.device("cpu"), session="one",
+        make_source=lambda *_: None, **fields,
+    )  # fmt: skip
     context = AttemptContext(
         run=resolve_run(config),
-        worker=_worker(**fields),
+        worker=worker,
         attempt=1,
         nodes=("n",),
         messenger=SingleRankMessenger(),
         save_messenger=SingleRankMessenger(),
     )
-    journal = claim_journal(config.run_dir)
-    return Recorder(context, journal)
+    recorder = Recorder(context, claim_journal(config.run_dir))
+    if begins:
+        begin(recorder)
+    return recorder
 
 
-def _begin(recorder: Recorder) -> None:
+def begin(recorder: Recorder) -> None:
     plan: Any = SimpleNamespace(segments=[SimpleNamespace(plan_id="p")], plan_id="p")
     stage: Any = SimpleNamespace(plan=plan, name="", run_last_step=None)
     recorder.attempt_started(RunPosition(), 10, stage, ParallelLayout(world_size=1, sp_size=1))
 
 
-def _train(recorder: Recorder, *steps: int, direct_rows: int = 0) -> None:
+def train(recorder: Recorder, *steps: int, direct_rows: int = 0) -> None:
     for step in steps:
         result = StepResult(
             loss=1.0,
@@ -113,27 +121,46 @@ def _train(recorder: Recorder, *steps: int, direct_rows: int = 0) -> None:
         recorder.step_done(step, result, range(step - 1, step), {"loss": 1.0, "seconds": 1.0})
 
 
-def _told(folder: Path) -> list[Any]:
+def recorded(folder: Path) -> list[Any]:
     return [getattr(event, "step", event.event) for event in read_events(folder / "run")]
 
 
 @pytest.mark.parametrize("system", [True, False])
 def test_the_load_of_the_node_is_recorded_for_trackers(tmp_path: Path, system: bool) -> None:
-    recorder = _recorder(tmp_path, system=system)
-    _train(recorder, 1)
+    recorder = begun(tmp_path, begins=False, system=system)
+    train(recorder, 1)
     recorder.sync()
     ((step, _),) = JournalFileReader(tmp_path / "run/journal/attempt-0001.jsonl", 1).read_singly()
     assert isinstance(step, StepDone) and (step.system is not None) is system
     assert step.system is None or "system/system_memory_usage_megabytes" in step.system
 
 
+def test_the_meter_reads_the_load_since_the_reading_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = SimpleNamespace(bytes_recv=5e6, bytes_sent=7e6)
+    monkeypatch.setattr(psutil, "net_io_counters", lambda: counted)
+    meter = SystemMeter(torch.device("cpu"))
+    counted.bytes_recv, counted.bytes_sent = 8e6, 7.5e6
+    found = meter.read()
+    assert 0 <= found["system/cpu_utilization_percentage"] <= 100
+    assert (found["system/network_receive_megabytes"], found["system/network_transmit_megabytes"]) == (3.0, 0.5)
+    free = psutil.disk_usage(os.sep).free / 1e6
+    assert found["system/disk_available_megabytes"] == pytest.approx(free, rel=0.5)
+
+
+def test_a_system_that_answers_nothing_costs_no_step_and_no_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "net_io_counters", lambda: None)
+    assert SystemMeter(torch.device("cpu")).read()["system/network_receive_megabytes"] == 0.0
+    for name in ("virtual_memory", "cpu_percent", "net_io_counters"):
+        monkeypatch.setattr(psutil, name, Mock(side_effect=PermissionError("/proc")))
+    assert SystemMeter(torch.device("cpu")).read() == {}
+
+
 @pytest.mark.parametrize("engine", ["ray", "local"])
 def test_the_first_step_without_a_row_read_directly_is_recorded_once(tmp_path: Path, engine: str) -> None:
-    recorder = _recorder(tmp_path, engine=engine)
-    _begin(recorder)
-    _train(recorder, 1, direct_rows=3)
-    _train(recorder, 2, direct_rows=1)
-    _train(recorder, 3, 4)
+    recorder = begun(tmp_path, engine=engine)
+    train(recorder, 1, direct_rows=3)
+    train(recorder, 2, direct_rows=1)
+    train(recorder, 3, 4)
     recorder.ended("finished", 4)
     events = read_events(tmp_path / "run")
     assert [one.streams for one in events if isinstance(one, AttemptStarted)] == [engine == "ray"]
@@ -142,46 +169,42 @@ def test_the_first_step_without_a_row_read_directly_is_recorded_once(tmp_path: P
 
 
 def test_training_goes_on_over_a_full_disk_and_no_record_is_missing_afterwards(
-    tmp_path: Path, disk: _Disk, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture
 ) -> None:
-    recorder = _recorder(tmp_path)
-    _begin(recorder)
-    _train(recorder, 1, 2)
+    recorder = begun(tmp_path)
+    train(recorder, 1, 2)
     disk.is_full = True
-    _train(recorder, 3, 4, 5)
+    train(recorder, 3, 4, 5)
     recorder.checkpoint_failed(5, "full")
     recorder.preemption_noticed(5)
     assert recorder._calls.wait(20.0)
-    assert _told(tmp_path) == ["attempt_started", 1, 2]
+    assert recorded(tmp_path) == ["attempt_started", 1, 2]
     warnings = [record.getMessage() for record in caplog.records if "the journal" in record.getMessage()]
-    assert len(warnings) == 1
-    assert "attempt-0001.jsonl can't be written (No space left on device)" in warnings[0]
-    assert "free space or repair run.storage" in warnings[0]
+    assert len(warnings) == 1 and "attempt-0001.jsonl" in warnings[0] and "run.storage" in warnings[0]
     # A checkpoint that counts on these steps must not be committed.
     with pytest.raises(OSError, match="No space left on device"):
         recorder.sync()
     disk.is_full = False
     recorder.sync()
-    assert _told(tmp_path) == ["attempt_started", 1, 2, 3, 4, 5, 5, 5]
+    assert recorded(tmp_path) == ["attempt_started", 1, 2, 3, 4, 5, 5, 5]
     recorder.ended("finished", 5)
-    assert _told(tmp_path)[-2:] == ["attempt_ended", 5]
+    assert recorded(tmp_path)[-2:] == ["attempt_ended", 5]
 
 
-def test_an_attempt_whose_beginning_can_not_be_written_does_not_begin(tmp_path: Path, disk: _Disk) -> None:
-    recorder = _recorder(tmp_path)
+def test_an_attempt_whose_beginning_can_not_be_written_does_not_begin(tmp_path: Path, disk: Disk) -> None:
+    recorder = begun(tmp_path, begins=False)
     disk.is_full = True
-    with pytest.raises(RunError, match=r"journal .*attempt-0001\.jsonl can't be written \(No space left on device\)"):
-        _begin(recorder)
+    with pytest.raises(RunError, match=r"attempt-0001\.jsonl can't be written \(No space left on device\)"):
+        begin(recorder)
 
 
 def test_the_time_for_which_training_is_paused_is_of_the_next_step_or_the_end(tmp_path: Path) -> None:
-    clock = _Clock(130.0)
-    recorder = _recorder(tmp_path, clock=clock)
-    _begin(recorder)
-    _train(recorder, 1)
+    clock = Clock(130.0)
+    recorder = begun(tmp_path, clock=clock)
+    train(recorder, 1)
     with recorder.time.saving():
         clock.time += 3.0
-    _train(recorder, 2)
+    train(recorder, 2)
     with recorder.time.saving():
         clock.time += 1.0
     recorder.ended("finished", 2)
@@ -190,9 +213,8 @@ def test_the_time_for_which_training_is_paused_is_of_the_next_step_or_the_end(tm
 
 
 def test_an_attempt_that_ends_to_be_resized_is_a_stop_of_its_own_name(tmp_path: Path) -> None:
-    recorder = _recorder(tmp_path)
-    _begin(recorder)
-    _train(recorder, 1)
+    recorder = begun(tmp_path)
+    train(recorder, 1)
     recorder.ended("resized", 1)
     history = build_history(name="run", journal=read_journal(tmp_path / "run"))
     # Its command continues; where no command holds the run, it was interrupted there.
@@ -200,76 +222,56 @@ def test_an_attempt_that_ends_to_be_resized_is_a_stop_of_its_own_name(tmp_path: 
 
 
 def test_too_many_waiting_records_end_the_run_and_say_what_to_do(
-    tmp_path: Path, disk: _Disk, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_MOST_WAITING_BYTES", 3 * module._CALL_BYTES)
-    recorder = _recorder(tmp_path)
-    _begin(recorder)
+    recorder = begun(tmp_path)
     disk.is_full = True
-    _train(recorder, *range(1, 21))
+    train(recorder, *range(1, 21))
     assert recorder.storage_failure() is None
-    _train(recorder, *range(21, 100))
+    train(recorder, *range(21, 100))
     failure = recorder.storage_failure()
     assert isinstance(failure, StorageFailedError)
-    assert re.sub(r"\d\.\d\d MiB", "# MiB", str(failure)) == (
-        f"the journal {tmp_path / 'run' / 'journal' / 'attempt-0001.jsonl'} can't be written (No space left on "
-        "device), and # MiB of records wait; free space or repair run.storage, then start the same command again: "
-        "it resumes from the newest checkpoint"
-    )
-
-
-class _Hanging:
-    """A storage that answers nothing until it is let go."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.gate, self._pwrite = threading.Event(), os.pwrite
-        monkeypatch.setattr(os, "pwrite", self.pwrite)
-        monkeypatch.setattr(background, "PROMPT_S", 0.05)
-
-    def pwrite(self, descriptor: int, content: bytes, place: int) -> int:
-        assert self.gate.wait(60.0)
-        return self._pwrite(descriptor, content, place)
+    assert "No space left on device" in str(failure) and "run.storage" in str(failure)
 
 
 def test_training_goes_on_while_the_storage_hangs_and_no_record_is_missing_afterwards(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, disk: Disk
 ) -> None:
-    recorder = _recorder(tmp_path)
-    _begin(recorder)
-    storage = _Hanging(monkeypatch)
-    _train(recorder, *range(1, 200))
-    assert _told(tmp_path) == ["attempt_started"]
+    recorder = begun(tmp_path)
+    disk.hang()
+    train(recorder, *range(1, 200))
+    assert recorded(tmp_path) == ["attempt_started"]
     position = recorder.journal_position()["bytes"]
-    storage.gate.set()
+    disk.gate.set()
     recorder.sync()
-    assert _told(tmp_path) == ["attempt_started", *range(1, 200)]
+    assert recorded(tmp_path) == ["attempt_started", *range(1, 200)]
     assert position == (tmp_path / "run/journal/attempt-0001.jsonl").stat().st_size
     recorder.ended("finished", 199)
 
 
 @pytest.mark.parametrize("limit", ["time", "memory"])
 def test_a_storage_that_hangs_for_too_long_ends_the_attempt_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, limit: str
+    tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, limit: str
 ) -> None:
-    clock = _Clock(100.0)
-    recorder = _recorder(tmp_path, clock=clock)
-    _begin(recorder)
-    storage = _Hanging(monkeypatch)
-    _train(recorder, 1)
+    clock = Clock(100.0)
+    recorder = begun(tmp_path, clock=clock)
+    disk.hang()
+    train(recorder, 1)
     clock.time += 299.0
-    _train(recorder, 2)
+    train(recorder, 2)
     assert recorder.storage_failure() is None
-    assert "has not answered for 299 s: training continues" in caplog.text
+    assert "has not answered for 299 s" in caplog.text
     if limit == "time":
         clock.time += 2.0
     else:
         monkeypatch.setattr(module, "_MOST_WAITING_BYTES", 3 * module._CALL_BYTES)
-    _train(recorder, *range(3, 100))
+    train(recorder, *range(3, 100))
     failure = recorder.storage_failure()
     assert isinstance(failure, StorageFailedError)
-    assert re.search(r"can't be written \(run.storage has not answered for \d+ s\)", str(failure))
+    assert "run.storage has not answered for " in str(failure)
     # The ranks have agreed to end: an answer in this moment changes nothing.
-    storage.gate.set()
+    disk.gate.set()
     assert recorder._calls.wait(20.0)
     assert recorder.storage_failure() is failure
     recorder.failed(ValueError("the cause"))
@@ -279,21 +281,20 @@ def test_no_checkpoint_relies_on_records_that_are_still_to_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(background, "PROMPT_S", 0.05)
-    recorder = _recorder(tmp_path)
-    _begin(recorder)
+    recorder = begun(tmp_path)
     entered, found = threading.Event(), []
     journal: Any = recorder._journal
     sync = journal.sync
 
     def watched() -> None:
-        found.append(_told(tmp_path))
+        found.append(recorded(tmp_path))
         entered.set()
         sync()
 
     monkeypatch.setattr(journal, "sync", watched)
     # As long as the storage hangs, or until the journal is synced all the same.
     recorder._calls.ask(lambda: entered.wait(0.5))
-    _train(recorder, 1, 2)
+    train(recorder, 1, 2)
     recorder.sync()
     assert found == [["attempt_started", 1, 2]]
 
@@ -301,14 +302,13 @@ def test_no_checkpoint_relies_on_records_that_are_still_to_be_written(
 def test_an_end_whose_journal_can_not_be_closed_is_an_error_in_words_and_recorded_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    recorder = _recorder(tmp_path)
-    _begin(recorder)
+    recorder = begun(tmp_path)
 
     def refuse() -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(recorder._journal, "close", refuse)
-    with pytest.raises(RunError, match=r"attempt-0001\.jsonl can't be written \(Input/output error\)") as ended:
+    with pytest.raises(RunError, match=r"attempt-0001\.jsonl .*Input/output error") as ended:
         recorder.ended("finished", 1)
     recorder.failed(ended.value)
     # Nothing waits for a thread that has ended, nor is an end recorded behind the end.
@@ -319,34 +319,24 @@ def test_an_end_whose_journal_can_not_be_closed_is_an_error_in_words_and_recorde
 @pytest.mark.parametrize("is_watched", [True, False])
 def test_an_attempt_that_has_failed_leaves_no_thread(tmp_path: Path, is_watched: bool) -> None:
     before = set(threading.enumerate())
-    recorder = _recorder(tmp_path, is_watched=is_watched)
-    _begin(recorder)
+    recorder = begun(tmp_path, is_watched=is_watched)
     (thread,) = set(threading.enumerate()) - before
     recorder.failed(ValueError("the cause"))
     thread.join(20.0)
     assert not thread.is_alive()
 
 
-def test_an_end_that_can_not_be_written_is_no_good_end(tmp_path: Path, disk: _Disk) -> None:
-    recorder = _recorder(tmp_path)
-    _begin(recorder)
-    disk.is_full = True
-    with pytest.raises(RunError, match="can't be written"):
-        recorder.ended("finished", 1)
-
-
 @pytest.mark.parametrize("is_full", [True, False], ids=["full", "room"])
 def test_a_failure_writes_what_it_can_and_hides_nothing(
-    tmp_path: Path, disk: _Disk, caplog: pytest.LogCaptureFixture, is_full: bool
+    tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture, is_full: bool
 ) -> None:
-    recorder = _recorder(tmp_path)
-    _begin(recorder)
+    recorder = begun(tmp_path)
     disk.is_full = True
-    _train(recorder, 1)
+    train(recorder, 1)
     disk.is_full = is_full
     recorder.failed(ValueError("the cause"))
     if is_full:
-        assert _told(tmp_path) == ["attempt_started"]
+        assert recorded(tmp_path) == ["attempt_started"]
         assert "waiting records are lost with this process" in caplog.text
     else:
-        assert _told(tmp_path) == ["attempt_started", 1, "attempt_ended"]
+        assert recorded(tmp_path) == ["attempt_started", 1, "attempt_ended"]
