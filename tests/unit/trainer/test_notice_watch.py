@@ -9,6 +9,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from ray_ulysses.checkpoint.notice import LEAST_PAUSE_S, Notice, NoticedSave, notice_asks
 from ray_ulysses.config.running import CheckpointSection
 from ray_ulysses.run.requests import RequestWatch
@@ -226,22 +228,13 @@ def check_deadlines(seed: int, case: dict[str, Any], saves: list[Save], ends: li
     return num_answered, num_close
 
 
-def test_a_notice_of_forty_seconds_costs_few_saves(tmp_path: Path) -> None:
-    one = Announced(since=5.0, until=45.0, deadline=None, lags=(0.0, 0.0))
+@pytest.mark.parametrize(
+    ("deadline", "begins"), [(None, [5.0, 16.0, 27.0, 38.0]), (45.0, [5.0, 16.0, 27.0, 38.0, 44.0])]
+)
+def test_a_notice_of_forty_seconds_costs_few_saves(tmp_path: Path, deadline: float | None, begins: list[float]) -> None:
+    one = Announced(since=5.0, until=45.0, deadline=deadline, lags=(0.0, 0.0))
     saves, _ = simulate([one], [RankClock(), RankClock()], lambda: 1.0, lambda: 0.3, lambda: False, 60.0, tmp_path)
-    assert [save.begins for save in saves] == [5.0, 16.0, 27.0, 38.0]
-    with_deadline = replace(one, deadline=45.0)
-    saves, _ = simulate(
-        [with_deadline], [RankClock(), RankClock()], lambda: 1.0, lambda: 0.3, lambda: False, 60.0, tmp_path
-    )
-    assert [save.begins for save in saves] == [5.0, 16.0, 27.0, 38.0, 44.0]
-
-
-def test_the_first_notice_is_answered_at_once_and_a_save_under_way_is_awaited() -> None:
-    assert notice_asks(None, left_s=None, now=0.0, step_s=1.0)
-    assert notice_asks(None, left_s=-5.0, now=0.0, step_s=1.0)
-    written = NoticedSave(step=1, taken_at=0.0)
-    assert not notice_asks(written, left_s=1.0, now=99.0, step_s=1.0)
+    assert [save.begins for save in saves] == begins
 
 
 def test_the_last_chance_is_taken_once() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +21,7 @@ from ray_ulysses.checkpoint.state import StateDescription
 from ray_ulysses.errors import UserError
 from ray_ulysses.run import start_point
 from ray_ulysses.run.start_point import RecoverySources
-from ray_ulysses.run_names import CHECKPOINT_FOLDER, manifest_key
+from ray_ulysses.run_names import CHECKPOINT_FOLDER, manifest_key, step_folder
 from ray_ulysses.storage import LocalStore, Store
 from ray_ulysses.storage.retry import RetryPolicy
 from ray_ulysses.tracking.journal import claim_journal
@@ -31,6 +30,8 @@ from tests.stores import FaultyStore, MemoryStore, permission_lost
 from tests.unit.checkpoint.fakes import TENSORS, save
 from tests.unit.checkpoint.manifests import signed
 from tests.unit.tracking.journals import COMMITTED
+
+NOWHERE = Path("/nowhere/run")
 
 
 @dataclass
@@ -108,22 +109,17 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
     return taken
 
 
-def _context(
-    recorder: FakeRecorder, run_dir: Path = Path("/nowhere/run"), memory: Store | None = None
-) -> AttemptContext:
+def _context(recorder: FakeRecorder, run_dir: Path, memory: Store | None = None) -> AttemptContext:
     worker: Any = SimpleNamespace(rank=0, clock=recorder.clock)
+    alone = SingleRankMessenger()
+    peers = None if memory is None else PeerStore(store=memory, messenger=alone)  # type: ignore[arg-type]
     return AttemptContext(
-        run=_run(recorder.store, run_dir),
-        worker=worker,
-        attempt=recorder.attempt,
-        nodes=("node",),
-        messenger=SingleRankMessenger(),
-        save_messenger=SingleRankMessenger(),
-        peer_memory=None if memory is None else PeerStore(store=memory, messenger=SingleRankMessenger()),  # type: ignore[arg-type]
-    )
+        run=_run(recorder.store, run_dir), worker=worker, attempt=recorder.attempt, nodes=("node",), messenger=alone,
+        save_messenger=alone, peer_memory=peers,
+    )  # fmt: skip
 
 
-def choose(recorder: FakeRecorder, run_dir: Path = Path("/nowhere/run")) -> Any:
+def choose(recorder: FakeRecorder, run_dir: Path = NOWHERE) -> Any:
     context = _context(recorder, run_dir)
     retry = RetryPolicy(wait_s=5.0, first_pause_s=1.0, clock=recorder.clock)
     plan: Any = None
@@ -131,11 +127,9 @@ def choose(recorder: FakeRecorder, run_dir: Path = Path("/nowhere/run")) -> Any:
     return module._choose(sources, context)
 
 
-def resume(recorder: FakeRecorder, context: Any = None) -> Any:
-    context = _context(recorder) if context is None else context
-    log: Any = recorder
-    plan: Any = None
-    return module.resume(None, module.find_state(plan, context, log), context, log)
+def resume(recorder: FakeRecorder, memory: Store | None = None, run_dir: Path = NOWHERE) -> Any:
+    context, log, plan = _context(recorder, run_dir, memory), recorder, None
+    return module.resume(None, module.find_state(plan, context, log), context, log)  # type: ignore[arg-type]
 
 
 def _saved(folder: Path) -> LocalStore:
@@ -146,24 +140,30 @@ def _saved(folder: Path) -> LocalStore:
 
 
 def test_a_short_outage_is_waited_for(tmp_path: Path, waits: list[float]) -> None:
-    flaky = FaultyStore(_saved(tmp_path), fail_at=1, error=permission_lost(), kinds=("open",))
+    flaky = _away(_saved(tmp_path), "open", lasting=False)
     recorder = FakeRecorder(flaky)
     assert choose(recorder).step == 20
     assert waits == [1.0] and recorder.passed_over == []
 
 
-def _resume_beside(memory: Store, recorder: FakeRecorder, run_dir: Path = Path("/nowhere/run")) -> Any:
-    return resume(recorder, _context(recorder, run_dir, memory))
-
-
-def _flip_in(memory: MemoryStore, step: int) -> None:
-    """Flip a byte of a tensor that the engine loads."""
-    shard = read_manifest(memory, step).shards[0]
-    offset = next(one.offset for one in shard.intervals if one.interval.key == "fp32/a")
-    key = f"{CHECKPOINT_FOLDER}/step-{step:08d}/{shard.file}"
-    content = bytearray(memory.read_whole(key))
+def _flip(store: Store, step: int, key: str | None = "fp32/a") -> None:
+    """Flip a byte of rank 0's shard: of a tensor, or of the header."""
+    shard = read_manifest(store, step).shards[0]
+    offset = next((one.offset for one in shard.intervals if one.interval.key == key), 12)
+    path = f"{step_folder(step)}/{shard.file}"
+    content = bytearray(store.read_whole(path))
     content[offset] ^= 1
-    memory.replace(key, [content])
+    store.replace(path, [content])
+
+
+def _damage_manifest(store: Store, step: int) -> None:
+    store.replace(manifest_key(step), [b"{"])
+
+
+def _away(inner: Store, kind: str, *, lasting: bool = True, part: str = "") -> FaultyStore:
+    return FaultyStore(
+        inner, fail_at=1, error=permission_lost(), kinds=(kind,), lasting=lasting, only=lambda key: part in key
+    )
 
 
 def test_the_newest_state_of_peer_memory_and_storage_is_taken_and_the_nearest_of_equal_ones(
@@ -174,7 +174,7 @@ def test_the_newest_state_of_peer_memory_and_storage_is_taken_and_the_nearest_of
     for attempt, (place, step) in enumerate(((memory, 15), (memory, 20), (memory, 30), (storage, 40)), start=2):
         save(place, step, attempt=attempt - 1)
         recorder = FakeRecorder(storage, attempt=attempt)
-        position = _resume_beside(memory, recorder)
+        position = resume(recorder, memory)
         assert all(torch.equal(loaded[key], TENSORS[key]) for key in loaded)
         assert recorder.passed_over == []
         seen.append((position.step, position.resumed_from))
@@ -187,16 +187,15 @@ def test_the_newest_state_of_peer_memory_and_storage_is_taken_and_the_nearest_of
 
 
 def test_the_storage_alone_says_which_attempts_peer_memory_may_hold(
-    tmp_path: Path, loaded: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, loaded: dict[str, torch.Tensor], said: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("ray_ulysses"), "propagate", True)
     memory, storage = MemoryStore(), _saved(tmp_path)
     save(memory, 25, attempt=1)
     # A later attempt, of which the memory does not know, started before that step.
     start_attempt(storage, 2, 20)
     recorder = FakeRecorder(storage, attempt=3)
-    assert _resume_beside(memory, recorder).step == 20
-    assert "the state of step 25 in peer memory is not used: attempt 1 committed it after" in caplog.text
+    assert resume(recorder, memory).step == 20
+    assert "the state of step 25 in peer memory is not used" in said.text
     assert recorder.passed_over == []
     assert committed_steps(storage) == (10, 20)
 
@@ -206,18 +205,17 @@ def test_what_is_wrong_with_peer_memory_costs_nothing_on_storage(
     tmp_path: Path,
     loaded: dict[str, torch.Tensor],
     how: str,
-    caplog: pytest.LogCaptureFixture,
+    said: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("ray_ulysses"), "propagate", True)
     memory, storage, kept = MemoryStore(), _saved(tmp_path), {"loss": 1.5}
     # Of the step that storage has, too.
     for step in (20, 30):
         save(memory, step, metrics=kept)
         if how == "flipped":
-            _flip_in(memory, step)
+            _flip(memory, step)
         elif how == "torn manifest":
-            memory.replace(manifest_key(step), [b"{"])
+            _damage_manifest(memory, step)
         elif how == "shard gone":
             memory.delete(f"{CHECKPOINT_FOLDER}/step-{step:08d}/attempt-0001")
     asked: Store = memory
@@ -232,13 +230,12 @@ def test_what_is_wrong_with_peer_memory_costs_nothing_on_storage(
         monkeypatch.setattr(start_point, "_check_own", refuse)
     before = storage.list(CHECKPOINT_FOLDER)
     recorder = FakeRecorder(storage)
-    position = _resume_beside(asked, recorder)
+    position = resume(recorder, asked)
     assert (position.step, position.resumed_from) == (20, "checkpoints/step-00000020")
     assert all(torch.equal(loaded[key], TENSORS[key]) for key in loaded) and len(loaded) == 3
     assert storage.list(CHECKPOINT_FOLDER) == before
     assert recorder.passed_over == []
-    said = "peer memory can't be read" if how == "agents gone" else "of step 30 in peer memory is not used"
-    assert said in caplog.text
+    assert ("peer memory can't be read" if how == "agents gone" else "of step 30 in peer memory is not") in said.text
 
 
 def test_a_state_of_peer_memory_that_was_loaded_in_part_is_no_beginning_and_no_obstacle_to_the_next_attempt(
@@ -246,24 +243,17 @@ def test_a_state_of_peer_memory_that_was_loaded_in_part_is_no_beginning_and_no_o
 ) -> None:
     memory = MemoryStore()
     save(memory, 3)
-    _flip_in(memory, 3)
+    _flip(memory, 3)
     recorder = FakeRecorder(LocalStore(tmp_path))
     # The engine holds a part of it: it must not train from step 0 with that.
     with pytest.raises(CheckpointError, match=r"could not be loaded whole.*the next attempt starts from step 0"):
-        _resume_beside(memory, recorder, tmp_path / "run")
-    assert _resume_beside(memory, recorder, tmp_path / "run").step == 0
+        resume(recorder, memory, tmp_path / "run")
+    assert resume(recorder, memory, tmp_path / "run").step == 0
 
 
 def test_what_stays_unreadable_is_passed_over_and_kept(tmp_path: Path, waits: list[float]) -> None:
     inner = _saved(tmp_path)
-    away = FaultyStore(
-        inner,
-        fail_at=1,
-        error=permission_lost(),
-        kinds=("open",),
-        lasting=True,
-        only=lambda key: "step-00000020" in key,
-    )
+    away = _away(inner, "open", part="step-00000020")
     recorder = FakeRecorder(away)
     assert choose(recorder).step == 10
     assert waits == [1.0, 2.0, 2.0]
@@ -274,21 +264,16 @@ def test_what_stays_unreadable_is_passed_over_and_kept(tmp_path: Path, waits: li
 
 def test_a_run_whose_checkpoints_can_not_be_read_does_not_begin_anew(tmp_path: Path) -> None:
     inner = _saved(tmp_path)
-    away = FaultyStore(inner, fail_at=1, error=permission_lost(), kinds=("open",), lasting=True)
-    with pytest.raises(
-        CheckpointError, match="no checkpoint of the run can be read: the checkpoint of step 20 can't be"
-    ):
-        choose(FakeRecorder(away))
-    gone = FaultyStore(inner, fail_at=1, error=permission_lost(), kinds=("list",), lasting=True)
-    with pytest.raises(CheckpointError, match=r"the checkpoints of the run can't be read .*Permission denied"):
-        choose(FakeRecorder(gone))
+    for kind in ("open", "list"):
+        with pytest.raises(CheckpointError, match="Permission denied"):
+            choose(FakeRecorder(_away(inner, kind)))
     assert committed_steps(inner) == (10, 20)
 
 
 def test_a_storage_that_lost_everything_is_not_begun_anew(tmp_path: Path) -> None:
     """Not mounted, or checkpoint.storage mistyped: the journal knows better."""
     run_dir = _journal(tmp_path / "run", 10, 20)
-    with pytest.raises(CheckpointError, match=r"journal knows of the checkpoint of step 20, .* none in .*/run/check"):
+    with pytest.raises(CheckpointError, match="the journal knows of the checkpoint of step 20"):
         choose(FakeRecorder(LocalStore(tmp_path)), run_dir)
     assert choose(FakeRecorder(LocalStore(tmp_path)), tmp_path / "fresh") is None
     # What is left of deleted or unfinished ones is no checkpoint either.
@@ -309,20 +294,6 @@ def test_a_late_commit_of_a_dead_attempt_is_not_missed(tmp_path: Path) -> None:
     assert choose(FakeRecorder(store, attempt=3), _journal(tmp_path / "run", 10)) is None
 
 
-def _damage_manifest(store: LocalStore, step: int) -> None:
-    store.path(f"checkpoints/step-{step:08d}/manifest.json").write_bytes(b"{")
-
-
-def _flip(store: LocalStore, step: int, key: str | None) -> None:
-    """Flip a byte of rank 0's shard: of a tensor, or of the header."""
-    shard = read_manifest(store, step).shards[0]
-    offset = next((one.offset for one in shard.intervals if one.interval.key == key), 12)
-    path = store.path(f"checkpoints/step-{step:08d}/{shard.file}")
-    content = bytearray(path.read_bytes())
-    content[offset] ^= 1
-    path.write_bytes(content)
-
-
 @pytest.mark.parametrize("how", ["torn manifests", "flipped bytes", "both"])
 def test_a_run_of_which_nothing_is_whole_does_not_begin_anew_and_nothing_goes(
     tmp_path: Path, loaded: dict[str, torch.Tensor], how: str
@@ -331,7 +302,7 @@ def test_a_run_of_which_nothing_is_whole_does_not_begin_anew_and_nothing_goes(
     if how == "torn manifests":
         _damage_manifest(store, 10)
     else:
-        _flip(store, 10, "fp32/a")
+        _flip(store, 10)
     if how == "flipped bytes":
         _flip(store, 20, "fp32/b")
     else:
@@ -340,9 +311,7 @@ def test_a_run_of_which_nothing_is_whole_does_not_begin_anew_and_nothing_goes(
     recorder = FakeRecorder(store)
     # However often it is tried.
     for _ in range(2):
-        with pytest.raises(
-            CheckpointError, match=r"will not restart from step 0 by itself: .*step 20 .*step 10 .*Nothing was"
-        ):
+        with pytest.raises(CheckpointError, match=r"will not restart from step 0 .*step 20 .*step 10 "):
             resume(recorder)
     assert store.list(CHECKPOINT_FOLDER) == before
     assert recorder.passed_over == [] and read_lineage(store).started_from == {}
@@ -369,24 +338,25 @@ def test_an_attempt_that_was_overtaken_while_it_looked_changes_nothing(
     store = _saved(tmp_path)
     _damage_manifest(store, 20)
     claim_attempt(store, 3)
-    with pytest.raises(FencedError, match="a newer attempt than attempt 2 has taken the run over"):
+    with pytest.raises(FencedError, match="attempt 2"):
         resume(FakeRecorder(store))
     assert committed_steps(store) == (10, 20) and read_lineage(store).started_from == {}
 
 
-def test_what_can_not_be_set_aside_is_passed_over(tmp_path: Path, loaded: dict[str, torch.Tensor]) -> None:
+def test_what_can_not_be_set_aside_is_passed_over_and_what_is_damaged_not_waited_for(
+    tmp_path: Path, loaded: dict[str, torch.Tensor], waits: list[float]
+) -> None:
     inner = _saved(tmp_path)
     _damage_manifest(inner, 20)
-    store = FaultyStore(inner, fail_at=1, error=permission_lost(), kinds=("delete",), lasting=True)
-    assert resume(FakeRecorder(store)).step == 10
+    assert resume(FakeRecorder(_away(inner, "delete"))).step == 10
+    assert waits == []
     assert committed_steps(inner) == (10, 20)
     assert read_lineage(inner).started_from == {2: 10}
 
 
 def test_a_storage_that_takes_no_announcement_ends_the_attempt(tmp_path: Path, loaded: dict[str, torch.Tensor]) -> None:
-    store = FaultyStore(_saved(tmp_path), fail_at=1, error=permission_lost(), kinds=("create",), lasting=True)
-    with pytest.raises(CheckpointError, match=r"attempt 2 could not be announced \(.*Permission denied"):
-        resume(FakeRecorder(store))
+    with pytest.raises(CheckpointError, match="attempt 2 could not be announced"):
+        resume(FakeRecorder(_away(_saved(tmp_path), "create")))
 
 
 def test_a_run_of_another_version_is_refused_and_untouched(tmp_path: Path) -> None:
@@ -394,17 +364,9 @@ def test_a_run_of_another_version_is_refused_and_untouched(tmp_path: Path) -> No
     path = store.path("checkpoints/step-00000020/manifest.json")
     path.write_bytes(signed({**json.loads(path.read_text()), "schema_version": 9}))
     recorder = FakeRecorder(store)
-    with pytest.raises(CheckpointError, match=r"step 20 is of another version and not used.*nothing was changed"):
+    with pytest.raises(CheckpointError, match="step 20 is of another version"):
         choose(recorder)
     assert committed_steps(store) == (10, 20)
-
-
-def test_what_is_damaged_is_not_waited_for(tmp_path: Path, waits: list[float]) -> None:
-    store = _saved(tmp_path)
-    _damage_manifest(store, 20)
-    recorder = FakeRecorder(store)
-    assert choose(recorder).step == 10
-    assert waits == [] and [damage.kind for damage in recorder.passed_over] == ["damaged"]
 
 
 def _two_stages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -438,11 +400,10 @@ def test_a_damaged_border_ends_the_attempt_and_the_next_begins_in_the_stage_befo
 ) -> None:
     """The engine was built for the stage that can't begin."""
     store = _saved(tmp_path)
-    _flip(store, 20, "fp32/a")
+    _flip(store, 20)
     _two_stages(monkeypatch)
     recorder = FakeRecorder(store)
-    words = r"stage 'long' was to start from is damaged; .* from step 10, in the"
-    with pytest.raises(module.AnotherStageError, match=words) as left:
+    with pytest.raises(module.AnotherStageError, match="'long'") as left:
         resume(recorder)
     assert left.value.step == 10
     assert [damage.step for damage in recorder.passed_over] == [20]
