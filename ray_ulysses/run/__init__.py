@@ -1,1 +1,1 @@
-"""Everything that a command needs to know of a run without training it."""
+"""Everything that a command needs to know about a run without training it."""

@@ -30,7 +30,7 @@ def checkpoint_location(config: Config, run_dir: Place | None = None) -> str:
 
     Args:
         config: The run's configuration.
-        run_dir: The run's directory, if it may have been moved; checkpoints in it were moved along.
+        run_dir: The run's directory, if it may have been moved along with the checkpoints in it.
     """
     if config.checkpoint.storage is None:
         return str(config.run_dir if run_dir is None else run_dir.absolute())
@@ -42,7 +42,7 @@ def checkpoint_store(config: Config, *, retry_s: float = RETRY_S) -> Store:
 
     Args:
         config: The run's configuration.
-        retry_s: How long a request to an object store is tried again while it is away, in seconds.
+        retry_s: How long requests to an unreachable object store are retried, in seconds.
 
     Raises:
         UserError: The location is neither a path nor a URI of a known kind.
@@ -64,7 +64,7 @@ def is_apart(config: Config) -> bool:
 def checkpoint_claim(config: Config, store: Store, command: str | None = None) -> AbstractContextManager[Claim | None]:
     """Return a claim on the run's checkpoints; entering it may raise `UserError`.
 
-    In the run's directory that is the run's own claim, which the caller holds: then entering returns None.
+    The caller's claim on the run covers checkpoints in the run's directory: then entering returns None.
     """
     return Claim(store, run=config.run.name, command=command) if is_apart(config) else nullcontext()
 
@@ -111,9 +111,9 @@ def stored_checkpoints(
     Args:
         config: That configuration.
         run_dir: The run's directory, which the user names.
-        trust_run: Whether every server that it names is used.
+        trust_run: Whether to use every server that it names.
         named: Other locations that the user names.
-        way_out: How to allow a refused server, beside the environment.
+        way_out: How to allow a refused server, besides the environment.
 
     Raises:
         UnnamedServerError: Only the configuration names the server of its ``checkpoint.storage``.
@@ -152,7 +152,7 @@ def keep_rules(config: Config) -> KeepRules:
 
 
 def commit_fields(ref: CheckpointRef, meta: CheckpointMeta) -> dict[str, Any]:
-    """Return a committed checkpoint as the journal describes it (pure)."""
+    """Return the journal's fields for a committed checkpoint (pure)."""
     return {
         "step": ref.step,
         "path": ref.folder,
@@ -174,7 +174,7 @@ def commit_fields(ref: CheckpointRef, meta: CheckpointMeta) -> dict[str, Any]:
 
 
 def found_fields(store: Store) -> dict[str, Any] | None:
-    """Return the fields of ``checkpoints_found`` for the committed checkpoints of a run; None without one.
+    """Return the fields of ``checkpoints_found`` for a run's committed checkpoints; None if there are none.
 
     Raises:
         OSError: The store can't be listed.

@@ -32,19 +32,18 @@ _MOST_DAMAGED = 5
 
 
 def record_completion(prepared: PreparedRun) -> RunHistory | None:
-    """Return a run's history if nothing is left to do up to its last step, else ``None``.
+    """Return a run's history if it is complete up to its last step, else ``None``.
 
-    An attempt may have died or been stopped after it saved the last step and before it recorded that the run is
-    finished: that is recorded here, and the trackers receive everything that an outage kept from them. The caller holds
-    the run.
+    An attempt may have died or been stopped between saving the last step and recording that the run is finished: that
+    is recorded here, and the trackers receive everything that they missed. The caller holds the run.
 
     Raises:
-        RunError: The storage of the checkpoints does not answer, or holds nothing whole although it should.
+        RunError: The storage of the checkpoints does not answer, or holds no whole checkpoint although it should.
     """
     config = prepared.config
     last_step = prepared.last_step
     if prepared.branched is not None and last_step > prepared.branched.branch.step:
-        # Steps that were trained beyond the branch, with the data as they were, do not count.
+        # Steps trained beyond the branch point, on the earlier data, do not count.
         return None
     journal = read_journal(config.run_dir, ends_only=True)
     if not journal.entries and not prepared.stored.has_begun:
@@ -53,7 +52,7 @@ def record_completion(prepared: PreparedRun) -> RunHistory | None:
         _log.warning("%s; `ray-ulysses inspect` lists every damaged record", record)
     recorded = finished_step(journal.entries)
     if recorded is None or recorded < last_step:
-        # Only now: whoever has exported a finished run may have deleted its checkpoints.
+        # Only now, since the checkpoints of a finished run may have been deleted after an export.
         saved = committed_step(prepared.run)
         if saved < last_step:
             return None
@@ -64,15 +63,15 @@ def record_completion(prepared: PreparedRun) -> RunHistory | None:
             last.append({"event": "run_finished", "step": saved})
     with tracked(config):
         pass
-    # Nobody is training it now, although it is held: by the caller.
+    # The run is held by the caller, so nobody is training it.
     return read_history(config.run_dir, is_held=False, store=prepared.run.store)
 
 
 def record_run_failed(config: Config, failure: EndEvent) -> None:
     """Record in the journal that a failure has ended the run.
 
-    The workers are gone, and the caller holds the run. A storage that does not answer causes only a warning: the
-    failure itself is being reported to the person.
+    The workers are gone, and the caller holds the run. A storage that does not answer causes only a warning, since the
+    failure itself is already being reported.
     """
     try:
         attempt = max(attempt_numbers(config.run_dir), default=1)
@@ -85,9 +84,9 @@ def record_run_failed(config: Config, failure: EndEvent) -> None:
 
 
 def record_command_ended(run_dir: Place, session: str) -> None:
-    """Record in the journal that a command with an attempt has ended, for the account of its time.
+    """Record in the journal that a command with an attempt has ended, for its time accounting.
 
-    A failure to write it is ignored: the command has ended all the same.
+    A failure to write the record is ignored.
     """
     with contextlib.suppress(OSError):
         own = [
@@ -101,7 +100,7 @@ def record_command_ended(run_dir: Place, session: str) -> None:
 
 
 def _record_found(config: Config, attempt: int) -> None:
-    """Record the run's checkpoints: its last attempt may have died between a commit and the record of it."""
+    """Record the run's checkpoints: its last attempt may have died between a commit and its record."""
     with contextlib.suppress(OSError, RunError):
         found = found_fields(checkpoint_store(config))
         if found is not None:

@@ -1,4 +1,4 @@
-"""Chooses a first configuration for a model, a context and a number of GPUs, by the planner's own estimates."""
+"""Chooses a first configuration for a model, a context and a number of GPUs from the planner's estimates."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ STORAGE, CORPORA = "/mnt/shared/runs", "/mnt/shared/corpora"
 _TOKENS_PER_STEP = 1 << 21
 _GPUS_PER_NODE = 8
 _NOT_USABLE_GIB = 1
-"""Of a GPU's memory by its name, what its driver keeps."""
+"""Share of a GPU's nominal memory that its driver reserves."""
 _DEVICES = {40: "A100", 80: "H100", 141: "H200"}
 _NOISE = frozenset((
     "_name_or_path", "architectures", "auto_map", "bos_token_id", "dtype", "eos_token_id", "pad_token_id",
     "torch_dtype", "transformers_version", "use_cache",
 ))  # fmt: skip
-"""What a ``config.json`` holds that says nothing about what is trained."""
+"""Fields of a ``config.json`` that do not describe the trained model."""
 
 
 def first_configs(model: str, context: int, gpus: int, gpu_memory: float, host_memory: float) -> list[FirstConfig]:
@@ -55,7 +55,7 @@ def first_configs(model: str, context: int, gpus: int, gpu_memory: float, host_m
         try:
             one, shape = _completed(tree)
         except UserError as error:
-            # Such as rows that this many ranks can't share.
+            # For example, this many ranks can't share a row.
             refused.append(error)
             continue
         if fits(one.config, one.memory):
@@ -66,7 +66,7 @@ def first_configs(model: str, context: int, gpus: int, gpu_memory: float, host_m
         return sorted(found, key=_seconds_per_row)
     if not too_large:
         raise refused[0]
-    # The planner's own choices leave out some settings, such as copies of the state in the memory of other nodes.
+    # The planner leaves some settings alone, such as peer memory.
     one, shape = too_large[-1]
     near = nearest(one.config, shape)
     if near is not None and near.config.cluster.workers.min == gpus:
@@ -81,7 +81,7 @@ def first_configs(model: str, context: int, gpus: int, gpu_memory: float, host_m
 
 
 def _completed(tree: dict[str, Any]) -> tuple[FirstConfig, ModelShape]:
-    """Return a configuration with the positions and the memory settings that it leaves open, and the model."""
+    """Return a configuration with its open position and memory settings filled in, and the model."""
     trained = _extend_positions(tree)
     config, shape, chosen = planned_memory(parse_config(tree), Path("/"))
     return FirstConfig(
@@ -95,12 +95,12 @@ def _completed(tree: dict[str, Any]) -> tuple[FirstConfig, ModelShape]:
 
 
 def _seconds_per_row(one: FirstConfig) -> float:
-    """Return a time to three digits, beyond which the model of it can't tell; where it is the same, the order stays."""
+    """Return a time to three digits, the precision of the estimate, so that ties keep their order."""
     return 0.0 if one.time is None else float(f"{one.time.seconds / one.config.data.rows_per_step:.3g}")
 
 
 def _described(model: str) -> dict[str, Any]:
-    """Return what the model's ``config.json`` says about what is trained."""
+    """Return the fields of the model's ``config.json`` that describe the trained model."""
     file = Path(model).expanduser() / "config.json"
     if not file.parent.is_dir():
         from ray_ulysses.engine.model_config import stored_config
@@ -138,7 +138,7 @@ def _tree(model: str, described: Mapping[str, Any], context: int, gpus: int, sp_
 
 
 def _extend_positions(tree: dict[str, Any]) -> int | None:
-    """Write how a model's positions become those of a longer context, and return how many it was made for."""
+    """Write the rotary scaling for a longer context, and return the number of positions the model was trained for."""
     from ray_ulysses.engine.model_config import planned_config, trained_positions
 
     config = parse_config(tree)
@@ -147,20 +147,20 @@ def _extend_positions(tree: dict[str, Any]) -> int | None:
         return trained
     text = planned_config(config).get_text_config(decoder=True)
     stored = text.rope_parameters.get("full_attention", text.rope_parameters)
-    # A scaling of the model's own is not scaled again, and a whole checkpoint's positions are in its config.json.
+    # A model's own scaling is not scaled again, and a multimodal checkpoint's positions are in its config.json.
     is_plain = stored.get("rope_type", "default") == "default" and config.model.part == "whole"
     factor = float(math.ceil(context / trained))
     tree["model"]["rope"] = {"rope_type": "yarn", "factor": factor} if is_plain else "unchanged"
     try:
         planned_config(parse_config(tree))
     except UserError:
-        # Some types take another scaling alone, which needs more than a factor.
+        # Some types accept only another scaling, which needs more than a factor.
         tree["model"]["rope"] = "unchanged"
     return trained
 
 
 def _length(context: int) -> str:
-    """Return a context as in names: ``128k``, ``1m``, ``1000``."""
+    """Return a context as used in names: ``128k``, ``1m``, ``1000``."""
     for unit, scale in (("m", 1 << 20), ("k", 1 << 10)):
         if context % scale == 0:
             return f"{context // scale}{unit}"

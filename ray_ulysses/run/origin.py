@@ -1,4 +1,4 @@
-"""Decides which checkpoint of a run is meant, in a store or in MLflow, and pins where another run starts."""
+"""Resolves references to checkpoints, in a store or in MLflow, and pins the one that another run starts from."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ class Origin:
 
 
 def find_origin(config: Config) -> Origin | None:
-    """Return the checkpoint that ``model.resume_from`` names now; ``None`` if it is not set.
+    """Return the checkpoint that ``model.resume_from`` currently names; ``None`` if it is not set.
 
     Raises:
-        UserError: There is none of that name, or it is damaged.
+        UserError: There is no such checkpoint, or it is damaged.
         RunError: MLflow does not answer.
     """
     text = config.model.resume_from
@@ -109,7 +109,7 @@ def check_origin(origin: Origin, config: Config, plan: Plan) -> Manifest:
 
 
 def _check_adapter(found: Manifest, origin: Origin, config: Config) -> None:
-    """Refuse weights that were trained beside others, whose names and sizes do not fit."""
+    """Refuse weights that were trained with another adapter: their names and sizes do not fit."""
     theirs, own = (
         found.meta.extra.get("settings", {}).get("model.adapter"),
         setting(config, "model.adapter"),
@@ -140,10 +140,10 @@ def pin_origin(config: Config, origin: Origin | None) -> None:
 
 
 def pinned_origin(config: Config) -> Origin | None:
-    """Return the origin that was recorded for the present ``model.resume_from``; ``None`` if none was.
+    """Return the origin recorded for the present ``model.resume_from``; ``None`` if there is none.
 
     Raises:
-        UnnamedServerError: It is on a server that only the record names.
+        UnnamedServerError: Only the record names its server.
     """
     try:
         fields = from_json(open_store(config.run_dir).read_whole(ORIGIN_FILE))
@@ -157,12 +157,12 @@ def pinned_origin(config: Config) -> Origin | None:
 
 
 def choose_step(committed: Mapping[int, Committed], which: Which, asked: str) -> int:
-    """Return the step that is meant (pure).
+    """Return the step of the requested checkpoint (pure).
 
     Args:
         committed: The checkpoints of the run, as `nameable` returns them.
         which: A step, the newest one, or the one with the lowest loss.
-        asked: The setting or option and its value, for errors.
+        asked: The setting or option and its value, for error messages.
 
     Raises:
         UserError: There is no such checkpoint, or the best one can't be determined; the text lists the steps.
@@ -188,7 +188,7 @@ def choose_step(committed: Mapping[int, Committed], which: Which, asked: str) ->
 
 
 def listed(steps: Sequence[int]) -> str:
-    """Return steps as an error lists them."""
+    """Return steps as listed in an error."""
     return ", ".join(map(str, steps))
 
 

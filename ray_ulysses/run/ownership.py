@@ -1,7 +1,7 @@
 """Ties the checkpoints in ``checkpoint.storage`` to one run directory.
 
-Two directories of one name and one storage would otherwise continue each other in turn, and neither journal would hold
-the whole run. A directory that was moved or copied takes its identity along.
+Otherwise two directories with the same name and storage would alternately continue each other, and neither journal
+would hold the whole run. A moved or copied directory keeps its identity.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ _OWNER = TypeAdapter(_Owner)
 
 
 def claim_checkpoints(run: ResolvedRun) -> None:
-    """Make this run directory the owner of the checkpoints for good, unless it is; the caller holds the run.
+    """Make this run directory the permanent owner of the checkpoints; the caller holds the run.
 
-    Of several directories that claim them at once exactly one succeeds. Checkpoints without an owner, which were moved
-    there, belong to the directory whose journal records the newest one.
+    If several directories claim them at once, exactly one succeeds. Checkpoints that were moved there without an owner
+    belong to the directory whose journal records the newest one.
 
     Raises:
-        UserError: They belong to another directory; nothing was changed beside them.
+        UserError: They belong to another directory; nothing was changed there.
         RunError: The storage does not answer.
     """
     config, store, location = run.config, run.store, run.location
@@ -73,7 +73,7 @@ def claim_checkpoints(run: ResolvedRun) -> None:
 
 
 def run_identity(config: Config) -> str:
-    """Return the identity that the run directory keeps wherever it is moved; create it if there is none."""
+    """Return the run directory's identity, which moves with it; create it if there is none."""
     store = open_store(config.run_dir, must_exist=True)
     made = uuid.uuid4().hex
     if create_if_absent(store, IDENTITY_FILE, made.encode()):
@@ -82,9 +82,9 @@ def run_identity(config: Config) -> str:
 
 
 def peer_memory_key(config: Config) -> str:
-    """Return the name of the run's peer memory, which it does not share with a copy of its directory."""
+    """Return the name of the run's peer memory, which differs for a copy of its directory."""
     run_dir = config.run_dir
-    # The driver that follows a dead one may reach the directory by another name, through a link.
+    # The next driver may reach the directory under another name, through a link.
     place = run_dir.resolve() if isinstance(run_dir, Path) else run_dir
     return stable_hash([run_identity(config), str(place)])
 

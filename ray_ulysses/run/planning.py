@@ -39,26 +39,25 @@ _NAME_IT = "give the corpus in data.sources with weight 0"
 def plan_run(
     run: ResolvedRun, stored: Plan | None, stored_run: StoredRun, *, branch: bool
 ) -> tuple[CorpusSet, Plan, tuple[NewSegment, ...]]:
-    """Return a run's corpora and plan, and the segments of it that are not stored yet; writes nothing.
+    """Return a run's corpora and plan, and the plan's segments that are not stored yet; writes nothing.
 
-    A stored plan that was made with these settings is returned as it is, however long it took to make.
-
-    Corpora that only trained stages were made of may be gone.
+    A stored plan that was made with these settings is returned as it is. Corpora that only completed stages use may be
+    gone.
 
     Args:
         run: The run.
         stored: The run's plan so far.
-        stored_run: What else is stored of it.
+        stored_run: Everything else that is stored of it.
         branch: Whether a plan that differs from the stored one continues it.
 
     Raises:
         UserError: A corpus can't be used, only the stored plan names its server, or no plan is possible.
-        ConfigError: A branch changes what a stage that has begun is made of.
+        ConfigError: A branch changes the data of a stage that has begun.
     """
     if stored is not None:
         _refuse_strange_corpora(run.config, stored)
     stages = stage_plans(run.config, run.shape, stored.settings if stored else None)
-    # Only a run of several segments has corpora that it does not need any more.
+    # Only a run of several segments can have corpora that are no longer needed.
     step = (known_step(run.store) or 0) if stored is not None and len(stored.segments) > 1 else 0
     began_with = stored_run.config or run.config
     plan, new = _planned(run, stages, stored, step, began_with if branch else None)
@@ -69,12 +68,12 @@ def plan_run(
 
 
 def _refuse_strange_corpora(config: Config, stored: Plan) -> None:
-    """Refuse a stored plan with a corpus that the configuration does not name, on a server that it does not name."""
+    """Refuse a stored plan with a corpus on a server if the configuration names neither."""
     for source in {source for segment in stored.segments for source in segment.sources}:
         try:
             refuse_server(source.path, f"a corpus of {config.run_dir / PLAN_FOLDER}", named_by(config), _NAME_IT)
         except UnnamedServerError:
-            # Of one that was moved, the configuration has the present path, where it is read.
+            # If a corpus was moved, the configuration has its present path.
             here = set()
             for path in corpus_paths(config):
                 with suppress(UserError):
@@ -91,10 +90,10 @@ def _planned(
     kept = stored
     if branches_from is not None:
         step = committed_step(run)
-        # At its border a stage has not begun.
+        # At its first step a stage has not begun yet.
         kept = stored.at_step(max(step - 1, 0))
         if branches_from.stages or run.config.stages:
-            # A branch changes nothing of what a stage that has begun is made of.
+            # A branch must not change the data of a stage that has begun.
             problems = stage_conflicts(branches_from, run.config, kept.newest.stage_number + 1)
             if problems:
                 raise ConfigError(problems, source=f"branch of run {run.config.run.name!r}")
@@ -102,9 +101,9 @@ def _planned(
     if made == len(stages):
         return stored, ()
     if made is not None:
-        # A command was killed while it stored them.
+        # A command was killed while storing them.
         return plan_rest(stages, stored)
-    # Without a branch it is the plan that the settings would give: the resume is refused in words, beside the report.
+    # Without a branch, this is the plan of the new settings: the resume is refused later, together with the report.
     if branches_from is None:
         return plan_stages(stages)
     if kept.newest.stage is not None and kept.num_steps == step and num_made(kept, stages) is not None:
@@ -123,7 +122,7 @@ def store_plan(config: Config, new: Sequence[NewSegment], stored: Plan | None) -
     folder = config.run_dir / PLAN_FOLDER
     known = {segment.plan_id for segment in stored.segments} if stored is not None else set()
     missing = [one for one in new if one.segment.plan_id not in known]
-    # Segments that a branch has replaced have numbers, too.
+    # Segments that a branch has replaced keep their numbers.
     first = num_segments(folder) if missing and stored is not None else 0
     for number, one in enumerate(missing, start=first):
         settings, documents = one.segment.settings, plan_input(one.corpora)
@@ -135,17 +134,17 @@ _log = get_logger(__name__)
 
 
 def skip_bad_step(run: ResolvedRun, clock: Clock) -> str | None:
-    """Leave out the rows of the step for which the newest attempt has ended, if it was one.
+    """Leave out the rows of the bad step that ended the newest attempt, if one did.
 
     The caller holds the run, and no worker is alive. The rows between the newest checkpoint and the bad step are
-    planned anew with all that follow; what is left out of an epoch is trained in no later segment of that epoch.
+    replanned with all that follow; rows left out of an epoch are not trained in later segments of that epoch.
 
     Args:
         run: The run.
         clock: Time.
 
     Returns:
-        What was done, for a person; None if nothing was, and the run is to end.
+        A message about what was done; None if nothing was, and the run must end.
     """
     elastic, run_dir = run.config.elastic, run.config.run_dir
     newest = max(attempt_numbers(run_dir), default=0)
@@ -180,7 +179,7 @@ def skip_bad_step(run: ResolvedRun, clock: Clock) -> str | None:
 
 
 def _branch(run: ResolvedRun, bad: BadStep) -> tuple[int, str]:
-    """Write the segment that leaves the rows out, and return the step it starts from and the id of the plan."""
+    """Write the segment without the rows, and return the step it starts from and the plan's id."""
     config = run.config
     folder = config.run_dir / PLAN_FOLDER
     step = committed_step(run)

@@ -1,4 +1,4 @@
-"""Refuses a run that can't start before a worker does, and claims the directory of one that can."""
+"""Refuses a run that can't start, before any worker starts, and claims the directory of a run that can."""
 
 from __future__ import annotations
 
@@ -60,15 +60,15 @@ class PreparedRun:
     corpora: CorpusSet
     """Its corpora."""
     plan: Plan
-    """Its rows; of a segment that is not stored yet only their stats are known."""
+    """Its rows; for a segment that is not stored yet, only their stats."""
     report: PlanReport
-    """What ``plan`` prints of it."""
+    """The report that ``plan`` prints."""
     new: tuple[NewSegment, ...]
-    """The segments of the plan that are not stored yet."""
+    """Segments of the plan that are not stored yet."""
     branch: bool
-    """Whether the settings of its data may differ from the stored ones."""
+    """Whether its data settings may differ from the stored ones."""
     stored: StoredRun
-    """What was stored of it when that was last read."""
+    """What was stored of it at the last look."""
     stored_plan: Plan | None
     """The plan that was stored; None before its first attempt, which may replace it."""
     local_bytes: int
@@ -77,7 +77,7 @@ class PreparedRun:
     """The other run's checkpoint that it starts from, if it does."""
 
     def read_again(self) -> PreparedRun:
-        """Return the run with what is stored of it now, which its holder finds as no other leaves it."""
+        """Return the run with its stored state read again, which is stable once the caller holds the run."""
         stored = read_stored_run(self.config)
         with run_dir_answers(self.config):
             plan = load_plan_if_any(self.config.run_dir / PLAN_FOLDER) if stored.has_begun else None
@@ -90,11 +90,11 @@ class PreparedRun:
 
     @property
     def branched(self) -> Remainder | None:
-        """What the run had trained where its plan is branched; None where it is not."""
+        """What the run had trained at the branch point; None without a branch."""
         if not self.new or len(self.new) == len(self.plan.segments):
             return None
         before, first = self.plan.segments[-len(self.new) - 1], self.new[0]
-        # What follows the end of a stage is a stage to come.
+        # The end of a stage counts towards the next stage.
         return first.remainder if first.segment.stage_number == before.stage_number else None
 
     @property
@@ -104,7 +104,7 @@ class PreparedRun:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes that are printed before it starts: the report's, and whether its data change."""
+        """Notes printed before it starts: those of the report, and whether its data change."""
         if self.branched is None:
             unchanged = "--branch: the data of the run are unchanged; nothing is branched"
             return (*self.report.notes, *([unchanged] if self.branch and not self.new else []))
@@ -123,10 +123,10 @@ def prepare_run(config: Config, base: Path, *, branch: bool = False, stored: Sto
     Writes nothing. Problems that keep the run from starting are in ``report.problems``, unless no report can be made.
 
     Args:
-        config: The configuration as it was loaded.
-        base: Directory that its relative paths start from.
-        branch: Whether the data of an existing run may change, from its newest committed checkpoint on.
-        stored: What is stored of the run, if it has been read already.
+        config: The configuration as loaded.
+        base: Base directory of its relative paths.
+        branch: Whether the data of an existing run may change from its newest committed checkpoint on.
+        stored: The stored state of the run, if it has been read already.
 
     Raises:
         UserError: The model's configuration or the corpus can't be read, or yields no row.
@@ -145,7 +145,7 @@ def prepare_run(config: Config, base: Path, *, branch: bool = False, stored: Sto
 
 
 def _tracking_problems(config: Config) -> Iterator[Problem]:
-    """Yield why the run can't be tracked from here: a client is missing, or credentials would travel in clear text."""
+    """Yield reasons why the run can't be tracked: a client is missing, or credentials would travel in clear text."""
     if "wandb" in config.trackers and importlib.util.find_spec("wandb") is None:
         yield Problem(
             path="tracking.trackers",
@@ -205,9 +205,9 @@ def _longest_planned(config: Config, corpora: CorpusSet, plan: Plan) -> int:
 
 
 def report_run(config: Config, base: Path, *, branch: bool = False) -> PlanReport:
-    """Return what ``plan`` prints; documents of assumed lengths stand in for a corpus that is not prepared yet.
+    """Return the report of ``plan``, with documents of assumed lengths for a corpus that is not prepared yet.
 
-    Args and raises as `prepare_run`, except that a corpus may be missing.
+    Arguments and exceptions are those of `prepare_run`, except that a corpus may be missing.
     """
     absolute = config.with_absolute_paths(base)
     missing = [path for path in corpus_paths(absolute) if not corpus_exists(path)]
@@ -218,7 +218,7 @@ def report_run(config: Config, base: Path, *, branch: bool = False) -> PlanRepor
     num_positions = check_architecture(absolute).num_positions
     problems, facts = list(stored.conflicts(absolute, branch=branch)), []
     for number, planned in enumerate(stage_plans(absolute, shape)):
-        # Without documents nothing is known of what a stage leaves to the next: each begins with all of its own.
+        # Without documents, the rows that a stage leaves to the next are unknown: each starts with all of its own.
         documents, own = stand_in_documents(planned.settings), stage_config(absolute, number)
         plan = Plan(segments=(build_segment(documents, planned.settings),))
         report = build_report(own, shape, documents, plan, (), chosen, None, absolute)
@@ -240,9 +240,9 @@ def report_run(config: Config, base: Path, *, branch: bool = False) -> PlanRepor
 def planned_memory(
     config: Config, base: Path, stored: StoredRun | None = None
 ) -> tuple[Config, ModelShape, tuple[Chosen, ...]]:
-    """Return the configuration, paths absolute, as the planner completes it; the model; and what was chosen.
+    """Return the configuration as the planner completes it (paths absolute), the model, and the choices made.
 
-    Reads nothing but the model's configuration and, unless it is given, what is stored of an existing run.
+    Reads only the model's configuration and, unless given, the stored state of an existing run.
 
     Raises:
         UserError: One of these can't be read.
@@ -285,11 +285,11 @@ def _origin(run: ResolvedRun, plan: Plan) -> Origin | None:
 
 
 def check_resume(prepared: PreparedRun) -> None:
-    """Refuse a resume whose configuration or corpus contradicts what is stored of the run; writes nothing.
+    """Refuse a resume whose configuration or corpus contradicts the stored run; writes nothing.
 
     Raises:
-        ConfigError: Names each setting that differs, and how to start a new run instead.
-        UserError: The run has gone on while a branch of it was planned.
+        ConfigError: Some settings differ; names each of them, and how to start a new run instead.
+        UserError: The run has continued while a branch of it was planned.
     """
     config = prepared.config
     if not prepared.stored.has_begun:
@@ -303,7 +303,7 @@ def check_resume(prepared: PreparedRun) -> None:
     stored_ids = {segment.plan_id for segment in stored.segments} if stored else set()
     if stored is not None and prepared.new and prepared.new[0].segment.plan_id not in stored_ids:
         step, branched = committed_step(prepared.run), prepared.new[0].segment.base_step
-        # Rows beyond it would be trained on again.
+        # Rows beyond it would be trained twice.
         if step > branched:
             raise UserError(
                 f"run {config.run.name!r} has continued to step {step} while its branch from step {branched} was "
@@ -315,7 +315,7 @@ def claim_directory(prepared: PreparedRun) -> None:
     """Write configuration and plan into the run's directory; the caller holds the run."""
     config = prepared.config
     if not prepared.stored.has_begun and num_segments(config.run_dir / PLAN_FOLDER):
-        # Of a command that failed before its first attempt.
+        # Leftovers of a command that failed before its first attempt.
         open_store(config.run_dir).delete(PLAN_FOLDER)
     store_plan(config, prepared.new, prepared.stored_plan)
     pin_origin(config, prepared.origin)
@@ -336,7 +336,7 @@ def refuse_vanished(config: Config) -> None:
 
 
 def check_writable(prepared: PreparedRun) -> None:
-    """Refuse, with `UserError`, a storage that can't be written or has no atomic create; leaves nothing behind."""
+    """Raise `UserError` if the storage can't be written or has no atomic create; leaves nothing behind."""
     config, stored = prepared.config, prepared.stored.config if prepared.stored.has_begun else None
     check_storage(config.run.storage, is_known=stored is not None and stored.run.storage == config.run.storage)
     if (place := config.checkpoint.storage) is not None:
@@ -378,7 +378,7 @@ def _check_model_path(config: Config) -> None:
 
 
 def compare_tokenizers(config: Config, corpus: Corpus) -> tuple[tuple[Problem, ...], tuple[str, ...]]:
-    """Return the problems and the notes of a run whose corpora have another tokenizer than its model.
+    """Return problems and notes if a run's corpora were prepared with another tokenizer than its model's.
 
     Args:
         config: The run's configuration.

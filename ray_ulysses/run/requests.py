@@ -1,6 +1,6 @@
 """Requests to a run: files in its directory that ask rank 0 to stop, to save, or to expect a node's end.
 
-The storage is shared by every node, which is checked at the start, so that a file needs no other channel.
+Every node shares the storage, which is checked at the start, so files need no other channel.
 
 ======================  ====================  ==========================================================
 file                    left by               effect
@@ -14,7 +14,7 @@ file                    left by               effect
                                               the run is faster without them
 ======================  ====================  ==========================================================
 
-A request to stop carries the session that it is meant for, and so do excluded nodes: one left by an earlier session has
+A request to stop and the excluded nodes name the session that they are meant for: those left by an earlier session have
 no effect. The other two are for people and scripts, which know no session: ``touch RUN/save-request``, or an object of
 that name in an object store.
 """
@@ -38,18 +38,18 @@ from ray_ulysses.storage.store import create_if_absent
 
 LOOK_EVERY_S = 2.0
 _MOST_BYTES = 1 << 16
-# Whoever asks asks again, and an object store that is away must not hold up the command.
+# Callers ask repeatedly, and an unreachable object store must not hold up the command.
 _RETRY_S = 1.0
 
 StopReason = Literal["stop", "resize"]
-"""Why a run is to stop: for good, or to continue at another size."""
+"""Why a run should stop: for good, or to continue at another size."""
 
 
 def announce_session(run_dir: Place, session: str) -> None:
-    """Write the session's name where every worker looks for it, before it has workers, and forget requests to stop."""
+    """Write the session's name, before it has workers, where they look for it, and clear requests to stop."""
     store = open_store(run_dir)
     with contextlib.suppress(FileNotFoundError):
-        # Attempts were killed in these probes.
+        # Left by attempts that were killed while probing.
         for left in filter(PROBE_NAME.match, store.root_names()):
             store.delete(left)
     store.replace(SESSION_FILE, [session.encode()])
@@ -57,7 +57,7 @@ def announce_session(run_dir: Place, session: str) -> None:
 
 
 def request_stop(run_dir: Place, session: str, reason: StopReason = "stop") -> None:
-    """Ask the running session to save and stop after the current step; a resize takes no place of a stop for good."""
+    """Ask the running session to save and stop after the current step; a resize does not replace a stop for good."""
     store, content = open_store(run_dir, must_exist=True, retry_s=_RETRY_S), f"{session} {reason}".encode()
     if reason == "resize" and (create_if_absent(store, STOP_FILE, content) or stop_requested(run_dir, session)):
         return
@@ -76,7 +76,7 @@ def stop_requested(run_dir: Place, session: str) -> StopReason | None:
 
 
 def clear_stop(run_dir: Place, *, retry_s: float = RETRY_S) -> None:
-    """Remove a request to stop, of any session; an object store that is away is asked again for so many seconds."""
+    """Remove a request to stop, of any session; requests to an unreachable object store are retried for ``retry_s``."""
     open_store(run_dir, retry_s=retry_s).delete_files([STOP_FILE])
 
 
@@ -84,9 +84,9 @@ def exclude_nodes(run_dir: Place, session: str, slow: Mapping[str, float]) -> No
     """Ask the driver of the running session to continue without slow nodes, besides those excluded before.
 
     Args:
-        run_dir: The run's directory, which is not made anew if it was moved away.
+        run_dir: The run's directory, which is not created if it was moved away.
         session: The session.
-        slow: How many times as long as others' the compute of each node takes.
+        slow: Each node's compute time as a multiple of the median.
 
     Raises:
         OSError: The request can't be written.
@@ -97,7 +97,7 @@ def exclude_nodes(run_dir: Place, session: str, slow: Mapping[str, float]) -> No
 
 
 def excluded_nodes(run_dir: Place, session: str) -> dict[str, float]:
-    """Return the nodes that this session is to do without, and how slow each is."""
+    """Return the nodes that this session should avoid, and how slow each is."""
     try:
         given, *words = _read(run_dir, EXCLUDED_FILE).split()
     except (OSError, ValueError):
@@ -124,7 +124,7 @@ def take_save_request(run_dir: Place) -> bool:
 
 
 def preemption_noticed(run_dir: Place) -> Notice | None:
-    """Return the notice of a node's end that somebody has left in the directory; ``None`` if there is none."""
+    """Return the preemption notice in the directory; ``None`` if there is none."""
     try:
         text = _read(run_dir, NOTICE_FILE)
     except OSError:
@@ -137,14 +137,14 @@ def preemption_noticed(run_dir: Place) -> Notice | None:
 
 
 class RequestWatch:
-    """The requests as rank 0 sees them after each step, looked for by a thread: a storage that hangs stops no step.
+    """Watches for requests in a thread, for rank 0 to read after each step: a storage that hangs blocks no step.
 
-    On a path the thread looks after each step. In an object store that would cost each step some requests: there it
-    looks every few seconds.
+    On a path the thread looks after each step. In an object store, where each look costs requests, it looks every few
+    seconds.
     """
 
     def __init__(self, run_dir: Place, session: str, *, every_s: float = LOOK_EVERY_S) -> None:
-        """Begin to look.
+        """Start the thread.
 
         Args:
             run_dir: The run's directory.
@@ -162,7 +162,7 @@ class RequestWatch:
             self._calls.ask(self._look)
 
     def look(self) -> None:
-        """Look for what was requested until now, on a path; called after each step."""
+        """Look for new requests, on a path; called after each step."""
         if self._is_near:
             if self._calls.is_idle:
                 self._calls.ask(self._look)
@@ -175,26 +175,26 @@ class RequestWatch:
     def take_save(self) -> bool:
         """Take a request for a checkpoint, and return whether there was one."""
         if not self._save.is_set():
-            # Not cleared then: the thread may set it in this moment.
+            # Not cleared otherwise: the thread may be setting it right now.
             return False
         self._save.clear()
         return True
 
     def notice(self) -> Notice | None:
-        """Return the notice of a node's end that somebody has left; None if there is none."""
+        """Return the preemption notice; None if there is none."""
         return self._notice
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop the thread."""
         self._calls.close()
 
     def _look(self) -> None:
         try:
             names = self._store.root_names()
         except OSError:
-            # What was asked before still holds.
+            # Earlier requests still hold.
             return
-        # What is listed and can't be read now says what it said before, and a notice that there is one.
+        # A listed file that can't be read keeps its previous meaning; a notice at least exists.
         stop = stop_requested(self._run_dir, self._session) if STOP_FILE in names else None
         self._stop = (stop or self._stop) if STOP_FILE in names else None
         notice = preemption_noticed(self._run_dir) if NOTICE_FILE in names else None

@@ -21,7 +21,7 @@ def check_run(run_dir: Place, argument: str = "RUN") -> None:
 
     Args:
         run_dir: The directory.
-        argument: Its name on the command line, for the text of an error.
+        argument: Its name on the command line, for error messages.
 
     Raises:
         UserError: It is not a run directory.
@@ -54,7 +54,7 @@ def describe_run(run_dir: Place, texts: RunTexts) -> None:
 
 
 def describing_files(run_dir: Place) -> dict[str, str]:
-    """Return the texts that exist, by name, without the passwords that a URI in them may contain."""
+    """Return the existing texts by name, with passwords in URIs redacted."""
     store, found = open_store(run_dir), {}
     for name in (README_FILE, CONFIG_FILE, PLAN_TEXT_FILE):
         with contextlib.suppress(OSError, ValueError):
@@ -67,7 +67,7 @@ def read_plan_facts(run_dir: Place) -> dict[str, Any]:
 
     Raises:
         OSError: There is none, or it can't be read.
-        ValueError: It is no JSON object.
+        ValueError: It is not a JSON object.
     """
     found = parse_json(open_store(run_dir).read_whole(PLAN_FACTS_FILE))
     if not isinstance(found, dict):

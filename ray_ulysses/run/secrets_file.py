@@ -1,8 +1,8 @@
 """Reads secrets from a file on each node, so that they need not be sent to the processes of a run.
 
-The configuration in a run's directory may be somebody else's: without ``trust_run`` the file of secrets that it names
-is not read. Where it names a location, `refuse_server` comes before the location is opened: `stored_checkpoints`, and
-`find_sources` of the corpora.
+The configuration in a run's directory may be somebody else's: without ``trust_run``, the secrets file that it names is
+not read, and `refuse_server` checks each location that it names before it is opened (`stored_checkpoints`, and
+`find_sources` for corpora).
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _LINE = re.compile(r"(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)\s*=\s*(.*)")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SecretsFile:
-    """A file of secrets, which need not be there."""
+    """A secrets file, which need not exist."""
 
     path: str
     names: tuple[str, ...] = ()
-    """Variables that it may set beside credentials: ``cluster.secrets_names``."""
+    """Variables that it may set besides credentials: ``cluster.secrets_names``."""
 
     @classmethod
     def of(cls, config: Config) -> SecretsFile | None:
@@ -54,8 +54,8 @@ def use_secrets(config: Config, *, is_needed: bool = True) -> None:
 
     Args:
         config: The run's configuration.
-        is_needed: Whether the file must be there; a command that only looks at a run does without, also as another
-            user than the file's.
+        is_needed: Whether the file must exist; a command that only reads a run works without it, also as a user other
+            than the file's owner.
 
     Raises:
         UserError: The file can't be used; the text contains no value of it.
@@ -74,11 +74,11 @@ def stored_config(run_dir: Place, *, trust_run: bool = False) -> Config:
 
     Args:
         run_dir: The directory.
-        trust_run: Whether its file of secrets is used, as for the user's own configuration.
+        trust_run: Whether to use its secrets file, as for the user's own configuration.
 
     Raises:
         ConfigError: It can't be read.
-        UserError: Its file of secrets can't be used.
+        UserError: Its secrets file can't be used.
     """
     config = load_config(run_dir / CONFIG_FILE)
     if trust_run:
@@ -91,11 +91,11 @@ def read_secrets(path: str, names: Collection[str] = ()) -> dict[str, str]:
 
     Args:
         path: The file.
-        names: Variables that it may set beside credentials.
+        names: Variables that it may set besides credentials.
 
     Raises:
-        UserError: Others than its owner can read it, a line has another form, or it sets a variable that it may not;
-            the text contains no value of it.
+        UserError: Users other than its owner can read it, a line is malformed, or it sets a forbidden variable; the
+            text contains none of its values.
         FileNotFoundError: There is no such file.
     """
     try:
@@ -123,7 +123,7 @@ def read_secrets(path: str, names: Collection[str] = ()) -> dict[str, str]:
         name, value = match[1], match[2]
         quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
         found[name] = value[1:-1] if quoted else value
-    # Variables that are no credentials: one can make every process of the run execute other code.
+    # Not credentials: such a variable can make every process of the run execute other code.
     others = [name for name in found if name not in CREDENTIALS and name not in names]
     if steering := [name for name in others if steers_programs(name)]:
         rule = f"sets {', '.join(steering)}, which decides what programs run or through which host they connect"

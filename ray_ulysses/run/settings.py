@@ -31,7 +31,7 @@ _LIBRARIES = (
     "deepspeed",
     "transformers",
     "ray",
-    # Of a PyTorch for GPUs.
+    # PyTorch's GPU builds only.
     "nvidia-cudnn-cu13",
     "nvidia-nccl-cu13",
 )
@@ -99,7 +99,7 @@ def _whole_shape(config: Config) -> ModelShape:
         from ray_ulysses.engine.text_part import model_class, text_fields
 
         whole = planned_config(config)
-        # Refuses a model that has no such part.
+        # Raises for a model without such a part.
         model_class(whole, "text")
         return ModelShape.from_config_dict(text_fields(whole), source="the text part of the model's configuration")
     if config.model.config is not None:
@@ -142,7 +142,7 @@ def last_step_of(config: Config, plan: Plan) -> int:
 def config_of_checkpoint(config: Config, manifest: Manifest) -> Config:
     """Return the configuration of the stage that trained a checkpoint; a run without stages has one.
 
-    A branch may have given stages to a run that had none: what is fixed of the first is what the run began with.
+    A branch may have added stages to a run without any: the fixed settings of the first are those the run began with.
 
     Raises:
         UserError: The configuration has no such stage.
@@ -162,8 +162,8 @@ def config_of_checkpoint(config: Config, manifest: Manifest) -> Config:
 
 @cache
 def versions() -> dict[str, str]:
-    """Return the versions of the libraries on which the numbers depend, in one dictionary that nobody changes."""
-    # Looking them up takes longer than a small state takes to copy, and every state says them.
+    """Return the versions of the libraries on which the numbers depend, in one shared dictionary; do not modify it."""
+    # Cached: every state records them, and the lookup takes longer than copying a small state.
     found = {}
     for name in _LIBRARIES:
         with contextlib.suppress(PackageNotFoundError):

@@ -1,7 +1,7 @@
-"""Decides which checkpoint is meant: the one from which a run starts, or the one that a command names.
+"""Decides which checkpoint a run starts from, and which checkpoint a command means.
 
-A run that has saved a state never restarts from step 0 by itself. `decide_start` is pure; what it decides from is read
-from the run's storage, the memory of its nodes and its journal by the functions below it.
+A run that has saved a state never restarts from step 0 automatically. `decide_start` is pure; the functions below it
+read its inputs from the run's storage, peer memory and the journal.
 """
 
 from __future__ import annotations
@@ -45,34 +45,34 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 
 Source = Literal["peer memory", "storage", "another run"]
-"""Where a state is: in the memory of the run's nodes, on its own storage, or on that of another run."""
+"""Where a state is: in peer memory, on the run's own storage, or on the storage of another run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Start:
-    """The starting point of an attempt, as decided from the states of its run."""
+    """The starting point of an attempt."""
 
     source: Source | None = None
-    """Where the run's own state is from which it starts; None for none."""
+    """Location of the run's own state to start from; None without one."""
     resumes_from: int | None = None
     """The step of that state."""
     unless: tuple[int, ...] = ()
-    """Newer steps that the storage can't read now: the newest that is readable by then is taken instead."""
+    """Newer steps that can't be read now; the newest of them that becomes readable is used instead."""
     refusal: str | None = None
-    """Why it may not start; None if it may."""
+    """Why the attempt may not start; None if it may."""
 
 
 def decide_start(
     whole: Mapping[Source, int], passed: Sequence[Damage], committed: Sequence[int], location: str
 ) -> Start:
-    """Decide from which state of its own a run starts (pure).
+    """Decide which of its own states a run starts from (pure).
 
     A start from step 0 would discard a run whose state exists or can be restored.
 
     Args:
-        whole: The step of the newest whole state that each source has, the nearest source first.
+        whole: Step of the newest whole state of each source, the nearest source first.
         passed: Newer checkpoints that can't be used, newest first.
-        committed: Steps that were committed according to the journal, ascending; needed where no state is whole.
+        committed: Steps that the journal records as committed, ascending; needed if no state is whole.
         location: Root of the store.
     """
     foreign, unread, damaged = (
@@ -84,7 +84,7 @@ def decide_start(
     if foreign:
         return Start(refusal=f"{foreign[0]}; nothing was changed")
     if whole:
-        # Of equal ones the nearest.
+        # The nearest of equal ones.
         source = max(whole, key=whole.__getitem__)
         return Start(source=source, resumes_from=whole[source], unless=unless)
     if unread:
@@ -104,7 +104,7 @@ def decide_start(
 
 
 def commits_that_count(events: Iterable[Entry], lineage: Lineage) -> tuple[int, ...]:
-    """Return the steps that a journal says were committed, not set aside since, and part of the run (pure).
+    """Return the committed steps that a journal records, still part of the run and not set aside (pure).
 
     Args:
         events: The run's journal, in order.
@@ -123,7 +123,7 @@ def commits_that_count(events: Iterable[Entry], lineage: Lineage) -> tuple[int, 
 
 
 def start_of(run: ResolvedRun, whole: Mapping[Source, int], passed: Sequence[Damage]) -> Start:
-    """Decide as `decide_start` does, with the commits that the run's journal records.
+    """Call `decide_start` with the commits that the run's journal records.
 
     Raises:
         OSError: The store can't be listed.
@@ -136,8 +136,8 @@ def committed_step(run: ResolvedRun) -> int:
     """Return the step of the newest checkpoint that is committed, whole and part of the run; 0 if there is none.
 
     Raises:
-        RunError: The storage does not answer, a newer checkpoint is of another version of ray-ulysses, or none is
-            whole although one should be.
+        RunError: The storage does not answer, a newer checkpoint is of another version of ray-ulysses, or no
+            checkpoint is whole although one was committed.
     """
     with storage_answers(run.location):
         choice = newest_committed(run.store, "sizes")
@@ -181,19 +181,19 @@ class Candidate:
     """The store that holds its shards."""
     manifest: Manifest
     state: StateDescription
-    """What is loaded of it."""
+    """The part of it that is loaded."""
     position: RunPosition
-    """Where in its training the run is once that is loaded."""
+    """Position of the run in its training once it is loaded."""
 
     @property
     def step(self) -> int:
-        """Completed steps that it holds."""
+        """Completed steps."""
         return self.manifest.step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecoverySources:
-    """The states from which an attempt may start, without those that turned out to be unusable.
+    """The states from which an attempt may start, without unusable ones.
 
     Rank 0 chooses one; every rank opens it by its source, its location and the manifest that rank 0 has read.
     """
@@ -201,12 +201,12 @@ class RecoverySources:
     run: ResolvedRun
     plan: Plan
     memory: Store | None
-    """The store over the memory of the run's nodes, if there is such memory.
+    """The store over peer memory, if there is any.
 
-    The run's storage alone says which attempts belong to the run. What is wrong with a state in memory concerns no
-    other source, and never keeps the run from starting."""
+    Only the run's storage determines which attempts belong to the run. A bad state in memory affects no other source,
+    and never keeps the run from starting."""
     retry: RetryPolicy
-    """How long a checkpoint that can't be read is waited for before an older one is taken."""
+    """How long to wait for an unreadable checkpoint before taking an older one."""
     passed: list[Damage] = field(default_factory=list)
     """Checkpoints of the run that can't be used. They are set aside once the attempt has a state to start from."""
     unusable: set[int] = field(default_factory=set)
@@ -217,7 +217,7 @@ class RecoverySources:
 
         Raises:
             CheckpointError: The run's storage can't be read, or there is nothing whole where there should be.
-            RunError: The storage of another run can't be read.
+            RunError: The other run's storage can't be read.
             UserError: The state was saved under other settings, or that of another run can't be used.
         """
         config = self.run.config
@@ -249,7 +249,7 @@ class RecoverySources:
         return "another run", origin.location, check_origin(origin, config, self.plan)
 
     def open(self, source: Source, location: str, manifest: Manifest) -> Candidate:
-        """Return a state that was chosen, and what ``model.resume_state`` takes of it if it is another run's."""
+        """Return a chosen state; of another run's, only the part that ``model.resume_state`` selects."""
         step, meta, state = manifest.step, manifest.meta, manifest.state
         own = {"storage": manifest.ref.folder, "peer memory": f"peer memory, step {step}"}
         name = own.get(source, f"{location}@{step}")
@@ -273,7 +273,7 @@ class RecoverySources:
         _log.warning("%s", damage)
 
     def give_up_memory(self, step: int, reason: str) -> None:
-        """Drop the state of a step in memory that turned out not to be whole while it was loaded."""
+        """Drop a state in memory that was found damaged during loading."""
         assert self.memory is not None
         self._pass_over_memory(step, reason)
         with contextlib.suppress(OSError):
@@ -284,7 +284,7 @@ class RecoverySources:
         _log.warning("the state of step %d in peer memory is not used: %s", step, reason)
 
     def _own_states(self) -> dict[Source, Manifest]:
-        """Return the newest whole state in memory and on storage, as far as sizes tell, the nearest first."""
+        """Return the newest whole state, judged by sizes, in memory and on storage, the nearest first."""
         offered: dict[Source, Manifest] = {}
         if self.memory is not None:
             lineage = read_lineage(self.run.store)
@@ -316,7 +316,7 @@ def _check_own(manifest: Manifest, config: Config, plan: Plan) -> None:
     """Refuse a state of the run that was saved under other settings."""
     meta = manifest.meta
     if config.stages:
-        # That of the stage whose last step the state holds.
+        # The settings of the stage whose last step the state holds.
         config = stage_config(config, plan.stage_of_step(max(manifest.step, 1)))
     if meta.config_fingerprint != resume_fingerprint(config):
         differences = settings_that_differ(meta.extra.get("settings", {}), config)
@@ -333,7 +333,7 @@ def find_checkpoint(config: Config, run_dir: Place, which: Which, *, trust_run: 
 
     Raises:
         UserError: There is no such checkpoint, or it is on a server that only the run names.
-        RunError: It can't be used, the storage does not answer, or the storage has lost all checkpoints.
+        RunError: It can't be used, or the storage does not answer or has lost all checkpoints.
     """
     location = stored_checkpoints(config, run_dir, trust_run=trust_run)
     store = open_store(location)
@@ -347,8 +347,8 @@ def find_checkpoint(config: Config, run_dir: Place, which: Which, *, trust_run: 
 def choose_checkpoint(store: Store, which: Which) -> Manifest:
     """Return the manifest of the checkpoint that a command names; only sizes are compared, no tensor is read.
 
-    A damaged or unreadable checkpoint is never skipped silently: the error for ``latest`` names the newest intact one,
-    that for ``best`` the one that may have been the best.
+    A damaged or unreadable checkpoint is never skipped silently: the error names the newest intact one for ``latest``,
+    and the checkpoint that may have been the best for ``best``.
 
     Args:
         store: The run's checkpoint store, with at least one checkpoint.
@@ -361,7 +361,7 @@ def choose_checkpoint(store: Store, which: Which) -> Manifest:
     """
     if which == "latest":
         choice = newest_committed(store, "sizes")
-        # A late commit of a dead attempt never was the run's newest; any other skipped checkpoint is reported.
+        # A dead attempt's late commit never was the run's newest; any other skipped checkpoint is reported.
         passed = [damage for damage in choice.damaged if damage.kind != "superseded"]
         if passed:
             newest = choice.manifest

@@ -1,4 +1,4 @@
-"""Reads what a run has stored, and refuses a configuration that contradicts it; imports no torch."""
+"""Reads the stored state of a run, and refuses a configuration that contradicts it; imports no torch."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ _NO_ATTEMPT = Lineage(newest_attempt=0, started_from={})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredRun:
-    """What a command finds stored of the run that it is to start or to resume, but its plan and its journal."""
+    """The stored state of a run that a command starts or resumes, except its plan and journal."""
 
     config: Config | None
     """The stored configuration; None if there is none yet."""
     lineage: Lineage
-    """The attempts that were claimed where the present configuration has the checkpoints."""
+    """Attempts claimed where the present configuration places the checkpoints."""
     has_begun: bool
-    """Whether an attempt was claimed, there or where the stored configuration has the checkpoints. Until then, the
-    stored configuration and plan are replaced."""
+    """Whether an attempt was claimed, there or where the stored configuration places the checkpoints. Until then, the
+    stored configuration and plan may be replaced."""
 
     def conflicts(self, config: Config, *, branch: bool) -> tuple[Problem, ...]:
         """Return a problem for each changed setting that is fixed for the life of a run that has begun (pure).
@@ -55,7 +55,7 @@ class StoredRun:
 
 
 def read_stored_run(config: Config) -> StoredRun:
-    """Return what is stored of the run of a configuration, whose paths are absolute.
+    """Return the stored state of a configuration's run; paths must be absolute.
 
     Raises:
         ConfigError: The stored configuration can't be read.
@@ -75,7 +75,7 @@ def read_stored_run(config: Config) -> StoredRun:
 
 def _lineage_at(config: Config, location: str) -> Lineage:
     if location == str(config.run_dir):
-        # A failure of its storage is the caller's to name; a path that can't be one is refused when it is written.
+        # The caller reports storage failures; an impossible path is refused when it is written.
         with contextlib.suppress(NotADirectoryError):
             return read_lineage(open_store(config.run_dir))
         return _NO_ATTEMPT
@@ -84,7 +84,7 @@ def _lineage_at(config: Config, location: str) -> Lineage:
 
 
 def refuse_changed(config: Config, *, branch: bool) -> StoredRun:
-    """Return what is stored of a run, unless settings have changed that are fixed for its life.
+    """Return the stored state of a run, unless settings have changed that are fixed for its life.
 
     Raises:
         ConfigError: Names each of them.
@@ -97,7 +97,7 @@ def refuse_changed(config: Config, *, branch: bool) -> StoredRun:
 
 
 def misfit(run: ResolvedRun, stored: Plan | None) -> tuple[Problem, ...]:
-    """Return why a run's stored rows, whose lengths keep their multiple for life, can't be split as configured.
+    """Return why a run's stored rows, whose length multiple is fixed, can't be split as configured.
 
     Args:
         run: The run as it is configured now.
@@ -123,7 +123,7 @@ def misfit(run: ResolvedRun, stored: Plan | None) -> tuple[Problem, ...]:
 
 
 def other_plan(config: Config, stored: Plan | None, plan: Plan, num_new: int) -> tuple[Problem, ...]:
-    """Return why the plan that the settings make is not the stored plan of the run.
+    """Return why the plan of the present settings differs from the stored plan.
 
     Args:
         config: The configuration to continue with.

@@ -1,4 +1,4 @@
-"""The jobs that ``submit`` has given to a Ray cluster, and how they belong to runs."""
+"""Maps the jobs that ``submit`` has given to a Ray cluster to their runs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Status = Literal["PENDING", "RUNNING", "SUCCEEDED", "FAILED", "STOPPED"]
 _ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 _RUN, _RUN_DIR, _NUMBER = "ray_ulysses_run", "ray_ulysses_run_dir", "ray_ulysses_number"
 _KILLED = 137
-"""A shell's exit code of a command that got SIGKILL."""
+"""A shell's exit code for a command that was killed by SIGKILL."""
 _NOT_INSTALLED = "No module named ray_ulysses"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Submission:
-    """One job of a run; a run has a job for each time that it was submitted."""
+    """One job of a run; each submission of a run is a job."""
 
     run: str
     """The run's name."""
@@ -33,7 +33,7 @@ class Submission:
     message: str = ""
     """Ray's explanation of the status."""
     exit_code: int | None = None
-    """Exit code of the job's command, if it ended by itself."""
+    """Exit code of the job's command, if it exited."""
     started: float | None = None
     """When the job was submitted, in seconds since the epoch."""
     ended: float | None = None
@@ -41,7 +41,7 @@ class Submission:
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, str] | None, **known: Any) -> Submission | None:
-        """Return a job with what Ray stores with it; ``None`` if it was not submitted by ``submit``."""
+        """Return the submission described by a job's metadata; ``None`` if ``submit`` did not submit it."""
         if metadata is None or not {_RUN, _RUN_DIR, _NUMBER} <= metadata.keys():
             return None
         return cls(run=metadata[_RUN], run_dir=metadata[_RUN_DIR], number=int(metadata[_NUMBER]), **known)
@@ -53,7 +53,7 @@ class Submission:
 
     @property
     def metadata(self) -> Mapping[str, str]:
-        """What Ray stores with the job, by which it is found again."""
+        """The job's metadata in Ray, by which it is found again."""
         return {_RUN: self.run, _RUN_DIR: self.run_dir, _NUMBER: str(self.number)}
 
     def to_json(self) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def next_submission(run: str, run_dir: str, earlier: Iterable[Submission]) -> Su
                 f"run.name={run!r}: job {one.job} of this run is {one.status}, in {one.run_dir}; follow it with "
                 f"`ray-ulysses logs {run} --follow`, stop it with `ray-ulysses stop {run}`, or choose another run.name"
             )
-    # Ray refuses an id that was used before: of two commands at once, one gets it.
+    # Ray refuses an id that was used before: of two simultaneous commands, one succeeds.
     number = 1 + max((one.number for one in own), default=0)
     return Submission(run=run, run_dir=run_dir, number=number, job=f"{run}-{number:03d}", status="PENDING")
 
@@ -108,7 +108,7 @@ def newest_of_each_run(submissions: Iterable[Submission]) -> list[Submission]:
 
 
 def check_outcome(ended: Submission) -> None:
-    """Raise what a job that has ended means for the command that followed it.
+    """Raise the error of a job that has ended, for the command that followed it.
 
     Args:
         ended: The job, which has ended.
@@ -129,10 +129,10 @@ def check_outcome(ended: Submission) -> None:
     if ended.exit_code == 2:
         raise UserError(f"job {ended.job} was refused, as its log says")
     if ended.exit_code is None:
-        # Its command did not end by itself: it did not start, or its node was lost.
+        # Its command did not exit: it did not start, or its node was lost.
         raise RunError(f"job {ended.job} failed: {ended.message.strip()}; {again}")
     if ended.exit_code < 0 or ended.exit_code == _KILLED:
-        # Nothing of it stands in the log.
+        # The log says nothing about it.
         number = -ended.exit_code if ended.exit_code < 0 else _KILLED - 128
         raise RunError(
             f"job {ended.job} was killed by signal {number}; look at the memory of the node that ran its command, "

@@ -1,4 +1,4 @@
-"""Detects that another command has taken a run over, from the claims on it, and leaves word of it and of bad input."""
+"""Detects from the claims on a run that another command has taken it over, and records why a session must end."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
     from ray_ulysses.config import Config
     from ray_ulysses.storage import Store
 
-# Its reader asks again, and an object store that is away must not hold up the command.
+# Its reader asks repeatedly, and an unreachable object store must not hold up the command.
 _RETRY_S = 5.0
 
 
 def takeover(config: Config, session: str) -> str | None:
-    """Return the error for a command whose run, or the checkpoints of it, another command has claimed since.
+    """Return the error if another command has since claimed the run or its checkpoints; else None.
 
     Every command claims them before it has an attempt. A storage that does not answer proves nothing.
 
     Args:
         config: The run's configuration.
-        session: The command that asks; it has claimed them itself, unless nobody has.
+        session: The asking command, which has claimed them itself unless nobody has.
     """
     stores: list[Store] = [open_store(config.run_dir, retry_s=_RETRY_S)]
     if is_apart(config):
@@ -42,13 +42,13 @@ def takeover(config: Config, session: str) -> str | None:
 
 
 def leave_refusal(run_dir: Place, session: str, text: str) -> None:
-    """Write why this session is to end, for the driver and for its next attempt; the first reason is kept."""
+    """Write why this session must end, for the driver and the next attempt; the first reason is kept."""
     with contextlib.suppress(AlreadyExistsError, OSError):
         open_store(run_dir, must_exist=True, retry_s=_RETRY_S).create(f"{REFUSAL_FOLDER}/{session}", [text.encode()])
 
 
 def refusal(run_dir: Place, session: str) -> str | None:
-    """Return why this session is to end, or ``None``: unusable input, or another command has the run now."""
+    """Return why this session must end (unusable input, or a takeover by another command), or ``None``."""
     try:
         return open_store(run_dir, retry_s=_RETRY_S).read_whole(f"{REFUSAL_FOLDER}/{session}").decode()
     except OSError:

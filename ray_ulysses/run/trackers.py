@@ -31,7 +31,7 @@ _POLL_STORE_S = 3.0
 def tracked(config: Config, *, drain_s: float = 20.0) -> AbstractContextManager[None]:
     """Deliver the journal of a run to its trackers while a block runs, and for a bounded time after it.
 
-    First comes what earlier commands left. The caller holds the run: a tracker has one tail.
+    Records that earlier commands left undelivered come first. The caller holds the run: a tracker has one tail.
 
     Args:
         config: The run's configuration.

@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from ray_ulysses.supervision.shared_progress import SharedProgress
 
 WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
-"""PyTorch's watchdog of NCCL does not end a process of which a peer is gone, which would be one more lost process: the
-supervisors end all. It does not abort communicators either, whose kernels would end with a part of their result."""
+"""Keeps PyTorch's NCCL watchdog from ending a process whose peer is gone, which would be one more lost process: the
+supervisors end all. It does not abort communicators either, whose kernels would return partial results."""
 _log = get_logger(__name__)
 
 
@@ -55,21 +55,21 @@ def run_child(order: Order, progress: SharedProgress, *, stacks: int, listener: 
     """Run an attempt and return how it ended; never raises."""
     configure_logging()
     dump = HangDump(stacks)
-    # Ctrl-C reaches the command, which asks for an orderly end.
+    # Ctrl-C also reaches the command, which requests an orderly end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     progress.beat("start", 0)
     config = parse_config(order.job.config)
     try:
         use_secrets(config)
         if order.rank == 0 and stop_requested(config.run_dir, order.job.session) == "resize":
-            # It was meant for the generation before.
+            # It was meant for the previous generation.
             clear_stop(config.run_dir)
         _join(order, config, listener)
         end = run_attempt(config, _worker(order, config, progress, streams, dump))
         progress.beat("save", end.step)
         return Result(status=end.status)
     except BaseException as error:
-        # What goes wrong in telling, such as on a full disk, must not take the place of what is told.
+        # A failure to report, such as a full disk, must not replace the error being reported.
         with contextlib.suppress(Exception):
             traceback.print_exc()
         with contextlib.suppress(Exception):
@@ -168,19 +168,19 @@ def _worker(order: Order, config: Config, progress: SharedProgress, streams: int
 
 
 def _refuse(config: Config, session: str, error: BaseException) -> None:
-    """Leave word for the command where another attempt of it would be in vain."""
+    """Record for the command that another attempt would be in vain."""
     if isinstance(error, UserError):
-        # Another attempt would meet the same input.
+        # Another attempt would get the same input.
         leave_refusal(config.run_dir, session, str(error))
     elif isinstance(error, FencedError) and (text := takeover(config, session)) is not None:
-        # It was fenced by another command, and not by a newer attempt of this session.
+        # Another command fenced it, not a newer attempt of this session.
         leave_refusal(config.run_dir, session, text)
 
 
 def _portable(error: BaseException) -> BaseException:
-    """Return the error if it can be sent to the supervisor, else one with its type and text.
+    """Return the error if it can be sent to the supervisor, else an error with its type and text.
 
-    An error of another library would be unpickled by importing it, which takes seconds in which a supervisor is silent.
+    Unpickling another library's error imports that library, which silences the supervisor for seconds.
     """
     try:
         if type(error).__module__.partition(".")[0] not in ("builtins", "ray_ulysses"):
@@ -196,7 +196,7 @@ def _portable(error: BaseException) -> BaseException:
 
 _LOOK_EVERY_S = 0.2
 _FREE_PART = 1 / 16
-"""A device of which no more than this is held counts as free: processes hold about half a GiB when they start."""
+"""A device with at most this much memory in use counts as free: processes hold about half a GiB at their start."""
 
 
 def choose_free_device(
@@ -206,9 +206,9 @@ def choose_free_device(
     memory: Callable[[torch.device], tuple[int, int]] = torch.cuda.mem_get_info,
     clock: Clock | None = None,
 ) -> None:
-    """Choose a GPU for this process once nobody else holds memory there; the driver may take some time for that.
+    """Choose a GPU for this process once no other process holds memory there; the driver may take a while to free it.
 
-    Memory that is still held then, by whichever process, is named in a warning: training may fit beside it.
+    Memory that other processes still hold after the wait causes a warning: training may fit beside it.
 
     Args:
         device: The GPU.
@@ -246,10 +246,10 @@ def choose_free_device(
 
 
 def interface_towards(host: str, port: int) -> str | None:
-    """Return the name of the interface whose address this node has towards another; None if it can't be told.
+    """Return the name of this node's network interface towards another node; None if it is unknown.
 
-    Gloo otherwise takes the address that the node's own name resolves to. Debian and many images resolve it to
-    127.0.0.1 or 127.0.1.1, at which no other node reaches this one.
+    Otherwise gloo takes the address of the node's own name, which Debian and many images resolve to 127.0.0.1 or
+    127.0.1.1, where no other node reaches this one.
 
     Args:
         host: The other node's name or address; it may be this one.
@@ -258,7 +258,7 @@ def interface_towards(host: str, port: int) -> str | None:
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as towards:
-            # Connecting such a socket only looks the route up.
+            # Connecting a UDP socket only looks up the route.
             towards.connect(address)
             own: str = towards.getsockname()[0]
     except OSError:

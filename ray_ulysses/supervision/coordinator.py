@@ -1,9 +1,7 @@
-"""Coordinates the supervisors of a worker group: hears them, reduces what it hears, and does what follows.
+"""Coordinates the supervisors of a worker group: reduces their messages to actions, and carries these out.
 
-It is a thread of the process that Ray Train's controller runs in, and shares that process's fate. All of its state is
-changed in that thread, by `elastic.reform.reduce` alone.
-
-The progress of a generation's ranks, as their supervisors report it, is watched for a hang.
+It is a thread in the process of Ray Train's controller, and shares its fate. Only that thread changes its state, and
+only through `elastic.reform.reduce`. It watches the progress that supervisors report for hangs.
 """
 
 from __future__ import annotations
@@ -34,16 +32,16 @@ if TYPE_CHECKING:
 
 _log = get_logger(__name__)
 SILENCE_S = 5.0
-"""A supervisor that has not been heard of for so long is lost: its node is cut off, or its process has stopped."""
+"""A supervisor that is silent for this long is lost: its node is cut off, or its process has stopped."""
 _MOST_BYTES = 1 << 20
-"""Longest line of a supervisor."""
+"""Longest line from a supervisor, in bytes."""
 _JUDGE_S = 60.0
-"""Longest wait for the judgement of a failure, and for the memory of peers: the storage may be what hangs."""
+"""Longest wait for the judgement of a failure, and for peer memory: the storage itself may hang."""
 _RECORD_S = 2.0
-"""Longest wait for the record of a hang: the storage may be what hangs."""
+"""Longest wait for the record of a hang: the storage itself may hang."""
 
 Judge = Callable[[reform.Judge, reform.Group], tuple[reform.NodesUnusable, bool]]
-"""Records the failure of a generation; returns the nodes that can't be used any more, and whether the run may go on."""
+"""Records the failure of a generation; returns the nodes that became unusable, and whether the run may continue."""
 
 
 @dataclass
@@ -57,7 +55,7 @@ class _Connected:
 
 @dataclass
 class _Present:
-    """The worker group that is coordinated now, and its connections."""
+    """The current worker group and its connections."""
 
     number: int
     group: reform.Group
@@ -66,16 +64,16 @@ class _Present:
 
 
 class Coordinator:
-    """Coordinates one worker group after the other.
+    """Coordinates one worker group after another.
 
     Args:
-        judge: Records failures and decides about them; called in a thread of its own.
-        memory: Returns the addresses of the memory of peers for children on these nodes, one per rank, or None; called
-            in a thread of its own.
+        judge: Records failures and decides about them; called in a separate thread.
+        memory: Returns the addresses of peer memory for children on these nodes, one per rank, or None; called in a
+            separate thread.
         gather_s: Longest wait for the workers of a group, in seconds.
         limits: How long a rank may go without progress.
-        record_hang: Records which ranks hang, with the stacks of every rank; called in a thread of its own.
-        end_s: Longest wait for the end of a child that was killed, in seconds.
+        record_hang: Records which ranks hang, with the stacks of every rank; called in a separate thread.
+        end_s: Longest wait for a killed child to end, in seconds.
         host: Address at which the workers' nodes reach this one.
     """
 
@@ -108,12 +106,12 @@ class Coordinator:
 
     @property
     def group(self) -> reform.Group | None:
-        """The state of the present worker group; None before the first."""
+        """The state of the current worker group; None before the first."""
         present = self._present
         return None if present is None else present.group
 
     def begin(self, nodes: Mapping[int, str], wanted: WorkerRange) -> Announcement:
-        """Coordinate a new worker group from now on, and return how its supervisors reach this coordinator.
+        """Start coordinating a new worker group, and return how its supervisors reach this coordinator.
 
         Args:
             nodes: Each worker's node, by the worker's number.
@@ -137,7 +135,7 @@ class Coordinator:
         return Announcement(host=self._host, port=self._port, token=self._token, group=number)
 
     def end(self) -> None:
-        """Coordinate no worker group until the next one begins."""
+        """Stop coordinating until the next worker group begins."""
 
         def end() -> None:
             self._drop_connections()
@@ -146,11 +144,11 @@ class Coordinator:
         self._in_thread(end)
 
     def post(self, event: reform.Event) -> None:
-        """Take note of an event; any thread may call."""
+        """Queue an event; any thread may call."""
         self._loop.call_soon_threadsafe(self._reduce, event)
 
     def announce(self, draining: Mapping[str, float | None]) -> None:
-        """Tell the workers of all nodes that are going to be taken away, with their deadlines; any thread may call."""
+        """Send the workers all draining nodes with their deadlines; any thread may call."""
         self._draining = draining
 
     def close(self) -> None:
@@ -200,14 +198,14 @@ class Coordinator:
                 self._reduce(reform.WorkerLost(worker=connected.worker, what="its process is gone"))
 
     def _is_present(self, connected: _Connected) -> bool:
-        """Return whether a connection is one of the present group's, and has not been replaced."""
+        """Return whether a connection belongs to the current group and has not been replaced."""
         return self._present is not None and self._present.connections.get(connected.worker) is connected
 
     def _accept(self, first: dict[str, Any], writer: asyncio.StreamWriter) -> _Connected | None:
         present = self._present
         if present is None or first["group"] != present.number:
             return None
-        # Others may join those that train.
+        # Further workers may join while others train.
         if present.group.phase == "gathering" and first["worker"] not in present.group.workers:
             return None
         connected = _Connected(worker=first["worker"], writer=writer, heard_at=self._clock.monotonic())
@@ -215,7 +213,7 @@ class Coordinator:
         place = reform.Place(node=first["node"], host=first["host"], port=first["port"])
         self._reduce(reform.Joined(worker=connected.worker, place=place))
         if present.group.phase == "ended":
-            # It is late, and was told with nobody else.
+            # It is late, and missed the message to the others.
             over = {"do": "finish", "status": present.group.status}
             late = {"do": "give up", "reason": "this worker has joined too late"}
             self._send(present, connected.worker, late if present.group.gave_up else over)
@@ -223,7 +221,7 @@ class Coordinator:
 
     def _heard(self, present: _Present, worker: int, message: dict[str, Any]) -> None:
         hangs, members = present.hangs, present.group.members
-        # One that joined late answers for a generation that is over.
+        # A worker that joined late may answer for a generation that is over.
         if hangs is not None and worker in members and message.get("generation") == hangs.generation:
             rank = members.index(worker)
             match message["type"]:
@@ -294,7 +292,7 @@ class Coordinator:
             judged = asyncio.to_thread(self._judge, question, present.group)
             unusable, may_continue = await asyncio.wait_for(judged, _JUDGE_S)
         except Exception as error:
-            # Ray Train judges it then.
+            # Then Ray Train decides.
             _log.warning("the failure of a generation could not be judged (%s)", error)
             group = present.group
             unusable, may_continue = reform.NodesUnusable(nodes=group.unusable, draining=group.draining), False
@@ -309,7 +307,7 @@ class Coordinator:
     def _send(self, present: _Present, worker: int, message: dict[str, Any]) -> None:
         connected = present.connections.get(worker)
         if connected is not None:
-            # The buffer holds it if the other side is slow; one that stays silent is dropped.
+            # The buffer absorbs a slow receiver; a silent one is dropped.
             connected.writer.write(encode(message))
 
     async def _tick(self) -> None:
@@ -320,7 +318,7 @@ class Coordinator:
             if present is None:
                 before = now
                 continue
-            # Time in which this process itself was not scheduled is nobody's silence.
+            # Time in which this process was not scheduled does not count as silence.
             own_s, before = max(0.0, now - before - BEAT_S), now
             for connected in tuple(present.connections.values()):
                 connected.heard_at += own_s
@@ -374,17 +372,17 @@ def hang_limits(config: Config) -> HangLimits:
     return HangLimits(
         floor_s=elastic.hang_timeout_s,
         start_s=max(elastic.start_hang_timeout_s, elastic.hang_timeout_s),
-        # Micro-batches of an evaluation are as long as those of a step, and may be longer.
+        # Micro-batches of an evaluation take at least as long as those of a step.
         evaluation_s=max(elastic.collective_timeout_s, elastic.hang_timeout_s),
-        # The source of rows gives up earlier, with a better reason.
+        # The source of rows gives up earlier, with a more specific error.
         row_s=elastic.collective_timeout_s + elastic.hang_timeout_s,
-        # So does the save.
+        # A save does so too.
         save_s=config.checkpoint.save_timeout_s + elastic.hang_timeout_s,
     )
 
 
 class HangWatch:
-    """Knows the progress of every rank of a generation."""
+    """Tracks the progress of every rank of a generation."""
 
     def __init__(self, limits: HangLimits, generation: int, world_size: int) -> None:
         self.generation = generation
@@ -398,9 +396,9 @@ class HangWatch:
         self._done: set[int] = set()
 
     def hear(self, progress: RankProgress, now: float) -> None:
-        """Take a rank's progress, as its supervisor has sent it."""
+        """Take a rank's progress as reported by its supervisor."""
         self._heard[progress.rank] = (progress, now)
-        # Ranks step together; of steps faster than the messages some are not heard of.
+        # Ranks step together; steps faster than the messages go unreported.
         if progress.rank == 0 and progress.steps > self._steps:
             self._steps = progress.steps
             self._step_seconds.append(progress.step_s)
@@ -416,7 +414,7 @@ class HangWatch:
         self._done.add(rank)
 
     def find(self, now: float) -> Hang | None:
-        """Return the hang that is seen now; None also while not every rank has been heard of."""
+        """Return the present hang, if any; None until every rank has reported."""
         heard = [self._heard[rank] for rank in self._heard.keys() - self._done]
         if len(heard) < self._world_size - len(self._done):
             return None
@@ -427,22 +425,22 @@ class HangWatch:
         return found
 
     def asks_for_stacks(self, now: float) -> bool:
-        """Return whether the ranks are to be asked for their stacks; once for each hang."""
+        """Return whether to ask the ranks for their stacks: once for each hang."""
         is_first = self._asked_at is None
         if is_first:
-            # Those of an earlier alarm, after which the ranks went on, say nothing of this one.
+            # Stacks of an earlier false alarm say nothing about this hang.
             self._asked_at, self._stacks, self._left = now, {}, {}
         return is_first
 
     def stacks(self, now: float) -> dict[int, str] | None:
-        """Return the stacks by rank, empty for ranks that gave none; None while they are waited for."""
+        """Return the stacks by rank, empty for ranks that sent none; None while waiting for them."""
         waited_s = 0.0 if self._asked_at is None else now - self._asked_at
         if len(self._stacks) < self._world_size and waited_s < _STACKS_S:
             return None
         return {rank: self._stacks.get(rank, "") for rank in range(self._world_size)}
 
     def in_words(self, hang: Hang) -> str:
-        """Return the text of a hang, with the place of the flight records that its ranks have left."""
+        """Return the text of a hang, with the location of its flight records."""
         if not self._left:
             return str(hang)
         folder = next(iter(self._left.values())).rpartition("/")[0]

@@ -1,8 +1,8 @@
 """A warm process that forks a child per attempt: everything is imported, and no GPU has been touched.
 
 ``python -m ray_ulysses.supervision.launcher FD`` is executed by a supervisor, with one end of a socket pair.
-Importing PyTorch, DeepSpeed and Transformers takes seconds that a new child does not have to wait for. A launcher is
-executed rather than forked from the supervisor, which has Ray's threads.
+It saves each new child the seconds that importing PyTorch, DeepSpeed and Transformers takes. A launcher is executed
+rather than forked from the supervisor, which has Ray's threads.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ _LAZY = (
     "deepspeed.comm.mori",
     "transformers.integrations.deepspeed",
     "transformers.models.auto.modeling_auto",
-    "transformers.models.llama.modeling_llama",  # for what every decoder's file imports: more than a second
+    "transformers.models.llama.modeling_llama",  # imported by every decoder's file: more than a second
     "safetensors.torch",
-    "pandas",  # by PyArrow, for any column as an array
+    "pandas",  # imported by PyArrow for any column as an array
 )
-"""Modules that libraries import only when they are first used; what is missing in a version is imported later."""
+"""Modules that libraries import on first use; modules missing from a version are skipped."""
 
 
 @dataclass(kw_only=True, slots=True)
 class _Child:
-    """A child that runs, a descriptor that becomes readable when its process ends, and where its result is awaited."""
+    """A running child, a descriptor that becomes readable when its process ends, and the pipe for its result."""
 
     pid: int
     process: int
@@ -80,7 +80,7 @@ def main(arguments: list[str]) -> None:
     orders.set_inheritable(False)
     supervisor, stopped, clock = os.getppid(), StopTimer(_STOPPED_S), SystemClock()
     die_with_parent(supervisor)
-    # Once for all children, which may be forked after the wall clock has jumped.
+    # Once for all children, since the wall clock may jump before a fork.
     clock.now()
     _import_everything()
     send(orders, Ready())
@@ -111,17 +111,17 @@ def main(arguments: list[str]) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the thread that created it ends, even if it is stopped then."""
+    """Make the kernel kill this process when its creating thread ends, even while this process is stopped."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        # It ended before.
+        # It has ended already.
         os._exit(1)
 
 
 def is_safe_to_fork(descriptors: Path = Path("/proc/self/fd")) -> bool:
-    """Return whether this process has not used CUDA, which does not work in a child that was forked after that."""
+    """Return whether this process has not used CUDA, which does not survive a fork."""
     for link in descriptors.iterdir():
-        # The descriptor of the folder itself is closed meanwhile.
+        # The folder's own descriptor is closed by now.
         with contextlib.suppress(OSError):
             if os.readlink(link) == _CUDA_MEMORY:
                 return False
@@ -129,13 +129,13 @@ def is_safe_to_fork(descriptors: Path = Path("/proc/self/fd")) -> bool:
 
 
 def _import_everything() -> None:
-    # DeepSpeed counts GPUs when it is imported; with NVML that touches none.
+    # DeepSpeed's import counts GPUs; with NVML that touches none.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     expand_segments(os.environ)
     if not os.path.exists(_DRIVER):
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     importlib.import_module("ray_ulysses.supervision.child")
-    # DeepSpeed's autotuner, which nothing here uses, would import it if it could: a quarter of all the time.
+    # DeepSpeed's unused autotuner would import it, which takes a quarter of the whole time.
     modules: dict[str, Any] = sys.modules
     modules["mlflow"] = None
     _import(_LAZY)
@@ -148,8 +148,8 @@ def _import(names: tuple[str, ...]) -> None:
             importlib.import_module(name)
         except ImportError:
             continue
-    # Modules are not garbage: a collection in a child, and DeepSpeed asks for several, would visit them all, and copy
-    # every page that it touches.
+    # Modules are not garbage: a collection in a child, which DeepSpeed triggers several times, would visit them all and
+    # copy every page that it touches.
     gc.collect()
     gc.freeze()
 
@@ -157,12 +157,12 @@ def _import(names: tuple[str, ...]) -> None:
 def _start(orders: socket.socket, order: Order, descriptors: list[int]) -> _Child:
     """Fork a child for an order; where that is not safe, become the child and never return."""
     if order.job.config.get("model", {}).get("adapter") is not None and "peft" not in sys.modules:
-        # Seconds that the next child does not wait for.
+        # It takes seconds that the next child need not wait for.
         _import(("peft",))
     if not is_safe_to_fork():
         send(orders, Started(pid=os.getpid(), is_launcher=True))
         _run(order, descriptors, lambda result: send(orders, result))
-    # Its messages have a length, since a process that the child has started may hold the pipe open.
+    # Messages carry a length, since a process started by the child may hold the pipe open.
     reading, writing = Pipe(duplex=False)
     launcher = os.getpid()
     pid = os.fork()
@@ -170,7 +170,7 @@ def _start(orders: socket.socket, order: Order, descriptors: list[int]) -> _Chil
         die_with_parent(launcher)
         orders.close()
         reading.close()
-        # Its own group, so that whatever it starts ends with it.
+        # Its own group, so that all processes it starts end with it.
         os.setpgid(0, 0)
         _run(order, descriptors, lambda result: writing.send_bytes(pickle.dumps(result)))
     # Here too, since an order to kill the group may follow at once.
@@ -204,7 +204,7 @@ def _forward_result(orders: socket.socket, child: _Child) -> None:
         try:
             result = reading.recv()
         except (EOFError, OSError):
-            # The child ended before it had written it whole.
+            # The child ended in the middle of writing it.
             return
     assert isinstance(result, Result)
     send(orders, result)
@@ -215,7 +215,7 @@ def _reap(orders: socket.socket, child: _Child) -> None:
     os.close(child.process)
     if child.result is not None:
         child.result.close()
-    # Whatever the child had started.
+    # Processes that the child had started.
     _kill(child)
     send(orders, Exited(code=os.waitstatus_to_exitcode(status)))
 

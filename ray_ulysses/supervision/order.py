@@ -1,4 +1,4 @@
-"""What a supervisor orders its launcher to do, and what the launcher reports: pickled messages on one machine."""
+"""Orders of a supervisor to its launcher, and the launcher's reports: pickled messages on one machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ray_ulysses.elastic.reform import END_S
 from ray_ulysses.peer_memory.store import AgentAddresses
 
 MOST_BYTES = 1 << 17
-"""Longest message: the default of the kernel's buffers takes it whole."""
+"""Longest message in bytes, which fits the kernel's default buffers."""
 _MOST_FDS = 6
 STACKS_SIGNAL = signal.SIGUSR2
 """Asks a child for the stacks of its threads."""
@@ -26,7 +26,7 @@ STACKS_SIGNAL = signal.SIGUSR2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What is the same for every attempt of one worker."""
+    """The fields that all attempts of one worker share."""
 
     config: dict[str, Any]
     session: str
@@ -41,7 +41,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
-    """An attempt that a child is to run."""
+    """An attempt for a child to run."""
 
     job: Job
     generation: int
@@ -50,14 +50,14 @@ class Order:
     """The cluster's name of each rank's node, by rank."""
     host: str
     port: int
-    """Where rank 0 listens; it is handed the listening socket."""
+    """Where rank 0 listens; rank 0 itself gets the listening socket."""
     memory: AgentAddresses | None = None
     ahead_s: float = 0.0
-    """How far the coordinator's clock, by which all of a command is recorded, is ahead of this machine's."""
+    """How far the coordinator's clock, which times all records of a command, is ahead of this machine's."""
     is_tested: bool = False
     """Whether every rank's worker has trained a step of this command, after its self-test."""
     end_s: float = END_S
-    """Longest wait for the end of a child that was killed, in seconds."""
+    """Longest wait for a killed child to end, in seconds."""
 
     @property
     def world_size(self) -> int:
@@ -72,7 +72,7 @@ class Order:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stop:
-    """The child is to be killed."""
+    """Orders the launcher to kill the child."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,9 +95,9 @@ class Result:
     """A child's attempt has ended."""
 
     status: str | None = None
-    """How, if it did not fail."""
+    """The outcome, if it did not fail."""
     error: BaseException | None = None
-    """The error that it raised, or one of ours with its text."""
+    """The error that it raised, or one of our errors with its text."""
     kind: Kind = "raised"
     what: str = ""
     is_final: bool = False
@@ -163,7 +163,7 @@ _MOST_STDERR_BYTES = 1 << 14
 
 
 class Stderr:
-    """What a launcher and its child write to stderr: it goes on to this process's, and its end is kept."""
+    """Forwards the stderr of a launcher and its child to this process's, and keeps its last part."""
 
     def __init__(self) -> None:
         self._reading, self.writing = os.pipe()
@@ -175,21 +175,21 @@ class Stderr:
         return self._reading
 
     def pass_on(self) -> None:
-        """Pass on what there is; does not wait."""
+        """Forward the available output without waiting."""
         with contextlib.suppress(BlockingIOError):
             while content := os.read(self._reading, _MOST_STDERR_BYTES):
                 self._end = (self._end + content)[-_MOST_STDERR_BYTES:]
-                # A log that takes nothing more, as on a full disk, is no reason to end the child.
+                # A failing log, such as on a full disk, must not end the child.
                 with contextlib.suppress(OSError):
                     os.write(2, content)
 
     def end(self) -> str:
-        """Return the end of what was written since the last `forget`."""
+        """Return the last part of the output since `forget`."""
         self.pass_on()
         return self._end.decode(errors="replace")
 
     def forget(self) -> None:
-        """Forget what was written until now."""
+        """Discard the output so far."""
         self.pass_on()
         self._end = b""
 
@@ -210,7 +210,7 @@ class LauncherProcess:
             stdin=subprocess.DEVNULL,
             stderr=self.stderr.writing,
             start_new_session=True,
-            # It has no connection to Ray, and no use for its token.
+            # It does not connect to Ray, and needs no token.
             env={name: value for name, value in os.environ.items() if name != "RAY_AUTH_TOKEN"},
         )
         theirs.close()
@@ -227,7 +227,7 @@ class LauncherProcess:
         return self._connection.fileno()
 
     def send(self, message: Any, descriptors: tuple[int, ...] = ()) -> None:
-        """Send an order; that it is gone is seen when its answer is read."""
+        """Send an order; a launcher that is gone is noticed when its answer is read."""
         with contextlib.suppress(OSError):
             send(self._connection, message, descriptors)
 
@@ -238,7 +238,7 @@ class LauncherProcess:
             EOFError: It is gone.
         """
         while self.fileno() not in wait([self.fileno(), self.stderr.fileno()]):
-            # It would be held up once the pipe is full.
+            # A full pipe would block it.
             self.stderr.pass_on()
         try:
             return receive(self._connection)[0]
@@ -261,14 +261,14 @@ class LauncherProcess:
 
 
 class StopTimer:
-    """Tells when a process has been stopped (SIGSTOP) for long."""
+    """Detects that a process has been stopped (SIGSTOP) for long."""
 
     def __init__(self, least_s: float) -> None:
         self._least_s = least_s
         self._since: float | None = None
 
     def is_up(self, now: float, *, is_stopped: bool) -> bool:
-        """Return whether it has been stopped for so long; called often, with monotonic seconds."""
+        """Return whether it has been stopped for too long; called often, with monotonic seconds."""
         if not is_stopped:
             self._since = None
             return False

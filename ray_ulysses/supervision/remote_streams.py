@@ -1,4 +1,4 @@
-"""Lets a child, which has no Ray, read streams of rows through its supervisor, which has."""
+"""Lets a child, which has no Ray, read streams of rows through its supervisor."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _POLL_S = 0.1
 
 
 class RemoteStreams:
-    """The child's side: the same call as that of the supervisor's streams. Only the newest stream gives blocks."""
+    """The child's side, with the interface of the supervisor's streams. Only the newest stream yields blocks."""
 
     def __init__(self, descriptor: int) -> None:
         self._connection = Connection(descriptor)
         self._numbers = itertools.count(1)
-        # A thread that was given up may still be waiting for an answer.
+        # An abandoned thread may still be waiting for an answer.
         self._lock = threading.Lock()
 
     def read(self, blocks: Sequence[Block], stopped: threading.Event) -> Generator[pa.Table, None, None]:
         """Yield the slots of the blocks in order; the event ends the supervisor's stream too."""
         if stopped.is_set():
-            # A reader that was given up must not end its successor's stream.
+            # An abandoned reader must not end its successor's stream.
             return
         number = next(self._numbers)
         self._ask((number, tuple(blocks)), stopped)
@@ -68,7 +68,7 @@ def serve_streams(make: Callable[[], Streams], connection: Connection) -> None:
 
 
 class _Served:
-    """The stream that a child reads now."""
+    """The stream that a child is reading."""
 
     def __init__(self, make: Callable[[], Streams]) -> None:
         self._make = make
@@ -89,7 +89,7 @@ class _Served:
         connection.close()
 
     def _receive(self, connection: Connection, messages: queue.SimpleQueue[tuple[int, Any] | None]) -> None:
-        """Receive the child's messages; one without a request, and its death, stop a stream that is waited for."""
+        """Receive the child's messages; a message without a request, or its death, stops a waiting stream."""
         with contextlib.suppress(EOFError, OSError):
             while True:
                 if (message := connection.recv()) is None:

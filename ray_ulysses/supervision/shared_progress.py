@@ -1,10 +1,9 @@
-"""Files in memory that a child shares with its supervisor, which makes them and hands their descriptors down.
+"""Files in memory that a child shares with its supervisor, which creates them and passes their descriptors down.
 
-One holds the child's progress and the notice that its node will go: each field is one aligned word, which one side
-writes and the other reads. Into the other the child writes what explains a hang when it is asked by a signal. The
-stacks come first, whatever the threads do. A thread that sees them there then makes what else the attempt leaves, such
-as the flight record of its collectives, and adds where that is: a main thread that waits in a collective runs no
-Python.
+One holds the child's progress and the notice of its node's preemption: each field is one aligned word, which one side
+writes and the other reads. Into the other file the child writes diagnostics of a hang when it gets a signal: first the
+stacks, whatever the threads are doing. A thread that finds them there calls the attempt's own dump, such as the flight
+record of its collectives, and appends its location: a main thread that waits in a collective runs no Python.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class SharedProgress:
         return cls(descriptor)
 
     def beat(self, phase: Phase, step: int) -> None:
-        """Give a sign of life, before a micro-batch or a phase of another kind; the child calls."""
+        """Give a sign of life before a micro-batch or another phase; the child calls."""
         whole, real, now, number = self._whole, self._real, time.monotonic(), PHASES.index(phase)
         is_same = (whole[_STEP], whole[_PHASE]) == (step, number)
         if not is_same and PHASES[whole[_PHASE]] == "step":
@@ -58,7 +57,7 @@ class SharedProgress:
         whole[_BEATS] += 1
 
     def wait_for_row(self, waits: bool) -> None:
-        """Say whether the child waits for its next row; the child calls."""
+        """Set whether the child waits for its next row; the child calls."""
         self._whole[_WAITS] = waits
 
     def progress(self, rank: int, *, idle_since: float, state: str) -> RankProgress:
@@ -66,7 +65,7 @@ class SharedProgress:
 
         Args:
             rank: The child's rank.
-            idle_since: Before its first sign, when it was asked for, on the machine's monotonic clock.
+            idle_since: When the child was ordered, on the machine's monotonic clock; used before its first sign.
             state: State of its process.
         """
         whole, real = self._whole, self._real
@@ -83,20 +82,20 @@ class SharedProgress:
         )
 
     def set_notice(self, notice: Notice | None) -> None:
-        """Pass on that the node will be taken away; the supervisor calls."""
+        """Pass on a preemption notice, or its end; the supervisor calls."""
         deadline = None if notice is None else notice.deadline
         self._real[_DEADLINE] = math.nan if deadline is None else deadline
         self._whole[_NOTICED] = notice is not None
 
     def notice(self) -> Notice | None:
-        """Return the notice that the supervisor has passed on; the child calls."""
+        """Return the supervisor's notice; the child calls."""
         if not self._whole[_NOTICED]:
             return None
         deadline = self._real[_DEADLINE]
         return Notice(deadline=None if math.isnan(deadline) else deadline)
 
     def close(self) -> None:
-        """Give the memory back; the other side keeps its own."""
+        """Release this side's mapping."""
         self._whole.release()
         self._real.release()
         os.close(self.descriptor)
@@ -117,7 +116,7 @@ class HangDump:
         threading.Thread(target=self._serve, name="hang-dump", daemon=True).start()
 
     def on_hang(self, leave: Callable[[], str | None]) -> None:
-        """Make a call in another thread when the ranks hang; it returns where it has left what it wrote."""
+        """Register a function that another thread calls when the ranks hang; it returns the location of its output."""
         self._leave = leave
 
     def _serve(self) -> None:
@@ -125,14 +124,14 @@ class HangDump:
         while True:
             time.sleep(_LOOK_EVERY_S)
             size = os.fstat(self._stacks).st_size
-            # Once the stacks are whole; the supervisor empties the file before it asks again.
+            # After the stacks are complete; the supervisor empties the file before it asks again.
             if size and size == seen and read_dump(self._stacks, 0)[1] is None:
                 os.write(self._stacks, f"\nleft: {self._leave() or ''}\n".encode())
             seen = size
 
 
 def read_dump(stacks: int, most_bytes: int) -> tuple[str, str | None]:
-    """Return the stacks, and where the rest of the dump is: empty if nowhere, None as long as it is being written."""
+    """Return the stacks and the location of the rest of the dump: empty if there is none, None while it is written."""
     size = os.fstat(stacks).st_size
     left = _LEFT.search(os.pread(stacks, _LONGEST_BYTES, max(0, size - _LONGEST_BYTES)))
     text = os.pread(stacks, most_bytes, 0).decode(errors="replace")

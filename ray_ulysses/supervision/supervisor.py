@@ -47,14 +47,14 @@ if TYPE_CHECKING:
 
 BEAT_S = 0.5
 SILENCE_S = 10.0
-"""A coordinator that is silent for so long is gone, or this node is cut off from it."""
+"""A coordinator that is silent for this long is gone, or this node is cut off from it."""
 _CLOCKS_AGREE_S = 60.0
 """A smaller difference of two clocks may be the time that a message took."""
 _STACKS_S = 1.5
 """Longest wait for a child's stacks and its flight record, which it writes to the run's storage."""
 _MOST_STACKS_BYTES = 1 << 16
 BACKLOG = 1024
-"""Most connections that wait to be accepted: all supervisors of a group may connect at once."""
+"""Backlog of the listening socket: all supervisors of a group may connect at once."""
 _SEND_TIMEOUT_S = 5.0
 """Longest wait for the other side to take a message, in seconds."""
 
@@ -66,13 +66,13 @@ class Announcement:
     host: str
     port: int
     token: str = field(repr=False)
-    """Secret that both know, and never send."""
+    """Shared secret, which is never sent."""
     group: int
     """Number of the worker group."""
 
 
 def listen(host: str) -> socket.socket:
-    """Listen at this node's address, at a free port; at all addresses if it is an address that others translate."""
+    """Listen on a free port of this node's address; on all addresses if that is a translated one (NAT)."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, 0), family=family, backlog=BACKLOG)
@@ -83,7 +83,7 @@ def listen(host: str) -> socket.socket:
 
 
 def encode(message: dict[str, Any]) -> bytes:
-    """Return a message as it is sent."""
+    """Encode a message as a line of JSON."""
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
@@ -92,7 +92,7 @@ class Channel:
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket, self._received = connection, b""
-        # A cut cable must not stop whoever sends.
+        # A cut cable must not block the sender.
         connection.settimeout(_SEND_TIMEOUT_S)
 
     def fileno(self) -> int:
@@ -103,7 +103,7 @@ class Channel:
         """Send a message.
 
         Raises:
-            OSError: The connection is closed, or the other side takes nothing.
+            OSError: The connection is closed, or the other side reads nothing.
         """
         self._socket.sendall(encode(message))
 
@@ -125,11 +125,11 @@ class Channel:
 
 
 class ChildLostError(RunError):
-    """A child's process is gone, or was killed since it made no progress."""
+    """A child's process is gone, or was killed for lack of progress."""
 
 
 class Supervisor:
-    """Supervises the children of one worker, one after the other.
+    """Supervises the children of one worker, one after another.
 
     Args:
         announcement: How to reach the coordinator.
@@ -139,7 +139,7 @@ class Supervisor:
         job: What its attempts share.
         make_streams: Makes the streams of rows of one child; None where children read rows themselves.
         launcher: Module that is executed as the launcher.
-        joins_late: Whether it joins only once a child could start at once; the others train meanwhile.
+        joins_late: Whether to join only once a child can start immediately; the others train meanwhile.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class Supervisor:
         self._heard_at = self._beaten_at = time.monotonic()
 
     def run(self) -> str:
-        """Supervise until the attempt has ended, and return how it did.
+        """Supervise until the attempt has ended, and return its status.
 
         Raises:
             BaseException: What this worker's child raised, or `PeerError` if another's has failed.
@@ -219,7 +219,7 @@ class Supervisor:
         return channel
 
     def _obey(self, channel: Channel, message: dict[str, Any]) -> str | None:
-        """Do what the coordinator says; return how the attempt ended if it has."""
+        """Carry out the coordinator's message; return the attempt's status if it has ended."""
         match message["do"]:
             case "beat":
                 self._draining = message["draining"]
@@ -231,13 +231,13 @@ class Supervisor:
                 if self._child is not None and self._child.order.generation == message["generation"]:
                     self._stop()
                 else:
-                    # It has ended already, or the order to start it was withdrawn before it was sent, or waits.
+                    # It has ended already, or the order to start it waits or was withdrawn before it was sent.
                     self._next = None
                     channel.send(self._ended(message["generation"], step=0, stepped=False))
             case "finish":
                 return str(message["status"])
             case "give up":
-                # The error of this worker's own child tells more than that of a peer.
+                # This worker's own error is more informative than a peer's.
                 raise self._error or PeerError(f"another worker has failed, and Ray restarts all: {message['reason']}")
         return None
 
@@ -245,7 +245,7 @@ class Supervisor:
         message = {**message, "ahead_s": _ahead_s(message["now"], SystemClock().now())}
         child = self._child
         if child is not None:
-            # Its memory may take longer to free than this worker may be silent: `_child_ended` starts the next one.
+            # Freeing its memory may take longer than this worker may be silent: `_child_ended` starts the next child.
             self._next, child.is_reported = message, True
             if child.kill_at is None:
                 self._stop()
@@ -253,7 +253,7 @@ class Supervisor:
         try:
             self._begin(message)
         except OSError as error:
-            # There is no memory or no descriptor for it, say; the coordinator does answer.
+            # For example, no memory or descriptor is left for it; the coordinator still answers.
             if self._child is not None:
                 self._child.close()
                 self._child = None
@@ -262,7 +262,6 @@ class Supervisor:
             channel.send(self._ended(message["generation"], step=0, stepped=False, **described))
 
     def _begin(self, message: dict[str, Any]) -> None:
-        """Have the launcher start a child."""
         progress = SharedProgress.create()
         try:
             stacks = os.memfd_create("ray-ulysses-stacks", os.MFD_CLOEXEC)
@@ -293,7 +292,7 @@ class Supervisor:
                 serve_streams(self._make_streams, Connection(mine.detach()))
             descriptors = (progress.descriptor, stacks, self._listener.fileno(), theirs.fileno())
             launched = self._launch()
-            # What was said before is not the child's.
+            # Earlier output is not the child's.
             launched.stderr.forget()
             launched.send(order, descriptors)
 
@@ -329,7 +328,7 @@ class Supervisor:
     def _launcher_ended(self, channel: Channel, launched: LauncherProcess) -> None:
         stderr, code = launched.stderr.end(), self._forget_launcher()
         if launched.is_ready:
-            # Warm for the next generation; one that can't even start is tried again only then.
+            # Start a warm one for the next generation; a failure to start is retried only then.
             self._launch()
         if self._child is not None:
             self._child_ended(channel, code, stderr)
@@ -366,14 +365,13 @@ class Supervisor:
         return {"type": "ended", "generation": generation, "port": self._port, **fields}
 
     def _described(self, kind: str, what: str, is_final: bool = False) -> dict[str, Any]:
-        """Return an error as the coordinator takes it."""
         return {"error": {"kind": kind, "what": what, "node": self._job.node}, "is_final": is_final}
 
     def _watch(self, channel: Channel) -> None:
         now = time.monotonic()
         if now - self._beaten_at >= BEAT_S:
             if now - self._beaten_at >= SILENCE_S / 2:
-                # This process itself was not scheduled; the coordinator's beats wait in the socket.
+                # This process was not scheduled; the coordinator's beats wait in the socket.
                 self._heard_at = now
             self._beaten_at = now
             beat: dict[str, Any] = {"type": "beat"}
@@ -385,7 +383,7 @@ class Supervisor:
         child = self._child
         if child is None:
             return
-        # Whoever drains a node gives the deadline by a clock of the cluster; the child counts by the coordinator's.
+        # Drain deadlines are in the cluster's time; the child counts in the coordinator's.
         deadlines = [self._draining[node] for node in self._draining.keys() & set(child.order.rank_nodes)]
         earliest = min((one + child.order.ahead_s for one in deadlines if one is not None), default=None)
         child.progress.set_notice(Notice(deadline=earliest) if deadlines else None)
@@ -394,7 +392,7 @@ class Supervisor:
             if left is not None or now >= child.stacks_at:
                 child.stacks_at = None
                 if self._launched is not None and (stderr := self._launched.stderr.end()):
-                    # Where NCCL's watchdog says what it has met.
+                    # NCCL's watchdog reports its findings there.
                     text += f"\n\nthe end of its stderr:\n{stderr}"
                 generation = child.order.generation
                 channel.send({"type": "stacks", "generation": generation, "text": text, "left": left or ""})
@@ -405,11 +403,11 @@ class Supervisor:
             self._look_for_stop(child, now)
 
     def _ask_for_stacks(self) -> None:
-        """Have the child write its stacks and its flight record, which are sent a moment later."""
+        """Make the child write its stacks and flight record, which are sent a moment later."""
         child = self._child
         if child is None or child.pid is None or child.stacks_at is not None:
             return
-        # The child writes where this process's descriptor points to.
+        # The child writes at the offset of this process's descriptor.
         os.ftruncate(child.stacks, 0)
         os.lseek(child.stacks, 0, os.SEEK_SET)
         child.stacks_at = time.monotonic() + _STACKS_S
@@ -420,7 +418,7 @@ class Supervisor:
         assert child.pid is not None and self._launched is not None
         child.failure = child.find_stop(self._launched.pid, now)
         if child.failure is not None and process_state(self._launched.pid) == "T":
-            # It would not tell of the child's end.
+            # It would not report the child's end.
             self._kill_all()
         elif child.failure is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -439,7 +437,7 @@ class Supervisor:
         return self._launched
 
     def _kill_all(self) -> None:
-        """Kill the child and the launcher; what the launcher's end brings about follows when it is heard."""
+        """Kill the child and the launcher; the consequences follow once the launcher's end is noticed."""
         if self._child is not None and self._child.pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._child.pid, signal.SIGKILL)
@@ -495,18 +493,18 @@ class WatchedChild:
 
     @property
     def progress_now(self) -> RankProgress:
-        """Its progress; before its first sign the launcher imports."""
+        """Its progress; before its first sign the launcher is still importing."""
         state = "" if self.pid is None else process_state(self.pid)
         return self.progress.progress(self.order.rank, idle_since=self.started_at, state=state)
 
     def find_stop(self, launcher: int, now: float) -> str | None:
-        """Return what has been stopped for long: the process, or its launcher, which then says nothing of its end."""
+        """Return which has been stopped for long: the process, or its launcher, which then can't report its end."""
         assert self.pid is not None
         processes = {PROCESS_STOPPED: self.pid, LAUNCHER_STOPPED: launcher}
         stopped = next((text for text, pid in processes.items() if process_state(pid) == "T"), None)
         return stopped if self.stop_timer.is_up(now, is_stopped=stopped is not None) else None
 
     def close(self) -> None:
-        """Give back what is shared with it."""
+        """Release the shared memory."""
         self.progress.close()
         os.close(self.stacks)

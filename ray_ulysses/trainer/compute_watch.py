@@ -30,23 +30,23 @@ _log = get_logger(__name__)
 class ComputeWatch:
     """Finds slow ranks of an attempt; every rank has one.
 
-    Steps themselves tell nothing: in each collective the fast ranks wait for the slow one.
+    Step times reveal nothing: in each collective the fast ranks wait for the slow one.
     """
 
     def __init__(self, context: AttemptContext, recorder: Recorder) -> None:
         self._context, self._recorder = context, recorder
-        self._slow, self._told = tuple[Straggler, ...](), frozenset[int]()
+        self._slow, self._named = tuple[Straggler, ...](), frozenset[int]()
         self._measured_at = context.worker.clock.monotonic()
 
     def is_due(self) -> bool:
-        """Return whether the ranks are to be measured after this step; asked on rank 0."""
+        """Return whether a measurement is due after this step; called on rank 0."""
         waited_s = self._context.worker.clock.monotonic() - self._measured_at
         return self._context.worker.world_size > 1 and waited_s >= WINDOW_S
 
     def after_step(self, flags: Flags) -> None:
-        """Measure, if that is due; every rank must call, with the flags on which all have agreed.
+        """Measure if it is due; every rank must call, with the agreed flags.
 
-        It comes before anything of the step is saved, and not while an earlier save runs, whose threads would count.
+        Call before the step is saved. Nothing is measured while an earlier save runs, whose threads would distort it.
         """
         if not flags.compute_due or flags.saving or flags.memory_busy:
             return
@@ -58,11 +58,11 @@ class ComputeWatch:
         self._slow = after_window(self._slow, {rank: time for rank, time in enumerate(times) if math.isfinite(time)})
         named, may_leave = [one for one in self._slow if one.is_named], config.elastic.slow_ranks == "exclude"
         for one in named:
-            if one.rank not in self._told:
+            if one.rank not in self._named:
                 then = "the driver leaves its node where that pays" if may_leave else "the run goes on with it"
                 said = one.said(self._context.nodes[one.rank])
                 self._recorder.warned(f"{said} ({then}: elastic.slow_ranks={config.elastic.slow_ranks})")
-        self._told = frozenset(one.rank for one in named)
+        self._named = frozenset(one.rank for one in named)
         places = worker.cluster_nodes
         if named and may_leave and places:
             slow = {places[one.rank]: one.ratio for one in named}
@@ -79,7 +79,7 @@ def _exclude(run_dir: Place, session: str, slow: Mapping[str, float]) -> None:
 def compute_s(device: torch.device) -> float:
     """Return how long this rank takes for fixed products of matrices, in seconds; NaN if a GPU has no memory for them.
 
-    It is the shortest of a few times: what disturbs a rank now and then is none of its speed.
+    The shortest of several times: occasional disturbances say nothing about a rank's speed.
     """
     try:
         return _gpu_s(device) if device.type == "cuda" else _cpu_s()
@@ -97,7 +97,7 @@ def _cpu_s() -> float:
 
 
 def _gpu_s(device: torch.device) -> float:
-    """Not yet run on a GPU: about 100 ms of products there, timed by the device itself."""
+    """Time about 100 ms of products with CUDA events; not yet run on a GPU."""
     generator = torch.Generator(device=device).manual_seed(0)
     matrix = torch.randn(2048, 2048, dtype=torch.bfloat16, device=device, generator=generator) / 45
     times: list[float] = []

@@ -1,4 +1,4 @@
-"""Probes the storage, claims an attempt, and holds what each rank knows of it before there is any state."""
+"""Probes the storage, claims an attempt, and holds each rank's context of it."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerStore:
-    """The memory of peers, as one rank uses it."""
+    """Peer memory as used by one rank."""
 
     store: PeerMemoryStore
     messenger: RankMessenger
-    """Exchanges small values between the threads that save there, over a group of their own."""
+    """Exchanges small values between the saving threads, over their own group."""
     lent: LentMemory | None = None
-    """Memory that this node's agent keeps states in where they are; None where it can't."""
+    """Memory of this node's agent, which keeps states in place; None if the agent lends none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,13 +61,13 @@ class AttemptContext:
     messenger: RankMessenger
     """Exchanges small values between ranks, over a group apart from training's."""
     save_messenger: RankMessenger
-    """The same for the threads that save, over a group of their own."""
+    """The same for the saving threads, over their own group."""
     peer_memory: PeerStore | None = None
-    """The memory of peers, and the messenger for its threads; None without."""
+    """Peer memory and the messenger of its threads; None if there is none."""
     stage: str = ""
-    """Name of the stage that it trains, once that is known; empty in a run without stages."""
+    """Name of its stage, once known; empty in a run without stages."""
     measured: str = ""
-    """Identity of what its losses are measured on, once that is known."""
+    """Identity of the data that its losses are measured on, once known."""
 
     @property
     def rank(self) -> int:
@@ -76,7 +76,7 @@ class AttemptContext:
 
     @property
     def diagnostics(self) -> Diagnostics:
-        """What writes the files that explain this rank's attempt."""
+        """The writer of this rank's diagnostic files."""
         worker = self.worker
         return Diagnostics(
             run_dir=self.run.config.run_dir, attempt=self.attempt, rank=worker.rank, device=worker.device
@@ -113,7 +113,7 @@ def open_attempt(run: ResolvedRun, worker: Worker) -> tuple[AttemptContext, Jour
 
 
 def _open_peer_memory(worker: Worker, messenger: RankMessenger, timeout: timedelta) -> PeerStore | None:
-    """Open the memory of peers, if every rank was given addresses of it; every rank must call."""
+    """Open peer memory if every rank has its addresses; every rank must call."""
     given = messenger.gather(worker.peer_memory is not None)
     if not messenger.broadcast(given is not None and all(given)):
         return None
@@ -127,7 +127,7 @@ def _open_peer_memory(worker: Worker, messenger: RankMessenger, timeout: timedel
 
 
 def _claim(run: ResolvedRun, worker: Worker) -> JournalWriter:
-    """Claim a number that neither the journal nor the store of the checkpoints has seen."""
+    """Claim an attempt number that is new to both the journal and the checkpoint store."""
     store, run_dir = run.store, run.config.run_dir
     if (text := takeover(run.config, worker.session)) is not None:
         # A command may not take a run back from the one that has it now.
@@ -159,7 +159,7 @@ def probe_storage(run_dir: Place, worker: Worker, messenger: RankMessenger) -> N
         RunError: It does not answer, which may pass.
     """
     store = open_store(run_dir, must_exist=True)
-    # A dying attempt of the same session may be deleting its marks at this moment.
+    # A dying attempt of the same session may be deleting its own marks right now.
     folder = messenger.broadcast(f"{PROBE_FOLDER}-{uuid.uuid4().hex}")
     mark = f"{folder}/rank-{worker.rank:05d}"
     problem = full = away = None
@@ -188,7 +188,7 @@ def probe_storage(run_dir: Place, worker: Worker, messenger: RankMessenger) -> N
             unseen = [node for rank, node, known in nodes if known is None and f"rank-{rank:05d}" not in seen]
             if unseen:
                 problem = f"files of node {', '.join(sorted(set(unseen)))} are not visible on node {worker.node}"
-        # The next command deletes what is left.
+        # The next command deletes leftovers.
         with contextlib.suppress(OSError):
             store.delete(folder)
     _refuse_away(run_dir, agree(messenger, away))
@@ -201,6 +201,6 @@ def probe_storage(run_dir: Place, worker: Worker, messenger: RankMessenger) -> N
 
 
 def _refuse_away(run_dir: Place, nodes: str | None) -> None:
-    """Raise `RunError` if the storage does not answer; another attempt may meet it again."""
+    """Raise `RunError` if the storage does not answer; another attempt may succeed."""
     if nodes is not None:
         raise RunError(f"run.storage: {run_dir} does not answer: {nodes}; make it reachable on every node")

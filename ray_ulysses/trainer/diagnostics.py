@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _RETRY_S = 5.0
 _RECORDED_STEPS = 2
-"""The peak of later steps is that of these: the first allocates what stays, such as the optimizer's state."""
+"""Later steps peak no higher: the first step allocates all that stays, such as the optimizer's state."""
 _MOST_ALLOCATIONS = 100_000
 _log = get_logger(__name__)
 
@@ -48,9 +48,9 @@ class Diagnostics:
 
     @contextmanager
     def profiled(self, profile: ProfileSection | None, step: int, beat: Callable[[], object]) -> Iterator[None]:
-        """Trace what is done within a block, if the settings say so of the step and this rank.
+        """Trace a block if the profile selects the step and this rank.
 
-        ``beat`` gives a sign of life before the trace is written.
+        ``beat`` is called as a sign of life before the trace is written.
         """
         if profile is None or step not in profile.steps or self.rank not in profile.ranks:
             yield
@@ -66,16 +66,16 @@ class Diagnostics:
             _log.info("step %d of rank %d was traced: %s in %s", step, self.rank, written, self.run_dir)
 
     def leave_snapshot(self, step: int, snapshot: Any) -> str | None:
-        """Write the state of the GPU's memory, and return its key; None where it can't be written."""
+        """Write the state of the GPU's memory, and return its key; None if it can't be written."""
         return self._write(memory_snapshot_key(self.attempt, step, self.rank), pickle.dumps(snapshot))
 
     def leave_flight_record(self) -> str | None:
-        """Write the collectives that this rank has begun, and return their key; None where they can't be written.
+        """Write the collectives that this rank has begun, and return their key; None if they can't be written.
 
-        A thread of its own calls, and PyTorch asks the GPU which of them have ended.
+        Called from a separate thread; PyTorch queries the GPU for the collectives that have completed.
         """
         choose_device(self.device)
-        # PyTorch keeps those of NCCL apart from those of gloo, and its CPU builds know no NCCL.
+        # PyTorch records NCCL and gloo separately, and CPU builds have no NCCL.
         dump = getattr(_distributed_c10d, "_dump_nccl_trace" if self.device.type == "cuda" else "_dump_fr_trace")
         return self._write(flight_record_key(self.attempt, self.rank), dump())
 
@@ -89,10 +89,10 @@ class Diagnostics:
 
 
 class MemoryRecorder:
-    """Has PyTorch remember where a GPU's memory was allocated, and takes a snapshot at the moment when it runs out.
+    """Records where a GPU's memory was allocated, and takes a snapshot when it runs out.
 
-    The stacks of allocations are recorded up to the end of the attempt's second step, and then no more, since that
-    takes time; what was allocated until then keeps them. On a CPU nothing is recorded. Not yet tested on a GPU.
+    Allocation stacks are recorded only until the end of the attempt's second step, since recording takes time; earlier
+    allocations keep theirs. On a CPU nothing is recorded. Not yet tested on a GPU.
     ``snapshot`` is the state of the memory when it ran out; None if it never has.
     """
 
@@ -105,13 +105,13 @@ class MemoryRecorder:
         self.snapshot: Any = None
         self._memory, self._steps_left = memory, _RECORDED_STEPS if device.type == "cuda" else 0
         if device.type == "cuda":
-            # It is in PyTorch's builds for GPUs alone.
+            # Only PyTorch's GPU builds have it.
             observe = observe or getattr(torch._C, "_cuda_attach_out_of_memory_observer")  # noqa: B009
             observe(self._take)
             memory._record_memory_history(stacks="python", max_entries=_MOST_ALLOCATIONS, device=device)
 
     def step_done(self) -> None:
-        """Record stacks no more after a few steps."""
+        """Stop recording stacks after the second step."""
         if self._steps_left > 0:
             self._steps_left -= 1
             if self._steps_left == 0:
@@ -161,7 +161,7 @@ def memory_explained(
         said = shortage(stage.run_config, run.shape, peak_gib, what, stage=stage.number, place=place)
         is_taken = place == "device" and recorder.snapshot is not None
         left = diagnostics.leave_snapshot(step or 0, recorder.snapshot) if is_taken else None
-        # First, since a long text is cut off.
+        # First, since a long text is truncated.
         snapshot = f" (snapshot: {left})" if left is not None else ""
         where = "an attempt outside its steps" if step is None else f"step {step}"
         raise OutOfMemoryError(f"{where} {OUT_OF_MEMORY}{snapshot}: {said}") from error

@@ -89,7 +89,7 @@ class _Attempt:
         return self.stage.plan
 
     def before_update(self) -> None:
-        """Keep the next update of the weights behind the copies of the state that are under way."""
+        """Make the next weight update wait for copies of the state that are in progress."""
         self.keeper.staging.before_update()
         self.peer_memory.before_update()
 
@@ -118,7 +118,7 @@ def run_attempt(config: Config, worker: Worker) -> AttemptEnd:
             with memory_explained(context.run, start.stage, context.diagnostics, memory, None):
                 return _run(context, recorder, start, memory)
         except AnotherStageError as left:
-            # No failure: the same workers go on in the stage before, with that one's model.
+            # Not a failure: the same workers continue in the previous stage, with its model.
             recorder.ended("stage", left.step)
             return AttemptEnd(status="stage", step=left.step)
         except BaseException as error:
@@ -207,7 +207,7 @@ def _train(attempt: _Attempt, source: DirectSource, position: RunPosition) -> At
         if flags.stop and step < last_step:
             status = "resized" if flags.resize else "stopped"
         evaluates = _due(config.run.eval_every_steps, step, is_last=step == last_step)
-        # A node that is about to go may not live until the end of an evaluation.
+        # A node about to be preempted may not survive an evaluation.
         saves_first = flags.notice_due or flags.resize or (flags.notice and flags.stop)
         if evaluates and not saves_first:
             outcome = _evaluate(attempt, outcome)
@@ -303,7 +303,7 @@ def _evaluate(attempt: _Attempt, outcome: StepOutcome) -> StepOutcome:
 
 
 def _beating(attempt: _Attempt, phase: Phase, step: int, slices: Iterator[RowSlice]) -> Iterator[RowSlice]:
-    """Give a sign of life before each micro-batch, and say when its row is waited for."""
+    """Send a sign of life before each micro-batch, and report the wait for its row."""
     worker = attempt.context.worker
     while True:
         worker.wait_for_row(True)
@@ -316,11 +316,11 @@ def _beating(attempt: _Attempt, phase: Phase, step: int, slices: Iterator[RowSli
 
 
 def _padded(attempt: _Attempt, slices: Iterator[RowSlice]) -> Iterator[RowSlice]:
-    """Fill a short last step up with rows of weight zero, since the engine counts micro-batches."""
+    """Pad a short last step with rows of weight zero, since the engine counts micro-batches."""
     layout = attempt.context.run.layout
     filler = attempt.reader.filler(layout.sp_rank(attempt.context.rank), layout.sp_size, layout.ring_size)
     num_rows = 0
-    # To its very end: a source enters the next step only once it was asked for more than its last slice.
+    # Exhaust it: a source moves to the next step only when asked for more than its last slice.
     for row in slices:
         num_rows += 1
         yield row
@@ -340,7 +340,7 @@ def _evaluation_slices(attempt: _Attempt) -> Iterator[RowSlice]:
 
 
 def _due(every: int | None, step: int, is_last: bool = False) -> bool:
-    """Return whether something that is done every so many steps, and at the last one, is due."""
+    """Return whether an action that runs every ``every`` steps, and after the last one, is due."""
     return every is not None and (step % every == 0 or is_last)
 
 
@@ -350,7 +350,7 @@ def open_rows(config: Config, plan: Plan) -> RowReader:
     Corpora are read at their configured paths, and at the planned ones where none is configured.
 
     Raises:
-        UserError: A corpus can't be read, or is not the one planned with.
+        UserError: A corpus can't be read, or differs from the planned one.
     """
     known = {source.fingerprint: source for source in plan.newest.sources}
     for path, _ in config.data_sources:

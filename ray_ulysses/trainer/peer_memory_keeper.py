@@ -42,10 +42,10 @@ _AGAIN_S = 60.0
 
 
 class PeerMemoryKeeper:
-    """Saves the state to the memory of peers after every step after which nothing is being saved there.
+    """Saves the state to peer memory after every step, unless the previous save is still running.
 
-    The state before is dropped once its successor is committed. Every rank creates one and calls the same methods after
-    the same steps; without peer memory they do nothing. Rank 0 decides when a state is due.
+    The previous state is dropped once its successor is committed. Every rank creates one and calls the same methods
+    after the same steps; without peer memory they do nothing. Rank 0 decides when a state is due.
     """
 
     def __init__(self, context: AttemptContext, recorder: Recorder) -> None:
@@ -53,22 +53,22 @@ class PeerMemoryKeeper:
         self._peer_memory = context.peer_memory
         self._is_ready = self._is_warned = False
         self._has_saved = False
-        # The least of a few: another process that takes the cores for a moment is no reason to keep fewer states.
+        # The shortest of several: a process that briefly takes the cores is no reason to save less often.
         self._stalls_s = deque([0.0], maxlen=_STALLS)
         self._num_steps = 0
-        # Steps of which there is something in memory, as far as this attempt knows: rank 0 drops it.
+        # Steps with data in peer memory, as far as this attempt knows; rank 0 drops them.
         self._held: set[int] = set()
         self._started_from = self._kept = self._num_readmitted = 0
         self._stepped_at = context.worker.clock.monotonic()
         self._step_s = 0.0
         self._reader: StateReader | None = None
         self._intervals: tuple[HeldInterval, ...] = ()
-        # When to ask for memory again that there was not; 0 as long as there always was.
+        # When to retry a failed reservation; 0 if none has failed.
         self._reserve_at = 0.0
         self._staging: Staging | None = None
         self._saver: BackgroundSaver | None = None
         if self._peer_memory is not None:
-            # One buffer from which states are sent, or two in which the node's agent keeps them in turn.
+            # One buffer to send states from, or two that the node's agent keeps alternately.
             worker, lent = context.worker, self._peer_memory.lent
             self._staging = Staging(1, worker.device) if lent is None else Staging(2, worker.device, lend=lent.make)
             self._saver = BackgroundSaver(
@@ -88,10 +88,9 @@ class PeerMemoryKeeper:
     def resumed(self, step: int, engine: Any) -> None:
         """Prepare the memory for an attempt that starts from a step.
 
-        After a recovery the state of the first step is kept too, since a node that is lost took the second copy of some
-        parts of the one before with it; of a later one if it takes longer to find the memory. Rank 0 writes the
-        attempt's marks, so that a dead attempt whose storage is away is fenced all the same, and drops all but the
-        state that the attempt started from.
+        After a recovery the state of the first step is saved too (or of a later one, if reserving memory takes longer),
+        since a lost node held the second copy of some parts. Rank 0 writes the attempt's marks, which fence a dead
+        attempt even while the storage is unreachable, and drops all states but the starting one.
         """
         if self._peer_memory is None:
             return
@@ -114,7 +113,7 @@ class PeerMemoryKeeper:
         self._num_steps += 1
         failure = self._saver.failure
         if failure is not None:
-            # Training goes on, and leaves the state behind.
+            # Training continues, so the saved state becomes stale.
             self._has_saved = False
         if self._is_ready and is_final(failure):
             self._is_ready = False
@@ -124,7 +123,7 @@ class PeerMemoryKeeper:
         return replace(own, memory_due=is_due, memory_busy=not self._can_stage)
 
     def before_update(self) -> None:
-        """Keep the next update of the weights behind the copies that are under way."""
+        """Make the next weight update wait for copies that are in progress."""
         if self._staging is not None:
             self._staging.before_update()
 
@@ -136,7 +135,7 @@ class PeerMemoryKeeper:
         self._step_s, self._stepped_at = begun - self._stepped_at, begun
         reader = self._read(engine)
         if self._saver.is_idle and not self._staging.is_ready:
-            # Where no moments were loaded, the first step has created them.
+            # Without loaded moments, the first step has created them.
             self._intervals = self._intervals or reader.source().intervals
             self._prepare()
         if not outcome.flags.memory_due or outcome.flags.memory_busy:
@@ -151,41 +150,41 @@ class PeerMemoryKeeper:
         self._worker.on_event("memory", step)
 
     def close(self, *, failed: bool = False) -> None:
-        """End; a state that is being saved is waited for, for a short while if the attempt has failed."""
+        """Close, after waiting for a save in progress; only briefly if the attempt has failed."""
         if self._peer_memory is not None and self._saver is not None:
             self._saver.close(ABANDON_TIMEOUT_S if failed else CLOSE_TIMEOUT_S)
             self._peer_memory.store.close()
 
     @property
     def has_saved(self) -> bool:
-        """Whether the newest state of this attempt is in the memory of peers.
+        """Whether the newest state of this attempt is in peer memory.
 
-        If another rank died while the newest was being saved, the one before it counts, since that is still there.
+        If another rank died during the newest save, the previous state counts, since it is still there.
         """
         failure = None if self._saver is None else self._saver.failure
         return self._has_saved and (failure is None or is_consequence(failure))
 
     @property
     def _can_stage(self) -> bool:
-        """Whether there is a buffer for another state; nothing is being written then."""
+        """Whether a buffer is free for another state, and no save is running."""
         assert self._saver is not None and self._staging is not None
         return self._saver.is_idle and self._staging.is_ready
 
     def _read(self, engine: Any) -> StateReader:
-        """Return the reader of the state, which finds the model's tensors once: that takes as long as a small copy."""
+        """Return the state reader, created once: finding the model's tensors takes as long as a small copy."""
         self._reader = self._reader or StateReader(engine)
         return self._reader
 
     def _prepare(self) -> None:
-        """Have the thread that saves make room for the next copy: many gigabytes take seconds."""
+        """Let the saving thread reserve memory for the next copy: many gigabytes take seconds."""
         assert self._saver is not None
         if self._worker.clock.monotonic() >= self._reserve_at:
             self._saver.prepare(self._reserve)
 
     def _reserve(self) -> None:
-        """Make room for the next copy.
+        """Reserve memory for the next copy.
 
-        A rank that has no memory for that is busy until it has, on which all ranks agree.
+        A rank without enough memory stays busy until it has some, and so do all ranks.
         """
         assert self._staging is not None
         now = self._worker.clock.monotonic()
@@ -199,21 +198,21 @@ class PeerMemoryKeeper:
             self._reserve_at = now + _AGAIN_S
 
     def _on_saved(self, saved: Saved) -> None:
-        """Note a commit; rank 0 drops the states before, unless it was overtaken meanwhile."""
+        """Note a commit; rank 0 drops the earlier states, unless a newer attempt has taken over."""
         self._has_saved = True
         if self._peer_memory is not None and self._worker.rank == 0:
             self._kept, self._is_warned = saved.ref.step, False
-            # An agent that answers again knows nothing of this attempt, or has what was dropped elsewhere.
+            # An agent that answers again knows nothing of this attempt, or still holds states dropped elsewhere.
             is_known = self._num_readmitted == self._peer_memory.store.num_readmitted
             self._clear(self._peer_memory.store, is_known=is_known)
-        # Now, since what is dropped has made room for it.
+        # Now, since dropping states has freed memory.
         self._reserve()
         self._worker.on_event("in memory", saved.ref.step)
 
     def _clear(self, store: PeerMemoryStore, *, is_known: bool) -> None:
-        """Drop what is not needed any more; what can't be dropped now is dropped after the next save."""
+        """Drop states that are no longer needed; a failure is made up for after the next save."""
         with contextlib.suppress(OSError):
-            # Before the question, so that what a newer attempt keeps is not among them.
+            # Listed before the check, so that the states of a newer attempt are not among them.
             listed = None if is_known else self._listed(store)
             if is_overtaken(store, self._context.attempt):
                 return
@@ -223,19 +222,19 @@ class PeerMemoryKeeper:
                 self._take_over(store, listed)
 
     def _listed(self, store: PeerMemoryStore) -> tuple[int, set[int]]:
-        """Return the steps of which there is something in memory, and how often agents had come back before."""
+        """Return how often agents had come back before, and the steps with data in memory."""
         num_readmitted = store.num_readmitted
         matches = (CHECKPOINT_KEY.match(key) for key in store.list(CHECKPOINT_FOLDER))
         return num_readmitted, {int(match["step"]) for match in matches if match}
 
     def _take_over(self, store: PeerMemoryStore, listed: tuple[int, set[int]]) -> None:
-        """Drop all that is there but the state that is kept, which also makes room, and mark it as this attempt's."""
+        """Drop every state but the kept one, which also frees memory, and write this attempt's marks."""
         num_readmitted, steps = listed
         self._held = {self._kept, *steps}
         self._drop_the_others(store)
         for key in (claim_key(self._context.attempt), start_key(self._context.attempt, self._started_from)):
             store.replace(key, [b"\n"])
-        # This attempt's claim fences all earlier ones; their marks would only use up descriptors of every agent.
+        # This attempt's claim fences all earlier ones, whose marks would only use up every agent's descriptors.
         for key in store.list(ATTEMPT_FOLDER):
             if lineage_of([key]).newest_attempt < self._context.attempt:
                 store.delete(key)
@@ -249,7 +248,7 @@ class PeerMemoryKeeper:
     def _on_failed(self, step: int, error: CheckpointError) -> None:
         if self._peer_memory is None or self._worker.rank != 0:
             return
-        # An agent may have no room, for what it has missed to drop.
+        # An agent may be full of states that it has missed to drop.
         self._clear(self._peer_memory.store, is_known=False)
         if not self._is_warned:
             self._is_warned = True

@@ -41,7 +41,7 @@ _AFTER_A_PAUSE = ("step", "attempt_ended")
 
 
 class SavingTime:
-    """The time for which training is paused for checkpoints, until the next record that reports it."""
+    """Accumulates the time for which training pauses for checkpoints, until a record reports it."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -49,7 +49,7 @@ class SavingTime:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Measure a block in which training is paused for a checkpoint, if one is due."""
+        """Measure a block in which training pauses for a checkpoint, if one is due."""
         begin = self._clock.monotonic()
         try:
             yield
@@ -63,26 +63,26 @@ class SavingTime:
 
 
 _MEGABYTE: Final = 1e6
-# What a container without /proc answers; it must not end a run.
-_UNTOLD: Final = (OSError, RuntimeError)
+# A container without /proc raises these; they must not end a run.
+_UNAVAILABLE: Final = (OSError, RuntimeError)
 
 
 class SystemMeter:
     """Reads the load of this node, which takes less than a millisecond.
 
     Args:
-        device: The device of this process; of a GPU the memory in use is read, by whichever process.
+        device: The device of this process; the memory in use on a GPU is read across all processes.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._received = self._sent = 0.0
-        with suppress(*_UNTOLD):
+        with suppress(*_UNAVAILABLE):
             psutil.cpu_percent()  # the next call measures from here
             self._received, self._sent = self._network()
 
     def read(self) -> dict[str, float]:
-        """Return metrics by name; none of those that this system does not tell."""
+        """Return metrics by name; empty if the system does not report them."""
         try:
             memory, disk = psutil.virtual_memory(), psutil.disk_usage(os.sep)
             received, sent = self._network()
@@ -96,7 +96,7 @@ class SystemMeter:
                 "network_receive_megabytes": received - self._received,
                 "network_transmit_megabytes": sent - self._sent,
             }
-        except _UNTOLD:
+        except _UNAVAILABLE:
             return {}
         return {f"system/{name}": round(value, 1) for name, value in {**found, **self._gpu()}.items()}
 
@@ -117,12 +117,12 @@ class SystemMeter:
 
 _log = get_logger(__name__)
 _MOST_WAITING_BYTES = 64 * 2**20
-"""Records that may wait for the storage. Failed saves end a run long before (`checkpoint.max_failed_saves`), unless it
-saves nothing: then the journal is its only trace, and has to be written."""
+"""Bytes of records that may wait for the storage. Failed saves end a run long before (`checkpoint.max_failed_saves`),
+unless it saves nothing: then the journal is its only trace, and has to be written."""
 _CALL_BYTES = 4096
-"""Estimated memory of another call that waits for the storage; it counts towards that limit."""
+"""Estimated memory of any other call that waits for the storage; it counts towards that limit."""
 _LONG_S = 10.0
-"""A storage that has not answered for so long is reported once."""
+"""A storage that has not answered for this long is reported once, in seconds."""
 _CLOSE_S = 60.0
 """Longest wait for the end of the journal."""
 _ABANDON_S = 1.0
@@ -134,10 +134,7 @@ class Recorder:
     """The journal of one attempt; on ranks other than 0 it records nothing.
 
     A thread writes it. Training continues at first when the storage fails or hangs: records wait in memory, and no
-    checkpoint is committed before they are written. Any thread may record.
-
-    Attributes:
-        time: The time for which training is paused for checkpoints.
+    checkpoint is committed before they are written. Any thread may record. ``time`` accumulates pauses for checkpoints.
     """
 
     def __init__(self, context: AttemptContext, journal: JournalWriter | None) -> None:
@@ -173,7 +170,7 @@ class Recorder:
         return recorder
 
     def phase(self, name: str, part: Literal["build", "load"] = "build") -> None:
-        """Record a phase of the start-up, so that a person sees it while waiting for the first step.
+        """Record a phase of the start-up, which is shown until the first step.
 
         Args:
             name: The phase, in words.
@@ -254,7 +251,7 @@ class Recorder:
         )
 
     def checkpoints_found(self) -> None:
-        """Record the committed checkpoints as the attempt starts: an earlier one may have died before it did.
+        """Record the committed checkpoints as the attempt starts; an earlier attempt may have died before doing so.
 
         Raises:
             OSError: They can't be listed.
@@ -275,11 +272,11 @@ class Recorder:
         self._append("warning", text=text)
 
     def preemption_noticed(self, step: int, deadline: float | None = None) -> None:
-        """Record that a node is going to be taken away, and when, in seconds since the epoch, if known."""
+        """Record that a node will be preempted, with the deadline in seconds since the epoch, if known."""
         self._append("preemption_notice", step=step, deadline=deadline)
 
     def bad_step(self, step: int, rows: range, plan_id: str, reason: str) -> None:
-        """Record a step that ends the attempt; the command reads it.
+        """Record a step that ends the attempt; the command reads the record.
 
         Raises:
             RunError: The journal can't be written.
@@ -288,11 +285,11 @@ class Recorder:
         self._insist()
 
     def is_gone(self) -> bool:
-        """Return whether the journal was deleted or moved, with the run's directory, when that was last looked for."""
+        """Return whether the journal had been deleted or moved with the run's directory, at the last check."""
         return self._journal is not None and self._journal.is_gone
 
     def journal_position(self) -> dict[str, int]:
-        """Return the end of the journal: the attempt, and the bytes of its file with what is still to be written."""
+        """Return the end of the journal: the attempt, and the size of its file including unwritten records."""
         return {"attempt": self._context.attempt, "bytes": self._num_bytes}
 
     def storage_failure(self) -> StorageFailedError | None:
@@ -324,12 +321,12 @@ class Recorder:
             self._is_warned = False
 
     def in_background(self, call: Callable[[], object]) -> None:
-        """Make a call that may wait for the run's storage, after all earlier records; only rank 0 makes it."""
+        """Queue a call that may wait for the run's storage, after all earlier records; only rank 0 makes it."""
         if self._journal is not None:
             self._calls.ask(call, _CALL_BYTES)
 
     def checkpoint_set_aside(self, damage: Damage) -> None:
-        """Record a checkpoint that was passed over; from now on it is not part of the run."""
+        """Record a checkpoint that was passed over; it is no longer part of the run."""
         self._append("checkpoint_set_aside", step=damage.step, reason=damage.reason, kind=damage.kind)
 
     def ended(self, status: Literal["finished", "stopped", "resized", "stage"], step: int) -> None:

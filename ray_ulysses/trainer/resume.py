@@ -42,9 +42,9 @@ _log = get_logger(__name__)
 
 
 class AnotherStageError(CheckpointError):
-    """What a stage was to start from is damaged and set aside: the next attempt goes on in a stage before it.
+    """The starting state of a stage is damaged and set aside: the next attempt continues in an earlier stage.
 
-    ``step`` is that of the state that it starts from.
+    ``step`` is the step of the state that it starts from.
     """
 
     def __init__(self, stage: str, step: int) -> None:
@@ -60,7 +60,7 @@ class StartingState:
     """The state that an attempt starts from, chosen before there is a model, and where to look if it is damaged."""
 
     sources: RecoverySources
-    """What it was chosen from."""
+    """The candidates."""
     stage: Stage
     """The stage that follows the state."""
     chosen: Candidate | None
@@ -78,11 +78,11 @@ class StartingState:
 
 
 def find_state(plan: Plan, context: AttemptContext, recorder: Recorder) -> StartingState:
-    """Choose the newest whole state, of which nothing is read yet but the manifest; every rank must call.
+    """Choose the newest whole state, reading only its manifest; every rank must call.
 
     Raises:
         UserError: The checkpoint belongs to another configuration or plan.
-        CheckpointError: None can be used, and there should be one.
+        CheckpointError: No state can be used, although the run has saved one.
     """
     recorder.phase("looking for a checkpoint", "load")
     memory = None if context.peer_memory is None else context.peer_memory.store
@@ -102,8 +102,8 @@ def resume(engine: Any, start: StartingState, context: AttemptContext, recorder:
 
     Raises:
         UserError: The checkpoint belongs to another configuration or plan.
-        CheckpointError: None could be loaded, and there should be one.
-        AnotherStageError: The one that could be is of a stage before the engine's.
+        CheckpointError: No state could be loaded, although the run has saved one.
+        AnotherStageError: The newest usable state belongs to a stage before the engine's.
         FencedError: A newer attempt has taken the run over.
     """
     sources, chosen = start.sources, start.chosen
@@ -152,7 +152,7 @@ def resume(engine: Any, start: StartingState, context: AttemptContext, recorder:
 
 
 def _as_stage_begins(chosen: Candidate, stage: Stage) -> Candidate:
-    """Return a state without the optimizer's moments where a stage begins with it and has none of them."""
+    """Return the state, without the optimizer's moments if a stage that resets them begins with it."""
     if not stage.begins_anew or chosen.position.step != stage.first_step:
         return chosen
     return replace(chosen, state=begun_anew(chosen.state, with_optimizer=False))
@@ -171,7 +171,7 @@ def _choose(sources: RecoverySources, context: AttemptContext) -> Candidate | No
 
 
 def _on_rank_0(context: AttemptContext, do: Callable[[], T]) -> T:
-    """Return rank 0's result on every rank, and raise there what it raises; every rank must call."""
+    """Return rank 0's result, or raise its error, on every rank; every rank must call."""
     result: T | None = None
     failure: UlyssesError | None = None
     if context.rank == 0:
@@ -180,7 +180,7 @@ def _on_rank_0(context: AttemptContext, do: Callable[[], T]) -> T:
         except UlyssesError as error:
             failure = error
         except Exception as error:
-            # Such as a foreign manifest's: the other ranks would wait for this one.
+            # Such as from a foreign manifest: the other ranks would wait for this one.
             failure = CheckpointError(f"rank 0 can't read the run's states ({type(error).__name__}: {error})")
     result, failure = context.messenger.broadcast((result, failure))
     if failure is not None:
@@ -189,7 +189,7 @@ def _on_rank_0(context: AttemptContext, do: Callable[[], T]) -> T:
 
 
 def _load(engine: Any, chosen: Candidate, context: AttemptContext, *, verify_all: bool) -> None:
-    """Load a state, and verify the rest of its checkpoint if asked to; every rank must call."""
+    """Load a state, and with ``verify_all`` verify the rest of its checkpoint; every rank must call."""
     store, manifest, messenger = chosen.store, chosen.manifest, context.messenger
     loaded: set[str] = set()
 
@@ -203,7 +203,7 @@ def _load(engine: Any, chosen: Candidate, context: AttemptContext, *, verify_all
 
 
 def _start(context: AttemptContext, recorder: Recorder, step: int, passed: Sequence[Damage]) -> None:
-    """Set aside what was passed over and announce where the attempt starts; every rank must call."""
+    """Set aside unusable checkpoints and announce where the attempt starts; every rank must call."""
     store, attempt = context.run.store, context.attempt
 
     def announce() -> None:
@@ -231,10 +231,9 @@ def _start(context: AttemptContext, recorder: Recorder, step: int, passed: Seque
 
 
 def _set_aside(context: AttemptContext, recorder: Recorder, damage: Damage) -> None:
-    """Move a checkpoint out of the way, and record it."""
     try:
         set_aside(context.run.store, damage, attempt=context.attempt)
     except OSError as error:
-        # Once the attempt has announced where it starts, it is no longer part of the run all the same.
+        # Once the attempt has announced where it starts, the checkpoint is no longer part of the run anyway.
         _log.warning("the checkpoint of step %d can't be set aside (%s); it is passed over", damage.step, error)
     recorder.checkpoint_set_aside(damage)

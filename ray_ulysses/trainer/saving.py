@@ -43,7 +43,7 @@ Reason = Literal["steps", "minutes", "request", "preemption", "retry", "end", "s
 _ALLOWED_STALL_SHARE = 0.01
 _ALLOWED_STALL_S = 0.01
 _MOST_APART_S = 5.0
-"""A failure that ends by itself, such as an agent that is being started again, is over within seconds."""
+"""A transient failure, such as an agent that restarts, is over within seconds."""
 
 
 def time_is_up(rules: CheckpointSection, *, last_save: float, now: float) -> bool:
@@ -63,12 +63,11 @@ def retry_pause_s(failures: int, max_failed_saves: int) -> float:
 
 
 def steps_apart(step_s: float, stall_s: float, failures: int) -> int:
-    """Return every how many steps the state is kept in the memory of peers (pure).
+    """Return the number of steps between two saves to peer memory (pure).
 
-    Every step, unless the copy stops training for long: then so rarely that each step pays 10 ms at most, or 1% of its
-    time if that is more. A save that failed is tried again after the next step, for an agent that has died is left out
-    by then, and after further failures more rarely each time, up to every few seconds. A save that takes longer than a
-    step delays the next one by itself. ``stall_s`` is how long a copy stops training.
+    1, unless the copy stalls training for long (``stall_s``): then so many that the stall costs each step at most 10 ms
+    or 1% of its time. A failed save is retried after the next step, since a dead agent is left out by then, and after
+    further failures less and less often, up to every few seconds.
     """
     allowed_s = max(_ALLOWED_STALL_S, _ALLOWED_STALL_SHARE * step_s)
     rarest = math.ceil(_MOST_APART_S / step_s) if step_s > _MOST_APART_S / 2**16 else 2**16
@@ -86,7 +85,7 @@ def due(
     # A failure counts once every rank's thread has finished: a rank that learns of it later would otherwise repeat a
     # save that the others have already begun.
     failed = flags.failed and not flags.saving and flags.retry_due
-    # The first that holds is the one that a person would name.
+    # In the order of what a person would name as the reason.
     rules: tuple[tuple[Reason, bool], ...] = (
         ("preemption", flags.notice_due and not flags.saving),
         ("request", flags.save_requested),
@@ -107,9 +106,9 @@ _RECENT_STEPS = 10
 
 
 class NoticeWatch:
-    """Remembers the saves that were made for notices; every rank creates one and reports the same saves to it.
+    """Remembers saves made for notices; every rank creates one and reports the same saves to it.
 
-    ``notice`` is this rank's at the last look.
+    ``notice`` is this rank's notice at the last look.
     """
 
     def __init__(self, worker: Worker, requests: RequestWatch | None) -> None:
@@ -169,8 +168,8 @@ ABANDON_TIMEOUT_S = 1.0
 """Longest wait for a save that is being written when an attempt has failed: its peers may be gone."""
 
 _BUFFER_S = 5.0
-"""Longest wait of training for a free host buffer. Then the storage hangs, or is slower than the steps between two
-checkpoints, and the checkpoint is postponed to the first step after which every rank has a free buffer."""
+"""Longest wait of training for a free host buffer. After that, the storage hangs or is slower than the steps between
+two checkpoints, and the checkpoint is postponed until every rank has a free buffer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,11 +181,11 @@ class StepOutcome:
     metrics: Mapping[str, float]
     """The step's metrics."""
     flags: Flags
-    """What all ranks have agreed on."""
+    """The flags on which all ranks have agreed."""
 
 
 class CheckpointKeeper:
-    """Saves a run's state in the background, and deletes the checkpoints that this makes superfluous.
+    """Saves a run's state in the background, and deletes superseded checkpoints.
 
     Every rank creates one and calls the same methods after the same steps.
     """
@@ -250,12 +249,12 @@ class CheckpointKeeper:
             StorageFailedError: Too many consecutive saves have failed, or the journal could not be written, for too
                 long.
             CheckpointError: The storage accepts nothing, or there is no memory for a copy of the state.
-            PeerError: Another rank has ended for such a reason.
+            PeerError: Another rank has ended for one of these reasons.
             FencedError: A newer attempt has taken the run over.
         """
         flags, step = outcome.flags, outcome.position.step
         if not self._is_reserved:
-            # After the first step, since the optimizer's moments are created in it; many gigabytes take seconds.
+            # After the first step, which creates the optimizer's moments; reserving many gigabytes takes seconds.
             self._saver.prepare(partial(self._reserve, state_source(engine).intervals))
             self._is_reserved = True
         if self._no_room is not None:
@@ -264,7 +263,7 @@ class CheckpointKeeper:
             self._leave(engine, outcome, cursor)
         if flags.ended:
             failure = self._recorder.storage_failure() or self._saver.failure
-            # Another rank's failure ends this one, too; its own thread may not have seen it yet.
+            # Another rank's failure ends this one too; this rank's thread may not have seen it yet.
             other = PeerError("another rank could not save; see its log for the reason")
             raise other if failure is None else _final_error(failure)
         if flags.failed and flags.retry_due and not flags.saving:
@@ -303,7 +302,7 @@ class CheckpointKeeper:
             raise _final_error(failure)
 
     def abandon(self, error: BaseException, *, is_in_memory: bool) -> None:
-        """Wait a while for a save that is being written, when the attempt has failed; never raises.
+        """Wait briefly for a save in progress when the attempt has failed; never raises.
 
         With ``is_in_memory`` the next attempt finds a state in peer memory, and need not wait for this one unless the
         run ends here.
@@ -355,12 +354,12 @@ class CheckpointKeeper:
                     break
                 _log.warning("%s; trying again", self._saver.failure)
                 waiting.pause()
-                # Each try has the time of a save.
+                # Each try may take as long as a save.
                 self._worker.beat("save", outcome.position.step)
                 self._take(engine, outcome, cursor, reason)
                 self._wait()
         elif self._config.checkpoint.host_buffers == 0:
-            # The state is written from where the next step would change it.
+            # The state is written from memory that the next step would change.
             self._wait()
 
     def _take(self, engine: Any, outcome: StepOutcome, cursor: Cursor, reason: Reason) -> None:
@@ -406,7 +405,7 @@ class CheckpointKeeper:
         return saver.failures > section.max_failed_saves and saver.failing_s >= section.failed_saves_patience_s
 
     def _on_saved(self, saved: Saved) -> None:
-        """Record a commit and delete what it makes superfluous, on rank 0's thread."""
+        """Record a commit and delete superseded checkpoints, on rank 0's thread."""
         self._notices.committed(saved.ref.step, saved.save_s)
         if self._worker.rank == 0:
             self._recorder.checkpoint_committed(saved)
@@ -427,7 +426,7 @@ class CheckpointKeeper:
 def checkpoint_meta(
     context: AttemptContext, recorder: Recorder, outcome: StepOutcome, cursor: Cursor, reason: Reason
 ) -> CheckpointMeta:
-    """Return what the loop adds to a checkpoint of the state after a step."""
+    """Return the loop's metadata for a checkpoint of the state after a step."""
     config, layout, position = context.run.config, context.run.layout, outcome.position
     return CheckpointMeta(
         sp_size=layout.sp_size,
@@ -442,7 +441,7 @@ def checkpoint_meta(
         reason=reason,
         written_at=context.worker.clock.now(),
         run=config.run.name,
-        # Each row draws from a state of its own, so that no rank's generator has to be kept.
+        # Each row has its own random state, so no rank's generator is saved.
         extra={
             "random_state": "run.seed and row",
             "settings": resume_settings(config),
@@ -469,5 +468,5 @@ def _final_error(failure: BaseException) -> BaseException:
 
 
 def is_final(failure: BaseException | None) -> bool:
-    """Return whether no other save can make up for a failed one: the run is another attempt's now, or it is a bug."""
+    """Return whether retrying a failed save is pointless: another attempt has the run, or it is a bug."""
     return failure is not None and (isinstance(failure, FencedError) or not isinstance(failure, CheckpointError))

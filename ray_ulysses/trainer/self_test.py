@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from ray_ulysses.trainer.worker import Worker
 
 _FAR_BELOW = 0.5
-"""Share of the planned bandwidth below which a link is another one than planned: NVLink, InfiniBand or EFA and what is
-used in their place differ by more."""
+"""Fraction of the planned bandwidth below which a link is not the planned one: NVLink, InfiniBand and EFA are more than
+twice as fast as their fallbacks."""
 _GROUPS: dict[Role, str] = {
     "ulysses": "the exchange of heads",
     "ring": "the ring",
@@ -43,8 +43,8 @@ def check_start(
     ``prepare_process`` has been called; ``nodes`` are the names of each rank's node, by rank.
 
     Raises:
-        RunError: The numbers are wrong here, with the same text on every rank; or a rank could not compute at all, by a
-            `PeerError` where a collective has failed.
+        RunError: The numbers are wrong here, with the same text on every rank, or a rank could not compute at all: a
+            `PeerError` if a collective has failed.
         UserError: The kernel that ``model.attention`` names can't be used here.
     """
     text_config = planned_config(run.config).get_text_config(decoder=True)
@@ -62,7 +62,7 @@ def check_start(
     if worker.rank == 0:
         _log.info("%s", report.in_words())
         for warning in slow_links(report.links, run.config, nodes):
-            # The journal takes it from here to the person.
+            # The journal forwards it to the person.
             _log.warning("%s", warning)
     return report
 
@@ -96,7 +96,7 @@ def attention_settings(config: Config, shape: ModelShape, text_config: Any) -> A
     head_size, value_size = shape.head_dim, shape.value_dim
     num_kv_heads = shape.num_kv_heads
     if getattr(text_config, "v_head_dim", None) and getattr(text_config, "qk_nope_head_dim", None):
-        # Latent attention, also of a configuration that leaves its sizes to the defaults, which the shape has not.
+        # Latent attention, whose default sizes the shape lacks if the configuration omits them.
         head_size = int(text_config.qk_nope_head_dim) + int(text_config.qk_rope_head_dim or 0)
         value_size, num_kv_heads = int(text_config.v_head_dim), shape.num_heads
     softcap = getattr(text_config, "attn_logit_softcapping", None)

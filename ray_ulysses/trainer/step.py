@@ -48,13 +48,13 @@ class Flags:
     stop: bool = False
     """Rank 0: the run was asked to stop."""
     resize: bool = False
-    """Rank 0: it is to stop because its size is to change."""
+    """Rank 0: it should stop because its size changes."""
     save_requested: bool = False
     """Rank 0: somebody asked for a checkpoint."""
     gone: bool = False
     """Rank 0: the run's directory was deleted or moved."""
     notice: bool = False
-    """A node is going to be taken away."""
+    """A node will be preempted."""
     notice_due: bool = False
     """A checkpoint is due for that reason; see `checkpoint.notice`."""
     time_is_up: bool = False
@@ -70,14 +70,14 @@ class Flags:
     ended: bool = False
     """The previous save or the journal has failed in a way that ends the attempt."""
     memory_due: bool = False
-    """Rank 0: the state is to be kept in the memory of peers."""
+    """Rank 0: a save to peer memory is due."""
     memory_busy: bool = False
-    """The state of an earlier step is still being written there, or there is no memory for another."""
+    """An earlier state is still being written there, or there is no memory for another."""
     compute_due: bool = False
     """Rank 0: it is time to measure how fast each rank computes."""
 
     def to_counts(self) -> list[int]:
-        """Return the flags as numbers that are added up over the ranks."""
+        """Return the flags as integers, to be summed over the ranks."""
         return [int(flag) for flag in astuple(self)]
 
     @classmethod
@@ -96,7 +96,7 @@ def with_requests(own: Flags, requests: RequestWatch) -> Flags:
 
 
 class Given(NamedTuple):
-    """What the model was given of one row."""
+    """A row as the model received it."""
 
     place: int
     """The row's place in the step."""
@@ -137,10 +137,9 @@ def _row_on(values: NDArray[Any], device: torch.device) -> torch.Tensor:
 
 
 def read_back(batch: ShardedBatch) -> Callable[[], int]:
-    """Begin to read back what the model was given, and return what returns its checksum.
+    """Start copying a batch back to the host, and return a function that computes its checksum.
 
-    On a GPU the copies come after all that it has to do already, for which the host does not wait here: the result may
-    be called once that is done.
+    On a GPU the copies are queued behind earlier work without blocking the host: synchronise before calling the result.
     """
     given = (batch.input_ids_BL, batch.labels_BL, batch.position_ids_BL, batch.label_weights_BL)
     copies = [None if tensor is None else tensor[0].to("cpu", non_blocking=True) for tensor in given]
@@ -157,7 +156,7 @@ def read_back(batch: ShardedBatch) -> Callable[[], int]:
 def received_of(given: Sequence[Given], num_rows: int, device: torch.device) -> tuple[list[int], int]:
     """Return the sum of the checksums of each of a step's rows, and the supervised tokens of all batches.
 
-    On a GPU it waits until all that was asked of it is done.
+    On a GPU it waits for all queued work.
     """
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
@@ -180,7 +179,7 @@ class StepResult:
     grad_norm: float
     """Norm of its gradient before clipping."""
     is_finite: bool
-    """Whether loss and gradient are; if not, the weights are as they were before the step."""
+    """Whether loss and gradient are finite; if not, the step has left the weights unchanged."""
     bad_rows: tuple[int, ...]
     """The rows whose own loss is not finite."""
     tokens: int
@@ -232,7 +231,7 @@ def train_step(
     """
     slices, weight = _weighed(slices, tokens, mesh, device)
     scale = loss_scale(weight, mesh, zero_stage=engine.zero_optimization_stage(), accumulation=accumulation)
-    # Of each row, of the fillers, and the z-loss and the router loss of all.
+    # The losses of each row and of the fillers, then the z-loss and the router loss.
     losses = torch.zeros(len(rows) + 3, dtype=torch.float64, device=device)
     given: list[Given] = []
     for steps, row in enumerate(slices, start=1):
@@ -250,7 +249,7 @@ def train_step(
         if not row.is_filler:
             given.append(Given(row.row - rows.start, row.num_supervised, read_back(batch)))
     assert steps == accumulation, f"{steps} micro-batches instead of {accumulation}"
-    # ZeRO of DeepSpeed 0.19.8 leaves the weights alone when this is not finite, and says so nowhere else.
+    # DeepSpeed 0.19.8's ZeRO skips the update when this is not finite, and reports it nowhere else.
     grad_norm = float(engine.get_global_grad_norm())
     checksums, received = received_of(given, len(rows), device)
     return _agree(losses, grad_norm, checksums, received, rows, (tokens, weight), flags(), num_direct(), mesh)
@@ -259,8 +258,8 @@ def train_step(
 def _seed_generators(seed: int, device: torch.device) -> None:
     """Seed the generators that a model on a device draws from.
 
-    `torch.manual_seed` would also format the stack for each kind of device that the machine lacks, which takes longer
-    than many a layer of a short row.
+    `torch.manual_seed` would also format the stack for each kind of device that the machine lacks, which can take
+    longer than a layer of a short row.
     """
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
@@ -294,7 +293,7 @@ def evaluate(
 ) -> tuple[float, int]:
     """Return the mean loss over evaluation rows, and their supervised tokens; every rank must call, equally often.
 
-    Every supervised token counts alike, whatever its weight, and its cross-entropy alone.
+    Every supervised token counts equally, whatever its weight, and only by its cross-entropy.
     """
     engine.eval()
     totals = torch.zeros(2, dtype=torch.float64, device=device)
@@ -363,13 +362,13 @@ def _agree(
 
 
 class BadStepError(FinalError):
-    """A step can't be kept, and the same rows would give the same again."""
+    """A step can't be kept, and the same rows would give the same result."""
 
 
 class StepGuard:
-    """Judges each step; every rank has one and judges alike, since all ranks have agreed on the result.
+    """Judges each step; all ranks reach the same verdict, since they have agreed on the result.
 
-    ``record`` takes a bad step's number, rows, plan and reason, from which the command reads which rows to leave out.
+    ``record`` takes a bad step's number, rows, plan and reason, which tell the command which rows to leave out.
     """
 
     def __init__(self, elastic: ElasticSection, record: Callable[[int, range, str, str], object]) -> None:
@@ -377,12 +376,12 @@ class StepGuard:
         self._losses: deque[float] = deque(maxlen=WINDOW_STEPS)
 
     def judge(self, step: int, rows: range, plan_id: str, result: StepResult) -> None:
-        """End the attempt if a step is bad; every rank must call, after every step.
+        """End the attempt if the step is bad; every rank must call, after every step.
 
-        ``plan_id`` is of the plan of its rows.
+        ``plan_id`` identifies the plan of its rows.
 
         Raises:
-            BadStepError: It is.
+            BadStepError: The step is bad.
         """
         mads = self._elastic.loss_spike_mads
         bound = None if mads is None else spike_bound(tuple(self._losses), mads)
@@ -412,7 +411,7 @@ class StepGuard:
 
 
 def not_finite(step: int, rows: range, result: StepResult) -> str:
-    """Return what is not finite in a step (pure)."""
+    """Return a message that names what is not finite in a step (pure)."""
     bad = result.bad_rows
     if not bad:
         return (
@@ -424,7 +423,7 @@ def not_finite(step: int, rows: range, result: StepResult) -> str:
 
 
 class StepMeter:
-    """Turns a step's result and duration into comparable metrics."""
+    """Computes a step's metrics from its result and duration."""
 
     def __init__(self, shape: ModelShape, device: torch.device, world_size: int) -> None:
         self._shape, self._device, self._world_size = shape, device, world_size
@@ -439,9 +438,9 @@ class StepMeter:
         cost: int,
         learning_rate: float,
     ) -> dict[str, float]:
-        """Return a step's metrics by name; ``mfu`` only where the device's peak is known, other losses only if there.
+        """Return a step's metrics by name; ``mfu`` only if the device's peak is known, other losses only if present.
 
-        ``document_tokens`` are without padding, and ``cost`` is the sum of the documents' squared lengths.
+        ``document_tokens`` excludes padding, and ``cost`` is the sum of the documents' squared lengths.
         """
         flops = step_flops(self._shape, tokens=document_tokens, sum_squared_lengths=cost)
         utilisation = mfu(flops=flops, seconds=seconds, world_size=self._world_size, peak_flops=self._peak_flops)

@@ -37,7 +37,7 @@ class Worker:
     device: torch.device
     """Where it computes."""
     session: str
-    """Names the command that runs; attempts of one command share it."""
+    """Identifies the running command; its attempts share it."""
     command_started: float | None = None
     """When that command began, in seconds since the epoch; None if unknown."""
     workers_asked: float | None = None
@@ -45,23 +45,23 @@ class Worker:
     make_source: SourceMaker
     """Makes its source of rows."""
     notice: Callable[[], Notice | None] = lambda: None
-    """Returns the notice that a node will be taken away, or ``None``; called after every step."""
+    """Returns the notice that a node will be preempted, or ``None``; called after every step."""
     peer_memory: AgentAddresses | None = None
-    """Addresses of the peer memory; None on every worker, or on none."""
+    """Addresses of peer memory; either every worker has them or none."""
     cluster_nodes: tuple[str, ...] = ()
     """The cluster's name of each rank's node, by rank; empty without a cluster."""
     is_watched: bool = False
-    """Whether the launcher sees every worker's end, and records why an attempt failed; rank 0 alone can't tell a cause
-    from its consequences."""
+    """Whether the launcher sees every worker's end and records why an attempt failed; rank 0 alone can't distinguish a
+    cause from its consequences."""
     is_tested: bool = False
     """Whether the devices of all ranks have passed a self-test of this command; the same on every rank."""
     beat: Callable[[Phase, int], Any] = lambda phase, step: None
-    """Called with what the rank does and its step as a sign of life, before each micro-batch."""
+    """Called with the phase and step as a sign of life, before each micro-batch."""
     wait_for_row: Callable[[bool], Any] = lambda waits: None
     """Called with whether the rank now waits for its next row."""
     on_hang: Callable[[Callable[[], str | None]], Any] = lambda leave: None
-    """Takes what is to be left for people when the ranks hang: a call that returns where it is, which another thread
-    makes."""
+    """Registers a function that another thread calls when the ranks hang; it writes diagnostics and returns their
+    location."""
     clock: Clock = field(default_factory=SystemClock)
     """Time."""
     on_event: Callable[[str, int], Any] = lambda name, step: None

@@ -84,7 +84,8 @@ def test_an_adapter_and_the_merged_model_are_those_of_peft(tmp_path: Path, kind:
 
 def test_the_settings_name_the_base_model_and_what_was_trained_whole_under_both_names(tmp_path: Path) -> None:
     make_run(tmp_path, "gemma2", _ADAPTERS["extension"], "fp32")
-    export(tmp_path / "run", check=False, out=tmp_path / "adapter")
+    report = export(tmp_path / "run", check=False, out=tmp_path / "adapter")
+    assert serve_line(report, ".").startswith("# vLLM does not load adapters with trained embeddings, norms")
     fields = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
     assert (fields["peft_type"], fields["r"], fields["lora_dropout"], fields["use_rslora"]) == ("LORA", 2, 0.0, True)
     assert fields["base_model_name_or_path"] == str(tmp_path / "base")
@@ -110,33 +111,15 @@ def test_an_adapter_has_the_end_tokens_and_its_lines_generate_up_to_them(tmp_pat
     assert serve_line(report, str(out)).startswith(served)
 
 
-def test_an_adapter_with_whole_modules_is_not_served_by_vllm(tmp_path: Path) -> None:
-    make_run(tmp_path, "llama", _ADAPTERS["extension"], "fp32")
-    report = export(tmp_path / "run", check=False, out=tmp_path / "adapter")
-    assert serve_line(report, ".").startswith("# vLLM does not load adapters with trained embeddings, norms")
-
-
-def test_an_adapter_and_a_merged_model_are_different_exports(tmp_path: Path) -> None:
-    make_run(tmp_path, "llama", _ADAPTERS["linear"], "fp32")
-    export(tmp_path / "run", check=False)
-    with pytest.raises(UserError, match=r"holds another export of ray-ulysses \(its adapter is not merged\); add"):
-        export(tmp_path / "run", check=False, merge=True)
-
-
 def test_an_adapter_of_weights_that_were_drawn_can_only_be_merged(tmp_path: Path) -> None:
     make_run(tmp_path, "llama", _ADAPTERS["linear"], "fp32", init="random")
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=r"model\.init: random.*--merge"):
         export(tmp_path / "run")
-    assert str(error.value) == (
-        "RUN: its frozen weights are random (model.init: random), so there is no base model that an adapter could be "
-        "added to; export the whole model with --merge"
-    )
     assert export(tmp_path / "run", merge=True).check is not None
 
 
 def test_a_run_without_an_adapter_has_nothing_to_merge(tmp_path: Path) -> None:
     write_config(tmp_path / "run", fields_of(ARCHITECTURES["llama"]()))
     write_checkpoint(tmp_path / "run", zoo_model("llama"))
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=r"--merge: .*model\.adapter"):
         export(tmp_path / "run", merge=True)
-    assert str(error.value) == "--merge: the run has no adapter (model.adapter); leave --merge out"

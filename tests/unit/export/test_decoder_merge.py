@@ -139,14 +139,20 @@ def test_a_head_of_its_own_stays_one_whatever_the_configuration_says(tmp_path: P
     check_whole(Path(export(tmp_path / "run").out), tmp_path / "base", whole, decoder)
 
 
-def test_other_weights_and_folders_are_left_out_and_said(tmp_path: Path) -> None:
-    whole = make_whole(tmp_path / "base", "gemma3")
-    make_run(tmp_path / "run", tmp_path / "base", trained_decoder(whole))
-    (tmp_path / "base/consolidated.safetensors").write_bytes(b"the decoder as it was")
-    (tmp_path / "base/original").mkdir()
+@pytest.fixture
+def gemma3(tmp_path: Path) -> tuple[Path, Path]:
+    """A whole checkpoint, and a run that has trained its decoder."""
+    make_run(tmp_path / "run", tmp_path / "base", trained_decoder(make_whole(tmp_path / "base", "gemma3")))
+    return tmp_path / "base", tmp_path / "run"
+
+
+def test_other_weights_and_folders_are_left_out_and_said(gemma3: tuple[Path, Path]) -> None:
+    base, run = gemma3
+    (base / "consolidated.safetensors").write_bytes(b"the decoder as it was")
+    (base / "original").mkdir()
     said: list[str] = []
-    out = Path(export_run(ExportRequest(run_dir=tmp_path / "run"), said.append).out)
-    assert f"not copied from {tmp_path / 'base'}: consolidated.safetensors, original" in said
+    out = Path(export_run(ExportRequest(run_dir=run), said.append).out)
+    assert f"not copied from {base}: consolidated.safetensors, original" in said
     assert not {"consolidated.safetensors", "original"} & {path.name for path in out.iterdir()}
 
 
@@ -158,38 +164,33 @@ def test_other_weights_and_folders_are_left_out_and_said(tmp_path: Path) -> None
         ({"tokenizer": Path("t")}, "--to"),
     ],
 )
-def test_what_would_change_the_rest_of_the_whole_is_refused(tmp_path: Path, option: Any, named: str) -> None:
-    make_run(tmp_path / "run", tmp_path / "base", trained_decoder(make_whole(tmp_path / "base", "gemma3")))
-    with pytest.raises(UserError, match=rf"{named}.*: the run trained the text decoder .* \(model\.part=text\)"):
-        export(tmp_path / "run", **option)
+def test_what_would_change_the_rest_of_the_whole_is_refused(gemma3: tuple[Path, Path], option: Any, named: str) -> None:
+    with pytest.raises(UserError, match=rf"{named}.*model\.part=text"):
+        export(gemma3[1], **option)
 
 
-def test_a_file_of_the_whole_that_vanishes_meanwhile_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_run(tmp_path / "run", tmp_path / "base", trained_decoder(make_whole(tmp_path / "base", "gemma3")))
+def test_a_file_of_the_whole_that_vanishes_meanwhile_is_named(
+    gemma3: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, run = gemma3
 
     def find_and_remove(*args: Any) -> DecoderMerge:
         found = plan_merge(*args)
-        (tmp_path / "base/preprocessor_config.json").unlink()
+        (base / "preprocessor_config.json").unlink()
         return found
 
     monkeypatch.setattr("ray_ulysses.export.export_run.plan_merge", find_and_remove)
-    with pytest.raises(
-        RunError, match=r"model\.path='.*base': preprocessor_config\.json can't be read .*Restore the file"
-    ):
-        export(tmp_path / "run")
-    assert list((tmp_path / "run/export").iterdir()) == []
+    with pytest.raises(RunError, match=r"model\.path='.*base': preprocessor_config\.json"):
+        export(run)
+    assert list((run / "export").iterdir()) == []
 
 
 @pytest.mark.parametrize(
     ("damage", "error", "said"),
     [
-        ("gone", UserError, r"the multimodal checkpoint of the decoder can't be read .*restore it"),
-        (
-            "missing",
-            RunError,
-            r"can't be put into this checkpoint: model\.layers\.1\.mlp\.up_proj\.weight is not there",
-        ),
-        ("type", RunError, r"up_proj\.weight is I32 there, and only F32, BF16 and F16 are written; restore"),
+        ("gone", UserError, "restore it"),
+        ("missing", RunError, r"model\.layers\.1\.mlp\.up_proj\.weight is not there"),
+        ("type", RunError, r"up_proj\.weight is I32 there"),
     ],
 )
 def test_a_whole_that_is_not_the_runs_is_refused_before_anything_is_written(

@@ -18,7 +18,7 @@ from ray_ulysses.export.report import ExportRequest, WeightType
 from ray_ulysses.run.start_point import choose_checkpoint
 from ray_ulysses.storage import LocalStore
 from tests.breadth import fast_only
-from tests.stores import CountingStore, FaultyStore, permission_lost
+from tests.stores import CountingStore
 from tests.unit.attention.models import ARCHITECTURES, VOCAB, zoo_model
 from tests.unit.export.runs import assert_same, export, fields_of, silent, tensors_in, write_checkpoint, write_config
 
@@ -77,6 +77,8 @@ def test_each_precision_is_rounded_once_from_the_masters(tmp_path: Path, name: s
 def test_weights_that_were_not_stored_rounded_are_rounded_as_the_engine_rounds_them(tmp_path: Path) -> None:
     model = make_run(tmp_path / "run", "llama", "bf16", with_model=False)
     report = export(tmp_path / "run")
+    # One file needs no index.
+    assert {path.name for path in Path(report.out).glob("model*")} == {"model.safetensors"}
     assert_same(tensors_in(Path(report.out)), saved_by_transformers(model.bfloat16(), tmp_path / "wanted"))
 
 
@@ -132,22 +134,11 @@ def test_files_hold_no_more_than_asked_and_the_index_says_where_each_tensor_is(t
     assert report.files.keys() | {"ray_ulysses_export.json"} == {path.name for path in out.iterdir()}
 
 
-def test_one_file_has_no_index(tmp_path: Path) -> None:
-    make_run(tmp_path / "run", "llama")
-    out = Path(export(tmp_path / "run", check=False).out)
-    assert (out / "model.safetensors").is_file()
-    assert not (out / "model.safetensors.index.json").exists()
-
-
 def test_rope_and_positions_are_exported_as_trained_under_new_names_and_old(tmp_path: Path) -> None:
     rope = {
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
+        "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64,
-    }
+    }  # fmt: skip
     config = ARCHITECTURES["llama"](rope_parameters=rope, max_position_embeddings=512)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
@@ -155,12 +146,9 @@ def test_rope_and_positions_are_exported_as_trained_under_new_names_and_old(tmp_
     write_checkpoint(tmp_path / "run", model)
     report = export(tmp_path / "run")
     fields = json.loads((Path(report.out) / "config.json").read_text())
-    assert fields["rope_parameters"] == rope
-    assert fields["rope_theta"] == 500000.0
+    assert fields["rope_parameters"] == rope and fields["rope_theta"] == 500000.0
     assert fields["rope_scaling"] == {name: value for name, value in rope.items() if name != "rope_theta"}
-    assert fields["max_position_embeddings"] == 512
-    assert fields["architectures"] == ["LlamaForCausalLM"]
-    assert fields["use_cache"] is True
+    assert (fields["max_position_embeddings"], fields["architectures"]) == (512, ["LlamaForCausalLM"])
     loaded = AutoConfig.from_pretrained(report.out)
     assert loaded.rope_parameters == rope
     assert (report.max_positions, report.rope) == (512, "rope llama3, factor 8, theta 500000")
@@ -171,22 +159,16 @@ def test_a_value_beyond_fp16_is_refused(tmp_path: Path) -> None:
     with torch.no_grad():
         model.model.norm.weight[3] = 1e6
     make_run(tmp_path / "run", "llama", model=model)
-    with pytest.raises(RunError) as error:
+    with pytest.raises(RunError, match=r"--dtype=fp16: model\.norm\.weight has the value 1e\+06"):
         export(tmp_path / "run", weights="fp16")
-    assert str(error.value) == (
-        "--dtype=fp16: model.norm.weight has the value 1e+06, above fp16's maximum of 65504; use bf16 or fp32"
-    )
     assert list((tmp_path / "run/export").iterdir()) == []
 
 
 def test_a_checkpoint_of_another_model_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     make_run(tmp_path / "run", "llama")
     write_config(tmp_path / "run", fields_of(ARCHITECTURES["llama"](num_hidden_layers=3, hidden_size=64)))
-    with pytest.raises(RunError) as error:
+    with pytest.raises(RunError, match=r"model\.embed_tokens\.weight is \[61, 64\] in the model"):
         export(tmp_path / "run")
-    assert "does not fit the model in config.yaml: model.embed_tokens.weight is [61, 64] in the model and" in str(
-        error.value
-    )
     assert not (tmp_path / "run/export").exists()
 
 
@@ -206,22 +188,6 @@ def test_only_what_is_exported_is_read(tmp_path: Path, monkeypatch: pytest.Monke
     assert weights <= store.bytes_read - before < 1.5 * weights
 
 
-def test_checkpoints_that_lie_in_a_storage_of_their_own_are_found(tmp_path: Path) -> None:
-    model = zoo_model("llama")
-    fields = fields_of(ARCHITECTURES["llama"]())
-    write_config(tmp_path / "runs/first", fields, checkpoint__storage=str(tmp_path / "far"))
-    write_checkpoint(tmp_path / "far/first", model)
-    report = export(tmp_path / "runs/first", check=False)
-    assert Path(report.out) == tmp_path / "runs/first/export/step-00000004"
-    assert_same(tensors_in(Path(report.out)), saved_by_transformers(model, tmp_path / "wanted"))
-
-
-def test_a_run_that_was_moved_is_exported_from_where_it_is(tmp_path: Path) -> None:
-    make_run(tmp_path / "run", "llama")
-    (tmp_path / "run").rename(tmp_path / "moved")
-    assert Path(export(tmp_path / "moved", check=False).out).parent == tmp_path / "moved/export"
-
-
 def test_an_architecture_that_rearranges_elements_is_refused(tmp_path: Path) -> None:
     config = AutoConfig.for_model("hrm_text", num_hidden_layers=2, vocab_size=61)
     with torch.device("meta"):
@@ -232,10 +198,8 @@ def test_an_architecture_that_rearranges_elements_is_refused(tmp_path: Path) -> 
         name: Stored(key=f"fp32/{name}", shape=tuple(tensor.shape), dtype=torch.float32, published=torch.float32)
         for name, tensor in model.state_dict().items()
     }
-    with pytest.raises(RunError) as error:
+    with pytest.raises(RunError, match="HrmTextForCausalLM can't be exported"):
         published_tensors(model, stored)
-    assert str(error.value).startswith("HrmTextForCausalLM can't be exported: its published tensors rearrange")
-    assert str(error.value).endswith("load the checkpoint into the model and call its save_pretrained")
 
 
 def test_a_live_model_that_differs_fails_the_check_and_nothing_is_published(
@@ -252,10 +216,8 @@ def test_a_live_model_that_differs_fails_the_check_and_nothing_is_published(
         path.write_bytes(content)
 
     monkeypatch.setattr(module, "write_files", write_and_change)
-    with pytest.raises(RunError) as error:
+    with pytest.raises(RunError, match="the export failed its check"):
         export(tmp_path / "run")
-    assert str(error.value).startswith("the export failed its check: its logits over 512 tokens of 2 documents (seeded")
-    assert "nothing was published" in str(error.value)
     assert list((tmp_path / "run/export").iterdir()) == []
 
 
@@ -273,15 +235,9 @@ def test_a_damaged_file_is_named_and_nothing_is_published(tmp_path: Path, cut: b
         entry = json.loads(content[8 : 8 + header])["fp32/model.norm.weight"]
         byte = 8 + header + entry["data_offsets"][0]
         damaged.write_bytes(content[:byte] + bytes([content[byte] ^ 0x40]) + content[byte + 1 :])
-    with pytest.raises(RunError) as error:
+    way_out = "give --step 2," if cut else "fp32/model.norm.weight.*another step with --step"
+    with pytest.raises(RunError, match=rf"attempt-0001/rank-00001-of-00002\.safetensors.*{way_out}"):
         export(tmp_path / "run")
-    text = str(error.value)
-    assert "attempt-0001/rank-00001-of-00002.safetensors" in text
-    if cut:
-        assert "give --step 2, which is intact" in text
-    else:
-        assert "fp32/model.norm.weight" in text
-        assert "give another step with --step, or" in text
     assert not (tmp_path / "run/export/step-00000004").exists()
     assert export(tmp_path / "run", step=2).step == 2
 
@@ -299,9 +255,7 @@ def test_a_checkpoint_that_retention_deletes_meanwhile_is_told_apart_from_damage
         original(*args)
 
     monkeypatch.setattr(module, "write_files", delete_and_write)
-    with pytest.raises(
-        RunError, match="of step 4 was deleted while it was read: the run has continued and keeps only its"
-    ):
+    with pytest.raises(RunError, match="of step 4 was deleted while it was read"):
         export(tmp_path / "run")
 
 
@@ -311,51 +265,10 @@ def test_an_export_among_the_runs_own_files_is_refused_before_anything_is_writte
     write_checkpoint(tmp_path / "far/a", model)
     for own in (tmp_path / "runs/a", tmp_path / "far/a"):
         out = own / "checkpoints/step-00000008"
-        with pytest.raises(UserError, match=f"--out='{out}': is in {own}, where the run keeps and deletes its own"):
+        with pytest.raises(UserError, match=f"--out='{out}': is in {own}"):
             export(tmp_path / "runs/a", check=False, out=out)
         assert not out.exists()
-    assert export(tmp_path / "runs/a", check=False, out=tmp_path / "runs/a/export/x").step == 4
-
-
-def test_an_export_of_a_version_that_reported_more_is_done_already(tmp_path: Path) -> None:
-    make_run(tmp_path / "run", "llama")
-    done = export(tmp_path / "run", check=False)
-    path = Path(done.out) / "ray_ulysses_export.json"
-    record = json.loads(path.read_text())
-    record["report"]["later"] = 1
-    path.write_text(json.dumps(record))
-    assert export(tmp_path / "run", check=False) == replace(done, was_there=True)
-    del record["report"]["files"]
-    path.write_text(json.dumps(record))
-    with pytest.raises(UserError, match="holds something that is not an export of ray-ulysses"):
-        export(tmp_path / "run", check=False, overwrite=True)
-
-
-def test_a_manifest_that_is_not_given_a_second_time_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_run(tmp_path / "run", "llama")
-    store = LocalStore(tmp_path / "run")
-    manifest = choose_checkpoint(store, "latest")
-    kinds: Any = ("open",)
-    lost = FaultyStore(store, fail_at=1, kinds=kinds, error=permission_lost())
-    request = ExportRequest(run_dir=tmp_path / "run", check=False)
-    monkeypatch.setattr(module, "find_checkpoint", lambda *_, **options: (lost, manifest))
-    with pytest.raises(
-        RunError, match=r"the checkpoints in .*/run can't be read \(Permission denied\); check that the"
-    ):
-        module.export_run(request, silent)
-
-
-def test_what_the_small_files_take_is_counted_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_run(tmp_path / "run", "llama")
-    counted: list[int] = []
-    original = module.unpublished
-
-    def unpublished(out: Path, num_bytes: int) -> Any:
-        counted.append(num_bytes)
-        return original(out, num_bytes)
-
-    monkeypatch.setattr(module, "unpublished", unpublished)
-    files = export(tmp_path / "run", check=False).files
-    assert counted == [sum(size for name, size in files.items() if name != "README.md")]
+    report = export(tmp_path / "runs/a", check=False)
+    assert Path(report.out) == tmp_path / "runs/a/export/step-00000004"
+    assert export(tmp_path / "runs/a", check=False) == replace(report, was_there=True)
+    assert_same(tensors_in(Path(report.out)), saved_by_transformers(model, tmp_path / "wanted"))

@@ -65,14 +65,6 @@ def test_a_checkpoint_from_before_a_branch_has_the_context_of_its_own_steps(tmp_
     )
 
 
-def test_a_text_ends_with_the_token_of_the_corpus_and_with_that_of_the_tokenizer_that_is_given(
-    planned: Path, tmp_path: Path
-) -> None:
-    report = export(planned, tokenizer=word_tokenizer(tmp_path / "words", 65), check=False)
-    for name in ("config.json", "generation_config.json"):
-        assert json.loads((Path(report.out) / name).read_text())["eos_token_id"] == [256, 65], name
-
-
 @pytest.mark.parametrize("has_corpus", fast_only([True, False], True))
 def test_nothing_that_is_published_names_a_place_on_the_machine_that_exported(
     planned: Path, tmp_path: Path, has_corpus: bool

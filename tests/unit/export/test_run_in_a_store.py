@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
 from ray_ulysses.cli import app
 from ray_ulysses.cli import run as run_command
@@ -16,17 +16,7 @@ from ray_ulysses.storage.location import ObjectLocation
 from ray_ulysses.storage.place import open_store, place_of
 from tests.distributed.run_case import make_corpus
 from tests.s3_server import S3Server
-from tests.unit.export.runs import write_checkpoint, write_config
-
-MODEL = LlamaConfig(
-    vocab_size=264,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=1,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-)
+from tests.unit.export.runs import TINY_LLAMA, write_checkpoint, write_config
 
 
 @pytest.fixture
@@ -34,8 +24,8 @@ def run(s3: S3Server, prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """A run with a checkpoint, as it is where it was copied from a disk."""
     monkeypatch.setenv("RAY_ULYSSES_CACHE_DIR", str(tmp_path / "node"))
     local = tmp_path / "run"
-    write_config(local, MODEL.to_diff_dict() | {"model_type": "llama"})
-    write_checkpoint(local, AutoModelForCausalLM.from_config(MODEL))
+    write_config(local, TINY_LLAMA.to_diff_dict() | {"model_type": "llama"})
+    write_checkpoint(local, AutoModelForCausalLM.from_config(TINY_LLAMA))
     place = place_of(s3.uri(prefix)) / "run"
     assert isinstance(place, ObjectLocation)
     there = open_store(place)

@@ -49,41 +49,21 @@ def denied(run_dir: Path, step: int) -> Store:
     )
 
 
-SPOILT = pytest.mark.parametrize(
-    ("spoil", "what"),
-    [
-        (torn, "is damaged and not used: the manifest is torn or no JSON"),
-        (denied, "can't be read and not used: manifest.json can't be read (Permission denied)"),
-    ],
-    ids=["torn", "denied"],
-)
-
-
-@SPOILT
+@pytest.mark.parametrize("spoil", [torn, denied])
 @pytest.mark.parametrize("step", [2, 6])
-def test_best_is_not_an_older_one_where_one_can_not_be_read(run_dir: Path, spoil: Any, what: str, step: int) -> None:
+def test_best_is_not_an_older_one_where_one_can_not_be_read(run_dir: Path, spoil: Any, step: int) -> None:
     assert choose_checkpoint(LocalStore(run_dir), "best").step == 6
-    store = spoil(run_dir, step)
-    with pytest.raises(RunError) as error:
-        choose_checkpoint(store, "best")
-    others = "4, 6" if step == 2 else "2, 4"
-    assert str(error.value) == (
-        f"--step=best: the checkpoint of step {step} {what}. It may be the best one: make it readable and try again, "
-        f"or give another step: {others}"
-    )
+    with pytest.raises(RunError, match=f"--step=best: the checkpoint of step {step} "):
+        choose_checkpoint(spoil(run_dir, step), "best")
 
 
-@SPOILT
-def test_the_newest_and_a_named_step_are_refused_where_they_can_not_be_read(
-    run_dir: Path, spoil: Any, what: str
-) -> None:
+@pytest.mark.parametrize("spoil", [torn, denied])
+def test_the_newest_and_a_named_step_are_refused_where_they_can_not_be_read(run_dir: Path, spoil: Any) -> None:
     store = spoil(run_dir, 6)
-    with pytest.raises(RunError) as error:
+    with pytest.raises(RunError, match=r"step 6 .*give --step 4"):
         choose_checkpoint(store, "latest")
-    assert str(error.value) == f"the checkpoint of step 6 {what}; give --step 4, which is intact"
-    with pytest.raises(RunError) as error:
+    with pytest.raises(RunError, match=r"step 6 .*--step: 2, 4"):
         choose_checkpoint(store, 6)
-    assert str(error.value) == f"the checkpoint of step 6 {what}; give another step with --step: 2, 4"
     assert choose_checkpoint(store, 4).step == 4
 
 
@@ -93,22 +73,8 @@ def test_a_storage_that_does_not_answer_is_named(run_dir: Path, monkeypatch: pyt
 
     monkeypatch.setattr(LocalStore, "list", refuse)
     for step in ("latest", "best", 4):
-        with pytest.raises(RunError) as error:
+        with pytest.raises(RunError, match=rf"{run_dir} can't be read \(Permission denied\)"):
             find_checkpoint(stored_config(run_dir), run_dir, step)  # type: ignore[arg-type]
-        assert str(error.value) == (
-            f"the checkpoints in {run_dir} can't be read (Permission denied); check that the storage is mounted and "
-            "readable, then try again"
-        )
-
-
-def committed(step: int) -> dict[str, Any]:
-    return {
-        "event": "checkpoint_committed",
-        **COMMITTED,
-        "step": step,
-        "path": f"checkpoints/step-{step:08d}",
-        "world_size": 2,
-    }
 
 
 @pytest.mark.parametrize("place", ["absent", "empty", "a file"])
@@ -117,36 +83,30 @@ def test_a_storage_that_lost_the_checkpoints_of_the_journal_is_named(tmp_path: P
     write_config(run_dir, fields_of(ARCHITECTURES["llama"]()), checkpoint__storage=str(far))
     journal = claim_journal(run_dir)
     for step in (2, 4, 6):
-        journal.append(committed(step))
+        own = {"step": step, "path": f"checkpoints/step-{step:08d}", "world_size": 2}
+        journal.append({"event": "checkpoint_committed", **COMMITTED, **own})
     journal.close()
     if place != "absent":
         (far / "run").mkdir(parents=True)
     if place == "a file":
         (far / "run/checkpoints").write_text("x")
-    with pytest.raises(RunError) as error:
+    with pytest.raises(RunError, match=r"journal records 3, the newest of step 6; .*checkpoint\.storage"):
         find_checkpoint(stored_config(run_dir), run_dir, "latest")
-    assert str(error.value) == (
-        f"{far}/run holds no committed checkpoint of the run, and its journal records 3, the newest of step 6; check "
-        "that the storage is mounted and checkpoint.storage is unchanged, then try again"
-    )
 
 
-def test_a_run_that_has_saved_nothing_is_told_where_was_looked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_has_saved_nothing_or_whose_journal_can_not_say_so_is_refused(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     write_config(run_dir, fields_of(ARCHITECTURES["llama"]()))
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match="has no committed checkpoint"):
         find_checkpoint(stored_config(run_dir), run_dir, "latest")
-    assert str(error.value) == (
-        f"RUN: has no committed checkpoint in {run_dir}; `ray-ulysses train` commits one every checkpoint.every_steps"
-    )
     claim_journal(run_dir).close()
     (run_dir / "journal/attempt-0001.jsonl").unlink()
     segment = run_dir / "journal/attempt-0001.jsonl"
     segment.mkdir()
-    with pytest.raises(RunError, match=r"its journal, which would record one, is damaged \(journal/attempt-0001"):
+    with pytest.raises(RunError, match=r"is damaged \(journal/attempt-0001"):
         find_checkpoint(stored_config(run_dir), run_dir, "latest")
     segment.rmdir()
     # What is no file is refused to root as well.
     os.mkfifo(segment)
-    with pytest.raises(RunError, match="its journal, which would record one, can't be read"):
+    with pytest.raises(RunError, match=r"its journal, .*can't be read"):
         find_checkpoint(stored_config(run_dir), run_dir, "latest")

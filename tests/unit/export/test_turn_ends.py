@@ -15,7 +15,6 @@ from ray_ulysses.data.tokenize.tokenizers import load_tokenizer
 from ray_ulysses.engine.model import described_config
 from ray_ulysses.export.tokenizer_files import find_tokenizer
 from ray_ulysses.run.secrets_file import stored_config
-from tests.unit.data.corpora import text_corpus, varied_texts
 from tests.unit.data.tokenize.test_chat import CHATML, CONVERSATION, MARKED, chat_tokenizer
 from tests.unit.data.tokenize.test_supervision import prepare_rows
 from tests.unit.export.runs import export, write_checkpoint, write_config
@@ -123,9 +122,3 @@ def test_the_exported_generation_config_stops_at_the_end_of_a_turn(tmp_path: Pat
     ends = list(ids_of(tokenizer, "</s>", "<|im_end|>"))
     assert GenerationConfig.from_pretrained(report.out).eos_token_id == ends
     assert json.loads((Path(report.out) / "config.json").read_text())["eos_token_id"] == ends
-
-
-def test_a_model_of_plain_text_has_one_end(tmp_path: Path) -> None:
-    corpus = text_corpus(tmp_path / "data", varied_texts(20))
-    assert corpus.info.end_tokens == (256,)
-    assert find_tokenizer(make_run(tmp_path / "run", [corpus.path]).folder, None).end_tokens == (256,)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,26 +11,29 @@ import pytest
 from ray_ulysses.errors import RunError
 from ray_ulysses.run.completion import record_command_ended, record_completion
 from ray_ulysses.run.preflight import PreparedRun, claim_directory, prepare_run
-from ray_ulysses.run.trackers import tracked
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.tracking.events import RunFinished
 from ray_ulysses.tracking.history import read_history
 from ray_ulysses.tracking.journal import AttemptJournal, claim_journal
-from ray_ulysses.tracking.mlflow_tracker import TrackingIdentity
 from tests.distributed.run_case import make_config, make_corpus
 from tests.unit.checkpoint.fakes import save
 from tests.unit.tracking.journals import COMMITTED, STARTED, read_events
 from tests.unit.tracking.test_other_trackers import points, texts
 
 
+def _claimed(prepared: PreparedRun) -> PreparedRun:
+    claim_directory(prepared)
+    return prepared
+
+
 @pytest.fixture
-def corpus(tmp_path: Path) -> Path:
-    return make_corpus(tmp_path, ("bisect.py", "cmd.py"))
+def prepare(tmp_path: Path) -> Callable[..., PreparedRun]:
+    corpus = make_corpus(tmp_path, ("bisect.py", "cmd.py"))
 
+    def prepare(stop_step: int = 2, **changes: Any) -> PreparedRun:
+        return prepare_run(make_config(tmp_path / "runs", corpus, run__stop_step=stop_step, **changes), Path("/"))
 
-def _prepared(tmp_path: Path, corpus: Path, stop_step: int = 2, **changes: Any) -> PreparedRun:
-    config = make_config(tmp_path / "runs", corpus, run__stop_step=stop_step, **changes)
-    return prepare_run(config, Path("/"))
+    return prepare
 
 
 def _attempt(run_dir: Path, steps: int) -> AttemptJournal:
@@ -47,9 +50,8 @@ def _attempt(run_dir: Path, steps: int) -> AttemptJournal:
     return journal
 
 
-def test_a_last_step_that_was_trained_and_not_saved_is_not_complete(tmp_path: Path, corpus: Path) -> None:
-    prepared = _prepared(tmp_path, corpus)
-    claim_directory(prepared)
+def test_a_last_step_that_was_trained_and_not_saved_is_not_complete(prepare: Callable[..., PreparedRun]) -> None:
+    prepared = _claimed(prepare())
     journal = _attempt(prepared.config.run_dir, 2)
     assert record_completion(prepared) is None
     journal.append({"event": "attempt_ended", "reason": "failed: CheckpointError: disk full"})
@@ -60,10 +62,11 @@ def test_a_last_step_that_was_trained_and_not_saved_is_not_complete(tmp_path: Pa
     assert history is not None and history.status == "finished"
 
 
-def test_an_attempt_that_died_after_its_last_save_is_finished_by_the_next_command(tmp_path: Path, corpus: Path) -> None:
-    prepared = _prepared(tmp_path, corpus)
+def test_an_attempt_that_died_after_its_last_save_is_finished_by_the_next_command(
+    prepare: Callable[..., PreparedRun],
+) -> None:
+    prepared = _claimed(prepare())
     run_dir = prepared.config.run_dir
-    claim_directory(prepared)
     _attempt(run_dir, 3)
     save(LocalStore(run_dir), 2)
     assert read_history(run_dir).status == "interrupted"
@@ -74,7 +77,7 @@ def test_an_attempt_that_died_after_its_last_save_is_finished_by_the_next_comman
     record_completion(prepared)
     assert [one.step for one in read_events(run_dir) if isinstance(one, RunFinished)] == [2]
     # The third step was trained and not saved, whatever was said since.
-    assert record_completion(_prepared(tmp_path, corpus, stop_step=3)) is None
+    assert record_completion(prepare(stop_step=3)) is None
 
 
 def test_a_command_says_when_it_ended_and_one_without_an_attempt_says_nothing(tmp_path: Path) -> None:
@@ -87,42 +90,11 @@ def test_a_command_says_when_it_ended_and_one_without_an_attempt_says_nothing(tm
     assert [event.event for event in read_events(tmp_path)] == ["phase", "command_ended"]
 
 
-def test_a_stopped_run_that_is_asked_for_no_more_is_finished(tmp_path: Path, corpus: Path) -> None:
-    prepared = _prepared(tmp_path, corpus)
-    claim_directory(prepared)
-    _attempt(prepared.config.run_dir, 2).append({"event": "attempt_ended", "reason": "stopped"})
-    save(LocalStore(prepared.config.run_dir), 2)
-    history = record_completion(prepared)
-    assert history is not None and history.status == "finished"
-
-
-def test_mlflow_hears_of_the_last_checkpoint_and_of_the_end(tmp_path: Path, corpus: Path, mlflow_tables: Path) -> None:
-    from mlflow.tracking import MlflowClient
-
-    (tmp_path / "runs").mkdir()
-    shutil.copy(mlflow_tables, tmp_path / "runs/mlflow.db")
-    prepared = _prepared(tmp_path, corpus, tracking__enabled=True)
-    config = prepared.config
-    claim_directory(prepared)
-    _attempt(config.run_dir, 2)
-    # The attempt got as far as its first steps with MLflow; what it committed it died before saying.
-    with tracked(config):
-        pass
-    save(LocalStore(config.run_dir), 2)
-    assert record_completion(prepared) is not None
-    identity = TrackingIdentity.load(config.run_dir)
-    assert identity is not None and identity.run_id is not None and config.tracking_uri is not None
-    client = MlflowClient(config.tracking_uri)
-    run = client.get_run(identity.run_id)
-    assert run.info.status == "FINISHED"
-    models = client.search_logged_models([run.info.experiment_id])
-    assert [(model.tags["step"], model.tags["state"]) for model in models] == [("2", "committed")]
-
-
-def test_a_run_whose_state_is_gone_or_damaged_is_refused_before_a_worker_starts(tmp_path: Path, corpus: Path) -> None:
-    prepared = _prepared(tmp_path, corpus, stop_step=9)
+def test_a_run_whose_state_is_gone_or_damaged_is_refused_before_a_worker_starts(
+    prepare: Callable[..., PreparedRun],
+) -> None:
+    prepared = _claimed(prepare(stop_step=9))
     run_dir = prepared.config.run_dir
-    claim_directory(prepared)
     journal = _attempt(run_dir, 3)
     save(LocalStore(run_dir), 2)
     journal.append(
@@ -131,18 +103,18 @@ def test_a_run_whose_state_is_gone_or_damaged_is_refused_before_a_worker_starts(
     assert record_completion(prepared) is None
     manifest = run_dir / "checkpoints" / "step-00000002" / "manifest.json"
     manifest.write_bytes(b"{")
-    with pytest.raises(RunError, match=r"^run 'run': no checkpoint of the run is whole, .* step 2 is damaged .* torn"):
+    with pytest.raises(RunError, match="step 2 is damaged"):
         record_completion(prepared)
     manifest.unlink()
-    with pytest.raises(RunError, match=r"^run 'run': the journal knows of the checkpoint of step 2, but there is none"):
+    with pytest.raises(RunError, match="the journal knows of the checkpoint of step 2"):
         record_completion(prepared)
 
 
-def test_a_finished_run_whose_checkpoints_were_deleted_stays_complete(tmp_path: Path, corpus: Path) -> None:
+def test_a_finished_run_whose_checkpoints_were_deleted_stays_complete(
+    prepare: Callable[..., PreparedRun], tmp_path: Path
+) -> None:
     """Exported and cleaned away; the job is submitted once more."""
-    config = _prepared(tmp_path, corpus).config
-    claim_directory(_prepared(tmp_path, corpus))
-    journal = _attempt(config.run_dir, 2)
+    journal = _attempt(_claimed(prepare()).config.run_dir, 2)
     for event in (
         {"event": "checkpoint_committed", **COMMITTED, "step": 2, "path": "p", "world_size": 1},
         {"event": "attempt_ended", "reason": "finished"},
@@ -151,36 +123,20 @@ def test_a_finished_run_whose_checkpoints_were_deleted_stays_complete(tmp_path: 
         journal.append(event)
     # Also where it was started from another run, which is gone as well.
     for changes in ({}, {"model__resume_from": str(tmp_path / "gone")}):
-        history = record_completion(_prepared(tmp_path, corpus, **changes))
+        history = record_completion(prepare(**changes))
         assert history is not None and history.status == "finished"
-    with pytest.raises(RunError, match="the journal knows of the checkpoint of step 2, but there is none"):
-        record_completion(_prepared(tmp_path, corpus, stop_step=3))
+    with pytest.raises(RunError, match="the journal knows of the checkpoint of step 2"):
+        record_completion(prepare(stop_step=3))
 
 
-def test_a_tracker_that_is_added_after_the_end_gets_the_whole_run(tmp_path: Path, corpus: Path) -> None:
-    claim_directory(_prepared(tmp_path, corpus))
-    run_dir = _prepared(tmp_path, corpus).config.run_dir
+def test_a_tracker_that_is_added_after_the_end_gets_the_whole_run(prepare: Callable[..., PreparedRun]) -> None:
+    run_dir = _claimed(prepare()).config.run_dir
     _attempt(run_dir, 2)
     save(LocalStore(run_dir), 2)
-    assert record_completion(_prepared(tmp_path, corpus)) is not None
-    added = _prepared(tmp_path, corpus, tracking__enabled=True, tracking__trackers=["tensorboard"])
+    assert record_completion(prepare()) is not None
+    added = prepare(tracking__enabled=True, tracking__trackers=["tensorboard"])
     for _ in range(2):
         assert record_completion(added) is not None
     assert [step for step, _ in points(run_dir, "loss")] == [1, 2]
     shown = texts(run_dir)
     assert "| state | finished |" in shown["state"] and "| step | 2 |" in shown["checkpoints"]
-
-
-def test_a_damaged_record_of_the_journal_is_named_and_stops_nothing(
-    tmp_path: Path, corpus: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    prepared = _prepared(tmp_path, corpus)
-    claim_directory(prepared)
-    path = _attempt(prepared.config.run_dir, 2).path
-    content = bytearray(path.read_bytes())
-    place = content.index(b'"digest": "') + len('"digest": "')
-    # The digit becomes an s, which ended this command and every later one in a ValueError.
-    content[place : place + 1] = b"s"
-    path.write_bytes(content)
-    assert record_completion(prepared) is None
-    assert "journal/attempt-0001.jsonl, line 2: its checksum is wrong; it was left out" in caplog.text

@@ -36,20 +36,10 @@ MODELS: dict[str, tuple[dict[str, Any], int, int]] = {
                           "original_max_position_embeddings": 8192},
         ), 262144, 64,
     ),
-    "qwen3-8b": (
-        sizes("qwen3", 151936, 4096, 12288, 36, 32, 8, head_dim=128, max_position_embeddings=40960), 1 << 20, 8,
-    ),
-    "qwen2.5-7b": (sizes("qwen2", 152064, 3584, 18944, 28, 28, 4, max_position_embeddings=131072), 131072, 4),
     "qwen3-30b-a3b": (
         sizes("qwen3_moe", 151936, 2048, 6144, 48, 32, 4, head_dim=128, max_position_embeddings=40960, num_experts=128,
               num_experts_per_tok=8, moe_intermediate_size=768), 65536, 16,
     ),
-    "mistral-7b": (sizes("mistral", 32768, 4096, 14336, 32, 32, 8, max_position_embeddings=32768), 32768, 2),
-    "gemma-2-9b": (
-        sizes("gemma2", 256000, 3584, 14336, 42, 16, 8, head_dim=256, max_position_embeddings=8192), 32768, 8,
-    ),
-    "olmo-2-7b": (sizes("olmo2", 100352, 4096, 11008, 32, 32, 32, max_position_embeddings=4096), 65536, 8),
-    "phi-4": (sizes("phi3", 100352, 5120, 17920, 40, 40, 10, max_position_embeddings=16384, pad_token_id=0), 131072, 8),
     "smollm3-3b": (sizes("smollm3", 128256, 2048, 11008, 36, 16, 4, max_position_embeddings=65536), 262144, 2),
     "granite-3.3-2b": (sizes("granite", 49152, 2048, 8192, 40, 32, 8, max_position_embeddings=131072), 131072, 1),
 }  # fmt: skip
@@ -122,19 +112,19 @@ def test_what_does_not_fit_is_refused_with_the_number_of_gpus_that_hold_it(
     model = directory(tmp_path, "llama-3.1-70b")
     assert init(tmp_path, model, 131072, 4) == 2
     error = " ".join(capsys.readouterr().err.split())
-    assert f"--gpus=4: {model} at 131,072 tokens does not fit on them in any layout, with 80 GB each" in error
+    assert "--gpus=4" in error
     more = int(error.partition("give --gpus ")[2].split(",")[0])
     assert more in (8, 16, 32) and not (tmp_path / "c.yaml").exists()
     assert first_configs(str(model), 131072, more, 80.0, 200.0)
 
 
-def test_a_file_that_is_there_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "c.yaml").write_text("mine")
+@pytest.mark.parametrize("is_taken", [True, False], ids=["file", "model"])
+def test_a_file_that_is_there_and_a_directory_that_is_no_model_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], is_taken: bool
+) -> None:
+    if is_taken:
+        (tmp_path / "c.yaml").write_text("mine")
     assert init(tmp_path, tmp_path, 8192, 1) == 2
-    assert "c.yaml': exists already; give another file, or remove it" in capsys.readouterr().err
-    assert (tmp_path / "c.yaml").read_text() == "mine"
-
-
-def test_a_directory_that_is_no_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert init(tmp_path, tmp_path, 8192, 1) == 2
-    assert f"there is no {tmp_path / 'config.json'}" in " ".join(capsys.readouterr().err.split())
+    error = "".join(capsys.readouterr().err.split())
+    assert ("existsalready" if is_taken else str(tmp_path / "config.json")) in error
+    assert not is_taken or (tmp_path / "c.yaml").read_text() == "mine"

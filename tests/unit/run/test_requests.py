@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -28,62 +29,38 @@ from tests.polling import wait_until
 from tests.s3_server import FaultyProxy, S3Server
 
 
-def test_a_request_stops_the_session_that_it_is_meant_for(tmp_path: Path) -> None:
-    assert not stop_requested(tmp_path, "now")
-    request_stop(tmp_path, "now")
-    assert stop_requested(tmp_path, "now")
-
-
-def test_a_request_left_over_from_an_earlier_session_stops_nothing(tmp_path: Path) -> None:
+def test_a_request_stops_the_session_that_it_is_meant_for_until_it_is_cleared(tmp_path: Path) -> None:
+    assert stop_requested(tmp_path / "missing", "now") is None
     request_stop(tmp_path, "earlier")
-    assert not stop_requested(tmp_path, "now")
-    assert not stop_requested(tmp_path, "")
-
-
-def test_a_request_that_was_cleared_is_gone_and_clearing_again_is_no_error(tmp_path: Path) -> None:
+    assert stop_requested(tmp_path, "now") is None and stop_requested(tmp_path, "") is None
     request_stop(tmp_path, "now")
-    clear_stop(tmp_path)
-    clear_stop(tmp_path)
-    assert not stop_requested(tmp_path, "now")
+    assert stop_requested(tmp_path, "now") == "stop"
+    for _ in range(2):
+        clear_stop(tmp_path)
+        assert stop_requested(tmp_path, "now") is None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_that_cannot_be_read_asks_for_nothing(tmp_path: Path) -> None:
-    assert not stop_requested(tmp_path / "missing", "now")
-    (tmp_path / STOP_FILE).mkdir()
-    assert not stop_requested(tmp_path, "now")
-
-
-def test_whatever_stands_in_a_request_s_place_ends_and_stops_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / STOP_FILE).write_bytes(b"\xff\xfe\x00" * 1000)
-    (tmp_path / NOTICE_FILE).write_bytes(b"\xff\xfe\x00" * 1000)
-    assert stop_requested(tmp_path, "now") is None
-    assert preemption_noticed(tmp_path) == Notice()
-    for name in (STOP_FILE, NOTICE_FILE):
-        (tmp_path / name).unlink()
-        os.mkfifo(tmp_path / name)
+@pytest.mark.parametrize("kind", ["bytes", "directory", "pipe", "empty"])
+def test_whatever_stands_in_a_request_s_place_ends_and_stops_nothing(tmp_path: Path, kind: str) -> None:
+    for path in (tmp_path / STOP_FILE, tmp_path / NOTICE_FILE):
+        if kind == "directory":
+            path.mkdir()
+        elif kind == "pipe":
+            os.mkfifo(path)
+        else:
+            path.write_bytes(b"\xff\xfe\x00" * 1000 if kind == "bytes" else b"")
     assert stop_requested(tmp_path, "now") is None
     assert preemption_noticed(tmp_path) == Notice()
 
-    def stale(*arguments: object, **options: object) -> None:
-        raise OSError(errno.ESTALE, "Stale file handle")
 
+def test_a_stale_directory_asks_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in (tmp_path / STOP_FILE, tmp_path / NOTICE_FILE):
+        path.touch()
     for call in ("open", "stat", "lstat"):
-        monkeypatch.setattr(os, call, stale)
+        monkeypatch.setattr(os, call, Mock(side_effect=OSError(errno.ESTALE, "Stale file handle")))
     assert stop_requested(tmp_path, "now") is None
     assert preemption_noticed(tmp_path) is None
-
-
-def test_a_request_says_why_it_stops(tmp_path: Path) -> None:
-    request_stop(tmp_path, "now", "resize")
-    assert stop_requested(tmp_path, "now") == "resize"
-    # As a version before reasons wrote it.
-    (tmp_path / STOP_FILE).write_text("now")
-    assert stop_requested(tmp_path, "now") == "stop"
-    (tmp_path / STOP_FILE).write_text("")
-    assert stop_requested(tmp_path, "now") is None
 
 
 def test_a_request_to_save_is_taken_once(tmp_path: Path) -> None:
@@ -94,20 +71,17 @@ def test_a_request_to_save_is_taken_once(tmp_path: Path) -> None:
     assert not take_save_request(tmp_path)
 
 
-def test_a_notice_stands_for_as_long_as_its_file(tmp_path: Path) -> None:
-    (tmp_path / NOTICE_FILE).touch()
-    assert preemption_noticed(tmp_path) == preemption_noticed(tmp_path) == Notice()
-    (tmp_path / NOTICE_FILE).unlink()
-    assert preemption_noticed(tmp_path) is None
-
-
 @pytest.mark.parametrize(
     ("content", "deadline"),
-    [(b"1700000000", 1.7e9), (b" 1700000000.5\n", 1.7e9 + 0.5), (b"soon", None), (b"nan", None), (b"\xff", None)],
+    [(b"", None), (b" 1700000000.5\n", 1.7e9 + 0.5), (b"soon", None), (b"nan", None), (b"\xff", None)],
 )
-def test_a_notice_may_carry_its_deadline(tmp_path: Path, content: bytes, deadline: float | None) -> None:
+def test_a_notice_stands_for_as_long_as_its_file_and_may_carry_a_deadline(
+    tmp_path: Path, content: bytes, deadline: float | None
+) -> None:
     (tmp_path / NOTICE_FILE).write_bytes(content)
-    assert preemption_noticed(tmp_path) == Notice(deadline=deadline)
+    assert preemption_noticed(tmp_path) == preemption_noticed(tmp_path) == Notice(deadline=deadline)
+    (tmp_path / NOTICE_FILE).unlink()
+    assert preemption_noticed(tmp_path) is None
 
 
 def test_a_resize_does_not_take_the_place_of_a_stop(tmp_path: Path) -> None:
@@ -138,17 +112,12 @@ def test_excluded_nodes_are_those_of_the_session_and_add_up(tmp_path: Path) -> N
         assert excluded_nodes(tmp_path, "two") == {}
 
 
-def test_what_was_asked_before_is_seen_at_once_however_rarely_a_store_is_asked(s3: S3Server, prefix: str) -> None:
+def test_in_an_object_store_a_thread_looks_for_the_requests(s3: S3Server, prefix: str) -> None:
     place = place_of(s3.uri(prefix))
     request_save(place)
     watch = RequestWatch(place, "now", every_s=3600.0)
-    wait_until(lambda: watch.take_save(), "the request to save", timeout_s=20)
-    assert not watch.take_save()
+    wait_until(lambda: watch.take_save(), "what was requested before", timeout_s=20)
     watch.close()
-
-
-def test_in_an_object_store_a_thread_looks_for_the_requests(s3: S3Server, prefix: str) -> None:
-    place = place_of(s3.uri(prefix))
     watch = RequestWatch(place, "now", every_s=0.02)
     assert watch.stop() is None and watch.notice() is None and not watch.take_save()
     request_save(place)

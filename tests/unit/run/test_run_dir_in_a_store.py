@@ -14,7 +14,7 @@ from ray_ulysses.checkpoint.fence import claim_attempt
 from ray_ulysses.config import Config, load_config
 from ray_ulysses.data.plan import plan_copies
 from ray_ulysses.data.plan.plan_files import PLAN_FILE, load_plan, num_segments
-from ray_ulysses.errors import ConfigError, RunError, UserError
+from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.run.checkpoint_store import checkpoint_store
 from ray_ulysses.run.completion import record_command_ended, record_run_failed
 from ray_ulysses.run.ownership import run_identity
@@ -26,7 +26,7 @@ from ray_ulysses.run_names import CONFIG_FILE, PLAN_FOLDER
 from ray_ulysses.storage import Claim
 from ray_ulysses.storage.location import ObjectLocation
 from ray_ulysses.storage.object_store import ObjectStore
-from ray_ulysses.storage.place import node_folder, open_store
+from ray_ulysses.storage.place import open_store
 from ray_ulysses.tracking.events import RunFailed
 from ray_ulysses.tracking.failures import newest_attempt
 from ray_ulysses.tracking.history import read_history
@@ -271,23 +271,12 @@ def test_a_copy_of_the_plan_that_is_damaged_or_deleted_is_made_anew(
     store = open_store(folder / "segment-0000")  # type: ignore[union-attr]
     store.replace("rows.parquet", [_flip_a_bit(rows.read_bytes())])
     rows.unlink()
-    with pytest.raises(
-        UserError, match=r"rows\.parquet: the plan can't be read \(.*, even after it was copied again\)"
-    ):
+    with pytest.raises(UserError, match=r"rows\.parquet: .*copied again"):
         plan.stats(range(1))
     store.replace("rows.parquet", [b""])
     rows.unlink()
-    with pytest.raises(UserError, match=r"segment-0000\?.*: is damaged: .*rows\.parquet: the plan can't be read"):
+    with pytest.raises(UserError, match=r"is damaged: .*rows\.parquet"):
         load_plan(folder)
-
-
-def test_a_node_that_has_no_room_to_plan_on_is_blamed_and_not_the_store(
-    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("RAY_ULYSSES_CACHE_DIR", str(tmp_path / "file" / "node"))
-    with pytest.raises(RunError, match=r"node/plans: the data plan can't be written there .*RAY_ULYSSES_CACHE_DIR"):
-        prepare_attempt(config, "session")
 
 
 def test_a_plan_whose_header_is_missing_is_none(config: Config) -> None:
@@ -303,31 +292,26 @@ def test_a_plan_whose_header_is_missing_is_none(config: Config) -> None:
     assert num_segments(run_dir / PLAN_FOLDER)
 
 
-def test_a_resume_with_changed_settings_is_refused_as_on_a_path(config: Config, s3: S3Server) -> None:
-    prepare_attempt(config, "session")
-    claim_attempt(checkpoint_store(config), 1)
-    changed = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"lr": 1.0})})
-    with pytest.raises(ConfigError, match=r"optimizer\.lr"):
-        prepare_run(changed, Path("/")).report.raise_problems()
-
-
-def test_a_store_that_is_away_is_named_with_its_setting(config: Config, requests: FailingRequests) -> None:
-    requests.fail(1)
-    with pytest.raises(RunError, match=r"run\.storage='s3://.*can't be read \(the store failed\); check the bucket"):
-        prepare_run(config, Path("/"))
-    requests.fail(1)
-    with pytest.raises(RunError, match=r"run\.storage='s3://.*can't be read"):
-        planned_memory(config, Path("/"))
+def test_a_store_that_is_away_and_a_node_without_room_are_named(
+    config: Config, requests: FailingRequests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for call in (prepare_run, planned_memory):
+        requests.fail(1)
+        with pytest.raises(RunError, match=r"run\.storage='s3://.*the store failed"):
+            call(config, Path("/"))
+    requests.fail(0)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("RAY_ULYSSES_CACHE_DIR", str(tmp_path / "file" / "node"))
+    with pytest.raises(RunError, match="RAY_ULYSSES_CACHE_DIR"):
+        prepare_attempt(config, "session")
 
 
 def test_a_store_without_conditional_puts_is_refused(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared = prepare_run(config, Path("/"))
     check_writable(prepared)
-    create = ObjectStore.create
     monkeypatch.setattr(ObjectStore, "create", lambda store, key, chunks: ObjectStore.replace(store, key, chunks))
-    with pytest.raises(UserError, match=r"run\.storage='s3://.*conditional puts are ignored"):
+    with pytest.raises(UserError, match=r"run\.storage='s3://.*conditional puts"):
         check_writable(prepared)
-    assert create is not None
 
 
 def test_refusals_and_the_end_of_a_run_are_recorded(config: Config) -> None:
@@ -340,14 +324,3 @@ def test_refusals_and_the_end_of_a_run_are_recorded(config: Config) -> None:
     record_run_failed(config, failure)
     record_command_ended(config.run_dir, "session")
     assert [getattr(one, "reason", None) for one in read_journal(config.run_dir).entries] == ["it failed"]
-
-
-def test_what_only_a_node_needs_is_apart_for_each_run_and_beside_the_run_on_a_path(
-    config: Config, tmp_path: Path
-) -> None:
-    assert node_folder(tmp_path) == tmp_path
-    run_dir = config.run_dir
-    assert isinstance(run_dir, ObjectLocation)
-    other = run_dir.parent / "run-2"
-    assert node_folder(run_dir) != node_folder(other)
-    assert node_folder(run_dir).is_relative_to(tmp_path / "node")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from ray_ulysses.data.plan.plan_files import load_plan
 from ray_ulysses.errors import ConfigError, UserError
 from ray_ulysses.planner.stages import stage_at
 from ray_ulysses.report.plan import render_plan
-from ray_ulysses.run import planning
+from ray_ulysses.run import planning, preflight
 from ray_ulysses.run.preflight import PreparedRun, check_resume, prepare_run
 from ray_ulysses.run.settings import config_of_checkpoint
 from ray_ulysses.trainer.loop import rate_of_step
@@ -67,16 +68,9 @@ def test_the_plan_is_made_and_shown_before_the_run_and_is_the_same_when_it_resum
     assert ids(tmp_path) == [segment.plan_id for segment in first.plan.segments] and len(first.new) == 3
     again = prepared(config)
     assert again.new == () and ids(tmp_path) == [segment.plan_id for segment in again.plan.segments]
-    text = render_plan(first.report)
-    middle = first.plan.stage_start(2)
-    shown = [" ".join(line.split()) for line in text.splitlines()]
-    for words in (
-        "short 1 to 4 128",
-        f"middle 5 to {middle} 512",
-        "middle positions: theta 50000;",
-        "what follows is of",
-    ):
-        assert any(line.startswith(words) for line in shown), words
+    middle, text = first.plan.stage_start(2), " ".join(render_plan(first.report).split())
+    for words in ("short 1 to 4 128", f"middle 5 to {middle} 512", "middle positions: theta 50000;"):
+        assert words in text
     facts = first.report.stages
     assert [(one.row_tokens, one.sp_size, one.dp_size) for one in facts] == [(128, 1, 2), (512, 2, 1), (512, 2, 1)]
     assert [one.optimizer for one in facts] == ["kept", "kept", "reset"]
@@ -95,14 +89,14 @@ def test_a_run_at_a_border_is_in_the_stage_that_follows(corpora: tuple[str, str]
     schedules = [(one.schedule_start, one.schedule_end(one.plan.num_steps)) for one in found]
     assert schedules == [(0, plan.num_steps)] * 2 + [(4, border)] + [(0, plan.num_steps)] * 2
     assert [one.begins_anew for one in found] == [False, False, False, True, True]
-    stops = [
-        [
+    stops = {
+        stop: [
             stage_at(config_of(tmp_path, corpora, stages(corpora), run__stop_step=stop), plan, step).ends_the_run
             for step in (0, 4)
         ]
-        for stop in (None, 3, 4, 5)
-    ]
-    assert stops == [[False, False], [True, True], [True, True], [False, True]], "with the stage that the run stops in"
+        for stop in (None, 4, 5)
+    }
+    assert stops == {None: [False, False], 4: [True, True], 5: [False, True]}, "with the stage that the run stops in"
     assert [one.run_last_step for one in found] == [plan.num_steps] * 3 + [None] * 2
     short = config_of(tmp_path, corpora, stages(corpora), run__stop_step=border + 1)
     assert [stage_at(short, plan, step).run_last_step for step in (0, 4, border)] == [border + 1, border + 1, None]
@@ -118,7 +112,7 @@ def test_a_checkpoint_has_the_configuration_of_the_stage_that_it_names(
         return config_of_checkpoint(config, meta)
 
     assert of_stage("short").data.context_tokens == 128 and of_stage("middle").optimizer.lr == 2e-3
-    with pytest.raises(UserError, match=r"stages: the checkpoint of step 4 is of stage 'other', and .* has short, mid"):
+    with pytest.raises(UserError, match=r"stages: .*'other'"):
         of_stage("other")
     assert of_stage("").data.context_tokens == 128, "a branch gave stages to a run that had none"
     without = config_of(tmp_path, corpora, [])
@@ -126,22 +120,39 @@ def test_a_checkpoint_has_the_configuration_of_the_stage_that_it_names(
     assert config_of_checkpoint(without, meta) is without
 
 
-def test_a_command_that_died_while_it_stored_the_stages_is_started_again(
-    corpora: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = config_of(tmp_path, corpora, stages(corpora))
-    first, write, written = prepared(config), planning.write_segment, []
+@pytest.fixture
+def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Say which step of the run is committed."""
+
+    def at(step: int) -> None:
+        monkeypatch.setattr(planning, "committed_step", lambda run: step)
+        monkeypatch.setattr(preflight, "committed_step", lambda run: step)
+
+    return at
+
+
+def dies_at_segment(monkeypatch: pytest.MonkeyPatch, number: int, command: PreparedRun) -> None:
+    """Let a command die as it stores a segment of its plan."""
+    write, written = planning.write_segment, []
 
     def dies(*arguments: Any) -> Any:
-        if len(written) == 2:
+        if len(written) == number:
             raise KeyboardInterrupt
         written.append(arguments)
         return write(*arguments)
 
-    monkeypatch.setattr(planning, "write_segment", dies)
-    with pytest.raises(KeyboardInterrupt):
-        claim_run(first)
-    monkeypatch.undo()
+    with monkeypatch.context() as patched:
+        patched.setattr(planning, "write_segment", dies)
+        with pytest.raises(KeyboardInterrupt):
+            claim_run(command)
+
+
+def test_a_command_that_died_while_it_stored_the_stages_is_started_again(
+    corpora: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(tmp_path, corpora, stages(corpora))
+    first = prepared(config)
+    dies_at_segment(monkeypatch, 2, first)
     again = prepared(config)
     assert len(again.new) == 3, "it had no attempt"
     claim_run(again)
@@ -149,16 +160,15 @@ def test_a_command_that_died_while_it_stored_the_stages_is_started_again(
 
 
 def test_other_stages_need_a_branch_which_replaces_those_to_come(
-    corpora: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    corpora: tuple[str, str], tmp_path: Path, at_step: Callable[[int], None]
 ) -> None:
     claim_run(prepared(config_of(tmp_path, corpora, stages(corpora))))
     changed = config_of(tmp_path, corpora, stages(corpora, rows_per_step=2))
-    with pytest.raises(ConfigError, match=r"stages: differs from .*2\.rows_per_step: 2, the run has null.*--branch"):
+    with pytest.raises(ConfigError, match=r"stages: .*2\.rows_per_step: 2.*--branch"):
         prepared(changed)
     before = ids(tmp_path)
     # The run has trained two steps of its second stage.
-    monkeypatch.setattr(planning, "committed_step", lambda run: 6)
-    monkeypatch.setattr("ray_ulysses.run.preflight.committed_step", lambda run: 6)
+    at_step(6)
     branch = prepared(changed, branch=True)
     claim_run(branch)
     loaded = load_plan(tmp_path / "run" / "plan")
@@ -168,18 +178,13 @@ def test_other_stages_need_a_branch_which_replaces_those_to_come(
     assert prepared(changed).new == (), "it is the run's own plan now"
     given = stages(corpora, rows_per_step=2)
     given[1]["lr"] = 1e-3
-    with pytest.raises(ConfigError, match=r"stages\.1: optimizer\.lr=0\.001: run 'run' was started with 0\.002"):
+    with pytest.raises(ConfigError, match=r"stages\.1: optimizer\.lr=0\.001"):
         prepared(config_of(tmp_path, corpora, given), branch=True)
-
-
-def at_step(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    monkeypatch.setattr(planning, "committed_step", lambda run: step)
-    monkeypatch.setattr("ray_ulysses.run.preflight.committed_step", lambda run: step)
 
 
 @pytest.mark.parametrize("is_own", [True, False], ids=["own-schedule", "shared-schedule"])
 def test_steps_before_a_branch_keep_their_learning_rate(
-    corpora: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_own: bool
+    corpora: tuple[str, str], tmp_path: Path, at_step: Callable[[int], None], is_own: bool
 ) -> None:
     def given(steps: int) -> list[dict[str, Any]]:
         schedule = {"schedule": {"kind": "cosine", "warmup_steps": 1}} if is_own else {}
@@ -197,63 +202,38 @@ def test_steps_before_a_branch_keep_their_learning_rate(
 
     store(8, branch=False)
     first = rates(8)
-    at_step(monkeypatch, 6)
+    at_step(6)
     store(12, branch=True)
     second = rates(12)
     assert second[:6] == first[:6] and second[6] > first[6], "what is trained again has the rate that it had"
-    at_step(monkeypatch, 9)
+    at_step(9)
     store(10, branch=True)
     third = rates(10)
     assert third[:9] == second[:9] and third[9] < second[9]
 
 
 def test_a_branch_that_died_while_it_was_stored_is_started_again(
-    corpora: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    corpora: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_step: Callable[[int], None]
 ) -> None:
     claim_run(prepared(config_of(tmp_path, corpora, stages(corpora))))
-    at_step(monkeypatch, 2)
+    at_step(2)
     given = stages(corpora, rows_per_step=2)
     given[0]["context_tokens"] = 256
     changed = config_of(tmp_path, corpora, given)
-    branch, write, written = prepared(changed, branch=True), planning.write_segment, []
+    branch = prepared(changed, branch=True)
     assert branch.branched is not None and len(branch.new) == 3
-
-    def dies(*arguments: Any) -> Any:
-        if written:
-            raise KeyboardInterrupt
-        written.append(arguments)
-        return write(*arguments)
-
-    monkeypatch.setattr(planning, "write_segment", dies)
-    with pytest.raises(KeyboardInterrupt):
-        claim_run(branch)
-    monkeypatch.setattr(planning, "write_segment", write)
+    dies_at_segment(monkeypatch, 1, branch)
     claim_run(prepared(changed, branch=True))
     assert ids(tmp_path) == [segment.plan_id for segment in branch.plan.segments]
     assert prepared(changed).new == ()
 
 
-def test_a_branch_may_add_stages_at_the_end(
-    corpora: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given = stages(corpora, steps=5)
-    claim_run(prepared(config_of(tmp_path, corpora, given)))
-    before = ids(tmp_path)
-    at_step(monkeypatch, 2)
-    longer = config_of(tmp_path, corpora, [*given, {"name": "longer", "lr": 1e-5}])
-    branch = prepared(longer, branch=True)
-    claim_run(branch)
-    assert ids(tmp_path)[:3] == before and len(ids(tmp_path)) == 4
-    assert not any("unchanged" in note for note in branch.notes)
-    assert prepared(longer).new == ()
-
-
 def test_at_a_border_the_next_stage_may_still_change_and_the_last_one_may_not(
-    corpora: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    corpora: tuple[str, str], tmp_path: Path, at_step: Callable[[int], None]
 ) -> None:
     claim_run(prepared(config_of(tmp_path, corpora, stages(corpora))))
     before = ids(tmp_path)
-    at_step(monkeypatch, 4)
+    at_step(4)
     given = stages(corpora)
     given[1] |= {"lr": 1e-4, "rows_per_step": 2}
     changed = config_of(tmp_path, corpora, given)
@@ -263,23 +243,23 @@ def test_at_a_border_the_next_stage_may_still_change_and_the_last_one_may_not(
     assert len(loaded.segments) == 3 and ids(tmp_path)[0] == before[0] and ids(tmp_path)[1] != before[1]
     assert prepared(changed).new == ()
     # Two steps later, what has been trained keeps its length.
-    at_step(monkeypatch, 6)
+    at_step(6)
     given[0]["steps"] = 5
-    with pytest.raises(ConfigError, match=r"stages\.0\.steps=5: run 'run' was started with 4, and the stage has begun"):
+    with pytest.raises(ConfigError, match=r"stages\.0\.steps=5"):
         prepared(config_of(tmp_path, corpora, given), branch=True)
 
 
 def test_a_branch_of_stages_that_the_run_has_passed_is_refused(
-    corpora: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    corpora: tuple[str, str], tmp_path: Path, at_step: Callable[[int], None]
 ) -> None:
     claim_run(prepared(config_of(tmp_path, corpora, stages(corpora))))
-    at_step(monkeypatch, 4)
+    at_step(4)
     given = stages(corpora)
     given[1]["rows_per_step"] = 2
     branch = prepared(config_of(tmp_path, corpora, given), branch=True)
     # Another command trains meanwhile.
-    at_step(monkeypatch, 5)
-    with pytest.raises(UserError, match="has continued to step 5 while its branch from step 4 was planned"):
+    at_step(5)
+    with pytest.raises(UserError, match="continued to step 5"):
         check_resume(branch)
 
 
@@ -318,15 +298,14 @@ def test_a_problem_of_any_stage_is_found_beforehand_and_names_it(corpora: tuple[
     config = config_of(tmp_path, corpora, given, model__config=model)
     problems = [str(problem) for problem in prepare_run(config, Path("/")).report.problems]
     assert len(problems) == 1 and "table of positions ends at 200" in problems[0]
-    with pytest.raises(UserError, match=r"stage 'short': stages\.0\.steps=4000: the stage's data end after"):
+    with pytest.raises(UserError, match=r"stages\.0\.steps=4000"):
         prepared(config_of(tmp_path, corpora, [dict(given[0], steps=4000), given[1]]))
 
 
-@pytest.mark.parametrize("own", [{"context_tokens": 512}, {}], ids=["its own context", "the longest of the run"])
 def test_the_way_out_of_a_stage_that_does_not_fit_is_one_that_the_run_can_take(
-    corpora: tuple[str, str], tmp_path: Path, own: dict[str, int]
+    corpora: tuple[str, str], tmp_path: Path
 ) -> None:
-    given = [{"name": "short", "steps": 4, "context_tokens": 128}, {"name": "long", **own}]
+    given = [{"name": "short", "steps": 4, "context_tokens": 128}, {"name": "long"}]
 
     def problems(gib: float, *overrides: str) -> list[str]:
         tree = config_of(tmp_path, corpora, given, memory__device_gib=gib).model_dump(mode="json", exclude_unset=True)
@@ -337,9 +316,7 @@ def test_the_way_out_of_a_stage_that_does_not_fit_is_one_that_the_run_can_take(
     gib = (bytes_of[0] + bytes_of[1]) / 2 / 2**30
     (said,) = problems(gib)
     assert "(in stage 'long')" in said
-    found = re.search(
-        r"nearest that fits is (.*?) \(see `plan --fit`\); or use (stages\.long\.context_tokens=\d+) ", said
-    )
+    found = re.search(r"fits is (.*?) \(see `plan --fit`\); or use (stages\.long\.context_tokens=\d+) ", said)
     assert found is not None, said
     nearest = [one for one in shlex.split(found[1]) if one != "--set"]
     assert problems(gib, *nearest) == [] and problems(gib, found[2]) == []
@@ -365,15 +342,12 @@ def test_notes_look_at_each_stage_with_its_own_horizon_and_its_own_checkpoints(
     assert notes_of(config_of(tmp_path, corpora, given, schedule__warmup_steps=5, **plain)) == []
     given[1]["schedule"] = {"kind": "linear", "warmup_steps": 7}
     (note,) = notes_of(config_of(tmp_path, corpora, given, **plain))
-    assert note.startswith("stages.1.schedule.warmup_steps=7 reaches the horizon of ") and note.endswith(
-        "never decays after its warm-up (stage middle)"
-    )
+    assert note.startswith("stages.1.schedule.warmup_steps=7 ") and note.endswith("(stage middle)")
     # The end of a stage is a checkpoint, whatever is configured.
     late = {"checkpoint__every_steps": None, "checkpoint__save_at_end": False}
     given[1]["schedule"] = {"kind": "linear", "warmup_steps": 2}
     notes = notes_of(config_of(tmp_path, corpora, given, **late))
-    assert notes[0].endswith(
-        "up to step 4: the stage saves only at its end, and a failure before that loses all progress (stage short)"
-    )
-    assert "the stage saves only at its end, and a failure before that loses all progress since step 4" in notes[1]
-    assert "the stage saves only on demand, and" in notes[2] and notes[2].endswith("(stage long)") and len(notes) == 3
+    assert [("only at its end" in note, "only on demand" in note) for note in notes] == [
+        (True, False), (True, False), (False, True),
+    ]  # fmt: skip
+    assert "up to step 4" in notes[0] and "since step 4" in notes[1] and notes[2].endswith("(stage long)")

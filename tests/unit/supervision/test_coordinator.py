@@ -5,12 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import socket
-import struct
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,7 +62,7 @@ class Played:
 
 
 class Judged:
-    """A judge that answers as told."""
+    """A judge with a prepared answer."""
 
     def __init__(self) -> None:
         self.asked: list[reform.Judge] = []
@@ -84,22 +81,22 @@ def judge() -> Judged:
     return Judged()
 
 
-@pytest.fixture
-def coordinator(judge: Judged) -> Iterator[Coordinator]:
-    limits = HangLimits(floor_s=30.0, start_s=60.0, evaluation_s=60.0, save_s=60.0, row_s=60.0)
-    one = Coordinator(
+def coordinate(judge: Judged, *, gather_s: float = 60.0, memory: Any = None) -> Coordinator:
+    return Coordinator(
         judge,
         "127.0.0.1",
-        gather_s=60.0,
-        memory=lambda nodes: None,
-        limits=limits,
+        gather_s=gather_s,
+        memory=lambda nodes: memory,
+        limits=HangLimits(floor_s=30.0, start_s=60.0, evaluation_s=60.0, save_s=60.0, row_s=60.0),
         record_hang=lambda *hang: judge.hangs.append(hang),
         end_s=25.0,
     )
-    try:
+
+
+@pytest.fixture
+def coordinator(judge: Judged) -> Iterator[Coordinator]:
+    with contextlib.closing(coordinate(judge)) as one:
         yield one
-    finally:
-        one.close()
 
 
 def _both(coordinator: Coordinator) -> tuple[Played, Played]:
@@ -123,7 +120,7 @@ def test_a_fault_is_judged_and_the_workers_that_are_left_start_again(coordinator
     start = one.hears("start")
     assert (start["generation"], start["rank_nodes"], start["port"]) == (2, ["n0"], 71)
     (question,) = judge.asked
-    assert [(error.rank, error.kind, error.what) for error in question.errors] == [(1, "lost", "its process is gone")]
+    assert [(error.rank, error.kind) for error in question.errors] == [(1, "lost")]
     one.ends(generation=2, status="finished")
     assert one.hears("finish")["status"] == "finished"
 
@@ -141,13 +138,20 @@ def test_what_a_child_raised_reaches_the_judge_and_a_no_reaches_all(coordinator:
     assert coordinator.group is not None and coordinator.group.gave_up
 
 
-def test_a_judge_that_fails_leaves_the_failure_to_ray(coordinator: Coordinator, judge: Judged) -> None:
-    judge.answer = OSError("the storage is away")
+@pytest.mark.parametrize("how", ["raises", "hangs"])
+def test_a_judge_that_fails_leaves_the_failure_to_ray(
+    coordinator: Coordinator, judge: Judged, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    judge.answer, released = OSError("the storage is away"), threading.Event()
+    if how == "hangs":
+        monkeypatch.setattr(module, "_JUDGE_S", 0.5)
+        monkeypatch.setattr(Judged, "__call__", lambda *_: released.wait(30.0))
     one, two = _both(coordinator)
     two.close()
     one.hears("stop")
     one.ends()
     assert "ends the run" in one.hears("give up")["reason"]
+    released.set()
 
 
 def test_a_supervisor_that_falls_silent_is_lost(
@@ -158,7 +162,7 @@ def test_a_supervisor_that_falls_silent_is_lost(
     silent = Played(to, 0)
     silent.hears("start")
     wait_until(lambda: bool(judge.asked), "the silence is noticed", timeout_s=20.0)
-    assert judge.asked[0].errors[0].what.startswith("it has not been heard of for")
+    assert judge.asked[0].errors[0].kind == "lost"
     silent.close()
 
 
@@ -189,8 +193,7 @@ def test_a_rank_that_hangs_is_named_with_every_stack_and_all_are_ended(coordinat
     two.ends()
     assert one.hears("start")["generation"] == 2 and two.hears("start")["rank"] == 1
     ((text, stacks),) = judge.hangs
-    assert text.startswith("rank 1 has not moved for") and "in step 3" in text and "the others wait" in text
-    assert text.endswith("; flight records: diagnostics/a/r, of all but 1 of 2 ranks")
+    assert text.startswith("rank 1 ") and "in step 3" in text and "diagnostics/a/r" in text
     assert stacks == {0: "in all_reduce", 1: "in sleep"}
     (question,) = judge.asked
     assert [(error.rank, error.kind) for error in question.errors] == [(1, "lost")]
@@ -211,19 +214,15 @@ def test_ranks_that_move_on_while_they_are_asked_for_stacks_are_left_alone(
     assert not judge.hangs and not judge.asked
 
 
-def test_workers_that_join_after_the_end_are_told_so(judge: Judged) -> None:
+def test_workers_that_join_after_the_end_give_up(judge: Judged) -> None:
     """All of them may be late, where their storage hung; nobody else would tell them."""
-    limits = HangLimits(floor_s=30.0, start_s=60.0, evaluation_s=60.0, save_s=60.0, row_s=60.0)
-    late = Coordinator(judge, "127.0.0.1", gather_s=0.2, memory=lambda nodes: None, limits=limits, record_hang=print)
-    try:
+    with contextlib.closing(coordinate(judge, gather_s=0.2)) as late:
         to = late.begin({0: "n0", 1: "n1"}, WANTED)
         wait_until(lambda: late.group is not None and late.group.gave_up, "nobody has joined")
         for number in (0, 1):
             played = Played(to, number)
             assert "too late" in played.hears("give up")["reason"]
             played.close()
-    finally:
-        late.close()
 
 
 def test_a_worker_that_joins_a_run_that_is_done_is_finished_too(coordinator: Coordinator) -> None:
@@ -235,15 +234,6 @@ def test_a_worker_that_joins_a_run_that_is_done_is_finished_too(coordinator: Coo
     joined = Played(to, 1)
     assert joined.hears("finish")["status"] == "finished"
     joined.close()
-
-
-def test_those_who_are_missed_are_named() -> None:
-    group = reform.Group(workers={0: reform.Supervised(), 2: reform.Supervised()}, wanted=WANTED, gather_until=5.0)
-    place = reform.Place(node="n0", host="h", port=1)
-    group, _ = reform.reduce(group, reform.Joined(worker=0, place=place), 1.0)
-    group, actions = reform.reduce(group, reform.MoveAsked(), 6.0)
-    assert group.gave_up
-    assert actions == (reform.GiveUp(reason="workers [2] have not joined within elastic.worker_start_timeout_s"),)
 
 
 @pytest.mark.parametrize("changes", [{"group": 7}, {"worker": 9}])
@@ -273,41 +263,21 @@ def test_strangers_are_not_let_in(coordinator: Coordinator) -> None:
     assert Played(to, 0).socket.fileno() > 0
 
 
-def test_all_supervisors_of_a_large_group_may_connect_at_once(coordinator: Coordinator) -> None:
-    """Those that find no room wait for a second and more until the kernel tries again."""
-    port = coordinator.begin({0: "n0"}, WANTED).port
-    rooms = []
-    for link in Path("/proc/self/fd").iterdir():
-        if not link.is_socket():
-            continue
-        with socket.socket(fileno=os.dup(int(link.name))) as one:
-            listens = one.family == socket.AF_INET and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            if listens and one.getsockname()[1] == port:
-                # Linux gives the length of the listener's queue as `tcpi_sacked`.
-                rooms.append(struct.unpack_from("I", one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104), 28)[0])
-    assert rooms == [min(1024, int(Path("/proc/sys/net/core/somaxconn").read_text()))]
-
-
 @pytest.mark.parametrize("patched", [{"HANDSHAKE_S": 0.2}, {"MOST_PENDING": 2}], ids=["slow", "many"])
 def test_silent_strangers_are_given_up_and_supervisors_join(
-    patched: dict[str, float], judge: Judged, monkeypatch: pytest.MonkeyPatch
+    patched: dict[str, float], coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in patched.items():
         monkeypatch.setattr(authentication, name, value)
-    limits = HangLimits(floor_s=30.0, start_s=60.0, evaluation_s=60.0, save_s=60.0, row_s=60.0)
-    one = Coordinator(judge, "127.0.0.1", gather_s=60.0, memory=lambda nodes: None, limits=limits, record_hang=print)
-    try:
-        to = one.begin({0: "n0"}, WorkerRange(least=1, most=1, sp_size=1))
-        with contextlib.ExitStack() as stack:
-            silent = [stack.enter_context(socket.create_connection((to.host, to.port), 20.0)) for _ in range(4)]
-            for stranger in silent[:2]:
-                assert stranger.recv(1) == b""
-            monkeypatch.undo()
-            played = Played(to, 0)
-            played.hears("start")
-            played.close()
-    finally:
-        one.close()
+    to = coordinator.begin({0: "n0"}, WorkerRange(least=1, most=1, sp_size=1))
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_connection((to.host, to.port), 20.0)) for _ in range(4)]
+        for stranger in silent[:2]:
+            assert stranger.recv(1) == b""
+        monkeypatch.undo()
+        played = Played(to, 0)
+        played.hears("start")
+        played.close()
 
 
 def test_the_group_before_is_forgotten_when_another_begins(coordinator: Coordinator, judge: Judged) -> None:
@@ -333,20 +303,6 @@ def test_a_rank_that_has_ended_is_not_the_one_that_the_others_wait_for(coordinat
     assert not judge.hangs and not judge.asked
 
 
-def test_a_judge_that_does_not_come_back_leaves_the_failure_to_ray(
-    coordinator: Coordinator, judge: Judged, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_JUDGE_S", 0.5)
-    released = threading.Event()
-    monkeypatch.setattr(Judged, "__call__", lambda *_: released.wait(30.0))
-    one, two = _both(coordinator)
-    two.close()
-    one.hears("stop")
-    one.ends()
-    assert "ends the run" in one.hears("give up")["reason"]
-    released.set()
-
-
 def test_the_end_of_a_generation_that_is_over_says_nothing_of_the_next(coordinator: Coordinator, judge: Judged) -> None:
     one, two = _both(coordinator)
     one.ends(error={"kind": "raised", "what": "a fault"})
@@ -365,17 +321,13 @@ def test_the_end_of_a_generation_that_is_over_says_nothing_of_the_next(coordinat
     two.ends(generation=2)
     one.hears("start")
     ((text, _),) = judge.hangs
-    assert text.startswith("rank 1 has not moved for"), "it is watched"
+    assert text.startswith("rank 1 "), "it is watched"
 
 
 def test_neither_token_is_sent_and_a_recorded_connection_admits_nobody(judge: Judged) -> None:
     secret = "the token of peer memory"
-    limits = HangLimits(floor_s=30.0, start_s=60.0, evaluation_s=60.0, save_s=60.0, row_s=60.0)
     memory = [AgentAddresses(agents={"n0": "127.0.0.1:1"}, node="n0", partner=None, token=secret)]
-    one = Coordinator(
-        judge, "127.0.0.1", gather_s=60.0, memory=lambda nodes: memory, limits=limits, record_hang=judge.hangs.append
-    )
-    try:
+    with contextlib.closing(coordinate(judge, memory=memory)) as one:
         to = one.begin({0: "n0"}, WorkerRange(least=1, most=1, sp_size=1))
         recorder = Recorder((to.host, to.port))
         played = Played(dataclasses.replace(to, port=recorder.address[1]), 0)
@@ -387,5 +339,3 @@ def test_neither_token_is_sent_and_a_recorded_connection_admits_nobody(judge: Ju
             assert token.encode() not in recorder.sent + recorder.answered
             assert token.encode().hex().encode() not in recorder.answered
         assert len(replay((to.host, to.port), bytes(recorder.sent))) in (0, NONCE_BYTES + PROOF_BYTES)
-    finally:
-        one.close()

@@ -29,19 +29,3 @@ def test_stacks_of_a_false_alarm_are_not_those_of_the_next() -> None:
         for rank in (0, 1):
             watch.hear(beat(rank, int(now) + 1, 0.0), now + 1)
         assert watch.find(now + 1) is None
-
-
-def test_the_text_of_a_hang_says_where_its_flight_records_are_and_whose_are_missing() -> None:
-    watch = HangWatch(LIMITS, 1, 3)
-    for rank in range(3):
-        watch.hear(beat(rank, 7, 40.0), 100.0)
-    hang = watch.find(100.0)
-    assert hang is not None and watch.asks_for_stacks(100.0)
-    assert watch.in_words(hang) == str(hang)
-    folder = "diagnostics/attempt-0003/flight-recorder"
-    watch.hear_stacks(0, "in all_reduce", f"{folder}/rank-0")
-    watch.hear_stacks(1, "in all_reduce", f"{folder}/rank-1")
-    watch.hear_stacks(2, "", "")
-    assert watch.in_words(hang) == f"{hang}; flight records: {folder}, of all but 1 of 3 ranks"
-    watch.hear_stacks(2, "in sleep", f"{folder}/rank-2")
-    assert watch.in_words(hang) == f"{hang}; flight records: {folder}"

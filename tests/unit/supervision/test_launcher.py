@@ -1,4 +1,4 @@
-"""The launcher looks after the supervisor that started it."""
+"""The launcher looks after the supervisor that started it, and imports all that its children need."""
 
 from __future__ import annotations
 
@@ -58,3 +58,20 @@ def test_children_are_forked_until_cuda_was_used(tmp_path: Path, opened: list[st
     for number, path in enumerate(opened):
         (tmp_path / str(number)).symlink_to(path)
     assert is_safe_to_fork(tmp_path) is is_safe
+
+
+_IMPORTS = """
+import os, sys
+from ray_ulysses.supervision.launcher import _import_everything
+_import_everything()
+assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+assert "deepspeed.runtime.zero.stage3" in sys.modules and "transformers" in sys.modules
+assert "mlflow" not in sys.modules
+# Whoever needs it later has it.
+from mlflow import MlflowClient
+"""
+
+
+@pytest.mark.slow
+def test_mlflow_is_not_imported() -> None:
+    subprocess.run([sys.executable, "-c", _IMPORTS], check=True, timeout=120)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,15 +41,6 @@ class RankClock:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankWorker:
-    """What `NoticeWatch` asks of a worker."""
-
-    rank: int
-    clock: RankClock
-    notice: Callable[[], Notice | None]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Announced:
     """A notice from one time on until another, heard by each rank a little later; seconds of simulated time."""
 
@@ -62,7 +54,6 @@ class Announced:
 class Save:
     """A save of the simulation; ``ends`` is when the slowest rank's thread has come to its end."""
 
-    reason: str
     begins: float
     ends: float
     fails: bool
@@ -72,46 +63,49 @@ class Save:
         return self.ends - self.begins
 
 
-def heard(announced: list[Announced], rank: int, time: float) -> Notice | None:
-    standing = [one for one in announced if one.since + one.lags[rank] <= time < one.until]
-    deadlines = [1e9 + one.deadline for one in standing if one.deadline is not None]
-    return Notice(deadline=min(deadlines, default=None)) if standing else None
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Who hears what, and how long steps and saves take."""
+
+    announced: list[Announced]
+    clocks: list[RankClock]
+    step_s: Callable[[], float]
+    save_s: Callable[[], float]
+    fails: Callable[[], bool] = lambda: False
+    longest_step: float = 1.0
+    longest_save: float = 1.0
+    is_steady: bool = True
+
+    def heard(self, rank: int, time: float) -> Notice | None:
+        standing = [one for one in self.announced if one.since + one.lags[rank] <= time < one.until]
+        deadlines = [1e9 + one.deadline for one in standing if one.deadline is not None]
+        return Notice(deadline=min(deadlines, default=None)) if standing else None
 
 
-def simulate(
-    announced: list[Announced],
-    clocks: list[RankClock],
-    step_s: Callable[[], float],
-    save_s: Callable[[], float],
-    fails: Callable[[], bool],
-    until: float,
-    folder: Path,
-) -> tuple[list[Save], list[float]]:
-    """Return the saves and the ends of steps up to a time."""
-    time = 0.0
+def watch_of(rank: int, clock: RankClock, notice: Callable[[], Notice | None], requests: RequestWatch) -> NoticeWatch:
+    worker: Any = SimpleNamespace(rank=rank, clock=clock, notice=notice)
+    return NoticeWatch(worker, requests if rank == 0 else None)
 
-    def announcement_to(rank: int) -> Callable[[], Notice | None]:
-        return lambda: heard(announced, rank, time)
 
-    requests = RequestWatch(folder, "")
+def simulate(case: Case, folder: Path) -> tuple[list[Save], list[float]]:
+    """Return the saves and the ends of steps until half a minute after the last notice."""
+    time, until, requests = 0.0, max(one.until for one in case.announced) + 30.0, RequestWatch(folder, "")
     watches = [
-        NoticeWatch(  # type: ignore[arg-type]
-            RankWorker(rank=rank, clock=clock, notice=announcement_to(rank)), requests if rank == 0 else None
-        )
-        for rank, clock in enumerate(clocks)
+        watch_of(rank, clock, lambda rank=rank: case.heard(rank, time), requests)  # type: ignore[misc]
+        for rank, clock in enumerate(case.clocks)
     ]
     saves: list[Save] = []
     ends: list[float] = []
     taken_step = step = 0
     while time < until:
-        time += step_s()
+        time += case.step_s()
         step += 1
         ends.append(time)
         newest = saves[-1] if saves else None
         saving = newest is not None and time < newest.ends
         failed = newest is not None and not saving and newest.fails
         counts = [0] * len(Flags().to_counts())
-        for watch, clock in zip(watches, clocks, strict=True):
+        for watch, clock in zip(watches, case.clocks, strict=True):
             clock.time = time
             if newest is not None and not saving and not newest.fails:
                 watch.committed(taken_step, newest.took)
@@ -119,23 +113,19 @@ def simulate(
             own = Flags(notice=watch.notice is not None, notice_due=asks, failed=failed, saving=saving)
             counts = [a + b for a, b in zip(counts, own.to_counts(), strict=True)]
         flags = Flags.from_counts(counts)
-        reasons = {due(NO_RULES, flags, step=step, taken_step=taken_step, last_step=10**9) for _ in watches}
-        assert len(reasons) == 1
-        (reason,) = reasons
-        if reason is not None:
+        if due(NO_RULES, flags, step=step, taken_step=taken_step, last_step=10**9) is not None:
             taken_step = step
             if flags.notice:
                 for watch in watches:
                     watch.taken(step)
-            saves.append(Save(reason=reason, begins=time, ends=time + save_s(), fails=fails()))
+            saves.append(Save(begins=time, ends=time + case.save_s(), fails=case.fails()))
         # What the ranks remember is the same save.
         assert len({watch._last.step if watch._last else None for watch in watches}) == 1
     requests.close()
     return saves, ends
 
 
-def draw(seed: int) -> dict[str, Any]:
-    """Draw a case: who hears what, and how long steps and saves take."""
+def draw(seed: int) -> Case:
     rng = random.Random(seed)
     world = rng.choice((1, 2, 4))
     mean_step, mean_save = 10 ** rng.uniform(-0.5, 1.3), 10 ** rng.uniform(-1, 1.6)
@@ -149,25 +139,17 @@ def draw(seed: int) -> dict[str, Any]:
         announced.append(Announced(since=time, until=time + length, deadline=deadline, lags=lags))
         # The next one comes at once (the deadline has changed), or after a while, or while this one stands.
         time += rng.choice((length, length + rng.uniform(0.0, 40.0), length * rng.random()))
-    return {
-        "rng": rng,
-        "announced": announced,
-        "clocks": [
-            RankClock(origin=rng.uniform(0, 1e6), skew=rng.uniform(-SLACK_S / 2, SLACK_S / 2)) for _ in range(world)
-        ],
-        "step_s": lambda: mean_step * (1 + jitter * rng.uniform(-1, 1)),
-        "save_s": lambda: mean_save * (1 + jitter * rng.uniform(-1, 1)),
-        "longest_step": mean_step * (1 + jitter),
-        "longest_save": mean_save * (1 + jitter),
-        "is_steady": jitter <= 0.2,
-        "fails": (lambda: rng.random() < 0.3) if rng.random() < 0.2 else lambda: False,
-    }
-
-
-def run_case(case: dict[str, Any], folder: Path) -> tuple[list[Save], list[float]]:
-    until = max(one.until for one in case["announced"]) + 30.0
-    timing = (case["step_s"], case["save_s"], case["fails"])
-    return simulate(case["announced"], case["clocks"], *timing, until, folder)
+    clocks = [RankClock(origin=rng.uniform(0, 1e6), skew=rng.uniform(-SLACK_S / 2, SLACK_S / 2)) for _ in range(world)]
+    return Case(
+        announced=announced,
+        clocks=clocks,
+        step_s=lambda: mean_step * (1 + jitter * rng.uniform(-1, 1)),
+        save_s=lambda: mean_save * (1 + jitter * rng.uniform(-1, 1)),
+        fails=(lambda: rng.random() < 0.3) if rng.random() < 0.2 else lambda: False,
+        longest_step=mean_step * (1 + jitter),
+        longest_save=mean_save * (1 + jitter),
+        is_steady=jitter <= 0.2,
+    )
 
 
 NUM_CASES = examples(600)
@@ -177,7 +159,7 @@ def test_saves_for_notices_are_few_and_a_deadline_loses_little(tmp_path: Path) -
     num_answered = num_close = 0
     for seed in range(NUM_CASES):
         case = draw(seed)
-        saves, ends = run_case(case, tmp_path)
+        saves, ends = simulate(case, tmp_path)
         check_saves_are_few(seed, case, saves)
         if not any(save.fails for save in saves):
             answered, close = check_deadlines(seed, case, saves, ends)
@@ -185,30 +167,30 @@ def test_saves_for_notices_are_few_and_a_deadline_loses_little(tmp_path: Path) -
     assert num_answered > NUM_CASES / 10 and num_close > NUM_CASES / 20
 
 
-def check_saves_are_few(seed: int, case: dict[str, Any], saves: list[Save]) -> None:
+def check_saves_are_few(seed: int, case: Case, saves: list[Save]) -> None:
     """A save follows another after a pause as long as that one took, or is the last that a deadline leaves time for."""
-    deadlines = [one.deadline for one in case["announced"] if one.deadline is not None]
+    deadlines = [one.deadline for one in case.announced if one.deadline is not None]
     for before, save in pairwise(saves):
-        stood = any(heard(case["announced"], rank, before.begins) for rank in range(len(case["clocks"])))
+        stood = any(case.heard(rank, before.begins) for rank in range(len(case.clocks)))
         if before.fails or not stood:
             continue
         pause_s = max(before.took, LEAST_PAUSE_S)
-        last_chance_s = 1.5 * before.took + case["longest_step"] + SLACK_S
+        last_chance_s = 1.5 * before.took + case.longest_step + SLACK_S
         is_last_chance = any(
-            before.begins <= deadline - last_chance_s + 2 * (case["longest_step"] + SLACK_S)
+            before.begins <= deadline - last_chance_s + 2 * (case.longest_step + SLACK_S)
             and deadline - last_chance_s - SLACK_S <= save.begins <= deadline + SLACK_S
             for deadline in deadlines
         )
         assert save.begins >= before.ends + pause_s - 1e-6 or is_last_chance, (seed, before, save)
 
 
-def check_deadlines(seed: int, case: dict[str, Any], saves: list[Save], ends: list[float]) -> tuple[int, int]:
+def check_deadlines(seed: int, case: Case, saves: list[Save], ends: list[float]) -> tuple[int, int]:
     """Where a save could be committed before a deadline, one was, and what was trained since is bounded."""
     num_answered = num_close = 0
-    save_s, step_s = case["longest_save"], case["longest_step"]
-    for one in case["announced"]:
+    save_s, step_s = case.longest_save, case.longest_step
+    for one in case.announced:
         since = one.since + min(one.lags)
-        others = [other for other in case["announced"] if other is not one and other.deadline is not None]
+        others = [other for other in case.announced if other is not one and other.deadline is not None]
         if one.deadline is None or not since < one.deadline <= one.until or others:
             continue
         # The first end of a step at which it was heard and nothing older was being written.
@@ -221,7 +203,7 @@ def check_deadlines(seed: int, case: dict[str, Any], saves: list[Save], ends: li
         assert whole, seed
         lost_s = one.deadline - max(save.begins for save in whole)
         assert lost_s <= 2 * save_s + max(save_s, LEAST_PAUSE_S) + step_s + 1e-6, (seed, lost_s)
-        if case["is_steady"] and one.deadline - since > 4 * (save_s + step_s):
+        if case.is_steady and one.deadline - since > 4 * (save_s + step_s):
             # The last chance was taken; a save that was under way then is the last one itself.
             num_close += 1
             assert lost_s <= 2 * save_s + 2 * step_s + 2 * SLACK_S, (seed, lost_s)
@@ -233,7 +215,8 @@ def check_deadlines(seed: int, case: dict[str, Any], saves: list[Save], ends: li
 )
 def test_a_notice_of_forty_seconds_costs_few_saves(tmp_path: Path, deadline: float | None, begins: list[float]) -> None:
     one = Announced(since=5.0, until=45.0, deadline=deadline, lags=(0.0, 0.0))
-    saves, _ = simulate([one], [RankClock(), RankClock()], lambda: 1.0, lambda: 0.3, lambda: False, 60.0, tmp_path)
+    case = Case(announced=[one], clocks=[RankClock(), RankClock()], step_s=lambda: 1.0, save_s=lambda: 0.3)
+    saves, _ = simulate(case, tmp_path)
     assert [save.begins for save in saves] == begins
 
 
@@ -248,14 +231,12 @@ def test_the_last_chance_is_taken_once() -> None:
 
 
 def test_rank_0_hears_the_file_and_the_earliest_deadline_counts(tmp_path: Path) -> None:
-    clock = RankClock()
-    worker = RankWorker(rank=0, clock=clock, notice=lambda: Notice(deadline=1e9 + 60))
-    watch = NoticeWatch(worker, RequestWatch(tmp_path, ""))  # type: ignore[arg-type]
+    requests = RequestWatch(tmp_path, "")
+    watch = watch_of(0, RankClock(), lambda: Notice(deadline=1e9 + 60), requests)
     assert watch.look(failed=False)
     assert watch.notice == Notice(deadline=1e9 + 60)
     (tmp_path / NOTICE_FILE).write_text(f"{1e9 + 30}")
     assert watch.look(failed=False)
     assert watch.notice == Notice(deadline=1e9 + 30)
-    other = NoticeWatch(replace(worker, rank=1, notice=lambda: None), None)  # type: ignore[arg-type]
-    assert not other.look(failed=False)
-    assert other.notice is None
+    other = watch_of(1, RankClock(), lambda: None, requests)
+    assert not other.look(failed=False) and other.notice is None

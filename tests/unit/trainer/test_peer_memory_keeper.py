@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
-import os
-import socket
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +27,6 @@ from ray_ulysses.storage import Buffer, Store
 from ray_ulysses.trainer.context import PeerStore
 from ray_ulysses.trainer.peer_memory_keeper import PeerMemoryKeeper
 from ray_ulysses.trainer.step import Flags
-from tests.polling import wait_until
 from tests.stores import FaultyStore, MemoryStore, SlowStore
 from tests.unit.checkpoint.fakes import META, TENSORS, save, shard_of
 
@@ -361,35 +355,6 @@ def test_a_rank_without_memory_for_a_copy_keeps_all_ranks_from_taking_one(
     assert loop.kept() == [9]
 
 
-def test_attempts_leave_no_descriptors_in_an_agent() -> None:
-    agent = PeerMemoryAgent("token")
-    addresses = AgentAddresses(agents={"node": agent.start()}, node="node", partner=None, token="token")
-    kept = 0
-    for attempt in range(2, 6):
-        store = PeerMemoryStore(addresses)
-        loop = Loop(store, attempt=attempt, lent=store.lent_memory())
-        loop.keeper.resumed(kept, None)
-        for step in range(kept + 1, kept + 4):
-            loop.step(step)
-        kept += 3
-        assert committed_steps(store) == (kept,)
-        loop.keeper.close()
-        if attempt == 2:
-            count = descriptors("memfd:ray-ulysses-peer-memory")
-    # Reads that have just ended may still hold some for a moment.
-    wait_until(lambda: descriptors("memfd:ray-ulysses-peer-memory") == count, f"{count} descriptors", timeout_s=5.0)
-    agent.close()
-
-
-def descriptors(name: str) -> int:
-    """Return how many of this process's open descriptors are of files of a name."""
-    found = 0
-    for path in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):
-            found += name in os.readlink(path)
-    return found
-
-
 @pytest.fixture
 def near() -> Iterator[tuple[PeerMemoryAgent, PeerMemoryStore]]:
     """An agent of this node, and the store over it."""
@@ -422,31 +387,3 @@ def test_states_that_are_lent_are_kept_in_two_buffers_in_turn(
     assert [len(one) for one in addresses] == [1, 2, 2, 2, 2, 2, 2] and addresses[1] == addresses[-1]
     # One state, and a manifest of about the same size.
     assert max(sizes[1:]) - min(sizes[1:]) < 100
-
-
-def test_no_memory_for_another_buffer_ends_nothing(
-    loops: Loops,
-    near: tuple[PeerMemoryAgent, PeerMemoryStore],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    agent, store = near
-    loop = loops(store, lent=store.lent_memory())
-    # Nothing is dropped, so that both buffers stay with the agent.
-    monkeypatch.setattr(loop.keeper, "_clear", lambda store, *, is_known: None)
-    loop.steps(1, 2, 3, 4)
-    assert loop.kept() == [2, 3]
-
-    def allocate(descriptor: int, start: int, num_bytes: int) -> None:
-        raise OSError(errno.ENOMEM, "Cannot allocate memory")
-
-    monkeypatch.setattr("os.posix_fallocate", allocate)
-    for connection in tuple(agent._connections):
-        connection.shutdown(socket.SHUT_RDWR)
-    with caplog.at_level(logging.WARNING):
-        for step in range(5, 12):
-            loop.step(step)
-            time.sleep(0.05)
-    assert loop.kept() == [2, 3]
-    said = [record.getMessage() for record in caplog.records if "is not used: " in record.getMessage()]
-    assert len(said) == 1 and "Cannot allocate memory" in said[0] and "elastic.peer_memory: false" in said[0]

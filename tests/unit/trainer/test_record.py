@@ -23,9 +23,8 @@ from ray_ulysses.run.settings import resolve_run
 from ray_ulysses.run.start_point import RunPosition
 from ray_ulysses.storage import background
 from ray_ulysses.tracking.events import AttemptEnded, AttemptStarted, StepDone, StreamStarted
-from ray_ulysses.tracking.history import build_history
 from ray_ulysses.tracking.journal import claim_journal
-from ray_ulysses.tracking.journal_reader import JournalFileReader, read_journal
+from ray_ulysses.tracking.journal_reader import JournalFileReader
 from ray_ulysses.trainer.context import AttemptContext
 from ray_ulysses.trainer.record import Recorder, SystemMeter
 from ray_ulysses.trainer.step import Flags, StepResult
@@ -210,15 +209,6 @@ def test_the_time_for_which_training_is_paused_is_of_the_next_step_or_the_end(tm
     recorder.ended("finished", 2)
     events = read_events(tmp_path / "run")
     assert [one.saving_seconds for one in events if isinstance(one, StepDone | AttemptEnded)] == [0.0, 3.0, 1.0]
-
-
-def test_an_attempt_that_ends_to_be_resized_is_a_stop_of_its_own_name(tmp_path: Path) -> None:
-    recorder = begun(tmp_path)
-    train(recorder, 1)
-    recorder.ended("resized", 1)
-    history = build_history(name="run", journal=read_journal(tmp_path / "run"))
-    # Its command continues; where no command holds the run, it was interrupted there.
-    assert history.status == "interrupted" and history.attempts[0].reason == "resized"
 
 
 def test_too_many_waiting_records_end_the_run_and_say_what_to_do(

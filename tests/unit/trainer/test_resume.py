@@ -284,16 +284,6 @@ def test_a_storage_that_lost_everything_is_not_begun_anew(tmp_path: Path) -> Non
         choose(FakeRecorder(store), run_dir)
 
 
-def test_a_late_commit_of_a_dead_attempt_is_not_missed(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path)
-    for attempt in (1, 2, 3):
-        claim_attempt(store, attempt)
-    start_attempt(store, 1, 0)
-    start_attempt(store, 2, 0)
-    save(store, 10, attempt=1)
-    assert choose(FakeRecorder(store, attempt=3), _journal(tmp_path / "run", 10)) is None
-
-
 @pytest.mark.parametrize("how", ["torn manifests", "flipped bytes", "both"])
 def test_a_run_of_which_nothing_is_whole_does_not_begin_anew_and_nothing_goes(
     tmp_path: Path, loaded: dict[str, torch.Tensor], how: str

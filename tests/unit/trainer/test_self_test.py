@@ -22,13 +22,9 @@ from ray_ulysses.trainer.self_test import attention_settings, check_start, layer
 from tests.unit.planner.runs import LLAMA_3_8B, make_config
 
 SIZES = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
+    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2,
-}
+}  # fmt: skip
 ALTERNATING = ["sliding_attention", "full_attention"]
 
 
@@ -86,9 +82,8 @@ def test_a_link_far_slower_than_planned_is_named_with_its_transport() -> None:
     config = cluster_run()
     links = [link("ulysses", 8, 300.0, "P2P/CUMEM"), link("shard", 16, 2.5, "NET/Socket", "P2P/CUMEM")]
     (text,) = slow_links(links, config, NODES)
-    assert text.startswith("the gathering of weights of 16 ranks sends 2.5 GB/s per rank, and the plan assumes 75 ")
-    assert "cluster.device=H100, gpus_per_node=8, network_gbps=400" in text
-    assert "rank 9 on node-2, where NCCL chose NET/Socket and P2P/CUMEM" in text
+    for words in ("16 ranks sends 2.5 GB/s", "assumes 75 ", "cluster.device=H100", "rank 9 on node-2", "NET/Socket"):
+        assert words in text
 
 
 @pytest.mark.parametrize(("role", "ranks"), [("ulysses", 8), ("shard", 16), ("ring", 2)])
@@ -98,11 +93,8 @@ def test_half_of_what_the_plan_assumes_is_not_far_below_it(role: str, ranks: int
     assumed = link_bandwidth(config, 8 if role == "ring" else ranks) / 1e9
     assert slow_links([link(role, ranks, 0.51 * assumed)], config, NODES) == []
     assert len(slow_links([link(role, ranks, 0.49 * assumed)], config, NODES)) == 1
-
-
-def test_where_the_plan_assumes_nothing_no_link_is_slow() -> None:
-    assert slow_links([link("shard", 16, 0.001)], cluster_run(device=None), NODES) == []
-    assert slow_links([link("shard", 16, 0.001)], cluster_run(gpus_per_worker=0), NODES) == []
+    for nothing in (cluster_run(device=None), cluster_run(gpus_per_worker=0)):
+        assert slow_links([link(role, ranks, 0.001)], nothing, NODES) == []
 
 
 @pytest.mark.parametrize(
