@@ -1,4 +1,4 @@
-"""The check says what is wrong: a model that has diverged is no fault of the export's."""
+"""The check's sample, and its error where a model has diverged, which is no fault of the export's."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from ray_ulysses.errors import RunError
+from ray_ulysses.export.check import take_sample
 from tests.unit.attention.models import ARCHITECTURES, zoo_model
+from tests.unit.data.corpora import text_corpus, varied_texts
 from tests.unit.export.runs import export, fields_of, write_checkpoint, write_config
+from tests.unit.inspect.runs import make_run
 
 
 @pytest.mark.parametrize("value", [float("nan"), 1e38], ids=["weights", "logits"])
@@ -23,3 +26,46 @@ def test_a_model_that_has_diverged_is_called_so(tmp_path: Path, value: float) ->
     with pytest.raises(RunError, match=what):
         export(tmp_path / "run")
     assert list((tmp_path / "run/export").iterdir()) == []
+
+
+@pytest.mark.parametrize(("most", "length"), [(None, 256), (64, 64)])
+def test_a_run_without_a_plan_is_tried_with_seeded_tokens_of_its_vocabulary(
+    tmp_path: Path, most: int | None, length: int
+) -> None:
+    sample = take_sample(tmp_path, 50, most)
+    assert sample == take_sample(tmp_path, 50, most) and sample.origin.startswith("seeded tokens")
+    assert [len(document) for document in sample.documents] == [length, length]
+    assert sample.documents[0] != sample.documents[1]
+    assert {token for document in sample.documents for token in document} <= set(range(50))
+
+
+@pytest.fixture
+def planned(tmp_path: Path) -> Path:
+    """Return a run whose plan and corpus are there."""
+    corpus = text_corpus(tmp_path / "data", varied_texts(20))
+    return make_run(tmp_path / "run", [corpus.path]).folder
+
+
+def test_a_run_is_tried_with_the_first_documents_that_it_trained_on(planned: Path) -> None:
+    sample = take_sample(planned, 264, 16)
+    assert sample.origin == "the run's first training rows"
+    assert [len(document) for document in sample.documents] == [16, 16]
+
+
+@pytest.mark.parametrize("damage", ["plan.json", "rows.parquet", "pieces.parquet", "middle", "corpus"])
+def test_a_plan_or_corpus_that_can_not_be_read_is_said_and_seeded_tokens_are_taken(
+    planned: Path, tmp_path: Path, damage: str
+) -> None:
+    path = planned / "plan/segment-0000" / ("pieces.parquet" if damage == "middle" else damage)
+    if damage == "corpus":
+        (tmp_path / "data").rename(tmp_path / "away")
+    elif damage == "middle":
+        content = bytearray(path.read_bytes())
+        # The footer stays whole, so that the plan opens.
+        content[4:60] = bytes(56)
+        path.write_bytes(content)
+    else:
+        path.write_bytes(path.read_bytes()[:40])
+    sample = take_sample(planned, 264, None)
+    what = "corpus" if damage == "corpus" else "data plan"
+    assert sample.origin.startswith(f"seeded tokens, since the run's {what} can't be read (")

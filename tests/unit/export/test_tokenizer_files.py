@@ -1,20 +1,33 @@
-"""The tokenizer of an export gives the tokens that the run was trained on."""
+"""The tokenizer of an export gives the tokens, chat template and ends of turns that the run was trained on."""
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from tokenizers import Tokenizer as RustTokenizer
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from ray_ulysses.data.corpus.corpus import Corpus
+from ray_ulysses.data.prepare.preparation import PrepareRequest
+from ray_ulysses.data.sources.rows import RowFields
+from ray_ulysses.data.sources.units import SourceSpec
+from ray_ulysses.data.tokenize.options import EncodingOptions
 from ray_ulysses.data.tokenize.tokenizers import ByteTokenizer, load_tokenizer
+from ray_ulysses.engine.model import described_config
 from ray_ulysses.errors import UserError
 from ray_ulysses.export.tokenizer_files import byte_tokenizer_files, find_tokenizer
+from ray_ulysses.run.secrets_file import stored_config
 from ray_ulysses.storage import LocalStore
+from tests.local_preparation import prepare_local
 from tests.unit.data.corpora import text_corpus, varied_texts
-from tests.unit.export.runs import word_tokenizer
+from tests.unit.data.tokenize.test_chat import CHATML, CONVERSATION, MARKED, chat_tokenizer
+from tests.unit.data.tokenize.test_supervision import prepare_rows
+from tests.unit.export.runs import export, word_tokenizer, write_checkpoint, write_config
 from tests.unit.inspect.runs import make_run
 
 
@@ -124,3 +137,176 @@ def test_a_plan_or_a_tokenizer_that_may_not_be_read_is_named(
     assert f"can't be read ({planned}/plan: Permission denied)" in find_tokenizer(planned, None).words
     with pytest.raises(UserError, match=f"--tokenizer='{folder}': .*Permission denied"):
         find_tokenizer(planned, folder)
+
+
+OTHER = CHATML.replace("message['role'] +", "message['role'] + ':' +")
+TRAINED = ", with the chat template that was trained instead of its own"
+UNKNOWN = "; the chat template of a corpus that is not there is unknown"
+
+
+def chats(folder: Path, tokenizer: Path, template: str | None = None, start: int = 0) -> Corpus:
+    folder.mkdir()
+    rows = "".join(json.dumps({"messages": one}) + "\n" for one in [CONVERSATION, CONVERSATION[1:3]][start:])
+    (folder / "rows.jsonl").write_text(rows)
+    spec = SourceSpec(
+        paths=(str(folder / "rows.jsonl"),), fields=RowFields.from_options({"messages_field": "messages"})
+    )
+    options = EncodingOptions(chat_template=template)
+    request = PrepareRequest(sources=spec, out=folder / "corpus", tokenizer=str(tokenizer), encoding=options)
+    return prepare_local(request)
+
+
+def rendered(files: dict[str, bytes], folder: Path) -> str:
+    """Return what Transformers writes with an exported tokenizer."""
+    folder.mkdir()
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    return str(AutoTokenizer.from_pretrained(folder).apply_chat_template(CONVERSATION, tokenize=False))
+
+
+@pytest.mark.parametrize("own", [None, CHATML], ids=["none of its own", "one of its own"])
+@pytest.mark.parametrize("given", [OTHER, MARKED], ids=["plain", "marked"])
+def test_the_template_that_was_given_is_exported(tmp_path: Path, own: str | None, given: str) -> None:
+    tokenizer = chat_tokenizer(tmp_path / "tokenizer", own, bos_token="<s>")
+    (tokenizer / "chat_template.json").write_text("{}")
+    run = make_run(tmp_path / "run", [chats(tmp_path / "chats", tokenizer, given).path])
+    found = find_tokenizer(run.folder, None)
+    assert found.files["chat_template.jinja"] == given.encode() and "chat_template.json" not in found.files
+    assert found.words == f"from {tokenizer}{TRAINED}"
+    assert found.published == f"the one that prepared the corpus{TRAINED}"
+    with_given = {**find_tokenizer(tmp_path, tokenizer).files, "chat_template.jinja": given.encode()}
+    text = rendered(found.files, tmp_path / "a")
+    assert text == rendered(with_given, tmp_path / "b") and "zürich<|im_end|>" in text
+    assert ("assistant:" in text) == (given == OTHER)
+    asked = find_tokenizer(run.folder, tokenizer)
+    assert asked.words.endswith("the one that prepared the corpus; its chat template is NOT the one that was trained")
+
+
+def test_a_template_of_its_own_is_copied_as_it_is(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer(tmp_path / "tokenizer")
+    run = make_run(tmp_path / "run", [chats(tmp_path / "chats", tokenizer).path])
+    for found in (find_tokenizer(run.folder, None), find_tokenizer(run.folder, tokenizer)):
+        assert "chat_template.jinja" not in found.files and "chat template" not in found.words
+
+
+def test_a_template_that_was_edited_since_is_exported_as_it_was(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer(tmp_path / "tokenizer", None)
+    (tokenizer / "chat_template.jinja").write_text(CHATML)
+    run = make_run(tmp_path / "run", [chats(tmp_path / "chats", tokenizer).path])
+    (tokenizer / "chat_template.jinja").write_text(OTHER)
+    assert find_tokenizer(run.folder, None).files["chat_template.jinja"] == CHATML.encode()
+
+
+def test_of_several_templates_the_first_is_exported_and_the_others_are_said(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer(tmp_path / "tokenizer")
+    first, second = chats(tmp_path / "1", tokenizer, OTHER), chats(tmp_path / "2", tokenizer, MARKED, start=1)
+    run = make_run(tmp_path / "run", [first.path, second.path])
+    found = find_tokenizer(run.folder, None)
+    assert found.files["chat_template.jinja"] == OTHER.encode()
+    assert found.words.startswith(f"from {tokenizer}{TRAINED}; 2 chat templates were trained")
+    (tmp_path / "1").rename(tmp_path / "away")
+    assert find_tokenizer(run.folder, None).words == f"from {tokenizer}{TRAINED}{UNKNOWN}"
+
+
+# No line feed after the turn, so that the end token of the document follows the turn's.
+LLAMA3_LIKE = CHATML.replace(" + '\\n' }}{% endfor %}", " }}{% endfor %}")
+ENDS_WITH_EOS = CHATML.replace("'<|im_end|>' + '\\n'", "eos_token")
+WITHOUT_END = CHATML.replace("'<|im_end|>' + '\\n'", "'\\n'")
+# A model that calls a tool ends its turn otherwise than one that answers.
+TWO_ENDS = CHATML.replace("'<|im_end|>' + '\\n'", "('<|im_start|>' if message['content'] == 'call' else '<|im_end|>')")
+CALL = [{"role": "user", "content": "now"}, {"role": "assistant", "content": "call"}]
+
+
+def tokenizer_with(directory: Path, template: str, eos_token: str = "</s>") -> Path:
+    """A tokenizer whose template lies in a file of its own, so that another template leaves it the same tokenizer."""
+    chat_tokenizer(directory, None, eos_token=eos_token)
+    (directory / "chat_template.jinja").write_text(template)
+    return directory
+
+
+def ids_of(directory: Path, *names: str) -> tuple[int, ...]:
+    from tokenizers import Tokenizer
+
+    vocabulary = Tokenizer.from_file(str(directory / "tokenizer.json")).get_vocab(with_added_tokens=True)
+    return tuple(vocabulary[name] for name in names)
+
+
+def corpus_of(directory: Path, tokenizer: Path, *conversations: list[dict[str, str]]) -> Corpus:
+    rows: list[dict[str, Any]] = [{"messages": one} for one in conversations or [CONVERSATION, CONVERSATION[1:3]]]
+    return prepare_rows(directory, rows, tokenizer=str(tokenizer), messages_field="messages")
+
+
+@pytest.mark.parametrize(
+    ("template", "eos_token", "ends"),
+    [
+        pytest.param(CHATML, "</s>", ("</s>", "<|im_end|>"), id="ChatML"),
+        pytest.param(CHATML, "<|im_end|>", ("<|im_end|>",), id="ChatML, its end the tokenizer's own"),
+        pytest.param(LLAMA3_LIKE, "</s>", ("</s>", "<|im_end|>"), id="Llama 3"),
+        pytest.param(ENDS_WITH_EOS, "</s>", ("</s>",), id="the end of documents ends turns"),
+        pytest.param(WITHOUT_END, "</s>", ("</s>", "<|im_start|>"), id="turns that the next message's token ends"),
+        pytest.param(MARKED, "<|im_end|>", ("<|im_end|>",), id="generation marks"),
+    ],
+)
+def test_what_ends_a_supervised_turn_ends_a_text(
+    tmp_path: Path, template: str, eos_token: str, ends: tuple[str, ...]
+) -> None:
+    tokenizer = tokenizer_with(tmp_path / "tokenizer", template, eos_token)
+    run = make_run(tmp_path / "run", [corpus_of(tmp_path / "chats", tokenizer).path])
+    assert find_tokenizer(run.folder, None).end_tokens == ids_of(tokenizer, *ends)
+
+
+def test_every_end_that_a_template_writes_is_known(tmp_path: Path) -> None:
+    tokenizer = tokenizer_with(tmp_path / "tokenizer", TWO_ENDS)
+    corpus = corpus_of(tmp_path / "chats", tokenizer, CONVERSATION, CALL)
+    assert corpus.info.end_tokens == (
+        load_tokenizer(tokenizer).info.eos_token_id,
+        *sorted(ids_of(tokenizer, "<|im_start|>", "<|im_end|>")),
+    )
+    assert corpus_of(tmp_path / "answers", tokenizer).info.end_tokens == ids_of(tokenizer, "</s>", "<|im_end|>")
+
+
+def test_labels_of_tokens_that_were_given_say_where_turns_end(tmp_path: Path) -> None:
+    tokenizer = tokenizer_with(tmp_path / "tokenizer", CHATML)
+    (end,) = ids_of(tokenizer, "<|im_end|>")
+    rows = [
+        {"ids": [5, 6, end, 7, 8, end], "labels": [-100, 6, end, -100, 8, end]},
+        {"ids": [5, 7], "labels": [-100, 7]},
+    ]
+    fields = {"tokens_field": "ids", "labels_field": "labels"}
+    corpus = prepare_rows(tmp_path / "data", rows, tokenizer=str(tokenizer), **fields)
+    assert corpus.info.turn_ends == (end,)
+
+
+def test_several_corpora_end_a_text_with_what_any_of_them_ends_turns_with(tmp_path: Path) -> None:
+    """One tokenizer, two chat templates and plain text: a text ends with whatever one of them supervises."""
+    tokenizer = tokenizer_with(tmp_path / "tokenizer", CHATML)
+    first = corpus_of(tmp_path / "first", tokenizer)
+    tokenizer_with(tmp_path / "tokenizer", CHATML.replace("<|im_end|>", "<s>"))
+    second = corpus_of(tmp_path / "second", tokenizer, CONVERSATION[1:3])
+    plain = prepare_rows(tmp_path / "plain", [{"text": "the lazy fox"}], tokenizer=str(tokenizer), text_field="text")
+    assert (plain.info.turn_ends, second.info.turn_ends) == ((), ids_of(tokenizer, "<s>"))
+    run = make_run(tmp_path / "run", [plain.path, first.path, second.path])
+    assert find_tokenizer(run.folder, None).end_tokens == ids_of(tokenizer, "</s>", "<|im_end|>", "<s>")
+
+
+def test_the_plan_knows_the_ends_when_the_corpora_are_gone(tmp_path: Path) -> None:
+    tokenizer = tokenizer_with(tmp_path / "tokenizer", CHATML)
+    corpus = corpus_of(tmp_path / "chats", tokenizer)
+    run = make_run(tmp_path / "run", [corpus.path])
+    corpus.path.rename(tmp_path / "away")
+    found = find_tokenizer(run.folder, None)
+    assert found.files == {} and found.end_tokens == ids_of(tokenizer, "</s>", "<|im_end|>")
+
+
+def test_the_exported_generation_config_stops_at_the_end_of_a_turn(tmp_path: Path) -> None:
+    tokenizer = tokenizer_with(tmp_path / "tokenizer", CHATML)
+    run = make_run(tmp_path / "run", [corpus_of(tmp_path / "chats", tokenizer).path])
+    vocab_size = load_tokenizer(tokenizer).info.vocab_size
+    fields = json.loads(json.dumps(stored_config(run.folder).model.config)) | {"vocab_size": vocab_size}
+    write_config(run.folder, fields)
+    torch.manual_seed(0)
+    write_checkpoint(run.folder, AutoModelForCausalLM.from_config(described_config(stored_config(run.folder))))
+    report = export(run.folder, check=False)
+    ends = list(ids_of(tokenizer, "</s>", "<|im_end|>"))
+    assert GenerationConfig.from_pretrained(report.out).eos_token_id == ends
+    assert json.loads((Path(report.out) / "config.json").read_text())["eos_token_id"] == ends

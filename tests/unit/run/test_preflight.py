@@ -1,7 +1,8 @@
-"""What a run may be resumed with."""
+"""The settings, corpora and tokenizers with which a run may start and resume."""
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -9,13 +10,20 @@ from typing import Any
 
 import pytest
 
+from ray_ulysses.checkpoint.fence import claim_attempt
+from ray_ulysses.config import load_config
+from ray_ulysses.data.plan.plan_files import load_plan
 from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.errors import ConfigError, UserError
-from ray_ulysses.run.preflight import PreparedRun, check_resume, prepare_run
+from ray_ulysses.planner.report import PlanReport
+from ray_ulysses.run.preflight import PreparedRun, check_resume, claim_directory, prepare_run
 from ray_ulysses.storage.place import UnnamedServerError
 from tests.distributed.run_case import claim_run, make_config, make_corpus
 from tests.local_preparation import prepare_local
+from tests.unit.attention.models import zoo_model
+from tests.unit.data.corpora import text_corpus, varied_texts, write_texts
+from tests.unit.data.tokenize.test_tokenizers import fast_tokenizer
 from tests.unit.foreign_servers import ForeignRun
 
 
@@ -30,28 +38,14 @@ def test_a_run_goes_on_with_every_split_that_its_rows_allow(tmp_path: Path) -> N
     assert first.plan.settings.pad_multiple == 12
     claim_run(first)
     # Three ranks of four heads, a ring of 6 = 2 x 3, and back again: the run's rows are the ones it began with.
-    for sp_size, ring_size in ((4, None), (2, 2), (6, 6), (1, None), (3, None)):
+    for sp_size, ring_size in ((2, 2), (6, 6), (3, None)):
         again = prepared(sp_size, ring_size)
         assert again.plan.plan_id == first.plan.plan_id
         check_resume(again)
         claim_run(again)
-    for sp_size, ring_size in ((5, None), (4, 2), (12, None)):
-        with pytest.raises(UserError, match=r"parallel\.(sp|ring)_size=.* multiples of 12"):
+    for sp_size, ring_size, words in ((5, None, r"parallel\.sp_size=5.* use 1, 2, 3, 4, 6 to"), (4, 2, "ring_size=2")):
+        with pytest.raises(UserError, match=words):
             prepared(sp_size, ring_size).report.raise_problems()
-
-
-def test_the_sizes_that_are_offered_for_a_resume_can_resume(tmp_path: Path) -> None:
-    corpus = make_corpus(tmp_path)
-
-    def prepared(sp_size: int) -> PreparedRun:
-        split = {"parallel__sp_size": sp_size, "cluster__workers": sp_size}
-        return prepare_run(make_config(tmp_path / "runs", corpus, **split), Path("/"))
-
-    claim_run(prepared(3))
-    with pytest.raises(UserError, match="use 1, 2, 3, 4, 6 to resume"):
-        prepared(5).report.raise_problems()
-    # The others are tried above.
-    check_resume(prepared(2))
 
 
 def test_all_contradictions_of_a_resume_come_at_once_beside_the_plans_own_problems(tmp_path: Path) -> None:
@@ -172,3 +166,95 @@ def test_credentials_in_clear_text_are_refused_before_a_worker_starts_unless_the
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "hunter2")
     assert problems() == ["tracking.uri"]
     assert problems(tracking__allow_http=True) == []
+
+
+@pytest.mark.parametrize("checkpoints", [None, "elsewhere"])
+def test_settings_and_plan_of_a_start_without_an_attempt_are_replaced(checkpoints: str | None, tmp_path: Path) -> None:
+    corpus = make_corpus(tmp_path)
+    elsewhere = {} if checkpoints is None else {"checkpoint__storage": str(tmp_path / checkpoints)}
+
+    def prepared(**changes: object) -> PreparedRun:
+        found = prepare_run(make_config(tmp_path / "runs", corpus, **{**elsewhere, **changes}), Path("/"))
+        found.report.raise_problems()
+        check_resume(found)
+        return found
+
+    changes = {"run__seed": 7, "data__context_tokens": 96, "parallel__sp_size": 4, "cluster__workers": 4}
+    claim_directory(prepared())
+    corrected = prepared(**changes)
+    claim_directory(corrected)
+    run_dir = corrected.config.run_dir
+    assert load_config(run_dir / "config.yaml").run.seed == 7
+    assert [one.plan_id for one in load_plan(run_dir / "plan").segments] == [corrected.plan.plan_id]
+    # From the first attempt on they are fixed, wherever the new configuration looks for checkpoints.
+    claim_attempt(corrected.run.store, 1)
+    assert prepared(**changes).plan.plan_id == corrected.plan.plan_id
+    for other in ({}, {"checkpoint__storage": str(tmp_path / "third")}):
+        with pytest.raises(UserError, match=r"run\.seed"):
+            prepared(**other)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that has weights for the ids of either tokenizer."""
+    directory = tmp_path_factory.mktemp("model") / "llama"
+    zoo_model("llama", vocab_size=320).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return text_corpus(tmp_path_factory.mktemp("corpus"), varied_texts(60)).path
+
+
+def report_of(model: Path, corpus: Path, init: str = "pretrained", **changes: Any) -> PlanReport:
+    config = make_config(
+        model.parent / "runs",
+        corpus,
+        model__path=str(model),
+        model__init=init,
+        model__config=None,
+        model__rope="unchanged",
+        run__stop_step=1,
+        parallel__sp_size=1,
+        cluster__workers=1,
+        **changes,
+    )
+    return prepare_run(config, Path("/")).report
+
+
+def of_tokenizer(texts: tuple[str, ...]) -> list[str]:
+    return [text for text in texts if "tokenizer" in text]
+
+
+def test_pretrained_weights_are_not_trained_on_ids_of_another_tokenizer(model: Path, corpus: Path) -> None:
+    fast_tokenizer(model)
+    report = report_of(model, corpus)
+    (problem,) = report.problems
+    assert (problem.path, problem.value) == ("data.path", str(corpus))
+    assert "prepared with the tokenizer bytes" in problem.rule and "stand for other texts" in problem.rule
+    assert f"--tokenizer {model}" in problem.hint and "data.allow_other_tokenizer: true" in problem.hint
+    allowed = report_of(model, corpus, data__allow_other_tokenizer=True)
+    assert allowed.problems == () and len(of_tokenizer(allowed.notes)) == 1
+    random = report_of(model, corpus, "random")
+    assert random.problems == () and of_tokenizer(random.notes) == of_tokenizer(allowed.notes)
+
+
+def test_the_models_own_tokenizer_is_neither_a_problem_nor_a_note(model: Path, tmp_path: Path) -> None:
+    prepared_with = fast_tokenizer(tmp_path / "tokenizer")
+    sources = SourceSpec(paths=(str(write_texts(tmp_path / "texts", varied_texts(60))),))
+    own = prepare_local(PrepareRequest(sources=sources, out=tmp_path / "own", tokenizer=str(prepared_with))).path
+    # The tokenizer's directory is not needed any more.
+    (prepared_with / "tokenizer.json").unlink()
+    fast_tokenizer(model)
+    (model / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "chat_template": "{{ messages }}"}))
+    report = report_of(model, own)
+    assert report.problems == () and of_tokenizer(report.notes) == []
+
+
+def test_a_model_directory_without_a_tokenizer_is_noted(corpus: Path, tmp_path: Path) -> None:
+    zoo_model("llama", vocab_size=320).save_pretrained(tmp_path / "bare")
+    report = report_of(tmp_path / "bare", corpus)
+    assert report.problems == ()
+    (note,) = of_tokenizer(report.notes)
+    assert "could not be compared" in note

@@ -14,12 +14,12 @@ import pytest
 
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.elastic import reform
-from ray_ulysses.elastic.hang import HangLimits
+from ray_ulysses.elastic.hang import HangLimits, RankProgress
 from ray_ulysses.elastic.placement import WorkerRange
 from ray_ulysses.peer_memory import AgentAddresses, authentication
 from ray_ulysses.peer_memory.authentication import NONCE_BYTES, PROOF_BYTES, authenticate, unseal
 from ray_ulysses.supervision import coordinator as module
-from ray_ulysses.supervision.coordinator import Coordinator
+from ray_ulysses.supervision.coordinator import Coordinator, HangWatch
 from ray_ulysses.supervision.supervisor import Announcement, encode
 from tests.polling import wait_until
 from tests.wire_recorder import Recorder, replay
@@ -339,3 +339,29 @@ def test_neither_token_is_sent_and_a_recorded_connection_admits_nobody(judge: Ju
             assert token.encode() not in recorder.sent + recorder.answered
             assert token.encode().hex().encode() not in recorder.answered
         assert len(replay((to.host, to.port), bytes(recorder.sent))) in (0, NONCE_BYTES + PROOF_BYTES)
+
+
+LIMITS = HangLimits(floor_s=30.0, start_s=60.0, evaluation_s=60.0, save_s=60.0, row_s=60.0)
+
+
+def beat(rank: int, step: int, idle_s: float) -> RankProgress:
+    return RankProgress(
+        rank=rank, phase="step", step=step, micro_batch=0, idle_s=idle_s, state="S", steps=step - 1, step_s=1.0
+    )
+
+
+def test_stacks_of_a_false_alarm_are_not_those_of_the_next() -> None:
+    watch = HangWatch(LIMITS, 1, 2)
+    for alarm, now in (("first", 100.0), ("second", 200.0)):
+        for rank in (0, 1):
+            watch.hear(beat(rank, int(now), 40.0), now)
+        assert watch.find(now) is not None
+        assert watch.asks_for_stacks(now) and not watch.asks_for_stacks(now)
+        assert watch.stacks(now) is None
+        for rank in (0, 1):
+            watch.hear_stacks(rank, f"{alarm} of rank {rank}")
+        assert watch.stacks(now) == {rank: f"{alarm} of rank {rank}" for rank in (0, 1)}
+        # They go on.
+        for rank in (0, 1):
+            watch.hear(beat(rank, int(now) + 1, 0.0), now + 1)
+        assert watch.find(now + 1) is None

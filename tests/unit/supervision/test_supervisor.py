@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +20,19 @@ import pytest
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.peer_memory.authentication import Gate
 from ray_ulysses.supervision import supervisor as module
-from ray_ulysses.supervision.order import Job, LauncherProcess, Ready
-from ray_ulysses.supervision.supervisor import Announcement, Supervisor, encode
+from ray_ulysses.supervision.order import Job, LauncherProcess, Ready, process_state
+from ray_ulysses.supervision.shared_progress import SharedProgress
+from ray_ulysses.supervision.supervisor import (
+    LAUNCHER_STOPPED,
+    PROCESS_STOPPED,
+    Announcement,
+    Channel,
+    Supervisor,
+    WatchedChild,
+    encode,
+    listen,
+)
+from tests.polling import wait_until
 from tests.unit.supervision.slow_launcher import NOTICED
 
 LAUNCHER = "tests.unit.supervision.slow_launcher"
@@ -195,3 +210,61 @@ def test_a_launcher_that_says_much_while_it_is_waited_for_is_not_held_up(monkeyp
         assert isinstance(launched.receive(), Ready)
     finally:
         launched.end(20.0)
+
+
+@pytest.fixture
+def ends() -> tuple[Channel, socket.socket]:
+    one, other = socket.socketpair()
+    return Channel(one), other
+
+
+def test_messages_arrive_whole_however_they_are_split(ends: tuple[Channel, socket.socket]) -> None:
+    channel, other = ends
+    content = encode({"do": "beat"}) + encode({"do": "start", "rank": 3})
+    other.sendall(content[:5])
+    assert channel.receive() == []
+    other.sendall(content[5:-1])
+    assert channel.receive() == [{"do": "beat"}]
+    other.sendall(content[-1:])
+    assert channel.receive() == [{"do": "start", "rank": 3}]
+    channel.send({"type": "beat"})
+    assert other.recv(100) == b'{"type":"beat"}\n'
+
+
+@pytest.mark.parametrize(("host", "bound"), [("127.0.0.1", "127.0.0.1"), ("203.0.113.77", "0.0.0.0")])
+def test_only_the_address_that_others_connect_to_is_listened_at(host: str, bound: str) -> None:
+    """An address that is translated on the way to this machine belongs to no interface."""
+    with listen(host) as listener:
+        assert listener.getsockname()[0] == bound
+
+
+@pytest.fixture
+def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
+    found = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) for _ in range(2)]
+    try:
+        yield found
+    finally:
+        for process in found:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.parametrize("stopped", [PROCESS_STOPPED, LAUNCHER_STOPPED])
+def test_what_is_stopped_for_a_second_is_named(processes: list[subprocess.Popen[bytes]], stopped: str) -> None:
+    child, launcher = processes
+    order: Any = None
+    stacks = os.memfd_create("stacks", os.MFD_CLOEXEC)
+    watched = WatchedChild(order=order, progress=SharedProgress.create(), stacks=stacks, started_at=0.0, pid=child.pid)
+    one = child if stopped == PROCESS_STOPPED else launcher
+    assert watched.find_stop(launcher.pid, 10.0) is None
+    for begun in (20.0, 40.0):
+        one.send_signal(signal.SIGSTOP)
+        wait_until(lambda: process_state(one.pid) == "T", "it is stopped")
+        assert watched.find_stop(launcher.pid, begun) is None
+        assert watched.find_stop(launcher.pid, begun + 0.9) is None
+        assert watched.find_stop(launcher.pid, begun + 1.1) == stopped
+        # One that goes on within the second was not stopped for long.
+        one.send_signal(signal.SIGCONT)
+        wait_until(lambda: process_state(one.pid) != "T", "it goes on")
+        assert watched.find_stop(launcher.pid, begun + 2.0) is None
+    watched.close()
