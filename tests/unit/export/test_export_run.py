@@ -235,9 +235,9 @@ def test_a_damaged_file_is_named_and_nothing_is_published(tmp_path: Path, cut: b
         entry = json.loads(content[8 : 8 + header])["fp32/model.norm.weight"]
         byte = 8 + header + entry["data_offsets"][0]
         damaged.write_bytes(content[:byte] + bytes([content[byte] ^ 0x40]) + content[byte + 1 :])
-    way_out = "give --step 2," if cut else "fp32/model.norm.weight.*another step with --step"
-    with pytest.raises(RunError, match=rf"attempt-0001/rank-00001-of-00002\.safetensors.*{way_out}"):
+    with pytest.raises(RunError, match=r"rank-00001-of-00002\.safetensors") as error:
         export(tmp_path / "run")
+    assert ("give --step 2," if cut else "fp32/model.norm.weight") in str(error.value)
     assert not (tmp_path / "run/export/step-00000004").exists()
     assert export(tmp_path / "run", step=2).step == 2
 
