@@ -82,20 +82,9 @@ def test_lengths_may_come_as_sequences_or_tensors(lengths: Any) -> None:
     assert shard_batch(torch.zeros(1, 8, dtype=torch.int32), None, lengths, ALONE).documents.lengths == ((4, 2),)
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-def test_a_table_of_lengths_may_be_filled_with_zeros(rows: int) -> None:
-    batch = shard_batch(torch.zeros(rows, 8).long(), None, torch.tensor([[5, 3, 0]] * rows), ALONE)
-    assert batch.documents.lengths == ((5, 3),) * rows
-
-
 def test_labels_that_no_token_is_trained_on_may_be_anything() -> None:
     labels = torch.tensor([-1, 1, 2, 3, -1, -1])
     assert shard_batch(torch.zeros(6).long(), labels, [4], ALONE).largest_label == 3
-
-
-def test_without_lengths_each_row_is_one_document() -> None:
-    batch = shard_batch(torch.zeros(2, 6, dtype=torch.long), None, None, ALONE)
-    assert batch.documents.lengths == ((6,), (6,))
 
 
 def test_unshard_cuts_the_padding_of_the_fullest_row() -> None:
@@ -108,13 +97,6 @@ def test_unshard_refuses_what_is_not_the_batches_slice() -> None:
     batch = shard_batch(torch.zeros(1, 8, dtype=torch.long), None, None, place(1, 2))
     with pytest.raises(UserError, match=r"unshard got a tensor of shape \(1, 8, 5\); its first two dims .* \(1, 4\)"):
         unshard(torch.zeros(1, 8, 5), batch)
-
-
-def test_the_models_inputs_hold_no_labels_and_no_mask() -> None:
-    batch = shard_batch(torch.zeros(1, 8, dtype=torch.long), None, None, ALONE)
-    inputs = batch.model_inputs()
-    assert set(inputs) == {"input_ids", "position_ids", "use_cache", MODEL_INPUT}
-    assert inputs["use_cache"] is False and inputs[MODEL_INPUT] is batch
 
 
 IDS = torch.zeros(1, 8, dtype=torch.long)

@@ -133,26 +133,9 @@ def test_every_ring_rank_has_the_same_work_on_one_long_document() -> None:
         assert sum(work) == 64 * ring_size * (64 * ring_size + 1) // 2
 
 
-def test_padding_is_a_span_of_its_own_and_no_document() -> None:
-    documents = pack_documents([[3, 2], [4]], 8)
-    assert documents.full.spans.borders == (0, 3, 5, 8, 12, 16)
-    assert documents.lengths == ((3, 2), (4,))
-    assert documents.max_position == 3
-    assert documents.num_document_tokens == 5
-
-
 def test_a_row_of_padding_alone_has_no_position() -> None:
     documents = pack_documents([()], 4)
     assert documents.full.spans.borders == (0, 4)
     assert (documents.max_position, documents.num_document_tokens) == (0, 0)
 
 
-def test_documents_longer_than_their_row_are_refused() -> None:
-    with pytest.raises(UserError, match=r"document_lengths\[1\] sums to 9, more than the row's 8 tokens; the lengths"):
-        pack_documents([[8], [5, 4]], 8)
-
-
-@pytest.mark.parametrize("length", [0, -3])
-def test_a_document_without_tokens_is_refused(length: int) -> None:
-    with pytest.raises(UserError, match=rf"document_lengths\[0\] holds {length}; every document has at least 1 token"):
-        pack_documents([[2, length]], 8)

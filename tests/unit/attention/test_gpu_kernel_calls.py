@@ -477,57 +477,6 @@ def test_short_documents_go_to_the_flash_kernel_in_one_call_per_run(monkeypatch:
     assert_close([out, *grads], wanted_of(tensors, visible_of(call)))
 
 
-def test_a_row_of_short_documents_alone_is_the_flash_kernels_result_without_a_copy(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made: list[Tensor] = []
-
-    def flash(*args: Any, **options: Any) -> Any:
-        out, lse, *rest = aten_flash_forward(*args, **options)
-        made.extend((out.contiguous(), lse.contiguous()))
-        return (*made, *rest)
-
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash)
-    tensors = make_tensors(47, 47)
-    call = make_call(tensors, spans=spans_of([3, 8, 20, 1, 11, 2, 2]))
-    found = CUDNN.forward(call)
-    assert [one.data_ptr() for one in found] == [one.data_ptr() for one in made]
-    wanted = wanted_of(tensors, visible_of(call))[0]
-    assert float((found[0] - wanted).norm() / wanted.norm()) <= 1e-6
-
-
-def test_what_gradients_are_written_into_does_not_exist_while_cudnn_computes_a_row_in_one_call(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    forward, backward = make_cudnn(True)
-    events: list[str] = []
-
-    def noted(*args: Any, **options: Any) -> Any:
-        events.append("kernel")
-        return backward(*args, **options)
-
-    def into() -> Gradients:
-        events.append("made")
-        return grads
-
-    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", forward)
-    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention_backward", noted)
-    monkeypatch.setattr(ring, "_kernel", lambda *_: CUDNN)
-    monkeypatch.setattr(cudnn_module, "_LEAST_WORK", 0)
-    tensors = make_tensors(30, 30)
-    spans = spans_of([30])
-    call = make_call(tensors, spans=spans)
-    out, lse = CUDNN.forward(call)
-    layer = RingLayer(
-        kernel="cudnn", scale=SCALE, window=None, softcap=None, spans=spans, rectangles=(), ring=None,
-        calls=((slice(0, 4), slice(0, 2)),),
-    )  # fmt: skip
-    grads = torch.empty(30, 4, 16), torch.empty(30, 2, 16), torch.empty(30, 2, 16)
-    ring.attend_backward(tensors[3].float(), *call.inputs, None, out, lse, layer, into)
-    assert events[:2] == ["kernel", "made"]
-    assert_close([out, *grads], wanted_of(tensors, visible_of(call)))
-
-
 @pytest.mark.parametrize("sizes", [(16, 16), (24, 16), (9, 9)], ids=lambda s: f"{s[0]}/{s[1]}")
 def test_flash_attn_asks_where_gradients_go_only_if_it_can_write_there(
     stand_in: StandIn, sizes: tuple[int, int]
@@ -666,11 +615,6 @@ def test_cudnn_is_refused_where_determinism_is_asked_for() -> None:
     assert refusal == "its backward is not deterministic, and torch.use_deterministic_algorithms is set"
 
 
-@pytest.mark.parametrize("entry", [FLASH_3, FLASH_2, VARLEN, CUDNN], ids=lambda entry: entry.name)
-def test_no_gpu_kernel_runs_on_a_cpu(entry: KernelEntry) -> None:
-    assert not entry.runs_on("cpu")
-
-
 def test_lengths_of_documents_are_padded_to_few() -> None:
     assert [padded_length(n) for n in (1, 128, 129, 2048, 5000, 100_000, 131_072)] == [
         128, 128, 256, 2048, 5120, 102_400, 131_072,
@@ -684,12 +628,3 @@ def test_head_sizes_are_padded_to_what_a_flash_kernel_has() -> None:
     assert [padded_head_size(*pair) for pair in sizes] == [64, 192, 104, 256, 256]
 
 
-def test_an_aligned_view_is_passed_on_as_it_is_and_another_is_copied() -> None:
-    payload = torch.zeros(5, 32)
-    aligned = payload[:, 8:24].unflatten(1, (1, 16))
-    assert fitted(aligned, 16) is aligned
-    for begin in (3, 4):
-        shifted = payload[:, begin : begin + 16].unflatten(1, (1, 16))
-        assert fitted(shifted, 16).data_ptr() != shifted.data_ptr()
-    whole = torch.zeros(1 + 5 * 16)[1:].view(5, 1, 16)
-    assert whole.is_contiguous() and fitted(whole, 16).storage_offset() == 0

@@ -60,12 +60,6 @@ def test_every_channel_goes_to_the_rank_of_its_head() -> None:
     assert arranged(row, blocks, 1, dim=0).tolist() == [[*range(14), *range(18, 26)]]
 
 
-def test_gradients_of_a_shared_group_are_added_up() -> None:
-    shared = torch.ones(3, requires_grad=True)
-    arranged(shared, (Block(1, 3),), 4, dim=0).sum().backward()
-    assert shared.grad is not None and shared.grad.tolist() == [4.0, 4.0, 4.0]
-
-
 def output_of(result: Any) -> torch.Tensor:
     output: torch.Tensor = result[0] if isinstance(result, tuple) else result
     return output
@@ -135,13 +129,6 @@ def test_an_adapter_of_a_convolution_would_be_passed_over_and_is_refused() -> No
         refuse_inexact(model, model.config, None)
 
 
-def test_a_module_of_another_library_is_not_taken_for_one_of_transformers() -> None:
-    class Lfm2ShortConv(nn.Module):
-        pass
-
-    assert layout_of(Lfm2ShortConv()) is None
-
-
 def test_a_layer_called_past_the_model_or_with_a_mask_says_what_is_missing() -> None:
     model = apply_ulysses(hybrid("lfm2"), ALONE)
     (_, mixer, _), *_ = find_mixers(model)
@@ -174,14 +161,6 @@ def test_a_layer_whose_class_an_engine_replaces_stays_what_it_is() -> None:
         # As fully_shard of FSDP2 does.
         mixer.__class__ = type("FSDPLfm2ShortConv", (type(mixer),), {})
         assert torch.equal(model(**batch.model_inputs()).logits, wanted)
-
-
-def test_applying_again_replaces_the_mesh() -> None:
-    model = apply_ulysses(apply_ulysses(hybrid("qwen3_next"), ALONE), ALONE)
-    batch = shard_batch(torch.zeros(1, 4).long(), None, None, ALONE)
-    once = apply_ulysses(hybrid("qwen3_next"), ALONE)
-    with torch.no_grad():
-        assert torch.equal(model(**batch.model_inputs()).logits, once(**batch.model_inputs()).logits)
 
 
 def test_a_copy_of_a_model_has_layers_of_its_own() -> None:

@@ -170,28 +170,6 @@ def check_gradients(model: Any, method: str) -> None:
     assert error <= 1.0, f"the gradient of {worst} is off by {error:.2f} x the bound"
 
 
-@pytest.mark.slow
-def test_the_gradients_of_a_mixture_of_adapters_are_those_of_the_eager_model(tmp_path: Path) -> None:
-    for name in "01":
-        get_peft_model(zoo_model("llama"), lora(init_lora_weights=False)).save_pretrained(tmp_path / name)
-
-    def mixture() -> PeftConfig:
-        adapters = {name: str(tmp_path / name) for name in "01"}
-        return XLoraConfig(task_type="CAUSAL_LM", hidden_size=32, adapters=adapters, use_trainable_adapters=True)
-
-    models = [zoo_model("llama", use_cache=False) for _ in range(3)]
-    ours = our_gradients(apply_ulysses(adapted(models[0], mixture()), ALONE), tile="off")
-    wanted = []
-    for model, dtype in zip(models[1:], (torch.float32, torch.float64), strict=True):
-        eager = adapted(model, mixture()).to(dtype)
-        for ids in tokens().split(LENGTHS, dim=1):
-            logits = eager(input_ids=ids).logits
-            torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:], reduction="sum").backward()
-        wanted.append(gradients_of(eager))
-    error, worst = gradient_error(ours, *wanted)
-    assert error <= 1.0, f"the gradient of {worst} is off by {error:.2f} x the bound"
-
-
 @pytest.mark.parametrize("method", ["lora", "lora-activated", "LILY"])
 def test_an_adapter_that_is_added_after_apply_ulysses_is_not_trained_before_it_was_inspected(method: str) -> None:
     decoder = apply_ulysses(zoo_model("llama"), ALONE)

@@ -85,53 +85,6 @@ def test_a_bidirectional_model_is_refused_and_says_how_a_bert_becomes_a_decoder(
     refuse_architecture(AutoConfig.for_model("bert", is_decoder=True, **no_dropout))
 
 
-def test_positions_that_start_behind_a_padding_token_are_refused() -> None:
-    config = AutoConfig.for_model("roberta", is_decoder=True, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    with pytest.raises(UserError, match=r"^roberta counts positions from its padding token"):
-        refuse_architecture(config)
-
-
-@pytest.mark.parametrize("kind", ["falcon_mamba", "recurrent_gemma"])
-def test_an_operation_between_tokens_is_seen_in_a_model_that_nobody_named(kind: str) -> None:
-    problems = probe_model(tiny_model(kind, meta=True, **RECURRENT[kind])).problems
-    assert "an operation outside its attention mixes tokens (convolution)" in problems
-
-
-class _Shifted(nn.Module):
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
-
-    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if self.kind == "roll":
-            return hidden + hidden.roll(1, dims=1)
-        if self.kind == "cumsum":
-            return hidden + hidden.cumsum(-2)
-        if self.kind == "slice":
-            return hidden + nn.functional.pad(hidden[:, :-1], (0, 0, 1, 0))
-        return torch.ones(hidden.shape[1], hidden.shape[1], device=hidden.device) @ hidden
-
-
-@pytest.mark.parametrize("kind", ["roll", "cumsum", "slice", "product"])
-def test_a_layer_of_somebody_elses_that_puts_tokens_together_is_refused(kind: str) -> None:
-    from transformers import LlamaForCausalLM
-
-    class ShiftedLlama(LlamaForCausalLM):
-        def __init__(self, config: Any) -> None:
-            super().__init__(config)
-            self.model.layers[0].mlp = _Shifted(kind)
-
-    with torch.device("meta"):
-        model = ShiftedLlama(ARCHITECTURES["llama"]())
-    with pytest.raises(UserError, match=r"^llama can't be trained exactly over .*: an operation outside its attention"):
-        refuse_inexact(model, model.config, None)
-
-
-def test_a_pure_state_space_model_is_refused() -> None:
-    with pytest.raises(UserError, match=r"^mamba does not take its attention from Transformers' attention interface"):
-        apply_ulysses(tiny_model("mamba", meta=True, state_size=4, num_hidden_layers=1), ALONE)
-
-
 @pytest.mark.parametrize(
     ("kind", "changes", "text"),
     [
@@ -166,25 +119,6 @@ def test_a_parameter_without_elements_is_refused() -> None:
         apply_ulysses(model, ALONE)
 
 
-def test_an_encoder_decoder_is_refused() -> None:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(
-        vocab_size=61,
-        d_model=16,
-        d_kv=4,
-        d_ff=16,
-        num_layers=1,
-        num_heads=4,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-    )
-    with torch.device("meta"):
-        model = T5ForConditionalGeneration(config)
-    with pytest.raises(UserError, match=r"^t5 has an encoder; only decoders with causal self-attention can be trained"):
-        apply_ulysses(model, ALONE)
-
-
 def test_what_is_no_hugging_face_model_is_refused() -> None:
     with pytest.raises(UserError, match=r"Linear is not a Hugging Face model; apply_ulysses needs a PreTrainedModel"):
         apply_ulysses(nn.Linear(2, 2), ALONE)
@@ -202,25 +136,11 @@ def test_more_ranks_than_heads_are_refused_with_the_ring_that_would_fit(sp_size:
     )
 
 
-@pytest.mark.parametrize("sp_size", [1, 2, 3, 4])
-def test_heads_need_not_divide(sp_size: int) -> None:
-    model = tiny_model(meta=True)
-    before = {name: parameter.shape for name, parameter in model.named_parameters()}
-    refuse_inexact(model, model.config, place(0, sp_size))
-    # Taken, and left as it was.
-    assert {name: parameter.shape for name, parameter in model.named_parameters()} == before
-
-
 def test_a_model_on_several_devices_is_refused() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     with pytest.raises(UserError, match=r"on several devices \(0\.weight on cpu, 1\.weight on meta\); .* device_map"):
         refuse_mixed_devices(model)
     refuse_mixed_devices(tiny_model())
-
-
-def test_a_kernel_that_cannot_run_is_refused_when_it_is_asked_for() -> None:
-    with pytest.raises(UserError, match=r"model\.attention='varlen' can't be used: it needs .* use auto or sdpa, math"):
-        apply_ulysses(tiny_model(), ALONE, attention="varlen")
 
 
 def test_a_kernel_of_half_precision_takes_fp32_weights_until_a_forward_attends_in_fp32(

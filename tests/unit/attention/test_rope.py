@@ -122,13 +122,6 @@ def test_dynamic_scaling_of_one_type_of_layer_does_not_remember_either() -> None
             assert mismatches(model.model.rotary_emb, current.batch, "default", layer_type, **changes) == []
 
 
-def test_padding_changes_no_frequency() -> None:
-    model = tiny_model(**KINDS["longrope"])
-    current = followed(model)
-    current.batch = batch_of([[10]])
-    assert mismatches(model.model.rotary_emb, current.batch, "longrope") == []
-
-
 @pytest.mark.parametrize("rows", fast_only([ROWS, ((40, 20), (10, 50)), ((5, 9), (16, 3))], ROWS), ids=str)
 @pytest.mark.parametrize("kind", fast_only(["longrope", "dynamic"], "longrope"))
 def test_a_compiled_model_gives_each_document_its_own_frequencies(kind: str, rows: Any) -> None:
@@ -151,7 +144,3 @@ def test_applying_ulysses_again_takes_the_documents_of_the_new_mesh() -> None:
     assert torch.equal(ours, wanted)
 
 
-def test_other_rotary_embeddings_are_left_alone() -> None:
-    model = tiny_model()
-    follow_documents(model, CurrentBatch())
-    assert "forward" not in vars(model.model.rotary_emb)

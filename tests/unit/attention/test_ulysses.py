@@ -45,26 +45,6 @@ def loss_and_gradients(model: Any) -> tuple[float, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_one_process_equals_eager_attention_over_each_document_alone(kind: str) -> None:
-    eager = model_of(kind)
-    sums, start, input_ids = [], 0, row()
-    for length in LENGTHS:
-        document = input_ids[:, start : start + length]
-        logits = eager(input_ids=document, use_cache=False).logits
-        sums.append(torch.nn.functional.cross_entropy(logits[0, :-1], document[0, 1:], reduction="sum"))
-        start += length
-    wanted_loss = torch.stack(sums).sum()
-    wanted_loss.backward()
-    loss, gradients = loss_and_gradients(apply_ulysses(model_of(kind), ALONE))
-    assert loss == pytest.approx(float(wanted_loss.detach()), rel=BOUND)
-    whole = torch.stack([parameter.grad.norm() for parameter in eager.parameters()]).norm()
-    for name, parameter in eager.named_parameters():
-        # A true gradient of zero (a key's bias) is held against the whole.
-        scale = parameter.grad.norm() if parameter.grad.norm() > 1e-7 * whole else whole
-        assert (gradients[name] - parameter.grad).norm() <= BOUND * scale, name
-
-
-@pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_no_token_attends_across_documents(kind: str) -> None:
     """Bitwise: another document's tokens do not enter any sum of this one."""
     model = apply_ulysses(model_of(kind), ALONE)
@@ -114,20 +94,6 @@ def test_rows_of_a_batch_are_computed_as_they_are_alone() -> None:
         ]
     torch.testing.assert_close(both[0, : sum(LENGTHS)], alone[0][0, : sum(LENGTHS)], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(both[1, :20], alone[1][0, :20], rtol=1e-5, atol=1e-5)
-
-
-def test_it_is_registered_under_its_own_name_and_touches_no_other_backend() -> None:
-    interface = AttentionInterface()
-    others = {name: interface[name] for name in interface.valid_keys() if name != ATTENTION_NAME}
-    untouched = model_of("llama")
-    wanted = untouched(input_ids=row()).logits
-    model: Any = apply_ulysses(model_of("llama"), ALONE)
-    after = AttentionInterface()
-    assert after[ATTENTION_NAME] is ulysses_attention
-    assert {name: after[name] for name in after.valid_keys() if name != ATTENTION_NAME} == others
-    assert model.config._attn_implementation == ATTENTION_NAME
-    assert untouched.config._attn_implementation == "eager"
-    assert torch.equal(untouched(input_ids=row()).logits, wanted)
 
 
 def test_a_rank_without_labels_still_takes_part_in_the_backward() -> None:

@@ -215,13 +215,3 @@ def test_a_mask_that_is_no_causal_window_is_told(mask_function: Callable[..., to
             find(function, 1001)
 
 
-@pytest.mark.parametrize("window", [2, 6, 100])
-def test_a_window_is_not_a_local_span(window: int) -> None:
-    with pytest.raises(NotAWindow):
-        local_span_of(masking_utils.sliding_window_causal_mask_function(window), 1001)
-
-
-def test_the_row_that_masks_are_asked_about_is_longer_than_any_number_of_the_configuration() -> None:
-    assert longer_than_any_window({"a": 10, "b": {"window": [3, 4096]}, "c": "70000", "d": True}) > 2 * 4096
-    # A tokenizer's placeholder for "no limit" is no window.
-    assert longer_than_any_window({"model_max_length": 10**30, "window": 8}) < 1000

@@ -95,26 +95,6 @@ def test_memory_is_pinned_and_unpinned_on_its_own_gpu_by_whichever_thread(monkey
     assert cuda.pinned == {} and cuda.strays == []
 
 
-@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the kernel has no huge pages")
-def test_pages_of_the_range_are_huge() -> None:
-    """A rank of a million tokens pins 72 GiB; 2 GiB of small pages take 5.6 s instead of 1.3."""
-    memory = host_range(64 << 20)
-    assert "hg" in _flags_of(memory.data_ptr())
-
-
-def _flags_of(address: int) -> list[str]:
-    """Return the flags of the mapping that an address of this process is in."""
-    flags: list[str] = []
-    is_found = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
-            start, stop = (int(bound, 16) for bound in line.split(" ")[0].split("-"))
-            is_found = start <= address < stop
-        elif is_found and line.startswith("VmFlags:"):
-            flags = line.split()[1:]
-    return flags
-
-
 class Stream:
     """Stands in for a stream of CUDA, and records what it is given in order."""
 
@@ -173,16 +153,6 @@ def test_copies_run_on_a_stream_of_their_own_between_the_computation_before_and_
             f"{after} waits for an event of copies",
         )
     ]  # fmt: skip
-
-
-def test_bytes_come_back_from_where_they_went() -> None:
-    copies = CpuCopies(64)
-    values = torch.arange(10, dtype=torch.uint8)
-    copies.copy_out(values, 50)
-    target = torch.zeros(10, dtype=torch.uint8)
-    copies.copy_in(50, target)
-    copies.wait(None)
-    assert torch.equal(target, values)
 
 
 def test_memory_that_the_system_does_not_have_is_refused() -> None:

@@ -103,30 +103,6 @@ def test_a_state_is_counted_for_what_reads_and_writes_it(architecture: str) -> N
     assert step_flops(shape, **work) - step_flops(without, **work) == 6 * 7 * STATES[architecture]
 
 
-def test_a_delta_net_reads_its_state_twice_and_writes_it_once() -> None:
-    """By the recurrence of Transformers' own function, written as products that torch counts."""
-    heads, keys, values, tokens = 8, 6, 5, 9
-    generator = torch.Generator().manual_seed(4)
-    query, key = (torch.randn(1, tokens, heads, keys, generator=generator) for _ in range(2))
-    value = torch.randn(1, tokens, heads, values, generator=generator)
-    decay, strength = (
-        -torch.rand(1, tokens, heads, generator=generator),
-        torch.rand(1, tokens, heads, generator=generator),
-    )
-    state, outputs = torch.zeros(heads, keys, values), []
-    with FlopCounterMode(display=False) as counter:
-        for t in range(tokens):
-            state = state * decay[0, t].exp()[:, None, None]
-            known = torch.bmm(key[0, t, :, None], state)
-            state = state + torch.bmm(
-                key[0, t, :, :, None], (value[0, t, :, None] - known) * strength[0, t, :, None, None]
-            )
-            outputs.append(torch.bmm(query[0, t, :, None] * keys**-0.5, state)[:, 0])
-    wanted, _ = torch_recurrent_gated_delta_rule(query, key, value, decay, strength, None, False)
-    assert torch.allclose(torch.stack(outputs)[None], wanted, atol=1e-5)
-    assert counter.get_total_flops() == 2 * tokens * STATES["qwen3_next"]
-
-
 @pytest.mark.parametrize(
     ("kept", "sp_size", "size"), [("both", 2, 40), ("both", 1, 0), ("kernel", 2, 0), ("none", 2, 0)]
 )
@@ -156,11 +132,6 @@ def test_sizes_that_can_not_share_the_heads_are_problems() -> None:
         "state along the sequence and need whole rows; use 1 or null"
     ]
     assert not list(heads_problems(hybrid_config("qwen3_next", sp_size=4), model_shape(hybrid_config("qwen3_next"))))
-
-
-def test_rows_are_padded_for_sizes_that_a_hybrid_can_have() -> None:
-    config = hybrid_config("bamba", sp_size=2)
-    assert allowed_sp(config, model_shape(config)) == (1, 2, 4)
 
 
 def test_no_ring_is_proposed() -> None:

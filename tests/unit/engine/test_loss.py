@@ -39,10 +39,6 @@ def test_a_tensor_of_tokens_gives_a_tensor_without_leaving_the_device(dtype: tor
     assert float(scale) == pytest.approx(12 / 7, rel=1e-15)
 
 
-def test_weights_that_add_up_to_less_than_one_are_a_denominator_too() -> None:
-    assert float(loss_scale(torch.tensor(0.25), place(0, 2, 4))) == loss_scale(0.25, place(0, 2, 4)) == 16.0
-
-
 def test_a_step_without_a_supervised_token_weighs_nothing() -> None:
     assert loss_scale(0, ALONE) == 0.0
     assert float(loss_scale(torch.tensor(0), ALONE)) == 0.0

@@ -41,13 +41,6 @@ def decays(groups: list[dict[str, Any]]) -> dict[float, set[int]]:
     return {group["weight_decay"]: {id(parameter) for parameter in group["params"]} for group in groups}
 
 
-def test_matrices_decay_and_norms_and_biases_do_not() -> None:
-    model = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2), nn.Embedding(5, 2))
-    groups = decays(parameter_groups(model, 0.1))
-    assert groups[0.1] == {id(model[0].weight), id(model[2].weight)}
-    assert groups[0.0] == {id(model[0].bias), id(model[1].weight), id(model[1].bias)}
-
-
 def model_on_meta(name: str) -> Any:
     with torch.device("meta"):
         if name in MULTIMODAL:
@@ -138,5 +131,3 @@ def test_the_rate_of_a_step_knows_the_horizon_and_not_where_the_run_stops(step: 
         assert near == far == pytest.approx(0.1)
 
 
-def test_a_horizon_inside_the_warm_up_ends_at_the_lowest_rate() -> None:
-    assert learning_rate(5, **SCHEDULE | {"horizon_steps": 4}) == pytest.approx(0.1)

@@ -70,11 +70,3 @@ def test_a_loss_without_a_setting_is_found_in_what_the_forward_returns() -> None
         refuse_own_loss(model)
 
 
-def test_a_model_that_was_looked_at_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = meta_model(plain_config("llama", vocab_size=VOCAB))
-    looks: list[object] = []
-    monkeypatch.setattr(loss, "_losses", looks.append)
-    refuse_own_loss(model)
-    assert looks == [model]
-    refuse_own_loss(model)
-    assert looks == [model]

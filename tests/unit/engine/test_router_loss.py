@@ -55,20 +55,6 @@ def test_every_family_of_transformers_has_the_same_loss_with_numbers_of_its_own(
     assert router_loss_of(model) is found
 
 
-@pytest.mark.parametrize("coefficient", [0.0, 0.0123456, 0.02, 3.0])
-def test_the_coefficient_is_that_of_the_models_configuration(coefficient: float) -> None:
-    found = router_loss_of(meta_model("mixtral", router_aux_loss_coef=coefficient))
-    assert found is not None and found.coefficient == coefficient
-
-
-def test_a_coefficient_that_is_changed_later_counts_as_in_transformers() -> None:
-    model = meta_model("mixtral", router_aux_loss_coef=0.02)
-    router_loss_of(model)
-    model.router_aux_loss_coef = 2.0
-    found = router_loss_of(model)
-    assert found is not None and found.coefficient == 2.0
-
-
 @pytest.mark.parametrize("model_type", ["llama", "deepseek_v3", "llama4_text", "afmoe"])
 def test_a_model_without_a_router_loss_is_refused(model_type: str) -> None:
     model = meta_model(model_type)
@@ -95,11 +81,6 @@ def test_another_formula_is_refused_before_weights(how: str, monkeypatch: pytest
         refuse_architecture(plain_config("mixtral", num_local_experts=4, **ASKED))
     monkeypatch.undo()
     refuse_architecture(plain_config("mixtral", num_local_experts=4, **ASKED))
-
-
-def test_doges_pairs_of_keys_are_refused() -> None:
-    with pytest.raises(UserError, match=r"doge sets .* its router loss is not that of Switch Transformers"):
-        router_loss_of(meta_model("doge", is_moe=True))
 
 
 def make_scores(num_layers: int, num_rows: int, tokens: int, num_experts: int) -> list[torch.Tensor]:
@@ -135,23 +116,6 @@ def test_value_and_gradient_are_those_of_each_row_by_itself_without_its_padding(
     for found, wanted in zip(values(True), values(False), strict=True):
         # Transformers adds up in fp32.
         torch.testing.assert_close(found, wanted.to(found.dtype), rtol=1e-6, atol=1e-6)
-
-
-def test_a_row_of_padding_has_no_loss() -> None:
-    ids = torch.zeros(1, 8, dtype=torch.int64)
-    batch = shard_batch(ids, None, (8,), ALONE)
-    empty = SimpleNamespace(
-        document_lengths_BL=torch.zeros_like(ids),
-        labels_BL=torch.full_like(ids, IGNORE_INDEX),
-        label_weights_BL=None,
-        mesh=batch.mesh,
-    )
-    scores = [torch.randn(8, 4, requires_grad=True)]
-    found: Any = router_loss_sum(
-        SimpleNamespace(router_logits=scores), RouterLoss(num_experts=4, top_k=2, coefficient=1.0), empty
-    )  # type: ignore[arg-type]
-    found.backward()
-    assert float(found.detach()) == 0 and not scores[0].grad.any()  # type: ignore[union-attr]
 
 
 def test_a_router_that_has_not_scored_every_token_is_refused() -> None:
@@ -204,15 +168,6 @@ def test_loss_and_gradients_are_those_of_transformers(model_type: str, tile: Any
     assert gradients.keys() == wanted.keys()
     for name, one in gradients.items():
         assert float((one - wanted[name]).norm()) <= 1e-5 * float(wanted[name].norm()), name
-
-
-def test_the_routers_gradient_is_not_that_without_the_loss() -> None:
-    _, wanted = whole_row("mixtral")
-    model = apply_ulysses(zoo_model("mixtral", output_router_logits=False), ALONE)
-    loss_sum, num_tokens = causal_lm_loss(model, shard_batch(make_ids(), None, None, ALONE))
-    (loss_sum / num_tokens).backward()
-    moved = {name for name, one in gradients_of(model).items() if (one - wanted[name]).norm() > 1e-4 * one.norm()}
-    assert any("gate" in name for name in moved)
 
 
 def test_a_forward_of_ones_own_and_an_evaluation_have_none() -> None:

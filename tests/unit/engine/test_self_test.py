@@ -78,27 +78,6 @@ def _attention(dtype: torch.dtype, kernel: str = "auto") -> AttentionSettings:
     )
 
 
-def test_the_bound_follows_from_the_dtype_and_kernels_are_named_once() -> None:
-    assert _attention(torch.float32).bound == EXACT_FP32 == 1e-5
-    assert _attention(torch.bfloat16).bound == EXACT_BF16 == 2e-2
-    assert _attention(torch.float32).kernel_names(torch.device("cpu")) == ("sdpa",)
-
-
-def test_a_kernel_that_is_not_here_is_refused() -> None:
-    with pytest.raises(UserError, match="flash_attn"):
-        _attention(torch.float32, "flash_attn").kernel_names(torch.device("cpu"))
-
-
-def test_a_report_is_one_line() -> None:
-    report = SelfTestReport(
-        attention_error=3.14e-7, gradient_error=4.2e-7, norm_ratio=1.00000012, kernels=("sdpa",), seconds=1.23
-    )
-    assert (
-        report.in_words()
-        == "self-test passed in 1.2 s: attention 3e-07, gradients 4e-07, norm ratio 1.000 (kernel sdpa)"
-    )
-
-
 @pytest.mark.parametrize(
     ("end", "text", "hint"),
     [

@@ -35,13 +35,6 @@ def test_what_a_dead_process_left_behind_is_deleted_and_what_a_living_one_uses_i
     assert living.path.is_dir()
 
 
-def test_a_folder_is_taken_away_when_it_is_closed(tmp_path: Path) -> None:
-    folder = SwapFolder(tmp_path)
-    (folder.path / "state.swp").write_bytes(b"x")
-    folder.close()
-    assert not folder.path.exists()
-
-
 def test_links_in_a_shared_folder_are_not_followed(tmp_path: Path) -> None:
     canary, root = tmp_path / "canary", tmp_path / "swap"
     (canary / "folder").mkdir(parents=True)

@@ -117,13 +117,3 @@ def test_the_text_part_needs_the_directory_of_its_whole() -> None:
         report_run(config_of(Path("owner/name")), Path("/"))
 
 
-def test_what_the_decoder_does_not_need_is_freed() -> None:
-    with torch.device("meta"):
-        from transformers import AutoModelForMultimodalLM
-
-        fields = MULTIMODAL["mistral3"]().to_dict()
-        model: Any = AutoModelForMultimodalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
-    before = sum(parameter.numel() for parameter in model.parameters())
-    keep_text_part(model)
-    assert sum(parameter.numel() for parameter in model.parameters()) < 0.6 * before
-    assert model.model.vision_tower is None and model.model.multi_modal_projector is None

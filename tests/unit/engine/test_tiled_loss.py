@@ -106,13 +106,6 @@ def test_a_label_that_is_no_token_is_not_trained_as_another(z_loss: float) -> No
         token_losses(torch.zeros(2, 5), torch.tensor([1, -1]), z_loss)
 
 
-def test_without_a_coefficient_there_is_no_z_loss_and_the_same_bits_as_ever() -> None:
-    model, batch = apply_ulysses(zoo_model("granite"), ALONE), make_batch()
-    found = training_loss(model, batch, tile=TILE)
-    assert float(found.z_loss_sum) == 0 and torch.equal(found.objective_sum.detach(), found.loss_sum)
-    assert torch.equal(causal_lm_loss(model, batch, tile=TILE)[0], found.objective_sum)
-
-
 class Largest(TorchDispatchMode):
     """Records the most elements of a tensor that an operator returns."""
 

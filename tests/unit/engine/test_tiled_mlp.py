@@ -178,12 +178,6 @@ def test_a_norm_over_tiles_has_the_same_bits_and_sums_its_weight_gradient_in_fp3
     assert errors[1] <= 1.1 * errors[0] + 1e-6
 
 
-def test_a_norm_with_weights_in_fp32_keeps_its_result_in_fp32() -> None:
-    for tile in ("off", 7):
-        norm, hidden = rms_norm(64, tile)  # type: ignore[arg-type]
-        assert norm.float()(hidden).dtype == torch.float32
-
-
 def test_a_norm_over_tiles_makes_no_values_in_fp32_of_a_whole_row() -> None:
     peaks = {}
     for tile in ("off", 64):
@@ -218,13 +212,6 @@ def tiled_modules(model: nn.Module) -> set[str]:
     return {name for name, one in model.named_modules() if hasattr(one, "_tile_tokens")}
 
 
-def test_norms_with_weights_of_their_own_for_each_head_stay_whole() -> None:
-    model: Any = tiny_model("cohere", use_qk_norm=True, pad_token_id=0, num_key_value_heads=4)
-    assert model.model.layers[0].self_attn.q_norm.weight.dim() == 2
-    tile_mlps(model, TILE)
-    assert not [name for name in tiled_modules(model) if name.endswith(("q_norm", "k_norm"))]
-
-
 def test_norms_that_an_adapter_trains_whole_go_over_tiles() -> None:
     model = get_peft_model(
         zoo_model("qwen3"), LoraConfig(target_modules=["q_proj"], modules_to_save=["q_norm", "input_layernorm"])
@@ -235,13 +222,6 @@ def test_norms_that_an_adapter_trains_whole_go_over_tiles() -> None:
         "base_model.model.model.layers.0.input_layernorm.modules_to_save.default",
         "base_model.model.model.layers.0.self_attn.q_norm.modules_to_save.default",
     }
-
-
-def test_norms_in_a_list_go_over_tiles() -> None:
-    layer = Layer(8)
-    layer.norms = nn.ModuleList([LlamaRMSNorm(16), LlamaRMSNorm(16)])
-    tile_mlps(layer, TILE)
-    assert tiled_modules(layer) == {"mlp", "norms.0", "norms.1"}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -265,14 +245,6 @@ def test_heads_in_any_order_of_memory_have_the_same_bits_and_are_not_copied(
     assert torch.equal(found["off"][1], found[7][1])
     if dtype == torch.float32:
         torch.testing.assert_close(found["off"][2], found[7][2])
-
-
-def test_a_tile_of_heads_has_as_many_values_as_one_of_hidden_states() -> None:
-    model: Any = zoo_model("qwen3")
-    tile_mlps(model, 100)
-    attention = model.model.layers[0].self_attn
-    assert attention.q_norm._tile_tokens(10_000, 16) == 100 * 32 // 16
-    assert model.model.norm._tile_tokens(10_000, 32) == 100
 
 
 def peak_bytes(run: Callable[[], Any]) -> int:

@@ -63,14 +63,6 @@ def test_nvme_has_a_buffer_for_each_tensor_of_a_sub_group_that_is_not_too_large(
     assert zero_config(replace(SETTINGS, sub_group_elements=7))["zero_optimization"]["sub_group_size"] == 7
 
 
-def test_offloaded_weights_are_partitioned_to_the_host_while_a_model_is_loaded() -> None:
-    settings = replace(SETTINGS, offload_optimizer="cpu", offload_param="cpu")
-    partition = partition_config(settings)
-    assert partition is not None
-    assert partition["zero_optimization"]["offload_param"] == {"device": "cpu", "pin_memory": False}
-    assert "offload_param" not in zero_config(replace(settings, offload_param="none"))["zero_optimization"]
-
-
 def _dbrx() -> Any:
     # Its experts are a module with parameters inside, which is called once for each expert that has a token.
     attention, ffn = {"kv_n_heads": 2, "rope_theta": 1e4}, {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2}

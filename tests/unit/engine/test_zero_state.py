@@ -76,17 +76,3 @@ def test_a_partitioned_parameter_has_the_shape_that_zero_3_keeps_beside_it() -> 
     assert shape_of(SimpleNamespace(ds_shape=torch.Size((4, 5)), shape=torch.Size((0,)))) == (4, 5)
 
 
-def test_a_state_in_memory_is_a_source_like_any_other() -> None:
-    description = StateDescription(tensors={})
-    parts = (
-        TensorPart(key="fp32/a", start=3, tensor=torch.tensor([1.0, 2.0])),
-        TensorPart(key="model/a", start=1, tensor=torch.tensor([4.0], dtype=torch.bfloat16)),
-    )
-    state = ShardedState(parts=parts, description=description)
-    assert [(held.key, held.start, held.num_elements, held.dtype) for held in state.intervals] == [
-        ("fp32/a", 3, 2, torch.float32),
-        ("model/a", 1, 1, torch.bfloat16),
-    ]
-    copies = [torch.zeros(2), torch.zeros(1, dtype=torch.bfloat16)]
-    state.copy_to(copies)
-    assert [copy.tolist() for copy in copies] == [[1.0, 2.0], [4.0]]

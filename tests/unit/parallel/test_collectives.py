@@ -20,13 +20,6 @@ def group(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group()
 
 
-def test_a_group_is_found_by_the_name_that_torch_gave_it(group: dist.ProcessGroup) -> None:
-    assert group_named(group.group_name) is group
-    other = dist.new_group([0])
-    assert group_named(other.group_name) is other
-    assert other.group_name != group.group_name
-
-
 def test_a_strided_view_is_not_sent(group: dist.ProcessGroup) -> None:
     """gloo would silently read or write elsewhere."""
     with pytest.raises(AssertionError):

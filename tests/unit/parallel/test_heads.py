@@ -67,15 +67,6 @@ def test_a_key_value_head_goes_to_the_ranks_that_use_it(
     assert [rank.groups for rank in assign_heads(heads, kv_heads, ranks).ranks] == groups
 
 
-def test_the_cost_of_uneven_heads_is_said() -> None:
-    plan = assign_heads(14, 2, 4)
-    assert plan.imbalance == pytest.approx(4 / 3.5)
-    assert (plan.kv_copies, plan.max_kv_heads, plan.kernel_calls) == (2.0, 1, 1)
-    even = assign_heads(32, 8, 8)
-    assert (even.imbalance, even.kv_copies, even.kernel_calls) == (1.0, 1.0, 1)
-    assert assign_heads(40, 8, 3).kernel_calls == 3
-
-
 def test_more_ranks_than_heads_are_refused() -> None:
     with pytest.raises(UserError, match=r"8 ranks can't share 4 attention heads.*set parallel.ring_size so that"):
         assign_heads(4, 2, 8)

@@ -30,11 +30,6 @@ def world() -> Iterator[WorldMaker]:
         dist.destroy_process_group()
 
 
-def test_a_process_alone_is_a_mesh_of_one() -> None:
-    mesh = SequenceMesh.from_group(None)
-    assert (mesh.sp_size, mesh.sp_rank, mesh.ulysses_size, mesh.ring_size, mesh.world_size) == (1, 0, 1, 1, 1)
-
-
 def test_only_a_mesh_without_groups_goes_to_another_process(world: WorldMaker) -> None:
     alone = SequenceMesh.from_group(None)
     assert pickle.loads(pickle.dumps(alone)) == alone
@@ -149,8 +144,3 @@ def test_a_layout_of_another_world_is_refused(world: WorldMaker) -> None:
         SequenceMesh.from_layout(ParallelLayout(world_size=6, sp_size=3))
 
 
-def test_a_role_that_the_mesh_does_not_have_is_refused(world: WorldMaker) -> None:
-    world(0, 2)
-    mesh = SequenceMesh.from_group(dist.group.WORLD)
-    with pytest.raises(UserError, match=r"this mesh has no group for role 'dp'; it has \['loss', 'shard', 'sp', 'ul"):
-        mesh.group("dp")

@@ -43,40 +43,12 @@ def test_ring_ranks_have_equal_work_under_a_causal_mask(split: tuple[int, int], 
     assert set(work) == {row_tokens * (row_tokens + 1) // 2 // ring_size}
 
 
-@given(split=splits, units=st.integers(1, 5))
-def test_ulysses_ranks_share_their_rings_two_chunks_end_to_end(split: tuple[int, int], units: int) -> None:
-    ulysses_size, ring_size = split
-    sp_size = ulysses_size * ring_size
-    row_tokens = units * row_multiple(sp_size, ring_size)
-    whole = [*range(row_tokens)]
-    size = row_tokens // (2 * ring_size) if ring_size > 1 else row_tokens
-    for ring_rank in range(ring_size):
-        chunks = (ring_rank, 2 * ring_size - 1 - ring_rank) if ring_size > 1 else (0,)
-        expected = [token for chunk in chunks for token in whole[chunk * size : (chunk + 1) * size]]
-        joined = [
-            token
-            for ulysses_rank in range(ulysses_size)
-            for start, stop in held_ranges(row_tokens, ring_rank * ulysses_size + ulysses_rank, sp_size, ring_size)
-            for token in range(start, stop)
-        ]
-        assert joined == expected
-
-
 def test_the_chunks_in_the_middle_of_a_row_touch() -> None:
     assert held_ranges(16, 0, 2, 2) == ((0, 4), (12, 16))
     assert held_ranges(16, 1, 2, 2) == ((4, 12),)
     assert [held_ranges(16, rank, 4, 2) for rank in range(4)] == [((0, 4),), ((12, 16),), ((4, 8),), ((8, 12),)]
     # Three Ulysses ranks: the one in the middle has the end of the first chunk and the start of the second.
     assert [held_ranges(24, rank, 6, 2) for rank in range(3)] == [((0, 4),), ((4, 6), (18, 20)), ((20, 24),)]
-
-
-def test_without_a_ring_a_rank_holds_a_plain_slice() -> None:
-    assert [held_ranges(12, rank, 3) for rank in range(3)] == [((0, 4),), ((4, 8),), ((8, 12),)]
-
-
-def test_a_row_that_does_not_divide_is_our_own_mistake() -> None:
-    with pytest.raises(AssertionError):
-        held_ranges(12, 0, 4, 2)
 
 
 @given(num_heads=st.integers(1, 48), sp_size=st.integers(1, 200))
@@ -114,12 +86,6 @@ def test_ulysses_and_ring_groups_hold_every_rank_once_and_cross_in_one(split: tu
         assert {layout.dp_rank(other) for other in (*ulysses, *ring)} == {layout.dp_rank(rank)}
         ring_rank, ulysses_rank = divmod(layout.sp_rank(rank), ulysses_size)
         assert ulysses[ulysses_rank] == rank == ring[ring_rank]
-
-
-def test_heads_are_exchanged_among_neighbours() -> None:
-    layout = ParallelLayout(world_size=8, sp_size=4, ring_size=2)
-    assert layout.ulysses_groups() == ((0, 1), (2, 3), (4, 5), (6, 7))
-    assert layout.ring_groups() == ((0, 2), (1, 3), (4, 6), (5, 7))
 
 
 @pytest.mark.parametrize("ring_size", [0, 4, 5])

@@ -54,6 +54,20 @@ def make_config(model_config: dict[str, Any] | None = None, **sections: dict[str
     return Config.model_validate(tree)
 
 
+def llama_config(
+    context: int = 131_072, *, sp_size: int = 8, workers: Any = 8, device: Any = None, **memory: Any
+) -> Config:
+    """Return the configuration of a pretrained 8B model on GPUs."""
+    return make_config(
+        LLAMA_3_8B,
+        model={"config": LLAMA_3_8B, "init": "pretrained", "path": "/model"},
+        data={"context_tokens": context, "rows_per_step": 8},
+        parallel={"sp_size": sp_size},
+        cluster={"workers": workers, "gpus_per_worker": 1, "device": device},
+        memory=memory,
+    )
+
+
 def make_shape(config: Config) -> ModelShape:
     assert config.model.config is not None
     return ModelShape.from_config_dict(config.model.config)

@@ -15,12 +15,9 @@ from ray_ulysses.planner.memory import MemoryEstimate, configured_memory
 from ray_ulysses.planner.search import longest_context
 from ray_ulysses.planner.throughput import configured_time, full_rows
 from tests.unit.config.trees import small_tree
+from tests.unit.planner.runs import LLAMA_3_8B
 
-EIGHT_B = {
-    "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
-    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-}  # fmt: skip
-WHOLE = ModelShape.from_config_dict(EIGHT_B)
+WHOLE = ModelShape.from_config_dict(LLAMA_3_8B)
 ADDED = 41_943_040
 ADAPTED = replace(WHOLE, part=TrainedPart(added=ADDED, trained=ADDED, has_embedding=False, has_head=False))
 EMBEDDING = 128256 * 4096
@@ -65,16 +62,12 @@ def test_a_frozen_head_has_no_gradient_to_sum_over_tiles() -> None:
     assert frozen["bucket of gradients"] == 2 * 50_000_000 and "gradients, before reduction" not in frozen
 
 
-def lora(**changes: Any) -> Any:
-    tree = small_tree(
-        model__config=EIGHT_B, model__dtype="bf16", model__adapter={}, cluster__workers=8, cluster__gpus_per_worker=1,
-        cluster__device="H100", parallel__sp_size=8, data__context_tokens=65536, memory__device_gib=79, **changes,
-    )  # fmt: skip
-    return parse_config(tree)
-
-
 def test_a_step_is_modelled_faster_and_a_longer_context_fits() -> None:
-    config = lora()
+    tree = small_tree(
+        model__config=LLAMA_3_8B, model__dtype="bf16", model__adapter={}, cluster__workers=8, cluster__gpus_per_worker=1,
+        cluster__device="H100", parallel__sp_size=8, data__context_tokens=65536, memory__device_gib=79,
+    )  # fmt: skip
+    config = parse_config(tree)
     times = [configured_time(config, shape, full_rows(config)) for shape in (ADAPTED, WHOLE)]
     assert times[0] is not None and times[1] is not None
     matmul = [{one.name: one.seconds for one in time.terms}["matrix products"] for time in times if time]

@@ -11,7 +11,7 @@ from ray_ulysses.tracking.mlflow_models import METRIC_PREFIX
 from ray_ulysses.tracking.run_time import TimeSpent
 from ray_ulysses.trainer.record import SystemMeter
 from ray_ulysses.trainer.step import Flags, StepMeter, StepResult
-from tests.unit.planner.test_flops import LLAMA_3_8B
+from tests.unit.planner.runs import LLAMA_3_8B
 
 
 def _of_a_step(monkeypatch: pytest.MonkeyPatch) -> set[str]:
