@@ -13,9 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from ray_ulysses import apply_ulysses, causal_lm_loss, shard_batch
+from ray_ulysses import apply_ulysses, shard_batch
 from ray_ulysses.attention.batch import IGNORE_INDEX
-from ray_ulysses.attention.recompute import checkpoint_contexts
 from ray_ulysses.config import Config, parse_config
 from ray_ulysses.engine.loss import score_tokens, training_loss
 from ray_ulysses.engine.model import build_model, check_architecture, compile_layers, refuse_architecture
@@ -24,9 +23,11 @@ from ray_ulysses.engine.tiled_mlp import tile_mlps
 from ray_ulysses.errors import UserError
 from ray_ulysses.export.architecture import describe
 from ray_ulysses.run.settings import model_shape
+from tests.breadth import fast_only
 from tests.unit.attention.meshes import ALONE
 from tests.unit.attention.models import SIZES, VOCAB, plain_config, tiny_model, zoo_model
 from tests.unit.config.trees import small_tree
+from tests.unit.engine.steps import checkpointed, gradients_of
 
 ASKED = {"output_router_logits": True}
 LENGTHS = (9, 1, 13)
@@ -75,9 +76,7 @@ def test_another_formula_is_refused_before_weights(how: str, monkeypatch: pytest
         return (probabilities * probabilities.log()).sum(-1).mean()
 
     monkeypatch.setattr(modeling_mixtral, "load_balancing_loss_func", other)
-    with pytest.raises(
-        UserError, match=r"mixtral sets .* not that of Switch .*; set optimizer\.router_loss: 0\.0, or output_"
-    ):
+    with pytest.raises(UserError, match=r"mixtral sets .*optimizer\.router_loss: 0\.0"):
         refuse_architecture(plain_config("mixtral", num_local_experts=4, **ASKED))
     monkeypatch.undo()
     refuse_architecture(plain_config("mixtral", num_local_experts=4, **ASKED))
@@ -122,14 +121,8 @@ def test_a_router_that_has_not_scored_every_token_is_refused() -> None:
     batch = shard_batch(torch.zeros(1, 8).long(), None, (8,), ALONE)
     loss = RouterLoss(num_experts=4, top_k=2, coefficient=1.0)
     for scores, found in (([torch.zeros(8, 4), torch.zeros(7, 4)], r"\(7, 4\), \(8, 4\)"), ([], "nothing")):
-        with pytest.raises(
-            UserError, match=rf"scores of shape {found} instead of one score for each of 8 tokens and 4"
-        ):
+        with pytest.raises(UserError, match=rf"scores of shape {found} instead"):
             router_loss_sum(SimpleNamespace(router_logits=scores), loss, batch)
-
-
-def gradients_of(model: Any) -> dict[str, torch.Tensor]:
-    return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
 
 
 def whole_row(model_type: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -147,13 +140,12 @@ def make_ids() -> torch.Tensor:
 
 @pytest.mark.parametrize("layers", ["plain", "checkpointed", "tiled", "checkpointed-tiled"])
 @pytest.mark.parametrize("tile", [TILE, "off"], ids=str)
-@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("model_type", fast_only(["mixtral", "qwen3_moe", "gpt_oss"], "mixtral"))
 def test_loss_and_gradients_are_those_of_transformers(model_type: str, tile: Any, layers: str) -> None:
     values, wanted = whole_row(model_type)
     model: Any = apply_ulysses(zoo_model(model_type, **ASKED), ALONE).train()
     if "checkpointed" in layers:
-        options = {"use_reentrant": False, "context_fn": checkpoint_contexts("both")}
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        checkpointed(model)
     if "tiled" in layers:
         tile_mlps(model, 4)
         assert any("forward" in vars(one) and next(one.children(), None) for one in model.modules())

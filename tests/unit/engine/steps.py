@@ -1,0 +1,61 @@
+"""A batch of two documents, a step's gradients, their comparison, and the memory that a step takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ray_ulysses import shard_batch
+from ray_ulysses.attention.batch import IGNORE_INDEX, ShardedBatch
+from ray_ulysses.attention.recompute import KeptOutput, checkpoint_contexts
+from tests.apart import worst
+from tests.unit.attention.meshes import ALONE
+from tests.unit.attention.models import VOCAB
+
+LENGTHS = (17, 23)
+TILE = 7
+
+
+def make_batch(weighted: bool = False) -> ShardedBatch:
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(0, VOCAB, (1, sum(LENGTHS)), generator=generator)
+    labels = ids.clone()
+    labels[:, 4:9] = IGNORE_INDEX
+    weights = torch.rand(1, sum(LENGTHS), generator=generator) if weighted else None
+    return shard_batch(ids, labels, LENGTHS, ALONE, label_weights=weights)
+
+
+def checkpointed(model: Any, keep: KeptOutput = "both") -> Any:
+    """Return the model with gradient checkpointing."""
+    options: dict[str, Any] = {"use_reentrant": False}
+    if keep != "none":
+        options["context_fn"] = checkpoint_contexts(keep)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    return model
+
+
+def gradients_of(model: Any) -> dict[str, torch.Tensor]:
+    return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+
+
+def worst_tensor(ours: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    """Return law 1's error of the worst tensor."""
+    assert ours.keys() == wanted.keys()
+    whole = torch.stack([one.norm() for one in wanted.values()]).norm()
+    return worst(
+        float((ours[name] - one).norm() / (one.norm() if one.norm() > 1e-7 * whole else whole))
+        for name, one in wanted.items()
+    )
+
+
+def peak_bytes(run: Callable[[], Any]) -> int:
+    """Return how much torch's allocator has given out at most."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    now = most = 0
+    for event in sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()):  # type: ignore[union-attr]
+        now += event.nbytes() if event.name() == "[memory]" else 0
+        most = max(most, now)
+    return most
