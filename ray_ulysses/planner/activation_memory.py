@@ -108,21 +108,21 @@ def activation_terms(
 ) -> list[MemoryTerm]:
     """Return the terms of the decoder's layers, for ``tokens`` per rank and ``value`` bytes per value."""
     hidden, layers = shape.hidden_size, shape.num_layers
-    text = f"{tokens:,} tokens per rank x 2 x {shape.head_dim} x {value} bytes: cosines and sines"
+    text = f"{tokens:,} tokens per rank x 2 x {shape.head_dim} x {value} bytes: rotary cosines and sines"
     terms = [in_passes("rotations", tokens * 2 * shape.head_dim * value, text)]
     saved = _saved(shape, tokens, split, value, tiles, checkpointed=checkpointed)
     if checkpointed:
         text = (
-            f"{layers} layers x {tokens:,} tokens per rank x {hidden * shape.streams} x {value} bytes: what gradient "
-            "checkpointing keeps of each layer"
+            f"{layers} layers x {tokens:,} tokens per rank x {hidden * shape.streams} x {value} bytes: kept by "
+            "gradient checkpointing"
         )
         terms.append(in_passes(_INPUTS, layers * tokens * hidden * shape.streams * value, text))
         terms += [*_kept_attention(shape, tokens, split, value), *_kept_mixers(shape, tokens, split, value), *saved]
     else:
         kept = sum(one.bytes for one in saved) * layers
-        text = f"{layers} layers x {kept // layers:,} bytes of one, since memory.gradient_checkpointing is false"
+        text = f"{layers} layers x {kept // layers:,} bytes each, because memory.gradient_checkpointing is false"
         terms.append(in_passes("activations of all layers", kept, text))
-    text = f"{tokens:,} tokens per rank x {hidden} x {value} bytes: what a layer's backward pass begins with"
+    text = f"{tokens:,} tokens per rank x {hidden} x {value} bytes: the input of a layer's backward pass"
     terms.append(term("gradient of a layer's output", tokens * hidden * value, "layer", text))
     return [
         *terms,
@@ -144,7 +144,7 @@ def _saved(
         first, second, what = (
             value if checkpointed else 2 * value,
             2 * value,
-            "its result, and its input if not a layer's",
+            "its result, and its input unless it is the layer's",
         )
     text = f"{tokens:,} tokens per rank x {hidden} x {first} bytes: {what}"
     terms = [term("a layer's first norm", tokens * hidden * first, "layer", text)]
@@ -157,15 +157,15 @@ def _saved(
             each, what = value, "their input"
         text = f"{tokens:,} tokens per rank x {width} x {each} bytes: {what}"
         terms.append(term("norms of queries and keys", tokens * width * each, "layer", text))
-    text = f"{tokens:,} tokens per rank x {value} bytes x the widths of q, k and v, as the kernel has them"
+    text = f"{tokens:,} tokens per rank x {value} bytes x the widths of q, k and v in the kernel's layout"
     terms.append(term("attention q, k and v", tokens * value * widths.inputs, "layer", text))
     if split.kept == "none" or not checkpointed:
         each = widths.outputs * value + widths.queries // shape.head_dim * FP32_BYTES
-        text = f"{tokens:,} tokens per rank x {each:,} bytes: output and log-sum-exp, as the kernel has them"
+        text = f"{tokens:,} tokens per rank x {each:,} bytes: output and log-sum-exp in the kernel's layout"
         terms.append(term("attention output", tokens * each, "layer", text))
     if split.ulysses_size > 1 and not (split.kept == "both" and checkpointed and not split.has_head_groups):
         width = shape.num_heads * shape.value_dim
-        text = f"{tokens:,} tokens per rank x {width} x {value} bytes: in the model's layout, for its projection"
+        text = f"{tokens:,} tokens per rank x {width} x {value} bytes: input of the output projection"
         terms.append(term("attention output, exchanged", tokens * width * value, "mlp", text))
     if tiles.mlp >= tokens:
         each = 4 * shape.mlp_width * value
@@ -182,7 +182,7 @@ def _router_scores(shape: ModelShape, tokens: int, value: int) -> list[MemoryTer
     layers = shape.num_layers - experts.dense_layers
     text = (
         f"{layers} layers x {tokens:,} tokens per rank x {experts.count} experts x {value} bytes: scores for the "
-        "router loss, and then their gradients"
+        "router loss, later their gradients"
     )
     return [in_passes("router scores", layers * tokens * experts.count * value, text)]
 
@@ -206,8 +206,8 @@ def _mlp_backward(shape: ModelShape, tokens: int, value: int, tiles: Tiles, *, c
         size = tile * each + tokens * shape.hidden_size * value + weights * (FP32_BYTES + value)
         text = (
             f"{tile:,} tokens of {tokens:,} per rank (memory.mlp_tile) x {each:,} bytes: {values} values of its width; "
-            f"and {tokens:,} x {shape.hidden_size * value:,} bytes: its input's gradient; and {weights:,} weights x "
-            f"{FP32_BYTES + value} bytes: their gradients, summed in fp32, and those of one tile"
+            f"plus {tokens:,} x {shape.hidden_size * value:,} bytes: its input's gradient; plus {weights:,} weights x "
+            f"{FP32_BYTES + value} bytes: their gradients summed in fp32, and the gradients of one tile"
         )
         name = "one MLP, tiled"
     else:
@@ -219,7 +219,7 @@ def _mlp_backward(shape: ModelShape, tokens: int, value: int, tiles: Tiles, *, c
     if norm > size:
         text = (
             f"{tiles.norm:,} tokens of {tokens:,} per rank x {shape.hidden_size} x {_VALUES_OF_NORM} x {FP32_BYTES} "
-            "bytes: in fp32; and, where that is not all, the gradients of its result and its input"
+            "bytes: values in fp32; plus, over tiles, the gradients of its result and its input"
         )
         size, name = norm, "a norm, backward"
     return term(name, size, "mlp", text)
@@ -249,8 +249,8 @@ def _kept_mixers(shape: ModelShape, tokens: int, split: AttentionSplit, value: i
     if not shape.mixer_width or split.kept != "both" or split.ulysses_size == 1:
         return []
     text = (
-        f"{tokens:,} tokens per rank x {shape.mixer_width} x {value} bytes: what the output projections of "
-        f"{shape.mixer_layers} layers that carry state take (memory.attention_output=both)"
+        f"{tokens:,} tokens per rank x {shape.mixer_width} x {value} bytes: inputs of the output projections "
+        f"of {shape.mixer_layers} layers that carry state (memory.attention_output=both)"
     )
     return [in_passes(_OUTPUTS_OF_MIXERS, tokens * shape.mixer_width * value, text)]
 
@@ -267,7 +267,7 @@ def _attention_backward(
     sent = 0 if split.ring_size > 1 else widths.inputs
     each, what = (
         (widths.outputs + sent) * value + widths.inputs * FP32_BYTES,
-        "output, and of q, k and v as they are sent",
+        "output, and of q, k and v in the layout of the exchange",
     )
     copied = 0
     if split.copies_to_fp32:
@@ -284,8 +284,8 @@ def _attention_backward(
     if split.ring_size > 1:
         each = (widths.keys + widths.values) * (2 * value + 3 * FP32_BYTES) + widths.queries * FP32_BYTES
         text = (
-            f"{tokens:,} tokens per rank x {each} bytes: keys and values held and on their way, their gradients in "
-            "fp32 made, sent and received, and the queries' in fp32"
+            f"{tokens:,} tokens per rank x {each} bytes: keys and values, held and in transit; their gradients in "
+            "fp32, computed, sent and received; and the queries' gradients in fp32"
         )
         terms.append(term("ring buffers", tokens * each, "attention", text))
     if shape.has_head_norms and tiles.query_norm >= tokens:
@@ -310,9 +310,9 @@ def loss_terms(
     terms = [term("final norm", tokens * shape.hidden_size * each, "loss", text)]
     # Log-probabilities, and the gradients of these and of the logits; the logits themselves are already freed.
     each, tile = (5 if z_loss else 3) * FP32_BYTES, loss_tile_tokens(setting, tokens, shape.vocab_size)
-    values = "log-probabilities, their gradient and that of the logits"
+    values = "log-probabilities, their gradient and the logits' gradient"
     if z_loss:
-        values = "logits, and four values that their gradient by both losses is made of (optimizer.z_loss)"
+        values = "logits, and four temporaries of their gradient with two losses (optimizer.z_loss)"
     what = "untiled" if setting == "off" else f"of {tokens:,} per rank"
     text = (
         f"{tile:,} tokens {what} (memory.loss_tile={setting}) x vocabulary {shape.vocab_size:,} x {each} bytes: "
@@ -328,15 +328,15 @@ def loss_terms(
         logits = of_tile
         text = (
             f"({tile:,} tokens of {tokens:,} per rank (memory.loss_tile={setting}) x vocabulary "
-            f"{shape.vocab_size:,} + {head:,} parameters) x {value} bytes: gradients of the logits and of the head, of "
-            "one tile"
+            f"{shape.vocab_size:,} + {head:,} parameters) x {value} bytes: one tile's gradients of the logits and of "
+            "the head"
         )
     terms.append(term("logits", logits, "loss", text))
     # The gradients of a single tile become the sums only after its logits are freed.
     summed = 0 if tile >= tokens else head * FP32_BYTES
     text = (
         f"{tokens:,} tokens per rank x {shape.hidden_size:,} x {value} bytes + {summed:,} bytes: gradients of the "
-        "hidden states and of the output head, summed over tiles in fp32, which are made in the forward pass"
+        "hidden states and of the output head (summed over tiles in fp32), computed in the forward pass"
     )
     terms.append(term("gradients of the head's tiles", tokens * shape.hidden_size * value + summed, "loss", text))
     return terms

@@ -35,7 +35,7 @@ _MOMENTS: tuple[tuple[Phase, ...], ...] = (
 )
 """Phases whose terms are allocated together."""
 _RUNTIME = always(
-    "runtime", 2 * GIB, "an assumption: the device's context, loaded kernels and NCCL's buffers; not yet measured"
+    "runtime", 2 * GIB, "assumed for the device's context, loaded kernels and NCCL's buffers; not yet measured"
 )
 
 
@@ -126,7 +126,7 @@ def _offloaded(
             rest.append(one)
             continue
         layers = min(LAYERS_ON_DEVICE, num_layers)
-        text = f"{layers} of {num_layers} layers' at once: on their way to host memory, or back ahead of their use"
+        text = f"{layers} of {num_layers} layers at once, being copied to host memory or prefetched from it"
         rest.append(in_passes(f"{one.name.removesuffix(', kept')}, in flight", one.bytes * layers // num_layers, text))
-        host.append(replace(one, source=f"{one.source}; memory.offload_activations has {kind}"))
+        host.append(replace(one, source=f"{one.source}; memory.offload_activations contains {kind}"))
     return rest, host

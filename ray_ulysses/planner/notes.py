@@ -41,10 +41,10 @@ def plan_notes(
         notes.append(f"the parameter count of model_type {shape.model_type!r} is an estimate")
     if shape.mixer_layers:
         notes.append(
-            f"{shape.mixer_layers} of {shape.num_layers} layers carry state along the sequence: their parameters are "
-            "counted, and the recurrence's FLOPs, but their activations are estimated as those of attention (without "
-            "the packages of their kernels a step has taken 1.0 to 11.5 times that, by kind of layer), and their time "
-            "is that of matrix products; measure both with `ray-ulysses check`"
+            f"{shape.mixer_layers} of {shape.num_layers} layers carry state along the sequence: their parameters and "
+            "FLOPs are counted, but their activations are estimated like those of attention (without their kernels' "
+            "packages, steps took 1.0 to 11.5 times as much, depending on the kind of layer), and their time like that "
+            "of matrix products; measure both with `ray-ulysses check`"
         )
     return tuple(notes)
 
@@ -55,13 +55,13 @@ def _config_notes(config: Config) -> Iterator[str]:
         slots = -(-rows // dp_size) * dp_size
         yield (
             f"{dp_size} data-parallel groups do not divide data.rows_per_step={rows}: {slots - rows} of "
-            f"{slots} row slots per step are idle; the loss is the same"
+            f"{slots} row slots per step are idle; the loss is not affected"
         )
     model = config.model
     if model.resume_from is None and model.resume_state != "all":
         yield (
-            f"model.resume_state={model.resume_state} is ignored, since model.resume_from is null: the run starts from "
-            f"what model.init={model.init} gives"
+            f"model.resume_state={model.resume_state} is ignored, because model.resume_from is null: the run starts "
+            f"from model.init={model.init}"
         )
 
 
@@ -71,14 +71,14 @@ def _data_notes(config: Config, stage: Stage) -> Iterator[str]:
     if config.schedule.warmup_steps >= horizon:
         yield (
             f"{stage.schedule}.warmup_steps={config.schedule.warmup_steps} reaches the horizon of {horizon} steps: "
-            "the learning rate never decays after its warm-up"
+            "the learning rate never decays"
         )
     yield from _share_notes(plan.newest)
     num_unlabelled = plan.newest.totals.unlabelled_rows
     if num_unlabelled:
         yield (
-            f"{num_unlabelled:,} rows are left out of the plan, since none of their tokens has a label; "
-            f"{plan.newest.train.num_rows:,} rows are trained"
+            f"{num_unlabelled:,} rows are left out of the plan, because none of their tokens has a label; "
+            f"{plan.newest.train.num_rows:,} rows remain"
         )
     if plan.newest.branch is not None and plan.newest.stage is None and config.schedule.horizon_steps is None:
         before = plan.segments[-2].end_step
@@ -101,8 +101,8 @@ def _share_notes(segment: Segment) -> Iterator[str]:
                 if source.is_used
             )
             yield (
-                f"of the tokens planned of epoch {info.epoch + 1}, {said}: documents are taken whole, and those that "
-                "were begun are trained to their end whatever the weights"
+                f"of the tokens planned for epoch {info.epoch + 1}, {said}: a document is never cut to match the "
+                "weights, and a document in progress is trained to its end"
             )
             return
 
@@ -117,20 +117,18 @@ def _encoding_notes(corpora: Sequence[Corpus]) -> Iterator[str]:
         # The first corpus with each token.
         found = {token: corpora[of_corpora.index(token)] for token in of_corpora}
         if len(found) > 1:
-            those = " and ".join(
-                f"those of {corpus.folder} with {'no token' if token is None else f'token {token}'}"
+            where = ", ".join(
+                f"in {corpus.folder} with {'no token' if token is None else f'token {token}'}"
                 for token, corpus in found.items()
             )
-            yield (
-                f"documents {does} differently: {those}. If that is not meant, prepare them alike (prepare --{which})"
-            )
+            yield (f"documents {does} differently: {where}. If unintended, prepare them alike (prepare --{which})")
     templates = [corpus.info.encoding.chat_template for corpus in corpora]
     writers = {text: corpora[templates.index(text)] for text in templates if text is not None}
     if len(writers) > 1:
         yield (
-            f"conversations of {' and '.join(str(corpus.folder) for corpus in writers.values())} were written by "
-            "different chat templates, and an export publishes the first alone. If that is not meant, prepare them "
-            "alike (prepare --chat-template)"
+            f"conversations in {' and '.join(str(corpus.folder) for corpus in writers.values())} were written with "
+            "different chat templates, but an export publishes only the first. If unintended, prepare them alike "
+            "(prepare --chat-template)"
         )
 
 
@@ -146,16 +144,16 @@ def _fill_notes(segment: Segment) -> Iterator[str]:
     # Documents that each fill a whole row do not fit better into others.
     num_pieces = int(segment.train.stats(0, num_rows).num_pieces.sum(dtype=np.int64))
     if packing == "none":
-        why = ", since each document has a row of its own; best_fit puts several into one"
+        why = ", because each document has its own row; best_fit puts several into a row"
     elif packing == "best_fit" and num_rows > num_open and num_pieces > 1.5 * num_rows:
         why = (
-            f"; wide_fit, which chooses among {WIDE_OPEN_ROWS:,} open rows instead of {NUM_OPEN_ROWS}, fills "
-            "rows of documents of a third to two thirds of a row better"
+            f"; wide_fit chooses among {WIDE_OPEN_ROWS:,} open rows instead of {NUM_OPEN_ROWS}, which suits documents "
+            "of a third to two thirds of a row better"
         )
     else:
         why = (
-            ", since documents do not add up to whole rows; concat fills rows by splitting documents, and another "
-            "data.context_tokens may suit their lengths"
+            ", because the documents do not add up to whole rows; concat fills rows by splitting documents, and "
+            "another data.context_tokens may suit their lengths"
         )
     yield f"data.packing={packing} leaves {1 - segment.fill:.1%} of the rows empty{why}"
 
@@ -205,6 +203,6 @@ def _checkpoint_notes(config: Config, stage: Stage) -> Iterator[str]:
         meet = "only by chance" if every is None else f"every {math.lcm(every, evaluation):,} steps"
         yield (
             f"run.eval_every_steps={evaluation} and checkpoint.every_steps={every if every is not None else 'null'} "
-            f"fall on one step {meet}: checkpoint.keep_best={checkpoint.keep_best} chooses among those checkpoints "
-            "alone; let one divide the other"
+            f"coincide {meet}: checkpoint.keep_best={checkpoint.keep_best} chooses only among those checkpoints; make "
+            "one interval a multiple of the other"
         )

@@ -50,11 +50,11 @@ def heads_problems(config: Config, shape: ModelShape) -> Iterator[Problem]:
         return
     valid = [size for size in shape.mixer_sp_sizes if size <= shape.num_heads]
     hint = f"use {', '.join(map(str, valid))}"
-    why = f"can't share the heads of the {shape.mixer_layers} layers that carry state along the sequence equally"
+    why = f"can't divide the heads of the {shape.mixer_layers} layers that carry state along the sequence equally"
     parallel = config.parallel
     if parallel.ring_size is not None and parallel.ring_size > 1:
         rule = (
-            f"passes keys and values around a ring, and {shape.mixer_layers} layers of model_type "
+            f"passes keys and values around a ring, but {shape.mixer_layers} layers of model_type "
             f"{shape.model_type!r} carry state along the sequence and need whole rows"
         )
         yield problem_of(config, "parallel.ring_size", rule, "use 1 or null")
@@ -67,7 +67,7 @@ def heads_problems(config: Config, shape: ModelShape) -> Iterator[Problem]:
 def vocabulary_problems(max_token_id: int, vocab_size: int, corpus_path: str) -> Iterator[Problem]:
     """Refuse a corpus with a token id that the model's embedding does not have."""
     if max_token_id >= vocab_size:
-        rule = f"holds token id {max_token_id}, and the model's vocab_size={vocab_size} ends at {vocab_size - 1}"
+        rule = f"contains token id {max_token_id}, but the model's vocab_size={vocab_size} ends at {vocab_size - 1}"
         hint = "prepare the corpus with the model's own tokenizer, or use a model whose vocab_size is at least "
         yield Problem(path="data.path", value=corpus_path, rule=rule, hint=f"{hint}{max_token_id + 1}")
 
@@ -75,7 +75,7 @@ def vocabulary_problems(max_token_id: int, vocab_size: int, corpus_path: str) ->
 def position_problems(config: Config, longest_document: int, num_positions: int) -> Iterator[Problem]:
     """Refuse documents that are longer than a model's table of positions."""
     if longest_document > num_positions:
-        rule = f"lets documents of up to {longest_document} tokens into a row, and the model's table of positions "
+        rule = f"allows documents of up to {longest_document} tokens, but the model's table of positions "
         hint = f"use at most {num_positions}, or a model with rotary positions"
         yield problem_of(config, "data.context_tokens", f"{rule}ends at {num_positions}", hint)
 
@@ -91,8 +91,8 @@ def context_problems(config: Config, longest_document: int, trained_positions: i
     if longest_document > trained_positions:
         factor = math.ceil(longest_document / trained_positions)
         rule = (
-            f"lets documents of up to {longest_document:,} tokens into a row, and model.path was trained on "
-            f"{trained_positions:,} positions (max_position_embeddings), whose frequencies model.rope does not extend"
+            f"allows documents of up to {longest_document:,} tokens, but model.path was trained on "
+            f"{trained_positions:,} positions (max_position_embeddings) and model.rope does not extend them"
         )
         hint = (
             f"set model.rope, for example to {{rope_theta: ...}} with a larger base or to {{rope_type: yarn, "
@@ -116,7 +116,7 @@ def plan_problems(config: Config, plan: Plan) -> Iterator[Problem]:
         hint = f"use at most {plan.num_steps}, or data.epochs={epochs} (for a run that has begun, with --branch)"
         yield problem_of(config, "run.stop_step", rule, hint)
     if config.run.eval_every_steps is not None and plan.evaluation.num_rows == 0:
-        rule = "holds out no document with a target, and run.eval_every_steps needs an evaluation"
+        rule = "holds out no document with a target, but run.eval_every_steps requires one"
         yield problem_of(config, "data.eval_fraction", rule, "use a larger share, or set run.eval_every_steps=null")
 
 
@@ -124,7 +124,7 @@ def corpus_problems(config: Config, plan: Plan) -> Iterator[Problem]:
     """Refuse a corpus that is shorter than one step."""
     num_rows = plan.newest.train.num_rows
     if num_rows < plan.settings.rows_per_step and plan.newest.branch is None:
-        rule = f"is more than the {num_rows} rows of the corpus, so that not even one step is full"
+        rule = f"exceeds the {num_rows} rows of the corpus, so not even one step is full"
         hint = f"use at most {num_rows}, a shorter data.context_tokens, more data.epochs or a longer corpus"
         yield problem_of(config, "data.rows_per_step", rule, hint)
 
@@ -163,8 +163,8 @@ def fit_hint(config: Config, shape: ModelShape) -> str:
     device, host = least.memory.device_bytes / GIB, least.memory.host_bytes / GIB
     options = f", with {least.options()}" if least.changes else ""
     return (
-        f"by this estimate no setting fits, nor up to 8 times the workers: on these the least need is {device:.1f} GiB "
-        f"per device and {host:.1f} GiB per host{options}; use {shorter}"
+        "by this estimate no setting fits, even with 8 times the workers; the configured workers need at least "
+        f"{device:.1f} GiB per device and {host:.1f} GiB per host{options}; use {shorter}"
     )
 
 
@@ -210,8 +210,8 @@ def local_problem(config: Config, shape: ModelShape, free_bytes: int) -> Problem
         return None
     each = (needed - RAY_BYTES) / workers
     rule = (
-        f"takes {needed / GIB:.1f} GiB of this machine's memory, of which {max(0, free_bytes) / GIB:.1f} GiB are free: "
-        f"{RAY_BYTES / GIB:.1f} for Ray and {each / GIB:.2f} for each worker, by the plan's estimate"
+        f"needs an estimated {needed / GIB:.1f} GiB of memory ({RAY_BYTES / GIB:.1f} for Ray and {each / GIB:.2f} for "
+        f"each worker), but this machine has {max(0, free_bytes) / GIB:.1f} GiB free"
     )
     fitting = _most_that_fit(config, shape, free_bytes)
     if fitting:
@@ -228,7 +228,7 @@ def gpu_problem(config: Config, num_gpus: int) -> Problem | None:
         return None
     fitting = num_gpus // sp_size * sp_size
     fewer = f"use cluster.workers={fitting} (a run can resume with any number)," if fitting else "set 0 for CPUs,"
-    rule = f"takes {least} GPUs for cluster.workers={least}, and torch finds {num_gpus} on this machine"
+    rule = f"needs {least} GPUs for cluster.workers={least}, but torch finds {num_gpus} on this machine"
     return problem_of(config, "cluster.gpus_per_worker", rule, f"{fewer} or use a cluster (cluster.address)")
 
 
@@ -303,8 +303,8 @@ def _way_out(config: Config, shape: ModelShape, stage: int, place: MemoryPlace, 
             options = f"--set {where}.sp_size={size} {options}".rstrip()
             return f"the nearest settings that need less, on a branch of the run (--branch): {options}"
     return (
-        f"use more workers, a smaller {where}.context_tokens or a smaller model, for no setting needs a tenth less on "
-        "these workers"
+        f"no setting saves a tenth of the memory on these workers; use more workers, a smaller {where}.context_tokens "
+        "or a smaller model"
     )
 
 

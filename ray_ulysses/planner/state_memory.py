@@ -119,21 +119,21 @@ def host_state(shape: ModelShape, sharing: StateSharing, *, has_device: bool) ->
             terms.append(_update(shape, sharing, has_device=False))
     if sharing.offload == "nvme":
         held = min(trained, NVME_SUB_GROUP)
-        text = f"{each} x 4 bytes: accumulated over the micro-batches of a step in fp32"
+        text = f"{each} x 4 bytes: a step's sums over micro-batches in fp32"
         terms.append(always("gradients, fp32", trained * FP32_BYTES, text))
-        text = f"{NVME_BUFFERS} buffers x {held:,} parameters x 4 bytes: the sub-group that is stepped on"
+        text = f"{NVME_BUFFERS} buffers x {held:,} parameters x 4 bytes: the sub-group being updated"
         terms.append(always("buffers for NVMe", NVME_BUFFERS * held * FP32_BYTES, text))
     size, words = sharing.stored_bytes(shape), sharing.stored_words(shape)
     if sharing.host_buffers:
         text = (
             f"{sharing.host_buffers} copies (checkpoint.host_buffers) x {words}: master weights, moments and rounded "
-            "weights of this rank's share, from which checkpoints are written"
+            "weights of this rank's share, copied for writing checkpoints"
         )
         terms.append(always("checkpoints, staged", sharing.host_buffers * size, text))
     if sharing.peer_memory:
         text = (
-            f"{PEER_COPIES} x {PEER_STATES} x {words}: per worker on its node two nodes' copies of two states, of "
-            "which one is being made (elastic.peer_memory)"
+            f"{PEER_COPIES} x {PEER_STATES} x {words}: per worker, its node keeps two nodes' copies of two states, "
+            "one of them being written (elastic.peer_memory)"
         )
         terms.append(always("peer memory", PEER_COPIES * PEER_STATES * size, text))
     return terms
@@ -148,26 +148,26 @@ def load_terms(
     """
     count, value = shape.num_parameters, sharing.value_bytes
     if init == "pretrained":
-        then = ", then partitions" if sharing.stage == 3 else ""
-        text = f"{count:,} parameters x {value} bytes: at step 0 Transformers reads every weight on each rank{then}"
+        then = ", then partitions them" if sharing.stage == 3 else ""
+        text = f"{count:,} parameters x {value} bytes: at step 0 each rank reads all weights{then}"
         host = term("the model, while it is loaded", count * value, "load", text)
     else:
-        text = f"{count:,} parameters x 4 bytes: at step 0 each rank draws the whole model from the seed, in fp32"
+        text = f"{count:,} parameters x 4 bytes: at step 0 each rank draws the whole model from the seed in fp32"
         host = term("the model, while it is drawn", count * FP32_BYTES, "load", text)
     if sharing.stage < 3:
-        flat, what = (count, "the whole model") if shape.part is None else (shape.trained_parameters, "what is trained")
+        flat, what = (count, "the whole model") if shape.part is None else (shape.trained_parameters, "trained weights")
         text = f"({count:,} + {flat:,} parameters) x {value} bytes: DeepSpeed flattens {what} into a copy"
         return host, term("the model, beside its flat copy", (count + flat) * value, "load", text)
     if init == "pretrained":
         return (host,)
-    text = f"{count:,} parameters x {value} bytes: at step 0 DeepSpeed moves it whole to the device, then partitions"
+    text = f"{count:,} parameters x {value} bytes: at step 0 DeepSpeed moves all to the device, then partitions"
     return host, term("the model, before it is sharded", count * value, "load", text)
 
 
 def _weights(shape: ModelShape, sharing: StateSharing) -> MemoryTerm:
     count, value = shape.num_parameters, sharing.value_bytes
     if sharing.stage < 3:
-        text = f"{count:,} parameters x {value} bytes: ZeRO-{sharing.stage} keeps them whole on every rank"
+        text = f"{count:,} parameters x {value} bytes: ZeRO-{sharing.stage} keeps all on every rank"
         return always("weights, whole", count * value, text)
     text = f"{count:,} parameters / {sharing.world_size} ranks x {value} bytes: ZeRO-3 shards them"
     return always("weights, sharded", sharing.shard(shape) * value, text)
@@ -186,13 +186,13 @@ def _device_gradients(shape: ModelShape, sharing: StateSharing) -> MemoryTerm | 
     """Return the gradients that are accumulated on the device over the micro-batches of a step."""
     if sharing.stage == 1:
         text = (
-            f"{shape.trained_parameters:,} parameters x 4 bytes: accumulated over the micro-batches of a step in fp32, "
-            "whole on every rank, since ZeRO-1 does not shard them"
+            f"{shape.trained_parameters:,} parameters x 4 bytes: a step's sums over micro-batches in fp32, whole on "
+            "every rank, because ZeRO-1 does not shard them"
         )
         return always("gradients, fp32", shape.trained_parameters * FP32_BYTES, text)
     # With offload, only ZeRO-2 in bf16 accumulates its share on the device, and copies it at the end of a step.
     if sharing.offload == "none" or (sharing.stage == 2 and not sharing.is_fp32):
-        text = f"{_each(shape, sharing)} x 4 bytes: accumulated over the micro-batches of a step in fp32"
+        text = f"{_each(shape, sharing)} x 4 bytes: a step's sums over micro-batches in fp32"
         return always("gradients, fp32", sharing.trained(shape) * FP32_BYTES, text)
     return None
 
@@ -200,11 +200,9 @@ def _device_gradients(shape: ModelShape, sharing: StateSharing) -> MemoryTerm | 
 def _host_gradients(shape: ModelShape, sharing: StateSharing) -> list[MemoryTerm]:
     """Return the gradients in host memory: those for the optimizer's step, and the accumulated ones."""
     shard, each = sharing.trained(shape), _each(shape, sharing)
-    stepped = always(
-        "gradients of the step, fp32", shard * FP32_BYTES, f"{each} x 4 bytes: what the optimizer steps with"
-    )
+    stepped = always("gradients of the step, fp32", shard * FP32_BYTES, f"{each} x 4 bytes: the optimizer's input")
     if sharing.stage == 3 or sharing.is_fp32:
-        text = f"{each} x 4 bytes: accumulated over the micro-batches of a step in fp32"
+        text = f"{each} x 4 bytes: a step's sums over micro-batches in fp32"
         return [always("gradients, fp32", shard * FP32_BYTES, text), stepped]
     return [stepped]
 
@@ -213,8 +211,8 @@ def _gathered(shape: ModelShape, sharing: StateSharing) -> MemoryTerm:
     working = max(2 * shape.layer_parameters, shape.embedding_parameters)
     live = max(working, min(shape.num_parameters, _LIVE_PARAMETERS))
     text = (
-        f"{live:,} parameters x {sharing.value_bytes} bytes: a layer, the one fetched ahead, and what DeepSpeed keeps "
-        "for reuse (stage3_max_live_parameters)"
+        f"{live:,} parameters x {sharing.value_bytes} bytes: a layer, the prefetched layer, and weights that "
+        "DeepSpeed keeps for reuse (stage3_max_live_parameters)"
     )
     return in_passes("weights, gathered", live * sharing.value_bytes, text)
 
@@ -222,7 +220,7 @@ def _gathered(shape: ModelShape, sharing: StateSharing) -> MemoryTerm:
 def _update(shape: ModelShape, sharing: StateSharing, *, has_device: bool) -> MemoryTerm:
     """Return the update's temporaries: stage 3 updates sub-group by sub-group, the other stages all at once."""
     each, count, times = _each(shape, sharing), sharing.trained(shape), 1 if has_device else 2
-    text = "the root of the variance" + " and a copy of it" * (not has_device)
+    text = "the square root of the variance" + " and a copy of it" * (not has_device)
     if sharing.stage == 3:
         most = _SUB_GROUP - (-shape.embedding_parameters // sharing.world_size)
         count, times = min(count, most), times + 1

@@ -224,7 +224,7 @@ class _Parts:
         forward, backward = (self.attention_flops(part) * level for part in (self.attention_passes - 4, 4))
         rates, share = self.rates, self._attention_share()
         seconds = (forward / rates.attention_forward + backward / rates.attention_backward) / (self.peak * share)
-        again = ", forward twice" if self._attends_again else ", not computed again"
+        again = ", recomputed" if self._attends_again else ", not recomputed"
         text = (
             f"{forward + backward:.3g} FLOP per rank, at {rates.attention_forward * share:.0%} of the peak forward and "
             f"{rates.attention_backward * share:.0%} backward{again * self.config.memory.gradient_checkpointing}"
@@ -279,7 +279,7 @@ class _Parts:
         width = shape.num_kv_heads * (shape.head_dim + shape.value_dim)
         size = self._rank_tokens * shape.num_layers * width * (2 + 2 + 4) * (ring - 1)
         seconds = max(0.0, size / link_bandwidth(self.config, self.layout.sp_size) - attention_s)
-        return TimeTerm(name="ring", seconds=seconds, source=f"{size / GB:,.1f} GB per rank, behind attention")
+        return TimeTerm(name="ring", seconds=seconds, source=f"{size / GB:,.1f} GB per rank, overlapped with attention")
 
     def weights(self, compute_s: float) -> TimeTerm:
         """Return the time by which gathering weights and reducing gradients exceed the compute that hides them."""
@@ -298,7 +298,7 @@ class _Parts:
         # Below stage 3, DeepSpeed overlaps nothing (overlap_comm).
         is_hidden = stage == 3
         seconds = max(0.0, size / link_bandwidth(self.config, world) - compute_s * is_hidden)
-        text = f"{size / GB:,.1f} GB per rank, {micro_batches} micro-batches{', behind compute' * is_hidden}"
+        text = f"{size / GB:,.1f} GB per rank, {micro_batches} micro-batches{', overlapped with compute' * is_hidden}"
         return TimeTerm(name="weights and gradients", seconds=seconds, source=text)
 
     def host_copies(self, compute_s: float) -> TimeTerm:
@@ -321,7 +321,7 @@ class _Parts:
         late = forward / self.rates.host - forward_s, backward / self.rates.host - (compute_s - forward_s)
         text = (
             f"{forward / GB:,.1f} GB per rank in the forward pass and {backward / GB:,.1f} GB in the backward pass, at "
-            f"{self.rates.host / GB:,.0f} GB/s, behind compute"
+            f"{self.rates.host / GB:,.0f} GB/s, overlapped with compute"
         )
         return TimeTerm(name="host copies", seconds=sum(max(0.0, seconds) for seconds in late), source=text)
 
@@ -333,5 +333,5 @@ class _Parts:
             return TimeTerm(name="update", seconds=shard * _UPDATE_BYTES / self.rates.memory, source=text)
         # fp32 gradients to the host, bf16 weights to the device.
         copies_s, update_s = shard * 6 / self.rates.host, shard * _UPDATE_BYTES / _HOST_MEMORY
-        text = f"{shard:,.0f} parameters per rank on the host: {_UPDATE_BYTES} bytes at 25 GB/s, and copies of 6 bytes"
+        text = f"{shard:,.0f} parameters per rank on the host: {_UPDATE_BYTES} bytes each at 25 GB/s, 6 bytes copied"
         return TimeTerm(name="update", seconds=copies_s + update_s, source=text)

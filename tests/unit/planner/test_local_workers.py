@@ -39,7 +39,8 @@ def test_dozens_of_workers_are_refused_with_the_number_that_fits() -> None:
     problem = local_problem(config, shape, 16 * GIB)
     assert problem is not None
     text = str(problem)
-    assert text.startswith("cluster.workers=64: takes 4") and "16.0 GiB are free: 2.0 for Ray and 0.69 for" in text
+    assert text.startswith("cluster.workers=64: needs an estimated 4") and "(2.0 for Ray and 0.69 for" in text
+    assert "16.0 GiB free" in text
     fitting = int(text.partition("; use ")[2].partition(",")[0])
     assert 20 <= fitting <= 28
     assert local_problem(*tiny(fitting), 16 * GIB) is None
@@ -65,7 +66,7 @@ def test_the_stage_that_takes_the_most_memory_counts() -> None:
 def test_a_machine_that_holds_no_group_is_told_so() -> None:
     text = str(local_problem(*tiny(4, 4), RAY_BYTES + WORKER_BYTES))
     assert text.endswith("free memory, use a smaller model or context, or a cluster (cluster.address)")
-    assert "of which 0.0 GiB are free" in str(local_problem(*tiny(1), -GIB))
+    assert "has 0.0 GiB free" in str(local_problem(*tiny(1), -GIB))
 
 
 def test_what_the_plan_says_a_worker_holds_counts_and_a_gpus_memory_does_not() -> None:

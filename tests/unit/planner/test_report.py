@@ -135,7 +135,7 @@ def encoding_notes(**encodings: dict[str, Any]) -> tuple[str, ...]:
 
 def test_corpora_whose_documents_begin_or_end_differently_are_noted() -> None:
     begin, end = encoding_notes(bos={"bos_token_id": 1}, none={"eos_token_id": None})
-    assert all(text in begin for text in ("/bos with token 1", "/none with no token", "prepare --bos"))
+    assert all(text in begin for text in ("/bos with token 1", "in /none with no token", "prepare --bos"))
     assert all(text in end for text in ("/bos with token 256", "/none with no token", "prepare --eos"))
     assert encoding_notes(one={}, other={}) == ()
 
@@ -143,7 +143,7 @@ def test_corpora_whose_documents_begin_or_end_differently_are_noted() -> None:
 def test_corpora_whose_conversations_other_templates_wrote_are_noted() -> None:
     one, same, other = ({"num_chats": 1, "chat_template": text} for text in ("{{ 1 }}", "{{ 1 }}", "{{ 2 }}"))
     (note,) = encoding_notes(a=one, old={"num_chats": 1}, same=same, b=other)
-    assert "/a and /b were written by different chat templates" in note
+    assert "/a and /b were written with different chat templates" in note
     assert encoding_notes(a=one, old={"num_chats": 1}, same=same) == ()
 
 
