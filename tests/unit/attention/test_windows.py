@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, masking_utils
 
 from ray_ulysses import apply_ulysses, shard_batch
-from ray_ulysses.attention.probe import MaskFunction, NotAWindow, local_span_of, longer_than_any_window, window_of
+from ray_ulysses.attention.probe import MaskFunction, NotAWindow, local_span_of, window_of
 from ray_ulysses.errors import UserError
 from tests.unit.attention.meshes import ALONE
 from tests.unit.attention.models import VOCAB, plain_config
@@ -118,32 +118,6 @@ def test_hundreds_of_drawn_architectures_have_the_windows_of_their_own_masks_or_
     assert outcomes["refused"] >= 1
 
 
-@pytest.mark.parametrize(
-    ("kind", "settings"),
-    [
-        # Their default configurations, or one setting of them, put the window into the mask alone.
-        ("phimoe", {"sliding_window": 5}),
-        ("olmoe", {"sliding_window": 5}),
-        *[
-            (kind, {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]})
-            for kind in ("glm4_moe", "seed_oss", "minimax_m2", "hunyuan_v1_dense", "hunyuan_v1_moe", "jetmoe")
-        ],
-        (
-            "qwen2_moe",
-            {
-                "sliding_window": 5,
-                "use_sliding_window": True,
-                "max_window_layers": 1,
-                "layer_types": ["full_attention", "sliding_attention"],
-            },
-        ),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_a_window_that_only_the_mask_knows_is_applied(kind: str, settings: dict[str, Any]) -> None:
-    assert outcome_of(kind, settings) == "equal with a window named"
-
-
 def test_a_compiled_model_has_the_windows_that_only_its_mask_knows() -> None:
     """Under torch.compile nothing is checked per layer, so the window must be there before."""
     settings = {"sliding_window": 5, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 2}
@@ -164,54 +138,20 @@ def test_a_compiled_model_has_the_windows_that_only_its_mask_knows() -> None:
     assert float((gradients[0] - gradients[1]).norm() / gradients[0].norm()) < 1e-5
 
 
-@pytest.mark.parametrize("window", [1, 2, 6, 100, 4096, None])
-def test_the_window_of_a_mask_is_found(window: int | None) -> None:
-    function = masking_utils.causal_mask_function
-    if window is not None:
-        function = masking_utils.sliding_window_causal_mask_function(window)
-    assert window_of(function, longer_than_any_window({"sliding_window": window})) == window
+OTHER_MASKS: dict[str, MaskFunction] = {
+    "both-ways": masking_utils.bidirectional_mask_function,
+    "window-both-ways": masking_utils.sliding_window_bidirectional_mask_function(9),
+    "spans-both-ways": masking_utils.chunked_overlay(7, torch.zeros(1, dtype=torch.int64)),
+    "shifted-spans": lambda _, __, query, key: (key <= query) & ((key + 3) // 7 == (query + 3) // 7),
+    "every-second": lambda _, __, query, key: (key <= query) & ((query - key) % 2 == 0),
+    "growing": lambda _, __, query, key: (key <= query) & (query - key < 9 + query // 200),
+    "later": lambda _, __, query, key: key > query,
+    "hole": lambda _, __, query, key: (key <= query) & (key != 3),
+}
 
 
-@pytest.mark.parametrize("local_span", [2, 7, 100, 4096])
-def test_the_local_spans_of_a_mask_are_found(local_span: int) -> None:
-    function = masking_utils.chunked_causal_mask_function(local_span, torch.zeros(1, dtype=torch.int64))
-    num_tokens = longer_than_any_window({"attention_chunk_size": local_span})
-    assert local_span_of(function, num_tokens) == local_span
+@pytest.mark.parametrize("mask", OTHER_MASKS)
+@pytest.mark.parametrize("find", [window_of, local_span_of])
+def test_a_mask_that_is_not_a_causal_window_is_refused(mask: str, find: Callable[[MaskFunction, int], object]) -> None:
     with pytest.raises(NotAWindow):
-        window_of(function, num_tokens)
-
-
-def _with_hole(_: Any, __: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    return (key <= query) & (key != 3)
-
-
-@pytest.mark.parametrize(
-    "mask_function",
-    [
-        masking_utils.bidirectional_mask_function,
-        masking_utils.sliding_window_bidirectional_mask_function(9),
-        masking_utils.chunked_overlay(7, torch.zeros(1, dtype=torch.int64)),
-        lambda _, __, query, key: (key <= query) & ((key + 3) // 7 == (query + 3) // 7),
-        lambda _, __, query, key: (key <= query) & ((query - key) % 2 == 0),
-        lambda _, __, query, key: (key <= query) & (query - key < 9 + query // 200),
-        lambda _, __, query, key: key > query,
-        _with_hole,
-    ],
-    ids=[
-        "both-ways",
-        "window-both-ways",
-        "spans-both-ways",
-        "shifted-spans",
-        "every-second",
-        "growing",
-        "later",
-        "hole",
-    ],
-)
-def test_a_mask_that_is_no_causal_window_is_told(mask_function: Callable[..., torch.Tensor]) -> None:
-    function: MaskFunction = mask_function
-    for find in (window_of, local_span_of):
-        with pytest.raises(NotAWindow):
-            find(function, 1001)
-
-
+        find(OTHER_MASKS[mask], 1001)

@@ -245,17 +245,6 @@ def test_what_is_changed_in_place_after_it_was_kept_is_refused() -> None:
         step(model)
 
 
-def test_compiled_layers_run_as_they_are() -> None:
-    wanted = step(make_model(num_hidden_layers=2))
-    model = make_model(num_hidden_layers=2)
-    copies = LateCopies(ROOM)
-    offload_to(model, copies)
-    for index, layer in enumerate(model.model.layers):
-        model.model.layers[index] = torch.compile(layer, backend="aot_eager")
-    assert_same_bits({name.replace("_orig_mod.", ""): one for name, one in step(model).items()}, wanted)
-    assert copies.log
-
-
 @pytest.mark.parametrize(
     "change",
     [

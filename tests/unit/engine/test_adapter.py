@@ -99,23 +99,15 @@ def test_a_model_that_a_state_fills_is_the_same_but_for_its_values() -> None:
 @pytest.mark.parametrize(
     ("adapter", "tied", "said"),
     [
-        ({"targets": ["query"]}, False, "model.adapter.targets: the model has no module 'query' with weights; name"),
-        ({"modules_to_save": ["wte"]}, False, "model.adapter.modules_to_save: the model has no module 'wte' with"),
-        (
-            {"targets": ["embed_tokens"]},
-            False,
-            "model.adapter.targets=model.embed_tokens: only a linear layer can have an adapter; train other modules",
-        ),
+        ({"targets": ["query"]}, False, "model.adapter.targets: "),
+        ({"modules_to_save": ["wte"]}, False, "model.adapter.modules_to_save: "),
+        ({"targets": ["embed_tokens"]}, False, "model.adapter.targets=model.embed_tokens: "),
         (
             {"targets": ["up_proj"], "modules_to_save": ["mlp"]},
             False,
-            "model.adapter.targets=model.layers.0.mlp.up_proj, model.layers.1.mlp.up_proj: they are also trained whole",
+            "model.adapter.targets=model.layers.0.mlp.up_proj",
         ),
-        (
-            {"targets": ["lm_head"]},
-            True,
-            "model.adapter.targets=lm_head: it shares its weights with the token embedding, which an adapter on the",
-        ),
+        ({"targets": ["lm_head"]}, True, "model.adapter.targets=lm_head: "),
     ],
     ids=["target", "module", "embedding", "both", "tied-head"],
 )
@@ -126,29 +118,21 @@ def test_an_adapter_that_does_not_suit_the_model_is_refused(adapter: dict[str, A
 
 
 @pytest.mark.parametrize(
-    ("adapter", "said"),
+    ("adapter", "changes", "path"),
     [
-        ({"rank": 0}, "model.adapter.rank=0: must be at least 1; use 1 or more"),
-        (
-            {"targets": "q_proj"},
-            "model.adapter.targets='q_proj': must be all-linear or a list of names; write [q_proj]",
-        ),
-        ({"targets": []}, "model.adapter.targets=[]: names no layer, so nothing would be adapted; use all-linear"),
-        ({"targets": ["a", "a"]}, "model.adapter.targets=['a', 'a']: contains an empty or duplicate name"),
-        ({"dropout": 0.1}, "model.adapter.dropout=0.1: there is no such setting"),
+        ({"rank": 0}, {}, "model.adapter.rank"),
+        ({"targets": "q_proj"}, {}, "model.adapter.targets"),
+        ({"targets": []}, {}, "model.adapter.targets"),
+        ({"targets": ["a", "a"]}, {}, "model.adapter.targets"),
+        ({"dropout": 0.1}, {}, "model.adapter.dropout"),
+        ({}, {"model__part": "text"}, "model.adapter"),
     ],
-    ids=["rank", "pattern", "none", "twice", "dropout"],
+    ids=["rank", "pattern", "none", "twice", "dropout", "part"],
 )
-def test_a_setting_that_can_not_be_is_refused(adapter: dict[str, Any], said: str) -> None:
+def test_an_impossible_setting_is_refused(adapter: dict[str, Any], changes: dict[str, Any], path: str) -> None:
     with pytest.raises(ConfigError) as error:
-        config_of(adapter)
-    assert said in str(error.value)
-
-
-def test_an_adapter_of_a_part_is_refused() -> None:
-    with pytest.raises(ConfigError) as error:
-        config_of({}, model__part="text")
-    assert "model.adapter='lora': adapts a whole model, but model.part=text exports into a copy" in str(error.value)
+        config_of(adapter, **changes)
+    assert path in {problem.path for problem in error.value.problems}
 
 
 def test_a_missing_peft_is_said_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

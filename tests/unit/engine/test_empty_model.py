@@ -133,15 +133,6 @@ def test_shared_frozen_and_marked_parameters_stay_what_they_are() -> None:
     assert model.two.weight is model.one.weight and model.one.weight.mark == "kept"
     assert [name for name, one in model.named_parameters() if one.requires_grad] == ["one.weight"]
     assert model.bias is None and torch.equal(model.table, torch.arange(4.0))
+    types = {name: one.dtype for name, one in model.named_parameters()}
+    assert types == {"counts": torch.int64, "one.weight": torch.bfloat16, "three.weight": torch.bfloat16}
     assert nn.Linear(2, 2).weight.device.type == "cpu", "the context has ended"
-
-
-def test_only_floating_parameters_take_the_models_type() -> None:
-    with without_weights():
-        model = _Shared()
-    allocate_weights(model, torch.bfloat16, None)
-    assert {name: one.dtype for name, one in model.named_parameters()} == {
-        "counts": torch.int64,
-        "one.weight": torch.bfloat16,
-        "three.weight": torch.bfloat16,
-    }

@@ -5,16 +5,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 import torch
 
 from ray_ulysses.engine import activation_offload
-from ray_ulysses.engine.activation_offload import CpuCopies, CudaCopies, PinnedRange, host_range
+from ray_ulysses.engine.activation_offload import CudaCopies, PinnedRange, host_range
 from ray_ulysses.errors import UserError
 from tests.unit.fake_cuda import FakeCuda
 
@@ -78,10 +76,7 @@ def test_memory_that_can_not_be_pinned_stays_pageable_with_one_warning(caplog: p
     assert len(parts) == 4
     assert cudart.refused == 1 and len(cudart.pinned) == 1
     (record,) = caplog.records
-    assert record.getMessage().startswith(
-        f"memory.offload_activations: host memory can't be pinned beyond {PIECE} bytes (CUDA error 2); copies of the "
-        "rest are slower"
-    )
+    assert f"beyond {PIECE} bytes (CUDA error 2)" in record.getMessage()
 
 
 def test_memory_is_pinned_and_unpinned_on_its_own_gpu_by_whichever_thread(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,9 +47,9 @@ def test_a_step_without_a_supervised_token_weighs_nothing() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"zero_stage": 4}, r"zero_stage=4 is not a ZeRO stage; use 0, 1, 2 or 3"),
-        ({"accumulation": 0}, r"accumulation=0 must be at least 1, the number of micro-batches of a step"),
-        ({"global_tokens": -1}, r"global_tokens=-1 must not be negative"),
+        ({"zero_stage": 4}, "zero_stage=4"),
+        ({"accumulation": 0}, "accumulation=0"),
+        ({"global_tokens": -1}, "global_tokens=-1"),
     ],
 )
 def test_what_is_no_scale_is_refused(arguments: dict[str, int], text: str) -> None:
@@ -71,8 +71,6 @@ def test_the_loss_is_a_sum_over_supervised_tokens_in_fp32() -> None:
 
 def test_an_auxiliary_loss_is_refused() -> None:
     batch = shard_batch(torch.zeros(4).long(), None, None, ALONE)
-    with pytest.raises(
-        UserError, match=r"auxiliary \(router\) loss of this rank.s slice, .* set output_router_logits: false"
-    ):
+    with pytest.raises(UserError, match="output_router_logits: false"):
         causal_lm_loss(model_of(torch.zeros(1, 4, 5), aux_loss=torch.zeros(())), batch)
     causal_lm_loss(model_of(torch.zeros(1, 4, 5), aux_loss=None), batch)

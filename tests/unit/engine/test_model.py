@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,7 @@ from ray_ulysses.checkpoint.state import StateDescription, TensorSpec
 from ray_ulysses.config import Config
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.engine.model import build_model, check_architecture, compile_layers, differs_from_stored
-from ray_ulysses.engine.model_config import check_described, described_config, planned_config
-from ray_ulysses.engine.stored_weights import INDEX_FILE, SINGLE_FILE, _fetched
+from ray_ulysses.engine.model_config import described_config, planned_config
 from ray_ulysses.errors import UserError
 from ray_ulysses.export.architecture import describe
 from tests.unit.attention.models import tiny_model
@@ -80,42 +80,50 @@ def test_weights_are_loaded_from_a_local_directory(directory: Path) -> None:
 
 def test_a_model_that_is_not_the_described_one_is_refused_with_every_field(directory: Path) -> None:
     described = {**INLINE, "vocab_size": 400, "num_hidden_layers": 3}
-    with pytest.raises(
-        UserError, match=r"is not the model that model\.config describes: .* Correct model\.config"
-    ) as e:
+    with pytest.raises(UserError) as error:
         build_model(pretrained(directory, model__config=described))
-    assert "vocab_size is 320 there and 400 in model.config" in str(e.value)
-    assert "num_hidden_layers is 2 there and 3 in model.config" in str(e.value)
+    assert "vocab_size is 320 there and 400 in model.config" in str(error.value)
+    assert "num_hidden_layers is 2 there and 3 in model.config" in str(error.value)
 
 
-@pytest.mark.parametrize("content", ["[]", "3", "null"])
-def test_generation_settings_that_are_not_an_object_are_refused(tmp_path: Path, content: str) -> None:
-    build_model(config_of()).save_pretrained(tmp_path)
-    (tmp_path / "generation_config.json").write_text(content)
-    with pytest.raises(UserError, match="no weights could be loaded"):
-        build_model(pretrained(tmp_path))
+UP = "model.layers.0.mlp.up_proj.weight"
+Tensors = dict[str, torch.Tensor]
 
 
-@pytest.mark.parametrize("damage", ["half", "other-shape"])
-def test_weights_that_are_damaged_or_of_another_shape_are_refused(directory: Path, tmp_path: Path, damage: str) -> None:
+def half(path: Path, _: Tensors) -> None:
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def save(path: Path, tensors: Tensors) -> None:
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (half, "no weights could be loaded"),
+        (lambda path, _: (path / "model.safetensors").unlink(), "no weights could be loaded"),
+        (lambda path, _: (path / "generation_config.json").write_text("[]"), "no weights could be loaded"),
+        (lambda path, _: (path / "config.json").unlink(), r"there is no config\.json with a model_type"),
+        (lambda path, own: save(path, own | {"model.norm.weight": torch.zeros(5)}), "no weights could be loaded"),
+        (lambda path, own: save(path, {name: own[name] for name in own.keys() - {UP}}), rf"not in its weights \({UP}"),
+        # Transformers writes such files when it saves a model that it loaded dequantized.
+        (
+            lambda path, own: save(
+                path, own | {UP: own[UP].to(torch.float8_e4m3fn), f"{UP}_scale_inv": torch.ones(1, 1)}
+            ),
+            r"quantized \(.*up_proj\.weight_scale_inv scales",
+        ),
+    ],
+    ids=["half", "none", "generation", "no-config", "other-shape", "lacks-one", "scales"],
+)
+def test_a_directory_that_does_not_hold_the_whole_model_is_refused(
+    directory: Path, tmp_path: Path, damage: Callable[[Path, Tensors], object], text: str
+) -> None:
     shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
-    weights_file = tmp_path / "model.safetensors"
-    if damage == "half":
-        weights_file.write_bytes(weights_file.read_bytes()[: weights_file.stat().st_size // 2])
-    else:
-        save_file(load_file(weights_file) | {"model.norm.weight": torch.zeros(5)}, weights_file, {"format": "pt"})
-    with pytest.raises(UserError, match=r"model\.path='.*': no weights could be loaded"):
-        build_model(pretrained(tmp_path))
-
-
-def test_weights_that_lack_a_tensor_are_refused_and_not_drawn(directory: Path, tmp_path: Path) -> None:
-    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
-    tensors = load_file(tmp_path / "model.safetensors")
-    del tensors["model.layers.1.mlp.down_proj.weight"], tensors["lm_head.weight"]
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(
-        UserError, match=r"2 of the model's tensors are not in its weights \(lm_head\.weight, model\.layers\.1\.mlp\.do"
-    ):
+    damage(tmp_path, load_file(tmp_path / "model.safetensors"))
+    with pytest.raises(UserError, match=rf"^model\.path='.*': .*{text}"):
         build_model(pretrained(tmp_path))
 
 
@@ -155,51 +163,11 @@ def test_a_head_of_a_hub_id_is_its_own_though_the_configuration_ties_it(
         described_config(pretrained("owner/name"))
 
 
-def test_a_hub_that_is_away_is_not_asked_for_what_it_has_said_it_lacks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def away(*_: Any, **__: Any) -> None:
-        raise LocalEntryNotFoundError("the hub is away")
-
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", away)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    lacking = tmp_path / "models--owner--name" / ".no_exist" / ("a" * 40)
-    lacking.mkdir(parents=True)
-    (lacking.parents[1] / "refs").mkdir()
-    (lacking.parents[1] / "refs" / "main").write_text("a" * 40)
-    (lacking / SINGLE_FILE).touch()
-    with pytest.raises(OSError, match="the hub at "):
-        _fetched("owner/name")
-    (lacking / INDEX_FILE).touch()
-    assert _fetched("owner/name") is None
-
-
-def test_a_directory_without_a_configuration_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"model\.path='.*': there is no config\.json with a model_type; .* inline model\.config"
-    ):
-        build_model(pretrained(tmp_path))
-
-
-def test_an_unknown_architecture_is_refused() -> None:
-    described = {**INLINE, "model_type": "no_such_model"}
-    with pytest.raises(UserError, match=r"model\.config\.model_type='no_such_model': Transformers .* has no such"):
-        build_model(config_of(model__config=described))
-
-
 @pytest.mark.parametrize(
-    ("model_type", "said"),
-    [
-        (
-            "llamma",
-            r"model_config\.model_type='llamma': Transformers .* has no such model type; .*did you mean 'llama'",
-        ),
-        ("vit", r"model_type='vit': Transformers .* has no causal language model of this type; use a decoder such as"),
-    ],
+    ("model_type", "said"), [("llamma", "did you mean 'llama'"), ("vit", "has no causal language model of this type")]
 )
 def test_a_model_type_that_is_no_decoder_is_refused_in_a_line(model_type: str, said: str) -> None:
-    with pytest.raises(UserError, match=said.replace("model_config", r"model\.config")) as caught:
+    with pytest.raises(UserError, match=rf"model_type='{model_type}': .*{said}") as caught:
         check_architecture(config_of(model__config={**INLINE, "model_type": model_type}))
     assert len(str(caught.value)) < 300, "not the list of all that Transformers knows"
 
@@ -212,17 +180,6 @@ def test_quantized_weights_are_refused_before_they_are_read(tmp_path: Path, init
     for load in (check_architecture, build_model, lambda config: describe(config, "model")):
         with pytest.raises(UserError, match=r"model\.path='.*': the weights are quantized \(fp8 .* dequantized"):
             load(config)
-
-
-def test_scales_beside_weights_are_not_left_out(directory: Path, tmp_path: Path) -> None:
-    # Transformers writes such files when it saves a model that it loaded dequantized.
-    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
-    tensors = load_file(tmp_path / "model.safetensors")
-    name = "model.layers.0.mlp.up_proj.weight"
-    scale = {f"{name}_scale_inv": torch.full((1, 1), 0.5), "model.layers.0.unused": torch.ones(1)}
-    save_file(tensors | {name: tensors[name].to(torch.float8_e4m3fn)} | scale, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match=r"its weights are quantized \(.*up_proj\.weight_scale_inv scales"):
-        build_model(pretrained(tmp_path))
 
 
 def test_code_of_a_models_repository_is_refused_without_asking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,8 +201,7 @@ def test_code_of_a_models_repository_is_refused_without_asking(tmp_path: Path, m
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("adapter", [None, {"rank": 4}])
+@pytest.mark.parametrize(("tied", "adapter"), [(False, None), (True, {"rank": 4})], ids=["untied", "tied-adapter"])
 def test_a_stored_state_is_of_the_same_model_or_said_to_differ(tied: bool, adapter: dict[str, int] | None) -> None:
     inline = {**INLINE, "tie_word_embeddings": tied}
     config = config_of(model__config=inline, model__adapter=adapter)
@@ -257,15 +213,13 @@ def test_a_stored_state_is_of_the_same_model_or_said_to_differ(tied: bool, adapt
     }
     state = StateDescription(tensors=tensors, tied={"lm_head.weight": "model.embed_tokens.weight"} if tied else {})
     assert differs_from_stored(config, state) is None
-    wider = config_of(model__config={**inline, "intermediate_size": 256}, model__adapter=adapter)
-    said = differs_from_stored(wider, state)
-    assert said is not None and "mlp.gate_proj" in said and "is [256, 96], stored [128, 96]" in said
-    deeper = config_of(model__config={**inline, "num_hidden_layers": 3}, model__adapter=adapter)
-    said = differs_from_stored(deeper, state)
-    assert said is not None and "layers.2" in said and "is not in the checkpoint" in said and "more" in said
-    shallower = {**inline, "num_hidden_layers": 1}
-    shallow = differs_from_stored(config_of(model__config=shallower, model__adapter=adapter), state)
-    assert shallow is not None and "is in the checkpoint only" in shallow
+    for change, text in (
+        ({"intermediate_size": 256}, "is [256, 96], stored [128, 96]"),
+        ({"num_hidden_layers": 3}, "is not in the checkpoint"),
+        ({"num_hidden_layers": 1}, "is in the checkpoint only"),
+    ):
+        found = differs_from_stored(config_of(model__config=inline | change, model__adapter=adapter), state)
+        assert found is not None and text in found
 
 
 def test_each_layer_is_compiled_under_its_own_names_and_others_than_transformers_are_refused(

@@ -111,13 +111,7 @@ def test_the_rate_warms_up_linearly_and_falls_along_half_a_cosine() -> None:
     assert rates[3:12] == sorted(rates[3:12], reverse=True)
 
 
-def test_without_warm_up_the_first_step_is_on_the_cosine() -> None:
-    assert learning_rate(1, **SCHEDULE | {"warmup_steps": 0}) == pytest.approx(
-        0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 12))
-    )
-
-
-@pytest.mark.parametrize("step", [1, 4, 5, 9, 12, 40])
+@pytest.mark.parametrize("step", [4, 9, 40])
 def test_the_rate_of_a_step_knows_the_horizon_and_not_where_the_run_stops(step: int) -> None:
     """A run that stops at 6 and one that goes on to 12 take the same steps until 6."""
     settings = {"base_rate", "warmup_steps", "horizon_steps", "min_ratio", "kind", "decay_steps"}
@@ -129,5 +123,3 @@ def test_the_rate_of_a_step_knows_the_horizon_and_not_where_the_run_stops(step: 
         assert far > near
     else:
         assert near == far == pytest.approx(0.1)
-
-

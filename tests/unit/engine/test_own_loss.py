@@ -9,12 +9,12 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from ray_ulysses import apply_ulysses, causal_lm_loss, shard_batch
-from ray_ulysses.engine import loss
 from ray_ulysses.engine.loss import _losses, refuse_own_loss
 from ray_ulysses.engine.model import refuse_architecture
 from ray_ulysses.errors import UserError
+from tests.breadth import fast_only
 from tests.unit.attention.meshes import ALONE
-from tests.unit.attention.models import ARCHITECTURES, HYBRIDS, VOCAB, plain_config, zoo_model
+from tests.unit.attention.models import ARCHITECTURES, HYBRIDS, plain_config, zoo_model
 
 ZOO = {**ARCHITECTURES, **HYBRIDS}
 
@@ -26,11 +26,7 @@ def meta_model(config: Any) -> Any:
 
 @pytest.mark.parametrize("coefficient", [0.5, 1e-5])
 def test_a_z_loss_of_the_model_is_refused_before_weights(coefficient: float) -> None:
-    text = (
-        rf"^the forward of BambaForCausalLM adds a loss of its own to the cross-entropy \(z_loss_coefficient="
-        rf"{coefficient}\), .* set z_loss_coefficient: 0\.0 in model\.config, .* is optimizer\.z_loss$"
-    )
-    with pytest.raises(UserError, match=text):
+    with pytest.raises(UserError, match=rf"z_loss_coefficient={coefficient}\), .* optimizer\.z_loss$"):
         refuse_architecture(HYBRIDS["bamba"](z_loss_coefficient=coefficient))
 
 
@@ -42,7 +38,7 @@ def test_a_z_loss_of_the_model_is_refused_in_the_library_at_every_step() -> None
             causal_lm_loss(model, batch)
 
 
-@pytest.mark.parametrize("architecture", ZOO)
+@pytest.mark.parametrize("architecture", fast_only(ZOO, "llama", "gpt_oss", "jamba"))
 def test_a_model_whose_loss_is_the_cross_entropy_is_not_refused(architecture: str) -> None:
     model = meta_model(ZOO[architecture]())
     # It was found out, not left alone.
@@ -68,5 +64,3 @@ def test_a_loss_without_a_setting_is_found_in_what_the_forward_returns() -> None
         model = WithPenalty(plain_config("llama"))
     with pytest.raises(UserError, match=r"^the forward of WithPenalty adds a loss .* \(none of its settings says so\)"):
         refuse_own_loss(model)
-
-

@@ -9,16 +9,13 @@ import pytest
 import torch
 
 from ray_ulysses.engine import self_test_local
-from ray_ulysses.engine.self_test import SelfTestReport, find_worst, step_bound, worst_error
+from ray_ulysses.engine.self_test import find_worst, step_bound, worst_error
 from ray_ulysses.engine.self_test_attention import (
-    EXACT_BF16,
-    EXACT_FP32,
-    AttentionSettings,
     document_lengths,
     slice_error,
 )
 from ray_ulysses.engine.self_test_local import self_test_on, self_test_rank
-from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.errors import RunError
 from ray_ulysses.parallel.local_ranks import RankDiedError
 
 NAN, INF = float("nan"), float("inf")
@@ -64,18 +61,6 @@ def test_gradients_are_held_to_law_1_tensor_by_tensor() -> None:
     error, name = worst_error(ours, truth)
     assert (name, round(error, 6)) == ("small", 1.0)
     assert worst_error({**ours, "zero": torch.full((3,), NAN)}, truth) == (INF, "zero")
-
-
-def _attention(dtype: torch.dtype, kernel: str = "auto") -> AttentionSettings:
-    return AttentionSettings(
-        num_heads=4,
-        num_kv_heads=2,
-        head_size=8,
-        value_size=8,
-        dtype=dtype,
-        kernel=kernel,  # type: ignore[arg-type]
-        windows=(None, 16),
-    )
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,6 @@ from ray_ulysses.engine.zero import LOCK_FILE, SwapFolder
 from ray_ulysses.errors import UserError
 
 
-def test_two_processes_of_a_run_never_share_a_folder(tmp_path: Path) -> None:
-    """An attempt that was given up may still be writing when the next one starts."""
-    first, second = SwapFolder(tmp_path / "run"), SwapFolder(tmp_path / "run")
-    assert first.path != second.path
-    assert first.path.is_dir() and second.path.is_dir()
-
-
 def test_what_a_dead_process_left_behind_is_deleted_and_what_a_living_one_uses_is_not(tmp_path: Path) -> None:
     code = (
         "import os, sys; from pathlib import Path; from ray_ulysses.engine.zero import SwapFolder; "

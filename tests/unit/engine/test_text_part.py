@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
 
 from ray_ulysses.config import Config
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.engine.model import build_model, check_architecture
-from ray_ulysses.engine.text_part import keep_text_part
 from ray_ulysses.errors import ConfigError, UserError
 from ray_ulysses.run.preflight import report_run
 from ray_ulysses.run.settings import model_shape
@@ -94,15 +91,6 @@ def test_a_multimodal_configuration_in_line_is_told_of_model_part() -> None:
         parse_config(small_tree(model__config=fields))
 
 
-def test_a_configuration_of_older_files_with_its_sizes_at_the_top_is_told_of_model_part(tmp_path: Path) -> None:
-    # As Qwen2-VL's config.json was.
-    fields = MULTIMODAL["qwen2_vl"]().to_dict()
-    (tmp_path / "config.json").write_text(json.dumps(fields.pop("text_config") | fields))
-    with pytest.raises(UserError, match=r"\(it has vision_config\); set model\.part: text"):
-        model_shape(config_of(tmp_path, part="whole"))
-    assert model_shape(config_of(tmp_path)).num_layers == 2
-
-
 def test_a_model_of_text_only_has_no_text_part(tmp_path: Path) -> None:
     tiny_model().save_pretrained(tmp_path)
     for refused in (check_architecture, model_shape, build_model):
@@ -115,5 +103,3 @@ def test_the_text_part_needs_the_directory_of_its_whole() -> None:
         parse_config(small_tree(model__part="text"))
     with pytest.raises(UserError, match=r"model\.path='owner/name': no such directory; .* download that first"):
         report_run(config_of(Path("owner/name")), Path("/"))
-
-

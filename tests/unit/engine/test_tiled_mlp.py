@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from ray_ulysses import apply_ulysses, causal_lm_loss, remove_ulysses, shard_batch
+from ray_ulysses import apply_ulysses, causal_lm_loss, shard_batch
 from ray_ulysses.attention.batch import IGNORE_INDEX
 from ray_ulysses.engine.tiled_mlp import tile_mlps
 from ray_ulysses.errors import UserError
@@ -241,18 +241,6 @@ def test_the_gradients_of_bf16_weights_are_summed_in_fp32() -> None:
 
 def own(self: Any, hidden: torch.Tensor) -> torch.Tensor:
     return hidden
-
-
-def test_tiles_stay_when_ulysses_is_applied_again_or_removed() -> None:
-    model = apply_ulysses(zoo_model("llama"), ALONE)
-    tile_mlps(model, 5)
-    apply_ulysses(model, ALONE)
-    tiled = [module for module in model.modules() if "forward" in vars(module)]
-    ids = torch.arange(24)[None]
-    with torch.no_grad():
-        logits = remove_ulysses(model)(ids, use_cache=False).logits
-        torch.testing.assert_close(logits, zoo_model("llama")(ids, use_cache=False).logits)
-    assert tiled and all("forward" in vars(module) for module in tiled)
 
 
 def test_a_kernel_that_replaced_an_mlp_excludes_tiles() -> None:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-import subprocess
-import sys
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.engine.model import check_architecture
@@ -63,46 +59,12 @@ def test_nvme_has_a_buffer_for_each_tensor_of_a_sub_group_that_is_not_too_large(
     assert zero_config(replace(SETTINGS, sub_group_elements=7))["zero_optimization"]["sub_group_size"] == 7
 
 
-def _dbrx() -> Any:
-    # Its experts are a module with parameters inside, which is called once for each expert that has a token.
-    attention, ffn = {"kv_n_heads": 2, "rope_theta": 1e4}, {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2}
-    config = AutoConfig.for_model(
-        "dbrx", d_model=32, n_heads=4, n_layers=2, vocab_size=61, attn_config=attention, ffn_config=ffn
-    )
-    return AutoModelForCausalLM.from_config(config)
-
-
-@pytest.mark.parametrize(("architecture", "number"), [("mixtral", 2), ("dbrx", 2), ("kimi_linear", 1), ("llama", 0)])
+@pytest.mark.parametrize(("architecture", "number"), [("mixtral", 2), ("kimi_linear", 1), ("llama", 0)])
 def test_the_experts_of_a_layer_are_one_module_to_the_engine(architecture: str, number: int) -> None:
-    model = _dbrx() if architecture == "dbrx" else zoo_model(architecture)
+    model = zoo_model(architecture)
     gather_experts_at_once(model)
     leaves = [module for module in model.modules() if getattr(module, "_z3_leaf", False)]
     assert len(leaves) == number and all(type(module).__name__.endswith("Experts") for module in leaves)
-
-
-MEMORY = """
-import os, resource
-os.environ["OMP_NUM_THREADS"] = "1"
-import torch
-from ray_ulysses.engine.zero import prepare_process
-prepare_process(0, "cpu")
-def layer():
-    made = [torch.ones(2 << 20) for _ in range(6)]
-for _ in range(3):
-    layer()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(10):
-    layer()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
-
-
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="needs glibc")
-def test_a_process_on_a_cpu_keeps_the_memory_that_a_layer_frees_for_the_next() -> None:
-    # In one process of six, something small that lies above the layer's memory keeps it by chance.
-    counts = [int(subprocess.check_output([sys.executable, "-c", MEMORY], text=True).split()[-1]) for _ in range(2)]
-    # Ten times 48 MiB in pages of 4 KiB; without, a third of them and more were cleared again.
-    assert max(counts) < 400
 
 
 def test_a_model_that_transformers_does_not_checkpoint_is_refused_before_workers_are_taken() -> None:
@@ -111,7 +73,6 @@ def test_a_model_that_transformers_does_not_checkpoint_is_refused_before_workers
         "num_key_value_heads": 2, "kv_channels": 8, "num_hidden_layers": 2, "vocab_size": 61, "num_local_experts": 4,
         "num_experts_per_tok": 2,
     }  # fmt: skip
-    text = "^memory.gradient_checkpointing=true: .* for JetMoeForCausalLM; set memory.gradient_checkpointing: false$"
-    with pytest.raises(UserError, match=text):
+    with pytest.raises(UserError, match=r"^memory\.gradient_checkpointing=true: "):
         check_architecture(parse_config(small_tree(model__config=fields)))
     check_architecture(parse_config(small_tree(model__config=fields, memory__gradient_checkpointing=False)))

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ray_ulysses.checkpoint.state import ShardedState, StateDescription, TensorPart
 from ray_ulysses.engine.partition_view import flat_view, shape_of
 
 SOURCES = {
@@ -74,5 +73,3 @@ def test_a_tensor_that_is_not_contiguous_is_read_in_order_and_filled_in_place() 
 def test_a_partitioned_parameter_has_the_shape_that_zero_3_keeps_beside_it() -> None:
     assert shape_of(torch.empty(2, 3)) == (2, 3)
     assert shape_of(SimpleNamespace(ds_shape=torch.Size((4, 5)), shape=torch.Size((0,)))) == (4, 5)
-
-

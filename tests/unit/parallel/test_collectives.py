@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ray_ulysses.parallel.collectives import BlockExchange, group_named
+from ray_ulysses.parallel.collectives import BlockExchange
 
 
 @pytest.fixture

@@ -52,21 +52,6 @@ def test_parts_of_a_plan_make_the_whole(heads: tuple[int, int], share: float, pa
         assert all(piece.first_kv == piece.groups[0][0] for piece in pieces if piece.groups)
 
 
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "ranks", "groups"),
-    [
-        (8, 4, 4, [((0, 2),), ((1, 2),), ((2, 2),), ((3, 2),)]),
-        (4, 1, 2, [((0, 2),), ((0, 2),)]),
-        (14, 2, 4, [((0, 3),), ((0, 4),), ((1, 3),), ((1, 4),)]),
-        (40, 8, 3, [((0, 5), (1, 5), (2, 3)), ((2, 2), (3, 5), (4, 5), (5, 1)), ((5, 4), (6, 5), (7, 5))]),
-    ],
-)
-def test_a_key_value_head_goes_to_the_ranks_that_use_it(
-    heads: int, kv_heads: int, ranks: int, groups: list[tuple[tuple[int, int], ...]]
-) -> None:
-    assert [rank.groups for rank in assign_heads(heads, kv_heads, ranks).ranks] == groups
-
-
 def test_more_ranks_than_heads_are_refused() -> None:
     with pytest.raises(UserError, match=r"8 ranks can't share 4 attention heads.*set parallel.ring_size so that"):
         assign_heads(4, 2, 8)

@@ -1,12 +1,9 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from ray_ulysses.errors import UserError
 from ray_ulysses.parallel.layout import ParallelLayout
-from tests.breadth import examples
 
 
 def test_ranks_that_share_a_row_are_contiguous() -> None:
@@ -27,5 +24,3 @@ def test_ranks_that_share_a_row_are_contiguous() -> None:
 def test_a_world_that_is_no_whole_number_of_groups_is_refused(world_size: int, sp_size: int, text: str) -> None:
     with pytest.raises(UserError, match=text.replace(".", r"\.")):
         ParallelLayout(world_size=world_size, sp_size=sp_size)
-
-

@@ -62,14 +62,6 @@ def test_a_ring_is_chosen_only_beyond_the_heads_and_leaves_level_ranks(num_heads
     assert ring == min(size for size in level if sp_size // size <= num_heads)
 
 
-@pytest.mark.parametrize(
-    ("sp_size", "num_heads", "ring"),
-    [(1, 32, 1), (32, 32, 1), (3, 4, 1), (64, 32, 2), (8, 4, 2), (6, 4, 3), (5, 4, 5), (56, 28, 2), (96, 40, 12)],
-)
-def test_the_ring_that_is_chosen(sp_size: int, num_heads: int, ring: int) -> None:
-    assert automatic_ring_size(sp_size, num_heads) == ring
-
-
 @given(split=splits, dp_size=st.integers(1, 4))
 def test_ulysses_and_ring_groups_hold_every_rank_once_and_cross_in_one(split: tuple[int, int], dp_size: int) -> None:
     ulysses_size, ring_size = split

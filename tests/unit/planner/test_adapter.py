@@ -64,8 +64,8 @@ def test_a_frozen_head_has_no_gradient_to_sum_over_tiles() -> None:
 
 def test_a_step_is_modelled_faster_and_a_longer_context_fits() -> None:
     tree = small_tree(
-        model__config=LLAMA_3_8B, model__dtype="bf16", model__adapter={}, cluster__workers=8, cluster__gpus_per_worker=1,
-        cluster__device="H100", parallel__sp_size=8, data__context_tokens=65536, memory__device_gib=79,
+        model__config=LLAMA_3_8B, model__dtype="bf16", model__adapter={}, cluster__workers=8, cluster__device="H100",
+        cluster__gpus_per_worker=1, parallel__sp_size=8, data__context_tokens=65536, memory__device_gib=79,
     )  # fmt: skip
     config = parse_config(tree)
     times = [configured_time(config, shape, full_rows(config)) for shape in (ADAPTED, WHOLE)]
