@@ -11,14 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 VOCAB = 61
 SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-}
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256,
+}  # fmt: skip
 # Its second embedding has 134 million parameters by default.
 _SMALL: dict[str, dict[str, Any]] = {"gemma4_text": {"vocab_size_per_layer_input": VOCAB}}
 _ALTERNATING = ["sliding_attention", "full_attention"]
@@ -26,28 +21,27 @@ _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "output_router_logits": Fa
 _SPECIAL_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _LINEAR = ["linear_attention", "full_attention"]
 _DELTA_NET: dict[str, Any] = {
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 8,
-    "linear_key_head_dim": 6,
+    "layer_types": _LINEAR, "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 6,
     "linear_value_head_dim": 5,
-}
+}  # fmt: skip
+_SHARED_EXPERTS: dict[str, Any] = {
+    "head_dim": 8, "num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24, **_EXPERTS,
+}  # fmt: skip
+_DELTA_ATTENTION: dict[str, Any] = {
+    "num_key_value_heads": 4, "layer_types": _LINEAR, "mlp_layer_types": ["dense", "sparse"], "linear_num_heads": 4,
+    "linear_head_dim": 6, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6,
+    "num_local_experts": 4, "moe_intermediate_size": 24, "num_experts_per_tok": 2,
+}  # fmt: skip
 _MAMBA: dict[str, Any] = {
-    "mamba_n_heads": 8,
-    "mamba_d_head": 8,
-    "mamba_n_groups": 1,
-    "mamba_d_state": 5,
-    "mamba_chunk_size": 8,
-}
+    "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 5, "mamba_chunk_size": 8,
+}  # fmt: skip
 _JAMBA: dict[str, Any] = {
-    "attn_layer_period": 2,
-    "mamba_d_state": 5,
-    "mamba_dt_rank": 4,
-    "num_experts": 4,
-    "expert_layer_period": 2,
-    "expert_layer_offset": 1,
-    "mamba_proj_bias": True,
-    **_EXPERTS,
-}
+    "attn_layer_period": 2, "mamba_d_state": 5, "mamba_dt_rank": 4, "num_experts": 4, "expert_layer_period": 2,
+    "expert_layer_offset": 1, "mamba_proj_bias": True, **_EXPERTS,
+}  # fmt: skip
+_ZAMBA: dict[str, Any] = {
+    "layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4, "mamba_d_state": 5,
+}  # fmt: skip
 # Of every kind that some checkpoint sets above 0.
 _NO_DROPOUT = {"attention_dropout": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
@@ -189,66 +183,14 @@ HYBRIDS: dict[str, Callable[..., PreTrainedConfig]] = {
         **_SPECIAL_TOKENS,
     ),
     # Gated delta nets: two value heads per key head, in one interleaved projection or in several.
-    "qwen3_next": _kind(
-        "qwen3_next",
-        head_dim=8,
-        num_experts=4,
-        moe_intermediate_size=24,
-        shared_expert_intermediate_size=24,
-        decoder_sparse_step=1,
-        layer_types=_LINEAR,
-        **_DELTA_NET,
-        **_EXPERTS,
-    ),
-    "qwen3_5_text": _kind("qwen3_5_text", head_dim=8, layer_types=_LINEAR, **_DELTA_NET),
-    "qwen3_5_moe_text": _kind(
-        "qwen3_5_moe_text",
-        head_dim=8,
-        num_experts=4,
-        moe_intermediate_size=24,
-        shared_expert_intermediate_size=24,
-        layer_types=_LINEAR,
-        **_DELTA_NET,
-        **_EXPERTS,
-    ),
-    "olmo_hybrid": _kind("olmo_hybrid", pad_token_id=0, layer_types=_LINEAR, **_DELTA_NET),
+    "qwen3_next": _kind("qwen3_next", decoder_sparse_step=1, **_SHARED_EXPERTS, **_DELTA_NET),
+    "qwen3_5_text": _kind("qwen3_5_text", head_dim=8, **_DELTA_NET),
+    "qwen3_5_moe_text": _kind("qwen3_5_moe_text", **_SHARED_EXPERTS, **_DELTA_NET),
+    "olmo_hybrid": _kind("olmo_hybrid", pad_token_id=0, **_DELTA_NET),
     # Decays per channel, made by a module inside; latent attention without positions, experts.
-    "kimi_linear": _kind(
-        "kimi_linear",
-        num_key_value_heads=4,
-        layer_types=_LINEAR,
-        mlp_layer_types=["dense", "sparse"],
-        linear_num_heads=4,
-        linear_head_dim=6,
-        kv_lora_rank=16,
-        qk_rope_head_dim=4,
-        qk_nope_head_dim=8,
-        v_head_dim=6,
-        num_local_experts=4,
-        moe_intermediate_size=24,
-        num_experts_per_tok=2,
-        output_router_logits=False,
-        pad_token_id=0,
-    ),
+    "kimi_linear": _kind("kimi_linear", output_router_logits=False, pad_token_id=0, **_DELTA_ATTENTION),
     # Decays within a lower bound; latent attention with positions, gates, and experts in groups.
-    "bailing_hybrid": _kind(
-        "bailing_hybrid",
-        num_key_value_heads=4,
-        layer_types=_LINEAR,
-        mlp_layer_types=["dense", "sparse"],
-        linear_num_heads=4,
-        linear_head_dim=6,
-        kv_lora_rank=16,
-        qk_rope_head_dim=4,
-        qk_nope_head_dim=8,
-        v_head_dim=6,
-        num_local_experts=4,
-        n_group=2,
-        topk_group=1,
-        moe_intermediate_size=24,
-        num_experts_per_tok=2,
-        **_SPECIAL_TOKENS,
-    ),
+    "bailing_hybrid": _kind("bailing_hybrid", n_group=2, topk_group=1, **_DELTA_ATTENTION, **_SPECIAL_TOKENS),
     # Lightning attention in blocks of eight tokens, with decays of its own for each head; experts.
     "minimax": _kind(
         "minimax",
@@ -266,14 +208,12 @@ HYBRIDS: dict[str, Callable[..., PreTrainedConfig]] = {
     # Mamba 1 with heads of their own time steps and states, and a shared block of attention.
     "zamba": _kind(
         "zamba",
-        layers_block_type=["linear_attention", "hybrid"] * 2,
-        num_hidden_layers=4,
         n_mamba_heads=4,
-        mamba_d_state=5,
         mamba_dt_rank=4,
         attention_hidden_size=64,
         attention_head_dim=16,
         num_key_value_heads=4,
+        **_ZAMBA,
         **_SPECIAL_TOKENS,
     ),
     # Mamba 2 with one group of states for all heads, or a group for two heads.
@@ -295,15 +235,7 @@ HYBRIDS: dict[str, Callable[..., PreTrainedConfig]] = {
     "falcon_h1": _kind("falcon_h1", mamba_d_ssm=64, **_MAMBA),
     "falcon_h1-norm": _kind("falcon_h1", mamba_d_ssm=64, mamba_rms_norm=True, **{**_MAMBA, "mamba_n_groups": 2}),
     "zamba2": _kind(
-        "zamba2",
-        layers_block_type=["linear_attention", "hybrid"] * 2,
-        num_hidden_layers=4,
-        use_mem_rope=True,
-        n_mamba_heads=8,
-        mamba_headdim=8,
-        mamba_ngroups=2,
-        mamba_d_state=5,
-        chunk_size=8,
+        "zamba2", use_mem_rope=True, n_mamba_heads=8, mamba_headdim=8, mamba_ngroups=2, chunk_size=8, **_ZAMBA
     ),
 }
 """Architectures with layers that carry state along the sequence, which have no ring."""

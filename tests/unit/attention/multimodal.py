@@ -8,19 +8,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedConfig
 
-VOCAB = 61
-_TEXT: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
+from tests.unit.attention.models import SIZES, VOCAB
+
+_TEXT: dict[str, Any] = {**SIZES, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 _VISION: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
 # A quarter of a head's frequencies is the time's, and so on.
 _M_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}

@@ -71,7 +71,7 @@ def assert_same_bits(ours: dict[str, torch.Tensor], wanted: dict[str, torch.Tens
     assert [name for name in wanted if not torch.equal(ours[name], wanted[name])] == []
 
 
-@pytest.mark.parametrize("architecture", fast_only(ARCHITECTURES, "llama", "qwen3", "gpt_oss"))
+@pytest.mark.parametrize("architecture", fast_only(ARCHITECTURES, "llama", "gpt_oss"))
 @pytest.mark.parametrize("keep", ["both", "none"])
 def test_no_bit_of_loss_and_gradients_changes(architecture: str, keep: KeptOutput) -> None:
     model = make_model(architecture, keep)
@@ -127,9 +127,9 @@ def test_memory_on_the_device_does_not_grow_with_the_layers() -> None:
         batch = shard_batch(torch.arange(long)[None] % VOCAB, None, (long,), ALONE)
         return peak_bytes(lambda: causal_lm_loss(model, batch)[0].backward())
 
-    kept = peak(16, []) - peak(8, [])
-    assert kept >= 8 * 2 * long * SIZES["hidden_size"] * 4
-    assert peak(16, BOTH) - peak(8, BOTH) <= kept / 20
+    kept = peak(12, []) - peak(6, [])
+    assert kept >= 6 * 2 * long * SIZES["hidden_size"] * 4
+    assert peak(12, BOTH) - peak(6, BOTH) <= kept / 20
 
 
 def test_a_second_backward_pass_is_refused_and_leaves_no_slab_in_use() -> None:

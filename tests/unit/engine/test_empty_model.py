@@ -69,7 +69,7 @@ def check_equal_but_for_weights(empty: PreTrainedModel, wanted: PreTrainedModel)
             assert buffers[name].dtype == buffer.dtype and torch.equal(buffers[name], buffer), name
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", fast_only(["fp32", "bf16"], "bf16"))
 @pytest.mark.parametrize("init", ["random", "pretrained"])
 @pytest.mark.parametrize(
     "architecture",

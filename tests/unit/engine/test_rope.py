@@ -17,6 +17,7 @@ from ray_ulysses.engine.model_config import described_config, trained_positions
 from ray_ulysses.errors import ConfigError, UserError
 from ray_ulysses.export.architecture import describe
 from ray_ulysses.planner.problems import context_problems
+from tests.unit.config.trees import small_tree
 
 TRAINED, CONTEXT, HEAD = 64, 256, 16
 LLAMA: dict[str, Any] = {
@@ -39,15 +40,8 @@ ROPES: dict[str, dict[str, Any]] = {
 
 
 def config_of(model: dict[str, Any], rope: Any = None, **changes: Any) -> Config:
-    tree: dict[str, Any] = {
-        "run": {"name": "run", "storage": "/runs"},
-        "model": {"init": "random", "dtype": "fp32", "config": model, "rope": rope, **changes},
-        "data": {"path": "/corpus", "context_tokens": CONTEXT, "rows_per_step": 1},
-        "parallel": {"sp_size": 1},
-        "optimizer": {"lr": 1e-3},
-        "cluster": {"workers": 1},
-        "memory": {"gradient_checkpointing": False},
-    }
+    tree = small_tree(data__context_tokens=CONTEXT, memory__gradient_checkpointing=False)
+    tree["model"] = {"init": "random", "dtype": "fp32", "config": model, "rope": rope, **changes}
     return parse_config(tree)
 
 

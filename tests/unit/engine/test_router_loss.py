@@ -46,7 +46,7 @@ def meta_model(model_type: str, **changes: Any) -> Any:
         return AutoModelForCausalLM.from_config(config)
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", fast_only(FAMILIES, "mixtral", "jamba", "phimoe", "qwen3_next"))
 def test_every_family_of_transformers_has_the_same_loss_with_numbers_of_its_own(model_type: str) -> None:
     model = meta_model(model_type)
     found = router_loss_of(model)
