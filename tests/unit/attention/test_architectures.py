@@ -60,7 +60,7 @@ def test_packed_documents_train_as_each_does_alone(architecture: str) -> None:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else value,
 )
-def test_what_sets_an_architecture_apart_would_be_missed(architecture: str, without: dict[str, object]) -> None:
+def test_a_missing_feature_of_an_architecture_would_show(architecture: str, without: dict[str, object]) -> None:
     ids = torch.randint(1, VOCAB, (1, 20), generator=torch.Generator().manual_seed(0))
     model = zoo_model(architecture)
     other = zoo_model(architecture, **{name: value for name, value in without.items() if name != "sinks"})

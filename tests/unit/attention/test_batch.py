@@ -42,7 +42,7 @@ def test_a_label_is_the_next_token_of_the_same_document_even_across_a_shard_bord
     padding=st.integers(0, 5),
     sp_size=st.integers(1, 6),
 )
-def test_what_all_ranks_hold_together_does_not_depend_on_their_number(
+def test_the_rows_of_all_ranks_together_do_not_depend_on_their_number(
     rows: list[list[int]], padding: int, sp_size: int
 ) -> None:
     tokens = max(sum(row) for row in rows) + padding
@@ -94,7 +94,7 @@ def test_unshard_cuts_the_padding_of_the_fullest_row() -> None:
     assert torch.equal(unshard(logits, batch), logits[:, :7])
 
 
-def test_unshard_refuses_what_is_not_the_batches_slice() -> None:
+def test_unshard_refuses_a_tensor_of_another_shape() -> None:
     batch = shard_batch(torch.zeros(1, 8, dtype=torch.long), None, None, place(1, 2))
     with pytest.raises(UserError, match=r"unshard got a tensor of shape \(1, 8, 5\); its first two dims .* \(1, 4\)"):
         unshard(torch.zeros(1, 8, 5), batch)

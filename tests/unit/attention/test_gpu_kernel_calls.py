@@ -569,7 +569,7 @@ def test_cudnn_is_refused_where_its_log_sum_exp_has_another_layout(monkeypatch: 
     assert refusal is not None and "TORCH_CUDNN_SDPA_AVOID_RECOMPILE is set" in refusal and "unset it" in refusal
 
 
-def test_cudnn_is_refused_where_determinism_is_asked_for() -> None:
+def test_cudnn_is_refused_if_determinism_is_required() -> None:
     torch.use_deterministic_algorithms(True)
     try:
         refusal = CUDNN.refuses(demand())

@@ -105,7 +105,7 @@ def test_parts_are_weighted_by_the_log_sum_exp_of_the_whole(kernel: KernelEntry)
 
 
 @pytest.mark.parametrize("window", [None, 3])
-def test_the_definition_is_a_softmax_over_what_a_token_sees(window: int | None) -> None:
+def test_the_definition_is_a_softmax_over_visible_tokens(window: int | None) -> None:
     """The oracle itself, held to loops over tokens."""
     torch.manual_seed(0)
     q, k, v, sinks = torch.randn(7, 2, 4), torch.randn(7, 1, 4), torch.randn(7, 1, 3), torch.randn(2)

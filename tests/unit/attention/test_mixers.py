@@ -121,7 +121,7 @@ def test_an_adapter_of_a_convolution_would_be_passed_over_and_is_refused() -> No
         refuse_inexact(model, model.config, None)
 
 
-def test_a_layer_called_past_the_model_or_with_a_mask_says_what_is_missing() -> None:
+def test_a_layer_called_past_the_model_or_with_a_mask_is_refused() -> None:
     model = apply_ulysses(hybrid("lfm2"), ALONE)
     (_, mixer, _), *_ = find_mixers(model)
     hidden = torch.zeros(1, 4, 32)
@@ -145,7 +145,7 @@ def test_a_layer_that_was_replaced_is_found_before_it_works_on_a_slice() -> None
         model(**shard_batch(torch.zeros(1, 4).long(), None, None, ALONE).model_inputs())
 
 
-def test_a_layer_whose_class_an_engine_replaces_stays_what_it_is() -> None:
+def test_a_layer_whose_class_an_engine_replaces_computes_the_same() -> None:
     model, batch = apply_ulysses(hybrid("lfm2"), ALONE), shard_batch(torch.arange(8)[None], None, (3, 5), ALONE)
     (_, mixer, _), *_ = find_mixers(model)
     with torch.no_grad():

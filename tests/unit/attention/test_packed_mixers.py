@@ -135,7 +135,7 @@ def test_a_kernel_that_does_not_take_the_tables_is_called_for_each_document(
 
 
 @pytest.mark.parametrize("architecture", HYBRIDS)
-def test_what_transformers_says_of_its_kernels_is_still_there(architecture: str) -> None:
+def test_transformers_still_describes_its_kernels(architecture: str) -> None:
     """Canary of Transformers 5.23: else each document would take a call of its own for ever, unnoticed."""
     (_, mixer, _), *_ = find_mixers(zoo_model(architecture))
     functions = list(_package_functions(mixer))

@@ -98,7 +98,7 @@ def test_a_parameter_without_elements_is_refused() -> None:
         apply_ulysses(model, ALONE)
 
 
-def test_what_is_no_hugging_face_model_is_refused() -> None:
+def test_a_module_that_is_not_from_hugging_face_is_refused() -> None:
     with pytest.raises(UserError, match=r"Linear is not a Hugging Face model; apply_ulysses needs a PreTrainedModel"):
         apply_ulysses(nn.Linear(2, 2), ALONE)
 
@@ -152,7 +152,7 @@ def half_refusal(dtype: torch.dtype) -> str | None:
         ({"use_cache": True}, r"^use_cache=True is for generation"),
     ],
 )
-def test_what_would_change_attention_or_the_loss_may_not_be_passed_by_hand(by_hand: dict[str, Any], text: str) -> None:
+def test_arguments_that_would_change_attention_or_the_loss_are_refused(by_hand: dict[str, Any], text: str) -> None:
     model = apply_ulysses(tiny_model(), ALONE)
     batch = shard_batch(torch.zeros(1, 8).long(), None, None, ALONE)
     with pytest.raises(UserError, match=text):
@@ -160,7 +160,7 @@ def test_what_would_change_attention_or_the_loss_may_not_be_passed_by_hand(by_ha
 
 
 @pytest.mark.parametrize("inputs", [{}, {"ulysses": "not a batch"}])
-def test_a_model_called_without_a_batch_says_what_is_missing(inputs: dict[str, Any]) -> None:
+def test_a_model_called_without_a_batch_is_refused(inputs: dict[str, Any]) -> None:
     model = apply_ulysses(tiny_model(), ALONE)
     with pytest.raises(UserError, match=r"must be called with \*\*batch\.model_inputs\(\) of shard_batch"):
         model(input_ids=torch.zeros(1, 8).long(), **inputs)
@@ -173,7 +173,7 @@ def test_a_batch_of_another_mesh_is_refused() -> None:
         causal_lm_loss(model, batch)
 
 
-def test_an_attention_layer_called_past_the_model_says_what_is_missing() -> None:
+def test_an_attention_layer_called_past_the_model_is_refused() -> None:
     model: Any = apply_ulysses(tiny_model(), ALONE)
     with pytest.raises(UserError, match=r"^LlamaAttention was called without the batch's tables"):
         model.model(input_ids=torch.zeros(1, 8).long(), use_cache=False)

@@ -65,7 +65,7 @@ def test_it_generates_and_can_be_applied_again() -> None:
     assert torch.equal(loss, again)
 
 
-def test_a_copy_is_guarded_by_itself() -> None:
+def test_a_copy_has_guards_of_its_own() -> None:
     batch = shard_batch(IDS, None, None, ALONE)
     model: Any = apply_ulysses(zoo_model("llama"), ALONE)
     copy, other = deepcopy(model), deepcopy(model)

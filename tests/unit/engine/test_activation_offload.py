@@ -202,7 +202,7 @@ NAMED_AS_USUAL = [name for name in ARCHITECTURES if name not in ("gpt2", *OWN_WI
 
 @pytest.mark.parametrize("architecture", [*OWN_WIDTHS, *fast_only(NAMED_AS_USUAL, "llama", "gemma4_text")])
 @pytest.mark.parametrize("keep", fast_only(("both", "kernel"), "kernel"))
-def test_what_plan_counts_is_enough_and_not_too_much(architecture: str, keep: KeptOutput) -> None:
+def test_the_planned_host_memory_is_enough_and_not_too_much(architecture: str, keep: KeptOutput) -> None:
     own = OWN_WIDTHS.get(architecture)
     model: Any = zoo_model(architecture) if not own else magnified(tiny_model(architecture, **own))
     checkpointed(apply_ulysses(model, ALONE).train(), keep)
@@ -234,7 +234,7 @@ def test_more_than_the_budget_is_refused() -> None:
     assert offload.bytes_in_use == 0
 
 
-def test_what_is_changed_in_place_after_it_was_kept_is_refused() -> None:
+def test_an_in_place_change_of_a_kept_tensor_is_refused() -> None:
     model, _ = deep(LateCopies(ROOM), [INPUTS])
 
     def change(layer: nn.Module, args: tuple[torch.Tensor, ...], output: Any) -> None:

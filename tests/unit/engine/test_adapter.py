@@ -46,7 +46,7 @@ def trained_names(model: Any) -> set[str]:
     ],
     ids=["linear", "extension", "one-module", "all-but"],
 )
-def test_the_plan_counts_what_is_trained(adapter: dict[str, Any], tied: bool) -> None:
+def test_the_plan_counts_trained_parameters(adapter: dict[str, Any], tied: bool) -> None:
     config = config_of(adapter, tied=tied)
     model, shape = build_model(config), model_shape(config)
     assert shape.num_parameters == sum(one.numel() for one in model.parameters())
@@ -135,7 +135,7 @@ def test_an_impossible_setting_is_refused(adapter: dict[str, Any], changes: dict
     assert path in {problem.path for problem in error.value.problems}
 
 
-def test_a_missing_peft_is_said_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_peft_is_refused_with_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
     with pytest.raises(UserError, match=r"^model.adapter needs PEFT, which can't be imported \(.*\); insta"):
         adapter_module._peft()

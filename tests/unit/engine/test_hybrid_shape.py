@@ -14,7 +14,6 @@ from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.planner.activation_memory import AttentionSplit, Tiles, activation_terms
 from ray_ulysses.planner.flops import step_flops
 from ray_ulysses.planner.problems import heads_problems
-from ray_ulysses.planner.search import _layouts
 from ray_ulysses.run.settings import model_shape
 from tests.unit.attention.models import HYBRIDS, VOCAB, zoo_model
 from tests.unit.planner.runs import make_config
@@ -91,7 +90,7 @@ STATES = {
 
 
 @pytest.mark.parametrize("architecture", STATES)
-def test_a_state_is_counted_for_what_reads_and_writes_it(architecture: str) -> None:
+def test_reads_and_writes_of_a_state_are_counted(architecture: str) -> None:
     shape = model_shape(hybrid_config(architecture))
     assert shape.mixer_multiply_adds == STATES[architecture]
     without = replace(shape, mixer_multiply_adds=0)
@@ -103,7 +102,7 @@ def test_a_state_is_counted_for_what_reads_and_writes_it(architecture: str) -> N
 @pytest.mark.parametrize(
     ("kept", "sp_size", "size"), [("both", 2, 40), ("both", 1, 0), ("kernel", 2, 0), ("none", 2, 0)]
 )
-def test_what_is_kept_of_a_layer_that_carries_state_is_in_the_estimate(kept: Any, sp_size: int, size: int) -> None:
+def test_kept_outputs_of_layers_that_carry_state_are_in_the_estimate(kept: Any, sp_size: int, size: int) -> None:
     """40 values per token go back from a delta net of 8 heads of 5; under other policies they are sent once more."""
     shape, tiles = model_shape(hybrid_config("qwen3_next")), Tiles(mlp=64, norm=64, query_norm=64)
     assert shape.mixer_width == 40
@@ -124,13 +123,3 @@ def test_sizes_that_can_not_share_the_heads_are_problems() -> None:
     assert found(sp_size=3, allowed_sp=[1, 2, 3]) == {"parallel.sp_size": valid, "parallel.allowed_sp": valid}
     assert found(sp_size=4, ring_size=2) == {"parallel.ring_size": "use 1 or null"}
     assert found(sp_size=4) == {}
-
-
-def test_no_ring_is_proposed() -> None:
-    # Padded for rings as well, which a size beyond the heads takes elsewhere.
-    config = hybrid_config("qwen3_next", sp_size=2, allowed_sp=[2, 4, 8])
-    shape = model_shape(config)
-    assert any("parallel.ring_size" in one.settings for one in _layouts(config, replace(shape, mixer_layers=0)))
-    proposed = [one.settings for one in _layouts(config, shape)]
-    assert {"parallel.sp_size": 4} in proposed
-    assert all(one.get("parallel.ring_size", 1) == 1 for one in proposed)

@@ -52,7 +52,7 @@ def test_a_step_without_a_supervised_token_weighs_nothing() -> None:
         ({"global_tokens": -1}, "global_tokens=-1"),
     ],
 )
-def test_what_is_no_scale_is_refused(arguments: dict[str, int], text: str) -> None:
+def test_impossible_arguments_of_the_scale_are_refused(arguments: dict[str, int], text: str) -> None:
     with pytest.raises(UserError, match=text):
         loss_scale(**{"global_tokens": 5, "mesh": ALONE, **arguments})  # type: ignore[arg-type]
 

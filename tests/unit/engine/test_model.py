@@ -166,7 +166,7 @@ def test_a_head_of_a_hub_id_is_its_own_though_the_configuration_ties_it(
 @pytest.mark.parametrize(
     ("model_type", "said"), [("llamma", "did you mean 'llama'"), ("vit", "has no causal language model of this type")]
 )
-def test_a_model_type_that_is_no_decoder_is_refused_in_a_line(model_type: str, said: str) -> None:
+def test_a_model_type_without_a_decoder_is_refused_in_one_line(model_type: str, said: str) -> None:
     with pytest.raises(UserError, match=rf"model_type='{model_type}': .*{said}") as caught:
         check_architecture(config_of(model__config={**INLINE, "model_type": model_type}))
     assert len(str(caught.value)) < 300, "not the list of all that Transformers knows"
@@ -202,7 +202,7 @@ def test_code_of_a_models_repository_is_refused_without_asking(tmp_path: Path, m
 
 
 @pytest.mark.parametrize(("tied", "adapter"), [(False, None), (True, {"rank": 4})], ids=["untied", "tied-adapter"])
-def test_a_stored_state_is_of_the_same_model_or_said_to_differ(tied: bool, adapter: dict[str, int] | None) -> None:
+def test_a_stored_state_of_another_model_is_found(tied: bool, adapter: dict[str, int] | None) -> None:
     inline = {**INLINE, "tie_word_embeddings": tied}
     config = config_of(model__config=inline, model__adapter=adapter)
     model = build_model(config)

@@ -52,7 +52,7 @@ def test_a_router_loss_is_not_one_that_is_left_out() -> None:
     refuse_own_loss(model)
 
 
-def test_a_loss_without_a_setting_is_found_in_what_the_forward_returns() -> None:
+def test_a_loss_without_a_setting_is_found_in_the_forwards_result() -> None:
     class WithPenalty(LlamaForCausalLM):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             output = super().forward(*args, **kwargs)

@@ -63,7 +63,7 @@ def logits(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
-def test_logits_are_those_of_a_transformers_model_built_with_it_and_so_after_export(
+def test_logits_equal_those_of_transformers_with_the_same_positions_also_after_export(
     tmp_path: Path, rope: dict[str, Any]
 ) -> None:
     config = config_of(LLAMA, rope)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from ray_ulysses import apply_ulysses, shard_batch
@@ -90,7 +87,7 @@ def make_scores(num_layers: int, num_rows: int, tokens: int, num_experts: int) -
 
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("top_k", [1, 3])
-def test_value_and_gradient_are_those_of_each_row_by_itself_without_its_padding(top_k: int, weighted: bool) -> None:
+def test_value_and_gradient_equal_those_of_each_row_alone_without_padding(top_k: int, weighted: bool) -> None:
     lengths, row_tokens, num_experts = ((9, 4), (20,), (1,)), 20, 6
     ids = torch.zeros(3, row_tokens, dtype=torch.int64)
     labels = ids.clone()
@@ -162,7 +159,7 @@ def test_loss_and_gradients_are_those_of_transformers(model_type: str, tile: Any
         assert float((one - wanted[name]).norm()) <= 1e-5 * float(wanted[name].norm()), name
 
 
-def test_a_forward_of_ones_own_and_an_evaluation_have_none() -> None:
+def test_a_users_own_forward_and_an_evaluation_have_no_router_loss() -> None:
     model: Any = apply_ulysses(zoo_model("mixtral", **ASKED), ALONE)
     batch = shard_batch(make_ids(), None, LENGTHS, ALONE)
     out = model(**batch.model_inputs())
@@ -171,24 +168,6 @@ def test_a_forward_of_ones_own_and_an_evaluation_have_none() -> None:
     scored = score_tokens(model, batch)
     torch.testing.assert_close(scored.losses_BL.sum(), found.loss_sum)
     assert float(found.objective_sum.detach()) > float(found.loss_sum)
-
-
-def test_scores_recorded_from_tiles_are_not_kept_by_what_made_them() -> None:
-    model: Any = apply_ulysses(zoo_model("mixtral", **ASKED), ALONE)
-    tile_mlps(model, 4)
-    gc.collect()
-    gc.disable()
-    try:
-        kept: list[weakref.ref[torch.Tensor]] = []
-        hook = model.model.register_forward_hook(
-            lambda module, args, out: kept.extend(weakref.ref(one) for one in out.router_logits)
-        )
-        training_loss(model, shard_batch(make_ids(), None, LENGTHS, ALONE), tile=TILE).objective_sum.backward()
-        hook.remove()
-        assert len(kept) == len([one for one in model.modules() if isinstance(one, GradientCheckpointingLayer)])
-        assert not any(one() is not None for one in kept)
-    finally:
-        gc.enable()
 
 
 @pytest.mark.slow
@@ -223,7 +202,7 @@ def config_of(router_loss: float | None, **model: Any) -> Config:
 @pytest.mark.parametrize(
     ("setting", "asked", "wanted"), [(0.03, False, 0.03), (0.0, True, None), (None, True, 0.001), (None, False, None)]
 )
-def test_the_setting_replaces_what_the_models_configuration_says(
+def test_the_setting_replaces_the_models_configuration(
     setting: float | None, asked: bool, wanted: float | None
 ) -> None:
     config = config_of(setting, output_router_logits=asked)

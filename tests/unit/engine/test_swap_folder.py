@@ -12,7 +12,7 @@ from ray_ulysses.engine.zero import LOCK_FILE, SwapFolder
 from ray_ulysses.errors import UserError
 
 
-def test_what_a_dead_process_left_behind_is_deleted_and_what_a_living_one_uses_is_not(tmp_path: Path) -> None:
+def test_folders_of_dead_processes_are_deleted_and_those_in_use_are_kept(tmp_path: Path) -> None:
     code = (
         "import os, sys; from pathlib import Path; from ray_ulysses.engine.zero import SwapFolder; "
         "folder = SwapFolder(Path(sys.argv[1])); (folder.path / 'state.swp').write_bytes(b'x'); "

@@ -76,7 +76,7 @@ def test_a_decoder_is_drawn_from_the_seed_and_described_in_line(tmp_path: Path) 
         build_model(config_of(tmp_path, config=described))
 
 
-def test_a_multimodal_checkpoint_without_model_part_is_told_of_it(whole: Any, tmp_path: Path) -> None:
+def test_a_multimodal_checkpoint_is_refused_without_model_part(whole: Any, tmp_path: Path) -> None:
     config = config_of(tmp_path, part="whole")
     for refused in (check_architecture, model_shape, build_model):
         with pytest.raises(
@@ -85,7 +85,7 @@ def test_a_multimodal_checkpoint_without_model_part_is_told_of_it(whole: Any, tm
             refused(config)
 
 
-def test_a_multimodal_configuration_in_line_is_told_of_model_part() -> None:
+def test_an_inline_multimodal_configuration_is_refused_without_model_part() -> None:
     fields = MULTIMODAL["gemma3"]().to_dict()
     with pytest.raises(ConfigError, match=r"model\.config: .*it has text_config, vision_config\); set model\.part"):
         parse_config(small_tree(model__config=fields))

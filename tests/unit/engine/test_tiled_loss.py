@@ -76,7 +76,7 @@ def test_a_z_loss_is_that_of_the_models_own_logits(architecture: str, tile: Tile
 
 
 @pytest.mark.parametrize("z_loss", [0.0, 0.05])
-def test_a_label_that_is_no_token_is_not_trained_as_another(z_loss: float) -> None:
+def test_a_label_outside_the_vocabulary_is_refused(z_loss: float) -> None:
     with pytest.raises((IndexError, RuntimeError)):
         token_losses(torch.zeros(2, 5), torch.tensor([1, -1]), z_loss)
 
@@ -243,7 +243,7 @@ def test_label_weights_of_another_shape_are_refused() -> None:
 
 
 @pytest.mark.parametrize("z_loss", [0.0, 1e-4])
-def test_the_planner_counts_what_losses_of_all_logits_take(z_loss: float) -> None:
+def test_the_planner_counts_the_memory_of_untiled_losses(z_loss: float) -> None:
     shape, tokens = ModelShape.from_config_dict(MODEL | {"vocab_size": 4096}), 512
     terms = {one.name: one.bytes for one in loss_terms(shape, tokens, 4, "off", tokens, z_loss=z_loss > 0)}
     hidden, head = (torch.randn(size, 8, requires_grad=True) for size in (tokens, shape.vocab_size))

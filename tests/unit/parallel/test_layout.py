@@ -21,6 +21,6 @@ def test_ranks_that_share_a_row_are_contiguous() -> None:
         (4, 0, "parallel.sp_size=0 must be at least 1"),
     ],
 )
-def test_a_world_that_is_no_whole_number_of_groups_is_refused(world_size: int, sp_size: int, text: str) -> None:
+def test_a_world_of_incomplete_groups_is_refused(world_size: int, sp_size: int, text: str) -> None:
     with pytest.raises(UserError, match=text.replace(".", r"\.")):
         ParallelLayout(world_size=world_size, sp_size=sp_size)

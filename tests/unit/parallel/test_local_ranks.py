@@ -45,7 +45,7 @@ def hangs(device: torch.device, say: Any) -> None:
     time.sleep(60)
 
 
-def test_the_first_rank_says_what_it_does_and_returns_the_result() -> None:
+def test_the_first_rank_reports_progress_and_returns_the_result() -> None:
     said: list[str] = []
     assert (run_local_ranks(summed, 2, 3, hear=said.append), said) == (7, ["it begins"])
 
@@ -57,7 +57,7 @@ def test_the_error_of_a_rank_is_raised_here() -> None:
     assert (str(found.value), said) == (str(CONFIG_ERROR), ["it begins"])
 
 
-def test_the_error_of_a_rank_that_does_not_end_is_raised_all_the_same() -> None:
+def test_the_error_of_a_rank_that_does_not_end_is_raised_too() -> None:
     started = time.monotonic()
     with pytest.raises(UserError) as found:
         run_local_ranks(raises_and_stays, 1)

@@ -8,7 +8,7 @@ from ray_ulysses.parallel.layout import loss_tile_tokens, mlp_tile_tokens, norm_
 
 
 @given(tokens=st.integers(1, 1 << 21), vocab_size=st.integers(1, 1 << 19))
-def test_a_chosen_tile_of_the_loss_is_a_small_part_of_what_is_large(tokens: int, vocab_size: int) -> None:
+def test_an_automatic_tile_of_the_loss_is_small(tokens: int, vocab_size: int) -> None:
     tile = loss_tile_tokens("auto", tokens, vocab_size)
     assert 1 <= tile <= tokens
     assert tile * vocab_size <= 1 << 26
@@ -51,5 +51,5 @@ def test_the_tokens_of_a_tile_of_an_mlp(setting: int | str, tile: int) -> None:
         ("off", 0, 128, 1),
     ],
 )
-def test_a_tile_of_a_norm_has_so_many_values(setting: int | str, vectors: int, width: int, tile: int) -> None:
+def test_a_tile_of_a_norm_has_this_number_of_vectors(setting: int | str, vectors: int, width: int, tile: int) -> None:
     assert norm_tile_vectors(setting, vectors, width, 4096) == tile  # type: ignore[arg-type]

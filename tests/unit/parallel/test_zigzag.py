@@ -81,7 +81,7 @@ def test_ulysses_and_ring_groups_hold_every_rank_once_and_cross_in_one(split: tu
 
 
 @pytest.mark.parametrize("ring_size", [0, 4, 5])
-def test_a_ring_that_is_no_part_of_a_group_is_refused(ring_size: int) -> None:
+def test_a_ring_that_does_not_divide_its_group_is_refused(ring_size: int) -> None:
     with pytest.raises(
         UserError,
         match=rf"parallel\.ring_size={ring_size} does not divide parallel\.sp_size=6; use 1, 2, 3, 6, or leave it out",

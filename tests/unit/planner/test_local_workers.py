@@ -63,7 +63,7 @@ def test_the_stage_that_takes_the_most_memory_counts() -> None:
     assert local_problem(config, shape, free) is None and local_problem(staged, shape, free) is not None
 
 
-def test_a_machine_that_holds_no_group_is_told_so() -> None:
+def test_a_machine_too_small_for_one_group_is_refused() -> None:
     text = str(local_problem(*tiny(4, 4), RAY_BYTES + WORKER_BYTES))
     assert text.endswith("free memory, use a smaller model or context, or a cluster (cluster.address)")
     assert "has 0.0 GiB free" in str(local_problem(*tiny(1), -GIB))

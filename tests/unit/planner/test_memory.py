@@ -53,9 +53,7 @@ def state(terms: dict[str, int]) -> int:
         pytest.param(3, "bf16", 0, 2 + 4 + 8 + 4, id="zero3-bf16"),
     ],
 )
-def test_a_stage_keeps_whole_on_every_rank_what_it_does_not_shard(
-    stage: int, dtype: str, whole: int, sharded: int
-) -> None:
+def test_a_stage_keeps_unsharded_state_whole_on_every_rank(stage: int, dtype: str, whole: int, sharded: int) -> None:
     terms = device(dtype=dtype, zero_stage=stage)
     assert state(terms) == N * whole + N // 8 * sharded
     assert ("weights, gathered" in terms) == (stage == 3)
@@ -66,7 +64,7 @@ def test_a_stage_keeps_whole_on_every_rank_what_it_does_not_shard(
 
 
 @pytest.mark.parametrize(("stage", "on_device"), [(1, N * (2 + 4)), (2, N * 2 + N // 8 * 4), (3, N // 8 * 2)])
-def test_offload_leaves_on_the_device_what_the_stage_accumulates_there(stage: int, on_device: int) -> None:
+def test_offload_leaves_accumulated_state_of_the_stage_on_the_device(stage: int, on_device: int) -> None:
     assert state(device(zero_stage=stage, offload_optimizer="cpu")) == on_device
 
 

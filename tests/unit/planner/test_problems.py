@@ -79,7 +79,7 @@ def test_a_corpus_shorter_than_one_step_is_refused() -> None:
     assert not list(corpus_problems(config, make_plan(config, make_corpus([64] * 12))))
 
 
-def test_memory_that_does_not_fit_is_refused_with_what_does() -> None:
+def test_memory_that_does_not_fit_is_refused_with_settings_that_do() -> None:
     (problem,) = problems_of(llama_config(device_gib=40.0, loss_tile="off"))
     assert re.match(
         r"memory\.device_gib=40\.0: each rank is estimated to take 5\d\.\d GiB \(a first estimate by formula, "

@@ -106,7 +106,7 @@ def test_the_nearest_setting_is_the_cheapest_of_all_that_fit() -> None:
     assert with_settings(config, best.settings) == near.config
 
 
-def test_compiled_layers_give_way_to_what_they_exclude() -> None:
+def test_compiled_layers_are_given_up_for_settings_that_exclude_them() -> None:
     config = config_of(sp_size=8, gradient_checkpointing=False, zero_stage=2)
     compiled = with_settings(config, {"model.compile": True})
     shape = make_shape(config)
@@ -139,7 +139,7 @@ def test_an_elastic_run_keeps_both_limits_of_its_workers() -> None:
     assert does_fit(pasted(config, [change.option() for change in near.changes]))
 
 
-def test_a_host_that_is_too_small_for_what_is_moved_to_it_gets_less() -> None:
+def test_less_is_offloaded_to_a_host_that_is_too_small() -> None:
     config = config_of(sp_size=8, host_gib=82.0, offload_activations=["layer_inputs", "attention_outputs"])
     near = nearest(config, make_shape(config))
     assert near is not None

@@ -21,17 +21,10 @@ def pad_of(heads=4, **parallel):
     return pad_multiple(config, make_shape(config))
 
 
-@pytest.mark.parametrize("heads", [1, 6, 28])
-def test_a_run_whose_sp_size_divides_the_heads_is_padded_as_before_there_were_rings(heads):
-    # The least common multiple of all divisors is the number itself.
-    divisors = [size for size in range(1, heads + 1) if heads % size == 0]
-    assert {pad_of(heads, sp_size=size) for size in divisors} == {heads}
-    assert {pad_of(heads, sp_size=size, ring_size=1) for size in divisors} == {heads}
-
-
 @pytest.mark.parametrize(
     ("parallel", "multiple"),
     [
+        ({"sp_size": 1}, 4),
         # Heads that do not divide need no ring, only slices of their own.
         ({"sp_size": 3}, 12),
         # Beyond the heads: a ring of 2 with 4 Ulysses ranks, and so 16 parts.
