@@ -293,22 +293,21 @@ def make_cudnn(keeps_last_dim: bool) -> tuple[Callable[..., Any], Callable[..., 
 
 # --- the kernels over them --------------------------------------------------------------------------------------------
 
+
+def library(forward: Any, backward: Any, forward_spans: Any = None, backward_spans: Any = None) -> FlashFunctions:
+    """Return a library whose functions for spans are the same as for one document unless given."""
+    return FlashFunctions(
+        forward_dense=forward,
+        forward_spans=forward_spans or forward,
+        backward_dense=backward,
+        backward_spans=backward_spans or backward,
+    )
+
+
 FUNCTIONS = {
-    "flash_attn": FlashFunctions(
-        forward_dense=fa2_forward,
-        forward_spans=fa2_varlen_forward,
-        backward_dense=fa2_backward,
-        backward_spans=fa2_varlen_backward,
-    ),
-    "flash_attn_3-early": FlashFunctions(
-        forward_dense=fa3_early_forward,
-        forward_spans=fa3_early_forward,
-        backward_dense=fa3_early_backward,
-        backward_spans=fa3_early_backward,
-    ),
-    "flash_attn_3": FlashFunctions(
-        forward_dense=fa3_forward, forward_spans=fa3_forward, backward_dense=fa3_backward, backward_spans=fa3_backward
-    ),
+    "flash_attn": library(fa2_forward, fa2_backward, fa2_varlen_forward, fa2_varlen_backward),
+    "flash_attn_3-early": library(fa3_early_forward, fa3_early_backward),
+    "flash_attn_3": library(fa3_forward, fa3_backward),
 }
 ENTRIES = {"flash_attn": FLASH_2, "flash_attn_3-early": FLASH_3, "flash_attn_3": FLASH_3, "varlen": VARLEN}
 ENTRIES |= {"cudnn-3d": CUDNN, "cudnn-4d": CUDNN, "cudnn-shared": CUDNN}
@@ -326,11 +325,11 @@ def stand_in(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     entry = ENTRIES[name]
     kernel = entry
     if name in FUNCTIONS:
-        library = FUNCTIONS[name]
+        functions = FUNCTIONS[name]
         kernel = replace(
             entry,
-            forward=partial(flash_forward, lambda: library),
-            backward=partial(flash_backward, lambda: library),
+            forward=partial(flash_forward, lambda: functions),
+            backward=partial(flash_backward, lambda: functions),
         )
     if name in ("varlen", "cudnn-shared"):
         monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", aten_flash_forward)
@@ -491,14 +490,8 @@ def test_a_signature_that_lacks_or_demands_something_is_refused_with_its_name() 
 
     def demanding(q, k, v, softmax_scale, causal, window_size, softcap, sinks): ...
 
-    for function, text in (
-        (lacking, "its functions lack softcap and require no more"),
-        (demanding, "its functions lack nothing and require sinks"),
-    ):
-        functions = FlashFunctions(
-            forward_dense=function, forward_spans=function, backward_dense=function, backward_spans=function
-        )
-        assert unknown_signature(functions) == text
+    assert unknown_signature(library(lacking, lacking)) == "its functions lack softcap and require no more"
+    assert unknown_signature(library(demanding, demanding)) == "its functions lack nothing and require sinks"
 
 
 def demand(**changes: Any) -> Demand:

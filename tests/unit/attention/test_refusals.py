@@ -27,10 +27,6 @@ from tests.unit.attention.meshes import ALONE, place
 from tests.unit.attention.models import ARCHITECTURES, HYBRIDS, tiny_model
 from tests.unit.config.trees import small_tree
 
-RECURRENT: dict[str, dict[str, Any]] = {
-    "falcon_mamba": {"num_hidden_layers": 2},
-    "recurrent_gemma": {"num_hidden_layers": 3, "head_dim": 8},
-}
 STATEFUL = "has layers that carry state along the sequence or use another kind of attention"
 
 
@@ -66,10 +62,18 @@ def test_a_bert_becomes_a_decoder() -> None:
     refuse_architecture(AutoConfig.for_model("bert", is_decoder=True, **BERT))
 
 
-@pytest.mark.parametrize("kind", RECURRENT)
-def test_a_model_whose_layers_carry_state_is_refused(kind: str) -> None:
-    with pytest.raises(UserError, match=rf"^{kind} "):
-        apply_ulysses(tiny_model(kind, meta=True, **RECURRENT[kind]), ALONE)
+@pytest.mark.parametrize(
+    ("kind", "changes", "text"),
+    [
+        ("falcon_mamba", {}, "^falcon_mamba "),
+        ("recurrent_gemma", {"num_hidden_layers": 3, "head_dim": 8}, "^recurrent_gemma "),
+        ("llama", {"attention_dropout": 0.1}, r"attention_dropout=0\.1"),
+    ],
+    ids=["state", "convolution", "dropout"],
+)
+def test_a_built_model_is_refused_by_the_same_rules(kind: str, changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(UserError, match=text):
+        apply_ulysses(tiny_model(kind, meta=True, **changes), ALONE)
 
 
 def test_a_hybrid_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
