@@ -13,7 +13,7 @@ from ray_ulysses.attention.batch import ShardedBatch
 from ray_ulysses.attention.rope import CurrentBatch, follow_documents
 from ray_ulysses.parallel.mesh import SequenceMesh
 from tests.breadth import fast_only
-from tests.unit.attention.meshes import ALONE
+from tests.unit.attention.meshes import ALONE, place
 from tests.unit.attention.models import tiny_model
 
 ORIGINAL_TOKENS = 16
@@ -131,3 +131,13 @@ def test_a_compiled_model_gives_each_document_its_own_frequencies(kind: str, row
     compiled = torch.compile(model, backend="aot_eager")(**batch.model_inputs()).logits
     assert torch.allclose(compiled, wanted, rtol=1e-6, atol=1e-6)
     torch.compiler.reset()
+
+
+def test_applying_ulysses_again_takes_the_documents_of_the_new_mesh() -> None:
+    model, again = apply_ulysses(tiny_model(**KINDS["longrope"]), ALONE), place(0, 1, world_size=2)
+    short = shard_batch(torch.arange(12), None, None, again)
+    with torch.no_grad():
+        model(**shard_batch(torch.arange(40), None, None, ALONE).model_inputs())
+        ours = apply_ulysses(model, again)(**short.model_inputs()).logits
+        wanted = apply_ulysses(tiny_model(**KINDS["longrope"]), again)(**short.model_inputs()).logits
+    assert torch.equal(ours, wanted)

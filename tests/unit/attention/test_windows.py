@@ -12,8 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, masking_utils
 
 from ray_ulysses import apply_ulysses, shard_batch
-from ray_ulysses.attention.probe import MaskFunction, NotAWindow, local_span_of, window_of
+from ray_ulysses.attention.probe import MaskFunction, NotAWindow, local_span_of, longer_than_any_window, window_of
 from ray_ulysses.errors import UserError
+from tests.breadth import fast_only
 from tests.unit.attention.meshes import ALONE
 from tests.unit.attention.models import VOCAB, plain_config
 
@@ -118,6 +119,15 @@ def test_hundreds_of_drawn_architectures_have_the_windows_of_their_own_masks_or_
     assert outcomes["refused"] >= 1
 
 
+@pytest.mark.parametrize(
+    "kind", ["phimoe", "olmoe", *fast_only(["glm4_moe", "seed_oss", "minimax_m2", "jetmoe"], "glm4_moe")]
+)
+def test_a_window_that_only_the_mask_knows_is_applied(kind: str) -> None:
+    # The default configurations of the first two, or one setting of the others, put the window into the mask alone.
+    types = {} if kind in ("phimoe", "olmoe") else {"layer_types": ["sliding_attention", "full_attention"]}
+    assert outcome_of(kind, {"sliding_window": 5, **types}) == "equal with a window named"
+
+
 def test_a_compiled_model_has_the_windows_that_only_its_mask_knows() -> None:
     """Under torch.compile nothing is checked per layer, so the window must be there before."""
     settings = {"sliding_window": 5, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 2}
@@ -155,3 +165,17 @@ OTHER_MASKS: dict[str, MaskFunction] = {
 def test_a_mask_that_is_not_a_causal_window_is_refused(mask: str, find: Callable[[MaskFunction, int], object]) -> None:
     with pytest.raises(NotAWindow):
         find(OTHER_MASKS[mask], 1001)
+
+
+@pytest.mark.parametrize("window", [1, 2, 6, 4096, None])
+def test_the_window_of_a_mask_is_found(window: int | None) -> None:
+    function = masking_utils.causal_mask_function
+    if window is not None:
+        function = masking_utils.sliding_window_causal_mask_function(window)
+    assert window_of(function, longer_than_any_window({"sliding_window": window})) == window
+
+
+def test_masks_are_evaluated_on_a_row_longer_than_any_number_of_the_configuration() -> None:
+    assert longer_than_any_window({"a": 10, "b": {"window": [3, 4096]}, "c": "70000", "d": True}) > 2 * 4096
+    # A tokenizer's placeholder for "no limit" is not a window.
+    assert longer_than_any_window({"model_max_length": 10**30, "window": 8}) < 1000
