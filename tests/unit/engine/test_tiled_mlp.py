@@ -151,7 +151,7 @@ def test_a_norm_over_tiles_has_the_same_bits_and_sums_its_weight_gradient_in_fp3
 
 NORMS = {"norm", "layers.0.input_layernorm", "layers.0.post_attention_layernorm"}
 HEAD_NORMS = {"layers.0.self_attn.q_norm", "layers.0.self_attn.k_norm"}
-COHERE = {"use_qk_norm": True, "pad_token_id": 0, "num_key_value_heads": 4}
+COHERE: dict[str, Any] = {"use_qk_norm": True, "pad_token_id": 0, "num_key_value_heads": 4}
 
 
 def tiled_norms(model: Any) -> set[str]:

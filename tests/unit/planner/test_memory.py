@@ -21,8 +21,9 @@ TOKENS = 131_072 // 8
 STATE = ("weights, whole", "weights, sharded", "master weights, fp32", "AdamW moments, fp32", "gradients, fp32")
 
 
-def memory(shape: ModelShape = LLAMA_3_8B, **changes: Any) -> MemoryEstimate:
-    return estimate(shape, **{"world_size": 8, "sp_size": 8, "context_tokens": 131_072, **changes})
+def memory(shape: ModelShape = LLAMA_3_8B, /, **changes: Any) -> MemoryEstimate:
+    settings: dict[str, Any] = {"world_size": 8, "sp_size": 8, "context_tokens": 131_072, **changes}
+    return estimate(shape, **settings)
 
 
 def sizes(terms: tuple[MemoryTerm, ...]) -> dict[str, int]:
@@ -31,11 +32,11 @@ def sizes(terms: tuple[MemoryTerm, ...]) -> dict[str, int]:
     return {term.name: term.bytes for term in terms}
 
 
-def device(shape: ModelShape = LLAMA_3_8B, **changes: Any) -> dict[str, int]:
+def device(shape: ModelShape = LLAMA_3_8B, /, **changes: Any) -> dict[str, int]:
     return sizes(memory(shape, **changes).device)
 
 
-def host(shape: ModelShape = LLAMA_3_8B, **changes: Any) -> dict[str, int]:
+def host(shape: ModelShape = LLAMA_3_8B, /, **changes: Any) -> dict[str, int]:
     return sizes(memory(shape, **changes).host)
 
 

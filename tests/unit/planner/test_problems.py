@@ -130,11 +130,11 @@ def test_where_no_setting_helps_the_least_need_is_named() -> None:
 @pytest.mark.parametrize("nothing_else_fits", [False, True])
 def test_each_stage_that_does_not_fit_is_shortened_by_a_setting_of_its_own(nothing_else_fits: bool) -> None:
     """The context of the run may not be below that of any stage."""
-    lean = {
+    lean: dict[str, Any] = {
         "attention_output": "none", "offload_activations": ["layer_inputs"], "offload_optimizer": "cpu",
         "offload_param": "cpu", "attention_head_groups": 1, "mlp_tile": "auto",
     }  # fmt: skip
-    memory = {"device_gib": 7.95, **lean} if nothing_else_fits else {"device_gib": 32.0}
+    memory: dict[str, Any] = {"device_gib": 7.95, **lean} if nothing_else_fits else {"device_gib": 32.0}
     tree = llama_config(**memory).model_dump(mode="json", exclude_unset=True)
     tree["stages"] = [
         {"name": "short", "steps": 9, "context_tokens": 4096},

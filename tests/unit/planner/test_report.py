@@ -119,14 +119,14 @@ def test_keeping_the_best_of_few_evaluated_checkpoints_is_noted(
     assert [fnmatch(one, note or "") for one in report_of(config).notes] == ([True] if note else [])
 
 
+BYTES: dict[str, Any] = {"bos_token_id": None, "eos_token_id": 256}
+
+
 def encoding_notes(**encodings: dict[str, Any]) -> tuple[str, ...]:
     """Return the notes on corpora that differ in their encodings."""
     (plain,) = make_corpus([64] * 9).corpora
     corpora: Any = [
-        SimpleNamespace(
-            folder=f"/{name}",
-            info=replace(plain.info, encoding=EncodingInfo(**{"bos_token_id": None, "eos_token_id": 256, **fields})),
-        )
+        SimpleNamespace(folder=f"/{name}", info=replace(plain.info, encoding=EncodingInfo(**BYTES | fields)))
         for name, fields in encodings.items()
     ]
     config = make_config()
