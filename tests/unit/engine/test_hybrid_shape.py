@@ -36,26 +36,6 @@ def test_parameters_are_those_of_the_modules(architecture: str) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("architecture", "width"),
-    [
-        # One of two layers, 4 heads of 8 or of 6.
-        ("qwen3_next", 32),
-        ("minimax", 24),
-        # Queries of 12 and values of 6.
-        ("kimi_linear", 4 * (12 + 6) // 2),
-        # A block that is used twice, on twice the hidden size.
-        ("zamba2", 2 * 64),
-        ("zamba", 2 * 64),
-        ("falcon_h1", 2 * 32),
-    ],
-)
-def test_only_layers_with_attention_have_its_flops(architecture: str, width: int) -> None:
-    shape = model_shape(hybrid_config(architecture))
-    assert shape.attention_width == width
-    assert step_flops(shape, tokens=0, sum_squared_lengths=1) == 6 * width
-
-
 @pytest.mark.parametrize("architecture", HYBRIDS)
 def test_products_with_weights_are_those_that_torch_counts(architecture: str) -> None:
     """Layers without experts, experts that are idle, shared layers, and the vectors that are counted as well."""
