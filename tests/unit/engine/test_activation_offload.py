@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests.planned import estimate
 from ray_ulysses import apply_ulysses, causal_lm_loss, shard_batch
 from ray_ulysses.attention.recompute import KeptOutput
 from ray_ulysses.engine.activation_offload import ActivationOffload, _Slabs, offload_activations
@@ -20,6 +19,7 @@ from ray_ulysses.engine.tiled_mlp import tile_mlps
 from ray_ulysses.errors import UserError
 from ray_ulysses.model_shape import ModelShape
 from tests.breadth import fast_only
+from tests.planned import estimate
 from tests.unit.attention.meshes import ALONE
 from tests.unit.attention.models import ARCHITECTURES, SIZES, VOCAB, magnified, tiny_model, zoo_model
 from tests.unit.engine.late_copies import LateCopies

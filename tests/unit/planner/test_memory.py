@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.planned import estimate
 from ray_ulysses.model_shape import Experts, ModelShape
 from ray_ulysses.planner.memory import MemoryEstimate, at_peak
 from ray_ulysses.planner.memory_terms import GIB, MemoryTerm
+from tests.planned import estimate
 from tests.unit.planner.runs import LLAMA_3_8B as LLAMA_FIELDS
 
 LLAMA_3_8B = ModelShape.from_config_dict(LLAMA_FIELDS)
