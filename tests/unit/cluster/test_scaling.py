@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
 import socket
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
-from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
-from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision, ScalingPolicy
+from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision
 from ray.train.v2._internal.execution.worker_group import WorkerGroupPollStatus
 from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
 from ray.train.v2.api.config import ScalingConfig
@@ -21,7 +22,7 @@ from ray.train.v2.api.exceptions import ControllerError
 
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.cluster import controller, scaling
-from ray_ulysses.cluster.controller import SupervisedController, WorkerGroupWatch
+from ray_ulysses.cluster.controller import WorkerGroupWatch
 from ray_ulysses.cluster.failures import FailureJudge, is_resize, lacks_room
 from ray_ulysses.cluster.scaling import WorkerScaling, reachable
 from ray_ulysses.elastic import reform
@@ -34,45 +35,19 @@ from ray_ulysses.tracking.history import Pace
 from tests.distributed.run_case import make_config
 
 SESSION = "command"
-PER_WORKER = {"CPU": 1.0, "GPU": 0.0}
-
-
-class Nodes:
-    """A cluster's nodes and a clock; installed in place of Ray's."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, run_dir: Path, **cpus: float) -> None:
-        self.cpus, self.free, self.time_s, self.run_dir = dict(cpus), dict(cpus), 0.0, run_dir
-        self.draining: dict[str, float | None] = {}
-        monkeypatch.setattr(scaling, "draining_nodes", lambda: self.draining)
-        monkeypatch.setattr(scaling, "steady_nodes", self._steady)
-        monkeypatch.setattr(scaling, "reachable", lambda nodes: dict(nodes))
-        monkeypatch.setattr(scaling.time, "sleep", self._sleep)
-        monkeypatch.setattr(scaling.state.state, "available_resources_per_node", lambda: {
-            node: {"CPU": cpus} for node, cpus in self.free.items()
-        })  # fmt: skip
-
-    def _steady(self) -> dict[str, Any]:
-        return {
-            node: {"NodeManagerAddress": f"host-{node}", "Resources": {"CPU": cpus}} for node, cpus in self.cpus.items()
-        }
-
-    def _sleep(self, seconds: float) -> None:
-        self.time_s += seconds
-
-    def now(self) -> float:
-        raise AssertionError("durations are measured by the clock that never goes back")
-
-    def monotonic(self) -> float:
-        return self.time_s
+MOVE = reform.MoveAsked()
 
 
 def alive(*nodes: str) -> dict[int, reform.Supervised]:
     """Return workers on these nodes; a capital letter stands for one that is lost."""
-    places = [reform.Place(node=node.lower(), host="h", port=1) for node in nodes]
     return {
-        number: reform.Supervised(place=place, is_lost=node.isupper())
-        for number, (node, place) in enumerate(zip(nodes, places, strict=True))
+        number: reform.Supervised(place=reform.Place(node=node.lower(), host="h", port=1), is_lost=node.isupper())
+        for number, node in enumerate(nodes)
     }
+
+
+def unusable(*nodes: str, draining: bool = False) -> reform.NodesUnusable:
+    return reform.NodesUnusable(nodes=frozenset(nodes), draining=frozenset(nodes if draining else ()))
 
 
 class Members:
@@ -133,486 +108,397 @@ class Joining:
         return self.are_there
 
 
-def policy_on(nodes: Nodes, tmp_path: Path, least: int = 2, most: int = 4) -> WorkerScaling:
-    config = make_config(tmp_path, tmp_path, cluster__workers={"min": least, "max": most}, parallel__sp_size=2)
-    config.run_dir.mkdir(exist_ok=True)
-    of_ray: Any = ScalingConfig(num_workers=most, resources_per_worker={"CPU": 1.0})
-    members: Any = Members()
-    policy = WorkerScaling(
-        resolve_run(config), {"session": SESSION}, of_ray, members, lambda addresses: None, clock=nodes
-    )
-    policy._joining = Joining()  # type: ignore[assignment]
-    policy._maybe_send_resource_request = lambda: None  # type: ignore[method-assign]
-    return policy
+class Scaled:
+    """The policy of a run, on nodes and a clock in place of Ray's."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, folder: Path, *, least: int = 2, most: int = 4, **cpus: float
+    ) -> None:
+        self.patch, self.time_s = monkeypatch, 0.0
+        self.cpus, self.free = dict(cpus), dict(cpus)
+        self.draining: dict[str, float | None] = {}
+        self.used: list[Any] = []
+        monkeypatch.setattr(scaling, "draining_nodes", lambda: self.draining)
+        monkeypatch.setattr(scaling, "steady_nodes", self.steady)
+        monkeypatch.setattr(scaling, "reachable", lambda nodes: dict(nodes))
+        monkeypatch.setattr(scaling.time, "sleep", self._sleep)
+        monkeypatch.setattr(scaling.state.state, "available_resources_per_node", lambda: {
+            node: {"CPU": cpus} for node, cpus in self.free.items()
+        })  # fmt: skip
+        config = make_config(folder, folder, cluster__workers={"min": least, "max": most}, parallel__sp_size=2)
+        self.run_dir, self.grow_interval_s = config.run_dir, config.elastic.grow_interval_s
+        self.run_dir.mkdir(exist_ok=True)
+        self.members, self.joining = Members(), Joining()
+        of_ray: Any = ScalingConfig(num_workers=most, resources_per_worker={"CPU": 1.0})
+        members: Any = self.members
+        self.policy = WorkerScaling(
+            resolve_run(config), {"session": SESSION}, of_ray, members, self.used.append, clock=self
+        )
+        self.policy._joining = self.joining  # type: ignore[assignment]
+        self.policy._maybe_send_resource_request = lambda: None  # type: ignore[method-assign]
+
+    def steady(self) -> dict[str, Any]:
+        return {
+            node: {"NodeManagerAddress": f"host-{node}", "Resources": {"CPU": cpus}} for node, cpus in self.cpus.items()
+        }
+
+    def _sleep(self, seconds: float) -> None:
+        self.time_s += seconds
+
+    def now(self) -> float:
+        raise AssertionError("durations are measured by the clock that never goes back")
+
+    def monotonic(self) -> float:
+        return self.time_s
+
+    def place(self) -> list[str] | None:
+        """Ask until workers are placed; return the node of each of them, or None if that takes for ever."""
+        for _ in range(30):
+            decision = self.policy.make_decision_for_non_running_worker_group()
+            if isinstance(decision, ResizeDecision):
+                placed = [next(iter(selector.values())) for selector in self.policy.selectors()]
+                assert len(placed) == decision.num_workers
+                return placed
+            assert isinstance(decision, NoopDecision)
+        return None
+
+    def start(self) -> list[str] | None:
+        """Place workers, and start them there."""
+        placed = self.place()
+        if placed is not None:
+            announcement: Any = None
+            self.policy.begin(announcement, {})
+            self.members.begin(Counter(placed))
+            for node in placed:
+                self.free[node] -= 1
+        return placed
+
+    def end(self) -> None:
+        self.policy.end()
+        self.free = dict(self.cpus)
+
+    def poll(self, *statuses: WorkerStatus) -> WorkerGroupPollStatus:
+        status = WorkerGroupPollStatus(worker_statuses=dict(enumerate(statuses or [WorkerStatus(running=True)])))
+        self.policy.polled(status)
+        return status
+
+    def polls(self, times: int, every_s: float = SETTLE_S, *, stops: bool = True) -> None:
+        for _ in range(times):
+            assert stops or self.requested is None
+            self.poll()
+            self.time_s += every_s
+
+    @property
+    def requested(self) -> str | None:
+        return stop_requested(self.run_dir, SESSION)
+
+    def pace(self, seconds_left: float) -> None:
+        pace = Pace(seconds_left=seconds_left, start_s=30.0)
+        self.patch.setattr(scaling, "run_pace", lambda _: pace)
 
 
-def start(policy: WorkerScaling, nodes: Nodes, *, starts: bool = True) -> list[str] | None:
-    """Ask until workers are started; return the node of each of them, or None if that takes for ever."""
-    for _ in range(30):
-        decision = policy.make_decision_for_non_running_worker_group()
-        if isinstance(decision, ResizeDecision):
-            placed = [next(iter(selector.values())) for selector in policy.selectors()]
-            assert len(placed) == decision.num_workers
-            if starts:
-                announcement: Any = None
-                policy.begin(announcement, {})
-                members: Any = policy._coordinator
-                members.begin({node: placed.count(node) for node in placed})
-                for node in placed:
-                    nodes.free[node] -= 1
-            return placed
-        assert isinstance(decision, NoopDecision)
-    return None
+Runs = Callable[..., Scaled]
 
 
-def poll(policy: WorkerScaling, *statuses: WorkerStatus) -> WorkerGroupPollStatus:
-    status = WorkerGroupPollStatus(worker_statuses=dict(enumerate(statuses)))
-    policy.polled(status)
-    return status
+@pytest.fixture
+def scaled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Runs:
+    return partial(Scaled, monkeypatch, tmp_path)
 
 
-RUNNING = WorkerStatus(running=True)
+def ended(value: str | None = None, count: int = 2) -> list[WorkerStatus]:
+    return [WorkerStatus(running=False, return_value=value) for _ in range(count)]
 
 
-def test_ray_train_has_the_seams_that_are_used() -> None:
-    """A canary of Ray Train 2.60: what `cluster.scaling` overrides and sets."""
-    assert ScalingPolicy.__abstractmethods__ == {
-        "make_decision_for_non_running_worker_group", "make_decision_for_running_worker_group",
-        "_get_num_workers_for_resource_request",
-    }  # fmt: skip
-    assert not inspect.isabstract(WorkerScaling)
-    assert issubclass(SupervisedController, TrainController)
+def test_workers_are_put_on_the_chosen_nodes_in_the_order_of_ranks(scaled: Runs) -> None:
+    assert scaled(a=1, b=3, c=2).start() == ["b", "b", "c", "c"]
 
 
-def test_workers_are_put_on_the_chosen_nodes_in_the_order_of_ranks(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    nodes = Nodes(monkeypatch, tmp_path, a=1, b=3, c=2)
-    assert start(policy_on(nodes, tmp_path), nodes) == ["b", "b", "c", "c"]
+@pytest.mark.parametrize("started", [True, False], ids=["held-by-those-left", "never-started"])
+def test_a_lost_node_leaves_a_smaller_run_at_once(scaled: Runs, started: bool) -> None:
+    run = scaled(a=2, b=2)
+    assert (run.start() if started else run.place()) == ["a", "a", "b", "b"]
+    del run.cpus["b"], run.free["b"]
+    assert run.start() == ["a", "a"] and run.time_s == 0.0
 
 
-def test_a_lost_node_leaves_a_smaller_run_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    nodes = Nodes(monkeypatch, tmp_path, a=2, b=2)
-    policy = policy_on(nodes, tmp_path)
-    assert start(policy, nodes) == ["a", "a", "b", "b"]
-    del nodes.cpus["b"], nodes.free["b"]
-    # The workers that are left still hold their places when Ray Train asks.
-    assert start(policy, nodes) == ["a", "a"]
-    assert nodes.time_s == 0.0
+def test_too_few_places_start_nothing(scaled: Runs) -> None:
+    run = scaled(a=1)
+    assert run.start() is None
+    run.cpus["b"] = run.free["b"] = 2
+    assert run.start() == ["b", "b"]
 
 
-def test_too_few_places_start_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    nodes = Nodes(monkeypatch, tmp_path, a=1)
-    policy = policy_on(nodes, tmp_path)
-    assert start(policy, nodes) is None
-    nodes.cpus["b"] = nodes.free["b"] = 2
-    assert start(policy, nodes) == ["b", "b"]
-
-
-def test_a_run_grows_onto_a_node_that_joins_once_the_workers_there_are_ready(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_run_grows_onto_a_node_that_joins_once_the_workers_there_are_ready(scaled: Runs) -> None:
     """Where growth pays: the others train until then, and Ray restarts nothing."""
-    nodes = Nodes(monkeypatch, tmp_path, a=2)
-    policy = policy_on(nodes, tmp_path)
-    run_dir = policy._config.run_dir
-    assert start(policy, nodes) == ["a", "a"]
-    nodes.cpus["b"] = nodes.free["b"] = 2
-    pace = Pace(seconds_left=100.0, start_s=30.0)
-    monkeypatch.setattr(scaling, "run_pace", lambda _: pace)
-    for _ in range(2):
-        poll(policy, RUNNING, RUNNING)
-        nodes.time_s += SETTLE_S
-    assert stop_requested(run_dir, SESSION) is None, "half of 100 s is not ten times 30 s"
-    pace = Pace(seconds_left=1_000.0, start_s=30.0)
-    nodes.time_s += policy._config.elastic.grow_interval_s
-    members, joining = policy._coordinator, policy._joining
-    used: list[Any] = []
-    policy._use_nodes = used.append
-    for _ in range(4):
-        assert stop_requested(run_dir, SESSION) is None
-        poll(policy, RUNNING, RUNNING)
-        nodes.time_s += SETTLE_S
-    assert joining.placed == {"b": 2} and used == [{"b": "host-b"}] and not members.posted
-    joining.are_there = True
-    poll(policy, RUNNING, RUNNING)
-    assert stop_requested(run_dir, SESSION) == "resize" and members.posted == [reform.MoveAsked()]
+    run = scaled(a=2)
+    assert run.start() == ["a", "a"]
+    run.cpus["b"] = run.free["b"] = 2
+    run.pace(seconds_left=100.0)
+    run.polls(2)
+    assert run.requested is None and not run.joining.placed, "half of 100 s is not ten times 30 s"
+    run.pace(seconds_left=1_000.0)
+    run.time_s += run.grow_interval_s
+    run.polls(4, stops=False)
+    assert run.joining.placed == {"b": 2} and run.used == [{"b": "host-b"}] and not run.members.posted
+    run.joining.are_there = True
+    run.poll()
+    assert run.requested == "resize" and run.members.posted == [MOVE]
 
 
-def test_workers_that_are_lost_are_replaced_where_they_were_while_the_others_train(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_workers_that_are_lost_are_replaced_where_they_were_while_the_others_train(scaled: Runs) -> None:
     """Ray Train's group keeps their places; to start the whole group again takes most of a minute."""
-    nodes = Nodes(monkeypatch, tmp_path, a=2, b=2)
-    policy = policy_on(nodes, tmp_path)
-    run_dir = policy._config.run_dir
-    assert start(policy, nodes) == ["a", "a", "b", "b"]
-    members: Any = policy._coordinator
-    members.group.num_placed, members.group.members = {"a": 2}, range(2)
+    run = scaled(a=2, b=2)
+    run.start()
+    run.members.group.num_placed, run.members.group.members = {"a": 2}, range(2)
     # One of a whole group's two, whose other is there and trains no more; another's place is on a node that is gone.
-    members.group.workers = alive("a", "a", "B", "b", "C")
-    policy._joining.vacant = Counter(b=1, c=1)
-    monkeypatch.setattr(scaling, "run_pace", lambda _: Pace(seconds_left=1_000.0, start_s=30.0))
-    for _ in range(2):
-        poll(policy, RUNNING, RUNNING)
-        nodes.time_s += SETTLE_S
-    assert policy._joining.placed == {"b": 1} and stop_requested(run_dir, SESSION) is None
-    policy._joining.are_there = True
-    poll(policy, RUNNING, RUNNING)
-    assert stop_requested(run_dir, SESSION) == "resize" and members.posted == [reform.MoveAsked()]
+    run.members.group.workers = alive("a", "a", "B", "b", "C")
+    run.joining.vacant = Counter(b=1, c=1)
+    run.pace(seconds_left=1_000.0)
+    run.polls(2, stops=False)
+    assert run.joining.placed == {"b": 1} and run.requested is None
+    run.joining.are_there = True
+    run.poll()
+    assert run.requested == "resize" and run.members.posted == [MOVE]
 
 
-def test_workers_that_train_no_more_and_suffice_to_grow_are_members_again(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_workers_that_train_no_more_and_suffice_to_grow_are_members_again(scaled: Runs) -> None:
+    run = scaled(a=2, b=2)
+    run.start()
+    run.members.group.num_placed, run.members.group.members = {"a": 2}, range(2)
+    run.pace(seconds_left=1_000.0)
+    run.polls(2)
+    assert run.members.posted == [MOVE] and not run.joining.placed
+
+
+@pytest.mark.parametrize("seen_by", ["ray", "joined"])
+def test_a_resize_that_all_have_ended_for_restarts_the_run(scaled: Runs, seen_by: str) -> None:
+    """All of Ray's workers may be lost, and only those that joined have seen the end."""
+    run = scaled(a=2)
+    run.start()
+    request_stop(run.run_dir, SESSION, "resize")
+    if seen_by == "ray":
+        assert not run.poll(WorkerStatus(running=True), *ended(RESIZED, 1)).errors, "not before all ended"
+        status = run.poll(*ended(RESIZED))
+    else:
+        assert not run.poll(*ended()).errors, "the run has finished"
+        run.members.group.status = RESIZED
+        status = run.poll(*ended())
+    assert is_resize(status.get_worker_group_error())
+    run.end()
+    assert run.start() == ["a", "a"] and run.requested is None
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "joins"),
+    [
+        # Two more would be a whole group on each of two nodes, beside workers that then train no more.
+        ("abcd", dict.fromkeys("abcd", 2), "abc"),
+        ("ab", dict.fromkeys("abcd", 1), "cd"),
+    ],
+    ids=["room-on-its-nodes", "nodes-that-join"],
+)
+def test_a_run_whose_groups_span_nodes_grows_in_whole_groups(
+    scaled: Runs, before: str, after: dict[str, int], joins: str
 ) -> None:
-    nodes = Nodes(monkeypatch, tmp_path, a=2, b=2)
-    policy = policy_on(nodes, tmp_path)
-    assert start(policy, nodes) == ["a", "a", "b", "b"]
-    members: Any = policy._coordinator
-    members.group.num_placed, members.group.members = {"a": 2}, range(2)
-    monkeypatch.setattr(scaling, "run_pace", lambda _: Pace(seconds_left=1_000.0, start_s=30.0))
-    for _ in range(2):
-        assert not members.posted
-        poll(policy, RUNNING, RUNNING)
-        nodes.time_s += SETTLE_S
-    assert members.posted == [reform.MoveAsked()] and not policy._joining.placed
+    run = scaled(most=6, **dict.fromkeys(before, 1))
+    assert run.start() == list(before)
+    run.cpus, run.free = dict(after), {node: cpus - (node in before) for node, cpus in after.items()}
+    run.pace(seconds_left=10_000.0)
+    run.polls(2)
+    assert run.joining.placed == dict.fromkeys(joins, 1) and run.requested is None
 
 
-def test_a_resize_that_all_have_ended_for_restarts_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Where the workers that were left after it were too few, say."""
-    nodes = Nodes(monkeypatch, tmp_path, a=2)
-    policy = policy_on(nodes, tmp_path)
-    assert start(policy, nodes) == ["a", "a"]
-    request_stop(policy._config.run_dir, SESSION, "resize")
-    assert not poll(policy, RUNNING, WorkerStatus(running=False, return_value=RESIZED)).errors, "not before all ended"
-    ended = poll(policy, *(WorkerStatus(running=False, return_value=RESIZED) for _ in range(2)))
-    assert is_resize(ended.get_worker_group_error())
-    policy.end()
-    nodes.free = dict(nodes.cpus)
-    assert start(policy, nodes) == ["a", "a"]
-    assert stop_requested(policy._config.run_dir, SESSION) is None, "the next attempt is not to stop"
+@pytest.mark.parametrize("excluded", [False, True], ids=["gone", "excluded"])
+def test_a_node_that_goes_or_is_excluded_is_left_whatever_it_costs(scaled: Runs, excluded: bool) -> None:
+    run = scaled(a=2, b=2)
+    run.start()
+    run.patch.setattr(scaling, "run_pace", lambda _: pytest.fail("growth is not the question"))
+    if excluded:
+        exclude_nodes(run.run_dir, SESSION, {"b": 2.5})
+    else:
+        del run.cpus["b"]
+    run.polls(2, stops=False)
+    assert run.requested == "resize" and run.members.posted == [unusable("b"), MOVE]
+    run.end()
+    assert run.start() == ["a", "a"], "and no worker is started there again"
 
 
-def test_a_run_whose_groups_span_nodes_grows_to_whole_groups_on_nodes_that_have_room_for_them(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Two workers that join would be a whole group on each of two nodes, beside workers that then train no more."""
-    nodes = Nodes(monkeypatch, tmp_path, a=1, b=1, c=1, d=1)
-    policy = policy_on(nodes, tmp_path, most=6)
-    assert start(policy, nodes) == ["a", "b", "c", "d"]
-    nodes.cpus, nodes.free = dict.fromkeys("abcd", 2), dict.fromkeys("abcd", 1)
-    monkeypatch.setattr(scaling, "run_pace", lambda _: Pace(seconds_left=10_000.0, start_s=30.0))
-    for _ in range(2):
-        poll(policy, RUNNING)
-        nodes.time_s += SETTLE_S
-    assert (
-        policy._joining.placed == {"a": 1, "b": 1, "c": 1} and stop_requested(policy._config.run_dir, SESSION) is None
-    )
-
-
-def test_a_run_whose_groups_are_larger_than_a_node_grows_onto_nodes_that_join(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    nodes = Nodes(monkeypatch, tmp_path, a=1, b=1)
-    policy = policy_on(nodes, tmp_path, most=6)
-    assert start(policy, nodes) == ["a", "b"]
-    nodes.cpus |= {"c": 1, "d": 1}
-    nodes.free |= {"c": 1, "d": 1}
-    monkeypatch.setattr(scaling, "run_pace", lambda _: Pace(seconds_left=1_000.0, start_s=30.0))
-    for _ in range(2):
-        poll(policy, RUNNING)
-        nodes.time_s += SETTLE_S
-    assert policy._joining.placed == {"c": 1, "d": 1} and stop_requested(policy._config.run_dir, SESSION) is None
-
-
-def test_a_draining_node_is_left_whatever_it_costs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    nodes = Nodes(monkeypatch, tmp_path, a=2, b=2)
-    policy = policy_on(nodes, tmp_path)
-    start(policy, nodes)
-    monkeypatch.setattr(scaling, "run_pace", lambda _: pytest.fail("growth is not the question"))
-    del nodes.cpus["b"]
-    for _ in range(2):
-        assert stop_requested(policy._config.run_dir, SESSION) is None
-        poll(policy, RUNNING)
-        nodes.time_s += SETTLE_S
-    assert stop_requested(policy._config.run_dir, SESSION) == "resize"
-    members: Any = policy._coordinator
-    assert members.posted == [reform.NodesUnusable(nodes=frozenset({"b"})), reform.MoveAsked()]
-
-
-def test_a_node_that_the_run_is_to_do_without_is_left_as_one_that_is_drained(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    nodes = Nodes(monkeypatch, tmp_path, a=2, b=2)
-    policy = policy_on(nodes, tmp_path)
-    start(policy, nodes)
-    exclude_nodes(policy._config.run_dir, SESSION, {"b": 2.5})
-    for _ in range(2):
-        assert stop_requested(policy._config.run_dir, SESSION) is None
-        poll(policy, RUNNING)
-        nodes.time_s += SETTLE_S
-    assert stop_requested(policy._config.run_dir, SESSION) == "resize"
-    members: Any = policy._coordinator
-    assert members.posted == [reform.NodesUnusable(nodes=frozenset({"b"})), reform.MoveAsked()]
-    # And no worker is started there again.
-    nodes.free = dict(nodes.cpus)
-    policy._placed = {}
-    assert start(policy, nodes) == ["a", "a"]
-
-
-def test_a_node_whose_gpu_has_failed_gets_workers_only_where_the_others_are_too_few(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    nodes = Nodes(monkeypatch, tmp_path, a=2, b=8)
-    policy = policy_on(nodes, tmp_path, most=8)
-    policy.leave_out(frozenset({"b"}))
+def test_a_node_whose_gpu_has_failed_gets_workers_only_where_the_others_are_too_few(scaled: Runs) -> None:
+    run = scaled(most=8, a=2, b=8)
+    run.policy.leave_out(frozenset({"b"}))
     # It was slow before.
-    exclude_nodes(policy._config.run_dir, SESSION, {"b": 1.5})
-    assert start(policy, nodes, starts=False) == ["a", "a"]
-    nodes.cpus = nodes.free = {"b": 8.0}
-    assert start(policy, nodes) == ["b"] * 8
+    exclude_nodes(run.run_dir, SESSION, {"b": 1.5})
+    assert run.place() == ["a", "a"]
+    run.cpus = run.free = {"b": 8.0}
+    assert run.start() == ["b"] * 8
 
 
-def test_a_node_that_was_left_is_not_taken_back_when_another_is_left(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    nodes = Nodes(monkeypatch, tmp_path, a=2, b=2, c=2, d=2)
-    policy = policy_on(nodes, tmp_path, most=8)
-    start(policy, nodes)
-    members: Any = policy._coordinator
+def test_a_node_that_was_left_is_not_taken_back_when_another_is_left(scaled: Runs) -> None:
+    run = scaled(most=8, a=2, b=2, c=2, d=2)
+    run.start()
     for slow in ("b", "d"):
-        exclude_nodes(policy._config.run_dir, SESSION, {slow: 5.0})
-        for _ in range(2):
-            poll(policy, RUNNING)
-            nodes.time_s += SETTLE_S
-        del members.group.num_placed[slow]
-        clear_stop(policy._config.run_dir)
-    assert members.group.unusable == {"b", "d"}
-    moves = len(members.posted)
-    for _ in range(4):
-        poll(policy, RUNNING)
-        nodes.time_s += SETTLE_S
-    assert len(members.posted) == moves
+        exclude_nodes(run.run_dir, SESSION, {slow: 5.0})
+        run.polls(2)
+        del run.members.group.num_placed[slow]
+        clear_stop(run.run_dir)
+    assert run.members.group.unusable == {"b", "d"}
+    moves = len(run.members.posted)
+    run.polls(4)
+    assert len(run.members.posted) == moves
 
 
-def test_a_node_that_others_use_replaces_no_slow_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    nodes = Nodes(monkeypatch, tmp_path, a=2, b=2, c=2)
-    nodes.free["c"] = 0
-    policy = policy_on(nodes, tmp_path, least=4)
-    policy._config.run_dir.mkdir(exist_ok=True)
-    exclude_nodes(policy._config.run_dir, SESSION, {"b": 9.0})
-    assert start(policy, nodes) == ["a", "a", "b", "b"]
+def test_a_slow_node_is_better_than_too_few_workers_and_a_node_that_others_use_replaces_none(scaled: Runs) -> None:
+    run = scaled(least=4, a=2, b=2, c=2)
+    run.free["c"] = 0
+    run.start()
+    exclude_nodes(run.run_dir, SESSION, {"b": 2.5})
+    run.polls(3)
+    assert run.requested is None and not run.members.posted
+    run.end()
+    run.free["c"] = 0
+    assert run.start() == ["a", "a", "b", "b"]
 
 
-def test_a_slow_node_is_better_than_too_few_workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    nodes = Nodes(monkeypatch, tmp_path, a=2, b=2)
-    policy = policy_on(nodes, tmp_path, least=4)
-    start(policy, nodes)
-    exclude_nodes(policy._config.run_dir, SESSION, {"b": 2.5})
-    for _ in range(3):
-        poll(policy, RUNNING)
-        nodes.time_s += SETTLE_S
-    assert stop_requested(policy._config.run_dir, SESSION) is None
-    members: Any = policy._coordinator
-    assert not members.posted
-    nodes.free = dict(nodes.cpus)
-    policy._placed = {}
-    assert start(policy, nodes) == ["a", "a", "b", "b"]
-
-
-def test_a_node_that_goes_before_the_others_have_left_it_was_announced(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_node_that_goes_before_the_others_have_left_it_was_announced(scaled: Runs) -> None:
     """Its loss is not charged to the run then, however short the notice was."""
-    nodes = Nodes(monkeypatch, tmp_path, a=2, b=2)
-    policy = policy_on(nodes, tmp_path)
-    start(policy, nodes)
-    members: Any = policy._coordinator
-    del nodes.cpus["b"]
-    poll(policy, RUNNING)
-    assert not members.posted, "a node that is lost without notice was not announced"
-    nodes.draining, nodes.time_s = {"b": 70.0}, scaling._LOOK_EVERY_S
-    poll(policy, RUNNING)
-    assert members.posted == [reform.NodesUnusable(nodes=frozenset({"b"}), draining=frozenset({"b"}))]
-    assert stop_requested(policy._config.run_dir, SESSION) is None
+    run = scaled(a=2, b=2)
+    run.start()
+    del run.cpus["b"]
+    run.polls(1, every_s=1.0)
+    assert not run.members.posted, "a node that is lost without notice was not announced"
+    run.draining = {"b": 70.0}
+    run.poll()
+    assert run.members.posted == [unusable("b", draining=True)] and run.requested is None
 
 
-def test_a_group_that_is_short_of_workers_gets_those_that_are_missing_and_no_more(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    nodes = Nodes(monkeypatch, tmp_path, a=2, b=2)
-    policy, used = policy_on(nodes, tmp_path, least=4), list[Any]()
-    assert start(policy, nodes) == ["a", "a", "b", "b"]
-    members, joining = policy._coordinator, policy._joining
-    policy._use_nodes = used.append
-    members.group.phase, members.group.workers = "short", alive("a", "a", "b", "B")
-    joining.vacant = Counter(b=1)
-    for _ in range(3):
-        poll(policy, RUNNING)
-        nodes.time_s += 1.0
-    assert joining.placed == {"b": 1} and used == [{"b": "host-b"}] and not members.posted
-    # They have failed, or don't suffice.
-    joining.are_there, joining.vacant = True, Counter()
-    poll(policy, RUNNING)
-    assert members.posted == [reform.NoReplacement()]
+def test_a_group_that_is_short_of_workers_gets_those_that_are_missing_and_no_more(scaled: Runs) -> None:
+    run = scaled(least=4, a=2, b=2)
+    run.start()
+    run.members.group.phase, run.members.group.workers = "short", alive("a", "a", "b", "B")
+    run.joining.vacant = Counter(b=1)
+    run.polls(3, every_s=1.0)
+    assert run.joining.placed == {"b": 1} and run.used == [{"b": "host-b"}] and not run.members.posted
+    # They have failed, or don't suffice, and no other can be started.
+    run.joining.are_there, run.joining.vacant = True, Counter()
+    run.poll()
+    assert run.members.posted == [reform.NoReplacement()]
 
 
-def test_missing_workers_start_on_a_node_that_fell_silent_only_where_no_other_has_room(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_group_that_is_short_of_workers_hears_where_none_can_be_started(scaled: Runs) -> None:
+    run = scaled(least=4, a=2, b=2)
+    run.start()
+    run.members.group.phase, run.members.group.workers = "short", alive("a", "a", "B", "B")
+    run.joining.vacant = Counter(b=2)
+    del run.cpus["b"], run.free["b"]
+    run.poll()
+    assert run.members.posted == [reform.NoReplacement()] and not run.joining.placed
+
+
+def test_missing_workers_start_on_a_node_that_fell_silent_only_where_no_other_has_room(scaled: Runs) -> None:
     """A stopped node takes connections, and a worker that is placed there starts when it goes on, if ever."""
-    nodes = Nodes(monkeypatch, tmp_path, a=2, b=2, c=2)
-    policy = policy_on(nodes, tmp_path, least=4)
-    start(policy, nodes)
-    members, joining = policy._coordinator, policy._joining
-    members.group.phase, members.group.workers, members.group.silent = "short", alive("a", "a", "B", "B"), {"b"}
-    nodes.free, joining.vacant = {"a": 0, "b": 0, "c": 2}, Counter(b=2)
-    poll(policy, RUNNING)
-    assert joining.placed == {"c": 2} and not members.posted
-    joining.are_awaited, nodes.free["c"] = False, 0
-    nodes.time_s += 1.0
-    poll(policy, RUNNING)
-    assert joining.placed == {"b": 2} and not members.posted
+    run = scaled(least=4, a=2, b=2, c=2)
+    run.start()
+    group = run.members.group
+    group.phase, group.workers, group.silent = "short", alive("a", "a", "B", "B"), {"b"}
+    run.free, run.joining.vacant = {"a": 0, "b": 0, "c": 2}, Counter(b=2)
+    run.polls(1, every_s=1.0)
+    assert run.joining.placed == {"c": 2} and not run.members.posted
+    run.joining.are_awaited, run.free["c"] = False, 0
+    run.poll()
+    assert run.joining.placed == {"b": 2} and not run.members.posted
 
 
 @pytest.mark.parametrize("has_spare", [False, True])
 def test_a_fixed_number_of_workers_leaves_a_drained_node_for_a_spare_one_and_saves_on_it_where_there_is_none(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_spare: bool
+    scaled: Runs, has_spare: bool
 ) -> None:
-    nodes = Nodes(monkeypatch, tmp_path, a=2, b=2)
-    policy = policy_on(nodes, tmp_path, least=4)
-    start(policy, nodes)
-    members, joining = policy._coordinator, policy._joining
-    nodes.draining = {"b": 70.0}
-    del nodes.cpus["b"]
+    run = scaled(least=4, a=2, b=2)
+    run.start()
+    run.draining = {"b": 70.0}
+    del run.cpus["b"]
     if has_spare:
-        nodes.cpus["c"] = nodes.free["c"] = 2
-    for _ in range(3):
-        poll(policy, RUNNING)
-        nodes.time_s += LEAVE_S
-        assert stop_requested(policy._config.run_dir, SESSION) is None
-    assert members.announced == {"b": 70.0}, "whose workers save before that"
-    assert members.posted[0] == reform.NodesUnusable(nodes=frozenset({"b"}), draining=frozenset({"b"}))
-    assert joining.placed == ({"c": 2} if has_spare else {})
+        run.cpus["c"] = run.free["c"] = 2
+    run.polls(3, LEAVE_S)
+    assert run.requested is None
+    assert run.members.announced == {"b": 70.0}, "whose workers save before that"
+    assert run.members.posted[0] == unusable("b", draining=True)
+    assert run.joining.placed == ({"c": 2} if has_spare else {})
 
 
-def test_a_group_that_is_short_of_workers_hears_where_none_can_be_started(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    nodes = Nodes(monkeypatch, tmp_path, a=2, b=2)
-    policy = policy_on(nodes, tmp_path, least=4)
-    start(policy, nodes)
-    members = policy._coordinator
-    members.group.phase, members.group.workers = "short", alive("a", "a", "B", "B")
-    policy._joining.vacant = Counter(b=2)
-    del nodes.cpus["b"], nodes.free["b"]
-    poll(policy, RUNNING)
-    assert members.posted == [reform.NoReplacement()] and not policy._joining.placed
-
-
-def test_members_on_a_draining_node_train_on_until_enough_others_have_joined(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_members_on_a_draining_node_train_on_until_enough_others_have_joined(scaled: Runs) -> None:
     """To start Ray Train's group on the other node instead takes most of a minute, in which nobody trains."""
-    nodes = Nodes(monkeypatch, tmp_path, a=2)
-    policy = policy_on(nodes, tmp_path)
-    assert start(policy, nodes) == ["a", "a"]
-    members, joining = policy._coordinator, policy._joining
-    members.group.workers = alive("a", "a")
-    nodes.cpus, nodes.free, nodes.draining = {"b": 2, "c": 2}, {"b": 2, "c": 2}, {"a": None}
-    # Of the end of that one the cluster's head does not know yet.
-    monkeypatch.setattr(scaling, "reachable", lambda found: {node: found[node] for node in found if node != "b"})
-    for _ in range(5):
-        poll(policy, RUNNING)
-        nodes.time_s += LEAVE_S
-        assert stop_requested(policy._config.run_dir, SESSION) is None
-    assert joining.placed == {"c": 2}
-    joining.are_there, members.group.workers = True, alive("a", "a", "c", "c")
-    for _ in range(2):
-        poll(policy, RUNNING)
-        nodes.time_s += LEAVE_S
-    assert stop_requested(policy._config.run_dir, SESSION) == "resize" and members.posted[-1] == reform.MoveAsked()
+    run = scaled(a=2)
+    run.start()
+    run.cpus, run.free, run.draining = {"b": 2, "c": 2}, {"b": 2, "c": 2}, {"a": None}
+    # The head does not know yet that b is gone.
+    run.patch.setattr(scaling, "reachable", lambda found: {node: found[node] for node in found if node != "b"})
+    run.polls(5, LEAVE_S)
+    assert run.joining.placed == {"c": 2} and run.requested is None
+    run.joining.are_there, run.members.group.workers = True, alive("a", "a", "c", "c")
+    run.polls(2, LEAVE_S)
+    assert run.requested == "resize" and run.members.posted[-1] == MOVE
 
 
-def test_workers_that_do_not_train_are_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Their coordinator replaces a generation that failed by itself."""
-    nodes = Nodes(monkeypatch, tmp_path, a=2, b=2)
-    policy = policy_on(nodes, tmp_path)
-    start(policy, nodes)
-    members: Any = policy._coordinator
-    members.group.phase = "judging"
-    del nodes.cpus["b"]
-    for _ in range(3):
-        poll(policy, RUNNING)
-        nodes.time_s += SETTLE_S
-    assert stop_requested(policy._config.run_dir, SESSION) is None
+def test_workers_that_do_not_train_are_left_alone(scaled: Runs) -> None:
+    """Their coordinator replaces a generation that failed."""
+    run = scaled(a=2, b=2)
+    run.start()
+    run.members.group.phase = "judging"
+    del run.cpus["b"]
+    run.polls(3)
+    assert run.requested is None
     # It continues on the node that is left: nothing leaves.
-    members.group = SimpleNamespace(
-        phase="training", status=None, num_placed={"a": 2}, workers={}, unusable=frozenset()
-    )
-    for _ in range(3):
-        poll(policy, RUNNING)
-        nodes.time_s += SETTLE_S
-    assert stop_requested(policy._config.run_dir, SESSION) is None and not members.posted
+    run.members.begin({"a": 2})
+    run.polls(3)
+    assert run.requested is None and not run.members.posted
 
 
-def test_a_request_of_the_user_is_never_replaced_or_cleared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    nodes = Nodes(monkeypatch, tmp_path, a=2, b=2)
-    policy = policy_on(nodes, tmp_path)
-    start(policy, nodes)
-    run_dir = policy._config.run_dir
-    request_stop(run_dir, SESSION)
-    del nodes.cpus["b"]
-    for _ in range(3):
-        poll(policy, RUNNING)
-        nodes.time_s += SETTLE_S
-    assert stop_requested(run_dir, SESSION) == "stop"
-    assert start(policy, nodes) == ["a", "a"] and stop_requested(run_dir, SESSION) == "stop"
+def test_a_request_of_the_user_is_never_replaced_or_cleared(scaled: Runs) -> None:
+    run = scaled(a=2, b=2)
+    run.start()
+    request_stop(run.run_dir, SESSION)
+    del run.cpus["b"]
+    run.polls(3)
+    assert run.requested == "stop"
+    assert run.start() == ["a", "a"] and run.requested == "stop"
 
 
-def test_workers_that_finish_or_fail_are_left_to_ray_train(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    nodes = Nodes(monkeypatch, tmp_path, a=2)
-    policy = policy_on(nodes, tmp_path)
-    start(policy, nodes)
-    assert not poll(policy, *(WorkerStatus(running=False, return_value="finished") for _ in range(2))).errors
+def test_workers_that_finish_or_fail_are_left_to_ray_train(scaled: Runs) -> None:
+    run = scaled(a=2)
+    run.start()
+    assert not run.poll(*ended("finished")).errors
     failure = RuntimeError("boom")
-    status = poll(policy, WorkerStatus(running=False, return_value=RESIZED), WorkerStatus(running=False, error=failure))
-    assert status.errors[1] is failure
-    assert not is_resize(status.get_worker_group_error())
+    status = run.poll(*ended(RESIZED, 1), WorkerStatus(running=False, error=failure))
+    assert status.errors[1] is failure and not is_resize(status.get_worker_group_error())
 
 
 def test_a_resize_and_a_lack_of_room_are_not_judged_as_failures(tmp_path: Path) -> None:
-    config = make_config(tmp_path, tmp_path, cluster__workers={"min": 2, "max": 4})
-    book: Any = SimpleNamespace(config=config)
+    book: Any = SimpleNamespace(config=make_config(tmp_path, tmp_path))
     statuses = {0: WorkerStatus(running=False, error=scaling.Resized("again"))}
-    error = WorkerGroupPollStatus(worker_statuses=statuses).get_worker_group_error()
-    assert FailureJudge(book).make_decision(error) is FailureDecision.RETRY
+    resized = WorkerGroupPollStatus(worker_statuses=statuses).get_worker_group_error()
     timeout = ControllerError(WorkerGroupStartupTimeoutError(num_workers=2))
-    assert lacks_room(timeout) and FailureJudge(book).make_decision(timeout) is FailureDecision.RETRY
+    for error in (resized, timeout):
+        assert FailureJudge(book).make_decision(error) is FailureDecision.RETRY
     assert not lacks_room(ControllerError(ValueError())) and not is_resize(timeout)
 
 
-def test_places_of_workers_that_could_not_start_are_counted_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    nodes = Nodes(monkeypatch, tmp_path, a=2, b=2)
-    policy = policy_on(nodes, tmp_path)
-    assert start(policy, nodes, starts=False) == ["a", "a", "b", "b"]
-    del nodes.cpus["b"], nodes.free["b"]
-    assert start(policy, nodes) == ["a", "a"]
-
-
-def test_a_head_that_does_not_answer_is_asked_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    nodes = Nodes(monkeypatch, tmp_path, a=2)
-    policy = policy_on(nodes, tmp_path)
+def test_a_head_that_does_not_answer_is_asked_again(scaled: Runs) -> None:
+    run = scaled(a=2)
 
     def away() -> dict[str, Any]:
-        if nodes.time_s < 3.0:
+        if run.time_s < 3.0:
             raise ConnectionError("the head is away")
-        return nodes._steady()
+        return run.steady()
 
-    monkeypatch.setattr(scaling, "steady_nodes", away)
-    assert start(policy, nodes) == ["a", "a"] and nodes.time_s == 3.0
+    run.patch.setattr(scaling, "steady_nodes", away)
+    assert run.start() == ["a", "a"] and run.time_s == 3.0
+
+
+def test_a_look_at_the_nodes_that_fails_ends_no_controller(scaled: Runs, caplog: pytest.LogCaptureFixture) -> None:
+    run = scaled(a=2)
+    run.start()
+    run.patch.setattr(scaling, "steady_nodes", lambda: {}["a key of a later Ray"])
+    assert not run.poll().errors and "a key of a later Ray" in caplog.text
 
 
 def test_a_node_whose_ray_takes_no_connection_is_not_counted() -> None:
@@ -621,7 +507,23 @@ def test_a_node_whose_ray_takes_no_connection_is_not_counted() -> None:
         dead.close()
         entries = {node: {"NodeManagerAddress": "127.0.0.1", "NodeManagerPort": port} for node, port in ports.items()}
         assert list(reachable(entries)) == ["alive"]
-    assert reachable({}) == {}
+
+
+def watch_of(**parts: Any) -> Any:
+    """Return a watch of worker groups with these parts instead of Ray's and the coordinator's."""
+    watch: Any = WorkerGroupWatch.__new__(WorkerGroupWatch)
+    given: dict[str, Any] = {
+        "_addresses": {},
+        "_gone": frozenset(),
+        "_clock": SystemClock(),
+        "_memory": SimpleNamespace(keep=lambda nodes: None, prepare=lambda nodes: None, newest_step=lambda gone: None),
+        "_judge": SimpleNamespace(judge=lambda cause, noticed: True),
+        "scaling": SimpleNamespace(polled=lambda status: None, leave_out=lambda nodes: None),
+        "coordinator": Members(),
+    }
+    for name, part in (given | parts).items():
+        setattr(watch, name, part)
+    return watch
 
 
 GONE = RuntimeError("its process is gone")
@@ -633,117 +535,73 @@ GONE = RuntimeError("its process is gone")
         (GONE, "training", False, True), (GONE, "training", True, False), (GONE, "stopping", True, True),
         (GONE, "judging", True, True), (GONE, "ended", False, False), (GONE, "ended", True, False),
         # Ray knows nothing for minutes of one whose supervisor is stopped.
-        (None, "training", True, True), (None, "stopping", True, True), (None, "ended", True, False),
-        (None, "ended", False, True),
+        (None, "training", True, True), (None, "ended", True, False), (None, "ended", False, True),
     ],
 )  # fmt: skip
 def test_a_worker_that_failed_counts_as_ended_only_once_that_is_decided(
     error: Exception | None, phase: str, is_lost: bool, running: bool
 ) -> None:
     """One that dies after the attempt has ended well must not keep Ray waiting for ever."""
-    watch: Any = WorkerGroupWatch.__new__(WorkerGroupWatch)
-    watch._memory, watch._addresses, watch._gone = SimpleNamespace(keep=lambda nodes: None), {}, frozenset()
-    watch.scaling = SimpleNamespace(polled=lambda status: None)
-    members: Any = Members()
+    watch = watch_of()
     workers = {0: SimpleNamespace(is_lost=False), 1: SimpleNamespace(is_lost=is_lost)}
-    members.group = SimpleNamespace(phase=phase, gave_up=False, workers=workers)
-    watch.coordinator = members
+    watch.coordinator.group = SimpleNamespace(phase=phase, gave_up=False, workers=workers)
     status = WorkerStatus(running=True, error=error)
-    watch.after_worker_group_poll_status(
-        WorkerGroupPollStatus(worker_statuses={0: WorkerStatus(running=phase != "ended"), 1: status})
-    )
+    statuses = {0: WorkerStatus(running=phase != "ended"), 1: status}
+    watch.after_worker_group_poll_status(WorkerGroupPollStatus(worker_statuses=statuses))
     assert (status.running, status.error) == (running, None)
-    assert bool(members.posted) is (error is not None and not is_lost)
+    assert bool(watch.coordinator.posted) is (error is not None and not is_lost)
+
+
+@pytest.mark.parametrize("phase", ["training", "ended"])
+def test_workers_that_joined_later_train_on_when_all_of_rays_are_lost(phase: str) -> None:
+    """Otherwise Ray would take the run for finished."""
+    watch = watch_of()
+    workers = {0: SimpleNamespace(is_lost=True), 1: SimpleNamespace(is_lost=False)}
+    watch.coordinator.group = SimpleNamespace(phase=phase, gave_up=False, workers=workers)
+    polled = WorkerGroupPollStatus(worker_statuses={0: WorkerStatus(running=True, error=GONE)})
+    watch.after_worker_group_poll_status(polled)
+    assert polled.finished is (phase == "ended") and not polled.errors
+
+
+QUESTION = reform.Judge(generation=1, errors=(RankError(rank=0, kind="lost", what="x"),), is_final=False)
+
+
+def answering(monkeypatch: pytest.MonkeyPatch, nodes: list[str], in_reach: set[str]) -> None:
+    """Let Ray know these nodes as alive, of which some take connections."""
+    entries = [{"NodeID": node, "Alive": True} for node in nodes]
+    monkeypatch.setattr(controller, "ray", SimpleNamespace(nodes=lambda: entries))
+    for name, found in {
+        "reachable": lambda _: dict.fromkeys(in_reach),
+        "steady_nodes": lambda: dict.fromkeys(in_reach),
+    }.items():
+        monkeypatch.setattr(controller, name, found)
 
 
 def test_after_a_failure_slow_nodes_stay_left_and_one_that_was_out_of_reach_comes_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    watch: Any = WorkerGroupWatch.__new__(WorkerGroupWatch)
-    watch._addresses, watch._gone, watch._clock = {}, frozenset(), SystemClock()
-    watch._memory = SimpleNamespace(prepare=lambda nodes: None, newest_step=lambda gone: None)
-    watch._judge = SimpleNamespace(judge=lambda cause, noticed: True)
     left_out: list[frozenset[str]] = []
-    watch.scaling = SimpleNamespace(leave_out=left_out.append)
-    workers = {
-        number: reform.Supervised(place=reform.Place(node=node, host="h", port=1))
-        for number, node in enumerate(("fast", "slow", "shy"))
-    }
-    question = reform.Judge(generation=1, errors=(RankError(rank=0, kind="lost", what="x"),), is_final=False)
-    nodes = [{"NodeID": node, "Alive": True} for node in ("fast", "slow", "shy")]
-    monkeypatch.setattr(controller, "ray", SimpleNamespace(nodes=lambda: nodes))
-    unusable = frozenset({"slow"})
+    watch, known, left = watch_of(scaling=SimpleNamespace(leave_out=left_out.append)), ["fast", "slow", "shy"], {"slow"}
     for in_reach in ({"fast", "slow"}, {"fast", "slow", "shy"}):
-        entries = {node: {} for node in in_reach}
-        monkeypatch.setattr(controller, "reachable", lambda found, entries=entries: entries)
-        monkeypatch.setattr(controller, "steady_nodes", lambda entries=entries: entries)
-        group = reform.Group(
-            wanted=WorkerRange(least=1, most=3, sp_size=1), workers=workers, unusable=unusable, broken=frozenset({"x"})
-        )
-        left, _ = watch._decide(question, group)
-        unusable = left.nodes
-        assert unusable == {"slow"} | ({"fast", "slow", "shy"} - in_reach) and left.draining == {"slow"}
+        answering(monkeypatch, known, in_reach)
+        wanted = WorkerRange(least=1, most=3, sp_size=1)
+        group = reform.Group(wanted=wanted, workers=alive(*known), unusable=frozenset(left), broken=frozenset({"x"}))
+        found, _ = watch._decide(QUESTION, group)
+        left = found.nodes
+        assert left == {"slow"} | (set(known) - in_reach) and found.draining == {"slow"}
     assert left_out == [{"x"}] * 2, "nor does Ray start workers on a broken one"
 
 
 def test_the_memory_of_a_node_of_which_every_worker_fell_silent_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its agent takes connections and never answers: each wait for it holds up the recovery by ten seconds."""
-    watch: Any = WorkerGroupWatch.__new__(WorkerGroupWatch)
     asked: list[Any] = []
-    watch._addresses, watch._gone, watch._clock = {"well": "h", "stopped": "h"}, frozenset(), SystemClock()
-    watch._memory = SimpleNamespace(prepare=asked.append, newest_step=asked.append)
-    watch.scaling = SimpleNamespace(leave_out=lambda nodes: None)
-    watch._judge = SimpleNamespace(judge=lambda cause, noticed: True)
-    entries = {node: {"NodeID": node, "Alive": True} for node in watch._addresses}
-    monkeypatch.setattr(controller, "ray", SimpleNamespace(nodes=lambda: [*entries.values()]))
-    monkeypatch.setattr(controller, "reachable", lambda found: entries)
-    monkeypatch.setattr(controller, "steady_nodes", lambda: entries)
-    workers = {
-        number: reform.Supervised(place=reform.Place(node=node, host="h", port=1), is_lost=node == "stopped")
-        for number, node in enumerate(entries)
-    }
-    silent = frozenset({"stopped"})
-    group = reform.Group(wanted=WorkerRange(least=1, most=5, sp_size=1), workers=workers, silent=silent)
-    question = reform.Judge(generation=1, errors=(RankError(rank=0, kind="lost", what="x"),), is_final=False)
-    left, _ = watch._decide(question, group)
+    memory = SimpleNamespace(prepare=asked.append, newest_step=asked.append)
+    watch = watch_of(_addresses={"well": "h", "stopped": "h"}, _memory=memory)
+    answering(monkeypatch, ["well", "stopped"], {"well", "stopped"})
+    workers = alive("well", "stopped") | {1: replace(alive("stopped")[0], is_lost=True)}
+    group = reform.Group(wanted=WorkerRange(least=1, most=5, sp_size=1), workers=workers, silent=frozenset({"stopped"}))
+    found, _ = watch._decide(QUESTION, group)
     assert asked == [{"well": "h"}, {"stopped"}]
-    assert not left.nodes, "workers may start there"
+    assert not found.nodes, "workers may start there"
     watch._use_nodes({"stopped": "h"})
-    assert asked[-1] == watch._addresses and not watch._gone
-
-
-def test_workers_that_joined_later_train_on_when_all_of_rays_are_lost() -> None:
-    """Otherwise Ray would take the run for finished."""
-    watch: Any = WorkerGroupWatch.__new__(WorkerGroupWatch)
-    watch._memory, watch._addresses, watch._gone = SimpleNamespace(keep=lambda nodes: None), {}, frozenset()
-    watch.scaling, watch.coordinator = SimpleNamespace(polled=lambda status: None), Members()
-    for phase in ("training", "ended"):
-        workers = {0: SimpleNamespace(is_lost=True), 1: SimpleNamespace(is_lost=False)}
-        watch.coordinator.group = SimpleNamespace(phase=phase, gave_up=False, workers=workers)
-        status = WorkerStatus(running=True, error=RuntimeError("its process is gone"))
-        polled = WorkerGroupPollStatus(worker_statuses={0: status})
-        watch.after_worker_group_poll_status(polled)
-        assert polled.finished is (phase == "ended") and not polled.errors
-
-
-def test_a_resize_that_only_joined_workers_have_seen_restarts_the_run(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    nodes = Nodes(monkeypatch, tmp_path, a=2)
-    policy = policy_on(nodes, tmp_path)
-    start(policy, nodes)
-    members: Any = policy._coordinator
-    gone = [WorkerStatus(running=False) for _ in range(2)]
-    assert not poll(policy, *gone).errors, "the run has finished"
-    members.group.status = RESIZED
-    assert is_resize(poll(policy, *gone).get_worker_group_error())
-
-
-def test_a_look_at_the_nodes_that_fails_ends_no_controller(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    nodes = Nodes(monkeypatch, tmp_path, a=2)
-    policy = policy_on(nodes, tmp_path)
-    start(policy, nodes)
-    monkeypatch.setattr(policy, "_look", lambda now: {}["a key of a later Ray"])
-    assert not poll(policy, RUNNING, RUNNING).errors and "a key of a later Ray" in caplog.text
+    assert asked[-1] == {"well": "h", "stopped": "h"}

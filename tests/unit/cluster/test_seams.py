@@ -11,6 +11,10 @@ _EXECUTION = "ray.train.v2._internal.execution"
 SEAMS = {
     ("ray.train.v2.api.data_parallel_trainer", "DataParallelTrainer"): ("_initialize_and_run_controller",),
     (f"{_EXECUTION}.controller", "TrainController"): ("scaling_policy", "failure_policy", "callbacks"),
+    (f"{_EXECUTION}.scaling_policy", "ScalingPolicy"): (
+        "make_decision_for_non_running_worker_group", "make_decision_for_running_worker_group",
+        "_get_num_workers_for_resource_request", "_maybe_send_resource_request",
+    ),
     (f"{_EXECUTION}.callback", "WorkerGroupCallback"): (
         "before_worker_group_start", "after_worker_group_start", "after_worker_group_shutdown",
         "after_worker_group_abort", "after_worker_group_poll_status",
