@@ -19,6 +19,7 @@ from ray._private import state
 from ray._private.utils import get_used_memory
 from ray.exceptions import RayError
 
+from ray_ulysses.clock import SystemClock
 from ray_ulysses.cluster.capacity import ClusterView, Node, node_of
 from ray_ulysses.cluster.ray_access import MODE, check_address, cluster_token, private_session
 from ray_ulysses.errors import RunError
@@ -73,6 +74,8 @@ def _connected(target: str | None, cpus: float, environment: dict[str, str] | No
         "runtime_env": {"env_vars": environment or {}},
     }
     before = {number: signal.getsignal(number) or signal.SIG_DFL for number in (signal.SIGTERM, signal.SIGHUP)}
+    clock = SystemClock()
+    started = clock.monotonic()
     try:
         if target is not None:
             ray.init(address=target, **options)
@@ -83,10 +86,15 @@ def _connected(target: str | None, cpus: float, environment: dict[str, str] | No
         # shut down without a crash, and ends with this process.
         raise KeyboardInterrupt from error
     except (ConnectionError, RuntimeError, ValueError) as error:
-        where = f"the Ray cluster at {target}" if target else "an embedded Ray"
+        if target is None:
+            raise RunError(
+                f"this machine's local Ray did not start within {math.ceil(clock.monotonic() - started)} s ({error}): "
+                "the machine may be busy or have too little memory; try again, or start Ray yourself with "
+                "`ray start --head` and set RAY_ADDRESS to its address"
+            ) from error
         raise RunError(
-            f"{where} can't be reached ({error}); start it with `ray start --head`, correct cluster.address or "
-            "RAY_ADDRESS, or unset both to run on this machine alone"
+            f"the Ray cluster at {target} can't be reached ({error}); start it with `ray start --head`, correct "
+            "cluster.address or RAY_ADDRESS, or unset both to run on this machine alone"
         ) from error
     # Ray 2.60 exits with 15 upon a SIGTERM, without a word and with nothing saved (a canary test stands beside this).
     interrupt = signal.default_int_handler
@@ -162,7 +170,7 @@ def _start_embedded(cpus: float, options: dict[str, Any]) -> None:
             reason = str(error).partition(". ")[0]
             if is_last:
                 raise RuntimeError(reason) from error
-            _log.warning("an embedded Ray did not start (%s); starting it again", reason)
+            _log.warning("this machine's local Ray did not start (%s); starting it again", reason)
 
 
 @contextmanager

@@ -13,22 +13,18 @@ from typing import Any
 
 
 class FakeMetadata:
-    """What the service is to answer; a test changes it while it runs.
-
-    Attributes:
-        answers: Status and body by path; other paths give 404.
-        token: The token that AWS would accept; a request for one gets it.
-        asked: Method and path of each request, in order.
-        clock_ahead_s: How far the service's clock is ahead of this machine's.
-        pause_s: Pause before each answer.
-        drips: A byte is sent each tenth of a second.
-    """
+    """Answers of the service; a test changes them while it runs."""
 
     def __init__(self) -> None:
+        # Status and body by path; other paths give 404.
         self.answers: dict[str, tuple[int, str]] = {}
+        # The token that AWS would accept; a request for one gets it.
         self.token, self.tokens_given = "token-1", 0
+        # Method and path of each request, in order.
         self.asked: list[tuple[str, str]] = []
-        self.clock_ahead_s, self.pause_s, self.drips, self.url = 0.0, 0.0, False, ""
+        self.clock_ahead_s, self.url = 0.0, ""
+        # A byte is sent each tenth of a second.
+        self.drips = False
 
     def aws_interrupts(self, in_s: float) -> None:
         when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + self.clock_ahead_s + in_s))
@@ -79,7 +75,6 @@ class _Handler(BaseHTTPRequestHandler):
         return self._answer(*self.fake.answers.get(self.path, (200, self.fake.token)))
 
     def _answer(self, status: int, body: str) -> None:
-        time.sleep(self.fake.pause_s)
         self.send_response_only(status)
         self.send_header("Date", formatdate(time.time() + self.fake.clock_ahead_s, usegmt=True))
         self.send_header("Content-Length", str(len(body)))

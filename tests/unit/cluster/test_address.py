@@ -19,7 +19,7 @@ from ray_ulysses.cluster import node_watch
 from ray_ulysses.cluster.ray_access import check_address
 from ray_ulysses.cluster.session import quiet_errors, ray_session
 from ray_ulysses.commands import doctor
-from ray_ulysses.commands.doctor import Check, _check_cluster
+from ray_ulysses.commands.doctor import Check
 from ray_ulysses.errors import RunError, UserError
 from tests.distributed.harness import free_port
 
@@ -44,32 +44,23 @@ def _web_server() -> Iterator[int]:
         server.server_close()
 
 
-def test_a_closed_port_is_refused_with_the_reason() -> None:
-    target = f"127.0.0.1:{free_port()}"
-    with pytest.raises(RunError) as refused:
-        check_address(target)
-    text = str(refused.value)
-    assert text.startswith(f"no Ray head answers at {target} (Connection refused); correct cluster.address or RAY_ADD")
-
-
-def test_a_port_that_never_answers_is_given_up() -> None:
-    started = time.monotonic()
-    with _silent() as port, pytest.raises(RunError, match=r"no Ray head answers at .*\(no answer within 1 s\)"):
-        check_address(f"127.0.0.1:{port}", timeout_s=1.0)
-    assert time.monotonic() - started < 10
-
-
-def test_a_port_of_something_else_is_refused() -> None:
-    with _web_server() as port, pytest.raises(RunError, match="no Ray head answers at"):
+def test_a_port_where_no_ray_answers_is_refused_with_the_reason_and_soon() -> None:
+    started, closed = time.monotonic(), f"127.0.0.1:{free_port()}"
+    with pytest.raises(RunError, match=r"\(Connection refused\); correct cluster.address or RAY_ADDRESS"):
+        check_address(closed)
+    with _web_server() as port, pytest.raises(RunError, match="no Ray head answers"):
         check_address(f"127.0.0.1:{port}")
+    with _silent() as port, pytest.raises(RunError, match="no answer within 1 s"):
+        check_address(f"127.0.0.1:{port}", timeout_s=1.0)
+    assert time.monotonic() - started < 20
 
 
 @pytest.mark.parametrize(
     ("target", "words"),
     [
-        ("http://head:8265", "is not the address of a Ray head; use its host:port (6379 by default)"),
-        ("ray://head:10001", "submit a job from elsewhere: `ray-ulysses submit CONFIG --address http://HEAD:8265`"),
-        ("head", "use the host:port of a Ray head"),
+        ("http://head:8265", "is not the address of a Ray head"),
+        ("ray://head:10001", "ray-ulysses submit"),
+        ("head", "host:port"),
     ],
 )
 def test_what_is_no_address_is_the_users_error(target: str, words: str) -> None:
@@ -89,15 +80,6 @@ def test_a_session_ends_in_ten_seconds_where_nothing_answers() -> None:
     assert time.monotonic() - started < 10
 
 
-def test_the_doctor_says_so_of_the_address_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{free_port()}")
-    started = time.monotonic()
-    check = _check_cluster(None)
-    assert time.monotonic() - started < 10
-    assert (check.name, check.level) == ("cluster", "fail")
-    assert "no Ray head answers" in check.detail and "Connection refused" in check.detail
-
-
 def test_the_doctor_says_it_before_anything_else_and_each_check_at_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,24 +87,22 @@ def test_the_doctor_says_it_before_anything_else_and_each_check_at_once(
 
     def machine(storage: str | None) -> Iterator[Check]:
         said.extend(capsys.readouterr().out.splitlines())
-        assert len(said) == 1 and said[0].startswith("fail  cluster        no Ray head answers at 127.0.0.1:")
+        assert len(said) == 1 and said[0].startswith("fail  cluster ") and "Connection refused" in said[0]
         yield Check(name="python", level="ok", detail="3.11")
         said.extend(capsys.readouterr().out.splitlines())
         assert said[1:] == ["ok    python         3.11"]
 
-    monkeypatch.setattr(doctor, "check_machine", lambda storage: [Check(name="python", level="ok", detail="3.11")])
+    monkeypatch.setattr(doctor, "check_machine", machine)
     monkeypatch.setattr(node_watch, "found_provider", lambda setting: None)
-    address = f"127.0.0.1:{free_port()}"
-    assert run(app, ["doctor", "--address", address, "--quiet"]) == 1
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{free_port()}")
+    assert run(app, ["doctor"]) == 1
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["ok", "not"]
+    monkeypatch.setattr(doctor, "check_machine", lambda storage: [Check(name="python", level="ok", detail="3.11")])
+    assert run(app, ["doctor", "--quiet"]) == 1
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["fail", "not"]
-    assert run(app, ["doctor", "--address", address, "--json"]) == 1
+    assert run(app, ["doctor", "--json"]) == 1
     checks = json.loads(capsys.readouterr().out)["checks"]
     assert [(one["name"], one["level"]) for one in checks] == [("cluster", "fail"), ("python", "ok"), ("cloud", "ok")]
-    monkeypatch.setattr(doctor, "check_machine", machine)
-    assert run(app, ["doctor", "--address", address]) == 1
-    said.extend(capsys.readouterr().out.splitlines())
-    assert said[2].startswith("ok    cloud          none by this machine's firmware")
-    assert said[3:] == ["not ready: 1 failed, 0 warnings, 3 checked"]
 
 
 def test_ray_prints_nothing_of_its_nodes_within_a_session(capsys: pytest.CaptureFixture[str]) -> None:

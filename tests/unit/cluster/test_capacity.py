@@ -36,19 +36,13 @@ def test_the_demand_is_the_configurations(tmp_path: Path) -> None:
     assert Demand.of(resolve_run(make_config(tmp_path, tmp_path, data__engine="local"))).data_cpus == 0.0
 
 
-def test_a_cluster_that_holds_the_run_lacks_nothing() -> None:
-    assert shortfall(ONE, nodes((2, 0), (2.5, 0))) is None
-    assert shortfall(ONE, nodes((8, 0))) is None
-    assert shortfall(replace(ONE, cpus=0.1, wanted=_fixed(30), data_cpus=0.0), nodes((3, 0))) is None, (
-        "0.1 x 30 is not below 3"
-    )
-
-
 def test_workers_are_whole() -> None:
     # Three CPUs in sum, and no node that holds two workers of 1.5.
     assert places(replace(ONE, cpus=1.5), nodes((2, 0), (2, 0))) == 2
     # Four GPUs in sum, on a node that has CPUs for one worker.
     assert places(replace(ONE, gpus=1), nodes((1, 4))) == 1
+    # 0.1 x 30 is not below 3.
+    assert shortfall(replace(ONE, cpus=0.1, wanted=_fixed(30), data_cpus=0.0), nodes((3, 0))) is None
 
 
 def test_the_shortfall_counts_what_is_there_and_what_is_needed() -> None:
@@ -57,24 +51,15 @@ def test_the_shortfall_counts_what_is_there_and_what_is_needed() -> None:
         "cluster.workers=4 needs 1 CPU each (cluster.cpus_per_worker); the 3 nodes "
         "of the cluster hold 2: 2 of 1 CPU and 0 GPUs (2), 1 of 0 CPUs and 0 GPUs (0)"
     )
-    assert hint(ONE, there) == ("set cluster.workers=2, which fits (a run resumes at any number), or add nodes")
+    assert hint(ONE, there) == "set cluster.workers=2, which fits (a run resumes at any number), or add nodes"
+    assert "the 0 nodes of the cluster hold 0" in str(shortfall(ONE, []))
 
 
-def test_the_hint_keeps_to_multiples_of_sp_size() -> None:
+def test_the_hint_keeps_to_multiples_of_sp_size_and_names_gpus_that_no_node_has() -> None:
     demand = replace(ONE, wanted=WorkerRange(least=16, most=16, sp_size=4))
-    assert "set cluster.workers=4, which fits" in hint(demand, nodes((7, 0)))
-    assert hint(demand, nodes((3, 0))) == "add nodes that hold workers, at least parallel.sp_size=4 of them"
-
-
-def test_gpus_that_no_node_has_are_told() -> None:
-    demand = replace(ONE, gpus=1)
-    assert "needs 1 CPU and 1 GPU each" in str(shortfall(demand, nodes((64, 0))))
-    assert hint(demand, nodes((64, 0))) == "add nodes with GPUs, or set cluster.gpus_per_worker=0 to train on CPUs"
-
-
-def test_the_data_stream_needs_cpus_that_no_worker_has() -> None:
-    assert str(shortfall(ONE, nodes((2, 0), (2.1, 0)))).startswith("cluster.data_cpus=0.25: the workers leave no node")
-    assert shortfall(replace(ONE, data_cpus=0.0), nodes((2, 0), (2, 0))) is None
+    assert "cluster.workers=4" in hint(demand, nodes((7, 0)))
+    assert "parallel.sp_size=4" in hint(demand, nodes((3, 0)))
+    assert "cluster.gpus_per_worker=0" in hint(replace(ONE, gpus=1), nodes((64, 0)))
 
 
 @pytest.mark.parametrize("data_cpus", [0.25, 1.0, 3.0])
@@ -87,15 +72,10 @@ def test_places_beyond_the_workers_make_room_for_the_data_stream(data_cpus: floa
     assert lack.startswith(f"cluster.data_cpus={data_cpus:g}: ") and lack.endswith("or set data.engine=local")
 
 
-def test_no_node_at_all_is_a_shortfall() -> None:
-    assert "the 0 nodes of the cluster hold 0" in str(shortfall(ONE, []))
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_what_is_recommended_fits_and_what_fits_is_not_refused(seed: int) -> None:
+def test_what_is_recommended_fits_and_what_fits_is_not_refused() -> None:
     """Random clusters and demands: placed one by one, as Ray would place them."""
-    draw = random.Random(seed)
-    for _ in range(400):
+    draw = random.Random(0)
+    for _ in range(1000):
         demand = Demand(
             wanted=_fixed(draw.randint(1, 24)), cpus=draw.choice([0.1, 0.25, 0.5, 0.9, 1.0, 3.0]),
             gpus=draw.randint(0, 1), data_cpus=draw.choice([0.0, 0.25]),
@@ -135,16 +115,14 @@ def test_an_elastic_run_leaves_room_for_the_data_stream() -> None:
     assert room_for_workers(elastic, {"a": Node(cpus=9, gpus=0)}) == {"a": 9}, "a place is left over"
     assert room_for_workers(replace(elastic, data_cpus=0.0), {"a": Node(cpus=3, gpus=0)}) == {"a": 3}
     assert room_for_workers(elastic, {}) == {}
-    lack = shortfall(elastic, nodes((2, 0)))
-    assert "cluster.workers.min=2 needs 1 CPU each (cluster.cpus_per_worker) beside the data stream (c" in str(lack)
-    assert hint(elastic, nodes((2, 0))) == "add CPUs, or set data.engine=local"
+    assert "cluster.workers.min=2 " in str(shortfall(elastic, nodes((2, 0))))
+    assert "data.engine=local" in hint(elastic, nodes((2, 0)))
 
 
 def test_workers_that_the_data_stream_displaces_are_counted_in_groups() -> None:
     elastic = replace(ONE, wanted=WorkerRange(least=2, most=8, sp_size=2))
     told = displaced(elastic, nodes((4, 0), (4, 0)))
-    assert told is not None and told.startswith("the data stream takes the place of 2 workers, since no node has")
-    assert all(way in told for way in ("cluster.data_cpus=0.25", "cluster.cpus_per_worker", "data.engine=local"))
+    assert told is not None and "the place of 2 workers" in told and "cluster.data_cpus=0.25" in told
     for some in (nodes((5, 0), (4, 0)), nodes((9, 0)), nodes((3, 0)), nodes((12, 0)), nodes()):
         assert displaced(elastic, some) is None
     assert displaced(replace(elastic, data_cpus=0.0), nodes((4, 0))) is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from http.client import BadStatusLine, IncompleteRead
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -26,6 +26,7 @@ from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.run.submissions import Submission
 from tests.unit.config.trees import small_tree
 
+Say = Callable[[str], object]
 JOB = Submission(run="a", run_dir="/runs/a", number=1, job="a-001", status="PENDING")
 
 
@@ -44,7 +45,6 @@ def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         ("http://head:80/", {"RAY_API_SERVER_ADDRESS": "http://other:1"}, "http://head:80"),
         ("head:8265", {}, "http://head:8265"),
         (None, {"RAY_API_SERVER_ADDRESS": "https://ray.example.com", "RAY_ADDRESS": "x:1"}, "https://ray.example.com"),
-        (None, {"RAY_ADDRESS": "http://head:8265"}, "http://head:8265"),
         (None, {"RAY_ADDRESS": "10.0.0.1:6379"}, "http://10.0.0.1:8265"),
         (None, {"RAY_ADDRESS": "ray://head:10001"}, "http://head:8265"),
         (None, {"RAY_ADDRESS": "auto"}, "http://127.0.0.1:8265"),
@@ -54,11 +54,9 @@ def test_the_dashboard_is_the_one_that_is_named(given: str | None, environment: 
     assert dashboard_address(given, environment) == address
 
 
-@pytest.mark.parametrize(
-    "given", ["ray://head:10001", "http://", "http:///jobs", "head:80a", "head:99999", "http://he ad:1"]
-)
+@pytest.mark.parametrize("given", ["ray://head:10001", "http://", "head:80a", "head:99999", "http://he ad:1"])
 def test_an_address_that_no_dashboard_has_is_refused(given: str) -> None:
-    with pytest.raises(UserError, match=r"is not the address of a Ray dashboard; use http://HEAD:8265"):
+    with pytest.raises(UserError, match="address of a Ray dashboard"):
         dashboard_address(given, {})
 
 
@@ -91,18 +89,15 @@ def test_a_cluster_that_comes_up_is_waited_for_and_the_wait_says_why_when_that_c
     said: list[str] = []
     with _dashboard(answers) as address:
         connect(address, 60, said.append)
-    assert said == [
-        f"elapsed=0s waiting for the Ray cluster at {address}: it answers with HTTP 502",
-        f"elapsed=2s waiting for the Ray cluster at {address}: the server there is not a Ray dashboard, "
-        "whose port is 8265 by default",
-    ]
+    assert [line.split()[0] for line in said] == ["elapsed=0s", "elapsed=2s"]
+    assert "HTTP 502" in said[0] and "not a Ray dashboard" in said[1]
 
 
 def test_a_cluster_that_never_answers_is_given_up_in_time_with_the_way_out(naps: list[float]) -> None:
     said: list[str] = []
     with _dashboard([(200, {})]) as address:
         pass  # closed
-    with pytest.raises(RunError, match=r"waited 25 s for the Ray cluster at .*: Connection refused; correct --address"):
+    with pytest.raises(RunError, match=r"waited 25 s .*: Connection refused; correct --address"):
         connect(address, 25, said.append)
     assert [line.split()[0] for line in said] == ["elapsed=0s", "elapsed=10s", "elapsed=20s"]
     assert sum(naps) == 25
@@ -114,12 +109,11 @@ def test_a_cluster_that_never_answers_is_given_up_in_time_with_the_way_out(naps:
         b"\x00\x00\x18\x04\x00\x00\x00\x00\x00\x00\x04\x00@\x00\x00\x00\x05\x00@\x00\x00",
         b"HTTP/1.1 " + b"2" * 70_000,
         b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{",
-        b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 200,
         b"HTTP/1.1 200 OK\r\n\r\nnull",
         b"HTTP/1.1 200 OK\r\n\r\n" + b"[" * 50_000,
         b"",
     ],
-    ids=["http2-of-the-heads-own-port", "endless-line", "cut-off", "endless-headers", "null", "nested", "nothing"],
+    ids=["http2-of-the-heads-own-port", "endless-line", "cut-off", "null", "nested", "nothing"],
 )
 def test_a_server_that_is_not_a_dashboard_is_an_error_in_words(naps: list[float], answer: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -131,32 +125,21 @@ def test_a_server_that_is_not_a_dashboard_is_an_error_in_words(naps: list[float]
 
         thread = threading.Thread(target=serve)
         thread.start()
-        with pytest.raises(RunError, match=r"waited 0 s for the Ray cluster at .*; correct --address"):
+        with pytest.raises(RunError, match="correct --address"):
             connect(f"http://127.0.0.1:{server.getsockname()[1]}", 0, print)
         thread.join()
 
 
-@pytest.mark.parametrize(
-    "error", [BadStatusLine("x"), IncompleteRead(b""), ConnectionResetError(), aiohttp.ClientPayloadError()]
-)
-def test_a_connection_that_breaks_is_an_error_in_words_wherever_it_breaks(naps: list[float], error: Exception) -> None:
-    with pytest.raises(RunError, match="waited 300 s for job a-001"):
-        JobLog(Cluster(states=[error]), JOB, print, print).follow()  # type: ignore[arg-type]
-    with pytest.raises(RunError, match="does not take the job"):
-        _submit(Cluster(refusals=[error]))
-
-
 class Cluster:
-    """A client of Ray's whose jobs, logs and failures are given.
-
-    Attributes:
-        states: Status of the job at each look, and the last one for ever; an error is raised.
-        tails: The pieces of each connection to the log; an error ends one.
-        refusals: Errors of the first submissions.
-    """
+    """A client of Ray's whose jobs, logs and failures are given."""
 
     def __init__(self, states: list[Any] = [], tails: list[list[Any]] = [], refusals: list[Exception] = []) -> None:  # noqa: B006
-        self.states, self.tails, self.refusals = list(states), list(tails), list(refusals)
+        # Status of the job at each look, the last one for ever; an error is raised.
+        self.states = list(states)
+        # The pieces of each connection to the log; an error ends one.
+        self.tails = list(tails)
+        # Errors of the first submissions.
+        self.refusals = list(refusals)
         self.jobs: list[JobDetails] = []
         self.submitted: list[dict[str, Any]] = []
         self.brought: dict[str, str] = {}
@@ -192,6 +175,10 @@ def details(job: str, status: JobStatus, metadata: Any) -> JobDetails:
     )  # fmt: skip
 
 
+def follow(cluster: Cluster, write: Say = print, say: Say = print) -> Submission:
+    return JobLog(cluster, JOB, write, say).follow()  # type: ignore[arg-type]
+
+
 def test_a_log_is_written_once_over_lost_connections_and_until_the_job_ends(naps: list[float]) -> None:
     cluster = Cluster(
         states=[JobStatus.PENDING, JobStatus.RUNNING, OSError(), JobStatus.RUNNING, JobStatus.SUCCEEDED],
@@ -199,23 +186,28 @@ def test_a_log_is_written_once_over_lost_connections_and_until_the_job_ends(naps
     )
     written: list[str] = []
     said: list[str] = []
-    ended = JobLog(cluster, JOB, written.append, said.append).follow()  # type: ignore[arg-type]
+    ended = follow(cluster, written.append, said.append)
     assert "".join(written) == "step=1\nstep=2\nstep=3\n"
     assert (ended.status, ended.started) == ("SUCCEEDED", 5.0)
-    assert [line.split(": ")[1] for line in said] == ["it is pending", "the cluster does not answer (RuntimeError)",
-                                                      "the cluster does not answer (OSError)"]  # fmt: skip
+    assert [word in line for word, line in zip(("pending", "RuntimeError", "OSError"), said, strict=True)] == [True] * 3
 
 
-def test_a_cluster_that_is_lost_for_long_leaves_the_job_and_says_how_to_find_it(naps: list[float]) -> None:
-    cluster = Cluster(states=[OSError("no route")])
-    with pytest.raises(RunError, match=r"waited 300 s for job a-001: .*`ray-ulysses logs a --follow` follows it again"):
-        JobLog(cluster, JOB, print, print).follow()  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    "error", [OSError("no route"), BadStatusLine("x"), IncompleteRead(b""), aiohttp.ClientPayloadError()]
+)
+def test_a_cluster_that_is_lost_for_long_leaves_the_job_and_says_how_to_find_it(
+    naps: list[float], error: Exception
+) -> None:
+    with pytest.raises(RunError, match=r"waited 300 s for job a-001: .*`ray-ulysses logs a --follow`"):
+        follow(Cluster(states=[error]))
+    with pytest.raises(RunError, match="does not take the job"):
+        _submit(Cluster(refusals=[error]))
 
 
 def test_a_job_that_a_new_head_does_not_know_ends_the_wait_at_once(naps: list[float]) -> None:
-    cluster = Cluster(states=[RuntimeError("Request failed with status code 404: Job a-001 does not exist.")])
-    with pytest.raises(RunError, match="does not know job a-001 any more: its head was replaced; submit the run again"):
-        JobLog(cluster, JOB, print, print).follow()  # type: ignore[arg-type]
+    error = RuntimeError("Request failed with status code 404: Job a-001 does not exist.")
+    with pytest.raises(RunError, match="its head was replaced"):
+        follow(Cluster(states=[error]))
     assert naps == []
 
 
@@ -224,7 +216,7 @@ def test_a_reader_that_has_gone_is_no_lost_connection(naps: list[float]) -> None
         raise BrokenPipeError
 
     with pytest.raises(BrokenPipeError):
-        JobLog(Cluster([JobStatus.RUNNING], [["a"]]), JOB, write, print).follow()  # type: ignore[arg-type]
+        follow(Cluster([JobStatus.RUNNING], [["a"]]), write)
     assert naps == []
 
 
@@ -234,27 +226,21 @@ def _submit(cluster: Cluster, config: Config | None = None, **options: Any) -> S
     return submit(cluster, config, **{**given, **options}, say=print)[0]  # type: ignore[arg-type]
 
 
-def test_a_job_brings_its_configuration_and_has_time_to_save_when_it_is_stopped(naps: list[float]) -> None:
-    cluster = Cluster()
-    assert _submit(cluster) == JOB
-    (options,) = cluster.submitted
-    assert options["entrypoint"] == "python -m ray_ulysses train 'my config.yaml'"
-    assert (options["submission_id"], options["metadata"]) == ("a-001", JOB.metadata)
-    assert int(options["runtime_env"]["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]) >= 600
-    assert "name: a" in cluster.brought["my config.yaml"] and len(cluster.brought) == 1
-    assert not Path(options["runtime_env"]["working_dir"]).exists()
-
-
-def test_a_job_has_the_network_s_settings_of_the_command_and_none_of_its_secrets(
+def test_a_job_brings_its_configuration_and_the_networks_settings_and_none_of_the_secrets(
     naps: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {"NCCL_IB_HCA": "mlx5_0", "HF_TOKEN": "a", "HF_HOME": "/here", "FI_OPX_AUTH_KEY": "b"}.items():
         monkeypatch.setenv(name, value)
     cluster = Cluster()
-    _submit(cluster)
+    assert _submit(cluster) == JOB
     (options,) = cluster.submitted
-    assert options["runtime_env"]["env_vars"].items() >= {"NCCL_IB_HCA": "mlx5_0"}.items()
-    assert not options["runtime_env"]["env_vars"].keys() & {"HF_TOKEN", "HF_HOME", "FI_OPX_AUTH_KEY"}
+    assert options["entrypoint"] == "python -m ray_ulysses train 'my config.yaml'"
+    assert (options["submission_id"], options["metadata"]) == ("a-001", JOB.metadata)
+    variables = options["runtime_env"]["env_vars"]
+    assert int(variables["RAY_JOB_STOP_WAIT_TIME_S"]) >= 600, "it has time to save when it is stopped"
+    assert variables["NCCL_IB_HCA"] == "mlx5_0" and not variables.keys() & {"HF_TOKEN", "HF_HOME", "FI_OPX_AUTH_KEY"}
+    assert "name: a" in cluster.brought["my config.yaml"] and len(cluster.brought) == 1
+    assert not Path(options["runtime_env"]["working_dir"]).exists()
 
 
 def test_what_a_configuration_leaves_to_the_planner_is_left_to_it_in_the_job(naps: list[float]) -> None:
@@ -310,5 +296,4 @@ def test_relative_paths_are_refused_before_the_cluster_is_looked_for(
     (tmp_path / "c.yaml").write_text(config.to_yaml())
     assert run(app, ["submit", "c.yaml", "--address", "http://127.0.0.1:9"]) == 2
     error = capsys.readouterr().err
-    assert "run.storage='runs': is relative, and a Ray job has a new working directory at each submission" in error
-    assert "connecting" not in error
+    assert "run.storage='runs': is relative" in error and "connecting" not in error

@@ -15,7 +15,6 @@ from ray_ulysses.elastic.notices import Provider, UnexpectedAnswerError
 from tests.breadth import fast_only
 from tests.unit.cluster.metadata_fakes import FakeMetadata, fake_metadata
 
-ACTION = "/latest/meta-data/spot/instance-action"
 PROVIDERS: tuple[Provider, ...] = ("aws", "gcp", "azure")
 
 
@@ -27,22 +26,18 @@ def fake() -> Iterator[FakeMetadata]:
         yield service
 
 
-@pytest.mark.parametrize("provider", PROVIDERS)
-def test_a_machine_that_stays_has_no_notice(fake: FakeMetadata, provider: Provider) -> None:
-    service = MetadataService(provider, url=f"{fake.url}/", hints=True)
-    assert service.notice() is None is service.notice()
-
-
 @pytest.mark.parametrize("ahead_s", [0.0, 600.0, -600.0])
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_a_notice_has_its_deadline_on_this_machines_clock(
     fake: FakeMetadata, provider: Provider, ahead_s: float
 ) -> None:
+    service = MetadataService(provider, url=f"{fake.url}/", hints=True)
+    assert service.notice() is None, "a machine that stays has none"
     fake.clock_ahead_s = ahead_s
     fake.aws_interrupts(in_s=30.0)
     fake.gcp(preempted="TRUE")
     fake.azure(fake.azure_event("Freeze"), fake.azure_event("Preempt", in_s=30.0))
-    notice = MetadataService(provider, url=fake.url).notice()
+    notice = service.notice()
     assert notice is not None and notice.deadline is not None and not notice.is_hint
     assert notice.deadline - time.time() == pytest.approx(30.0, abs=5.0)
 
@@ -78,9 +73,7 @@ def test_a_token_is_asked_for_once_and_again_when_it_has_expired(fake: FakeMetad
     assert service.notice() is None
 
 
-@pytest.mark.parametrize(
-    ("status", "body"), [(500, "oops"), (404, ""), (200, "<html>\r\nSign in"), (200, "\x00" * 999)]
-)
+@pytest.mark.parametrize(("status", "body"), [(500, "oops"), (404, ""), (200, "<html>\r\nSign in")])
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_an_answer_that_is_not_the_providers_is_no_notice(
     fake: FakeMetadata, provider: Provider, status: int, body: str
@@ -89,12 +82,6 @@ def test_an_answer_that_is_not_the_providers_is_no_notice(
     fake.answers.update({path: (status, body) for path in paths if not path.endswith("/name")})
     with pytest.raises(UnexpectedAnswerError, match=f"HTTP {status}"):
         MetadataService(provider, url=fake.url).notice()
-
-
-def test_the_interruption_alone_may_be_absent(fake: FakeMetadata) -> None:
-    fake.answers[ACTION] = (500, "")
-    with pytest.raises(UnexpectedAnswerError, match="HTTP 500: ''"):
-        MetadataService("aws", url=fake.url).notice()
 
 
 @pytest.mark.parametrize("provider", fast_only(PROVIDERS, "aws"))
@@ -130,14 +117,11 @@ def test_the_provider_is_found_without_a_request(tmp_path: Path) -> None:
 
 
 def test_the_doctor_says_what_it_found(fake: FakeMetadata) -> None:
-    assert check_cloud("http://127.0.0.1:9", "none").detail.startswith("none by this machine's firmware")
+    assert check_cloud("http://127.0.0.1:9", "none").level == "ok"
     good = check_cloud(fake.url, "aws")
     assert (good.level, good.detail) == ("ok", "AWS, which announces this machine's end")
     fake.aws_interrupts(60.0)
-    assert check_cloud(fake.url, "aws").detail == (
-        "AWS announces that this machine is going to be taken away: spot interruption: terminate"
-    )
+    assert "spot interruption: terminate" in check_cloud(fake.url, "aws").detail
     fake.answers["/latest/api/token"] = (403, "")
     bad = check_cloud(fake.url, "aws")
-    assert bad.level == "warn" and "HTTP 403 to the request for a token" in bad.detail
-    assert bad.hint == "in a container, the instance's metadata option HttpPutResponseHopLimit must be at least 2"
+    assert bad.level == "warn" and "HTTP 403" in bad.detail and "HttpPutResponseHopLimit" in bad.hint

@@ -53,9 +53,7 @@ def test_the_head_of_a_cluster_that_offers_no_cpu_prepares_in_this_process(
     alone = prepare_local(PrepareRequest(sources=request.sources, out=tmp_path / "alone", unit_bytes=1500))
     assert not tasks.options and corpus.fingerprint == alone.fingerprint
     assert [one.units_done for one in seen] == [*range(1, len(preparation.units) + 1)]
-    assert phases[0] == (
-        "reading and tokenizing in one process, since this node offers Ray no CPU (--staging uses the others)"
-    )
+    assert "in one process" in phases[0] and "--staging" in phases[0]
 
 
 @pytest.mark.parametrize(

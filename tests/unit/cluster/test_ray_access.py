@@ -76,7 +76,7 @@ def test_a_token_of_the_environment_is_used_and_that_of_the_home_directory_is_no
 
 def test_a_token_file_that_can_not_be_read_is_the_users_error(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(home / "missing"))
-    with pytest.raises(UserError, match=r"RAY_AUTH_TOKEN_PATH .*missing; correct it, or unset it"), private_session():
+    with pytest.raises(UserError, match="RAY_AUTH_TOKEN_PATH"), private_session():
         pytest.fail("it started")
     assert "RAY_AUTH_MODE" not in os.environ
 
@@ -88,7 +88,7 @@ def test_a_session_without_a_token_has_to_be_asked_for_and_is_warned_of(
     with caplog.at_level(logging.WARNING), private_session():
         assert _seen_by_ray() is None and "RAY_AUTH_TOKEN" not in os.environ
     (record,) = caplog.records
-    assert record.getMessage().startswith("RAY_AUTH_MODE=disabled: anyone who reaches this machine over the network")
+    assert "RAY_AUTH_MODE=disabled" in record.getMessage()
     caplog.clear()
     # Ray itself takes a word that it does not know for `disabled`.
     monkeypatch.setenv("RAY_AUTH_MODE", "tokn")
@@ -137,15 +137,18 @@ def test_a_session_keeps_its_sockets_and_logs_where_nobody_else_can_change_them(
         assert get_default_ray_temp_dir() == str(short / "chosen/ray")
 
 
-def test_a_temporary_directory_of_the_users_own_is_used_as_it_is(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["job", "missing/job"])
+def test_a_temporary_directory_of_the_users_own_is_used_as_it_is(
+    name: str, short: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A batch system's, say, whose path leaves no room for a folder in it. Ray too would make one that is missing."""
-    for name in ("job", "missing/job"):
-        monkeypatch.setenv("TMPDIR", str(short / name))
-        if name == "job":
-            (short / name).mkdir(mode=0o700)
-        with private_session():
-            assert get_default_ray_temp_dir() == str(short / name / "ray")
-        assert (short / name).stat().st_mode & 0o777 == 0o700
+    folder = short / name
+    monkeypatch.setenv("TMPDIR", str(folder))
+    if name == "job":
+        folder.mkdir(mode=0o700)
+    with private_session():
+        assert get_default_ray_temp_dir() == str(folder / "ray")
+    assert folder.stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize("name", ["RAY_TMPDIR", "TMPDIR"])
@@ -155,7 +158,7 @@ def test_a_directory_whose_path_is_too_long_for_rays_sockets_is_refused(
     folder = short / ("x" * 40)
     folder.mkdir(mode=0o700)
     monkeypatch.setenv(name, str(folder))
-    with pytest.raises(UserError, match="set RAY_TMPDIR to a shorter path") as refused, private_session():
+    with pytest.raises(UserError, match="RAY_TMPDIR") as refused, private_session():
         pytest.fail("it started")
     assert str(folder) in str(refused.value) and "RAY_AUTH_MODE" not in os.environ
 
@@ -215,9 +218,9 @@ def _head(token: str | None) -> Iterator[tuple[str, list[str | None]]]:
 
 
 _ASKS = {
-    "none": ({}, "asks for a token, and there is none in RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token"),
-    "another": ({"RAY_AUTH_TOKEN": "cd" * 32}, "refuses the token in RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or"),
-    "forbidden": ({"RAY_AUTH_TOKEN": _RIGHT, "RAY_AUTH_MODE": "disabled"}, "RAY_AUTH_MODE=disabled sends none; unset"),
+    "none": ({}, "there is none in RAY_AUTH_TOKEN"),
+    "another": ({"RAY_AUTH_TOKEN": "cd" * 32}, "refuses the token"),
+    "forbidden": ({"RAY_AUTH_TOKEN": _RIGHT, "RAY_AUTH_MODE": "disabled"}, "RAY_AUTH_MODE=disabled"),
 }
 
 
@@ -229,10 +232,10 @@ def test_a_cluster_that_asks_for_a_token_refuses_a_command_in_words(
         monkeypatch.setenv(name, value)
     with _dashboard(_RIGHT) as (address, _), pytest.raises(RunError) as refused:
         connect(address, 0, print)
-    assert str(refused.value).startswith(f"the Ray cluster at {address} ") and words in str(refused.value)
+    assert address in str(refused.value) and words in str(refused.value)
     with _head(_RIGHT) as (address, _), pytest.raises(RunError) as refused:
         check_address(address)
-    assert str(refused.value).startswith(f"the Ray cluster at {address} ") and words in str(refused.value)
+    assert address in str(refused.value) and words in str(refused.value)
 
 
 @pytest.mark.parametrize("mode", [None, "token"])

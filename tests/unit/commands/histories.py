@@ -1,7 +1,8 @@
-"""Histories made by hand."""
+"""Histories made by hand, and a clock that is moved by hand."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from ray_ulysses.tracking.events import StepDone
@@ -10,21 +11,29 @@ from ray_ulysses.tracking.run_time import TimeSpent
 from ray_ulysses.tracking.steps import Steps, step_rows
 
 
+@dataclass
+class HandClock:
+    """A clock that the test moves."""
+
+    at: float = 0.0
+
+    def now(self) -> float:
+        return self.at
+
+    def monotonic(self) -> float:
+        return self.at
+
+
 def make_step(n: int, loss: float | None = None) -> StepDone:
     return StepDone(
-        time=2.0 * n,
-        attempt=1 if n <= 5 else 2,
-        step=n,
-        loss=5 - n / 10 if loss is None else loss,
-        tokens=1000,
-        rows=(4 * (n - 1), 4 * n),
-        digest=n,
-        seconds=2.0,
-    )
+        time=2.0 * n, attempt=1 if n <= 5 else 2, step=n, loss=5 - n / 10 if loss is None else loss, tokens=1000,
+        rows=(4 * (n - 1), 4 * n), digest=n, seconds=2.0,
+    )  # fmt: skip
 
 
 def make_history(num_steps: int = 12, **changes: Any) -> RunHistory:
     steps = [make_step(n) for n in range(1, num_steps + 1)]
+    # fmt: off
     fields: dict[str, Any] = {
         "name": "demo",
         "status": "finished",
@@ -33,25 +42,12 @@ def make_history(num_steps: int = 12, **changes: Any) -> RunHistory:
         "steps": Steps(step_rows(steps)),
         "attempts": (
             AttemptRecord(
-                attempt=1,
-                world_size=4,
-                sp_size=2,
-                dp_size=2,
-                first_step=1,
-                last_step=7,
-                reason=None,
+                attempt=1, world_size=4, sp_size=2, dp_size=2, first_step=1, last_step=7, reason=None,
                 seconds_to_first_step=12.5,
             ),
             AttemptRecord(
-                attempt=2,
-                world_size=2,
-                sp_size=2,
-                dp_size=1,
-                resumed_from="peer memory, step 5",
-                first_step=6,
-                last_step=num_steps,
-                reason="finished",
-                seconds_to_first_step=75.0,
+                attempt=2, world_size=2, sp_size=2, dp_size=1, resumed_from="peer memory, step 5", first_step=6,
+                last_step=num_steps, reason="finished", seconds_to_first_step=75.0,
             ),
         ),
         "checkpoints": (
@@ -65,4 +61,5 @@ def make_history(num_steps: int = 12, **changes: Any) -> RunHistory:
         "goodput": 0.8125,
         "time_spent": TimeSpent(steps_s=26.0, lost_steps_s=1.0, startup_s=3.0, saves_s=2.0, between_commands_s=7500.0),
     }
+    # fmt: on
     return RunHistory(**{**fields, **changes})

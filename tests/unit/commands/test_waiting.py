@@ -14,7 +14,7 @@ import pytest
 from ray_ulysses.cli import app, run
 from ray_ulysses.commands import output
 from ray_ulysses.commands.output import Waiting
-from tests.unit.commands.test_prepare_progress import HandClock
+from tests.unit.commands.histories import HandClock
 
 _ROOT = Path(__file__).parents[3]
 _TINY = str(_ROOT / "configs" / "llama-tiny_cpu_sp2-dp2_8k.yaml")
