@@ -72,7 +72,7 @@ app.command(epilog=doctor.EXAMPLE)(doctor.doctor)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run a command; errors for users are printed without a traceback."""
+    """Run a command; print user errors without a traceback."""
     with escaped_output():
         try:
             code = run(app, arguments)
@@ -80,7 +80,7 @@ def main(arguments: list[str] | None = None) -> None:
             SteadyStream("stderr").write(f"{indented(traceback.format_exc())}\n")
             code = 1
     if code == INTERRUPTED:
-        # Interrupted in the middle of a start, Ray's threads may crash while the interpreter shuts down.
+        # After an interrupted start, Ray's threads may crash while the interpreter shuts down.
         SteadyStream("stdout").flush()
         SteadyStream("stderr").flush()
         os._exit(code)
@@ -88,7 +88,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def run(command: Callable[..., Any], arguments: list[str] | None = None) -> int:
-    """Run the command line and return its exit code; what it prints is escaped."""
+    """Run the command line and return its exit code; escapes its output."""
     with escaped_output():
         return _run(command, arguments)
 
@@ -98,7 +98,7 @@ def _run(command: Callable[..., Any], arguments: list[str] | None) -> int:
 
     configure_logging()
     quiet_libraries()
-    # Its reader may be gone, which changes no exit code.
+    # A reader that is gone does not change the exit code.
     errors = cast("TextIO", SteadyStream("stderr"))
     try:
         code = command(args=arguments, standalone_mode=False)
@@ -129,7 +129,7 @@ def _run(command: Callable[..., Any], arguments: list[str] | None) -> int:
 
 
 def _of_the_locale(error: UnicodeEncodeError) -> str:
-    """Return the text that an encoding lacks, which is a path in an ASCII locale, and the way out."""
+    """Return the text that can't be encoded (a path in an ASCII locale), and the way out."""
     return (
         f"{one_line(error.object[:_LONGEST_PATH])}: can't be written in {error.encoding}, the encoding of this "
         "shell's locale; set LC_ALL=C.UTF-8 or PYTHONUTF8=1"
@@ -137,6 +137,6 @@ def _of_the_locale(error: UnicodeEncodeError) -> str:
 
 
 def _of_the_system(error: OSError) -> str:
-    """Return the path and the reason of a system error, as far as it has them."""
+    """Return the path and the reason of a system error, if it has them."""
     reason = error.strerror or str(error) or type(error).__name__
     return reason if error.filename is None else f"{error.filename}: {reason}"

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from ray_ulysses.run.settings import ResolvedRun
 
 _ROUNDING = 1e-6
-"""Ray counts in ten-thousandths, and 0.3 / 0.1 is less than 3 in floating point."""
+"""Ray counts in ten-thousandths; in floating point 0.3 / 0.1 is less than 3."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Node:
-    """A node that is alive, and the CPUs and GPUs that it offers to Ray."""
+    """A live node with the CPUs and GPUs that it offers to Ray."""
 
     cpus: float
     gpus: float
@@ -92,7 +92,7 @@ def room_for_workers(demand: Demand, nodes: Mapping[str, Node]) -> dict[str, int
         and sum(room.values()) <= demand.wanted.most
         and max(left, default=0.0) < demand.data_cpus - _ROUNDING
     ):
-        # A task of the stream takes the place of as many workers as it needs, where most of them are.
+        # A task of the stream displaces as many workers as it needs, on the node with the most.
         largest = max(room, key=lambda name: (room[name], name), default=None)
         if largest is not None:
             room[largest] = max(0, room[largest] - math.ceil(demand.data_cpus / demand.cpus - _ROUNDING))
@@ -100,7 +100,7 @@ def room_for_workers(demand: Demand, nodes: Mapping[str, Node]) -> dict[str, int
 
 
 def shortfall(demand: Demand, nodes: Sequence[Node]) -> str | None:
-    """Return in words what the nodes lack even if they are all idle; ``None`` if they can hold the run."""
+    """Describe what the nodes lack even when idle; ``None`` if they can hold the run."""
     held = places(demand, nodes)
     if demand.is_elastic:
         by_name = {str(number): node for number, node in enumerate(nodes)}
@@ -125,7 +125,7 @@ def shortfall(demand: Demand, nodes: Sequence[Node]) -> str | None:
 
 
 def displaced(demand: Demand, nodes: Sequence[Node]) -> str | None:
-    """Return in words how many workers of an elastic run the data stream displaces; ``None`` if none."""
+    """Describe how many workers of an elastic run the data stream displaces; ``None`` if none."""
     if not demand.is_elastic:
         return None
     by_name = {str(number): node for number, node in enumerate(nodes)}
@@ -143,7 +143,7 @@ def displaced(demand: Demand, nodes: Sequence[Node]) -> str | None:
 
 
 def hint(demand: Demand, nodes: Sequence[Node]) -> str:
-    """Return what to do about a shortfall."""
+    """Return the way out of a shortfall."""
     least, sp_size = demand.wanted.least, demand.wanted.sp_size
     fitting = places(demand, nodes) // sp_size * sp_size
     if 0 < fitting < least:
@@ -175,7 +175,7 @@ def node_of(resources: Mapping[str, float]) -> Node:
 _LOOK_EVERY_S = 1.0
 _REMIND_EVERY_S = 60.0
 _QUIET_S = 2.0
-"""Workers that are restarted are missing for a moment, although no node was lost."""
+"""Restarting workers are missing briefly although no node was lost."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,10 +183,10 @@ class ClusterView:
     """The cluster at one moment."""
 
     nodes: tuple[Node, ...]
-    """Nodes that are alive and not draining, with all of their resources."""
+    """Live nodes that are not draining, with all of their resources."""
     workers: int
     worker_nodes: Mapping[str, str] = field(default_factory=dict)
-    """The addresses of the nodes on which the workers are, by id."""
+    """The addresses of the workers' nodes, by id."""
 
 
 class WorkersMissing(RunError):
@@ -198,7 +198,7 @@ class WorkersMissing(RunError):
 
 
 class WorkerWatch:
-    """Knows whether all workers have started, and for how long some have been missing."""
+    """Tracks whether all workers have started, and how long some have been missing."""
 
     def __init__(
         self,
@@ -219,7 +219,7 @@ class WorkerWatch:
         self._missing_since: float | None = clock.monotonic()
         self._started: int | None = None
         self.nodes: Mapping[str, str] = {}
-        """The addresses of the nodes on which workers are, by id."""
+        """The addresses of the workers' nodes, by id."""
 
     @property
     def is_whole(self) -> bool:
@@ -228,7 +228,7 @@ class WorkerWatch:
 
     @property
     def awaited(self) -> str:
-        """What is waited for before the workers report it themselves."""
+        """What the command waits for until the workers report their own phases."""
         workers = self._demand.wanted.least
         number = f"{workers} worker{'s' * (workers > 1)}"
         if self._started is None:
@@ -237,7 +237,7 @@ class WorkerWatch:
         return f"waiting for {number} ({self._started} started)" if is_short else f"loading libraries on {number}"
 
     def check(self) -> None:
-        """Look if it is time to, and print what is waited for.
+        """Look at the cluster once a second, and print what the command waits for.
 
         Raises:
             WorkersMissing: Workers have been missing for too long.

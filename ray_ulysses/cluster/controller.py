@@ -1,9 +1,9 @@
 """Runs Ray Train's controller with a coordinator beside it, which handles most failures without Ray.
 
 Ray Train 2.60 has no public way to replace its policies, to choose nodes, to see its polls before they are judged, or
-to end its wait for the workers. The seams used for that are private to it, and stand in this file, in `scaling`
-and in `train_job`: ``_initialize_and_run_controller``, which `WatchedTrainer` implements itself, and the hooks of a
-`WorkerGroupCallback` (a canary test covers them). Ray's processes of each worker import this, without PyTorch.
+to end its wait for the workers. This file, `scaling` and `train_job` therefore use its private seams:
+``_initialize_and_run_controller``, which `WatchedTrainer` reimplements, and the hooks of a `WorkerGroupCallback`
+(a canary test covers them). Each worker's Ray process imports this file, without PyTorch.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ if TYPE_CHECKING:
     from ray_ulysses.supervision.supervisor import Announcement
 
 _STOPPED_S = 3.0
-"""Supervisors take a coordinator that is silent for ten seconds for gone."""
+"""Supervisors treat a coordinator that is silent for ten seconds as gone."""
 _log = get_logger(__name__)
 
 
 class WorkerGroupWatch(WorkerGroupCallback):
-    """Tells the coordinator of worker groups, and keeps from Ray what the coordinator handles."""
+    """Reports worker groups to the coordinator, and hides failures from Ray that the coordinator handles."""
 
     def __init__(
         self,
@@ -81,11 +81,11 @@ class WorkerGroupWatch(WorkerGroupCallback):
         self.scaling = WorkerScaling(run, job, scaling_config, self.coordinator, self._use_nodes)
 
     def before_worker_group_start(self, worker_group_context: WorkerGroupContext) -> None:
-        """Put each worker on the node that was chosen for it."""
+        """Put each worker on its chosen node."""
         object.__setattr__(worker_group_context, "label_selector", self.scaling.selectors())
 
     def after_worker_group_start(self, worker_group: Any) -> None:
-        """Tell the workers of their coordinator, and count their places."""
+        """Announce the coordinator to the workers, and count their places."""
         places = worker_group.get_worker_group_state().placement_group_handle.placement_group
         addresses, seats = {}, {}
         for rank, worker in enumerate(worker_group.get_workers()):
@@ -110,34 +110,34 @@ class WorkerGroupWatch(WorkerGroupCallback):
         return announcement
 
     def after_worker_group_shutdown(self, worker_group_context: WorkerGroupContext) -> None:
-        """Count the places as free again, also after an abort; those of a group that could not start were so before."""
+        """Count the places as free again, also after an abort."""
         self.coordinator.end()
         self.scaling.end()
 
     after_worker_group_abort = after_worker_group_shutdown
 
     def after_worker_group_poll_status(self, worker_group_status: WorkerGroupPollStatus) -> None:
-        """Hide workers that are lost and not needed: to Ray they have ended."""
+        """Hide lost workers that are not needed: to Ray they have ended."""
         group = self.coordinator.group
         if group is not None and group.gave_up:
             self._judge.leave_to_ray()
         elif group is not None and group.phase != "gathering":
             for worker, status in worker_group_status.worker_statuses.items():
-                # A supervisor that is stopped answers neither Ray nor us; Ray waits for it for minutes.
+                # A stopped supervisor answers neither Ray nor us; Ray waits for it for minutes.
                 is_silent = group.phase == "ended" and group.workers[worker].is_lost
                 if status.error is None and not is_silent:
                     continue
                 if status.error is not None and not group.workers[worker].is_lost:
                     what = rank_error(worker, status.error).what
                     self.coordinator.post(reform.WorkerLost(worker=worker, what=what))
-                # Until the coordinator has decided what follows, nothing has failed, and nothing has ended.
+                # Nothing has failed or ended until the coordinator has decided what follows.
                 is_missed = group.workers[worker].is_lost and group.phase == "training"
                 status.running, status.error = not (is_missed or group.phase == "ended"), None
             if group.phase == "training":
                 self._memory.keep(self._living())
             statuses = worker_group_status.worker_statuses
             if group.phase != "ended" and not any(status.running for status in statuses.values()):
-                # Those that joined later train on.
+                # Workers that joined later keep training.
                 statuses[0].running = True
         self.scaling.polled(worker_group_status)
 
@@ -156,7 +156,7 @@ class WorkerGroupWatch(WorkerGroupCallback):
         with contextlib.suppress(OSError, RuntimeError, RayError):
             known = {worker.place.node for worker in group.workers.values() if worker.place is not None}
             alive = reachable({one["NodeID"]: one for one in ray.nodes() if one["Alive"]}).keys()
-            # Slow nodes that were left are alive, and stay so; one that was out of reach for a moment does not.
+            # Excluded slow nodes are alive and stay excluded; a node that was briefly out of reach does not.
             stay = (group.unusable - self._gone) & alive
             # A stopped node accepts connections and answers none: each request to its memory would time out.
             self._gone = frozenset(known - alive) | group.silent
@@ -185,29 +185,29 @@ class SupervisedController(TrainController):
         **options: Any,
     ) -> None:
         if not isinstance(run.config.run_dir, Path):
-            # This process is Ray's, and has the environment of its node.
+            # Ray started this process with its node's environment.
             use_secrets(run.config, is_needed=False)
         judge = FailureJudge(book)
         watch = WorkerGroupWatch(run, book, judge, job, scaling_policy.scaling_config)
         options |= {"scaling_policy": watch.scaling, "failure_policy": judge}
         # Ray Train 2.60 removes the workers' placement group once its state API does not know the controller, and asks
-        # that API of whichever cluster was started last on the machine. Ours ends with the command's job anyway.
+        # the API of the cluster that was started last on the machine. Ours ends with the command's job anyway.
         others = [one for one in callbacks if not isinstance(one, PlacementGroupCleanerCallback)]
         super().__init__(callbacks=[*others, watch], **options)
 
     async def process(self) -> tuple[int, int]:
-        """Return the id of the process that it runs in, and the namespace of that id."""
+        """Return the id of its process, and the namespace of that id."""
         return os.getpid(), _namespace()
 
 
 class StopWatch:
-    """Continues a process of this machine that is stopped (SIGSTOP), since its callers would wait for ever.
+    """Continues a stopped (SIGSTOP) process of this machine, since its callers would wait forever.
 
-    The workers train on while the process of Ray Train's controller is stopped; a new one would have to start them all.
+    Workers keep training while Ray Train's controller is stopped; a new controller would have to restart them all.
 
     Args:
         pid: The process.
-        namespace: That of its id; one of another container is left alone.
+        namespace: The PID namespace of its id; a process of another container is left alone.
         clock: Time.
     """
 
@@ -216,7 +216,7 @@ class StopWatch:
         self._is_here, self._timer = namespace == _namespace(), StopTimer(_STOPPED_S)
 
     def look(self) -> None:
-        """Continue it if it has been stopped for a while; called often."""
+        """Continue it if it has been stopped for a while; call often."""
         is_stopped = self._is_here and process_state(self._pid) == "T"
         if self._timer.is_up(self._clock.monotonic(), is_stopped=is_stopped):
             _log.warning("the process of Ray Train's controller was stopped (SIGSTOP), and is continued")

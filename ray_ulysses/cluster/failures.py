@@ -46,13 +46,13 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 _Found = TypeVar("_Found")
 CONTROLLER, COMMAND = "controller", "command"
-"""Writers of failures, each with a journal file of its own: the supervisor of the workers, and the driver."""
+"""Writers of failures, each with its own journal file: the supervisor of the workers, and the driver."""
 _RETRY_S = 5.0
-"""How long the newest committed step is asked of an object store that is away: the workers wait for the judgement."""
+"""How long to retry reading the newest committed step from an unreachable store: the workers wait for the verdict."""
 
 
 def rank_error(rank: int, error: BaseException) -> RankError:
-    """Return how a worker ended, from Ray Train's error."""
+    """Translate Ray Train's error into how a worker ended."""
     if isinstance(error, UserExceptionWithTraceback):
         error = error._base_exc
     if isinstance(error, WorkerHealthCheckTimeoutError):
@@ -67,7 +67,7 @@ def rank_error(rank: int, error: BaseException) -> RankError:
 
 
 def cause_of(error: BaseException) -> Cause:
-    """Return why an attempt failed, from the error with which Ray Train ends or restarts it."""
+    """Return why an attempt failed, from the error with which Ray Train ended it."""
     if isinstance(error, WorkerGroupError) and error.worker_failures:
         failures = error.worker_failures
         # The user's input, say, is the same for the next attempt.
@@ -110,10 +110,10 @@ def _cause_beside(inner: BaseException) -> Cause:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Noticed:
-    """What the coordinator knows of a failure beside its cause."""
+    """The coordinator's knowledge of a failure, besides its cause."""
 
     memory_step: int | None = None
-    """The newest step of which peer memory holds a whole state; None without."""
+    """The newest step whose whole state is in peer memory; None if there is none."""
     ago_s: float = 0.0
     silent_s: float = 0.0
     """Seconds without a sign of life before that."""
@@ -132,7 +132,7 @@ class FailureLog:
     command_started: float | None = None
     clock: Clock = field(default_factory=SystemClock)
     unrecorded: list[AttemptEnded | StartFailed] = field(default_factory=list)
-    """Failures that the journal did not take; they count all the same."""
+    """Failures that could not be written to the journal; they count all the same."""
 
     def judge(self, cause: Cause, step: int | None, noticed: Noticed | None = None) -> AttemptEnded | StartFailed:
         """Decide whether the workers are started again after a failure, and record it.
@@ -140,7 +140,7 @@ class FailureLog:
         Args:
             cause: Why the attempt failed.
             step: The newest committed step; None if the storage does not answer.
-            noticed: What the coordinator knows of it; None where Ray noticed it.
+            noticed: The coordinator's knowledge of it; None if Ray noticed it.
         """
         run_dir, elastic, now = self.config.run_dir, self.config.elastic, self.clock.now()
         newest = self.newest()
@@ -150,14 +150,14 @@ class FailureLog:
             own is not None and own.session is not None and not own.has_ended and not self._is_recorded(own.attempt)
         )
         node = cause.node or None
-        # Ranks of an attempt before were others.
+        # Ranks of an earlier attempt were on other nodes.
         if node is None and own is not None and has_begun and cause.rank is not None and cause.rank < len(own.nodes):
             node = own.nodes[cause.rank]
         # A node's announced end costs no more than the steps since the last commit.
         is_preempted = cause.kind == "preempted" and step is not None and step > 0
         memory_step = None if noticed is None else noticed.memory_step
         newest_step = max((one for one in (step, memory_step) if one is not None), default=None)
-        # Workers that form again cost the run next to nothing, where the attempt left a whole state newer than its own.
+        # Re-forming costs the run next to nothing if the attempt left a whole state newer than the one it began from.
         is_free = (
             noticed is not None and has_begun and own is not None and own.resumed_step is not None
             and newest_step is not None and newest_step > own.resumed_step
@@ -195,7 +195,7 @@ class FailureLog:
         return failure
 
     def failures(self) -> list[AttemptEnded | StartFailed]:
-        """Return the command's failures so far, as far as the journal can be read."""
+        """Return the command's failures so far, as far as the journal is readable."""
         recorded = command_failures(self._recorded(), self.session)
         # A record that failed may have been written all the same.
         known = {one.time for one in recorded}
@@ -214,9 +214,9 @@ class FailureLog:
 
 
 def _if_it_answers(read: Callable[[], _Found], otherwise: _Found) -> _Found:
-    """Return what is read of the journal, or something else if its storage is away: the failure itself must be heard.
+    """Return the journal's answer, or a default while its storage is away: the failure itself must be reported.
 
-    The workers that are started again find that out for themselves, and say so.
+    Restarted workers notice an unreachable storage themselves, and report it.
     """
     try:
         return read()
@@ -228,22 +228,22 @@ def _if_it_answers(read: Callable[[], _Found], otherwise: _Found) -> _Found:
 
 
 def is_resize(error: BaseException) -> bool:
-    """Return whether the workers ended for no other reason than to be started again at another number."""
+    """Return whether the workers ended only to be restarted at another number."""
     if not isinstance(error, WorkerGroupError) or not error.worker_failures:
         return False
     return all(isinstance(one, Resized) for one in error.worker_failures.values())
 
 
 def lacks_room(error: BaseException) -> bool:
-    """Return whether the nodes that were chosen for the workers did not give them their places in time."""
+    """Return whether the chosen nodes did not give the workers their places in time."""
     return isinstance(error, ControllerError) and isinstance(error.controller_failure, WorkerGroupStartupTimeoutError)
 
 
 class FailureJudge(FailurePolicy):
-    """Lets the book judge each failure; lives in Ray Train's controller.
+    """Lets the log judge each failure; lives in Ray Train's controller.
 
-    A failure that the workers' coordinator saw first is recorded and judged there, and only taken from there by Ray,
-    also where that takes longer than the coordinator waits.
+    A failure that the workers' coordinator saw first is judged once, for the coordinator; Ray takes over the verdict,
+    even if it comes later than the coordinator waits.
     """
 
     def __init__(self, book: FailureLog) -> None:
@@ -261,18 +261,18 @@ class FailureJudge(FailurePolicy):
         return bool(failure.restarts)
 
     def forget(self) -> None:
-        """Forget the failure that was judged last, since other workers start."""
+        """Forget the last verdict, since other workers start."""
         with self._lock:
             self._verdict, self._is_left_to_ray = None, False
 
     def leave_to_ray(self) -> None:
-        """Note that the workers end because of the failure that was judged last."""
+        """Note that the workers end because of the last judged failure."""
         self._is_left_to_ray = True
 
     def make_decision(self, training_failed_error: Exception) -> FailureDecision:
         """Return whether Ray starts the workers again."""
         if is_resize(training_failed_error) or lacks_room(training_failed_error):
-            # Neither is a failure: nodes are chosen again, and the command's watch ends the wait for them.
+            # Neither is a failure: nodes are chosen again, and the command's watch bounds the wait for them.
             return FailureDecision.RETRY
         with self._lock:
             failure = self._verdict if self._is_left_to_ray else None
@@ -302,7 +302,7 @@ class TrainingFailed(RunError):
 
 
 def failure_log(config: Config, session: str, started: float | None = None) -> FailureLog:
-    """Return the book of a command that is about to start its workers."""
+    """Return the failure log of a command that is about to start its workers."""
     first = max(attempt_numbers(config.run_dir), default=0) + 1
     return FailureLog(config=config, session=session, first_attempt=first, writer=COMMAND, command_started=started)
 
@@ -311,7 +311,7 @@ def train_until_done(book: FailureLog, train_once: Callable[[], Ended | None]) -
     """Run the workers until the run has ended.
 
     Args:
-        book: Judges what Ray Train's controller could not: its own death, or an end that it did not see.
+        book: Judges failures that Ray Train's controller could not: its own death, or an end that it did not see.
         train_once: Runs the workers; returns how Ray ended, or None for a run that is done.
 
     Raises:
@@ -324,7 +324,7 @@ def train_until_done(book: FailureLog, train_once: Callable[[], Ended | None]) -
             return
         recorded = book.failures()
         if isinstance(ended.error, TrainingFailedError) and len(recorded) > num_recorded:
-            # The controller has judged it; if it wanted to restart the workers, Ray could not.
+            # The controller has judged it already; if the verdict was a restart, Ray could not do it.
             failure = recorded[-1]
         else:
             failure = book.judge(cause_of(ended.error), known_step(checkpoint_store(book.config)))
@@ -334,7 +334,7 @@ def train_until_done(book: FailureLog, train_once: Callable[[], Ended | None]) -
 
 
 def record_final_failure(book: FailureLog) -> None:
-    """Record that the command's last failure has ended the run, unless another command has the run now."""
+    """Record that the command's last failure ended the run, unless another command has taken the run over."""
     recorded = book.failures()
     if recorded and takeover(book.config, book.session) is None:
         record_run_failed(book.config, recorded[-1])

@@ -29,7 +29,7 @@ from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.run.submissions import Submission, next_submission
 
 STOP_WAIT_S = 1800
-"""Ray kills a job so long after it was asked to stop: a step of a million tokens and its save take minutes."""
+"""Ray kills a job this long after a request to stop: a step of a million tokens and its save take minutes."""
 PATIENCE_S = 300.0
 _EVERY_S = 1.0
 _SAID_AGAIN_S = 10.0
@@ -37,7 +37,7 @@ _ANSWER_S = 3.0
 _PORT = 8265
 _TO_SIGN_IN = (401, 403)
 _LOST = (RuntimeError, OSError, HTTPException, aiohttp.ClientError, AuthenticationError)
-"""What Ray's client raises when the dashboard does not answer, or not as it should."""
+"""Errors that Ray's client raises when the dashboard gives no valid answer."""
 
 Client = JobSubmissionClient
 Say = Callable[[str], None]
@@ -52,7 +52,7 @@ def dashboard_address(given: str | None, environment: Mapping[str, str]) -> str:
             ``RAY_ADDRESS``, else this machine.
 
     Raises:
-        UserError: It is not the address of a dashboard.
+        UserError: The address is not valid for a dashboard.
     """
     ray_address = environment.get("RAY_ADDRESS", "")
     named = given or environment.get("RAY_API_SERVER_ADDRESS")
@@ -78,7 +78,7 @@ def connect(address: str, timeout_s: float, say: Say) -> Client:
     Args:
         address: The dashboard's address.
         timeout_s: Longest wait, in seconds.
-        say: Is told why the wait goes on, whenever that changes and every ten seconds.
+        say: Called with the reason for the wait when it changes, and every ten seconds.
 
     Raises:
         RunError: No Ray dashboard answers in time, or it refuses this command.
@@ -100,7 +100,7 @@ def connect(address: str, timeout_s: float, say: Say) -> Client:
 
 
 def list_submissions(client: Client) -> list[Submission]:
-    """Return the jobs that were submitted by ``submit``, in no order.
+    """Return the jobs that ``submit`` has submitted, in no particular order.
 
     Raises:
         RunError: The cluster does not answer.
@@ -120,16 +120,16 @@ def submit(
     timeout_s: float,
     say: Say,
 ) -> tuple[Submission, list[Submission]]:
-    """Submit a run as a job that brings its configuration along; return it, and those before it.
+    """Submit a run as a job that brings its configuration along; return it and the earlier submissions.
 
     Args:
         client: The cluster.
         config: The configuration; its paths are absolute.
-        file_name: The configuration's name in the job, as it will stand in the log.
+        file_name: The configuration's file name in the job, which its log shows.
         branch: Whether the run's data may change.
-        upload_package: Whether the job also brings this package's source, instead of the nodes' own.
+        upload_package: Whether the job brings this package's source instead of using the nodes' installation.
         timeout_s: How long to wait for a node that takes the job, in seconds.
-        say: Is told what is waited for.
+        say: Called with the reason for the wait.
 
     Raises:
         UserError: A job of this run has not ended.
@@ -154,8 +154,8 @@ def submit(
                     runtime_env=runtime | {"working_dir": folder},
                 )
             except _LOST as error:
-                # A head's dashboard answers some seconds before there is an agent that could start a job; and another
-                # command may have taken the id since the jobs were listed.
+                # A head's dashboard answers some seconds before an agent can start a job, and another command may
+                # have taken the id since the jobs were listed.
                 if "No available agent" not in str(error) and "already exists" not in str(error):
                     raise RunError(f"the Ray cluster does not take the job ({error})") from error
                 wait.go_on("its agents start", "look at the cluster's nodes (`ray status`), or raise --wait")
@@ -164,13 +164,13 @@ def submit(
 
 
 class JobLog:
-    """The log of a job, which is followed over lost connections.
+    """The log of a job, followed over lost connections.
 
     Args:
         client: The cluster.
         submission: The job.
         write: Receives the log, piece by piece.
-        say: Is told what is waited for.
+        say: Called with the reason for a wait.
     """
 
     def __init__(self, client: Client, submission: Submission, write: Callable[[str], object], say: Say) -> None:
@@ -178,12 +178,12 @@ class JobLog:
         self._written = 0
 
     def skip(self) -> None:
-        """Leave out what the log holds now."""
+        """Skip the current content of the log."""
         with _asking(f"has no log of job {self._submission.job}"):
             self._written = len(self._client.get_job_logs(self._submission.job))
 
     def print_now(self) -> None:
-        """Write what the log holds now."""
+        """Write the current content of the log."""
         with _asking(f"has no log of job {self._submission.job}"):
             self._write(self._client.get_job_logs(self._submission.job))
 
@@ -191,14 +191,14 @@ class JobLog:
         """Write the log until the job has ended, and return the ended job.
 
         Raises:
-            RunError: The cluster has not answered for long, or no longer knows the job.
+            RunError: The cluster has not answered for too long, or no longer knows the job.
         """
         wait = _Wait(f"job {self._submission.job}", PATIENCE_S, self._say)
         while True:
             try:
                 newest = self._look()
                 if newest.status == "PENDING":
-                    # The job waits for as long as its cluster lets it.
+                    # The cluster may keep the job waiting without a bound.
                     wait.restart()
                     wait.go_on(f"it is pending: {newest.message.strip()}", "")
                     continue
@@ -209,7 +209,7 @@ class JobLog:
                 wait.restart()
                 time.sleep(_EVERY_S)
             except (RunError, BrokenPipeError):
-                # The second is ours: whoever reads the log has gone.
+                # The second is ours: the reader of the log has gone.
                 raise
             except _LOST as error:
                 if "status code 404" in str(error):
@@ -228,7 +228,7 @@ class JobLog:
         return found
 
     async def _tail(self) -> None:
-        # Each connection begins with the log's first character.
+        # Each connection starts again at the beginning of the log.
         position = 0
         async for piece in self._client.tail_job_logs(self._submission.job):
             new = piece[max(0, self._written - position) :]
@@ -239,7 +239,7 @@ class JobLog:
 
 
 def stop(client: Client, submission: Submission) -> None:
-    """Ask a job to save after its step, and to end; Ray kills it after `STOP_WAIT_S`.
+    """Ask a job to save after its step and end; Ray kills it after `STOP_WAIT_S`.
 
     Raises:
         RunError: The cluster does not answer.
@@ -271,7 +271,7 @@ def _submission(details: JobDetails) -> Submission | None:
 
 
 class _Wait:
-    """One wait with a bound, which says its reason when it changes, and every ten seconds."""
+    """A bounded wait, which prints its reason when it changes, and every ten seconds."""
 
     def __init__(self, what: str, timeout_s: float, say: Say) -> None:
         self._what, self._timeout_s, self._say = what, timeout_s, say
@@ -279,7 +279,7 @@ class _Wait:
         self._began = self._bounded_from = time.monotonic()
 
     def restart(self) -> None:
-        """Begin the bound anew: it was answered."""
+        """Restart the bound after an answer."""
         self._bounded_from = time.monotonic()
 
     def go_on(self, reason: str, way_out: str) -> None:
@@ -296,7 +296,7 @@ class _Wait:
 def _reason_not_ready(address: str) -> str | None:
     """Return why no Ray dashboard answers at an address; ``None`` if one does.
 
-    Ray's own client has no limit of time: an address that swallows packets would hold it for minutes.
+    Ray's own client has no timeout: an address that drops packets would hold it for minutes.
     """
     try:
         with urllib.request.urlopen(f"{address}/api/version", timeout=_ANSWER_S) as answer:
@@ -310,6 +310,6 @@ def _reason_not_ready(address: str) -> str | None:
     except OSError as error:
         return f"no answer ({error})"
     except (ValueError, RecursionError, HTTPException):
-        # Such as the head's own port, which does not speak HTTP.
+        # For example the head's own port, which does not speak HTTP.
         is_ray = False
     return None if is_ray else f"the server there is not a Ray dashboard, whose port is {_PORT} by default"

@@ -1,6 +1,6 @@
 """Starts a Ray cluster of several nodes on this machine, whose nodes can be lost and replaced.
 
-Ray 2.60 has it for its own tests (developer API, used here as its tests use it).
+It uses the cluster of Ray 2.60's own tests (developer API).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ray_ulysses.parallel.gpu_environment import shared_gpu_environment
 
 
 class LocalCluster:
-    """A head without workers, and nodes; each has an address of its own on the loopback interface.
+    """A head without workers, and nodes; each has its own address on the loopback interface.
 
     Args:
         cpus_per_node: Logical CPUs of each node.
-        head_cpus: Those of the head.
-        gpus_per_node: GPUs of each node. Nodes share GPUs where the machine has too few.
+        head_cpus: Logical CPUs of the head.
+        gpus_per_node: GPUs of each node. Nodes share GPUs if the machine has too few.
         gpus: The machine's GPUs, by their names in CUDA_VISIBLE_DEVICES.
     """
 
@@ -49,12 +49,12 @@ class LocalCluster:
 
     @property
     def nodes(self) -> Mapping[str, str]:
-        """The address of each node but the head, by its Ray id."""
+        """The address of each node except the head, by its Ray id."""
         return {node: str(one.node_ip_address) for node, one in self._nodes.items()}
 
     def add_node(self) -> str:
-        """Start a node, and return its Ray id; only the main thread may."""
-        # With the address of a node that is gone it could be taken for that one.
+        """Start a node, and return its Ray id; only the main thread may call this."""
+        # Never reuse the address of a lost node: the new node could be mistaken for it.
         self._number += 1
         address = f"127.0.1.{self._number}"
         options: dict[str, Any] = {"num_cpus": self._cpus, "num_gpus": self._gpus_per_node, "node_ip_address": address}
@@ -67,7 +67,7 @@ class LocalCluster:
         return str(node.node_id)
 
     def kill_node(self, node_id: str) -> None:
-        """Kill all processes of a node at once: a machine that is lost takes all of them along."""
+        """Kill all processes of a node at once, as the loss of a machine does."""
         everything, node = self.processes(node_id), self._nodes.pop(node_id)
         del self._claims[node_id]
         node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
@@ -90,6 +90,6 @@ class LocalCluster:
 
 
 def least_claimed(gpus: Sequence[str], claims: Iterable[Sequence[str]], count: int) -> tuple[str, ...]:
-    """Return GPUs that the fewest nodes have claimed (pure)."""
+    """Return the GPUs that the fewest nodes have claimed (pure)."""
     taken = Counter(gpu for claimed in claims for gpu in claimed)
     return tuple(sorted(gpus, key=lambda gpu: taken[gpu])[:count])

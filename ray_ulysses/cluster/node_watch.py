@@ -1,7 +1,7 @@
-"""Watches the nodes of a run for notices of their cloud, and tells Ray to drain a node that is going to be taken away.
+"""Watches a run's nodes for preemption notices of their cloud, and has Ray drain a node that will be taken away.
 
-Each node asks the metadata service of its cloud. What follows a notice is the same as for any drained node: the run
-saves, and an elastic one continues without the node.
+Each node polls its cloud's metadata service. After a notice the run saves, as for any drained node, and an elastic run
+continues without the node.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ if TYPE_CHECKING:
     from ray_ulysses.config.running import ElasticSection
 
 PATIENCE_S = 180.0
-"""A metadata service that gives no answer for this long is reported; Azure's first one may take two minutes."""
+"""A metadata service that does not answer for this long is reported; Azure's first answer may take two minutes."""
 _log = get_logger(__name__)
 
 
 def drain_node(node: str, why: str, deadline: float | None) -> None:
-    """Tell Ray that a node is going to be taken away; Ray itself ends nothing on it.
+    """Tell Ray that a node will be taken away; Ray ends nothing on it.
 
-    Ray 2.60 has no public way to do so but for a hidden command; this is what that calls (a canary test covers it).
+    Ray 2.60 offers this only through a hidden command, whose implementation this calls (a canary test covers it).
 
     Raises:
         RuntimeError: Ray refuses, or its head does not answer.
     """
-    # A deadline of 0 is none.
+    # Ray reads 0 as no deadline.
     until_ms = 0 if deadline is None else max(1, round(deadline * 1000))
     reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
     address = ray.get_runtime_context().gcs_address
@@ -73,12 +73,12 @@ def node_news(
     drain: Callable[[str, float | None], None],
     clock: Clock,
 ) -> Iterator[str]:
-    """Watch the node that this process is on, and yield what a person should know.
+    """Watch this process's node, and yield messages for the user.
 
     Args:
         provider: The node's cloud.
-        look: Returns the notice that stands now, as the node's metadata service gives it; None if there is none.
-        drain: Tells Ray; called with the reason and the deadline.
+        look: Returns the current notice of the node's metadata service; None if there is none.
+        drain: Has Ray drain the node; called with the reason and the deadline.
         clock: Time.
     """
     cloud, drained_for, untold = PROVIDER_NAMES[provider], None, None
@@ -116,7 +116,7 @@ def _when(notice: CloudNotice) -> str:
 
 
 class NodeWatchActor:
-    """Holds the watch of one node, in a process of its own there."""
+    """Watches one node, from its own process there."""
 
     def __init__(self, setting: CloudSetting, url: str | None, hints: bool) -> None:
         provider, clock = found_provider(setting), SystemClock()
@@ -127,12 +127,12 @@ class NodeWatchActor:
             self._news = node_news(provider, service.notice, drain, clock)
 
     def next_news(self) -> str | None:
-        """Return the next news of this node; None at once if it is no cloud's."""
+        """Return the next news of this node; None at once if it is not in a cloud."""
         return next(self._news, None)
 
 
 class NodeWatches:
-    """The watches of the nodes of a run, held by its command: they end with it.
+    """The watches of a run's nodes; they end with the command that holds them.
 
     Args:
         start: Starts the watch of a node, given its id, and returns an actor with the method of `NodeWatchActor`.
@@ -144,12 +144,12 @@ class NodeWatches:
         self._watches: dict[str, tuple[Any, Any] | None] = {}
 
     def look(self, nodes: Mapping[str, str]) -> None:
-        """Print what there is to say, and follow the nodes of the run; called often.
+        """Print news, and start and end watches as the run's nodes change; call often.
 
         Args:
             nodes: The addresses of the nodes on which the run has workers, by id.
         """
-        # An actor without a handle ends.
+        # Ray ends an actor that has no handle.
         self._watches = {node: self._watches[node] for node in nodes if node in self._watches}
         for node in nodes.keys() - self._watches.keys():
             actor = self._start(node)
@@ -174,7 +174,7 @@ class NodeWatches:
 
 
 def watch_nodes(elastic: ElasticSection, say: Callable[[str], object], *, embedded: bool) -> NodeWatches | None:
-    """Return the watches of a run's nodes, to be looked at often; None where there is nothing to watch."""
+    """Return the watches of a run's nodes, which must be polled often; None if there is nothing to watch."""
     setting = elastic.cloud_notices
     if setting == "none" or (embedded and found_provider(setting) is None):
         return None
@@ -191,7 +191,7 @@ def watch_nodes(elastic: ElasticSection, say: Callable[[str], object], *, embedd
 CloudSetting = Literal["auto", "none", "aws", "gcp", "azure"]
 
 _URL = "http://169.254.169.254"
-"""The address of all three: it is local to each machine, as are its answers."""
+"""The link-local address that all three clouds use."""
 _FIRMWARE = Path("/sys/class/dmi/id")
 _FIRMWARE_FILES = ("product_name", "chassis_asset_tag", "sys_vendor", "bios_version")
 _TIMEOUT_S = 2.0
@@ -203,7 +203,7 @@ _OK = 200
 
 
 def found_provider(setting: CloudSetting, firmware: Path = _FIRMWARE) -> Provider | None:
-    """Return the provider whose notices are to be watched on this machine; nothing is sent over the network."""
+    """Return the provider whose notices to watch on this machine; sends nothing over the network."""
     if setting in ("aws", "gcp", "azure"):
         return setting
     return None if setting == "none" else provider_of(dict(_read_firmware(firmware)))
@@ -215,7 +215,7 @@ class MetadataService:
     Args:
         provider: The provider.
         url: Its address; None for the provider's own.
-        hints: Whether recommendations are of interest beside notices.
+        hints: Whether to ask for recommendations besides notices.
         clock: Time.
     """
 
@@ -224,17 +224,17 @@ class MetadataService:
     ) -> None:
         self._provider, self._base, self._hints = provider, (url or _URL).rstrip("/"), hints
         self._clock = clock or SystemClock()
-        # These services are on the machine itself, where no proxy leads.
+        # The services are local to the machine, so no proxy reaches them.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         self._token: str | None = None
         self._name = ""
 
     def notice(self) -> CloudNotice | None:
-        """Return the notice that stands now.
+        """Return the current notice.
 
         Raises:
-            OSError: The service does not answer, or not in time; Azure's first answer may take two minutes.
-            UnexpectedAnswerError: It gives an answer that is not of its provider.
+            OSError: The service does not answer in time; Azure's first answer may take two minutes.
+            UnexpectedAnswerError: The answer does not follow the provider's protocol.
         """
         if self._provider == "aws":
             found = aws_interruption(self._aws("spot/instance-action"))
@@ -255,7 +255,7 @@ class MetadataService:
         return azure_events(self._ask("/metadata/scheduledevents?api-version=2020-07-01", header), self._name)
 
     def _aws(self, path: str) -> Answer:
-        """Ask EC2's service, in its second version, which takes a token."""
+        """Query EC2's metadata service in its second version (IMDSv2), which requires a token."""
         for _ in range(2):
             token = self._token = self._token or self._new_token()
             answer = self._ask(f"/latest/meta-data/{path}", {"X-aws-ec2-metadata-token": token})
@@ -287,7 +287,7 @@ class MetadataService:
             status, date = int(response.status or 0), response.headers.get("Date")
             body = b""
             try:
-                # A service that sends a byte a second would never run into the timeout of one read.
+                # A service that sends a byte per second would never hit the timeout of a single read.
                 while len(body) < _MOST_BYTES and (piece := response.read1(_PIECE)):
                     body += piece
                     if self._clock.monotonic() > end:

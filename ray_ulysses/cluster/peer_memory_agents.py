@@ -1,4 +1,4 @@
-"""Keeps the peer memory of a run: one peer memory agent per node, in a detached actor that outlives driver and workers.
+"""Runs the peer memory agents: one per node, in a detached actor that outlives driver and workers.
 
 `NodeMemory` knows those of a run's nodes over its worker groups.
 """
@@ -36,7 +36,7 @@ _ANSWER_S = 5.0
 _START_S = 30.0
 _FREE_SHARE = 3
 _NICENESS = 5
-"""Training's own threads come first where an agent would need their cores."""
+"""Training threads take precedence over an agent on a busy core."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,9 +46,9 @@ class Contact:
     address: str
     """Its ``host:port``."""
     limit_bytes: int
-    """Most memory that it takes."""
+    """Its memory limit."""
     token: str = field(repr=False)
-    """The same for all agents of a run."""
+    """Shared by all agents of a run."""
 
 
 class _Agent:
@@ -73,10 +73,9 @@ def ensure_agents(
     before: Mapping[str, Contact] = MappingProxyType({}),
     start_s: float = _START_S,
 ) -> dict[str, Contact]:
-    """Return the agents of a run on some nodes, without those that do not answer; missing ones are started.
+    """Return the agents of a run on some nodes that answer, and start missing ones.
 
-    An agent that an earlier driver has started is found again, with what it holds, and so is the token, which the first
-    driver has made.
+    An agent of an earlier driver is found again with its content, and so is the token, which the first driver created.
 
     Args:
         run_key: Names the run; the same for every driver of it.
@@ -104,7 +103,7 @@ def ensure_agents(
 
 
 def end_agents(run_key: str) -> None:
-    """End all agents of a run; what they hold is gone."""
+    """End all agents of a run, and discard their content."""
     for actor in ray.util.list_named_actors(all_namespaces=True):
         if actor["namespace"] == _NAMESPACE and actor["name"].startswith(f"{run_key}/"):
             handle = _find(actor["name"])
@@ -113,7 +112,7 @@ def end_agents(run_key: str) -> None:
 
 
 def kill_agent(run_key: str, node: str) -> bool:
-    """Kill the agent of a run on a node, as a fault would; return whether there was one."""
+    """Kill the agent of a run on a node, as a fault does; return whether there was one."""
     handle = _find(_name(run_key, node))
     if handle is not None:
         ray.kill(handle)
@@ -121,12 +120,12 @@ def kill_agent(run_key: str, node: str) -> bool:
 
 
 def is_agent(actor: Mapping[str, Any], run_key: str) -> bool:
-    """Return whether Ray's entry of an actor is that of an agent of a run."""
+    """Return whether Ray's entry describes an agent of a run."""
     return actor["ActorClassName"] == _Agent.__name__ and str(actor["Name"]).startswith(f"{run_key}/")
 
 
 def _name(run_key: str, node: str) -> str:
-    # An agent of another version of the package is not found, and ends when nobody is connected to it.
+    # Agents of another version of the package are not found, and end once nothing is connected to them.
     return f"{run_key}/{PROTOCOL}/{node}"
 
 
@@ -156,7 +155,7 @@ _ZONE_LABEL = "ray.io/availability-zone"
 _AGAIN_S = 0.5
 _KEEP_EVERY_S = 15.0
 _GROUP_START_S = 45.0
-"""Longest wait for agents that are being started, while the workers start as well."""
+"""Longest wait for starting agents, while the workers start as well."""
 
 
 class NodeMemory:
@@ -175,33 +174,33 @@ class NodeMemory:
         self._zones: dict[str, str | None] = {}
 
     def prepare(self, nodes: Mapping[str, str]) -> None:
-        """Start agents on the nodes of a new worker group, or find those of before; returns at once."""
+        """Start or find agents on the nodes of a new worker group; returns at once."""
         if self._is_on:
             self._prepared_at = self._clock.monotonic()
             known = dict(self._known)
             self._asked = self._pool.submit(ensure_agents, self._run_key, dict(nodes), self._limit_bytes, before=known)
 
     def keep(self, nodes: Mapping[str, str]) -> None:
-        """Start agents that have died again; to be called often, returns at once.
+        """Restart agents that have died; call often, returns at once.
 
-        Those that train find one that has the port of its predecessor; the next generation finds each.
+        Running children find an agent that has its predecessor's port; the next generation finds all of them.
         """
         is_idle = self._asked is None or self._asked.done()
         if is_idle and self._clock.monotonic() - self._prepared_at >= _KEEP_EVERY_S:
             self.prepare(nodes)
 
     def of(self, members: Sequence[str], gone: Collection[str]) -> list[AgentAddresses] | None:
-        """Return where the children of a generation keep their state in memory, and find that of before."""
+        """Return the agents that keep the state of a generation's children, and hold the previous state."""
         self._take_agents()
         agents, token = self._agents_but(gone)
         if not agents:
             return None
-        # A node without an agent keeps its state with others.
+        # A node without an agent keeps its state on others.
         pairs = partners({node: self._zones.get(node) for node in dict.fromkeys(members) if node in agents})
         return [AgentAddresses(agents=agents, node=node, partner=pairs.get(node), token=token) for node in members]
 
     def newest_step(self, gone: Collection[str]) -> int | None:
-        """Return the step of the newest state that is whole in memory; None if there is none."""
+        """Return the newest step whose whole state is in memory; None if there is none."""
         agents, token = self._agents_but(gone)
         if not agents:
             return None
@@ -224,7 +223,7 @@ class NodeMemory:
         if asked is None:
             return
         try:
-            # The agents of before serve until those that are missing have been started again.
+            # Known agents serve until the missing ones have been restarted.
             found = asked.result(_AGAIN_S if self._known else _GROUP_START_S)
             self._asked = None
             nodes = ray.nodes()

@@ -40,7 +40,7 @@ def run_preparation(
     phase: Callable[[str], None] = lambda name: None,
     node: str | None = None,
 ) -> Corpus:
-    """Run the remaining units of a preparation on the Ray cluster that this process is connected to, and finish it.
+    """Run the remaining units of a preparation on the connected Ray cluster, and finish it.
 
     Finished units are kept: with the same request, a stopped preparation resumes. The result is that of one unit after
     another.
@@ -62,7 +62,7 @@ def run_preparation(
     failures: list[UlyssesError] = []
     for answer in _run_units(preparation.pending, preparation.request, node, phase):
         if isinstance(answer, StorageAwayError):
-            # Each of the other units would wait just as long.
+            # Every other unit would wait just as long.
             raise RunError(str(answer))
         if isinstance(answer, UlyssesError):
             failures.append(answer)
@@ -93,7 +93,7 @@ def _run_units(
         phase("reading and tokenizing in one process, since this node offers Ray no CPU (--staging uses the others)")
     run = functools.partial(_run_unit, out=request.out, tokenizer=request.tokenizer, options=request.encoding)
     if node is not None and not has_cpus:
-        # A task that no node can ever run would be waited for without end, and without a word.
+        # Ray would wait silently forever for a task that no node can run.
         yield from map(run, units)
         return
 
@@ -116,7 +116,7 @@ def _run_units(
 
 
 def _run_unit(unit: Unit, *, out: Path, tokenizer: str, options: EncodingOptions) -> UnitResult | UlyssesError:
-    """Run one unit in a Ray task; errors are returned, so that the other units continue and all are reported."""
+    """Run one unit in a Ray task; returns errors, so that the other units continue and all errors are reported."""
     try:
         return write_unit(out, unit, _encoder(tokenizer, options))
     except (StorageAwayError, UserError) as error:

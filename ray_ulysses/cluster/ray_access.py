@@ -1,9 +1,9 @@
-"""Checks a cluster before connecting, and gives each session here a token, and a cluster the user's.
+"""Checks a cluster before connecting, and provides tokens: a new one per local session, the user's for a cluster.
 
 An unusable cluster is refused in seconds, where Ray itself tries for minutes.
 
-Ray 2.60 reads it from the environment (``RAY_AUTH_TOKEN``, ``RAY_AUTH_TOKEN_PATH``) or from ``~/.ray/auth_token``, and
-caches it. A token of ours is kept in the environment alone, which only processes of the same account can read.
+Ray 2.60 reads the token from the environment (``RAY_AUTH_TOKEN``, ``RAY_AUTH_TOKEN_PATH``) or ``~/.ray/auth_token``,
+and caches it. Our own token is only in the environment, which only processes of the same account can read.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _log = get_logger(__name__)
 
 @contextmanager
 def private_session() -> Iterator[None]:
-    """Let only the processes that are started in a block use the Ray that is started there.
+    """Restrict the Ray that is started in a block to the processes that are started there.
 
     ``RAY_AUTH_MODE=disabled``, a token and a ``RAY_TMPDIR`` of the environment are respected. The file in the home
-    directory is not used: its token is that of a cluster.
+    directory is not used: it holds a cluster's token.
 
     Raises:
-        UserError: The environment names a token that can't be read, or a directory that Ray can't use; or others can
-            change this account's folder.
+        UserError: The environment names an unreadable token or an unusable directory, or others can change this
+            account's folder.
     """
     folder = os.environ.get("RAY_TMPDIR") or _own_folder()
     longest = f"{folder}/ray/session_2026-01-01_00-00-00_000000_{os.getpid()}/sockets/plasma_store"
@@ -61,9 +61,9 @@ def private_session() -> Iterator[None]:
 
 
 def _own_folder() -> str:
-    """Return a folder that others can't enter for Ray's sockets, logs and uploaded code.
+    """Return a private folder for Ray's sockets, logs and uploaded code: Ray 2.60's own is world-writable.
 
-    In its own one, Ray 2.60 lets everyone write. It is the temporary directory itself where that is private.
+    A private temporary directory is used as it is.
     """
     temporary = Path(get_default_system_temp_dir())
     for folder in (temporary, temporary / f"ray-{os.getuid()}"):
@@ -97,10 +97,10 @@ def _session_token() -> Iterator[None]:
 
 @contextmanager
 def cluster_token(address: str, *, asks: bool) -> Iterator[None]:
-    """Send the user's token in a block to a cluster that asks for one, and to no other.
+    """Send the user's token in a block to a cluster that asks for one, and never to another.
 
     Raises:
-        RunError: There is none, or the environment forbids its use.
+        RunError: There is no token, or the environment forbids its use.
     """
     if asks and _is_disabled():
         raise RunError(f"the Ray cluster at {address} asks for a token, and {MODE}=disabled sends none; unset it")
@@ -115,13 +115,13 @@ def cluster_token(address: str, *, asks: bool) -> Iterator[None]:
 
 
 def refused_token(address: str) -> str:
-    """Return the error of a cluster that refuses the user's token."""
+    """Return the error message for a cluster that refuses the user's token."""
     return f"the Ray cluster at {address} refuses the token in {_PLACES}; {_HINT}"
 
 
 @contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set variables in a block, and have Ray read its settings and the token again; not while it is connected."""
+    """Set variables in a block, and have Ray reread its settings and token; not while Ray is connected."""
     before = {name: os.environ.get(name) for name in variables}
     try:
         os.environ.update(variables)
@@ -137,8 +137,7 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
 
 
 def _read_again() -> None:
-    # In this order: a thread of Ray's that is about to end must not look for a token that is gone while the mode asks
-    # for one.
+    # In this order: an ending thread of Ray's must not look for a token that is gone while the mode requires one.
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
 
@@ -155,20 +154,19 @@ _ADDRESS_HINT = "correct cluster.address or RAY_ADDRESS, or unset both to run on
 def check_address(target: str, *, timeout_s: float = 4.0) -> bool:
     """Check that a Ray head answers at an address, and that this machine is one of its nodes.
 
-    Ray 2.60 tries an address that does not answer for minutes, and looks for a node on this machine for one more;
-    both are private to it (a canary test covers them).
+    Ray 2.60 retries a silent address for minutes, and looks for a local node for one more; the calls used here instead
+    are private (a canary test covers them).
 
     Args:
         target: ``host:port`` of the head, or ``auto``.
         timeout_s: Longest wait for each of two answers, in seconds.
 
     Returns:
-        Whether it asks for a token.
+        Whether the cluster asks for a token.
 
     Raises:
-        UserError: It is not an address that Ray accepts.
-        RunError: Nothing answers there, something other than Ray does, it refuses the user's token, or this machine is
-            not one of its nodes.
+        UserError: Ray does not accept the address.
+        RunError: No Ray answers there, it refuses the user's token, or this machine is not one of its nodes.
     """
     asks = asks_for_token(target, timeout_s=timeout_s)
     with cluster_token(target, asks=asks), _node_service(create_gcs_channel(_resolve(target))) as stub:
@@ -180,12 +178,12 @@ def asks_for_token(target: str, *, timeout_s: float = 4.0) -> bool:
     """Return whether the Ray head at an address refuses a request without a token.
 
     Raises:
-        UserError: It is not an address that Ray accepts.
-        RunError: Nothing answers there, or something other than Ray does.
+        UserError: Ray does not accept the address.
+        RunError: No Ray answers there.
     """
     address = _resolve(target)
     with cluster_token(target, asks=False):
-        # It sends a token if the mode asks for one now.
+        # The channel sends a token if the mode asks for one when it is created.
         channel = create_gcs_channel(address)
     with _node_service(channel) as stub:
         try:
@@ -206,7 +204,7 @@ def _node_service(channel: grpc.Channel) -> Iterator[Any]:
 
 
 def _resolve(target: str) -> str:
-    """Return ``host:port``; ``auto`` is the head that was started last on this machine."""
+    """Return ``host:port``; ``auto`` stands for the head that was started last on this machine."""
     if "://" in target:
         raise UserError(
             f"cluster.address={target!r}: is not the address of a Ray head; use its host:port (6379 by default) on a "
@@ -240,7 +238,7 @@ def _check_membership(stub: Any, target: str, timeout_s: float) -> None:
 
 
 def _reason(error: Any, timeout_s: float) -> str:
-    """Return in a few words why a call failed; gRPC's details end with the cause."""
+    """Return a short reason for a failed call; gRPC's details end with the cause."""
     if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
         return f"no answer within {timeout_s:g} s"
     if error.code() == grpc.StatusCode.UNAVAILABLE:

@@ -1,9 +1,9 @@
-"""Rehearses faults: trains a run under a name of its own, makes faults happen to it, and compares it with its plan.
+"""Rehearses faults: trains a run under its own name, injects faults, and compares it with its plan.
 
-The run trains until every fault has happened and the run has recovered from it. Then the same configuration is trained
-once more without faults, for as many steps, so that the losses can be compared.
+The run trains until it has recovered from every fault. Then the same configuration trains for as many steps without
+faults, so that the losses can be compared.
 
-Ray 2.60 tells in its tables, which are private, where the workers of a job are (a canary test covers them).
+A job's workers are found in the private tables of Ray 2.60 (a canary test covers them).
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ CALM_S = 10.0
 _LOOK_EVERY_S = 0.5
 _REST_S = 5.0
 _RECOVERY_S = 300.0
-"""A run that has not trained for this long after the last fault does not recover."""
+"""A run that has not trained for this long after the last fault has not recovered."""
 _REMIND_EVERY_S = 20.0
 _CODE = (
     "import sys; from ray_ulysses.supervision.launcher import die_with_parent; die_with_parent(int(sys.argv[1])); "
     "from ray_ulysses.cli import main; main(sys.argv[2:])"
 )
-"""It ends with the process that started it, whatever happens to that: nobody else would end it."""
+"""It ends with the process that started it, however that ends: nothing else would end it."""
 _LAST_LINES = 12
 
 
@@ -68,17 +68,17 @@ class Request:
     prepared: PreparedRun
     faults: tuple[Fault, ...]
     for_s: float
-    """The run trains for so long at least, in seconds after its first step."""
+    """Shortest training time, in seconds after the first step."""
     drain_s: float
     """Seconds from a drain to the node's end."""
     targets: FaultTargets
     nodes: int | None
-    """Nodes to start on this machine; None on a cluster that others have started."""
+    """Nodes to start on this machine; None on an existing cluster."""
 
 
 @dataclass(slots=True)
 class _Watch:
-    """What is known of the run while it trains."""
+    """The state of the run while it trains."""
 
     tail: JournalTail
     say: Callable[[str], object]
@@ -89,7 +89,7 @@ class _Watch:
     said: set[int] = field(default_factory=set)
 
     def look(self) -> None:
-        """Read what is new in the journal, and print each recovery once."""
+        """Read new journal records, and print each recovery once."""
         self.events += ungroup_steps(self.tail.poll())
         if self.began is None:
             first = next((event for event in self.events if isinstance(event, StepDone)), None)
@@ -102,7 +102,7 @@ class _Watch:
                 self.say(_recovery_line(one, self.began or 0.0))
 
     def found(self) -> tuple[Recovery, ...]:
-        """Return what followed each fault so far."""
+        """Return the recovery from each fault so far."""
         return recoveries(self.events, self.injected, most=self.most)
 
     @property
@@ -122,17 +122,17 @@ def rehearse(
     seed: int,
     say: Callable[[str], object],
 ) -> tuple[list[InjectedFault], list[str]]:
-    """Train a run while faults happen to it; connected to its cluster.
+    """Train a run while injecting faults; must be connected to its cluster.
 
-    Returns the faults that happened, and what went wrong.
+    Returns the injected faults and the problems.
 
     Args:
-        request: What happens, and for how long.
+        request: The faults, and the duration.
         config: The rehearsal's configuration, with the address of its cluster.
         folder: For the configuration file and the output of the command.
         local: The cluster, if it was started for the rehearsal.
-        patient: Whether a fault waits until the run has recovered from the one before.
-        seed: Chooses the nodes and processes that faults happen to.
+        patient: Whether a fault waits until the run has recovered from the previous fault.
+        seed: Seed for the choice of nodes and processes.
         say: Prints a line.
     """
     command = _command(config, folder)
@@ -147,7 +147,7 @@ def rehearse(
             problems.append(str(error))
         stopped = command.stop(config.checkpoint.save_timeout_s) if command.is_running else command.wait()
         if stopped != 0:
-            how = "had to be killed when it was to stop" if stopped is None else f"ended with {stopped}"
+            how = "had to be killed after a request to stop" if stopped is None else f"ended with {stopped}"
             problems.append(f"the command {how}; the end of {command.log}:\n{command.last_lines}")
     finally:
         command.kill()
@@ -157,7 +157,7 @@ def rehearse(
 def _run_faults(
     watch: _Watch, command: TrainCommand, injector: FaultInjector, request: Request, *, patient: bool
 ) -> None:
-    """Make the faults happen at their times, and return once the run has recovered from them, or has ended."""
+    """Inject the faults at their times; return once the run has recovered from all of them, or has ended."""
     left, said_at = list(request.faults), time.monotonic()
     over_since: float | None = None
     while command.is_running:
@@ -193,7 +193,7 @@ def train_unbroken(config: Config, folder: Path, stop_step: int, say: Callable[[
     """Train the same run without faults.
 
     Raises:
-        RunError: It did not reach the step.
+        RunError: The run did not reach the step.
     """
     command, tail, said_at = _command(config, folder), JournalTail(config.run_dir), time.monotonic()
     command.start()
@@ -230,7 +230,7 @@ def _recovery_line(one: Recovery, began: float) -> str:
 
     Args:
         one: The recovery.
-        began: When the run's first step had ended, in seconds since the epoch.
+        began: End of the run's first step, in seconds since the epoch.
     """
     assert one.first_step_s is not None
     at_s = one.injected.at + one.first_step_s - began
@@ -245,11 +245,11 @@ def _recovery_line(one: Recovery, began: float) -> str:
 
 
 class TrainCommand:
-    """The command; its output goes to a file.
+    """A ``train`` command in its own process, whose output goes to a file.
 
     Args:
         config: The configuration file.
-        log: The file for its output, which is added to.
+        log: The file to which its output is appended.
     """
 
     def __init__(self, config: Path, log: Path) -> None:
@@ -259,7 +259,7 @@ class TrainCommand:
 
     @property
     def pid(self) -> int:
-        """Its process."""
+        """The id of its process."""
         assert self._process is not None
         return self._process.pid
 
@@ -278,7 +278,7 @@ class TrainCommand:
         """Start it."""
         self.started_at = time.time()
         with self.log.open("ab") as log:
-            # Signals of a terminal are for the process that started it.
+            # Signals of the terminal must reach only the process that started it.
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _CODE, str(os.getpid()), "train", str(self.config)],
                 stdin=subprocess.DEVNULL,
@@ -288,13 +288,13 @@ class TrainCommand:
             )
 
     def stop(self, timeout_s: float) -> int | None:
-        """Ask it to save and to end; return its exit code, or None if it had to be killed."""
+        """Ask it to save and end; return its exit code, or None if it had to be killed."""
         if self.is_running:
             os.kill(self.pid, signal.SIGTERM)
         return self.wait(timeout_s)
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """Return its exit code, or None if it had to be killed after a time."""
+        """Return its exit code, or None if it had to be killed after the timeout."""
         assert self._process is not None
         try:
             return self._process.wait(timeout_s)
@@ -303,7 +303,7 @@ class TrainCommand:
             return None
 
     def kill(self) -> None:
-        """Kill it, if it runs."""
+        """Kill it if it runs."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -315,16 +315,16 @@ _SIGNALS: Mapping[FaultKind, tuple[signal.Signals, str]] = {
     "stop-worker": (signal.SIGSTOP, "stopped"),
 }
 _TARGET_S = 120.0
-"""Longest wait for something that a fault can happen to: after the fault before, workers may not have started yet."""
+"""Longest wait for a target: workers may not have restarted since the previous fault."""
 _TASK_S = 60.0
 _AGAIN_S = 0.2
 _HEAD = "node:__internal_head__"
 _CLOCKS_S = 5.0
-"""By how much the clocks of two nodes may differ."""
+"""Largest difference between the clocks of two nodes."""
 
 
 class FaultInjector:
-    """Makes faults happen to one run."""
+    """Injects faults into one run."""
 
     def __init__(
         self,
@@ -340,10 +340,10 @@ class FaultInjector:
         self._doomed: dict[str, float] = {}
 
     def inflict(self, fault: Fault) -> InjectedFault:
-        """Make a fault happen, as soon as there is something that it can happen to.
+        """Inject a fault as soon as there is a target for it.
 
         Raises:
-            RunError: There is nothing for too long.
+            RunError: No target appeared in time.
         """
         began, why = time.monotonic(), "no worker of the run was found"
         while self._command.is_running and time.monotonic() - began < _TARGET_S:
@@ -356,20 +356,20 @@ class FaultInjector:
             time.sleep(_AGAIN_S)
             self.look()
         after = f"within {time.monotonic() - began:.0f} s" if self._command.is_running else "before the command ended"
-        raise RunError(f"{fault}: could not be made to happen {after} ({why})")
+        raise RunError(f"{fault}: could not be injected {after} ({why})")
 
     @property
     def awaits_an_end(self) -> bool:
-        """Whether a drained node of a cluster of ours has yet to go."""
+        """Whether a drained node of our own cluster still runs."""
         return self._local is not None and any(node in self._local.nodes for node in self._doomed)
 
     def look(self) -> str | None:
-        """Take a drained node of a cluster of ours away when its time is up; return what happened."""
+        """Kill a drained node of our own cluster at its deadline; return a message about it."""
         for node, deadline in self._doomed.items():
             if time.monotonic() >= deadline and self._local is not None and node in self._local.nodes:
                 address = self._local.nodes[node]
                 self._local.kill_node(node)
-                return f"node {address}, which was drained, is gone"
+                return f"drained node {address} is gone"
         return None
 
     def _workers(self) -> list[dict[str, Any]]:
@@ -377,23 +377,23 @@ class FaultInjector:
         return sorted(found, key=lambda one: (one["Address"]["IPAddress"], one["Pid"]))
 
     def _jobs(self) -> list[str]:
-        """Return the command's own job; a process of another host or container may have the same number."""
+        """Return the command's own job; a process of another host or container may have the same id."""
         here, began = ray.util.get_node_ip_address(), self._command.started_at - _CLOCKS_S
         jobs = [
             one["JobID"]
             for one in state.state.job_table()
             if one["DriverPid"] == self._command.pid
-            # The nodes of a cluster of ours have addresses of their own on one machine.
+            # Nodes of our own cluster have different addresses on one machine.
             and (self._local is not None or one["DriverIPAddress"] == here)
             and not one["IsDead"]
             and one["StartTime"] / 1000 >= began
         ]
         if len(jobs) > 1:
-            raise RunError(f"the jobs {', '.join(jobs)} of Ray have one process: which one trains can't be told")
+            raise RunError(f"the jobs {', '.join(jobs)} of Ray share a process id: the job that trains is unknown")
         return jobs
 
     def _inject(self, fault: Fault) -> InjectedFault | None:
-        """Make a fault happen; return None if there is nothing now that it could happen to."""
+        """Inject a fault; return None if it has no target now."""
         at: float | None
         at, node, local = SystemClock().now(), None, self._local
         if fault.kind == "kill-driver":
@@ -401,7 +401,7 @@ class FaultInjector:
             self._command.start()
             what = "the command is killed, and started again"
         elif fault.kind == "add-node":
-            assert local is not None, "refused by the schedule's check on a cluster that others have started"
+            assert local is not None, "refused by the schedule's check on an existing cluster"
             node_id = local.add_node()
             at = SystemClock().now()
             what = f"node {local.nodes[node_id]} joins"
@@ -412,7 +412,7 @@ class FaultInjector:
             if fault.kind == "drain-node":
                 drain_node(node_id, "a rehearsal", at + self._drain_s)
                 self._doomed[node_id] = time.monotonic() + self._drain_s
-                what = f"node {node} is drained, and is to go in {self._drain_s:g} s"
+                what = f"node {node} is drained, and will go in {self._drain_s:g} s"
             else:
                 what = f"node {node} is lost without notice"
                 if local is not None:
@@ -441,7 +441,7 @@ class FaultInjector:
         return InjectedFault(fault=fault, at=at, what=what, node=node)
 
     def _some_node(self) -> tuple[str, str] | None:
-        """Return the id and the address of a node with workers of the run that may be lost."""
+        """Return the id and the address of a losable node with workers of the run."""
         may_go = self._local.nodes if self._local is not None else losable_nodes(self._jobs(), self._run_key())
         nodes = {one["Address"]["NodeID"]: one["Address"]["IPAddress"] for one in self._workers()}
         found = [(node, address) for node, address in nodes.items() if node in may_go and node not in self._doomed]
@@ -451,12 +451,12 @@ class FaultInjector:
 def losable_nodes(jobs: Collection[str] = (), run_key: str = "") -> dict[str, dict[str, Any]]:
     """Return Ray's entries of the nodes of the connected cluster that a rehearsal may take away, by node id.
 
-    These are neither the head's nor the command's, are not drained already, and have neither an actor nor the driver of
-    another job. Plain tasks of other jobs are not seen: Ray runs them again elsewhere.
+    Excluded are the nodes of the head and of the command, draining nodes, and nodes with an actor or the driver of
+    another job. Plain tasks of other jobs do not count: Ray runs them again elsewhere.
 
     Args:
         jobs: The rehearsal's own jobs.
-        run_key: Names the rehearsal's peer memory, whose agents belong to no job once their driver has ended.
+        run_key: Key of the rehearsal's peer memory, whose agents belong to no live job once their driver has ended.
     """
     draining, kept = state.state.get_draining_nodes(), {ray.get_runtime_context().get_node_id()}
     for actor in state.actors().values():
@@ -477,7 +477,7 @@ def losable_nodes(jobs: Collection[str] = (), run_key: str = "") -> dict[str, di
 
 
 def signal_training(supervisor: int, number: int) -> float | None:
-    """Send a signal to the process that trains under a supervisor on this machine; return when, or None without one."""
+    """Signal the process that trains under a local supervisor; return the time, or None if there is no process."""
     with contextlib.suppress(psutil.NoSuchProcess):
         for launcher in psutil.Process(supervisor).children():
             for child in launcher.children():
@@ -488,7 +488,7 @@ def signal_training(supervisor: int, number: int) -> float | None:
 
 
 def kill_own_node() -> None:
-    """Kill Ray on this node, and everything that it has started, this process included."""
+    """Kill Ray on this node with every process that it has started, this one included."""
     raylet = psutil.Process(os.getppid())
     assert raylet.name() == "raylet", f"the parent of a Ray worker is {raylet.name()}"
     everything = raylet.children(recursive=True)
@@ -501,7 +501,7 @@ def kill_own_node() -> None:
 
 
 def _on_node(node: str, function: Callable[..., float | None], *arguments: Any, ends: bool = False) -> Any:
-    """Run a function on a node; of one that ends the node, return when it was called, once that is known to be dead."""
+    """Run a function on a node; if it ends the node, return the time of the call once Ray knows the node as dead."""
     there = NodeAffinitySchedulingStrategy(node, soft=False)
     task: Any = ray.remote(function)
     at = SystemClock().now()
@@ -509,7 +509,7 @@ def _on_node(node: str, function: Callable[..., float | None], *arguments: Any, 
     try:
         return ray.get(asked, timeout=_TASK_S)
     except GetTimeoutError:
-        # It must not happen later, to whatever trains then.
+        # It must not happen later, to another attempt.
         ray.cancel(asked, force=True)
         raise
     except RayTaskError:

@@ -1,14 +1,13 @@
-"""Chooses how many workers Ray Train starts, on which nodes, and when they are started again at another number.
+"""Chooses how many workers Ray Train starts, on which nodes, and when it restarts them at another number.
 
-Each start takes as many workers as the nodes have room for at that moment, within `cluster.workers`. While they train,
-nodes that join may make a larger number worth a restart, and nodes that are being drained make other places or a
-smaller number necessary: then the workers are asked to save and to end, which loses no step, and are started again. The
-range of a run with a fixed number of workers holds that number alone.
+Each start uses as many workers as the nodes have room for, within `cluster.workers`. While they train, new nodes may
+make a larger number worth a restart, and draining nodes make other places or a smaller number necessary: the workers
+then save and end, which loses no step, and are started again. A fixed number of workers is a range of one number.
 
-On nodes that have joined, workers are started beside Ray Train's group, so that a run grows without a restart. They
-train with the others from the next generation on. To Ray Train, whose group has a fixed size, they don't exist: the
-coordinator alone knows them, and when Ray restarts its workers, these end. The group's placement group keeps the
-resources of a lost worker reserved, so its replacement is started in the same bundle.
+On new nodes, workers start beside Ray Train's group, so that a run grows without a restart, and train with the others
+from the next generation on. Ray Train, whose group has a fixed size, does not know them: only the coordinator does, and
+they end when Ray restarts its workers. The placement group keeps a lost worker's resources reserved, so its replacement
+starts in the same bundle.
 
 Ray Train 2.60 has no public way to replace its scaling policy or to choose nodes. The seams used here are private:
 the scaling policy of a `TrainController`, the context of a worker group before it starts, and its polls (canary tests
@@ -70,7 +69,7 @@ _PING_S = 2.0
 
 
 class Resized(RunError):
-    """The workers have saved and ended, and are to be started again; not a failure."""
+    """The workers have saved and ended, and will be started again; not a failure."""
 
 
 class WorkerScaling(ScalingPolicy):
@@ -78,7 +77,7 @@ class WorkerScaling(ScalingPolicy):
 
     Args:
         run: The run.
-        job: What every worker is given; its ``session`` is the command's name, which requests to workers carry.
+        job: The job of every worker; its ``session`` identifies the command in requests to workers.
         scaling_config: Ray Train's, for its requests to an autoscaler.
         coordinator: Chooses the members among the workers.
         use_nodes: Called with the addresses, by id, of nodes on which more workers are about to start.
@@ -143,16 +142,16 @@ class WorkerScaling(ScalingPolicy):
     def make_decision_for_running_worker_group(
         self, worker_group_state: WorkerGroupState, worker_group_status: WorkerGroupPollStatus
     ) -> ScalingDecision:
-        """Change nothing under workers that train: they are asked to save and to end."""
+        """Never resize running workers directly: a request asks them to save and end first."""
         self._maybe_send_resource_request()  # type: ignore[no-untyped-call]
         return NoopDecision()
 
     def selectors(self) -> list[dict[str, str]]:
-        """Return the label selector of each worker that is about to start: the node that was chosen for it."""
+        """Return the label selector of each worker that is about to start, which names its node."""
         return [{RAY_NODE_ID_KEY: node} for node, workers in self._placed.items() for _ in range(workers)]
 
     def leave_out(self, broken: frozenset[str]) -> None:
-        """Do without nodes whose devices have failed, unless the others are too few; any thread may call."""
+        """Exclude nodes whose devices have failed, unless the others are too few; any thread may call."""
         self._broken |= broken
 
     def begin(self, announcement: Announcement, seats: Mapping[int, Seat]) -> None:
@@ -161,14 +160,14 @@ class WorkerScaling(ScalingPolicy):
         self._joining.begin(announcement, seats)
 
     def end(self) -> None:
-        """Note that the worker group has ended: its places are free for the one that replaces it."""
+        """Note that the worker group has ended, which frees its places for the next group."""
         self._holds_room = False
         self._joining.end()
 
     def polled(self, status: WorkerGroupPollStatus) -> None:
-        """Ask the workers to end where another number is better, and have those that did started again."""
+        """Ask the workers to end where another number is better, and have Ray restart workers that did."""
         statuses, group = status.worker_statuses.values(), self._coordinator.group
-        # All of Ray's workers may be lost, and only others have seen the end.
+        # All of Ray's workers may be lost: then only workers that joined have seen the end.
         ends = {one.return_value for one in statuses} | {None if group is None else group.status}
         if status.finished and RESIZED in ends:
             for one in statuses:
@@ -183,7 +182,7 @@ class WorkerScaling(ScalingPolicy):
             except (OSError, RuntimeError, RayError) as error:
                 _log.debug("the nodes can't be looked at now: %s", error)
             except Exception:
-                # The number of workers stays; Ray's controller must not end of it.
+                # The number of workers stays; the error must not end Ray's controller.
                 _log.exception("the number of workers can't be looked at")
 
     def _look(self, now: float) -> None:
@@ -203,7 +202,7 @@ class WorkerScaling(ScalingPolicy):
         new = (draining & placed.keys()) - group.unusable
         announced = group.unusable | new
         if new:
-            # The loss of such a node is not charged, even where it goes before the others have left it.
+            # The loss of such a node is not charged, even if it goes before its workers have left it.
             self._coordinator.post(NodesUnusable(nodes=announced, draining=announced & draining))
         self._seen, resize = decide_resize(
             self._seen,
@@ -216,10 +215,10 @@ class WorkerScaling(ScalingPolicy):
         if stop_requested(config.run_dir, self._session) is not None:
             return
         if resize is not None and resize.must:
-            # Those that were left before stay so: a slow node is alive, and its worker would be taken back.
+            # Keep nodes excluded that were left before: a slow node is alive, and its worker would be taken back.
             left = announced | (frozenset(placed) - frozenset(nodes))
             self._coordinator.post(NodesUnusable(nodes=left, draining=left & draining))
-            # The workers that stay go on by themselves if they are enough.
+            # The remaining workers continue on their own if they are enough.
             if not self._fill(group, room, nodes, now):
                 self._move()
         elif self._joining.are_awaited:
@@ -229,14 +228,14 @@ class WorkerScaling(ScalingPolicy):
             self._grow(group, resize.workers, room, nodes, now)
 
     def _fill(self, group: Group, room: Mapping[str, int], nodes: Mapping[str, Any], now: float) -> bool:
-        """Start workers if too few are left, or wait for those that were started; return whether any are on the way."""
+        """Start workers if too few are left, or wait for started ones; return whether any are on the way."""
         there = _present(group)
         if place_workers({node: there[node] for node in nodes}, self._demand.wanted) is not None:
             return False
         if self._joining.are_awaited and not self._joining.have_joined(group, now):
             return self._joining.are_awaited
-        # The head learns late of a node that is gone, and one worker that dies there is the end of all that start. A
-        # stopped node takes connections, and a worker starts there only when the node goes on.
+        # The head learns late of a lost node, and one worker that dies there ends the whole start. A stopped node
+        # accepts connections, but a worker starts there only once the node continues.
         answering = {node: room[node] for node in reachable(nodes)}
         others = {node: answering[node] for node in answering.keys() - group.silent}
         return any(self._start(group, self._demand.wanted, some, nodes, now) for some in (others, answering))
@@ -244,7 +243,7 @@ class WorkerScaling(ScalingPolicy):
     def _start(
         self, group: Group, wanted: WorkerRange, room: Mapping[str, int], nodes: Mapping[str, Any], now: float
     ) -> bool:
-        """Have as many workers join as are missing; return whether any are and there is room for them."""
+        """Start the missing workers; return whether any are missing and have room."""
         there = _present(group)
         more = Counter(place_workers(room, wanted, there.keys())) - there
         if more:
@@ -253,27 +252,26 @@ class WorkerScaling(ScalingPolicy):
         return bool(more)
 
     def _grow(self, group: Group, possible: int, room: Mapping[str, int], nodes: Mapping[str, Any], now: float) -> None:
-        """Have workers join where that pays; the others train on until they are ready."""
+        """Start more workers where that pays; the others keep training until they are ready."""
         pace = run_pace(self._config.run_dir)
         if pace is None or len(reachable(nodes)) < len(nodes):
-            # Nothing is known of what growth costs, or the head does not know yet of a node that is gone: this look
-            # does not count.
+            # The cost of growth is unknown, or the head does not know of a lost node yet: do not count this look.
             self._seen = replace(self._seen, grew_at=None)
             return
         workers = len(group.members)
         if not is_worth_growing(workers, possible, seconds_left=pace.seconds_left, restart_s=pace.start_s):
             return
         if not self._start(group, replace(self._demand.wanted, most=possible), room, nodes, now):
-            # All that it takes are there.
+            # All the workers it needs are present.
             self._move()
 
     def _move(self) -> None:
-        """Have the workers save and end; they form again, at the number that is best then."""
+        """Have the workers save, end and form again at the number that is best then."""
         self._coordinator.post(MoveAsked())
         request_stop(self._config.run_dir, self._session, "resize")
 
     def _steady(self) -> dict[str, Any]:
-        """Return the nodes that stay, without broken and slow ones that the run is to do without, where that pays."""
+        """Return the nodes that stay, without broken and slow ones where excluding them pays."""
         nodes = steady_nodes()
         self._slow |= excluded_nodes(self._config.run_dir, self._session) | dict.fromkeys(self._broken, math.inf)
         if not self._slow.keys() & nodes.keys():
@@ -292,7 +290,7 @@ class WorkerScaling(ScalingPolicy):
         return Counter(self._placed if self._holds_room else {}) + self._joining.beside
 
     def _room(self, nodes: Mapping[str, Any], held: Mapping[str, int]) -> dict[str, int]:
-        """Return how many workers each node has room for, with places that are held taken as free."""
+        """Return how many workers each node has room for, counting held places as free."""
         free = state.state.available_resources_per_node()
         cpus, gpus = self._demand.cpus, self._demand.gpus
         there = {node: node_of(free.get(node, {})) for node in nodes}
@@ -310,7 +308,7 @@ def _present(group: Group) -> Counter[str]:
 
 
 def reachable(nodes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the nodes whose Ray takes a connection: the cluster's head learns late of one that is gone."""
+    """Return the nodes whose Ray accepts a connection: the cluster's head learns late of a lost node."""
     if not nodes:
         return {}
     with ThreadPoolExecutor(max_workers=min(32, len(nodes))) as pool:
@@ -343,8 +341,8 @@ class JoinedWorker:
             announcement: How the coordinator is reached.
             worker: The worker's number.
             local_rank: The worker's number on its node.
-            shown: GPUs of all workers that start on the node with it, which NCCL reaches directly where it sees them;
-                it reaches those of workers that were there before through host memory.
+            shown: GPUs of all workers that start on the node with it: NCCL reaches GPUs that it sees directly, and
+                GPUs of earlier workers through host memory.
         """
         if shown:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(shown)
@@ -363,25 +361,25 @@ class Seat:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Joining:
-    """Workers that were started together, and are waited for."""
+    """Workers that were started together and have not all joined."""
 
     actors: Mapping[int, Any]
     asked: Mapping[int, Any]
     """The GPUs of each, once it has its place, by number."""
     nodes: Mapping[int, str]
     until: float
-    """When they are given up."""
+    """When the wait for them ends."""
     running: dict[int, Any]
-    """What they return in the end, by number, once they supervise."""
+    """Their eventual return values, by number, once they supervise."""
 
 
 class JoiningWorkers:
-    """The workers that have joined one worker group, and those that are about to."""
+    """The workers that have joined one worker group, and the ones that are joining."""
 
     def __init__(self, job: Mapping[str, Any], demand: Demand, patience_s: float) -> None:
         self._job, self._demand, self._patience_s = job, demand, patience_s
         self._announcement: Announcement | None = None
-        # Ray Train's own workers too, as far as their places are known.
+        # Includes Ray Train's own workers whose places are known.
         self._actors: dict[int, Any] = {}
         self._seats: dict[int, Seat] = {}
         self._vacant: list[Seat] = []
@@ -391,17 +389,17 @@ class JoiningWorkers:
 
     @property
     def beside(self) -> Counter[str]:
-        """How many places they hold beside those of Ray Train's group, by node id."""
+        """Number of places that they hold outside Ray Train's group, by node id."""
         return Counter(node for number, node in self._nodes.items() if number not in self._seats)
 
     @property
     def vacant(self) -> Counter[str]:
-        """How many places of Ray Train's group are those of workers that are lost, by node id."""
+        """Number of places of Ray Train's group whose workers are lost, by node id."""
         return Counter(seat.node for seat in self._vacant)
 
     @property
     def are_awaited(self) -> bool:
-        """Whether some were started that have not joined."""
+        """Whether any started worker has not joined yet."""
         return self._joining is not None
 
     def begin(self, announcement: Announcement, seats: Mapping[int, Seat]) -> None:
@@ -411,7 +409,7 @@ class JoiningWorkers:
 
     def start(self, group: Group, places: Mapping[str, int], now: float) -> None:
         """Start workers; returns at once."""
-        # A number is never used again: whoever had it may be cut off, and come back.
+        # Never reuse a number: its worker may only be cut off, and come back.
         number = max((self._next, *(worker + 1 for worker in group.workers)))
         nodes = dict(enumerate((node for node, count in places.items() for _ in range(count)), number))
         self._next = number + len(nodes)
@@ -432,7 +430,7 @@ class JoiningWorkers:
         return {"scheduling_strategy": seat.strategy}
 
     def have_joined(self, group: Group, now: float) -> bool:
-        """Look after the workers that were started, and return whether all could train now and do not do so yet."""
+        """Advance the started workers; return whether all could train now and do not yet."""
         joining = self._joining
         assert joining is not None
         try:
@@ -447,7 +445,7 @@ class JoiningWorkers:
         return self._give_up(joining, group, "they did not start in time") if now >= joining.until else False
 
     def _go_on(self, joining: _Joining, group: Group) -> None:
-        """Have the workers supervise once all have their places."""
+        """Let the workers supervise once all have their places."""
         if joining.running:
             ended, _ = ray.wait(list(joining.running.values()), timeout=0)
             ray.get(ended)
@@ -468,14 +466,14 @@ class JoiningWorkers:
 
     def _give_up(self, joining: _Joining, group: Group, reason: str) -> bool:
         _log.warning("%d workers that were started beside the others did not join: %s", len(joining.actors), reason)
-        # A fault meanwhile may have made members of those that were there.
+        # A fault may meanwhile have made members of the ones that joined.
         self._actors |= {number: actor for number, actor in joining.actors.items() if number in group.members}
         self._joining = None
         self._end({number: actor for number, actor in joining.actors.items() if number not in group.members})
         return False
 
     def forget(self, lost: Collection[int]) -> None:
-        """End workers that are lost, in case they are only stopped, and give their places back."""
+        """End lost workers, in case they are only stopped, and free their places."""
         self._end({number: self._actors.pop(number) for number in self._actors.keys() & lost})
 
     def _end(self, actors: Mapping[int, Any]) -> None:
@@ -486,7 +484,7 @@ class JoiningWorkers:
                 self._vacant.append(self._seats.pop(number))
 
     def end(self) -> None:
-        """End all of them, since the worker group has ended."""
+        """End all of them when the worker group has ended."""
         _kill({number: actor for number, actor in self._actors.items() if number in self._nodes})
         if self._joining is not None:
             _kill(self._joining.actors)

@@ -1,4 +1,4 @@
-"""Connects to Ray: to a cluster, or to an embedded Ray on this machine that ends with this process."""
+"""Connects to a Ray cluster, or to an embedded Ray on this machine that ends with this process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ray_ulysses.logging import get_logger
 
 _SLACK_CPUS = 1.0
 _WORKER_CLASSES = ("RayTrainWorker", "JoinedWorker")
-"""Those that Ray Train starts, and those that join them later (`ray_ulysses.cluster.scaling`)."""
+"""Actor classes of workers that Ray Train starts, and of workers that join later (`ray_ulysses.cluster.scaling`)."""
 _MEMORY_THRESHOLD = 0.95
 """Share of the memory in use at which Ray 2.60 kills workers."""
 _EMBEDDED_HOST = "RAY_ULYSSES_EMBEDDED_HOST"
@@ -37,7 +37,7 @@ _log = get_logger(__name__)
 
 @contextmanager
 def ray_session(address: str | None, *, cpus: float, environment: dict[str, str] | None = None) -> Iterator[bool]:
-    """Connect to Ray for the duration of a block, in which SIGTERM and SIGHUP do what they did before, or interrupt.
+    """Connect to Ray for a block, in which SIGTERM and SIGHUP keep their handlers, or interrupt by default.
 
     Args:
         address: Address of a cluster; ``None`` uses ``RAY_ADDRESS``, and starts an embedded Ray if that is not set.
@@ -82,8 +82,8 @@ def _connected(target: str | None, cpus: float, environment: dict[str, str] | No
         else:
             _start_embedded(cpus, options)
     except SystemExit as error:
-        # Ray's response to a SIGTERM while it connects; it is a stop like any other. A half-made connection can't be
-        # shut down without a crash, and ends with this process.
+        # Ray responds to a SIGTERM like this while it connects; treat it as any stop. Shutting down a half-made
+        # connection would crash; it ends with this process.
         raise KeyboardInterrupt from error
     except (ConnectionError, RuntimeError, ValueError) as error:
         if target is None:
@@ -96,7 +96,7 @@ def _connected(target: str | None, cpus: float, environment: dict[str, str] | No
             f"the Ray cluster at {target} can't be reached ({error}); start it with `ray start --head`, correct "
             "cluster.address or RAY_ADDRESS, or unset both to run on this machine alone"
         ) from error
-    # Ray 2.60 exits with 15 upon a SIGTERM, without a word and with nothing saved (a canary test stands beside this).
+    # Ray 2.60 exits with 15 upon a SIGTERM, without a message and with nothing saved (a canary test covers it).
     interrupt = signal.default_int_handler
     _handle({number: interrupt if one == signal.SIG_DFL else one for number, one in before.items()})
     try:
@@ -110,9 +110,9 @@ def _connected(target: str | None, cpus: float, environment: dict[str, str] | No
 
 @contextmanager
 def quiet_errors() -> Iterator[None]:
-    """Keep the reports of Ray's nodes out of this process's output: they are in the session's log directory.
+    """Keep reports of Ray's nodes, which are in the session's log directory, out of this process's output.
 
-    Ray 2.60 prints them regardless of ``log_to_driver``; this is its debugger's switch, private to it (a canary test
+    Ray 2.60 prints them regardless of ``log_to_driver``; this private switch of its debugger stops that (a canary test
     covers it).
     """
     before = ray._private.worker._worker_logs_enabled
@@ -124,7 +124,7 @@ def quiet_errors() -> Iterator[None]:
 
 
 def _handle(handlers: Mapping[signal.Signals, Any]) -> None:
-    # Only the main thread can, and only there does Ray do so.
+    # Only the main thread can set handlers, and Ray sets its own only there.
     if threading.current_thread() is threading.main_thread():
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -137,9 +137,9 @@ def cluster_address(address: str | None) -> str | None:
 
 
 def host_of(address: str) -> str:
-    """Return the address at which the processes of a run reach a node; an embedded Ray's use the loopback interface.
+    """Return the address at which a run's processes reach a node: the loopback interface for an embedded Ray.
 
-    Ray itself replaces a loopback address by one that other machines can reach.
+    Ray replaces a loopback address by one that other machines can reach.
     """
     return os.environ.get(_EMBEDDED_HOST, address)
 
@@ -163,7 +163,7 @@ def _start_embedded(cpus: float, options: dict[str, Any]) -> None:
                 ray.init(address="local", num_cpus=offered, include_dashboard=False, **options)
             return
         except Exception as error:
-            # Ray raises the base class if one of its processes dies or does not answer while it starts.
+            # Ray raises the base class if one of its processes dies or does not answer during the start.
             if type(error) is not Exception:
                 raise
             ray.shutdown()
@@ -175,10 +175,10 @@ def _start_embedded(cpus: float, options: dict[str, Any]) -> None:
 
 @contextmanager
 def _children_apart() -> Iterator[None]:
-    """Start children that no signal to our process group and no SIGHUP reaches.
+    """Start children out of reach of signals to our process group and of SIGHUP.
 
-    A SIGTERM to our group, as ``timeout`` and schedulers send it, or a terminal that is closed would otherwise end
-    Ray's processes while the run saves. They still end with us: Ray ties their life to this process.
+    A SIGTERM to our group, as sent by ``timeout`` and schedulers, or a closed terminal would otherwise end Ray's
+    processes while the run saves. They still end with us: Ray ties their life to this process.
     """
     own, group = os.getpid(), os.getpgrp()
     # A leader can't leave its group and return; its children stay in it.
@@ -198,15 +198,15 @@ def _children_apart() -> Iterator[None]:
 
 
 def steady_nodes() -> dict[str, Any]:
-    """Return Ray's entries of the nodes that are alive and not being drained, by node id."""
+    """Return Ray's entries of nodes that are alive and not draining, by node id."""
     draining = draining_nodes()
     return {one["NodeID"]: one for one in ray.nodes() if one["Alive"] and one["NodeID"] not in draining}
 
 
 def draining_nodes() -> dict[str, float | None]:
-    """Return the nodes of which Ray knows that they are going to be taken away, by id.
+    """Return the nodes that Ray is draining, by id, with their deadlines in seconds since the epoch.
 
-    Each has its deadline, in seconds since the epoch; None where nobody has said one.
+    The deadline is None if none was given.
     """
     return {node: until_ms / 1000 if until_ms else None for node, until_ms in state.state.get_draining_nodes().items()}
 
@@ -217,13 +217,13 @@ def own_node() -> str:
 
 
 def cluster_size() -> tuple[int, float, float]:
-    """Return how many nodes of the connected cluster are alive, and the CPUs and GPUs of all."""
+    """Return the number of live nodes of the connected cluster, and its CPUs and GPUs."""
     total = ray.cluster_resources()
     return sum(node["Alive"] for node in ray.nodes()), total.get("CPU", 0.0), total.get("GPU", 0.0)
 
 
 def cluster_nodes() -> tuple[Node, ...]:
-    """Return the nodes of the connected cluster that are alive and not draining."""
+    """Return the live nodes of the connected cluster that are not draining."""
     return tuple(node_of(node["Resources"]) for node in steady_nodes().values())
 
 
@@ -244,7 +244,7 @@ def look_at_cluster() -> ClusterView | None:
 
 
 def answers_in_time(asked: Mapping[Any, str], timeout_s: float) -> dict[str, Any]:
-    """Return the answers that Ray's tasks give in time, by whom was asked; failures are logged and left out."""
+    """Return the answers of Ray's tasks that arrive in time, by node; failures are logged and left out."""
     answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s) if asked else ([], [])
     found = {}
     for answer in answered:
@@ -256,7 +256,7 @@ def answers_in_time(asked: Mapping[Any, str], timeout_s: float) -> dict[str, Any
 
 
 def session_logs() -> str | None:
-    """Return the directory of this session's logs on this node, if Ray knows it."""
+    """Return the directory of this session's logs on this node; None if Ray does not know it."""
     node = getattr(ray._private.worker, "_global_node", None)
     return None if node is None else str(node.get_logs_dir_path())
 
@@ -267,7 +267,7 @@ def workers_of_job(job: str) -> list[dict[str, Any]]:
     The table of actors is private to Ray 2.60, as is the name of Ray Train's workers (a canary test covers it).
 
     Raises:
-        RayError: Ray does not answer; so do OSError and RuntimeError say.
+        RayError, OSError, RuntimeError: Ray does not answer.
     """
     actors = state.actors(job_id=ray.JobID.from_hex(job), actor_state_name="ALIVE").values()
     return [actor for actor in actors if str(actor["ActorClassName"]).endswith(_WORKER_CLASSES)]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _GRACE_S = 4.0
-"""Longest that ending may take with nothing to save: Ray may swallow an interrupt, or wait for itself."""
+"""Longest time to end with nothing to save: Ray may swallow an interrupt, or wait for itself."""
 _SAME_REQUEST_S = 2.0
 """`timeout` and some schedulers signal the process and its group: two signals this close together count as one."""
 _ASK_AGAIN_S = 2.0
@@ -35,7 +35,7 @@ class StopSignals:
     SIGUSR1                  the workers save after their step, and continue
     =======================  ========================================================================================
 
-    A SIGHUP that is ignored stays so: ``nohup`` starts commands that outlive their terminal.
+    An ignored SIGHUP stays ignored: ``nohup`` starts commands that outlive their terminal.
     """
 
     def __init__(self, run_dir: Place, session: str, console: Console) -> None:
@@ -63,31 +63,31 @@ class StopSignals:
             signal.signal(number, handler)
 
     def workers_start(self) -> None:
-        """Expect calls of `check` from now on; called again where the command starts its workers again."""
+        """Expect calls of `check` from now on; called again when the command restarts its workers."""
         if not self._has_workers:
             self._steps.forget()
         self._has_workers = True
 
     def check(self, *, workers_are_whole: bool) -> None:
-        """End the command if it was asked to stop and no worker could save a step.
+        """End the command if a stop was requested and no worker could save a step.
 
         Args:
-            workers_are_whole: Whether every worker is alive: with one of them lost, no step can be saved.
+            workers_are_whole: Whether every worker is alive: without one of them, no step can be saved.
 
         Raises:
-            KeyboardInterrupt: The command is to end now.
+            KeyboardInterrupt: The command must end now.
         """
         if not workers_are_whole:
             self._steps.lost()
         self._steps.look()
-        # Once the command has reported that there is nothing to save, a first step since then changes nothing.
+        # Once the command has reported that there is nothing to save, a later first step changes nothing.
         if self._is_ending or (self._signaled_at is not None and not self._steps.exist):
             _end_in_time()
             raise KeyboardInterrupt
         self._ask_again()
 
     def _ask_again(self) -> None:
-        """Repeat a request to stop that is gone: workers that change their number may have taken it for theirs."""
+        """Repeat a lost request to stop: resizing workers may have removed it as their own."""
         now = time.monotonic()
         if self._signaled_at is None or now - self._asked_at < _ASK_AGAIN_S:
             return
@@ -130,16 +130,16 @@ class StopSignals:
 
 
 def _end_in_time() -> None:
-    """End this process after a grace period, regardless of what it is doing; Ray then ends its own processes."""
+    """End this process after a grace period in any case; Ray then ends its own processes."""
     timer = threading.Timer(_GRACE_S, os._exit, (INTERRUPTED,))
     timer.daemon = True
     timer.start()
 
 
 class UnsavedSteps:
-    """Follows the journal to know whether there are steps that no checkpoint holds, so that a stop waits for its save.
+    """Follows the journal for steps that no checkpoint holds, so that a stop waits for their save.
 
-    The newest attempt has trained them, or peer memory holds those of the one before, from which the next continues.
+    They are the newest attempt's, or the previous attempt's in peer memory, from which the next one continues.
     """
 
     def __init__(self, run_dir: Place) -> None:
@@ -150,16 +150,16 @@ class UnsavedSteps:
 
     @property
     def exist(self) -> bool:
-        """Whether steps are being trained, or have just been saved, so that a request to stop is worth its wait."""
+        """Whether steps are being trained, or have just been saved, so that a stop should wait."""
         return self._state != "none"
 
     @property
     def are_kept(self) -> bool:
-        """Whether peer memory alone holds them, and the next attempt saves them after its first step."""
+        """Whether only peer memory holds them; the next attempt then saves them after its first step."""
         return self._state == "kept"
 
     def forget(self) -> None:
-        """Read the present journal as an earlier command's."""
+        """Skip the current journal: it is an earlier command's."""
         self.look()
         self._state = "none"
 
@@ -172,14 +172,14 @@ class UnsavedSteps:
             elif isinstance(event, StepGroup):
                 self._state = "trained"
             elif isinstance(event, AttemptEnded):
-                # An attempt that ended well has saved, and its workers end by themselves.
-                # Before the attempt after a change of size or stage, nothing is left to save.
+                # An attempt that ended well has saved, and its workers end on their own. After a change of size or
+                # stage, nothing is left to save until the next attempt.
                 is_last = event.reason not in CONTINUED and event.reason.startswith(STOP_REASONS)
                 self._state = "saved" if is_last else "none"
                 if event.restarts and event.memory_step is not None and event.memory_step > (event.committed_step or 0):
                     self._state, self._kept_step = "kept", event.memory_step
 
     def lost(self) -> None:
-        """Count steps of workers as lost, of which one is gone; those that peer memory keeps are not."""
+        """Count trained steps as lost with a worker; steps in peer memory are kept."""
         if self._state == "trained":
             self._state = "none"

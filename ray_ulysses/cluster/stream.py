@@ -1,4 +1,4 @@
-"""Streams rows through Ray Data: each rank receives its own slices, read on its node, or elsewhere if that is full."""
+"""Streams rows through Ray Data: each rank receives its slices, read on its node, or elsewhere if the node is full."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class RayStreams:
         self._is_cold = True
 
     def read(self, blocks: Sequence[Block], stopped: threading.Event) -> Generator[pa.Table, None, None]:
-        """Yield the slots of the blocks in order; closing it ends the stream, and so does the event.
+        """Yield the slots of the blocks in order; closing the generator or setting the event ends the stream.
 
         Raises:
             RunError: The stream failed.
@@ -73,16 +73,16 @@ class RayStreams:
                     starting.enter_context(cold_start(stopped))
                 if stopped.is_set():
                     return
-                # `iter_batches` of Ray Data 2.60 leaves a thread and the blocks that it holds behind if it is closed.
+                # `iter_batches` of Ray Data 2.60 leaks a thread and its blocks when it is closed.
                 bundles = self._dataset(blocks, pace).iter_internal_ref_bundles()
                 is_first = True
                 try:
-                    # Ray counts a bundle as taken: no reference to it may outlive its blocks, of which two more come.
+                    # Ray counts a bundle as taken, and two more blocks follow: keep no reference to it.
                     while (refs := pace.next_refs(bundles)) is not None:
                         if is_first:
                             is_first = self._is_cold = False
                             starting.close()
-                            # A stream that was closed early holds blocks, in cycles of Ray Data's objects, until then.
+                            # Cycles of Ray Data's objects keep the blocks of a stream that was closed early.
                             gc.collect()
                         while refs:
                             yield _fetched(refs.popleft(), stopped)
@@ -105,14 +105,14 @@ class RayStreams:
             _BlockSource(blocks, self._secrets),
             num_cpus=self._num_cpus,
             override_num_blocks=len(blocks),
-            # A block is read in milliseconds, or in the seconds that a store takes, and lasts for several rows.
+            # Reading a block takes milliseconds, or seconds from an object store, and it lasts for several rows.
             concurrency=1,
             # Read on the rank's node, or on any other if that one has no CPUs left or is gone.
             label_selector={RAY_NODE_ID_KEY: ray.get_runtime_context().get_node_id()},
             fallback_strategy=[{"label_selector": {}}],
         )
         quiet(dataset)
-        # As its type has it, it takes classes of callbacks alone.
+        # By its type, it takes only classes of callbacks.
         context: Any = dataset.context
         context.execution_options.preserve_order = True
         # Every rank has a stream; each alone would otherwise fill its part of the nodes' object stores.
@@ -120,14 +120,14 @@ class RayStreams:
             object_store_memory=_BLOCKS_AHEAD * max(block.num_bytes for block in blocks) + (1 << 20)
         )
         context.target_max_block_size = None
-        # It would also count the time in which a block is trained; the rank has a time-out of its own.
+        # It would include the training time of a block; the rank has its own timeout.
         context.execution_no_progress_timeout_s = -1
         context.custom_execution_callback_classes = [pace]
         return dataset
 
 
 def _fetched(block: Any, stopped: threading.Event) -> pa.Table:
-    """Return a block, which is read again if the node is gone that held it."""
+    """Return a block; Ray reads it again if its node is gone."""
     while not ray.wait([block], timeout=_LONGEST_PAUSE_S[True])[0]:
         if stopped.is_set():
             raise _StoppedError
@@ -136,15 +136,15 @@ def _fetched(block: Any, stopped: threading.Event) -> pa.Table:
 
 
 class _StoppedError(ExecutionTimeoutError):
-    """The stream was asked to stop; of another kind of error, Ray Data 2.60 prints that it is a bug to report."""
+    """The stream was asked to stop; Ray Data 2.60 reports any other class of error as a bug."""
 
 
 class _Pace(ExecutionCallback):
-    """Lets an execution rest while nothing changes, and ends it on request, even if it waits for CPUs.
+    """Pauses an execution while nothing changes, and ends it on request, even if it waits for CPUs.
 
-    The loop of Ray Data 2.60 rests only while a task runs, and spins while its output may not be read yet, as is
-    usual here. It calls the classes that it is given; this is its own instance, which stays in this process. What
-    it looks at is private to Ray (a canary test covers it).
+    The loop of Ray Data 2.60 pauses only while a task runs, and spins while its output may not be read yet, the usual
+    state here. Ray instantiates callback classes; calling this instance returns itself, and it stays in this process.
+    It reads Ray's private state (a canary test covers it).
     """
 
     def __init__(self, stopped: threading.Event | None = None) -> None:
@@ -160,7 +160,7 @@ class _Pace(ExecutionCallback):
         return _Pace, ()
 
     def on_execution_step(self, executor: Any) -> None:
-        """Pause, the longer the longer nothing has changed."""
+        """Pause, with increasing length while nothing changes."""
         if self._is_closed or self._stopped.is_set():
             raise _StoppedError
         topology = executor._topology
@@ -179,7 +179,7 @@ class _Pace(ExecutionCallback):
             self._seen = None
 
     def next_refs(self, bundles: Iterator[RefBundle]) -> deque[Any] | None:
-        """Return the next bundle's blocks, None at the end; the execution is awake while one is waited for or taken."""
+        """Return the next bundle's blocks, None at the end; keeps the execution awake meanwhile."""
         self._changed.set()
         bundle = next(bundles, None)
         self._changed.set()
@@ -239,21 +239,21 @@ def quiet(dataset: ray.data.Dataset) -> ray.data.Dataset:
     context.enable_rich_progress_bars = False
     context.print_on_execution_start = False
     context.enable_auto_log_stats = False
-    # Its log file still gets all.
+    # Its log file still receives everything.
     for handler in logging.getLogger("ray.data").handlers:
         if isinstance(handler, logging.StreamHandler):
             handler.setLevel(logging.WARNING)
-    # Ray 2.60 warns once per process that progress bars are off, as they are meant to be.
+    # Ray 2.60 would warn once per process that progress bars are off, which is intended.
     log_once("ray_data_progress_manager_disabled")
     return dataset
 
 
 @contextmanager
 def cold_start(stopped: threading.Event) -> Iterator[None]:
-    """Let the processes of a node start to read one after the other; go ahead after 10 s, or if the event is set.
+    """Let the processes of a node start to read one after the other; proceed after 10 s, or if the event is set.
 
-    A reader's process takes seconds of a core until it reads: those of many ranks, all at once, would take them from
-    the first steps, and each would start a process of its own instead of taking over the one before.
+    Starting a reader's process takes seconds of a core. All ranks at once would take them from the first steps, and
+    each would start a process of its own instead of reusing the previous one.
     """
     logs = session_logs()
     descriptor = None if logs is None else _turn(Path(logs) / "ray-ulysses-cold-start.lock", stopped)

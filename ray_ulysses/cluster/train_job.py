@@ -79,21 +79,21 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 _LOOK_EVERY_S = 0.2
 _CONTROLLER_ENVIRONMENT = {
-    # Nodes that were chosen may have lost their room since: others are chosen then.
+    # The chosen nodes may have lost their room since: others are chosen then.
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "30",
-    # Our coordinator tells the workers of nodes that drain, and they leave these by themselves; Ray would restart
-    # all workers when the time of one of them is up.
+    # Our coordinator announces draining nodes, and workers leave them on their own; Ray would restart all workers at
+    # the deadline of one node.
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
-    # Ray Train's controller itself waits like that.
+    # Ray Train's own controller does this.
     "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0",
 }
-"""Variables that Ray Train reads, unless the environment has other values."""
+"""Defaults of variables that Ray Train reads."""
 
 
 class RunDisplay(Protocol):
-    """The progress display of the command that trains, which is above this room."""
+    """The progress display of the ``train`` command, which belongs to a room above this one."""
 
     console: Console
 
@@ -125,7 +125,7 @@ def train(prepared: PreparedRun, texts: RunTexts, view: RunDisplay, started: flo
 
     Args:
         prepared: The prepared run, without problems.
-        texts: What is written into its directory for people.
+        texts: Descriptions for people, to be written into its directory.
         view: Shows the progress; it has been entered.
         started: When the command began, in seconds since the epoch.
 
@@ -189,7 +189,7 @@ def train(prepared: PreparedRun, texts: RunTexts, view: RunDisplay, started: flo
 def _train_to_the_end(
     run: ResolvedRun, book: FailureLog, console: Console, train_once: Callable[[], Ended | None]
 ) -> None:
-    """Train until the run has ended, without the rows of bad steps where they are to be left out."""
+    """Train until the run has ended, skipping the rows of bad steps if the configuration says so."""
     while True:
         try:
             train_until_done(book, train_once)
@@ -262,7 +262,7 @@ def _run_workers(
     try:
         _trainer(run, book, look, command).fit()
         if config.elastic.peer_memory:
-            # What it holds is on storage by now; agents that can't be reached end by themselves.
+            # Its content is on storage by now; unreachable agents end on their own.
             with contextlib.suppress(RayError, OSError, RuntimeError):
                 end_agents(peer_memory_key(config))
         return None
@@ -280,7 +280,7 @@ def _run_workers(
 
 
 def end_if_lost(claims: Sequence[Claim], run_dir: Place, session: str) -> None:
-    """Raise `RunError` if another process has the run now; then no attempt of this session starts any more.
+    """Raise `RunError` if another process has taken the run over; no attempt of this session starts afterwards.
 
     The workers end with the connection to Ray, which the caller closes, without another checkpoint.
     """
@@ -291,21 +291,21 @@ def end_if_lost(claims: Sequence[Claim], run_dir: Place, session: str) -> None:
         f"{problem}; this command ends immediately and saves nothing more. Nothing that was committed is lost, "
         "and the other continues from it. Let one command at a time train a run"
     )
-    # Ray would start the workers again if one of them ended before the others.
+    # Ray would restart the workers if one of them ended before the others.
     leave_refusal(run_dir, session, text)
     raise RunError(text) from problem
 
 
 class WatchedTrainer(TorchTrainer):
-    """A `TorchTrainer` whose workers are coordinated by us, and whose wait for them may be ended.
+    """A `TorchTrainer` with our coordinator, whose wait for the workers can be ended.
 
     Args:
         run: The run.
         book: Judges failures.
-        job: Configuration and command, as the workers get them.
-        look: Called a few times a second by the thread that called ``fit``; an error that it raises ends ``fit``, and
-            the workers end with the connection to Ray. No thread of ours is then left in a call to Ray, which would
-            crash when the connection is shut down.
+        job: Configuration and command for the workers.
+        look: Called a few times a second by the thread that called ``fit``. Its errors end ``fit``, and the workers end
+            with the connection to Ray; no thread of ours then remains in a call to Ray, which would crash when the
+            connection is shut down.
         arguments: Other arguments of `TorchTrainer`.
     """
 
@@ -322,7 +322,7 @@ class WatchedTrainer(TorchTrainer):
         self._run, self._book, self._job, self._look = run, book, job, look
 
     def _initialize_and_run_controller(self, **kwargs: Any) -> Any:
-        """Do what Ray's method does, but look meanwhile, and leave SIGINT alone: Ray's handler loses the last steps."""
+        """Replace Ray's method by one that also looks, and leaves SIGINT alone: Ray's handler loses the last steps."""
         # Each worker sees the GPUs of all workers on its node, which NCCL then reaches directly.
         environment = {**get_env_vars_to_propagate(), ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV: "1"}
         actor = ray.remote(

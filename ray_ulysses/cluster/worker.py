@@ -1,4 +1,4 @@
-"""Supervises the attempts of one Ray Train worker: describes the worker to its supervisor, and runs that."""
+"""Supervises the attempts of one Ray Train worker: describes the worker to its supervisor, and runs it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ANNOUNCEMENT = "RAY_ULYSSES_COORDINATOR"
 
 
 def train_worker(job: dict[str, Any]) -> str:
-    """Supervise this worker's attempts until the run ends or Ray is to restart the workers.
+    """Supervise this worker's attempts until the run ends or Ray must restart the workers.
 
     Args:
         job: ``config``, the configuration as a mapping, ``session``, the command's name, and when the command began
@@ -62,7 +62,7 @@ def supervise(
     configure_logging()
     config = parse_config(job["config"])
     if not isinstance(config.run_dir, Path):
-        # The run's directory itself is reached with them; the processes that train read them anyway.
+        # Access to the run's directory needs them; the training processes read them anyway.
         use_secrets(config, is_needed=False)
     text = refusal(config.run_dir, job["session"])
     if text is not None:
@@ -84,12 +84,12 @@ def supervise(
 
 
 def announce(announcement: Announcement) -> None:
-    """Note how the coordinator is reached; runs in each worker before it begins."""
+    """Store the coordinator's address; runs in each worker before it begins."""
     os.environ[_ANNOUNCEMENT] = json.dumps(dataclasses.asdict(announcement))
 
 
 def _gpu_index() -> int:
-    """Return the index of this worker's GPU among those that its node shows to the workers, without touching it."""
+    """Return the index of this worker's GPU in its node's visible devices, without initializing the GPU."""
     own = str(ray.get_gpu_ids()[0])
     shown = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     return shown.index(own) if own in shown else 0

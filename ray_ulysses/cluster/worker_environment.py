@@ -1,4 +1,4 @@
-"""Selects the variables that are passed on to workers, and finds missing secrets, which are never sent through Ray.
+"""Selects the variables for workers, and finds missing secrets, which are never sent through Ray.
 
 Ray writes the variables of a runtime environment into logs that everybody on a node can read. An embedded Ray inherits
 this process's environment; on a cluster, secrets come from each node's own, or from ``cluster.secrets_file``.
@@ -47,9 +47,9 @@ PASSED = frozenset(
 )
 """Variables that locate models, object stores, their cache and trackers, and the time; none of them is a secret."""
 _NETWORK_PREFIXES = ("NCCL_", "FI_", "GLOO_", "UCX_", "OFI_NCCL_", "TORCH_NCCL_", "TORCH_FR_")
-"""Beginnings of the names of settings of the libraries that move tensors between workers."""
+"""Prefixes of settings of the libraries that move tensors between workers."""
 _OF_ONE_PROCESS = frozenset({"NCCL_HOSTID", "NCCL_COMM_ID"})
-"""Those among them that would be wrong for more than one process or group."""
+"""Settings among them that are valid for only one process or group."""
 _SECRET = re.compile(r"(^|_)(AUTH|CREDENTIALS?|KEY|PASSWORD|PASSWD|SECRET|TOKEN)(_|$)")
 _STORAGE_PREFIXES = ("AWS_", "AZURE_STORAGE_", "GOOGLE_")
 _JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
@@ -58,7 +58,7 @@ _PATIENCE_S = 60.0
 
 
 def passed_on(environment: Mapping[str, str], *, embedded: bool) -> dict[str, str]:
-    """Return the variables that Ray is to set in each worker (pure).
+    """Return the variables that Ray sets in each worker (pure).
 
     Args:
         environment: This process's environment.
@@ -76,7 +76,7 @@ def network_settings(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def kept_back(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the names of variables that a run may need and that are not passed on, as they may be secrets (pure)."""
+    """Return the names of variables that a run may need but that may be secrets, and are not passed on (pure)."""
     may_be_needed = (*_STORAGE_PREFIXES, *_NETWORK_PREFIXES)
     names = (name for name in environment if name in CREDENTIALS or name.startswith(may_be_needed))
     return tuple(sorted(name for name in names if name not in _OF_ONE_PROCESS and not _is_passed(name, environment)))
@@ -114,7 +114,7 @@ def check_secrets(config: Config, say: Callable[[str], Any]) -> None:
 
 
 def _ask_nodes(names: Collection[str], file: SecretsFile | None) -> dict[str, tuple[list[str], str | None]]:
-    """Return the answer of each node that can hold a worker; nodes that do not answer are left out."""
+    """Return the answers of the nodes that can hold a worker; nodes that do not answer are left out."""
     requests: dict[Any, str] = {}
     look: Any = ray.remote(_look)
     for node in ray.nodes():
@@ -126,7 +126,7 @@ def _ask_nodes(names: Collection[str], file: SecretsFile | None) -> dict[str, tu
 
 
 def _look(names: list[str], file: SecretsFile | None) -> tuple[list[str], str | None]:
-    """Return, on a node, the variables that its workers would lack, and why the file of secrets can't be used there."""
+    """Return, on a node, the variables that its workers lack, and why its secrets file is unusable."""
     try:
         there = set(os.environ).union(() if file is None else read_secrets(file.path, file.names))
     except FileNotFoundError as error:
@@ -148,7 +148,7 @@ def _is_of_network(name: str) -> bool:
 
 
 def _of_the_job(environment: Mapping[str, str]) -> frozenset[str]:
-    """Return the names of the variables in the runtime environment of this process's job, if it is one."""
+    """Return the names of the variables in the runtime environment of the job that this process belongs to."""
     try:
         job = json.loads(environment.get(_JOB, "{}"))
         return frozenset(job["runtime_env"]["env_vars"])

@@ -1,1 +1,1 @@
-"""The commands: one module for each, with its options, its call and its output, beside what they share."""
+"""The commands: one module each for options, call and output, and modules that they share."""

@@ -48,10 +48,10 @@ def check(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train a short copy of a run at its full context, and say what would go wrong, before the whole run is paid for.
+    """Train a short copy of a run at full context, and report what would go wrong, before paying for the whole run.
 
-    The costliest rows come first. Memory, speed, losses and a checkpoint that is written and loaded are held against
-    the plan. Exits with 1 and names the lines that failed.
+    The most expensive rows come first. Memory, speed, losses and a checkpoint that is written and loaded are compared
+    with the plan. Exits with 1 and names the lines that failed.
     """
     loaded = load_run_config(config, overrides)
     with Waiting("loading libraries", is_quiet=quiet):
@@ -81,8 +81,8 @@ class CheckOptions:
 def run_check(config: Config, options: CheckOptions, console: Console, say: Callable[[str], object]) -> CheckReport:
     """Train a short copy of a run on the cluster, twice, and judge it.
 
-    The copy trains the costliest rows in its first step, saves, trains one more step, and starts again from what it
-    has saved.
+    The copy trains the most expensive rows in its first step, saves, trains one more step, and resumes from its
+    checkpoint.
 
     Raises:
         UserError: The run can't start, or there is no such stage.
@@ -116,7 +116,7 @@ def run_check(config: Config, options: CheckOptions, console: Console, say: Call
             if status != "finished":
                 raise RunError(f"the check of run {config.run.name!r} was ended: its trial is {status}")
             if not _found(prepared, options, num_steps, None).committed:
-                # There is nothing to start from again.
+                # There is no checkpoint to resume from.
                 break
         return judge(config.run.name, _found(prepared, options, num_steps, None))
     except (TrainingFailed, UserError) as error:
@@ -127,9 +127,9 @@ def run_check(config: Config, options: CheckOptions, console: Console, say: Call
 
 
 def _planned(config: Config) -> Config:
-    """Return a run's configuration with what the planner chooses, which depends on peer memory and on all stages.
+    """Return a run's configuration with the planner's choices, which depend on peer memory and all stages.
 
-    The trial has neither.
+    The trial has neither of these.
 
     Raises:
         UserError: The run can't start; all of its problems are named.
@@ -151,7 +151,7 @@ def _planned(config: Config) -> Config:
 
 
 def starting_from(config: Config) -> Config:
-    """Return a configuration that names what MLflow knows by its place, since the trial is not tracked.
+    """Return a configuration with MLflow references replaced by paths, since the trial is not tracked.
 
     Raises:
         UserError: There is no such checkpoint.
@@ -169,10 +169,10 @@ def starting_from(config: Config) -> Config:
 
 
 def trial_config(config: Config, options: CheckOptions, stamp: str) -> Config:
-    """Return the configuration of the trial: the user's, but for what the trial itself decides (pure).
+    """Return the configuration of the trial: the user's with the trial's own settings (pure).
 
     Args:
-        config: The user's, with absolute paths.
+        config: The user's configuration, with absolute paths.
         options: The options of the command line.
         stamp: Makes the name unique.
 
@@ -192,21 +192,21 @@ def trial_config(config: Config, options: CheckOptions, stamp: str) -> Config:
     tree["run"] |= {"name": f"{config.run.name}-check-{stamp}", "stop_step": None, "eval_every_steps": None}
     tree["run"] |= {"self_test": True, "profile": None}
     if config.model.resume_from is not None and config.model.resume_state == "all":
-        # The trial has a plan of its own.
+        # The trial has its own plan.
         tree["model"] |= {"resume_state": "weights"}
     tree["data"] |= {"row_order": "costliest", "epochs": 1}
     schedule = tree.setdefault("schedule", {})
-    # The peak of the learning rate is a part of the trial.
+    # The trial includes the peak of the learning rate.
     schedule["warmup_steps"] = min(config.schedule.warmup_steps, options.steps // 5)
     saves = {"every_minutes": None, "save_at_end": False, "keep_best": 0}
     tree["checkpoint"] = {**tree.get("checkpoint", {}), **saves, "max_failed_saves": 0, "failed_saves_patience_s": 0.0}
     tree["tracking"] = {"enabled": False}
-    # Where a tile is longer than the rows of this stage, each of them is one tile.
+    # If a tile is longer than the rows of this stage, each row is one tile.
     longest = -(-config.data.context_tokens // config.parallel.sp_size)
     tiles = {name: getattr(config.memory, name) for name in ("loss_tile", "mlp_tile")}
     shorter = {name: min(tile, longest) for name, tile in tiles.items() if isinstance(tile, int)}
     tree["memory"] = {**tree.get("memory", {}), **shorter}
-    # What is loaded is what was written, and the first failure is the answer.
+    # Load what was written, and report the first failure.
     tree["elastic"] = {**tree.get("elastic", {}), "peer_memory": False, "max_failures": 0, "bad_steps": "stop"}
     return parse_config(tree)
 
@@ -229,7 +229,7 @@ def _train(config: Config, console: Console, started: float, *, is_quiet: bool) 
 
 
 def _found(prepared: PreparedRun, options: CheckOptions, num_steps: int, failure: str | None) -> Trial:
-    """Read what the trial has done from its journal."""
+    """Read the trial's results from its journal."""
     from ray_ulysses.inspect.check_report import Trial
     from ray_ulysses.planner.flops import step_flops
     from ray_ulysses.rehearsal.check import TOLERANCES
@@ -264,7 +264,7 @@ def _found(prepared: PreparedRun, options: CheckOptions, num_steps: int, failure
         planned_bytes=report.memory.device_bytes,
         limit_gib=config.memory.device_gib or (attempts[0].device_gib if attempts else None),
         most_of_limit=options.max_memory / 100,
-        # Its steps are as much longer than the mean step as their rows are more work.
+        # Scale by work: its rows are more expensive than the mean row.
         modelled_s=None
         if report.step_time is None or not work
         else report.step_time.seconds * median(work) / report.data.flops_per_step,
@@ -273,19 +273,19 @@ def _found(prepared: PreparedRun, options: CheckOptions, num_steps: int, failure
 
 
 def _delete(prepared: PreparedRun) -> None:
-    """Delete all that the trial has written: its directory, and the folder of its checkpoints on another storage."""
+    """Delete the trial's directory, and its checkpoint folder on another storage."""
     from ray_ulysses.storage.place import node_folder, open_store, place_of
 
     run_dir = prepared.config.run_dir
     shutil.rmtree(node_folder(run_dir), ignore_errors=True)
-    # Both are named after the trial, and hold nothing else.
+    # Both are named after the trial, and contain nothing else.
     for place in (run_dir, place_of(prepared.run.location)):
         with contextlib.suppress(OSError):
             open_store(place.parent).delete(place.name)
 
 
 def render_check(report: CheckReport) -> str:
-    """Return the report: one line for each thing that was looked at, and the verdict."""
+    """Return the report: one line per check, and the verdict."""
     width = max(len(line.name) for line in report.lines)
     lines = [f"check of run {report.name!r}", ""]
     for line in report.lines:

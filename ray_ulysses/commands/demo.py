@@ -16,7 +16,7 @@ from ray_ulysses.commands.output import put, put_line
 
 EXAMPLE = "Example: mkdir demo && cd demo && ray-ulysses demo"
 CONFIG = Path(__file__).parents[1] / "demo.yaml"
-"""The smallest of the configurations that are shipped, as a file of the package."""
+"""The smallest shipped configuration, as a file of the package."""
 _CORPUS = "runs/corpus-stdlib"
 
 
@@ -34,13 +34,13 @@ def demo(quiet: Quiet = False) -> None:
         done = subprocess.run(_said(arguments, quiet), check=False)
         if done.returncode != 0:
             raise typer.Exit(done.returncode)
-    # In the place of this process, so that Ctrl-C reaches it alone, and it saves.
+    # Replaces this process, so that Ctrl-C reaches only the training, which saves.
     command = _said(["train", config.name], quiet)
     os.execv(command[0], command)
 
 
 def _said(arguments: list[str], quiet: bool) -> list[str]:
-    """Print a command as a person would type it, and return it with this interpreter."""
+    """Print a command as a user types it, and return it with this interpreter."""
     if quiet:
         arguments = [*arguments, "--quiet"]
     else:

@@ -1,4 +1,4 @@
-"""Rich's console and live display, for texts of others: markup does not act, and control characters are shown."""
+"""Rich's console and live display for untrusted text: markup is inert, and control characters are shown."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from ray_ulysses.data.prepare.preparation import PrepareProgress
 
 _LINE_S = 2.0
-"""Minimum time between two lines, where units finish faster."""
+"""Minimum time between two lines."""
 
 
 class PlainConsole(Console):
-    """A console that prints a string as one line, as it is, and control characters of any text as escapes."""
+    """A console that prints a string verbatim on one line, with control characters as escapes."""
 
     def __init__(self, file: TextIO, **options: Any) -> None:
-        """Write to a file, to which control characters of the layout are written as they are."""
+        """Write to a file; only control characters of the layout stay unescaped."""
         super().__init__(file=file, markup=False, emoji=False, highlight=False, soft_wrap=True, **options)
 
     def print(self, *objects: Any, **options: Any) -> None:
@@ -35,7 +35,7 @@ class PlainConsole(Console):
         super().print(*(one_line(one) if isinstance(one, str) else one for one in objects), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
-        """Render an object; only our own control codes stay."""
+        """Render an object, and keep only our own control codes."""
         for one in super().render(renderable, options):
             yield one if one.control else Segment(printable(one.text), one.style)
 
@@ -51,10 +51,10 @@ def open_console(*, stderr: bool = False, quiet: bool = False) -> Console:
 
 
 def start_live(renderable: RenderableType, console: Console, *, transient: bool) -> Live:
-    """Start a live display, above which goes what others print meanwhile."""
+    """Start a live display; other output appears above it."""
     live = Live(renderable, console=console, auto_refresh=False, transient=transient)
     live.start(refresh=True)
-    # Rich's stand-ins for the standard streams obey escapes.
+    # Rich's replacements for the standard streams would interpret escapes.
     escape_output()
     return live
 
@@ -138,7 +138,7 @@ def prepare_line(progress: PrepareProgress, first: PrepareProgress, seconds: flo
 
     Args:
         progress: Current progress.
-        first: Progress when the first unit of this command was done; the rate leaves out what was done before.
+        first: Progress after the first unit of this command; the rate excludes earlier work.
         seconds: Seconds since then; below one, no rate is shown.
     """
     fields = [

@@ -1,4 +1,4 @@
-"""The command ``doctor``: whether this machine, its cluster, or a model is ready; each check ends with a hint."""
+"""The command ``doctor``: checks whether this machine, its cluster, or a model is ready, with a hint per problem."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _checks(*, storage: str | None, address: str | None, model: str | None) -> I
         yield from check_model(model)
         return
     if address is not None or os.environ.get("RAY_ADDRESS"):
-        # First, since a cluster that can't be reached is known in seconds.
+        # First, since an unreachable cluster is detected in seconds.
         yield _check_cluster(address)
         yield from check_token(address)
     yield from check_machine(storage)
@@ -95,7 +95,7 @@ def _checks(*, storage: str | None, address: str | None, model: str | None) -> I
 
 
 def check_cloud(url: str | None = None, setting: CloudSetting = "auto") -> Check:
-    """Check whether this machine's cloud would announce its end; nothing is asked on a machine that is no cloud's.
+    """Check whether this machine's cloud would announce its end; sends nothing outside a cloud.
 
     Args:
         url: As ``elastic.cloud_metadata_url``.
@@ -132,7 +132,7 @@ def _check_cluster(address: str | None) -> Check:
 
 
 def check_token(address: str | None) -> Iterator[Check]:
-    """Check whether the cluster asks for a token; yields nothing without a cluster that answers."""
+    """Check whether the cluster asks for a token; yields nothing if no cluster answers."""
     from ray_ulysses.cluster.ray_access import asks_for_token
     from ray_ulysses.cluster.session import cluster_address
 
@@ -142,7 +142,7 @@ def check_token(address: str | None) -> Iterator[Check]:
     try:
         asks = asks_for_token(target)
     except (RunError, UserError):
-        # The check of the cluster reports it.
+        # The cluster's own check reports this.
         return
     if asks:
         yield Check(name="token", level="ok", detail="the cluster runs nothing without one")
@@ -173,7 +173,7 @@ def check_machine(storage: Path | str | None = None) -> Iterator[Check]:
     yield check_shared_memory(Path("/dev/shm"))
     yield from check_locked_memory(Path("/dev/infiniband"), resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
     if is_complete:
-        # It can't start without these packages, which were already reported.
+        # It can't start without these packages, which are already reported as missing.
         yield check_exactness()
     if storage is not None:
         yield check_run_storage(storage)
@@ -254,7 +254,7 @@ def gpu_versions(torch: Any, dist: Any, driver_file: Path) -> Iterator[Check]:
     Args:
         torch: PyTorch.
         dist: Its package of collectives.
-        driver_file: Where the kernel's module of the driver describes itself.
+        driver_file: File with the version of the driver's kernel module.
     """
     try:
         found = re.search(r"Module .*?(\d+\.[\d.]+)", driver_file.read_text(encoding="utf-8", errors="replace"))
@@ -364,7 +364,7 @@ def _version(distribution: str) -> str:
 
 
 def check_model(path: str) -> Iterator[Check]:
-    """Check whether a model's attention and other dependences between tokens are exact over slices of a row.
+    """Check whether a model's attention and other dependencies between tokens are exact over slices of a row.
 
     Args:
         path: Directory of the model, or its id on the hub; only its configuration is read.
@@ -402,7 +402,7 @@ def check_model(path: str) -> Iterator[Check]:
 
 
 def _layers(result: ProbeResult) -> str:
-    """Describe the attention of a model's layers: how many have which window."""
+    """Describe the attention of a model's layers: the number of layers per window."""
     kinds = Counter(
         f"in local spans of {layer.local_span:,} tokens" if layer.local_span
         else f"with a window of {layer.window:,} tokens" if layer.window

@@ -55,9 +55,9 @@ def evaluate(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Measure what a model makes of long contexts: held-out loss and retrieval. Generates and downloads nothing.
+    """Measure how a model uses long contexts: held-out loss and retrieval. Generates and downloads nothing.
 
-    loss: by position in the document, and of the same tokens given more and more of what stands before them.
+    loss: by position in the document, and of the same tokens with increasingly long context.
 
     retrieval: facts hidden in held-out documents, by length and depth; an answer counts if each of its
     tokens is the most probable one.
@@ -92,7 +92,7 @@ def evaluate(
         try:
             report, written = run_evaluation(request, wait.say)
         except UnwrittenError as error:
-            # Its numbers took hours, perhaps: they are printed all the same.
+            # The result may have taken hours: print it all the same.
             report, problem = error.report, error
         if request.is_run and problem is None:
             _draw_report(request.model, trust_run, wait)

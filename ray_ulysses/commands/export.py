@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ray_ulysses.export.report import ExportReport
 
 EXAMPLE = "Example: ray-ulysses export runs/llama-tiny --step best --out llama-tiny-hf --dtype bf16"
-# Bounded, since Python refuses to convert numbers of any length.
+# Bounded, since Python refuses to convert very long numbers.
 _SIZE = re.compile(r"^(\d{1,15}(?:\.\d{1,15})?)\s*([kmgt]?i?b)$", re.IGNORECASE | re.ASCII)
 _UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -83,7 +83,7 @@ def parse_size(text: str) -> int:
     """Return a size in bytes: ``5GB`` is 5e9, as Hugging Face counts, ``5GiB`` is 5 x 2^30.
 
     Raises:
-        UserError: It is not a size, or less than a byte.
+        UserError: The text is not a size, or less than a byte.
     """
     match = _SIZE.match(text.strip())
     size = int(float(match[1]) * _UNITS[match[2].lower()]) if match else 0

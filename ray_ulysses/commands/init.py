@@ -29,10 +29,10 @@ def init(
     host_memory: Annotated[float, typer.Option(help="Memory of a node per GPU, in GiB.", min=4)] = 200.0,
     quiet: Quiet = False,
 ) -> None:
-    """Write a commented configuration for a model, a context and a number of GPUs, which plans.
+    """Write a commented configuration for a model, a context and a number of GPUs that passes ``plan``.
 
-    Of the layouts that fit, the one whose step is modelled to be the fastest is taken. What a person has to decide is
-    marked with `edit`.
+    It uses the layout with the fastest predicted step among the layouts that fit. Decisions for the user are marked
+    with `edit`.
     """
     if out.exists():
         raise UserError(f"--out={str(out)!r}: exists already; give another file, or remove it")
@@ -50,7 +50,7 @@ def init(
         problems = ""
         for first in first_configs(model, context, gpus, gpu_memory, host_memory):
             text = _render(first, model, gpu_memory)
-            # What is written is what is planned.
+            # Plan exactly the written file.
             report = report_run(parse_config(yaml.safe_load(text)), Path.cwd())
             if not report.problems:
                 break
@@ -73,7 +73,7 @@ def _render(first: FirstConfig, model: str, gpu_memory: float) -> str:
 
     Args:
         first: The configuration.
-        model: The model, as it was named.
+        model: The model, as the user named it.
         gpu_memory: Memory of one GPU in GB.
     """
     from ray_ulysses.planner.memory_terms import GIB
@@ -131,7 +131,7 @@ cluster:
 
 
 def _chosen(first: FirstConfig, section: str) -> str:
-    """Return a line for each setting of a section that was chosen, with its reason."""
+    """Return a line for each chosen setting of a section, with its reason."""
     from ray_ulysses.planner.search import yaml_value
 
     own = {one.path.partition(".")[2]: one for one in first.chosen if one.path.startswith(f"{section}.")}

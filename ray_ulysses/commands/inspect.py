@@ -1,4 +1,4 @@
-"""The command ``inspect``: what happened in a run, a row of its data, and the proof that it was trained on once."""
+"""The command ``inspect``: a run's history, a row of its data, and the proof that each row was trained on once."""
 
 from __future__ import annotations
 
@@ -310,19 +310,19 @@ def time_rows(spent: TimeSpent) -> list[tuple[str, str, str]]:
 
 
 def divisions_in_words(spent: TimeSpent) -> list[str]:
-    """Return a line about what the time at starts went into, and one about that of recoveries, where it is known."""
+    """Return a line each about the parts of the start-up and recovery times, if known."""
     divided = {"start-up and waiting": spent.starts, "recovery": spent.recovery}
     return [f"{name}: {division}" for name, time in divided.items() if (division := _division(time))]
 
 
 def _division(time: StartTime) -> str:
-    """Return the parts of a start with their seconds; nothing if none of them is known."""
+    """Return the parts of a start with their seconds; empty if none is known."""
     shown = {name: getattr(time, field) for field, name in _PARTS_OF_A_START.items() if getattr(time, field) >= 0.05}
     return "" if set(shown) <= {"unknown"} else ", ".join(f"{name} {seconds:.1f}s" for name, seconds in shown.items())
 
 
 def pause_in_words(spent: TimeSpent) -> str | None:
-    """Return the line about the time between commands, if there was any."""
+    """Return the line about the time between commands, if any."""
     if spent.between_commands_s <= 0:
         return None
     return f"not counted: {duration(spent.between_commands_s)} between commands, when nothing ran"
@@ -457,7 +457,7 @@ def _quoted(text: str) -> list[str]:
 
 
 class ReadingReport:
-    """Prints how much was read, how fast, and how long the rest takes.
+    """Prints the amount read, the rate, and the remaining time.
 
     Args:
         write: Called with each line.

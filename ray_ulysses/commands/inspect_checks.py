@@ -43,7 +43,7 @@ class _Column:
     name: str
     cell: Callable[[CheckpointReport], str]
     rank: int = 0
-    """Columns with a higher rank are dropped first where a line is too long."""
+    """Columns with a higher rank are dropped first if a line is too long."""
 
 
 def render_checkpoints(listing: CheckpointListing, width: int | None = None) -> str:
@@ -107,7 +107,7 @@ def _start(listing: CheckpointListing) -> str:
 
 
 def _fitting(reports: Sequence[CheckpointReport], width: int | None) -> tuple[list[_Column], list[_Column]]:
-    """Return the columns that fit in a line, and those that do not; empty columns are in neither."""
+    """Return the columns that fit in a line, and the columns that do not; omits empty columns."""
     columns = [column for column in _COLUMNS if any(column.cell(report) != "-" for report in reports)]
     hidden: list[_Column] = []
     for column in sorted(columns, key=lambda column: -column.rank):
@@ -158,7 +158,7 @@ _COLUMNS: tuple[_Column, ...] = (
     _Column(name="loss", cell=_loss("loss"), rank=3),
     _Column(name="eval loss", cell=_loss("eval_loss"), rank=5),
     _Column(name="saved by", cell=lambda report: report.reason or "-", rank=8),
-    # The line above the table has the full rules.
+    # The line above the table shows the full rules.
     _Column(
         name="kept by", cell=lambda report: ", ".join(rule.partition(" ")[0] for rule in report.kept) or "-", rank=1
     ),
@@ -182,7 +182,7 @@ def render_verdict(verdict: CheckpointVerdict, width: int | None = None) -> str:
         lines += ["", *wrapped(verdict.problem, width)]
     bad = [file for file in verdict.files if file.problem is not None]
     good = [file for file in verdict.files if file.problem is None]
-    # Among thousands of files the damaged ones matter.
+    # Of thousands of files, always show the damaged ones.
     shown = [*bad, *good[: max(_MOST_FILES - len(bad), 0)]]
     if shown:
         ordered = [file for file in verdict.files if file in shown]
@@ -216,7 +216,7 @@ def _file(file: FileVerdict) -> tuple[str, ...]:
 
 
 def render_verification(found: Verification) -> str:
-    """Return what was verified, each finding, and the notes."""
+    """Return the verified claims, each finding, and the notes."""
     lines = [f"run {found.name!r} ({found.status}): {_data_verdict(found)}", *facts(_data_totals(found))]
     shown: dict[str, int] = {}
     for finding in found.findings:

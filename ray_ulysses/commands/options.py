@@ -30,7 +30,7 @@ TrustRun = Annotated[
     typer.Option("--trust-run", help="Use the file of secrets and the servers that only the run's own files name."),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress, only the result, warnings and errors.")]
-# Bounded, since Python refuses to convert numbers of any length.
+# Bounded, since Python refuses to convert very long numbers.
 STEP_NUMBER = re.compile(r"^[0-9]{1,15}$")
 _MOST_SHOWN = 40
 
@@ -46,10 +46,10 @@ def load_run_config(path: Path, overrides: list[str]) -> Config:
 
 
 def parse_step(text: str) -> Which:
-    """Return the checkpoint of ``--step``.
+    """Parse ``--step``.
 
     Raises:
-        UserError: It is neither a step, nor ``latest``, nor ``best``.
+        UserError: The text is neither a step, ``latest`` nor ``best``.
     """
     if text in ("latest", "best"):
         return "latest" if text == "latest" else "best"
@@ -59,5 +59,5 @@ def parse_step(text: str) -> Which:
 
 
 def shortened(text: str) -> str:
-    """Return the beginning of a text that was typed, for an error."""
+    """Shorten the user's input for an error."""
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."

@@ -123,7 +123,7 @@ def prepare_corpus(
         refuse_relative_in_job("--staging", staging)
     folder = open_folder(out)
     assert isinstance(folder, ObjectStore)
-    # A folder of its own, since it is deleted with all that is in it.
+    # A separate folder, since it is deleted with its content.
     directory = (staging or cache_folder("prepare")) / stable_hash(str(where))
     said = _prepare(address, view, directory, folder, options, here_only=staging is None)
     shutil.rmtree(directory, ignore_errors=True)
@@ -149,7 +149,7 @@ def _prepare(
     # All errors of the request are reported before Ray is imported and started.
     found = listed(request)
     upload = None if folder is None else CorpusUpload(folder, str(folder), found.signature)
-    # Before anything is written here for a request that the store refuses.
+    # Before writing anything here for a request that the store refuses.
     if upload is not None and upload.is_complete():
         return [f"{place} already holds this corpus", *_result(place)]
     with claimed(found, is_scratch=upload is not None) as preparation:
@@ -238,7 +238,7 @@ def _result(place: Path | ObjectStore) -> list[str]:
 
 
 def corpus_facts(out: str) -> dict[str, Any]:
-    """Return what a prepared corpus holds, for a script."""
+    """Return the contents of a prepared corpus, for scripts."""
     from ray_ulysses.data.corpus.corpus import Corpus
 
     corpus = Corpus.open(out)
@@ -256,7 +256,7 @@ def corpus_facts(out: str) -> dict[str, Any]:
 
 
 def _encoding(corpus: Corpus) -> list[str]:
-    """Say how documents were written, where that is not a matter of course."""
+    """Describe how documents were written, if that is not obvious."""
     encoding, own = corpus.info.encoding, corpus.info.tokenizer.eos_token_id
     said = []
     if encoding.chats is not None:

@@ -54,7 +54,7 @@ class ProgressState:
     total_steps: int | None = None
     """Step at which the run stops; None if not known."""
     phase: str | None = None
-    """What happens before the next step; None while steps are trained and after the attempt has ended."""
+    """The phase before the next step; None while steps are trained and after the attempt has ended."""
     awaits_workers: bool = True
     """Whether the workers of the next attempt have not reported yet."""
     attempt: int = 0
@@ -185,7 +185,7 @@ class ProgressView(Display):
         """
         self._loud = open_console(stderr=True) if is_quiet else console or open_console()
         self.console = open_console(quiet=True) if is_quiet else self._loud
-        """Where other parts of the command print what they do."""
+        """The console for other parts of the command."""
         self._tail, self._name, self._every = JournalTail(run_dir), name, log_every_steps
         self._is_live = self._loud.is_terminal and not is_quiet
         super().__init__(clock, interval_s or (None if self._is_live else _LINES_INTERVAL_S))
@@ -195,7 +195,7 @@ class ProgressView(Display):
 
     @property
     def state(self) -> ProgressState:
-        """The state that is shown."""
+        """The displayed state."""
         return self._state
 
     @property
@@ -222,7 +222,7 @@ class ProgressView(Display):
         """Start to follow the journal."""
         planned = self._state.total_steps
         for entry in self._tail.poll():
-            # Of earlier steps only the last one is shown.
+            # Only the last earlier step is shown.
             self._state = self._state.after(entry.last if isinstance(entry, StepGroup) else entry)
         # With the stop step of an earlier command the bar would start full.
         self._state = replace(self._state.before_attempt(), total_steps=planned, phase="starting")
@@ -325,7 +325,7 @@ def _step_line(step: StepDone, state: ProgressState) -> str:
 
 
 def _known(*values: tuple[str, float | str | None]) -> list[str]:
-    """Return the values that are known, each in its form."""
+    """Return the known values, formatted."""
     return [form.format(value) for form, value in values if value is not None]
 
 

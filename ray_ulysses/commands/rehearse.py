@@ -1,4 +1,4 @@
-"""The command ``rehearse``: checks the request, says what it will do, rehearses, and reports in Markdown."""
+"""The command ``rehearse``: checks the request, announces the faults, rehearses, and reports in Markdown."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _STORY: dict[bool, str] = {
     True: "30s kill-node, 60s add-node, 100s drain-node, 130s add-node",
     False: "30s kill-worker, 60s stop-worker, 90s kill-agent, 120s kill-driver",
 }
-"""The faults of a rehearsal that names none, on nodes of its own and on a cluster that others have started."""
+"""The default faults, on the rehearsal's own nodes and on an existing cluster."""
 _GROW_EVERY_S = 5.0
 _MAX_FAILURES = 1000
 _HEAD_CPUS, _CPUS = 1, 2
@@ -70,10 +70,10 @@ def rehearse(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask before faults happen on a cluster.")] = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train a copy of a run while faults happen to it, and prove that no row was lost or repeated.
+    """Train a copy of a run under injected faults, and prove that no row was lost or repeated.
 
-    On the cluster of RAY_ADDRESS or of the configuration, else on several nodes that are started on this machine.
-    The faults are said first. Times count from the run's first step. Exits with 1 if anything does not hold.
+    Uses the cluster of RAY_ADDRESS or of the configuration, else starts several nodes on this machine.
+    Lists the faults first. Times count from the run's first step. Exits with 1 if anything does not hold.
 
     \b
     kill-worker, crash-worker, stop-worker   a training process gets SIGKILL, SIGSEGV or SIGSTOP
@@ -120,14 +120,14 @@ class RehearseOptions:
     """Text of a schedule, or the path of a file that holds one."""
     every: str | None
     lasts: str | None
-    """For how long the run trains at least."""
+    """Shortest training time."""
     seed: int
     kinds: str | None
     nodes: int | None
     drain: str
     note: str | None
     compare: int | None
-    """Most steps of the run without faults; 0 for no such run."""
+    """Limit of the run without faults, in steps; 0 skips that run."""
     min_ettr: float | None
     """Smallest share of the time in steps that count, in percent."""
 
@@ -142,10 +142,10 @@ def run_rehearsal(
     """Rehearse a configuration, and return the report.
 
     Args:
-        config: The user's configuration, as it was loaded.
+        config: The user's configuration, as loaded.
         options: The options of the command line.
-        confirm: Shows a person what will happen, its second argument, asks for the name of the rehearsal, its first,
-            and returns whether it was given.
+        confirm: Shows the user what will happen (second argument), asks for the rehearsal's name (first argument), and
+            returns whether the user typed it.
         say: Prints a line of progress.
 
     Raises:
@@ -170,11 +170,11 @@ def run_rehearsal(
 
 
 def rehearsal_config(config: Config, *, address: str | None, stamp: str) -> Config:
-    """Return the configuration that is rehearsed: the user's, but for what the rehearsal itself decides (pure).
+    """Return the configuration of the rehearsal: the user's with the rehearsal's own settings (pure).
 
     Args:
-        config: The user's, with absolute paths.
-        address: The cluster; None if one is started on this machine.
+        config: The user's configuration, with absolute paths.
+        address: The cluster; None to start one on this machine.
         stamp: Makes the name unique.
     """
     from ray_ulysses.config.loading import parse_config
@@ -188,7 +188,7 @@ def rehearsal_config(config: Config, *, address: str | None, stamp: str) -> Conf
         grow_interval_s=min(elastic.grow_interval_s, _GROW_EVERY_S),
     )
     if address is None:
-        # On nodes of our own CPUs are only numbers: the head has room for the data stream, and for no worker.
+        # CPUs of our own nodes are only numbers: the head has room for the data stream, and for no worker.
         tree["cluster"] |= {"cpus_per_worker": float(_CPUS), "data_cpus": _HEAD_CPUS / 4}
     return parse_config(tree)
 
@@ -203,7 +203,7 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 def _request(config: Config, options: RehearseOptions, address: str | None, num_gpus: int) -> Request:
-    """Check everything that can be known before the start."""
+    """Check everything that can be checked before the start."""
     from ray_ulysses.cluster.capacity import Demand
     from ray_ulysses.cluster.rehearsal import Request
     from ray_ulysses.run.preflight import prepare_run
@@ -243,7 +243,7 @@ def _faults(
         problems: Sequence[str] = () if faults else [f"no fault is possible within --for={options.lasts}"]
     else:
         text = options.faults or _STORY[is_local]
-        # A long schedule is no name of a file.
+        # A long schedule is not a valid file name.
         with contextlib.suppress(OSError):
             text = Path(text).read_text(encoding="utf-8")
         faults, problems = parse_faults(text)
@@ -257,7 +257,7 @@ def _kinds(text: str | None, *, is_local: bool) -> tuple[FaultKind, ...]:
     from ray_ulysses.rehearsal.schedule import KINDS, LOSES_A_NODE
 
     if text is None:
-        # Nodes that others have started are only taken away where that is asked for.
+        # Nodes of an existing cluster are only taken away on request.
         return KINDS if is_local else tuple(kind for kind in KINDS if kind not in LOSES_A_NODE)
     names = [name.strip() for name in text.split(",")]
     unknown = [name for name in names if name not in KINDS]
@@ -276,7 +276,7 @@ def _seconds(option: str, text: str | None) -> float | None:
 
 
 def local_targets(demand: Demand, nodes: int, num_gpus: int) -> FaultTargets:
-    """Return the cluster that is started on this machine (pure).
+    """Return the layout of the cluster to start on this machine (pure).
 
     Args:
         demand: The run's demand.
@@ -408,7 +408,7 @@ def _rehearse(
         config,
         folder,
         local=local,
-        # The demo tells a story, on slow machines too; what is asked for happens when it is asked for.
+        # The default faults wait for each recovery, also on slow machines; requested faults happen at their times.
         patient=options.faults is None and options.every is None,
         seed=options.seed,
         say=say,

@@ -166,7 +166,7 @@ def _follow(client: Client, job: Submission, say: Callable[[str], None] = _say) 
 
 @contextmanager
 def _leaving(job: Submission, text: str) -> Iterator[None]:
-    """Turn an interrupt into a sentence about the job, which it does not touch."""
+    """Turn an interrupt into a message about the job, which keeps running."""
     try:
         yield
     except KeyboardInterrupt:
@@ -189,7 +189,7 @@ def render_runs(newest: Sequence[Submission], now: float) -> str:
 
 
 def render_submitted(job: Submission, earlier: Sequence[Submission]) -> str:
-    """Return what a submission does: it resumes a run, or begins one.
+    """Return whether a submission resumes a run or begins one, in words.
 
     Args:
         job: The submission.
@@ -204,7 +204,7 @@ def render_submitted(job: Submission, earlier: Sequence[Submission]) -> str:
 
 
 def render_run(jobs: Sequence[Submission], log: str, now: float) -> str:
-    """Return the jobs of one run, the newest line of its log that is about a step, and its last lines.
+    """Return the jobs of one run, the newest step line of its log, and its last lines.
 
     Args:
         jobs: The run's jobs, newest last; at least one.
@@ -225,5 +225,5 @@ def render_run(jobs: Sequence[Submission], log: str, now: float) -> str:
 
 
 def _age(one: Submission, now: float) -> str:
-    """Return for how long a job ran, or has been running."""
+    """Return the running time of a job so far."""
     return "" if one.started is None else duration((one.ended or now) - one.started)

@@ -54,7 +54,7 @@ def train(
         view.phase("planning")
         prepared = prepare_run(loaded, Path.cwd(), branch=branch, stored=stored)
         prepared.report.raise_problems()
-        # Ray, only once nothing is left to refuse.
+        # Import Ray only after every check has passed.
         from ray_ulysses.cluster.train_job import train as run_training
         from ray_ulysses.tracking.mlflow_tracker import is_tracked
 
@@ -83,7 +83,7 @@ def train(
 
 
 def run_texts(prepared: PreparedRun) -> RunTexts:
-    """Return what is written into a run's directory for people."""
+    """Return the descriptions for the run's directory."""
     from ray_ulysses.report.plan import render_plan
     from ray_ulysses.report.readme import render_readme
     from ray_ulysses.run.checkpoint_store import needs_trust
@@ -111,7 +111,7 @@ def render_summary(
         prepared: The run.
         command: The given configuration and ``--set`` options, for the command that resumes.
         elapsed_s: Seconds of this command.
-        is_heard: Whether MLflow has received anything of the run.
+        is_heard: Whether MLflow has received anything about the run.
         peak_gib: The measured peak of memory; None if no step was measured.
     """
     from ray_ulysses.storage.place import node_folder, place_of
@@ -124,7 +124,7 @@ def render_summary(
         rows.append(("final loss", f"{last[-1]:.4f} nats"))
         rows.append((f"mean of last {len(last)}", f"{fmean(last):.4f} nats"))
     if nats is not None:
-        # A model that learned anything has a lower loss.
+        # The loss of a model that has learned anything is below this.
         rows.append(("byte entropy", f"{nats:.4f} nats (unigram, of the corpus)"))
     rows.append(("tokens", f"{count(history.tokens)} ({history.tokens:,})"))
     rows.append(("time", duration(elapsed_s)))
@@ -164,7 +164,7 @@ def _curves(tracking_uri: str, run_dir: Place) -> list[tuple[str, str]]:
 
 
 def _command(config_path: str, overrides: tuple[str, ...]) -> str:
-    """Return the command that trains with these overrides; of several for one setting, the last one wins."""
+    """Return the command that trains with these overrides; the last override of a setting wins."""
     last = {override.partition("=")[0].strip(): number for number, override in enumerate(overrides)}
     options = "".join(f" --set {shlex.quote(overrides[number])}" for number in sorted(last.values()))
     return f"ray-ulysses train {shlex.quote(config_path)}{options}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,15 +52,7 @@ class _Options:
     def options(self, label_selector: dict[str, str] | None = None, scheduling_strategy: str = "") -> Any:
         actor = Actor(node=next(iter((label_selector or {"": scheduling_strategy}).values())))
         self.cluster.actors.append(actor)
-        return _Call(lambda: actor)
-
-
-@dataclass
-class _Call:
-    do: Any
-
-    def remote(self, *arguments: Any) -> Any:
-        return self.do(*arguments)
+        return SimpleNamespace(remote=lambda: actor)
 
 
 class Actor:
@@ -67,8 +60,8 @@ class Actor:
 
     def __init__(self, node: str) -> None:
         self.node, self.gpu_answer, self.end, self.supervised = node, [[]], [], ()  # type: tuple[Any, ...]
-        self.gpus = _Call(lambda: self.gpu_answer)
-        self.supervise = _Call(self._supervise)
+        self.gpus = SimpleNamespace(remote=lambda: self.gpu_answer)
+        self.supervise = SimpleNamespace(remote=self._supervise)
 
     def _supervise(self, *arguments: Any) -> list[Any]:
         self.supervised = arguments
@@ -141,7 +134,7 @@ def test_lost_workers_and_those_of_a_group_that_ended_are_forgotten(ray: Cluster
 def test_the_place_of_a_worker_that_is_lost_is_taken_by_one_that_joins(ray: Cluster) -> None:
     """Ray Train's group keeps it reserved, and a process that is only stopped keeps it occupied until it is killed."""
     seats = {
-        number: Seat(node="ab"[number], actor=Actor(f"ray {number}"), strategy=f"seat {number}") for number in (0, 1)
+        rank: Seat(node=node, actor=Actor(f"ray {rank}"), strategy=f"seat {rank}") for rank, node in enumerate("ab")
     }
     one, present = joiners(seats), group("a", "b")
     one.forget({1})

@@ -209,10 +209,6 @@ def ended(value: str | None = None, count: int = 2) -> list[WorkerStatus]:
     return [WorkerStatus(running=False, return_value=value) for _ in range(count)]
 
 
-def test_workers_are_put_on_the_chosen_nodes_in_the_order_of_ranks(scaled: Runs) -> None:
-    assert scaled(a=1, b=3, c=2).start() == ["b", "b", "c", "c"]
-
-
 @pytest.mark.parametrize("started", [True, False], ids=["held-by-those-left", "never-started"])
 def test_a_lost_node_leaves_a_smaller_run_at_once(scaled: Runs, started: bool) -> None:
     run = scaled(a=2, b=2)

@@ -57,31 +57,43 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return told
 
 
+class Command:
+    """A command with a journal, whose signals are handled within a block."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.console = folder, Console(file=io.StringIO(), width=200)
+
+    def signals(self) -> StopSignals:
+        return StopSignals(self.folder, "one", self.console)
+
+    def write(self, *records: dict[str, object]) -> AttemptJournal:
+        journal = claim_journal(self.folder)
+        for record in records:
+            if record is NEXT:
+                journal = claim_journal(self.folder)
+            else:
+                say(journal, record)
+        return journal
+
+    @property
+    def shown(self) -> str:
+        assert isinstance(self.console.file, io.StringIO)
+        return self.console.file.getvalue()
+
+    @property
+    def requested(self) -> str | None:
+        return stop_requested(self.folder, "one")
+
+
 @pytest.fixture
-def console() -> Console:
-    return Console(file=io.StringIO(), width=200)
-
-
-def shown(console: Console) -> str:
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
-
-
-@pytest.mark.parametrize("number", STOP)
-def test_before_the_workers_start_a_stop_ends_the_command_where_it_is(
-    number: signal.Signals, tmp_path: Path, console: Console
-) -> None:
-    before = signal.getsignal(number)
-    with pytest.raises(KeyboardInterrupt), StopSignals(tmp_path, "one", console):
-        received(number)
-    assert shown(console) == f"{number.name}: there is no step to save yet; stopping now\n"
-    assert signal.getsignal(number) == before
+def command(tmp_path: Path) -> Command:
+    return Command(tmp_path)
 
 
 LOST = {
     "event": "attempt_ended", "reason": "lost", "restarts": True, "memory_step": 1, "committed_step": 0,
 }  # fmt: skip
-NEXT = {"event": "next attempt"}
+NEXT: dict[str, object] = {"event": "the next attempt's journal"}
 NOTHING_TO_SAVE: dict[str, tuple[dict[str, object], ...]] = {
     "no attempt yet": (),
     "started": (STARTED,),
@@ -94,92 +106,85 @@ NOTHING_TO_SAVE: dict[str, tuple[dict[str, object], ...]] = {
 }
 
 
-def write(folder: Path, records: tuple[dict[str, object], ...]) -> None:
-    journal = claim_journal(folder)
-    for record in records:
-        if record is NEXT:
-            journal = claim_journal(folder)
-        else:
-            say(journal, record)
+@pytest.mark.parametrize("number", STOP)
+def test_before_the_workers_start_a_stop_ends_the_command_where_it_is(number: signal.Signals, command: Command) -> None:
+    before = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt), command.signals():
+        received(number)
+    assert command.shown == f"{number.name}: there is no step to save yet; stopping now\n"
+    assert signal.getsignal(number) == before
 
 
 @pytest.mark.parametrize("records", NOTHING_TO_SAVE.values(), ids=NOTHING_TO_SAVE)
 def test_a_stop_ends_a_command_that_has_no_step_to_save(
-    records: tuple[dict[str, object], ...], tmp_path: Path, console: Console
+    records: tuple[dict[str, object], ...], command: Command
 ) -> None:
-    with StopSignals(tmp_path, "one", console) as signals:
+    with command.signals() as signals:
         signals.workers_start()
-        write(tmp_path, records)
+        command.write(*records)
         signals.check(workers_are_whole=True)
         received(signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):
             signals.check(workers_are_whole=True)
-    assert "there is no step to save yet; stopping now" in shown(console)
+    assert "there is no step to save yet; stopping now" in command.shown
 
 
-def test_steps_of_an_earlier_command_and_of_the_time_after_the_stop_do_not_delay_it(
-    tmp_path: Path, console: Console
-) -> None:
-    journal = claim_journal(tmp_path)
-    with StopSignals(tmp_path, "one", console) as signals:
-        say(journal, STARTED, STEP)
+def test_steps_of_an_earlier_command_and_of_the_time_after_the_stop_do_not_delay_it(command: Command) -> None:
+    with command.signals() as signals:
+        command.write(STARTED, STEP)
         signals.workers_start()
-        journal = claim_journal(tmp_path)
-        say(journal, STARTED)
+        journal = command.write(STARTED)
         signals.check(workers_are_whole=True)
         received(signal.SIGTERM)
         say(journal, STEP)
         with pytest.raises(KeyboardInterrupt):
             signals.check(workers_are_whole=True)
-    assert stop_requested(tmp_path, "one") is None
+    assert command.requested is None
 
 
 @pytest.mark.parametrize("number", STOP)
 def test_a_step_is_saved_before_the_command_ends(
-    number: signal.Signals, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+    number: signal.Signals, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    journal = claim_journal(tmp_path)
-    with StopSignals(tmp_path, "one", console) as signals:
+    with command.signals() as signals:
         signals.workers_start()
-        say(journal, STARTED, STEP)
+        journal = command.write(STARTED, STEP)
         signals.check(workers_are_whole=True)
         received(number)
         signals.check(workers_are_whole=True)
-        assert stop_requested(tmp_path, "one") == "stop"
+        assert command.requested == "stop"
         # Workers that were to change their number have taken it for theirs, and removed it.
-        clear_stop(tmp_path)
+        clear_stop(command.folder)
         monkeypatch.setattr(module, "_ASK_AGAIN_S", 0.0)
         signals.check(workers_are_whole=True)
-        assert stop_requested(tmp_path, "one") == "stop"
+        assert command.requested == "stop"
         # It is saved; the workers end, one after another.
         say(journal, {"event": "attempt_ended", "reason": "stopped"})
         signals.check(workers_are_whole=True)
         signals.check(workers_are_whole=False)
-    assert shown(console).startswith(f"{number.name}: saving after this step, then stopping")
+    assert command.shown.startswith(f"{number.name}: saving after this step, then stopping")
 
 
 @pytest.mark.parametrize("again", [(), (NEXT, STARTED | {"resumed_step": 1})], ids=["failed", "started-again"])
 def test_steps_that_peer_memory_alone_holds_are_saved_before_the_command_ends(
-    again: tuple[dict[str, object], ...], tmp_path: Path, console: Console
+    again: tuple[dict[str, object], ...], command: Command
 ) -> None:
-    with StopSignals(tmp_path, "one", console) as signals:
+    with command.signals() as signals:
         signals.workers_start()
-        write(tmp_path, (STARTED, STEP, LOST, *again))
+        command.write(STARTED, STEP, LOST, *again)
         signals.check(workers_are_whole=False)
         received(signal.SIGTERM)
-        assert stop_requested(tmp_path, "one") == "stop"
+        assert command.requested == "stop"
         signals.check(workers_are_whole=False)
-    assert "SIGTERM: saving after the next step, then stopping" in shown(console)
 
 
 @pytest.mark.parametrize("memory_step", [1, None])
-def test_steps_in_peer_memory_are_saved_if_the_stop_comes_while_the_command_connects_to_ray_again(
-    tmp_path: Path, console: Console, memory_step: int | None
+def test_a_stop_while_the_command_connects_to_ray_again_saves_what_peer_memory_holds(
+    command: Command, memory_step: int | None
 ) -> None:
-    journal = claim_journal(tmp_path)
-    with StopSignals(tmp_path, "one", console) as signals:
+    with command.signals() as signals:
         signals.workers_start()
-        say(journal, STARTED, STEP)
+        journal = command.write(STARTED, STEP)
         signals.check(workers_are_whole=True)
         say(journal, LOST | {"memory_step": memory_step})
         # Ray has ended; the command starts everything again.
@@ -187,13 +192,13 @@ def test_steps_in_peer_memory_are_saved_if_the_stop_comes_while_the_command_conn
         signals.workers_start()
         with contextlib.nullcontext() if memory_step else pytest.raises(KeyboardInterrupt):
             signals.check(workers_are_whole=True)
-        assert stop_requested(tmp_path, "one") == "stop"
+        assert command.requested == "stop"
 
 
-def test_a_stop_does_not_wait_for_workers_of_which_one_is_lost(tmp_path: Path, console: Console) -> None:
-    with StopSignals(tmp_path, "one", console) as signals:
+def test_a_stop_does_not_wait_for_workers_of_which_one_is_lost(command: Command) -> None:
+    with command.signals() as signals:
         signals.workers_start()
-        write(tmp_path, (STARTED, STEP))
+        command.write(STARTED, STEP)
         signals.check(workers_are_whole=True)
         received(signal.SIGTERM)
         signals.check(workers_are_whole=True)
@@ -202,11 +207,11 @@ def test_a_stop_does_not_wait_for_workers_of_which_one_is_lost(tmp_path: Path, c
 
 
 def test_two_signals_that_close_together_are_one_and_a_later_one_ends_at_once(
-    tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch, ends: list[bool]
+    command: Command, monkeypatch: pytest.MonkeyPatch, ends: list[bool]
 ) -> None:
-    with StopSignals(tmp_path, "one", console) as signals:
+    with command.signals() as signals:
         signals.workers_start()
-        write(tmp_path, (STARTED, STEP))
+        command.write(STARTED, STEP)
         signals.check(workers_are_whole=True)
         received(signal.SIGTERM)
         received(signal.SIGTERM)
@@ -217,24 +222,25 @@ def test_two_signals_that_close_together_are_one_and_a_later_one_ends_at_once(
         assert ends, "whatever the interrupt meets on its way out"
 
 
-def test_a_hangup_that_is_ignored_stays_ignored(tmp_path: Path, console: Console) -> None:
+def test_a_hangup_that_is_ignored_stays_ignored(command: Command) -> None:
     # The fixture restores it.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with StopSignals(tmp_path, "one", console):
+    with command.signals():
         received(signal.SIGHUP)
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    assert shown(console) == ""
+    assert command.shown == ""
 
 
-def test_a_request_to_save_never_ends_the_command(tmp_path: Path, console: Console) -> None:
-    with StopSignals(tmp_path / "run", "one", console) as signals:
+def test_a_request_to_save_never_ends_the_command(command: Command) -> None:
+    command.folder /= "run"
+    with command.signals() as signals:
         # Before there is a directory, too, where the signal itself would end the process.
         received(signal.SIGUSR1)
-        assert "the request to save could not be written" in shown(console)
-        (tmp_path / "run").mkdir()
+        assert "the request to save could not be written" in command.shown
+        command.folder.mkdir()
         signals.workers_start()
         received(signal.SIGUSR1)
-        assert (tmp_path / "run" / SAVE_FILE).exists()
+        assert (command.folder / SAVE_FILE).exists()
         signals.check(workers_are_whole=False)
 
 

@@ -57,13 +57,14 @@ def test_the_demo_prepares_plans_and_trains_what_make_demo_does(ran: list[list[s
     assert f"plan configs/{shipped.name}" in said and f"train configs/{shipped.name}" in said
 
 
-def test_a_quiet_demo_runs_quiet_commands_and_does_not_name_them(
-    ran: list[list[str]], capsys: pytest.CaptureFixture[str]
+def test_a_quiet_demo_runs_quiet_commands_and_keeps_a_configuration_that_was_edited(
+    ran: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "demo.yaml").write_text("edited")
     with pytest.raises(Started):
         run(app, ["demo", "--quiet"])
-    assert [command[-1] for command in ran] == ["--quiet"] * 3
-    assert capsys.readouterr().out == ""
+    assert [command[-1] for command in ran] == ["--quiet"] * 3 and capsys.readouterr().out == ""
+    assert (tmp_path / "demo.yaml").read_text() == "edited"
 
 
 def test_the_demo_ends_with_the_first_command_that_fails(
@@ -72,10 +73,3 @@ def test_the_demo_ends_with_the_first_command_that_fails(
     monkeypatch.setattr(subprocess, "run", lambda command, check: subprocess.CompletedProcess(command, 2))
     assert run(app, ["demo"]) == 2
     assert ran == [] and capsys.readouterr().out.count("$ ray-ulysses ") == 1
-
-
-def test_a_configuration_that_was_edited_stays(ran: list[list[str]], tmp_path: Path) -> None:
-    (tmp_path / "demo.yaml").write_text("edited")
-    with pytest.raises(Started):
-        run(app, ["demo"])
-    assert (tmp_path / "demo.yaml").read_text() == "edited"

@@ -29,39 +29,33 @@ def test_a_run_is_told_in_full():
 def test_where_the_time_went_is_told_by_name() -> None:
     lines = render_history(make_history()).splitlines()
     first = lines.index("time")
-    assert lines[first : first + 12] == [
-        "time",
+    assert lines[first + 1 : first + 4] == [
         "  seconds    share  spent on",
         "    26.0s   81.25%  steps that count",
         "     3.0s    9.38%  start-up",
-        "     0.0s    0.00%  waiting for workers",
-        "     0.0s    0.00%  recovery",
-        "     1.0s    3.12%  lost steps",
-        "     2.0s    6.25%  saves",
-        "     0.0s    0.00%  evaluation",
-        "     0.0s    0.00%  other",
-        "    32.0s  100.00%  total of all commands",
-        "  not counted: 2h05m between commands, when nothing ran",
     ]
+    assert "    32.0s  100.00%  total of all commands" in lines
+    assert "  not counted: 2h05m between commands, when nothing ran" in lines
     assert "time" not in render_history(make_history(time_spent=TimeSpent())).splitlines()
+    staged = render_history(make_history(time_spent=TimeSpent(steps_s=30.0, stages_s=10.0)))
+    assert "    10.0s   25.00%  between stages\n" in staged
 
 
-def test_the_time_between_stages_is_told_of_a_run_that_has_them() -> None:
-    lines = render_history(make_history(time_spent=TimeSpent(steps_s=30.0, stages_s=10.0))).splitlines()
-    assert "    10.0s   25.00%  between stages" in lines
-
-
-def test_what_starts_and_recoveries_went_into_is_told_where_it_is_known() -> None:
-    recovery = StartTime(cut_off_s=0.91, detect_s=0.4, form_s=8.06, load_s=2.0, build_s=1.64, unknown_s=0.04)
-    spent = TimeSpent(steps_s=26.0, startup_s=3.0, recovery_s=13.05, recovery=recovery)
-    lines = render_history(make_history(time_spent=spent)).splitlines()
-    told = "  recovery: cut-off steps 0.9s, detection 0.4s, workers 8.1s, loading 2.0s, building 1.6s"
-    assert lines[lines.index("time") + 11] == told
-    assert not any("start-up and waiting:" in line for line in lines)
-    spent = replace(spent, starts=StartTime(unknown_s=3.0), recovery=StartTime(unknown_s=12.0, detect_s=1.05))
+@pytest.mark.parametrize(
+    ("recovery", "told"),
+    [
+        (
+            StartTime(cut_off_s=0.91, detect_s=0.4, form_s=8.06, load_s=2.0, build_s=1.64, unknown_s=0.04),
+            "cut-off steps 0.9s, detection 0.4s, workers 8.1s, loading 2.0s, building 1.6s",
+        ),
+        (StartTime(unknown_s=12.0, detect_s=1.05), "detection 1.1s, unknown 12.0s"),
+    ],
+)
+def test_what_recoveries_went_into_is_told_where_it_is_known(recovery: StartTime, told: str) -> None:
+    starts = StartTime(unknown_s=3.0)
+    spent = TimeSpent(steps_s=26.0, startup_s=3.0, recovery_s=13.05, starts=starts, recovery=recovery)
     text = render_history(make_history(time_spent=spent))
-    assert "\n  recovery: detection 1.1s, unknown 12.0s\n" in text
-    assert "start-up and waiting:" not in text
+    assert f"\n  recovery: {told}\n" in text and "start-up and waiting:" not in text
 
 
 def test_missing_steps_are_not_hidden():
@@ -69,56 +63,26 @@ def test_missing_steps_are_not_hidden():
     assert "MISSING: the journal has no record of steps 3, 7-9" in text
 
 
-def test_a_run_that_has_not_started_is_told_too():
-    text = render_history(
-        make_history(0, status="not_started", attempts=(), checkpoints=(), goodput=None, lost_steps=0)
-    )
-    assert text.splitlines()[0] == "run 'demo': not_started at step 0"
-    assert "goodput        - of" in text
-
-
-def test_attempts_are_named_by_their_numbers():
-    first, second = make_history().attempts
-    text = render_history(make_history(attempts=(first, replace(second, attempt=30))))
-    rows = text[text.index("\nattempts\n") :].splitlines()
-    assert [row.split()[0] for row in rows[3:5]] == ["1", "30"]
-
-
-def test_a_reason_of_many_lines_takes_one():
-    attempts = make_history().attempts
-    text = render_history(make_history(attempts=(replace(attempts[0], reason="failed: a\n  at b"),)))
-    assert "failed: a\n" in text
-    assert "at b" not in text
-
-
 def make_segment(number, **changes):
     fields = {
-        "plan_id": f"plan{number}",
-        "segment": number,
-        "base_step": 1000 * number,
-        "base_row": 4000 * number,
-        "context_tokens": 8192,
-        "rows_per_step": 4,
-        "packing": "best_fit",
+        "plan_id": f"plan{number}", "segment": number, "base_step": 1000 * number, "base_row": 4000 * number,
+        "context_tokens": 8192, "rows_per_step": 4, "packing": "best_fit",
         "sources": (SourceRecord(path="/data/a", weight=None),),
-    }
+    }  # fmt: skip
     return SegmentRecord(**{**fields, **changes})
 
 
 def test_the_segments_of_the_plan_are_a_line_each():
     weighted = (SourceRecord(path="/data/a", weight=3.0), SourceRecord(path="/data/b", weight=0.5))
-    plan_history = PlanHistory(segments=(make_segment(0), make_segment(1, context_tokens=16384, sources=weighted)))
-    text = render_history(make_history(), plan_history)
-    assert "  segment   plan  after step  from row  context  rows per step   packing  sources" in text
-    assert "        0  plan0           0         0    8,192              4  best_fit  /data/a" in text
-    assert "        1  plan1       1,000     4,000   16,384              4  best_fit  /data/a (weight 3)," in text
-    assert ", /data/b (weight 0.5)\n" in text
-
-
-def test_segments_of_stages_name_them():
-    segments = (make_segment(0, stage="short"), make_segment(1, stage="long"))
+    segments = (make_segment(0, stage="short"), make_segment(1, stage="long", context_tokens=16384, sources=weighted))
     text = render_history(make_history(), PlanHistory(segments=segments))
-    assert "  segment   plan  stage  after step" in text and "        1  plan1   long       1,000     4,000" in text
+    assert "  segment   plan  stage  after step  from row  context  rows per step   packing  sources" in text
+    assert "        0  plan0  short           0         0    8,192              4  best_fit  /data/a" in text
+    assert (
+        "        1  plan1   long       1,000     4,000   16,384              4  best_fit  /data/a (weight 3)," in text
+    )
+    unstaged = render_history(make_history(), PlanHistory(segments=(make_segment(0),)))
+    assert "  segment   plan  after step" in unstaged
 
 
 def test_a_plan_that_cannot_be_read_is_said_and_one_that_is_not_there_is_not():
@@ -130,24 +94,13 @@ def test_a_plan_that_cannot_be_read_is_said_and_one_that_is_not_there_is_not():
 
 def test_a_failed_run_says_why_and_what_to_do() -> None:
     failure = RunFailed(
-        time=1.0,
-        attempt=1,
-        session="s",
-        kind="lost",
-        reason="lost worker 3 (its node died)",
-        rank=3,
-        node="host/10.0.0.3",
-        committed_step=40,
-        lost_steps=2,
-        way_out="repair or replace the node",
-        failure=4,
-        max_failures=3,
-        restarts=False,
-    )
+        time=1.0, attempt=1, session="s", kind="lost", reason="lost worker 3 (its node died)", rank=3,
+        node="host/10.0.0.3", committed_step=40, lost_steps=2, way_out="repair or replace the node", failure=4,
+        max_failures=3, restarts=False,
+    )  # fmt: skip
     text = render_history(make_history(status="failed", failure=failure))
-    assert "lost worker 3 (its node died); 2 steps lost; failure 4, more than elastic.max_failures=3 allows" in text
-    assert "host/10.0.0.3" in text
-    assert "repair or replace the node; the same command resumes" in text
+    said = ("lost worker 3", "elastic.max_failures=3", "host/10.0.0.3", "replace the node; the same command resumes")
+    assert all(words in text for words in said)
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 12, 2500])
@@ -170,9 +123,12 @@ def test_attempts_whose_stream_never_started_are_named() -> None:
         replace(attempt, attempt=9, direct_rows=6), replace(attempt, attempt=10, direct_rows=0),
         replace(attempt, attempt=11),
     ]  # fmt: skip
-    told = "  the stream never started, and the workers read all rows: attempts "
-    assert told[:-2] not in render_history(make_history(attempts=(started, *others)))
-    assert "all rows: attempt 2\n" in render_history(make_history(attempts=(started, never[0], *others)))
-    assert f"\n{told}2, 3\n" in render_history(make_history(attempts=(started, *never[:2], *others)))
-    text = render_history(make_history(attempts=(started, *never, *others)))
-    assert f"\n{told}4, 5, 6, 7, 8 and 2 earlier ones\n" in text
+    told = "  the stream never started, and the workers read all rows: attempt"
+    for attempts, named in (
+        (others, None),
+        ([never[0], *others], " 2"),
+        ([*never[:2], *others], "s 2, 3"),
+        ([*never, *others], "s 4, 5, 6, 7, 8 and 2 earlier ones"),
+    ):
+        text = render_history(make_history(attempts=(started, *attempts)))
+        assert told not in text if named is None else f"\n{told}{named}\n" in text

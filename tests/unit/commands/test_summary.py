@@ -1,4 +1,5 @@
-from dataclasses import replace
+"""The summary at the end of a run: results, places, and the command that goes on."""
+
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -6,42 +7,30 @@ import pytest
 
 from ray_ulysses.commands.train import render_summary
 from ray_ulysses.tracking.mlflow_tracker import TrackingIdentity
-from ray_ulysses.tracking.run_time import StartTime, TimeSpent
 from ray_ulysses.tracking.steps import Steps, step_rows
 from tests.unit.commands.histories import make_history, make_step
 
 
-def summary_of(history, **changes):
-    given = {
-        "run_dir": Path("/runs/demo"),
-        "location": "/runs/demo",
-        "planned_steps": 12,
-        "tracking_uri": "sqlite:////runs/mlflow.db",
-        "unigram_nats": 3.25,
-        "overrides": (),
-        "gpus": 0,
-    }
-    known = {**given, **changes}
+def summary_of(history=None, *, overrides=(), planned_steps=12, gpus=0, unigram_nats=3.25, **changes):
     prepared = SimpleNamespace(
         config=SimpleNamespace(
-            run_dir=known["run_dir"],
-            tracking_uri=known["tracking_uri"],
+            run_dir=changes.pop("run_dir", Path("/runs/demo")),
+            tracking_uri=changes.pop("tracking_uri", "sqlite:////runs/mlflow.db"),
             trackers=(),
-            cluster=SimpleNamespace(gpus_per_worker=known["gpus"]),
+            cluster=SimpleNamespace(gpus_per_worker=gpus),
         ),
-        run=SimpleNamespace(location=known["location"]),
-        plan=SimpleNamespace(num_steps=known["planned_steps"]),
+        run=SimpleNamespace(location=changes.pop("location", "/runs/demo")),
+        plan=SimpleNamespace(num_steps=planned_steps),
         report=SimpleNamespace(
-            corpus=SimpleNamespace(unigram_nats=known["unigram_nats"]), memory=SimpleNamespace(device_bytes=58 << 30)
+            corpus=SimpleNamespace(unigram_nats=unigram_nats), memory=SimpleNamespace(device_bytes=58 << 30)
         ),
     )
-    options = {name: known[name] for name in ("is_heard", "peak_gib") if name in known}
-    command = ("configs/demo.yaml", known["overrides"])
-    return render_summary(history, prepared, command=command, elapsed_s=300.0, **options)
+    command = ("configs/demo.yaml", overrides)
+    return render_summary(history or make_history(), prepared, command=command, elapsed_s=300.0, **changes)
 
 
 def test_the_summary_says_what_came_out_and_where_it_is():
-    assert summary_of(make_history()).splitlines() == [
+    assert summary_of().splitlines() == [
         "run 'demo': finished",
         "  steps            12 of 12 planned",
         "  final loss       3.8000 nats",
@@ -56,15 +45,6 @@ def test_the_summary_says_what_came_out_and_where_it_is():
     ]
 
 
-def test_what_recoveries_went_into_is_told_with_the_goodput():
-    recovery = StartTime(cut_off_s=0.9, detect_s=0.4, form_s=8.1, load_s=2.0, build_s=1.6)
-    spent = TimeSpent(steps_s=26.0, lost_steps_s=1.0, recovery_s=13.0, recovery=recovery)
-    assert (
-        "  goodput          65.00% of 40s: steps that count 26s, recovery 13s (cut-off steps 0.9s, detection 0.4s, "
-        "workers 8.1s, loading 2.0s, building 1.6s), lost steps 1s\n"
-    ) in summary_of(make_history(time_spent=spent))
-
-
 @pytest.mark.parametrize(
     ("location", "shown"),
     [
@@ -73,13 +53,7 @@ def test_what_recoveries_went_into_is_told_with_the_goodput():
     ],
 )
 def test_the_checkpoint_is_shown_where_it_lies(location, shown):
-    assert f"  checkpoint       {shown}\n" in summary_of(make_history(), location=location)
-
-
-def test_the_mean_is_over_the_last_ten_losses():
-    mean = sum(5 - n / 10 for n in range(3, 13)) / 10
-    assert f"  mean of last 10  {mean:.4f} nats\n" in summary_of(make_history(12))
-    assert "  mean of last 3  " in summary_of(make_history(3))
+    assert f"  checkpoint       {shown}\n" in summary_of(location=location)
 
 
 def test_a_loss_that_is_unknown_is_left_out_of_the_mean():
@@ -89,70 +63,50 @@ def test_a_loss_that_is_unknown_is_left_out_of_the_mean():
     assert "  final loss      2.0000 nats\n  mean of last 2  2.5000 nats\n" in text
 
 
-def test_an_interrupted_run_is_resumed_by_the_same_command():
-    summary = summary_of(
-        make_history(status="interrupted"), planned_steps=40, overrides=("run.storage=/a b", "cluster.workers=2")
-    )
-    assert summary.splitlines()[-1].split("  ")[-1].strip() == (
-        "ray-ulysses train configs/demo.yaml --set 'run.storage=/a b' --set cluster.workers=2"
-    )
-
-
-def test_a_run_that_reached_its_stop_step_is_told_how_to_go_on():
-    last = summary_of(make_history(), planned_steps=40).splitlines()[-1]
-    assert last.endswith("ray-ulysses train configs/demo.yaml --set run.stop_step=40")
-    assert last.split()[0:2] == ["continue", "ray-ulysses"]
-
-
-def test_the_command_that_goes_on_gives_each_setting_once():
-    given = ("run.stop_step=12", "cluster.workers=4", "cluster.workers=2")
-    last = summary_of(make_history(), planned_steps=40, overrides=given).splitlines()[-1]
-    assert last.endswith("ray-ulysses train configs/demo.yaml --set cluster.workers=2 --set run.stop_step=40")
-
-
-def test_a_run_without_steps_or_tracking_says_so():
-    history = make_history(0, status="failed", checkpoints=())
-    text = summary_of(history, tracking_uri=None, unigram_nats=None)
-    assert "loss" not in text
-    assert "mlflow" not in text
-    assert "none committed" in text
-
-
-def test_the_page_of_the_curves_is_named_once_there_is_one(tmp_path):
-    identity = TrackingIdentity(uri="sqlite:////runs/mlflow.db", experiment="e", key="k", run_id="r", experiment_id="3")
-    identity.save(tmp_path)
-    lines = summary_of(make_history(), run_dir=tmp_path).splitlines()
-    assert "  see the curves   mlflow ui --backend-store-uri sqlite:////runs/mlflow.db" in lines
-    assert (
-        "  then open        http://127.0.0.1:5000/#/experiments/3/runs/r/model-metrics?workflowType=machine_learning"
-        in lines
-    )
-    identity = replace(identity, uri="http://mlflow")
-    identity.save(tmp_path)
-    text = summary_of(make_history(), run_dir=tmp_path, tracking_uri="http://mlflow")
-    assert (
-        "  see the curves   http://mlflow/#/experiments/3/runs/r/model-metrics?workflowType=machine_learning\n" in text
-    )
-
-
-def test_curves_of_a_tracker_that_heard_nothing_are_not_promised():
-    text = summary_of(make_history(), is_heard=False)
-    assert "see the curves" not in text
-    assert "has received nothing yet; the same command sends it what the run's journal holds" in text
-    assert "MLflow" not in summary_of(make_history(), tracking_uri=None, is_heard=False)
-
-
 @pytest.mark.parametrize(
-    ("has_gpu", "said"),
+    ("status", "overrides", "command"),
     [
-        (True, "  memory           peak 61.25 GiB allocated on the GPU of rank 0; 58.0 GiB planned"),
+        ("interrupted", ("run.storage=/a b", "cluster.workers=2"), "--set 'run.storage=/a b' --set cluster.workers=2"),
+        ("finished", (), "--set run.stop_step=40"),
         (
-            False,
-            "  memory           peak 61.25 GiB resident in rank 0's process, libraries included; 58.0 GiB planned "
-            "without them",
+            "finished",
+            ("run.stop_step=12", "cluster.workers=4", "cluster.workers=2"),
+            "--set cluster.workers=2 --set run.stop_step=40",
         ),
     ],
 )
-def test_the_peak_of_memory_is_said_beside_the_planned_one(has_gpu, said):
-    assert said in summary_of(make_history(), peak_gib=61.25, gpus=int(has_gpu)).splitlines()
-    assert "memory" not in summary_of(make_history(), gpus=int(has_gpu))
+def test_the_command_that_goes_on_gives_each_setting_once(status, overrides, command):
+    text = summary_of(make_history(status=status), planned_steps=40, overrides=overrides)
+    assert text.splitlines()[-1].endswith(f" ray-ulysses train configs/demo.yaml {command}")
+
+
+def test_a_run_without_steps_or_tracking_says_so():
+    text = summary_of(make_history(0, status="failed", checkpoints=()), tracking_uri=None, unigram_nats=None)
+    assert "loss" not in text and "mlflow" not in text and "none committed" in text
+
+
+@pytest.mark.parametrize(
+    ("uri", "line"),
+    [
+        ("sqlite:////runs/mlflow.db", "  then open        http://127.0.0.1:5000/#/experiments/3/runs/r/model-metrics"),
+        ("http://mlflow", "  see the curves   http://mlflow/#/experiments/3/runs/r/model-metrics"),
+    ],
+)
+def test_the_page_of_the_curves_is_named_once_there_is_one(tmp_path, uri, line):
+    TrackingIdentity(uri=uri, experiment="e", key="k", run_id="r", experiment_id="3").save(tmp_path)
+    assert f"{line}?workflowType=machine_learning\n" in summary_of(run_dir=tmp_path, tracking_uri=uri)
+
+
+def test_curves_of_a_tracker_that_heard_nothing_are_not_promised():
+    text = summary_of(is_heard=False)
+    assert "see the curves" not in text and "has received nothing yet" in text
+    assert "MLflow" not in summary_of(tracking_uri=None, is_heard=False)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "said"), [(1, "peak 61.25 GiB allocated on the GPU"), (0, "peak 61.25 GiB resident in rank 0's process")]
+)
+def test_the_peak_of_memory_is_said_beside_the_planned_one(gpus, said):
+    text = summary_of(peak_gib=61.25, gpus=gpus)
+    assert said in text and "58.0 GiB planned" in text
+    assert "memory" not in summary_of(gpus=gpus)

@@ -47,11 +47,6 @@ def test_what_was_counted_found_and_noted_is_below() -> None:
     assert "  digest: step 3\n    what was found\n    what it means" in text and "  note: a note" in text
 
 
-def test_many_findings_of_a_kind_are_counted() -> None:
-    text = render_verification(replace(SOUND, findings=tuple(finding(step) for step in range(1, 26))))
-    assert "25 findings" in text and text.count("what was found") == 10 and "15 of digest" in text
-
-
 @pytest.mark.parametrize(
     ("answer", "first", "said"),
     [

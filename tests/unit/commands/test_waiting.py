@@ -53,19 +53,6 @@ def test_each_phase_has_a_line_and_a_long_one_a_line_every_ten_seconds() -> None
     ]
 
 
-@pytest.mark.usefixtures("only_the_test_looks")
-def test_in_a_terminal_it_is_one_line_which_is_gone_at_the_end() -> None:
-    clock, out = HandClock(), _Terminal()
-    with Waiting("planning", stream=out, clock=clock) as wait:
-        clock.at = 2.0
-        wait.look()
-        wait.say("half is done")
-        clock.at = 3.0
-        wait.look()
-    clear = "\r\033[K"
-    assert out.getvalue() == f"{clear}planning  2s{clear}half is done\n{clear}planning  3s{clear}"
-
-
 def test_quiet_keeps_notes_and_warnings_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output, "_FIRST_S", 0.0)
     monkeypatch.setattr(output, "_INTERVAL_S", 0.001)
@@ -82,14 +69,13 @@ def test_a_slow_command_says_what_it_waits_for_apart_from_its_result(
 ) -> None:
     monkeypatch.setattr(output, "_FIRST_S", 0.0)
     monkeypatch.setattr(output, "_INTERVAL_S", 0.001)
-    assert run(app, ["plan", _TINY, "--longest", "--json", "--set=memory.device_gib=79"]) == 0
-    loud = capsys.readouterr()
-    assert run(app, ["plan", _TINY, "--longest", "--json", "--set=memory.device_gib=79", "--quiet"]) == 0
-    quiet = capsys.readouterr()
+    told = []
+    for quiet in ((), ("--quiet",)):
+        assert run(app, ["plan", _TINY, "--longest", "--json", "--set=memory.device_gib=79", *quiet]) == 0
+        told.append(capsys.readouterr())
     # On a busy machine it takes so long that it is said again, and that a second has passed before the first time.
-    assert re.fullmatch(r"elapsed=\d+s phase: planning\n(elapsed=\d+s phase: planning, for \d+s\n)*", loud.err)
-    assert quiet.err == ""
-    assert loud.out == quiet.out and loud.out.startswith("{")
+    assert re.match(r"elapsed=\d+s phase: planning\n", told[0].err) and told[1].err == ""
+    assert told[0].out == told[1].out and told[0].out.startswith("{")
 
 
 def test_the_shell_completes_commands_and_options() -> None:

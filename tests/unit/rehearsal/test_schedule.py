@@ -36,6 +36,8 @@ def test_a_time_is_read_as_it_is_written(text: str, seconds: float | None) -> No
 
 
 def test_faults_are_read_in_the_order_of_their_times() -> None:
+    fault = Fault(at_s=12.5, kind="kill-agent")
+    assert parse_faults(str(fault))[0] == (fault,)
     faults, problems = parse_faults("90s drain-node, 40s kill-node\n2m add-node  # the replacement\n\n")
     assert problems == ()
     assert [str(fault) for fault in faults] == ["40s kill-node", "90s drain-node", "120s add-node"]
@@ -44,15 +46,15 @@ def test_faults_are_read_in_the_order_of_their_times() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("40s", "'40s' is not a fault: write a time and a kind, such as '40s kill-node, 1m30s drain-node'"),
-        ("later kill-node", "'later kill-node' is not a fault: write a time and a kind"),
-        ("40s explode", "'40s explode': there is no fault 'explode'; use kill-worker, crash-worker"),
-        (" , # nothing", "it names no fault: write a time and a kind"),
+        ("40s", "'40s' is not a fault"),
+        ("later kill-node", "'later kill-node' is not a fault"),
+        ("40s explode", "there is no fault 'explode'"),
+        (" , # nothing", "it names no fault"),
     ],
 )
 def test_a_text_that_is_no_schedule_is_refused_with_its_form(text: str, said: str) -> None:
     faults, problems = parse_faults(text)
-    assert faults == () and len(problems) == 1 and problems[0].startswith(said)
+    assert faults == () and len(problems) == 1 and said in problems[0]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +78,7 @@ def test_what_would_leave_too_few_workers_is_refused(text: str, targets: FaultTa
     assert all(problem.startswith(start) for problem, start in zip(problems, said, strict=True))
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(6))
 def test_drawn_schedules_can_be_survived_and_keep_their_distance(seed: int) -> None:
     targets = FaultTargets(rooms=(2, 2, 4), elsewhere=seed % 3, least=4)
     faults = random_schedule(seed, every_s=60.0, for_s=1800.0, targets=targets)
@@ -90,13 +92,6 @@ def test_faults_come_at_the_mean_distance_and_every_kind_is_among_them() -> None
     drawn = [random_schedule(seed, every_s=60.0, for_s=1800.0, targets=TWO) for seed in range(40)]
     assert 27 <= statistics.mean(map(len, drawn)) <= 31
     assert {fault.kind for faults in drawn for fault in faults} == set(KINDS) == set(MEANINGS)
-
-
-def test_only_kinds_that_are_asked_for_are_drawn() -> None:
-    faults = random_schedule(1, every_s=10.0, for_s=100.0, targets=TWO, kinds=("kill-worker",))
-    assert {fault.kind for fault in faults} == {"kill-worker"}
+    some = random_schedule(1, every_s=10.0, for_s=100.0, targets=TWO, kinds=("kill-worker",))
+    assert {fault.kind for fault in some} == {"kill-worker"}
     assert random_schedule(1, every_s=10.0, for_s=100.0, targets=TWO, kinds=("add-node",)) == ()
-
-
-def test_a_fault_reads_as_it_is_written() -> None:
-    assert parse_faults(str(Fault(at_s=12.5, kind="kill-agent")))[0] == (Fault(at_s=12.5, kind="kill-agent"),)
