@@ -305,8 +305,7 @@ def _reason_not_ready(address: str) -> str | None:
     except urllib.error.HTTPError as error:
         return None if error.code in _TO_SIGN_IN else f"it answers with HTTP {error.code}"
     except urllib.error.URLError as error:
-        reason = error.reason
-        return getattr(reason, "strerror", None) or str(reason)
+        return getattr(error.reason, "strerror", None) or str(error.reason)
     except OSError as error:
         return f"no answer ({error})"
     except (ValueError, RecursionError, HTTPException):

@@ -60,8 +60,7 @@ class LocalCluster:
         options: dict[str, Any] = {"num_cpus": self._cpus, "num_gpus": self._gpus_per_node, "node_ip_address": address}
         claimed = least_claimed(self._gpus, self._claims.values(), self._gpus_per_node)
         if claimed:
-            shown = {"CUDA_VISIBLE_DEVICES": ",".join(claimed)}
-            options["env_vars"] = shown | shared_gpu_environment(address)
+            options["env_vars"] = {"CUDA_VISIBLE_DEVICES": ",".join(claimed)} | shared_gpu_environment(address)
         node = self._cluster.add_node(**options)
         self._nodes[node.node_id], self._claims[node.node_id] = node, claimed
         return str(node.node_id)

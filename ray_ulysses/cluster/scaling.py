@@ -258,8 +258,7 @@ class WorkerScaling(ScalingPolicy):
             # The cost of growth is unknown, or the head does not know of a lost node yet: do not count this look.
             self._seen = replace(self._seen, grew_at=None)
             return
-        workers = len(group.members)
-        if not is_worth_growing(workers, possible, seconds_left=pace.seconds_left, restart_s=pace.start_s):
+        if not is_worth_growing(len(group.members), possible, seconds_left=pace.seconds_left, restart_s=pace.start_s):
             return
         if not self._start(group, replace(self._demand.wanted, most=possible), room, nodes, now):
             # All the workers it needs are present.

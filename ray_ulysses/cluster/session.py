@@ -86,15 +86,13 @@ def _connected(target: str | None, cpus: float, environment: dict[str, str] | No
         # connection would crash; it ends with this process.
         raise KeyboardInterrupt from error
     except (ConnectionError, RuntimeError, ValueError) as error:
-        if target is None:
-            raise RunError(
-                f"this machine's local Ray did not start within {math.ceil(clock.monotonic() - started)} s ({error}): "
-                "the machine may be busy or have too little memory; try again, or start Ray yourself with "
-                "`ray start --head` and set RAY_ADDRESS to its address"
-            ) from error
         raise RunError(
             f"the Ray cluster at {target} can't be reached ({error}); start it with `ray start --head`, correct "
             "cluster.address or RAY_ADDRESS, or unset both to run on this machine alone"
+            if target is not None
+            else f"this machine's local Ray did not start within {math.ceil(clock.monotonic() - started)} s ({error}): "
+            "the machine may be busy or have too little memory; try again, or start Ray yourself with "
+            "`ray start --head` and set RAY_ADDRESS to its address"
         ) from error
     # Ray 2.60 exits with 15 upon a SIGTERM, without a message and with nothing saved (a canary test covers it).
     interrupt = signal.default_int_handler

@@ -40,7 +40,7 @@ class StopSignals:
 
     def __init__(self, run_dir: Place, session: str, console: Console) -> None:
         """Prepare the handlers; they are installed when the block is entered."""
-        self._run_dir, self._session, self._console = run_dir, session, console
+        self._run_dir, self._session, self._say = run_dir, session, console.print
         self._signaled_at: float | None = None
         self._asked_at = 0.0
         self._has_workers = False
@@ -124,9 +124,6 @@ class StopSignals:
             request_save(self._run_dir)
         except OSError as error:
             self._say(f"the request to save could not be written ({error})")
-
-    def _say(self, text: str) -> None:
-        self._console.print(text)
 
 
 def _end_in_time() -> None:

@@ -1,4 +1,4 @@
-"""Local metadata services that answer as the providers' do, and that can be made slow, broken or wrong."""
+"""Local servers: metadata services that answer as the providers' do, and can be made slow, broken or wrong."""
 
 from __future__ import annotations
 
@@ -49,7 +49,11 @@ class FakeMetadata:
         return event | fields
 
 
-class _Handler(BaseHTTPRequestHandler):
+class QuietHandler(BaseHTTPRequestHandler):
+    def log_message(self, format: str, *arguments: Any) -> None: ...
+
+
+class _Handler(QuietHandler):
     fake: FakeMetadata
 
     def do_GET(self) -> None:
@@ -86,20 +90,24 @@ class _Handler(BaseHTTPRequestHandler):
         if not self.fake.drips:
             self.wfile.write(body.encode())
 
-    def log_message(self, format: str, *arguments: Any) -> None: ...
+
+@contextmanager
+def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Serve on the loopback interface; yield the address."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.handle_error = lambda *_: None  # type: ignore[method-assign]  # a client that gave up
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(10.0)
 
 
 @contextmanager
 def fake_metadata() -> Iterator[FakeMetadata]:
     fake = FakeMetadata()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"fake": fake}))
-    server.handle_error = lambda *_: None  # type: ignore[method-assign]  # a client that gave up
-    fake.url = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
-    try:
+    with serving(type("Handler", (_Handler,), {"fake": fake})) as fake.url:
         yield fake
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(10.0)

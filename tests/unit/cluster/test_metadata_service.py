@@ -28,9 +28,7 @@ def fake() -> Iterator[FakeMetadata]:
 
 @pytest.mark.parametrize("ahead_s", [0.0, 600.0, -600.0])
 @pytest.mark.parametrize("provider", PROVIDERS)
-def test_a_notice_has_its_deadline_on_this_machines_clock(
-    fake: FakeMetadata, provider: Provider, ahead_s: float
-) -> None:
+def test_a_deadline_is_of_this_machines_clock(fake: FakeMetadata, provider: Provider, ahead_s: float) -> None:
     service = MetadataService(provider, url=f"{fake.url}/", hints=True)
     assert service.notice() is None, "a machine that stays has none"
     fake.clock_ahead_s = ahead_s

@@ -152,9 +152,7 @@ def test_the_nodes_that_have_workers_are_watched_one_actor_each(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("error", [ActorDiedError(), RpcError("gone")])
-def test_a_watch_that_is_lost_ends_nothing_and_is_not_started_without_end(
-    monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+def test_a_watch_that_is_lost_is_not_started_again(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     ray = Ray(monkeypatch)
     ray.answers["a", 1] = error
     ray.look("a", times=3)

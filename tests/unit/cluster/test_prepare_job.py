@@ -41,9 +41,7 @@ def request_of(folder: Path) -> PrepareRequest:
     return PrepareRequest(sources=SourceSpec(paths=(str(folder / "texts"),)), out=folder / "out", unit_bytes=1500)
 
 
-def test_the_head_of_a_cluster_that_offers_no_cpu_prepares_in_this_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_head_without_cpus_prepares_in_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray would wait without end for a task that only that node may run."""
     tasks = Tasks(monkeypatch, node("head", 0.0), node("worker", 8.0))
     request, phases, seen = request_of(tmp_path), list[str](), list[PrepareProgress]()

@@ -6,11 +6,9 @@ import json
 import logging
 import os
 import tempfile
-import threading
 from collections.abc import Iterator, Mapping
 from concurrent import futures
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import grpc
@@ -22,6 +20,7 @@ from ray_ulysses.cluster.job_client import connect
 from ray_ulysses.cluster.ray_access import check_address, cluster_token, private_session
 from ray_ulysses.commands.doctor import check_token
 from ray_ulysses.errors import RunError, UserError
+from tests.unit.cluster.metadata_fakes import QuietHandler, serving
 
 _RIGHT = "ab" * 32
 
@@ -59,9 +58,7 @@ def test_each_session_has_a_token_of_its_own_in_the_environment_alone(home: Path
     assert list(home.iterdir()) == []
 
 
-def test_a_token_of_the_environment_is_used_and_that_of_the_home_directory_is_not(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_token_of_the_home_directory_is_not_used(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _write(home / ".ray" / "auth_token", "ef" * 32)
     with private_session():
         assert _seen_by_ray() not in (None, "ef" * 32)
@@ -115,9 +112,7 @@ def short() -> Iterator[Path]:
         yield Path(name)
 
 
-def test_a_session_keeps_its_sockets_and_logs_where_nobody_else_can_change_them(
-    short: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_session_has_a_private_folder(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(short))
     own = short / f"ray-{os.getuid()}"
     for _ in range(2):
@@ -137,9 +132,7 @@ def test_a_session_keeps_its_sockets_and_logs_where_nobody_else_can_change_them(
 
 
 @pytest.mark.parametrize("name", ["job", "missing/job"])
-def test_a_temporary_directory_of_the_users_own_is_used_as_it_is(
-    name: str, short: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_private_temporary_directory_is_used(name: str, short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch system's, say, whose path leaves no room for a folder in it. Ray too would make one that is missing."""
     folder = short / name
     monkeypatch.setenv("TMPDIR", str(folder))
@@ -151,9 +144,7 @@ def test_a_temporary_directory_of_the_users_own_is_used_as_it_is(
 
 
 @pytest.mark.parametrize("name", ["RAY_TMPDIR", "TMPDIR"])
-def test_a_directory_whose_path_is_too_long_for_rays_sockets_is_refused(
-    name: str, short: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_path_too_long_for_sockets_is_refused(name: str, short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = short / ("x" * 40)
     folder.mkdir(mode=0o700)
     monkeypatch.setenv(name, str(folder))
@@ -167,7 +158,7 @@ def _dashboard(token: str | None) -> Iterator[tuple[str, list[str | None]]]:
     """A server that answers as Ray's dashboard does; the tokens that it was sent."""
     sent: list[str | None] = []
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_GET(self) -> None:
             sent.append(self.headers.get("Authorization"))
             is_right = token is None or sent[-1] == f"Bearer {token}"
@@ -175,17 +166,8 @@ def _dashboard(token: str | None) -> Iterator[tuple[str, list[str | None]]]:
             self.end_headers()
             self.wfile.write(json.dumps({"ray_version": "2.60.0"}).encode())
 
-        def log_message(self, format: str, *args: object) -> None: ...
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", sent
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with serving(Handler) as address:
+        yield address, sent
 
 
 @contextmanager

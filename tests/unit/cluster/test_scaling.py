@@ -217,13 +217,6 @@ def test_a_lost_node_leaves_a_smaller_run_at_once(scaled: Runs, started: bool) -
     assert run.start() == ["a", "a"] and run.time_s == 0.0
 
 
-def test_too_few_places_start_nothing(scaled: Runs) -> None:
-    run = scaled(a=1)
-    assert run.start() is None
-    run.cpus["b"] = run.free["b"] = 2
-    assert run.start() == ["b", "b"]
-
-
 def test_a_run_grows_onto_a_node_that_joins_once_the_workers_there_are_ready(scaled: Runs) -> None:
     """Where growth pays: the others train until then, and Ray restarts nothing."""
     run = scaled(a=2)
@@ -282,26 +275,6 @@ def test_a_resize_that_all_have_ended_for_restarts_the_run(scaled: Runs, seen_by
     assert is_resize(status.get_worker_group_error())
     run.end()
     assert run.start() == ["a", "a"] and run.requested is None
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "joins"),
-    [
-        # Two more would be a whole group on each of two nodes, beside workers that then train no more.
-        ("abcd", dict.fromkeys("abcd", 2), "abc"),
-        ("ab", dict.fromkeys("abcd", 1), "cd"),
-    ],
-    ids=["room-on-its-nodes", "nodes-that-join"],
-)
-def test_a_run_whose_groups_span_nodes_grows_in_whole_groups(
-    scaled: Runs, before: str, after: dict[str, int], joins: str
-) -> None:
-    run = scaled(most=6, **dict.fromkeys(before, 1))
-    assert run.start() == list(before)
-    run.cpus, run.free = dict(after), {node: cpus - (node in before) for node, cpus in after.items()}
-    run.pace(seconds_left=10_000.0)
-    run.polls(2)
-    assert run.joining.placed == dict.fromkeys(joins, 1) and run.requested is None
 
 
 @pytest.mark.parametrize("excluded", [False, True], ids=["gone", "excluded"])
@@ -405,9 +378,7 @@ def test_missing_workers_start_on_a_node_that_fell_silent_only_where_no_other_ha
 
 
 @pytest.mark.parametrize("has_spare", [False, True])
-def test_a_fixed_number_of_workers_leaves_a_drained_node_for_a_spare_one_and_saves_on_it_where_there_is_none(
-    scaled: Runs, has_spare: bool
-) -> None:
+def test_a_fixed_number_of_workers_leaves_a_drained_node_for_a_spare_one(scaled: Runs, has_spare: bool) -> None:
     run = scaled(least=4, a=2, b=2)
     run.start()
     run.draining = {"b": 70.0}
@@ -573,9 +544,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, nodes: list[str], in_reach: set[s
         monkeypatch.setattr(controller, name, found)
 
 
-def test_after_a_failure_slow_nodes_stay_left_and_one_that_was_out_of_reach_comes_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_slow_nodes_stay_left_and_one_that_was_out_of_reach_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     left_out: list[frozenset[str]] = []
     watch, known, left = watch_of(scaling=SimpleNamespace(leave_out=left_out.append)), ["fast", "slow", "shy"], {"slow"}
     for in_reach in ({"fast", "slow"}, {"fast", "slow", "shy"}):

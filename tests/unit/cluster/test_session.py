@@ -69,9 +69,7 @@ def test_sigterm_does_what_it_did_before_ray_or_interrupts(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("failures", [1, 2])
-def test_an_embedded_ray_that_dies_while_it_starts_is_started_once_more(
-    monkeypatch: pytest.MonkeyPatch, failures: int
-) -> None:
+def test_an_embedded_ray_is_started_a_second_time(monkeypatch: pytest.MonkeyPatch, failures: int) -> None:
     """Ray 2.60 raises the base class of all exceptions there."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     calls: list[str] = []
@@ -93,9 +91,7 @@ def test_an_embedded_ray_that_dies_while_it_starts_is_started_once_more(
     assert calls[:3] == ["init", "shutdown", "init"]
 
 
-def test_what_an_embedded_ray_starts_outlives_a_hangup_of_the_whole_process_group(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_processes_of_an_embedded_ray_outlive_a_hangup(monkeypatch: pytest.MonkeyPatch) -> None:
     """A closed terminal sends it to each process of the group; the command stops in order, and needs Ray for that."""
     children: list[subprocess.Popen[bytes]] = []
 

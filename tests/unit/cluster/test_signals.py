@@ -27,6 +27,7 @@ STARTED = {
     "resumed_from": None,
 }  # fmt: skip
 STEP = {"event": "step", "step": 1, "loss": 1.0, "tokens": 1, "rows": (0, 1), "digest": "0" * 16, "seconds": 1.0}
+Records = tuple[dict[str, object], ...]
 STOP = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
 
@@ -75,6 +76,15 @@ class Command:
                 say(journal, record)
         return journal
 
+    @contextlib.contextmanager
+    def training(self, *records: dict[str, object], whole: bool = True) -> Iterator[StopSignals]:
+        """Start workers, which write these records, and look at them once."""
+        with self.signals() as signals:
+            signals.workers_start()
+            self.write(*records)
+            signals.check(workers_are_whole=whole)
+            yield signals
+
     @property
     def shown(self) -> str:
         assert isinstance(self.console.file, io.StringIO)
@@ -94,7 +104,7 @@ LOST = {
     "event": "attempt_ended", "reason": "lost", "restarts": True, "memory_step": 1, "committed_step": 0,
 }  # fmt: skip
 NEXT: dict[str, object] = {"event": "the next attempt's journal"}
-NOTHING_TO_SAVE: dict[str, tuple[dict[str, object], ...]] = {
+NOTHING_TO_SAVE: dict[str, Records] = {
     "no attempt yet": (),
     "started": (STARTED,),
     "failed": (STARTED, STEP, {"event": "attempt_ended", "reason": "failed: RuntimeError: lost"}),
@@ -116,13 +126,8 @@ def test_before_the_workers_start_a_stop_ends_the_command_where_it_is(number: si
 
 
 @pytest.mark.parametrize("records", NOTHING_TO_SAVE.values(), ids=NOTHING_TO_SAVE)
-def test_a_stop_ends_a_command_that_has_no_step_to_save(
-    records: tuple[dict[str, object], ...], command: Command
-) -> None:
-    with command.signals() as signals:
-        signals.workers_start()
-        command.write(*records)
-        signals.check(workers_are_whole=True)
+def test_a_stop_ends_a_command_without_a_step(records: Records, command: Command) -> None:
+    with command.training(*records) as signals:
         received(signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):
             signals.check(workers_are_whole=True)
@@ -166,13 +171,8 @@ def test_a_step_is_saved_before_the_command_ends(
 
 
 @pytest.mark.parametrize("again", [(), (NEXT, STARTED | {"resumed_step": 1})], ids=["failed", "started-again"])
-def test_steps_that_peer_memory_alone_holds_are_saved_before_the_command_ends(
-    again: tuple[dict[str, object], ...], command: Command
-) -> None:
-    with command.signals() as signals:
-        signals.workers_start()
-        command.write(STARTED, STEP, LOST, *again)
-        signals.check(workers_are_whole=False)
+def test_steps_that_peer_memory_alone_holds_are_saved_before_the_command_ends(again: Records, command: Command) -> None:
+    with command.training(STARTED, STEP, LOST, *again, whole=False) as signals:
         received(signal.SIGTERM)
         assert command.requested == "stop"
         signals.check(workers_are_whole=False)
@@ -196,10 +196,7 @@ def test_a_stop_while_the_command_connects_to_ray_again_saves_what_peer_memory_h
 
 
 def test_a_stop_does_not_wait_for_workers_of_which_one_is_lost(command: Command) -> None:
-    with command.signals() as signals:
-        signals.workers_start()
-        command.write(STARTED, STEP)
-        signals.check(workers_are_whole=True)
+    with command.training(STARTED, STEP) as signals:
         received(signal.SIGTERM)
         signals.check(workers_are_whole=True)
         with pytest.raises(KeyboardInterrupt):
@@ -209,10 +206,7 @@ def test_a_stop_does_not_wait_for_workers_of_which_one_is_lost(command: Command)
 def test_two_signals_that_close_together_are_one_and_a_later_one_ends_at_once(
     command: Command, monkeypatch: pytest.MonkeyPatch, ends: list[bool]
 ) -> None:
-    with command.signals() as signals:
-        signals.workers_start()
-        command.write(STARTED, STEP)
-        signals.check(workers_are_whole=True)
+    with command.training(STARTED, STEP):
         received(signal.SIGTERM)
         received(signal.SIGTERM)
         assert not ends

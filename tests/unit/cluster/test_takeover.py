@@ -61,9 +61,7 @@ def run_workers(monkeypatch: pytest.MonkeyPatch, config: Any, claim: Any, fit: C
     return train_job._run_workers(*arguments, signals, [claim])
 
 
-def test_workers_are_given_up_at_once_when_another_command_takes_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_of_a_run_that_was_taken_are_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray Train asks all the while that it waits; what is raised then ends its wait."""
     config = make_config(tmp_path, tmp_path / "corpus")
     with run_claim(config.run_dir) as claim:

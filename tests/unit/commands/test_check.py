@@ -62,9 +62,7 @@ def run_check(config: Config, options: CheckOptions = OPTIONS) -> None:
     check.run_check(config, options, None, print)  # type: ignore[arg-type]
 
 
-def test_a_trial_has_the_memory_that_the_planner_chooses_for_the_whole_run(
-    tmp_path: Path, trials: list[Config]
-) -> None:
+def test_a_trial_has_the_memory_planned_for_the_whole_run(tmp_path: Path, trials: list[Config]) -> None:
     """Without peer memory, or for one stage alone, it would choose others."""
     config = config_of(memory__plan="auto", memory__device_gib=8.0, run__storage=str(tmp_path))
     (tmp_path / "first").mkdir()
@@ -79,9 +77,7 @@ def test_a_trial_has_the_memory_that_the_planner_chooses_for_the_whole_run(
     assert {"attention_output", "offload_optimizer"} <= trial.memory.model_fields_set, "chosen no more"
 
 
-def test_a_run_with_other_settings_than_the_stored_ones_is_checked_and_corpora_of_other_stages_are_not_looked_for(
-    tmp_path: Path, trials: list[Config]
-) -> None:
+def test_changed_settings_and_one_of_several_stages_are_checked(tmp_path: Path, trials: list[Config]) -> None:
     """A branch may take them, and the trial has a name and a plan of its own."""
     stages = ({"name": "short", "steps": 3, "context_tokens": 256}, {"name": "long", "path": str(tmp_path / "none")})
     (tmp_path / "first").mkdir()
@@ -93,9 +89,7 @@ def test_a_run_with_other_settings_than_the_stored_ones_is_checked_and_corpora_o
     assert [one.data.context_tokens for one in trials] == [256]
 
 
-def test_a_run_whose_memory_does_not_fit_is_refused_before_a_trial_that_would(
-    tmp_path: Path, trials: list[Config]
-) -> None:
+def test_a_run_that_does_not_fit_is_refused_without_a_trial(tmp_path: Path, trials: list[Config]) -> None:
     """The trial is without peer memory, and of one stage."""
     stages = ({"name": "short", "steps": 3, "context_tokens": 256}, {"name": "long"})
     free, shape, _ = planned_memory(config_of(run__storage=str(tmp_path)), tmp_path)
@@ -137,9 +131,7 @@ def test_a_stage_is_checked_by_its_name_or_the_last_with_tiles_no_longer_than_it
         trial_config(config, replace(OPTIONS, stage="shrt"), "now")
 
 
-def test_a_checkpoint_that_mlflow_knows_is_named_by_its_place_since_the_trial_is_not_tracked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_of_mlflow_is_named_by_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def find(config: Config) -> Origin:
         assert config.model.resume_from == "mlflow:base/best"
         return Origin(reference="mlflow:base/best", location=str(tmp_path), step=7)

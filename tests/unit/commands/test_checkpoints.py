@@ -90,9 +90,7 @@ def test_no_line_is_longer_than_the_terminal_and_what_does_not_fit_is_named() ->
     ],
     ids=["none", "leftovers", "refused", "lost", "unreadable"],
 )
-def test_where_the_next_attempt_starts_is_said_and_not_promised(
-    found: CheckpointListing, said: tuple[str, ...]
-) -> None:
+def test_the_next_start_is_said_and_not_promised(found: CheckpointListing, said: tuple[str, ...]) -> None:
     text = render_checkpoints(found)
     assert all(words in text for words in said), text
     assert not found.refusal or "from step" not in text
@@ -109,17 +107,6 @@ def verdict(*files: FileVerdict, **changes: Any) -> CheckpointVerdict:
 def file(rank: int, problem: str | None = None) -> FileVerdict:
     name = f"attempt-0002/rank-{rank:05d}-of-00002.safetensors"
     return FileVerdict(file=name, num_bytes=45 << 30, num_tensors=291, problem=problem)
-
-
-def test_a_checkpoint_is_said_file_by_file_and_a_damaged_one_below_the_table() -> None:
-    lines = render_verdict(verdict(file(0), file(1, "the checksum of fp32/w is wrong"))).split("\n")
-    assert lines[0] == "checkpoint of step 100 of run 'demo': DAMAGED"
-    assert "  manifest    291 tensors, 8.03B elements, each stored once" in lines
-    assert "  read        90.0 GiB in 30s, 3.00 GiB/s" in lines
-    table = [line.split()[-2:] for line in lines if line.endswith(".safetensors")]
-    assert table == [["whole", file(0).file], ["DAMAGED", file(1).file]]
-    assert lines[-1] == "  the checksum of fp32/w is wrong"
-    assert render_verdict(verdict(file(0), file(1))).split("\n")[0].endswith(": whole")
 
 
 GONE = file(0, "rank-00000 is missing")

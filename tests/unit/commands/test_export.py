@@ -63,17 +63,6 @@ def test_an_export_says_what_where_and_how_to_load_it() -> None:
     ]
 
 
-def test_an_export_that_was_there_without_tokenizer_and_check() -> None:
-    words = render_export(
-        replace(REPORT, was_there=True, has_tokenizer=False, check=None, max_positions=None, rope="", files={"a": 12})
-    )
-    assert "trained tokens): was exported before" in words
-    assert "  context    rows of up to 524,288 tokens, as trained" in words
-    assert "  check      skipped (--no-check)" in words
-    assert "AutoTokenizer" not in words and "note:" not in words
-    assert words.endswith("--max-model-len 524288")
-
-
 def test_equal_logits_are_called_equal() -> None:
     assert REPORT.check is not None
     equal = replace(REPORT.check, difference=0.0)
@@ -81,21 +70,6 @@ def test_equal_logits_are_called_equal() -> None:
     assert equal.holds
     assert not replace(equal, difference=float("nan")).holds
     assert not replace(equal, difference=1.0).holds
-
-
-def test_the_card_names_run_step_data_and_versions() -> None:
-    card = model_card(REPORT).decode()
-    assert card.startswith("---\nlibrary_name: transformers\n")
-    for said in (
-        "# long-8b, step 2,000",
-        "| trained tokens | 1,234,567,890 with a label |",
-        "| data digest | `00ff00ff00ff00ff` |",
-        "| versions | torch 2.13.0 |",
-        "compared with the live model: its logits over 512 tokens of 2 documents",
-        'model = AutoModelForCausalLM.from_pretrained(".", dtype="auto")',
-    ):
-        assert said in card
-    assert "was not compared with the live model" in model_card(replace(REPORT, check=None)).decode()
 
 
 def test_paths_can_be_pasted_into_a_shell_and_into_python() -> None:
@@ -127,4 +101,6 @@ def test_an_adapter_that_vllm_does_not_take_is_to_be_merged(changed: dict[str, A
     report = replace(ADAPTER, adapter=replace(ADAPTER.adapter, **changed))
     said = render_export(report).splitlines()[-1]
     assert said.startswith("# vLLM does not load adapters with") and "export --merge" in said
-    assert f"```sh\n{said}\n```" in model_card(report).decode()
+    card = model_card(report).decode()
+    assert f"```sh\n{said}\n```" in card and "| data digest | `00ff00ff00ff00ff` |" in card
+    assert "was not compared with the live model" in model_card(replace(report, check=None)).decode()

@@ -24,26 +24,6 @@ def make_report(**changes: Any) -> RowReport:
     return replace(REPORT, **changes)
 
 
-def test_a_row_is_told_in_full() -> None:
-    text = render_row(make_report())
-    assert text.splitlines()[0] == "row 5 of run 'demo'"
-    assert "trained     step 2 of attempt 3" in text
-    assert "discarded   step 2 of attempt 1" in text
-    assert "plan        aaaa, segment 0, epoch 0, step 2" in text
-    assert "tokens      2,000 and 8 of padding: 2,008" in text
-    assert "cost        4.00M (4,000,000;" in text
-    assert "  piece  document  start  length  labels  continues  corpus   id  offset  source" in text
-    assert "      0     1,234      0   2,000   2,000        yes       0  key      17  /texts/a.jsonl" in text
-    assert "piece 0: tokens [0, 2,000) of document 1,234\n  | first\n  | line\n" in text
-    assert "  ... 1,983 characters omitted; --text full prints them ...\n  | the end" in text
-
-
-def test_a_row_of_the_future_and_one_that_was_trained_twice() -> None:
-    assert "trained     not trained yet" in render_row(make_report(trained=(), thrown_away=()))
-    twice = (TimesTrained(step=2, attempt=1), TimesTrained(step=3, attempt=1))
-    assert "step 2 of attempt 1, step 3 of attempt 1; MORE THAN ONCE" in render_row(make_report(trained=twice))
-
-
 def test_what_is_missing_is_said_and_the_rest_still_told() -> None:
     gone = replace(PIECE, labels=None, source=None, offset=None, id=None, text=None)
     corpus = RowCorpus(path="/data/a", fingerprint="f", problem="does not exist")

@@ -5,7 +5,6 @@ import io
 import json
 import os
 import re
-from dataclasses import replace
 
 from rich.console import Console
 
@@ -124,23 +123,6 @@ def test_the_panel_fits_80_columns():
     narrow = panel_lines(state, width=60, name="a-very-long-run-name-that-goes-on-and-on")
     assert max(map(len, lines)) <= 80 and max(map(len, narrow)) <= 60
     assert len(narrow) == 4 and narrow[0].rstrip().endswith("37/120 ETA 2m46s")
-
-
-def test_a_start_says_what_it_does_and_for_how_long_and_no_bar_is_full():
-    again = replace(fold(step(120), total=120).before_attempt(), total_steps=240)
-    for state in (fold(total=None), again, fold()):
-        starting = replace(state, phase="starting Ray")
-        lines = panel_lines(starting.awaiting_workers("waiting for 4 workers (2 started)"), waited=75.0)
-        assert lines[1].rstrip() == "waiting for 4 workers (2 started)  1m15s  (1m15s since the start)"
-        assert len(lines) == 2
-    # Rich draws what is not done yet as the same line, in another colour: its own numbers say how far it is.
-    (bar,) = [cell for cell in bar_of(fold()).columns[1].cells if cell]
-    assert bar.percentage_completed == 0.0
-    assert not any(bar_of(fold(total=None)).columns[1].cells), "a bar without an end would be drawn full"
-
-
-def bar_of(state):
-    return render_panel("demo", state, PhaseWatch(HandClock())).renderables[0]
 
 
 def test_a_phase_is_the_workers_until_they_fail_and_nobodys_once_they_train_or_have_ended():

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from ray_ulysses.cli import run
-from ray_ulysses.commands.display import open_console
 from ray_ulysses.commands.output import put
 from ray_ulysses.run.requests import stop_requested
 
@@ -58,13 +57,6 @@ def test_a_run_goes_on_where_nothing_takes_its_lines(tmp_path: Path, gone: str) 
     os.close(writing)
     assert (tmp_path / "through").exists(), done.stderr.decode()
     assert stop_requested(tmp_path, "session") is not None, "the signal has left its request"
-
-
-def test_what_a_stream_takes_is_written(capsys: pytest.CaptureFixture[str]) -> None:
-    open_console().print("out")
-    open_console(stderr=True).print("error")
-    open_console(quiet=True).print("nothing")
-    assert capsys.readouterr() == ("out\n", "error\n")
 
 
 def test_a_command_whose_output_is_cut_off_ends_without_a_word(

@@ -40,13 +40,6 @@ def test_the_first_line_claims_no_more_than_was_verified(changes: dict[str, Any]
     assert claim in render_verification(replace(SOUND, **changes)).splitlines()[0]
 
 
-def test_what_was_counted_found_and_noted_is_below() -> None:
-    text = render_verification(replace(SOUND, findings=(finding(3),), notes=("a note",)))
-    assert "digest       00000000deadbeef in the journal" in text
-    assert "corpus       00000000deadbeef from 48 rows of 12 steps" in text
-    assert "  digest: step 3\n    what was found\n    what it means" in text and "  note: a note" in text
-
-
 @pytest.mark.parametrize(
     ("answer", "first", "said"),
     [
