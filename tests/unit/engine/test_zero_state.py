@@ -2,13 +2,41 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
+from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch import nn
 
 from ray_ulysses.engine.partition_view import flat_view, shape_of
 from ray_ulysses.engine.zero_state import named_tensors
+
+PRIVATE = {
+    "runtime/zero/stage3.py": "grad_position fp32_partitioned_groups_flat fp16_partitioned_groups_flat get_param_id "
+    "sub_group_to_group_id swap_optimizer optimizer_swapper checkpoint_event_prologue checkpoint_event_epilogue "
+    "_swappable_optimizer_subgroup _optimizer_states_and_gradient_swap_in _optimizer_states_and_gradient_swap_out "
+    "_release_swap_buffers _reassign_or_swap_out_partitioned_parameters",
+    "runtime/zero/stage_1_and_2.py": "bit16_groups bit16_groups_flat round_robin_bit16_groups partition_size "
+    "round_robin_bit16_offsets single_partition_of_fp32_groups real_dp_process_group update_lp_params "
+    "_hp_optimizer_states_linked",
+    "runtime/bf16_optimizer.py": "bf16_groups bf16_groups_flat fp32_groups_flat_partition real_dp_process_group "
+    "update_lp_params _hp_optimizer_states_linked",
+}
+"""The attributes that `partition_view` reads, by DeepSpeed's files."""
+
+
+@pytest.mark.parametrize("source", PRIVATE)
+def test_the_installed_deepspeed_still_has_the_private_attributes(source: str) -> None:
+    # Read from its source, since importing it takes seconds and a distributed test does that anyway.
+    spec = importlib.util.find_spec("deepspeed")
+    assert spec is not None and spec.origin is not None
+    nodes = list(ast.walk(ast.parse((Path(spec.origin).parent / source).read_text())))
+    names = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    names |= {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+    assert set(PRIVATE[source].split()) <= names
 
 
 def test_a_tensor_that_is_not_contiguous_is_read_in_order_and_filled_in_place() -> None:
