@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import os
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent import futures
 from http.client import HTTPException
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -23,10 +29,39 @@ from ray.core.generated import (
 WRONG = "cd" * 32
 _ANSWER_S = 20.0
 _RAYS = ("gcs_server", "raylet/raylet", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "ray::IDLE")
+_DRIVER = """
+import sys
+import ray
+ray.init(address=sys.argv[1], log_to_driver=False)
+
+@ray.remote(num_cpus=0)
+def task(path):
+    open(path + ".task", "w").close()
+
+@ray.remote(num_cpus=0)
+class Actor:
+    def act(self, path):
+        open(path + ".actor", "w").close()
+
+ray.get([task.remote(sys.argv[2]), Actor.remote().act.remote(sys.argv[2])], timeout=60)
+"""
+
+
+def heads_of(root: psutil.Process) -> list[psutil.Process]:
+    """Return the heads that a command has started."""
+    return [one for one in root.children(recursive=True) if _command(one).partition(" ")[0].endswith("gcs_server")]
+
+
+def address_of(head: psutil.Process) -> str:
+    """Return the address at which drivers connect to a head."""
+    (port,) = {one.laddr.port for one in head.net_connections("tcp") if one.status == psutil.CONN_LISTEN}
+    (host,) = [word.partition("=")[2] for word in head.cmdline() if word.startswith("--node-ip-address=")]
+    return f"{host}:{port}"
 
 
 def listening(root: psutil.Process) -> dict[int, str]:
-    found: dict[int, str] = {}
+    """Return the ports on which Ray's own processes below a process listen, and each one's process."""
+    found = {}
     for process in root.children(recursive=True):
         # Workers, supervisors and agents of peer memory also listen for each other.
         if any(name in _command(process) for name in _RAYS):
@@ -41,6 +76,14 @@ def _command(process: psutil.Process) -> str:
         return " ".join(process.cmdline())
     except psutil.Error:
         return ""
+
+
+def job_answers(root: psutil.Process, host: str) -> set[str]:
+    """Ask all ports of Ray below a process for a job, without the token and with another one; return the answers."""
+    addresses = [f"http://{host}:{port}" for port in listening(root)]
+    with futures.ThreadPoolExecutor(16) as pool:
+        asked = pool.map(lambda one: list(_over_http(*one)), itertools.product(addresses, (None, WRONG)))
+        return {answer for answers in asked for _, answer in answers}
 
 
 def answers(host: str, port: int) -> Iterator[tuple[str, str]]:
@@ -82,3 +125,16 @@ def _over_http(address: str, token: str | None) -> Iterator[tuple[str, str]]:
             yield path, str(error.code)
         except (OSError, HTTPException):
             yield path, "not HTTP"
+
+
+def drive(address: str, canary: Path, token: str | None) -> subprocess.CompletedProcess[str]:
+    """Run a driver that connects to a head and has a task and an actor create files whose names begin alike."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    # Without the token of another cluster that the user of this machine may have.
+    environment["HOME"] = str(canary.parent)
+    if token is not None:
+        environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+    return subprocess.run(
+        [sys.executable, "-c", _DRIVER, address, str(canary)],
+        env=environment, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
