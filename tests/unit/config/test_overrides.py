@@ -8,6 +8,8 @@ from ray_ulysses.config.yaml_text import parse_yaml
 from ray_ulysses.errors import ConfigError
 from tests.unit.config.trees import small_tree
 
+STAGES = [{"name": "short", "steps": 3}, {"name": "long", "sources": [{"path": "a"}]}]
+
 
 def test_later_overrides_win_and_the_tree_is_left_alone() -> None:
     tree = small_tree()
@@ -17,37 +19,23 @@ def test_later_overrides_win_and_the_tree_is_left_alone() -> None:
     assert tree == small_tree()
 
 
-def test_values_are_read_as_yaml() -> None:
+def test_values_are_read_as_yaml_at_any_depth() -> None:
     overrides = [
-        "optimizer.lr=3e-4",
-        "parallel.allowed_sp=[1, 2]",
-        "schedule.horizon_steps=",
-        "tracking.tags={a: b=c}",
+        *("optimizer.lr=3e-4", "parallel.allowed_sp=[1, 2]", "schedule.horizon_steps=", "tracking.tags={a: b=c}"),
+        *("model.config.num_hidden_layers=1", "memory.offload_optimizer=cpu"),
     ]
     config = parse_config(small_tree(), overrides)
     assert (config.optimizer.lr, config.parallel.allowed_sp) == (3e-4, (1, 2))
     assert (config.schedule.horizon_steps, config.tracking.tags) == (None, {"a": "b=c"})
-
-
-def test_a_value_inside_the_model_configuration_can_be_set() -> None:
-    config = parse_config(small_tree(), ["model.config.num_hidden_layers=1"])
     assert config.model.config is not None
-    assert config.model.config["num_hidden_layers"] == 1
-    assert config.model.config["hidden_size"] == 96
-
-
-def test_a_section_that_is_not_in_the_file_is_made() -> None:
-    assert parse_config(small_tree(), ["memory.offload_optimizer=cpu"]).memory.offload_optimizer == "cpu"
+    assert (config.model.config["num_hidden_layers"], config.model.config["hidden_size"]) == (1, 96)
+    assert config.memory.offload_optimizer == "cpu", "a section that is not in the file"
 
 
 @pytest.mark.parametrize("override", ["run", "run=1", "run.seed", ".seed=1", "run.=1", "=1", ""])
-def test_what_is_not_of_the_form_is_refused_with_an_example(override: str) -> None:
+def test_what_is_not_of_the_form_is_refused(override: str) -> None:
     _, (problem,) = apply_overrides(small_tree(), [override])
     assert (problem.path, problem.value) == ("--set", override)
-    assert "such as --set run.stop_step=200" in str(problem)
-
-
-STAGES = [{"name": "short", "steps": 3}, {"name": "long", "sources": [{"path": "a"}]}]
 
 
 def test_an_entry_of_a_list_is_named_by_its_number_or_its_name() -> None:
@@ -64,38 +52,30 @@ def test_the_name_of_an_entry_comes_before_its_number() -> None:
     stages = [{"name": "8192", "steps": 3}, {"name": "0"}]
     config = parse_config({**small_tree(), "stages": stages}, ["stages.8192.lr=1e-5", "stages.0.lr=2e-5"])
     assert [stage.lr for stage in config.stages] == [1e-5, 2e-5]
-    assert parse_config({**small_tree(), "stages": stages}, ["stages.1.lr=3e-5"]).stages[1].lr == 3e-5
 
 
 @pytest.mark.parametrize(
     ("path", "said"),
     [
-        ("stages.2.lr", "stages has no entry '2'; use a number from 0 to 1, or a name: short, long"),
-        ("stages.lng.lr", "stages has no entry 'lng'; use a number from 0 to 1, or a name: short, long"),
-        ("stages.long.sources.1.path", "stages.long.sources has no entry '1'; use a number from 0 to 0"),
-        ("stages.0.name.x", "stages.0.name is a value, not a group of settings; set stages.0.name itself"),
+        ("stages.2.lr", "no entry '2'; use a number from 0 to 1, or a name: short, long"),
+        ("stages.long.sources.1.path", "no entry '1'; use a number from 0 to 0"),
+        ("stages.0.name.x", "stages.0.name is a value"),
+        ("run.name.first", "run.name is a value"),
     ],
 )
-def test_an_entry_that_a_list_does_not_have_is_refused_with_those_that_it_has(path: str, said: str) -> None:
+def test_a_path_that_leads_nowhere_is_refused(path: str, said: str) -> None:
     _, (problem,) = apply_overrides({**small_tree(), "stages": STAGES}, [f"{path}=1"])
-    assert str(problem) == f"--set='{path}': {said}"
-
-
-def test_a_path_through_a_value_is_refused() -> None:
-    _, (problem,) = apply_overrides(small_tree(), ["run.name.first=1"])
-    assert str(problem) == "--set='run.name.first': run.name is a value, not a group of settings; set run.name itself"
+    assert (problem.path, problem.value) == ("--set", path) and said in str(problem)
 
 
 def test_an_override_that_is_not_yaml_is_refused_by_its_path() -> None:
     _, (problem,) = apply_overrides(small_tree(), ["parallel.allowed_sp=[1, 2"])
     assert problem.path.startswith("--set parallel.allowed_sp")
-    assert "not valid YAML" in problem.rule
 
 
 @pytest.mark.parametrize("path", ["run.\x1b[31m", "run.\udcff", "run." + "x" * 300, "run.na\nme"])
 def test_a_name_that_no_terminal_can_show_is_refused(path: str) -> None:
     _, (problem,) = apply_overrides({}, [f"{path}=1"])
-    assert problem.rule == "is not of the form a.b=c"
     assert str(problem).isprintable()
 
 
@@ -103,8 +83,7 @@ def test_thousands_of_unknown_settings_are_counted_within_seconds() -> None:
     """Each was compared with every setting, and every one was printed."""
     with pytest.raises(ConfigError) as refused:
         parse_config({f"k{number}q": 1 for number in range(9000)})
-    assert len(str(refused.value)) < 20_000
-    assert "more" in str(refused.value)
+    assert len(str(refused.value)) < 20_000 and "more" in str(refused.value)
 
 
 def test_places_that_share_an_anchor_are_set_one_by_one() -> None:

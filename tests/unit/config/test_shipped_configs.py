@@ -9,7 +9,6 @@ import pytest
 
 from ray_ulysses.config import Config, load_config
 from ray_ulysses.config.stages import stage_config
-from ray_ulysses.data.tokenize.tokenizers import ByteTokenizer
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.planner.memory import configured_memory
 from ray_ulysses.planner.memory_terms import GIB
@@ -81,11 +80,3 @@ def test_the_inline_model_is_the_model(path: Path) -> None:
     # Its adapter, or its data, stands behind the model's name.
     expected = next((count for model, count in _PARAMETERS.items() if f"{name}-".startswith(f"{model}-")), None)
     assert own == expected or (expected is None and name == "llama-tiny")
-
-
-def test_the_demo_is_small_and_holds_every_byte_token() -> None:
-    (demo,) = [path for path in _CONFIGS if "_cpu_" in path.stem and "elastic" not in path.stem]
-    shape = _shape(demo)
-    assert shape.vocab_size >= ByteTokenizer().info.vocab_size
-    assert shape.num_parameters <= 2_000_000
-    assert load_config(demo, is_users=True).data.context_tokens >= 8192
