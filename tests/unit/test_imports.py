@@ -84,6 +84,7 @@ def test_the_core_imports_with_ray_absent() -> None:
         ("ray_ulysses.cluster.node_watch", ("numba", "torch", "transformers", "mlflow", "deepspeed")),
         ("ray_ulysses.cluster.worker", ("numba", "torch", "transformers", "mlflow", "deepspeed")),
         ("ray_ulysses.cluster.controller", ("torch", "transformers", "mlflow", "deepspeed")),
+        ("ray_ulysses.data.read.row_source", ("torch", "ray", "transformers", "mlflow", "deepspeed", "rich")),
         # The texts of `inspect`, and what it needs of a run.
         ("ray_ulysses.commands.inspect", ("torch", "ray", "transformers", "mlflow", "deepspeed", "rich")),
         ("ray_ulysses.inspect.checkpoint_listing", ("torch", "ray", "transformers", "mlflow", "deepspeed", "rich")),

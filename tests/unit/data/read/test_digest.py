@@ -5,21 +5,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ray_ulysses.data.plan.segment import PlanSettings
 from ray_ulysses.data.read.digest import add_digests, checksum, from_int64, row_digest, slice_checksum, to_int64
 from ray_ulysses.data.read.reader import RowReader
-from tests.unit.data.corpora import MemoryStore
-from tests.unit.data.plans import build_plan
+from tests.unit.data.plans import memory_reader
 
 
-def reader_of(lengths: list[int]) -> RowReader:
-    store = MemoryStore(lengths)
-    settings = PlanSettings(seed=1, context_tokens=32, pad_multiple=8, rows_per_step=4)
-    return RowReader(store, build_plan(store.lengths, "memory", settings))
+def reader_of(*lengths: int) -> RowReader:
+    return memory_reader(lengths, context_tokens=32)[2]
 
 
 def test_the_digest_of_a_row_is_the_same_for_every_sp_size() -> None:
-    reader = reader_of([20, 30, 17, 90])
+    reader = reader_of(20, 30, 17, 90)
     sums = {
         add_digests(*(slice_checksum(reader.read("train", 2, rank, size)) for rank in range(size)))
         for size in (1, 2, 4, 8)
@@ -29,8 +25,7 @@ def test_the_digest_of_a_row_is_the_same_for_every_sp_size() -> None:
 
 @pytest.mark.parametrize("name", ["input_ids", "labels", "position_ids"])
 def test_any_changed_value_changes_the_checksum(name: str) -> None:
-    row = reader_of([20])
-    whole = row.read("train", 0, 0, 1)
+    whole = reader_of(20).read("train", 0, 0, 1)
     values = getattr(whole, name)
     for at in range(values.size):
         changed = values.copy()
@@ -38,16 +33,18 @@ def test_any_changed_value_changes_the_checksum(name: str) -> None:
         assert slice_checksum(replace(whole, **{name: changed})) != slice_checksum(whole)
 
 
-def test_tokens_that_change_places_change_the_checksum() -> None:
-    whole = reader_of([20]).read("train", 0, 0, 1)
-    swapped = whole.input_ids.copy()
-    swapped[[3, 4]] = swapped[[4, 3]]
-    assert slice_checksum(replace(whole, input_ids=swapped)) != slice_checksum(whole)
-
-
-def test_a_token_and_its_label_that_change_places_change_the_checksum() -> None:
-    whole = reader_of([20]).read("train", 0, 0, 1)
-    assert slice_checksum(replace(whole, input_ids=whole.labels, labels=whole.input_ids)) != slice_checksum(whole)
+def test_what_changes_places_changes_the_checksum() -> None:
+    whole, outer = reader_of(20).read("train", 0, 0, 1), reader_of(100).read("train", 0, 0, 2, 2)
+    tokens = whole.input_ids.copy()
+    tokens[[3, 4]] = tokens[[4, 3]]
+    half = outer.input_ids.size // 2
+    ranges = {name: np.roll(getattr(outer, name), half) for name in ("input_ids", "labels", "position_ids")}
+    for before, after in (
+        (whole, replace(whole, input_ids=tokens)),
+        (whole, replace(whole, input_ids=whole.labels, labels=whole.input_ids)),
+        (outer, replace(outer, **ranges)),
+    ):
+        assert slice_checksum(after) != slice_checksum(before)
 
 
 def test_rows_that_swap_contents_a_repeated_row_and_a_lost_one_are_noticed() -> None:
@@ -60,7 +57,7 @@ def test_rows_that_swap_contents_a_repeated_row_and_a_lost_one_are_noticed() -> 
 
 
 def test_a_filler_adds_nothing() -> None:
-    assert row_digest(-1, slice_checksum(reader_of([20]).filler(0, 1))) == 0
+    assert row_digest(-1, slice_checksum(reader_of(20).filler(0, 1))) == 0
 
 
 def test_signed_sums_that_wrap_give_the_same_digest() -> None:

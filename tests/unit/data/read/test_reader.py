@@ -1,29 +1,45 @@
+"""Rows and their slices: the same tokens, labels and positions at any split, only held elsewhere."""
+
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ray_ulysses.data.plan.corpus_set import CorpusSet, PlannedSource
 from ray_ulysses.data.plan.rows import Piece
 from ray_ulysses.data.plan.segment import PlanSettings
+from ray_ulysses.data.read.digest import add_digests, slice_checksum
 from ray_ulysses.data.read.reader import IGNORE_INDEX, RowReader, RowSlice, slice_row
 from ray_ulysses.errors import UserError
+from ray_ulysses.parallel.layout import held_ranges
+from tests.breadth import examples
 from tests.unit.data.corpora import MemoryStore, text_corpus
-from tests.unit.data.plans import build_plan
+from tests.unit.data.plans import build_plan, memory_reader
 
-SETTINGS = PlanSettings(seed=1, context_tokens=24, pad_multiple=8, rows_per_step=4)
+# 2 x 6 x 2 is the least multiple that all of these can cut.
+PAD = 24
+SPLITS = [(1, 1), (2, 1), (3, 1), (4, 1), (8, 1), (2, 2), (3, 3), (4, 2), (6, 2), (6, 3), (6, 6), (12, 2), (12, 4)]
+"""sp_size, and the ring's part of it."""
 
 
 def piece(document: int, start: int, length: int, has_next_label: bool = False) -> Piece:
     return Piece(document=document, start=start, length=length, has_next_label=has_next_label)
 
 
-def join(slices: list[RowSlice], name: str) -> list[int]:
-    return [int(value) for one in slices for value in getattr(one, name)]
+def whole_row(slices: list[RowSlice], name: str) -> list[int]:
+    """Put the slices' values where they belong in the row."""
+    values = np.full(slices[0].row_tokens, -7, dtype=np.int64)
+    for one in slices:
+        place = 0
+        for start, stop in held_ranges(one.row_tokens, one.sp_rank, one.sp_size, one.ring_size):
+            values[start:stop] = getattr(one, name)[place : place + stop - start]
+            place += stop - start
+        assert place == getattr(one, name).size == one.row_tokens // one.sp_size
+    return [int(value) for value in values]
 
 
 def test_a_row_holds_tokens_labels_and_positions_document_by_document() -> None:
@@ -37,72 +53,66 @@ def test_a_row_holds_tokens_labels_and_positions_document_by_document() -> None:
     assert (row.row, row.row_tokens, row.num_supervised, row.is_filler) == (5, 8, 5, False)
 
 
-@pytest.mark.parametrize("sp_size", [1, 2, 4, 8])
-@given(lengths=st.lists(st.integers(2, 70), min_size=1, max_size=12), seed=st.integers(0, 99))
-def test_slices_of_any_sp_join_to_the_same_row(sp_size: int, lengths: list[int], seed: int) -> None:
-    store = MemoryStore(lengths)
-    plan = build_plan(store.lengths, store.fingerprint, replace(SETTINGS, seed=seed))
-    reader = RowReader(store, plan)
+@pytest.mark.parametrize("split", SPLITS, ids=lambda split: f"sp{split[0]}-ring{split[1]}")
+@settings(max_examples=examples(25))
+@given(lengths=st.lists(st.integers(2, 150), min_size=1, max_size=20), seed=st.integers(0, 99))
+def test_slices_of_any_split_make_the_same_row(split: tuple[int, int], lengths: list[int], seed: int) -> None:
+    _, plan, reader = memory_reader(lengths, context_tokens=2 * PAD, pad_multiple=PAD, seed=seed)
     for row in range(plan.num_rows):
-        whole = reader.read("train", row, 0, 1)
-        slices = [reader.read("train", row, rank, sp_size) for rank in range(sp_size)]
+        alone = reader.read("train", row, 0, 1)
+        slices = [reader.read("train", row, rank, *split) for rank in range(split[0])]
         for name in ("input_ids", "labels", "position_ids"):
-            assert join(slices, name) == getattr(whole, name).tolist()
-            assert all(getattr(one, name).shape == (whole.row_tokens // sp_size,) for one in slices)
+            assert whole_row(slices, name) == getattr(alone, name).tolist()
+        assert add_digests(*map(slice_checksum, slices)) == slice_checksum(alone)
         assert sum(one.num_supervised for one in slices) == plan.stats(range(row, row + 1)).supervised[0]
 
 
-@pytest.mark.parametrize("sp_size", [1, 2, 4, 8])
-@given(lengths=st.lists(st.integers(2, 70), min_size=1, max_size=12))
-def test_labels_never_cross_documents_nor_padding(sp_size: int, lengths: list[int]) -> None:
-    store = MemoryStore(lengths)
-    plan = build_plan(store.lengths, store.fingerprint, SETTINGS)
-    reader = RowReader(store, plan)
-    for row in range(plan.num_rows):
-        slices = [reader.read("train", row, rank, sp_size) for rank in range(sp_size)]
-        inputs, labels = join(slices, "input_ids"), join(slices, "labels")
-        used = sum(slices[0].document_lengths)
-        assert all(label == IGNORE_INDEX for label in labels[used:])
-        # A token's value names its document and place: its label is the next place of the same document.
-        assert all(label in (IGNORE_INDEX, token + 1) for token, label in zip(inputs, labels, strict=True))
-        assert all(label % 100_000 < lengths[label // 100_000] for label in labels if label != IGNORE_INDEX)
+def test_a_label_crosses_the_border_of_chunks_that_lie_on_different_ranks() -> None:
+    store = MemoryStore([9, 16])
+    # Six tokens a chunk: the first document goes over a border, the second over two.
+    outer, inner = (slice_row(store, 0, 24, [piece(0, 0, 9), piece(1, 0, 15)], rank, 2, 2) for rank in range(2))
+    b = 100_000
+    assert outer.input_ids.tolist() == [*range(6), *range(b + 9, b + 15)]
+    assert outer.labels.tolist() == [*range(1, 7), *range(b + 10, b + 15), IGNORE_INDEX]
+    assert inner.input_ids.tolist() == [6, 7, 8, *range(b, b + 9)]
+    assert inner.labels.tolist() == [7, 8, IGNORE_INDEX, *range(b + 1, b + 10)]
+    assert inner.position_ids.tolist() == [6, 7, 8, *range(9)]
+    assert outer.position_ids.tolist() == [*range(6), *range(9, 15)]
 
 
-def test_a_rank_reads_only_the_tokens_of_its_slice() -> None:
-    store = MemoryStore([64])
-    slice_row(store, 0, 64, [piece(0, 0, 64)], 1, 4)
-    assert store.num_tokens_read == 16 + 1
+# The label of the last token of a range is read with it; the end of the document has none.
+@pytest.mark.parametrize(("rank", "split", "num_read"), [(1, (4, 1), 12 + 1), (0, (2, 2), 12 + 1 + 12)])
+def test_a_rank_reads_only_the_tokens_of_its_slice(rank: int, split: tuple[int, int], num_read: int) -> None:
+    store = MemoryStore([48])
+    slice_row(store, 0, 48, [piece(0, 0, 48)], rank, *split)
+    assert store.num_tokens_read == num_read
 
 
-def test_a_filler_is_all_padding() -> None:
-    store = MemoryStore([9])
-    filler = RowReader(store, build_plan(store.lengths, "memory", SETTINGS)).filler(1, 2)
-    assert filler.is_filler and filler.row == -1 and filler.row_tokens == 8
-    assert filler.document_lengths == () and filler.num_supervised == 0
-    assert filler.position_ids.tolist() == [4, 5, 6, 7]
+def test_a_filler_is_all_padding_whose_positions_count_on_through_all_ranges() -> None:
+    _, _, reader = memory_reader([9], context_tokens=2 * PAD, pad_multiple=PAD)
+    slices = [reader.filler(rank, 4, 2) for rank in range(4)]
+    assert whole_row(slices, "position_ids") == list(range(PAD))
+    for one in slices:
+        assert one.is_filler and one.num_supervised == 0 and one.document_lengths == ()
 
 
-def test_an_sp_size_that_does_not_divide_a_row_is_refused() -> None:
-    store = MemoryStore([9])
-    reader = RowReader(store, build_plan(store.lengths, "memory", SETTINGS))
-    with pytest.raises(
-        ValueError, match=r"row 0 has 16 tokens, .*not a multiple of the 3 that parallel\.sp_size=3 needs"
-    ):
-        reader.read("train", 0, 0, 3)
+@pytest.mark.parametrize(("split", "setting"), [((5, 1), "sp_size=5"), ((8, 2), "sp_size=8 with .*ring_size=2")])
+def test_a_row_that_a_split_can_not_cut_is_refused(split: tuple[int, int], setting: str) -> None:
+    with pytest.raises(ValueError, match=rf"row 7 has 8 tokens.*parallel\.{setting}"):
+        slice_row(MemoryStore([9]), 7, 8, [], 0, *split)
 
 
 def test_a_plan_of_another_corpus_is_refused(tmp_path: Path) -> None:
     corpus = text_corpus(tmp_path, ["some text"])
     planned = PlannedSource(path=str(corpus.path), fingerprint="elsewhere", num_documents=1)
-    plan = build_plan(corpus.lengths, "elsewhere", SETTINGS)
+    settings = PlanSettings(seed=1, context_tokens=24, pad_multiple=8, rows_per_step=4)
+    plan = build_plan(corpus.lengths, "elsewhere", settings)
     with pytest.raises(UserError, match=r"the corpus was replaced since planning"):
         RowReader(CorpusSet([planned]), plan).read("train", 0, 0, 1)
 
 
 def test_the_evaluation_split_is_read_from_its_own_rows() -> None:
-    store = MemoryStore(list(range(2, 80)))
-    plan = build_plan(store.lengths, "memory", replace(SETTINGS, eval_fraction=0.3, eval_rows=4))
-    reader = RowReader(store, plan)
+    _, plan, reader = memory_reader(range(2, 80), eval_fraction=0.3, eval_rows=4)
     for row in range(plan.evaluation.num_rows):
         found = reader.read("evaluation", row, 0, 1)
         assert found.document_lengths == tuple(p.length for p in plan.evaluation.pieces(row))
