@@ -30,15 +30,11 @@ STEERING = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "MLFLOW_TRACKING_URI", "H
 
 @dataclass(kw_only=True)
 class Listener:
-    """A server that answers every request with an error.
-
-    Attributes:
-        port: Its port on 127.0.0.1.
-        received: The beginning of what each connection sent.
-    """
+    """A server that answers every request with an error."""
 
     port: int
     received: list[bytes] = field(default_factory=list)
+    """The beginning of what each connection sent."""
 
 
 @contextmanager
@@ -80,11 +76,7 @@ def stores(address: str) -> list[str]:
 
 
 class ForeignRun:
-    """A run's directory, the files of which a case replaces.
-
-    Attributes:
-        folder: The directory.
-    """
+    """A run's directory, the files of which a case replaces."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

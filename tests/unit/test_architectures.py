@@ -44,11 +44,3 @@ def test_doctor_tells_what_can_be_trained_and_how(capsys: pytest.CaptureFixture[
     assert "1 that carry state" in told(capsys, tmp_path / "qwen3_next", HYBRIDS["qwen3_next"](), 0)
     text = told(capsys, tmp_path / "gemma3", AutoConfig.for_model("gemma3"), 0)
     assert "gemma3_text can be trained exactly with model.part: text" in text
-
-
-def test_doctor_tells_what_can_not_and_why(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    text = told(capsys, tmp_path / "mamba", AutoConfig.for_model("mamba"), 1)
-    assert "fail  model          mamba has layers that carry state along the sequence" in text
-    assert "-> sharding the sequence would give wrong gradients" in text and "not ready: 1 failed" in text
-    assert run(app, ["doctor", "--model", str(tmp_path / "nothing")]) == 1
-    assert "no such directory" in capsys.readouterr().out

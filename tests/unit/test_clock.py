@@ -20,7 +20,7 @@ from ray_ulysses.tracking.journal_reader import read_entries
 from ray_ulysses.tracking.run_time import time_spent
 from tests.unit.tracking.journals import STARTED
 
-YEAR_S, HOUR_S = 365 * 86400.0, 3600.0
+YEAR_S = 365 * 86400.0
 STARTED = {
     "event": "attempt_started", **STARTED, "world_size": 1, "sp_size": 1, "dp_size": 1, "nodes": (), "resumed_step": 0,
     "resumed_from": None, "session": "one",
@@ -42,7 +42,7 @@ def first_process(monkeypatch: pytest.MonkeyPatch) -> None:
     module._start.cache_clear()
 
 
-@pytest.mark.parametrize("jump_s", [HOUR_S, -HOUR_S, YEAR_S, -YEAR_S])
+@pytest.mark.parametrize("jump_s", [YEAR_S, -YEAR_S])
 def test_the_time_of_a_run_is_what_passed_though_the_wall_clock_jumps_between_its_records(
     jump_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -59,12 +59,10 @@ def test_the_time_of_a_run_is_what_passed_though_the_wall_clock_jumps_between_it
     assert 0 < spent.steps_s <= 0.004
 
 
-@pytest.mark.parametrize("jump_s", [YEAR_S, -YEAR_S])
-def test_a_process_that_a_command_starts_after_a_jump_has_its_commands_time(jump_s: float) -> None:
+def test_a_process_that_a_command_starts_after_a_jump_has_its_commands_time() -> None:
     before = SystemClock().now()
-    done = subprocess.run(
-        [sys.executable, "-c", _OTHER_PROCESS, str(jump_s)], capture_output=True, text=True, timeout=120, check=True
-    )
+    command = [sys.executable, "-c", _OTHER_PROCESS, str(-YEAR_S)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert before <= float(done.stdout) <= SystemClock().now()
 
 
@@ -83,11 +81,5 @@ def test_the_wall_clock_is_read_only_where_something_outside_the_package_is_comp
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Attribute) and ast.unparse(node) in ("time.time", "time.time_ns", "datetime.now")
     }
-    assert found == {
-        "clock.py",
-        "cluster/rehearsal.py",
-        "commands/submit.py",
-        "data/plan/plan_copies.py",
-        "storage/atomic.py",
-        "tracking/mlflow_results.py",
-    }
+    files = ("clock", "cluster/rehearsal", "commands/submit", "data/plan/plan_copies", "storage/atomic")
+    assert found == {f"{name}.py" for name in (*files, "tracking/mlflow_results")}

@@ -6,14 +6,11 @@ That they do what is said is seen by `tests/cluster/test_docs_story.py`, which r
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import re
 import shlex
 import subprocess
-import sys
 import tomllib
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,13 +76,6 @@ def test_what_a_cluster_is_made_of_is_there(command: Command) -> None:
         assert (ROOT / options["-k"] / "kustomization.yaml").is_file()
 
 
-@pytest.mark.parametrize("command", _of("ray", "start"))
-def test_ray_start_takes_its_options(command: Command) -> None:
-    from ray.scripts.scripts import start
-
-    start.make_context("start", shlex.split(command.text)[2:])
-
-
 @pytest.mark.parametrize("command", _of("make"))
 def test_a_target_of_make_exists(command: Command) -> None:
     # Not to be mistaken for a sub-make by the one that may run this test.
@@ -106,15 +96,6 @@ def test_torchrun_takes_its_options_and_the_loop_is_there(command: Command) -> N
     assert parsed.training_script_args == ["--sp-size", "2"]
 
 
-@pytest.mark.parametrize("command", _of("mlflow", "ui"))
-def test_mlflow_takes_its_options(command: Command) -> None:
-    from mlflow.cli import cli
-
-    group: Any = cli
-    name, *options = shlex.split(command.text)[1:]
-    group.get_command(None, name).make_context(name, options)
-
-
 def test_the_corpus_that_readme_prepares_is_the_one_that_it_trains_on() -> None:
     words = [shlex.split(command.text) for command in commands(ROOT / "README.md")]
     (prepared,) = (line for line in words if line[:2] == ["ray-ulysses", "prepare"])
@@ -129,18 +110,6 @@ def _extras() -> dict[str, list[str]]:
     return extras
 
 
-def test_what_the_gpu_extra_installs_is_imported() -> None:
-    source = "".join(file.read_text(encoding="utf-8") for file in sorted((ROOT / "ray_ulysses").rglob("*.py")))
-    imported = set(re.findall(r"""import_module\("(\w+)|^\s*(?:import|from) (\w+)""", source, re.MULTILINE))
-    names = {name for pair in imported for name in pair}
-    assert {"flash_attn", "torch"} <= names
-    assert [name for name in map(_module, _extras()["gpu"]) if name not in names] == []
-
-
-def _module(requirement: str) -> str:
-    return Requirement(requirement).name.replace("-", "_")
-
-
 @pytest.mark.parametrize("command", _of("pip", "install"))
 def test_what_pip_is_asked_for_exists(command: Command) -> None:
     words = shlex.split(command.text)[2:]
@@ -152,31 +121,3 @@ def test_what_pip_is_asked_for_exists(command: Command) -> None:
         else:
             assert Requirement(word).name
             assert constraints
-
-
-def test_flash_attn_comes_after_torch_and_is_built_against_it() -> None:
-    """Its setup imports torch, which a build in isolation does not have."""
-    lines = [command.text for command in commands(ROOT / "docs/start.md") if command.text.startswith("pip install")]
-    gpu = next(number for number, line in enumerate(lines) if "[gpu]" in line)
-    assert "--no-build-isolation" in lines[gpu]
-    assert lines[0].startswith("pip install . "), "brings torch"
-    tools = set(shlex.split(" ".join(lines[1:gpu])))
-    assert {"setuptools", "wheel", "ninja", "packaging", "psutil"} <= tools, "what flash-attn's setup imports"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_the_gpu_install_is_resolved(tmp_path: Path) -> None:
-    """Resolved by pip, not built: flash-attn is asked for its metadata alone, which runs its setup against torch."""
-    report = tmp_path / "report.json"
-    command = next(one.text for one in commands(ROOT / "docs/start.md") if "[gpu]" in one.text)
-    words = [*shlex.split(command)[1:], "--dry-run", "--quiet", "--report", str(report)]
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", *words], cwd=ROOT, capture_output=True, text=True, timeout=800, check=False,
-        env={**os.environ, "FLASH_ATTENTION_SKIP_CUDA_BUILD": "TRUE"},
-    )  # fmt: skip
-    if "Failed to establish a new connection" in done.stderr or "No matching distribution" in done.stderr:
-        pytest.skip("no package index can be reached")
-    assert done.returncode == 0, done.stderr
-    found = {item["metadata"]["name"] for item in json.loads(report.read_text(encoding="utf-8"))["install"]}
-    assert {"flash_attn", "ray-ulysses"} <= found

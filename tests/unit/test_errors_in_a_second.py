@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import subprocess
 import sys
@@ -14,7 +13,6 @@ from ray_ulysses.checkpoint.fence import claim_attempt
 from ray_ulysses.errors import ConfigError
 from ray_ulysses.run_names import CONFIG_FILE
 from ray_ulysses.storage.local import LocalStore
-from tests.breadth import fast_only
 from tests.distributed.run_case import make_config, make_corpus
 
 _HEAVY = ("torch", "numba", "ray", "transformers", "mlflow", "deepspeed", "rich")
@@ -41,75 +39,6 @@ def refused(folder: Path, *arguments: str, unwanted: tuple[str, ...] = (*_HEAVY,
     assert (code, imported) == (2, []), done.stderr
     assert seconds < _BUDGET_S
     return done.stderr
-
-
-@pytest.mark.parametrize("command", fast_only(["plan", "train"], "train"))
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("", "config.yaml: 7 problems\n  - run.name: the setting is required; add it to the file"),
-        ("run:\n  name: a\n bad: 1\n", "  - config.yaml:3:2: not valid YAML: "),
-        ("run: {title: a}\nrun: {}\n", "config.yaml:2='run': the key is given twice"),
-        ("model: {trust_remote_code: true}", "model.trust_remote_code=true: code of a model's repository is never run"),
-        ("run: {name: 3}", "run.name=3: must be text"),
-    ],
-    ids=["empty", "indent", "twice", "remote-code", "type"],
-)
-def test_a_wrong_file_is_refused_before_torch_and_ray_are_imported(
-    tmp_path: Path, command: str, text: str, said: str
-) -> None:
-    (tmp_path / "config.yaml").write_text(text)
-    assert said in refused(tmp_path, command, "config.yaml")
-
-
-@pytest.mark.parametrize("content", [gzip.compress(b"run: {}"), "run: {}".encode("utf-16")], ids=["gzip", "utf-16"])
-def test_a_file_that_is_no_text_is_called_that(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "config.yaml").write_bytes(content)
-    assert "CONFIG='config.yaml': is not UTF-8 text; give a YAML file" in refused(tmp_path, "plan", "config.yaml")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("plan", "absent.yaml"), "CONFIG='absent.yaml': the file does not exist"),
-        (("inspect", "absent"), "RUN='absent': is not a run directory"),
-        (("inspect", "absent", "--row", "3", "--verify"), "give only one of them at a time"),
-        (("inspect", "absent", "--verify-checkpoint", "newest"), "--verify-checkpoint=newest: must be the number of"),
-        (("export", "absent"), "RUN='absent': is not a run directory"),
-        (("export", "absent", "--step", "newest"), "--step=newest: must be the number"),
-    ],
-    ids=["file", "run", "questions", "checkpoint", "export", "step"],
-)
-def test_a_wrong_command_line_is_refused_before_anything_heavy_is_imported(
-    tmp_path: Path, arguments: tuple[str, ...], said: str
-) -> None:
-    assert said in refused(tmp_path, *arguments)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--kind", "pdf"), "'pdf' is not one of 'auto', 'text', 'jsonl', 'parquet', 'datasets'"),
-        ((), "source=absent: no such file"),
-    ],
-    ids=["kind", "source"],
-)
-def test_a_wrong_preparation_is_refused_before_ray_is_imported(
-    tmp_path: Path, arguments: tuple[str, ...], said: str
-) -> None:
-    prepare = ("prepare", "absent", "--out", "corpus", "--tokenizer", "bytes", *arguments)
-    # rich shows the phases from the first second on.
-    assert said in refused(tmp_path, *prepare, unwanted=tuple(name for name in _HEAVY if name != "rich"))
-
-
-def test_the_version_is_said_without_an_import(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "ray_ulysses", "--version"],
-        capture_output=True, text=True, timeout=60, cwd=tmp_path, check=True,
-    )  # fmt: skip
-    from ray_ulysses import __version__
-
-    assert done.stdout == f"ray-ulysses {__version__}\n"
 
 
 def test_a_resume_with_other_settings_is_refused_before_torch_and_ray_are_imported(tmp_path: Path) -> None:
@@ -155,3 +84,36 @@ def test_too_few_gpus_on_this_machine_are_the_users_input_and_leave_no_run(
     ):
         train_job.train(prepared, run_texts(prepared), view, 0.0)
     assert not (config.run_dir / CONFIG_FILE).exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("", "run.name"), ("run:\n  name: a\n bad: 1\n", "config.yaml:3:2"), ("run: {name: 3}", "run.name=3")],
+    ids=["empty", "indent", "type"],
+)
+def test_a_wrong_file_is_refused_before_torch_and_ray_are_imported(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    assert said in refused(tmp_path, "train", "config.yaml")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("plan", "absent.yaml"), "CONFIG='absent.yaml'"),
+        (("inspect", "absent"), "RUN='absent'"),
+        (("inspect", "absent", "--verify-checkpoint", "newest"), "--verify-checkpoint=newest"),
+        (("export", "absent", "--step", "newest"), "--step=newest"),
+    ],
+    ids=["plan", "inspect", "checkpoint", "export"],
+)
+def test_a_wrong_command_line_is_refused_before_anything_heavy_is_imported(
+    tmp_path: Path, arguments: tuple[str, ...], said: str
+) -> None:
+    assert said in refused(tmp_path, *arguments)
+
+
+def test_a_wrong_preparation_is_refused_before_ray_is_imported(tmp_path: Path) -> None:
+    # rich shows the phases from the first second on.
+    unwanted = tuple(name for name in _HEAVY if name != "rich")
+    arguments = ("prepare", "absent", "--out", "corpus", "--tokenizer", "bytes")
+    assert "source=absent" in refused(tmp_path, *arguments, unwanted=unwanted)

@@ -140,10 +140,8 @@ def test_no_command_connects_to_a_server_that_only_the_run_names(
 @pytest.mark.parametrize(
     "command",
     [
-        ("inspect",),
         ("inspect", "--checkpoints"),
         ("inspect", "--verify"),
-        ("inspect", "--verify-checkpoint", "latest"),
         ("report",),
         ("export", "--no-check"),
         ("evaluate", *QUICK),
@@ -157,8 +155,7 @@ def test_checkpoints_on_a_server_that_only_the_run_names_are_an_error_with_the_w
     code, _, err = ask(command[0], run.folder, *command[1:])
     assert code == 2 and listener.received == []
     server = f"http://127.0.0.1:{listener.port}"
-    assert f"checkpoint.storage of {run.folder / 'config.yaml'}=" in err
-    assert f"set AWS_ENDPOINT_URL_S3={server}, or add --trust-run if the run is yours" in err
+    assert "checkpoint.storage" in err and f"set AWS_ENDPOINT_URL_S3={server}, or add --trust-run" in err
 
 
 @pytest.mark.parametrize("way", ["--trust-run", "environment"])

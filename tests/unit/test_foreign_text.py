@@ -52,15 +52,7 @@ _NAME = _ARGUMENT.replace("/", "") + ".txt"
 
 @dataclass(frozen=True)
 class World:
-    """What somebody else may have sent.
-
-    Attributes:
-        folder: Where all of it is.
-        run: A run with a checkpoint.
-        config: A configuration of that run.
-        sources: Files for a corpus.
-        model: A model's directory.
-    """
+    """What somebody else may have sent: a run with a checkpoint, its configuration, files for a corpus, a model."""
 
     folder: Path
     run: Run
@@ -70,21 +62,11 @@ class World:
 
     def values(self) -> dict[str, str]:
         """The value of each parameter that makes a command do its work; any other is given the attack."""
-        return {
-            "run": str(self.run.folder),
-            "config": str(self.config),
-            "sources": str(self.sources),
-            "model": str(self.model),
-            "out": str(self.folder / "out"),
-            "tokenizer": "bytes",
-            "context": "1024",
-            "gpus": "2",
-            "row": "0",
-            "checkpoint": "3",
-            "other": str(self.run.folder),
-            "step": "latest",
-            "id_field": "id",
-        }
+        run = str(self.run.folder)
+        paths = {"run": run, "other": run, "config": self.config, "sources": self.sources, "model": self.model}
+        texts = {"tokenizer": "bytes", "context": 1024, "gpus": 2, "row": 0, "checkpoint": 3, "step": "latest"}
+        values = {**paths, **texts, "out": self.folder / "out", "id_field": "id"}
+        return {name: str(value) for name, value in values.items()}
 
 
 @pytest.fixture(scope="module")
@@ -284,15 +266,15 @@ _LOOKS = {
 }
 
 
+_ALL = (pytest.mark.slow, pytest.mark.timeout(1800))
+_CASES = [(file, look) for file, looks in _LOOKS.items() for look in looks]
+
+
 @pytest.mark.parametrize(
     ("file", "look", "most"),
     [
         *(pytest.param(file, looks[0], 2, id=f"{file}-{looks[0]}-few") for file, looks in _LOOKS.items()),
-        *(
-            pytest.param(file, look, None, id=f"{file}-{look}-all", marks=(pytest.mark.slow, pytest.mark.timeout(1800)))
-            for file, looks in _LOOKS.items()
-            for look in looks
-        ),
+        *(pytest.param(file, look, None, id=f"{file}-{look}-all", marks=_ALL) for file, look in _CASES),
     ],
 )
 def test_no_text_of_a_file_acts(world: World, faults: Faults, file: str, look: str, most: int | None) -> None:

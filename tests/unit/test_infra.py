@@ -17,7 +17,6 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
-from ray.autoscaler._private.aws.config import _configure_from_network_interfaces
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 from ray_ulysses.config import Config, load_config
@@ -37,66 +36,35 @@ _KUSTOMIZATIONS = (
     *(f"overlays/gpus-64-{network}" for network in _NETWORKS),
 )
 
-# The fields of KubeRay's RayJob that are used here, with the types of ray-operator/apis/ray/v1 (KubeRay 1.5.1); its
-# whole schema is in no Python package. Pod templates are checked by the schema of Kubernetes.
-_GROUP = {
-    "rayStartParams": {"type": "object", "additionalProperties": {"type": "string"}},
-    "template": {"type": "object"},
+
+def _fields(required: dict[str, Any], optional: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of an object that has these fields and no others."""
+    properties = required | optional
+    return {"type": "object", "additionalProperties": False, "required": [*required], "properties": properties}
+
+
+_TEXT, _OBJECT, _COUNT = {"type": "string"}, {"type": "object"}, {"type": "integer", "minimum": 0}
+_GROUP = {"rayStartParams": {"type": "object", "additionalProperties": _TEXT}, "template": _OBJECT}
+_WORKERS = _fields({"groupName": _TEXT, "minReplicas": _COUNT, "maxReplicas": _COUNT, **_GROUP}, {"replicas": _COUNT})
+_CLUSTER_OPTIONS = {
+    "rayVersion": _TEXT,
+    "authOptions": {"type": "object", "properties": {"mode": {"enum": ["token", "disabled"]}}},
+    "workerGroupSpecs": {"type": "array", "items": _WORKERS},
 }
-_COUNT = {"type": "integer", "minimum": 0}
-_RAY_JOB: dict[str, Any] = {
-    "type": "object",
-    "additionalProperties": False,
-    "required": ["apiVersion", "kind", "metadata", "spec"],
-    "properties": {
-        "apiVersion": {"const": "ray.io/v1"},
-        "kind": {"const": "RayJob"},
-        "metadata": {"type": "object", "required": ["name"]},
-        "spec": {
-            "type": "object",
-            "additionalProperties": False,
-            "required": ["entrypoint", "rayClusterSpec"],
-            "properties": {
-                "entrypoint": {"type": "string"},
-                "runtimeEnvYAML": {"type": "string"},
-                "submissionMode": {"enum": ["K8sJobMode", "HTTPMode", "InteractiveMode"]},
-                "backoffLimit": _COUNT,
-                "shutdownAfterJobFinishes": {"type": "boolean"},
-                "ttlSecondsAfterFinished": _COUNT,
-                "rayClusterSpec": {
-                    "type": "object",
-                    "additionalProperties": False,
-                    "required": ["headGroupSpec"],
-                    "properties": {
-                        "rayVersion": {"type": "string"},
-                        "authOptions": {"type": "object", "properties": {"mode": {"enum": ["token", "disabled"]}}},
-                        "headGroupSpec": {
-                            "type": "object",
-                            "additionalProperties": False,
-                            "required": ["rayStartParams", "template"],
-                            "properties": _GROUP,
-                        },
-                        "workerGroupSpecs": {
-                            "type": "array",
-                            "items": {
-                                "type": "object",
-                                "additionalProperties": False,
-                                "required": ["groupName", "minReplicas", "maxReplicas", "rayStartParams", "template"],
-                                "properties": _GROUP
-                                | {
-                                    "groupName": {"type": "string"},
-                                    "replicas": _COUNT,
-                                    "minReplicas": _COUNT,
-                                    "maxReplicas": _COUNT,
-                                },
-                            },
-                        },
-                    },
-                },
-            },
-        },
-    },
+_JOB_OPTIONS = {
+    "runtimeEnvYAML": _TEXT,
+    "submissionMode": {"enum": ["K8sJobMode", "HTTPMode", "InteractiveMode"]},
+    "backoffLimit": _COUNT,
+    "shutdownAfterJobFinishes": {"type": "boolean"},
+    "ttlSecondsAfterFinished": _COUNT,
 }
+_CLUSTER = _fields({"headGroupSpec": _fields(_GROUP, {})}, _CLUSTER_OPTIONS)
+_METADATA = {"type": "object", "required": ["name"]}
+_SPEC = _fields({"entrypoint": _TEXT, "rayClusterSpec": _CLUSTER}, _JOB_OPTIONS)
+_KIND = {"apiVersion": {"const": "ray.io/v1"}, "kind": {"const": "RayJob"}}
+_RAY_JOB = _fields({**_KIND, "metadata": _METADATA, "spec": _SPEC}, {})
+"""The fields of KubeRay's RayJob that are used here, with the types of ray-operator/apis/ray/v1 (KubeRay 1.5.1); its
+whole schema is in no Python package. Pod templates are checked by the schema of Kubernetes."""
 
 
 def _documents(path: str) -> list[dict[str, Any]]:
@@ -123,12 +91,8 @@ def _rendered(folder: str) -> list[dict[str, Any]]:
         kind, name = patch["target"]["kind"], patch["target"].get("name")
         (document,) = [d for d in documents if d["kind"] == kind and name in (None, d["metadata"]["name"])]
         for operation in yaml.safe_load(patch["patch"]):
-            _put(
-                document,
-                operation["path"],
-                operation["value"],
-                replaces={"add": False, "replace": True}[operation["op"]],
-            )
+            replaces = {"add": False, "replace": True}[operation["op"]]
+            _put(document, operation["path"], operation["value"], replaces=replaces)
     return documents
 
 
@@ -241,14 +205,6 @@ def test_the_head_asks_for_a_checkpoint_before_it_ends(ray_job: dict[str, Any]) 
     assert int(wait.removeprefix("sleep ")) < spec["terminationGracePeriodSeconds"]
 
 
-def test_the_head_is_on_demand_and_the_workers_are_spot(ray_job: dict[str, Any]) -> None:
-    capacity = {
-        name: group["template"]["spec"]["nodeSelector"]["karpenter.sh/capacity-type"]
-        for name, group in _groups(ray_job)
-    }
-    assert capacity == {"head": "on-demand", "h100-spot": "spot"}
-
-
 def test_the_ray_job_has_the_workers_that_its_configuration_asks_for(ray_job: dict[str, Any]) -> None:
     config = _trained_config(ray_job["spec"]["entrypoint"])
     gpus = cpus = 0
@@ -300,19 +256,6 @@ def test_the_ray_cluster_is_valid_by_rays_own_schema(ray_cluster: dict[str, Any]
     validate_config(prepare_config(ray_cluster))
 
 
-def test_the_ray_clusters_head_is_on_demand_and_its_workers_are_spot(ray_cluster: dict[str, Any]) -> None:
-    if ray_cluster["provider"]["type"] == "local":
-        pytest.skip("machines of one's own are not for hire")
-    spot = {
-        name: "spot" in json.dumps(kind["node_config"]).lower()
-        for name, kind in ray_cluster["available_node_types"].items()
-    }
-    assert spot == {ray_cluster["head_node_type"]: False, "h100-spot": True}
-    assert (
-        sum(kind["max_workers"] for kind in ray_cluster["available_node_types"].values()) == ray_cluster["max_workers"]
-    )
-
-
 @pytest.mark.parametrize(("network", "device"), [("efa", "vpc.amazonaws.com/efa"), ("infiniband", "rdma/")])
 def test_a_pod_on_a_fast_network_has_its_libraries_and_devices_and_may_lock_memory(network: str, device: str) -> None:
     (job,) = [one for one in _rendered(f"overlays/gpus-64-{network}") if one["kind"] == "RayJob"]
@@ -326,44 +269,6 @@ def test_a_pod_on_a_fast_network_has_its_libraries_and_devices_and_may_lock_memo
     (plain,) = [one for one in _rendered("overlays/gpus-64") if one["kind"] == "RayJob"]
     assert group["replicas"] == plain["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["replicas"]
     assert "vpc.amazonaws.com/efa" not in str(plain)
-
-
-@pytest.mark.parametrize("network", _NETWORKS)
-def test_a_machine_on_a_fast_network_has_its_libraries_and_devices_and_may_lock_memory(network: str) -> None:
-    (cluster,) = _documents(f"ray-cluster-{network}.yaml")
-    docker = cluster["docker"]
-    assert docker["image"].endswith(f"-{network}")
-    assert {"--ulimit memlock=-1:-1", "--cap-add IPC_LOCK"} <= set(docker["run_options"])
-    assert "--device /dev/infiniband" in docker["worker_run_options"]
-
-
-def test_a_machine_with_efa_has_one_interface_on_each_of_its_network_cards() -> None:
-    (cluster,) = _documents("ray-cluster-efa.yaml")
-    node = cluster["available_node_types"]["h100-spot"]["node_config"]
-    cards = node["NetworkInterfaces"]
-    assert [card["NetworkCardIndex"] for card in cards] == list(range(32))
-    # One interface of a machine is its first device.
-    assert [card["DeviceIndex"] for card in cards] == [0] + [1] * 31
-    assert {card["InterfaceType"] for card in cards} == {"efa"}
-    # What Ray 2.60 makes of it before it asks AWS.
-    assert (
-        len(
-            _configure_from_network_interfaces(cluster)["available_node_types"]["h100-spot"]["node_config"]["SubnetIds"]
-        )
-        == 32
-    )
-
-
-@pytest.mark.parametrize("network", ["none", *_NETWORKS])
-def test_the_image_is_built_for_each_network(network: str) -> None:
-    text = (_INFRA / "Dockerfile").read_text(encoding="utf-8")
-    assert f"\nFROM system AS network-{network}\n" in text
-    assert "\nARG NETWORK=none\n" in text and "\nFROM network-${NETWORK}\n" in text
-
-
-def test_the_image_has_one_cudnn_which_is_pytorch_s() -> None:
-    (image,) = re.findall(r"(?m)^ARG CUDA_IMAGE=(.+)$", (_INFRA / "Dockerfile").read_text(encoding="utf-8"))
-    assert "cudnn" not in image and "devel" in image
 
 
 def test_every_cluster_asks_for_a_token_and_no_file_holds_one(
@@ -402,15 +307,6 @@ def test_the_mlflow_service_answers_by_the_name_that_the_configurations_use() ->
     assert service["spec"]["selector"] == deployment["spec"]["template"]["metadata"]["labels"]
 
 
-def test_both_mlflow_servers_are_started_alike() -> None:
-    deployment = next(d for d in _documents("mlflow/kubernetes.yaml") if d["kind"] == "Deployment")
-    (container,) = deployment["spec"]["template"]["spec"]["containers"]
-    (compose,) = _documents("mlflow/compose.yaml")
-    started = [[*container["command"], *container["args"]], compose["services"]["mlflow"]["command"]]
-    ours, theirs = ([part for part in command if not part.startswith("--allowed-hosts")] for command in started)
-    assert ours == theirs
-
-
 def test_lost_nodes_are_noticed_soon_wherever_a_head_is_started(
     ray_job: dict[str, Any], ray_cluster: dict[str, Any]
 ) -> None:
@@ -422,24 +318,10 @@ def test_lost_nodes_are_noticed_soon_wherever_a_head_is_started(
     assert len(on_machine) == 4
 
 
-def test_the_workflow_runs_what_every_change_must_pass_on_each_python() -> None:
-    workflow = yaml.safe_load((_ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))
-    (job,) = workflow["jobs"].values()
-    assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
-    project = (_ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    assert job["strategy"]["matrix"]["python"] == re.findall(r"Python :: (3\.\d+)", project)
-
-
-def test_the_image_copies_what_exists_and_holds_the_kernels() -> None:
+def test_the_image_copies_what_exists() -> None:
     text = (_INFRA / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
     copied = [source for line in re.findall(r"(?m)^COPY (?!--from)(.+)$", text) for source in line.split()[:-1]]
     assert {"ray_ulysses", "configs", "jobs", "constraints.txt"} <= set(copied)
     assert [source for source in copied if not (_ROOT / source).exists()] == []
     kept = (_INFRA / "Dockerfile.dockerignore").read_text(encoding="utf-8").splitlines()
     assert {line[1:] for line in kept if line.startswith("!")} == set(copied)
-    assert "flash-attn" in text
-    assert f"WORKDIR {_IN_IMAGE.rstrip('/')}\n" in text
-    # What the image is built with stays in a stage of its own.
-    final = text.rpartition("\nFROM ")[2]
-    assert "COPY --from=environment /opt/venv /opt/venv" in final and "pip install" not in final
-    assert all("-c constraints.txt" in line for line in re.findall(r"pip install.*", text))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from tests.long_tests import found_long, long_tests, seconds_of, without_case
+from tests.long_tests import found_long, long_tests
 
 _ROOT = Path(__file__).parents[2]
 
@@ -25,15 +25,3 @@ def test_every_test_that_is_listed_exists() -> None:
 
 def test_a_test_is_long_by_one_case_or_by_all_of_them() -> None:
     assert found_long({"b": [0.1, 0.4], "quick": [0.2, 0.2], "a": [0.2] * 8}) == ("a", "b")
-
-
-def test_seconds_are_read_of_unit_tests_alone(tmp_path: Path) -> None:
-    report = tmp_path / "report.xml"
-    report.write_text(
-        '<testsuites><testsuite><testcase classname="tests.unit.run.test_a" name="test_b[1-x]" time="0.5"/>'
-        '<testcase classname="tests.unit.run.test_a" name="test_b[2]" time="1.5"/>'
-        '<testcase classname="tests.cluster.test_c" name="test_d" time="9"/></testsuite></testsuites>',
-        encoding="utf-8",
-    )
-    assert seconds_of(report) == {"tests/unit/run/test_a.py::test_b": [0.5, 1.5]}
-    assert without_case("tests/unit/run/test_a.py::test_b[a[1]]") == "tests/unit/run/test_a.py::test_b"

@@ -2,8 +2,6 @@
 
 import contextlib
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -14,22 +12,14 @@ from ray_ulysses.model_shape import EXACT_FAMILIES, HEAD_NORMS, TIED_BY_DEFAULT,
 from tests.unit.attention.models import ARCHITECTURES, HYBRIDS, SIZES
 
 LLAMA_3_8B = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "num_hidden_layers": 32,
-    "vocab_size": 128256,
-}
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "num_hidden_layers": 32, "vocab_size": 128256,
+}  # fmt: skip
 SMALL = {
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 3,
-    "vocab_size": 97,
-}
+    "hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 6, "num_key_value_heads": 2,
+    "num_hidden_layers": 3, "vocab_size": 97,
+}  # fmt: skip
+BOTH = {**ARCHITECTURES, **HYBRIDS}
 
 
 def counted_by_transformers(config: dict) -> int:
@@ -65,19 +55,10 @@ def test_parameters_are_those_of_transformers_with_kv_heads_left_out(family):
     assert shape.num_kv_heads == (8 if family == "mistral" else 32)
 
 
-def test_llama_counts_the_bias_of_its_mlp():
+def test_llama_counts_the_bias_of_its_mlp_and_has_its_published_parameters():
     config = {**SMALL, "model_type": "llama", "mlp_bias": True}
     assert ModelShape.from_config_dict(config).num_parameters == counted_by_transformers(config)
-
-
-def test_llama_3_8b_has_its_published_parameters():
     assert ModelShape.from_config_dict(LLAMA_3_8B).num_parameters == 8_030_261_248
-
-
-def test_another_family_is_said_to_be_an_estimate():
-    shape = ModelShape.from_config_dict({**SMALL, "model_type": "olmo2"})
-    assert not shape.is_exact
-    assert shape.num_parameters > 0
 
 
 def test_experts_are_counted_in_an_estimate():
@@ -86,48 +67,29 @@ def test_experts_are_counted_in_an_estimate():
     assert experts.layer_parameters - plain.layer_parameters == 7 * 3 * 48 * 80 + 8 * 48
 
 
-def test_experts_that_differ_from_layer_to_layer_count_as_the_most():
-    described = {**SMALL, "model_type": "hunyuan_v1_moe", "num_experts": 8, "moe_topk": [1, 2, 4]}
-    experts = ModelShape.from_config_dict({**described, "moe_intermediate_size": [16, 32, 16]}).experts
-    assert experts is not None and (experts.count, experts.active, experts.width) == (8, 4, 32)
-
-
-def test_level_sp_sizes_are_the_divisors_of_the_query_heads():
-    assert ModelShape.from_config_dict({**SMALL, "model_type": "llama"}).level_sp_sizes() == (1, 2, 3, 6)
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"vocab_size": 0}, "vocab_size"),
+        ({"num_hidden_layers": "3"}, "num_hidden_layers"),
+        ({"num_key_value_heads": 4}, "num_key_value_heads"),
+        ({"hidden_size": 50}, "hidden_size"),
+        ({"num_experts": "many"}, "num_experts"),
+        ({"layer_types": 5}, "layer_types"),
+        ({"per_layer_config": {"0": "wide"}}, "per_layer_config.0"),
+        ({"per_layer_config": {"3": {"head_dim": 16}}}, "per_layer_config"),
+        ({"intermediate_size": [128, "a"]}, "intermediate_size"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_sizes_that_can_not_be_are_refused(change, name):
+    with pytest.raises(UserError, match=name):
+        ModelShape.from_config_dict({**SMALL, "model_type": "llama", **change})
 
 
 def test_missing_sizes_are_all_named():
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match="intermediate_size, num_hidden_layers, vocab_size missing"):
         ModelShape.from_config_dict({"model_type": "llama", "hidden_size": 48, "num_attention_heads": 6})
-    assert str(caught.value).startswith("model.config: intermediate_size, num_hidden_layers, vocab_size missing; ")
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ({"vocab_size": 0}, "model.config.vocab_size=0: must be a whole number of at least 1"),
-        ({"num_hidden_layers": "3"}, "model.config.num_hidden_layers='3': must be a whole number of at least 1"),
-        (
-            {"num_key_value_heads": 4},
-            "model.config.num_key_value_heads=4: must divide num_attention_heads=6; each",
-        ),
-        (
-            {"hidden_size": 50},
-            "model.config.hidden_size=50: is not a multiple of num_attention_heads=6; give head_dim, or",
-        ),
-        (
-            {"num_experts": "many"},
-            "model.config.num_experts='many': must be a whole number, or a list with one per layer",
-        ),
-        ({"layer_types": 5}, "model.config.layer_types=5: must be a list of kinds, one per layer"),
-        ({"per_layer_config": {"0": "wide"}}, "model.config.per_layer_config.0='wide': must be a mapping of sizes"),
-    ],
-    ids=["zero", "text", "kv_heads", "hidden_size", "experts", "layer_types", "per_layer"],
-)
-def test_sizes_that_can_not_be_are_refused(change, text):
-    with pytest.raises(UserError) as caught:
-        ModelShape.from_config_dict({**SMALL, "model_type": "llama", **change})
-    assert str(caught.value).startswith(text)
 
 
 def test_a_model_directory_is_read(tmp_path):
@@ -135,27 +97,10 @@ def test_a_model_directory_is_read(tmp_path):
     assert ModelShape.from_path(tmp_path) == ModelShape.from_config_dict(LLAMA_3_8B)
 
 
-def test_a_directory_without_config_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"there is no .*config\.json; give the directory of a Hugging Face model"):
-        ModelShape.from_path(tmp_path)
-
-
-@pytest.mark.parametrize("architecture", sorted({*ARCHITECTURES, *HYBRIDS} - {"gpt2"}))
+@pytest.mark.parametrize("architecture", sorted({*BOTH} - {"gpt2"}))
 def test_what_transformers_saves_is_read(architecture):
-    config = {**ARCHITECTURES, **HYBRIDS}[architecture]()
+    config = BOTH[architecture]()
     assert ModelShape.from_config_dict(config.to_diff_dict()).num_layers == config.num_hidden_layers
-
-
-@pytest.mark.parametrize(("content", "text"), [("{", "can't be read as JSON"), ("[]", "must hold a JSON object")])
-def test_a_broken_config_is_named(tmp_path, content, text):
-    (tmp_path / "config.json").write_text(content)
-    with pytest.raises(UserError, match=text):
-        ModelShape.from_path(tmp_path)
-
-
-def test_torch_is_not_imported():
-    code = "import sys, ray_ulysses.model_shape; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 @pytest.mark.parametrize(
@@ -163,42 +108,21 @@ def test_torch_is_not_imported():
     [
         {"per_layer_config": {"01": {"head_dim": 16, "num_key_value_heads": 1}}},
         {
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-            "global_head_dim": 16,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "global_head_dim": 16,
             "num_global_key_value_heads": 1,
         },
     ],
     ids=["per-layer", "gemma4"],
-)
+)  # fmt: skip
 def test_heads_may_differ_from_layer_to_layer(described):
     config = {
-        "model_type": "gemma4_text",
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "vocab_size": 61,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-    }
+        "model_type": "gemma4_text", "hidden_size": 32, "intermediate_size": 48, "vocab_size": 61,
+        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    }  # fmt: skip
     shape = ModelShape.from_config_dict({**config, **described})
     assert (shape.head_dim, shape.num_kv_heads) == (16, 2)
     assert shape.attention_width == 4 * (8 + 16 + 8)
     assert ModelShape.from_config_dict(config).attention_width == 4 * 3 * 8
-
-
-def test_a_layer_that_is_not_there_can_not_differ():
-    config = {
-        "model_type": "gemma4_text",
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "vocab_size": 61,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "per_layer_config": {"2": {"head_dim": 16}},
-    }
-    with pytest.raises(UserError, match=r"per_layer_config has layer 2, but there are 2 layers"):
-        ModelShape.from_config_dict(config)
 
 
 def _has_head_norms(model) -> bool:
@@ -221,13 +145,13 @@ def _on_meta(config):
 _OTHER_NORMS = {"bailing_hybrid", "deepseek_v3", "kimi_linear", "minimax"}
 
 
-@pytest.mark.parametrize("architecture", sorted({*ARCHITECTURES, *HYBRIDS} - _OTHER_NORMS))
+@pytest.mark.parametrize("architecture", sorted({*BOTH} - _OTHER_NORMS))
 def test_whether_queries_are_normalized_is_as_in_transformers_own_modules(architecture):
-    config = {**ARCHITECTURES, **HYBRIDS}[architecture]()
+    config = BOTH[architecture]()
     assert (config.model_type in HEAD_NORMS) == _has_head_norms(_on_meta(config))
 
 
-@pytest.mark.parametrize("model_type", sorted(HEAD_NORMS - {*ARCHITECTURES, *HYBRIDS}))
+@pytest.mark.parametrize("model_type", sorted(HEAD_NORMS - {*BOTH}))
 def test_each_family_with_norms_of_heads_has_them(model_type):
     from transformers import AutoConfig
 
@@ -290,22 +214,12 @@ def test_a_token_goes_through_its_own_experts_and_the_shared_ones(model_type):
     assert (experts.shared > 0) == (model_type in ("qwen2_moe", "ernie4_5_moe"))
 
 
-def test_a_dense_model_has_no_idle_parameters():
-    shape = ModelShape.from_config_dict({**SMALL, "model_type": "llama"})
-    assert shape.experts is None and shape.idle_parameters == 0 and shape.mlp_width == 80
-
-
 @pytest.mark.parametrize(
     ("own", "heads", "widths"),
     [
         # DeepSeek-V3's latent attention makes keys and values of each of its query heads.
         (
-            {"model_type": "deepseek_v3", "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
-            16,
-            (192, 128, 8 * 16 * 160, 8 * 16 * 128),
-        ),
-        # Transformers' own files have its rotary part as the size of a head.
-        (
+            # Transformers' own files have its rotary part as the size of a head.
             {
                 "model_type": "deepseek_v3", "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
                 "head_dim": 64,
@@ -339,24 +253,18 @@ def test_a_width_of_the_mlp_per_layer_is_read_as_the_largest() -> None:
     }  # fmt: skip
     shape = ModelShape.from_config_dict(sizes)
     assert (shape.intermediate_size, shape.streams) == (256, 4)
-    with pytest.raises(UserError, match="intermediate_size"):
-        ModelShape.from_config_dict({**sizes, "intermediate_size": [128, "a"]})
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *(
-            (name, value)
-            for name in ("num_hidden_layers", "hidden_size", "vocab_size")
-            for value in (10**9, 10**30, -(10**9))
-        ),
-        ("num_hidden_layers", 1e9),
+        ("num_hidden_layers", 10**9),
         ("num_hidden_layers", float("nan")),
+        ("hidden_size", 10**30),
+        ("vocab_size", -(10**9)),
         ("num_attention_heads", 10**9),
         ("head_dim", 10**9),
         ("num_local_experts", 10**9),
-        ("num_experts_per_tok", 10**9),
         ("moe_topk", [10**20]),
         ("intermediate_size", [1, 10**9]),
         ("layer_types", ["full_attention"] * 100_000),
@@ -378,15 +286,16 @@ def test_a_size_that_no_model_has_is_refused_before_a_model_is_made_of_it(tmp_pa
             read()
 
 
-@pytest.mark.parametrize(
-    "content", ["[" * 100_000, '{"a":' * 100_000, '{"a": "\\ud800"}', '{"a": ' + "9" * 5000, "\xff"]
-)
+@pytest.mark.parametrize("content", ["{", "[" * 100_000, '{"a": "\\ud800"}', '{"a": ' + "9" * 5000, "\xff"])
 def test_a_config_that_no_parser_reads_is_named(tmp_path, content):
     (tmp_path / "config.json").write_text(content, encoding="latin-1")
     with pytest.raises(UserError, match="can't be read as JSON"):
         ModelShape.from_path(tmp_path)
     with pytest.raises(UserError, match=r"no model can be made|there is no config\.json"):
         stored_config(str(tmp_path))
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(UserError, match=r"there is no .*config\.json"):
+        ModelShape.from_path(tmp_path)
 
 
 def test_the_defaults_of_every_class_of_transformers_are_plausible():
@@ -402,7 +311,7 @@ def test_the_defaults_of_every_class_of_transformers_are_plausible():
         refuse_implausible(fields, kind)
 
 
-@pytest.mark.parametrize("kind", [[], {}, ["llama"], 7, True])
+@pytest.mark.parametrize("kind", [{}, ["llama"], 7])
 def test_a_model_type_that_is_no_text_is_refused(kind):
     with pytest.raises(UserError, match=r"model\.config\.model_type"):
         inline_config({**LLAMA_3_8B, "model_type": kind})

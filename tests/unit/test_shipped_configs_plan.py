@@ -77,21 +77,3 @@ def test_a_model_that_does_not_fit_is_refused_without_a_corpus_too(capsys: pytes
     report = json.loads(capsys.readouterr().out)
     assert report["corpus"]["is_made_up"] is True
     assert [problem.partition("=")[0] for problem in report["problems"]] == ["memory.device_gib"]
-
-
-def test_what_depends_on_the_length_of_the_corpus_is_not_judged_without_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = next(path for path in _CONFIGS if "tiny" in path.stem)
-    changes = (
-        "run.stop_step=99999",
-        "schedule.warmup_steps=5000",
-        "schedule.horizon_steps=",
-        "run.eval_every_steps=",
-        # A demo may have left a run of that name here.
-        f"run.storage={tmp_path}/runs",
-        f"data.path={tmp_path}/none",
-    )
-    sets = [word for change in changes for word in ("--set", change)]
-    assert run(app, ["plan", str(path), *sets]) == 0
-    assert "note:" not in capsys.readouterr().out

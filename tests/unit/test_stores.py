@@ -6,14 +6,12 @@ import errno
 import signal
 import subprocess
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from ray_ulysses.storage import AlreadyExistsError, LocalStore, Store
-from tests.stores import CountingStore, FaultyStore, Kind, MemoryStore, SlowStore, permission_lost
+from ray_ulysses.storage import LocalStore, Store
+from tests.stores import CountingStore, FaultyStore, Kind, MemoryStore, permission_lost
 
 
 def _work(store: Store) -> None:
@@ -26,20 +24,6 @@ def _work(store: Store) -> None:
 
 
 _CALLS: list[Kind] = ["create", "chunk", "chunk", "open", "read", "replace", "chunk", "list", "delete"]
-
-
-def test_calls_and_bytes_are_counted(tmp_path: Path) -> None:
-    store = CountingStore(LocalStore(tmp_path))
-    _work(store)
-    assert [kind for kind, _ in store.log] == _CALLS
-    assert (store.bytes_read, store.bytes_written) == (2, 3)
-    assert store.calls["chunk"] == 3
-    store.create("b", [b"0123456789"])
-    with store.open("b") as stream:
-        target = bytearray(4)
-        stream.seek(3)
-        assert stream.readinto(target) == 4  # type: ignore[attr-defined]
-    assert (bytes(target), store.bytes_read) == (b"3456", 6)
 
 
 @pytest.mark.parametrize("call", range(1, len(_CALLS) + 2))
@@ -83,29 +67,3 @@ def test_a_fault_may_be_a_death(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=60, check=False)
     assert done.returncode == -signal.SIGKILL
     assert LocalStore(tmp_path).list("a") == []
-
-
-def test_a_gate_holds_a_call_until_it_opens() -> None:
-    gate = threading.Event()
-    store = SlowStore(MemoryStore(), gate=gate, kinds=["create"])
-    with ThreadPoolExecutor(1) as pool:
-        job = pool.submit(store.create, "a", [b"1"])
-        assert store.is_waiting.wait(10)
-        assert store.list("a") == []
-        gate.set()
-        assert job.result(10) == 1
-    with pytest.raises(TimeoutError, match="nobody opened the gate for create of b"):
-        SlowStore(MemoryStore(), gate=threading.Event(), kinds=["create"], gate_timeout_s=0.01).create("b", [b""])
-
-
-def test_the_store_in_memory_keeps_the_contract() -> None:
-    store = MemoryStore()
-    store.create("a/b", [b"1"])
-    with pytest.raises(AlreadyExistsError):
-        store.create("a/b", [b"2"])
-    store.replace("ab", [b"3"])
-    assert store.list("a") == ["a/b"]
-    store.delete("a")
-    with pytest.raises(FileNotFoundError):
-        store.open("a/b")
-    assert store.read_whole("ab") == b"3"

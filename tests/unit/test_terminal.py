@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-import json
 import logging
-import pickle
 import sys
 import unicodedata
 
@@ -14,15 +12,11 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from ray_ulysses.cli import main, run
+from ray_ulysses.cli import main
 from ray_ulysses.commands.display import open_console, start_live
-from ray_ulysses.commands.output import Waiting, put
-from ray_ulysses.errors import ConfigError, Problem, UserError
 from ray_ulysses.logging import (
     EscapingStream,
-    configure_logging,
     escaped_output,
-    get_logger,
     indented,
     one_line,
     printable,
@@ -62,25 +56,7 @@ def test_line_feeds_in_a_text_are_escaped_or_marked() -> None:
     assert indented("a\nerror: b\n\nc\n") == "a\n  | error: b\n  | \n  | c"
     assert indented(indented("a\nb")) == indented("a\nb")
     assert as_text(["a\nerror: b", "c"]) == "a\n  | error: b\nc"
-    assert facts([("name", "a\nb"), ("b", "c")]) == [r"  name  a\nb", "  b     c"]
-    assert table(("x", "y"), [("\u202e\n", "1")]) == ["         x  y", r"  \u202e\n  1"]
-
-
-def test_the_list_of_an_error_is_its_own_and_a_line_feed_in_it_is_marked() -> None:
-    error = UserError("a\nb", "c\nd", "e")
-    assert str(error) == "a\n  | b\n  - c\n  | d\n  - e"
-    assert str(pickle.loads(pickle.dumps(error))) == str(error)
-    problems = [Problem(path="a", rule="r\nx", hint="h"), Problem(path="b", value="\x1b\n", rule="r", hint="h")]
-    assert str(ConfigError(problems)) == ("configuration: 2 problems\n  - a: r\n  | x; h\n  - b='\\x1b\\n': r; h")
-
-
-@pytest.mark.parametrize("error", [UserError(ATTACK), OSError(2, ATTACK, ATTACK), OSError(ATTACK)])
-def test_an_error_is_printed_escaped(capsysbinary: pytest.CaptureFixture[bytes], error: Exception) -> None:
-    def command(args: list[str] | None, standalone_mode: bool) -> None:
-        raise error
-
-    run(command)
-    assert faults_of(capsysbinary.readouterr().err) == []
+    assert faults_of("\n".join([*facts([(ATTACK, ATTACK)]), *table(("x",), [(ATTACK,)])]).encode()) == []
 
 
 def test_a_traceback_is_printed_escaped(
@@ -105,34 +81,6 @@ def test_what_libraries_print_and_log_is_escaped(capsysbinary: pytest.CaptureFix
     said = capsysbinary.readouterr()
     assert faults_of(said.out) == faults_of(said.err) == []
     assert not isinstance(sys.stdout, EscapingStream)
-
-
-def test_a_log_record_is_one_line_and_what_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = io.StringIO()
-    logger = get_logger("tests_of_terminal")
-    root = logging.getLogger("ray_ulysses")
-    monkeypatch.setattr(root, "handlers", [])
-    monkeypatch.setattr(sys, "stderr", stream)
-    configure_logging()
-    logger.warning("a path %s", ATTACK)
-    assert faults_of(stream.getvalue().encode()) == []
-
-
-def test_a_letter_that_the_encoding_lacks_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    raw = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii", write_through=True))
-    with escaped_output():
-        put("é中")
-    assert raw.getvalue() == b"\\xe9\\u4e2d\n"
-
-
-def test_json_stays_valid_and_has_the_true_value(capsys: pytest.CaptureFixture[str]) -> None:
-    every = "".join(map(chr, range(0x20))) + "\x7f\x80\x9b\u202e"
-    with escaped_output():
-        put(json.dumps({every: every}))
-    out = capsys.readouterr().out
-    assert json.loads(out) == {every: every}
-    assert out.isascii() and out[:-1].isprintable()
 
 
 @pytest.mark.parametrize("is_live", [True, False])
@@ -162,25 +110,3 @@ def test_a_console_shows_markup_links_and_escapes_as_they_are(monkeypatch: pytes
     assert r"\x1b]8;;http://a" in said or not is_live
     if not is_live:
         assert "\x1b" not in said
-
-
-def test_the_line_of_a_wait_shows_a_foreign_phase_and_moves_only_its_own_cursor() -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    class Late:
-        def monotonic(self) -> float:
-            self.now = getattr(self, "now", -5.0) + 5.0
-            return self.now
-
-        def now_(self) -> float:
-            return 0.0
-
-    stream = Terminal()
-    wait = Waiting(ATTACK, stream=stream, clock=Late())  # type: ignore[arg-type]
-    wait.look()
-    wait.say(ATTACK)
-    said = stream.getvalue().replace("\r\x1b[K", "")
-    assert r"\x1b]52" in said
-    assert faults_of(said.encode()) == []

@@ -7,11 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ray_ulysses.config import Config, load_config
-from ray_ulysses.config.stages import stage_config
+from ray_ulysses.config import load_config
 from ray_ulysses.model_shape import ModelShape
-from ray_ulysses.planner.memory import configured_memory
-from ray_ulysses.planner.memory_terms import GIB
 from ray_ulysses.run.settings import model_shape
 
 _CONFIGS = tuple(sorted((Path(__file__).parents[3] / "configs").glob("*.yaml")))
@@ -53,22 +50,6 @@ def test_a_configuration_is_what_its_name_says(path: Path) -> None:
     assert config.data.context_tokens == _context(match)
     assert config.cluster.gpus_per_worker == (1 if match["gpus"] else 0)
     assert not match["gpus"] or config.cluster.workers.max == int(match["gpus"])
-
-
-@_BY_NAME
-def test_a_configuration_fits_what_it_names_by_the_estimate(path: Path) -> None:
-    whole = load_config(path, is_users=True)
-    for number in range(max(1, len(whole.stages))):
-        _fits(stage_config(whole, number), _shape(path))
-
-
-def _fits(config: Config, shape: ModelShape) -> None:
-    taken = configured_memory(config, shape)
-    if config.cluster.gpus_per_worker:
-        assert config.memory.device_gib is not None
-        assert config.memory.host_gib is not None
-        assert taken.device_bytes <= config.memory.device_gib * GIB
-        assert taken.host_bytes <= config.memory.host_gib * GIB
 
 
 @_BY_NAME

@@ -1,12 +1,11 @@
 from __future__ import annotations
 
-import errno
 import json
-import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -16,17 +15,15 @@ import pytest
 from ray_ulysses.data.corpus import row_groups
 from ray_ulysses.data.corpus.corpus import Corpus, table_crc32
 from ray_ulysses.data.corpus.flat_file import FlatFile, FlatWriter
-from ray_ulysses.data.corpus.format import SPANS_SCHEMA, token_dtype
+from ray_ulysses.data.corpus.format import SPANS_SCHEMA, CorpusInfo
 from ray_ulysses.data.corpus.row_groups import RowGroupWriter
 from ray_ulysses.data.fingerprint import stable_hash
 from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.sources.rows import RowFields
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.errors import UserError
-from ray_ulysses.storage.retry import StorageAwayError
 from tests.local_preparation import prepare_local
 from tests.unit.data.corpora import check_content, text_corpus, varied_texts
-from tests.unit.storage.test_retry import SleepingClock, policy_of
 
 
 @pytest.fixture
@@ -47,125 +44,92 @@ def test_any_range_of_any_document_is_read(tmp_path: Path) -> None:
                     assert found.dtype == "<u2" and found.tolist() == tokens[start : start + length]
 
 
-def test_a_shard_is_read_by_one_line_of_numpy(corpus: Corpus) -> None:
-    shard = corpus.info.shards[0]
-    tokens = np.memmap(corpus.path / "shards" / shard.name, "<u2", "r", shape=shard.num_tokens)
-    index = np.fromfile(corpus.path / "documents.index", "<i8", 2 * corpus.num_documents).reshape(-1, 2)
-    first, length = index[1]
-    assert tokens[first : first + length].tolist() == corpus.read(1, 0, int(length)).tolist()
+def test_a_corpus_opens_with_what_the_plan_needs_and_reads_no_document(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbidden(*_: object, **__: object) -> None:
+        pytest.fail("a document was read")
 
-
-@pytest.mark.parametrize(
-    ("vocab_size", "name"), [(256, "uint8"), (257, "uint16"), (65_536, "uint16"), (65_537, "uint32")]
-)
-def test_the_smallest_type_that_holds_the_vocabulary_is_used(vocab_size: int, name: str) -> None:
-    assert token_dtype(vocab_size).name == name
-
-
-def test_a_corpus_opens_with_what_the_plan_needs(corpus: Corpus) -> None:
-    again = Corpus.open(str(corpus.path))
+    with monkeypatch.context() as patch:
+        patch.setattr(FlatFile, "read", forbidden)
+        patch.setattr(pq, "read_table", forbidden)
+        patch.setattr(pq.ParquetFile, "read_row_group", forbidden)
+        again = Corpus.open(str(corpus.path))
+    assert (again.num_documents, again.info.num_tokens) == (corpus.num_documents, corpus.info.num_tokens)
     assert again.lengths.dtype == np.uint32 and not again.lengths.flags.writeable
     assert again.fingerprint == corpus.fingerprint
-    assert again.info.tokenizer.vocab_size == 257
+    assert (again.info.tokenizer.vocab_size, again.info.dtype) == (257, "uint16")
     check_content(again)
 
 
-def test_a_missing_directory_is_said(tmp_path: Path) -> None:
+def test_a_directory_without_a_corpus_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"data.path=.*nowhere: does not exist; create it with `ray-ulysses prepare`"):
         Corpus.open(tmp_path / "nowhere")
-
-
-def test_a_directory_that_is_no_corpus_is_said(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"is not a prepared corpus \(no corpus.json\)"):
+    with pytest.raises(UserError, match=r"is not a prepared corpus"):
         Corpus.open(tmp_path)
 
 
-def test_a_corpus_of_another_format_is_refused(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+def store_info(corpus: Corpus, **changes: Any) -> Path:
+    """Write a `corpus.json` with other fields, whose checksums are right."""
+    (corpus.path / "corpus.json").write_text(json.dumps(replace(corpus.info, **changes).to_json()))
+    return corpus.path
+
+
+def sealed(fields: dict[str, Any], **changes: Any) -> str:
+    fields = {name: value for name, value in (fields | changes).items() if name != "checksum"}
+    return json.dumps({**fields, "checksum": stable_hash(fields)})
+
+
+@pytest.mark.parametrize(
+    ("text_of", "said"),
+    [
+        *((lambda _, text=text: text, r"corpus\.json") for text in ("", "[]", "{}", '{"format_version": 5}')),
+        (lambda fields: json.dumps({**fields, "format_version": 7}), "format 7, this version reads 5"),
+        (lambda fields: json.dumps({**fields, "max_token_id": 1}), "do not match its checksum"),
+        (lambda fields: sealed(fields, num_documents=29), "do not match its fingerprint"),
+    ],
+    ids=["nothing", "list", "no fields", "version alone", "another format", "edited", "edited and sealed"],
+)
+def test_a_broken_or_edited_corpus_json_is_named(
+    corpus: Corpus, text_of: Callable[[dict[str, Any]], str], said: str
+) -> None:
     path = corpus.path / "corpus.json"
-    fields = json.loads(path.read_text())
-    path.write_text(json.dumps({**fields, "format_version": 7}))
-    with pytest.raises(UserError, match=r"the corpus has format 7, this version reads 5"):
+    path.write_text(text_of(json.loads(path.read_text())))
+    with pytest.raises(UserError, match=said):
         Corpus.open(corpus.path)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format_version": 5}'])
-def test_a_broken_corpus_json_is_named(corpus: Corpus, text: str) -> None:
-    (corpus.path / "corpus.json").write_text(text)
-    with pytest.raises(UserError, match=r"corpus\.json can't be used"):
-        Corpus.open(corpus.path)
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda info: {"num_documents": 0, "index": replace(info.index, num_items=0)}, "the corpus is empty"),
+        (lambda info: {"index": replace(info.index, num_items=2)}, "its index has 2 values for 30 documents"),
+        *((lambda _, dtype=dtype: {"dtype": dtype}, f"dtype='{dtype}'") for dtype in ("float32", "uint8", "uint32")),
+    ],
+    ids=["empty", "index", "float32", "uint8", "uint32"],
+)
+def test_fields_that_do_not_fit_one_another_are_refused(
+    corpus: Corpus, change: Callable[[CorpusInfo], dict[str, Any]], said: str
+) -> None:
+    with pytest.raises(UserError, match=said):
+        Corpus.open(store_info(corpus, **change(corpus.info)))
 
 
-def test_an_edited_corpus_json_is_refused(corpus: Corpus) -> None:
-    path = corpus.path / "corpus.json"
-    fields = json.loads(path.read_text())
-    path.write_text(json.dumps({**fields, "max_token_id": fields["max_token_id"] - 1}))
-    with pytest.raises(UserError, match=r"its fields were changed: they do not match its checksum"):
-        Corpus.open(corpus.path)
-    del fields["checksum"]
-    edited = {**fields, "num_documents": fields["num_documents"] - 1}
-    path.write_text(json.dumps({**edited, "checksum": stable_hash(edited)}))
-    with pytest.raises(UserError, match=r"its fields do not match its fingerprint"):
-        Corpus.open(corpus.path)
-
-
-def test_an_empty_corpus_is_refused(corpus: Corpus) -> None:
-    empty = replace(corpus.info, num_documents=0, index=replace(corpus.info.index, num_items=0))
-    (corpus.path / "corpus.json").write_text(json.dumps(empty.to_json()))
-    with pytest.raises(UserError, match=r"the corpus is empty"):
-        Corpus.open(corpus.path)
-
-
-def test_a_missing_or_cut_sidecar_is_named(corpus: Corpus) -> None:
-    path = corpus.path / "documents.parquet"
+@pytest.mark.parametrize("content", [lambda data: data[:-1], lambda data: b"\0" * len(data), None])
+@pytest.mark.parametrize("name", ["documents.parquet", "shards/shard-00001.tokens"])
+def test_a_cut_zeroed_or_missing_file_is_named(
+    corpus: Corpus, name: str, content: Callable[[bytes], bytes] | None
+) -> None:
+    path = corpus.path / name
     data = path.read_bytes()
-    path.write_bytes(data[:-1])
-    with pytest.raises(UserError, match=r"documents\.parquet can't be used \(it has \d+ bytes, expected \d+\)"):
-        Corpus.open(corpus.path)
-    path.write_bytes(b"\0" * len(data))
-    with pytest.raises(UserError, match=r"documents\.parquet can't be used"):
-        Corpus.open(corpus.path)
     path.unlink()
-    with pytest.raises(UserError, match=r"documents\.parquet can't be used \(No such file or directory\)"):
-        Corpus.open(corpus.path)
-
-
-def test_a_truncated_shard_is_named_by_the_check_and_by_the_read(corpus: Corpus) -> None:
-    path = corpus.path / "shards" / corpus.info.shards[1].name
-    path.write_bytes(path.read_bytes()[:-30])
-    with pytest.raises(UserError, match=r"shard-00001\.tokens can't be read \(it has \d+ bytes, expected \d+"):
-        corpus.check_files()
-    document = corpus.info.shards[0].num_documents
-    with pytest.raises(UserError, match=r"the shard .*shard-00001\.tokens can't be read .*; restore the file"):
-        corpus.read(document, 0, 2)
-
-
-def test_a_missing_shard_is_named(corpus: Corpus) -> None:
-    (corpus.path / "shards" / "shard-00000.tokens").unlink()
-    with pytest.raises(UserError, match=r"shard-00000\.tokens can't be read \(.*No such file or directory"):
-        corpus.check_files()
-
-
-def test_a_shard_with_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
-    corpus = text_corpus(tmp_path, varied_texts(3, longest=3000))
-    path = corpus.path / "shards" / "shard-00000.tokens"
-    clean = path.read_bytes()
-    expected = [corpus.read(document, 0, int(corpus.lengths[document])) for document in range(3)]
-    noticed = 0
-    for at in range(0, len(clean), 97):
-        damaged = bytearray(clean)
-        damaged[at] ^= 0x10
-        path.write_bytes(damaged)
-        with pytest.raises(UserError, match=r"shard-00000\.tokens can't be read .*; restore the file"):
-            check_content(corpus)
-        fresh = Corpus.open(corpus.path)
-        for document in range(3):
-            try:
-                found = fresh.read(document, 0, int(corpus.lengths[document]))
-            except UserError as error:
-                noticed += "shard-00000.tokens can't be read" in str(error)
-            else:
-                assert np.array_equal(found, expected[document]), f"byte {at}"
-    assert noticed > 5
+    if content is not None:
+        path.write_bytes(content(data))
+    with pytest.raises(UserError, match=rf"{path.name} can't be"):
+        Corpus.open(corpus.path).check_files()
+    if name.startswith("shards"):
+        with pytest.raises(UserError, match=rf"{path.name} can't be read .*; restore the file"):
+            corpus.read(corpus.info.shards[0].num_documents, 0, 2)
 
 
 @pytest.mark.parametrize("name", ["shards/shard-00000.tokens", "documents.index"])
@@ -176,10 +140,9 @@ def test_a_file_replaced_by_a_sound_one_of_the_same_size_is_noticed(tmp_path: Pa
     theirs = (other.path / name).read_bytes()
     assert len(theirs) == (corpus.path / name).stat().st_size
     (corpus.path / name).write_bytes(theirs)
-    with pytest.raises(UserError, match=r"it was replaced by another file of the same size"):
-        Corpus.open(corpus.path).check_files()
-    with pytest.raises(UserError, match=r"it was replaced by another file of the same size"):
-        Corpus.open(corpus.path).read(0, 0, 2)
+    for read in (lambda: Corpus.open(corpus.path).check_files(), lambda: Corpus.open(corpus.path).read(0, 0, 2)):
+        with pytest.raises(UserError, match=r"it was replaced by another file of the same size"):
+            read()
 
 
 def prompts(directory: Path, first: str) -> Corpus:
@@ -211,28 +174,6 @@ def test_label_spans_that_are_replaced_after_the_corpus_was_opened_are_noticed(
         again.label_weights(39, 0, 8)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "uint8", "uint32"])
-def test_a_type_that_does_not_fit_the_vocabulary_is_refused(corpus: Corpus, dtype: str) -> None:
-    fields = replace(corpus.info, dtype=dtype).to_json()
-    (corpus.path / "corpus.json").write_text(json.dumps(fields))
-    with pytest.raises(
-        UserError,
-        match=rf"corpus\.json can't be used \(dtype='{dtype}': tokens of a vocabulary of 257 are stored as uint16",
-    ):
-        Corpus.open(corpus.path)
-
-
-def test_opening_reads_no_document(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    def forbidden(*_: object, **__: object) -> None:
-        pytest.fail("a document was read")
-
-    monkeypatch.setattr(FlatFile, "read", forbidden)
-    monkeypatch.setattr(pq, "read_table", forbidden)
-    monkeypatch.setattr(pq.ParquetFile, "read_row_group", forbidden)
-    again = Corpus.open(corpus.path)
-    assert (again.num_documents, again.info.num_tokens) == (corpus.num_documents, corpus.info.num_tokens)
-
-
 def test_a_document_is_found_in_its_row_group(corpus: Corpus, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(row_groups, "GROUP_ROWS", 7)
     small = text_corpus(tmp_path / "small", varied_texts(30), unit_bytes=2000)
@@ -245,83 +186,60 @@ def test_a_document_is_found_in_its_row_group(corpus: Corpus, monkeypatch: pytes
     assert small.fingerprint == corpus.fingerprint
 
 
-def test_lengths_that_are_not_those_of_corpus_json_are_refused(corpus: Corpus) -> None:
+def write_documents(corpus: Corpus, table: pa.Table, crc32: int | None, **changes: Any) -> Path:
+    """Give a corpus another table of documents, with the checksum that its footer names."""
     path = corpus.path / "documents.parquet"
-    table = pq.read_table(path)
-    lengths = table.column("length").to_numpy()[::-1]
-    swapped = table.set_column(0, "length", pa.array(lengths))
-    noted = {b"ray_ulysses.content_crc32": f"{corpus.info.lengths_crc32:08x}".encode()}
-    pq.write_table(swapped.replace_schema_metadata(noted), path)
-    info = replace(corpus.info, documents_bytes=path.stat().st_size)
-    (corpus.path / "corpus.json").write_text(json.dumps(info.to_json()))
-    with pytest.raises(
-        UserError, match=r"documents\.parquet can't be used \(its document lengths do not match corpus\.json\)"
-    ):
-        _ = Corpus.open(corpus.path).lengths
-    pq.write_table(swapped, path)
-    info = replace(corpus.info, documents_bytes=path.stat().st_size)
-    (corpus.path / "corpus.json").write_text(json.dumps(info.to_json()))
-    with pytest.raises(
-        UserError, match=r"documents\.parquet can't be used \(it was replaced by another file of the same"
-    ):
-        Corpus.open(corpus.path)
-    pq.write_table(table.slice(1), path)
-    info = replace(corpus.info, documents_bytes=path.stat().st_size)
-    (corpus.path / "corpus.json").write_text(json.dumps(info.to_json()))
-    with pytest.raises(UserError, match=r"documents\.parquet can't be used \(it has 29 documents, expected 30\)"):
-        Corpus.open(corpus.path)
+    notes = {} if crc32 is None else {b"ray_ulysses.content_crc32": f"{crc32:08x}".encode()}
+    pq.write_table(table.replace_schema_metadata(notes), path, write_page_checksum=True)
+    return store_info(corpus, documents_bytes=path.stat().st_size, **changes)
 
 
-def test_a_storage_that_stays_away_ends_the_read(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    patient = Corpus.open(corpus.path, retry=policy_of(SleepingClock()))
-
-    def away(*_: object, **__: object) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(os, "preadv", away)
-    with pytest.raises(
-        StorageAwayError, match=r"documents\.index: the storage did not answer for 60 s \(14 tries, the last"
-    ):
-        patient.read(3, 0, 5)
-    monkeypatch.undo()
-    assert patient.read(3, 0, 5).size == 5
+def with_column(corpus: Corpus, name: str, values: pa.Array) -> pa.Table:
+    table = pq.read_table(corpus.path / "documents.parquet")
+    return table.set_column(table.schema.get_field_index(name), name, values)
 
 
-def forge(corpus: Corpus, lengths: Sequence[int], num_tokens: int | None = None) -> Path:
+def test_documents_that_are_not_those_of_corpus_json_are_refused(corpus: Corpus) -> None:
+    table, crc32 = pq.read_table(corpus.path / "documents.parquet"), corpus.info.lengths_crc32
+    swapped = with_column(corpus, "length", pa.array(table.column("length").to_numpy()[::-1]))
+    with pytest.raises(UserError, match=r"documents\.parquet .*its document lengths do not match"):
+        _ = Corpus.open(write_documents(corpus, swapped, crc32)).lengths
+    with pytest.raises(UserError, match=r"documents\.parquet .*replaced by another file"):
+        Corpus.open(write_documents(corpus, swapped, None))
+    with pytest.raises(UserError, match=r"documents\.parquet .*it has 29 documents, expected 30"):
+        Corpus.open(write_documents(corpus, table.slice(1), crc32))
+
+
+@pytest.mark.parametrize("column", ["length", "source", "content"])
+def test_documents_with_another_column_are_refused(corpus: Corpus, column: str) -> None:
+    table = with_column(corpus, column, pa.array(["x"] * 30, pa.large_string()).cast(pa.large_binary()))
+    with pytest.raises(UserError, match=r"documents\.parquet .*its columns do not match"):
+        Corpus.open(write_documents(corpus, table, corpus.info.lengths_crc32))
+
+
+def forge(corpus: Corpus, lengths: Sequence[int]) -> Path:
     """Give a corpus other lengths, with the checksums that fit them."""
-    path = corpus.path / "documents.parquet"
-    table = pq.read_table(path)
-    forged = table.set_column(0, "length", pa.array(lengths, pa.int64()))
     crc32 = zlib.crc32(np.asarray(lengths, "<i8").tobytes())
-    pq.write_table(
-        forged.replace_schema_metadata({b"ray_ulysses.content_crc32": f"{crc32:08x}".encode()}),
-        path,
-        write_page_checksum=True,
-    )
-    num_tokens = sum(lengths) if num_tokens is None else num_tokens
-    info = replace(corpus.info, documents_bytes=path.stat().st_size, lengths_crc32=crc32, num_tokens=num_tokens)
-    (corpus.path / "corpus.json").write_text(json.dumps(info.to_json()))
-    return corpus.path
+    table = with_column(corpus, "length", pa.array(lengths, pa.int64()))
+    return write_documents(corpus, table, crc32, lengths_crc32=crc32, num_tokens=sum(lengths))
 
 
-@pytest.mark.parametrize("false", [-1, 0, -(2**62), 2**31, 2**32 - 1, 2**62])
+@pytest.mark.parametrize("false", [-1, 0, 2**31, 2**32 - 1, 2**62])
 def test_a_length_that_no_shard_can_hold_is_refused(corpus: Corpus, false: int) -> None:
     lengths = [int(one) for one in corpus.lengths]
     # The sum stays what it was, as far as other lengths allow it.
     lengths[3:5] = [false, lengths[3] + lengths[4] - false]
-    with pytest.raises(UserError, match=r"documents\.parquet can't be used \(a document has -?\d+ tokens, but"):
+    with pytest.raises(UserError, match=r"documents\.parquet .*a document has -?\d+ tokens, but"):
         _ = Corpus.open(forge(corpus, lengths)).lengths
 
 
 def test_more_tokens_than_the_shards_hold_are_refused(corpus: Corpus) -> None:
     longest = max(shard.num_tokens for shard in corpus.info.shards)
-    with pytest.raises(UserError, match=r"corpus\.json can't be used \(num_tokens is \d+, but its shards hold"):
+    with pytest.raises(UserError, match=r"corpus\.json .*num_tokens is \d+, but its shards hold"):
         Corpus.open(forge(corpus, [longest] * corpus.num_documents))
 
 
-@pytest.mark.parametrize(
-    ("place", "value"), [(0, -1), (0, 2**62), (0, -(2**62)), (1, 1), (1, -5), (1, 2**40), (0, 10**6), (1, 10**6)]
-)
+@pytest.mark.parametrize(("place", "value"), [(0, -1), (0, 2**62), (1, 1), (1, -5), (1, 2**40), (0, 10**6)])
 def test_a_false_entry_of_the_index_is_refused_when_its_document_is_read(
     corpus: Corpus, place: int, value: int
 ) -> None:
@@ -330,20 +248,11 @@ def test_a_false_entry_of_the_index_is_refused_when_its_document_is_read(
     entries[2 * 7 + place] = value
     writer = FlatWriter(corpus.path / "documents.index", np.dtype(np.int64))
     writer.add(entries)
-    info = replace(corpus.info, index=writer.close())
-    (corpus.path / "corpus.json").write_text(json.dumps(info.to_json()))
-    forged = Corpus.open(corpus.path)
+    forged = Corpus.open(store_info(corpus, index=writer.close()))
     length = int(forged.lengths[7])
     with pytest.raises(UserError, match=r"documents\.index can't be used \(its entry for document 7 is wrong"):
         forged.read(7, 0, length)
     assert forged.read(8, 0, 1).tolist() == other
-
-
-def test_an_index_of_another_number_of_documents_is_refused(corpus: Corpus) -> None:
-    info = replace(corpus.info, index=replace(corpus.info.index, num_items=2))
-    (corpus.path / "corpus.json").write_text(json.dumps(info.to_json()))
-    with pytest.raises(UserError, match=r"corpus\.json can't be used \(its index has 2 values for 30 documents"):
-        Corpus.open(corpus.path)
 
 
 @pytest.mark.parametrize(("place", "number"), [(0, -1), (-1, 10**10), (5, 39), (-1, -1)])
@@ -365,27 +274,11 @@ def write_spans(corpus: Corpus, table: pa.Table, statistics: Sequence[str]) -> N
     writer.close(table_crc32(table))
     assert corpus.info.spans is not None
     spans = replace(corpus.info.spans, num_bytes=path.stat().st_size, content_crc32=table_crc32(table))
-    (corpus.path / "corpus.json").write_text(json.dumps(replace(corpus.info, spans=spans).to_json()))
+    store_info(corpus, spans=spans)
 
 
 def test_spans_without_the_bounds_of_their_groups_are_refused(tmp_path: Path) -> None:
     corpus = prompts(tmp_path / "one", "abcdefgh")
     write_spans(corpus, pq.read_table(corpus.path / "spans.parquet"), statistics=[])
     with pytest.raises(UserError, match=r"spans\.parquet can't be used \(its footer lacks the smallest"):
-        Corpus.open(corpus.path)
-
-
-@pytest.mark.parametrize("column", ["length", "source", "content"])
-def test_documents_with_another_column_are_refused(corpus: Corpus, column: str) -> None:
-    path = corpus.path / "documents.parquet"
-    table = pq.read_table(path)
-    place = table.schema.get_field_index(column)
-    noted = {b"ray_ulysses.content_crc32": f"{corpus.info.lengths_crc32:08x}".encode()}
-    pq.write_table(
-        table.set_column(place, column, pa.array(["x"] * 30).cast(pa.large_binary())).replace_schema_metadata(noted),
-        path,
-    )
-    info = replace(corpus.info, documents_bytes=path.stat().st_size)
-    (corpus.path / "corpus.json").write_text(json.dumps(info.to_json()))
-    with pytest.raises(UserError, match=r"documents\.parquet can't be used \(its columns do not match"):
         Corpus.open(corpus.path)

@@ -12,10 +12,7 @@ import pytest
 
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.corpus.flat_file import FlatWriter
-from ray_ulysses.data.plan.corpus_set import open_sources, plan_input
-from ray_ulysses.data.plan.segment import PlanSettings
 from ray_ulysses.data.prepare.upload import CorpusUpload
-from ray_ulysses.data.read.reader import RowReader
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.storage import place as place_module
 from ray_ulysses.storage.object_store import ObjectStore
@@ -24,10 +21,7 @@ from ray_ulysses.storage.retry import StorageAwayError
 from tests.s3_server import BUCKET, Fault, FaultyProxy, S3Server
 from tests.stores import FaultyStore
 from tests.unit.data.corpora import check_content, text_corpus, varied_texts
-from tests.unit.data.plans import build_plan
 from tests.unit.storage.test_retry import SleepingClock, policy_of
-
-SETTINGS = PlanSettings(context_tokens=4096, rows_per_step=2, pad_multiple=2, seed=3)
 
 
 @pytest.fixture(autouse=True)
@@ -75,23 +69,6 @@ def test_it_is_the_same_corpus(local: Corpus, uri: str) -> None:
         assert np.array_equal(remote.read(document, start, length), local.read(document, start, length))
 
 
-def test_its_plan_and_rows_are_those_of_the_directory(local: Corpus, uri: str) -> None:
-    found = []
-    for where in (str(local.path), uri):
-        corpora = open_sources([(where, None)])
-        documents = plan_input(corpora)
-        plan = build_plan(documents.lengths, corpora.sources[0].fingerprint, SETTINGS)
-        reader = RowReader(corpora, plan)
-        rows = [reader.read("train", row, rank, 2) for row in range(plan.num_rows) for rank in range(2)]
-        found.append((plan.plan_id, rows))
-    (local_id, ours), (remote_id, theirs) = found
-    assert local_id == remote_id and len(ours) > 20
-    assert all(
-        np.array_equal(a.input_ids, b.input_ids) and np.array_equal(a.labels, b.labels)
-        for a, b in zip(ours, theirs, strict=True)
-    )
-
-
 def test_what_was_read_comes_from_the_disk_the_next_time(
     local: Corpus, s3: S3Server, prefix: str, proxy: FaultyProxy, uri: str
 ) -> None:
@@ -122,20 +99,6 @@ def test_the_ranges_of_a_row_are_fetched_by_few_requests(
     for one in wanted:
         assert np.array_equal(corpus.read(*one), local.read(*one))
     assert proxy.count("GET", "") == fetched, "a range that was fetched is here"
-
-
-def test_a_cache_that_lost_blocks_in_a_power_cut_is_read_past(local: Corpus, uri: str, cache: Path) -> None:
-    wanted = [*ranges(local, 50)]
-    for one in wanted:
-        Corpus.open(uri).read(*one)
-    segments = list(cache.rglob("*.blocks"))
-    assert segments
-    for segment in segments:
-        content = bytearray(segment.read_bytes())
-        content[: 1 << 20] = bytes(1 << 20)
-        segment.write_bytes(content)
-    corpus = Corpus.open(uri)
-    assert all(np.array_equal(corpus.read(*one), local.read(*one)) for one in wanted)
 
 
 def test_a_storage_that_stumbles_is_asked_again_and_one_that_stays_away_is_named(

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ray_ulysses.data.corpus.corpus import Corpus, first_of_same_content, refuse_repeats
+from ray_ulysses.data.corpus.corpus import first_of_same_content, refuse_repeats
 from ray_ulysses.data.plan.segment import PlanSettings
 from ray_ulysses.data.prepare.preparation import PrepareRequest
-from ray_ulysses.data.sources.rows import reason_class
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.errors import UserError
 from tests.local_preparation import prepare_local
@@ -80,8 +79,7 @@ def test_documents_of_two_corpora_are_refused_by_their_content(folder: Path) -> 
     refuse_repeats([one])
     with pytest.raises(
         UserError,
-        match=r"^data\.sources: .*/copied-corpus repeats 1 documents of earlier corpora \(the first: "
-        r".*copied/text-0004\.txt, also in .*/one-corpus\), .* with `--without .*/one-corpus`, which leaves them out$",
+        match=r"^data\.sources: .*/copied-corpus repeats 1 .*copied/text-0004\.txt, .* `--without .*/one-corpus`",
     ):
         refuse_repeats([one, copied])
     with pytest.raises(UserError, match=r"rows\.jsonl-corpus repeats 1 .*rows\.jsonl at 3, also in .*one-corpus\)"):
@@ -100,13 +98,9 @@ def test_a_corpus_is_prepared_without_what_others_hold(folder: Path, duplicates:
     corpus = prepare_local(request)
     refuse_repeats([one, two, corpus])
     assert corpus.num_documents == (2 if duplicates == "quarantine" else 3)
-    reasons = [reason.replace(str(folder), "") for _, reason in reasons_of(corpus)]
-    assert reasons[:3] == [
-        "the same content as /two/text-0002.txt in another corpus",
-        "the same content as /two/text-0003.txt in another corpus",
-        "the same content as /one/text-0003.txt in another corpus",
-    ]
-    assert reasons[3:] == (["the same content as /copied/text-0002.txt"] if duplicates == "quarantine" else [])
+    same = [re.findall(r"/(\w+/text-\d+)", reason)[-1] for _, reason in reasons_of(corpus)]
+    assert same[:3] == ["two/text-0002", "two/text-0003", "one/text-0003"]
+    assert same[3:] == (["copied/text-0002"] if duplicates == "quarantine" else [])
     assert corpus.info.reasons == (("the same content as another", corpus.info.num_quarantined),)
     assert begin(request).is_complete
     with pytest.raises(UserError, match=r"already holds a corpus of other sources, options"):
@@ -140,53 +134,3 @@ def test_a_corpus_to_leave_out_that_cannot_be_used_is_refused_before_any_work(fo
     with pytest.raises(UserError, match=r"^--without=.*two-corpus: was prepared with the tokenizer .*, not bytes;"):
         begin(request_of(folder, "one", without=(str(other.path),)))
     assert not (folder / "one-corpus").exists()
-
-
-def test_lines_and_rows_are_counted_from_one_and_reasons_are_counted(tmp_path: Path) -> None:
-    texts = ["good", "", "good", "bad \ud800"]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    pq.write_table(pa.table({"text": ["fine", "", None]}), tmp_path / "rows.parquet")
-    (tmp_path / "latin.txt").write_bytes(b"\xe9")
-    names = ("rows.jsonl", "rows.parquet", "latin.txt")
-    corpus = prepare_local(request_of(tmp_path, *names))
-    lines = map(json.loads, (corpus.path / "quarantine.jsonl").read_text().splitlines())
-    found = sorted((Path(line["source"]).name, line["offset"]) for line in lines)
-    assert found == [
-        ("latin.txt", 0),
-        ("rows.jsonl", 2),
-        ("rows.jsonl", 3),
-        ("rows.jsonl", 4),
-        ("rows.parquet", 2),
-        ("rows.parquet", 3),
-    ]
-    assert [corpus.source(document).offset for document in range(2)] == [1, 1]
-    assert corpus.info.reasons[0] == ("empty", 2)
-    assert sorted(corpus.info.reasons[1:]) == [
-        ("a lone surrogate at character N", 1),
-        ("not UTF-8", 1),
-        ("the same content as another", 1),
-        ("the text is missing, not a string", 1),
-    ]
-    assert Corpus.open(corpus.path).info.reasons == corpus.info.reasons
-
-
-@pytest.mark.parametrize(
-    ("reason", "common"),
-    [
-        ("the same content as /a: b/c.jsonl at 17", "the same content as another"),
-        ("the same file as /a/b", "the same file as another"),
-        ("not JSON: Expecting value: line 1 column 2 (char 1)", "not JSON"),
-        (
-            "message 3 (user): the content is missing, not a string",
-            "message N (user): the content is missing, not a string",
-        ),
-        ("token 300 at place 2 is outside the vocabulary of 257", "token N at place N is outside the vocabulary of N"),
-        # Its lines are those of the template, the same for all.
-        (
-            "the chat template refuses it at line 12: Error: 3 turns",
-            "the chat template refuses it at line 12: Error: N turns",
-        ),
-    ],
-)
-def test_reasons_that_are_counted_together(reason: str, common: str) -> None:
-    assert reason_class(reason) == common

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +19,10 @@ from ray_ulysses.data.plan.segment import PlanSettings
 from ray_ulysses.data.plan.stages import remainder_after
 from ray_ulysses.data.tokenize.spans import LabelSpans
 from ray_ulysses.errors import UserError
-from ray_ulysses.planner.notes import _share_notes
 from tests.breadth import examples
 from tests.unit.data.plans import segment_in_memory
 
+Target = tuple[int, int]
 SETTINGS = PlanSettings(seed=3, context_tokens=32, pad_multiple=8, rows_per_step=3)
 
 
@@ -49,17 +50,17 @@ def branch(plan: Plan, step: int, corpora: Corpora, change: PlanSettings) -> Pla
     return Plan(segments=(*plan.segments, segment_in_memory(documents, change, remainder)))
 
 
-def targets_trained(plan: Plan) -> Counter[tuple[int, int]]:
+def labels_of(plan: Plan, rows: range) -> Counter[Target]:
+    pieces = [piece for row in rows for piece in plan.pieces(row)]
+    return Counter((piece.document, piece.start + at + 1) for piece in pieces for at in range(piece.num_labels))
+
+
+def targets_trained(plan: Plan) -> Counter[Target]:
     """How often each (document, token) is a label in the steps of a plan, as they are trained."""
-    found: Counter[tuple[int, int]] = Counter()
-    for step in range(1, plan.num_steps + 1):
-        for row in plan.step_rows(step):
-            for piece in plan.pieces(row):
-                found.update((piece.document, piece.start + at + 1) for at in range(piece.num_labels))
-    return found
+    return sum((labels_of(plan, plan.step_rows(step)) for step in range(1, plan.num_steps + 1)), Counter())
 
 
-def all_targets(corpora: Corpora, times: int = 1) -> Counter[tuple[int, int]]:
+def all_targets(corpora: Corpora, times: int = 1) -> Counter[Target]:
     lengths = [length for one in corpora.lengths for length in one]
     return Counter({(document, at): times for document, size in enumerate(lengths) for at in range(1, size)})
 
@@ -68,12 +69,22 @@ def corpus(rng: np.random.Generator, count: int) -> tuple[int, ...]:
     return tuple(int(length) for length in rng.integers(1, 150, count))
 
 
+def changes_of(change: PlanSettings) -> st.SearchStrategy[PlanSettings]:
+    """Longer and shorter contexts, other steps and packings."""
+    return st.builds(
+        partial(replace, change),
+        context_tokens=st.sampled_from([16, 32, 64, 128]),
+        rows_per_step=st.integers(1, 5),
+        packing=st.sampled_from(["best_fit", "wide_fit", "concat", "none"]),
+    )
+
+
 @settings(max_examples=examples(60))
 @given(data=st.data(), seed=st.integers(0, 2**32), epochs=st.integers(1, 2), num_branches=st.integers(1, 3))
 def test_every_target_is_trained_once_an_epoch_through_any_branches(
     data: st.DataObject, seed: int, epochs: int, num_branches: int
 ) -> None:
-    """Longer and shorter contexts, other steps and packings, and files that join: all at any committed step."""
+    """Other settings, and files that join: all at any committed step."""
     rng = np.random.default_rng(seed)
     corpora = Corpora((corpus(rng, 12),), (None,))
     change = replace(SETTINGS, seed=seed, epochs=epochs)
@@ -81,12 +92,7 @@ def test_every_target_is_trained_once_an_epoch_through_any_branches(
     joined_in: dict[int, int] = {}
     for number in range(num_branches):
         step = data.draw(st.integers(plan.newest.base_step, plan.num_steps))
-        change = replace(
-            change,
-            context_tokens=data.draw(st.sampled_from([16, 32, 64, 128])),
-            rows_per_step=data.draw(st.integers(1, 5)),
-            packing=data.draw(st.sampled_from(["best_fit", "wide_fit", "concat", "none"])),
-        )
+        change = data.draw(changes_of(change))
         if plan.cursor(step).next_row == plan.num_rows or data.draw(st.booleans()):
             corpora = Corpora((*corpora.lengths, (7, *corpus(rng, 4))), (*corpora.weights, None))
             joined_in[number] = plan.cursor(step).epoch
@@ -118,12 +124,7 @@ def test_every_label_is_trained_once_an_epoch_through_any_branches_that_leave_ou
     change = replace(SETTINGS, seed=seed, epochs=epochs)
     plan = Plan(segments=(segment_in_memory(documents, change),))
     for _ in range(num_branches):
-        change = replace(
-            change,
-            context_tokens=data.draw(st.sampled_from([16, 32, 64, 128])),
-            rows_per_step=data.draw(st.integers(1, 5)),
-            packing=data.draw(st.sampled_from(["best_fit", "wide_fit", "concat", "none"])),
-        )
+        change = data.draw(changes_of(change))
         step = data.draw(st.integers(plan.newest.base_step, max(plan.newest.base_step, plan.num_steps - 1)))
         remainder = remainder_after(plan, step, documents.sources, change)
         plan = Plan(segments=(*plan.segments, segment_in_memory(documents, change, remainder)))
@@ -139,25 +140,17 @@ def test_a_step_in_which_an_epoch_ends_can_not_be_left_out_from_any_checkpoint()
     end = plan.newest.epochs[1].first_row
     bad, local = end // 3 + 1, end % 3
     assert local, "a step holds the end of the first epoch and the start of the second"
-    with pytest.raises(UserError) as error:
+    said = rf"rows {end - local} to {end - local + 2} can't be left out: an epoch ends .* data\.rows_per_step"
+    with pytest.raises(UserError, match=said):
         skip(plan, bad - 1, corpora, change, plan.step_rows(bad))
-    assert str(error.value) == (
-        f"rows {end - local} to {end - local + 2} can't be left out: an epoch ends between them, and rows of only "
-        "one epoch can be left out; branch the run (train --branch) with another data.rows_per_step, whose steps end "
-        "elsewhere"
-    )
 
 
 def test_the_last_step_of_a_run_can_not_be_left_out_and_the_run_may_end_before_it() -> None:
     corpora = Corpora((corpus(np.random.default_rng(0), 20),), (None,))
     plan = begin(corpora)
     rows, step = plan.step_rows(plan.num_steps), plan.num_steps - 1
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=rf"rows {rows[0]} to {rows[-1]} can't be left out.*run\.stop_step={step}"):
         skip(plan, step, corpora, SETTINGS, rows)
-    assert str(error.value) == (
-        f"rows {rows[0]} to {rows[-1]} can't be left out: the run has no other rows to train after step {step}; end "
-        f"it there (run.stop_step={step}), or branch it (train --branch) with more data.epochs"
-    )
     whole = replace(SETTINGS, rows_per_step=1000)
     with pytest.raises(UserError, match=r"no other rows to train after step 0; branch it"):
         skip(begin(corpora, whole), 0, corpora, whole, range(begin(corpora, whole).num_rows))
@@ -172,7 +165,7 @@ def test_rows_that_are_left_out_are_trained_in_no_later_segment_of_their_epoch_a
     corpora = Corpora((corpus(rng, 20),), (None,))
     change = replace(SETTINGS, seed=seed, epochs=epochs, context_tokens=data.draw(st.sampled_from([32, 64])))
     plan = begin(corpora, change)
-    left_out: Counter[tuple[int, int]] = Counter()
+    left_out: Counter[Target] = Counter()
     for _ in range(num_skips):
         if plan.newest.base_step >= plan.num_steps - 1:
             break
@@ -186,16 +179,9 @@ def test_rows_that_are_left_out_are_trained_in_no_later_segment_of_their_epoch_a
             with pytest.raises(UserError, match=f"can't be left out: {words}"):
                 skip(plan, saved, corpora, change, rows)
             break
-        dropped = Counter(
-            (piece.document, piece.start + at + 1)
-            for row in rows
-            for piece in plan.pieces(row)
-            for at in range(piece.num_labels)
-        )
+        dropped = labels_of(plan, rows)
         if epoch == epochs - 1 and saved == bad - 1 and rows.stop == plan.num_rows:
-            with pytest.raises(
-                UserError, match=rf"can't be left out: the run has no other rows to train after step {saved}"
-            ):
+            with pytest.raises(UserError, match=f"no other rows to train after step {saved}"):
                 skip(plan, saved, corpora, change, rows)
             break
         plan = skip(plan, saved, corpora, change, rows)
@@ -252,40 +238,10 @@ def test_steps_and_rows_go_on_and_the_old_ones_stay() -> None:
     assert after.cursor(5) == replace(after.cursor(5), segment=1, plan_id=after.plan_id, next_row=14, step=5)
     for step in range(after.num_steps + 1):
         after.check_cursor(after.cursor(step))
+    after.check_cursor(replace(after.cursor(4), segment=1, plan_id=after.plan_id))
     for refused in (before.cursor(5), replace(after.cursor(5), segment=0), replace(after.cursor(5), next_row=15)):
         with pytest.raises(UserError, match="is not a position in plan"):
             after.check_cursor(refused)
-
-
-def test_a_cursor_at_the_branch_is_known_by_both_segments() -> None:
-    corpora = Corpora((corpus(np.random.default_rng(0), 40),), (None,))
-    plan = branch(begin(corpora), 4, corpora, replace(SETTINGS, context_tokens=64))
-    old, new = plan.cursor(4), replace(plan.cursor(4), segment=1, plan_id=plan.plan_id)
-    plan.check_cursor(old)
-    plan.check_cursor(new)
-
-
-def test_a_longer_context_joins_what_is_left_of_a_document() -> None:
-    """One document of 200 tokens in rows of 32: what two steps of one row left is trained in longer pieces."""
-    corpora = Corpora(((200,),), (None,))
-    plan = begin(corpora, replace(SETTINGS, rows_per_step=1))
-    trained = {plan.pieces(row)[0].start for row in range(2)}
-    longer = branch(plan, 2, corpora, replace(SETTINGS, rows_per_step=1, context_tokens=200))
-    left = [piece for row in range(2, longer.num_rows) for piece in longer.pieces(row)]
-    gaps = sorted({0, *(start + 32 for start in trained)} - trained)
-    assert sorted(piece.start for piece in left) == [start for start in gaps if start < 199]
-    assert targets_trained(longer) == all_targets(corpora)
-
-
-def test_what_waits_of_a_source_that_was_taken_out_comes_when_it_is_back() -> None:
-    rng = np.random.default_rng(1)
-    lengths = (corpus(rng, 20), corpus(rng, 20))
-    both, first = Corpora(lengths, (None, None)), Corpora(lengths, (None, 0.0))
-    plan = begin(both)
-    plan = branch(plan, 5, first, SETTINGS)
-    assert {piece.document < 20 for row in range(15, plan.num_rows) for piece in plan.pieces(row)} == {True}
-    plan = branch(plan, 8, both, SETTINGS)
-    assert targets_trained(plan) == all_targets(both)
 
 
 def test_losses_are_measured_on_the_same_after_more_epochs_and_skipped_rows_but_not_on_other_documents() -> None:
@@ -306,20 +262,6 @@ def test_losses_are_measured_on_the_same_after_more_epochs_and_skipped_rows_but_
     assert weighted[0] != weighted[1], "the training loss is on another mixture"
 
 
-def test_other_weights_go_on_with_what_the_epoch_has_left() -> None:
-    lengths = ((20,) * 300, (20,) * 300)
-    plan = begin(Corpora(lengths, (1.0, 1.0)))
-    step = plan.num_steps // 2
-    plan = branch(plan, step, Corpora(lengths, (3.0, 1.0)), SETTINGS)
-    trained = targets_trained(plan)
-    assert set(trained.values()) == {1}
-    new = [piece.document for row in range(plan.newest.base_row, plan.num_rows) for piece in plan.pieces(row)]
-    assert sum(document < 300 for document in new) / len(new) == pytest.approx(0.75, abs=0.02)
-    assert sum(document < 300 for document in new) == 300 - sum(
-        piece.document < 300 for row in range(plan.newest.base_row) for piece in plan.pieces(row)
-    ), "the scarcer source is taken whole"
-
-
 def shares_of(plan: Plan, bases: list[int]) -> list[float]:
     """Return the share of each source in the tokens of the rows of the newest segment."""
     tokens = np.zeros(len(bases) - 1)
@@ -335,9 +277,7 @@ def test_what_is_left_of_documents_counts_in_the_share_of_their_source(weights: 
     lengths = ((320,) * 20, (10,) * 640)
     plan = begin(Corpora(lengths, (1.0, 1.0)))
     step = plan.num_steps // 2
-    begun = {piece.document for row in plan.step_rows(1) for piece in plan.pieces(row)}
-    for number in range(2, step + 1):
-        begun |= {piece.document for row in plan.step_rows(number) for piece in plan.pieces(row)}
+    begun = {piece.document for n in range(1, step + 1) for row in plan.step_rows(n) for piece in plan.pieces(row)}
     assert begun >= set(range(20))
     plan = branch(plan, step, Corpora(lengths, weights), SETTINGS)
     asked = weights[0] / sum(weights)
@@ -346,36 +286,9 @@ def test_what_is_left_of_documents_counts_in_the_share_of_their_source(weights: 
     assert set(trained.values()) == {1} and {target for target in trained if target[0] < 20} == {
         target for target in all_targets(Corpora(lengths, weights)) if target[0] < 20
     }
-    assert not list(_share_notes(plan.newest))
 
 
-def test_what_is_left_is_trained_even_where_it_is_more_than_its_weight_asks_for_and_a_note_says_so() -> None:
-    corpora = Corpora(((160,) * 40, (160,) * 40), (9.0, 1.0))
-    change = replace(SETTINGS, context_tokens=16)
-    plan = branch(begin(replace(corpora, weights=(1.0, 1.0)), change), 100, corpora, change)
-    first, second = shares_of(plan, [0, 40, 80])
-    assert second == pytest.approx(0.5, abs=0.05)
-    assert targets_trained(plan) == all_targets(corpora)
-    (note,) = _share_notes(plan.newest)
-    assert f"epoch 1, {first:.0%} are from c0 (90% by weight), {second:.0%} are from c1 (10% by weight)" in note
-
-
-def test_a_source_of_which_only_begun_documents_are_left_goes_on_in_the_next_epoch() -> None:
-    lengths = ((9,) * 4, (80,))
-    change = replace(SETTINGS, context_tokens=16, rows_per_step=1)
-    plan = begin(Corpora(lengths, (1.0, 1.0)), change)
-    step = next(
-        step
-        for step in range(1, plan.num_steps)
-        if any(piece.document == 4 for row in plan.step_rows(step) for piece in plan.pieces(row))
-    )
-    plan = branch(plan, step, Corpora(lengths, (1.0, 0.0)), change)
-    plan = branch(plan, plan.num_steps, Corpora(lengths, (1.0, 1.0)), replace(change, epochs=2))
-    trained = targets_trained(plan)
-    assert {(target, trained[target]) for target in trained if target[0] == 4} == {((4, at), 1) for at in range(1, 80)}
-
-
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_an_epoch_of_weighted_sources_loses_nothing_but_the_rows_that_are_left_out(seed: int) -> None:
     rng = np.random.default_rng(seed)
     corpora = Corpora((corpus(rng, 30), (20,) * 300), (1.0, 1.0))
@@ -383,13 +296,7 @@ def test_an_epoch_of_weighted_sources_loses_nothing_but_the_rows_that_are_left_o
     planned = targets_trained(plan)
     step = int(rng.integers(2, plan.num_steps - 1))
     rows = plan.step_rows(step + 1)
-    dropped = Counter(
-        (piece.document, piece.start + at + 1)
-        for row in rows
-        for piece in plan.pieces(row)
-        for at in range(piece.num_labels)
-    )
-    assert targets_trained(skip(plan, step, corpora, SETTINGS, rows)) + dropped == planned
+    assert targets_trained(skip(plan, step, corpora, SETTINGS, rows)) + labels_of(plan, rows) == planned
 
 
 @pytest.mark.parametrize(
@@ -406,12 +313,7 @@ def test_a_branch_with_the_same_weights_keeps_what_the_epoch_had_planned(changes
     for more in (corpora, Corpora((*corpora.lengths, (30,) * 5), (1.0, 1.0, 0.0))):
         changed = branch(plan, step, more, replace(SETTINGS, **changes))  # type: ignore[arg-type]
         rows = range(changed.newest.base_row + changed.newest.epochs[0].num_rows)
-        assert planned == Counter(
-            (piece.document, piece.start + at + 1)
-            for row in rows
-            for piece in changed.pieces(row)
-            for at in range(piece.num_labels)
-        )
+        assert planned == labels_of(changed, rows)
 
 
 @pytest.mark.parametrize("changes", [{"context_tokens": 64}, {"overlong": "split"}], ids=str)
@@ -449,14 +351,6 @@ def test_weights_hold_where_rows_of_another_length_change_what_documents_count_f
     assert 0.8 < tokens[True] / tokens[False] < 1.25
 
 
-def test_more_epochs_can_follow_a_finished_plan() -> None:
-    corpora = Corpora((corpus(np.random.default_rng(0), 20),), (None,))
-    plan = begin(corpora)
-    plan = branch(plan, plan.num_steps, corpora, replace(SETTINGS, epochs=3, context_tokens=64))
-    assert [info.epoch for info in plan.newest.epochs] == [1, 2]
-    assert targets_trained(plan) == all_targets(corpora, 3)
-
-
 def test_a_plan_with_nothing_left_is_refused() -> None:
     corpora = Corpora((corpus(np.random.default_rng(0), 20),), (None,))
     plan = begin(corpora)
@@ -467,9 +361,7 @@ def test_a_plan_with_nothing_left_is_refused() -> None:
 def test_a_branch_before_the_newest_segment_is_refused() -> None:
     corpora = Corpora((corpus(np.random.default_rng(0), 40),), (None,))
     plan = branch(begin(corpora), 4, corpora, replace(SETTINGS, context_tokens=64))
-    with pytest.raises(
-        UserError, match=r"\(step 3\) is older than the last change of the data \(step 4\); resume without"
-    ):
+    with pytest.raises(UserError, match=r"\(step 3\) is older than the last change of the data \(step 4\)"):
         branch(plan, 3, corpora, replace(SETTINGS, context_tokens=16))
 
 
@@ -479,19 +371,6 @@ def test_sources_keep_their_places() -> None:
     swapped = tuple(reversed(corpora.documents.sources))
     with pytest.raises(UserError, match=r"a run's corpora must keep their order"):
         remainder_after(plan, 2, swapped, SETTINGS)
-
-
-def test_documents_held_out_stay_held_out(tmp_path: Path) -> None:
-    corpora = Corpora((corpus(np.random.default_rng(0), 200),), (None,))
-    change = replace(SETTINGS, eval_fraction=0.2, eval_rows=500)
-    plan = begin(corpora, change)
-    later = branch(plan, 10, corpora, replace(change, context_tokens=64))
-    held = [
-        {piece.document for row in range(one.evaluation.num_rows) for piece in one.evaluation.pieces(row)}
-        for one in (plan, later)
-    ]
-    assert held[0] == held[1]
-    assert not held[0] & {document for document, _ in targets_trained(later)}
 
 
 def test_a_branch_on_disk_is_the_one_in_memory(tmp_path: Path) -> None:
@@ -534,33 +413,6 @@ def test_epochs_below_the_one_that_runs_are_refused() -> None:
     step = next(step for step in range(plan.num_steps) if plan.cursor(step).epoch == 1)
     with pytest.raises(UserError, match=r"data.epochs=1: the run is already in epoch 2; use at least 2"):
         branch(plan, step, corpora, replace(SETTINGS, epochs=1))
-
-
-def test_weights_at_the_end_of_an_epoch_end_it_with_what_it_had_planned() -> None:
-    """The scarcer source has nothing left but what is in rows already: the branch is no reason to stop."""
-    corpora = Corpora(((20,) * 10, (20,) * 40), (1.0, 3.0))
-    change = replace(SETTINGS, epochs=3, packing="none", rows_per_step=1)
-    plan = begin(corpora, change)
-    last = plan.newest.epochs[0].num_rows
-    first = {piece.document for row in range(last - 1) for piece in plan.pieces(row)}
-    step = max(s for s in range(last) if {p.document for r in range(s) for p in plan.pieces(r)} >= set(range(10)))
-    plan = branch(plan, step, corpora, replace(change, rows_per_step=2))
-    done = [piece.document for row in range(last) for piece in plan.pieces(row)]
-    assert len(done) == len(set(done)) == 40
-    assert first <= set(done)
-
-
-def test_a_circle_goes_on_where_it_stopped_when_weights_come_back() -> None:
-    lengths = ((20,) * 100, (20,) * 30)
-    change = replace(SETTINGS, packing="none", rows_per_step=1, epochs=1)
-    plan = begin(Corpora(lengths, (1.0, 1.0)), change)
-    plan = branch(plan, 60, Corpora(lengths, (0.0, None)), replace(change, epochs=2))
-    plan = branch(plan, plan.num_steps, Corpora(lengths, (1.0, 1.0)), replace(change, epochs=3))
-    taken = Counter(
-        piece.document for row in range(plan.num_rows) for piece in plan.pieces(row) if piece.document < 100
-    )
-    assert sum(taken.values()) == 60
-    assert set(taken.values()) == {1}, "none twice before every other once"
 
 
 def test_a_row_beyond_32_bits_is_refused() -> None:

@@ -45,15 +45,6 @@ def test_without_weights_an_epoch_takes_every_document_once() -> None:
     assert documents_by_epoch(segment) == [Counter(range(25))] * 2
 
 
-def test_documents_of_all_sources_are_mixed_throughout() -> None:
-    segment = segment_of([[60] * 200, [60] * 200], [None, None])
-    halves = [
-        {piece.document < 200 for row in rows for piece in segment.train.pieces(row)}
-        for rows in (range(40), range(360, 400))
-    ]
-    assert halves == [{True, False}] * 2
-
-
 @pytest.mark.parametrize(("weights", "shares"), [([3, 1], 0.75), ([0.5, 0.5], 0.5), ([1, 9], 0.1)])
 def test_an_epoch_holds_tokens_by_weight_and_the_scarcest_source_whole(weights: list[float], shares: float) -> None:
     segment = segment_of([[20] * 1000, [20] * 1000], weights)
@@ -95,11 +86,6 @@ def test_no_document_is_taken_twice_before_every_other_of_its_source_once(
         for first, last in itertools.pairwise(bases):
             counts = [total[document] for document in range(first, last)]
             assert max(counts) - min(counts) <= 1
-
-
-def test_a_source_of_weight_zero_gives_nothing() -> None:
-    segment = segment_of([[20] * 50, [20] * 50], [1.0, 0.0])
-    assert set(documents_by_epoch(segment)[0]) == set(range(50))
 
 
 def test_a_source_that_was_taken_out_stands_beside_sources_without_weights() -> None:

@@ -149,21 +149,6 @@ def test_wide_fit_fills_rows_of_documents_of_about_half_a_row_where_best_fit_doe
     assert fill["wide_fit"] >= 0.995
 
 
-@pytest.mark.parametrize("parts", [2, 4, 8])
-@pytest.mark.parametrize("capacity", [8192, 32_768, 131_072, 1_048_576, 100_000])
-def test_wide_fit_fills_rows_with_documents_of_an_equal_part_of_a_row(capacity: int, parts: int) -> None:
-    rows = pack("wide_fit", [capacity // parts] * 4096, capacity)
-    assert {len(row) for row in rows} == {parts}
-
-
-def test_wide_fit_fills_rows_of_chunks_and_chats() -> None:
-    rng = np.random.default_rng(0)
-    chats = np.exp(rng.normal(6.5, 1.0, 2_000)).astype(np.int64).clip(10, 32_000)
-    lengths = rng.permutation(np.concatenate([np.full(20_000, 8192), chats]))
-    _, sizes = Packer("wide_fit", 32_768).add(pieces_of(lengths), is_last=True)  # type: ignore[arg-type]
-    assert lengths.sum() / (sizes.size * 32_768) > 0.995
-
-
 @settings(deadline=None)  # the first call compiles
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=60), capacity=st.integers(1, 25), blocks=st.integers(1, 4)
@@ -181,10 +166,6 @@ def test_concat_fills_every_row_but_the_last_and_loses_no_target(
         for at in range(start + 1, min(start + length, lengths[document] - 1) + 1)
     ]
     assert sorted(labels) == [(document, at) for document, size in enumerate(lengths) for at in range(1, size)]
-
-
-def test_none_gives_each_piece_a_row_of_its_own() -> None:
-    assert pack("none", [3, 5, 2], 8) == [[(0, 0, 3)], [(1, 0, 5)], [(2, 0, 2)]]
 
 
 @pytest.mark.parametrize("packing", ["best_fit", "wide_fit", "concat"])

@@ -106,13 +106,7 @@ def test_each_epoch_holds_the_same_documents_in_another_order() -> None:
     first, second, third = (inputs_of(plan, epoch) for epoch in range(3))
     assert sorted(first) == sorted(second) == sorted(third)
     assert first != second != third
-
-
-def test_the_first_epoch_is_the_plan_of_one_epoch() -> None:
-    one = build_plan(lengths_of(100), "f", SETTINGS)
-    two = build_plan(lengths_of(100), "f", replace(SETTINGS, epochs=2))
-    for row in range(one.num_rows):
-        assert one.pieces(row) == two.pieces(row)
+    assert first == inputs_of(build_plan(lengths_of(100), "f", SETTINGS), 0)
 
 
 def test_steps_count_from_one_and_the_last_may_be_short() -> None:
@@ -192,38 +186,6 @@ def test_an_overlong_document_can_be_refused() -> None:
         build_plan(np.array([49, 50]), "f", settings)
 
 
-@pytest.mark.parametrize("packing", ["best_fit", "wide_fit", "concat", "none"])
-def test_every_packing_trains_every_target_once(packing: str) -> None:
-    lengths = lengths_of(150, seed=5)
-    plan = build_plan(lengths, "f", replace(SETTINGS, packing=packing, epochs=2))
-    labels = sorted(
-        (piece.document, at)
-        for row in rows_of_epoch(plan, 1)
-        for piece in plan.pieces(row)
-        for at in range(piece.start + 1, piece.start + piece.num_labels + 1)
-    )
-    assert labels == [(document, at) for document, size in enumerate(lengths) for at in range(1, size)]
-    if packing == "none":
-        assert all(len(plan.pieces(row)) == 1 for row in range(plan.num_rows))
-    if packing == "concat":
-        assert plan.newest.fill > 0.98
-
-
-def test_labels_outside_a_span_are_not_counted() -> None:
-    spans = LabelSpans(offsets=np.array([0, 2, 2]), starts=np.array([0, 60]), stops=np.array([10, 70]))
-    plan = build_plan(np.array([100, 40]), "f", SETTINGS, spans)
-    by_piece = {
-        (piece.document, piece.start): int(plan.stats(range(row, row + 1)).supervised[0])
-        for row in range(plan.num_rows)
-        for piece in plan.pieces(row)
-        if len(plan.pieces(row)) == 1
-    }
-    # Token 0 has no input before it: nine of the first ten tokens are labels.
-    assert by_piece[(0, 0)] == 9
-    assert by_piece[(0, 48)] == 10
-    assert plan.newest.totals.supervised == 19
-
-
 def test_rows_without_a_label_are_left_out_and_counted() -> None:
     """One document of nine rows, of which only the end is to be learned."""
     spans = LabelSpans(offsets=np.array([0, 1]), starts=np.array([48 * 8]), stops=np.array([48 * 9]))
@@ -258,20 +220,6 @@ def test_a_corpus_whose_labels_are_all_cut_off_is_refused() -> None:
         build_plan(np.array([48 * 9]), "f", replace(SETTINGS, overlong="truncate"), spans)
 
 
-def test_a_window_of_steps_keeps_its_rows_and_levels_micro_batches() -> None:
-    lengths = np.clip(np.random.default_rng(1).lognormal(6.5, 1.4, 6000), 2, 40_000).astype(np.int64)
-    settings = replace(SETTINGS, context_tokens=16_384, rows_per_step=16)
-    plain = build_plan(lengths, "f", settings)
-    level = build_plan(lengths, "f", replace(settings, balance_steps=4))
-    window = 4 * 16
-    for first in range(0, plain.num_rows, window):
-        last = min(first + window, plain.num_rows)
-        assert sorted(plain.pieces(row) for row in range(first, last)) == sorted(
-            level.pieces(row) for row in range(first, last)
-        )
-    assert level.newest.step_times(4).imbalance < plain.newest.step_times(4).imbalance
-
-
 @pytest.mark.parametrize(
     ("lengths", "change", "text"),
     [
@@ -284,21 +232,6 @@ def test_a_window_of_steps_keeps_its_rows_and_levels_micro_batches() -> None:
 def test_what_cannot_be_planned_is_refused(lengths: list[int], change: dict[str, float], text: str) -> None:
     with pytest.raises(UserError, match=text):
         build_plan(np.asarray(lengths, dtype=np.int64), "f", replace(SETTINGS, **change))
-
-
-def test_a_split_that_leaves_nothing_to_train_on_is_refused() -> None:
-    settings = replace(SETTINGS, eval_fraction=0.5)
-    seed = next(seed for seed in range(100) if _is_refused(replace(settings, seed=seed)))
-    with pytest.raises(UserError, match=r"none of the 1 documents is left to train on \(1 are held out"):
-        build_plan(np.array([9]), "f", replace(settings, seed=seed))
-
-
-def _is_refused(settings: PlanSettings) -> bool:
-    try:
-        build_plan(np.array([9]), "f", settings)
-    except UserError as error:
-        return "is left to train on" in str(error)
-    return False
 
 
 def test_a_replaced_corpus_is_refused() -> None:

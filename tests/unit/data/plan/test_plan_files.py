@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 
 from ray_ulysses.data.corpus.row_groups import GROUP_ROWS
@@ -81,10 +80,6 @@ def test_a_row_whose_pieces_lie_in_two_row_groups_is_read_back(tmp_path: Path) -
     assert_same_rows(loaded, made)
 
 
-def test_a_plan_without_evaluation_is_the_same_on_disk(tmp_path: Path) -> None:
-    assert write(tmp_path, replace(SETTINGS, eval_fraction=0.0)).evaluation.num_rows == 0
-
-
 def test_writing_again_changes_nothing_and_another_plan_is_refused(tmp_path: Path) -> None:
     write(tmp_path)
     before = {path.name: path.read_bytes() for path in (tmp_path / FOLDER).iterdir()}
@@ -113,16 +108,6 @@ def test_a_file_of_another_plan_is_refused(tmp_path: Path, name: str) -> None:
         load_plan(tmp_path / "plan")
 
 
-def test_a_plan_whose_settings_were_changed_is_refused(tmp_path: Path) -> None:
-    write(tmp_path)
-    path = tmp_path / FOLDER / "plan.json"
-    header = json.loads(path.read_text())
-    header["settings"]["rows_per_step"] = 12
-    path.write_text(json.dumps(header))
-    with pytest.raises(UserError, match=r"plan\.json: the plan can't be read \(its checksum is wrong"):
-        load_plan(tmp_path)
-
-
 def test_a_plan_of_another_version_is_refused(tmp_path: Path) -> None:
     write(tmp_path)
     path = tmp_path / FOLDER / "plan.json"
@@ -135,37 +120,3 @@ def test_a_missing_plan_is_said(tmp_path: Path) -> None:
     assert not num_segments(tmp_path)
     with pytest.raises(UserError, match=r"holds no plan"):
         load_plan(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["rows.parquet", "pieces.parquet", "fragments.parquet"])
-def test_a_truncated_plan_names_its_file(tmp_path: Path, name: str) -> None:
-    write(tmp_path)
-    path = tmp_path / FOLDER / name
-    path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(UserError, match=rf"{name}: the plan can't be read"):
-        load_plan(tmp_path)
-
-
-def test_a_flipped_byte_is_noticed_when_the_row_is_read(tmp_path: Path) -> None:
-    write(tmp_path, replace(SETTINGS, epochs=1), documents_of(3000))
-    path = tmp_path / FOLDER / "pieces.parquet"
-    content = bytearray(path.read_bytes())
-    content[len(content) // 3] ^= 1
-    path.write_bytes(content)
-    plan = load_plan(tmp_path)
-    with pytest.raises(UserError, match=r"pieces\.parquet: the plan can't be read"):
-        read_every_row(plan)
-
-
-def read_every_row(plan: Plan) -> None:
-    for row in range(plan.num_rows):
-        plan.pieces(row)
-
-
-def test_rows_lie_in_plain_parquet(tmp_path: Path) -> None:
-    plan = write(tmp_path)
-    table = pq.read_table(tmp_path / FOLDER / "pieces.parquet")
-    assert table.column_names == ["document", "start", "length", "has_next"]
-    rows = pq.read_table(tmp_path / FOLDER / "rows.parquet")
-    assert rows.num_rows == plan.num_rows
-    assert sum(rows.column("num_pieces").to_pylist()) == table.num_rows

@@ -197,11 +197,3 @@ def test_documents_are_not_repeated_after_a_change_of_weights(
 def test_nothing_is_trained_again_before_all_of_its_source_was_used(seed: int) -> None:
     """Weights that change, sources that are switched off and on or join, contexts, packings and epochs, at any step."""
     run_of_edits(seed)
-
-
-@pytest.mark.slow
-@settings(max_examples=examples(600))
-@given(seed=st.integers(0, 2**32))
-def test_nothing_is_trained_again_in_many_runs(seed: int) -> None:
-    """The test before, with other runs each time."""
-    run_of_edits(seed)

@@ -95,30 +95,6 @@ def test_a_stage_of_tokens_ends_with_the_step_that_reaches_them(corpora: tuple[C
     assert sum(tokens[:-1]) < 1500 <= sum(tokens)
 
 
-def test_a_document_that_a_border_splits_goes_on_in_the_next_stage(
-    corpora: tuple[Corpus, Corpus], tmp_path: Path
-) -> None:
-    first, _ = corpora
-    plan = planned(tmp_path, stage(0, first, context_tokens=16, steps=3), stage(1, first, context_tokens=512))
-    begun = {piece.document for row in range(9) for piece in plan.pieces(row)}
-    later = {piece.document for row in range(9, plan.num_rows) for piece in plan.pieces(row) if piece.start > 0}
-    assert begun & later
-    assert targets_trained(plan) == all_targets(first)
-
-
-def test_a_corpus_that_a_stage_does_not_name_waits_for_a_stage_that_does(
-    corpora: tuple[Corpus, Corpus], tmp_path: Path
-) -> None:
-    first, second = corpora
-    plan = planned(tmp_path, stage(0, first, steps=2), stage(1, second, steps=2), stage(2, first, second))
-    size = first.num_documents
-    of_first = [
-        {piece.document < size for row in plan.step_rows(step) for piece in plan.pieces(row)} for step in (1, 2, 3, 4)
-    ]
-    assert of_first == [{True}, {True}, {False}, {False}]
-    assert targets_trained(plan) == all_targets(first, second)
-
-
 def test_the_cursor_at_a_border_is_a_position_of_either_stage(corpora: tuple[Corpus, Corpus]) -> None:
     plan, _ = plan_stages(three(*corpora))
     border = plan.through_stage(0).cursor(7)
@@ -201,13 +177,6 @@ def test_a_stage_longer_than_its_data_or_than_what_was_trained_is_refused(corpor
     plan, _ = plan_stages(stages)
     with pytest.raises(UserError, match=r"stages\.0\.steps=4: the stage has already trained 5 steps"):
         plan_stages([stage(0, first, steps=4), *stages[1:]], plan.at_step(5), 5)
-
-
-def test_the_last_stage_may_end_before_its_data(corpora: tuple[Corpus, Corpus], tmp_path: Path) -> None:
-    first, second = corpora
-    plan = planned(tmp_path, stage(0, first, steps=2), stage(1, second, steps=3))
-    assert plan.num_steps == 5 and plan.num_rows == 15
-    assert targets_trained(plan) < all_targets(first, second)
 
 
 @pytest.mark.parametrize("steps", [5, 7])

@@ -24,10 +24,6 @@ def test_micro_batches_hold_neighbours_in_cost_and_alternate_direction() -> None
     assert assign_rows([0, 1, 2, 3, 4], [10, 50, 20, 40, 30], 2) == ((1, 3), (2, 4), (0, None))
 
 
-def test_rows_of_equal_cost_are_dealt_by_number() -> None:
-    assert assign_rows([3, 1, 2], [5, 5, 5], 1) == ((1,), (2,), (3,))
-
-
 @given(
     costs=st.lists(st.integers(1, 1000), min_size=1, max_size=60),
     rows_per_step=st.integers(1, 12),
@@ -45,13 +41,6 @@ def test_imbalance_is_the_lockstep_time_of_the_dealing(costs: list[int], rows_pe
     assert 1.0 - 1e-12 <= times.bound <= times.imbalance * (1 + 1e-12)
     assert times.fast <= 1.0 + 1e-12
     assert times.slow >= 1.0 - 1e-12
-
-
-def test_sorted_rows_are_more_level_than_random_ones() -> None:
-    lengths = np.clip(np.random.default_rng(0).lognormal(10, 1.5, 6400), 2, 1_000_000)
-    costs = (lengths**2).astype(np.int64)
-    as_they_come = costs.reshape(-1, 8).max(axis=1).sum() * 8 / costs.sum()
-    assert step_times(costs, 64, 8).imbalance < 0.75 * as_they_come
 
 
 def test_the_bound_is_the_mean_of_the_ranks_or_the_dearest_row() -> None:

@@ -23,7 +23,9 @@ def planned() -> tuple[Plan, RowReader]:
 
 def assert_same(ours: RowSlice, theirs: RowSlice) -> None:
     for name in RowSlice.__slots__:
-        assert np.array_equal(getattr(ours, name), getattr(theirs, name)), name
+        one, other = getattr(ours, name), getattr(theirs, name)
+        assert np.array_equal(one, other), name
+        assert not isinstance(one, np.ndarray) or one.dtype == other.dtype, name
 
 
 def plain(reader: RowReader, plan: Plan, step: int, dp: tuple[int, int], sp: tuple[int, int]) -> Iterator[RowSlice]:

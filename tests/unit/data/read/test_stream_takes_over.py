@@ -25,7 +25,7 @@ from ray_ulysses.errors import RunError, UserError
 from tests.breadth import fast_only
 from tests.polling import wait_until
 from tests.unit.data.corpora import varied_texts
-from tests.unit.data.read.test_streamed_source import assert_same
+from tests.unit.data.read.test_streamed_source import assert_all_same
 from tests.unit.data.tokenize.test_supervision import prepare_rows
 
 PLACES = [(0, 1, 0, 1, 1), (1, 2, 0, 1, 1), (0, 3, 1, 2, 1), (3, 4, 0, 1, 1), (0, 1, 3, 4, 2), (1, 2, 1, 4, 4)]
@@ -41,12 +41,7 @@ _corpora = functools.cache(CorpusSet)
 class GatedStreams:
     """A stream that comes exactly when ``num_direct`` rows were read directly; it may break instead.
 
-    Attributes:
-        num_direct: Rows that are still to be read directly.
-        num_blocks: Blocks that come; the next one never does.
-        num_open: Streams that have begun and not ended.
-        asked: The rows that each of them was asked for.
-        is_stalled: Set once one waits for a block that never comes.
+    It stalls after ``num_blocks``. ``asked`` has the rows that each stream was asked for.
     """
 
     def __init__(self, num_direct: int, error: Exception | None = None, num_blocks: int = 1000) -> None:
@@ -129,21 +124,13 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     def documents(*shares: tuple[str, float]) -> CorpusSet:
         return open_sources([(str(root / name / "corpus"), weight) for name, weight in shares])
 
-    first, then = (
-        documents(("plain", 0.7), ("weighted", 0.3)),
-        documents(("plain", 0.3), ("weighted", 0.5), ("joined", 0.2)),
-    )
+    first = plan_input(documents(("plain", 0.7), ("weighted", 0.3)))
+    then = plan_input(documents(("plain", 0.3), ("weighted", 0.5), ("joined", 0.2)))
     settings = PlanSettings(seed=1, context_tokens=256, pad_multiple=8, rows_per_step=5)
-    write_segment(root / "plan", 0, plan_input(first), settings)
+    write_segment(root / "plan", 0, first, settings)
     change = PlanSettings(seed=1, context_tokens=512, pad_multiple=8, rows_per_step=2)
-    changed = plan_input(then)
-    write_segment(
-        root / "plan",
-        1,
-        changed,
-        change,
-        remainder_after(load_plan(root / "plan"), BRANCH_STEP, changed.sources, change),
-    )
+    remainder = remainder_after(load_plan(root / "plan"), BRANCH_STEP, then.sources, change)
+    write_segment(root / "plan", 1, then, change, remainder)
     found = load_plan(root / "plan")
     assert BRANCH_STEP + 4 < found.num_steps < BRANCH_STEP + 9, found.num_steps
     return found
@@ -183,12 +170,6 @@ def direct(plan: Plan, steps: range, place: tuple[int, ...] = PLACES[0]) -> list
     found = [list(source.step(step)) for step in steps]
     source.close()
     return found
-
-
-def assert_all_same(ours: Sequence[RowSlice], theirs: Sequence[RowSlice]) -> None:
-    assert len(ours) == len(theirs)
-    for one, other in zip(ours, theirs, strict=True):
-        assert_same(one, other)
 
 
 @pytest.mark.parametrize("place", fast_only(PLACES, PLACES[0], PLACES[2]), ids=str)
@@ -245,26 +226,6 @@ def test_rows_that_were_read_directly_while_the_stream_was_ready_are_dropped_fro
 
     source = streamed(plan, streams, before=before)
     assert_all_same([one for step in range(1, 4) for one in source.step(step)], expected)
-    source.close()
-
-
-def test_rows_that_were_read_directly_while_a_window_was_on_its_way_are_not_in_the_next_one(plan: Plan) -> None:
-    expected = [one for slices in direct(plan, range(1, plan.num_steps + 1)) for one in slices]
-    streams = GatedStreams(18)
-    source = streamed(plan, streams, block_tokens=1, max_blocks=4)
-    assert_all_same([one for step in range(1, plan.num_steps + 1) for one in source.step(step)], expected)
-    assert len(streams.asked[0]) == 4 and streams.asked[1][0] == expected[18].row
-    source.close()
-
-
-def test_a_rank_that_receives_fillers_alone_has_a_stream_of_nothing(plan: Plan) -> None:
-    """Of two rows a step the last of four ranks gets none."""
-    steps = range(BRANCH_STEP + 1, plan.num_steps + 1)
-    streams = GatedStreams(1)
-    source = streamed(plan, streams, PLACES[3])
-    received = [one for step in steps for one in source.step(step)]
-    assert_all_same(received, [one for slices in direct(plan, steps, PLACES[3]) for one in slices])
-    assert {one.is_filler for one in received} == {True} and source.num_direct == 0
     source.close()
 
 
