@@ -233,19 +233,6 @@ def test_a_workers_pod_drains_its_node_before_it_ends(ray_job: dict[str, Any]) -
     assert 60 <= options["deadline_remaining_seconds"] <= spec["terminationGracePeriodSeconds"] - 10
 
 
-def test_every_pod_mounts_the_shared_path_of_the_configurations(ray_job: dict[str, Any]) -> None:
-    (claim,) = _documents("kuberay/shared-storage.yaml")
-    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
-    paths = {Path(path) for config in map(load_config, _CONFIGS) for path in (config.run.storage, config.data.path)}
-    for _, group in _groups(ray_job):
-        spec = group["template"]["spec"]
-        volumes = {v["name"]: v for v in spec["volumes"]}
-        for container in spec["containers"]:
-            mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
-            assert mounts["/mnt/shared"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
-            assert all(path.is_relative_to("/mnt/shared") for path in paths)
-
-
 def test_the_ray_cluster_is_valid_by_rays_own_schema(ray_cluster: dict[str, Any]) -> None:
     spec = importlib.util.find_spec("ray")
     assert spec is not None

@@ -40,11 +40,6 @@ def documents_by_epoch(segment: Segment) -> list[Counter[int]]:
     return found
 
 
-def test_without_weights_an_epoch_takes_every_document_once() -> None:
-    segment = segment_of([[10] * 20, [100] * 5], [None, None], replace(SETTINGS, epochs=2))
-    assert documents_by_epoch(segment) == [Counter(range(25))] * 2
-
-
 @pytest.mark.parametrize(("weights", "shares"), [([3, 1], 0.75), ([0.5, 0.5], 0.5), ([1, 9], 0.1)])
 def test_an_epoch_holds_tokens_by_weight_and_the_scarcest_source_whole(weights: list[float], shares: float) -> None:
     segment = segment_of([[20] * 1000, [20] * 1000], weights)
@@ -86,11 +81,6 @@ def test_no_document_is_taken_twice_before_every_other_of_its_source_once(
         for first, last in itertools.pairwise(bases):
             counts = [total[document] for document in range(first, last)]
             assert max(counts) - min(counts) <= 1
-
-
-def test_a_source_that_was_taken_out_stands_beside_sources_without_weights() -> None:
-    segment = segment_of([[20] * 5, [20] * 5], [0.0, None])
-    assert set(documents_by_epoch(segment)[0]) == set(range(5, 10))
 
 
 def test_a_weighted_source_without_a_document_to_train_on_is_refused() -> None:
