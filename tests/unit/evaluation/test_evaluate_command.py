@@ -175,14 +175,6 @@ def test_the_result_is_printed_when_the_report_cannot_be_drawn_again(
     assert told.json(tmp_path / "run", "--data", corpus, "--task", "loss", *SMALL)["step"] == 4
 
 
-def test_a_quiet_command_prints_its_result_alone(
-    corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    make_trained(tmp_path / "run")
-    run(app, ["evaluate", str(tmp_path / "run"), "-q", "--data", str(corpus), "--task", "loss", *SMALL[:-1]])
-    assert capfd.readouterr().err == ""
-    run(app, ["export", str(tmp_path / "run"), "-q"])
-    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.slow
@@ -209,18 +201,6 @@ def test_lengths_are_powers_of_four_up_to_the_context() -> None:
             parse_lengths(text)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (("--task", "speed"), "'speed' is not one of 'loss', 'retrieval', 'all'"),
-        (("--dtype", "int8"), "'int8' is not one of 'model', 'fp32', 'bf16'"),
-        (("--cases", "0"), "'--cases': Input should be greater than or equal to 1"),
-        (("--sp-size", "0"), "'--sp-size': Input should be greater than or equal to 1"),
-        (("--seed", "-1"), "'--seed': Input should be greater than or equal to 0"),
-    ],
-)
-def test_an_option_out_of_its_range_is_refused(told: Told, options: tuple[str, str], said: str) -> None:
-    assert said in told("runs/a", *options, code=2)
 
 
 def test_what_can_not_be_evaluated_is_refused_with_a_way_out(told: Told, corpus: Path, tmp_path: Path) -> None:

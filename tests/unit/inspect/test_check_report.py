@@ -59,55 +59,46 @@ def test_a_good_trial_holds_in_every_line() -> None:
 
 
 NAN = [*LOSSES[:6], math.nan, *LOSSES[7:]]
+SPIKE = "step 10: the loss of rows 9 to 9 is 9.0, above 5.0 (elastic.loss_spike_mads=6)"
+NO_MEMORY = "run 'self-test-run': step 4 ran out of memory: 78.9 GiB were allocated"
 
 
-@pytest.mark.parametrize(
-    ("changes", "names"),
-    [
-        ({"limit_gib": 64.0}, ["memory"]),
-        ({"planned_bytes": 40 * 2**30}, ["memory as planned"]),
-        ({"steps": [], "again": [], "committed": [], "loaded_step": None, "failure": "the self-test failed: 0.3"},
-         ["documents apart"]),
-        ({"steps": [], "again": [], "committed": [], "loaded_step": None, "failure": "a worker could not be started"},
-         ["trains"]),
-        ({"steps": steps(LOSSES[:9]), "again": [], "committed": [], "loaded_step": None, "failure": "shard 3 is gone"},
-         ["trains"]),
-        ({"steps": steps(LOSSES[:9]), "again": [], "committed": [], "loaded_step": None,
-          "failure": "step 10: the loss of rows 9 to 9 is 9.0, above 5.0 (elastic.loss_spike_mads=6)"}, ["loss"]),
-        ({"steps": steps(NAN)}, ["finite"]),
-        ({"steps": steps(LOSSES[::-1]), "again": steps([5.0], attempt=2, first=13)}, ["loss"]),
-        ({"modelled_s": 0.9}, ["speed"]),
-        ({"committed": [], "again": [], "loaded_step": None, "failure": "the disk is full"},
-         ["checkpoint written"]),
-        ({"committed": [], "again": [], "loaded_step": None, "unsaved": "the disk is full"}, ["checkpoint written"]),
-        ({"again": [], "loaded_step": None, "failure": "the checkpoint of step 12 is damaged"}, ["checkpoint loaded"]),
-        ({"again": steps([LOSSES[-1] * 1.001], attempt=2, first=13)}, ["checkpoint loaded"]),
-        ({"loaded_step": None, "again": []}, ["checkpoint loaded"]),
-    ],
-    ids=["too much", "unplanned", "not apart", "no worker", "no data", "spike", "not finite", "rises", "slow",
-         "not written", "not saved", "damaged", "wrong", "not loaded"],
-)  # fmt: skip
-def test_each_fault_fails_the_line_that_names_it(changes: dict[str, Any], names: list[str]) -> None:
-    found = failed(**changes)
-    assert found == names
-    assert render_check(judge("run", replace(GOOD, **changes))).endswith(f"FAILED: {', '.join(found)}")
+def ended(failure: str, num_steps: int = 9) -> dict[str, Any]:
+    """Return the changes of a trial that fails before its checkpoint."""
+    return {"steps": steps(LOSSES[:num_steps]), **UNSAVED, "failure": failure}
 
 
-def test_an_attempt_that_ends_for_a_loss_that_is_not_finite_says_so() -> None:
-    few = {"steps": steps(LOSSES[:7]), "again": [], "committed": [], "loaded_step": None}
-    names = failed(**few, failure="step 8: the loss is not finite")
-    assert names == ["finite"]
+UNLOADED: dict[str, Any] = {"again": [], "loaded_step": None}
+UNSAVED: dict[str, Any] = {**UNLOADED, "committed": []}
+FAULTS: dict[str, tuple[dict[str, Any], str]] = {
+    "too much": ({"limit_gib": 64.0}, "memory"),
+    "unplanned": ({"planned_bytes": 40 * 2**30}, "memory as planned"),
+    "out of memory": (ended(NO_MEMORY, 3), "memory"),
+    "not apart": (ended("the self-test failed: 0.3", 0), "documents apart"),
+    "no worker": (ended("a worker could not be started", 0), "trains"),
+    "no data": (ended("shard 3 is gone"), "trains"),
+    "spike": (ended(SPIKE), "loss"),
+    "not finite": ({"steps": steps(NAN)}, "finite"),
+    "ended not finite": (ended("step 8: the loss is not finite", 7), "finite"),
+    "rises": ({"steps": steps(LOSSES[::-1]), "again": steps([5.0], attempt=2, first=13)}, "loss"),
+    "slow": ({"modelled_s": 0.9}, "speed"),
+    "not written": ({**UNSAVED, "failure": "the disk is full"}, "checkpoint written"),
+    "not saved": ({**UNSAVED, "unsaved": "the disk is full"}, "checkpoint written"),
+    "damaged": ({**UNLOADED, "failure": "the checkpoint of step 12 is damaged"}, "checkpoint loaded"),
+    "wrong": ({"again": steps([LOSSES[-1] * 1.001], attempt=2, first=13)}, "checkpoint loaded"),
+    "not loaded": (UNLOADED, "checkpoint loaded"),
+}
 
 
-def test_a_step_without_memory_fails_the_memory_whatever_the_run_is_called() -> None:
-    few = {"steps": steps(LOSSES[:3]), "again": [], "committed": [], "loaded_step": None}
-    names = failed(**few, failure="run 'self-test-run': step 4 ran out of memory: 78.9 GiB were allocated")
-    assert names == ["memory"]
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_fault_fails_the_line_that_names_it(fault: str) -> None:
+    changes, name = FAULTS[fault]
+    assert failed(**changes) == [name]
+    assert render_check(judge("run", replace(GOOD, **changes))).endswith(f"FAILED: {name}")
 
 
 def test_what_was_not_reached_says_so_and_fails_nothing() -> None:
-    few = {"steps": steps(LOSSES[:3]), "again": [], "committed": [], "loaded_step": None, "failure": "worker 1 is lost"}
-    report = judge("run", replace(GOOD, **few))
+    report = judge("run", replace(GOOD, **ended("worker 1 is lost", 3)))
     found = {line.name: line.found for line in report.lines if line.holds is None}
     assert found == dict.fromkeys(["loss", "speed", "checkpoint written", "checkpoint loaded"], "not reached")
     assert {line.name for line in report.lines if line.holds} == {

@@ -39,24 +39,29 @@ def files_bytes(folder: Path, step: int) -> int:
     return sum(path.stat().st_size for path in where.rglob("*") if path.is_file())
 
 
+def record_commits(folder: Path, *steps: int) -> None:
+    journal = claim_journal(folder)
+    for step in steps:
+        journal.append({"event": "checkpoint_committed", **COMMITTED, "step": step, "path": "x", "world_size": 2})
+    journal.close()
+
+
 def test_a_checkpoint_says_who_wrote_it_when_why_and_how_large_it_is(folder: Path) -> None:
     store = make_folder(folder)
-    save(store, 20, attempt=3, world_size=4, ring_size=2, zero_stage=1, metrics={"loss": 4.0, "eval_loss": 4.5})
+    metrics = {"loss": 4.0, "eval_loss": 4.5}
+    save(store, 20, attempt=3, world_size=4, ring_size=2, zero_stage=1, metrics=metrics)
+    sizes: dict[str, int] = {"world_size": 4, "sp_size": 2, "ring_size": 2, "dp_size": 2, "zero_stage": 1}
     assert by_step(folder)[20] == CheckpointReport(
         step=20,
         path="checkpoints/step-00000020",
         committed=True,
         condition="whole",
         attempt=3,
-        world_size=4,
-        sp_size=2,
-        ring_size=2,
-        dp_size=2,
-        zero_stage=1,
+        **sizes,
         num_bytes=files_bytes(folder, 20),
         written_at=WRITTEN + 20,
         reason="steps",
-        metrics={"loss": 4.0, "eval_loss": 4.5},
+        metrics=metrics,
         kept=("last 3",),
     )
     listing = list_checkpoints(folder)
@@ -97,43 +102,17 @@ def test_what_can_not_be_read_is_kept_though_no_rule_wants_it(folder: Path) -> N
         }  # fmt: skip
 
 
-def test_without_a_configuration_it_is_not_known_why_they_are_kept(folder: Path) -> None:
-    store = make_folder(folder)
-    save(store, 10)
-    (folder / "config.yaml").unlink()
-    report = by_step(folder)[10]
-    assert (report.condition, report.kept) == ("whole", ())
-
-
-def test_a_truncated_file_is_named_and_a_missing_one(folder: Path) -> None:
-    store = make_folder(folder)
-    for step in (10, 20, 30):
-        save(store, step)
-    cut(shard(folder, 20), 5)
-    shard(folder, 30).unlink()
-    found = by_step(folder)
-    assert [found[step].condition for step in (10, 20, 30)] == ["whole", "damaged", "damaged"]
-    assert "rank-00001-of-00002.safetensors has" in str(found[20].why)
-    assert "rank-00001-of-00002.safetensors is missing" in str(found[30].why)
-    # Who wrote it is known all the same.
-    assert (found[20].attempt, found[20].world_size) == (1, 2)
-    assert list_checkpoints(folder).resumes_from == 10
-
-
 def test_a_torn_manifest_is_named_and_the_shards_say_who_wrote_it(folder: Path) -> None:
-    store = make_folder(folder)
-    save(store, 10)
+    save(make_folder(folder), 10)
     cut(manifest(folder, 10), 50)
     report = by_step(folder)[10]
     assert (report.condition, report.committed) == ("damaged", True)
-    assert "torn or no JSON" in str(report.why)
     assert (report.attempt, report.world_size, report.dp_size) == (1, 2, None)
 
 
 def test_one_that_was_set_aside_says_why_by_whom_and_when(folder: Path) -> None:
     store = make_folder(folder)
-    for step in (10, 20):
-        save(store, step)
+    save(store, 20)
     cut(shard(folder, 20), 5)
     (damage,) = newest_committed(store).damaged
     claim_journal(folder).close()
@@ -189,9 +168,7 @@ def test_a_manifest_that_can_not_be_read_now_is_no_leftover(folder: Path) -> Non
     with denied(manifest(folder, 20)):
         listing = list_checkpoints(folder)
     older, report = listing.checkpoints
-    assert (report.condition, report.committed, report.attempt) == ("unreadable", True, 1)
-    assert report.why == "manifest.json can't be read (Permission denied)"
-    assert older.condition == "whole"
+    assert (report.condition, report.committed, report.attempt, older.condition) == ("unreadable", True, 1, "whole")
     assert (listing.resumes_from, listing.unless, listing.refusal) == (10, (20,), None)
     with denied(shard(folder, 20)):
         assert by_step(folder)[20].condition == "unreadable"
@@ -199,45 +176,15 @@ def test_a_manifest_that_can_not_be_read_now_is_no_leftover(folder: Path) -> Non
     with denied(manifest(folder, 20)):
         listing = list_checkpoints(folder)
     assert (listing.resumes_from, listing.unless) == (None, (20,))
-    assert "no checkpoint of the run can be read: the checkpoint of step 20 can't be read" in str(listing.refusal)
-
-
-def test_where_train_refuses_no_start_is_promised(folder: Path) -> None:
-    store = make_folder(folder)
-    save(store, 10)
-    save(store, 20)
-    cut(shard(folder, 20), 5)
-    assert (list_checkpoints(folder).resumes_from, list_checkpoints(folder).refusal) == (10, None)
-    cut(shard(folder, 10), 5)
-    listing = list_checkpoints(folder)
-    assert listing.resumes_from is None
-    assert str(listing.refusal).startswith(
-        "no checkpoint of the run is whole, and it will not restart from step 0 by itself: the"
-    )
-    save(store, 30)
-    save(store, 40)
-    make_foreign(manifest(folder, 40))
-    listing = list_checkpoints(folder)
-    assert by_step(folder)[40].condition == "foreign"
-    assert listing.resumes_from is None
-    assert str(listing.refusal).startswith(
-        "the checkpoint of step 40 is of another version and not used: the manifest has schema version"
-    )
-    # An older one of another version is in nobody's way.
-    make_foreign(manifest(folder, 10))
-    manifest(folder, 40).unlink()
-    save(store, 40, attempt=2)
-    assert (list_checkpoints(folder).resumes_from, list_checkpoints(folder).refusal) == (40, None)
+    assert "the checkpoint of step 20 can't be read" in str(listing.refusal)
 
 
 @pytest.mark.parametrize("newest", ["whole", "cut", "torn", "foreign", "denied", "fenced", "gone"])
 @pytest.mark.parametrize("older", ["whole", "cut", "foreign", "gone"])
 def test_the_listing_refuses_what_train_refuses(folder: Path, newest: str, older: str) -> None:
     store = make_folder(folder)
-    journal = claim_journal(folder)
     for step, state in ((10, older), (20, newest)):
         save(store, step)
-        journal.append({"event": "checkpoint_committed", **COMMITTED, "step": step, "path": "x", "world_size": 2})
         if state == "cut":
             cut(shard(folder, step), 5)
         elif state == "torn":
@@ -246,6 +193,7 @@ def test_the_listing_refuses_what_train_refuses(folder: Path, newest: str, older
             make_foreign(manifest(folder, step))
         elif state == "gone":
             manifest(folder, step).unlink()
+    record_commits(folder, 10, 20)
     if newest == "fenced":
         start_attempt(store, 2, 10)
     with denied(manifest(folder, 20)) if newest == "denied" else nullcontext():
@@ -263,30 +211,22 @@ def test_checkpoints_that_the_journal_knows_of_and_are_not_there_are_missed(
 ) -> None:
     place = tmp_path / "not-mounted"
     make_folder(folder, checkpoint__storage=str(place))
-    with caplog.at_level("WARNING", logger="ray_ulysses"):
-        assert read_run(folder).checkpoints == ()
+    assert read_run(folder).checkpoints == ()
     assert (list_checkpoints(folder).refusal, caplog.text) == (None, "")
-    journal = claim_journal(folder)
-    for step in (2, 4, 6):
-        journal.append({"event": "checkpoint_committed", **COMMITTED, "step": step, "path": "x", "world_size": 2})
+    record_commits(folder, 2, 4, 6)
     if is_file:
         (place / "demo").mkdir(parents=True)
         (place / "demo" / "checkpoints").write_text("")
-    said = (
-        f"the journal knows of the checkpoint of step 6, but there is none in {place / 'demo'}/checkpoints; mount or "
-        "correct the storage of the run (checkpoint.storage), or start a new run under another run.name"
-    )
     listing = list_checkpoints(folder)
-    assert (listing.checkpoints, listing.resumes_from, listing.refusal) == ((), None, said)
-    with caplog.at_level("WARNING", logger="ray_ulysses"):
-        assert read_run(folder).checkpoints == ()
-    assert said in caplog.text
+    assert (listing.checkpoints, listing.resumes_from) == ((), None)
+    assert "the checkpoint of step 6" in str(listing.refusal) and "checkpoint.storage" in str(listing.refusal)
+    assert read_run(folder).checkpoints == ()
+    assert str(listing.refusal) in caplog.text
 
 
 def test_what_is_no_longer_part_of_the_run_is_not_missed(folder: Path) -> None:
     store = make_folder(folder)
-    journal = claim_journal(folder)
-    journal.append({"event": "checkpoint_committed", **COMMITTED, "step": 10, "path": "x", "world_size": 2})
+    record_commits(folder, 10)
     start_attempt(store, 2, 0)
     assert list_checkpoints(folder).refusal is None
 
@@ -317,11 +257,9 @@ def test_one_that_retention_deletes_meanwhile_is_not_called_damaged(
 
 
 def test_a_manifest_without_a_time_takes_the_journals(folder: Path) -> None:
-    store = make_folder(folder)
-    save(store, 10, written_at=0.0)
+    save(make_folder(folder), 10, written_at=0.0)
     assert by_step(folder)[10].written_at is None
-    journal = claim_journal(folder)
-    journal.append({"event": "checkpoint_committed", **COMMITTED, "step": 10, "path": "x", "world_size": 2})
+    record_commits(folder, 10)
     assert by_step(folder)[10].written_at is not None
 
 
@@ -339,31 +277,22 @@ def test_a_run_that_was_moved_has_its_checkpoints_with_it(folder: Path, tmp_path
     assert list_checkpoints(moved).resumes_from == 10
 
 
-def test_a_run_without_a_checkpoint_has_an_empty_list(folder: Path) -> None:
-    make_folder(folder)
-    listing = list_checkpoints(folder)
-    assert (listing.checkpoints, listing.resumes_from) == ((), None)
-
-
 def test_a_storage_that_does_not_answer_is_named(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     make_folder(folder)
-
-    def away(self: LocalStore, prefix: str) -> list[str]:
-        raise OSError(5, "Input/output error")
-
     listed = LocalStore.list
 
-    def only_elsewhere(self: LocalStore, prefix: str) -> list[str]:
-        return away(self, prefix) if self.root == folder and prefix != "lock" else listed(self, prefix)
+    def away(self: LocalStore, prefix: str) -> list[str]:
+        if self.root == folder and prefix != "lock":
+            raise OSError(5, "Input/output error")
+        return listed(self, prefix)
 
-    monkeypatch.setattr(LocalStore, "list", only_elsewhere)
-    with pytest.raises(RunError, match=rf"the checkpoints in {folder} can't be read \(Input/output error\)"):
+    monkeypatch.setattr(LocalStore, "list", away)
+    with pytest.raises(RunError, match=rf"{folder} .*Input/output error"):
         list_checkpoints(folder)
-    with caplog.at_level("WARNING", logger="ray_ulysses"):
-        assert read_run(folder).checkpoints == ()
-    assert f"the checkpoints in {folder} can't be listed (Input/output error)" in caplog.text
+    assert read_run(folder).checkpoints == ()
+    assert "can't be listed (Input/output error)" in caplog.text
 
 
 def test_a_configuration_that_can_not_be_read_is_said_and_passed_over(
@@ -371,10 +300,8 @@ def test_a_configuration_that_can_not_be_read_is_said_and_passed_over(
 ) -> None:
     save(make_folder(folder), 10)
     (folder / "config.yaml").write_text("no: configuration")
-    with caplog.at_level("WARNING", logger="ray_ulysses"):
-        assert list_checkpoints(folder).resumes_from == 10
+    assert list_checkpoints(folder).resumes_from == 10
     assert f"{folder}/config.yaml can't be read (" in caplog.text
-    assert "checkpoints are searched in its folder" in caplog.text
 
 
 def test_nothing_is_changed_by_looking(folder: Path) -> None:

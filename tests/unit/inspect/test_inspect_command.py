@@ -112,18 +112,6 @@ def test_verify_exits_with_1_where_something_does_not(inspect: Inspect, run: Run
     assert f"{run.folder} differs from step 2 on" in out
 
 
-def test_a_folder_in_place_of_a_segment_is_named_and_the_rest_is_shown(inspect: Inspect, run: Run) -> None:
-    run.trained(3)
-    (run.folder / "journal/attempt-0002.jsonl").mkdir()
-    said = "journal/attempt-0002.jsonl: a folder is in place of the file; it was left out"
-    code, out, _ = inspect(run.folder)
-    assert code == 0 and f"DAMAGED: {said}" in out
-    code, out, _ = inspect(run.folder, "--json")
-    fields = json.loads(out)
-    assert (code, fields["step"], fields["damaged_records"]) == (0, 3, [said])
-    assert inspect(run.folder, "--checkpoints")[0] == 0
-    assert inspect(run.folder, "--row", 2)[0] == 0
-    assert inspect(run.folder, "--verify", "--no-read")[0] == 0
 
 
 def test_checkpoints_are_listed_as_text_and_as_json(inspect: Inspect, tmp_path: Path) -> None:
@@ -166,16 +154,6 @@ def test_a_checkpoint_is_verified_and_damage_exits_with_1(inspect: Inspect, tmp_
     assert "no checkpoint of step 30 is committed" in err
 
 
-def test_checkpoints_on_another_store_are_in_what_inspect_says(inspect: Inspect, tmp_path: Path) -> None:
-    make_folder(tmp_path / "saved", checkpoint__storage=str(tmp_path / "bucket"))
-    save(LocalStore(tmp_path / "bucket" / "saved"), 10)
-    code, out, _ = inspect(tmp_path / "saved", "--json")
-    assert code == 0
-    assert json.loads(out)["checkpoints"] == [
-        {"step": 10, "path": "checkpoints/step-00000010", "committed": True, "world_size": 2}
-    ]
-    assert "1 checkpoint with files of the right size" in inspect(tmp_path / "saved", "--checkpoints")[1]
-    assert "checkpoint of step 10 of run 'saved': whole" in inspect(tmp_path / "saved", "--verify-checkpoint", 10)[1]
 
 
 def test_a_journal_that_can_not_be_read_is_named_and_exits_with_1(
@@ -194,47 +172,10 @@ def test_a_journal_that_can_not_be_read_is_named_and_exits_with_1(
         assert err == f"error: {tmp_path}/saved/journal/attempt-0001.jsonl: Permission denied\n"
 
 
-def test_a_plan_that_can_not_be_read_hides_nothing_else_of_the_run(
-    inspect: Inspect, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run.trained(3)
-
-    def unreadable(folder: Path) -> bool:
-        raise PermissionError(13, "Permission denied", str(folder))
-
-    monkeypatch.setattr("ray_ulysses.inspect.run_data.load_plan_if_any", unreadable)
-    code, out, _ = inspect(run.folder)
-    assert code == 0
-    assert "at step 3" in out and "PLAN: [Errno 13] Permission denied" in out
 
 
-def test_checkpoints_that_are_not_where_the_journal_says_are_missed(inspect: Inspect, tmp_path: Path) -> None:
-    place = tmp_path / "not-mounted"
-    make_folder(tmp_path / "saved", checkpoint__storage=str(place))
-    journal = claim_journal(tmp_path / "saved")
-    journal.append({"event": "checkpoint_committed", **COMMITTED, "step": 6, "path": "x", "world_size": 2})
-    said = f"the journal knows of the checkpoint of step 6, but there is none in {place}/saved/checkpoints; mount"
-    code, out, _ = inspect(tmp_path / "saved", "--checkpoints")
-    assert code == 0
-    assert out.startswith("run 'saved': NO CHECKPOINT FOUND\n") and said in out
-    assert said in json.loads(inspect(tmp_path / "saved", "--checkpoints", "--json")[1])["refusal"]
 
 
-def test_what_is_not_damaged_is_not_called_so(inspect: Inspect, tmp_path: Path) -> None:
-    store = make_folder(tmp_path / "saved")
-    for step in (10, 20, 30):
-        save(store, step)
-    make_foreign(manifest(tmp_path / "saved", 30))
-    code, out, _ = inspect(tmp_path / "saved", "--verify-checkpoint", 30)
-    assert (code, "OF ANOTHER VERSION" in out, "DAMAGED" in out) == (1, True, False)
-    with denied(shard(tmp_path / "saved", 20)):
-        code, out, _ = inspect(tmp_path / "saved", "--verify-checkpoint", 20)
-    assert (code, "UNREADABLE" in out, "DAMAGED" in out) == (1, True, False)
-    out = inspect(tmp_path / "saved", "--checkpoints")[1]
-    assert (
-        "resumes  would be refused (see below)\n" in out
-        and "the checkpoint of step 30 is of another version and not" in out
-    )
 
 
 @pytest.mark.parametrize(

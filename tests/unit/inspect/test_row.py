@@ -168,10 +168,6 @@ def test_a_row_that_is_not_planned_is_refused_with_the_range(run: Run) -> None:
         assert "rows 0 to 11 are trained so far" in said
 
 
-def test_a_run_without_a_plan_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "journal").mkdir()
-    with pytest.raises(UserError, match="has no data plan yet"):
-        report_row(tmp_path, 0)
 
 
 @pytest.mark.parametrize("size", [0, 1, 480, 640, 641, 5000])

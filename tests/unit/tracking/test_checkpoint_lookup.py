@@ -69,67 +69,50 @@ def test_what_is_gone_is_not_offered(state, which):
 @pytest.mark.parametrize(
     ("have", "which", "said"),
     [
-        ([], "latest", "MLflow has no usable checkpoint of that run; choose another run"),
-        (
-            [tracked(10, 1, "deleted")],
-            "latest",
-            "; all 1 of its checkpoints are deleted or damaged; choose another run",
-        ),
-        ([tracked(10, is_complete=False)], "best", "no usable checkpoint of that run"),
-        ([tracked(10), tracked(20)], 15, "that run has no checkpoint of step 15; available steps: 10, 20"),
-        ([tracked(10), tracked(20, 1, "damaged")], 20, "the checkpoint of step 20 is damaged; available steps: 10"),
-        ([tracked(10, metrics={}), tracked(20, metrics={})], "best", "has a loss; give a step: 10, 20"),
+        ([], "latest", "no usable checkpoint"),
+        ([tracked(10, 1, "deleted")], "latest", "all 1 of its checkpoints are deleted or damaged"),
+        ([tracked(10, is_complete=False)], "best", "no usable checkpoint"),
+        ([tracked(10), tracked(20)], 15, "no checkpoint of step 15; available steps: 10, 20"),
+        ([tracked(10), tracked(20, 1, "damaged")], 20, "step 20 is damaged; available steps: 10"),
+        ([tracked(10, metrics={}), tracked(20, metrics={})], "best", "give a step: 10, 20"),
     ],
+    ids=["none", "deleted", "incomplete", "absent", "damaged", "no-loss"],
 )
 def test_an_error_says_what_there_is(have, which, said):
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=f"^{ASKED}: .*{said}"):
         choose_tracked(have, which, reference=ASKED)
-    assert said in str(caught.value)
-    assert str(caught.value).startswith(f"{ASKED}: ")
 
 
-def track(uri, run_dir, name, *checkpoints, gone=()):
+def track(uri, run_dir, name, *checkpoints):
     run_dir.mkdir()
     sink = MlflowSink(uri=uri, experiment="lookup", run_name=name, run_dir=run_dir, location=STORE)
     tracker = ScriptedTracker(sink, run_dir)
     tracker.start({}, {})
-    for news in (*checkpoints, *gone):
+    for news in checkpoints:
         tracker.log_checkpoint(news)
     tracker.finish("finished")
     return TrackingIdentity.load(run_dir).run_id
 
 
 def test_a_run_is_found_by_its_name_and_by_its_id(uri, tmp_path):
-    run_id = track(
-        uri,
-        tmp_path / "a",
-        "by-name",
-        committed(10, metrics={"loss": 1.0}),
-        committed(20, metrics={"loss": 2.0}),
-        committed(30),
-        gone=[GoneCheckpoint(step=30, attempt=1, state="damaged", reason="x")],
-    )
+    commits = [committed(step, metrics={"loss": step / 10}) for step in (10, 20, 30)]
+    gone = GoneCheckpoint(step=30, attempt=1, state="damaged", reason="x")
+    run_id = track(uri, tmp_path / "a", "by-name", *commits, gone)
     for run in ("by-name", run_id):
         found = find_tracked(run, "latest", uri=uri)
         assert (found.step, found.store, found.attempt) == (20, STORE, 1)
         assert (found.path, found.cursor) == (f"{STORE}/checkpoints/step-00000020", {"next_row": 120})
         assert find_tracked(run, "best", uri=uri).step == 10
         assert find_tracked(run, 10, uri=uri).metrics == {"loss": 1.0}
-        with pytest.raises(
-            UserError, match=r"mlflow:.*/30': the checkpoint of step 30 is damaged; available steps: 10, 20"
-        ):
+        with pytest.raises(UserError, match="step 30 is damaged; available steps: 10, 20"):
             find_tracked(run, 30, uri=uri)
 
 
 def test_a_name_that_several_runs_have_is_answered_with_their_ids(uri, tmp_path):
     ids = [track(uri, tmp_path / name, "twice", committed(step)) for name, step in (("a", 10), ("b", 20))]
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match="2 MLflow runs have that name") as caught:
         find_tracked("twice", "latest", uri=uri)
-    text = str(caught.value)
-    assert "2 MLflow runs have that name; give the id of one of them:" in text
-    for run_id, step in zip(ids, (10, 20), strict=True):
-        assert f"mlflow:{run_id}/latest  (experiment lookup, since " in text
-        assert f"newest checkpoint at step {step})" in text
+    assert all(f"mlflow:{run_id}/latest" in str(caught.value) for run_id in ids)
 
 
 def test_a_run_of_ours_is_meant_where_others_have_its_name(uri, client, tmp_path):
@@ -138,13 +121,11 @@ def test_a_run_of_ours_is_meant_where_others_have_its_name(uri, client, tmp_path
     assert find_tracked("shared", "latest", uri=uri).step == 10
 
 
-@pytest.mark.parametrize("name", ["nobody", "it's", 'it\'s "both"', "f0" * 16])
+@pytest.mark.parametrize("name", ["nobody", 'it\'s "both"', "f0" * 16])
 def test_a_name_that_nobody_has_is_answered_with_the_newest_runs(uri, tmp_path, name):
     run_id = track(uri, tmp_path / "a", "somebody", committed(10))
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=f"its newest runs are:(?s:.*)somebody  {run_id}"):
         find_tracked(name, "latest", uri=uri)
-    assert "has no run with that id or name; its newest runs are:" in str(caught.value)
-    assert f"  - somebody  {run_id}  (experiment lookup" in str(caught.value)
 
 
 def test_a_deleted_run_is_not_found(uri, client, tmp_path):
@@ -160,15 +141,13 @@ def test_a_server_that_is_away_is_said_soon_and_without_its_password():
         reserved.bind(("127.0.0.1", 0))
         uri = f"http://me:secret@127.0.0.1:{reserved.getsockname()[1]}"
         begin = time.monotonic()
-        with pytest.raises(RunError) as caught:
+        with pytest.raises(RunError, match=r"^model\.resume_from='mlflow:demo/latest': .*tracking\.uri") as caught:
             find_tracked("demo", "latest", uri=uri)
         assert time.monotonic() - begin < 30
-    assert str(caught.value).startswith("model.resume_from='mlflow:demo/latest': MLflow at http://***@127.0.0.1:")
-    assert "does not answer" in str(caught.value) and "correct tracking.uri" in str(caught.value)
     assert "secret" not in str(caught.value)
 
 
-def test_a_database_that_is_not_there_is_not_made(tmp_path):
-    with pytest.raises(UserError, match=r"does not exist; set tracking\.uri to an existing database"):
+def test_a_database_that_is_not_there_is_refused_and_not_made(tmp_path):
+    with pytest.raises(UserError, match=r"tracking\.uri"):
         find_tracked("demo", "latest", uri=f"sqlite:///{tmp_path}/mlflow.db")
     assert list(tmp_path.iterdir()) == []

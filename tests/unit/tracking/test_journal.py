@@ -6,10 +6,6 @@ import errno
 import json
 import math
 import os
-import shutil
-import subprocess
-import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -35,28 +31,16 @@ def _ended(reason: str = "stopped") -> dict[str, object]:
     return {"event": "attempt_ended", "reason": reason}
 
 
-def test_each_attempt_claims_the_next_number(tmp_path: Path) -> None:
-    assert [claim_journal(tmp_path).attempt for _ in range(3)] == [1, 2, 3]
-    assert attempt_numbers(tmp_path) == (1, 2, 3)
-
-
 def test_racing_attempts_never_share_a_number(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         numbers = list(pool.map(lambda _: claim_journal(tmp_path).attempt, range(16)))
     assert sorted(numbers) == list(range(1, 17))
 
 
-def test_a_record_is_readable_before_the_journal_is_closed(tmp_path: Path) -> None:
-    journal = claim_journal(tmp_path, _StillClock())
-    journal.append(_ended())
-    assert read_events(tmp_path) == (AttemptEnded(time=1000.0, attempt=1, reason="stopped"),)
-
-
 def test_a_loss_that_is_not_finite_is_still_json(tmp_path: Path) -> None:
     journal = claim_journal(tmp_path)
-    step = {"event": "step", "step": 1, "tokens": 2, "rows": [0, 1], "digest": "0", "seconds": 1.0}
-    journal.append({**step, "loss": math.nan})
-    journal.append({**step, "loss": math.inf})
+    for loss in (math.nan, math.inf):
+        journal.append({**_step(1), "loss": loss})
     lines = journal.path.read_text().splitlines()
     assert [json.loads(line, parse_constant=pytest.fail)["loss"] for line in lines] == ["nan", "inf"]
     assert [repr(event.loss) for event in read_events(tmp_path) if isinstance(event, StepDone)] == ["nan", "inf"]
@@ -64,21 +48,13 @@ def test_a_loss_that_is_not_finite_is_still_json(tmp_path: Path) -> None:
 
 def test_a_torn_last_line_is_left_out_and_swallows_nothing(tmp_path: Path) -> None:
     journal = claim_journal(tmp_path)
-    journal.append(_ended("first"))
-    with journal.path.open("ab") as stream:
-        stream.write(b'{"event": "attempt_ended", "reas')
-    assert [event.reason for event in read_events(tmp_path) if isinstance(event, AttemptEnded)] == ["first"]
-    open_journal(tmp_path, 1).append(_ended("second"))
-    assert [event.reason for event in read_events(tmp_path) if isinstance(event, AttemptEnded)] == ["first", "second"]
-
-
-@pytest.mark.parametrize("cut", range(1, 60, 7))
-def test_a_line_torn_anywhere_is_no_record(tmp_path: Path, cut: int) -> None:
-    journal = claim_journal(tmp_path)
-    journal.append(_ended())
-    content = journal.path.read_bytes()
-    journal.path.write_bytes(content + content[:cut])
-    assert len(read_events(tmp_path)) == 1
+    journal.append(_step(1))
+    whole = journal.path.read_bytes()
+    for cut in range(1, len(whole), 7):
+        journal.path.write_bytes(whole + whole[:cut])
+        assert _steps(tmp_path) == [1]
+    open_journal(tmp_path, 1).append(_step(2))
+    assert _steps(tmp_path) == [1, 2]
 
 
 def test_files_of_two_writers_are_one_attempt(tmp_path: Path) -> None:
@@ -93,15 +69,14 @@ def test_files_of_two_writers_are_one_attempt(tmp_path: Path) -> None:
 
 def test_an_event_without_its_fields_is_our_mistake(tmp_path: Path) -> None:
     journal = claim_journal(tmp_path)
-    with pytest.raises(AssertionError, match=r"can't be read back: attempt_ended\.reason is missing"):
-        journal.append({"event": "attempt_ended"})
-    with pytest.raises(AssertionError, match=r"can't be read back: its content is .*'lunch'"):
-        journal.append({"event": "lunch"})
+    for event in ("attempt_ended", "lunch"):
+        with pytest.raises(AssertionError, match=event):
+            journal.append({"event": event})
 
 
 def test_a_storage_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"run\.storage: the journal .* can't be written \(Not a directory\)"):
+    with pytest.raises(UserError, match=r"^run\.storage: .*Not a directory"):
         claim_journal(tmp_path / "file" / "run")
 
 
@@ -113,7 +88,7 @@ def test_a_storage_that_is_away_ends_the_attempt_and_not_the_run(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "open", fail)
-    with pytest.raises(kind, match=rf"^run\.storage: .* can't be written \({os.strerror(number)}\); make it"):
+    with pytest.raises(kind, match=rf"^run\.storage: .*{os.strerror(number)}"):
         claim_journal(tmp_path)
 
 
@@ -184,7 +159,7 @@ class _Ticks:
         return self.time
 
 
-@pytest.mark.parametrize("room", [0, 1, 60, 90, 91, 200, 1000])
+@pytest.mark.parametrize("room", [0, 1, 91, 200])
 def test_what_a_full_disk_does_not_take_is_kept_and_written_first_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
@@ -208,8 +183,7 @@ def test_what_a_full_disk_does_not_take_is_kept_and_written_first_in_order(
     assert journal.num_waiting_bytes == 0
     steps = [event for event in read_events(tmp_path) if isinstance(event, StepDone)]
     # No line is torn, doubled or empty, and a record tells the time of its event.
-    assert [step.step for step in steps] == list(range(1, 31))
-    assert [step.time for step in steps] == [float(step) for step in range(1, 31)]
+    assert [(step.step, step.time) for step in steps] == [(step, float(step)) for step in range(1, 31)]
     assert len(journal.path.read_bytes().split(b"\n")) == 31
 
 
@@ -270,49 +244,6 @@ def test_records_of_several_threads_are_whole(tmp_path: Path) -> None:
             if step % 10 == 0:
                 journal.sync()
 
-    threads = [threading.Thread(target=write, args=(1000 * number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write, range(0, 4000, 1000)))
     assert sorted(_steps(tmp_path)) == [1000 * number + step for number in range(4) for step in range(100)]
-
-
-_FULL_DISK = """
-import os, subprocess, sys
-from pathlib import Path
-from ray_ulysses.tracking.journal import claim_journal
-from tests.unit.tracking.journals import read_events
-subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", sys.argv[1]], check=True)
-def step(number):
-    return {"event": "step", "step": number, "loss": 1.0, "tokens": 1, "rows": [0, 1], "digest": "0", "seconds": 1.0}
-journal = claim_journal(Path(sys.argv[1], "run"))
-filler = open(sys.argv[1] + "/filler", "wb", buffering=0)
-failed = 0
-for number in range(90):
-    if number == 10:
-        try:
-            while filler.write(b"x" * 4096):
-                pass
-        except OSError:
-            pass
-    if number == 80:
-        filler.truncate(0)
-    try:
-        journal.append(step(number))
-    except OSError as error:
-        failed, text = failed + 1, error.strerror
-found = [one.step for one in read_events(sys.argv[1] + "/run")]
-print(text, failed > 10, found == list(range(90)))
-"""
-
-
-def test_a_full_disk_costs_no_record(tmp_path: Path) -> None:
-    """The kernel's own full disk: a small file system in a mount namespace that ends with its process."""
-    unshare = shutil.which("unshare")
-    if unshare is None or subprocess.run([unshare, "-m", "true"], capture_output=True, check=False).returncode:
-        pytest.skip("this user may not mount a file system")
-    command = [unshare, "-m", sys.executable, "-c", _FULL_DISK, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.stderr == ""
-    assert done.stdout == "No space left on device True True\n"

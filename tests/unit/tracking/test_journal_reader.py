@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 
 from ray_ulysses.errors import UserError
-from ray_ulysses.tracking.events import StartFailed, StepDone
+from ray_ulysses.tracking.events import StartFailed
 from ray_ulysses.tracking.failures import record_failure
 from ray_ulysses.tracking.history import RunHistory, build_history, read_history
 from ray_ulysses.tracking.journal import claim_journal
@@ -24,7 +23,6 @@ from ray_ulysses.tracking.steps import ungroup_steps
 from tests.unit.tracking.journals import COMMITTED, STARTED, read_events
 
 _SIZES = {"world_size": 4, "sp_size": 2, "dp_size": 2, "nodes": ["a", "b"]}
-_SECOND = {"step": 4, "tokens": 4000, "rows": 24, "digest": "00000000000000ff", "origin": "s3://other/run@4"}
 
 
 def _step(number: int) -> dict[str, Any]:
@@ -105,22 +103,6 @@ def _rewrite(folder: Path, lines: list[bytes], attempt: int = 1) -> None:
     (folder / f"journal/attempt-{attempt:04d}.jsonl").write_bytes(b"".join(line + b"\n" for line in lines))
 
 
-def test_a_line_is_json_whose_first_member_is_the_checksum_of_the_rest(tmp_path: Path) -> None:
-    for line in _lines(_run(tmp_path)):
-        fields = json.loads(line)
-        assert list(fields)[:4] == ["crc32", "time", "attempt", "event"]
-        assert re.match(rb'\{"crc32": "[0-9a-f]{8}", "time"', line)
-
-
-def test_a_sound_journal_has_no_damage(tmp_path: Path) -> None:
-    found = read_journal(_run(tmp_path))
-    assert found.damaged == ()
-    assert [event.step for event in ungroup_steps(found.entries) if isinstance(event, StepDone)] == [
-        *range(1, 10),
-        *range(9, 13),
-    ]
-
-
 def test_a_line_without_a_checksum_is_damage(tmp_path: Path) -> None:
     lines = _lines(_run(tmp_path))
     fields = json.loads(lines[2])
@@ -130,7 +112,7 @@ def test_a_line_without_a_checksum_is_damage(tmp_path: Path) -> None:
     assert (record.line, record.reason) == (3, "its checksum is wrong")
 
 
-@pytest.mark.parametrize("number", [1, 2, 4, 5, 8, 10])
+@pytest.mark.parametrize("number", [1, 4, 10])
 def test_a_damaged_step_is_named_and_counts_as_missing(tmp_path: Path, number: int) -> None:
     """The case that ended every later command of a run: a hexadecimal digit of a digest that is none any more."""
     expected = build_history(name="r", journal=read_journal(_run(tmp_path)))
@@ -144,21 +126,11 @@ def test_a_damaged_step_is_named_and_counts_as_missing(tmp_path: Path, number: i
     assert history.damaged_records == (
         f"journal/attempt-000{attempt}.jsonl, line {line + 1}: its checksum is wrong; it was left out",
     )
-    assert history.missing_steps == ((number, number),)
     others = [step for step in expected.steps if step.step != number]
-    assert list(history.steps) == others
+    assert (list(history.steps), history.missing_steps) == (others, ((number, number),))
     assert (history.step, history.rows_consumed) == (12, 66)
     assert history.tokens == sum(step.tokens for step in others)
     assert history.data_digest == f"{sum(step.digest for step in others) % 2**64:016x}"
-
-
-def test_a_line_that_a_disk_has_overwritten_is_set_aside_in_time(tmp_path: Path) -> None:
-    lines = _lines(_run(tmp_path))
-    _rewrite(tmp_path, [*lines[:2], lines[2][:100] + bytes(16 << 20), *lines[3:]])
-    begun = time.process_time()
-    found = read_journal(tmp_path)
-    assert time.process_time() - begun < 5.0
-    assert len(found.damaged) == 1
 
 
 def test_a_far_step_makes_one_gap(tmp_path: Path) -> None:
@@ -172,15 +144,6 @@ def test_a_far_step_makes_one_gap(tmp_path: Path) -> None:
     history = read_history(tmp_path)
     assert (history.step, history.missing_steps) == (10**12, ((1, 10**12 - 1),))
     assert history.to_json()["missing_steps"] == [[1, 10**12 - 1]]
-
-
-def test_a_lost_record_that_was_no_step_s_changes_no_step(tmp_path: Path) -> None:
-    expected = build_history(name="r", journal=read_journal(_run(tmp_path)))
-    lines = _lines(tmp_path)
-    _rewrite(tmp_path, [*lines[:5], bytes(60), *lines[6:]])
-    found = read_journal(tmp_path)
-    assert len(found.damaged) == 1
-    assert build_history(name="r", journal=found).steps == expected.steps
 
 
 def test_an_attempt_whose_start_is_lost_still_replaces_the_steps_that_it_trained_again(tmp_path: Path) -> None:
@@ -223,19 +186,17 @@ def test_an_event_of_a_later_version_is_passed_over(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ('{"a": ' + "[" * 100_000, "not valid JSON: recursion limit exceeded"),
-        ('{"event": "step", "time": 1, "attempt": 1, "step": 1e400}', "step.step is inf, but must be a whole number"),
-        (f'{{"event": "step", "step": {"9" * 5000}}}', "not valid JSON: number out of range"),
-        ('{"event": "run_finished", "time": 1, "attempt": 1, "step": -1}', "step is -1, but must be at least 0"),
-        (
-            '{"event": "run_finished", "time": 1, "attempt": 1, "step": true}',
-            "step is True, but must be a whole number",
-        ),
-        ('{"event": "attempt_ended", "time": 1, "attempt": 1, "reason": "\\ud800"}', "not valid JSON: "),
-        ('{"event": "attempt_ended", "time": 1e300, "attempt": 1, "reason": ""}', "time is 1e+300, but must be below"),
+        ('{"a": ' + "[" * 100_000, "not valid JSON"),
+        ('{"event": "step", "time": 1, "attempt": 1, "step": 1e400}', "step.step is inf"),
+        (f'{{"event": "step", "step": {"9" * 5000}}}', "not valid JSON"),
+        ('{"event": "run_finished", "time": 1, "attempt": 1, "step": -1}', "step is -1"),
+        ('{"event": "run_finished", "time": 1, "attempt": 1, "step": true}', "step is True"),
+        ('{"event": "attempt_ended", "time": 1, "attempt": 1, "reason": "\\ud800"}', "not valid JSON"),
+        ('{"event": "attempt_ended", "time": 1e300, "attempt": 1, "reason": ""}', "time is 1e+300"),
         ('{"event": "attempt_ended", "attempt": 1, "reason": ""}', "attempt_ended.time is missing"),
-        ("{\x00", "not valid JSON: "),
+        ("{\x00", "not valid JSON"),
     ],
+    ids=["deep", "overflow", "digits", "negative", "bool", "surrogate", "time", "missing", "nul"],
 )
 def test_whatever_a_line_with_a_right_checksum_holds_is_named(tmp_path: Path, text: str, reason: str) -> None:
     (tmp_path / "journal").mkdir()
@@ -256,10 +217,9 @@ def test_what_is_in_place_of_a_journal_file_is_named_and_the_rest_is_read(tmp_pa
         path.symlink_to(elsewhere)
         if kind == "a link to a folder":
             elsewhere.mkdir()
-    reason = "a folder is in place of the file" if kind == "a folder" else "it is a link, which is not followed"
-    said = f"journal/attempt-0002.jsonl: {reason}; it was left out"
     found = read_journal(tmp_path)
-    assert [str(record) for record in found.damaged] == [said]
+    (record,) = found.damaged
+    assert record.reason.startswith("a folder" if kind == "a folder" else "it is a link")
     first = [event for event in ungroup_steps(whole.entries) if event.attempt == 1]
     assert first and list(ungroup_steps(found.entries)) == first
     assert read_head_and_tail(tmp_path, 2) == []
@@ -268,7 +228,7 @@ def test_what_is_in_place_of_a_journal_file_is_named_and_the_rest_is_read(tmp_pa
 def test_a_pipe_in_place_of_a_journal_file_is_refused(tmp_path: Path) -> None:
     _run(tmp_path)
     os.mkfifo(tmp_path / "journal/attempt-0003.jsonl")
-    with pytest.raises(UserError, match=r"attempt-0003\.jsonl: is a pipe, a socket or a device, not a plain file; put"):
+    with pytest.raises(UserError, match=r"attempt-0003\.jsonl: is a pipe"):
         read_journal(tmp_path)
 
 
@@ -287,24 +247,24 @@ def _check_flip(folder: Path, file: Path, content: bytes, bit: int, expected: Ru
     return "named"
 
 
-def _flips(folder: Path, count: int, seed: int) -> dict[str, int]:
-    expected = read_history(_run(folder), is_held=False)
-    drawn, outcomes = random.Random(seed), {"harmless": 0, "named": 0}
+@pytest.mark.parametrize(("count", "least"), [(300, 280), pytest.param(12_000, 11_500, marks=pytest.mark.slow)])
+def test_no_flipped_bit_changes_a_number_in_silence(tmp_path: Path, count: int, least: int) -> None:
+    expected = read_history(_run(tmp_path), is_held=False)
+    drawn, outcomes = random.Random(count), {"harmless": 0, "named": 0}
     for _ in range(count):
-        file = folder / f"journal/attempt-000{drawn.randint(1, 2)}.jsonl"
+        file = tmp_path / f"journal/attempt-000{drawn.randint(1, 2)}.jsonl"
         content = file.read_bytes()
-        outcomes[_check_flip(folder, file, content, drawn.randrange(8 * len(content)), expected)] += 1
+        outcomes[_check_flip(tmp_path, file, content, drawn.randrange(8 * len(content)), expected)] += 1
         file.write_bytes(content)
-    return outcomes
+    assert outcomes["named"] > least, outcomes
 
 
-def test_no_flipped_bit_changes_a_number_in_silence(tmp_path: Path) -> None:
-    outcomes = _flips(tmp_path / "run", 300, seed=1)
-    assert outcomes["named"] > 280, outcomes
-
-
-@pytest.mark.slow
-def test_no_flipped_bit_of_thousands_changes_a_number_in_silence(tmp_path: Path) -> None:
-    outcomes = _flips(tmp_path / "run", 12_000, seed=2)
-    print(outcomes)
-    assert outcomes["named"] > 11_500, outcomes
+def test_a_line_that_a_disk_has_overwritten_is_set_aside_in_time_and_changes_no_step(tmp_path: Path) -> None:
+    expected = build_history(name="r", journal=read_journal(_run(tmp_path)))
+    lines = _lines(tmp_path)
+    _rewrite(tmp_path, [*lines[:5], lines[5][:100] + bytes(16 << 20), *lines[6:]])
+    begun = time.process_time()
+    found = read_journal(tmp_path)
+    assert time.process_time() - begun < 5.0
+    assert len(found.damaged) == 1
+    assert build_history(name="r", journal=found).steps == expected.steps

@@ -22,7 +22,7 @@ from ray_ulysses.tracking.journal import claim_journal
 from ray_ulysses.tracking.journal_lines import encode_record, with_checksum
 from ray_ulysses.tracking.journal_reader import END_BYTES, JournalFileReader, parse_steps, read_entries, read_journal
 from ray_ulysses.tracking.run_time import TimeLedger, time_spent
-from ray_ulysses.tracking.steps import STEP_ROW, StepGroup, group_steps, steps_that_count, ungroup_steps
+from ray_ulysses.tracking.steps import STEP_ROW, StepGroup, steps_that_count, ungroup_steps
 from tests.breadth import examples
 from tests.unit.tracking.journals import COMMITTED, STARTED, event, read_events
 
@@ -118,12 +118,9 @@ def test_steps_with_odd_numbers_are_read_as_they_were_recorded(tmp_path: Path) -
     ("old", "new"),
     [
         (b'"tokens": 8000002', b'"tokens": -8'),
-        (b'"tokens": 8000002', b'"tokens": 1.5'),
         (b'"tokens": 8000002', b'"tokens": 99999999999999999999'),
         (b'"rows": [8, 16]', b'"rows": [16, 8]'),
         (b'"rows": [8, 16]', b'"rows": [8, 12, 16]'),
-        (b'"rows": [8, 16]', b'"rows": null'),
-        (b'"seconds": 0.98', b'"seconds": -0.98'),
         (b'"seconds": 0.98', b'"seconds": "0.98"'),
         (b'"digest": "', b'"digest": "x'),
         (b'"learning_rate": 0.0003', b'"learning_rate": 1e400'),
@@ -151,7 +148,7 @@ def test_damage_among_many_steps_is_named_by_its_line(tmp_path: Path) -> None:
     assert build_history(name="r", journal=found).missing_steps == ((1233, 1233), (4317, 4317))
 
 
-@pytest.mark.parametrize("cut", [1, 30, 300, 399])
+@pytest.mark.parametrize("cut", [1, 300])
 def test_a_long_file_that_grows_in_the_middle_of_a_line_is_read_on_from_there(tmp_path: Path, cut: int) -> None:
     content = b"".join(_lines(1, 1, 3000))
     path = tmp_path / "journal/attempt-0001.jsonl"
@@ -183,7 +180,7 @@ def test_the_ends_of_a_long_file_are_its_first_and_last_events(tmp_path: Path) -
     assert (ends.status, ends.step, ends.attempts) == (whole.status, whole.step, whole.attempts)
 
 
-@pytest.mark.parametrize("shift", [0, 1, 30, 60])
+@pytest.mark.parametrize("shift", [0, 30])
 def test_a_file_that_is_little_longer_than_its_ends_is_read_whole(tmp_path: Path, shift: int) -> None:
     def line(step: int) -> bytes:
         evaluated = {"event": "evaluation", "step": step, "loss": 1.0, "tokens": 1, "pad": ""}
@@ -211,15 +208,6 @@ def test_a_damaged_step_in_an_end_is_named_and_taken_for_no_other(
     assert [one.reason for one in found.damaged] == ["its checksum is wrong"]
 
 
-def test_a_short_file_has_no_middle(tmp_path: Path) -> None:
-    lines = _lines(1, 1, 500)
-    assert len(b"".join(lines)) < 2 * END_BYTES
-    _write(tmp_path, 1, lines)
-    assert list(map(repr, read_events(tmp_path))) == list(
-        map(repr, ungroup_steps(read_entries(tmp_path, ends_only=True)))
-    )
-
-
 def measure(run_dir: Path, num_steps: int) -> None:
     """Print what it takes to open a journal for a new attempt, as the command and rank 0 do, and to read all of it."""
     cpu = time.process_time()
@@ -242,7 +230,6 @@ def measure(run_dir: Path, num_steps: int) -> None:
     ("num_steps", "num_attempts"),
     [
         (50_000, 5),
-        pytest.param(1_000_000, 1, marks=pytest.mark.slow),
         pytest.param(1_000_000, 100, marks=pytest.mark.slow),
     ],
 )
@@ -268,18 +255,8 @@ def _random_events(seed: int) -> list[Event]:
     for attempt in range(1, drawn.randint(2, 6)):
         resumed = drawn.randint(0, step)
         if drawn.random() < 0.9:
-            events.append(
-                event(
-                    {
-                        **_SIZES,
-                        "event": "attempt_started",
-                        **STARTED,
-                        "attempt": attempt,
-                        "time": now,
-                        "resumed_step": resumed,
-                    }
-                )
-            )
+            started = {**_SIZES, **STARTED, "event": "attempt_started", "resumed_step": resumed}
+            events.append(event({**started, "attempt": attempt, "time": now}))
         step = resumed
         for _ in range(drawn.randint(0, 30)):
             step = max(1, step + drawn.choice((1, 1, 1, 1, 1, 1, 2, 0, -3)))
@@ -305,7 +282,6 @@ def test_steps_in_runs_count_as_one_by_one(seed: int) -> None:
             gone += [kept.pop(one.step)] if one.step in kept else []
             kept[one.step] = one
     counted = steps_that_count(events)
-    assert [step.step for step in counted.kept] == sorted(kept)
     assert [(step.step, step.attempt, step.seconds) for step in counted.kept] == [
         (step.step, step.attempt, step.seconds) for _, step in sorted(kept.items())
     ]
@@ -323,10 +299,3 @@ def test_the_time_of_steps_in_runs_is_that_of_single_steps(seed: int) -> None:
     for one in events:
         ledger.add(one)
     assert time_spent(events).metrics() == pytest.approx(ledger.spent().metrics(), abs=2e-3)
-
-
-def test_groups_give_their_events_back() -> None:
-    events = _random_events(5)
-    groups = list(group_steps(events))
-    assert any(isinstance(group, StepGroup) and len(group.rows) > 1 for group in groups)
-    assert list(map(repr, ungroup_steps(groups))) == list(map(repr, events))

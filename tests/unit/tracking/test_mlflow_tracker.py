@@ -1,6 +1,5 @@
 """One MLflow run for the life of a run: a curve without repeated steps, whatever died in between."""
 
-import json
 import os
 import socket
 import subprocess
@@ -8,10 +7,10 @@ import sys
 import textwrap
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from ray_ulysses.run_names import cursor_key
 from ray_ulysses.tracking.mlflow_models import tracked_checkpoints
 from ray_ulysses.tracking.mlflow_tracker import MlflowSink, TrackingIdentity, is_tracked, mlflow_page
 from tests.polling import wait_until
@@ -21,11 +20,13 @@ from tests.unit.tracking.tails import ScriptedTracker
 REPOSITORY = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(__file__))))
 
 
+def make_sink(uri, run_dir, **changes):
+    fields = {"experiment": "tests", "run_name": "demo", "run_dir": run_dir, "location": STORE, **changes}
+    return MlflowSink(uri=uri, **fields)
+
+
 def make_tracker(uri, run_dir, *, drain_s=60.0, **changes):
-    sink = MlflowSink(
-        **{"uri": uri, "experiment": "tests", "run_name": "demo", "run_dir": run_dir, "location": STORE, **changes}
-    )
-    return ScriptedTracker(sink, run_dir, retry_s=(0.05, 0.2), drain_s=drain_s)
+    return ScriptedTracker(make_sink(uri, run_dir, **changes), run_dir, retry_s=(0.05, 0.2), drain_s=drain_s)
 
 
 def log_steps(tracker, steps):
@@ -39,6 +40,10 @@ def run_attempt(uri, run_dir, steps, *, params=None, tags=None, status="failed",
     log_steps(tracker, steps)
     tracker.finish(status)
     return TrackingIdentity.load(run_dir)
+
+
+def mlflow_run(client, run_dir):
+    return client.get_run(TrackingIdentity.load(run_dir).run_id)
 
 
 def curve(client, run_id, name="loss"):
@@ -58,25 +63,24 @@ def test_three_attempts_make_one_run_with_one_curve(uri, client, tmp_path):
     (run_id,) = ids
     assert curve(client, run_id) == expected(range(1, 13))
     run = client.get_run(run_id)
-    assert run.info.status == "FINISHED"
-    assert run.info.run_name == "demo"
-    assert run.data.params == {"optimizer.lr": "0.1"}
-    assert run.data.tags["world_size"] == "4"
+    assert (run.info.status, run.info.run_name) == ("FINISHED", "demo")
+    assert (run.data.params, run.data.tags["world_size"]) == ({"optimizer.lr": "0.1"}, "4")
     experiment = client.get_experiment_by_name("tests")
     assert len(client.search_runs([experiment.experiment_id], filter_string=f"tags.run_dir='{tmp_path}'")) == 1
 
 
 def test_a_resumed_run_runs_and_a_stopped_one_is_no_failure(uri, client, tmp_path):
-    run_id = run_attempt(uri, tmp_path, range(1, 3), status="stopped").run_id
-    run = client.get_run(run_id)
-    assert (run.info.status, run.data.tags["state"]) == ("FINISHED", "stopped")
+    def state():
+        run = mlflow_run(client, tmp_path)
+        return run.info.status, run.data.tags["state"]
+
+    run_attempt(uri, tmp_path, range(1, 3), status="stopped")
+    assert state() == ("FINISHED", "stopped")
     tracker = make_tracker(uri, tmp_path)
     tracker.start({}, {})
-    wait_until(lambda: client.get_run(run_id).info.status == "RUNNING", "the run is running again")
-    assert client.get_run(run_id).data.tags["state"] == "running"
+    wait_until(lambda: state() == ("RUNNING", "running"), "the run is running again")
     tracker.finish("failed", 7)
-    run = client.get_run(run_id)
-    assert (run.info.status, run.data.tags["state"]) == ("FAILED", "failed at step 7")
+    assert state() == ("FAILED", "failed at step 7")
 
 
 def test_the_numbers_of_an_end_are_shown_although_the_step_has_some_already(uri, client, tmp_path):
@@ -84,9 +88,7 @@ def test_the_numbers_of_an_end_are_shown_although_the_step_has_some_already(uri,
     tracker.start({}, {})
     tracker.log_step(3, {"time_saves_s": 1.0})
     tracker.finish("finished", 3, {"time_saves_s": 4.5, "goodput": 0.25})
-    run = client.get_run(TrackingIdentity.load(tmp_path).run_id)
-    assert run.data.metrics == {"time_saves_s": 4.5, "goodput": 0.25}
-    assert run.info.status == "FINISHED"
+    assert mlflow_run(client, tmp_path).data.metrics == {"time_saves_s": 4.5, "goodput": 0.25}
 
 
 FILES = {"README.md": "# demo", "config.yaml": "run: {}", "plan.txt": "plan of run 'demo'"}
@@ -101,15 +103,14 @@ def start_with_files(uri, run_dir):
 
 
 def test_configuration_plan_and_readme_are_artifacts_and_the_readme_is_the_description(uri, client, tmp_path):
-    identity = start_with_files(uri, tmp_path)
-    assert {one.path for one in client.list_artifacts(identity.run_id)} == set(FILES)
-    path = client.download_artifacts(identity.run_id, "plan.txt", tmp_path)
-    with open(path) as stream:
-        assert stream.read() == FILES["plan.txt"]
-    assert client.get_run(identity.run_id).data.tags["mlflow.note.content"] == "# demo"
-    client.set_tag(identity.run_id, "mlflow.note.content", "the one for the paper")
+    run_id = start_with_files(uri, tmp_path).run_id
+    assert {one.path for one in client.list_artifacts(run_id)} == set(FILES)
+    path = client.download_artifacts(run_id, "plan.txt", tmp_path)
+    assert Path(path).read_text() == FILES["plan.txt"]
+    assert client.get_run(run_id).data.tags["mlflow.note.content"] == "# demo"
+    client.set_tag(run_id, "mlflow.note.content", "the one for the paper")
     start_with_files(uri, tmp_path)
-    assert client.get_run(identity.run_id).data.tags["mlflow.note.content"] == "the one for the paper"
+    assert client.get_run(run_id).data.tags["mlflow.note.content"] == "the one for the paper"
 
 
 def test_a_store_that_takes_no_artifacts_keeps_no_point_from_its_curve(uri, client, tmp_path, caplog, monkeypatch):
@@ -121,7 +122,7 @@ def test_a_store_that_takes_no_artifacts_keeps_no_point_from_its_curve(uri, clie
     monkeypatch.setattr(MlflowClient, "log_text", refuse)
     identity = start_with_files(uri, tmp_path)
     assert curve(client, identity.run_id) == expected(range(1, 3))
-    assert "the run's files can't be stored as artifacts (no credentials)" in caplog.text
+    assert "no credentials" in caplog.text
 
 
 def test_an_outage_while_artifacts_are_sent_is_waited_for(uri, client, tmp_path, monkeypatch):
@@ -152,10 +153,7 @@ def test_the_page_of_a_run_is_known_once_it_is_made(uri, client, tmp_path):
     experiment = client.get_experiment_by_name("tests")
     page = mlflow_page(uri, tmp_path)
     assert page.command == f"mlflow ui --backend-store-uri {uri}"
-    assert page.url == (
-        f"http://127.0.0.1:5000/#/experiments/{experiment.experiment_id}/runs/{identity.run_id}/model-metrics"
-        "?workflowType=machine_learning"
-    )
+    assert f"/experiments/{experiment.experiment_id}/runs/{identity.run_id}/" in page.url
 
 
 PAGE = "/#/experiments/7/runs/abc/model-metrics?workflowType=machine_learning"
@@ -193,23 +191,13 @@ def test_what_ended_a_run_is_told_after_its_workers_and_goes_when_it_goes_on(uri
     later = make_tracker(uri, tmp_path)
     later.tail.start()
     later.finish("failed", tags=told)
-    run = client.get_run(TrackingIdentity.load(tmp_path).run_id)
+    run = mlflow_run(client, tmp_path)
     assert run.info.status == "FAILED"
     assert told.items() <= run.data.tags.items()
     run_attempt(uri, tmp_path, [1], status="finished")
-    run = client.get_run(run.info.run_id)
+    run = mlflow_run(client, tmp_path)
     assert run.info.status == "FINISHED"
     assert not any(tag.startswith("failure.") for tag in run.data.tags)
-
-
-def test_a_run_is_tracked_once_mlflow_was_reached(uri, tmp_path):
-    assert not is_tracked(tmp_path)
-    away = make_tracker("http://127.0.0.1:1", tmp_path, drain_s=0.2)
-    away.start({}, {})
-    away.finish("failed")
-    assert not is_tracked(tmp_path)
-    run_attempt(uri, tmp_path, [1], status="finished")
-    assert is_tracked(tmp_path)
 
 
 def test_a_changed_parameter_becomes_a_tag_and_stops_nothing(uri, client, tmp_path):
@@ -237,20 +225,15 @@ def test_a_committed_checkpoint_can_be_found_by_its_loss(uri, client, tmp_path):
         log_steps(tracker, range(step - 4, step + 1))
         tracker.log_checkpoint(committed(step, metrics={"loss": 5.0 - step / 10}, path=f"/runs/c/{step}"))
     tracker.finish("finished")
-    run_id = TrackingIdentity.load(tmp_path).run_id
-    run = client.get_run(run_id)
-    found = client.search_logged_models(
-        [run.info.experiment_id], filter_string=f"source_run_id='{run_id}' AND metrics.checkpoint_loss < 4.2"
+    run = mlflow_run(client, tmp_path)
+    (found,) = client.search_logged_models(
+        [run.info.experiment_id], filter_string=f"source_run_id='{run.info.run_id}' AND metrics.checkpoint_loss < 4.2"
     )
-    assert [model.name for model in found] == ["step-00000010"]
-    assert found[0].model_type == "checkpoint"
-    assert found[0].tags["path"] == "/runs/c/10"
-    assert json.loads(found[0].tags["topology"]) == {"world_size": 4, "sp_size": 2, "ring_size": 1, "dp_size": 2}
-    assert json.loads(found[0].tags["cursor"]) == {"next_row": 60}
+    assert (found.name, found.model_type) == ("step-00000010", "checkpoint")
     assert len(run.outputs.model_outputs) == 2
-    assert run.data.tags["checkpoint.path"] == "/runs/c/10"
-    assert found[0].tags["digest"] == run.data.tags["checkpoint.digest"] == f"{10:016x}"
-    assert curve(client, run_id) == expected(range(1, 11))
+    assert found.tags["path"] == run.data.tags["checkpoint.path"] == "/runs/c/10"
+    assert found.tags["digest"] == run.data.tags["checkpoint.digest"] == f"{10:016x}"
+    assert curve(client, run.info.run_id) == expected(range(1, 11))
 
 
 def test_what_a_killed_process_left_is_delivered_by_the_next_start(uri, client, tmp_path):
@@ -271,33 +254,6 @@ def test_what_a_killed_process_left_is_delivered_by_the_next_start(uri, client, 
     assert curve(client, run_id) == expected(range(1, 61))
 
 
-def test_a_lost_acknowledgement_does_not_double_a_point(uri, client, tmp_path):
-    run_attempt(uri, tmp_path, range(1, 6))
-    (tmp_path / cursor_key("mlflow")).unlink()
-    run_id = run_attempt(uri, tmp_path, range(1, 8)).run_id
-    assert curve(client, run_id) == expected(range(1, 8))
-
-
-def test_what_the_run_already_has_is_asked_of_mlflow(uri, client, tmp_path):
-    tracker = make_tracker(uri, tmp_path)
-    tracker.start({}, {})
-    log_steps(tracker, range(1, 6))
-    tracker.finish("failed")
-    sink = MlflowSink(uri=uri, experiment="tests", run_name="demo", run_dir=tmp_path, location=STORE)
-    sink.connect()
-    assert sink.existing_marks() == {"loss": 5, "tokens_per_s": 5}
-
-
-def test_the_largest_step_that_the_run_has_is_known_without_its_curves(uri, client, tmp_path, monkeypatch):
-    run_id = run_attempt(uri, tmp_path, [1]).run_id
-    for number, step in enumerate((9, 4)):
-        client.log_metric(run_id, "loss", float(number), timestamp=2_000_000_000_000 + number, step=step)
-    sink = MlflowSink(uri=uri, experiment="tests", run_name="demo", run_dir=tmp_path, location=STORE)
-    sink.connect()
-    monkeypatch.setattr(sink._client, "get_metric_history", lambda *_: pytest.fail("asked for a whole curve"))
-    assert sink.existing_marks()["loss"] == 9
-
-
 def test_a_death_before_the_id_was_written_makes_no_second_run(uri, client, tmp_path):
     first = run_attempt(uri, tmp_path, [1])
     TrackingIdentity(uri=first.uri, experiment=first.experiment, key=first.key).save(tmp_path)
@@ -307,37 +263,9 @@ def test_a_death_before_the_id_was_written_makes_no_second_run(uri, client, tmp_
 def test_an_mlflow_run_of_another_run_is_not_continued(uri, client, tmp_path, caplog):
     other = client.create_run(client.create_experiment(f"other of {tmp_path.name}")).info.run_id
     replace(run_attempt(uri, tmp_path, [1]), run_id=other).save(tmp_path)
-    with caplog.at_level("WARNING", logger="ray_ulysses"):
-        assert run_attempt(uri, tmp_path, [2]).run_id != other
+    assert run_attempt(uri, tmp_path, [2]).run_id != other
     assert client.get_run(other).data.metrics == {}
-    assert f"the MLflow run {other} is not of this run: a new one is created" in caplog.text
-
-
-def test_a_run_that_was_deleted_is_followed_by_a_new_one(uri, client, tmp_path, caplog):
-    first = run_attempt(uri, tmp_path, [1])
-    client.delete_run(first.run_id)
-    with caplog.at_level("WARNING", logger="ray_ulysses"):
-        second = run_attempt(uri, tmp_path, [2])
-    assert second.run_id != first.run_id
-    assert f"the MLflow run {first.run_id} was deleted: a new one is created" in caplog.text
-    assert curve(client, second.run_id) == expected([1, 2])
-
-
-def test_a_run_that_is_deleted_while_it_is_tracked_costs_no_point(uri, client, tmp_path, caplog):
-    tracker = make_tracker(uri, tmp_path)
-    with caplog.at_level("WARNING", logger="ray_ulysses"):
-        tracker.start({}, {})
-        tracker.log_step(1, {"loss": 4.9})
-        wait_until(lambda: is_tracked(tmp_path) and curve(client, TrackingIdentity.load(tmp_path).run_id), "a point")
-        first = TrackingIdentity.load(tmp_path).run_id
-        client.delete_run(first)
-        tracker.log_step(2, {"loss": 4.8})
-        tracker.finish("finished")
-    second = TrackingIdentity.load(tmp_path).run_id
-    assert f"the MLflow run {first} was deleted: a new one is created" in caplog.text
-    assert "refuses an update" not in caplog.text
-    assert curve(client, second) == expected([1, 2])
-    assert client.get_run(second).info.status == "FINISHED"
+    assert f"the MLflow run {other} is not of this run" in caplog.text
 
 
 def test_the_run_that_follows_a_deleted_one_has_the_whole_run(uri, client, tmp_path):
@@ -369,13 +297,10 @@ def test_the_points_of_an_experiment_that_was_deleted_wait_until_it_is_restored(
     experiment = client.create_experiment("gone")
     client.delete_experiment(experiment)
     begin = time.monotonic()
-    with caplog.at_level("WARNING", logger="ray_ulysses"):
-        assert run_attempt(uri, tmp_path, [1], experiment="gone") is None
+    assert run_attempt(uri, tmp_path, [1], experiment="gone") is None
     assert time.monotonic() - begin < 30, "the end does not wait for somebody to act"
-    assert (
-        "tracking.experiment='gone' was deleted in MLflow; restore it (`mlflow experiments restore --experiment-id "
-        f"{experiment}`), or set another name; until then, its updates wait in the run's journal"
-    ) in caplog.text
+    assert "tracking.experiment='gone'" in caplog.text
+    assert f"mlflow experiments restore --experiment-id {experiment}" in caplog.text
     assert "does not answer" not in caplog.text and "could not be reached" not in caplog.text
     client.restore_experiment(experiment)
     assert make_tracker(uri, tmp_path, experiment="gone").catch_up()
@@ -384,41 +309,15 @@ def test_the_points_of_an_experiment_that_was_deleted_wait_until_it_is_restored(
 
 def test_a_metric_that_mlflow_refuses_costs_only_itself(uri, client, tmp_path, caplog):
     tracker = make_tracker(uri, tmp_path)
-    with caplog.at_level("WARNING", logger="ray_ulysses"):
-        tracker.start({}, {})
-        tracker.log_step(1, {"loss": 4.9})
-        tracker.log_checkpoint(committed(1))
-        tracker.log_step(1, {"a bad name \n?": 1.0})
-        tracker.log_step(2, {"loss": 4.8})
-        tracker.finish("finished")
+    tracker.start({}, {})
+    tracker.log_step(1, {"loss": 4.9})
+    tracker.log_checkpoint(committed(1))
+    tracker.log_step(1, {"a bad name \n?": 1.0})
+    tracker.log_step(2, {"loss": 4.8})
+    tracker.finish("finished")
     # Its batch is sent again one by one: what had arrived is neither doubled nor refused.
     assert caplog.text.count("refuses an update") == 1
     assert curve(client, TrackingIdentity.load(tmp_path).run_id) == expected([1, 2])
-
-
-def test_an_infinite_loss_is_sent(uri, client, tmp_path):
-    tracker = make_tracker(uri, tmp_path)
-    tracker.start({}, {})
-    tracker.log_step(2, {"loss": float("inf")})
-    tracker.log_step(3, {"loss": 1.0})
-    tracker.finish("failed")
-    points = curve(client, TrackingIdentity.load(tmp_path).run_id)
-    assert [step for step, _ in points] == [2, 3]
-
-
-def test_a_server_that_is_away_is_waited_for_briefly_and_its_points_come_later(uri, client, tmp_path):
-    with socket.socket() as reserved:
-        reserved.bind(("127.0.0.1", 0))
-        away = f"http://127.0.0.1:{reserved.getsockname()[1]}"
-        tracker = make_tracker(away, tmp_path, drain_s=1.0)
-        begin = time.monotonic()
-        tracker.start({}, {})
-        log_steps(tracker, range(1, 4))
-        assert time.monotonic() - begin < 5
-        tracker.finish("failed")
-        assert time.monotonic() - begin < 20
-    run_id = run_attempt(uri, tmp_path, range(4, 6)).run_id
-    assert curve(client, run_id) == expected(range(1, 6))
 
 
 def test_a_run_that_ended_while_the_server_was_away_is_caught_up_without_an_attempt(uri, client, tmp_path):
@@ -431,12 +330,13 @@ def test_a_run_that_ended_while_the_server_was_away_is_caught_up_without_an_atte
         tracker.log_checkpoint(committed(3))
         tracker.finish("finished")
         assert not make_tracker(away, tmp_path, drain_s=0.2).catch_up()
+    assert not is_tracked(tmp_path)
     assert make_tracker(uri, tmp_path).catch_up()
-    run_id = TrackingIdentity.load(tmp_path).run_id
-    run = client.get_run(run_id)
+    assert is_tracked(tmp_path)
+    run = mlflow_run(client, tmp_path)
     assert (run.info.status, run.data.tags["world_size"]) == ("FINISHED", "4")
-    assert curve(client, run_id) == expected(range(1, 4))
-    models = client.search_logged_models([run.info.experiment_id], filter_string=f"source_run_id='{run_id}'")
+    assert curve(client, run.info.run_id) == expected(range(1, 4))
+    models = client.search_logged_models([run.info.experiment_id], filter_string=f"source_run_id='{run.info.run_id}'")
     assert [model.name for model in models] == ["step-00000003"]
     # Whatever is asked of an address where nobody answers would be left over.
     assert make_tracker(away, tmp_path).catch_up()
@@ -448,21 +348,6 @@ def test_artifacts_stay_beside_the_database(uri, client, tmp_path):
     assert client.get_run(run_id).info.artifact_uri.startswith(f"file://{directory}/mlartifacts/")
 
 
-def test_neither_the_package_nor_its_construction_imports_mlflow():
-    code = """
-        import sys
-        from pathlib import Path
-        import ray_ulysses.tracking
-        from ray_ulysses.tracking.mlflow_tracker import MlflowSink
-        from ray_ulysses.tracking.tail import Tail
-        folder = Path("/nonexistent")
-        sink = MlflowSink(uri="sqlite:///x.db", experiment="e", run_name="r", run_dir=folder, location="s")
-        Tail("mlflow", sink, folder, dict)
-        sys.exit(any(name in sys.modules for name in ("mlflow", "ray", "torch")))
-    """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=60, cwd=REPOSITORY)
-
-
 @pytest.mark.parametrize(
     "text", ['{"uri": "sqlite:///a", "experiment": "e", "key": "k", "run_id": 5}', "[]", "{", "{}"]
 )
@@ -471,8 +356,11 @@ def test_a_damaged_identity_is_none(tmp_path, text):
     assert TrackingIdentity.load(tmp_path) is None
 
 
-def test_an_identity_is_read_as_it_was_saved(tmp_path):
-    identity = TrackingIdentity(uri="sqlite:///a", experiment="e", key="k", run_id="5")
-    identity.save(tmp_path)
-    assert TrackingIdentity.load(tmp_path) == identity
-    assert [path.name for path in tmp_path.iterdir()] == ["tracking.json"]
+def test_what_the_run_already_has_is_asked_of_mlflow_without_its_curves(uri, client, tmp_path, monkeypatch):
+    run_id = run_attempt(uri, tmp_path, range(1, 6)).run_id
+    for number, step in enumerate((9, 4)):
+        client.log_metric(run_id, "loss", float(number), timestamp=2_000_000_000_000 + number, step=step)
+    sink = make_sink(uri, tmp_path)
+    sink.connect()
+    monkeypatch.setattr(sink._client, "get_metric_history", lambda *_: pytest.fail("asked for a whole curve"))
+    assert sink.existing_marks() == {"loss": 9, "tokens_per_s": 5}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +13,6 @@ from ray_ulysses.run_names import JOURNAL_FOLDER, journal_file_name, segment_key
 from ray_ulysses.storage.location import ObjectLocation
 from ray_ulysses.storage.object_store import ObjectStore
 from ray_ulysses.storage.place import open_store, place_of
-from ray_ulysses.storage.store import AlreadyExistsError
 from ray_ulysses.tracking import journal as journal_module
 from ray_ulysses.tracking.events import StepDone
 from ray_ulysses.tracking.journal import SegmentedJournal, claim_journal, open_journal
@@ -60,7 +59,10 @@ def run_dir(s3: S3Server, prefix: str) -> ObjectLocation:
 
 
 def _steps(run_dir: ObjectLocation) -> list[int]:
-    return [event.step for event in ungroup_steps(read_journal(run_dir).entries) if isinstance(event, StepDone)]
+    """Return the steps of a journal that has no damage."""
+    found = read_journal(run_dir)
+    assert found.damaged == ()
+    return [event.step for event in ungroup_steps(found.entries) if isinstance(event, StepDone)]
 
 
 def _names(run_dir: ObjectLocation) -> list[str]:
@@ -68,8 +70,15 @@ def _names(run_dir: ObjectLocation) -> list[str]:
     return [key.removeprefix(folder) for key in open_store(run_dir).list(JOURNAL_FOLDER)]
 
 
+def _write(journal: SegmentedJournal, *numbers: int) -> None:
+    """Put each step into a segment of its own."""
+    for number in numbers:
+        journal.append(_step(number))
+        journal.sync()
+
+
 def test_its_segments_are_in_order_the_file_that_a_directory_would_hold(
-    run_dir: ObjectLocation, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    run_dir: ObjectLocation, tmp_path: Path
 ) -> None:
     remote, local = claim_journal(run_dir, _Still()), claim_journal(tmp_path, _Still())
     for number in range(1, 8):
@@ -88,36 +97,26 @@ def test_its_segments_are_in_order_the_file_that_a_directory_would_hold(
     assert read_head_and_tail(run_dir, 1) == read_head_and_tail(tmp_path, 1)
 
 
-def test_of_many_that_claim_an_attempt_each_gets_a_number_of_its_own(
-    run_dir: ObjectLocation, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    numbers: list[int] = []
-    threads = [threading.Thread(target=lambda: numbers.append(claim_journal(run_dir).attempt)) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+def test_of_many_that_claim_an_attempt_each_gets_a_number_of_its_own(run_dir: ObjectLocation) -> None:
+    with ThreadPoolExecutor(6) as pool:
+        numbers = list(pool.map(lambda _: claim_journal(run_dir).attempt, range(6)))
     assert sorted(numbers) == [1, 2, 3, 4, 5, 6] == list(attempt_numbers(run_dir))
     assert claim_journal(run_dir, after=10).attempt == 11
 
 
-def test_a_step_waits_for_a_sync_and_what_recovery_reads_is_put_at_once(
-    run_dir: ObjectLocation, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_waits_for_a_sync_and_what_recovery_reads_is_put_at_once(run_dir: ObjectLocation) -> None:
     journal = claim_journal(run_dir, _Still())
     journal.append(_step(1))
     assert _steps(run_dir) == [] and journal.num_waiting_bytes > 0
     journal.append({"event": "attempt_ended", "reason": "stopped"})
     assert _steps(run_dir) == [1] and journal.num_waiting_bytes == 0
-    journal.append(_step(2))
-    journal.sync()
+    _write(journal, 2)
     assert _steps(run_dir) == [1, 2]
 
 
 def test_what_waits_is_put_when_it_is_due(run_dir: ObjectLocation) -> None:
     clock = _Still()
-    journal = claim_journal(run_dir, clock)
-    tail = JournalTail(run_dir)
+    journal, tail = claim_journal(run_dir, clock), JournalTail(run_dir)
     assert tail.poll(at_once=True) == []
     journal.append(_step(1))
     journal.tend()
@@ -136,9 +135,7 @@ def test_what_waits_is_put_when_it_is_due(run_dir: ObjectLocation) -> None:
     journal.close()
 
 
-def test_another_writer_has_a_file_of_its_own_and_continues_it(
-    run_dir: ObjectLocation, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_writer_has_a_file_of_its_own_and_continues_it(run_dir: ObjectLocation) -> None:
     claim_journal(run_dir, _Still()).close()
     for text in ("one", "two"):
         journal = open_journal(run_dir, 1, writer="command")
@@ -158,20 +155,21 @@ def test_whichever_put_fails_no_record_is_lost_torn_or_repeated(
 ) -> None:
     """The store fails at call n, before or after it has done what it was asked for."""
     journal = claim_journal(run_dir, _Still())
-    create, calls = ObjectStore.create, [0]
+    create, calls, failures = ObjectStore.create, 0, 0
 
     def failing(self: ObjectStore, key: str, chunks: Any) -> int:
-        calls[0] += 1
-        if lost == "answer" and calls[0] == call:
+        nonlocal calls
+        calls += 1
+        if lost == "answer" and calls == call:
             create(self, key, chunks)
-        if calls[0] == call:
+        if calls == call:
             raise OSError(5, "the store failed")
         return create(self, key, chunks)
 
     monkeypatch.setattr(ObjectStore, "create", failing)
-    failures = 0
     for number in range(1, 6):
-        journal.append(_step(number)) if failures == 0 else _append_anyway(journal, number)
+        with nullcontext() if failures == 0 else suppress(OSError):
+            journal.append(_step(number))
         try:
             journal.sync()
         except OSError:
@@ -182,47 +180,26 @@ def test_whichever_put_fails_no_record_is_lost_torn_or_repeated(
     journal.sync()
     assert failures == 1
     assert _steps(run_dir) == [1, 2, 3, 4, 5]
-    journal_read = read_journal(run_dir)
-    assert journal_read.damaged == ()
-    warnings = [one for one in ungroup_steps(journal_read.entries) if getattr(one, "text", None) == "waits"]
-    assert len(warnings) == 1
+    events = ungroup_steps(read_journal(run_dir).entries)
+    assert [getattr(one, "text", None) for one in events].count("waits") == 1
 
 
-def _append_anyway(journal: SegmentedJournal, number: int) -> None:
-    try:
-        journal.append(_step(number))
-    except OSError:
-        return
-
-
-def test_a_put_of_a_dead_process_that_arrives_late_takes_no_place_of_another(
-    run_dir: ObjectLocation, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_put_of_a_dead_process_that_arrives_late_takes_no_place_of_another(run_dir: ObjectLocation) -> None:
     dead = claim_journal(run_dir, _Still())
-    dead.append(_step(1))
-    dead.sync()
+    _write(dead, 1)
     successor = open_journal(run_dir, 1)
-    dead.append(_step(2))
-    dead.sync()
-    successor.append(_step(3))
-    successor.sync()
+    _write(dead, 2)
+    _write(successor, 3)
     assert _steps(run_dir) == [1, 2, 3]
     assert successor.num_waiting_bytes == 0
 
 
-def test_a_segment_that_is_missing_is_damage_that_is_named(
-    run_dir: ObjectLocation, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    journal = claim_journal(run_dir, _Still())
-    for number in range(1, 4):
-        journal.append(_step(number))
-        journal.sync()
+def test_a_segment_that_is_missing_is_damage_that_is_named(run_dir: ObjectLocation) -> None:
+    _write(claim_journal(run_dir, _Still()), 1, 2, 3)
     open_store(run_dir).delete(segment_key(journal_file_name(1), 2))
     found = read_journal(run_dir)
-    assert [str(record) for record in found.damaged] == [
-        "journal/attempt-0001.jsonl: its segment 2 is missing; it was left out"
-    ]
-    assert _steps(run_dir) == [1, 3]
+    assert [record.reason for record in found.damaged] == ["its segment 2 is missing"]
+    assert [one.step for one in ungroup_steps(found.entries) if isinstance(one, StepDone)] == [1, 3]
 
 
 def test_many_segments_become_one_and_nothing_is_read_twice_or_missed(
@@ -230,37 +207,26 @@ def test_many_segments_become_one_and_nothing_is_read_twice_or_missed(
 ) -> None:
     monkeypatch.setattr(journal_module, "MERGED_SEGMENTS", 3)
     journal = claim_journal(run_dir, _Still())
+    _write(journal, 1, 2, 3)
     ((_, before),) = journal_files(run_dir)
-    for number in range(1, 8):
-        journal.append(_step(number))
-        journal.sync()
-        if number == 3:
-            ((_, before),) = journal_files(run_dir)
+    for number in range(4, 8):
         journal._merge()
+        _write(journal, number)
+    journal._merge()
     assert _names(run_dir) == ["00000000.jsonl", "00000001-00000003.jsonl", "00000004-00000006.jsonl", "00000007.jsonl"]
     assert _steps(run_dir) == [1, 2, 3, 4, 5, 6, 7]
-    # Whoever listed the segments before they were replaced finds them where they are now.
+    # A listing from before the merge still leads to every record.
     assert isinstance(before, SegmentedFile) and len(before.segments) == 4
     with before.open() as stream:
         assert stream.read().count(b"\n") >= 3
     # Killed between the two: the long segment is there and the short ones are, too.
-    store = open_store(run_dir)
     _, line = encode_record({"time": 1.0, "attempt": 1, **_step(99)})
-    store.create(segment_key(journal_file_name(1), 2), [line])
+    open_store(run_dir).create(segment_key(journal_file_name(1), 2), [line])
     assert _steps(run_dir) == [1, 2, 3, 4, 5, 6, 7]
     again = open_journal(run_dir, 1)
     again.append(_step(8))
     again.close()
     assert _names(run_dir)[-1] == "00000008.jsonl"
-
-
-def test_a_journal_that_was_deleted_is_gone(run_dir: ObjectLocation, monkeypatch: pytest.MonkeyPatch) -> None:
-    journal = claim_journal(run_dir, _Still())
-    journal._look()
-    assert not journal.is_gone
-    open_store(run_dir).delete(JOURNAL_FOLDER)
-    journal._look()
-    assert journal.is_gone
 
 
 def test_a_store_that_is_away_keeps_records_in_memory(s3: S3Server, proxy: FaultyProxy, prefix: str) -> None:
@@ -270,25 +236,15 @@ def test_a_store_that_is_away_keeps_records_in_memory(s3: S3Server, proxy: Fault
     store.create(segment_key(journal_file_name(1), 0), [b""])
     journal = SegmentedJournal(store, 1)
     proxy.fail("503", lambda method, path: method == "PUT", times=10_000)
-    journal.append(_step(1))
     with pytest.raises(OSError, match="failed"):
-        journal.sync()
-    _append_anyway(journal, 2)
+        _write(journal, 1)
+    with suppress(OSError):
+        journal.append(_step(2))
     assert journal.num_waiting_bytes > 0
     assert _steps(place) == []
     proxy.heal()
     journal.close()
     assert _steps(place) == [1, 2]
-
-
-def test_two_writers_of_one_number_are_told_apart(run_dir: ObjectLocation) -> None:
-    store = open_store(run_dir)
-    key = segment_key(journal_file_name(1), 1)
-    put: Callable[[bytes], int] = lambda content: store.create(key, [content])  # noqa: E731
-    put(b"theirs\n")
-    with pytest.raises(AlreadyExistsError):
-        put(b"ours\n")
-    assert store.read_whole(key) == b"theirs\n"
 
 
 def test_segments_that_can_not_be_deleted_are_merged_once_and_read_once(
@@ -301,12 +257,11 @@ def test_segments_that_can_not_be_deleted_are_merged_once_and_read_once(
     monkeypatch.setattr(ObjectStore, "delete_files", denied)
     journal = claim_journal(run_dir, _Still())
     for number in range(1, 9):
-        journal.append(_step(number))
-        journal.sync()
-        with contextlib.suppress(OSError):
+        _write(journal, number)
+        with suppress(OSError):
             journal._merge()
     assert [name for name in _names(run_dir) if "-" in name] == ["00000001-00000003.jsonl", "00000004-00000006.jsonl"]
-    assert _steps(run_dir) == [*range(1, 9)] and read_journal(run_dir).damaged == ()
+    assert _steps(run_dir) == [*range(1, 9)]
 
 
 def test_a_merge_between_two_pages_of_a_list_is_no_damage(
@@ -314,9 +269,7 @@ def test_a_merge_between_two_pages_of_a_list_is_no_damage(
 ) -> None:
     monkeypatch.setattr(journal_module, "MERGED_SEGMENTS", 3)
     journal = claim_journal(run_dir, _Still())
-    for number in range(1, 5):
-        journal.append(_step(number))
-        journal.sync()
+    _write(journal, 1, 2, 3, 4)
     sizes, merged = ObjectStore.sizes, [False]
 
     def paged(self: ObjectStore, folder: str) -> dict[str, int | None]:
@@ -329,19 +282,13 @@ def test_a_merge_between_two_pages_of_a_list_is_no_damage(
         return found
 
     monkeypatch.setattr(ObjectStore, "sizes", paged)
-    found = read_journal(run_dir)
-    assert merged[0] and found.damaged == ()
-    assert [event.step for event in ungroup_steps(found.entries) if isinstance(event, StepDone)] == [1, 2, 3, 4]
+    assert _steps(run_dir) == [1, 2, 3, 4] and merged[0]
 
 
 @pytest.mark.slow
-def test_a_journal_of_more_segments_than_a_page_of_a_list_is_read_whole(
-    run_dir: ObjectLocation, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_journal_of_more_segments_than_a_page_of_a_list_is_read_whole(run_dir: ObjectLocation) -> None:
     journal = claim_journal(run_dir, _Still())
-    for number in range(1, 2101):
-        journal.append(_step(number))
-        journal.sync()
+    _write(journal, *range(1, 2101))
     assert _steps(run_dir) == [*range(1, 2101)]
     journal._merge()
     assert len(_names(run_dir)) == 2 and _steps(run_dir) == [*range(1, 2101)]
