@@ -175,8 +175,6 @@ def test_the_result_is_printed_when_the_report_cannot_be_drawn_again(
     assert told.json(tmp_path / "run", "--data", corpus, "--task", "loss", *SMALL)["step"] == 4
 
 
-
-
 @pytest.mark.slow
 def test_other_libraries_print_nothing_in_any_process(corpus: Path, tmp_path: Path) -> None:
     make_trained(tmp_path / "run")
@@ -199,8 +197,6 @@ def test_lengths_are_powers_of_four_up_to_the_context() -> None:
     for text in ("", "1k,", "x", "1", "-5", "1.5k", "9" * 20):
         with pytest.raises(UserError, match="--lengths="):
             parse_lengths(text)
-
-
 
 
 def test_what_can_not_be_evaluated_is_refused_with_a_way_out(told: Told, corpus: Path, tmp_path: Path) -> None:

@@ -112,8 +112,6 @@ def test_verify_exits_with_1_where_something_does_not(inspect: Inspect, run: Run
     assert f"{run.folder} differs from step 2 on" in out
 
 
-
-
 def test_checkpoints_are_listed_as_text_and_as_json(inspect: Inspect, tmp_path: Path) -> None:
     store = make_folder(tmp_path / "saved")
     for step in (10, 20):
@@ -154,8 +152,6 @@ def test_a_checkpoint_is_verified_and_damage_exits_with_1(inspect: Inspect, tmp_
     assert "no checkpoint of step 30 is committed" in err
 
 
-
-
 def test_a_journal_that_can_not_be_read_is_named_and_exits_with_1(
     inspect: Inspect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,12 +166,6 @@ def test_a_journal_that_can_not_be_read_is_named_and_exits_with_1(
         code, out, err = inspect(tmp_path / "saved", *arguments)
         assert (code, out) == (1, "")
         assert err == f"error: {tmp_path}/saved/journal/attempt-0001.jsonl: Permission denied\n"
-
-
-
-
-
-
 
 
 @pytest.mark.parametrize(

@@ -168,8 +168,6 @@ def test_a_row_that_is_not_planned_is_refused_with_the_range(run: Run) -> None:
         assert "rows 0 to 11 are trained so far" in said
 
 
-
-
 @pytest.mark.parametrize("size", [0, 1, 480, 640, 641, 5000])
 def test_a_cut_text_leaves_out_what_it_says(size: int) -> None:
     text = "".join(chr(97 + place % 26) for place in range(size))

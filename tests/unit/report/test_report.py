@@ -34,7 +34,6 @@ from tests.unit.inspect.runs import Run, make_run
 from tests.unit.report.many_steps import REPLAYED, SPIKE, loss_of, write_run
 
 
-
 def _curve(record: RunRecord, label: str) -> tuple[list[float], list[float]]:
     with style():
         lines = {line.get_label(): line for line in loss_picture(record).axes[0].lines}
@@ -227,8 +226,6 @@ def test_a_report_is_small_and_soon_there(tmp_path: Path, num_steps: int) -> Non
     page = render_report(run)
     assert time.monotonic() - began < 20.0
     assert len(page.encode()) < 1_000_000
-
-
 
 
 def test_two_pictures_share_a_logarithmic_scale_where_one_needs_it() -> None:
