@@ -12,11 +12,8 @@ import pytest
 from ray_ulysses.cli import app
 from ray_ulysses.cli import run as run_command
 from ray_ulysses.run_names import flight_record_key, memory_snapshot_key, profile_key
-from ray_ulysses.storage import LocalStore
-from ray_ulysses.tracking.journal import claim_journal
 from tests.unit.inspect.runs import SETTINGS, Run, make_run
-from tests.unit.inspect.saved import cut, denied, flip, make_folder, make_foreign, manifest, save, shard
-from tests.unit.tracking.journals import COMMITTED
+from tests.unit.inspect.saved import cut, flip, make_folder, save, shard
 
 Inspect = Callable[..., tuple[int, str, str]]
 

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
