@@ -50,7 +50,8 @@ def test_a_torn_last_line_is_left_out_and_swallows_nothing(tmp_path: Path) -> No
     journal = claim_journal(tmp_path)
     journal.append(_step(1))
     whole = journal.path.read_bytes()
-    for cut in range(1, len(whole), 7):
+    # A line that lacks only its line feed is whole.
+    for cut in range(1, len(whole) - 1, 7):
         journal.path.write_bytes(whole + whole[:cut])
         assert _steps(tmp_path) == [1]
     open_journal(tmp_path, 1).append(_step(2))
