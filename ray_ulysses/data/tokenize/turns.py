@@ -234,15 +234,25 @@ def _refuse_unwritten_turn(messages: Messages, number: int, said: str, render: R
             return True
 
     calls = _calls(message)
-    names = [_function(call).get("name") for call in calls]
-    for place, (call, name) in enumerate(zip(calls, names, strict=True)):
-        if isinstance(name, str) and said.count(name) < names.count(name):
+    names = [name for call in calls if isinstance(name := _function(call).get("name"), str)]
+    fields = (message.get(field_name) for field_name in ("content", *REASONING))
+    arguments = (json.dumps(_function(call).get("arguments"), ensure_ascii=False, default=str) for call in calls)
+    # Reasoning that is stored twice counts once.
+    parts = {*arguments, *(field.strip() for field in fields if isinstance(field, str))}
+
+    def is_there(value: str) -> bool:
+        """Return whether the turn has the value as often as the message; another part may have it too."""
+        return said.count(value) >= sum(part.count(value) for part in (*parts, *names))
+
+    for place, call in enumerate(calls):
+        name = _function(call).get("name")
+        if isinstance(name, str) and not is_there(name):
             other = [*calls[:place], _with_function(call, name=f"{name}{_PROBE}"), *calls[place + 1 :]]
             if not is_written(tool_calls=other):
                 raise RowError(f"the chat template does not write tool call {place} of message {number}")
     for field_name in ("content", *REASONING):
         value = message.get(field_name)
-        if not isinstance(value, str) or value.strip() in said:
+        if not isinstance(value, str) or not value.strip() or is_there(value.strip()):
             continue
         inside = _THINK in value
         changed = value.replace(_THINK, _THINK + _PROBE) if inside else value + _PROBE

@@ -150,6 +150,19 @@ def test_a_part_of_a_turn_outside_the_marks_is_learned_by_rendering(chat_of: Cha
     assert supervised(tokenizer, only(chat.encode(messages))) == [said, " jumps\nzürich<|im_end|>"]
 
 
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [({"tool_calls": [CALL]}, "tool call 0"), ({"reasoning_content": "jump"}, "reasoning_content")],
+    ids=["call", "reasoning"],
+)
+def test_a_part_that_is_not_written_is_missed_although_the_content_has_its_text(
+    chat_of: ChatOf, part: dict[str, Any], said: str
+) -> None:
+    messages = [*CONVERSATION[:2], {**CONVERSATION[2], **part}]
+    with pytest.raises(RowError, match=f"does not write .*{said}"):
+        chat_of(CHATML)[1].encode(messages)
+
+
 def test_marks_that_are_not_known_from_those_of_other_turns_are_not_used(chat_of: ChatOf) -> None:
     # The last turn of the assistant is written with a mark of reasoning.
     forgetful = MARKED.replace("{% generation %}", "{% if loop.last %}{{ '<think>' }}{% endif %}{% generation %}")
