@@ -47,6 +47,15 @@ def _run(code: str, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=_PACKAGE.parent, check=False)
 
 
+def test_a_tracker_of_mlflow_is_built_without_importing_it() -> None:
+    code = (
+        "import sys; from pathlib import Path; from ray_ulysses.tracking.mlflow_tracker import MlflowSink; "
+        "MlflowSink(uri='sqlite:///x.db', experiment='e', run_name='r', run_dir=Path('/nonexistent'), location='s'); "
+        "sys.exit(bool({'mlflow', 'ray', 'torch'} & set(sys.modules)))"
+    )
+    assert _run(code).returncode == 0
+
+
 @pytest.mark.parametrize("library", _HOMES)
 def test_a_foreign_dependency_is_imported_in_its_home_only(library: str) -> None:
     homes = _HOMES[library]

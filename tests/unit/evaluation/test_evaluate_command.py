@@ -440,3 +440,11 @@ def test_a_run_with_adapters_gives_the_numbers_of_its_merged_export(told: Told, 
     write_checkpoint(tmp_path / "run", model, frozen=frozen, step=5)
     without = told.json(tmp_path / "run", *options)
     assert abs(without["position_loss"]["loss"] - ours["position_loss"]["loss"]) > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--task", "speed"), ("--dtype", "int8"), ("--cases", "0"), ("--sp-size", "0"), ("--seed", "-1")],
+)
+def test_an_option_out_of_its_range_is_refused(told: Told, option: str, value: str) -> None:
+    assert option in told("runs/a", option, value, code=2)

@@ -229,6 +229,15 @@ def test_many_segments_become_one_and_nothing_is_read_twice_or_missed(
     assert _names(run_dir)[-1] == "00000008.jsonl"
 
 
+def test_a_journal_that_was_deleted_is_gone(run_dir: ObjectLocation) -> None:
+    journal = claim_journal(run_dir, _Still())
+    journal._look()
+    assert not journal.is_gone
+    open_store(run_dir).delete(JOURNAL_FOLDER)
+    journal._look()
+    assert journal.is_gone
+
+
 def test_a_store_that_is_away_keeps_records_in_memory(s3: S3Server, proxy: FaultyProxy, prefix: str) -> None:
     place = place_of(s3.uri(prefix, proxy.port))
     assert isinstance(place, ObjectLocation)
