@@ -82,7 +82,7 @@ def test_what_fits_and_what_never_fits_is_said(capsys: pytest.CaptureFixture[str
     assert "32,768 tokens fit as configured: there is nothing to change" in told(capsys, _8B, "--fit")
     small = "--set=memory.device_gib=2"
     text = " ".join(told(capsys, _8B, "--fit", small, code=2).split())
-    assert "32,768 tokens do not fit" in text and "the least need is" in text
+    assert "32,768 tokens do not fit" in text and "the configured workers need at least" in text
     assert "no context fits" in told(capsys, _8B, "--longest", small, code=2)
 
 
