@@ -115,12 +115,11 @@ def run_case(name: str) -> list[int]:
     return found[0]
 
 
-def planned(name: str, tokens: int) -> dict[str, int]:
-    """Return the planner's terms of the same step, and their ``peak``."""
+def planned(case: Record, tokens: int) -> dict[str, int]:
+    """Return the planner's terms of a case's step, by its settings as they are recorded, and their ``peak``."""
     from ray_ulysses.model_shape import ModelShape
     from tests.planned import step_terms
 
-    case = USUAL | CASES[name]
     terms = step_terms(
         ModelShape.from_config_dict(shape_of(case)), world_size=case["sp"], sp_size=case["sp"], ring_size=case["ring"],
         context_tokens=tokens * case["sp"], dtype=case["dtype"], gradient_checkpointing=case["checkpointing"],
@@ -139,7 +138,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
     found = []
     for name in list(CASES)[: options.cases]:
-        found.append({"case": name, "peaks": run_case(name), "terms": [planned(name, tokens) for tokens in TOKENS]})
+        case = {"case": name, **USUAL, **CASES[name]}
+        found.append({**case, "peaks": run_case(name), "terms": [planned(case, tokens) for tokens in TOKENS]})
         say(f"{name}: {compared(found[-1])}")
     return {"found": found}
 

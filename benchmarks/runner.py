@@ -82,7 +82,11 @@ def main(
     module = Path(sys.modules[benchmark.measure.__module__].__file__ or "").stem
     record = {
         **provenance(benchmark.packages, f"{os.cpu_count()} shared CPU cores, no GPU, {benchmark.hardware}"),
-        "command": " ".join(["python", "-m", f"benchmarks.{module}", *words, *arguments]),
+        # Without paths of this machine.
+        "command": " ".join(
+            ["python", "-m", f"benchmarks.{module}", *words]
+            + [Path(one).name if one.startswith("/") else one for one in arguments]
+        ),
         "load_before": os.getloadavg(),
     }
     record |= benchmark.measure(options)

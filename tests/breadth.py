@@ -24,3 +24,8 @@ def fast_cases(cases: dict[str, tuple[Any, ...]], *fast: str) -> list[Any]:
 
 def examples(count: int) -> int:
     return max(10, count * settings().max_examples // 100)
+
+
+def is_fast() -> bool:
+    """Return whether this is the fast set, in which random examples may be the same at every run."""
+    return settings().max_examples < 100

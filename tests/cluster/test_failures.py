@@ -7,6 +7,8 @@ import inspect
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -134,3 +136,47 @@ def test_the_death_of_ray_trains_controller_is_survived_by_the_command(tmp_path:
     assert "failure 1 of 1" in text and "Traceback" not in text and "StackTrace" not in text, text
     history = read_history(config.run_dir)
     assert history.status == "finished" and history.step == 30 and history.missing_steps == ()
+
+
+TRAIN_AND_TELL = """
+import sys
+import threading
+import traceback
+
+import ray
+
+from ray_ulysses.cli import main
+
+shut_down = ray.shutdown
+
+
+def tell_and_shut_down():
+    for thread in threading.enumerate():
+        stack = traceback.extract_stack(sys._current_frames()[thread.ident])
+        if thread is not threading.main_thread() and any("/ray/train/" in frame.filename for frame in stack):
+            print(f"{thread.name} is in {stack[-1].filename}", flush=True)
+    print("the connection ends", flush=True)
+    shut_down()
+
+
+ray.shutdown = tell_and_shut_down
+main()
+"""
+
+
+@pytest.mark.slow
+def test_nothing_waits_for_ray_train_any_more_when_the_connection_ends(tmp_path: Path) -> None:
+    """A call to Ray that is under way while its connection is shut down crashes the process, at times."""
+    config = make_config(
+        tmp_path / "runs", make_corpus(tmp_path), run__stop_step=4, cluster__workers=2, parallel__sp_size=2,
+        cluster__cpus_per_worker=0.25, elastic__worker_start_timeout_s=0.5,
+    )  # fmt: skip
+    path = tmp_path / "config.yaml"
+    path.write_text(config.to_yaml())
+    command = [sys.executable, "-c", TRAIN_AND_TELL, "train", str(path)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=TIMEOUT_S, env={**os.environ, "RAY_ADDRESS": ""}
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 1 and "of cluster.workers=2 workers have started after 0.5 s" in said, said
+    assert said.count("the connection ends") == 1 and " is in " not in said, said

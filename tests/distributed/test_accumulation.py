@@ -55,3 +55,12 @@ def test_equal_micro_batches_add_up_to_the_gradient_of_one_in_every_stage(offloa
             for key, tensor in one.items():
                 error = float((many[key] - tensor).norm() / tensor.norm()) if tensor.any() else 0.0
                 assert error <= 1e-6, f"ZeRO-{stage}, offload {offload}: {key} is off by {error:.1e}"
+
+
+def test_the_sum_in_bf16_would_show() -> None:
+    part = torch.randn(1000, generator=torch.Generator().manual_seed(0)).bfloat16() / NUM_MICRO_BATCHES
+    total = torch.zeros_like(part)
+    for _ in range(NUM_MICRO_BATCHES):
+        total += part
+    wanted = NUM_MICRO_BATCHES * part.float()
+    assert float((total.float() - wanted).norm() / wanted.norm()) > 1e-3

@@ -116,3 +116,21 @@ def test_a_run_that_stops_or_has_skipped_enough_leaves_nothing_out(
     claim_journal(config.run_dir)
     assert skip_bad_step(resolve_run(window), SystemClock()) is None
     journal.close()
+
+
+def test_rows_that_can_not_be_left_out_end_the_run_and_say_why(
+    tmp_path: Path, corpus: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = config_for(tmp_path, corpus, elastic__bad_steps="skip", data__epochs=2)
+    prepare_attempt(config, "one")
+    plan = load_plan(config.run_dir / "plan")
+    journal = claim_journal(config.run_dir)
+    first = plan.step_rows(plan.num_steps).start
+    record = {"event": "bad_step", "step": plan.num_steps, "reason": "NaN", "rows": [first, first + 1]}
+    journal.append({**record, "plan_id": plan.plan_id})
+    assert skip_bad_step(resolve_run(config), SystemClock()) is None
+    assert "they belong to epoch 2, but the newest checkpoint to epoch 1; save more often" in caplog.text
+    claim_journal(config.run_dir).append({**record, "plan_id": "another"})
+    assert skip_bad_step(resolve_run(config), SystemClock()) is None
+    assert f"can't be left out: they are of plan another, and the run's is {plan.plan_id}" in caplog.text
+    assert len(load_plan(config.run_dir / "plan").segments) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,19 @@ from ray_ulysses.tracking.events import RunFailed
 from ray_ulysses.tracking.failures import record_failure
 from ray_ulysses.tracking.history import RunHistory, read_history
 from ray_ulysses.tracking.journal_reader import read_journal
-from tests.distributed.run_case import assert_same_run, make_config, make_corpus, train, train_to_death
-from tests.s3_server import S3Server, serve_s3
+from tests.apart import losses_apart
+from tests.distributed.harness import run_ranks
+from tests.distributed.run_case import (
+    assert_same_run,
+    make_config,
+    make_corpus,
+    prepare_attempt,
+    run_worker,
+    train,
+    train_to_death,
+)
+from tests.polling import wait_until
+from tests.s3_server import S3Server, faulty_proxy, serve_s3
 
 pytestmark = pytest.mark.distributed
 LAST_STEP = 12
@@ -125,3 +137,42 @@ def test_a_run_goes_on_where_it_was_copied_and_nothing_of_its_journal_is_lost(
     reasons = sorted(one.reason for one in journal.entries if isinstance(one, RunFailed))
     assert reasons == ["session-0", *["session-1"] * 2, *["session-2"] * 3]
     assert run_command(app, ["inspect", str(third.run_dir), "--verify"]) == 0
+
+
+def _check_same(ours: RunHistory, wanted: RunHistory) -> None:
+    assert [step.rows for step in ours.steps] == [step.rows for step in wanted.steps]
+    assert (ours.data_digest, ours.tokens) == (wanted.data_digest, wanted.tokens)
+    # Another number of ranks adds in another order (fp32).
+    assert losses_apart(ours, wanted) <= 1e-5
+
+
+@pytest.mark.slow
+def test_an_outage_in_the_middle_stops_nothing_and_loses_no_record(
+    s3: S3Server, corpus: Path, tmp_path: Path, on_a_disk: RunHistory
+) -> None:
+    with faulty_proxy(s3) as proxy:
+        config = _config(s3.uri("runs", proxy.port), corpus, 1, data__rows_per_step=2)
+        direct = _config(s3.uri("runs"), corpus, 1)
+        prepare_attempt(config, "one")
+        environment = _environment(s3, tmp_path / "node")
+        failures: list[BaseException] = []
+
+        def train() -> None:
+            try:
+                run_ranks(run_worker, 1, config, "one", environment=environment, timeout_s=240)
+            except BaseException as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=train)
+        thread.start()
+        try:
+            wait_until(lambda: bool(read_journal(direct.run_dir).entries), "the attempt", timeout_s=120)
+            proxy.fail("503", times=1_000_000)
+            threading.Event().wait(8.0)
+        finally:
+            proxy.heal()
+            thread.join(240)
+        assert failures == []
+    history = read_history(direct.run_dir, is_held=False)
+    assert history.status == "finished" and history.lost_steps == 0
+    _check_same(history, on_a_disk)

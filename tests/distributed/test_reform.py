@@ -192,3 +192,20 @@ def test_fifty_generations_leave_a_supervisor_as_it_was(run: SupervisedRun) -> N
     assert len({counts for _, *rest in measured for counts in [tuple(rest)]}) == 1, measured
     history = _stop(run, (0, 1))
     assert [step.step for step in history.steps] == list(range(1, history.step + 1)) and len(history.attempts) >= 51
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verdict", [False, True], ids=["final", "hopeless"])
+def test_what_can_not_be_recovered_is_raised_where_it_happened(run: SupervisedRun, verdict: bool) -> None:
+    """A broken directory: each generation fails before its first step."""
+    _wait_for_steps(run, 1)
+    run.verdicts = [verdict, verdict, False]
+    (run.config.run_dir / "plan").rename(run.config.run_dir / "elsewhere")
+    os.kill(_child(run, 1), signal.SIGKILL)
+    wait_until(
+        lambda: all(process.poll() is not None for process in run.processes.values()), "the end", timeout_s=TIMEOUT_S
+    )
+    assert all(process.returncode == 1 for process in run.processes.values())
+    logs = run.logs()
+    assert ("ChildLostError: killed by signal 9" in logs) is not verdict
+    assert ("UserError" in logs) is verdict

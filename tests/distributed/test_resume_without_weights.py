@@ -20,6 +20,7 @@ from ray_ulysses.storage import LocalStore
 from ray_ulysses.tracking.history import read_history
 from ray_ulysses.trainer import loop
 from tests.breadth import fast_cases
+from tests.distributed.harness import RankFailure
 from tests.distributed.run_case import SMALL_FILES, make_config, make_corpus, run_worker, train
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
@@ -128,3 +129,8 @@ def _flip_the_last_tensor(config: Config, step: int) -> None:
     content = bytearray(path.read_bytes())
     content[max(one.offset for one in shard.intervals)] ^= 1
     path.write_bytes(content)
+
+
+def test_a_first_start_is_noticed_to_draw(tmp_path: Path, corpus: Path) -> None:
+    with pytest.raises(RankFailure, match="a weight was initialized"):
+        _run(_config(tmp_path, corpus, LAST), "first", resuming_worker)

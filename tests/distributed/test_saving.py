@@ -226,3 +226,12 @@ def test_steps_go_on_while_the_storage_hangs_and_nothing_is_committed_or_lost(tm
     assert committed[-1] == 30
     for step in committed:
         assert order.index(("step", step)) < order.index(("checkpoint_committed", step))
+
+
+@pytest.mark.slow
+def test_an_outage_longer_than_the_failed_saves_of_fast_steps_is_waited_for(tmp_path: Path, corpus: Path) -> None:
+    config = _config(tmp_path, corpus, checkpoint__every_steps=4, checkpoint__max_failed_saves=0, run__stop_step=16)
+    history = _run(config, actions={5: "storage away", 15: "storage back"})
+    assert history.status == "finished"
+    assert _reasons(config)[16] == "end"
+    assert len(_events(config, "checkpoint_failed")) > 1

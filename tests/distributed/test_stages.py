@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from ray_ulysses.config import Config
+from ray_ulysses.config import Config, load_config
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.plan_files import load_plan
@@ -283,3 +283,35 @@ def test_a_damaged_border_costs_no_failure(unbroken: Config, corpora: tuple[Path
     history = read_history(config.run_dir)
     assert_same_run(history, read_history(unbroken.run_dir))
     assert [one.reason for one in history.attempts] == ["stage"] * 3 + ["finished"]
+
+
+@pytest.mark.slow
+def test_the_recipe_runs_at_a_thousandth_of_its_size(corpora: tuple[Path, Path], tmp_path: Path) -> None:
+    recipe = load_config(Path(__file__).parents[2] / "configs" / "llama3-8b_8xh100_sp8-stages_1m.yaml")
+    given = []
+    for stage in recipe.stages:
+        fields = stage.model_dump(mode="json", exclude_unset=True)
+        for name in ("context_tokens", "rows_per_step", "sp_size"):
+            if name in fields:
+                fields[name] = max(1, fields[name] // {"context_tokens": 1024, "rows_per_step": 4, "sp_size": 4}[name])
+        fields["tokens"] //= 500_000
+        fields["schedule"] |= {name: 1 for name in ("warmup_steps", "decay_steps") if name in fields["schedule"]}
+        given.append(fields)
+    memory = {f"memory__{name}": getattr(recipe.memory, name) for name in ("attention_output", "zero_stage")}
+    config = make_config(
+        tmp_path / "runs", corpora[0], given, run__stop_step=None, parallel__sp_size=2, cluster__workers=2,
+        data__context_tokens=1024, data__rows_per_step=1,
+        memory__offload_activations=list(recipe.memory.offload_activations),
+        schedule__warmup_steps=1, schedule__horizon_steps=None, optimizer__lr=recipe.optimizer.lr, **memory,
+    )  # fmt: skip
+    with SupervisedRun(config, {0: "a", 1: "a"}, tmp_path) as run:
+        wait_until(
+            lambda: all(process.poll() == 0 for process in run.processes.values()), "the end", timeout_s=TIMEOUT_S,
+            said=run.logs,
+        )  # fmt: skip
+    history = read_history(config.run_dir)
+    assert history.status == "finished"
+    assert [(one.sp_size, one.reason) for one in history.attempts] == [(1, "stage"), (1, "stage"), (2, "finished")]
+    plan = load_plan(config.run_dir / "plan")
+    lengths = [max(plan.row_tokens(row) for row in plan.step_rows(one.last_step or 1)) for one in history.attempts]
+    assert lengths == [64, 256, 1024]

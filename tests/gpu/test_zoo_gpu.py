@@ -256,3 +256,14 @@ def test_no_document_reaches_another_through_a_package(architecture: str) -> Non
     for before, after in zip(*outputs, strict=True):
         assert not torch.equal(before[:, changed], after[:, changed])
         assert torch.equal(before[:, others], after[:, others])
+
+
+def test_compiled_layers_in_bf16_are_those_of_fp32() -> None:
+    sizes = {"head_dim": 64, "num_key_value_heads": 2}
+    wanted_loss, wanted = wide_step(apply_ulysses(wide_model("qwen3", torch.float32, "cpu", **sizes), ALONE), "cpu")
+    model = apply_ulysses(wide_model("qwen3", torch.bfloat16, "cuda", **sizes), ALONE)
+    for layer in model.model.layers:
+        layer.compile(fullgraph=True)
+    loss, gradients = wide_step(model, "cuda")
+    assert loss == pytest.approx(wanted_loss, rel=1e-2)
+    assert whole_error(gradients, wanted) <= BF16_BOUND

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import best_fit_decreasing
+from benchmarks import bench_memory_model, best_fit_decreasing
 from benchmarks.attention_sides import Case, reference
 from benchmarks.bench_attention import count_rank, error_rank, relative, slowest
 from benchmarks.bench_imbalance import random_imbalance
-from benchmarks.bench_memory import longest
+from benchmarks.bench_memory import GOAL_PEAK, MODEL, longest, take_step
 from benchmarks.document_lengths import LONGEST, log_normal, mixed, near_context
-from benchmarks.runner import Benchmark, Record, fresh, header, main, met
+from benchmarks.runner import RESULTS, Benchmark, Record, fresh, header, main, met
 from benchmarks.synthetic_corpus import write_corpus
 from ray_ulysses.data.plan.steps import step_times
 from tests.distributed.harness import run_ranks
@@ -148,6 +148,22 @@ def test_the_longest_row_is_found_within_4_percent() -> None:
     low, high = longest(lambda tokens: 1000.0 * tokens + tokens**1.5, 40e6, 2048)
     assert 1000 * low + low**1.5 <= 40e6 < 1000 * high + high**1.5
     assert high <= 1.04 * low
+
+
+@pytest.mark.slow
+def test_a_step_of_8k_tokens_takes_a_fifth_of_the_memory_that_transformers_takes() -> None:
+    peer, ours = (fresh(take_step, side, MODEL, 8192)["peak_bytes"] for side in ("transformers", "tiled"))
+    assert ours <= GOAL_PEAK * peer
+
+
+def test_the_planner_s_memory_is_within_a_tenth_of_the_stored_measurements() -> None:
+    record = json.loads((RESULTS / "memory_model.json").read_text())
+    assert len(record["found"]) >= 12 and tuple(record["tokens"]) == bench_memory_model.TOKENS
+    for one in record["found"]:
+        # The formulas of today, not those of the day of the measurement.
+        terms = [bench_memory_model.planned(one, tokens) for tokens in record["tokens"]]
+        slope, total = bench_memory_model.compared({**one, "terms": terms})
+        assert max(abs(slope - 1), abs(total - 1)) <= bench_memory_model.GOAL, one["case"]
 
 
 def test_the_synthetic_corpus_is_a_valid_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ray_ulysses.storage import LocalStore, Store
+from ray_ulysses.storage import AlreadyExistsError, LocalStore, Store
 from tests.stores import CountingStore, FaultyStore, Kind, MemoryStore, permission_lost
 
 
@@ -67,3 +67,16 @@ def test_a_fault_may_be_a_death(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=60, check=False)
     assert done.returncode == -signal.SIGKILL
     assert LocalStore(tmp_path).list("a") == []
+
+
+def test_the_store_in_memory_keeps_the_contract() -> None:
+    store = MemoryStore()
+    store.create("a/b", [b"1"])
+    with pytest.raises(AlreadyExistsError):
+        store.create("a/b", [b"2"])
+    store.replace("ab", [b"3"])
+    assert store.list("a") == ["a/b"]
+    store.delete("a")
+    with pytest.raises(FileNotFoundError):
+        store.open("a/b")
+    assert store.read_whole("ab") == b"3"

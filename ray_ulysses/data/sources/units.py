@@ -7,6 +7,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -168,19 +169,16 @@ def open_dataset(path: str, split: str | None) -> tuple[Any, str | None]:
     Raises:
         UserError: It can't be opened, has several splits and none was chosen, or is a single other split.
     """
-    try:
-        import datasets
-    except ImportError as error:
-        raise UserError("--kind=datasets: needs the package `datasets`; install it, or give Parquet files") from error
+    if find_spec("datasets") is None:
+        raise UserError("--kind=datasets: needs the package `datasets`; install it, or give Parquet files")
     is_saved = _is_saved_dataset(Path(path))
-    if not Path(path).exists() and (refused := hub_refusal(path, "dataset")) is not None:
-        *owner, name = path.split("/")
-        cached = "___".join((*owner, datasets.naming.camelcase_to_snakecase(name)))
-        if not is_id(path) or not Path(datasets.config.HF_DATASETS_CACHE, cached).is_dir():
-            raise UserError(
-                f"source={path_text(path)}: no such file or directory{refused}; correct it, or give the id of a data "
-                "set that this machine can reach"
-            )
+    if not Path(path).exists() and (refused := hub_refusal(path, "dataset")) is not None and not _is_cached(path):
+        raise UserError(
+            f"source={path_text(path)}: no such file or directory{refused}; correct it, or give the id of a data "
+            "set that this machine can reach"
+        )
+    import datasets
+
     # Progress bars would appear despite --quiet, and next to our line of progress.
     datasets.disable_progress_bars()
     try:
@@ -212,6 +210,22 @@ def open_dataset(path: str, split: str | None) -> tuple[Any, str | None]:
             f"--split={split}: the data set {path_text(path)} has the splits {', '.join(names)}; choose one of them"
         )
     return loaded[chosen], split
+
+
+def _is_cached(path: str) -> bool:
+    """Return whether the cache of ``datasets`` has a data set of the hub.
+
+    Its folders are found here, since the library takes a second to import: too long to refuse a misspelt path. They
+    are named ``OWNER___NAME``, with the name in snake case.
+    """
+    from huggingface_hub import constants
+
+    def plain(name: str) -> str:
+        return name.replace("_", "").lower()
+
+    cache = Path(os.getenv("HF_DATASETS_CACHE") or Path(constants.HF_HOME, "datasets"))
+    folders = cache.iterdir() if is_id(path) and cache.is_dir() else ()
+    return any(plain(folder.name) == plain(path.replace("/", "")) for folder in folders)
 
 
 def _is_saved_dataset(path: Path) -> bool:

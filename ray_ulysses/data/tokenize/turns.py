@@ -19,7 +19,7 @@ from ray_ulysses.data.tokenize.chat_template import Messages
 
 # A character that no template contains.
 _PROBE = "\u2588"
-_THINK = "<think>"
+_THINK, _THOUGHT = "<think>", "</think>"
 # The number of its last characters by which a turn is found in another text.
 _NUM_LAST = 8
 REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -234,25 +234,25 @@ def _refuse_unwritten_turn(messages: Messages, number: int, said: str, render: R
             return True
 
     calls = _calls(message)
-    names = [name for call in calls if isinstance(name := _function(call).get("name"), str)]
-    fields = (message.get(field_name) for field_name in ("content", *REASONING))
-    arguments = (json.dumps(_function(call).get("arguments"), ensure_ascii=False, default=str) for call in calls)
-    # Reasoning that is stored twice counts once.
-    parts = {*arguments, *(field.strip() for field in fields if isinstance(field, str))}
+    names = [_function(call).get("name") for call in calls]
+    # Reasoning that is stored twice counts once, also if the content begins with it.
+    reasoning = {value.strip() for name in REASONING if isinstance(value := message.get(name), str)}
+    others = [*names, *reasoning, *(_as_json(_function(call).get("arguments")) for call in calls)]
+    content = message.get("content")
+    answer = content.rpartition(_THOUGHT)[2] if isinstance(content, str) else None
 
-    def is_there(value: str) -> bool:
-        """Return whether the turn has the value as often as the message; another part may have it too."""
-        return said.count(value) >= sum(part.count(value) for part in (*parts, *names))
+    def is_there(value: str, content: object) -> bool:
+        """Return whether the turn has the value as often as the message: another part may have its text too."""
+        return said.count(value) >= sum(part.count(value) for part in (content, *others) if isinstance(part, str))
 
-    for place, call in enumerate(calls):
-        name = _function(call).get("name")
-        if isinstance(name, str) and not is_there(name):
+    for place, (call, name) in enumerate(zip(calls, names, strict=True)):
+        if isinstance(name, str) and not is_there(name, content):
             other = [*calls[:place], _with_function(call, name=f"{name}{_PROBE}"), *calls[place + 1 :]]
             if not is_written(tool_calls=other):
                 raise RowError(f"the chat template does not write tool call {place} of message {number}")
-    for field_name in ("content", *REASONING):
+    for field_name, beside in (("content", content), *((name, answer) for name in REASONING)):
         value = message.get(field_name)
-        if not isinstance(value, str) or not value.strip() or is_there(value.strip()):
+        if not isinstance(value, str) or not value.strip() or is_there(value.strip(), beside):
             continue
         inside = _THINK in value
         changed = value.replace(_THINK, _THINK + _PROBE) if inside else value + _PROBE

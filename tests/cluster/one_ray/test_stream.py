@@ -293,3 +293,21 @@ def pieces_of(corpus: Corpus, plan: Plan, slices: list[RowSlice]) -> Counter[tup
             begin += piece.length
             found[(piece.document, piece.start, piece.length)] += 1
     return found
+
+
+@pytest.mark.slow
+def test_blocks_keep_their_order_however_uneven_and_read_ahead_is_bounded(cluster: None) -> None:
+    """A canary of Ray Data 2.60: its order, and its limit of the object store, on which the stream relies."""
+    sizes = [200_000 if number % 5 == 0 else 8 for number in range(48)]
+
+    def block(item: dict[str, Any]) -> dict[str, Any]:
+        return {"number": item["number"], "payload": np.zeros(item["size"], dtype=np.int64)}
+
+    dataset = ray.data.from_items(
+        [{"number": number, "size": size} for number, size in enumerate(sizes)], override_num_blocks=len(sizes)
+    ).map(block, num_cpus=0.25)
+    options = dataset.context.execution_options
+    options.preserve_order = True
+    options.resource_limits = ray.data.ExecutionResources(object_store_memory=4_000_000)
+    dataset.context.enable_progress_bars = False
+    assert [int(row["number"]) for row in dataset.iter_rows()] == list(range(len(sizes)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import psutil
+import pyarrow as pa
 import pytest
 import ray
 from ray._private.internal_api import get_memory_info_reply, get_state_from_address
@@ -19,7 +21,7 @@ from ray_ulysses.cluster import stream
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.read.streamed_source import BLOCK_TOKENS
 from tests.cluster.one_ray.test_stream import source_of
-from tests.cluster.streams import Reads, WatchedStreams, executions, wide_blocks
+from tests.cluster.streams import WAIT_S, Reads, WatchedStreams, executions, wide_blocks
 from tests.polling import wait_until
 from tests.unit.data.corpora import text_corpus, varied_texts
 
@@ -108,3 +110,44 @@ def test_two_blocks_of_each_rank_are_held_and_none_after_it(cluster: None, corpu
         num_files = num_files or psutil.Process().num_fds()
     assert psutil.Process().num_fds() <= num_files
     assert not [one.name for one in threading.enumerate() if one.name in ("Prefetcher", "iter_threaded")]
+
+
+def test_what_the_pace_looks_at_is_there(running: Run) -> None:
+    """A canary of Ray Data 2.60."""
+    running.wait_until_it_rests()
+    output, state = running.executor._output_node
+    assert output in running.executor._topology
+    assert state.num_waiting_consumers == 0
+    topology = running.executor._topology
+    assert sum(op.num_active_tasks() for op in topology) <= 1
+    assert sum(one.total_enqueued_output_blocks() for one in topology.values()) > 0
+    assert sum(one.total_enqueued_input_blocks() for one in topology.values()) > 0
+    assert len(running.reads.noted()) < 40, "the rest is not read"
+
+
+@pytest.mark.parametrize("end", ["comes", "stopped"])
+def test_a_consumer_that_waits_is_seen_and_can_be_stopped(
+    cluster: None, corpus: Corpus, tmp_path: Path, caplog: pytest.LogCaptureFixture, end: str
+) -> None:
+    """A canary of Ray Data 2.60."""
+    before, reads, stopped = executions(), Reads(tmp_path / "reads", held=0), threading.Event()
+    tables = WatchedStreams(reads).read(wide_blocks(corpus, source_of(corpus), 2, TOKENS), stopped)
+    logging.getLogger("ray.data").addHandler(caplog.handler)
+    received: list[pa.Table] = []
+    thread = threading.Thread(target=lambda: received.extend(tables), daemon=True)
+    thread.start()
+    wait_until(lambda: reads.of(0), "the first block is being read")
+    (executor,) = executions() - before
+    wait_until(lambda: executor._output_node[1].num_waiting_consumers == 1, "the consumer is seen")
+    assert sum(op.num_active_tasks() for op in executor._topology) == 1
+    if end == "stopped":
+        stopped.set()
+    else:
+        reads.go()
+    thread.join(WAIT_S)
+    assert not thread.is_alive() and not executor.is_alive()
+    assert len(received) == (0 if end == "stopped" else 2)
+    logging.getLogger("ray.data").removeHandler(caplog.handler)
+    shown = [one for one in caplog.records if one.levelno >= logging.ERROR and not getattr(one, "hide", False)]
+    assert not shown, "a report of a bug on the console"
+    reads.go()

@@ -24,6 +24,7 @@ from ray_ulysses.attention.kernels.flash import (
     FLASH_2,
     FLASH_3,
     FlashFunctions,
+    fitted,
     flash_backward,
     flash_forward,
     unknown_signature,
@@ -577,3 +578,14 @@ def test_lengths_of_documents_are_padded_to_few() -> None:
     ]  # fmt: skip
     lengths = {padded_length(n) for n in range(1, 70_000)}
     assert len(lengths) <= 16 * 7 and all(n <= padded_length(n) <= max(128, 1.125 * n) + 127 for n in range(1, 70_000))
+
+
+def test_an_aligned_view_is_passed_on_as_it_is_and_another_is_copied() -> None:
+    payload = torch.zeros(5, 32)
+    aligned = payload[:, 8:24].unflatten(1, (1, 16))
+    assert fitted(aligned, 16) is aligned
+    for begin in (3, 4):
+        shifted = payload[:, begin : begin + 16].unflatten(1, (1, 16))
+        assert fitted(shifted, 16).data_ptr() != shifted.data_ptr()
+    whole = torch.zeros(1 + 5 * 16)[1:].view(5, 1, 16)
+    assert whole.is_contiguous() and fitted(whole, 16).storage_offset() == 0

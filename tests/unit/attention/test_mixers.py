@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -189,3 +190,15 @@ def test_an_engine_sees_as_many_calls_of_modules_whatever_the_documents(architec
             model(**shard_batch(torch.arange(12)[None] % VOCAB, None, lengths, ALONE).model_inputs())
         counts.append(list(calls))
     assert counts[0] == counts[1]
+
+
+def test_a_copy_of_a_model_has_layers_of_its_own() -> None:
+    model = apply_ulysses(hybrid("qwen3_next"), ALONE)
+    copy = deepcopy(model)
+    (_, mixer, _), *_ = find_mixers(copy)
+    batch = shard_batch(torch.zeros(1, 4).long(), None, None, ALONE)
+    with torch.no_grad():
+        before = copy(**batch.model_inputs()).logits
+        mixer.A_log.fill_(-3.0)
+        assert not torch.equal(copy(**batch.model_inputs()).logits, before)
+        assert torch.equal(model(**batch.model_inputs()).logits, before)

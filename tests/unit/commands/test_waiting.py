@@ -20,11 +20,6 @@ _ROOT = Path(__file__).parents[3]
 _TINY = str(_ROOT / "configs" / "llama-tiny_cpu_sp2-dp2_8k.yaml")
 
 
-class _Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 @pytest.fixture
 def only_the_test_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output, "_INTERVAL_S", 600.0)

@@ -25,6 +25,7 @@ def file(tmp_path: Path) -> Path:
     ("path", "value", "shown", "hint"),
     [
         ("tracking.uri", "http://me:hunter2@mlflow:5000", "http://***@mlflow:5000", MLFLOW),
+        ("tracking.uri", "https://hunter2@mlflow", "https://***@mlflow", MLFLOW),
         ("tracking.uri", "https://me:hun/ter2@hunter2@mlflow", "https://***@mlflow", MLFLOW),
         ("tracking.uri", "https://mlflow?api_key=hunter2", "https://mlflow?api_key=***", MLFLOW),
         ("tracking.uri", "postgresql://me:hunter2@db/mlflow", "postgresql://***@db/mlflow", "PGPASSWORD"),

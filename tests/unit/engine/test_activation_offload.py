@@ -281,3 +281,22 @@ def test_a_layer_that_is_called_with_its_input_by_name_is_refused() -> None:
     offload = ActivationOffload(LateCopies(64), [INPUTS], keep="none", budget_bytes=64)
     with pytest.raises(UserError, match=r"passes its layers their input as a keyword.*leave layer_inputs out$"):
         offload.checkpoint(lambda function: function(), nn.Identity())
+
+
+def test_frozen_layers_give_their_slabs_back() -> None:
+    model, offload = deep(LateCopies(ROOM))
+    model.model.embed_tokens.requires_grad_(False)
+    model.model.layers[:3].requires_grad_(False)
+    step(model)
+    assert offload.bytes_in_use == 0
+
+
+def test_compiled_layers_run_as_they_are() -> None:
+    wanted = step(make_model(num_hidden_layers=2))
+    model = make_model(num_hidden_layers=2)
+    copies = LateCopies(ROOM)
+    offload_to(model, copies)
+    for index, layer in enumerate(model.model.layers):
+        model.model.layers[index] = torch.compile(layer, backend="aot_eager")
+    assert_same_bits({name.replace("_orig_mod.", ""): one for name, one in step(model).items()}, wanted)
+    assert copies.log

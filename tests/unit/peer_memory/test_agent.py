@@ -244,3 +244,11 @@ def test_an_agent_ends_itself_when_nobody_was_connected_for_a_while(is_used: boo
         assert agent.files.num_bytes == 0
         with pytest.raises(AgentGoneError, match="does not answer"):
             client.sizes("key")
+
+
+def test_a_receiver_that_is_cut_off_is_given_up_within_a_minute() -> None:
+    with running() as (agent, client):
+        client.greet()
+        wait_until(lambda: agent._connections, "it is accepted")
+        (connection,) = agent._connections
+        assert 0 < connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 60_000

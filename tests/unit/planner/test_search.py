@@ -11,8 +11,9 @@ import pytest
 from ray_ulysses.config import Config, parse_config
 from ray_ulysses.config.rules import broken_rules
 from ray_ulysses.config.stages import stage_config, stage_configs
-from ray_ulysses.planner.memory import configured_memory, fits
-from ray_ulysses.planner.memory_terms import GIB
+from ray_ulysses.planner import memory as planned_memory
+from ray_ulysses.planner.memory import MemoryEstimate, configured_memory, fits, run_memory
+from ray_ulysses.planner.memory_terms import GIB, MemoryTerm
 from ray_ulysses.planner.search import (
     fastest,
     fits_with,
@@ -239,3 +240,17 @@ def test_the_fastest_is_the_one_with_the_least_modelled_time() -> None:
     fitting = [one for one in product(options) if fits_with(config, shape, one.settings)]
     assert seconds(found) <= 1.001 * min(seconds(one.settings) for one in fitting)
     assert found["memory.attention_output"] == "both"
+
+
+def test_the_device_and_the_host_of_a_run_may_be_fullest_in_different_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    def memory_of(own: Config, shape: object) -> MemoryEstimate:
+        on_device = own.data.context_tokens
+        device, host = (
+            MemoryTerm(name="all", bytes=taken, phase="always", source="") for taken in (on_device, 9999 - on_device)
+        )
+        return MemoryEstimate(device=(device,), host=(host,))
+
+    monkeypatch.setattr(planned_memory, "configured_memory", memory_of)
+    config = staged({"context_tokens": 1024}, {"context_tokens": 4096})
+    memory = run_memory(config, make_shape(config))
+    assert (memory.device_bytes, memory.host_bytes) == (4096, 9999 - 1024)

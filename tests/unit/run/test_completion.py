@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ import pytest
 from ray_ulysses.errors import RunError
 from ray_ulysses.run.completion import record_command_ended, record_completion
 from ray_ulysses.run.preflight import PreparedRun, claim_directory, prepare_run
+from ray_ulysses.run.trackers import tracked
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.tracking.events import RunFinished
 from ray_ulysses.tracking.history import read_history
 from ray_ulysses.tracking.journal import AttemptJournal, claim_journal
+from ray_ulysses.tracking.mlflow_tracker import TrackingIdentity
 from tests.distributed.run_case import make_config, make_corpus
 from tests.unit.checkpoint.fakes import save
 from tests.unit.tracking.journals import COMMITTED, STARTED, read_events
@@ -140,3 +143,36 @@ def test_a_tracker_that_is_added_after_the_end_gets_the_whole_run(prepare: Calla
     assert [step for step, _ in points(run_dir, "loss")] == [1, 2]
     shown = texts(run_dir)
     assert "| state | finished |" in shown["state"] and "| step | 2 |" in shown["checkpoints"]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    return make_corpus(tmp_path, ("bisect.py", "cmd.py"))
+
+
+def _prepared(tmp_path: Path, corpus: Path, stop_step: int = 2, **changes: Any) -> PreparedRun:
+    config = make_config(tmp_path / "runs", corpus, run__stop_step=stop_step, **changes)
+    return prepare_run(config, Path("/"))
+
+
+def test_mlflow_hears_of_the_last_checkpoint_and_of_the_end(tmp_path: Path, corpus: Path, mlflow_tables: Path) -> None:
+    from mlflow.tracking import MlflowClient
+
+    (tmp_path / "runs").mkdir()
+    shutil.copy(mlflow_tables, tmp_path / "runs/mlflow.db")
+    prepared = _prepared(tmp_path, corpus, tracking__enabled=True)
+    config = prepared.config
+    claim_directory(prepared)
+    _attempt(config.run_dir, 2)
+    # The attempt got as far as its first steps with MLflow; what it committed it died before saying.
+    with tracked(config):
+        pass
+    save(LocalStore(config.run_dir), 2)
+    assert record_completion(prepared) is not None
+    identity = TrackingIdentity.load(config.run_dir)
+    assert identity is not None and identity.run_id is not None and config.tracking_uri is not None
+    client = MlflowClient(config.tracking_uri)
+    run = client.get_run(identity.run_id)
+    assert run.info.status == "FINISHED"
+    models = client.search_logged_models([run.info.experiment_id])
+    assert [(model.tags["step"], model.tags["state"]) for model in models] == [("2", "committed")]

@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import socket
+import struct
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -365,3 +368,18 @@ def test_stacks_of_a_false_alarm_are_not_those_of_the_next() -> None:
         for rank in (0, 1):
             watch.hear(beat(rank, int(now) + 1, 0.0), now + 1)
         assert watch.find(now + 1) is None
+
+
+def test_all_supervisors_of_a_large_group_may_connect_at_once(coordinator: Coordinator) -> None:
+    """Those that find no room wait for a second and more until the kernel tries again."""
+    port = coordinator.begin({0: "n0"}, WANTED).port
+    rooms = []
+    for link in Path("/proc/self/fd").iterdir():
+        if not link.is_socket():
+            continue
+        with socket.socket(fileno=os.dup(int(link.name))) as one:
+            listens = one.family == socket.AF_INET and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if listens and one.getsockname()[1] == port:
+                # Linux gives the length of the listener's queue as `tcpi_sacked`.
+                rooms.append(struct.unpack_from("I", one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104), 28)[0])
+    assert rooms == [min(1024, int(Path("/proc/sys/net/core/somaxconn").read_text()))]

@@ -104,3 +104,11 @@ def test_a_warning_that_can_not_be_forwarded_ends_nothing() -> None:
 
     with warnings_forwarded(full):
         _log.warning("something")
+
+
+def test_a_flood_of_warnings_has_a_bound() -> None:
+    told: list[str] = []
+    with warnings_forwarded(told.append):
+        for number in range(1500):
+            _log.warning("step %d is slow", number)
+    assert len(told) == 1000

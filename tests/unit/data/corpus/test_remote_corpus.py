@@ -190,3 +190,17 @@ def test_another_corpus_or_a_part_of_one_is_not_written_over(
             copy(other, s3.uri(prefix))
         copy(local, s3.uri(prefix))
     check_content(Corpus.open(s3.uri(prefix)))
+
+
+def test_a_cache_that_lost_blocks_in_a_power_cut_is_read_past(local: Corpus, uri: str, cache: Path) -> None:
+    wanted = [*ranges(local, 50)]
+    for one in wanted:
+        Corpus.open(uri).read(*one)
+    segments = list(cache.rglob("*.blocks"))
+    assert segments
+    for segment in segments:
+        content = bytearray(segment.read_bytes())
+        content[: 1 << 20] = bytes(1 << 20)
+        segment.write_bytes(content)
+    corpus = Corpus.open(uri)
+    assert all(np.array_equal(corpus.read(*one), local.read(*one)) for one in wanted)

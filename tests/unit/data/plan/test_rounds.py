@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.segment import EpochInfo, PlanSettings, Segment
 from ray_ulysses.errors import UserError
-from tests.breadth import examples
+from tests.breadth import examples, is_fast
 from tests.unit.data.plan.test_branches import Corpora, begin, branch, corpus
 
 SETTINGS = PlanSettings(seed=3, context_tokens=32, pad_multiple=8, rows_per_step=3)
@@ -192,7 +192,7 @@ def test_documents_are_not_repeated_after_a_change_of_weights(
     assert taken.max() - taken.min() <= 1
 
 
-@settings(max_examples=examples(100), derandomize=True)
+@settings(max_examples=examples(100) if is_fast() else 600, derandomize=is_fast())
 @given(seed=st.integers(0, 2**32))
 def test_nothing_is_trained_again_before_all_of_its_source_was_used(seed: int) -> None:
     """Weights that change, sources that are switched off and on or join, contexts, packings and epochs, at any step."""

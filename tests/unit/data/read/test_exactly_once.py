@@ -14,7 +14,7 @@ from ray_ulysses.data.plan.segment import PlanSettings
 from ray_ulysses.data.read.digest import add_digests, row_digest, slice_checksum
 from ray_ulysses.data.read.reader import IGNORE_INDEX, RowReader, RowSlice
 from ray_ulysses.data.read.row_source import DirectSource
-from tests.breadth import examples
+from tests.breadth import examples, is_fast
 from tests.unit.data.plans import memory_reader
 from tests.unit.data.read.test_reader import PAD, SPLITS, whole_row
 
@@ -64,7 +64,7 @@ def pieces_received(slices: list[RowSlice]) -> Counter[tuple[int, int, int]]:
     return found
 
 
-@settings(max_examples=examples(40), derandomize=True)
+@settings(max_examples=examples(40) if is_fast() else 60, derandomize=is_fast())
 @given(lengths=corpora, plan_settings=plans, sequence=worlds)
 def test_every_planned_token_is_received_exactly_once_at_any_sequence_of_worlds(
     lengths: list[int], plan_settings: PlanSettings, sequence: list[World]

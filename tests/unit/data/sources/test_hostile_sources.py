@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -166,3 +168,65 @@ def test_a_fault_of_ours_in_a_unit_is_one_line_that_names_its_files(
     monkeypatch.setattr(prepare_job, "_run_units", lambda *_: iter([answer]))
     with pytest.raises(RunError, match=r"0\.txt and 1 more\): KeyError"), preparing(request) as preparation:
         prepare_job.run_preparation(preparation)
+
+
+def test_random_columns_of_parquet_are_stored_or_named(tmp_path: Path) -> None:
+    rng = random.Random(3)
+    simple = [pa.string(), pa.int64(), pa.binary(), pa.timestamp("us"), pa.date64(), pa.float32(), pa.decimal128(9, 2)]
+    values = ["a", 3, b"\xff", 2**62, datetime.date(2024, 1, 2), 0.5, None]
+
+    def column(depth: int) -> tuple[pa.DataType, Any]:
+        kind = rng.randrange(len(simple) + 5) if depth else rng.randrange(len(simple))
+        if kind < len(simple):
+            return simple[kind], rng.choice([values[kind], None])
+        inner, value = column(depth - 1)
+        if kind == len(simple):
+            return pa.list_(inner), [value] * rng.randrange(3)
+        if kind == len(simple) + 1:
+            return pa.map_(pa.string(), inner), [("k", value)]
+        if kind == len(simple) + 2:
+            return pa.list_(pa.struct({"type": inner, "text": pa.string()})), [{"type": value, "text": "a"}]
+        return pa.list_(pa.struct({"role": pa.string(), "content": inner})), [{"role": "assistant", "content": value}]
+
+    choices = [
+        {"text_field": "a"},
+        {"tokens_field": "a", "labels_field": "b"},
+        {"messages_field": "a", "tools_field": "b"},
+        {"prompt_field": "a", "completion_field": "b", "id_field": "c"},
+    ]
+    for number in range(60):
+        (folder := tmp_path / str(number) / "in").mkdir(parents=True)
+        table = {}
+        for name in "abc":
+            kind, value = column(3)
+            table[name] = pa.array([value, value, None], kind)
+        pq.write_table(pa.table(table), folder / "rows.parquet")
+        (folder / "rows.jsonl").write_text('{"a": [{"role": "assistant", "content": "x"}], "b": null}\n')
+        outcome = ""
+        try:
+            corpus = prepare_folder(folder, **rng.choice(choices))
+        except UserError as error:
+            outcome = str(error)
+        if outcome:
+            assert "the sources hold no usable document: 4 were left out: " in outcome
+        else:
+            assert corpus.num_documents + corpus.info.num_quarantined == 4
+
+
+def test_a_home_that_nobody_knows_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a text")
+    plain = PrepareRequest(
+        sources=SourceSpec(paths=(str(tmp_path / "a.txt"),)), out=tmp_path / "out", tokenizer="bytes"
+    )
+    for request in (
+        replace(plain, sources=SourceSpec(paths=("~nobody-at-all/a",))),
+        replace(plain, out=Path("~nobody-at-all/out")),
+        replace(plain, tokenizer="~nobody-at-all/tokenizer"),
+        replace(plain, without=("~nobody-at-all/corpus",)),
+    ):
+        with pytest.raises(
+            UserError, match="names the home directory of a user that this machine does not know; write"
+        ):
+            begin(request)
+    with pytest.raises(UserError, match="names the home directory"):
+        Corpus.open("~nobody-at-all/corpus")

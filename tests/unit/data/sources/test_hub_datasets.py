@@ -18,6 +18,7 @@ ROWS = b"".join(json.dumps({"text": f"row {number}"}).encode() + b"\n" for numbe
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     monkeypatch.chdir(tmp_path)
     return tmp_path / "hub"
 

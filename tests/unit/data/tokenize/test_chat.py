@@ -163,6 +163,14 @@ def test_a_part_that_is_not_written_is_missed_although_the_content_has_its_text(
         chat_of(CHATML)[1].encode(messages)
 
 
+def test_reasoning_that_the_content_begins_with_is_stored_twice_and_written_once(chat_of: ChatOf) -> None:
+    turn = {**CONVERSATION[2], "reasoning_content": "jump", "content": "<think>jump</think> jumps"}
+    tokenizer, chat = chat_of(CHATML)
+    assert supervised(tokenizer, only(chat.encode([*CONVERSATION[:2], turn]))) == [
+        "<think>jump</think> jumps<|im_end|>"
+    ]
+
+
 def test_marks_that_are_not_known_from_those_of_other_turns_are_not_used(chat_of: ChatOf) -> None:
     # The last turn of the assistant is written with a mark of reasoning.
     forgetful = MARKED.replace("{% generation %}", "{% if loop.last %}{{ '<think>' }}{% endif %}{% generation %}")
