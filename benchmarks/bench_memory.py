@@ -261,7 +261,7 @@ ROWS = Benchmark(
     packages=PEAKS.packages,
     hardware=PEAKS.hardware,
     options={"limit_mib": (LIMIT_MIB, "limit, in MiB")},
-    quick={"limit_mib": 256},
+    quick={"limit_mib": 640},
 )
 
 if __name__ == "__main__":
