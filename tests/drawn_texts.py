@@ -1,6 +1,6 @@
 """Draws docstrings, error messages and paragraphs of docs at random, to be read by a reviewer who knows none of them.
 
-``python -m tests.drawn_texts SEED`` prints 40 docstrings, 40 error messages and 10 paragraphs, each with its file and line.
+``python -m tests.drawn_texts SEED`` prints 40 docstrings, 40 error messages and 10 paragraphs, with their places.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The command ``check``: a short trial of a run at its full context, before the bill."""
+"""The command ``check``: a short trial of a run at its full context length."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ def check(
     steps: Annotated[int, typer.Option(help="Steps to train before the checkpoint.", min=_FEWEST_STEPS)] = 50,
     stage: Annotated[str | None, typer.Option(help="Stage to check.  [default: the last]", show_default=False)] = None,
     max_memory: Annotated[
-        float, typer.Option(help="Percentage of memory.device_gib that a rank may take.", min=1, max=100)
+        float, typer.Option(help="Percentage of memory.device_gib that a rank may use.", min=1, max=100)
     ] = 75.0,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the files of the trial run.")] = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train a short copy of a run at full context, and report what would go wrong, before paying for the whole run.
+    """Train a short copy of a run at its full context length and report what would go wrong in the whole run.
 
-    The most expensive rows come first. Memory, speed, losses and a checkpoint that is written and loaded are compared
-    with the plan. Exits with 1 and names the lines that failed.
+    The most expensive rows are trained first. Memory, speed and losses are compared with the plan, and a checkpoint is
+    written and loaded. Exits with 1 if a check fails.
     """
     loaded = load_run_config(config, overrides)
     with Waiting("loading libraries", is_quiet=quiet):
@@ -67,26 +67,26 @@ def check(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckOptions:
-    """The options of the command line."""
+    """Command-line options."""
 
     steps: int
     stage: str | None
-    """Name of the stage to check; None for the last one."""
+    """Name of the stage to check, or None to check the last stage."""
     max_memory: float
-    """Most memory, in percent of ``memory.device_gib``."""
+    """Memory limit of a rank, in percent of ``memory.device_gib``."""
     keep: bool
     is_quiet: bool = False
 
 
 def run_check(config: Config, options: CheckOptions, console: Console, say: Callable[[str], object]) -> CheckReport:
-    """Train a short copy of a run on the cluster, twice, and judge it.
+    """Train a short copy of a run on the cluster in two attempts, and return a report.
 
     The copy trains the most expensive rows in its first step, saves, trains one more step, and resumes from its
     checkpoint.
 
     Raises:
-        UserError: The run can't start, or there is no such stage.
-        RunError: The trial was asked to stop, or lost its run to another command.
+        UserError: The run can't start, or the stage does not exist.
+        RunError: The trial was stopped, or another command took it over.
     """
     from ray_ulysses.cluster.failures import TrainingFailed
     from ray_ulysses.config.loading import parse_config
@@ -102,19 +102,19 @@ def run_check(config: Config, options: CheckOptions, console: Console, say: Call
     num_steps = min(options.steps, prepared.plan.num_steps - 2)
     if num_steps < _FEWEST_STEPS:
         raise UserError(
-            f"data: the plan of {config.run.name!r} has {prepared.plan.num_steps} steps, and a check needs at least "
-            f"{_FEWEST_STEPS + 2}; use a longer corpus, or fewer data.rows_per_step"
+            f"data: the plan of {config.run.name!r} has {prepared.plan.num_steps} steps, but a check needs at least "
+            f"{_FEWEST_STEPS + 2}; use a longer corpus or a smaller data.rows_per_step"
         )
     where = trial.run_dir if options.keep else f"{trial.run_dir} (deleted afterwards)"
     if not options.is_quiet:
-        say(f"trains {num_steps + 2} steps of {trial.data.context_tokens:,} tokens of context in {where}")
+        say(f"trains {num_steps + 2} steps with a context of {trial.data.context_tokens:,} tokens in {where}")
     try:
         for last_step in (num_steps + 1, num_steps + 2):
             stops = [f"checkpoint.every_steps={num_steps}", f"run.stop_step={last_step}"]
             stopping = parse_config(trial.model_dump(mode="json", exclude_unset=True), stops)
             status = _train(stopping, console, started, is_quiet=options.is_quiet)
             if status != "finished":
-                raise RunError(f"the check of run {config.run.name!r} was ended: its trial is {status}")
+                raise RunError(f"the check of run {config.run.name!r} ended early: its trial is {status}")
             if not _found(prepared, options, num_steps, None).committed:
                 # There is no checkpoint to resume from.
                 break
@@ -127,12 +127,12 @@ def run_check(config: Config, options: CheckOptions, console: Console, say: Call
 
 
 def _planned(config: Config) -> Config:
-    """Return a run's configuration with the planner's choices, which depend on peer memory and all stages.
+    """Return a run's configuration with the planner's choices.
 
-    The trial has neither of these.
+    The choices depend on peer memory and on all stages, so they can't be made from the trial's configuration.
 
     Raises:
-        UserError: The run can't start; all of its problems are named.
+        UserError: The run can't start; the message lists all of its problems.
     """
     from ray_ulysses.config.job_paths import relative_path_problems
     from ray_ulysses.planner.problems import memory_problems_of_run
@@ -151,10 +151,10 @@ def _planned(config: Config) -> Config:
 
 
 def starting_from(config: Config) -> Config:
-    """Return a configuration with MLflow references replaced by paths, since the trial is not tracked.
+    """Replace MLflow references in a configuration by paths, since the trial does not use MLflow.
 
     Raises:
-        UserError: There is no such checkpoint.
+        UserError: The checkpoint does not exist.
         RunError: MLflow does not answer.
     """
     from ray_ulysses.config.reference_to_checkpoint import MlflowReference, parse_reference
@@ -169,15 +169,15 @@ def starting_from(config: Config) -> Config:
 
 
 def trial_config(config: Config, options: CheckOptions, stamp: str) -> Config:
-    """Return the configuration of the trial: the user's with the trial's own settings (pure).
+    """Return the trial's configuration: the user's configuration with the trial's own settings.
 
     Args:
         config: The user's configuration, with absolute paths.
-        options: The options of the command line.
-        stamp: Makes the name unique.
+        options: Command-line options.
+        stamp: Suffix that makes the trial's name unique.
 
     Raises:
-        UserError: There is no such stage.
+        UserError: The stage does not exist.
     """
     from ray_ulysses.config.loading import parse_config
     from ray_ulysses.config.stages import stage_config
@@ -185,7 +185,7 @@ def trial_config(config: Config, options: CheckOptions, stamp: str) -> Config:
     names = [stage.name for stage in config.stages]
     if options.stage is not None and options.stage not in names:
         known = f"the stages are {', '.join(names)}" if names else "the run has no stages"
-        raise UserError(f"--stage={options.stage}: there is no such stage; {known}")
+        raise UserError(f"--stage={options.stage}: the stage does not exist; {known}")
     config = stage_config(config, names.index(options.stage) if options.stage is not None else len(names) - 1)
     tree = config.model_dump(mode="json", exclude_unset=True)
     tree.pop("stages", None)
@@ -201,18 +201,18 @@ def trial_config(config: Config, options: CheckOptions, stamp: str) -> Config:
     saves = {"every_minutes": None, "save_at_end": False, "keep_best": 0}
     tree["checkpoint"] = {**tree.get("checkpoint", {}), **saves, "max_failed_saves": 0, "failed_saves_patience_s": 0.0}
     tree["tracking"] = {"enabled": False}
-    # If a tile is longer than the rows of this stage, each row is one tile.
+    # A tile is at most as long as this stage's rows.
     longest = -(-config.data.context_tokens // config.parallel.sp_size)
     tiles = {name: getattr(config.memory, name) for name in ("loss_tile", "mlp_tile")}
     shorter = {name: min(tile, longest) for name, tile in tiles.items() if isinstance(tile, int)}
     tree["memory"] = {**tree.get("memory", {}), **shorter}
-    # Load what was written, and report the first failure.
+    # Load the checkpoint that was written, and report the first failure.
     tree["elastic"] = {**tree.get("elastic", {}), "peer_memory": False, "max_failures": 0, "bad_steps": "stop"}
     return parse_config(tree)
 
 
 def _train(config: Config, console: Console, started: float, *, is_quiet: bool) -> str:
-    """Train to the configured stop, and return how the run ended."""
+    """Train to the configured stop step, and return the run's final status."""
     from ray_ulysses.cluster.train_job import train
     from ray_ulysses.commands.progress import ProgressView
     from ray_ulysses.commands.train import run_texts
@@ -264,7 +264,7 @@ def _found(prepared: PreparedRun, options: CheckOptions, num_steps: int, failure
         planned_bytes=report.memory.device_bytes,
         limit_gib=config.memory.device_gib or (attempts[0].device_gib if attempts else None),
         most_of_limit=options.max_memory / 100,
-        # Scale by work: its rows are more expensive than the mean row.
+        # Scale by cost: the trial's rows are more expensive than the mean row.
         modelled_s=None
         if report.step_time is None or not work
         else report.step_time.seconds * median(work) / report.data.flops_per_step,
@@ -273,19 +273,19 @@ def _found(prepared: PreparedRun, options: CheckOptions, num_steps: int, failure
 
 
 def _delete(prepared: PreparedRun) -> None:
-    """Delete the trial's directory, and its checkpoint folder on another storage."""
+    """Delete the trial's directory, and its checkpoint folder if that is on another storage."""
     from ray_ulysses.storage.place import node_folder, open_store, place_of
 
     run_dir = prepared.config.run_dir
     shutil.rmtree(node_folder(run_dir), ignore_errors=True)
-    # Both are named after the trial, and contain nothing else.
+    # Both are named after the trial and contain only its files.
     for place in (run_dir, place_of(prepared.run.location)):
         with contextlib.suppress(OSError):
             open_store(place.parent).delete(place.name)
 
 
 def render_check(report: CheckReport) -> str:
-    """Return the report: one line per check, and the verdict."""
+    """Return the report's text: one line per check, and the verdict."""
     width = max(len(line.name) for line in report.lines)
     lines = [f"check of run {report.name!r}", ""]
     for line in report.lines:

@@ -21,9 +21,9 @@ _CORPUS = "runs/corpus-stdlib"
 
 
 def demo(quiet: Quiet = False) -> None:
-    """Prepare, plan and train a small model on this machine's CPU, in a few minutes; writes to ./runs.
+    """Prepare a corpus, plan and train a small model on this machine's CPU in a few minutes. Writes to ./runs.
 
-    It trains on Python's own standard library, needs no download and no GPU, and prints each command that it runs.
+    The corpus is Python's standard library. Needs no download and no GPU, and prints each command that it runs.
     """
     config = Path.cwd() / "demo.yaml"
     if not config.exists():
@@ -34,13 +34,13 @@ def demo(quiet: Quiet = False) -> None:
         done = subprocess.run(_said(arguments, quiet), check=False)
         if done.returncode != 0:
             raise typer.Exit(done.returncode)
-    # Replaces this process, so that Ctrl-C reaches only the training, which saves.
+    # `train` replaces this process, so that it alone receives Ctrl-C and saves.
     command = _said(["train", config.name], quiet)
     os.execv(command[0], command)
 
 
 def _said(arguments: list[str], quiet: bool) -> list[str]:
-    """Print a command as a user types it, and return it with this interpreter."""
+    """Print a command as a user would type it, and return the argument list that runs it with this interpreter."""
     if quiet:
         arguments = [*arguments, "--quiet"]
     else:

@@ -1,4 +1,4 @@
-"""Rich's console and live display for untrusted text: markup is inert, and control characters are shown."""
+"""Rich's console and live display for untrusted text: markup has no effect, and control characters are escaped."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _LINE_S = 2.0
 
 
 class PlainConsole(Console):
-    """A console that prints a string verbatim on one line, with control characters as escapes."""
+    """A console that prints a string verbatim on one line, with control characters escaped."""
 
     def __init__(self, file: TextIO, **options: Any) -> None:
-        """Write to a file; only control characters of the layout stay unescaped."""
+        """Write to ``file``; only control characters that Rich itself adds are not escaped."""
         super().__init__(file=file, markup=False, emoji=False, highlight=False, soft_wrap=True, **options)
 
     def print(self, *objects: Any, **options: Any) -> None:
@@ -35,13 +35,13 @@ class PlainConsole(Console):
         super().print(*(one_line(one) if isinstance(one, str) else one for one in objects), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
-        """Render an object, and keep only our own control codes."""
+        """Render an object, with all control characters in its text escaped."""
         for one in super().render(renderable, options):
             yield one if one.control else Segment(printable(one.text), one.style)
 
 
 def open_console(*, stderr: bool = False, quiet: bool = False) -> Console:
-    """Return a console of standard output or error that never fails.
+    """Return a console on standard output or standard error whose writes never fail.
 
     Args:
         stderr: Whether it writes to standard error.
@@ -54,13 +54,13 @@ def start_live(renderable: RenderableType, console: Console, *, transient: bool)
     """Start a live display; other output appears above it."""
     live = Live(renderable, console=console, auto_refresh=False, transient=transient)
     live.start(refresh=True)
-    # Rich's replacements for the standard streams would interpret escapes.
+    # Rich's replacements for the standard streams would interpret escape sequences.
     escape_output()
     return live
 
 
 class PrepareView(Display):
-    """Shows the phases and the progress of a preparation: a live line in a terminal, plain lines elsewhere."""
+    """Shows a preparation's phase and progress, as a live line in a terminal and as plain lines elsewhere."""
 
     def __init__(self, console: Console | None = None, clock: Clock | None = None) -> None:
         """Set up the view; nothing is shown before the block is entered.
@@ -87,7 +87,7 @@ class PrepareView(Display):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop the display and remove the live line, since the result follows."""
+        """Stop the display and remove the live line before the result is printed."""
         super().__exit__(kind, error, trace)
         if self._live is not None:
             self._live.stop()
@@ -99,10 +99,10 @@ class PrepareView(Display):
         self.look()
 
     def progress(self, progress: PrepareProgress) -> None:
-        """Show the progress before the first unit of this command and after each one."""
+        """Show the progress; call it before the first unit of this command and after each unit."""
         now = self._clock.monotonic()
         with self._lock:
-            # The rate counts from the end of the first unit, which includes the start of the workers.
+            # The rate excludes the first unit, whose time includes the start of the workers.
             if self._num_seen < 2:
                 self._began = now, progress
             self._num_seen += 1
@@ -139,7 +139,7 @@ def prepare_line(progress: PrepareProgress, first: PrepareProgress, seconds: flo
     Args:
         progress: Current progress.
         first: Progress after the first unit of this command; the rate excludes earlier work.
-        seconds: Seconds since then; below one, no rate is shown.
+        seconds: Seconds since the first unit ended; below one second, no rate is shown.
     """
     fields = [
         f"unit={progress.units_done}/{progress.num_units}",

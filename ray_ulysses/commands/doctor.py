@@ -1,4 +1,4 @@
-"""The command ``doctor``: checks whether this machine, its cluster, or a model is ready, with a hint per problem."""
+"""The command ``doctor``: checks this machine, its cluster or a model, and gives a hint for each problem."""
 
 from __future__ import annotations
 
@@ -52,21 +52,19 @@ class Check:
     """``ok``, ``warn`` (a run may work, or be slow) or ``fail`` (a run can't start)."""
     detail: str
     hint: str = ""
-    """What to do; empty with ``ok``."""
+    """How to solve the problem; empty if the level is ``ok``."""
 
 
 def doctor(
-    storage: Annotated[
-        str | None, typer.Option(help="Directory of runs, or s3://, gs:// or abfs:// location of runs.")
-    ] = None,
+    storage: Annotated[str | None, typer.Option(help="Directory for runs, or a s3://, gs:// or abfs:// URI.")] = None,
     address: Annotated[str | None, typer.Option(help="Ray cluster to check; by default RAY_ADDRESS, if set.")] = None,
     model: Annotated[
-        str | None, typer.Option(help="Instead: whether this model can be trained exactly; a directory or a hub id.")
+        str | None, typer.Option(help="Check only whether this model can be trained exactly; a directory or hub id.")
     ] = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Check whether this machine, and the cluster if there is one, are ready; or whether a model can be trained."""
+    """Check whether this machine and its Ray cluster are ready, or whether a model can be trained exactly."""
     checks: list[Check] = []
     with Waiting("loading libraries", is_quiet=quiet) as wait:
         if model is None:
@@ -82,12 +80,12 @@ def doctor(
 
 
 def _checks(*, storage: str | None, address: str | None, model: str | None) -> Iterator[Check]:
-    """Check machine and cluster, or a model instead, and yield each result at once."""
+    """Check the machine and the cluster, or only a model; yield each result as soon as it is known."""
     if model is not None:
         yield from check_model(model)
         return
     if address is not None or os.environ.get("RAY_ADDRESS"):
-        # First, since an unreachable cluster is detected in seconds.
+        # The cluster comes first, since an unreachable cluster is detected within seconds.
         yield _check_cluster(address)
         yield from check_token(address)
     yield from check_machine(storage)
@@ -95,29 +93,29 @@ def _checks(*, storage: str | None, address: str | None, model: str | None) -> I
 
 
 def check_cloud(url: str | None = None, setting: CloudSetting = "auto") -> Check:
-    """Check whether this machine's cloud would announce its end; sends nothing outside a cloud.
+    """Check whether the cloud gives notice before it takes this machine away; sends no request outside a cloud.
 
     Args:
-        url: As ``elastic.cloud_metadata_url``.
-        setting: As ``elastic.cloud_notices``.
+        url: Value of ``elastic.cloud_metadata_url``.
+        setting: Value of ``elastic.cloud_notices``.
     """
     from ray_ulysses.cluster import node_watch
     from ray_ulysses.elastic.notices import PROVIDER_NAMES, UnexpectedAnswerError, reach_hint
 
     provider = node_watch.found_provider(setting)
     if provider is None:
-        detail = "none by this machine's firmware: runs expect no notices (elastic.cloud_notices)"
+        detail = "none, according to this machine's firmware: runs expect no notices (elastic.cloud_notices)"
         return Check(name="cloud", level="ok", detail=detail)
     name = PROVIDER_NAMES[provider]
     try:
         notice = node_watch.MetadataService(provider, url=url, hints=True).notice()
     except (OSError, UnexpectedAnswerError) as error:
-        detail = f"{name}, whose metadata service gives no notices of this machine's end ({error})"
+        detail = f"{name}, but its metadata service gives no preemption notices ({error})"
         return Check(name="cloud", level="warn", detail=detail, hint=reach_hint(provider))
     if notice is not None:
-        detail = f"{name} announces that this machine is going to be taken away: {notice.what}"
+        detail = f"{name} is about to take this machine away: {notice.what}"
         return Check(name="cloud", level="warn", detail=detail, hint="use another machine")
-    return Check(name="cloud", level="ok", detail=f"{name}, which announces this machine's end")
+    return Check(name="cloud", level="ok", detail=f"{name}, with preemption notices")
 
 
 def _check_cluster(address: str | None) -> Check:
@@ -132,7 +130,7 @@ def _check_cluster(address: str | None) -> Check:
 
 
 def check_token(address: str | None) -> Iterator[Check]:
-    """Check whether the cluster asks for a token; yields nothing if no cluster answers."""
+    """Check whether the cluster requires a token; yields nothing if no cluster answers."""
     from ray_ulysses.cluster.ray_access import asks_for_token
     from ray_ulysses.cluster.session import cluster_address
 
@@ -145,22 +143,21 @@ def check_token(address: str | None) -> Iterator[Check]:
         # The cluster's own check reports this.
         return
     if asks:
-        yield Check(name="token", level="ok", detail="the cluster runs nothing without one")
+        yield Check(name="token", level="ok", detail="the cluster requires a token")
         return
-    detail = "the cluster takes jobs without one, from anyone who reaches it over the network"
+    detail = "the cluster runs jobs without a token, for anyone who can reach it over the network"
     hint = "start Ray on each node with RAY_AUTH_MODE=token and the same RAY_AUTH_TOKEN (docs/scale-out.md)"
     yield Check(name="token", level="warn", detail=detail, hint=hint)
 
 
 def check_machine(storage: Path | str | None = None) -> Iterator[Check]:
-    """Run all checks of this machine that need no cluster; imports the heavy packages one after another.
+    """Run the checks of this machine, which need no cluster. Imports the large packages one by one.
 
     Args:
-        storage: Location of runs or checkpoints to check as well: a directory, created if missing, or an object store's
-        URI.
+        storage: Location of runs or checkpoints to check too: a directory, created if missing, or an object store URI.
 
     Yields:
-        Each result as soon as it is known: all checks take half a minute on a slow machine.
+        Each result as soon as it is known; on a slow machine, all checks together take half a minute.
     """
     yield check_python(sys.version_info[:2])
     is_complete = True
@@ -173,25 +170,25 @@ def check_machine(storage: Path | str | None = None) -> Iterator[Check]:
     yield check_shared_memory(Path("/dev/shm"))
     yield from check_locked_memory(Path("/dev/infiniband"), resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
     if is_complete:
-        # It can't start without these packages, which are already reported as missing.
+        # The self-test needs these packages; missing packages are already reported.
         yield check_exactness()
     if storage is not None:
         yield check_run_storage(storage)
         from ray_ulysses.storage import parse_location
 
         with contextlib.suppress(UserError):
-            # A bucket has no size, and an invalid location was already reported.
+            # An object store has no free space to check, and an invalid location is already reported.
             if isinstance(location := parse_location(storage), Path):
                 yield check_free_disk(location)
 
 
 def exit_code(checks: Iterable[Check]) -> int:
-    """Return 1 if anything failed, else 0."""
+    """Return 1 if any check failed, else 0."""
     return 1 if any(check.level == "fail" for check in checks) else 0
 
 
 def render_check(check: Check) -> str:
-    """Return a check's line, with its hint below."""
+    """Return a check's line, followed by its hint if there is one."""
     line = f"{check.level:<4}  {check.name:<{_NAME_WIDTH}}  {check.detail}"
     return as_text([line, f"{'':<{_NAME_WIDTH + 8}}-> {check.hint}"] if check.hint else [line])
 
@@ -204,7 +201,7 @@ def render_sum(checks: Sequence[Check]) -> str:
 
 
 def check_python(version: tuple[int, ...]) -> Check:
-    """Check the version of Python, given as major and minor number."""
+    """Check Python's version, given as (major, minor)."""
     lowest, highest = _SUPPORTED_PYTHON
     detail = f"{'.'.join(str(part) for part in version)} on {platform.system()} {platform.machine()}"
     if lowest <= version <= highest:
@@ -243,17 +240,17 @@ def check_accelerator() -> list[Check]:
         name="accelerator",
         level="warn",
         detail="no GPU: training runs on CPU",
-        hint="fine for a trial; for real runs use a machine with CUDA GPUs and cluster.gpus_per_worker=1",
+        hint="sufficient for a trial; for real runs, use CUDA GPUs and cluster.gpus_per_worker=1",
     )
     return [devices, _backend("gloo", dist.is_gloo_available())]
 
 
 def gpu_versions(torch: Any, dist: Any, driver_file: Path) -> Iterator[Check]:
-    """Check the driver, cuDNN and NCCL, by the versions that PyTorch uses; not yet tested on a GPU.
+    """Check the versions of the GPU driver, cuDNN and NCCL. Not yet tested on a GPU.
 
     Args:
-        torch: PyTorch.
-        dist: Its package of collectives.
+        torch: The module ``torch``.
+        dist: The module ``torch.distributed``.
         driver_file: File with the version of the driver's kernel module.
     """
     try:
@@ -263,8 +260,8 @@ def gpu_versions(torch: Any, dist: Any, driver_file: Path) -> Iterator[Check]:
     driver = found[1] if found else "of unknown version"
     yield Check(name="driver", level="ok", detail=f"{driver}, and PyTorch is built for CUDA {torch.version.cuda}")
     if (number := torch.backends.cudnn.version()) is None:
-        hint = "install a build of torch with cuDNN, whose attention is the fastest that comes with it"
-        yield Check(name="cudnn", level="warn", detail="torch has none", hint=hint)
+        hint = "install a build of torch with cuDNN, which has torch's fastest attention kernel"
+        yield Check(name="cudnn", level="warn", detail="torch was built without cuDNN", hint=hint)
     else:
         # 9.19.0 is 91900.
         yield Check(name="cudnn", level="ok", detail=f"{number // 10_000}.{number // 100 % 100}.{number % 100}")
@@ -273,7 +270,7 @@ def gpu_versions(torch: Any, dist: Any, driver_file: Path) -> Iterator[Check]:
 
 
 def check_flash_attention() -> Check:
-    """Check for flash-attn; without it, torch's own kernels are used."""
+    """Check whether flash-attn is installed; without it, torch's attention kernels are used."""
     if importlib.util.find_spec("flash_attn") is not None:
         return Check(name="flash-attn", level="ok", detail=_version("flash-attn"))
     try:
@@ -285,11 +282,11 @@ def check_flash_attention() -> Check:
     if not has_gpu:
         return Check(name="flash-attn", level="ok", detail="not installed, and not needed on CPU")
     hint = "pip install 'ray-ulysses[gpu]'"
-    return Check(name="flash-attn", level="warn", detail="not installed: torch's kernels are used", hint=hint)
+    return Check(name="flash-attn", level="warn", detail="not installed: torch's attention kernels are used", hint=hint)
 
 
 def check_exactness() -> Check:
-    """Check that attention and gradients over several local processes equal those of one process."""
+    """Check that several local processes compute the same attention and gradients as one process."""
     from ray_ulysses.engine.self_test_local import run_local_self_test
 
     result = run_local_self_test()
@@ -299,7 +296,7 @@ def check_exactness() -> Check:
 def check_shared_memory(path: Path) -> Check:
     """Check the shared memory that Ray's object store and NCCL use."""
     if not path.is_dir():
-        return Check(name="shared memory", level="warn", detail=f"there is no {path}", hint="Ray will use /tmp")
+        return Check(name="shared memory", level="warn", detail=f"{path} does not exist", hint="Ray will use /tmp")
     free = shutil.disk_usage(path).free / _GIB
     detail = f"{free:.1f} GiB free in {path}"
     if free >= _LEAST_SHARED_MEMORY_GIB:
@@ -309,24 +306,24 @@ def check_shared_memory(path: Path) -> Check:
 
 
 def check_locked_memory(devices: Path, limit: int) -> Iterator[Check]:
-    """Check that a machine with InfiniBand or EFA lets processes lock memory; yields nothing without such devices.
+    """Check that processes may lock memory if the machine has InfiniBand or EFA; yields nothing without such devices.
 
     Args:
         devices: Folder of the devices.
-        limit: Bytes that a process may lock, as ``resource.getrlimit`` gives it.
+        limit: Bytes that a process may lock (``resource.getrlimit``).
     """
     if not devices.is_dir():
         return
     if limit == resource.RLIM_INFINITY:
-        yield Check(name="locked memory", level="ok", detail="without a limit")
+        yield Check(name="locked memory", level="ok", detail="unlimited")
         return
-    detail = f"{limit / _GIB:.3g} GiB at most, and the devices in {devices} read and write memory that is locked"
+    detail = f"limited to {limit / _GIB:.3g} GiB, but the devices in {devices} transfer only locked memory"
     hint = "docker run --ulimit memlock=-1:-1, or LimitMEMLOCK=infinity for the container runtime of the node"
     yield Check(name="locked memory", level="warn", detail=detail, hint=hint)
 
 
 def check_run_storage(storage: Path | str) -> Check:
-    """Check that a location can hold runs: it can be written, creates files atomically, and can be read back."""
+    """Check that a location is suitable for runs: writable, readable, and with atomic creation of files."""
     from ray_ulysses.storage import check_storage, parse_location
 
     try:
@@ -339,13 +336,13 @@ def check_run_storage(storage: Path | str) -> Check:
 
 
 def check_free_disk(path: Path) -> Check:
-    """Check the space for checkpoints: 12 bytes per parameter each, plus frozen weights."""
+    """Check the free space for checkpoints."""
     existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
     free = shutil.disk_usage(existing).free / _GIB
     detail = f"{free:.1f} GiB free at {existing}"
     if free >= _LEAST_DISK_GIB and os.access(existing, os.W_OK):
         return Check(name="disk", level="ok", detail=detail)
-    hint = "a checkpoint takes 12 bytes per parameter, and up to checkpoint.keep_last + 1 of them exist at a time"
+    hint = "a checkpoint takes 12 bytes per parameter, and up to checkpoint.keep_last + 1 checkpoints exist at a time"
     return Check(name="disk", level="warn", detail=detail, hint=hint)
 
 
@@ -353,7 +350,7 @@ def _backend(name: str, is_there: bool) -> Check:
     if is_there:
         return Check(name="collectives", level="ok", detail=name)
     hint = f"install a build of torch with {name}"
-    return Check(name="collectives", level="fail", detail=f"torch has no {name}", hint=hint)
+    return Check(name="collectives", level="fail", detail=f"torch was built without {name}", hint=hint)
 
 
 def _version(distribution: str) -> str:
@@ -364,13 +361,13 @@ def _version(distribution: str) -> str:
 
 
 def check_model(path: str) -> Iterator[Check]:
-    """Check whether a model's attention and other dependencies between tokens are exact over slices of a row.
+    """Check whether a model can be trained exactly on rows that are split across ranks.
 
     Args:
-        path: Directory of the model, or its id on the hub; only its configuration is read.
+        path: Model directory or hub id; only the model's configuration is read.
 
     Yields:
-        Whether it can be trained; then its layers, its positions and the ``sp_size`` that fit its heads.
+        Whether the model can be trained; then its layers, its positions, and each suitable ``sp_size``.
     """
     from ray_ulysses.config import parse_config
     from ray_ulysses.engine.model import refuse_architecture
@@ -395,14 +392,16 @@ def check_model(path: str) -> Iterator[Check]:
     yield Check(name="layers", level="ok", detail=_layers(result))
     positions = stored_positions(hf_config)
     if positions is not None:
-        yield Check(name="positions", level="ok", detail=f"trained up to {positions:,}; see model.rope for more")
+        yield Check(
+            name="positions", level="ok", detail=f"trained up to {positions:,} positions; model.rope extends them"
+        )
     sizes = ", ".join(map(str, shape.level_sp_sizes()))
-    detail = f"{sizes} give each rank equally many of {shape.num_heads} heads"
+    detail = f"{sizes} divide the {shape.num_heads} heads evenly"
     yield Check(name="sp_size", level="ok", detail=detail)
 
 
 def _layers(result: ProbeResult) -> str:
-    """Describe the attention of a model's layers: the number of layers per window."""
+    """Describe the model's layers: how many have which kind of attention or carry state."""
     kinds = Counter(
         f"in local spans of {layer.local_span:,} tokens" if layer.local_span
         else f"with a window of {layer.window:,} tokens" if layer.window

@@ -26,14 +26,14 @@ _SHORTEST = 2
 
 def evaluate(
     model: Annotated[str, typer.Argument(metavar="RUN|MODEL_DIR", help="A run's directory, or a model directory.")],
-    step: Annotated[str, typer.Option(help="Of a run: a committed step, latest, or best.")] = "latest",
-    task: Annotated[Literal["loss", "retrieval", "all"], typer.Option(help="What is measured.")] = "all",
+    step: Annotated[str, typer.Option(help="For a run: a committed step, latest or best.")] = "latest",
+    task: Annotated[Literal["loss", "retrieval", "all"], typer.Option(help="The measurement to run.")] = "all",
     lengths: Annotated[
         str | None, typer.Option(help="Context lengths in tokens, such as 1k,16k.  [default: 1k, 4k, ... the model's]")
     ] = None,
     depths: Annotated[int, typer.Option(help="Number of depths at which facts are hidden.", min=1)] = 5,
     cases: Annotated[int, typer.Option(help="Questions per length and depth.", min=1)] = 3,
-    max_tokens: Annotated[int, typer.Option(help="Tokens of documents for the loss by position.", min=1)] = 262144,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of documents used for the loss by position.", min=1)] = 262144,
     data: Annotated[
         str | None, typer.Option(help="Prepared corpus of held-out documents.  [default: the run's own]")
     ] = None,
@@ -41,28 +41,28 @@ def evaluate(
         Path | None, typer.Option(help="Tokenizer: directory, hub id or `bytes`.  [default: the corpus's]")
     ] = None,
     dtype: Annotated[
-        Literal["model", "fp32", "bf16"], typer.Option(help="What the model computes in; model is its own type.")
+        Literal["model", "fp32", "bf16"], typer.Option(help="Type used for computation; model means the model's own.")
     ] = "model",
     sp_size: Annotated[
         int | None,
-        typer.Option(help="Processes of this machine that share a row.  [default: one per GPU, else 1]", min=1),
+        typer.Option(help="Local processes that share a row.  [default: one per GPU, else 1]", min=1),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the choice of documents, facts and places.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed for choosing documents, facts and positions.", min=0)] = 0,
     out: Annotated[
-        str | None, typer.Option(help="Directory of the results.  [default: RUN/evaluation/step-XXXXXXXX]")
+        str | None, typer.Option(help="Directory for the results.  [default: RUN/evaluation/step-XXXXXXXX]")
     ] = None,
     trust_run: TrustRun = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Measure how a model uses long contexts: held-out loss and retrieval. Generates and downloads nothing.
+    """Measure how well a model uses long contexts. Nothing is generated or downloaded.
 
-    loss: by position in the document, and of the same tokens with increasingly long context.
+    loss: held-out loss by position in the document, and of the same tokens with increasing context.
 
-    retrieval: facts hidden in held-out documents, by length and depth; an answer counts if each of its
-    tokens is the most probable one.
+    retrieval: facts hidden in held-out documents, by length and depth. An answer is correct if each of its
+    tokens is the most probable token.
 
-    Writes evaluation.json and a picture, adds them to the run's MLflow run, and draws the run's report again.
+    Writes evaluation.json and a picture, logs them to the run's MLflow run, and updates the run's report.
     """
     options = dict(locals())
     del options["as_json"], options["quiet"], options["task"]
@@ -72,7 +72,7 @@ def evaluate(
     place = place_of(model)
     is_run = names_run(place)
     if not is_run and step != "latest":
-        raise UserError(f"--step={step}: is for a run, and {model} is a model directory; leave it out")
+        raise UserError(f"--step={step}: needs a run, but {model} is a model directory; omit --step")
     options |= {
         "model": place,
         "is_run": is_run,
@@ -92,7 +92,7 @@ def evaluate(
         try:
             report, written = run_evaluation(request, wait.say)
         except UnwrittenError as error:
-            # The result may have taken hours: print it all the same.
+            # The result may have taken hours: print it even if it can't be written.
             report, problem = error.report, error
         if request.is_run and problem is None:
             _draw_report(request.model, trust_run, wait)
@@ -109,14 +109,14 @@ def _draw_report(run: Place, trust_run: bool, wait: Waiting) -> None:
     try:
         redraw(run, trust_run=trust_run)
     except (ArtifactError, OSError, UlyssesError) as error:
-        wait.say(f"note: the run's report was not drawn again ({' '.join(str(error).split())})")
+        wait.say(f"note: the run's report was not updated ({' '.join(str(error).split())})")
 
 
 def parse_lengths(text: str) -> tuple[int, ...]:
-    """Return the numbers of tokens of ``--lengths``, ascending and each once: ``1k,4k`` is 1024 and 4096.
+    """Parse ``--lengths`` into sorted, distinct numbers of tokens: ``1k,4k`` is 1024 and 4096.
 
     Raises:
-        UserError: One is not a number of tokens, or too small.
+        UserError: A length is not a number of tokens, or is too small.
     """
     found = set()
     for part in text.split(","):
@@ -125,7 +125,7 @@ def parse_lengths(text: str) -> tuple[int, ...]:
         if value < _SHORTEST:
             raise UserError(
                 f"--lengths={shortened(text)}: {part.strip()[:20]!r} is not a number of tokens of {_SHORTEST} or more; "
-                "write them as 1024 or 1k, with commas between, such as 1k,4k,16k"
+                "write lengths as 1024 or 1k, separated by commas, such as 1k,4k,16k"
             )
         found.add(value)
     return tuple(sorted(found))
@@ -136,7 +136,7 @@ def render_evaluation(report: EvaluationReport, out: Place | None) -> str:
 
     Args:
         report: The result.
-        out: Directory of its files; None if they could not be written.
+        out: Directory of the result's files, or None if they could not be written.
     """
     from ray_ulysses.evaluation.report import KINDS
 
@@ -173,7 +173,7 @@ def _gain_lines(found: ContextGain) -> list[str]:
         rows.append((f"{one.context_tokens:,}", count(one.tokens), f"{one.loss:.4f}", gain))
     return [
         "",
-        f"loss of the same {found.spans:,} spans of {found.documents:,} documents with more context:",
+        f"loss of the same {found.spans:,} spans of {found.documents:,} documents by context length:",
         *table(("context", "tokens", "loss", "gain ± standard error"), rows),
     ]
 
@@ -193,7 +193,7 @@ def _grid_lines(report: EvaluationReport, kind: str) -> list[str]:
     cases = next(iter(grids.values()))[0].cases
     return [
         "",
-        f"retrieval, {kind}: right answers of {cases} per length and depth "
+        f"retrieval, {kind}: correct answers out of {cases} per length and depth "
         f"(chance {next(iter(grids.values()))[0].chance:.0e})",
         *table(("length", *depths, "all", "chance among the numbers shown"), rows),
     ]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ray_ulysses.export.report import ExportReport
 
 EXAMPLE = "Example: ray-ulysses export runs/llama-tiny --step best --out llama-tiny-hf --dtype bf16"
-# Bounded, since Python refuses to convert very long numbers.
+# Limited to 15 digits, since Python refuses to parse very long integers.
 _SIZE = re.compile(r"^(\d{1,15}(?:\.\d{1,15})?)\s*([kmgt]?i?b)$", re.IGNORECASE | re.ASCII)
 _UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -32,31 +32,31 @@ def export(
         Path | None, typer.Option(help="Directory to write.  [default: RUN/export/step-XXXXXXXX]", show_default=False)
     ] = None,
     dtype: Annotated[
-        Literal["model", "fp32", "bf16", "fp16"], typer.Option(help="Type of the weights; model is as trained.")
+        Literal["model", "fp32", "bf16", "fp16"], typer.Option(help="Type of the weights; model means as trained.")
     ] = "model",
     max_shard_size: Annotated[str, typer.Option(help="Maximum size of one file, such as 5GB or 500MB.")] = "5GB",
     tokenizer: Annotated[
         Path | None,
         typer.Option(help="Tokenizer: directory or hub id.  [default: the corpus's]", show_default=False),
     ] = None,
-    check: Annotated[bool, typer.Option(help="Load the export and compare its logits with the live model's.")] = True,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace another export in the directory.")] = False,
-    merge: Annotated[bool, typer.Option("--merge", help="Write a whole model, not the adapter alone.")] = False,
+    check: Annotated[bool, typer.Option(help="Load the export and compare logits with the trained model.")] = True,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier export in the directory.")] = False,
+    merge: Annotated[bool, typer.Option("--merge", help="Write the full model instead of the adapter alone.")] = False,
     trust_run: TrustRun = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Write a committed checkpoint as a Hugging Face model directory, streamed in bounded memory.
+    """Write a committed checkpoint as a Hugging Face model directory.
 
-    The directory appears complete or not at all. The check needs CPU memory for the model in fp32;
-    without it, a few hundred MiB are enough for any model.
+    The directory appears only once it is complete. The check needs CPU memory for the model in fp32; without the
+    check, a few hundred MiB are enough for a model of any size.
     """
     from ray_ulysses.export.report import ExportRequest
     from ray_ulysses.run.run_files import check_run
     from ray_ulysses.storage.place import place_of
 
     if out is not None and re.match(r"^[a-z0-9+]+:/", str(out)):
-        raise UserError(f"--out={str(out)!r}: is a URI; give a local directory")
+        raise UserError(f"--out={str(out)!r}: is a URI; use a local directory")
     place = place_of(run)
     request = ExportRequest(
         run_dir=place,
@@ -80,10 +80,10 @@ def export(
 
 
 def parse_size(text: str) -> int:
-    """Return a size in bytes: ``5GB`` is 5e9, as Hugging Face counts, ``5GiB`` is 5 x 2^30.
+    """Parse a size in bytes: ``5GB`` is 5e9, as in Hugging Face libraries, and ``5GiB`` is 5 x 2^30.
 
     Raises:
-        UserError: The text is not a size, or less than a byte.
+        UserError: The text is not a size, or the size is below one byte.
     """
     match = _SIZE.match(text.strip())
     size = int(float(match[1]) * _UNITS[match[2].lower()]) if match else 0
@@ -96,7 +96,7 @@ def render_export(report: ExportReport) -> str:
     """Return the lines that ``ray-ulysses export`` prints."""
     from ray_ulysses.export.report import context_words, python_lines, serve_line
 
-    done = "was exported before" if report.was_there else f"exported in {duration(report.seconds)}"
+    done = "already exported" if report.was_there else f"exported in {duration(report.seconds)}"
     rows = [
         ("directory", report.out),
         ("model", f"{report.architecture}, {count(report.parameters)} parameters"),
@@ -125,7 +125,7 @@ def _files(report: ExportReport) -> str:
     single = "adapter_model.safetensors" if report.adapter else "model.safetensors"
     files = f"{report.weight_files} of safetensors" if report.weight_files > 1 else single
     others = len(report.files) - report.weight_files
-    return f"{files} and {others} more, {decimal_size(report.num_bytes)}"
+    return f"{files} and {others} other files, {decimal_size(report.num_bytes)}"
 
 
 def _warnings(report: ExportReport) -> list[str]:

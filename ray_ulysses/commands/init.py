@@ -1,4 +1,4 @@
-"""The command ``init``: a first configuration, as a commented YAML file."""
+"""The command ``init``, which writes a commented configuration."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _NFS = """
 
 def init(
     model: Annotated[str, typer.Option(help="Directory of a Hugging Face model, or its id on the hub.")],
-    context: Annotated[int, typer.Option(help="Tokens of a row.", min=128)],
-    gpus: Annotated[int, typer.Option(help="Number of GPUs, eight to a node.", min=1)],
+    context: Annotated[int, typer.Option(help="Tokens per row.", min=128)],
+    gpus: Annotated[int, typer.Option(help="Number of GPUs; a node has eight.", min=1)],
     out: Annotated[Path, typer.Option(help="YAML file to write.")],
-    gpu_memory: Annotated[float, typer.Option(help="Memory of one GPU in GB, as in its name.", min=4)] = 80.0,
-    host_memory: Annotated[float, typer.Option(help="Memory of a node per GPU, in GiB.", min=4)] = 200.0,
+    gpu_memory: Annotated[float, typer.Option(help="Memory of one GPU in GB, as in its product name.", min=4)] = 80.0,
+    host_memory: Annotated[float, typer.Option(help="Host memory per GPU, in GiB.", min=4)] = 200.0,
     quiet: Quiet = False,
 ) -> None:
-    """Write a commented configuration for a model, a context and a number of GPUs that passes ``plan``.
+    """Write a commented configuration for a model, a context length and a number of GPUs.
 
-    It uses the layout with the fastest predicted step among the layouts that fit. Decisions for the user are marked
-    with `edit`.
+    It passes ``plan`` and uses the layout with the fastest predicted step among the layouts that fit. Settings that the
+    user must decide are marked with `edit`.
     """
     if out.exists():
-        raise UserError(f"--out={str(out)!r}: exists already; give another file, or remove it")
+        raise UserError(f"--out={str(out)!r}: already exists; use another file or remove this one")
     from ray_ulysses.planner.memory_terms import GIB
     from ray_ulysses.storage.atomic import write_text
 
@@ -50,7 +50,7 @@ def init(
         problems = ""
         for first in first_configs(model, context, gpus, gpu_memory, host_memory):
             text = _render(first, model, gpu_memory)
-            # Plan exactly the written file.
+            # Plan the configuration exactly as written.
             report = report_run(parse_config(yaml.safe_load(text)), Path.cwd())
             if not report.problems:
                 break
@@ -60,7 +60,7 @@ def init(
     try:
         write_text(out, text)
     except OSError as error:
-        raise RunError(f"--out={str(out)!r}: can't be written ({error.strerror}); give another file") from error
+        raise RunError(f"--out={str(out)!r}: can't be written ({error.strerror}); use another file") from error
     gib = first.memory.device_bytes / GIB
     put_line(
         f"{out}: {first.config.parallel.sp_size} of {gpus} GPUs share a row, {gib:.1f} GiB per GPU; "
@@ -73,7 +73,7 @@ def _render(first: FirstConfig, model: str, gpu_memory: float) -> str:
 
     Args:
         first: The configuration.
-        model: The model, as the user named it.
+        model: The model's path or hub id, as the user gave it.
         gpu_memory: Memory of one GPU in GB.
     """
     from ray_ulysses.planner.memory_terms import GIB
@@ -81,13 +81,13 @@ def _render(first: FirstConfig, model: str, gpu_memory: float) -> str:
     config, tree = first.config, first.tree
     data, cluster, run = config.data, config.cluster, config.run
     groups, gib = config.dp_size, first.memory.device_bytes / GIB
-    time = "" if first.time is None else f" A step is modelled to take {first.time.seconds:.3g} s."
+    time = "" if first.time is None else f" Predicted time of a step: {first.time.seconds:.3g} s."
     elastic = _chosen(first, "elastic")
     elastic = f"elastic:\n{elastic}\n" if elastic else ""
     text = f"""\
 # {model} at {data.context_tokens:,} tokens on {cluster.workers.max} GPUs of {gpu_memory:g} GB.
 # {config.parallel.sp_size} of them share each row, and {groups} rows are trained at a time.
-# Estimated memory of one GPU: {gib:.1f} GiB.{time} Look at all of it with `ray-ulysses plan`.
+# Estimated memory of one GPU: {gib:.1f} GiB.{time} `ray-ulysses plan` shows all estimates.
 run:
   name: {run.name}  # its directory is STORAGE/NAME; the same name resumes
   storage: {run.storage}  # edit: a directory that every node can access{_NFS if run.storage_kind == "nfs" else ""}
@@ -126,12 +126,12 @@ cluster:
   gpus_per_worker: 1
 """
     if cluster.device is not None:
-        text += f"  device: {cluster.device}  # of which `plan` knows the speed; edit if it is another\n"
+        text += f"  device: {cluster.device}  # its speed is known to `plan`; edit it for another GPU\n"
     return text
 
 
 def _chosen(first: FirstConfig, section: str) -> str:
-    """Return a line for each chosen setting of a section, with its reason."""
+    """Return a line with the reason for each setting that was chosen in a section."""
     from ray_ulysses.planner.search import yaml_value
 
     own = {one.path.partition(".")[2]: one for one in first.chosen if one.path.startswith(f"{section}.")}
@@ -156,6 +156,6 @@ def _model(section: dict[str, Any], trained: int | None) -> str:
         lines += [f"    {line}" for line in dumped.splitlines()]
     rope = section.get("rope")
     if rope is not None:
-        lines.append(f"  # The model was made for {trained:,} positions. edit: how they are extended was not measured.")
+        lines.append(f"  # The model was trained for {trained:,} positions. edit: this extension is untested.")
         lines.append(f"  rope: {yaml_value(rope)}")
     return "\n".join(lines)

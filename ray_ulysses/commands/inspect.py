@@ -1,4 +1,4 @@
-"""The command ``inspect``: a run's history, a row of its data, and the proof that each row was trained on once."""
+"""The command ``inspect``: a run's history, checkpoints and data, and the proof that each row was trained on once."""
 
 from __future__ import annotations
 
@@ -62,33 +62,37 @@ _PARTS_OF_A_START = {
 def inspect(
     run: RunDirectory,
     other: Annotated[
-        str | None, typer.Argument(metavar="OTHER", help="With --verify: another run to compare the data with.")
+        str | None, typer.Argument(metavar="OTHER", help="With --verify: another run whose data is compared.")
     ] = None,
-    row: Annotated[int | None, typer.Option(help="Show this training row: documents, files, offsets, text.")] = None,
+    row: Annotated[
+        int | None, typer.Option(help="Show this training row's documents, files, offsets and text.")
+    ] = None,
     verify: Annotated[
         bool, typer.Option("--verify", help="Prove that every planned row was trained on once; exits with 1 if not.")
     ] = False,
     no_read: Annotated[
-        bool, typer.Option("--no-read", help="With --verify: do not read the trained rows again from the corpus.")
+        bool, typer.Option("--no-read", help="With --verify: do not read the trained rows from the corpus again.")
     ] = False,
     corpus: Annotated[
-        list[str] | None, typer.Option(help="Current location of a corpus of the run; may be given several times.")
+        list[str] | None, typer.Option(help="Current location of one of the run's corpora; can be repeated.")
     ] = None,
     text: Annotated[
-        Literal["cut", "full", "none"] | None, typer.Option(help="With --row: how much of its text.  [default: cut]")
+        Literal["cut", "full", "none"] | None, typer.Option(help="With --row: how much text to show.  [default: cut]")
     ] = None,
     checkpoints: Annotated[
-        bool, typer.Option("--checkpoints", help="List every checkpoint: state, layout, size, metrics, why it is kept.")
+        bool, typer.Option("--checkpoints", help="List all checkpoints: state, layout, size, metrics, reason to keep.")
     ] = False,
     checkpoint: Annotated[
         str | None,
-        typer.Option("--verify-checkpoint", metavar="STEP", help="Read every byte of this or the latest checkpoint."),
+        typer.Option(
+            "--verify-checkpoint", metavar="STEP", help="Verify every byte of this checkpoint (a step, or latest)."
+        ),
     ] = None,
     trust_run: TrustRun = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Print what happened in a run: attempts, checkpoints, data consumed, goodput. Show and verify its data."""
+    """Show a run's attempts, checkpoints, data and goodput, or verify its data."""
     from ray_ulysses.run.run_files import check_run
     from ray_ulysses.storage.place import place_of
 
@@ -103,15 +107,15 @@ def inspect(
     }
     given = [name for name, is_given in reports.items() if is_given]
     if len(given) > 1:
-        raise UserError(f"{' and '.join(given)}: give only one of them at a time")
+        raise UserError(f"{' and '.join(given)}: use only one of these options")
     if beside is not None and not verify:
-        raise UserError(f"OTHER={str(beside)!r}: a second run needs --verify, which compares the two; add --verify")
+        raise UserError(f"OTHER={str(beside)!r}: comparing two runs needs --verify; add --verify")
     if no_read and not verify:
-        raise UserError("--no-read: needs --verify, which reads every trained row again; add --verify, or omit it")
+        raise UserError("--no-read: applies only to --verify; add --verify, or omit --no-read")
     if corpora and row is None and not verify:
-        raise UserError(f"--corpus={corpora[0]}: needs --row or --verify, which read it; add one, or omit it")
+        raise UserError(f"--corpus={corpora[0]}: applies only to --row and --verify; add one of them, or omit --corpus")
     if text is not None and row is None:
-        raise UserError(f"--text={text}: needs --row; add --row N, or omit it")
+        raise UserError(f"--text={text}: applies only to --row; add --row N, or omit --text")
     check_run(place)
     holds = True
     if row is not None:
@@ -132,7 +136,7 @@ def _parse_checkpoint(text: str) -> int | Literal["latest"]:
     if text == "latest":
         return "latest"
     if not STEP_NUMBER.match(text):
-        raise UserError(f"--verify-checkpoint={shortened(text)}: must be the number of a committed step, or latest")
+        raise UserError(f"--verify-checkpoint={shortened(text)}: must be a committed step or latest")
     return int(text)
 
 
@@ -192,12 +196,12 @@ def _show_checkpoint(run: Place, step: int | Literal["latest"], as_json: bool, q
 
 
 def _width() -> int | None:
-    """Return the width of the terminal; None if the output goes elsewhere."""
+    """Return the terminal's width, or None if the output is not a terminal."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def render_history(history: RunHistory, plan_history: PlanHistory | None = None) -> str:
-    """Return a run's state, its data plan, attempts, checkpoints and last steps."""
+    """Return a run's status, data plan, attempts, checkpoints and last steps as text."""
     lines = [f"run {history.name!r}: {history.status} at step {history.step:,}", *facts(_totals(history))]
     if history.failure is not None:
         lines += ["", *facts(_failure(history.failure))]
@@ -207,7 +211,7 @@ def render_history(history: RunHistory, plan_history: PlanHistory | None = None)
     if history.damaged_records:
         lines += ["", *(f"  DAMAGED: {record}" for record in history.damaged_records[:_MOST_DAMAGED])]
         more = len(history.damaged_records) - _MOST_DAMAGED
-        lines += [f"  DAMAGED: and {more:,} more records; --json lists all"] if more > 0 else []
+        lines += [f"  DAMAGED: {more:,} more records; --json lists all"] if more > 0 else []
     if plan_history is not None:
         lines += _plan_lines(plan_history)
     lines += _time(history.time_spent)
@@ -221,9 +225,9 @@ def render_history(history: RunHistory, plan_history: PlanHistory | None = None)
         lines += ["", "attempts", *table(header, rows)]
         direct = [one.attempt for one in history.attempts if one.lacks_stream]
         if direct:
-            named = ", ".join(map(str, direct[-_MOST_NAMED:])) + f" and {len(direct) - _MOST_NAMED:,} earlier ones" * (
-                len(direct) > _MOST_NAMED
-            )
+            named = ", ".join(
+                map(str, direct[-_MOST_NAMED:])
+            ) + f" and {len(direct) - _MOST_NAMED:,} earlier attempts" * (len(direct) > _MOST_NAMED)
             attempts = "attempts" if len(direct) > 1 else "attempt"
             lines.append(f"  the stream never started, and the workers read all rows: {attempts} {named}")
     if history.checkpoints:
@@ -255,7 +259,7 @@ def render_history(history: RunHistory, plan_history: PlanHistory | None = None)
 
 
 def history_json(history: RunHistory, plan_history: PlanHistory) -> Iterator[str]:
-    """Yield the text of ``inspect --json`` in chunks, with one line per step: a run may have a million."""
+    """Yield the output of ``inspect --json`` in chunks, with a line per step: a run may have a million steps."""
     from ray_ulysses.tracking.steps import Steps
 
     fields = {**replace(history, steps=Steps()).to_json(), **plan_history.to_json()}
@@ -292,7 +296,7 @@ def _time(spent: TimeSpent) -> list[str]:
 def goodput_in_words(spent: TimeSpent) -> str:
     """Return the goodput on one line: ``18.90% of 1m22s: steps 15s, start-up 52s``; short parts are omitted."""
     if spent.goodput is None:
-        return "- (no step yet that counts)"
+        return "- (no step that counts yet)"
     shown = [f"{name} {duration(seconds)}" for name, seconds in _parts(spent) if seconds >= 0.5]
     division = _division(spent.recovery)
     if division:
@@ -301,7 +305,7 @@ def goodput_in_words(spent: TimeSpent) -> str:
 
 
 def time_rows(spent: TimeSpent) -> list[tuple[str, str, str]]:
-    """Return a row per part with its seconds and its share, and one for their sum."""
+    """Return a table row for each part with its seconds and share, and a row for the total."""
     total = spent.total_s
     if total <= 0:
         return []
@@ -310,19 +314,19 @@ def time_rows(spent: TimeSpent) -> list[tuple[str, str, str]]:
 
 
 def divisions_in_words(spent: TimeSpent) -> list[str]:
-    """Return a line each about the parts of the start-up and recovery times, if known."""
+    """Return a line for each of the start-up and recovery times whose parts are known."""
     divided = {"start-up and waiting": spent.starts, "recovery": spent.recovery}
     return [f"{name}: {division}" for name, time in divided.items() if (division := _division(time))]
 
 
 def _division(time: StartTime) -> str:
-    """Return the parts of a start with their seconds; empty if none is known."""
+    """Return the known parts of a start with their seconds, as text."""
     shown = {name: getattr(time, field) for field, name in _PARTS_OF_A_START.items() if getattr(time, field) >= 0.05}
     return "" if set(shown) <= {"unknown"} else ", ".join(f"{name} {seconds:.1f}s" for name, seconds in shown.items())
 
 
 def pause_in_words(spent: TimeSpent) -> str | None:
-    """Return the line about the time between commands, if any."""
+    """Return the line about time between commands, if there was any."""
     if spent.between_commands_s <= 0:
         return None
     return f"not counted: {duration(spent.between_commands_s)} between commands, when nothing ran"
@@ -383,7 +387,7 @@ def _titled(name: str, shown: int, total: int) -> str:
 
 
 def render_row(report: RowReport) -> str:
-    """Return a row's numbers, a table of its pieces, and the text of each."""
+    """Return a row's figures, a table of its pieces, and each piece's text."""
     lines = [f"row {report.row:,} of run {report.run!r}", *facts(_row_totals(report)), "", "corpora"]
     lines += facts(
         [
@@ -445,7 +449,7 @@ def _piece_text(number: int, piece: RowPiece) -> list[str]:
 
 
 def _supervised(piece: RowPiece) -> str:
-    """Describe the supervised tokens of a piece; empty if all but the first are, as in plain text."""
+    """Describe a piece's supervised tokens; empty if all tokens but the first are supervised, as in plain text."""
     stop = piece.start + piece.length + piece.goes_on
     if piece.labels is None or piece.labels == ((piece.start + 1, stop),):
         return ""
@@ -457,11 +461,11 @@ def _quoted(text: str) -> list[str]:
 
 
 class ReadingReport:
-    """Prints the amount read, the rate, and the remaining time.
+    """Prints the amount read, the rate and the remaining time.
 
     Args:
-        write: Called with each line.
-        clock: Source of time.
+        write: Prints a line.
+        clock: Clock that measures the rate.
     """
 
     def __init__(self, write: Callable[[str], None], clock: Clock) -> None:
@@ -470,12 +474,12 @@ class ReadingReport:
         self._reported = 0.0
 
     def rows(self, progress: ReadingProgress) -> None:
-        """Report rows of a run that were read from its corpora."""
+        """Report how many of the run's rows have been read from its corpora."""
         text = f"{progress.rows:,} of {progress.num_rows:,} rows"
         self._report(text, progress.rows, progress.num_rows, lambda s: f"{count(progress.tokens / s)} tokens/s")
 
     def bytes(self, done: int, total: int) -> None:
-        """Report bytes of a checkpoint that were read."""
+        """Report how many bytes of a checkpoint have been read."""
         self._report(f"{size(done)} of {size(total)}", done, total, lambda s: f"{size(done / s)}/s")
 
     def _report(self, text: str, done: int, total: int, rate: Callable[[float], str]) -> None:

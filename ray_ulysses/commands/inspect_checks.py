@@ -1,4 +1,4 @@
-"""Renders the texts of ``ray-ulysses inspect RUN`` with ``--checkpoints``, ``--verify-checkpoint`` and ``--verify``."""
+"""Renders the output of ``ray-ulysses inspect`` with ``--checkpoints``, ``--verify-checkpoint`` and ``--verify``."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ _VERDICTS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Column:
-    """A column of the table."""
+    """A table column."""
 
     name: str
     cell: Callable[[CheckpointReport], str]
     rank: int = 0
-    """Columns with a higher rank are dropped first if a line is too long."""
+    """Columns with a higher rank are dropped first if a row is too wide."""
 
 
 def render_checkpoints(listing: CheckpointListing, width: int | None = None) -> str:
-    """Return a table of a run's checkpoint directories, with notes on some of them.
+    """Return a table of a run's checkpoint directories, with notes.
 
     Args:
         listing: The checkpoints.
-        width: Characters per line; columns that do not fit are dropped and listed. None keeps all.
+        width: Characters per line, or None for no limit. Columns that do not fit are dropped and listed.
     """
     reports = listing.checkpoints
     lines = [f"run {listing.name!r}: {_summary(listing)}", *facts(_totals(listing))]
@@ -63,7 +63,7 @@ def render_checkpoints(listing: CheckpointListing, width: int | None = None) -> 
         lines += ["", *table(header, [[column.cell(report) for column in columns] for report in reports])]
         if hidden:
             names = ", ".join(column.name for column in _COLUMNS if column in hidden)
-            lines += wrapped(f"not shown for lack of space: {names}", width)
+            lines += wrapped(f"not shown, since the line is too short: {names}", width)
     for report in reports:
         for note in _notes(report):
             lines += ["", *wrapped(note, width)]
@@ -102,12 +102,12 @@ def _start(listing: CheckpointListing) -> str:
         return "would be refused (see below)"
     if listing.resumes_from is None:
         return "from model.resume_from if set, else from step 0"
-    by_then = f", or from step {max(listing.unless):,} if it can be read by then" if listing.unless else ""
+    by_then = f", or from step {max(listing.unless):,} if that checkpoint is readable by then" if listing.unless else ""
     return f"from step {listing.resumes_from:,}{by_then}"
 
 
 def _fitting(reports: Sequence[CheckpointReport], width: int | None) -> tuple[list[_Column], list[_Column]]:
-    """Return the columns that fit in a line, and the columns that do not; omits empty columns."""
+    """Split the columns into those that fit on a line and those that do not; omit empty columns."""
     columns = [column for column in _COLUMNS if any(column.cell(report) != "-" for report in reports)]
     hidden: list[_Column] = []
     for column in sorted(columns, key=lambda column: -column.rank):
@@ -127,7 +127,7 @@ def _notes(report: CheckpointReport) -> list[str]:
         when = f", {_moment(aside.at)} UTC" if aside.at is not None else ""
         notes.append(f"step {report.step}, set aside by attempt {aside.attempt}{when}: {aside.reason}")
     if report.condition == "set_aside" and report.is_swept:
-        notes[-1] += "; a later commit deletes the rest of it"
+        notes[-1] += "; a later commit deletes its remaining files"
     return notes
 
 
@@ -170,10 +170,10 @@ def _or_dash(value: object | None) -> str:
 
 
 def render_verdict(verdict: CheckpointVerdict, width: int | None = None) -> str:
-    """Return the result of reading every byte of a checkpoint.
+    """Return the result of verifying every byte of a checkpoint, as text.
 
     Args:
-        verdict: The result.
+        verdict: The result of the verification.
         width: Characters per line; None for no limit.
     """
     title = f"checkpoint of step {verdict.step:,} of run {verdict.name!r}: {_VERDICTS[verdict.condition]}"
@@ -182,17 +182,17 @@ def render_verdict(verdict: CheckpointVerdict, width: int | None = None) -> str:
         lines += ["", *wrapped(verdict.problem, width)]
     bad = [file for file in verdict.files if file.problem is not None]
     good = [file for file in verdict.files if file.problem is None]
-    # Of thousands of files, always show the damaged ones.
+    # A checkpoint may have thousands of files: show the damaged files first.
     shown = [*bad, *good[: max(_MOST_FILES - len(bad), 0)]]
     if shown:
         ordered = [file for file in verdict.files if file in shown]
         lines += ["", *table(("size", "parts", "state", "file"), [_file(file) for file in ordered])]
     if len(shown) < len(verdict.files):
-        lines.append(f"  and {len(verdict.files) - len(shown):,} more, all whole (--json lists them)")
+        lines.append(f"  and {len(verdict.files) - len(shown):,} more, all intact (--json lists them)")
     for file in bad:
         lines += ["", *wrapped(str(file.problem), width)]
     if verdict.condition == "unreadable":
-        lines += ["", *wrapped("files that can't be read may be whole: repair the storage and verify again", width)]
+        lines += ["", *wrapped("unreadable files may be intact: repair the storage and verify again", width)]
     return as_text(lines)
 
 
@@ -216,7 +216,7 @@ def _file(file: FileVerdict) -> tuple[str, ...]:
 
 
 def render_verification(found: Verification) -> str:
-    """Return the verified claims, each finding, and the notes."""
+    """Return the verified claims, the findings and the notes, as text."""
     lines = [f"run {found.name!r} ({found.status}): {_data_verdict(found)}", *facts(_data_totals(found))]
     shown: dict[str, int] = {}
     for finding in found.findings:
@@ -226,7 +226,7 @@ def render_verification(found: Verification) -> str:
     hidden = {kind: number - _MOST_OF_A_KIND for kind, number in shown.items() if number > _MOST_OF_A_KIND}
     if hidden:
         more = ", ".join(f"{number:,} of {kind}" for kind, number in hidden.items())
-        lines += ["", f"  and more, which --json lists: {more}"]
+        lines += ["", f"  more findings (--json lists all): {more}"]
     for note in found.notes:
         lines += ["", f"  note: {note}"]
     return as_text(lines)
@@ -271,7 +271,7 @@ def _comparison(found: Comparison) -> str:
         return f"{found.other} trained the same rows and tokens in all {common}"
     if found.answer == "same_so_far":
         return (
-            f"{found.other} trained the same rows and tokens in the {common} that both have "
+            f"{found.other} trained the same rows and tokens in the {common} of both runs "
             f"({found.own_steps:,} here, {found.other_steps:,} there)"
         )
     if found.answer == "other_plan":

@@ -1,4 +1,4 @@
-"""Options that several commands share, and how they read a configuration."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
@@ -18,25 +18,23 @@ RunDirectory = Annotated[str, typer.Argument(metavar="RUN", help="The run's dire
 ConfigPath = Annotated[
     Path, typer.Argument(metavar="CONFIG", help="YAML file; see configs/ and docs/configuration.md.")
 ]
-Overrides = Annotated[
-    list[str], typer.Option("--set", metavar="A.B=C", help="Override a setting; may be given several times.")
-]
+Overrides = Annotated[list[str], typer.Option("--set", metavar="A.B=C", help="Override a setting; can be repeated.")]
 Branch = Annotated[
-    bool, typer.Option("--branch", help="Allow the run's data to change from its newest committed checkpoint on.")
+    bool, typer.Option("--branch", help="Allow changed data from the run's newest committed checkpoint on.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 TrustRun = Annotated[
     bool,
-    typer.Option("--trust-run", help="Use the file of secrets and the servers that only the run's own files name."),
+    typer.Option("--trust-run", help="Use the secrets file and the servers that only the run's own files specify."),
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress, only the result, warnings and errors.")]
-# Bounded, since Python refuses to convert very long numbers.
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the result, warnings and errors.")]
+# Limited to 15 digits, since Python refuses to parse very long integers.
 STEP_NUMBER = re.compile(r"^[0-9]{1,15}$")
 _MOST_SHOWN = 40
 
 
 def load_run_config(path: Path, overrides: list[str]) -> Config:
-    """Read a configuration before any slow import, so that its problems are reported at once."""
+    """Read a configuration. No slow import comes before, so that errors are reported immediately."""
     from ray_ulysses.config import load_config
     from ray_ulysses.run.secrets_file import use_secrets
 
@@ -46,7 +44,7 @@ def load_run_config(path: Path, overrides: list[str]) -> Config:
 
 
 def parse_step(text: str) -> Which:
-    """Parse ``--step``.
+    """Parse the value of ``--step``.
 
     Raises:
         UserError: The text is neither a step, ``latest`` nor ``best``.
@@ -54,10 +52,10 @@ def parse_step(text: str) -> Which:
     if text in ("latest", "best"):
         return "latest" if text == "latest" else "best"
     if not STEP_NUMBER.match(text):
-        raise UserError(f"--step={shortened(text)}: must be the number of a committed step, or latest, or best")
+        raise UserError(f"--step={shortened(text)}: must be a committed step, latest or best")
     return int(text)
 
 
 def shortened(text: str) -> str:
-    """Shorten the user's input for an error."""
+    """Shorten a user's input for an error message."""
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."

@@ -1,6 +1,6 @@
-"""What a command prints: its result, lines about its progress, and what it is waiting for.
+"""A command's output: its result, its progress and its current phase.
 
-It imports nothing heavy: it is there before the libraries are that take the first seconds.
+This module imports no large library, so a command can print during slow imports.
 """
 
 from __future__ import annotations
@@ -20,42 +20,42 @@ from ray_ulysses.logging import get_logger, one_line, printable
 from ray_ulysses.report.words import duration
 
 _GONE = (errno.EPIPE, errno.EIO, errno.EBADF)
-"""The reader has ended, the terminal was closed, or the descriptor; a full disk may have room again."""
+"""Errors after which a stream stays unusable: its reader, terminal or descriptor is gone. A full disk may recover."""
 _REMINDER_S = 10.0
-"""Interval of the lines of a long phase."""
+"""Interval between log lines during a long phase."""
 _FIRST_S = 1.0
-"""A command that is faster says nothing but its result."""
+"""A faster command prints only its result."""
 _INTERVAL_S = 0.25
 _KEPT = ("note:", "warning:")
 
 
 class SteadyStream(io.TextIOBase):
-    """Writes to standard output or error as it is then, and never fails.
+    """Writes to the current standard output or standard error, and never fails.
 
-    A training run outlives what reads its lines: `tee` ends by the same Ctrl-C, a terminal is closed, the disk of a log
-    is full, or a daemon has closed the descriptor.
+    A training run must outlive the reader of its output: the same Ctrl-C also ends `tee`, a terminal is closed, the
+    log's disk is full, or a daemon has closed the descriptor.
     """
 
     def __init__(self, name: Literal["stdout", "stderr"], *, escapes: bool = True) -> None:
         """Choose the stream; nothing is opened.
 
         Args:
-            name: Which one.
-            escapes: Whether control characters are escaped; without, the caller writes colors and cursor movements.
+            name: The name of the stream.
+            escapes: Whether to escape control characters. If not, the caller writes colors and cursor movements.
         """
         self._name = name
         self._shown = printable if escapes else str
 
     @property
     def _stream(self) -> TextIO | None:
-        # A live panel puts a stream of its own in the place of it, which writes to the panel's console.
+        # A live panel replaces the standard stream by its own, which writes to the panel's console.
         found = getattr(sys, self._name)
         found = getattr(found, "rich_proxied_file", found)
         return cast("TextIO | None", getattr(found, "unescaped", found))
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        """The encoding of the stream."""
+        """The stream's encoding, or ``utf-8`` if the stream has none."""
         return getattr(self._stream, "encoding", None) or "utf-8"
 
     def isatty(self) -> bool:
@@ -64,18 +64,18 @@ class SteadyStream(io.TextIOBase):
         return stream is not None and not stream.closed and stream.isatty()
 
     def writable(self) -> bool:
-        """Return that the stream can be written."""
+        """Return True: the stream accepts every write."""
         return True
 
     def fileno(self) -> int:
-        """Return the descriptor of the stream."""
+        """Return the stream's file descriptor."""
         stream = self._stream
         if stream is None:
             raise io.UnsupportedOperation("the stream is closed")
         return stream.fileno()
 
     def write(self, text: str, /) -> int:
-        """Write a text, if the stream still takes it."""
+        """Write text; it is dropped if the stream is gone."""
         try:
             if (stream := self._stream) is not None:
                 stream.write(self._shown(text))
@@ -84,7 +84,7 @@ class SteadyStream(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Write what is buffered, if the stream still takes it."""
+        """Flush the stream; buffered text is dropped if the stream is gone."""
         try:
             if (stream := self._stream) is not None:
                 stream.flush()
@@ -92,7 +92,7 @@ class SteadyStream(io.TextIOBase):
             self._failed(error)
 
     def _failed(self, error: Exception) -> None:
-        """Send everything to nowhere from now on, where nobody reads it any more: Python writes the rest at its end."""
+        """Redirect a stream that is gone to the null device, so that Python's flush at exit does not fail."""
         if isinstance(error, OSError) and error.errno in _GONE:
             with suppress(OSError, ValueError):
                 nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -101,7 +101,7 @@ class SteadyStream(io.TextIOBase):
 
 
 def put(text: str, *, stderr: bool = False, end: str = "\n") -> None:
-    """Print a text that has been laid out; the only way of commands to their output."""
+    """Print formatted text. Commands print through this function only."""
     if (stream := sys.stderr if stderr else sys.stdout) is not None:
         try:
             stream.write(text + end)
@@ -109,7 +109,7 @@ def put(text: str, *, stderr: bool = False, end: str = "\n") -> None:
         except BrokenPipeError:
             if stderr:
                 raise
-            # `head` has read enough. What is buffered goes nowhere, or Python's end would complain.
+            # The reader, such as `head`, has ended. Drop the buffered text, or Python would report an error at exit.
             SteadyStream("stdout").flush()
             raise SystemExit(1) from None
 
@@ -120,10 +120,10 @@ def put_line(line: str, *, stderr: bool = False) -> None:
 
 
 class PhaseWatch:
-    """Measures the duration of the start and of its current phase."""
+    """Measures the time since the start and in the current phase."""
 
     def __init__(self, clock: Clock) -> None:
-        """Start to measure."""
+        """Start measuring."""
         self._clock = clock
         self._began = self._phase_began = self._said = clock.monotonic()
         self._phase: str | None = None
@@ -139,7 +139,7 @@ class PhaseWatch:
         return self._clock.monotonic() - self._phase_began
 
     def look(self, phase: str | None) -> str | None:
-        """Record the current phase; return its line for a log if one is due."""
+        """Record the current phase; return a log line about the phase if one is due, else None."""
         now = self._clock.monotonic()
         if phase != self._phase:
             self._phase, self._phase_began, self._said = phase, now, now
@@ -153,14 +153,14 @@ class PhaseWatch:
 
 
 class Display:
-    """Context manager that shows something from a thread of its own, which calls `look` again and again."""
+    """Context manager that calls `look` at a fixed interval from its own thread."""
 
     def __init__(self, clock: Clock | None = None, interval_s: float | None = None) -> None:
-        """Show nothing before the block is entered.
+        """Set up the display; nothing is shown before the block is entered.
 
         Args:
-            clock: Source of time.
-            interval_s: Seconds between two looks.
+            clock: Clock that measures the phases.
+            interval_s: Seconds between calls of `look`.
         """
         self._clock = clock or SystemClock()
         self._watch = PhaseWatch(self._clock)
@@ -170,20 +170,20 @@ class Display:
         self._thread = threading.Thread(target=self._follow, name="display", daemon=True)
 
     def __enter__(self) -> Self:
-        """Start to show."""
+        """Start the thread."""
         self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop."""
+        """Stop the thread."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout=10.0)
 
     def look(self) -> None:
-        """Show what there is to show now."""
+        """Update the display."""
         raise NotImplementedError
 
     def _follow(self) -> None:
@@ -192,10 +192,10 @@ class Display:
 
 
 class Waiting(Display):
-    """Shows the phase of a command.
+    """Shows a command's current phase after the first second.
 
-    In a terminal that is one line, which is gone when the result comes; elsewhere it is a line per phase, and one every
-    ten seconds of it, beginning after the first second.
+    In a terminal, it is a single line, which is cleared before the result is printed. Elsewhere, a line is printed for
+    each phase, and again every ten seconds.
     """
 
     def __init__(
@@ -204,10 +204,10 @@ class Waiting(Display):
         """Set up the display.
 
         Args:
-            phase: What is waited for first.
-            is_quiet: Whether nothing is shown but notes and warnings.
-            stream: Where to write; standard error by default.
-            clock: Source of time.
+            phase: The first phase.
+            is_quiet: Whether to show only notes and warnings.
+            stream: The stream to write to; standard error by default.
+            clock: Clock that measures the phases.
         """
         super().__init__(clock)
         self._phase, self._is_quiet = phase, is_quiet
@@ -215,7 +215,7 @@ class Waiting(Display):
         self._is_live = self._stream.isatty()
 
     def __enter__(self) -> Self:
-        """Start to show what is waited for."""
+        """Start showing the phase."""
         if self._is_quiet:
             get_logger("ray_ulysses").setLevel(logging.WARNING)
             return self
@@ -224,7 +224,7 @@ class Waiting(Display):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop, and clear the line of a terminal, since the result follows."""
+        """Stop, and clear the terminal's line before the result is printed."""
         super().__exit__(kind, error, trace)
         if self._is_quiet:
             get_logger("ray_ulysses").setLevel(logging.INFO)
@@ -232,12 +232,12 @@ class Waiting(Display):
             self._clear()
 
     def phase(self, name: str) -> None:
-        """Set what is waited for now."""
+        """Set the current phase."""
         with self._lock:
             self._phase = name
 
     def say(self, line: str) -> None:
-        """Print a line about the progress, above that of what is waited for."""
+        """Print a progress line above the current phase."""
         if self._is_quiet and not line.startswith(_KEPT):
             return
         with self._lock:
@@ -246,13 +246,13 @@ class Waiting(Display):
             self._stream.flush()
 
     def show(self, text: str) -> None:
-        """Print a part of the result, which has been laid out, on standard output."""
+        """Print a formatted part of the result on standard output."""
         with self._lock:
             self._clear()
             put(text)
 
     def look(self) -> None:
-        """Show what is waited for, if it is time to."""
+        """Show the current phase if a line is due."""
         with self._lock:
             if self._watch.elapsed_s < _FIRST_S:
                 return

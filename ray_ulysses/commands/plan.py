@@ -1,4 +1,4 @@
-"""The command ``plan``: what a run will do, the longest context that fits, or the nearest settings that fit."""
+"""The command ``plan``: predicts a run, and finds the longest context or the nearest settings that fit in memory."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def plan(
     branch: Branch = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
-    price: Annotated[float | None, typer.Option(help="Price per GPU and hour, for the run's cost.", min=0.0)] = None,
-    longest: Annotated[bool, typer.Option("--longest", help="Instead: the longest context that fits.")] = False,
-    fit: Annotated[bool, typer.Option("--fit", help="Instead: the nearest settings that fit, and why.")] = False,
+    price: Annotated[float | None, typer.Option(help="Price per GPU and hour; adds the run's cost.", min=0.0)] = None,
+    longest: Annotated[bool, typer.Option("--longest", help="Print the longest context that fits instead.")] = False,
+    fit: Annotated[bool, typer.Option("--fit", help="Print the nearest settings that fit instead.")] = False,
 ) -> None:
-    """Print what a run will do: layout, rows, padding, time and memory. Exits with 2 if it can't start.
+    """Print a run's layout, rows, padding, time and memory, without starting it. Exits with 2 if the run can't start.
 
-    Starts nothing and needs no GPU and no network. Without a corpus, documents of made-up lengths are assumed.
+    Needs no GPU and no network. Without a corpus, synthetic document lengths are used.
     """
     loaded = load_run_config(config, overrides)
     with Waiting("planning", is_quiet=quiet):
@@ -53,10 +53,10 @@ def plan(
 
 
 def _tell_fit(config: Config, base: Path, as_json: bool, *, longest: bool, fit: bool) -> tuple[str, bool]:
-    """Return the longest context that fits, the nearest settings that fit, or both, and whether there are any.
+    """Return the longest context that fits, the nearest settings that fit, or both, and whether anything fits.
 
     Raises:
-        UserError: No limit is given.
+        UserError: ``memory.device_gib`` is not set.
     """
     from ray_ulysses.planner.problems import fit_hint
     from ray_ulysses.planner.search import choices, longest_contexts, nearest
@@ -65,14 +65,14 @@ def _tell_fit(config: Config, base: Path, as_json: bool, *, longest: bool, fit: 
     if config.memory.device_gib is None:
         option = "--longest" if longest else "--fit"
         raise UserError(
-            f"memory.device_gib is not given, and {option} compares with it: give the memory of one GPU in GiB, as in "
+            f"memory.device_gib is not set, but {option} needs it: set it to the memory of one GPU in GiB, such as "
             "--set memory.device_gib=79"
         )
     planned, shape, chosen = planned_memory(config, base)
     answers: dict[str, dict[str, Any]] = {}
     texts, can_start = [], True
     if longest:
-        # What is left to the planner may differ between lengths.
+        # Settings that the planner chooses may differ between context lengths.
         lengths = longest_contexts(config, shape, choices(config, shape))
         answers["longest"] = {"configured": lengths.configured, "changed": _json(lengths.changed)}
         texts.append(_render_longest(lengths))
@@ -87,7 +87,7 @@ def _tell_fit(config: Config, base: Path, as_json: bool, *, longest: bool, fit: 
 
 
 def _render_longest(lengths: LongestContexts) -> str:
-    """Return the longest contexts that fit, and what to change for the longest of all."""
+    """Return the longest contexts that fit with the configured and with changed settings, and the changes."""
     changed, configured = lengths.changed, lengths.configured
     if changed is None:
         return "no context fits, as configured or with any setting; use a smaller model or more workers"
@@ -97,7 +97,7 @@ def _render_longest(lengths: LongestContexts) -> str:
         *facts(
             [
                 ("as configured", f"{configured:,} tokens" if configured else "none fits"),
-                ("with changed settings", f"{most:,} tokens" if most > configured else "no more than that"),
+                ("with changed settings", f"{most:,} tokens" if most > configured else "no longer context"),
             ]
         ),
     ]
@@ -111,7 +111,7 @@ def _render_fit(config: Config, near: Found | None, hint: str, chosen: Sequence[
     if near is None:
         return as_text([f"{context} do not fit", *said, *wrapped(hint, _WIDTH)])
     if not near.changes:
-        return as_text([f"{context} fit as configured: there is nothing to change", *said, *_needs(near)])
+        return as_text([f"{context} fit as configured; no setting needs to change", *said, *_needs(near)])
     return as_text(
         [
             f"nearest settings with which {context} fit, {near.memory.note}",
@@ -144,8 +144,8 @@ def _reason(change: Change) -> str:
     from ray_ulysses.planner.search import yaml_value
 
     if change.before == change.after:
-        # Such as activations that are not offloaded any more because they are not kept any more.
-        return f"{yaml_value(change.old)} does not go with the settings above"
+        # For example, activations that are no longer kept need no offloading.
+        return f"{yaml_value(change.old)} is incompatible with the settings above"
     after = size(change.after) if change.after else "none"
     return f"{change.term} ({change.place}): {size(change.before)} with {yaml_value(change.old)}, then {after}"
 
@@ -160,7 +160,7 @@ def _needs(found: Found) -> list[str]:
         )
     ]
     if found.time is not None:
-        rows.append(("step", f"{duration(found.time.seconds)} if each row is one document, modelled"))
+        rows.append(("step", f"{duration(found.time.seconds)} if each row is one document (predicted)"))
     return facts(rows)
 
 

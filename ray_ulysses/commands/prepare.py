@@ -1,4 +1,4 @@
-"""The command ``prepare``: checks the request, runs it as a job of Ray, and reports the corpus."""
+"""The command ``prepare``: checks the request, prepares the corpus on Ray, and prints a summary."""
 
 from __future__ import annotations
 
@@ -33,39 +33,39 @@ def _option(help_text: str, **settings: Any) -> Any:
 
 def prepare(
     sources: Annotated[list[str], typer.Argument(help="Files, source trees, or a `datasets` directory or hub name.")],
-    out: Annotated[str, _option("Directory of the corpus, which every node can access, or s3://bucket/corpus.")],
+    out: Annotated[str, _option("Directory that every node can access, or s3://bucket/corpus.")],
     tokenizer: Annotated[str, _option("`bytes`, or a Hugging Face tokenizer: directory or hub id.")],
     kind: Annotated[Literal["auto", "text", "jsonl", "parquet", "datasets"], _option("Kind of the sources.")] = "auto",
-    pattern: Annotated[str, _option("Only files of a directory whose path matches this pattern.")] = "*",
-    exclude: Annotated[list[str] | None, _option("Patterns of files to leave out, beside .* .")] = None,
+    pattern: Annotated[str, _option("In a directory, only files whose path matches this pattern.")] = "*",
+    exclude: Annotated[list[str] | None, _option("Patterns of files to leave out, in addition to .* .")] = None,
     text_field: Annotated[_Field, _option("Text rows: the text.  [default: text]")] = None,
     tokens_field: Annotated[_Field, _option("Token rows: a list of token ids.")] = None,
     labels_field: Annotated[_Field, _option("Token rows: a list of labels, -100 or the token.")] = None,
     messages_field: Annotated[_Field, _option("Chat rows: {role, content} or {from, value}.")] = None,
     tools_field: Annotated[_Field, _option("Chat rows: the tools, or their JSON; may be null.")] = None,
-    system_field: Annotated[_Field, _option("Chat rows: the system message, a column of its own.")] = None,
-    prompt_field: Annotated[_Field, _option("The prompt, not learned; of chats: messages.")] = None,
-    input_field: Annotated[_Field, _option("Prompt rows: the input of an Alpaca instruction.")] = None,
+    system_field: Annotated[_Field, _option("Chat rows: a separate system message.")] = None,
+    prompt_field: Annotated[_Field, _option("The prompt (not learned), as text or messages.")] = None,
+    input_field: Annotated[_Field, _option("Prompt rows: the input field of an Alpaca instruction.")] = None,
     completion_field: Annotated[_Field, _option("Prompt rows: the completion, learned.")] = None,
-    weight_field: Annotated[_Field, _option("Any row: the weight of its loss, 1 if missing.")] = None,
-    id_field: Annotated[_Field, _option("Any row: its id, which is kept.")] = None,
-    chat_template: Annotated[Path | None, _option("Chats: another template, or `training`: TRL's.")] = None,
+    weight_field: Annotated[_Field, _option("Any row: the loss weight, 1 if missing.")] = None,
+    id_field: Annotated[_Field, _option("Any row: an id, stored in the corpus.")] = None,
+    chat_template: Annotated[Path | None, _option("Chats: a template file, or `training` for TRL's.")] = None,
     turns: Annotated[Literal["auto", "marks", "split", "whole"], _option("Chats: how turns are found.")] = "auto",
-    train_on: Annotated[Literal["all", "last"], _option("Chats: the learned turns of the assistant.")] = "all",
+    train_on: Annotated[Literal["all", "last"], _option("Chats: which assistant turns are learned.")] = "all",
     bos: Annotated[str, _option("Begins a text: tokenizer (its own), none, or a token.")] = "tokenizer",
     eos: Annotated[str, _option("Ends a document: tokenizer (its own), none, or a token.")] = "tokenizer",
-    split: Annotated[str | None, _option("Split of a data set that has several.")] = None,
-    duplicates: Annotated[Literal["quarantine", "keep"], _option("What becomes of repeated documents.")] = "quarantine",
-    without: Annotated[list[str] | None, _option("Leave out what this corpus holds; may be repeated.")] = None,
-    staging: Annotated[Path | None, _option("Where it is made before it goes to an object store.")] = None,
+    split: Annotated[str | None, _option("Split of the data set, if it has several.")] = None,
+    duplicates: Annotated[Literal["quarantine", "keep"], _option("How to treat repeated documents.")] = "quarantine",
+    without: Annotated[list[str] | None, _option("Leave out documents of this corpus; can be repeated.")] = None,
+    staging: Annotated[Path | None, _option("Working directory if --out is an object store.")] = None,
     address: Annotated[str | None, _option("Ray cluster; by default RAY_ADDRESS, else this machine.")] = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
     """Turn text, source trees, JSONL, Parquet or a `datasets` dataset into token shards. Resumable.
 
-    A text file is one document, and so is a row of JSONL, Parquet or a data set. The options that name
-    its keys or columns select one of four kinds of row:
+    Each text file is one document, as is each row of JSONL, Parquet or a data set. The field options
+    select one of four kinds of row:
 
     \b
     row     options                              what is learned
@@ -74,7 +74,7 @@ def prepare(
     chat    --messages-field [--tools-field]     the assistant's turns
     prompt  --prompt-field --completion-field    the completion
 
-    Documents that can't be read are left out and listed, with the reason, in quarantine.jsonl.
+    Documents that can't be read are left out and listed in quarantine.jsonl with the reason.
     """  # noqa: D301 -- click's mark for text that is not to be rewrapped
     options = dict(locals())
     del options["as_json"], options["quiet"]
@@ -90,21 +90,21 @@ def prepare(
 def prepare_corpus(
     *, address: str | None, view: PrepareView, out: str, staging: Path | None = None, **options: Any
 ) -> list[str]:
-    """Prepare a corpus, unless it exists, and return a summary as lines.
+    """Prepare a corpus unless it exists, and return a summary.
 
-    A corpus for an object store is prepared in a directory of this node first.
+    A corpus for an object store is first prepared in a directory, and then copied.
 
     Args:
         address: The Ray cluster.
         view: Shows the progress to the user.
         out: A directory, or the URI of a folder of an object store.
-        staging: The directory below which a corpus for an object store is prepared, on a path that every node can
-            access; None for this node's cache, and then only this node prepares.
-        options: The other options of the command line, which `PrepareRequest` and its parts declare.
+        staging: The directory in which a corpus for an object store is prepared, on a path that every node can
+            access. If None, this node's cache is used, and only this node takes part.
+        options: The other command-line options; `PrepareRequest` and its parts declare them.
 
     Raises:
         UserError: An option, a source, the tokenizer or the directory can't be used.
-        RunError: A storage does not take the corpus.
+        RunError: The corpus can't be written to its storage.
     """
     from ray_ulysses.config.job_paths import refuse_relative_in_job
     from ray_ulysses.data.fingerprint import stable_hash
@@ -116,14 +116,16 @@ def prepare_corpus(
     where = parse_location(out)
     if isinstance(where, Path):
         if staging is not None:
-            raise UserError(f"--staging={staging}: is only for an object store, but --out={out} is a directory")
+            raise UserError(
+                f"--staging={staging}: applies only to an object store, but --out={out} is a directory; omit --staging"
+            )
         refuse_relative_in_job("--out", where)
         return _prepare(address, view, where, None, options)
     if staging is not None:
         refuse_relative_in_job("--staging", staging)
     folder = open_folder(out)
     assert isinstance(folder, ObjectStore)
-    # A separate folder, since it is deleted with its content.
+    # Use a separate folder, since it is deleted with its content.
     directory = (staging or cache_folder("prepare")) / stable_hash(str(where))
     said = _prepare(address, view, directory, folder, options, here_only=staging is None)
     shutil.rmtree(directory, ignore_errors=True)
@@ -139,7 +141,7 @@ def _prepare(
     *,
     here_only: bool = False,
 ) -> list[str]:
-    """Prepare a corpus in a directory, and copy it to a folder of an object store if there is one."""
+    """Prepare a corpus in a directory, and copy it to the object store's folder if there is one."""
     from ray_ulysses.data.prepare.preparation import claimed, listed, progress_of
     from ray_ulysses.data.prepare.upload import CorpusUpload
 
@@ -149,7 +151,7 @@ def _prepare(
     # All errors of the request are reported before Ray is imported and started.
     found = listed(request)
     upload = None if folder is None else CorpusUpload(folder, str(folder), found.signature)
-    # Before writing anything here for a request that the store refuses.
+    # Check the store before anything is written locally.
     if upload is not None and upload.is_complete():
         return [f"{place} already holds this corpus", *_result(place)]
     with claimed(found, is_scratch=upload is not None) as preparation:
@@ -223,12 +225,12 @@ def _result(place: Path | ObjectStore) -> list[str]:
     size = f"{corpus.num_documents:,} documents, {info.num_tokens:,} tokens, longest {corpus.lengths.max():,}"
     said = [f"corpus {place}: {size}"]
     if info.spans is not None:
-        said.append(f"supervised: {info.spans.num_supervised:,} of its tokens, in {info.spans.num_spans:,} spans")
+        said.append(f"supervised: {info.spans.num_supervised:,} tokens in {info.spans.num_spans:,} spans")
         if info.spans.weights is not None:
             said.append("loss weights from {:g} to {:g}".format(*info.spans.weights))
     said += _encoding(corpus)
     if info.byte_unigram_nats is not None:
-        said.append(f"entropy of its bytes: {info.byte_unigram_nats:.4f} nats (unigram)")
+        said.append(f"unigram entropy: {info.byte_unigram_nats:.4f} nats per byte")
     if info.num_quarantined:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in info.reasons[:_MOST_REASONS])
         said.append(
@@ -238,7 +240,7 @@ def _result(place: Path | ObjectStore) -> list[str]:
 
 
 def corpus_facts(out: str) -> dict[str, Any]:
-    """Return the contents of a prepared corpus, for scripts."""
+    """Return a description of a prepared corpus, for ``--json``."""
     from ray_ulysses.data.corpus.corpus import Corpus
 
     corpus = Corpus.open(out)
@@ -256,27 +258,27 @@ def corpus_facts(out: str) -> dict[str, Any]:
 
 
 def _encoding(corpus: Corpus) -> list[str]:
-    """Describe how documents were written, if that is not obvious."""
+    """Describe how documents were encoded, if that is not obvious."""
     encoding, own = corpus.info.encoding, corpus.info.tokenizer.eos_token_id
     said = []
     if encoding.chats is not None:
         became = f"{encoding.num_chats:,} conversations"
         if encoding.num_chat_documents > encoding.num_chats:
             became += (
-                f" as {encoding.num_chat_documents:,} documents, since the chat template writes turns differently once "
-                "the conversation goes on"
+                f" as {encoding.num_chat_documents:,} documents, since the chat template renders turns differently "
+                "once the conversation continues"
             )
         said.append(f"chats: {encoding.chats}; {became}")
     if encoding.num_open_turns:
         said.append(
-            f"warning: {encoding.num_open_turns:,} learned turns end without a special token, so that a model does not "
+            f"warning: {encoding.num_open_turns:,} learned turns end without a special token, so a model does not "
             "learn to stop there; use a chat template that ends each turn with one (--chat-template), or end documents "
             "with one (--eos)"
         )
     if encoding.bos_token_id is not None:
         said.append(f"texts begin with {_token(corpus, encoding.bos_token_id)}")
     if encoding.eos_token_id is None:
-        said.append("documents end with no token of their own")
+        said.append("documents have no end token")
     elif encoding.eos_token_id != own:
         said.append(f"documents end with {_token(corpus, encoding.eos_token_id)}")
     return said

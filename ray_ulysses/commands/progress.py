@@ -49,12 +49,12 @@ _THAT_STAY = (AttemptEnded, StartFailed, WorkerWarned, CheckpointFailed)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProgressState:
-    """A run at one moment."""
+    """The displayed state of a run."""
 
     total_steps: int | None = None
     """Step at which the run stops; None if not known."""
     phase: str | None = None
-    """The phase before the next step; None while steps are trained and after the attempt has ended."""
+    """The current phase; None during training steps and after the attempt has ended."""
     awaits_workers: bool = True
     """Whether the workers of the next attempt have not reported yet."""
     attempt: int = 0
@@ -64,29 +64,29 @@ class ProgressState:
     dp_size: int = 0
     step: int = 0
     last: StepDone | None = None
-    """The last completed step, of this attempt or another one."""
+    """The last completed step, of this attempt or an earlier one."""
     tokens_per_s: float | None = None
     seconds_per_step: float | None = None
-    """Mean over the last steps of this attempt without its first one, which warms up; None before the second."""
+    """Mean over this attempt's last steps, excluding its first step (warm-up); None before the second step."""
     evaluation: tuple[int, float] | None = None
-    """Step and loss of the last evaluation."""
+    """Step and loss of the last evaluation, or None before the first evaluation."""
     checkpoint_step: int | None = None
     ended: str | None = None
-    """Why the attempt ended, or "finished"; None while it runs."""
+    """Why the attempt ended, or "finished"; None while the attempt runs."""
     has_stepped: bool = False
     """Whether this attempt has completed a step."""
     recent: tuple[tuple[float, float], ...] = ()
-    """Seconds and tokens of this attempt's last steps without its first one."""
+    """Seconds and tokens of each of this attempt's last steps, excluding its first step."""
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds until the last step, at the pace of the last ones."""
+        """Estimated seconds until the last step, at the recent pace; None if the pace or the last step is unknown."""
         if self.total_steps is None or self.seconds_per_step is None:
             return None
         return max(0, self.total_steps - self.step) * self.seconds_per_step
 
     def before_attempt(self) -> ProgressState:
-        """Return the state before a new attempt: the position is kept, the pace is not."""
+        """Return the state before a new attempt: the step stays, the measured pace is dropped."""
         return replace(self._without_pace(), attempt=0, ended=None)
 
     def awaiting_workers(self, phase: str) -> ProgressState:
@@ -94,13 +94,12 @@ class ProgressState:
         return replace(self, phase=phase) if self.awaits_workers else self
 
     def _without_pace(self) -> ProgressState:
-        """Return the state without the pace of an attempt."""
         return replace(
             self, has_stepped=False, recent=(), seconds_per_step=None, tokens_per_s=None, awaits_workers=True
         )
 
     def after(self, event: Event) -> ProgressState:
-        """Return the state after an event of the journal; unchanged for events that are not shown."""
+        """Return the state after a journal event; events that are not displayed leave it unchanged."""
         match event:
             case PhaseStarted():
                 return replace(self, phase=event.phase, awaits_workers=False)
@@ -128,7 +127,7 @@ class ProgressState:
                 is_last = event.reason not in CONTINUED and event.reason.startswith(STOP_REASONS)
                 awaits = event.restarts is not False and not is_last
                 ended = replace(self, ended=words, phase=None, awaits_workers=awaits)
-                # Without training there is no pace and no ETA.
+                # Between attempts there is no pace and no ETA.
                 return replace(ended, recent=(), seconds_per_step=None, tokens_per_s=None)
             case RunFinished():
                 return replace(self, ended="finished", phase=None)
@@ -137,7 +136,7 @@ class ProgressState:
     def _after_step(self, event: StepDone) -> ProgressState:
         measured = (event.seconds, float(event.tokens))
         recent = (*self.recent, measured)[-_WINDOW:] if self.has_stepped else ()
-        # Before the second step, the first one gives a token rate but no ETA.
+        # Before the second step, the token rate comes from the first step, and there is no ETA.
         shown = recent or (measured,)
         seconds = sum(second for second, _ in shown)
         return replace(
@@ -154,7 +153,7 @@ class ProgressState:
 
 
 class ProgressView(Display):
-    """Follows a run's start and its journal.
+    """Displays a run's start and follows its journal.
 
     Only new events are printed; the events already in the journal are the initial state.
     """
@@ -177,15 +176,15 @@ class ProgressView(Display):
             run_dir: The run's directory; it need not exist yet.
             name: The run's name.
             total_steps: Step at which the run stops, if known.
-            console: Where to write; standard output by default. Anything but a terminal gets plain lines.
-            log_every_steps: Steps between two plain lines.
-            interval_s: Seconds between two reads of the journal.
-            clock: Source of time for the duration of phases.
-            is_quiet: Whether nothing is printed but warnings and failures, on standard error.
+            console: Output console; standard output by default. Anything but a terminal gets plain lines.
+            log_every_steps: Number of steps per plain line.
+            interval_s: Seconds between reads of the journal.
+            clock: Clock that measures the phases.
+            is_quiet: Whether to print only warnings and failures, on standard error.
         """
         self._loud = open_console(stderr=True) if is_quiet else console or open_console()
         self.console = open_console(quiet=True) if is_quiet else self._loud
-        """The console for other parts of the command."""
+        """The console for the command's other output."""
         self._tail, self._name, self._every = JournalTail(run_dir), name, log_every_steps
         self._is_live = self._loud.is_terminal and not is_quiet
         super().__init__(clock, interval_s or (None if self._is_live else _LINES_INTERVAL_S))
@@ -222,9 +221,9 @@ class ProgressView(Display):
         """Start to follow the journal."""
         planned = self._state.total_steps
         for entry in self._tail.poll():
-            # Only the last earlier step is shown.
+            # Of the steps before this command, only the last one is displayed.
             self._state = self._state.after(entry.last if isinstance(entry, StepGroup) else entry)
-        # With the stop step of an earlier command the bar would start full.
+        # With an earlier command's stop step the bar would start full.
         self._state = replace(self._state.before_attempt(), total_steps=planned, phase="starting")
         if self._is_live:
             self._live = start_live(self._panel(), self.console, transient=False)
@@ -239,12 +238,12 @@ class ProgressView(Display):
             self._state = replace(self._state, phase=None)
         self.look()
         if self._live is not None:
-            # The panel of a refused start is of no interest.
+            # If the run did not start, the panel is removed.
             self._live.transient = self._state.attempt == 0
             self._live.stop()
 
     def look(self) -> None:
-        """Read the new entries of the journal and show them."""
+        """Read the journal's new entries and display them."""
         with self._lock:
             for event in ungroup_steps(self._tail.poll(at_once=self._stop.is_set())):
                 self._state = self._state.after(event)
@@ -258,7 +257,7 @@ class ProgressView(Display):
             self._live.update(self._panel(), refresh=True)
 
     def _print(self, line: str, *, stays: bool = False) -> None:
-        """Print a line; with a panel, or quiet, only lines that must stay on the screen are printed, above it."""
+        """Print a line. With a panel or in quiet mode, print it only if it must stay on the screen."""
         if stays or not (self._is_live or self._is_quiet):
             self._loud.print(line)
 
@@ -272,7 +271,7 @@ class ProgressView(Display):
 
 
 def render_line(event: Event, state: ProgressState) -> str | None:
-    """Return the plain line of an event, given the state after it; None for a kind that is not shown.
+    """Return an event's plain line, given the state after the event, or None if such events are not displayed.
 
     Fields are ``name=value`` without spaces, so that ``grep 'step='`` and ``awk`` find them.
     """
@@ -307,7 +306,6 @@ def render_line(event: Event, state: ProgressState) -> str | None:
 
 
 def _first_line(text: object) -> str:
-    """Return the first line of a text: each event is printed on one line."""
     return str(text).partition("\n")[0]
 
 
@@ -325,12 +323,11 @@ def _step_line(step: StepDone, state: ProgressState) -> str:
 
 
 def _known(*values: tuple[str, float | str | None]) -> list[str]:
-    """Return the known values, formatted."""
     return [form.format(value) for form, value in values if value is not None]
 
 
 def render_panel(name: str, state: ProgressState, watch: PhaseWatch) -> RenderableType:
-    """Return the live panel: a bar, the phase or the numbers of the last steps, and the last checkpoint."""
+    """Return the live panel: a progress bar, the phase, the last steps' metrics and the attempt's status."""
     lines: list[RenderableType] = [_bar(name, state)]
     if state.phase is not None:
         text = Text(no_wrap=True, overflow="ellipsis").append(one_line(state.phase), style="yellow")

@@ -1,4 +1,4 @@
-"""The command ``rehearse``: checks the request, announces the faults, rehearses, and reports in Markdown."""
+"""The command ``rehearse``: trains a copy of a run under injected faults and reports the result in Markdown."""
 
 from __future__ import annotations
 
@@ -52,35 +52,37 @@ def rehearse(
     overrides: Overrides = [],  # noqa: B006
     faults: Annotated[str | None, typer.Option(help="Times and kinds of faults, or a file that lists them.")] = None,
     every: Annotated[
-        str | None, typer.Option(help="Instead: random faults at this mean distance, such as 60s.")
+        str | None, typer.Option(help="Inject random faults with this mean interval instead, such as 60s.")
     ] = None,
-    lasts: Annotated[str | None, typer.Option("--for", help="Train for so long at least, such as 30m.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of random faults, and of the processes they happen to.")] = 0,
+    lasts: Annotated[str | None, typer.Option("--for", help="Minimum training time, such as 30m.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the random faults and their targets.")] = 0,
     kinds: Annotated[str | None, typer.Option(help="Kinds of random faults, separated by commas.")] = None,
     nodes: Annotated[int | None, typer.Option(help="Nodes to start on this machine.  [default: 2]", min=1)] = None,
     drain: Annotated[str, typer.Option(help="Time from a drain to the node's end.")] = "30s",
     compare: Annotated[
-        int | None, typer.Option(help="Most steps to train again without faults.  [default: all]", min=0)
+        int | None, typer.Option(help="Maximum number of steps of the run without faults.  [default: all]", min=0)
     ] = None,
     min_ettr: Annotated[
-        float | None, typer.Option(help="Percentage of the time that has to go into steps that count.", min=0, max=100)
+        float | None, typer.Option(help="Minimum percentage of the time spent on steps that count.", min=0, max=100)
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Store the report as this .md file, and as .json beside it.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the report to this .md file, and as .json next to it.")
+    ] = None,
     note: Annotated[str | None, typer.Option(help="A line for the report, such as a commit.")] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask before faults happen on a cluster.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Inject faults into a cluster without confirmation.")] = False,
     quiet: Quiet = False,
 ) -> None:
     """Train a copy of a run under injected faults, and prove that no row was lost or repeated.
 
-    Uses the cluster of RAY_ADDRESS or of the configuration, else starts several nodes on this machine.
-    Lists the faults first. Times count from the run's first step. Exits with 1 if anything does not hold.
+    Uses the cluster at RAY_ADDRESS or cluster.address, or else starts several nodes on this machine.
+    The faults are listed first; their times start at the run's first step. Exits with 1 if a check fails.
 
     \b
-    kill-worker, crash-worker, stop-worker   a training process gets SIGKILL, SIGSEGV or SIGSTOP
-    kill-agent                               an agent of peer memory is killed
-    kill-driver                              the command is killed, and started again
+    kill-worker, crash-worker, stop-worker   a training process receives SIGKILL, SIGSEGV or SIGSTOP
+    kill-agent                               a peer memory agent is killed
+    kill-driver                              the command is killed and started again
     kill-node, drain-node                    a node is lost without notice, or drained first
-    add-node                                 a node takes the place of a lost one (on this machine only)
+    add-node                                 a node replaces a lost node (on this machine only)
     """  # noqa: D301 -- click's mark for text that is not to be rewrapped
     options = dict(locals())
     for name in ("config", "overrides", "out", "yes", "quiet"):
@@ -114,22 +116,22 @@ def rehearse(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RehearseOptions:
-    """The options of the command line."""
+    """Command-line options."""
 
     faults: str | None
-    """Text of a schedule, or the path of a file that holds one."""
+    """A fault schedule, or the path of a file that contains one."""
     every: str | None
     lasts: str | None
-    """Shortest training time."""
+    """Minimum training time, such as ``30m``."""
     seed: int
     kinds: str | None
     nodes: int | None
     drain: str
     note: str | None
     compare: int | None
-    """Limit of the run without faults, in steps; 0 skips that run."""
+    """Maximum number of steps of the run without faults; 0 skips that run."""
     min_ettr: float | None
-    """Smallest share of the time in steps that count, in percent."""
+    """Minimum percentage of the time spent on steps that count."""
 
 
 def run_rehearsal(
@@ -139,7 +141,7 @@ def run_rehearsal(
     confirm: Callable[[str, str], bool],
     say: Callable[[str], object],
 ) -> RehearsalReport:
-    """Rehearse a configuration, and return the report.
+    """Rehearse a configuration and return the report.
 
     Args:
         config: The user's configuration, as loaded.
@@ -149,7 +151,7 @@ def run_rehearsal(
         say: Prints a line of progress.
 
     Raises:
-        UserError: The request can't be carried out, or was not confirmed.
+        UserError: The request is impossible or was not confirmed.
         RunError: A cluster could not be started or reached.
     """
     from ray_ulysses.cluster.session import cluster_address, ray_session
@@ -165,17 +167,17 @@ def run_rehearsal(
     with ray_session(address, cpus=0):
         request = _request(config, options, address, 0)
         if not confirm(request.prepared.config.run.name, _intent(request)):
-            raise UserError("the rehearsal was not confirmed, so nothing was started")
+            raise UserError("the rehearsal was not confirmed; nothing was started")
         return _rehearse(request, options, None, say)
 
 
 def rehearsal_config(config: Config, *, address: str | None, stamp: str) -> Config:
-    """Return the configuration of the rehearsal: the user's with the rehearsal's own settings (pure).
+    """Return the rehearsal's configuration: the user's configuration with the rehearsal's own settings.
 
     Args:
         config: The user's configuration, with absolute paths.
-        address: The cluster; None to start one on this machine.
-        stamp: Makes the name unique.
+        address: Address of the cluster, or None to start a cluster on this machine.
+        stamp: Suffix that makes the rehearsal's name unique.
     """
     from ray_ulysses.config.loading import parse_config
 
@@ -188,13 +190,13 @@ def rehearsal_config(config: Config, *, address: str | None, stamp: str) -> Conf
         grow_interval_s=min(elastic.grow_interval_s, _GROW_EVERY_S),
     )
     if address is None:
-        # CPUs of our own nodes are only numbers: the head has room for the data stream, and for no worker.
+        # The CPUs of our own nodes are logical: the head has CPUs for the data stream, but not for a worker.
         tree["cluster"] |= {"cpus_per_worker": float(_CPUS), "data_cpus": _HEAD_CPUS / 4}
     return parse_config(tree)
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """Return the GPUs that torch finds on this machine, by their names in CUDA_VISIBLE_DEVICES."""
+    """Return the ids, as in CUDA_VISIBLE_DEVICES, of the GPUs that torch finds on this machine."""
     import torch
 
     count = torch.cuda.device_count()
@@ -203,14 +205,16 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 def _request(config: Config, options: RehearseOptions, address: str | None, num_gpus: int) -> Request:
-    """Check everything that can be checked before the start."""
+    """Check the request before anything is started."""
     from ray_ulysses.cluster.capacity import Demand
     from ray_ulysses.cluster.rehearsal import Request
     from ray_ulysses.run.preflight import prepare_run
 
     config = config.with_absolute_paths(Path.cwd())
     if address is not None and options.nodes is not None:
-        raise UserError(f"--nodes={options.nodes}: the nodes are those of the cluster at {address}; leave it out")
+        raise UserError(
+            f"--nodes={options.nodes}: the rehearsal uses the nodes of the cluster at {address}; omit --nodes"
+        )
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
     prepared = prepare_run(rehearsal_config(config, address=address, stamp=stamp), Path.cwd())
     prepared.report.raise_problems()
@@ -235,15 +239,13 @@ def _faults(
 
     if every_s is not None:
         if options.faults is not None or for_s is None or every_s <= 0:
-            raise UserError(
-                f"--every={options.every}: draws random faults at that mean distance; it needs --for, and no --faults"
-            )
+            raise UserError(f"--every={options.every}: random faults need --for and exclude --faults")
         kinds = _kinds(options.kinds, is_local=is_local)
         faults = random_schedule(options.seed, every_s=every_s, for_s=for_s, targets=targets, kinds=kinds)
         problems: Sequence[str] = () if faults else [f"no fault is possible within --for={options.lasts}"]
     else:
         text = options.faults or _STORY[is_local]
-        # A long schedule is not a valid file name.
+        # A long schedule raises an error as a file name.
         with contextlib.suppress(OSError):
             text = Path(text).read_text(encoding="utf-8")
         faults, problems = parse_faults(text)
@@ -257,12 +259,12 @@ def _kinds(text: str | None, *, is_local: bool) -> tuple[FaultKind, ...]:
     from ray_ulysses.rehearsal.schedule import KINDS, LOSES_A_NODE
 
     if text is None:
-        # Nodes of an existing cluster are only taken away on request.
+        # Nodes of an existing cluster are lost only on request.
         return KINDS if is_local else tuple(kind for kind in KINDS if kind not in LOSES_A_NODE)
     names = [name.strip() for name in text.split(",")]
     unknown = [name for name in names if name not in KINDS]
     if unknown:
-        raise UserError(f"--kinds={text}: there is no fault {unknown[0]!r}; use {', '.join(KINDS)}")
+        raise UserError(f"--kinds={text}: unknown fault {unknown[0]!r}; use {', '.join(KINDS)}")
     return tuple(kind for kind in KINDS if kind in names)
 
 
@@ -271,24 +273,24 @@ def _seconds(option: str, text: str | None) -> float | None:
 
     seconds = None if text is None else parse_seconds(text)
     if text is not None and seconds is None:
-        raise UserError(f"{option}={text}: is not a time; write it as 90s, 1m30s or 2h")
+        raise UserError(f"{option}={text}: is not a duration; use a format such as 90s, 1m30s or 2h")
     return seconds
 
 
 def local_targets(demand: Demand, nodes: int, num_gpus: int) -> FaultTargets:
-    """Return the layout of the cluster to start on this machine (pure).
+    """Return the layout of the cluster to start on this machine.
 
     Args:
-        demand: The run's demand.
-        nodes: Nodes to start.
-        num_gpus: GPUs of this machine, which all nodes share.
+        demand: The run's resource demand.
+        nodes: Number of nodes to start.
+        num_gpus: Number of GPUs of this machine; the nodes share them.
 
     Raises:
         UserError: A node's workers need more GPUs than this machine has.
     """
     from ray_ulysses.rehearsal.schedule import FaultTargets
 
-    # Whole groups on each node, so that losing one leaves whole groups; groups span nodes where GPUs are too few.
+    # Complete groups on each node, so that groups stay complete if a node is lost. With few GPUs, groups span nodes.
     sp_size = demand.wanted.sp_size
     per_node = math.ceil(demand.wanted.most / nodes / sp_size) * sp_size
     if demand.gpus and per_node > num_gpus:
@@ -313,8 +315,8 @@ def _cluster_targets(demand: Demand) -> FaultTargets:
     room = room_for_workers(demand, {node: node_of(one["Resources"]) for node, one in nodes.items()})
     whole = {node: workers // demand.wanted.sp_size * demand.wanted.sp_size for node, workers in room.items()}
     why = (
-        "this cluster was not started by the rehearsal, which can't start nodes there; leave it out, and start a node "
-        "yourself while the run trains"
+        "the rehearsal did not start this cluster and can't start nodes in it; omit the fault, and start a node "
+        "yourself during training"
     )
     return FaultTargets(
         rooms=tuple(workers for node, workers in whole.items() if node in losable and workers),
@@ -336,7 +338,7 @@ def _intent(request: Request) -> str:
     else:
         where = f"the Ray cluster at {cluster_address(config.cluster.address)}"
         if not any(fault.kind in LOSES_A_NODE for fault in request.faults):
-            where += ", other work there goes on"
+            where += "; other work on the cluster is not affected"
     rows = [
         ("trains", f"{workers}, until the faults are over; no other run is touched"),
         ("on", where),
@@ -348,22 +350,22 @@ def _intent(request: Request) -> str:
     notes = []
     if request.nodes is None and any(fault.kind == "kill-node" for fault in request.faults):
         notes.append(
-            "kill-node kills Ray on one node of the cluster, with everything that Ray runs there; you have to start it "
-            "again, tasks of other jobs too. The node of the head, that of this command, and nodes with actors or the "
-            "driver of another job are left alone"
+            "kill-node kills Ray on one node of the cluster, with everything that Ray runs there, including tasks of "
+            "other jobs. You must start Ray there again. The head node, the node of this command, and nodes with "
+            "another job's actors or driver are spared"
         )
     if request.nodes is None and any(fault.kind == "drain-node" for fault in request.faults):
         notes.append(
-            "drain-node drains one node of the cluster: Ray gives it no more work, and you have to start it again"
+            "drain-node drains one node of the cluster: Ray schedules no more work there, and you must start it again"
         )
     faults = [(minutes(one.at_s), f"{one.kind:<12} {MEANINGS[one.kind]}") for one in request.faults]
-    lines = [f"rehearsal {config.run.name!r}", *facts(rows), "  faults, after the run's first step"]
+    lines = [f"rehearsal {config.run.name!r}", *facts(rows), "  faults, in time after the run's first step"]
     return as_text([*lines, *facts(faults, "    "), *(f"  note: {note}" for note in notes)])
 
 
 @contextmanager
 def _local_cluster(request: Request, gpus: Sequence[str], say: Callable[[str], object]) -> Iterator[LocalCluster]:
-    """Start nodes on this machine, and connect to them."""
+    """Start the nodes on this machine and connect to them."""
     from ray_ulysses.cluster.local_cluster import LocalCluster
     from ray_ulysses.cluster.session import ray_session
 
@@ -397,8 +399,8 @@ def _rehearse(
         config = parse_config(config.model_dump(mode="json", exclude_unset=True), [f"cluster.address={local.address}"])
     if not isinstance(config.run_dir, Path):
         raise UserError(
-            f"run.storage={config.run.storage!r}: a rehearsal keeps logs and files of nodes beside its runs; give a "
-            "path that every node can access with --set run.storage=PATH"
+            f"run.storage={config.run.storage!r}: a rehearsal stores the nodes' logs and files next to its runs; use a "
+            "path that every node can access, with --set run.storage=PATH"
         )
     folder = config.run_dir.parent
     say(f"training starts; its output: {folder / config.run.name}.log")
@@ -408,7 +410,7 @@ def _rehearse(
         config,
         folder,
         local=local,
-        # The default faults wait for each recovery, also on slow machines; requested faults happen at their times.
+        # Each default fault waits for the previous recovery, even on slow machines. Requested faults keep their times.
         patient=options.faults is None and options.every is None,
         seed=options.seed,
         say=say,
@@ -447,7 +449,7 @@ def _rehearse(
 
 
 def render_report(report: RehearsalReport) -> str:
-    """Return the report in Markdown."""
+    """Return the report as Markdown."""
     verdict = "everything holds" if report.holds else "DOES NOT HOLD"
     lines = [f"# Rehearsal {report.name}: {verdict}", "", *report.setting, ""]
     lines += [f"* {problem}" for problem in report.problems] + [""] * bool(report.problems)
@@ -459,7 +461,7 @@ def render_report(report: RehearsalReport) -> str:
     if report.samples:
         from ray_ulysses.rehearsal.check import relative_difference
 
-        lines += ["", "## Losses beside the run without faults", ""]
+        lines += ["", "## Losses compared with the run without faults", ""]
         rows = [
             (str(step), f"{ours:.7f}", f"{theirs:.7f}", f"{relative_difference(ours, theirs):.1e}")
             for step, ours, theirs in report.samples
@@ -477,11 +479,11 @@ def _totals(report: RehearsalReport) -> list[tuple[str, str]]:
         ("rows repeated", str(report.rows_repeated)),
         ("rows trained", f"{report.rows:,}, read again from the corpus: digest {report.data_digest}"),
         ("steps lost", f"{report.lost_steps:,} (trained again)"),
-        ("effective training time", f"{ettr} of the time went into steps that count"),
+        ("effective training time", f"{ettr} of the time was spent on steps that count"),
         ("loss of steps that were trained again", _difference(report.retrained, report.tolerance)),
     ]
     if report.unbroken is not None:
-        rows.append(("loss beside a run without faults", _difference(report.unbroken, report.tolerance)))
+        rows.append(("loss compared with a run without faults", _difference(report.unbroken, report.tolerance)))
     return rows
 
 

@@ -17,7 +17,7 @@ EXAMPLE = "Example: ray-ulysses report runs/llama-tiny --out report.html; ... --
 def report(
     run: RunDirectory,
     beside: Annotated[
-        str | None, typer.Option(metavar="RUN", help="Another run, drawn beside it with the same axes.")
+        str | None, typer.Option(metavar="RUN", help="Another run to draw next to it, on the same axes.")
     ] = None,
     out: Annotated[
         str | None, typer.Option(help="HTML file to write.  [default: RUN/report.html]", show_default=False)
@@ -25,7 +25,7 @@ def report(
     trust_run: TrustRun = False,
     quiet: Quiet = False,
 ) -> None:
-    """Draw what happened in a run as one HTML file that needs no network; the run may be training or broken."""
+    """Write a run's report as one HTML file that needs no network. The run may still be training or have failed."""
     from ray_ulysses.run.run_files import check_run
     from ray_ulysses.storage.place import open_store, place_of
 
@@ -35,7 +35,7 @@ def report(
         check_run(other, "--beside")
     file = place / REPORT_FILE if out is None else place_of(out)
     if file.name in ("", ".."):
-        raise UserError(f"--out={out!r}: names no file; give one, such as report.html")
+        raise UserError(f"--out={out!r}: is not a file name; use one such as report.html")
     with Waiting("loading libraries", is_quiet=quiet) as wait:
         from ray_ulysses.report.page import render_report
 
@@ -45,5 +45,5 @@ def report(
         open_store(file.parent).replace(file.name, [text.encode()])
     except OSError as error:
         reason = error.strerror or str(error)
-        raise RunError(f"--out={str(file)!r}: can't be written ({reason}); give another file") from error
+        raise RunError(f"--out={str(file)!r}: can't be written ({reason}); use another file") from error
     put_line(f"report of run {place.absolute().name!r}: {file} ({len(text.encode()):,} bytes)")

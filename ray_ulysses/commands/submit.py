@@ -1,4 +1,4 @@
-"""The commands ``submit``, ``status``, ``logs`` and ``stop``, for runs that are jobs of a Ray cluster."""
+"""The commands ``submit``, ``status``, ``logs`` and ``stop``, for runs submitted to a Ray cluster as jobs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _say, _write = partial(put_line, stderr=True), partial(put, end="")
 
 Address = Annotated[
     str | None,
-    typer.Option(help="The cluster's dashboard, such as http://HEAD:8265; by default RAY_API_SERVER_ADDRESS."),
+    typer.Option(help="URL of the cluster's dashboard, such as http://HEAD:8265; by default RAY_API_SERVER_ADDRESS."),
 ]
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="The name of a submitted run, or one of its jobs.")]
 
@@ -40,15 +40,15 @@ def submit(
     branch: Branch = False,
     address: Address = None,
     wait: Annotated[float, typer.Option(help="Longest wait for the cluster, in seconds.", min=0)] = 300.0,
-    follow: Annotated[bool, typer.Option(help="Follow the log, and exit as the job does.")] = True,
+    follow: Annotated[bool, typer.Option(help="Follow the log, and exit with the job's outcome.")] = True,
     upload_package: Annotated[
-        bool, typer.Option("--upload-package", help="Send this package's source too, instead of the nodes' own.")
+        bool, typer.Option("--upload-package", help="Upload this package's source and use it on the nodes.")
     ] = False,
     quiet: Quiet = False,
 ) -> None:
-    """Submit a run to a Ray cluster as a job, and follow it. The same command resumes a run whose job has ended.
+    """Submit a run to a Ray cluster as a job. If the run's job has ended, the same command resumes the run.
 
-    The job brings the configuration along, and is found again by run.name. Ctrl-C leaves the job running.
+    The configuration is uploaded with the job. Later commands find the job by run.name. Ctrl-C does not stop the job.
     """
     from ray_ulysses.config import load_config
     from ray_ulysses.config.job_paths import refuse_relative_in_submission
@@ -69,12 +69,12 @@ def submit(
 
 def status(
     run: Annotated[
-        str | None, typer.Argument(metavar="[RUN]", help="The name of a submitted run; by default the list of all.")
+        str | None, typer.Argument(metavar="[RUN]", help="The name of a submitted run; by default, list all runs.")
     ] = None,
     address: Address = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the runs that were submitted to a cluster, or the jobs of one run and its newest step."""
+    """List the runs submitted to a cluster, or show one run's jobs and newest step."""
     client = _connect(address, _ANSWER_S)
     from ray_ulysses.cluster import job_client
     from ray_ulysses.run import submissions
@@ -93,10 +93,10 @@ def status(
 
 def logs(
     run: RunName,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow it, and exit as the job does.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow it, and exit with the job's outcome.")] = False,
     address: Address = None,
 ) -> None:
-    """Print the log of a submitted run's newest job."""
+    """Print the log of a run's newest job."""
     client, found = _find(run, address)
     if follow:
         _follow(client, found[-1])
@@ -109,9 +109,9 @@ def logs(
 def stop(
     run: RunName,
     address: Address = None,
-    wait: Annotated[bool, typer.Option(help="Wait for the job's end, and print its log until then.")] = True,
+    wait: Annotated[bool, typer.Option(help="Print the job's log until the job has ended.")] = True,
 ) -> None:
-    """Stop a submitted run: it saves after its current step, and ends. Submitted again, it resumes."""
+    """Stop a submitted run: it saves after its current step and ends. `submit` resumes it."""
     client, found = _find(run, address)
     from ray_ulysses.cluster import job_client
 
@@ -123,13 +123,13 @@ def stop(
     job_client.stop(client, job)
     _say(f"asked job {job.job} to save and stop; Ray kills it after {job_client.STOP_WAIT_S / 60:g} minutes")
     if wait:
-        with _leaving(job, f"job {job.job} stops without this command"):
+        with _leaving(job, f"job {job.job} is stopping; this command need not wait"):
             ended = log.follow()
         _say(f"job {job.job}: {ended.status}; submit the run again to resume it")
 
 
 def register(app: typer.Typer) -> None:
-    """Add the commands to the program."""
+    """Register the commands."""
     app.command(epilog="Example: ray-ulysses submit config.yaml --address http://HEAD:8265")(submit)
     app.command(epilog="Example: ray-ulysses status; ray-ulysses status llama-tiny")(status)
     app.command(epilog="Example: ray-ulysses logs llama-tiny --follow")(logs)
@@ -137,7 +137,7 @@ def register(app: typer.Typer) -> None:
 
 
 def _connect(address: str | None, wait_s: float, say: Callable[[str], None] = _say) -> Client:
-    """Connect to the cluster; the first line comes before Ray is imported, which takes seconds."""
+    """Connect to the cluster. The phase is shown before Ray is imported, which takes seconds."""
     say("connecting to the Ray cluster")
     from ray_ulysses.cluster.job_client import connect, dashboard_address
 
@@ -153,12 +153,12 @@ def _find(run: str, address: str | None) -> tuple[Client, list[Submission]]:
 
 
 def _follow(client: Client, job: Submission, say: Callable[[str], None] = _say) -> None:
-    """Print a job's log until it ends, and raise its outcome."""
+    """Print a job's log until the job ends; raise an error if the job failed."""
     from ray_ulysses.cluster.job_client import JobLog
     from ray_ulysses.run.submissions import check_outcome
 
     ways = f"`ray-ulysses logs {job.run} --follow` follows it again, `ray-ulysses stop {job.run}` stops it"
-    with _leaving(job, f"job {job.job} goes on; {ways}"):
+    with _leaving(job, f"job {job.job} keeps running; {ways}"):
         ended = JobLog(client, job, _write, say).follow()
     check_outcome(ended)
     say(f"job {job.job} succeeded")
@@ -166,7 +166,7 @@ def _follow(client: Client, job: Submission, say: Callable[[str], None] = _say) 
 
 @contextmanager
 def _leaving(job: Submission, text: str) -> Iterator[None]:
-    """Turn an interrupt into a message about the job, which keeps running."""
+    """Replace a KeyboardInterrupt by a message that the job keeps running."""
     try:
         yield
     except KeyboardInterrupt:
@@ -183,32 +183,32 @@ def render_runs(newest: Sequence[Submission], now: float) -> str:
         now: The time, in seconds since the epoch.
     """
     if not newest:
-        return "no run was submitted to this cluster; submit one with `ray-ulysses submit CONFIG`"
+        return "no run has been submitted to this cluster; submit one with `ray-ulysses submit CONFIG`"
     rows = [(one.run, one.status, _age(one, now), str(one.number), one.run_dir) for one in newest]
     return as_text(table(("run", "status", "time", "jobs", "directory"), rows, indent=""))
 
 
 def render_submitted(job: Submission, earlier: Sequence[Submission]) -> str:
-    """Return whether a submission resumes a run or begins one, in words.
+    """Return a message that says whether a submission resumes a run or starts a new one.
 
     Args:
         job: The submission.
-        earlier: All submissions of the cluster before it.
+        earlier: All earlier submissions to the cluster.
     """
     text = f"submitted run {job.run!r} as job {job.job}"
     own = [one for one in earlier if one.run == job.run]
     if any(one.run_dir == job.run_dir for one in own):
         return f"{text}, which resumes it"
     others = ", ".join(dict.fromkeys(one.run_dir for one in own))
-    return f"{text}: a new run in {job.run_dir}, beside that of this name in {others}" if own else text
+    return f"{text}: a new run in {job.run_dir}; a run of the same name exists in {others}" if own else text
 
 
 def render_run(jobs: Sequence[Submission], log: str, now: float) -> str:
-    """Return the jobs of one run, the newest step line of its log, and its last lines.
+    """Return a run's jobs, and its log's newest step line and last lines.
 
     Args:
         jobs: The run's jobs, newest last; at least one.
-        log: The log of the newest.
+        log: The newest job's log.
         now: The time, in seconds since the epoch.
     """
     rows = [(one.job, one.status, _age(one, now), "" if one.exit_code is None else str(one.exit_code)) for one in jobs]
@@ -225,5 +225,4 @@ def render_run(jobs: Sequence[Submission], log: str, now: float) -> str:
 
 
 def _age(one: Submission, now: float) -> str:
-    """Return the running time of a job so far."""
     return "" if one.started is None else duration((one.ended or now) - one.started)

@@ -1,4 +1,4 @@
-"""The command ``train``, and the summary that it prints at its end."""
+"""The command ``train`` and its final summary."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def train(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train, or resume the run with the same name and storage. Uses the cluster of RAY_ADDRESS, else this machine."""
+    """Train a model, or resume the run with this name and storage. Uses the cluster at RAY_ADDRESS, or this machine."""
     started = SystemClock().now()
     loaded = load_run_config(config, overrides)
     from ray_ulysses.run.stored_run import refuse_changed
@@ -83,7 +83,7 @@ def train(
 
 
 def run_texts(prepared: PreparedRun) -> RunTexts:
-    """Return the descriptions for the run's directory."""
+    """Return the files that describe the run in its directory."""
     from ray_ulysses.report.plan import render_plan
     from ray_ulysses.report.readme import render_readme
     from ray_ulysses.run.checkpoint_store import needs_trust
@@ -104,28 +104,28 @@ def render_summary(
     is_heard: bool = True,
     peak_gib: float | None = None,
 ) -> str:
-    """Return the result of a run, where it is stored, and how to continue, as aligned lines.
+    """Return a run's result, its location and the command that continues it, as aligned lines.
 
     Args:
         history: The run's history from its journal.
         prepared: The run.
-        command: The given configuration and ``--set`` options, for the command that resumes.
-        elapsed_s: Seconds of this command.
-        is_heard: Whether MLflow has received anything about the run.
-        peak_gib: The measured peak of memory; None if no step was measured.
+        command: The user's configuration file and ``--set`` options, for the command that resumes the run.
+        elapsed_s: Seconds since this command started.
+        is_heard: Whether the MLflow server has received any of the run's data.
+        peak_gib: Measured peak memory, or None if no step was measured.
     """
     from ray_ulysses.storage.place import node_folder, place_of
 
     config, planned_steps, nats = prepared.config, prepared.plan.num_steps, prepared.report.corpus.unigram_nats
     rows = [("steps", f"{history.step:,} of {planned_steps:,} planned")]
-    # A step may be recorded with a loss that is not finite.
+    # A step's recorded loss may be infinite or NaN.
     last = [step.loss for step in history.steps[-_LAST_LOSSES:] if math.isfinite(step.loss)]
     if last:
         rows.append(("final loss", f"{last[-1]:.4f} nats"))
         rows.append((f"mean of last {len(last)}", f"{fmean(last):.4f} nats"))
     if nats is not None:
-        # The loss of a model that has learned anything is below this.
-        rows.append(("byte entropy", f"{nats:.4f} nats (unigram, of the corpus)"))
+        # A model that has learned anything has a lower loss.
+        rows.append(("byte entropy", f"{nats:.4f} nats (the corpus's unigram entropy)"))
     rows.append(("tokens", f"{count(history.tokens)} ({history.tokens:,})"))
     rows.append(("time", duration(elapsed_s)))
     if peak_gib is not None:
@@ -140,19 +140,19 @@ def render_summary(
     rows.append(("checkpoint", place))
     own = node_folder(config.run_dir)
     if config.tracking_uri is not None:
-        unsent = "has received nothing yet; the same command sends it what the run's journal holds"
+        unsent = "has received nothing yet; the same command uploads the run's journal"
         rows += _curves(config.tracking_uri, config.run_dir) if is_heard else [("MLflow", unsent)]
     if "tensorboard" in config.trackers:
         rows.append(("TensorBoard", f"tensorboard --logdir {shlex.quote(str(own / TENSORBOARD_FOLDER))}"))
     if "wandb" in config.trackers:
-        rows.append(("W&B", f"what was not sent yet: wandb sync {shlex.quote(str(own / 'wandb'))}/*run-*"))
+        rows.append(("W&B", f"to upload the rest: wandb sync {shlex.quote(str(own / 'wandb'))}/*run-*"))
     path, overrides = command
     if history.step < planned_steps and history.status != "finished":
         rows.append(("resume", _command(path, overrides)))
     elif history.step < planned_steps:
         rows.append(("continue", _command(path, (*overrides, f"run.stop_step={planned_steps}"))))
     else:
-        rows.append(("continue", "every planned row is trained; start a new run.name with more data or epochs"))
+        rows.append(("continue", "all planned rows are done; start a new run.name with more data or epochs"))
     return as_text([f"run {history.name!r}: {history.status}", *facts(rows)])
 
 
@@ -164,7 +164,7 @@ def _curves(tracking_uri: str, run_dir: Place) -> list[tuple[str, str]]:
 
 
 def _command(config_path: str, overrides: tuple[str, ...]) -> str:
-    """Return the command that trains with these overrides; the last override of a setting wins."""
+    """Return the ``train`` command with these overrides; a setting's last override wins."""
     last = {override.partition("=")[0].strip(): number for number, override in enumerate(overrides)}
     options = "".join(f" --set {shlex.quote(overrides[number])}" for number in sorted(last.values()))
     return f"ray-ulysses train {shlex.quote(config_path)}{options}"

@@ -70,12 +70,12 @@ def test_a_cluster_of_others_is_touched_only_once_that_is_confirmed(
     cluster: LocalCluster, config: Path, tmp_path: Path
 ) -> None:
     code, said = _rehearse(config, "--faults", "5s add-node", address=cluster.address)
-    assert code == 2 and "5s add-node: this cluster was not started by the rehearsal" in said
+    assert code == 2 and "5s add-node: the rehearsal did not start this cluster" in said
     code, said = _rehearse(config, "--nodes", "3", address=cluster.address)
-    assert code == 2 and "--nodes=3: the nodes are those of the cluster at" in said
+    assert code == 2 and "--nodes=3: the rehearsal uses the nodes of the cluster at" in said
     code, said = _rehearse(config, "--faults", "5s kill-node", address=cluster.address, typed="run\n")
     assert code == 2 and "kill-node kills Ray on one node of the cluster" in said
-    assert "the rehearsal was not confirmed, so nothing was started" in said
+    assert "the rehearsal was not confirmed; nothing was started" in said
     assert not (tmp_path / "runs").exists()
 
     faults = ("--faults", "5s crash-worker, 15s stop-worker, 25s kill-agent, 30s kill-driver, 60s kill-node")

@@ -71,7 +71,7 @@ def test_a_finished_run_is_exported_checked_on_its_own_rows_and_loads_everywhere
     assert record["report"]["data_digest"] in (out / "README.md").read_text()
 
     code, said, _ = call(capsys, finished.run_dir, "--max-shard-size", "20KB")
-    assert (code, "was exported before" in said) == (0, True)
+    assert (code, "already exported" in said) == (0, True)
     code, _, error = call(capsys, finished.run_dir, "--dtype", "fp32")
     assert code == 2 and "--overwrite" in error
     code, said, _ = call(capsys, finished.run_dir, "--dtype", "fp32", "--overwrite", "--no-check")

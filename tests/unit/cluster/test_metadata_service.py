@@ -117,7 +117,7 @@ def test_the_provider_is_found_without_a_request(tmp_path: Path) -> None:
 def test_the_doctor_says_what_it_found(fake: FakeMetadata) -> None:
     assert check_cloud("http://127.0.0.1:9", "none").level == "ok"
     good = check_cloud(fake.url, "aws")
-    assert (good.level, good.detail) == ("ok", "AWS, which announces this machine's end")
+    assert (good.level, good.detail) == ("ok", "AWS, with preemption notices")
     fake.aws_interrupts(60.0)
     assert "spot interruption: terminate" in check_cloud(fake.url, "aws").detail
     fake.answers["/latest/api/token"] = (403, "")

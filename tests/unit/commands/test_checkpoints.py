@@ -52,7 +52,7 @@ def test_each_that_can_not_be_used_says_why() -> None:
         "  step 400, fenced out",
         "  step 500, leftover",
     ]
-    assert "a flipped byte; a later commit deletes the rest of it" in notes[1]
+    assert "a flipped byte; a later commit deletes its remaining files" in notes[1]
 
 
 def test_no_line_is_longer_than_the_terminal_and_what_does_not_fit_is_named() -> None:
@@ -60,7 +60,7 @@ def test_no_line_is_longer_than_the_terminal_and_what_does_not_fit_is_named() ->
         text = render_checkpoints(SEVERAL, width)
         assert max(map(len, text.split("\n")[6:])) <= width
     narrow = render_checkpoints(SEVERAL, 80)
-    assert "not shown for lack of space: ranks, dp x sp, zero, saved by" in narrow
+    assert "not shown, since the line is too short: ranks, dp x sp, zero, saved by" in narrow
     assert "written UTC" in narrow and "last, every, best" in narrow
     assert "not shown" not in render_checkpoints(SEVERAL, 120)
     # The least that is shown stands however narrow it is.
@@ -85,7 +85,7 @@ def test_no_line_is_longer_than_the_terminal_and_what_does_not_fit_is_named() ->
         ),
         (
             replace(listing(report(100), report(200, condition="unreadable", why="Permission denied")), unless=(200,)),
-            ("from step 100, or from step 200 if it can be read by then", "step 200, UNREADABLE: Permission denied"),
+            ("or from step 200 if that checkpoint is readable by then", "step 200, UNREADABLE: Permission denied"),
         ),
     ],
     ids=["none", "leftovers", "refused", "lost", "unreadable"],

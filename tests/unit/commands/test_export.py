@@ -49,7 +49,7 @@ def test_an_export_says_what_where_and_how_to_load_it() -> None:
         "directory": "/models/long-8b",
         "model": "LlamaForCausalLM, 8.03B parameters",
         "weights": "bf16, as used in training",
-        "files": "2 of safetensors and 2 more, 16 GB",
+        "files": "2 of safetensors and 2 other files, 16 GB",
         "context": "rows of up to 524,288 tokens; max_position_embeddings 131,072, rope llama3, factor 8, theta "
         "500000, as trained",
         "tokenizer": "from /base",

@@ -128,7 +128,7 @@ def test_attempts_whose_stream_never_started_are_named() -> None:
         (others, None),
         ([never[0], *others], " 2"),
         ([*never[:2], *others], "s 2, 3"),
-        ([*never, *others], "s 4, 5, 6, 7, 8 and 2 earlier ones"),
+        ([*never, *others], "s 4, 5, 6, 7, 8 and 2 earlier attempts"),
     ):
         text = render_history(make_history(attempts=(started, *attempts)))
         assert told not in text if named is None else f"\n{told}{named}\n" in text

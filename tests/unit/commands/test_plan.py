@@ -79,7 +79,7 @@ def test_a_million_tokens_of_an_8b_model_fit_one_node_by_settings_that_plan_find
 
 
 def test_what_fits_and_what_never_fits_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "32,768 tokens fit as configured: there is nothing to change" in told(capsys, _8B, "--fit")
+    assert "32,768 tokens fit as configured; no setting needs to change" in told(capsys, _8B, "--fit")
     small = "--set=memory.device_gib=2"
     text = " ".join(told(capsys, _8B, "--fit", small, code=2).split())
     assert "32,768 tokens do not fit" in text and "the configured workers need at least" in text
@@ -89,7 +89,7 @@ def test_what_fits_and_what_never_fits_is_said(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize("option", ["--longest", "--fit"])
 def test_a_question_about_memory_needs_the_memory(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(app, ["plan", _TINY, option]) == 2
-    assert f"memory.device_gib is not given, and {option}" in " ".join(capsys.readouterr().err.split())
+    assert f"memory.device_gib is not set, but {option}" in " ".join(capsys.readouterr().err.split())
 
 
 def test_what_the_planner_chose_is_stored_with_the_run_and_kept_by_a_resume(tmp_path: Path) -> None:

@@ -35,13 +35,13 @@ def test_the_summary_says_what_came_out_and_where_it_is():
         "  steps            12 of 12 planned",
         "  final loss       3.8000 nats",
         "  mean of last 10  4.2500 nats",
-        "  byte entropy     3.2500 nats (unigram, of the corpus)",
+        "  byte entropy     3.2500 nats (the corpus's unigram entropy)",
         "  tokens           12.0k (12,000)",
         "  time             5m00s",
         "  goodput          81.25% of 32s: steps that count 26s, start-up 3s, lost steps 1s, saves 2s",
         "  checkpoint       /runs/demo/checkpoints/step-00000010",
         "  see the curves   mlflow ui --backend-store-uri sqlite:////runs/mlflow.db",
-        "  continue         every planned row is trained; start a new run.name with more data or epochs",
+        "  continue         all planned rows are done; start a new run.name with more data or epochs",
     ]
 
 

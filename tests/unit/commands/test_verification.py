@@ -44,7 +44,7 @@ def test_the_first_line_claims_no_more_than_was_verified(changes: dict[str, Any]
     ("answer", "first", "said"),
     [
         ("same", None, "in all 12 steps"),
-        ("same_so_far", None, "in the 12 steps that both have (12 here, 20 there)"),
+        ("same_so_far", None, "in the 12 steps of both runs (12 here, 20 there)"),
         ("different", 7, "runs/b differs from step 7 on"),
         ("other_plan", 9, "runs/b follows another plan from step 9 on"),
     ],
