@@ -1,4 +1,4 @@
-"""Checkpoints: intervals of flat tensors, committed by a manifest, loadable at any world size."""
+"""Sharded checkpoints that are committed by a manifest and can be loaded at any world size."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ _HOMES = {"load_parts": "load", "save_checkpoint": "save"}
 
 
 def __getattr__(name: str) -> object:
-    """Load what needs torch on first use, so that looking at a run's checkpoints costs no torch."""
+    """Import the names that need torch on first use, so that listing checkpoints does not import torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'messenger')}"), name)

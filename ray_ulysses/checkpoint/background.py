@@ -1,4 +1,4 @@
-"""Writes checkpoints while training continues: one thread per rank, with a process group of its own."""
+"""Background checkpoint writes: one thread per rank, with a process group separate from training's."""
 
 from __future__ import annotations
 
@@ -27,33 +27,33 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saved:
-    """A checkpoint that was committed."""
+    """A committed checkpoint, with the duration of its save."""
 
     ref: CheckpointRef
     meta: CheckpointMeta
-    """What the loop added to it."""
     stall_s: float
-    """How long this rank's training stood still for it, in seconds."""
+    """Seconds for which the save blocked training on this rank."""
     save_s: float
-    """From the request to the commit, in seconds."""
+    """Seconds from the call of `BackgroundSaver.save` to the commit."""
 
 
 class BackgroundSaver:
-    """Saves states one at a time, in the order of the requests.
+    """Saves training states in the background, one at a time, in the order of the calls.
 
-    Every rank makes one and asks it for the same saves in the same order. A save that fails is reported by `failure`,
-    on every rank, and changes nothing of those before it.
+    Each rank creates one saver, and all ranks must request the same saves in the same order. If a save fails, `failure`
+    is set on every rank, and earlier checkpoints are unaffected.
 
     Args:
-        store: Where checkpoints are kept.
-        attempt: The attempt's number.
-        rank: This rank.
-        world_size: All ranks.
-        messenger: Joins the ranks' threads: over a group that nothing else uses, since training's collectives continue.
-        staging: Host buffers.
-        clock: Time.
-        on_saved: Called on this rank's thread after each commit, before the next save begins.
-        on_failed: Called there when a save has failed.
+        store: Checkpoint store.
+        attempt: Number of the current attempt.
+        rank: Rank of this process.
+        world_size: Number of ranks.
+        messenger: Connects the savers' threads. Its process group must not be used by anything else, because training
+            runs collectives at the same time.
+        staging: Host buffers for copies of the state.
+        clock: Source of time.
+        on_saved: Called on the saver's thread after each commit, before the next save starts.
+        on_failed: Called on the saver's thread after each failed save.
         read_back: See `save_checkpoint`.
     """
 
@@ -84,36 +84,36 @@ class BackgroundSaver:
 
     @property
     def is_saving(self) -> bool:
-        """True if something is being saved."""
+        """Whether a save is queued or in progress."""
         with self._lock:
             return self._pending > 0
 
     @property
     def is_idle(self) -> bool:
-        """True if nothing is being saved or prepared."""
+        """Whether no save and no preparation task is queued or in progress."""
         return self._calls.is_idle
 
     @property
     def failures(self) -> int:
-        """Number of consecutive failed saves up to now."""
+        """Number of failed saves since the last successful save."""
         with self._lock:
             return self._failures
 
     @property
     def failing_s(self) -> float:
-        """Seconds since the end of the first of the consecutive failed saves."""
+        """Seconds since the first failed save after the last successful save, or 0 if the last save succeeded."""
         with self._lock:
             return self._clock.monotonic() - self._failing_since if self._failures else 0.0
 
     @property
     def failed_for_s(self) -> float:
-        """Seconds since the last save failed; 0 if it did not fail."""
+        """Seconds since the most recent failed save, or 0 if the last save succeeded."""
         with self._lock:
             return self._clock.monotonic() - self._failed_at if self._failures else 0.0
 
     @property
     def failure(self) -> BaseException | None:
-        """Error of the last save; None if it did not fail."""
+        """Error of the last save, or None if the last save succeeded."""
         with self._lock:
             return self._failure
 
@@ -126,23 +126,23 @@ class BackgroundSaver:
         timeout_s: float,
         obstacle: Callable[[], str | None] = lambda: None,
     ) -> float:
-        """Take a state and save it in the background; returns when training may continue.
+        """Copy a state and save the copy in the background; returns when training may continue.
 
-        If every buffer holds a state that is still being written, this waits for one.
+        If all buffers are in use, this call waits until a buffer is free.
 
         Args:
-            step: Completed optimizer steps.
-            state: Live views; on a GPU they must not change before `Staging.before_update`.
-            meta: What the loop adds.
-            timeout_s: Longest wait for a buffer.
-            obstacle: Called before anything is written, on the thread that writes; returns why nothing may be
-                committed now, if this rank knows a reason: the save fails on every rank.
+            step: Number of completed optimizer steps.
+            state: Live views of the state. On a GPU they must not change before `Staging.before_update`.
+            meta: The training loop's part of the checkpoint.
+            timeout_s: Longest wait for a free buffer, in seconds.
+            obstacle: Called on the saver's thread before this rank writes its shard. If it returns a reason, the save
+                fails with that reason on every rank.
 
         Returns:
-            How long it took, in seconds.
+            The duration of this call, in seconds.
 
         Raises:
-            CheckpointError: No buffer became free in time: the storage takes nothing.
+            CheckpointError: No buffer became free in time, because an earlier save has not finished.
         """
         asked_at = self._clock.monotonic()
         if not self.wait_for_buffer(timeout_s):
@@ -158,31 +158,31 @@ class BackgroundSaver:
         return stall_s
 
     def prepare(self, task: Callable[[], None]) -> None:
-        """Run a task for later saves in the background; its error counts as a failed save.
+        """Run a task in the background that later saves depend on; if it raises, a failed save is recorded.
 
-        No state is taken before it is done.
+        `save` waits until the task has finished.
         """
         with self._lock:
             self._preparing += 1
         self._calls.ask(partial(self._carry_out, task, None))
 
     def wait_for_buffer(self, timeout_s: float) -> bool:
-        """Wait until a state can be taken; return whether one can."""
+        """Wait until a buffer is free and no preparation task is left; return whether that happened in time."""
         with self._lock:
             is_prepared = self._lock.wait_for(lambda: self._preparing == 0, timeout=timeout_s)
         return is_prepared and self._staging.wait_for_buffer(timeout_s)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until nothing is being saved or prepared; return whether that happened in time."""
+        """Wait until all saves and preparation tasks have finished; return whether that happened in time."""
         return self._calls.wait(timeout_s)
 
     def close(self, timeout_s: float) -> bool:
-        """Finish all requests and end the thread; return whether that happened in time."""
+        """Finish all requests and stop the thread; return whether that happened in time."""
         self._calls.close()
         return self._calls.wait(timeout_s)
 
     def _carry_out(self, task: Callable[[], None], buffer: int | None) -> None:
-        """Save a state and release its buffer, or prepare something, for which there is none."""
+        """Run a save and release its buffer, or run a preparation task, which has no buffer."""
         failure: BaseException | None = None
         try:
             choose_device(self._staging.device)
@@ -192,7 +192,7 @@ class BackgroundSaver:
         is_save = buffer is not None
         if buffer is not None:
             self._staging.release(buffer)
-        # What was staged may be large, and its buffer may have to make room for another.
+        # References to the staged state would keep its memory alive while a replacement buffer is allocated.
         del task
         raised = failure
         while raised is not None:
@@ -238,18 +238,18 @@ class BackgroundSaver:
                 self._on_failed(step, error)
             raise
         except RuntimeError as error:
-            # The group of the threads: a rank died, or took longer than its timeout.
+            # The messenger's process group failed: a rank died or exceeded the group's timeout.
             raise PeerError(
-                f"the checkpoint of step {step} was given up, since not every rank finished ({error}); the "
-                "checkpoint before it is untouched. Check the other ranks' logs; if a storage is slow, raise "
+                f"the checkpoint of step {step} was abandoned because some ranks did not finish ({error}); the "
+                "previous checkpoint is intact. Check the other ranks' logs; if the storage is slow, increase "
                 "checkpoint.save_timeout_s"
             ) from error
         self._on_saved(Saved(ref=ref, meta=meta, stall_s=stall_s, save_s=self._clock.monotonic() - asked_at))
 
 
 def not_begun(step: int, timeout_s: float) -> CheckpointError:
-    """Return the error of a save for which no buffer became free in time."""
+    """Return the error for a save that found no free buffer in time."""
     return CheckpointError(
-        f"the checkpoint of step {step} could not be begun: the one before it has not been written within "
-        f"checkpoint.save_timeout_s={timeout_s:g} s; repair the storage, raise that time, or save less often"
+        f"the checkpoint of step {step} could not be started: the previous checkpoint was not written within "
+        f"checkpoint.save_timeout_s={timeout_s:g} s; repair the storage, increase this timeout, or save less often"
     )

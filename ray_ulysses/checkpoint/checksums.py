@@ -1,8 +1,8 @@
-"""Checksums of blocks, so that any byte range of a shard can be verified while it is read.
+"""Block checksums, which allow any byte range of a shard to be verified while it is read.
 
-A shard keeps one 64-bit XXH3 (https://xxhash.com) for each block of each of its intervals. The blocks of an
-interval begin at its first byte and the last one is as short as it must be: an interval that is read whole needs no
-byte beside it, and a part of one at most two partial blocks more.
+A shard stores a 64-bit XXH3 checksum (https://xxhash.com) for each block of each interval. An interval's first block
+starts at the interval's first byte, and its last block may be short. A reader of a complete interval therefore needs no
+other bytes, and a reader of part of an interval reads at most two partial blocks in addition.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _SUM_BYTES = 8
 
 
 def first_wrong(table: bytes, content: Buffer, first_block: int) -> int | None:
-    """Return the index of the first block of a byte range that is not what was written, counted in the range.
+    """Return the index within `content` of the first block whose checksum is wrong, or None if all are correct.
 
     Args:
-        table: Checksums of a shard's blocks, in the order of the file, 64 bits each, little-endian.
-        content: Whole blocks of one interval, in order; the last may be the interval's short one.
-        first_block: The shard's number of the first of them.
+        table: Checksums of all blocks of the shard, in file order, as little-endian 64-bit integers.
+        content: Consecutive complete blocks of one interval. The interval's last block may be short.
+        first_block: Index in `table` of the first block of `content`.
     """
     expected = table[first_block * _SUM_BYTES : (first_block + num_blocks(len(content))) * _SUM_BYTES]
     found = block_sums(content)
@@ -37,26 +37,26 @@ def first_wrong(table: bytes, content: Buffer, first_block: int) -> int | None:
 
 
 def num_blocks(num_bytes: int) -> int:
-    """Return the number of blocks of an interval of this size in bytes."""
+    """Return the number of blocks in an interval of `num_bytes` bytes."""
     return -(-num_bytes // BLOCK_BYTES)
 
 
 def table_bytes(sizes: Iterable[int]) -> int:
-    """Return the size of the table of checksums for intervals of these sizes, in bytes."""
+    """Return the size in bytes of the checksum table for intervals of these sizes in bytes."""
     return _SUM_BYTES * sum(num_blocks(size) for size in sizes)
 
 
 def block_sums(content: Buffer) -> bytes:
-    """Return the checksum of each block of some bytes that begin on a block's border."""
+    """Return the concatenated checksums of the blocks of `content`, which starts at a block boundary."""
     return b"".join(_sums(memoryview(content)))
 
 
 def checksum(content: Buffer) -> int:
-    """Return the checksum of a short text, such as a header."""
+    """Return the checksum of `content` as an unsigned 64-bit integer."""
     return xxhash.xxh3_64_intdigest(content)
 
 
 def _sums(content: memoryview) -> Iterator[bytes]:
     for start in range(0, len(content), BLOCK_BYTES):
-        # Canonical form is big-endian; the table is little-endian like everything else in safetensors.
+        # The digest is big-endian; the table is little-endian, like all numbers in safetensors files.
         yield xxhash.xxh3_64_digest(content[start : start + BLOCK_BYTES])[::-1]

@@ -1,4 +1,4 @@
-"""Chooses what to resume from: the newest checkpoint that is committed, whole and part of the run."""
+"""Selection of the checkpoint to resume from: the newest committed checkpoint that is intact and part of the run."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ray_ulysses.storage import Store
 from ray_ulysses.storage.store import create_if_absent
 
 Depth = Literal["sizes", "content"]
-"""Depth of an examination: the sizes of the files, or the checksum of every byte."""
+"""Depth of an examination: file sizes only, or checksums of all bytes."""
 
 _MOST_LOOKS = 10
-"""Number of times that checkpoints are listed again because one of them was deleted meanwhile."""
+"""Maximum number of listings if checkpoints are deleted while they are examined."""
 _MOST_THREADS = 16
 
 _Found = TypeVar("_Found")
@@ -28,57 +28,57 @@ _Found = TypeVar("_Found")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Damage:
-    """A checkpoint that was committed and can't be used."""
+    """A committed checkpoint that can't be used, with the reason."""
 
     step: int
     reason: str
     kind: Literal["damaged", "unreadable", "superseded", "foreign"] = "damaged"
-    """``damaged``: it is not what was written. ``unreadable``: the storage does not give it now, which may pass.
-    ``superseded``: a dead attempt committed it after its successor had started before that step. ``foreign``: another
-    version of ray-ulysses wrote it, and can load it."""
+    """``damaged``: the content differs from what was written. ``unreadable``: the storage returned an error, which may
+    be temporary. ``superseded``: a dead attempt committed the checkpoint after its successor had started from an
+    earlier step. ``foreign``: another version of ray-ulysses wrote the checkpoint and can load it."""
     attempt: int | None = None
-    """The attempt that committed what was examined; None if that can't be read."""
+    """Attempt that committed the checkpoint, or None if the manifest can't be read."""
 
     def __str__(self) -> str:
         verdict = {
             "damaged": "is damaged",
             "unreadable": "can't be read",
             "superseded": "is not part of the run",
-            "foreign": "is of another version",
+            "foreign": "was written by another version",
         }
-        return f"the checkpoint of step {self.step} {verdict[self.kind]} and not used: {self.reason}"
+        return f"the checkpoint of step {self.step} {verdict[self.kind]} and is not used: {self.reason}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """The checkpoint to resume from, and those passed over."""
+    """The checkpoint to resume from, and the newer checkpoints that can't be used."""
 
     manifest: Manifest | None
-    """The newest whole checkpoint; None if there is none."""
+    """Manifest of the newest intact checkpoint, or None if no checkpoint is intact."""
     damaged: tuple[Damage, ...] = ()
-    """Newer ones that can't be used, newest first."""
+    """Newer checkpoints that can't be used, newest first."""
 
 
 def committed_steps(store: Store) -> tuple[int, ...]:
-    """Return the steps that have a manifest, ascending."""
+    """Return all steps that have a manifest, in ascending order."""
     return committed_in(store.list(CHECKPOINT_FOLDER))
 
 
 def committed_in(keys: Iterable[str]) -> tuple[int, ...]:
-    """Return the steps whose manifest is among some keys, ascending (pure)."""
+    """Return all steps whose manifest is among `keys`, in ascending order."""
     matches = (CHECKPOINT_KEY.match(key) for key in keys)
     return tuple(sorted(int(match["step"]) for match in matches if match and match["name"] == MANIFEST_FILE))
 
 
 def for_each_step(steps: Iterable[int], look: Callable[[int], _Found]) -> list[_Found]:
-    """Return the results of a function for each step, in the order of the steps.
+    """Call `look` for each step and return the results in the same order.
 
-    It looks at many concurrently, since on an object store each waits for its answers.
+    The calls run in parallel, because each call waits for several requests if the store is an object store.
 
     Args:
-        steps: The steps.
-        look: It returns what is needed of a manifest and not the manifest itself: in a large world one takes tens of
-            megabytes, and a run may have a thousand.
+        steps: Steps to examine.
+        look: Function of a step. It should not return the manifest itself: at a large world size a manifest takes tens
+            of megabytes, and a run may have a thousand manifests.
     """
     with ThreadPoolExecutor(_MOST_THREADS, thread_name_prefix="ray-ulysses-steps") as threads:
         return list(threads.map(look, steps))
@@ -87,14 +87,14 @@ def for_each_step(steps: Iterable[int], look: Callable[[int], _Found]) -> list[_
 def newest_committed(
     store: Store, depth: Depth = "content", *, unless: Collection[int] = (), lineage: Lineage | None = None
 ) -> Choice:
-    """Return the newest checkpoint that is committed and whole; changes nothing.
+    """Find the newest committed checkpoint that is intact, without changing the store.
 
     Args:
-        store: The store that holds the checkpoints.
-        depth: How closely to look. A flipped byte is found by "content" alone, which reads every byte; after
-            "sizes" it is found while loading, and the caller chooses again without that step.
-        unless: Steps that are known not to be whole.
-        lineage: The run's attempts, where another store than this records them.
+        store: Checkpoint store.
+        depth: Depth of the examination. Only "content", which reads every byte, detects a flipped bit. After "sizes",
+            loading detects the flipped bit, and the caller must call this function again with the step in `unless`.
+        unless: Steps to skip because they are known to be damaged.
+        lineage: The run's attempts, if they are not recorded in `store`.
     """
     for _ in range(_MOST_LOOKS):
         whole, passed = None, []
@@ -109,12 +109,12 @@ def newest_committed(
         damaged = {damage.step for damage in passed if damage.kind == "damaged"}
         if not damaged or damaged.issubset(committed_steps(store)):
             break
-        # What retention has deleted since it was listed is not damaged, and something newer is there by now.
+        # A damaged step that is no longer listed was deleted by retention, which only follows a newer commit.
     return Choice(manifest=whole, damaged=tuple(passed))
 
 
 def examine(store: Store, step: int, depth: Depth = "content", lineage: Lineage | None = None) -> Manifest | Damage:
-    """Return a step's manifest if the checkpoint is whole and part of the run, else what is wrong with it."""
+    """Return the step's manifest if the checkpoint is intact and part of the run, or a `Damage` with the reason."""
     manifest = read_committed(store, step)
     if isinstance(manifest, Damage):
         return manifest
@@ -124,7 +124,7 @@ def examine(store: Store, step: int, depth: Depth = "content", lineage: Lineage 
         return Damage(step=step, reason=late, kind="superseded", attempt=manifest.attempt)
     folder = step_folder(step)
     try:
-        # One request instead of one per shard; shards that do not agree with it are examined one by one.
+        # One listing instead of one request per shard; shards whose listed size differs are examined individually.
         listed = store.sizes(folder) if depth == "sizes" else {}
     except OSError as error:
         return _unreadable(step, "its folder", error)
@@ -141,7 +141,7 @@ def examine(store: Store, step: int, depth: Depth = "content", lineage: Lineage 
 
 
 def read_committed(store: Store, step: int) -> Manifest | Damage:
-    """Return a step's manifest if it can be read and its shards hold the whole state, as far as it says."""
+    """Return the step's manifest if it is valid and its intervals cover the state; does not examine the shards."""
     try:
         manifest = read_manifest(store, step)
         manifest.check_cover()
@@ -155,17 +155,18 @@ def read_committed(store: Store, step: int) -> Manifest | Damage:
 
 
 def set_aside(store: Store, damage: Damage, *, attempt: int) -> None:
-    """Take a checkpoint out of the way, so that its step can be committed again.
+    """Remove a damaged checkpoint's manifest so that its step can be committed again.
 
-    Its manifest, and the reason, are kept in ``set-aside-<attempt>.json`` beside it; its shards stay
-    until retention takes them after the next commit. One that can't be read now is left alone: it is passed over,
-    and once this attempt has announced its start, it is no longer part of the run. So is one that somebody has
-    committed again since it was examined. Only the holder of the run may call.
+    The manifest and the reason are stored in ``set-aside-<attempt>.json`` in the step's folder. The shards stay until
+    retention deletes them after the next commit. Nothing is changed if the checkpoint is only unreadable, was written
+    by another version of ray-ulysses, or has been committed by another attempt since the examination; once the current
+    attempt has recorded its start, such a checkpoint is no longer part of the run. Only the process that holds the
+    run's claim may call this function.
 
     Args:
         store: The run's store.
-        damage: What was found.
-        attempt: The attempt that sets it aside.
+        damage: Result of the examination.
+        attempt: Number of the current attempt.
     """
     if damage.kind in ("unreadable", "foreign"):
         return
@@ -178,7 +179,7 @@ def set_aside(store: Store, damage: Damage, *, attempt: int) -> None:
     except OSError:
         manifest = None
     note = json.dumps({"reason": damage.reason, "kind": damage.kind, "manifest": manifest})
-    # A note of this attempt is there already if it was interrupted right here before.
+    # The note already exists if an earlier call was interrupted before the deletion below.
     create_if_absent(store, note_key(damage.step, attempt), note.encode())
     store.delete(key)
 

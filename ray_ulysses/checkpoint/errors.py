@@ -1,4 +1,4 @@
-"""Checkpoint errors, one class for each way in which the caller reacts."""
+"""Checkpoint errors, with one class per reaction of the caller."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from ray_ulysses.errors import FinalError, RunError
 
 
 class CheckpointError(RunError):
-    """A checkpoint could not be saved or loaded; every rank raises the same text."""
+    """A checkpoint could not be saved or loaded; every rank raises the same message."""
 
     reason: str | None = None
-    """Why it could not be saved, without the advice that is for checkpoints on storage."""
+    """Why the save failed, without the advice about storage, which does not apply to peer memory."""
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A committed checkpoint is not what was written: the one before it is to be taken."""
+    """A committed checkpoint is damaged; the caller should fall back to the previous checkpoint."""
 
 
 class UnreadableCheckpointError(CheckpointError):
-    """The storage does not give a committed checkpoint now; that may pass."""
+    """The storage returned an error for a committed checkpoint; the failure may be temporary."""
 
 
 class StorageFailedError(CheckpointError, FinalError):
-    """Saves have failed more often, and for longer, than the run tolerates; the next attempt's would as well."""
+    """Saves have failed too often and for too long; a new attempt would not help."""
 
 
 class FencedError(CheckpointError):
-    """A newer attempt has begun; this one must not commit or delete anything."""
+    """A newer attempt has started, so this attempt must not commit or delete anything."""

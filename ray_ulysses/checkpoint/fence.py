@@ -1,9 +1,9 @@
-"""Fencing of attempts: a dead attempt's late writes are never loaded, and it never deletes anything.
+"""Fencing of attempts: late writes of a dead attempt are never loaded, and a dead attempt never deletes anything.
 
-An attempt claims ``attempts/0003.claimed`` before it looks for what to resume from, and creates
-``attempts/0003.from-00000010`` once it has chosen. Both are created if absent, are empty,
-and stay. The lineage follows from their names alone: a checkpoint beyond the step from which a later attempt
-started is not part of the run, whenever it was committed.
+An attempt creates ``attempts/0003.claimed`` before it looks for a checkpoint, and ``attempts/0003.from-00000010`` once
+it has chosen the checkpoint of step 10. Both files are created atomically and never deleted, and only their names
+matter. If a later attempt started from step 10, checkpoints of earlier attempts beyond step 10 are not part of the
+run, no matter when they were committed.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from ray_ulysses.storage.store import create_if_absent
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lineage:
-    """The attempts of a run, and the start of each that has announced one."""
+    """The attempts of a run and the steps that they started from."""
 
     newest_attempt: int
-    """Largest number that was claimed; 0 if none was."""
+    """Largest claimed attempt number, or 0 if no attempt was claimed."""
     started_from: dict[int, int]
-    """Step from which each attempt started, by its number."""
+    """Step from which each attempt started, by attempt number; an attempt is absent until it records its start."""
 
     def holds(self, step: int, attempt: int) -> bool:
-        """Return whether a checkpoint that an attempt committed at a step is part of the run (pure)."""
+        """Return whether the checkpoint of `step`, committed by `attempt`, is part of the run."""
         return all(start >= step for later, start in self.started_from.items() if later > attempt)
 
 
 def lineage_of(keys: Iterable[str]) -> Lineage:
-    """Return the lineage that the names of the attempts' files give (pure); other keys are ignored."""
+    """Return the lineage that the attempts' files record; ignores other keys."""
     newest = 0
     started: dict[int, int] = {}
     for key in keys:
@@ -41,37 +41,37 @@ def lineage_of(keys: Iterable[str]) -> Lineage:
             newest = max(newest, attempt)
             if match["step"] is not None:
                 step = int(match["step"])
-                # An attempt starts once; of two files the smaller step is the one that hides less.
+                # An attempt starts once. If there are two files all the same, the smaller step is safer.
                 started[attempt] = min(step, started.get(attempt, step))
     return Lineage(newest_attempt=newest, started_from=started)
 
 
 def read_lineage(store: Store) -> Lineage:
-    """Return the attempts that a store knows."""
+    """Return the lineage that the store records."""
     return lineage_of(store.list(ATTEMPT_FOLDER))
 
 
 def claim_attempt(store: Store, attempt: int) -> bool:
-    """Announce an attempt before it looks for what to resume from; one rank calls.
+    """Claim an attempt number, before the attempt looks for a checkpoint; only one rank calls this function.
 
     Returns:
         Whether the number was free.
 
     Raises:
-        OSError: The store can't be written.
+        OSError: The store is not writable.
     """
     return create_if_absent(store, claim_key(attempt), b"\n")
 
 
 def start_attempt(store: Store, attempt: int, step: int) -> None:
-    """Announce from which step an attempt starts, before it trains; one rank calls.
+    """Record the step from which an attempt starts, before training; only one rank calls this function.
 
     Raises:
-        OSError: The store can't be written.
+        OSError: The store is not writable.
     """
     create_if_absent(store, start_key(attempt, step), b"\n")
 
 
 def is_overtaken(store: Store, attempt: int) -> bool:
-    """Return whether a newer attempt has been claimed; this one must then neither commit nor delete."""
+    """Return whether a newer attempt was claimed, in which case `attempt` must neither commit nor delete."""
     return read_lineage(store).newest_attempt > attempt

@@ -1,8 +1,8 @@
-"""Arithmetic on intervals of flat tensors: sharding, coverage, and the reads for another world size.
+"""Arithmetic on intervals of flattened tensors: sharding, coverage, and the reads for another world size.
 
-Everything here is pure. A tensor is seen as its exact flat form, without padding. A rank holds the half-open
-interval [start, stop) of it, and a checkpoint is a set of such intervals that covers every tensor once.
-Loading at another world size is then an intersection of the wanted intervals with the stored ones.
+All functions are pure. Tensors are flattened without padding. Each rank owns a half-open interval [start, stop) of a
+tensor, and a checkpoint is a set of intervals that covers every tensor exactly once. To load at another world size, a
+rank intersects the intervals that it needs with the stored intervals.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 
 class Interval(NamedTuple):
-    """Elements [start, stop) of one flat tensor.
+    """Elements [start, stop) of a flattened tensor.
 
-    A tuple, since a large world has hundreds of thousands of them, and a frozen dataclass takes five times as long to
-    make.
+    This is a tuple because a large world size has hundreds of thousands of intervals, and a frozen dataclass takes five
+    times as long to create.
     """
 
     key: str
@@ -27,42 +27,44 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Read:
-    """One contiguous part to copy from a stored interval to a wanted one."""
+    """A contiguous range of elements to copy from a stored interval to a wanted interval."""
 
     wanted: int
+    """Index of the wanted interval."""
     stored: int
+    """Index of the stored interval."""
     start: int
-    """First element, counted in the whole tensor."""
+    """Index of the first element in the flattened tensor."""
     stop: int
 
 
 class CoverError(ValueError):
-    """Intervals don't hold every element exactly once; the text says where."""
+    """Some elements of a tensor are missing or stored twice."""
 
 
 def partition(num_elements: int, world_size: int, rank: int) -> tuple[int, int]:
     """Return the interval [start, stop) that ZeRO-3 assigns to a rank, without padding.
 
-    Every rank holds ceil(num_elements / world_size) elements, the last ones fewer or none.
+    Each rank gets ceil(num_elements / world_size) elements; the last ranks may get fewer or none.
     """
     size = -(-num_elements // world_size)
     return min(rank * size, num_elements), min((rank + 1) * size, num_elements)
 
 
 def check_cover(num_elements: Mapping[str, int], intervals: Sequence[Interval]) -> None:
-    """Check that intervals hold every element of every tensor exactly once.
+    """Check that the intervals contain each element of each tensor exactly once.
 
     Args:
-        num_elements: The tensors' sizes, by key.
-        intervals: What is held, in any order.
+        num_elements: Number of elements of each tensor, by key.
+        intervals: Stored intervals, in any order.
 
     Raises:
-        CoverError: An element is missing or held twice, or an interval belongs to no tensor.
+        CoverError: An element is missing or stored twice, or an interval belongs to an unknown tensor.
     """
     by_key: dict[str, list[Interval]] = {key: [] for key in num_elements}
     for interval in intervals:
         if interval.key not in by_key:
-            raise CoverError(f"{interval.key} is stored but belongs to no tensor of the state")
+            raise CoverError(f"{interval.key} is stored, but the state has no such tensor")
         by_key[interval.key].append(interval)
     for key, held in by_key.items():
         reached = 0
@@ -78,14 +80,14 @@ def check_cover(num_elements: Mapping[str, int], intervals: Sequence[Interval]) 
 
 
 def plan_reads(wanted: Sequence[Interval], stored: Sequence[Interval]) -> tuple[Read, ...]:
-    """Return what to copy so that every wanted element arrives exactly once.
+    """Return the reads that fill each wanted element exactly once.
 
     Args:
-        wanted: The intervals that a rank needs.
-        stored: The intervals that a checkpoint holds; they don't overlap (`check_cover`).
+        wanted: Intervals that a rank needs.
+        stored: Intervals in the checkpoint, which must not overlap (see `check_cover`).
 
     Returns:
-        The reads in the order of the stored intervals, so that a file is read from front to back.
+        The reads, ordered by stored interval so that files are read from front to back.
 
     Raises:
         CoverError: A wanted element is not stored.

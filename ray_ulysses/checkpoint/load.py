@@ -1,7 +1,6 @@
-"""Loads parts at any world size: intersects what is wanted with what is stored and reads only those bytes.
+"""Checkpoint loading at any world size: each rank reads only the bytes of its own parts.
 
-Every byte is verified while it is read. Nothing is unpickled, and no tensor is ever whole on a rank that does not hold
-it whole.
+Every byte is verified while it is read. Nothing is unpickled, and no rank materializes more of a tensor than its part.
 """
 
 from __future__ import annotations
@@ -39,49 +38,49 @@ from ray_ulysses.storage.store import StoredFile
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadRange:
-    """Whole blocks of one stored interval, and which of their bytes go where."""
+    """Complete blocks of a stored interval to read, and the bytes within them that fill a part."""
 
     stored: StoredInterval
     start: int
-    """First byte that is read, counted in the interval; on a block's border."""
+    """Byte offset in the interval at which the read starts; a multiple of the block size."""
     stop: int
-    """The byte after the last."""
+    """Byte offset in the interval at which the read ends, exclusive."""
     wanted: int
     """Index of the part to fill."""
     first: int
-    """First byte that is wanted, counted in the interval."""
+    """Byte offset in the interval of the first byte to copy."""
     last: int
-    """The byte after the last one wanted."""
+    """Byte offset in the interval at which the copy ends, exclusive."""
     target: int
-    """Where the first wanted byte goes, in bytes of the part."""
+    """Byte offset in the part at which the copied bytes are placed."""
 
     @property
     def is_exact(self) -> bool:
-        """True if every byte that is read is wanted."""
+        """Whether all bytes that are read are copied."""
         return (self.start, self.stop) == (self.first, self.last)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """Bytes of one file that are read in one go."""
+    """A contiguous range of a file that is read with one request."""
 
     shard: ShardEntry
     offset: int
-    """Its first byte."""
+    """Byte offset in the file."""
     num_bytes: int
     ranges: tuple[ReadRange, ...]
-    """Its parts, in the order of the file."""
+    """Ranges that the batch consists of, in file order."""
 
 
 def plan_batches(
     reads: Sequence[Read], stored: Sequence[tuple[ShardEntry, StoredInterval]], starts: Sequence[int]
 ) -> list[Batch]:
-    """Return the reads, file by file from front to back, in batches of at most `CHUNK_BYTES`.
+    """Group reads into batches of at most `CHUNK_BYTES`, file by file and from front to back.
 
     Args:
-        reads: As `intervals.plan_reads` gives them: in the order of the stored intervals.
-        stored: The stored intervals with their files, in that order.
-        starts: First element of each wanted part.
+        reads: Result of `intervals.plan_reads`.
+        stored: Shard and position of each stored interval, indexed by `Read.stored`.
+        starts: Index of each wanted part's first element in its flattened tensor.
     """
     batches: list[Batch] = []
     held: list[ReadRange] = []
@@ -97,7 +96,7 @@ def plan_batches(
 
 
 def _ranges(read: Read, stored: StoredInterval, part_start: int) -> Iterator[ReadRange]:
-    """Yield a read in ranges of at most `CHUNK_BYTES`, which are a whole number of blocks."""
+    """Split a read into ranges of at most `CHUNK_BYTES` that consist of complete blocks."""
     item_bytes = stored.num_bytes // (stored.interval.stop - stored.interval.start)
     first = (read.start - stored.interval.start) * item_bytes
     last = (read.stop - stored.interval.start) * item_bytes
@@ -115,7 +114,7 @@ def _ranges(read: Read, stored: StoredInterval, part_start: int) -> Iterator[Rea
 
 
 def _joins(held: Sequence[ReadRange], read_range: ReadRange) -> bool:
-    """Return whether a range starts where the last one ends and the batch stays within its limit."""
+    """Return whether the range directly follows the last held range and the batch stays within `CHUNK_BYTES`."""
     if not held:
         return False
     end = held[-1].stored.offset + held[-1].stop
@@ -138,24 +137,24 @@ NUM_THREADS = 8
 def load_parts(
     store: Store, manifest: Manifest, parts: Sequence[TensorPart], messenger: RankMessenger | None = None
 ) -> int:
-    """Fill parts in place from a committed checkpoint.
+    """Fill this rank's parts in place from a committed checkpoint.
 
-    Only the blocks that hold wanted bytes are read, in parallel, and each is verified against its checksum. With a
-    messenger every rank must call.
+    Blocks that contain requested elements are read in parallel, and each block is verified against its checksum. If
+    `messenger` is given, all of its ranks must call this function.
 
     Args:
         store: The run's store.
-        manifest: The checkpoint's.
-        parts: What to fill: 1-D tensors, on any device, of the dtype that is stored.
-        messenger: Joins the ranks, so that a failure of one is raised by all.
+        manifest: Manifest of the checkpoint.
+        parts: 1-D tensors to fill, on any device and with the stored dtype.
+        messenger: Connects the ranks, so that all ranks raise if one fails.
 
     Returns:
-        How many bytes were read.
+        Number of bytes read.
 
     Raises:
-        DamagedCheckpointError: A file is missing or is not what was written.
-        UnreadableCheckpointError: The storage does not give a file, which may pass.
-        CheckpointError: A wanted element is not stored, or a dtype differs. The parts may have been filled in part.
+        DamagedCheckpointError: A file is missing or damaged.
+        UnreadableCheckpointError: The storage returned an error, which may be temporary.
+        CheckpointError: An element is not stored, or a dtype differs. Some parts may already be overwritten.
     """
     return _together(messenger, manifest.step, lambda: _load(store, manifest, parts))
 
@@ -169,27 +168,27 @@ def verify_rest(
     world_size: int = 1,
     messenger: RankMessenger | None = None,
 ) -> int:
-    """Verify what no rank had to load: headers, and tensors that are kept for others; every rank must call.
+    """Verify the headers, and the tensors that no rank loaded; all ranks must call this function.
 
-    The ranks share the bytes between them.
+    Each rank reads an equal share of the bytes.
 
     Args:
         store: The run's store.
-        manifest: The checkpoint's.
-        loaded: Keys whose part this rank has loaded; all ranks together have loaded such a key whole.
-        rank: This rank.
-        world_size: All ranks that load.
-        messenger: Joins the ranks, so that a failure of one is raised by all.
+        manifest: Manifest of the checkpoint.
+        loaded: Keys of the tensors that this rank loaded its part of. The ranks' parts together cover these tensors.
+        rank: Rank of this process.
+        world_size: Number of ranks.
+        messenger: Connects the ranks, so that all ranks raise if one fails.
 
     Returns:
-        How many bytes were read.
+        Number of bytes that this rank read.
 
     Raises:
-        DamagedCheckpointError: A file is missing or is not what was written.
-        UnreadableCheckpointError: The storage does not give a file, which may pass.
+        DamagedCheckpointError: A file is missing or damaged.
+        UnreadableCheckpointError: The storage returned an error, which may be temporary.
     """
     messenger = messenger if messenger is not None else SingleRankMessenger()
-    # One bit a key: a large world's names would be many megabytes.
+    # One bit per key, because the keys themselves would take many megabytes at a large world size.
     bits = {key: 1 << number for number, key in enumerate(manifest.state.tensors)}
     gathered = messenger.gather(sum(bits.get(key, 0) for key in set(loaded)))
     known = messenger.broadcast(None if gathered is None else reduce(or_, gathered))
@@ -207,7 +206,7 @@ def verify_rest(
 
 
 def _whole_intervals(manifest: Manifest, keys: frozenset[str]) -> list[Batch]:
-    """Return the batches of all stored intervals of these tensors."""
+    """Return batches that read all stored intervals of the tensors in `keys`."""
     stored = [(shard, entry) for shard in manifest.shards for entry in shard.intervals]
     reads = [
         Read(wanted=0, stored=number, start=entry.interval.start, stop=entry.interval.stop)
@@ -218,7 +217,7 @@ def _whole_intervals(manifest: Manifest, keys: frozenset[str]) -> list[Batch]:
 
 
 def _share(batches: Sequence[Batch], rank: int, world_size: int) -> list[Batch]:
-    """Return a rank's share of batches, neighbours to the same rank, each about as many bytes as the others (pure)."""
+    """Return the rank's contiguous share of the batches; shares have about the same number of bytes."""
     ends = list(accumulate(batch.num_bytes for batch in batches))
     total = ends[-1] if ends else 0
     return [
@@ -227,7 +226,7 @@ def _share(batches: Sequence[Batch], rank: int, world_size: int) -> list[Batch]:
 
 
 def _together(messenger: RankMessenger | None, step: int, read: Callable[[], int]) -> int:
-    """Read on every rank, and raise an error of one on all; return the number of bytes read here."""
+    """Call `read` on every rank and return its result; if it fails on one rank, raise on all ranks."""
     messenger = messenger if messenger is not None else SingleRankMessenger()
     problem, damage, unread, num_bytes = None, None, None, 0
     cause: Exception | None = None
@@ -255,18 +254,17 @@ def _together(messenger: RankMessenger | None, step: int, read: Callable[[], int
 
 
 def _load(store: Store, manifest: Manifest, parts: Sequence[TensorPart]) -> int:
-    """Plan the reads and carry them out."""
     for part in parts:
         spec = manifest.state.tensors.get(part.key)
         if spec is not None and spec.dtype != dtype_name(part.tensor.dtype):
             raise CoverError(
-                f"{part.key} is stored as {spec.dtype}, but {dtype_name(part.tensor.dtype)} is wanted; "
+                f"{part.key} is stored as {spec.dtype}, but the model uses {dtype_name(part.tensor.dtype)}; "
                 "resume with the model.dtype that the run started with"
             )
     stored = [(shard, entry) for shard in manifest.shards for entry in shard.intervals]
     reads = plan_reads([part.interval for part in parts], [entry.interval for _, entry in stored])
     batches = plan_batches(reads, stored, [part.start for part in parts])
-    # Tensors that are not on the host are all on the rank's own device.
+    # Parts are either on the host or on this rank's only device.
     device = max((part.tensor.device for part in parts), key=lambda one: one.type != "cpu", default=torch.device("cpu"))
     with _Reader(store, step_folder(manifest.step), batches, device) as reader:
         for batch, job in [(batch, reader.submit(batch, parts)) for batch in batches]:
@@ -275,7 +273,7 @@ def _load(store: Store, manifest: Manifest, parts: Sequence[TensorPart]) -> int:
 
 
 class _Reader:
-    """Reads batches in parallel: each thread has a file of its own open, all share its checksums."""
+    """Thread pool that reads and verifies batches; each thread opens its own files, and checksum tables are shared."""
 
     def __init__(self, store: Store, folder: str, batches: Sequence[Batch], device: torch.device) -> None:
         self.num_bytes = sum(batch.num_bytes for batch in batches)
@@ -299,16 +297,16 @@ class _Reader:
         self._pool.shutdown(cancel_futures=True)
 
     def submit(self, batch: Batch, parts: Sequence[TensorPart] = ()) -> Future[int]:
-        """Read a batch on a thread of the pool; the future returns its size in bytes.
+        """Schedule the read of a batch; the future's result is the batch's size in bytes.
 
         Args:
-            batch: The batch.
-            parts: What its ranges fill; without any they are verified alone.
+            batch: Batch to read and verify.
+            parts: Parts that the batch's ranges fill. If empty, the bytes are only verified.
         """
         return self._pool.submit(self._read if parts else self._verify, batch, parts)
 
     def submit_header(self, shard: ShardEntry) -> Future[int]:
-        """Verify a header on a thread of the pool; the future returns its size in bytes."""
+        """Schedule the verification of a shard's header; the future's result is the header's size in bytes."""
         return self._pool.submit(self._verify_header, shard)
 
     def _verify_header(self, shard: ShardEntry) -> int:
@@ -322,7 +320,7 @@ class _Reader:
         return batch.num_bytes
 
     def _check(self, batch: Batch, content: memoryview) -> list[memoryview]:
-        """Verify a batch's bytes against their checksums, and return the bytes of each range."""
+        """Verify the content of a batch against the block checksums, and return the content of each range."""
         sums = self._sums[batch.shard.file]
         found = []
         for read_range in batch.ranges:
@@ -350,21 +348,20 @@ class _Reader:
         return batch.num_bytes
 
     def _fill(self, batch: Batch, content: memoryview) -> None:
-        """Read a batch's bytes."""
         if self._opened(batch.shard.file).read_into(batch.offset, content) < len(content):
             raise ShardDamage(f"{batch.shard.file} ends too early, in {batch.ranges[-1].stored.interval.key}")
 
     def _opened(self, name: str) -> StoredFile:
-        """Return a file; each thread holds one open, since batches come file by file."""
+        # One open file per thread is enough, because batches are ordered by file.
         if getattr(self._thread, "name", None) != name:
-            # The one before is closed as it is let go.
+            # The thread's previous file is closed when it is garbage-collected.
             self._thread.name, self._thread.file = name, self._store.open(f"{self._folder}/{name}")
         opened: StoredFile = self._thread.file
         return opened
 
 
 def _bytes_in_place(tensor: torch.Tensor) -> memoryview | None:
-    """Return a view of a tensor's memory as bytes, if it is contiguous in host memory."""
+    """Return a writable view of the tensor's bytes, or None if the tensor is not contiguous in host memory."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         return None
     return memoryview(tensor.detach().view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint. It is written last: a checkpoint exists once its manifest does."""
+"""Checkpoint manifests. The manifest is written after all shards, and its creation commits the checkpoint."""
 
 from __future__ import annotations
 
@@ -42,72 +42,72 @@ _Taken = TypeVar("_Taken")
 
 
 class ManifestError(RunError):
-    """A manifest can't be read; the text is the reason."""
+    """A manifest is missing, unreadable or invalid."""
 
 
 class ForeignManifestError(ManifestError):
-    """Another version of ray-ulysses wrote a manifest; nothing is wrong with it."""
+    """A valid manifest was written by another version of ray-ulysses."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointMeta:
-    """The training loop's part of a checkpoint, beside the model's state."""
+    """The training loop's part of a checkpoint, stored in addition to the model's state."""
 
     sp_size: Positive
-    """Ranks that shared a row. Loading depends neither on it nor on `ring_size` and `zero_stage`."""
+    """Number of ranks that shared a row. A checkpoint loads at any `sp_size`, `ring_size` and `zero_stage`."""
     cursor: Free
-    """Position in the data, as `data.cursor` writes it."""
+    """Position in the data, serialized by `data.cursor`."""
     digest: DigestText
-    """Sum of the data digests of all steps so far, 16 hexadecimal digits."""
+    """Sum of the data digests of all completed steps, as 16 hexadecimal digits."""
     tokens: Whole
-    """Supervised tokens trained on so far."""
+    """Number of supervised tokens in all completed steps."""
     config_fingerprint: Text = ""
-    """Hash of what may not change on resume."""
+    """Hash of the settings that must not change on resume."""
     versions: Mapping[str, Text] = field(default_factory=dict)
-    """Versions of the libraries that wrote it."""
+    """Versions of the installed libraries, by name."""
     ring_size: Positive = 1
     zero_stage: Annotated[int, Field(strict=True, ge=0, lt=4)] = 3
     metrics: Mapping[str, Annotated[float, Field(strict=True)]] = field(default_factory=dict)
-    """The step's numbers, such as ``loss`` and ``eval_loss``: retention keeps the best by one of them."""
+    """Metrics of the last step, such as ``loss`` and ``eval_loss``, by which retention finds the best checkpoints."""
     reason: Text = ""
-    """The trigger of the save: ``steps``, ``minutes``, ``request`` and so on."""
+    """Trigger of the save: ``steps``, ``minutes``, ``request`` and so on."""
     written_at: Seconds = 0.0
-    """When the state was taken, seconds since the Unix epoch."""
+    """Time at which the state was copied, in seconds since the Unix epoch."""
     run: Text = ""
     extra: Free = field(default_factory=dict)
-    """Further JSON values that the loop needs to resume."""
+    """Other JSON values that the training loop needs to resume."""
 
     @property
     def stage(self) -> str:
-        """Name of the stage that trained it; empty in a run without stages."""
+        """Name of the training stage, or an empty string if the run has no stages."""
         return str(self.extra.get("stage", ""))
 
     @property
     def measured(self) -> str:
-        """Identity of what its metrics were measured on."""
+        """Identity of the data on which the metrics were measured."""
         return str(self.extra.get("measured", ""))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointRef:
-    """Names a committed checkpoint."""
+    """Identity of a committed checkpoint."""
 
     step: Whole
-    """Completed steps that it holds."""
+    """Number of completed optimizer steps."""
     attempt: Positive
-    """The attempt that wrote it."""
+    """Number of the attempt that saved the checkpoint."""
     world_size: Positive
-    """Ranks that wrote it."""
+    """Number of ranks that saved the checkpoint."""
 
     @property
     def folder(self) -> str:
-        """Return its folder's key in the run's store."""
+        """Key of the checkpoint's folder in the run's store."""
         return step_folder(self.step)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """All that is needed to load a checkpoint at any world size."""
+    """The content of a manifest file, sufficient to load the checkpoint at any world size."""
 
     step: int
     attempt: int
@@ -118,19 +118,19 @@ class Manifest:
 
     @property
     def ref(self) -> CheckpointRef:
-        """Return the checkpoint's name."""
+        """Identity of the checkpoint."""
         return CheckpointRef(step=self.step, attempt=self.attempt, world_size=self.world_size)
 
     def check_cover(self) -> None:
-        """Check that the shards, as far as it says, hold every element of the state once; raises `CoverError`."""
+        """Raise `CoverError` unless the shards' intervals contain each element of the state exactly once."""
         sizes = {key: spec.num_elements for key, spec in self.state.tensors.items()}
         check_cover(sizes, [stored.interval for shard in self.shards for stored in shard.intervals])
 
     def to_bytes(self) -> bytes:
-        """Return the file: JSON with a checksum of everything else in it.
+        """Serialize the manifest to JSON that starts with a checksum of the remaining content.
 
         Raises:
-            ManifestError: The file could not be read back: the loop or the engine gave an invalid value.
+            ManifestError: The training loop or the engine set a field to an invalid value.
         """
         head = {
             "schema_version": SCHEMA_VERSION,
@@ -147,10 +147,10 @@ class Manifest:
             },
             "counters": dict(self.state.counters),
         }
-        # Through JSON once, since the checksum is of what a reader will see (tuples become lists, for one).
+        # Convert to JSON types, such as tuples to lists, because the validation below expects parsed JSON.
         head = json.loads(json.dumps(head))
         try:
-            # What can't be read back must not be committed.
+            # A manifest that fails validation on load must not be committed.
             _meta_from_json(head)
             _state_from_json(head)
         except ContentError as error:
@@ -159,11 +159,13 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Manifest:
-        """Read the file back; every field is checked, since the checksum does not say who wrote them.
+        """Parse and validate a manifest file.
+
+        Every field is validated, because a matching checksum does not prove that ray-ulysses wrote the file.
 
         Raises:
-            ForeignManifestError: Another version wrote it.
-            ManifestError: It is torn or altered, or a field is invalid.
+            ForeignManifestError: Another version of ray-ulysses wrote the file.
+            ManifestError: The file is truncated or altered, or a field is invalid.
         """
         return _read(content, _manifest_of)
 
@@ -187,7 +189,7 @@ class _State:
 class _Shard:
     file: str
     bytes: Whole
-    # Eight bytes are the header's own length.
+    # The first eight bytes of the header are its length field.
     header_bytes: Annotated[int, Field(strict=True, ge=9, lt=2**63)]
     header_xxh3: _Sum
     block_sums_xxh3: _Sum
@@ -206,12 +208,12 @@ class _Version:
 
 
 def _read(content: bytes, take: Callable[[Mapping[str, Any]], _Taken]) -> _Taken:
-    """Return what `take` makes of a file's fields, if the file is whole and its version is known."""
+    """Verify the checksum and version of a manifest file, and return the result of `take` for its fields."""
     try:
         values = json.loads(content)
         is_whole_file = isinstance(values, dict) and _has_checksum(content)
     except (ValueError, RecursionError) as error:
-        raise ManifestError("the manifest is torn or no JSON") from error
+        raise ManifestError("the manifest is truncated or is not JSON") from error
     if not is_whole_file:
         raise ManifestError("the manifest's checksum is wrong")
     try:
@@ -229,20 +231,20 @@ def _read(content: bytes, take: Callable[[Mapping[str, Any]], _Taken]) -> _Taken
 def _manifest_of(values: Mapping[str, Any]) -> Manifest:
     ref, meta = _facts_of(values)
     state, folder = _state_from_json(values), attempt_folder(ref.attempt)
-    # A large world has hundreds of thousands of intervals: what they need of a tensor is looked up once.
+    # Computed once per tensor, because a large world size has hundreds of thousands of intervals.
     sizes = {key: (spec.num_elements, spec.item_bytes) for key, spec in state.tensors.items()}
     shards, files = [], set[str]()
     for number, stored in enumerate(checked(adapter(_Shards), values).shards):
         shards.append(_entry(stored, f"shards[{number}]", folder, sizes))
         if stored.file in files:
-            raise ContentError(f"shards[{number}].file is {shown_value(stored.file)}, which another one has already")
+            raise ContentError(f"shards[{number}].file is {shown_value(stored.file)}, like that of another shard")
         files.add(stored.file)
     manifest = Manifest(
         step=ref.step, attempt=ref.attempt, world_size=ref.world_size, meta=meta, state=state, shards=tuple(shards)
     )
-    # What holds nothing needs no file.
+    # A state without tensors has no shards.
     if len(shards) != ref.world_size and (state.tensors or shards):
-        rule = f"shards are {len(shards)}, but each of {ref.world_size} ranks has written one"
+        rule = f"shards has {len(shards)} entries, but each of the {ref.world_size} ranks wrote one shard"
         try:
             manifest.check_cover()
         except CoverError as error:
@@ -259,16 +261,16 @@ def read_manifest(store: Store, step: int) -> Manifest:
     """Read the manifest of a committed step.
 
     Raises:
-        ManifestError: It is missing, torn, altered, or not readable by this version.
+        ManifestError: The manifest is missing, damaged, or from another version of ray-ulysses.
     """
     return _read_step(store, step, _manifest_of)
 
 
 def read_facts(store: Store, step: int) -> tuple[CheckpointRef, CheckpointMeta]:
-    """Read a committed step's manifest without its state and shards, which take most of the time.
+    """Read a committed step's manifest, skipping the validation of the state and shards, which is slow.
 
     Raises:
-        ManifestError: It is missing, torn, altered, or not readable by this version.
+        ManifestError: The manifest is missing, damaged, or from another version of ray-ulysses.
     """
     return _read_step(store, step, _facts_of)
 
@@ -284,14 +286,14 @@ def _read_step(store: Store, step: int, take: Callable[[Mapping[str, Any]], _Tak
     def take_of_step(values: Mapping[str, Any]) -> _Taken:
         found = checked(adapter(CheckpointRef), values).step
         if found != step:
-            raise ManifestError(f"the manifest in the folder of step {step} is of step {found}")
+            raise ManifestError(f"the manifest in the folder of step {step} belongs to step {found}")
         return take(values)
 
     return _read(content, take_of_step)
 
 
 def _meta_from_json(values: Mapping[str, Any]) -> CheckpointMeta:
-    # Callers may leave fields out; a file may not.
+    # The dataclass has defaults for callers, but a file must contain every field.
     missing = [one.name for one in fields(CheckpointMeta) if one.name not in values]
     if missing:
         raise ContentError(f"{missing[0]} is missing")
@@ -300,14 +302,9 @@ def _meta_from_json(values: Mapping[str, Any]) -> CheckpointMeta:
 
 
 def _encode(head: Mapping[str, Any], shards: Sequence[ShardEntry]) -> bytes:
-    """Return the file.
-
-    Args:
-        head: All but the shards.
-        shards: The shards.
-    """
-    # One call a shard, joined once: a single call would hold the interpreter's lock, and with it the training loop in
-    # another thread, for seconds in a large world.
+    """Serialize the fields in `head` and the shards to a manifest file."""
+    # One encoder call per shard: at a large world size, a single call would hold the GIL for seconds and block the
+    # training loop in another thread.
     pieces = [_ENCODER.encode(head)[:-1].encode(), b',"shards":[']
     for number, shard in enumerate(shards):
         pieces += [b"," if number else b"", _ENCODER.encode(_shard_to_json(shard)).encode()]
@@ -320,7 +317,7 @@ def _encode(head: Mapping[str, Any], shards: Sequence[ShardEntry]) -> bytes:
 
 
 def _has_checksum(content: bytes) -> bool:
-    """Return whether a file is what `_encode` returned."""
+    """Return whether the checksum matches the exact bytes that `_encode` wrote."""
     beginning = _BEGINNING.match(content)
     if beginning is None or not content.endswith(b"}\n"):
         return False
@@ -328,11 +325,6 @@ def _has_checksum(content: bytes) -> bool:
 
 
 def _state_from_json(values: Mapping[str, Any]) -> StateDescription:
-    """Return the state that a manifest describes.
-
-    Raises:
-        ContentError: A field is missing or wrong.
-    """
     state = checked(adapter(_State), values)
     for key, spec in state.tensors.items():
         try:
@@ -340,16 +332,16 @@ def _state_from_json(values: Mapping[str, Any]) -> StateDescription:
         except ValueError as error:
             raise ContentError(f"tensors.{shown_text(key)}.dtype: {error}") from error
         if num_bytes >= 2**63:
-            raise ContentError(f"tensors.{shown_text(key)}.shape is {list(spec.shape)}, more than any file can hold")
+            raise ContentError(f"tensors.{shown_text(key)}.shape is {list(spec.shape)}, which is too large for a file")
     groups, group_of = state.optimizer.groups, state.optimizer.group_of
     for name, number in group_of.items():
         if groups and number >= len(groups):
             raise ContentError(
-                f"optimizer.group_of.{shown_text(name)} is {number}, not one of the {len(groups)} groups"
+                f"optimizer.group_of.{shown_text(name)} is {number}, but there are only {len(groups)} groups"
             )
     homeless = [key for key in state.tensors if key.startswith("fp32/") and key.split("/", 1)[1] not in group_of]
     if groups and homeless:
-        raise ContentError(f"optimizer.group_of has no group for {shown_value(homeless[0].split('/', 1)[1])}")
+        raise ContentError(f"optimizer.group_of does not contain {shown_value(homeless[0].split('/', 1)[1])}")
     return StateDescription(
         tensors=state.tensors,
         tied=state.tied,
@@ -361,7 +353,8 @@ def _state_from_json(values: Mapping[str, Any]) -> StateDescription:
 
 
 def _shard_to_json(shard: ShardEntry) -> dict[str, Any]:
-    # Rows instead of objects: a large world has hundreds of thousands of them. Their offsets follow from the sizes.
+    # Lists are smaller than objects: a large world size has hundreds of thousands of intervals. Byte offsets are
+    # computed from the interval sizes.
     rows = [[stored.interval.key, stored.interval.start, stored.interval.stop] for stored in shard.intervals]
     return {
         "file": shard.file,
@@ -375,11 +368,11 @@ def _shard_to_json(shard: ShardEntry) -> dict[str, Any]:
 
 
 def _entry(shard: _Shard, place: str, folder: str, sizes: Mapping[str, tuple[int, int]]) -> ShardEntry:
-    """Return a shard whose file, intervals and size fit together."""
+    """Return the shard's entry after checking that its file name, intervals and size are consistent."""
     where, _, name = shard.file.rpartition("/")
     if where != folder or not _FILE_NAME.fullmatch(name):
         is_out = shard.file.startswith("/") or ".." in shard.file.split("/")
-        why = f"is no file in {folder}, where the manifest's own attempt writes"
+        why = f"is not a file in {folder}, the folder of the manifest's attempt"
         why = "is outside the checkpoint" if is_out else why
         raise ContentError(f"{place}.file is {shown_value(shard.file)}, which {why}")
     intervals = place_intervals(_intervals(shard, place, sizes), shard.header_bytes)
@@ -394,21 +387,21 @@ def _entry(shard: _Shard, place: str, folder: str, sizes: Mapping[str, tuple[int
     data_end = intervals[-1].offset + intervals[-1].num_bytes if intervals else shard.header_bytes
     if entry.sums_offset != data_end:
         whole = entry.num_bytes - entry.sums_offset + data_end
-        raise ContentError(f"{place}.bytes is {shard.bytes}, but its header, intervals and checksums come to {whole}")
+        raise ContentError(f"{place}.bytes is {shard.bytes}, but its header, intervals and checksums take {whole}")
     return entry
 
 
 def _intervals(shard: _Shard, place: str, sizes: Mapping[str, tuple[int, int]]) -> list[tuple[Interval, int]]:
-    """Return a shard's intervals with their sizes in bytes; each is inside its tensor, and no tensor appears twice."""
+    """Return each interval of a shard with its size in bytes; refuse unknown tensors, bad bounds and duplicates."""
     found, seen = [], set()
     for number, (key, start, stop) in enumerate(shard.intervals):
         size = sizes.get(key)
         if size is None:
-            why = "which is of no tensor of the state"
+            why = "but the state has no such tensor"
         elif not start <= stop <= size[0]:
-            why = f"not an interval of its {size[0]} elements"
+            why = f"but the tensor has {size[0]} elements"
         elif key in seen:
-            why = "whose tensor the shard holds already"
+            why = "but the shard already has an interval of this tensor"
         else:
             seen.add(key)
             found.append((Interval(key, start, stop), (stop - start) * size[1]))

@@ -1,4 +1,4 @@
-"""Exchange of small values between the ranks that save or load a checkpoint."""
+"""Exchange of small Python values between the ranks that save or load a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch.distributed as dist
 
 
 class RankMessenger(Protocol):
-    """Small Python values between live ranks; every rank must call each method, in the same order."""
+    """Collectives for small Python values; all ranks must call the same methods in the same order."""
 
     def gather(self, value: Any) -> list[Any] | None:
-        """Return every rank's value on rank 0, None elsewhere."""
+        """Return the values of all ranks on rank 0, and None on the other ranks."""
         ...
 
     def broadcast(self, value: Any) -> Any:
@@ -20,18 +20,18 @@ class RankMessenger(Protocol):
 
 
 class TorchRankMessenger:
-    """A messenger over a process group of CPU tensors.
+    """Messenger over a `torch.distributed` process group.
 
     Args:
-        group: A gloo group of all ranks; None is the default group. It must not be the group of the training's
-            collectives if those may be in flight at the same time.
+        group: Gloo group of all ranks, or None for the default group. Do not pass the group of training's collectives
+            if messages and these collectives can overlap.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
 
     def gather(self, value: Any) -> list[Any] | None:
-        """Return every rank's value on rank 0, None elsewhere."""
+        """Return the values of all ranks on rank 0, and None on the other ranks."""
         world_size = dist.get_world_size(self._group)
         values = [None] * world_size if dist.get_rank(self._group) == 0 else None
         dist.gather_object(value, values, group=self._group, group_dst=0)
@@ -45,25 +45,25 @@ class TorchRankMessenger:
 
 
 class SingleRankMessenger:
-    """The messenger of a world of one."""
+    """Messenger for a world size of 1, without a process group."""
 
     def gather(self, value: Any) -> list[Any] | None:
-        """Return the one value."""
+        """Return a list with `value`."""
         return [value]
 
     def broadcast(self, value: Any) -> Any:
-        """Return the one value."""
+        """Return `value`."""
         return value
 
 
 def agree(messenger: RankMessenger, problem: str | None) -> str | None:
-    """Return on every rank the problems of all ranks in one text, or None if there are none.
+    """Return the problems of all ranks as one text on every rank, or None if no rank has a problem.
 
-    Every rank must call; it keeps a rank that failed from leaving the others in a collective that never ends.
+    All ranks must call this function, so that a failed rank does not leave the others waiting in a collective.
 
     Args:
-        messenger: Joins the ranks.
-        problem: What went wrong on this rank.
+        messenger: Connects the ranks.
+        problem: Problem of this rank, or None if this rank succeeded.
     """
     gathered = messenger.gather(problem)
     agreed: str | None = messenger.broadcast(None if gathered is None else join_problems(gathered))
@@ -71,7 +71,7 @@ def agree(messenger: RankMessenger, problem: str | None) -> str | None:
 
 
 def join_problems(problems: list[str | None]) -> str | None:
-    """Return the problems by rank in one text, or None if there are none."""
+    """Return one text with the problem of each failed rank, or None if no rank has a problem."""
     said = [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem is not None]
     shown = said[:8] + [f"and {len(said) - 8} more ranks"] * (len(said) > 8)
     return "; ".join(shown) or None

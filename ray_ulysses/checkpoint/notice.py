@@ -1,46 +1,47 @@
-"""Decides when the announced end of a node makes a checkpoint due, from time, deadline and the last such save."""
+"""Decision whether a preemption notice makes a checkpoint due after a step."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 LEAST_PAUSE_S = 10.0
-"""Shortest time between two saves for one notice: a small model, whose save takes a moment, would otherwise be saved
-after every step, which pushes its older checkpoints out of ``checkpoint.keep_last``."""
+"""Minimum time between saves for the same notice, in seconds. Without this minimum, a small model would be saved after
+every step, and ``checkpoint.keep_last`` would delete its older checkpoints."""
 _CAUTION = 1.5
-"""The last save before a deadline is given this multiple of the time that the one before it took."""
+"""Time reserved for the last save before the deadline, as a multiple of the previous save's duration."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Notice:
-    """An announcement that a node is going to be taken away."""
+    """An announcement that a node will be preempted."""
 
     deadline: float | None = None
-    """When, in seconds since the epoch; None if unknown."""
+    """Time of the preemption, in seconds since the Unix epoch, or None if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NoticedSave:
-    """The newest state that was taken while a notice stood."""
+    """The latest save that a preemption notice triggered."""
 
     step: int
     taken_at: float
-    """When it was taken, monotonic seconds."""
+    """Time at which the state was copied, in seconds of the monotonic clock."""
     took_s: float | None = None
-    """Seconds from then to its commit; None as long as it is not committed."""
+    """Seconds from `taken_at` to the commit, or None while the checkpoint is not committed."""
 
 
 def notice_asks(last: NoticedSave | None, *, left_s: float | None, now: float, step_s: float) -> bool:
-    """Return whether a pending notice asks for a checkpoint after this step (pure).
+    """Return whether a pending preemption notice makes a checkpoint due after this step.
 
-    The first one is due at once. The next is due when as many seconds have gone by since its commit as it took
-    (`LEAST_PAUSE_S` at least), or after the last step whose state can still be committed before the deadline.
+    The first checkpoint is due immediately. Another checkpoint is due if the time since the last commit is at least as
+    long as the last save took, but no less than `LEAST_PAUSE_S`. The last checkpoint is due when a save after the next
+    step might miss the deadline.
 
     Args:
-        last: The newest state that was taken for this notice or one before it, without those whose save failed.
-        left_s: Seconds until the deadline; None if there is none.
-        now: Now, on the clock of `NoticedSave.taken_at`.
-        step_s: The longest that a step may be expected to take, in seconds.
+        last: Latest save for this notice or an earlier notice, ignoring failed saves, or None.
+        left_s: Seconds until the deadline, or None if the deadline is unknown.
+        now: Current time of the monotonic clock, in seconds.
+        step_s: Expected maximum duration of a step, in seconds.
     """
     if last is None:
         return True
@@ -50,6 +51,6 @@ def notice_asks(last: NoticedSave | None, *, left_s: float | None, now: float, s
         return True
     if left_s is None or left_s < last.took_s:
         return False
-    # After the next step it would be too late.
+    # A save after the next step would miss the deadline.
     last_chance_s = _CAUTION * last.took_s + step_s
     return left_s <= last_chance_s and last.taken_at < now + left_s - last_chance_s

@@ -1,4 +1,4 @@
-"""Decides which checkpoints are the best and which are kept, and deletes the others and what failed saves left."""
+"""Retention: selects the checkpoints to keep, and deletes other checkpoints and the remains of failed saves."""
 
 from __future__ import annotations
 
@@ -27,60 +27,60 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeepRules:
-    """The rules of retention; a checkpoint is kept if any rule keeps it."""
+    """Retention rules; a checkpoint is kept if at least one rule applies."""
 
     last: int
-    """How many of the newest are kept."""
+    """Number of newest checkpoints to keep."""
     every_steps: int | None = None
-    """Each whose step is a multiple; None for no such rule."""
+    """Keep every checkpoint whose step is a multiple of this number; None disables the rule."""
     best: int = 0
-    """How many are kept of each stage and its data, those with the lowest metric."""
+    """Number of checkpoints with the lowest `best_metric` to keep for each stage and evaluation data."""
     best_metric: str = "eval_loss"
-    """The metric: ``eval_loss`` or ``loss``."""
+    """``eval_loss`` or ``loss``."""
 
     def __post_init__(self) -> None:
         if self.last < 1:
-            raise ValueError(f"checkpoint.keep_last={self.last} would delete the only state there is; use 1 or more")
+            raise ValueError(f"checkpoint.keep_last={self.last} would delete every checkpoint; use 1 or more")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Committed:
-    """The facts of a checkpoint that retention decides by."""
+    """The manifest fields of a checkpoint that retention depends on."""
 
     attempt: int | None
-    """The attempt that committed it; None if its manifest can't be read: then all of it stays."""
+    """Attempt that committed the checkpoint, or None if the manifest can't be read; such a checkpoint is kept."""
     metrics: Mapping[str, float]
     stage: str = ""
-    """Name of the stage that trained it; empty in a run without stages."""
+    """Name of the training stage, or an empty string if the run has no stages."""
     measured: str = ""
-    """Identity of what its numbers were measured on."""
+    """Identity of the data on which the metrics were measured."""
 
     @property
     def group(self) -> tuple[str, str]:
-        """Return a key that is equal for checkpoints with comparable losses."""
+        """Grouping key, equal for checkpoints whose losses are comparable."""
         return self.stage, self.measured
 
 
 def steps_to_delete(committed: Mapping[int, Committed], *, newest: int, rules: KeepRules) -> tuple[int, ...]:
-    """Return the committed steps that are no longer needed, oldest first (pure).
+    """Return the committed steps that no rule keeps, in ascending order.
 
     Args:
-        committed: Checkpoints of the run, by step.
-        newest: The step that was committed just now; it and whatever is beyond it are kept.
-        rules: What is kept.
+        committed: The run's checkpoints, by step.
+        newest: Step that was just committed. This step and later steps are always kept.
+        rules: Retention rules.
 
     Raises:
         ValueError: `newest` is not committed.
     """
     if newest not in committed:
-        raise ValueError(f"step {newest} is not committed, so nothing may be deleted in its favour")
+        raise ValueError(f"step {newest} is not committed, so no other checkpoint may be deleted")
     kept = keep_reasons(committed, newest=newest, rules=rules)
-    # What can't be read now may be what a rule wants.
+    # A rule might apply to a checkpoint whose manifest can't be read.
     return tuple(sorted(step for step in committed if step not in kept and committed[step].attempt is not None))
 
 
 def keep_reasons(committed: Mapping[int, Committed], *, newest: int, rules: KeepRules) -> dict[int, tuple[str, ...]]:
-    """Return in words which rules keep each step (pure); a step that none keeps is left out."""
+    """Return a short description of the rules that keep each step; omits steps that no rule keeps."""
     older = sorted(step for step in committed if step <= newest)
     reasons: dict[int, list[str]] = {step: ["beyond the newest"] for step in committed if step > newest}
     for step in older[-rules.last :]:
@@ -94,10 +94,10 @@ def keep_reasons(committed: Mapping[int, Committed], *, newest: int, rules: Keep
 
 
 def best_steps(committed: Mapping[int, Committed], steps: Iterable[int], metric: str, num_steps: int) -> list[int]:
-    """Return the steps of each stage and its data with the lowest metric, best first; of equal ones the newer (pure).
+    """Return up to `num_steps` steps with the lowest metric per `Committed.group`, best first; ties favor later steps.
 
-    Losses of different stages do not compare, since their contexts and corpora differ, nor those from before a branch
-    with those after it, if other documents are held out since.
+    Losses are not comparable between stages, because contexts and corpora differ, or across a branch that changed the
+    held-out documents.
     """
     of_groups: dict[tuple[str, str], list[tuple[float, int]]] = {}
     for step in steps:
@@ -110,15 +110,15 @@ def best_steps(committed: Mapping[int, Committed], steps: Iterable[int], metric:
 def leftovers(
     keys: Iterable[str], committed: Mapping[int, int | None], *, attempt: int, newest: int
 ) -> tuple[str, ...]:
-    """Return the folders of shards that no manifest names (pure).
+    """Return the shard folders that no manifest refers to.
 
     Args:
-        keys: All keys under the checkpoints' folder.
-        committed: The attempt that each committed step's manifest names; None if it can't be read: its shards are
-            unknown then, so all of them stay.
-        attempt: The attempt that asks; folders of later ones are not its business.
-        newest: The step that this attempt has committed last. It saves in the order of its steps, so its own
-            shards beyond that may still be in progress, by ranks that are ahead of this one.
+        keys: All keys under the checkpoint folder.
+        committed: Attempt that committed each step. The attempt is None if the manifest can't be read, in which case
+            all shards of the step are kept.
+        attempt: Number of the current attempt; folders of later attempts are ignored.
+        newest: Step that the current attempt committed last. An attempt saves its steps in order, so its own shards
+            of later steps may belong to a save in progress, on ranks that are ahead of this one.
     """
     found = set()
     for key in keys:
@@ -134,39 +134,39 @@ def leftovers(
 
 
 class Retention:
-    """Deletes what a new checkpoint has made superfluous; used by one rank, one call at a time.
+    """Deletes checkpoints that are no longer needed; only one rank uses it, without concurrent calls.
 
     Args:
         store: The run's store.
-        rules: What is kept.
+        rules: Retention rules.
     """
 
     def __init__(self, store: Store, rules: KeepRules) -> None:
         self._store = store
         self._rules = rules
-        # A manifest of a large world takes a while to read, and does not change.
+        # A manifest does not change, and takes a while to read at a large world size.
         self._known: dict[int, Committed] = {}
-        # Keys under the checkpoints' folder; None where that is not known. Listing a thousand takes seconds.
+        # Keys under the checkpoint folder, or None if they must be listed; listing a thousand steps takes seconds.
         self._keys: frozenset[str] | None = None
 
     def forget(self) -> None:
-        """List everything again at the next call: a save that failed may have left something behind."""
+        """Discard the cached listing after a failed save, which may have left files behind."""
         self._keys = None
 
     def apply(self, newest: CheckpointRef) -> tuple[int, ...]:
-        """Delete what `newest` has made superfluous, after it was committed.
+        """Delete the checkpoints and leftover shards that are not needed after the commit of `newest`.
 
-        A checkpoint's manifest goes first, so that a death in between leaves it absent and not torn. An attempt that a
-        newer one has overtaken deletes nothing: what it takes for old may be what the other started from.
+        A checkpoint's manifest is deleted before its shards, so that an interruption leaves no damaged checkpoint. If a
+        newer attempt has started, nothing is deleted, because that attempt may have resumed from an old checkpoint.
 
         Returns:
-            The steps that were deleted.
+            The deleted steps, in ascending order.
 
         Raises:
-            OSError: Something could not be deleted; the next call tries again.
+            OSError: A deletion failed; the next call tries again.
         """
         store = self._store
-        # If anything fails, everything is listed again: this step would not be, beside later ones.
+        # If this call fails, the next one must list everything: an incremental listing would miss this step's keys.
         known, self._keys = self._keys, None
         lineage = read_lineage(store)
         if lineage.newest_attempt > newest.attempt:
@@ -175,13 +175,13 @@ class Retention:
         committed = self._committed(newest, committed_in(keys))
         alive = {step: found for step, found in committed.items() if _is_alive(lineage, step, found)}
         if newest.step not in alive:
-            raise OSError(f"the checkpoint of step {newest.step} was committed a moment ago and is not listed")
-        # Beyond the newest a dead one stays: its attempt may have been passed over because it could not be read.
+            raise OSError(f"the checkpoint of step {newest.step} was just committed, but the storage does not list it")
+        # A superseded checkpoint beyond `newest` stays, in case it was skipped only because it was unreadable.
         dead = {step for step in committed if step not in alive and step <= newest.step}
         deleted = tuple(sorted({*dead, *steps_to_delete(alive, newest=newest.step, rules=self._rules)}))
         for step in deleted:
             store.delete(manifest_key(step))
-            # Up to the newest, nobody is writing: an attempt saves in the order of its steps.
+            # No save of this step can be in progress, because an attempt saves its steps in order.
             self._delete(step_folder(step))
             self._known.pop(step, None)
         kept = {step: found.attempt for step, found in committed.items() if step not in deleted}
@@ -190,33 +190,33 @@ class Retention:
         for folder in dead_folders:
             self._delete(folder)
         if isinstance(store, LocalStore):
-            # What a process was writing when it was killed has no name that a listing shows.
+            # Listings do not show the temporary files of killed processes.
             sweep_temporaries(store.path(CHECKPOINT_FOLDER), store.root)
         self._keys = keys.difference(f"{folder}/" for folder in dead_folders)
         return deleted
 
     def _delete(self, folder: str) -> None:
-        """Delete a folder; of one that holds files of others, only what the run has written there."""
+        """Delete a folder, or only the run's own files if the folder contains files from elsewhere."""
         keys = self._store.list(folder)
         own = [key for key in keys if _is_own(key)]
         if len(own) == len(keys):
             self._store.delete(folder)
             return
-        _log.warning("%s: was written by something else, and stays; move it elsewhere", min({*keys} - {*own}))
+        _log.warning("%s: was not written by ray-ulysses and is not deleted; move it elsewhere", min({*keys} - {*own}))
         for key in own:
             self._store.delete(key)
 
     def _list(self, newest: CheckpointRef, known: frozenset[str] | None) -> frozenset[str]:
-        """Return the keys of manifests, and the folders of shards with a slash at their end.
+        """Return the keys under the checkpoint folder, with each shard's key replaced by its folder and a slash.
 
-        Nobody but this attempt writes checkpoints, and a newer one ends it.
+        Known keys stay valid, because only this attempt writes checkpoints until a newer attempt starts.
         """
         listed = self._store.list(CHECKPOINT_FOLDER if known is None else step_folder(newest.step))
         matches = ((key, SHARD_KEY.match(key)) for key in listed)
         return frozenset((*(known or ()), *(f"{match['folder']}/" if match else key for key, match in matches)))
 
     def _committed(self, newest: CheckpointRef, steps: Iterable[int]) -> dict[int, Committed]:
-        """Return the facts of committed steps; only manifests that are not known yet, and the newest, are read."""
+        """Return the manifest fields of the committed steps; reads only new manifests and that of `newest`."""
         self._known.pop(newest.step, None)
         unknown = [step for step in steps if step not in self._known]
         read = for_each_step(unknown, lambda step: read_committed_facts(self._store, step))
@@ -226,7 +226,7 @@ class Retention:
 
 
 def read_committed_facts(store: Store, step: int) -> Committed | None:
-    """Return the facts of a committed step; None if it was deleted since it was listed."""
+    """Return the manifest fields of a committed step, or None if its manifest no longer exists."""
     try:
         ref, meta = read_facts(store, step)
     except ManifestError as error:
@@ -235,7 +235,7 @@ def read_committed_facts(store: Store, step: int) -> Committed | None:
 
 
 def _is_own(key: str) -> bool:
-    """Return whether a key below the checkpoints' folder is one that a run writes (pure)."""
+    """Return whether a key under the checkpoint folder has the form of a file that a run writes."""
     found = CHECKPOINT_KEY.match(key)
     name = "" if found is None else found["name"]
     return SHARD_KEY.match(key) is not None or name == MANIFEST_FILE or NOTE_NAME.match(name) is not None
@@ -246,10 +246,11 @@ def _is_alive(lineage: Lineage, step: int, found: Committed) -> bool:
 
 
 def nameable(store: Store) -> dict[int, Committed]:
-    """Return the committed checkpoints that somebody can mean by a name, by step, ascending.
+    """Return the committed checkpoints that a reference such as ``latest`` can resolve to, by ascending step.
 
-    What a dead attempt committed late is not among them. One whose manifest is damaged, of another version or not given
-    now is, with no attempt and no numbers: a reference to it fails with that reason and never resolves to an older one.
+    Checkpoints that a dead attempt committed late are excluded. Checkpoints with a damaged, foreign or unreadable
+    manifest are included, without an attempt or metrics, so that a reference fails instead of resolving to an older
+    checkpoint.
     """
     lineage, steps = read_lineage(store), committed_steps(store)
     facts = for_each_step(steps, lambda step: read_committed_facts(store, step))
@@ -261,15 +262,15 @@ def nameable(store: Store) -> dict[int, Committed]:
 
 
 def unreadable(committed: Mapping[int, Committed]) -> tuple[int, ...]:
-    """Return the steps whose numbers are not known, ascending: any of them may be the best one (pure)."""
+    """Return the steps whose metrics are unknown, in ascending order; any of these may be the best checkpoint."""
     return tuple(sorted(step for step, found in committed.items() if found.attempt is None))
 
 
 def best_of(committed: Mapping[int, Committed]) -> int | None:
-    """Return the step of the lowest evaluation loss, of the lowest training loss where none was evaluated (pure).
+    """Return the step with the lowest evaluation loss, or training loss if no step was evaluated, or None.
 
-    It is one of the newest stage and data, since losses of others do not compare with theirs. Those that `unreadable`
-    returns are passed over, which the caller must report.
+    Only the newest checkpoint's stage and data are considered, because other losses are not comparable. Steps that
+    `unreadable` returns are skipped, and the caller must report them.
     """
     known = {step: found for step, found in committed.items() if found.attempt is not None}
     if not known:

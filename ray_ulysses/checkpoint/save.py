@@ -1,4 +1,4 @@
-"""Saves a checkpoint: every rank writes and checks its shard, then rank 0 commits the manifest."""
+"""Checkpoint saving: every rank writes and verifies its shard, then rank 0 commits the manifest."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ def save_checkpoint(
     obstacle: str | None = None,
     read_back: bool = True,
 ) -> CheckpointRef:
-    """Save the state after `step` steps; when it returns, the checkpoint is committed.
+    """Save and commit a checkpoint of the state after `step` steps.
 
-    Every rank must call, with the same `step`, `attempt` and `retry`.
+    All ranks must call this function, with the same `step`, `attempt` and `retry`.
 
     Args:
         store: The run's store.
-        step: Completed optimizer steps.
-        attempt: The attempt's number; its shards are in a folder of their own.
-        rank: This rank.
-        world_size: All ranks.
-        state: This rank's parts; the description of rank 0 is stored.
-        meta: What the loop adds; rank 0's is stored.
-        messenger: Joins the ranks.
-        retry: How often this attempt has tried this step before; a shard's name is never used twice.
-        obstacle: Why nothing may be committed now, if this rank knows a reason; every rank fails with it.
-        read_back: Whether to read a shard back once it is written; not needed where the store itself verifies it.
+        step: Number of completed optimizer steps.
+        attempt: Number of the current attempt.
+        rank: Rank of this process.
+        world_size: Number of ranks.
+        state: This rank's parts. Rank 0's description is stored.
+        meta: The training loop's part of the checkpoint. Rank 0's value is stored.
+        messenger: Connects the ranks.
+        retry: Number of earlier tries of this step by this attempt; makes shard names unique.
+        obstacle: Reason why this rank must not save; if set, every rank raises an error with the reason.
+        read_back: Whether to read and verify the shard after writing; not needed if the store verifies writes.
 
     Raises:
-        FencedError: A newer attempt has begun.
-        CheckpointError: A rank could not write, or the step was committed before. Every rank raises it with
-            the same text, nothing is committed, and checkpoints before it are untouched.
+        FencedError: A newer attempt has started.
+        CheckpointError: A rank could not write its shard, or another attempt has committed the step. All ranks raise
+            the same message, nothing is committed, and earlier checkpoints are intact.
     """
     shard, problem, cause = None, obstacle, None
     if obstacle is None:
@@ -69,7 +69,7 @@ def save_checkpoint(
     is_fenced = isinstance(cause, FencedError)
     problem, is_fenced, is_unused = messenger.broadcast((outcome.problem, is_fenced, outcome.is_unused))
     if shard is not None and is_unused:
-        # If that fails too, retention takes it later.
+        # If the deletion fails, retention deletes the shard later.
         with contextlib.suppress(OSError):
             store.delete(f"{step_folder(step)}/{shard.file}")
     if problem is not None:
@@ -81,8 +81,8 @@ def save_checkpoint(
 
 def _failed(step: int, problem: str) -> CheckpointError:
     error = CheckpointError(
-        f"the checkpoint of step {step} could not be saved: {problem}; the checkpoint before it is "
-        f"untouched. Make room or repair the storage, then start the same command again: it resumes there"
+        f"the checkpoint of step {step} could not be saved: {problem}; the previous checkpoint is intact. Free some "
+        f"space or repair the storage, then run the same command again to resume from the previous checkpoint"
     )
     error.reason = problem
     return error
@@ -91,7 +91,7 @@ def _failed(step: int, problem: str) -> CheckpointError:
 def _write_own(
     store: Store, step: int, file: str, state: ShardedState, *, read_back: bool
 ) -> tuple[ShardEntry | None, str | None, Exception | None]:
-    """Write this rank's shard and read it back; return the problem instead of raising, since the other ranks wait."""
+    """Write and verify this rank's shard; return a problem instead of raising it, because the other ranks wait."""
     try:
         shard = write_shard(store, step_folder(step), file, state.parts)
     except Exception as error:
@@ -109,20 +109,20 @@ class _Outcome:
     """The result of a commit."""
 
     problem: str | None = None
-    """What went wrong; None if the step is committed."""
+    """Reason of the failure, or None if the step is committed."""
     cause: Exception | None = None
     is_unused: bool = False
-    """Whether no manifest can name the shards of this try; they are kept where a commit's outcome is unknown."""
+    """Whether no manifest can refer to this try's shards; False if the outcome of the commit is unknown."""
 
 
 def _commit(store: Store, manifest: Manifest) -> _Outcome:
-    """Check that the shards hold the whole state and create the manifest."""
+    """Create the manifest after checking that the shards contain the complete state."""
     try:
         manifest.check_cover()
         _refuse_overtaken(store, manifest)
         content = manifest.to_bytes()
     except CoverError as error:
-        return _Outcome(problem=f"the shards do not hold the whole state ({error})", cause=error, is_unused=True)
+        return _Outcome(problem=f"the shards do not contain the complete state ({error})", cause=error, is_unused=True)
     except FencedError as error:
         return _Outcome(problem=str(error), cause=error, is_unused=True)
     except Exception as error:
@@ -130,21 +130,21 @@ def _commit(store: Store, manifest: Manifest) -> _Outcome:
     try:
         _create_manifest(store, manifest, content)
     except Exception as error:
-        # The answer may have been lost and not the manifest.
+        # The store may have created the manifest although its response was lost.
         found = _stored_bytes(store, manifest.step)
         if found == content:
             return _Outcome()
         if isinstance(error, AlreadyExistsError):
             if _is_own(store, manifest):
                 return _Outcome(is_unused=True)
-            problem = f"step {manifest.step} is committed already, by another attempt"
+            problem = f"another attempt has already committed step {manifest.step}"
             return _Outcome(problem=problem, cause=error, is_unused=found is not None)
         return _Outcome(problem=f"the manifest could not be written ({error})", cause=error)
     return _Outcome()
 
 
 def _is_own(store: Store, manifest: Manifest) -> bool:
-    """Return whether an earlier try of this attempt committed the step and its answer was lost."""
+    """Return whether an earlier try of this attempt committed the step although the store's response was lost."""
     try:
         found = examine(store, manifest.step, "sizes")
     except OSError:
@@ -158,13 +158,13 @@ def _create_manifest(store: Store, manifest: Manifest, content: bytes) -> None:
     except AlreadyExistsError:
         if _stored_bytes(store, manifest.step) == content:
             return
-        # A dead attempt's late commit is in the way of the one that trained these steps again.
+        # A dead attempt's late commit must not block the attempt that repeated these steps.
         _clear_dead(store, manifest)
         store.create(manifest_key(manifest.step), [content])
 
 
 def _stored_bytes(store: Store, step: int) -> bytes | None:
-    """Return a step's manifest as it is stored; None if there is none, or if it can't be read now."""
+    """Return the content of a step's manifest, or None if the manifest can't be read."""
     try:
         return store.read_whole(manifest_key(step))
     except OSError:
@@ -174,20 +174,20 @@ def _stored_bytes(store: Store, step: int) -> bytes | None:
 def _refuse_overtaken(store: Store, manifest: Manifest) -> None:
     if is_overtaken(store, manifest.attempt):
         raise FencedError(
-            f"the checkpoint of step {manifest.step} is not committed: a newer attempt than attempt {manifest.attempt} "
-            "has taken the run over; no action is needed, this attempt ends"
+            f"the checkpoint of step {manifest.step} is not committed: an attempt newer than attempt "
+            f"{manifest.attempt} has taken over the run; no action is needed, because this attempt ends"
         )
 
 
 def _clear_dead(store: Store, manifest: Manifest) -> None:
-    """Set aside what an earlier attempt committed after this one had started before that step.
+    """Set aside an earlier attempt's checkpoint of the same step if it is not part of the run.
 
     Raises:
-        AlreadyExistsError: It is part of the run, or can't be read.
+        AlreadyExistsError: The checkpoint is part of the run, or its manifest can't be read.
     """
     found = read_committed(store, manifest.step)
     if not isinstance(found, Manifest) or read_lineage(store).holds(manifest.step, found.attempt):
         raise AlreadyExistsError(f"step {manifest.step} has a manifest")
-    reason = f"attempt {manifest.attempt} trained this step again, attempt {found.attempt} had ended before it"
+    reason = f"attempt {manifest.attempt} repeated this step, because attempt {found.attempt} had ended before it"
     damage = Damage(step=manifest.step, reason=reason, kind="superseded", attempt=found.attempt)
     set_aside(store, damage, attempt=manifest.attempt)

@@ -1,9 +1,9 @@
-"""One rank's shard: a safetensors file of 1-D parts with a checksum for each block, written from front to back.
+"""Checkpoint shards: one safetensors file per rank, with 1-D tensors and a checksum for each block.
 
-Format: https://huggingface.co/docs/safetensors (8 bytes header length, JSON header, data). It is written
-here part by part, and read by byte range, so that nothing but what is wanted is read. The last tensor,
-``block_sums``, holds the checksums of all blocks before it; the manifest holds the checksums of it and of the
-header. Nothing is pickled.
+Format: https://huggingface.co/docs/safetensors (8-byte header length, JSON header, data). Shards are written part by
+part and read by byte range, so that a reader fetches only the bytes that it needs. The last tensor, ``block_sums``,
+contains the checksums of all preceding blocks. The manifest contains the checksums of ``block_sums`` and of the header.
+Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -30,44 +30,44 @@ assert CHUNK_BYTES % BLOCK_BYTES == 0
 
 
 class ShardDamage(ValueError):
-    """A stored shard is not what was written; the text names file, tensor and bytes."""
+    """A stored shard is damaged; the message specifies the file, tensor and byte range."""
 
 
 class StoredInterval(NamedTuple):
-    """The place of an interval in its shard; a tuple as an `Interval` is."""
+    """Position of an interval in its shard; a tuple for the same reason as `Interval`."""
 
     interval: Interval
     offset: int
-    """Its first byte, counted from the file's beginning."""
+    """Byte offset of the interval in the file."""
     num_bytes: int
     first_block: int
-    """The shard's number of its first block."""
+    """Index of the interval's first block in the shard's checksum table."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardEntry:
-    """The manifest's entry of one shard."""
+    """A shard's entry in the manifest."""
 
     file: str
-    """Its key, relative to the checkpoint's folder."""
+    """Key of the shard, relative to the checkpoint's folder."""
     num_bytes: int
     header_bytes: int
-    """Where the data begin."""
+    """Size of the header, including the length field; the data starts at this offset."""
     header_sum: int
-    """Checksum of the header and its length field."""
+    """Checksum of the header, including the length field."""
     sums_sum: int
-    """Checksum of the table of block checksums, which ends the file."""
+    """Checksum of the table of block checksums at the end of the file."""
     intervals: tuple[StoredInterval, ...]
-    """What it holds, in the order of the file."""
+    """Intervals in the shard, in file order."""
 
     @property
     def sums_offset(self) -> int:
-        """Return where the table of block checksums begins."""
+        """Byte offset of the table of block checksums."""
         return self.num_bytes - table_bytes(stored.num_bytes for stored in self.intervals)
 
 
 def place_intervals(intervals: Sequence[tuple[Interval, int]], header_bytes: int) -> tuple[StoredInterval, ...]:
-    """Return the places of intervals of given sizes in bytes, one after the other behind the header (pure)."""
+    """Return the positions in the file of intervals with the given sizes in bytes, stored after the header."""
     sizes = [size for _, size in intervals]
     offsets = accumulate(sizes, initial=header_bytes)
     blocks = accumulate((num_blocks(size) for size in sizes), initial=0)
@@ -78,16 +78,16 @@ def place_intervals(intervals: Sequence[tuple[Interval, int]], header_bytes: int
 
 
 def write_shard(store: Store, folder: str, file: str, parts: Sequence[TensorPart]) -> ShardEntry:
-    """Write one rank's parts durably and return the shard's entry.
+    """Write a rank's parts to a new, durable shard and return its manifest entry.
 
     Args:
-        store: Where to.
-        folder: The checkpoint's folder.
-        file: The shard's key, relative to it; it must be new.
-        parts: 1-D parts with different keys; empty ones are left out.
+        store: The run's store.
+        folder: Key of the checkpoint's folder.
+        file: Key of the new shard, relative to `folder`.
+        parts: 1-D parts with distinct keys; empty parts are skipped.
 
     Raises:
-        OSError: It could not be written; then nothing appears under its name.
+        OSError: The write failed, and no file was created.
     """
     parts = [part for part in parts if part.tensor.numel() > 0]
     header, intervals = _layout(tuple((part.key, part.start, part.tensor.numel(), part.tensor.dtype) for part in parts))
@@ -110,28 +110,28 @@ def read_sums(store: Store, folder: str, entry: ShardEntry) -> bytes:
     """Read a shard's table of block checksums.
 
     Raises:
-        ShardDamage: The file has another size or the table is not what was written.
-        OSError: It can't be read.
+        ShardDamage: The file has the wrong size, or the table is damaged.
+        OSError: The file can't be read.
     """
     with store.open(f"{folder}/{entry.file}") as file:
         _check_size(file, entry)
         values = bytes(file.read_at(entry.sums_offset, entry.num_bytes - entry.sums_offset))
     if checksum(values) != entry.sums_sum:
-        raise ShardDamage(f"{entry.file}: the table of checksums is wrong (from byte {entry.sums_offset} on)")
+        raise ShardDamage(f"{entry.file}: the table of checksums is damaged (from byte {entry.sums_offset} on)")
     return values
 
 
 def find_damage(store: Store, folder: str, entry: ShardEntry, *, read_content: bool) -> str | None:
-    """Return what is wrong with a stored shard, or None if it is whole.
+    """Describe the damage to a stored shard, or return None if the shard is intact.
 
     Args:
-        store: Where it is.
-        folder: The checkpoint's folder.
-        entry: What the manifest says about it.
-        read_content: Read every byte and compare checksums; otherwise the size alone is compared.
+        store: The run's store.
+        folder: Key of the checkpoint's folder.
+        entry: The shard's entry in the manifest.
+        read_content: Whether to read every byte and compare checksums. If False, only the size is compared.
 
     Raises:
-        OSError: It can't be read, which does not mean that it is damaged.
+        OSError: The shard can't be read, which does not mean that it is damaged.
     """
     try:
         if read_content:
@@ -148,11 +148,11 @@ def find_damage(store: Store, folder: str, entry: ShardEntry, *, read_content: b
 
 
 def verified_chunks(store: Store, folder: str, entry: ShardEntry) -> Iterator[int]:
-    """Read a whole shard and verify every byte; yield how many were read, chunk by chunk.
+    """Read a shard completely, verify every byte, and yield the number of bytes in each chunk.
 
     Raises:
-        ShardDamage: It is not what was written.
-        OSError: It can't be read.
+        ShardDamage: The shard is damaged.
+        OSError: The shard can't be read.
     """
     sums = read_sums(store, folder, entry)
     yield len(sums)
@@ -169,11 +169,11 @@ def verified_chunks(store: Store, folder: str, entry: ShardEntry) -> Iterator[in
 
 
 def check_header(file: StoredFile, entry: ShardEntry) -> int:
-    """Read the header at the beginning of a shard, verify its checksum, and return its size in bytes.
+    """Read and verify the header at the start of a shard, and return the header's size in bytes.
 
     Raises:
-        ShardDamage: It is not what was written.
-        OSError: It can't be read.
+        ShardDamage: The header is damaged.
+        OSError: The shard can't be read.
     """
     header = file.read(entry.header_bytes)
     if checksum(header) != entry.header_sum:
@@ -182,17 +182,17 @@ def check_header(file: StoredFile, entry: ShardEntry) -> int:
 
 
 def check_blocks(entry: ShardEntry, stored: StoredInterval, sums: bytes, content: Buffer, start: int) -> None:
-    """Verify bytes of an interval against their checksums.
+    """Verify blocks of an interval against their checksums.
 
     Args:
-        entry: The shard.
-        stored: The interval.
-        sums: The shard's checksums.
-        content: What was read: whole blocks.
-        start: Where they begin, in bytes from the interval's first.
+        entry: The shard's entry in the manifest.
+        stored: Position of the interval in the shard.
+        sums: The shard's table of block checksums.
+        content: Content of complete blocks.
+        start: Byte offset of `content` in the interval.
 
     Raises:
-        ShardDamage: They are not what was written; the text names the first wrong block.
+        ShardDamage: A block is damaged; the message specifies the first damaged block.
     """
     assert start % BLOCK_BYTES == 0
     wrong = first_wrong(sums, content, stored.first_block + start // BLOCK_BYTES)
@@ -203,7 +203,7 @@ def check_blocks(entry: ShardEntry, stored: StoredInterval, sums: bytes, content
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return a tensor's bytes in host memory; a copy only if it lives elsewhere."""
+    """Return the bytes of a tensor, without copying a contiguous tensor in host memory."""
     import torch
 
     flat = tensor.detach().to("cpu").contiguous().view(torch.uint8)
@@ -218,11 +218,11 @@ def _check_size(file: StoredFile, entry: ShardEntry) -> None:
 def safetensors_header(
     tensors: Iterable[tuple[str, torch.dtype, Sequence[int], int]], metadata: Mapping[str, str]
 ) -> bytes:
-    """Return the length field and the JSON header of a safetensors file, padded with spaces to align the data (pure).
+    """Return the length field and JSON header of a safetensors file, padded with spaces to align the data.
 
     Args:
-        tensors: Name, dtype, shape and size in bytes of each tensor, in the order of the file.
-        metadata: Other facts.
+        tensors: Name, dtype, shape and size in bytes of each tensor, in file order.
+        metadata: Content of the ``__metadata__`` field.
     """
     fields: dict[str, object] = {"__metadata__": dict(metadata)}
     offset = 0
@@ -237,7 +237,7 @@ def safetensors_header(
 
 @lru_cache(maxsize=4)
 def _layout(held: tuple[tuple[str, int, int, torch.dtype], ...]) -> tuple[bytes, tuple[StoredInterval, ...]]:
-    """Return a shard's header, and where its intervals are; a rank's are the same after every step.
+    """Return a shard's header and the positions of its intervals; cached, because all of a rank's shards share them.
 
     Args:
         held: Key, start, number of elements and dtype of each interval.
@@ -245,7 +245,7 @@ def _layout(held: tuple[tuple[str, int, int, torch.dtype], ...]) -> tuple[bytes,
     import torch
 
     starts = {key: start for key, start, _, _ in held}
-    assert len(starts) == len(held), "a shard holds one interval of a tensor at most"
+    assert len(starts) == len(held), "a shard has two intervals of the same tensor"
     sizes = [num_elements * dtype.itemsize for _, _, num_elements, dtype in held]
     tensors = [(key, dtype, [count], size) for (key, _, count, dtype), size in zip(held, sizes, strict=True)]
     sums = table_bytes(sizes)
@@ -256,7 +256,7 @@ def _layout(held: tuple[tuple[str, int, int, torch.dtype], ...]) -> tuple[bytes,
 
 
 def _file_chunks(header: bytes, parts: Sequence[TensorPart], sums: bytearray) -> Iterator[Buffer]:
-    """Yield the file from front to back and note each block's checksum as it goes by."""
+    """Yield the content of a shard in file order, and append the checksum of each block to `sums`."""
     yield header
     for part in parts:
         assert part.tensor.dim() == 1, f"{part.key} is not flat"

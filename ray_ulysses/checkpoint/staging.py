@@ -1,8 +1,8 @@
-"""Copies a rank's training state into host buffers, from which it is written while training continues.
+"""Host buffers for copies of a rank's training state, which are saved while training continues.
 
-An optimizer step overwrites what a checkpoint has to hold. So the parts are copied at once, and written from the
-copies while training continues. On a GPU the copies run on a stream of their own into pinned memory; nothing waits for
-them but the next update of the weights, and the thread that writes.
+The next optimizer step overwrites the state, so the state is copied before it is saved in the background. On a GPU, the
+copies run on a separate stream into pinned memory. Only the next weight update and the saving thread wait for the
+copies.
 """
 
 from __future__ import annotations
@@ -23,55 +23,52 @@ _log = get_logger(__name__)
 
 
 class LentBuffer(Protocol):
-    """Memory of a buffer that a store keeps after a state was written, instead of a copy."""
+    """A buffer whose memory a store may use as a file's content instead of copying it."""
 
     @property
     def memory(self) -> memoryview:
-        """The memory."""
+        """Writable view of the buffer."""
         ...
 
     @property
     def is_returned(self) -> bool:
-        """Whether the store does without it."""
+        """Whether the store no longer uses the memory."""
         ...
 
     @property
     def is_lost(self) -> bool:
-        """Whether the store will keep it for good; asked only while nothing is being written."""
+        """Whether the store will never return the memory; only valid while no save is in progress."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagedState:
-    """A copy of one rank's state that training can't change."""
+    """A copy of one rank's state that training does not overwrite."""
 
     state: ShardedState
-    """The copies. Wait for `ready` before reading them."""
+    """Copied parts; call `wait` before reading them."""
     source: StateSource
-    """What was copied, kept alive until the copies are done."""
+    """Original state, kept alive until the copies are complete."""
     copied: torch.cuda.Event | None
-    """CUDA's event behind the last copy; None where copies are done already."""
+    """CUDA event recorded after the last copy, or None if the copies are complete."""
     buffer: int
-    """Number of the buffer that holds them."""
+    """Index of the buffer that contains the copies."""
 
     def wait(self) -> None:
-        """Wait until the copies are there; the thread that reads them calls."""
+        """Block until the copies are complete; must be called on the thread that reads them."""
         if self.copied is not None:
             self.copied.synchronize()
 
 
 class Staging:
-    """Host buffers for copies of the state; one thread stages, another releases.
+    """Pool of host buffers for copies of the state; one thread stages states, another releases buffers.
 
     Args:
-        num_buffers: States that may be held at once; 0 copies nothing, and the caller must wait until what was
-            staged is released before the state may change.
-        device: Where the state lives.
-        lend: Returns memory of a size that the store may keep; without, buffers are this process's own. The caller
-            must then check `is_ready` and `reserve` before it stages.
-
-    Attributes:
-        device: Where the state lives.
+        num_buffers: Maximum number of staged states. If 0, the state is not copied, and the caller must not change it
+            until its buffer is released.
+        device: Device of the state, also available as an attribute.
+        lend: Allocates memory of a given size that the store may keep. If None, buffers use private memory. If set, the
+            caller must check `is_ready` and call `reserve` before `stage`.
     """
 
     def __init__(
@@ -81,7 +78,7 @@ class Staging:
         self._lend = lend
         self._lent: dict[int, LentBuffer] = {}
         self._buffers: list[torch.Tensor | None] = [None] * max(num_buffers, 1)
-        # The parts in each buffer, and of which intervals they are: the same after every step.
+        # Views of each buffer for a list of intervals, cached because the intervals are the same at every step.
         self._parts: dict[int, tuple[tuple[HeldInterval, ...], tuple[TensorPart, ...]]] = {}
         self._free = list(reversed(range(len(self._buffers))))
         self._changed = threading.Condition()
@@ -90,30 +87,30 @@ class Staging:
 
     @property
     def num_bytes(self) -> int:
-        """Return the host memory that the buffers take."""
+        """Total size of the allocated buffers, in bytes."""
         return sum(buffer.numel() for buffer in self._buffers if buffer is not None)
 
     @property
     def is_ready(self) -> bool:
-        """True if a state can be staged into memory that is there; ask while nothing is being written."""
+        """Whether an allocated buffer is free; only valid while no save is in progress."""
         with self._changed:
             return any(self._is_writable(number) and self._buffers[number] is not None for number in self._free)
 
     def wait_for_buffer(self, timeout_s: float) -> bool:
-        """Wait until a state can be staged; return whether one can."""
+        """Wait until a buffer is free; return whether that happened in time."""
         with self._changed:
             return self._changed.wait_for(lambda: self._next() is not None, timeout=timeout_s)
 
     def reserve(self, intervals: Sequence[HeldInterval]) -> None:
-        """Make a buffer before it is needed, page by page, so that no save stalls for it; nothing is staged meanwhile.
+        """Allocate a buffer and touch its pages in advance, so that no save waits for the allocation.
 
-        Does nothing if one `is_ready`, or if all of them are there.
+        Does nothing if a free buffer is ready or if all buffers are allocated. `stage` must not be called concurrently.
 
         Args:
-            intervals: What will be staged.
+            intervals: Intervals of the state that will be staged.
 
         Raises:
-            CheckpointError: There is no memory for it.
+            CheckpointError: The host has too little memory.
         """
         if self._in_place or self.is_ready:
             return
@@ -125,9 +122,9 @@ class Staging:
             part.tensor.zero_()
 
     def stage(self, source: StateSource) -> StagedState:
-        """Copy a state into a free buffer; returns when the copies are under way.
+        """Copy a state into a free buffer; returns without waiting for GPU copies.
 
-        On a GPU the state must not be changed before `before_update` was called.
+        On a GPU, call `before_update` before the state changes.
         """
         with self._changed:
             number = self._next()
@@ -145,12 +142,12 @@ class Staging:
         return StagedState(state=staged, source=source, copied=copied, buffer=number)
 
     def before_update(self) -> None:
-        """Keep the next update of the weights behind the copies; nothing waits on the host."""
+        """Make the current CUDA stream wait for the copies, without blocking the host."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 
     def release(self, number: int) -> None:
-        """Give a buffer back; any thread may call."""
+        """Mark a buffer as free; thread-safe."""
         with self._changed:
             self._free.append(number)
             self._changed.notify_all()
@@ -167,17 +164,17 @@ class Staging:
         return copied
 
     def _next(self) -> int | None:
-        """Return the buffer to stage into, one that is there before others; None if there is none."""
+        """Return the index of a free buffer, preferring an allocated one, or None if no buffer is free."""
         writable = [number for number in reversed(self._free) if self._is_writable(number)]
         return min(writable, key=lambda number: self._buffers[number] is None, default=None)
 
     def _is_writable(self, number: int) -> bool:
-        """Return whether a buffer may be written, or made; one that is lost is given up, and must be made anew."""
+        """Return whether a free buffer may be overwritten or allocated; a lost buffer is dropped first."""
         lent = self._lent.get(number)
         if lent is None or lent.is_returned:
             return True
         if lent.is_lost:
-            _log.info("memory that was lent, and is not returned, is given up: %d bytes", len(lent.memory))
+            _log.info("abandoning %d bytes of memory that the peer memory agent did not return", len(lent.memory))
             self._forget(number)
         return False
 
@@ -193,27 +190,27 @@ class Staging:
             else:
                 self._lent[number] = self._lend(max(num_bytes, 1))
                 memory = torch.frombuffer(self._lent[number].memory, dtype=torch.uint8)
-            # It is let go after its release, when the copies into it are done.
+            # The buffer outlives all copies into it, because it is only dropped after its release.
             if self._stream is not None and (error := pin(memory, self.device, owner=memory)):
                 raise MemoryError(
-                    f"it can't be pinned: CUDA error {error}; raise the limit of locked memory (ulimit -l)"
+                    f"the memory can't be pinned: CUDA error {error}; raise the limit of locked memory (ulimit -l)"
                 )
             return memory
         except (RuntimeError, MemoryError, OSError) as error:
             self._forget(number)
-            hint = "lower checkpoint.host_buffers (0 takes none and waits for each save)"
+            hint = "decrease checkpoint.host_buffers (0 uses no buffers and waits for each save)"
             raise CheckpointError(
-                f"no {num_bytes / 2**30:.1f} GiB of host memory for a copy of this rank's state ({error}); "
+                f"could not allocate {num_bytes / 2**30:.1f} GiB of host memory to copy this rank's state ({error}); "
                 f"{hint if self._lend is None else 'set elastic.peer_memory: false'}, or use more workers"
             ) from error
 
     def _room_for(self, number: int, intervals: Sequence[HeldInterval]) -> tuple[TensorPart, ...]:
-        """Return parts for these intervals whose memory is in a buffer, which is allocated on first use."""
+        """Return views of a buffer for the given intervals; allocates the buffer if it is missing or too small."""
         intervals = tuple(intervals)
         known = self._parts.get(number)
         if known is not None and known[0] == intervals:
             return known[1]
-        # There are no gaps between parts of one dtype, so that they can be lent as one.
+        # Parts of the same dtype are contiguous, so that they can be lent as one range.
         offsets, size = [], 0
         for held in intervals:
             item_bytes = held.dtype.itemsize
@@ -221,7 +218,7 @@ class Staging:
             size = offsets[-1] + held.num_elements * item_bytes
         buffer = self._buffers[number]
         if buffer is None or buffer.numel() < size:
-            # Let go of the old one first: two of them might not fit.
+            # Drop the old buffer first, because the host may not have memory for both.
             self._forget(number)
             buffer = self._allocate(number, size)
             self._buffers[number] = buffer

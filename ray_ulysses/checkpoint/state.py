@@ -1,4 +1,4 @@
-"""A model's training state as it is stored: flat parts by name, and what all ranks know about them."""
+"""Training state in the form that checkpoints store: flattened parts of tensors, and a description of the state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ray_ulysses.validation import Whole
 if TYPE_CHECKING:
     import torch
 
-# By safetensors' names, so that reading a manifest needs no torch: torch's name, and bytes of an element.
+# Safetensors name -> torch name and bytes per element. A table, so that reading a manifest does not import torch.
 _DTYPES: dict[str, tuple[str, int]] = {
     "F64": ("float64", 8),
     "F32": ("float32", 4),
@@ -29,69 +29,72 @@ _DTYPES: dict[str, tuple[str, int]] = {
 _NAMES = {f"torch.{torch_name}": name for name, (torch_name, _) in _DTYPES.items()}
 
 WEIGHT_KINDS = frozenset({"fp32", "model", "frozen", "buffer"})
-"""First parts of the keys of the model's tensors; any other key names an optimizer moment."""
+"""Key prefixes of the model's tensors; tensors with other prefixes are optimizer moments."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorPart:
-    """Consecutive elements of one tensor, held in memory."""
+    """A contiguous interval of a flattened tensor, in memory."""
 
     key: str
     """``fp32/<parameter>``, ``exp_avg/<parameter>``, ``frozen/<parameter>``, ``buffer/<name>`` and so on."""
     start: int
-    """The first element's place in the exact flat tensor."""
+    """Index of the first element in the flattened tensor, without padding."""
     tensor: torch.Tensor
-    """The elements, 1-D; a view of the live state when it comes from an engine."""
+    """1-D tensor of the elements; a view of the live state if an engine created the part."""
 
     @property
     def interval(self) -> Interval:
-        """Return the interval of these elements."""
+        """The interval, without the elements."""
         return Interval(key=self.key, start=self.start, stop=self.start + self.tensor.numel())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSpec:
-    """Shape and dtype of a whole tensor."""
+    """Shape and dtype of a complete tensor."""
 
     shape: tuple[Whole, ...]
     dtype: str
-    """Its dtype as safetensors names it, such as ``F32``."""
+    """Dtype in safetensors notation, such as ``F32``."""
 
     @property
     def num_elements(self) -> int:
-        """Return how many elements it has."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def item_bytes(self) -> int:
-        """Return the size of one element."""
+        """Size of an element in bytes."""
         return _known(self.dtype)[1]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateDescription:
-    """The description of a state that all ranks share, at any world size; it is part of the manifest."""
+    """Description of a training state, identical on every rank and at every world size.
+
+    It is stored in the checkpoint manifest.
+    """
 
     tensors: Mapping[str, TensorSpec]
-    """Every stored tensor, by key."""
+    """Shape and dtype of each stored tensor, by key."""
     tied: Mapping[str, str] = field(default_factory=dict)
-    """Names that are other names of a stored parameter."""
+    """Tied parameter names, mapped to the name that is stored."""
     optimizer_step: int = 0
-    """Steps that the optimizer has done; 0 before its state exists."""
+    """Number of optimizer steps, or 0 if the optimizer has no state yet."""
     groups: tuple[Mapping[str, Any], ...] = ()
-    """Hyperparameters of each optimizer group; empty where an engine keeps its own."""
+    """Hyperparameters of each optimizer group; empty if the engine's own hyperparameters apply."""
     group_of: Mapping[str, int] = field(default_factory=dict)
-    """The group of each trainable parameter, by name."""
+    """Index in `groups` of each trainable parameter, by parameter name."""
     counters: Mapping[str, int] = field(default_factory=dict)
-    """The engine's own counters."""
+    """Step counters of the engine, by name."""
 
 
 def begun_anew(description: StateDescription, *, with_optimizer: bool) -> StateDescription:
-    """Return a description from which a new run starts: its own hyperparameters, counters from 0 (pure).
+    """Return the description for a new run: no stored hyperparameters, counters reset to zero.
 
     Args:
-        description: What was stored.
-        with_optimizer: Whether the optimizer's moments are kept, and its own count of steps, which corrects their bias.
+        description: Description of the stored state.
+        with_optimizer: Whether to keep the optimizer's moments and its step count, which bias correction needs.
     """
     moments = {key for key in description.tensors if key.split("/", 1)[0] not in WEIGHT_KINDS}
     kept = description.tensors if with_optimizer else {k: v for k, v in description.tensors.items() if k not in moments}
@@ -104,72 +107,72 @@ def begun_anew(description: StateDescription, *, with_optimizer: bool) -> StateD
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldInterval:
-    """The interval of one tensor that a rank holds, known without reading its elements."""
+    """An interval of a flattened tensor that a rank owns, without the elements."""
 
     key: str
-    """As in `TensorPart`."""
+    """See `TensorPart.key`."""
     start: int
-    """The first element's place in the exact flat tensor."""
+    """Index of the first element in the flattened tensor, without padding."""
     num_elements: int
     dtype: torch.dtype
 
 
 class StateSource(Protocol):
-    """One rank's part of the state, in memory, or swapped out and fetched part by part."""
+    """One rank's part of the state, either in memory or swapped out to disk."""
 
     @property
     def description(self) -> StateDescription:
-        """The description that all ranks share."""
+        """Description of the complete state, identical on every rank."""
         ...
 
     @property
     def intervals(self) -> tuple[HeldInterval, ...]:
-        """The intervals that this rank holds; nothing is fetched."""
+        """Intervals that this rank owns; available without reading elements from disk."""
         ...
 
     def copy_to(self, destinations: Sequence[torch.Tensor]) -> None:
-        """Copy the elements of each of the intervals into a 1-D tensor of its size and dtype; no collective."""
+        """Copy each interval's elements into the 1-D destination of the same size and dtype; not a collective."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardedState:
-    """One rank's part of the state, in memory; a `StateSource`."""
+    """One rank's part of the state, in memory; implements `StateSource`."""
 
     parts: tuple[TensorPart, ...]
     description: StateDescription
 
     @property
     def intervals(self) -> tuple[HeldInterval, ...]:
-        """The intervals that this rank holds."""
+        """Intervals that this rank owns."""
         return tuple(
             HeldInterval(key=part.key, start=part.start, num_elements=part.tensor.numel(), dtype=part.tensor.dtype)
             for part in self.parts
         )
 
     def copy_to(self, destinations: Sequence[torch.Tensor]) -> None:
-        """Copy the elements of each part into a 1-D tensor of its size and dtype."""
+        """Copy each part's elements into the 1-D destination of the same size and dtype."""
         for part, destination in zip(self.parts, destinations, strict=True):
             destination.copy_(part.tensor.detach(), non_blocking=True)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return a dtype's name in safetensors.
+    """Return the safetensors name of a dtype.
 
     Raises:
-        ValueError: Tensors of that dtype can't be stored.
+        ValueError: Checkpoints do not support the dtype.
     """
     name = _NAMES.get(str(dtype))
     if name is None:
-        raise ValueError(f"tensors of dtype {dtype} can't be stored; stored are {sorted(_DTYPES)}")
+        raise ValueError(f"tensors of dtype {dtype} can't be stored; supported dtypes are {sorted(_DTYPES)}")
     return name
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype that safetensors gives a name.
+    """Return the torch dtype for a safetensors name.
 
     Raises:
-        ValueError: There is none of that name.
+        ValueError: The name is unknown.
     """
     import torch
 
@@ -179,5 +182,5 @@ def dtype_of(name: str) -> torch.dtype:
 
 def _known(name: str) -> tuple[str, int]:
     if name not in _DTYPES:
-        raise ValueError(f"dtype {name!r} is unknown; known are {sorted(_DTYPES)}")
+        raise ValueError(f"dtype {name!r} is unknown; supported dtypes are {sorted(_DTYPES)}")
     return _DTYPES[name]

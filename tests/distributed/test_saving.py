@@ -126,7 +126,7 @@ def test_an_attempt_that_was_overtaken_ends_and_commits_nothing_more(tmp_path: P
     with pytest.raises(RankFailure) as failure:
         # A save that is refused has no end that a paced worker could wait for.
         _run(config, worker=run_worker, actions={5: "overtaken"})
-    assert "a newer attempt than attempt 1 has taken the run over" in str(failure.value)
+    assert "an attempt newer than attempt 1 has taken over the run" in str(failure.value)
     assert committed_steps(LocalStore(config.run_dir)) == (4,)
 
 

@@ -90,7 +90,7 @@ def test_two_states_are_held_and_a_third_waits_until_one_is_written(tmp_path: Pa
     saver, saved, _ = _saver(SlowStore(LocalStore(tmp_path), gate=gate, kinds=("chunk",)))
     for step in (10, 20):
         saver.save(step, _live(), META, timeout_s=5)
-    with pytest.raises(CheckpointError, match="step 30 could not be begun"):
+    with pytest.raises(CheckpointError, match="step 30 could not be started"):
         saver.save(30, _live(), META, timeout_s=0.05)
     gate.set()
     saver.save(30, _live(), META, timeout_s=10)

@@ -52,10 +52,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a flipped byte in a header": (lambda run: _flip(_shard(run), 20), "header's checksum"),
     "a truncated shard": (lambda run: _cut(_shard(run), 7), "bytes instead of"),
     "a missing shard": (lambda run: _shard(run).unlink(), "is missing"),
-    "a torn manifest": (lambda run: _cut(_manifest(run), 99), "torn or no JSON"),
+    "a torn manifest": (lambda run: _cut(_manifest(run), 99), "is truncated or is not JSON"),
     "a manifest of another step": (
         lambda run: _manifest(run).write_bytes(LocalStore(run).read_whole(manifest_key(20))),
-        "step 30 is of step 20",
+        "step 30 belongs to step 20",
     ),
 }
 
@@ -72,7 +72,7 @@ def test_damage_is_named_and_the_checkpoint_before_is_taken(tmp_path: Path, name
     (damage,) = choice.damaged
     assert damage.step == 30
     assert re.search(reason, damage.reason), damage.reason
-    assert str(damage) == f"the checkpoint of step 30 is damaged and not used: {damage.reason}"
+    assert str(damage) == f"the checkpoint of step 30 is damaged and is not used: {damage.reason}"
 
 
 @pytest.mark.parametrize("name", ["a truncated shard", "a missing shard"], ids=lambda name: name.replace(" ", "-"))

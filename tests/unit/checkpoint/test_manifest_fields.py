@@ -64,7 +64,7 @@ WRONG: list[tuple[tuple[Any, ...], object, str]] = [
     (("optimizer", "step"), -1, "optimizer.step"),
     (("optimizer", "groups"), {}, "optimizer.groups"),
     (("optimizer", "groups", 1), 5, "optimizer.groups[1]"),
-    (("optimizer", "group_of"), {}, "optimizer.group_of has no group for 'layer.weight'"),
+    (("optimizer", "group_of"), {}, "optimizer.group_of does not contain 'layer.weight'"),
     (("optimizer", "group_of", "norm"), 2, "optimizer.group_of.norm"),
     (("optimizer", "group_of", "norm"), False, "optimizer.group_of.norm"),
     (("counters", "global_steps"), 6.5, "counters.global_steps"),

@@ -65,7 +65,7 @@ def test_a_flipped_bit_is_named_by_file_tensor_and_bytes(folder: Path) -> None:
     ("damage", "said"),
     [
         (lambda path: flip(path, 20), "the header's checksum is wrong"),
-        (lambda path: flip(path, -1), "the table of checksums is wrong"),
+        (lambda path: flip(path, -1), "the table of checksums is damaged"),
         (lambda path: cut(path, 7), r"has \d+ bytes instead of \d+"),
         (lambda path: path.unlink(), "is missing"),
     ],
@@ -90,7 +90,7 @@ def test_a_file_that_can_not_be_read_now_is_not_called_altered(folder: Path) -> 
 
 @pytest.mark.parametrize(
     ("condition", "said"),
-    [("unreadable", "Permission denied"), ("foreign", "schema version 99"), ("damaged", "torn or no JSON")],
+    [("unreadable", "Permission denied"), ("foreign", "schema version 99"), ("damaged", "is truncated or is not JSON")],
 )
 def test_a_manifest_is_called_damaged_only_where_it_is(folder: Path, condition: str, said: str) -> None:
     path = manifest(folder, 20)

@@ -354,7 +354,7 @@ def test_a_run_of_another_version_is_refused_and_untouched(tmp_path: Path) -> No
     path = store.path("checkpoints/step-00000020/manifest.json")
     path.write_bytes(signed({**json.loads(path.read_text()), "schema_version": 9}))
     recorder = FakeRecorder(store)
-    with pytest.raises(CheckpointError, match="step 20 is of another version"):
+    with pytest.raises(CheckpointError, match="step 20 was written by another version"):
         choose(recorder)
     assert committed_steps(store) == (10, 20)
 
