@@ -62,7 +62,7 @@ class MemoryStore(Store):
         content = b"".join(chunks)
         with self._lock:
             if key in self._files:
-                raise AlreadyExistsError(f"{key} exists already; nothing was written over it")
+                raise AlreadyExistsError(f"{key} already exists and was not overwritten")
             self._files[checked_key(key)] = content
         return len(content)
 

@@ -1,4 +1,4 @@
-"""Storage of a run's files: atomic files behind one small protocol, with one writer at a time."""
+"""Storage for a run's files: a small store protocol with atomic writes, and a claim that admits one writer."""
 
 from ray_ulysses.storage.atomic import sweep_temporaries
 from ray_ulysses.storage.claim import Claim, current_owner, run_claim

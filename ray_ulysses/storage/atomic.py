@@ -1,8 +1,8 @@
-"""Files that appear whole or not at all and outlive a power cut: written beside their place, synced, published.
+"""Atomic, durable file writes: write a temporary file in the target's folder, sync it, then rename or link it.
 
-A writer holds an `flock` on its temporary file from before the first byte until the file has its name. The kernel
-(on NFS the server) gives a dead writer's lock back, and never a stopped or slow one's. So a process that
-gets the lock knows that the writer is gone; the age of the file alone would not tell.
+A writer holds an `flock` on its temporary file from the first byte until the file is published. The kernel (the server
+on NFS) releases the lock when the writer dies, but not while the writer is slow or stopped. A process that acquires the
+lock therefore knows that the writer is dead. The file's age alone would not prove that.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from ray_ulysses.storage.regular import opened_folder, sync
 from ray_ulysses.storage.store import Buffer
 
 TEMPORARY_PREFIX = ".writing-"
-# A writer has its file for an instant before it has the lock; only younger files can be in that instant.
+# A writer creates its file shortly before it locks the file, so a young unlocked file may have a live writer.
 SETTLE_S = 600.0
 
 
 def sweep_temporaries(folder: Path, within: Path | None = None, *, settle_s: float = SETTLE_S) -> tuple[Path, ...]:
-    """Delete temporary files of dead writers at or below a folder; those of live writers stay, however old they are.
+    """Delete the temporary files of dead writers in a folder tree. Files of live writers stay, however old they are.
 
     Args:
-        folder: Where to look; an absent folder is an empty one.
-        within: A folder that holds it, below which no link is followed; None for the folder itself.
-        settle_s: Files changed within this time stay too, in seconds.
+        folder: The root of the folder tree. A missing folder is treated as empty.
+        within: An ancestor of ``folder`` below which no symbolic link is followed; None for ``folder`` itself.
+        settle_s: Minimum age of a deleted file, in seconds since its last modification.
 
     Returns:
-        The deleted files, sorted. A file that can't be inspected or deleted is left.
+        The deleted files, sorted. Files that can't be inspected or deleted are skipped.
     """
     swept = []
     with suppress(OSError), opened_folder(folder, within or folder) as top:
@@ -45,9 +45,8 @@ def sweep_temporaries(folder: Path, within: Path | None = None, *, settle_s: flo
 
 
 def _sweep(name: str, folder: int, settle_s: float) -> bool:
-    """Delete one file if nobody writes it; return whether it was deleted."""
     try:
-        # Open for writing: NFS gives an exclusive lock on nothing less.
+        # NFS grants an exclusive lock only on a file that is open for writing.
         descriptor = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     except OSError:
         return False
@@ -65,15 +64,15 @@ def _sweep(name: str, folder: int, settle_s: float) -> bool:
 
 @contextmanager
 def atomic_file(path: Path, within: Path | None = None) -> Iterator[Path]:
-    """Give an empty file beside ``path`` to write; give it its name when the block ends without an error.
+    """Yield the path of an empty temporary file, and rename the file to ``path`` if the block ends without an error.
 
-    Its temporary name is new each time, so that a retried task and its predecessor, which may still be writing on
-    another node, never write into one file. The file is synced before it is published: a reader sees the whole file or
-    none, also after a power cut; which of the two is settled when its folder is synced.
+    Each call uses a new temporary name, because a retried task's predecessor may still be writing on another node.
+    The file is synced before the rename, so readers see the complete file or no file, even after a power cut. The
+    rename itself is durable only after the caller has synced the folder.
 
     Args:
-        path: The file.
-        within: The folder below which no link is followed; None for the file's own folder. It is made if it is missing.
+        path: The final path.
+        within: The folder below which no symbolic link is followed, created if missing; None for the file's folder.
     """
     within = within or path.parent
     make_folders(within)
@@ -86,25 +85,25 @@ def atomic_file(path: Path, within: Path | None = None) -> Iterator[Path]:
 
 @contextmanager
 def unpublished_file(name: str, folder: int, *, is_new: bool = False) -> Iterator[tuple[str, int]]:
-    """Like `atomic_file`, in an opened folder; yield the temporary name, and a descriptor of the file.
+    """Yield the name and descriptor of a temporary file that `atomic_file` semantics publish as ``name``.
 
     Args:
-        name: The file's name.
-        folder: A descriptor of its folder.
-        is_new: Whether a file that is there already is an error (FileExistsError); otherwise it is replaced.
+        name: The final file name.
+        folder: A descriptor of the folder.
+        is_new: If True, raise FileExistsError when ``name`` exists; otherwise replace the existing file.
     """
     temporary = f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
     descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=folder)
     try:
-        # A file system without locks leaves it unmarked, and unswept.
+        # On a file system without locks the file stays unlocked, and `sweep_temporaries` never deletes it.
         with suppress(OSError):
             lock(descriptor)
         yield temporary, descriptor
         os.fsync(descriptor)
-        # A rename would silently replace a file that has to be new.
+        # Unlike a rename, a hard link fails if the name exists.
         (os.link if is_new else os.replace)(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
     finally:
-        # An error of the clean-up must not hide the first one.
+        # A cleanup error must not mask the original error.
         with suppress(OSError):
             os.unlink(temporary, dir_fd=folder)
         with suppress(OSError):
@@ -112,14 +111,14 @@ def unpublished_file(name: str, folder: int, *, is_new: bool = False) -> Iterato
 
 
 def write_text(path: Path, text: str, within: Path | None = None) -> None:
-    """Write ``text`` as UTF-8, whole or not at all; it is there after a power cut, too. See `atomic_file`."""
+    """Write ``text`` to a file as UTF-8, atomically and durably; see `atomic_file`."""
     with atomic_file(path, within) as temporary:
         temporary.write_text(text, encoding="utf-8")
     sync(path.parent)
 
 
 def write_all(stream: RawIOBase, chunk: Buffer) -> int:
-    """Write a whole chunk and return its size in bytes; the kernel may take less at a time (2 GiB at most)."""
+    """Write a complete chunk and return its size in bytes. One ``write`` call may accept less (2 GiB at most)."""
     left = memoryview(chunk).cast("B")
     size = left.nbytes
     while left.nbytes:
@@ -128,7 +127,7 @@ def write_all(stream: RawIOBase, chunk: Buffer) -> int:
 
 
 def make_folders(folder: Path) -> None:
-    """Create a folder and its parents so that they outlive a power cut."""
+    """Create a folder and its missing parents durably."""
     missing = []
     while not folder.is_dir():
         if folder.exists() and not folder.is_dir():

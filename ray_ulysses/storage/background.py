@@ -1,4 +1,4 @@
-"""Makes storage calls in a background thread, so that a storage that hangs does not block training."""
+"""Runs storage calls in a background thread so that a hung storage does not block training."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from collections.abc import Callable
 from ray_ulysses.clock import Clock, SystemClock
 
 PROMPT_S = 1.0
-"""How long a training step waits for its calls, in seconds: a healthy storage answers at once. A step's record then
-outlives the process, and a request takes effect after the step during which it was made."""
+"""Maximum time, in seconds, that a training step waits for its storage calls. A healthy storage finishes earlier, so
+the step's record survives a crash, and a user's request takes effect after the current step."""
 
 
 class BackgroundCalls:
-    """Makes calls one after the other in a daemon thread; any thread may queue them.
+    """A queue of calls that a daemon thread runs in order. Any thread may add calls to the queue.
 
     Args:
-        name: The thread's name.
-        tick: Called whenever no call was queued for ``every_s``.
-        every_s: Seconds; None for no ticks.
-        clock: Time.
+        name: The name of the thread.
+        tick: A function that the thread calls each time the queue stays empty for ``every_s``.
+        every_s: Interval between ticks, in seconds; None for no ticks.
+        clock: The time source.
     """
 
     def __init__(
@@ -37,28 +37,28 @@ class BackgroundCalls:
 
     @property
     def is_idle(self) -> bool:
-        """Whether all queued calls have ended."""
+        """Whether all queued calls have finished."""
         with self._changed:
             return self._num_done == self._num_asked
 
     @property
     def waiting_bytes(self) -> int:
-        """Memory that unfinished calls hold, in bytes."""
+        """Memory used by unfinished calls, in bytes."""
         with self._changed:
             return self._waiting_bytes
 
     @property
     def hangs_for_s(self) -> float:
-        """Seconds since the current call began; 0 between calls."""
+        """Running time of the current call or tick, in seconds; 0 if none is running."""
         with self._changed:
             return 0.0 if self._begun_at is None else self._clock.monotonic() - self._begun_at
 
     def ask(self, call: Callable[[], object], num_bytes: int = 0) -> None:
-        """Queue a call; after `close` it is dropped.
+        """Queue a call, or ignore the call after `close`.
 
         Args:
-            call: The call. If it raises, no further call is made, and every `ask` and `wait` raises that error.
-            num_bytes: Memory that it holds until it has ended.
+            call: The function. If it raises an error, the thread ends, and later `ask` and `wait` calls raise it.
+            num_bytes: Memory that the call occupies until it has finished, in bytes.
         """
         with self._changed:
             self._raise_error()
@@ -70,7 +70,7 @@ class BackgroundCalls:
             self._changed.notify_all()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the calls queued so far; return whether they ended in time."""
+        """Wait for all calls queued so far, and return whether they finished within the timeout."""
         with self._changed:
             last = self._num_asked
             ended = self._changed.wait_for(lambda: self._num_done >= last or self._error is not None, timeout_s)
@@ -78,12 +78,12 @@ class BackgroundCalls:
             return ended
 
     def wait_promptly(self) -> None:
-        """Wait for the calls queued so far, for `PROMPT_S` at most; while a call hangs, only once."""
+        """Wait at most `PROMPT_S` for all calls queued so far; return at once if a call already hangs that long."""
         if self.hangs_for_s < PROMPT_S:
             self.wait(PROMPT_S)
 
     def close(self) -> None:
-        """End the thread after the calls queued so far."""
+        """End the thread after it has run all calls queued so far."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -105,8 +105,7 @@ class BackgroundCalls:
                 call()
             except BaseException as error:
                 self._error = error
-            # It may hold much memory.
-            del call
+            del call  # it may reference a lot of memory
             with self._changed:
                 self._begun_at = None
                 self._num_done += not is_tick

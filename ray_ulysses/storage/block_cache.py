@@ -1,9 +1,9 @@
-"""Blocks of remote files on the node's disk, shared by its processes and bounded in size.
+"""A size-limited disk cache for blocks of remote files, shared by all processes of a node.
 
-A file is cached in segments of 16 MiB: sparse files with blocks of 64 KiB at their offsets, followed by a table of the
-blocks' sizes. A size is set after its block was written, so readers need no lock: a block is whole once it has a size,
-and every writer writes the same bytes. After a power cut a lost block may have a size, so readers verify contents
-(`BlockCache.drop`). The least recently used segments are deleted.
+The cache stores each file in segments of 16 MiB. A segment is a sparse file of 64 KiB blocks, followed by a table of
+block sizes. A writer stores a block before its size, and all writers store the same bytes, so readers need no lock: a
+block with a size is complete. After a power cut a lost block may still have a size. Readers therefore verify the
+content and drop damaged blocks (`BlockCache.drop`). The least recently used segments are evicted.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ log = get_logger(__name__)
 
 
 class BlockCache:
-    """Blocks of files by the file's name; its failures only make reading slower.
+    """A disk cache of file blocks. If the cache fails, reads are slower but still correct.
 
     Args:
-        folder: The folder of the segments; None disables the cache.
-        max_bytes: Most disk space that they may take.
+        folder: The folder for the segments; None disables the cache.
+        max_bytes: Maximum disk usage of all segments, in bytes.
     """
 
     def __init__(self, folder: Path | None, max_bytes: int) -> None:
@@ -50,16 +50,16 @@ class BlockCache:
         self._is_broken = False
 
     def get(self, file: str, block: int) -> bytes | None:
-        """Return a block, shorter than the others if it is the last one; None if it is not there."""
+        """Return a block's content, or None if the block is not cached. A file's last block may be shorter."""
         path = self._segment(file, block)
         if path is None:
             return None
-        place = block % SEGMENT_BLOCKS
+        index = block % SEGMENT_BLOCKS
         try:
             with path.open("rb", buffering=0) as stream:
-                found = os.pread(stream.fileno(), 4, _SEGMENT_BYTES + 4 * place)
+                found = os.pread(stream.fileno(), 4, _SEGMENT_BYTES + 4 * index)
                 size = int.from_bytes(found, "little")
-                content = os.pread(stream.fileno(), size, place * BLOCK_BYTES) if 0 < size <= BLOCK_BYTES else b""
+                content = os.pread(stream.fileno(), size, index * BLOCK_BYTES) if 0 < size <= BLOCK_BYTES else b""
         except OSError:
             return None
         if not content or len(content) != size:
@@ -68,29 +68,29 @@ class BlockCache:
         return content
 
     def put(self, file: str, block: int, content: bytes) -> None:
-        """Keep a block, unless the disk does not take it."""
+        """Cache a block. If a write fails, log a warning once and stop caching."""
         path = self._segment(file, block)
         if path is None or self._is_broken:
             return
-        place = block % SEGMENT_BLOCKS
+        index = block % SEGMENT_BLOCKS
         try:
             is_new = not path.exists()
             path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
-                if os.pwrite(descriptor, content, place * BLOCK_BYTES) == len(content):
-                    os.pwrite(descriptor, len(content).to_bytes(4, "little"), _SEGMENT_BYTES + 4 * place)
+                if os.pwrite(descriptor, content, index * BLOCK_BYTES) == len(content):
+                    os.pwrite(descriptor, len(content).to_bytes(4, "little"), _SEGMENT_BYTES + 4 * index)
             finally:
                 os.close(descriptor)
         except OSError as error:
             self._is_broken = True
-            log.warning("%s: nothing more is cached there (%s); data is read from its storage each time", path, error)
+            log.warning("%s: can't write to the cache (%s); data is read from the storage without caching", path, error)
             return
         if is_new:
             self._make_room()
 
     def drop(self, file: str, blocks: Iterable[int]) -> bool:
-        """Delete the segments of blocks that turned out to be damaged; return whether there were any."""
+        """Delete the segments that contain the given damaged blocks, and return whether any segment was deleted."""
         found = False
         for path in {self._segment(file, block) for block in blocks} - {None}:
             assert path is not None
@@ -106,7 +106,7 @@ class BlockCache:
         return self._folder / name / f"{block // SEGMENT_BLOCKS:08d}.blocks"
 
     def _touch(self, path: Path) -> None:
-        """Note that a segment was used; a minute is exact enough."""
+        """Update a segment's last-use time, at most once a minute."""
         now = time.monotonic()
         if now - self._touched.get(path, -_TOUCH_S) >= _TOUCH_S:
             self._touched[path] = now
@@ -114,7 +114,7 @@ class BlockCache:
                 os.utime(path)
 
     def _make_room(self) -> None:
-        """Delete the least recently used segments, once in a while."""
+        """Evict the least recently used segments, on every `_NEW_BETWEEN_LOOKS`-th call."""
         with self._lock:
             self._num_new += 1
             if self._num_new % _NEW_BETWEEN_LOOKS != 1:
@@ -126,7 +126,7 @@ class BlockCache:
             with suppress(OSError):
                 status = path.stat()
                 found.append((status.st_mtime, status.st_blocks * _DISK_UNIT, path))
-        # Leave room for the segments that are added before the next look.
+        # Leave space for the segments that are added before the next scan.
         left = max(self._max_bytes - _NEW_BETWEEN_LOOKS * _SEGMENT_BYTES, self._max_bytes // 2)
         for _, size, path in sorted(found, reverse=True):
             left -= size
@@ -136,25 +136,25 @@ class BlockCache:
 
 
 class CachedObject(StoredFile):
-    """An object as it was when it was opened, in blocks; see `StoredFile`."""
+    """One version of an object, read in blocks through the cache; see `StoredFile`."""
 
     def __init__(
         self, file: str, size: int, request: Callable[[Sequence[tuple[int, int]]], list[bytes]], cache: BlockCache
     ) -> None:
-        """Prepare to read an object.
+        """Set up the reader without reading any bytes.
 
         Args:
-            file: Identity of this version of it in the cache.
-            size: Its size in bytes.
-            request: Returns the bytes ``[start, end)`` of ranges.
-            cache: Where blocks are kept.
+            file: The cache key of the object's version.
+            size: The size of the object in bytes.
+            request: A function that fetches byte ranges ``[start, end)`` from the store.
+            cache: The cache for the blocks.
         """
         super().__init__(size)
         self._file, self._request_ranges, self._cache = file, request, cache
         self._near: dict[int, bytes] = {}
 
     def read_into(self, start: int, target: memoryview) -> int:
-        """Fill a buffer from a place on; return how many bytes there were."""
+        """Read bytes from offset ``start`` into a buffer; see `StoredFile.read_into`."""
         blocks = _blocks(start, min(target.nbytes, self.size - start))
         content = memoryview(b"".join(self._read(blocks).values()))
         found = content[start - blocks.start * BLOCK_BYTES :][: target.nbytes]
@@ -162,17 +162,17 @@ class CachedObject(StoredFile):
         return found.nbytes
 
     def fetch(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Bring the blocks of ranges into memory, by requests at the same time, in place of those fetched before."""
+        """Prefetch the blocks of several ranges into memory with parallel requests, replacing the last prefetch."""
         wanted = sorted({block for start, size in ranges for block in _blocks(start, min(size, self.size - start))})
         self._near = self._read(wanted)
 
     def forget(self, start: int, size: int) -> bool:
-        """Drop the blocks of a range; return whether one of them may have come from the cache."""
+        """Drop a range's blocks, and return whether any of them may have come from the cache."""
         self._near = {}
         return self._cache.drop(self._file, _blocks(start, size))
 
     def _read(self, blocks: Sequence[int]) -> dict[int, bytes]:
-        """Return blocks in order, from the store where neither memory nor the cache has them."""
+        """Return blocks in the given order, from memory, the cache or the store, whichever has a block first."""
         near = self._near
         found = {block: near.get(block) or self._cache.get(self._file, block) or b"" for block in blocks}
         for block, content in self._request([block for block, content in found.items() if not content]):
@@ -181,7 +181,7 @@ class CachedObject(StoredFile):
         return found
 
     def _request(self, blocks: Sequence[int]) -> Iterable[tuple[int, bytes]]:
-        """Yield blocks from the store; consecutive ones share a range."""
+        """Fetch blocks from the store and yield them. Consecutive blocks are fetched as one range."""
         if not blocks:
             return
         runs = [[block for _, block in run] for _, run in groupby(enumerate(blocks), lambda one: one[1] - one[0])]
@@ -192,15 +192,15 @@ class CachedObject(StoredFile):
 
 
 def _blocks(start: int, size: int) -> range:
-    """Return the numbers of the blocks that hold a range."""
+    """Return the block numbers that cover ``size`` bytes from ``start``."""
     return range(start // BLOCK_BYTES, -(-(start + max(size, 0)) // BLOCK_BYTES))
 
 
 def node_cache() -> BlockCache:
-    """Return the cache that the environment of this node asks for.
+    """Return this node's cache, configured by environment variables.
 
     Raises:
-        UserError: A variable has an invalid value.
+        UserError: `SIZE_VARIABLE` has an invalid value.
     """
     text = os.environ.get(SIZE_VARIABLE, f"{DEFAULT_GIB:g}")
     try:
@@ -209,14 +209,14 @@ def node_cache() -> BlockCache:
         gib = -1.0
     if not 0 <= gib < 2**40:
         raise UserError(
-            f"{SIZE_VARIABLE}={text!r}: is not a size; give the GiB that data from object stores may take on a node's "
-            "disk, such as 100, or 0 to keep nothing there"
+            f"{SIZE_VARIABLE}={text!r} is not a size; set the disk space in GiB that a node may use to cache data from "
+            "object stores, such as 100, or 0 to disable the cache"
         )
     return BlockCache(cache_folder("blocks"), int(gib * 2**30))
 
 
 def cache_folder(name: str) -> Path:
-    """Return a folder for reproducible files of this node: where the environment says, or in the home."""
+    """Return a node-local cache folder, below `FOLDER_VARIABLE` if it is set, otherwise below the user's cache."""
     named = os.environ.get(FOLDER_VARIABLE)
     base = expand_home(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or expand_home("~/.cache"))
     return (base if named else base / "ray-ulysses") / name

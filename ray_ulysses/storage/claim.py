@@ -1,16 +1,18 @@
-"""One holder at a time of a run's directory, or of the storage of its checkpoints, on files and in object stores.
+"""A lease on a store's root, for local files and object stores: at most one process holds the claim at a time.
 
-The holder is whoever created the highest ``lock/holder-<generation>.json``; creating one is exclusive. It names the
-holder's host and process, and the holder keeps replacing it with a higher count of heartbeats. A newcomer that
-sees the holder's process, on the same machine, knows at once whether it lives. Any other newcomer watches the count: if
-it moves, the holder lives, and the newcomer is refused; if it has not moved for `lease_s` of the newcomer's *own*
-clock, it creates the next generation. No clock is ever compared with another's.
+The claim protects a run's directory or its checkpoint storage. The process that created the holder file with the
+highest generation, ``lock/holder-<generation>.json``, holds the claim; `Store.create` admits one creator per file. The
+holder file records the holder's host and process, and the holder rewrites the file with an increasing heartbeat count.
+A challenger on the same machine checks whether the holder's process is alive. A challenger on another machine watches
+the heartbeat count. If the count changes, the holder is alive and the challenger gives up. If the count does not change
+for `lease_s` by the challenger's *own* clock, the challenger creates the next generation.
 
-Two never hold it at once, as long as no clock runs a fifth faster than another: a beat counts from when it was *begun*,
-and the holder trusts it for four fifths of `lease_s`; a newcomer counts from when it has *seen* it, which is later, and
-looks once more after all of `lease_s`. A beat that was not completed in the time of the one before does not count,
-since a newcomer may have missed it; the holder then has to win the next generation, like everybody else. Writes in
-flight when the claim was lost may still arrive; they carry the names of their own attempt.
+Two processes never hold the claim at once if clock rates differ by less than a fifth. Clock readings are never compared
+across machines. A heartbeat is valid for four fifths of `lease_s` from the *start* of its write. A challenger starts
+its full `lease_s` when it *reads* the heartbeat, which is later, and reads once more at the end. A heartbeat that
+completes after the previous one has expired does not renew the lease, since a challenger may have missed it. The holder
+must then create the next generation, like any challenger. Writes in flight when a process loses the claim may still
+arrive, but their file names contain the attempt number.
 """
 
 from __future__ import annotations
@@ -47,18 +49,17 @@ _HOLDER = re.compile(rf"^{LOCK_FOLDER}/holder-(\d{{7,}})\.json$")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Record(LockOwner):
-    """A holder, as its file names it."""
+    """The content of a holder file."""
 
     machine: str = ""
     """See `_this_machine`."""
     place: str = ""
-    """What it holds: the copy of a run that is being trained is held by nobody."""
+    """Location of the claimed store. A copy of the store's files has another location, so the copy is not claimed."""
     started: str | None = None
     """See `_start_of`."""
     command: str = ""
-    """The command that holds it; see `Claim`."""
+    """Unique name of the holder's command; see `Claim`."""
     beat: int = 0
-    """Signs of life so far."""
     is_released: bool = False
 
 
@@ -67,14 +68,14 @@ _RECORD = TypeAdapter(_Record)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Sight:
-    """The newest holder as others see it; generation 0 is nobody."""
+    """The newest holder file at the time of a read. Generation 0 means that there is none."""
 
     generation: int
     content: bytes
 
     @property
     def record(self) -> _Record | None:
-        """The holder; None if its file is torn or gone."""
+        """The decoded holder file, or None if the file is damaged or missing."""
         try:
             return read_json(_RECORD, self.content)
         except ContentError:
@@ -82,19 +83,19 @@ class _Sight:
 
     @property
     def is_free(self) -> bool:
-        """Whether nobody holds it, or the holder has given it back."""
+        """Whether the store has never been claimed, or the last holder has released its claim."""
         record = self.record
         return self.generation == 0 or (record is not None and record.is_released)
 
 
 class Claim:
-    """Holds the root of a store for this process until it is released, or the process ends or falls silent.
+    """This process's claim on a store's root, held until it is released or the process dies or sends no heartbeats.
 
     Attributes:
         run: Name of the run, for errors.
-        taken_over_from: The holder that ended without releasing, if there was one.
-        problem: The error that names the new holder, once another process certainly has it, as of the last beat. A
-            temporary outage of the store costs nobody the claim.
+        taken_over_from: The previous holder, if it ended without releasing the claim.
+        problem: An error that names the new holder, set once a heartbeat finds that another process has taken the
+            claim. A temporary store outage does not set it.
     """
 
     def __init__(
@@ -108,23 +109,22 @@ class Claim:
         lease_s: float = LEASE_S,
         machine: str | None = None,
     ) -> None:
-        """Prepare a claim; nothing is asked of the store yet.
+        """Prepare a claim without accessing the store.
 
         Args:
-            store: The store; the claim's files are in its folder ``lock``.
+            store: The store. The claim's files are in its ``lock`` folder.
             run: Name of the run.
             command: Unique name of this command; None generates one.
-            setting: The setting that names the store, for errors.
-            clock: The time, and how to wait.
-            lease_s: A holder without a heartbeat for this long counts as dead, in seconds. It must be the same for
-                every process.
-            machine: This machine's id, for tests; empty where processes can't see one another.
+            setting: The setting that specifies the store's location, for errors.
+            clock: The time source.
+            lease_s: Seconds without a heartbeat after which a holder is considered dead; the same for all processes.
+            machine: This machine's id, for tests. If empty, no process can check whether another process is alive.
         """
         self.run = run
         self.taken_over_from: LockOwner | None = None
         self.problem: RunError | None = None
         self._store, self._lease_s = store, lease_s
-        self._setting, self._what = setting, setting.replace(".", " ")
+        self._setting = setting
         self._clock = clock if clock is not None else SystemClock()
         self._machine = _this_machine() if machine is None else machine
         self._own = _Record(host="", pid=0, since=0.0, command=uuid.uuid4().hex if command is None else command)
@@ -134,16 +134,15 @@ class Claim:
         self._thread: threading.Thread | None = None
 
     def acquire(self, *, beat_in_background: bool = True) -> None:
-        """Take it; where the holder's process can't be seen, wait for a sign of its life, or for `lease_s`.
+        """Acquire the claim. If the holder's process is not visible here, wait up to `lease_s` for a heartbeat first.
 
         Args:
-            beat_in_background: Renew it in a thread; otherwise the caller calls `beat`.
+            beat_in_background: Whether a thread sends the heartbeats. If False, the caller must call `beat`.
 
         Raises:
-            UserError: Another live process holds it (the text says who and since when), or the store can't be
-                written.
+            UserError: Another live process holds the claim, or the store can't be written.
         """
-        assert self._generation == 0, "it is held already"
+        assert self._generation == 0, "the claim is already held"
         self._own = replace(
             self._own,
             **asdict(LockOwner.this_process(self._clock)),
@@ -165,8 +164,8 @@ class Claim:
             raise
         except OSError as error:
             raise UserError(
-                f"{self._setting}: the {self._what} of run {self.run!r} can't be used ({error.strerror or error}); "
-                f"repair it or set another {self._setting}"
+                f"{self._setting}: the storage of run {self.run!r} is not usable ({error.strerror or error}); repair "
+                f"it or set another {self._setting}"
             ) from error
         if beat_in_background:
             self._thread = threading.Thread(target=self._keep_beating, name="claim", daemon=True)
@@ -174,18 +173,18 @@ class Claim:
 
     @property
     def held(self) -> bool:
-        """Return whether this process holds it for certain; asks the clock and not the store."""
+        """Whether this process certainly holds the claim, judged by the clock without accessing the store."""
         return bool(self._generation) and self.problem is None and self._clock.monotonic() < self._trusted_until
 
     def beat(self) -> None:
-        """Renew it once, and look whether it is still this process's; raises `OSError` if the store fails."""
+        """Send one heartbeat and check that this process still holds the claim; raise `OSError` if the store fails."""
         with self._mutex:
             if self._generation and self.problem is None:
                 self._refuse_vanished()
                 self._renew()
 
     def release(self) -> None:
-        """Give it back; releasing twice does nothing."""
+        """Release the claim. Calling this method again has no effect."""
         self._stop.set()
         thread, self._thread = self._thread, None
         if thread is not None:
@@ -193,7 +192,7 @@ class Claim:
         generation, self._generation = self._generation, 0
         if generation and self.problem is None and (thread is None or not thread.is_alive()):
             self._own = replace(self._own, is_released=True)
-            # If the store is away, the next one waits for the lease to end.
+            # If the store is unreachable, the next challenger waits until the lease ends.
             with contextlib.suppress(OSError):
                 self._refuse_vanished()
                 self._store.replace(_holder_key(generation), [self._note()])
@@ -207,20 +206,20 @@ class Claim:
 
     def _keep_beating(self) -> None:
         while not self._stop.wait(self._lease_s / _BEATS_A_LEASE):
-            # A store that is away is asked again; meanwhile the lease runs out.
+            # The next heartbeat retries. If the store stays unreachable, the lease expires.
             with contextlib.suppress(OSError):
                 self.beat()
 
     def _renew(self) -> None:
-        """Replace the record by one of a higher count, and see that nobody has a higher generation."""
+        """Rewrite the holder file with a higher heartbeat count, and check that no higher generation exists."""
         begun = self._clock.monotonic()
         if begun >= self._trusted_until:
-            # Somebody may be taking over at this moment, so it has to be won again.
+            # The lease has expired, and a challenger may be taking over at this moment.
             if self._win(self._generation + 1):
                 return
             sight = _see(self._store)
             if sight.record is not None and sight.record.command == self._own.command:
-                # An earlier try succeeded and its answer was lost; the next beat wins the generation after it.
+                # An earlier create succeeded, but its response was lost. The next heartbeat creates another generation.
                 self._generation = sight.generation
             else:
                 self._lose(sight)
@@ -233,17 +232,17 @@ class Claim:
             self._trusted_until = begun + _TRUSTED_SHARE * self._lease_s
 
     def _win(self, generation: int) -> bool:
-        """Try to become the holder of a generation; return whether this process is."""
+        """Try to create a generation's holder file, and return whether this process now holds the claim."""
         begun = self._clock.monotonic()
         if not create_if_absent(self._store, _holder_key(generation), self._note()):
             return False
         others = _generations(self._store) - {generation}
         if max(others, default=0) > generation:
-            # The number was used and deleted since it was chosen.
+            # Another process created this generation, was succeeded, and its file was deleted since the last listing.
             self._store.delete(_holder_key(generation))
             return False
         self._generation, self._trusted_until = generation, begun + _TRUSTED_SHARE * self._lease_s
-        # What can't be deleted the next holder deletes.
+        # The next holder deletes any files that remain.
         with contextlib.suppress(OSError):
             for older in others:
                 self._store.delete(_holder_key(older))
@@ -253,22 +252,22 @@ class Claim:
         return self._own.to_note(run=self.run)
 
     def _refuse_vanished(self) -> None:
-        """Keep a directory that was deleted from being created again."""
+        """Raise FileNotFoundError if the directory was deleted, since a write would create it again."""
         if isinstance(self._store, LocalStore) and not self._store.exists():
-            raise FileNotFoundError(errno.ENOENT, "the directory is not there any more", str(self._store))
+            raise FileNotFoundError(errno.ENOENT, "the directory no longer exists", str(self._store))
 
     def _lose(self, sight: _Sight) -> None:
         self.problem = RunError(f"run {self.run!r} was taken over by {sight.record or 'another process'}")
 
     def _is_silent(self, sight: _Sight) -> bool:
-        """Watch a holder: True after `lease_s` without a sign, False if it releases; raise as soon as it lives."""
+        """Return True if the holder sends no heartbeat for `lease_s`, False if it releases the claim; else raise."""
         seen_at = self._clock.monotonic()
         while True:
             self._clock.sleep(self._lease_s / _BEATS_A_LEASE / 2)
-            # The look that decides must begin after the lease has ended: a late answer describes an earlier time.
+            # The deciding read must start after the lease has ended, since a slow read may return an older state.
             asked_at = self._clock.monotonic()
             if asked_at - seen_at >= self._lease_s:
-                # NFS shows what other hosts have written in a folder once this one has written there.
+                # On NFS, a write in the folder invalidates this host's cached listing.
                 self._store.replace(f"{LOCK_FOLDER}/newcomer", [self._own.command.encode()])
                 self._store.delete(f"{LOCK_FOLDER}/newcomer")
             now = _see(self._store)
@@ -281,24 +280,23 @@ class Claim:
 
     def _refusal(self, sight: _Sight) -> UserError:
         return UserError(
-            f"run.name={self.run!r} is already running on its {self._what}: held by "
-            f"{sight.record or 'another process that has not left its name yet'}; wait for it, stop it, or set another "
-            "run.name"
+            f"run.name={self.run!r} is already running: {self._setting} is in use by "
+            f"{sight.record or 'another process'}; wait for that process, stop it, or set another run.name"
         )
 
 
 def run_claim(run_dir: Place, command: str | None = None) -> Claim:
-    """Return the claim of this process on a run's directory; nothing is taken before it is entered.
+    """Return a claim on a run's directory. Entering the context acquires it.
 
     Args:
-        run_dir: The directory.
+        run_dir: The run's directory.
         command: See `Claim`.
     """
     return Claim(open_store(run_dir, retry_s=_RETRY_S), run=run_dir.name, command=command, setting="run.storage")
 
 
 def other_holder(store: Store, command: str) -> LockOwner | None:
-    """Return the last holder of a store, released or not; None if there is none, or if it is this command.
+    """Return the last holder of a store's claim, or None if there is none or it is ``command`` itself.
 
     Raises:
         OSError: The store does not answer.
@@ -308,10 +306,11 @@ def other_holder(store: Store, command: str) -> LockOwner | None:
 
 
 def current_owner(run_dir: str | Place, *, clock: Clock | None = None) -> LockOwner | None:
-    """Return who holds a run at the moment, or None if no live process does; takes nothing.
+    """Return the live process that holds a run's claim, or None if there is none. The claim does not change.
 
-    A holder of another machine whose file is older than any clock is wrong by (S3 refuses requests of a clock that is
-    15 minutes off) is dead; any other is watched for half a lease.
+    A holder on another machine is considered dead if its file is older than `_CERTAINLY_OLD_S`, which exceeds any
+    plausible clock skew (S3 rejects requests from a clock that is 15 minutes off). Otherwise its heartbeats are watched
+    for half a lease.
 
     Raises:
         OSError: The store does not answer.
@@ -343,7 +342,7 @@ def _see(store: Store) -> _Sight:
         try:
             return _Sight(generation=generation, content=store.read_whole(_holder_key(generation)))
         except FileNotFoundError:
-            # The next holder has deleted it since it was listed.
+            # The next holder deleted the file after the listing.
             newest = max(_generations(store), default=0)
     return _Sight(generation=generation, content=b"")
 
@@ -357,9 +356,9 @@ def _holder_key(generation: int) -> str:
 
 
 def _this_machine() -> str:
-    """Return what only processes have in common that see one another's process ids; empty where it is not known."""
+    """Return an id that is shared by exactly the processes of one PID namespace, or an empty string if unknown."""
     try:
-        # Containers of one machine may have one host name, and process ids of their own.
+        # Containers on one machine may share a host name but have separate process ids.
         return f"{_BOOT_ID.read_text().strip()} {os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:
         return ""
@@ -370,16 +369,16 @@ def _place_of(store: Store) -> str:
 
 
 def _start_of(pid: int) -> str | None:
-    """Return when a process started, in ticks since the machine did; None if it has ended.
+    """Return a process's start time in clock ticks since boot, or None if the process has ended.
 
-    Not psutil's time, which moves when the machine's clock is set.
+    psutil's start time is not used because it changes when the system clock is set.
     """
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return None if fields[0] in "ZX" else fields[19]
 
 
 def _lives(record: _Record | None, machine: str, place: str) -> bool | None:
-    """Return whether the process that holds a place lives; None where this process can't see it."""
+    """Return whether a holder's process is alive, or None if it is not visible to this process."""
     if record is None or not record.machine or record.machine != machine:
         return None
     try:
@@ -388,6 +387,6 @@ def _lives(record: _Record | None, machine: str, place: str) -> bool | None:
     except ProcessLookupError:
         return False
     except (OSError, OverflowError):
-        # Another user's, and processes of others may be hidden.
+        # The process belongs to another user, and /proc may hide other users' processes.
         return None
     return None if lives and record.place != place else lives

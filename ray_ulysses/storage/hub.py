@@ -1,4 +1,4 @@
-"""Repositories of the Hugging Face hub. One request finds out whether the hub answers, before a library retries."""
+"""Access to Hugging Face Hub repositories. A single probe request detects an unreachable hub before libraries retry."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _PROBED = {"model": "config.json", "dataset": "README.md"}
 
 
 def hub_folder(name: str | Path, setting: str, files: Sequence[str], hint: str) -> Path:
-    """Return a directory, or the cached copy of the model repository of that id with some of its files.
+    """Return the path of a local model directory, or of the cached snapshot of a model repository on the hub.
 
     Args:
-        name: The directory or the id.
-        setting: The setting with its value, for errors.
-        files: Patterns of the repository's files to fetch; files in folders are left out. While the hub does not
-            answer, its cache is used if the first of them is there.
-        hint: What to give instead.
+        name: A directory or a repository id.
+        setting: The setting and its value, for errors.
+        files: Patterns of top-level repository files to fetch. If the hub is unreachable and the cache contains the
+            first file, the cached snapshot is used.
+        hint: The way out, for errors.
 
     Raises:
-        UserError: It is neither a directory nor an id of which the hub, or its cache, has the files.
+        UserError: ``name`` is not a directory, and neither the hub nor its cache provides the repository.
     """
     if (directory := expand_home(name)).is_dir():
         return directory
@@ -52,12 +52,12 @@ def hub_folder(name: str | Path, setting: str, files: Sequence[str], hint: str) 
             tqdm_class=Silent,
         )
     except (OSError, ValueError) as error:
-        raise UserError(f"{setting}: could not be fetched from the hub ({error}); {hint}") from error
+        raise UserError(f"{setting}: the download from the hub failed ({error}); {hint}") from error
     return Path(found)
 
 
 def is_id(name: str) -> bool:
-    """Return whether a text can be the id of a repository: ``NAME`` or ``OWNER/NAME``, and not a path."""
+    """Return whether a string is a valid repository id: ``NAME`` or ``OWNER/NAME``."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
@@ -69,19 +69,22 @@ def is_id(name: str) -> bool:
 
 
 def hub_refusal(name: str, kind: Kind = "model") -> str | None:
-    """Return why the hub does not give a repository, as a clause; None if it does, empty for a directory or a path."""
+    """Return a clause that describes why the hub can't provide a repository, or None if it can.
+
+    The clause is empty if ``name`` is a directory or is not a valid repository id.
+    """
     if expand_home(name).is_dir() or not is_id(name):
         return ""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
-        return f", and with HF_HUB_OFFLINE=1 only the hub's cache is used, which has no {_KINDS[kind]} of this id"
+        return f", and HF_HUB_OFFLINE=1 allows only the local hub cache, which has no {_KINDS[kind]} with this id"
     return _refusal(constants.ENDPOINT, name, kind)
 
 
 @cache
 def _refusal(endpoint: str, name: str, kind: Kind) -> str | None:
-    """Ask the hub, once in a process: every request to a hub behind a firewall takes the whole timeout."""
+    """Probe the hub once per process, since each request to a hub behind a firewall lasts for the full timeout."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import (
         EntryNotFoundError,
@@ -96,13 +99,13 @@ def _refusal(endpoint: str, name: str, kind: Kind) -> str | None:
     except EntryNotFoundError:
         return None
     except GatedRepoError:
-        return f", and {hub} gives this {what} only to accounts that accepted its terms (set HF_TOKEN)"
+        return f", and {hub} restricts this {what} to accounts that accepted its terms (set HF_TOKEN)"
     except RepositoryNotFoundError:
-        return f", and {hub} has no {what} of this id, or not for this account (HF_TOKEN)"
+        return f", and {hub} has no {what} with this id that this account can access (HF_TOKEN)"
     except HfHubHTTPError as error:
         status = error.response.status_code
-        # For a hub that is briefly busy or broken, the library's own retries are worth their time.
+        # The library's own retries handle a hub that is briefly overloaded or broken.
         return None if status == _TOO_MANY or status >= _BROKEN else f", and {hub} answers with HTTP {status}"
-    except Exception as error:  # of the HTTP client, whose types change with its version
+    except Exception as error:  # the HTTP client's exception types vary with its version
         return f", and {hub} does not answer ({error or type(error).__name__})"
     return None

@@ -1,8 +1,8 @@
-"""A `Store` on a mounted file system: temporary file, fsync, then a hard link (create) or a rename (replace).
+"""A `Store` on a mounted file system. It publishes a synced temporary file by hard link (create) or rename (replace).
 
-Below its root no symbolic link is followed, for reading, writing or deleting; see `storage.regular`. If a write
-fails, nothing appears under the key and the temporary file is deleted. Only a process that dies, or loses access to the
-folder, leaves one, which `sweep_temporaries` deletes.
+The store follows no symbolic link below its root; see `storage.regular`. If a write fails, no file appears under the
+key, and the temporary file is deleted. A temporary file remains only if the process dies or loses access to the folder;
+`sweep_temporaries` deletes such files.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _SIZES_AT_ONCE = 16
 
 
 class LocalStore(Store):
-    """Files under one directory, on a local disk or a network file system with hard links.
+    """A store in a directory, on a local disk or a network file system with hard links.
 
-    Attributes:
-        root: The directory; it need not exist before the first write.
-        name: Its display name in errors: as it was given.
-        must_exist: Whether it must: a directory that is deleted while a run writes there is not created again.
+    Args:
+        root: The directory. Errors show this path as given.
+        must_exist: If True, a write fails if the directory is missing, for example because it was deleted during the
+            run. Otherwise the write creates the directory.
     """
 
     def __init__(self, root: Path | str, *, must_exist: bool = False) -> None:
@@ -56,7 +56,7 @@ class LocalStore(Store):
         return str(Path(self.name) / key)
 
     def exists(self) -> bool:
-        """Return whether there is something at its root."""
+        """Return whether the root exists."""
         return self.root.exists()
 
     def path(self, key: str) -> Path:
@@ -68,7 +68,7 @@ class LocalStore(Store):
         return LocalFile(self.path(key), self.root)
 
     def root_names(self) -> builtins.list[str]:
-        """Return the names of the files and the folders at its root; raises OSError if it is not there."""
+        """Return the names of the files and folders in the root; raise OSError if the root does not exist."""
         return os.listdir(self.root)
 
     def size(self, key: str) -> int:
@@ -77,17 +77,17 @@ class LocalStore(Store):
             return file.size
 
     def modified_at(self, key: str) -> float:
-        """Return when a file was written, by the file system's clock, in seconds since the epoch."""
+        """Return a file's modification time by the file system's clock, in seconds since the epoch."""
         with self.open(key) as file:
             return os.fstat(file.fileno()).st_mtime
 
     def for_arrow(self, key: str) -> Path:
-        """Return the path of a plain file for pyarrow; ask again for each reading."""
+        """Return the path of a regular file for pyarrow. Call again before each read, which checks for links again."""
         self.open(key).close()
         return self.path(key)
 
     def open_ranges(self, key: str) -> LocalFile:
-        """Open a file to be read by ranges."""
+        """Open a file for random access."""
         return self.open(key)
 
     def create(self, key: str, chunks: Iterable[Buffer]) -> int:
@@ -96,26 +96,25 @@ class LocalStore(Store):
         try:
             return self._write(path, chunks, is_new=True)
         except FileExistsError as error:
-            raise AlreadyExistsError(f"{path} exists already; nothing was written over it") from error
+            raise AlreadyExistsError(f"{path} already exists and was not overwritten") from error
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
             raise UserError(
-                f"the file system of {path.parent} has no hard links ({error.strerror}), so a checkpoint can't be "
-                "committed atomically on it; use a local disk or NFS"
+                f"the file system of {path.parent} does not support hard links ({error.strerror}), which atomic "
+                "checkpoint commits require; use a local disk or NFS"
             ) from error
 
     def replace(self, key: str, chunks: Iterable[Buffer]) -> int:
-        """Write a file durably in place of the one there, if any; see `Store.replace`."""
+        """Create or overwrite a file durably; see `Store.replace`."""
         return self._write(self.path(key), chunks)
 
     def list(self, prefix: str) -> list[str]:
-        """Return the keys of all files under a folder, sorted; files being written are left out.
+        """Return the keys of all files in a folder tree, sorted, without temporary files; see `Store.list`.
 
         Raises:
-            NotAPlainFileError: There is a link among them, whose target is not part of the store.
-            OSError: A folder can't be listed, or the root is a link whose disk may not be mounted; an absent
-                folder is an empty one.
+            NotAPlainFileError: The folder tree contains a symbolic link.
+            OSError: A folder can't be listed, or the root is a dangling link, possibly to an unmounted disk.
         """
         top, keys = self.path(prefix), list[str]()
         try:
@@ -124,16 +123,16 @@ class LocalStore(Store):
                 if not stat.S_ISREG(mode):
                     self._collect(prefix, folder, keys)
         except FileNotFoundError:
-            # Absent, or deleted by somebody meanwhile.
+            # The folder does not exist, or another process deleted it during the listing.
             self._refuse_unmounted()
         return sorted(keys)
 
     def sizes(self, folder: str) -> dict[str, int | None]:
-        """Return the size in bytes of each file under a folder, by its key; None for one that can't be opened now."""
+        """Return the size in bytes, or None if unreadable, of each file in a folder tree; see `Store.sizes`."""
         keys = self.list(folder)
         with ThreadPoolExecutor(_SIZES_AT_ONCE, thread_name_prefix="ray-ulysses-sizes") as threads:
             found = zip(keys, threads.map(self._size, keys), strict=True)
-        # -1 marks a file that was deleted since it was listed.
+        # -1 marks a file that was deleted after the listing.
         return {key: size for key, size in found if size != -1}
 
     def _size(self, key: str) -> int | None:
@@ -145,7 +144,7 @@ class LocalStore(Store):
             return None
 
     def delete(self, prefix: str) -> None:
-        """Delete a file, or a folder with all that is in it; of a link only the link itself."""
+        """Delete a file, a folder tree, or a symbolic link but not its target; see `Store.delete`."""
         top = self.path(prefix)
         with suppress(FileNotFoundError), opened_folder(top.parent, self.root) as folder:
             try:
@@ -160,13 +159,11 @@ class LocalStore(Store):
             self.delete(key)
 
     def _collect(self, key: str, parent: int, keys: builtins.list[str]) -> None:
-        """Add the keys of all files under a folder, given a descriptor of the folder above it."""
         with entered(self.root / key, parent) as folder:
             with os.scandir(folder) as found:
                 entries = tuple(found)
             for entry in entries:
                 below = f"{key}/{entry.name}"
-                # The listing gives the type of an entry, so no file is opened.
                 if entry.name.startswith(TEMPORARY_PREFIX):
                     continue
                 if entry.is_symlink():
@@ -174,22 +171,22 @@ class LocalStore(Store):
                 if not entry.is_dir(follow_symlinks=False):
                     keys.append(below)
                     continue
-                # Another process may delete it meanwhile.
+                # Another process may delete the folder during the listing.
                 with suppress(FileNotFoundError):
                     self._collect(below, folder, keys)
 
     def _refuse_unmounted(self) -> None:
-        """Raise `OSError` if the root is absent because a link on the way to it leads to nowhere."""
+        """Raise `OSError` if the root, or one of its parents, is a dangling link."""
         link = next(path for path in (self.root, *self.root.parents) if os.path.lexists(path))
         if not os.path.exists(link):
-            # Not a `FileNotFoundError`, which would mean that the folder is empty.
+            # Callers treat a `FileNotFoundError` as an empty folder.
             target = os.path.realpath(link)
-            raise OSError(errno.ENXIO, f"{link} is a link to {target}, which is not there; mount it or delete the link")
+            text = f"{link} is a link to {target}, which does not exist; mount the target or delete the link"
+            raise OSError(errno.ENXIO, text)
 
     def _write(self, path: Path, chunks: Iterable[Buffer], *, is_new: bool = False) -> int:
-        """Write beside the target, make it durable, publish it under its name."""
         if self.must_exist and not self.root.is_dir():
-            raise FileNotFoundError(errno.ENOENT, "the directory is not there any more", str(self.root))
+            raise FileNotFoundError(errno.ENOENT, "the directory no longer exists", str(self.root))
         if not self.must_exist:
             make_folders(self.root)
         with opened_folder(path.parent, self.root, make=True) as folder:
@@ -199,10 +196,10 @@ class LocalStore(Store):
             ):
                 size = sum(write_all(stream, chunk) for chunk in chunks)
             try:
-                # Without this a power cut can lose the name although the bytes are there.
+                # Without this a power cut can lose the directory entry.
                 sync(".", folder)
             except OSError:
-                # A caller that got an error must not find a new file there later.
+                # A failed `create` must not leave a file behind.
                 if is_new:
                     os.unlink(path.name, dir_fd=folder)
                 raise
@@ -210,18 +207,17 @@ class LocalStore(Store):
 
 
 def _delete_folder(name: str, parent: int) -> None:
-    """Delete a folder although others may delete in it, or still write into it, at the same time."""
+    """Delete a folder tree while other processes may delete its files or write new ones."""
     met, refilled = 0, 0
     while True:
         try:
-            # It follows no link.
             return shutil.rmtree(name, dir_fd=parent)
         except OSError as error:
             try:
                 os.stat(name, dir_fd=parent, follow_symlinks=False)
             except FileNotFoundError:
                 return None
-            # Another one was faster with a file, which is progress; one who still writes is not.
+            # Files that another process deletes are progress; files that another process keeps writing are not.
             met += error.errno == errno.ENOENT
             refilled += error.errno == errno.ENOTEMPTY
             if error.errno not in (errno.ENOENT, errno.ENOTEMPTY) or met > _MOST_MEETINGS or refilled >= _DELETE_TRIES:
@@ -229,33 +225,33 @@ def _delete_folder(name: str, parent: int) -> None:
 
 
 class LocalFile(StoredFile):
-    """A file that is read through a descriptor; see `StoredFile`.
+    """A local file, read through a descriptor; see `StoredFile`.
 
-    A memory map would be no faster, and ends the process where the file was truncated or its storage went away.
+    A memory map would not be faster, and would crash the process if the file is truncated or its storage disconnects.
     """
 
     _descriptor = -1
 
     def __init__(self, path: Path, within: Path) -> None:
-        """Open a file; raises as `open_inside`."""
+        """Open a file; raise the exceptions of `open_inside`."""
         self._descriptor = open_inside(path, within)
         super().__init__(os.fstat(self._descriptor).st_size)
 
     def read_into(self, start: int, target: memoryview) -> int:
-        """Fill a buffer from a place on; return how many bytes there were."""
+        """Read bytes from offset ``start`` into a buffer; see `StoredFile.read_into`."""
         done = 0
-        # The kernel may return less at a time (2 GiB at most).
+        # One call may return less (2 GiB at most).
         while done < len(target) and (count := os.preadv(self._descriptor, [target[done:]], start + done)):
             done += count
         return done
 
     def fileno(self) -> int:
-        """Return the descriptor."""
+        """Return the file descriptor."""
         return self._descriptor
 
     def close(self) -> None:
-        """Close it; of a file that threads read, when the last of them lets it go."""
-        # Another file may get its number.
+        """Close the file. If threads share the file, close it only after the last read."""
+        # The kernel may reuse the descriptor's number for another file.
         descriptor, self._descriptor = self._descriptor, -1
         close_quietly(descriptor)
         super().close()

@@ -1,9 +1,9 @@
-"""Locations of stores: a path, or the URI of an object store in the syntax of `pyarrow.fs`.
+"""Parses store locations: paths, and object store URIs in `pyarrow.fs` syntax.
 
-A URI is written into ``config.yaml`` and shown in MLflow, so it may not hold a secret: credentials come from the
-environment, as the cloud's own tools read them.
+URIs are stored in ``config.yaml`` and shown in MLflow, so they must not contain secrets. Credentials come from the
+environment variables that the cloud providers' own tools read.
 
-The options behind ``?`` are spelled as in https://arrow.apache.org/docs/python/filesystems.html.
+The query options are those of https://arrow.apache.org/docs/python/filesystems.html.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ray_ulysses.errors import UserError, names_secret, without_secret
 
 RETRY_S = 60.0
 SQLITE = "sqlite:///"
-"""The beginning of an SQLite database's URI; a path follows."""
+"""URI prefix of an SQLite database, followed by a path."""
 
 Provider = Literal["s3", "gs", "az"]
 
@@ -53,7 +53,7 @@ _CREDENTIALS: dict[Provider, str] = {
 }
 _KNOWN = "a path, file://, s3://bucket/prefix, gs://bucket/prefix or abfs://container@account/prefix"
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*):(/{1,2})")
-# Much of what is outside of these ends obstore 0.12.1 in a Rust panic, which is no `Exception`.
+# Many names that these patterns exclude cause a Rust panic in obstore 0.12.1, which is not an `Exception`.
 _BUCKET = re.compile(r"[A-Za-z0-9$_][A-Za-z0-9$._-]*")
 _WORD = re.compile(r"[A-Za-z0-9._-]+")
 _HOST = re.compile(
@@ -62,7 +62,13 @@ _HOST = re.compile(
 
 
 class LocationError(UserError):
-    """A location that can't be used: how it is shown, without secrets, the rule that it breaks, and what to write."""
+    """An invalid location.
+
+    Args:
+        shown: The location with secrets redacted.
+        rule: The violated rule.
+        hint: The way out.
+    """
 
     def __init__(self, shown: str, rule: str, hint: str) -> None:
         self.shown, self.rule, self.hint = shown, rule, hint
@@ -71,25 +77,25 @@ class LocationError(UserError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ObjectLocation:
-    """A folder or a file of an object store."""
+    """The location of a folder or file in an object store."""
 
     provider: Provider
     bucket: str
-    """The bucket, or Azure's container."""
+    """Name of the bucket, or of the Azure container."""
     prefix: str
-    """The folder in it, without slashes at its ends; empty for the whole bucket."""
+    """Path of the folder or file in the bucket, without leading or trailing slashes; empty for the bucket's root."""
     account: str | None
-    """Azure's storage account, if the URI names it."""
+    """Azure storage account, if the URI contains one before the path."""
     options: tuple[tuple[str, str], ...]
-    """Query options, in their order."""
+    """Query options in URI order."""
 
     def option(self, name: str) -> str | None:
-        """Return an option's value, or None if it is not given."""
+        """Return an option's value, or None if the URI does not set the option."""
         return dict(self.options).get(name)
 
     @property
     def server(self) -> str | None:
-        """Return the URL of the server that the URI itself names; None where the environment or the cloud does."""
+        """URL of the server if the URI specifies one, else None: the environment or the provider's default applies."""
         endpoint = self.option("endpoint_override")
         if endpoint is not None:
             return endpoint if "://" in endpoint else f"{self.option('scheme') or 'https'}://{endpoint}"
@@ -101,25 +107,25 @@ class ObjectLocation:
 
     @property
     def display_name(self) -> str:
-        """Its name in errors: without options, and so without hosts."""
+        """The URI without options, and therefore without hosts, for errors."""
         return f"{self.provider}://{self.bucket}/{self.prefix}".rstrip("/")
 
     @property
     def name(self) -> str:
-        """The last part of it, as of a path."""
+        """The last path component."""
         return self.prefix.rpartition("/")[2]
 
     @property
     def parent(self) -> ObjectLocation:
-        """The folder that holds it."""
+        """The parent folder."""
         return replace(self, prefix=self.prefix.rpartition("/")[0])
 
     def __truediv__(self, name: str) -> ObjectLocation:
-        """Return a file or a folder in this folder; options stay where they belong."""
+        """Return the location of a file or folder in this folder, with the same options."""
         return replace(self, prefix=f"{self.prefix}/{name}" if self.prefix else name)
 
     def absolute(self) -> ObjectLocation:
-        """Return itself: a URI means the same everywhere."""
+        """Return the location itself, since a URI does not depend on the working directory."""
         return self
 
     def __str__(self) -> str:
@@ -131,43 +137,42 @@ class ObjectLocation:
 
 
 def parse_location(location: str | Path) -> Path | ObjectLocation:
-    """Return the path or the folder of an object store that a location names (pure).
+    """Parse a path or URI.
 
     Raises:
-        LocationError: No store can be opened there, or it holds a secret, which the text does not show.
+        LocationError: The location is invalid or contains a secret. The message redacts secrets.
     """
     text = str(location)
     found = _SCHEME.match(text)
     if not text:
-        raise LocationError(text, "names nothing", f"give {_KNOWN}")
+        raise LocationError(text, "is empty", f"use {_KNOWN}")
     if found is None:
         return Path(text)
     scheme, slashes = found[1].lower(), found[2]
     if slashes == "/":
-        # Path("s3://bucket") has lost a slash by the time it arrives here.
-        raise LocationError(
-            without_secret(text), "has one slash behind the scheme", f"write {scheme}:// and pass it as text"
-        )
+        # Path("s3://bucket") removes a slash.
+        hint = f"write {scheme}:// and pass the location as a string"
+        raise LocationError(without_secret(text), "has only one slash after the scheme", hint)
     if scheme == "file":
         return _file_path(text)
     if scheme not in _PROVIDERS:
-        raise LocationError(without_secret(text), f"{scheme}:// is not a storage", f"give {_KNOWN}")
+        raise LocationError(without_secret(text), f"{scheme}:// is not a supported scheme", f"use {_KNOWN}")
     return _object_location(text, scheme)
 
 
 def credentials_hint(scheme: str) -> str | None:
-    """Return where to put the credentials of a storage, which its URI may not hold; None for another scheme."""
+    """Return a hint on how to set the credentials for a URI scheme, or None if it is not an object store's."""
     provider = _PROVIDERS.get(scheme)
     return None if provider is None else _CREDENTIALS[provider]
 
 
 def sqlite_path(uri: str) -> Path | None:
-    """Return the file of an SQLite database, without the options behind ``?``; None for another URI."""
+    """Return the file path in an SQLite URI, without the query options, or None for any other URI."""
     return Path(uri.removeprefix(SQLITE).partition("?")[0]) if uri.startswith(SQLITE) else None
 
 
 def is_clear_text(url: str) -> bool:
-    """Return whether a URL uses plain HTTP to another machine (pure)."""
+    """Return whether a URL uses plain HTTP to another machine."""
     parts = urlsplit(url)
     host = (parts.hostname or "").rstrip(".")
     if parts.scheme != "http" or host == "localhost":
@@ -179,36 +184,36 @@ def is_clear_text(url: str) -> bool:
 
 
 def absolute_location(location: str, base: Path) -> str:
-    """Return a location that means the same in every working directory; a URI is returned as it is.
+    """Return a path as an absolute path. A URI is returned unchanged.
 
     Args:
         location: A path or URI.
-        base: Absolute directory that relative paths start from.
+        base: The absolute directory to which relative paths refer.
     """
     return location if _SCHEME.match(location) else str(base / expand_home(location))
 
 
 def expand_home(path: str | Path) -> Path:
-    """Return a path with the home directory in the place of a leading ``~``.
+    """Replace a leading ``~`` or ``~user`` by the home directory.
 
     Raises:
-        UserError: It names the home directory of a user that this machine does not know.
+        UserError: The user does not exist on this machine.
     """
     try:
         return Path(path).expanduser()
     except RuntimeError:
         raise UserError(
-            f"{path}: names the home directory of a user that this machine does not know; write an absolute path"
+            f"{path}: refers to the home directory of a user that does not exist on this machine; use an absolute path"
         ) from None
 
 
 def _file_path(text: str) -> Path:
     parts = urlsplit(text)
     if parts.netloc not in ("", "localhost"):
-        rule = f"names the host {parts.netloc.rpartition('@')[2]!r}"
-        raise LocationError(without_secret(text), rule, "write three slashes: file:///mnt/shared/runs")
+        rule = f"contains the host {parts.netloc.rpartition('@')[2]!r}"
+        raise LocationError(without_secret(text), rule, "use three slashes: file:///mnt/shared/runs")
     if not parts.path or parts.query or parts.fragment:
-        raise LocationError(text, "is not the URI of a path", "write file:///mnt/shared/runs")
+        raise LocationError(text, "is not a plain file URI", "use the form file:///mnt/shared/runs")
     return Path(unquote(parts.path))
 
 
@@ -217,21 +222,22 @@ def _object_location(text: str, scheme: str) -> ObjectLocation:
     shown = without_secret(_without_unknown_values(text, _OPTIONS[provider]))
     user, at, host = parts.netloc.rpartition("@")
     account = None
-    # A secret may hold a slash, which ends what is taken for the host.
+    # A secret may contain a slash. Then urlsplit ends the host inside the secret, and the '@' is in the path.
     is_cut = ":" in host and "@" in parts.path
     if is_cut or (at and (":" in user or provider != "az")):
-        raise LocationError(shown, "may not hold credentials, since it is stored with the run", _CREDENTIALS[provider])
+        rule = "must not contain credentials, since the location is stored with the run"
+        raise LocationError(shown, rule, _CREDENTIALS[provider])
     if at:
         host, account = unquote(user), host.partition(".")[0]
     if not host or ":" in host:
-        raise LocationError(shown, "names no bucket", f"write {scheme}://bucket/prefix")
+        raise LocationError(shown, "contains no bucket", f"use the form {scheme}://bucket/prefix")
     if not _BUCKET.fullmatch(host) or (account is not None and not _WORD.fullmatch(account)):
-        raise LocationError(shown, "has an invalid name of a bucket or an account", "correct the name")
+        raise LocationError(shown, "contains an invalid bucket or account name", "correct the name")
     if parts.fragment:
-        raise LocationError(shown, "has a '#'", "leave it out")
+        raise LocationError(shown, "contains a '#'", "remove it")
     prefix = unquote(parts.path).strip("/")
     if prefix and not {"", ".", ".."}.isdisjoint(prefix.split("/")):
-        raise LocationError(shown, "has an empty or dotted folder", "write every folder by its name")
+        raise LocationError(shown, "contains an empty, '.' or '..' folder name", "remove it")
     options = tuple(parse_qsl(parts.query, keep_blank_values=True))
     if wrong := _wrong_option(options, provider):
         raise LocationError(shown, *wrong)
@@ -239,7 +245,7 @@ def _object_location(text: str, scheme: str) -> ObjectLocation:
 
 
 def _without_unknown_values(text: str, known: Collection[str]) -> str:
-    """Return a URI without the values of unknown options, any of which may be a secret."""
+    """Redact the values of unknown options in a URI, since any of them may be a secret."""
     head, mark, query = text.partition("?")
     pairs = (pair.partition("=") for pair in query.split("&"))
     shown = (name + eq + (value if name in known else "***" if value else "") for name, eq, value in pairs)
@@ -247,40 +253,41 @@ def _without_unknown_values(text: str, known: Collection[str]) -> str:
 
 
 def _wrong_option(options: tuple[tuple[str, str], ...], provider: Provider) -> tuple[str, str] | None:
-    """Return the rule that the options break and the way out; each must be known and given once."""
+    """Return the rule that the options violate and the way out, or None if all options are valid."""
     known, given = _OPTIONS[provider], dict(options)
     for name, value in options:
         if name not in known and names_secret(name):
-            return f"may not hold {name}, since it is stored with the run", _CREDENTIALS[provider]
+            return f"must not contain {name}, since the location is stored with the run", _CREDENTIALS[provider]
         if name not in known:
             return f"has the unknown option {name!r}", f"use {', '.join(sorted(known))}"
-        wrong = f"gives {name} as {value!r}"
+        wrong = f"has the invalid option {name}={value!r}"
         if not value or value not in _VALUES.get(name, (value,)):
-            return wrong, f"give {' or '.join(_VALUES.get(name, ('a value',)))}"
+            return wrong, f"set it to {' or '.join(_VALUES.get(name, ('a value',)))}"
         if name in ("region", "account_name") and not _WORD.fullmatch(value):
-            return wrong, "give its name: letters, digits and '-'"
+            return wrong, "use a name of letters, digits and '-'"
         if name not in ("endpoint_override", "blob_storage_authority"):
             continue
         if "@" in value:
-            return f"may not hold credentials in {name}, since it is stored with the run", _CREDENTIALS[provider]
-        # Azure's ".blob.local" is what follows the account's name.
+            rule = f"must not contain credentials in {name}, since the location is stored with the run"
+            return rule, _CREDENTIALS[provider]
+        # An Azure authority such as ".blob.local" is appended to the account name.
         found = _HOST.fullmatch(value.removeprefix("."))
         if found is None or int(found["port"] or 1) not in range(1, 1 << 16) or not _is_host(found["host"]):
-            return f"{wrong}, which is not a host", "give host:port, such as minio:9000"
+            return f"{wrong}, which is not a host", "use host:port, such as minio:9000"
         if given.get("force_virtual_addressing") == "true" and (found["host"][0] == "[" or _is_address(found["host"])):
-            rule = f"{wrong}, an address, which takes no bucket before it"
-            return rule, "give the host by its name, or leave force_virtual_addressing out"
+            rule = f"{wrong}: force_virtual_addressing puts the bucket before the host, which can't be an address"
+            return rule, "use a host name, or remove force_virtual_addressing"
     endpoint = given.get("endpoint_override", "")
     if given.get("scheme") != "http" and is_clear_text(endpoint):
-        rule = f"gives endpoint_override as {endpoint!r}, where credentials travel in clear text"
-        return rule, "give https://, or add scheme=http for a network that nobody else reads"
+        rule = f"has endpoint_override={endpoint!r}, which would send credentials in clear text"
+        return rule, "use https://, or add scheme=http if the network is private"
     if len(given) < len(options):
-        return "gives an option twice", "give it once"
+        return "contains an option twice", "remove one of them"
     return None
 
 
 def _is_host(host: str) -> bool:
-    """Return whether a host is a name or a valid address; one that ends in a number can only be an address."""
+    """Return whether a host is a valid host name or IP address. A last label that is a number implies an address."""
     if host.startswith("["):
         return _is_address(host[1:-1], ipaddress.IPv6Address)
     labels = host.removesuffix(".").split(".")

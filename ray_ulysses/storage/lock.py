@@ -1,7 +1,7 @@
-"""Locks of files, which end with their process, and notes that name a holder.
+"""File locks that the kernel releases when their process ends, and notes that identify the holder.
 
-Everything that locks a file does it here. The lock is the kernel's `flock`, which is never taken from a slow or stopped
-process. A run is held by `storage.claim` instead, which object stores know as well.
+All file locking in the package goes through this module. It uses the kernel's `flock`, which a slow or stopped process
+never loses. Runs are protected by `storage.claim` instead, which also works in object stores.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from ray_ulysses.validation import ContentError, Seconds, Whole, read_json
 
 
 class NoLocksError(OSError):
-    """A file system refused a lock that nobody holds."""
+    """The file system does not support locks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LockOwner:
-    """The holder of a lock, as recorded in its note."""
+    """The process that holds a lock or claim, as recorded in its note."""
 
     host: str
     pid: Whole
     since: Seconds
-    """When it was taken, since the Unix epoch."""
+    """Time of acquisition, in seconds since the epoch."""
 
     def __str__(self) -> str:
         when = datetime.datetime.fromtimestamp(self.since, datetime.UTC)
@@ -42,19 +42,19 @@ class LockOwner:
 
     @classmethod
     def this_process(cls, clock: Clock) -> LockOwner:
-        """Return this process, from now on."""
+        """Return the owner for this process, with the current time as the time of acquisition."""
         return cls(host=socket.gethostname(), pid=os.getpid(), since=clock.now())
 
     @classmethod
     def from_note(cls, note: bytes) -> LockOwner | None:
-        """Return the owner in a note; None if it is torn or empty."""
+        """Return the owner recorded in a note, or None if the note is damaged or empty."""
         try:
             return read_json(_OWNER, note)
         except ContentError:
             return None
 
     def to_note(self, **more: Any) -> bytes:
-        """Return the note, with more fields."""
+        """Return the note as JSON, with additional fields."""
         return json.dumps({**asdict(self), **more}).encode()
 
 
@@ -62,11 +62,15 @@ _OWNER = TypeAdapter(LockOwner)
 
 
 def lock(descriptor: int, *, wait: bool = False) -> None:
-    """Take the lock of an open file; wait while somebody else holds it, or raise.
+    """Lock an open file exclusively.
+
+    Args:
+        descriptor: The descriptor of the file.
+        wait: Whether to wait if another process holds the lock.
 
     Raises:
-        BlockingIOError: Somebody else holds it.
-        NoLocksError: Its file system has no locks.
+        BlockingIOError: Another process holds the lock.
+        NoLocksError: The file system does not support locks.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -77,16 +81,16 @@ def lock(descriptor: int, *, wait: bool = False) -> None:
 
 
 def lock_file(path: Path, within: Path | None = None) -> int:
-    """Return a descriptor that holds the lock of a file, which is created if it is missing.
+    """Create a file if it is missing, lock it, and return a descriptor that holds the lock.
 
     Args:
-        path: The file; a link in its place is not followed.
-        within: The folder below which no other link is followed either; None for the file's own folder.
+        path: The path of the file, which must not be a symbolic link.
+        within: The folder below which no symbolic link is followed; None for the file's own folder.
 
     Raises:
-        BlockingIOError: Somebody else holds it.
-        NoLocksError: Its file system has no locks.
-        OSError: It can't be opened.
+        BlockingIOError: Another process holds the lock.
+        NoLocksError: The file system does not support locks.
+        OSError: The file can't be opened.
     """
     while True:
         descriptor = open_inside(path, within or path.parent, os.O_RDWR | os.O_CREAT)
@@ -95,7 +99,7 @@ def lock_file(path: Path, within: Path | None = None) -> int:
             if os.path.samestat(os.fstat(descriptor), os.lstat(path)):
                 return descriptor
         except FileNotFoundError:
-            # Somebody deleted it in between.
+            # Another process deleted the file before this process locked it.
             pass
         except OSError:
             os.close(descriptor)
@@ -104,14 +108,14 @@ def lock_file(path: Path, within: Path | None = None) -> int:
 
 
 def write_note(descriptor: int, note: bytes) -> None:
-    """Replace the content of a lock file, through the descriptor that holds the lock."""
+    """Replace the content of a locked file through the descriptor that holds the lock."""
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, note, 0)
     os.fsync(descriptor)
 
 
 def read_owner(path: Path) -> LockOwner | None:
-    """Return the owner that the note names; None where there is no note."""
+    """Return the owner recorded in a lock file, or None if the file is missing, unreadable or damaged."""
     try:
         return LockOwner.from_note(read_regular(path, path.parent))
     except OSError:

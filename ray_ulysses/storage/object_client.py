@@ -1,7 +1,7 @@
-"""Connects to an object store as the URI and the environment configure it, and classifies the errors of `obstore`.
+"""Creates object store clients from a URI and the environment, and classifies `obstore` errors.
 
-Most details are only in the text of its errors: the status and the XML code that S3-compatible servers send
-(https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html), or how the connection failed.
+`obstore` reports most details only in the error text: the HTTP status, the XML code of S3-compatible servers
+(https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html), or the kind of connection failure.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ Client = S3Store | GCSStore | AzureStore
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _CONNECT_S, _STALL_S = 5.0, 60.0
 _NO_ACCOUNT = {"disable_oauth": True, "client_email": "", "private_key": "", "private_key_id": ""}
-# No limit of time for a whole request: one ranged GET may fetch gigabytes. A stall ends it.
+# Effectively no time limit per request, since one ranged GET may fetch gigabytes. `_STALL_S` ends stalled requests.
 _REQUEST_S = 24 * 3600.0
 
 
 def connect(location: ObjectLocation, *, retry_s: float = RETRY_S) -> Client:
-    """Return a client for a location; nothing is sent yet.
+    """Return a client for a location without sending a request.
 
-    The environment is read as the clouds' own tools read it: ``AWS_*``, ``GOOGLE_*`` and ``AZURE_*``
-    variables, and the machine's role where there are none. The URI's options take precedence.
+    The client reads the same ``AWS_*``, ``GOOGLE_*`` and ``AZURE_*`` variables as the providers' own tools, and uses
+    the machine's role if no credentials are set. The URI's options take precedence.
 
     Args:
         location: Bucket, prefix and options.
-        retry_s: How long a request is tried again while the store is away or overloaded, in seconds.
+        retry_s: Maximum time to retry a request while the store is unreachable or overloaded, in seconds.
 
     Raises:
-        UserError: The environment's settings can't be used.
+        UserError: The client can't be created from the URI and the environment.
     """
     makers: dict[Provider, tuple[type[Client], Callable[[ObjectLocation], tuple[Any, ClientConfig]]]]
     makers = {"s3": (S3Store, _s3_config), "gs": (GCSStore, _gcs_config), "az": (AzureStore, _azure_config)}
@@ -64,7 +64,7 @@ def connect(location: ObjectLocation, *, retry_s: float = RETRY_S) -> Client:
             prefix=location.prefix or None,
             config=config,
             client_options=options,
-            # Only the time limits the retries.
+            # Retries are limited by time, not by number.
             retry_config={
                 "max_retries": 10_000,
                 "retry_timeout": timedelta(seconds=retry_s),
@@ -77,7 +77,7 @@ def connect(location: ObjectLocation, *, retry_s: float = RETRY_S) -> Client:
         )
     except (BaseError, OSError, ValueError) as error:
         reason = str(error).partition("\n")[0]
-        raise UserError(f"storage {str(location)!r} can't be set up ({reason}); check the environment") from error
+        raise UserError(f"storage {str(location)!r}: invalid settings ({reason}); check the environment") from error
 
 
 def _s3_config(location: ObjectLocation) -> tuple[S3Config, ClientConfig]:
@@ -88,8 +88,8 @@ def _s3_config(location: ObjectLocation) -> tuple[S3Config, ClientConfig]:
     if virtual:
         config["virtual_hosted_style_request"] = True
     if used:
-        # With virtual addressing the library expects the bucket's own host as its endpoint. A variable for S3
-        # alone comes before the general one, so the choice is made here and given as both.
+        # With virtual addressing, obstore expects the bucket's host as the endpoint. The S3-specific variable would
+        # override the general option, so the chosen endpoint is passed as both options.
         used = used.replace("://", f"://{location.bucket}.", 1) if virtual else used
         config["endpoint"] = config["aws_endpoint_url_s3"] = used
     if region:
@@ -104,8 +104,8 @@ def _s3_endpoint_of_environment() -> str:
     name = next((name for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL") if os.environ.get(name)), "")
     endpoint = os.environ.get(name, "")
     if is_clear_text(endpoint) and os.environ.get("AWS_ALLOW_HTTP", "").lower() not in ("true", "1", "yes", "on"):
-        rule = f"{name}={without_secret(endpoint)} would get credentials in clear text"
-        raise ValueError(f"{rule}; give https://, or set AWS_ALLOW_HTTP=true for a network that nobody else reads")
+        rule = f"{name}={without_secret(endpoint)} would send credentials in clear text"
+        raise ValueError(f"{rule}; use https://, or set AWS_ALLOW_HTTP=true if the network is private")
     return endpoint
 
 
@@ -116,8 +116,8 @@ def _gcs_config(location: ObjectLocation) -> tuple[GCSConfig, ClientConfig]:
         endpoint = endpoint if "://" in endpoint else f"http://{endpoint}"
         config["base_url"] = endpoint
     if "STORAGE_EMULATOR_HOST" in os.environ:
-        # As in Google's own libraries: an emulator knows no credentials. With `skip_signature` alone obstore 0.12.1
-        # still asks the machine's role for a token before a put.
+        # Like Google's own libraries, send no credentials to an emulator. With only `skip_signature`, obstore 0.12.1
+        # still requests a token from the machine's role before a put.
         config = {"skip_signature": True, "service_account_key": json.dumps({**_NO_ACCOUNT, "gcs_base_url": endpoint})}
     return config, _client_options(endpoint)
 
@@ -138,7 +138,7 @@ def _azure_config(location: ObjectLocation) -> tuple[AzureConfig, ClientConfig]:
 
 def _client_options(endpoint: str) -> ClientConfig:
     return {
-        # Plain HTTP only where somebody wrote it out.
+        # Plain HTTP requires an explicit http:// endpoint.
         "allow_http": endpoint.startswith("http://"),
         "connect_timeout": timedelta(seconds=_CONNECT_S),
         "read_timeout": timedelta(seconds=_STALL_S),
@@ -152,13 +152,13 @@ _STATUS = re.compile(r"status code: (\d{3}) ?([A-Za-z -]*)")
 _CODE = re.compile(r"<Code>(\w+)</Code>|\"code\": ?\"(\w+)\"")
 _CONNECTION = re.compile(r"kind: (Connect|Request|Timeout|Interrupted|Decode|Unknown)\b")
 _TRANSIENT_STATUS = {408, 429, 500, 502, 503, 504}
-# A conditional write met another one in flight, and neither was decided.
+# S3 returns the first two codes if concurrent conditional writes conflict; neither write may have succeeded.
 _TRANSIENT_CODES = {"ConditionalRequestConflict", "OperationAborted", "RequestTimeout", "SlowDown", "InternalError"}
 _DENIED_CODES = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken"}
 _FULL_CODES = {"QuotaExceeded", "XMinioStorageFull"}
 _CONNECTION_WORDS = {
-    "Timeout": "it did not answer in time",
-    "Interrupted": "the connection broke",
+    "Timeout": "the request timed out",
+    "Interrupted": "the connection was interrupted",
 }
 _NO_CREDENTIALS = ("latest/api/token", "metadata.google.internal", "metadata/identity/oauth2")
 _NUMBERS: dict[Meaning, int] = {
@@ -172,63 +172,63 @@ _NUMBERS: dict[Meaning, int] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refusal:
-    """The meaning of an error of the library."""
+    """A classified `obstore` error."""
 
     meaning: Meaning
-    """What happened. `away`: the request reached no server; `transient`: its outcome is unknown."""
+    """Error class. `away`: the request did not reach a server; `transient`: the request's outcome is unknown."""
     reason: str
-    """The reason, for people."""
+    """Reason in plain English, for error messages."""
 
     @property
     def may_pass(self) -> bool:
-        """Return whether the same request may succeed later."""
+        """Whether a retry of the same request may succeed."""
         return self.meaning in ("away", "transient")
 
     def as_os_error(self, name: str, tried_s: float) -> OSError:
-        """Return it as the standard library's error.
+        """Return the refusal as an `OSError` with the matching error number.
 
         Args:
-            name: The file or folder.
-            tried_s: For how long it was tried, in seconds.
+            name: Display name of the file or folder.
+            tried_s: Time spent on retries, in seconds.
         """
         said = f"failed for {tried_s:.1f} s" if self.may_pass else "refused"
-        # OSError picks FileNotFoundError or PermissionError by the number.
+        # OSError(...) creates a FileNotFoundError or PermissionError according to the error number.
         return OSError(_NUMBERS.get(self.meaning, errno.EIO), f"the store {said}: {self.reason}", name)
 
 
 def explain(error: Exception) -> Refusal:
-    """Classify an error of the library (pure)."""
+    """Classify an `obstore` error."""
     text = str(error)
     in_status, in_code = _STATUS.search(text), _CODE.search(text)
     status = f"{in_status[1]} {in_status[2]}".strip() if in_status else ""
     code = (in_code[1] or in_code[2]) if in_code else ""
-    reason = " ".join(part for part in (status, code) if part) or "it gave no reason"
+    reason = " ".join(part for part in (status, code) if part) or "no reason given"
     if any(address in text for address in _NO_CREDENTIALS):
-        reason = "no credentials in the environment, and no role of this machine; commands that take a RUN read its "
-        return Refusal(meaning="denied", reason=f"{reason}cluster.secrets_file with --trust-run alone")
+        reason = "no credentials in the environment, and this machine has no role; commands that take a RUN read its "
+        return Refusal(meaning="denied", reason=f"{reason}cluster.secrets_file only with --trust-run")
     number = int(status[:3]) if status else None
     if isinstance(error, ConnectionError):
         return Refusal(meaning="transient", reason=text)
     if code in _TRANSIENT_CODES or number in _TRANSIENT_STATUS:
         return Refusal(meaning="transient", reason=reason)
     if code in ("NoSuchBucket", "ContainerNotFound"):
-        return Refusal(meaning="absent", reason="there is no such bucket")
+        return Refusal(meaning="absent", reason="the bucket does not exist")
     if isinstance(error, AlreadyExistsError):
         return Refusal(meaning="taken", reason=reason)
     if isinstance(error, PreconditionError | NotModifiedError):
         return Refusal(meaning="changed", reason=reason)
     if isinstance(error, FileNotFoundError):
-        return Refusal(meaning="absent", reason="there is no such file")
+        return Refusal(meaning="absent", reason="the file does not exist")
     is_denied = isinstance(error, PermissionError | PermissionDeniedError | UnauthenticatedError)
     if is_denied or code in _DENIED_CODES or number in (401, 403):
-        return Refusal(meaning="denied", reason=f"its answer to the credentials was {reason}")
+        return Refusal(meaning="denied", reason=f"the credentials were rejected with {reason}")
     if number == 507 or code in _FULL_CODES:
         return Refusal(meaning="full", reason="no space left")
     connection = _CONNECTION.search(text)
     if number is None and connection is not None and connection[1] == "Connect":
-        return Refusal(meaning="away", reason="it could not be reached")
+        return Refusal(meaning="away", reason="the server is unreachable")
     if number is None and connection is not None:
-        return Refusal(meaning="transient", reason=_CONNECTION_WORDS.get(connection[1], "the exchange was cut short"))
+        return Refusal(meaning="transient", reason=_CONNECTION_WORDS.get(connection[1], "the response was incomplete"))
     if number is None:
         reason = re.sub(r"\s*\bhttps?://\S+", "", text.partition("\n")[0])
     return Refusal(meaning="refused", reason=reason)

@@ -1,20 +1,20 @@
-"""A `Store` on S3 and compatible servers, on Google Cloud Storage and on Azure.
+"""A `Store` on S3 and compatible servers, Google Cloud Storage and Azure.
 
-It uses `obstore` (the Rust crate `object_store`) and not `pyarrow.fs`, since the latter has no put that
-fails where the key is taken, and without that a checkpoint can't be committed.
+It uses `obstore` (the Rust crate `object_store`) because `pyarrow.fs` lacks conditional puts, which fail if the key
+exists. Atomic checkpoint commits require conditional puts.
 
-What is atomic, and what is not:
+Atomicity guarantees and their limits:
 
-- A file that is given whole (a list of chunks) or fits into one part is one conditional put: it appears at once,
-  and of several writers exactly one succeeds. Manifests, journal segments and locks are such files.
-- A longer stream goes up in parts, in bounded memory. It, too, appears at once and whole, when it is completed, and
-  if its chunks raise an error nothing appears and the upload is aborted. But exclusion is a check of the key before the
-  first part: two writers of the same name at the same time may both succeed, and the later one's bytes stay. Shards
-  therefore carry names that no other attempt or rank uses.
-- A process that is killed in the middle of such an upload leaves parts that no listing shows but that are paid for.
-  Give the bucket a lifecycle rule that aborts incomplete uploads after a day, say.
-- A put whose answer was lost is sent again. A mark in the object's metadata distinguishes an earlier success
-  from another writer's file.
+- A small file, or a file passed as a list of chunks, is written by one conditional put. It appears atomically, and
+  exactly one of several concurrent writers succeeds. Manifests, journal segments and locks are written like this.
+- A longer stream is uploaded in parts with bounded memory. It also appears atomically, when the upload completes. If
+  the chunk iterator raises an error, the upload is aborted and no file appears. However, `create` checks the key only
+  before the first part. Two concurrent writers of one key may both succeed, and the last upload wins. Shard names
+  therefore differ between attempts and ranks.
+- If a process is killed during an upload, the uploaded parts remain. They are billed but not listed. Set a lifecycle
+  rule on the bucket that aborts incomplete uploads, for example after a day.
+- If the response to a put is lost, the put is sent again. A mark in the object's metadata distinguishes this writer's
+  earlier success from another writer's file.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ _PIECE_BYTES = 4 * 2**20
 
 
 class ObjectFile(StoredFile):
-    """An object as it was when it was opened; see `StoredFile`.
+    """One version of an object, opened for reading; see `StoredFile`.
 
-    Every request names the version that was opened, so that bytes of two versions are never mixed: a large object
-    that is replaced while it is read gives an `OSError`, a small one is read whole when it is opened.
+    A small object is read completely when it is opened. For a large object, every request specifies the opened version,
+    so bytes of two versions are never mixed: a read raises `OSError` if the object was replaced.
     """
 
     def __init__(self, client: Client, key: str, *, name: str, retry: RetryPolicy) -> None:
         """Request the size and version of the object.
 
         Args:
-            client: The store.
-            key: The object, relative to the client's prefix.
-            name: Its display name in errors.
-            retry: How long a broken read is taken up again.
+            client: The client for the store.
+            key: The object's key, relative to the client's prefix.
+            name: The object's display name in errors.
+            retry: The retry policy for failed reads.
 
         Raises:
-            FileNotFoundError: There is no such object.
-            OSError: The store does not give them.
+            FileNotFoundError: The object does not exist.
+            OSError: The request failed.
         """
         super().__init__(0)
         self._client, self._key, self._object_name, self._retry = client, key, name, retry
@@ -74,19 +74,19 @@ class ObjectFile(StoredFile):
             if self.size > READ_AHEAD_BYTES:
                 return
             try:
-                # At once, so that its replacement can't get between.
+                # Read a small object now, before it can be replaced.
                 self._ahead = self.read_at(0, self.size)
                 return
             except OSError as error:
-                # Once more however slow the store is: one replacement is no reason to give up.
+                # The object was replaced after the head request. Retry at least once, even if the store is slow.
                 if error.errno not in (errno.ESTALE, errno.ENOENT) or not (looks == 1 or waiting.goes_on):
                     raise
 
     def read_into(self, start: int, target: memoryview) -> int:
-        """Fill a buffer by one request; if it breaks off, ask for the rest."""
+        """Read bytes from offset ``start`` with one request, plus one request for the rest after each interruption."""
         target = target[: max(self.size - start, 0)]
         if len(self._ahead) == self.size:
-            return self._take_ahead(start, target)  # a small object, read whole
+            return self._take_ahead(start, target)  # a small object, read completely by `__init__`
         done, waiting = 0, self._retry.begin()
         while done < target.nbytes:
             options: GetOptions = {"range": (start + done, start + target.nbytes)}
@@ -98,39 +98,39 @@ class ObjectFile(StoredFile):
                     content = memoryview(piece)
                     target[done : done + content.nbytes] = content
                     done += content.nbytes
-                refusal, cause = Refusal(meaning="transient", reason="it sent too few bytes"), None
+                refusal, cause = Refusal(meaning="transient", reason="the response was too short"), None
             except Exception as error:
                 refusal, cause = explain(error), error
             if done > before:
-                # A long read may break more than once: only one without progress counts.
+                # A long read may be interrupted several times. Any progress restarts the retry time.
                 waiting = self._retry.begin()
                 continue
             if refusal.meaning == "changed":
-                refusal = Refusal(meaning="changed", reason="the file was replaced while it was read")
+                refusal = Refusal(meaning="changed", reason="the file was replaced during the read")
             if not refusal.may_pass or not waiting.pause():
                 raise refusal.as_os_error(self._object_name, waiting.waited_s) from cause
         return done
 
 
-# 10,000 parts of 16 MiB make 156 GiB, S3's limit for a file of parts of this size.
+# S3 allows 10,000 parts per file, so 16 MiB parts limit a file to 156 GiB.
 PART_BYTES = 16 * 2**20
 MAX_PARTS = 10_000
 _PARALLEL_PARTS = 4
 _LARGEST_PUT_BYTES = 2**30
 _LARGEST_SINGLE_READ_BYTES = 8 * 2**20
 _LIST_BATCH, _DELETE_BATCH = 1000, 1000
-# No dash: Azure takes only names that are identifiers in C#.
+# Azure requires metadata names to be valid C# identifiers, so the name contains no dash.
 _MARK = "ulysseswriter"
 
 _T = TypeVar("_T")
 
 
 class ObjectStore(Store):
-    """Files under a prefix of a bucket.
+    """A store under a prefix of a bucket.
 
     Attributes:
-        location: Where it is.
-        name: Its display name in errors: scheme, bucket and prefix, without host.
+        location: The store's root.
+        name: Display name in errors: scheme, bucket and prefix, without the host.
     """
 
     _cache: BlockCache | None = None
@@ -143,16 +143,16 @@ class ObjectStore(Store):
         part_bytes: int = PART_BYTES,
         cache: BlockCache | None = None,
     ) -> None:
-        """Set up a client; nothing is sent yet.
+        """Create a client without sending a request.
 
         Args:
-            location: Bucket, prefix and options; the prefix is this store's root.
-            retry_s: How long a request is tried again while the store is away or overloaded, in seconds.
-            part_bytes: Size of a part of a long file; the services ask for at least 5 MiB.
-            cache: Keeps blocks of files that are read by ranges.
+            location: Bucket, prefix and options. The prefix becomes the store's root.
+            retry_s: Maximum time to retry a request while the store is unreachable or overloaded, in seconds.
+            part_bytes: Part size for multipart uploads, in bytes. The services require at least 5 MiB.
+            cache: A cache for files opened by `open_ranges`.
 
         Raises:
-            UserError: The environment's settings can't be used.
+            UserError: The client can't be created from the URI and the environment.
         """
         self.name = location.display_name
         self.location, self._retry_s, self._part_bytes = location, retry_s, part_bytes
@@ -164,7 +164,7 @@ class ObjectStore(Store):
         return self.name
 
     def named(self, key: str) -> str:
-        """Return the display name of a file, without hosts."""
+        """Return a file's display name, without the host."""
         return f"{self.name}/{key}"
 
     @cached_property
@@ -172,17 +172,17 @@ class ObjectStore(Store):
         return connect(self.location, retry_s=self._retry_s)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle neither client nor cache: another process connects with its own credentials at the first request."""
+        """Return the state without client and cache. The unpickled store connects with its process's credentials."""
         return {name: value for name, value in self.__dict__.items() if name not in ("_client", "_cache")}
 
     def open(self, key: str) -> ObjectFile:
-        """Open a file for reading; raises `FileNotFoundError` if there is none."""
+        """Open a file for reading; see `Store.open`."""
         return ObjectFile(self._client, checked_key(key), name=self.named(key), retry=self._retry)
 
     def read_whole(self, key: str, limit: int = -1) -> bytes:
-        """Return a whole file, or its first bytes if there is a limit.
+        """Return a file's content, or its first ``limit`` bytes.
 
-        It takes a single request; a large file is read as a stream, which resumes where it breaks.
+        A small file takes a single request. A large file is read as a stream, which resumes after interruptions.
         """
 
         def attempt() -> bytes | None:
@@ -192,7 +192,7 @@ class ObjectStore(Store):
                 return None
             content = bytes(found.bytes())
             if len(content) != size:
-                raise ConnectionError("it sent too few bytes")
+                raise ConnectionError("the response was too short")
             return content[: size if limit < 0 else limit]
 
         content = self._tried(key, attempt)
@@ -201,11 +201,11 @@ class ObjectStore(Store):
         return super().read_whole(key, limit)
 
     def exists(self) -> bool:
-        """Return whether there is any file."""
+        """Return whether the store contains any file."""
         return self._tried(".", lambda: any(map(len, obstore.list(self._client, chunk_size=1))))
 
     def root_names(self) -> list[str]:
-        """Return the names of the files and the folders at its root, by one request for a thousand of them."""
+        """Return the names of the files and folders in the root, with one request per thousand names."""
         found = self._tried(".", lambda: obstore.list_with_delimiter(self._client))
         names = [*found["common_prefixes"], *(meta["path"] for meta in found["objects"])]
         return sorted(name.rstrip("/").rpartition("/")[2] for name in names)
@@ -215,28 +215,28 @@ class ObjectStore(Store):
         return self._head(key)["size"]
 
     def for_arrow(self, key: str) -> ObjectFile:
-        """Open a file for pyarrow; ask again for each reading."""
+        """Open a file for pyarrow. Call again before each read."""
         return self.open(key)
 
     def open_ranges(self, key: str) -> CachedObject:
-        """Open a file to be read by ranges, through the cache."""
+        """Open a file for random access through the cache."""
         cache = self._cache or BlockCache(None, 0)
         meta = self._head(key)
-        # Another version is another file.
+        # The cache key includes the version, so blocks of a replaced file are never used.
         version, size = meta["e_tag"] or meta["last_modified"], meta["size"]
         return CachedObject(f"{self.location}\n{key}\n{version}\n{size}", size, partial(self.read_ranges, key), cache)
 
     def modified_at(self, key: str) -> float:
-        """Return when a file was written, by the store's clock, in seconds since the epoch."""
+        """Return a file's modification time by the store's clock, in seconds since the epoch."""
         return self._head(key)["last_modified"].timestamp()
 
     def _head(self, key: str) -> ObjectMeta:
         return self._tried(key, lambda: obstore.head(self._client, checked_key(key)))
 
     def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Return the bytes ``[start, end)`` of each range, by several requests at the same time.
+        """Return the bytes of each range ``[start, end)``, fetched with parallel requests.
 
-        Neighbouring ranges share a request. A file that is replaced meanwhile is not noticed.
+        Neighboring ranges share a request. A concurrent replacement of the file is not detected.
         """
 
         def attempt() -> list[bytes]:
@@ -244,21 +244,21 @@ class ObjectStore(Store):
             found = obstore.get_ranges(self._client, checked_key(key), starts=starts, ends=ends)
             contents = [bytes(one) for one in found]
             if any(len(one) != end - start for one, (start, end) in zip(contents, ranges, strict=True)):
-                raise ConnectionError("it sent too few bytes")
+                raise ConnectionError("the response was too short")
             return contents
 
         return self._tried(key, attempt)
 
     def create(self, key: str, chunks: Iterable[Buffer]) -> int:
-        """Write a new file and return its size in bytes; see the module for what is atomic, and `Store.create`."""
+        """Create a file and return its size in bytes; see `Store.create` and the module docstring for guarantees."""
         return self._write(checked_key(key), chunks, "create")
 
     def replace(self, key: str, chunks: Iterable[Buffer]) -> int:
-        """Write a file in place of the one there, if any; readers see the old or the new one."""
+        """Create or overwrite a file; see `Store.replace`."""
         return self._write(checked_key(key), chunks, "overwrite")
 
     def sizes(self, folder: str) -> dict[str, int | None]:
-        """Return the size in bytes of each file under a folder, by its key, from the listing."""
+        """Return the size in bytes of each file in a folder tree, taken from the listing; see `Store.sizes`."""
         checked_key(folder)
 
         def attempt() -> dict[str, int | None]:
@@ -268,10 +268,10 @@ class ObjectStore(Store):
         return self._tried(folder, attempt)
 
     def delete(self, prefix: str) -> None:
-        """Delete a file, or a folder with all that is in it; what is not there is deleted already.
+        """Delete a file or a folder tree; see `Store.delete`.
 
-        Empty objects that mark folders, as consoles and file browsers make them, stay: their keys end with a slash,
-        which obstore 0.12.1 cuts off.
+        Folder markers, which are empty objects created by consoles and file browsers, remain: their keys end with a
+        slash, which obstore 0.12.1 removes.
         """
         keys, left = self.list(prefix) or [prefix], list[str]()
         while keys and keys != left:
@@ -280,17 +280,16 @@ class ObjectStore(Store):
             keys, left = [] if keys == [prefix] else self.list(prefix), keys
 
     def delete_files(self, keys: Sequence[str]) -> None:
-        """Delete files without listing them, at most a thousand; what is not there is deleted already."""
+        """Delete at most a thousand files without listing them first. Missing files are ignored."""
         try:
             self._tried(keys[0], lambda: obstore.delete(self._client, [checked_key(key) for key in keys]))
         except FileNotFoundError:
-            # Google and Azure raise it for a file that another process deleted, and for a folder's marker; they may
-            # have kept the others.
+            # Google and Azure raise it if another process deleted one of the files, or for a folder marker. The other
+            # files may not have been deleted.
             for key in keys if len(keys) > 1 else ():
                 self.delete_files([key])
 
     def _write(self, key: str, chunks: Iterable[Buffer], mode: Literal["create", "overwrite"]) -> int:
-        """Write a file as one put, or as a stream of parts where it is too long for that."""
         whole = _given_whole(chunks)
         if whole is None:
             parts = _parts(chunks, self._part_bytes)
@@ -303,7 +302,7 @@ class ObjectStore(Store):
         return len(whole)
 
     def _put(self, key: str, content: bytes, mode: Literal["create", "overwrite"]) -> None:
-        """Write a file by one put, which with `create` succeeds for exactly one of several writers."""
+        """Write a file with one put. With `create`, exactly one of several concurrent writers succeeds."""
         mark = uuid.uuid4().hex
 
         def attempt() -> None:
@@ -312,23 +311,22 @@ class ObjectStore(Store):
             except Exception as error:
                 if explain(error).meaning not in ("taken", "changed"):
                     raise
-                # An earlier success whose answer was lost, another's file, or neither: S3 gives the same answer to
-                # two concurrent conditional puts, and may have carried out neither.
+                # Either an earlier try succeeded and its response was lost, or another writer's file exists, or the
+                # file does not exist: S3 may reject two concurrent conditional puts and execute neither.
                 found = self._mark_of(key)
                 if found is None:
-                    raise ConnectionError("another write of it was under way") from error
+                    raise ConnectionError("another write of the file was in progress") from error
                 if found != mark:
                     raise self._taken(key) from error
 
         try:
             self._tried(key, attempt)
         except OSError as error:
-            # If only the answers were lost, the file is there, which is a success.
+            # If the file exists with this mark, a try succeeded and only its response was lost.
             if error.errno != errno.EIO or not self._is_ours(key, mark):
                 raise
 
     def _put_parts(self, key: str, parts: Iterator[Buffer], mode: Literal["create", "overwrite"]) -> int:
-        """Write a long file in parts and return its size in bytes."""
         if mode == "create" and self._mark_of(key) is not None:
             raise self._taken(key)
         counted = _Counted(parts, self._part_bytes)
@@ -346,7 +344,7 @@ class ObjectStore(Store):
             )
         except BaseException as error:
             if counted.failure is not None:
-                # An error of the caller's own chunks reaches the caller unchanged.
+                # Raise the chunk iterator's error unchanged.
                 raise counted.failure from None
             if not isinstance(error, Exception):
                 raise
@@ -356,7 +354,7 @@ class ObjectStore(Store):
         return counted.num_bytes
 
     def _mark_of(self, key: str) -> str | None:
-        """Return the mark of who wrote a file, empty if there is none on it; None if there is no such file."""
+        """Return a file's writer mark, or an empty string if it has none, or None if the file does not exist."""
 
         def attempt() -> str:
             found = obstore.get(self._client, key, options={"head": True}).attributes
@@ -368,13 +366,13 @@ class ObjectStore(Store):
             return None
 
     def _is_ours(self, key: str, mark: str) -> bool:
-        """Return whether a file is there and was written with this mark, as far as the store says."""
+        """Return whether a file certainly exists with this writer mark; False if the store does not respond."""
         with contextlib.suppress(OSError):
             return self._mark_of(key) == mark
         return False
 
     def _tried(self, key: str, attempt: Callable[[], _T]) -> _T:
-        """Carry out a request, again and again while it fails for a reason that may pass."""
+        """Send a request, retrying while it fails with a transient error and the retry time lasts."""
         waiting = self._retry.begin()
         while True:
             try:
@@ -387,11 +385,11 @@ class ObjectStore(Store):
                 raise refusal.as_os_error(self.named(key), waiting.waited_s) from cause
 
     def _taken(self, key: str) -> AlreadyExistsError:
-        return AlreadyExistsError(f"{self.named(key)} exists already; nothing was written over it")
+        return AlreadyExistsError(f"{self.named(key)} already exists and was not overwritten")
 
 
 class _Counted:
-    """Hands parts on, counts their bytes, and keeps their error, which must reach the caller unchanged."""
+    """An iterator that forwards parts, counts their bytes, and stores the source iterator's error."""
 
     def __init__(self, parts: Iterator[Buffer], part_bytes: int) -> None:
         self.num_bytes = 0
@@ -406,7 +404,7 @@ class _Counted:
             part = next(self._parts)
             self.num_bytes += len(part)
             if self.num_bytes > self._limit:
-                raise ValueError(f"a file of more than {self._limit} bytes can't be stored; use more ranks")
+                raise ValueError(f"the file exceeds the limit of {self._limit} bytes; use more ranks")
         except StopIteration:
             raise
         except BaseException as error:
@@ -416,14 +414,14 @@ class _Counted:
 
 
 def _given_whole(chunks: Iterable[Buffer]) -> bytes | None:
-    """Return the content of a file whose chunks are all in memory already; None if they are made one by one."""
+    """Return the joined chunks if all of them are already in memory and fit into one put; otherwise return None."""
     if not isinstance(chunks, list | tuple) or sum(memoryview(chunk).nbytes for chunk in chunks) > _LARGEST_PUT_BYTES:
         return None
     return bytes(chunks[0]) if len(chunks) == 1 else b"".join(chunks)
 
 
 def _parts(chunks: Iterable[Buffer], part_bytes: int) -> Iterator[Buffer]:
-    """Copy chunks of any size into parts of one size, the last one shorter; the caller may reuse its chunks."""
+    """Copy chunks into parts of equal size, except for the last. The caller may then reuse the chunk buffers."""
     part = bytearray()
     for chunk in chunks:
         view = memoryview(chunk).cast("B")

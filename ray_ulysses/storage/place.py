@@ -1,7 +1,8 @@
-"""Places of a run's files, a path or a prefix of an object store, and how the store at a place is opened.
+"""Opens the store at a `Place`: a path, or a location in an object store.
 
-A client signs its requests with the user's credentials, and sends session and bearer tokens along. So it connects to a
-server that somebody else's files name only where the user names that server too (`refuse_server`).
+A client signs its requests with the user's credentials and may send session or bearer tokens. A server that is
+specified only by a run's files, which another user may have written, could steal them. `refuse_server` therefore
+requires the user to specify the server, too.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ if TYPE_CHECKING:
     from ray_ulysses.storage.object_store import ObjectStore
 
 TRUST_RUN = "add --trust-run if the run is yours"
-"""The way out for commands that read a run."""
+"""Default way out in `refuse_server` errors, for commands that read a run."""
 _FOLDER_RETRY_S = 5.0
 _PORTS = {"http": 80, "https": 443}
 
 
 Place = Path | ObjectLocation
-"""A path, or a folder or a file of an object store."""
+"""A path, or the location of a folder or file in an object store."""
 FileStore: TypeAlias = "LocalStore | ObjectStore"
-"""A `Store` of files at a location: it has a display name, and gives files to pyarrow and by ranges."""
+"""A `Store` that also has a display name and can open files for pyarrow and for random access."""
 
 
 def place_of(location: str | os.PathLike[str] | ObjectLocation) -> Place:
-    """Return the place that a path or a URI names.
+    """Parse a path or URI, expanding a leading ``~``.
 
     Raises:
-        LocationError: The URI's scheme is unknown, or it holds a secret.
+        LocationError: The URI is invalid or contains a secret.
     """
     if isinstance(location, ObjectLocation):
         return location
@@ -48,38 +49,38 @@ def place_of(location: str | os.PathLike[str] | ObjectLocation) -> Place:
 def open_store(
     location: str | Place, *, must_exist: bool = False, retry_s: float = RETRY_S, is_cached: bool = False
 ) -> FileStore:
-    """Return the store whose root is a folder; sends no request and creates nothing.
+    """Return a store rooted at a folder, without sending a request or creating the folder.
 
     Args:
         location: A path, or a URI: ``file://``, ``s3://bucket/prefix``, ``gs://bucket/prefix``,
-            ``abfs://container@account/prefix``. Credentials, region and endpoint come from the environment;
-            ``?endpoint_override=127.0.0.1:9000&scheme=http&region=us-east-1`` may name the latter two.
-        must_exist: Whether a path has to be there for a write; see `LocalStore`. An object store has no directories.
-        retry_s: How long a request to an object store is tried again while it is away, in seconds.
-        is_cached: Whether files of an object store that are read by ranges go through the node's cache of blocks.
+            ``abfs://container@account/prefix``. Credentials, region and endpoint come from the environment. URI options
+            such as ``?endpoint_override=127.0.0.1:9000&scheme=http&region=us-east-1`` override region and endpoint.
+        must_exist: Whether writes fail if a path's directory is missing; see `LocalStore`. Ignored for object stores.
+        retry_s: Maximum time to retry requests to an unreachable object store, in seconds.
+        is_cached: Whether `ObjectStore.open_ranges` uses the node's block cache.
 
     Raises:
-        UserError: It is none of these, holds a secret, or can't be set up in this environment.
+        UserError: The location is invalid or contains a secret, or the client can't be created.
     """
     place = place_of(location)
     if isinstance(place, Path):
         return LocalStore(place, must_exist=must_exist)
-    # Imported here, since runs on paths don't need it.
+    # Imported here because runs with local paths don't need it.
     from ray_ulysses.storage.object_store import ObjectStore
 
     return ObjectStore(place, retry_s=retry_s, cache=node_cache() if is_cached else None)
 
 
 def open_folder(location: str | Path) -> FileStore:
-    """Return the store of a folder of finished files, as `open_store` does.
+    """Return a cached store for reading a folder of complete files; see `open_store`.
 
-    It waits only briefly for a storage that is away: readers have a retry policy of their own.
+    Requests to an unreachable store are retried only briefly, since readers have their own retry policy.
     """
     return open_store(location, retry_s=_FOLDER_RETRY_S, is_cached=True)
 
 
 def is_file(place: Place) -> bool:
-    """Return whether there is such a file; raises OSError if an object store does not say."""
+    """Return whether a file exists; raise OSError if the object store does not respond."""
     if isinstance(place, Path):
         return place.is_file()
     try:
@@ -90,7 +91,7 @@ def is_file(place: Place) -> bool:
 
 
 def node_folder(directory: Place) -> Path:
-    """Return the folder for a run's files that only this node needs: its directory, or a folder of the node per URI.
+    """Return a folder for a run's node-local files: the run's directory, or a cache folder if it is in an object store.
 
     Args:
         directory: The run's directory.
@@ -102,22 +103,22 @@ def node_folder(directory: Place) -> Path:
 
 
 class UnnamedServerError(UserError):
-    """Only a run's files name a server."""
+    """A server is specified only by a run's files."""
 
 
 def refuse_server(location: str, setting: str, named: Iterable[str | Place], way_out: str = TRUST_RUN) -> None:
-    """Refuse a location that a run's files give, on a server that the user does not name.
+    """Refuse a location from a run's files if it is on a server that the user has not specified.
 
-    A path is never refused, nor is a bucket on the cloud's own servers or on the server of the environment.
+    Paths, buckets on the provider's default servers, and buckets on a server from the environment are always accepted.
 
     Args:
-        location: The path or URI.
-        setting: The setting that holds it, for the error.
-        named: Locations that the user gives: their servers are the user's.
-        way_out: How to allow it, beside the environment.
+        location: The path or URI from the run's files.
+        setting: The setting that contains the location, for the error.
+        named: Locations that the user has specified. Their servers are accepted.
+        way_out: A way to accept the server, in addition to setting an environment variable.
 
     Raises:
-        UnnamedServerError: Only the run's files name its server.
+        UnnamedServerError: The location's server is specified only by the run's files.
     """
     where = parse_location(location)
     if not isinstance(where, ObjectLocation) or (server := where.server) is None:
@@ -132,24 +133,23 @@ def refuse_server(location: str, setting: str, named: Iterable[str | Place], way
     elif where.provider == "az" and where.option("blob_storage_authority") is None:
         ways.insert(0, f"set AZURE_STORAGE_ACCOUNT_NAME={where.account or where.option('account_name')}")
     raise UnnamedServerError(
-        f"{setting}={without_secret(location)!r}: only the run names the server {server}, which would get your "
-        f"credentials; {', or '.join(ways)}"
+        f"{setting}={without_secret(location)!r}: only the run's files specify the server {server}, which would "
+        f"receive your credentials; {', or '.join(ways)}"
     )
 
 
 def origin_of(url: str) -> tuple[str, str, int | None]:
-    """Return the scheme, the host and the port of a URL (pure)."""
+    """Return the scheme, host and port of a URL."""
     try:
         parts = urlsplit(url)
         scheme = parts.scheme.lower()
         return scheme, (parts.hostname or "").rstrip("."), parts.port or _PORTS.get(scheme)
     except ValueError:
-        # A variable of the environment with a port that is not a number.
+        # The port in an environment variable is not a number.
         return url, "", None
 
 
 def _servers_of_environment(location: ObjectLocation) -> list[str | None]:
-    """Return the servers that the environment names for a provider."""
     if location.provider == "s3":
         return [os.environ.get(name) for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")]
     if location.provider == "gs":

@@ -1,4 +1,4 @@
-"""Checks before a worker starts that a location can hold a run's files, by doing what a run will do there."""
+"""Checks a storage location before workers start, by performing the operations that a run needs."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ _FIRST, _SECOND = b"0123456789", b"abcdefghij"
 
 
 class _UnfitError(Exception):
-    """A store broke a promise of `Store`; the text says which."""
+    """A store violated a guarantee of `Store`."""
 
 
 def check_storage(storage: Path | str, *, setting: str = "run.storage", is_known: bool = False) -> None:
-    """Check that runs can be kept at a location: it can be written, and creates files atomically.
+    """Check that a location is writable and supports atomic creation of files.
 
-    What it writes it deletes again; a directory that it had to make stays.
+    The function deletes its test files but keeps a directory that it had to create.
 
     Args:
-        storage: A path, or the URI of an object store.
-        setting: The setting that gave it, for errors.
-        is_known: Whether a run has been kept there before: then only atomic creation is checked.
+        storage: A path or an object store URI.
+        setting: The setting that specifies the location, for errors.
+        is_known: Whether the location already stores a run. If so, only atomic creation is checked.
 
     Raises:
-        UserError: They can't be; the text names the location, the reason and the way out.
+        UserError: The location can't store runs.
     """
     location = parse_location(storage)
     store = open_store(storage, retry_s=_RETRY_S)
@@ -46,7 +46,7 @@ def check_storage(storage: Path | str, *, setting: str = "run.storage", is_known
             store.delete(f"{folder}/file")
         else:
             _probe(store, folder)
-        # On a path the folder is still there.
+        # On a path, the empty folder still exists.
         is_clean = not isinstance(location, Path)
     except _UnfitError as error:
         raise UserError(f"{shown}: {error}; use a local disk, NFS, or another object store") from error
@@ -55,44 +55,44 @@ def check_storage(storage: Path | str, *, setting: str = "run.storage", is_known
         if isinstance(location, ObjectLocation):
             hint = "check the bucket, its region and endpoint, and the credentials in the environment"
         raise UserError(
-            f"{shown} can't be written: {error.strerror or error}; {hint}, or set another {setting}"
+            f"{shown}: can't write to this location ({error.strerror or error}); {hint}, or set another {setting}"
         ) from error
     except UserError as error:
-        # A file system without hard links.
+        # The file system does not support hard links.
         raise UserError(f"{shown}: {error}") from error
     finally:
         if not is_clean:
-            # Where nothing could be written there is nothing to delete.
+            # If the location is not writable, the folder does not exist.
             with contextlib.suppress(OSError):
                 store.delete(folder)
 
 
 def _check_create(store: Store, key: str) -> None:
-    """Create a file by several writers at once, exactly one of whom must succeed."""
+    """Check that exactly one of several concurrent writers can create a file."""
     with ThreadPoolExecutor(_NUM_WRITERS) as pool:
         won = sum(pool.map(lambda _: create_if_absent(store, key, _FIRST), range(_NUM_WRITERS)))
     if won == 0:
-        raise _UnfitError("none of several writers could create a file, so no checkpoint can be committed")
+        raise _UnfitError("none of several concurrent writers could create a file, which checkpoint commits require")
     if won > 1:
         raise _UnfitError(
-            "two writers can create the same file there (conditional puts are ignored), so a checkpoint can't be "
-            "committed safely"
+            "two writers can create the same file (conditional puts are ignored), so checkpoints can't be committed "
+            "safely"
         )
 
 
 def _probe(store: Store, folder: str) -> None:
-    """Create, replace, read, list and delete, and check each answer against what a store promises."""
+    """Check that create, replace, read, list and delete behave as `Store` guarantees."""
     key = f"{folder}/file"
     _check_create(store, key)
     store.replace(key, [_SECOND])
     with store.open(key) as file:
         part = file.read_at(3, 4)
     if part == _FIRST[3:7]:
-        raise _UnfitError("a file that was replaced is read as it was before")
+        raise _UnfitError("a read returns the old content of a replaced file")
     if part != _SECOND[3:7]:
-        raise _UnfitError("reading a part of a file gives other bytes than were asked for")
+        raise _UnfitError("a ranged read returns wrong bytes")
     if store.list(folder) != [key]:
-        raise _UnfitError("a file that was written is missing from the list of its folder")
+        raise _UnfitError("the listing of a folder lacks a new file")
     store.delete(key)
     if store.list(folder):
-        raise _UnfitError("a file that was deleted is still listed")
+        raise _UnfitError("the listing of a folder contains a deleted file")

@@ -1,9 +1,8 @@
-"""Opens plain files below a folder that somebody else may have made.
+"""Opens regular files below a folder that an untrusted user may have created.
 
-Below such a folder no link is followed: it could lead to a file of this user that the folder's author can't reach. Each
-folder on the way is opened from the one above it, so that none can be replaced by a link in between. The folder itself,
-and what is above it, may be links. Nothing but a plain file is opened: a pipe would wait for its writer, and a device
-may have no end.
+No symbolic link below the folder is followed, because a link could expose one of this user's private files. The folder
+itself and its parents may be links. Each subfolder is opened relative to its parent's descriptor, so no component can
+be replaced by a link in the meantime. Pipes and devices are refused, since reading them may block or never end.
 """
 
 from __future__ import annotations
@@ -23,37 +22,36 @@ _PLAIN = os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class NotAPlainFileError(OSError, UserError):
-    """A link, a pipe, a socket or a device is where a file or a folder is expected."""
+    """A symbolic link, pipe, socket or device was found instead of a regular file or folder."""
 
     def __str__(self) -> str:
-        # The reason names the link, which may be a folder on the way to the file that the error names.
+        # For a link, `strerror` already contains the link's path.
         return str(self.strerror) if self.errno == errno.ELOOP else f"{self.filename}: is {self.strerror}"
 
 
 def link_error(path: Path | str) -> NotAPlainFileError:
-    """Return the error for a link where none is followed."""
-    rule = (
-        f"{path} is a link, and links inside a run, a store or a corpus are not followed; move the files in its place"
-    )
-    return NotAPlainFileError(errno.ELOOP, f"{rule}, or set checkpoint.storage to the other disk", str(path))
+    """Return the error for a symbolic link that is not followed."""
+    rule = f"{path} is a link, and links inside a run, a store or a corpus are not followed"
+    hint = "replace the link by the files, or set checkpoint.storage to the other disk"
+    return NotAPlainFileError(errno.ELOOP, f"{rule}; {hint}", str(path))
 
 
 @contextmanager
 def opened_folder(folder: Path, within: Path, *, make: bool = False) -> Iterator[int]:
-    """Yield a descriptor of a folder that serves as ``dir_fd``.
+    """Yield a descriptor of a folder for use as ``dir_fd``.
 
     Args:
         folder: The folder.
-        within: A folder that holds it or is it, below which no link is followed.
-        make: Whether missing folders below ``within`` are made, to outlive a power cut.
+        within: The folder itself or an ancestor, below which no symbolic link is followed.
+        make: Whether to create missing folders below ``within``, durably.
 
     Raises:
-        NotAPlainFileError: There is a link on the way.
-        OSError: It can't be opened.
+        NotAPlainFileError: The path contains a symbolic link below ``within``.
+        OSError: The folder can't be opened.
     """
     names = folder.relative_to(within).parts
     if ".." in names:
-        raise ValueError(f"{folder} may lead out of {within}")
+        raise ValueError(f"{folder} contains '..' and may be outside of {within}")
     descriptor, path = os.open(within, _FOLDER), within
     try:
         for name in names:
@@ -71,7 +69,7 @@ def opened_folder(folder: Path, within: Path, *, make: bool = False) -> Iterator
 
 @contextmanager
 def entered(path: Path, parent: int) -> Iterator[int]:
-    """Yield a descriptor of a folder that can be listed, given one of the folder above it; see `opened_folder`."""
+    """Yield a descriptor that can list a folder, opened relative to the parent folder's descriptor ``parent``."""
     try:
         descriptor = os.open(path.name, _FOLDER & ~os.O_PATH | os.O_NOFOLLOW, dir_fd=parent)
     except OSError as error:
@@ -83,16 +81,16 @@ def entered(path: Path, parent: int) -> Iterator[int]:
 
 
 def open_inside(path: Path, within: Path, flags: int = os.O_RDONLY) -> int:
-    """Return a descriptor of a plain file that is reached from a folder without following a link below that.
+    """Open a regular file without following symbolic links below a folder, and return the descriptor.
 
     Args:
-        path: The file.
-        within: The folder.
-        flags: Flags of `os.open`, without O_TRUNC, since it may turn out not to be a plain file.
+        path: The path of the file.
+        within: The folder, an ancestor of the file.
+        flags: Flags for `os.open`. O_TRUNC is not allowed, since it would take effect before the file type is checked.
 
     Raises:
-        NotAPlainFileError: It is not a plain file, or there is a link on the way.
-        OSError: It can't be opened.
+        NotAPlainFileError: The file is not a regular file, or the path contains a symbolic link below ``within``.
+        OSError: The file can't be opened.
     """
     assert not flags & os.O_TRUNC
     with opened_folder(path.parent, within) as folder:
@@ -103,16 +101,16 @@ def open_inside(path: Path, within: Path, flags: int = os.O_RDONLY) -> int:
 
 
 def make_folder(folder: Path, within: Path) -> None:
-    """Make a folder that is missing; raises as `opened_folder` does."""
+    """Create a folder if it is missing; see `opened_folder`."""
     with opened_folder(folder, within, make=True):
         pass
 
 
 def refuse_links(folder: Path, within: Path) -> None:
-    """Refuse a folder that a link leads to, if it is below another one; an absent one is not refused.
+    """Refuse a folder below ``within`` whose path contains a symbolic link. Other or missing folders are accepted.
 
     Raises:
-        NotAPlainFileError: There is a link on the way.
+        NotAPlainFileError: The path contains a symbolic link below ``within``.
     """
     with suppress(FileNotFoundError, NotADirectoryError):
         if folder.is_relative_to(within):
@@ -121,24 +119,24 @@ def refuse_links(folder: Path, within: Path) -> None:
 
 
 def open_regular(path: Path | str, within: Path | None = None) -> BinaryIO:
-    """Open a file for reading.
+    """Open a regular file for reading.
 
     Args:
-        path: The file.
-        within: The folder below which no link is followed; None where a person has named the file.
+        path: The path of the file.
+        within: The folder below which no symbolic link is followed; None to follow links, for paths given by the user.
 
     Raises:
-        NotAPlainFileError: It is a pipe, a socket or a device, or there is a link on the way.
-        OSError: It can't be opened.
+        NotAPlainFileError: The file is not a regular file, or the path contains a symbolic link below ``within``.
+        OSError: The file can't be opened.
     """
     if within is not None:
         return os.fdopen(open_inside(Path(path), within), "rb")
-    # Without O_NONBLOCK, opening a pipe that nobody writes to never returns; for a file it means nothing.
+    # Without O_NONBLOCK, opening a pipe without a writer blocks. The flag has no effect on regular files.
     return os.fdopen(_plain(os.open(path, os.O_RDONLY | os.O_NONBLOCK), path), "rb")
 
 
 def read_regular(path: Path | str, within: Path | None = None) -> bytes:
-    """Return the content of a file; see `open_regular`."""
+    """Return a regular file's content; see `open_regular`."""
     with open_regular(path, within) as stream:
         return stream.read()
 
@@ -152,7 +150,7 @@ def _open_below(name: str, folder: int, make: bool) -> int:
     try:
         os.mkdir(name, dir_fd=folder)
     except FileExistsError:
-        # Another process was faster.
+        # Another process created the folder first.
         pass
     else:
         sync(".", folder)
@@ -160,12 +158,12 @@ def _open_below(name: str, folder: int, make: bool) -> int:
 
 
 def sync(path: Path | str, folder: int | None = None) -> None:
-    """Make a file, or the names in a folder, outlive a power cut; ``folder`` is a descriptor that the path is below."""
+    """Flush a file, or a folder's entries, to disk. A relative path is resolved against the descriptor ``folder``."""
     descriptor = os.open(path, os.O_RDONLY, dir_fd=folder)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network file systems refuse to sync a folder and sync its names with the file.
+        # Some network file systems can't sync a folder. They sync its entries together with the files.
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             raise
     finally:
@@ -173,25 +171,25 @@ def sync(path: Path | str, folder: int | None = None) -> None:
 
 
 def close_quietly(descriptor: int) -> None:
-    """Close a descriptor by which nothing was written that could be lost."""
+    """Close a descriptor and ignore errors. Use it only if no written data can be lost."""
     with suppress(OSError):
         os.close(descriptor)
 
 
 def _plain(descriptor: int, path: Path | str) -> int:
-    """Return the descriptor if it belongs to a plain file; close it otherwise."""
+    """Return the descriptor if it refers to a regular file; otherwise close it and raise an error."""
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
         return descriptor
     os.close(descriptor)
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    text = "a pipe, a socket or a device, not a plain file; put the file back, or remove what is there"
+    text = "a pipe, a socket or a device instead of a regular file; restore the file, or remove this one"
     raise NotAPlainFileError(errno.EINVAL, text, str(path))
 
 
 def _named(error: OSError, path: Path, folder: int) -> OSError:
-    """Return an error of opening a name in a folder with the whole path; one of its own where a link is the reason."""
+    """Return an open error with the full path, or a link error if ``path`` is a symbolic link."""
     if error.errno in (errno.ELOOP, errno.ENOTDIR):
         try:
             if stat.S_ISLNK(os.stat(path.name, dir_fd=folder, follow_symlinks=False).st_mode):

@@ -1,4 +1,4 @@
-"""Waits for a storage that is temporarily away, for a bounded time, with growing pauses, and logs it."""
+"""Retries storage operations with exponential backoff for a bounded time while the storage is unreachable."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ T = TypeVar("T")
 log = get_logger(__name__)
 
 READ_ERRORS = (OSError, pa.ArrowException)
-# What a network file system or a disk path answers while it is away. Not among them: what names a damaged or a
-# missing file (ENOENT, EACCES, and pyarrow's checksum errors, which carry no number).
+# Errors of an unreachable network file system or disk. Errors of a missing or damaged file are not transient (ENOENT,
+# EACCES, and pyarrow's checksum errors, which have no number).
 _TRANSIENT = frozenset(
     {
         errno.EAGAIN,
@@ -41,18 +41,18 @@ _TRANSIENT = frozenset(
         errno.ETIMEDOUT,
     }
 )
-# pyarrow 25 gives most errors of the system their number, but where one is wrapped only the text keeps it. It drops the
-# number where closing a file fails, which happens to what was written when the storage goes away.
+# pyarrow 25 preserves the error number of most system errors, but a wrapped error has the number only in its text. If
+# closing a file fails, which can happen when the storage disconnects during a write, the number is lost.
 _NUMBER_IN_TEXT = re.compile(r"\[errno (\d+)\]", re.IGNORECASE)
 _CLOSING_FAILED = "error closing file"
 
 
 class StorageAwayError(RunError):
-    """A storage did not answer for as long as we wait."""
+    """A storage stayed unreachable until the end of the retry time."""
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return whether reading again may succeed: the storage was away, nothing says that the file is damaged."""
+    """Return whether an error means that the storage was unreachable, so a retry may succeed."""
     if not isinstance(error, READ_ERRORS):
         return False
     number = getattr(error, "errno", None)
@@ -63,7 +63,7 @@ def is_transient(error: BaseException) -> bool:
 
 
 def transient_cause(error: BaseException) -> BaseException | None:
-    """Return the error, or the first of its causes, after which reading again may succeed."""
+    """Return the first transient error in an error's chain of causes, starting with itself, or None."""
     seen: list[BaseException] = []
     at: BaseException | None = error
     while at is not None and at not in seen:
@@ -76,29 +76,29 @@ def transient_cause(error: BaseException) -> BaseException | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RetryPolicy:
-    """The limits of a wait for a storage."""
+    """Time limits for retries."""
 
     wait_s: float = 60.0
-    """Seconds in all, from the first failure on, before giving up."""
+    """Maximum time from the first failure until giving up, in seconds."""
     first_pause_s: float = 0.1
-    """Pause before the first retry; each next one is twice as long."""
+    """Pause before the first retry, in seconds. Each later pause is twice as long, up to `longest_pause_s`."""
     longest_pause_s: float = 8.0
     clock: Clock = field(default_factory=SystemClock)
 
     def begin(self) -> Waiting:
-        """Return a wait that begins now."""
+        """Return a `Waiting` whose time starts now."""
         return Waiting(self)
 
     def call(self, what: object, attempt: Callable[[], T]) -> T:
-        """Return what ``attempt`` returns, trying again while its storage is away.
+        """Call ``attempt``, retrying while it fails with transient errors, and return its result.
 
         Args:
-            what: What is read, for the log and the error: a path.
-            attempt: Reads it; it must open the file again each time, since a stale handle stays stale.
+            what: The path or name of the file or storage, for the log and the error.
+            attempt: The function to call. Each call must reopen the file, since a stale handle stays stale.
 
         Raises:
-            StorageAwayError: It was still away after ``wait_s``.
-            OSError: Anything else that ``attempt`` raises passes at once, damage above all.
+            StorageAwayError: The storage was still unreachable after ``wait_s``.
+            OSError: ``attempt`` failed with an error that is not transient. The error is raised without a retry.
         """
         waiting: Waiting | None = None
         while True:
@@ -109,31 +109,27 @@ class RetryPolicy:
                     raise
                 if waiting is None:
                     waiting = self.begin()
-                    log.warning("%s: the storage does not answer (%s); trying for %.0f s", what, error, self.wait_s)
+                    log.warning("%s: storage unreachable (%s); retrying for %.0f s", what, error, self.wait_s)
                 if not waiting.pause():
                     raise StorageAwayError(
                         f"{what}: the storage did not answer for {waiting.waited_s:.0f} s ({waiting.num_pauses + 1} "
-                        f"tries, the last: {error}); make it reachable and start again, what is committed stays"
+                        f"tries, the last: {error}); restore access and start again: committed work is preserved"
                     ) from error
 
     def call_or_fail(self, what: object, attempt: Callable[[], T]) -> T:
-        """Do as ``call``, and turn any other error of the storage into a `RunError`.
+        """Do the same as `call`, but convert storage errors to `RunError`.
 
         Raises:
-            RunError: Names ``what`` and the reason; a ``StorageAwayError`` where the storage was away.
+            RunError: The call failed; `StorageAwayError` if the storage was unreachable.
         """
         try:
             return self.call(what, attempt)
         except READ_ERRORS as error:
-            raise RunError(f"{what}: {error}; fix it and run the same command again, which continues") from error
+            raise RunError(f"{what}: {error}; fix the cause and run the same command again, which continues") from error
 
 
 class Waiting:
-    """One wait for a storage.
-
-    Attributes:
-        num_pauses: Pauses so far.
-    """
+    """The state of one series of retries."""
 
     def __init__(self, retry: RetryPolicy) -> None:
         self.num_pauses = 0
@@ -142,16 +138,16 @@ class Waiting:
 
     @property
     def waited_s(self) -> float:
-        """Return the seconds since it began."""
+        """Seconds since the first failure."""
         return self._retry.clock.monotonic() - self._begun
 
     @property
     def goes_on(self) -> bool:
-        """Return whether another try is worth it."""
+        """Whether retry time is left."""
         return self.waited_s < self._retry.wait_s
 
     def pause(self) -> bool:
-        """Pause before the next try; return False at once when the time for retries is over."""
+        """Pause before the next retry, and return True, or return False at once if no retry time is left."""
         left_s = self._retry.wait_s - self.waited_s
         if left_s <= 0:
             return False
@@ -162,4 +158,4 @@ class Waiting:
 
 
 RETRY = RetryPolicy()
-"""The default wait for a storage."""
+"""The default retry policy."""

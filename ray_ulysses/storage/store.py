@@ -1,8 +1,8 @@
-"""The protocol of a run's storage, the same for local files and object stores.
+"""The storage protocol for a run's files, shared by local file systems and object stores.
 
-Keys are relative POSIX paths such as ``checkpoints/step-00000200/manifest.json``. A file appears whole or
-not at all, and `Store.create` succeeds for exactly one of several writers: links and renames give that on
-files, conditional puts on object stores. A store that can do neither can't hold a run.
+Keys are relative POSIX paths such as ``checkpoints/step-00000200/manifest.json``. Every file is written atomically, and
+`Store.create` succeeds for exactly one of several concurrent writers. Local stores implement this with hard links and
+renames, object stores with conditional puts. A storage without such an operation can't be used for a run.
 """
 
 from __future__ import annotations
@@ -17,54 +17,53 @@ from ray_ulysses.errors import RunError
 
 Buffer = bytes | bytearray | memoryview
 
-# Below this a request costs more than its bytes: a read that continues where the last one ended fetches this many.
+# For smaller reads the request dominates the cost, so a sequential read fetches at least this many bytes.
 READ_AHEAD_BYTES = 64 << 10
 _PIECE_BYTES = 16 << 20
 
 
 class AlreadyExistsError(RunError):
-    """A file that had to be new is there already."""
+    """The key of a new file already exists."""
 
 
 class StoredFile(io.BufferedIOBase):
-    """A file of a store as it was when it was opened: a seekable stream, and ranges that threads may read at once."""
+    """One version of a file in a store, readable as a seekable stream or, from several threads, by ranges.
+
+    Attributes:
+        size: Size in bytes.
+    """
 
     def __init__(self, size: int) -> None:
-        """Begin at the first byte.
-
-        Args:
-            size: Its size in bytes.
-        """
         self.size = size
         self._position, self._last_end = 0, -1
         self._ahead, self._ahead_start = bytearray(), 0
 
     def read_into(self, start: int, target: memoryview) -> int:
-        """Fill a buffer from a place on; return how many bytes there were, less where the file ends; raises OSError."""
+        """Read bytes from offset ``start`` until the buffer or file ends, and return their number; raise OSError."""
         raise NotImplementedError
 
     def read_at(self, start: int, size: int) -> bytearray:
-        """Return ``size`` bytes from a place on, or fewer where the file ends; raises OSError."""
+        """Return ``size`` bytes from offset ``start``, or fewer if the file ends; raise OSError if the read fails."""
         content = bytearray(max(min(size, self.size - start), 0))
         count = self.read_into(start, memoryview(content)) if content else 0
         del content[count:]
         return content
 
     def fetch(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Fetch ranges ``(start, size)`` at once, where reading them one by one would wait for each."""
+        """Prefetch ranges ``(start, size)`` in parallel, if separate reads would wait for one request each."""
 
     def forget(self, start: int, size: int) -> bool:
-        """Drop a damaged range from caches; return whether reading it again may give other bytes."""
+        """Drop a damaged range from the caches, and return whether another read may return different bytes."""
         return False
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """Return ``size`` bytes from the position, or fewer where the file ends; all if it is None or negative."""
+        """Return the next ``size`` bytes, or fewer if the file ends, or all if ``size`` is None or negative."""
         left = max(self.size - self._position, 0)
         content = memoryview(bytearray(left if size is None or size < 0 else min(size, left)))
         return bytes(content[: self.readinto(content)])
 
     def readinto(self, target: Buffer, /) -> int:  # type: ignore[override]
-        """Fill a buffer from the position and return how many bytes there were."""
+        """Read from the current position into a buffer, and return the number of bytes read."""
         if self.closed:
             raise ValueError("I/O operation on closed file")
         start, goes_on = self._position, self._position == self._last_end
@@ -80,10 +79,10 @@ class StoredFile(io.BufferedIOBase):
         return done
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        """Go to a position and return it; nothing is read."""
+        """Set the current position without reading, and return the position."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.size}[whence]
         if base + offset < 0:
-            raise ValueError(f"can't seek to {base + offset}, before the beginning")
+            raise ValueError(f"can't seek to the negative position {base + offset}")
         self._position = base + offset
         return self._position
 
@@ -96,7 +95,7 @@ class StoredFile(io.BufferedIOBase):
         return True
 
     def _take_ahead(self, start: int, target: memoryview) -> int:
-        """Copy what was read ahead, if it begins before a place; return how many bytes that were."""
+        """Copy bytes from the read-ahead buffer, if it contains offset ``start``, and return their number."""
         offset = start - self._ahead_start
         if not 0 <= offset < len(self._ahead):
             return 0
@@ -106,59 +105,59 @@ class StoredFile(io.BufferedIOBase):
 
 
 class Store(Protocol):
-    """Files of one run, by key."""
+    """A set of files, addressed by key."""
 
     def open(self, key: str) -> StoredFile:
-        """Open a file for reading; raises `FileNotFoundError` if there is none."""
+        """Open a file for reading; raise `FileNotFoundError` if the file does not exist."""
         ...
 
     def read_whole(self, key: str, limit: int = -1) -> bytes:
-        """Return a whole file, or its first bytes if there is a limit; raises as `open` does."""
+        """Return a file's content, or its first ``limit`` bytes if ``limit`` is not negative; see `open`."""
         with self.open(key) as file:
             return file.read(limit)
 
     def create(self, key: str, chunks: Iterable[Buffer]) -> int:
-        """Write a new file durably and return its size in bytes.
+        """Create a file atomically and durably, and return its size in bytes.
 
-        The file appears at once and whole, after its bytes are on the medium.
+        If several writers create the same key, exactly one succeeds.
 
         Raises:
-            AlreadyExistsError: The key is taken; of several writers exactly one succeeds.
-            OSError: It could not be written; then nothing appears under the key.
+            AlreadyExistsError: The key already exists.
+            OSError: The write failed, and no file was created.
         """
         ...
 
     def replace(self, key: str, chunks: Iterable[Buffer]) -> int:
-        """Write a file durably in place of the one there, if any; readers see the old or the new one."""
+        """Create or overwrite a file atomically and durably. Readers see the old or the new content."""
         ...
 
     def list(self, prefix: str) -> list[str]:
-        """Return the keys of all files under a folder, sorted; an absent folder is an empty one."""
+        """Return the keys of all files in a folder tree, sorted. A missing folder is treated as empty."""
         return [*self.sizes(prefix)]
 
     def sizes(self, folder: str) -> dict[str, int | None]:
-        """Return the size in bytes of each file under a folder, by its key, sorted; None where it can't be read now."""
+        """Return the size in bytes of each file in a folder tree, by key, sorted; None if a file can't be opened."""
         ...
 
     def delete(self, prefix: str) -> None:
-        """Delete a file, or a folder with all that is in it; what is not there is deleted already."""
+        """Delete a file or a folder tree. A missing file or folder is not an error."""
         ...
 
 
 def checked_key(key: str) -> str:
-    """Return the key if it is a relative POSIX path that stays inside the store.
+    """Return the key if it is a normalized relative POSIX path inside the store.
 
     Raises:
-        ValueError: The key is absolute, empty, or climbs out.
+        ValueError: The key is absolute, empty, not normalized, or contains ``..``.
     """
     path = PurePosixPath(key)
     if not path.parts or path.is_absolute() or ".." in path.parts or str(path) != key:
-        raise ValueError(f"storage key {key!r} is not a plain relative path")
+        raise ValueError(f"storage key {key!r} is not a normalized relative path")
     return key
 
 
 def crc32_of(store: Store, key: str) -> int:
-    """Return the CRC-32 of a file's bytes."""
+    """Return the CRC-32 of a file's content."""
     crc32 = 0
     with store.open(key) as stream:
         while piece := stream.read(_PIECE_BYTES):
@@ -167,7 +166,7 @@ def crc32_of(store: Store, key: str) -> int:
 
 
 def create_if_absent(store: Store, key: str, content: bytes) -> bool:
-    """Create a small file, and return whether its key was free; raises OSError as `Store.create` does."""
+    """Create a small file unless the key exists, and return whether the file was created; see `Store.create`."""
     try:
         store.create(key, [content])
     except AlreadyExistsError:
@@ -176,7 +175,7 @@ def create_if_absent(store: Store, key: str, content: bytes) -> bool:
 
 
 def file_pieces(path: Path) -> Iterator[bytes]:
-    """Yield a local file's bytes in pieces, to create it in a store."""
+    """Yield a local file's content in chunks for `Store.create`."""
     with path.open("rb") as file:
         while piece := file.read(_PIECE_BYTES):
             yield piece

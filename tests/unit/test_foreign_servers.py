@@ -183,7 +183,7 @@ def test_a_corpus_on_a_server_that_only_the_plan_names_is_an_error_unless_it_is_
         code, out, err = ask("inspect", run.folder, *options, "--corpus", corpus)
         assert code in (0, 1) and out and "error:" not in err, err
     code, out, err = ask("export", run.folder, "--no-check")
-    assert code == 0 and "only the run names the server" in out and "--trust-run" in out, out
+    assert code == 0 and "only the run's files specify the server" in out and "--trust-run" in out, out
     assert listener.received == []
 
 

@@ -71,9 +71,9 @@ def test_a_text_that_names_no_checkpoint_is_refused_with_the_hint(text: str) -> 
         ("s3://me:hun/ter2@bucket/runs", "credentials"),
         ("s3://hunter2@bucket", "'bucket' is not a step"),
         ("s3:/me:hunter2@bucket/runs", "one slash"),
-        ("s3://bucket/runs?secret_key=hunter2@40", "may not hold secret_key"),
+        ("s3://bucket/runs?secret_key=hunter2@40", "must not contain secret_key"),
         ("s3://bucket/runs?endpoint_override=me:hunter2@minio:9000@40", "credentials in endpoint_override"),
-        ("ftp://me:hunter2@host/runs", "ftp:// is not a storage"),
+        ("ftp://me:hunter2@host/runs", "ftp:// is not a supported scheme"),
         ("s3://bucket/runs?endpoint_override=my host:9", "endpoint_override"),
     ],
 )

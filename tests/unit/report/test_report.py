@@ -214,7 +214,7 @@ def test_a_file_in_an_object_store_is_written_there(
     assert str(there) in capsys.readouterr().out
     assert open_store(there.parent).read_whole(there.name).endswith(b"</html>\n")
     assert run_command(app, ["report", str(run), "--out", "s3:/bucket/run.html"]) == 2
-    assert "has one slash behind the scheme" in capsys.readouterr().err
+    assert "has only one slash after the scheme" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("num_steps", [10, 10_000, pytest.param(1_000_000, marks=pytest.mark.slow)])

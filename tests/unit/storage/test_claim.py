@@ -386,7 +386,7 @@ def test_a_real_holder_is_respected_while_it_lives_and_taken_over_when_it_does_n
         try:
             assert holder.stdout.readline() == "held\n"
             with pytest.raises(
-                UserError, match=f"held by process {holder.pid} on host {socket.gethostname()} since 20"
+                UserError, match=f"in use by process {holder.pid} on host {socket.gethostname()} since 20"
             ):
                 # It is refused at the first sign of life, which may be late on a busy machine.
                 Claim(store, run="demo", lease_s=10.0).acquire()

@@ -68,7 +68,7 @@ def test_a_run_in_either_place_is_held_by_one_while_it_lives_and_free_once_it_wa
     place = place_of(location) / "run"
     assert current_owner(place) is None and not open_store(place).list("lock")
     with _holder(str(place)) as holder:
-        named = rf"run.name='run' is already running on its run storage: held by process {holder.pid} on host "
+        named = rf"run.name='run' is already running: run.storage is in use by process {holder.pid} on host "
         with pytest.raises(UserError, match=named):
             run_claim(place).acquire()
         owner = current_owner(place, clock=_NoSleep())

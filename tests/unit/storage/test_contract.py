@@ -75,7 +75,7 @@ def test_a_file_of_several_parts_is_whole_although_its_chunks_are_reused(store: 
 
 def test_create_never_writes_over(store: Store) -> None:
     store.create("a", [b"first"])
-    with pytest.raises(AlreadyExistsError, match="a exists already"):
+    with pytest.raises(AlreadyExistsError, match="a already exists"):
         store.create("a", [b"second"])
     with pytest.raises(AlreadyExistsError):
         store.create("a", (_PATTERN for _ in range(12)))

@@ -46,7 +46,7 @@ def test_an_id_that_the_hub_does_not_give_is_refused_at_once(
         use_hub(AWAY if is_away else address, tmp_path, monkeypatch)
         with caplog.at_level(logging.WARNING), pytest.raises(UserError) as refused:
             load("models/mistyped")
-    assert ("does not answer" if is_away else "has no model of this id") in str(refused.value)
+    assert ("does not answer" if is_away else "has no model with this id") in str(refused.value)
     assert len(requests) == (0 if is_away else 1) and not caplog.records
 
 

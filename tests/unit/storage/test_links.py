@@ -117,7 +117,7 @@ def test_a_root_whose_disk_is_not_mounted_is_no_absence(store: LocalStore, tmp_p
         store.root.rename(tmp_path / "moved")
         store.root.symlink_to(tmp_path / "nowhere")
     for prefix in ("a", "a/one", "a/one/deep"):
-        with pytest.raises(OSError, match="mount it") as refused:
+        with pytest.raises(OSError, match="mount the target") as refused:
             LocalStore(place / "run").list(prefix)
         assert not isinstance(refused.value, FileNotFoundError)
 

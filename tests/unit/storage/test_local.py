@@ -39,7 +39,7 @@ def test_a_file_system_without_links_is_refused(tmp_path: Path, monkeypatch: pyt
         raise OSError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(os, "link", no_links)
-    with pytest.raises(UserError, match="no hard links"):
+    with pytest.raises(UserError, match="does not support hard links"):
         LocalStore(tmp_path).create("a", [b""])
     assert os.listdir(tmp_path) == []
 

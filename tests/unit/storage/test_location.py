@@ -66,11 +66,11 @@ def test_a_uri_is_taken_apart(location: str, parts: tuple[str, str, str, str | N
 @pytest.mark.parametrize(
     ("location", "text"),
     [
-        ("", "names nothing"),
-        ("http://host/runs", "http:// is not a storage"),
+        ("", "is empty"),
+        ("http://host/runs", "http:// is not a supported scheme"),
         ("s3:/bucket/runs", "one slash"),
-        ("s3:///runs", "names no bucket"),
-        ("s3://bucket:9000/runs", "names no bucket"),
+        ("s3:///runs", "contains no bucket"),
+        ("s3://bucket:9000/runs", "contains no bucket"),
         ("s3://bucket/a/../b", "folder"),
         ("s3://bucket/a//b", "folder"),
         ("s3://bucket/a#b", "'#'"),
@@ -80,12 +80,12 @@ def test_a_uri_is_taken_apart(location: str, parts: tuple[str, str, str, str | N
         ("s3://bucket/a?region=a&region=b", "twice"),
         ("gs://bucket/a?region=a", "'region'"),
         ("file://host/runs", "'host'"),
-        ("file:///runs?a=b", "path"),
+        ("file:///runs?a=b", "file URI"),
         ("s3://b%20ucket/a", "bucket"),
         ("abfs://container@my account/a", "account"),
         ("s3://bucket/a?region=us-east-1%0A", "region"),
         ("az://container/a?account_name=a%20b", "account_name"),
-        (Path("s3://bucket/runs"), "pass it as text"),
+        (Path("s3://bucket/runs"), "as a string"),
         # An address takes no bucket before it.
         ("s3://bucket/a?endpoint_override=[::1]:9000&force_virtual_addressing=true", "address"),
         # Credentials travel in clear text only where the URI says so in its scheme.
@@ -172,7 +172,7 @@ def test_an_endpoint_of_the_environment_without_encryption_needs_a_variable(monk
     ],
 )
 def test_a_secret_is_refused_and_not_repeated(location: str) -> None:
-    with pytest.raises(LocationError, match=r"may not hold .* set [A-Z]+_") as refused:
+    with pytest.raises(LocationError, match=r"must not contain .* set [A-Z]+_") as refused:
         open_store(location)
     assert "hunter2" not in str(refused.value)
 

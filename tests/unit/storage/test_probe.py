@@ -21,7 +21,7 @@ def test_a_good_directory_passes_and_stays_empty(tmp_path: Path) -> None:
 
 def test_a_path_under_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("kept")
-    with pytest.raises(UserError, match=r"run\.storage='.*/file/x' can't be written: Not a directory"):
+    with pytest.raises(UserError, match=r"run\.storage='.*/file/x': can't write to this location .Not a directory"):
         check_storage(tmp_path / "file" / "x")
     assert (tmp_path / "file").read_text() == "kept"
 
@@ -36,7 +36,7 @@ def test_a_store_where_two_writers_win_is_refused(
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize(("call", "reason"), [("link", "no hard links"), ("fsync", "Permission denied")])
+@pytest.mark.parametrize(("call", "reason"), [("link", "does not support hard links"), ("fsync", "Permission denied")])
 def test_a_file_system_that_refuses_a_call_is_refused_by_the_setting_that_gave_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, reason: str
 ) -> None:
@@ -68,7 +68,7 @@ def test_a_bucket_that_can_not_be_used_is_refused(s3: S3Server, prefix: str, is_
     uri = s3.uri(prefix) if is_there else s3.uri("run").replace("bucket/", "no-such-bucket/")
     s3.require_credentials(is_there)
     try:
-        with pytest.raises(UserError, match="403 Forbidden" if is_there else "no such bucket"):
+        with pytest.raises(UserError, match="403 Forbidden" if is_there else "bucket does not exist"):
             check_storage(uri)
     finally:
         s3.require_credentials(False)
@@ -77,9 +77,9 @@ def test_a_bucket_that_can_not_be_used_is_refused(s3: S3Server, prefix: str, is_
 @pytest.mark.parametrize(
     ("method", "lie", "text"),
     [
-        ("list", lambda self, prefix: [], "missing from the list"),
-        ("delete", lambda self, prefix: None, "still listed"),
-        ("replace", lambda self, key, chunks: 0, "read as it was before"),
+        ("list", lambda self, prefix: [], "lacks a new file"),
+        ("delete", lambda self, prefix: None, "contains a deleted file"),
+        ("replace", lambda self, key, chunks: 0, "old content of a replaced file"),
     ],
 )
 def test_a_store_that_does_not_do_what_it_says_is_refused(

@@ -225,8 +225,8 @@ def test_a_home_that_nobody_knows_is_refused(tmp_path: Path) -> None:
         replace(plain, without=("~nobody-at-all/corpus",)),
     ):
         with pytest.raises(
-            UserError, match="names the home directory of a user that this machine does not know; write"
+            UserError, match="refers to the home directory of a user that does not exist on this machine; use"
         ):
             begin(request)
-    with pytest.raises(UserError, match="names the home directory"):
+    with pytest.raises(UserError, match="refers to the home directory"):
         Corpus.open("~nobody-at-all/corpus")
