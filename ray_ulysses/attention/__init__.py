@@ -1,1 +1,1 @@
-"""The Ulysses attention engine: batches, exchange, kernels, and its place in a Hugging Face decoder."""
+"""The Ulysses attention engine: sharded batches, head exchange, kernels, and integration with Hugging Face decoders."""

@@ -1,4 +1,4 @@
-"""Records the attributes of a model's modules before Ulysses attention is attached, so that they can be restored."""
+"""Tracks the changes that `apply_ulysses` makes to a model, so that `remove_ulysses` can undo them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _NAME = f"{_OURS}attachment"
 
 
 class _Missing:
-    """Marks an attribute that did not exist; a class, since ``deepcopy`` does not copy classes."""
+    """Marks an attribute that did not exist. It is a class because ``deepcopy`` preserves the identity of classes."""
 
 
 class Attachment:
-    """The changes to a model's modules; create it before the first change.
+    """A record of the changes to a model's modules. Create it before the first change.
 
-    If the model already has an attachment, the original attributes are taken from it.
+    If the model already has an attachment, the new one takes over the original values recorded there.
     """
 
     def __init__(self, model: Any) -> None:
@@ -45,12 +45,12 @@ class Attachment:
 
     @staticmethod
     def of(model: nn.Module) -> Attachment | None:
-        """Return the model's attachment, if it has one."""
+        """Return the model's attachment, or None if Ulysses attention is not applied to the model."""
         found: Attachment | None = vars(model).get(_NAME)
         return found
 
     def done(self, handle: RemovableHandle) -> None:
-        """Record the changes since creation and the registered hook; remove the hook of an earlier attachment."""
+        """Record the new hook and all attributes changed since this object was created; remove any earlier hook."""
         noted = {(id(module), name) for module, name, _ in self._changed}
         for module, before in self._before:
             now = vars(module)
@@ -64,7 +64,7 @@ class Attachment:
         vars(self._model)[_NAME] = self
 
     def undo(self, model: Any) -> None:
-        """Restore all attributes."""
+        """Restore the model's original attributes and attention functions, and remove the hook."""
         self.unhook(model)
         for module, name, was in self._changed:
             if was is _Missing:
@@ -72,13 +72,13 @@ class Attachment:
             else:
                 vars(module)[name] = was
         for module in model.modules():
-            # Attributes that were set later, such as inspected adapters.
+            # Some attributes, such as the inspected adapters, are set after done() was called.
             for name in [name for name in vars(module) if name.startswith(_OURS)]:
                 del vars(module)[name]
         model.set_attn_implementation(self._attention)
 
     def unhook(self, model: nn.Module) -> None:
-        """Remove only the hook and the attachment."""
+        """Remove the hook and this record from the model, but leave the changed attributes."""
         assert self._handle is not None
         self._handle.remove()
         del vars(model)[_NAME]
@@ -86,23 +86,23 @@ class Attachment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionContext:
-    """The batch's tables and the settings of every attention layer in one forward."""
+    """Document tables and attention settings for one forward pass, shared by all layers."""
 
     documents: PackedDocuments
     kernel: str
     local_tokens: int
-    """Tokens of a row that this rank holds."""
+    """Number of tokens per row on this rank."""
     ulysses: str
-    """Name of the group over which heads are exchanged; empty if one rank has all heads."""
+    """Name of the process group that exchanges heads; empty if every rank has all heads."""
     ulysses_rank: int
     ulysses_size: int
     ring: str
-    """Name of the ring's group; empty without a ring."""
+    """Name of the ring's process group; empty if there is no ring."""
     head_groups: int
-    """Number of groups of KV heads, which are exchanged and attended one after another."""
+    """Number of KV head groups. Each group is exchanged and attended in turn."""
     announce: Callable[[Demand], None]
-    """Logs the kernel of each kind of layer once."""
+    """Callback that logs the kernel chosen for a `Demand`, once per distinct demand."""
     position_ids_BL: torch.Tensor | None = None
-    """Positions of this rank's tokens in their documents; ``None`` if no layer needs them."""
+    """Position of each local token in its document, or None if no layer uses positions."""
     local_spans: Mapping[int, Tables] = field(default_factory=dict)
-    """Tables for layers that cut documents into local spans, by the span's length in tokens."""
+    """Tables for layers with local spans (chunked attention), keyed by the span length in tokens."""

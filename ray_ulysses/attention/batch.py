@@ -1,7 +1,6 @@
 """Shards rows of packed documents over the ranks of ``sp``.
 
-Legend: B rows, S tokens of a whole row, L = S / sp_size tokens of this rank's slice (two ranges of the row
-with a ring).
+Legend: B rows, S tokens per row, L = S / sp_size tokens per row on this rank (with a ring, two ranges of the row).
 """
 
 from __future__ import annotations
@@ -21,35 +20,35 @@ if TYPE_CHECKING:
     from ray_ulysses.parallel.mesh import SequenceMesh
 
 IGNORE_INDEX = -100
-"""The label of a position without a loss."""
+"""Label of a position that does not contribute to the loss."""
 
 MODEL_INPUT = "ulysses"
-"""The keyword that passes a batch's tables to a model's forward."""
+"""Keyword argument that passes the batch to the model's forward."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardedBatch:
-    """This rank's slice of ``B`` rows, for a model prepared by ``apply_ulysses``."""
+    """This rank's slice of ``B`` rows, the input of a model prepared by ``apply_ulysses``."""
 
     input_ids_BL: torch.Tensor
     labels_BL: torch.Tensor
-    """int64 labels, already shifted inside documents: position ``t`` holds the next token, or ``IGNORE_INDEX``."""
+    """int64 labels, already shifted: the label at position ``t`` is the document's next token, or ``IGNORE_INDEX``."""
     position_ids_BL: torch.Tensor
-    """int64 positions in the whole document, from 0; 0 in padding."""
+    """int64 position of each token in its document, counted from 0; 0 in padding."""
     document_lengths_BL: torch.Tensor
-    """int32 length in tokens of each token's whole document; 0 in padding."""
+    """int32 length in tokens of the complete document that contains each token; 0 in padding."""
     documents: PackedDocuments
-    """Tables for this ring rank's part of the rows."""
+    """Document tables for this ring rank's share of the rows."""
     mesh: SequenceMesh
     token_ids: tuple[int, int] | None = None
-    """The smallest and the largest token id of the whole rows, or ``None`` if they are not on the host."""
+    """Smallest and largest token id of the unsharded rows, or None if the rows are on a GPU."""
     label_weights_BL: torch.Tensor | None = None
-    """fp32 factor on each label's loss; ``None`` for 1."""
+    """fp32 factor on each label's loss. None means 1."""
     largest_label: int | None = None
-    """The largest label of the whole rows, 0 if there is none; ``None`` if they are not on the host."""
+    """Largest label of the unsharded rows, 0 if no token has a label, or None if the rows are on a GPU."""
 
     def model_inputs(self) -> dict[str, Any]:
-        """Return the keyword arguments of the model's forward, without labels: the loss is computed outside."""
+        """Return the keyword arguments for the model's forward. Labels are omitted: the loss is computed separately."""
         return {
             "input_ids": self.input_ids_BL,
             "position_ids": self.position_ids_BL,
@@ -66,25 +65,26 @@ def shard_batch(
     *,
     label_weights: torch.Tensor | None = None,
 ) -> ShardedBatch:
-    """Return this rank's slice of whole rows, without communication.
+    """Return this rank's slice of a batch, without communication.
 
     Every rank of ``sp`` must pass the same rows.
 
     Args:
-        input_ids: int ``[B, S]`` or ``[S]``: whole rows of token ids.
-        labels: int ``[B, S]`` or ``[S]``, not shifted (Hugging Face's convention): the label of a token is the token
-            itself or ``IGNORE_INDEX``. ``None`` trains on every token of every document.
-        document_lengths: Lengths in tokens of the documents packed into each row, in order: one sequence for a
-            single row, otherwise one per row. The rest of a row is padding. ``None``: each row is one document.
-        mesh: The mesh to shard over. Rows are padded to a multiple of ``mesh.sp_size``, or twice that with a ring.
-        label_weights: ``[B, S]`` or ``[S]``: factor on the loss of predicting each token; ``None`` for 1.
+        input_ids: Token ids of complete rows, int ``[B, S]`` or ``[S]``.
+        labels: int ``[B, S]`` or ``[S]``, not shifted (the Hugging Face convention): each label is the token id at the
+            same position, or ``IGNORE_INDEX``. If None, every token of every document is trained on.
+        document_lengths: Lengths in tokens of the documents packed into each row, in order: a flat sequence for a
+            single row, otherwise one sequence per row. The rest of a row is padding. If None, each row is one document.
+        mesh: The mesh to shard over. Rows are padded to a multiple of ``mesh.sp_size``, or ``2 * mesh.sp_size`` with a
+            ring.
+        label_weights: Factor on the loss of predicting each token, ``[B, S]`` or ``[S]``. None means 1.
 
     Returns:
-        This rank's slice, with labels shifted inside documents: the last token of a document has no target.
+        This rank's slice. Labels are shifted within documents, so a document's last token has no target.
 
     Raises:
-        UserError: Shapes differ, a row has no document, documents are longer than their row, or a label is not a
-            token id.
+        UserError: Shapes or devices differ, a row has no document, the documents are longer than their row, or a label
+            is neither a token id nor ``IGNORE_INDEX``.
     """
     input_ids_BS = _rows(input_ids, "input_ids")
     labels_BS = input_ids_BS if labels is None else _rows(labels, "labels")
@@ -115,7 +115,7 @@ def shard_batch(
 
 
 def _inside_documents(labels_BS: torch.Tensor, lengths: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each token's shifted label and its position, both inside its document."""
+    """Return each token's shifted label and its position in its document."""
     shifted_BS, position_ids_BS = torch.full_like(labels_BS, IGNORE_INDEX), torch.zeros_like(labels_BS)
     for row, row_lengths in enumerate(lengths):
         start = 0
@@ -130,14 +130,17 @@ def _inside_documents(labels_BS: torch.Tensor, lengths: Sequence[Sequence[int]])
 def _check_alike(name: str, tensor: torch.Tensor, input_ids_BS: torch.Tensor) -> None:
     if tensor.shape != input_ids_BS.shape:
         raise UserError(
-            f"{name} have shape {tuple(tensor.shape)}, input_ids {tuple(input_ids_BS.shape)}; they must be equal"
+            f"{name} have shape {tuple(tensor.shape)} but input_ids have shape {tuple(input_ids_BS.shape)}; pass "
+            "tensors of the same shape"
         )
     if tensor.device != input_ids_BS.device:
-        raise UserError(f"{name} are on {tensor.device}, input_ids on {input_ids_BS.device}; move them together")
+        raise UserError(
+            f"{name} are on {tensor.device} but input_ids are on {input_ids_BS.device}; move them to the same device"
+        )
 
 
 def _shifted_weights(weights: torch.Tensor | None, padded_BS: torch.Tensor, padding: int) -> torch.Tensor | None:
-    """Return fp32 ``[B, S + padding]``: position ``t`` has the weight of the next token."""
+    """Return the weight of each position's next token, fp32 ``[B, S + padding]``."""
     if weights is None:
         return None
     weights_BS = weights.reshape(-1, weights.shape[-1]).float()
@@ -146,7 +149,7 @@ def _shifted_weights(weights: torch.Tensor | None, padded_BS: torch.Tensor, padd
 
 
 def _bounds(input_ids_BS: torch.Tensor) -> tuple[int, int] | None:
-    """Return the smallest and the largest id; ``None`` for a device tensor, which would need a synchronization."""
+    """Return the smallest and largest id, or None for a GPU tensor, where reading them would synchronize the host."""
     if input_ids_BS.device.type != "cpu":
         return None
     smallest, largest = torch.aminmax(input_ids_BS)
@@ -154,27 +157,26 @@ def _bounds(input_ids_BS: torch.Tensor) -> tuple[int, int] | None:
 
 
 def _largest_label(shifted_BS: torch.Tensor) -> int | None:
-    """Return the largest label, 0 if there is none; ``None`` for a device tensor."""
     bounds = _bounds(torch.where(shifted_BS == IGNORE_INDEX, 0, shifted_BS))
     if bounds is None:
         return None
     smallest, largest = bounds
     if smallest < 0:
         raise UserError(
-            f"labels (by default input_ids) hold {smallest}; a label is a token id of at least 0, or {IGNORE_INDEX} "
-            "for a token without a loss"
+            f"labels (by default input_ids) contain {smallest}; use token ids of at least 0, or {IGNORE_INDEX} for "
+            "tokens to exclude from the loss"
         )
     return largest
 
 
 def held_tokens(rows_BS: torch.Tensor, mesh: SequenceMesh) -> torch.Tensor:
-    """Return this rank's part of whole rows, ``[B, L]``, contiguous; with a ring, two ranges of each row."""
+    """Return this rank's tokens of complete rows, contiguous ``[B, L]``. With a ring, they are two ranges per row."""
     ranges = held_ranges(rows_BS.shape[1], mesh.sp_rank, mesh.sp_size, mesh.ring_size)
     return torch.cat([rows_BS[:, start:stop] for start, stop in ranges], dim=1)
 
 
 def held_document_lengths(documents: PackedDocuments, mesh: SequenceMesh) -> torch.Tensor:
-    """Return int32 ``[B, L]`` on the host: the document length of each token that this rank holds."""
+    """Return the document length of each of this rank's tokens, int32 ``[B, L]`` on the host."""
     lengths_BS = torch.zeros(documents.num_rows, documents.row_tokens, dtype=torch.int32, device="cpu")
     for row, lengths in enumerate(documents.lengths):
         each = torch.tensor(lengths, dtype=torch.int32, device="cpu")
@@ -183,21 +185,21 @@ def held_document_lengths(documents: PackedDocuments, mesh: SequenceMesh) -> tor
 
 
 def unshard(local: torch.Tensor, batch: ShardedBatch) -> torch.Tensor:
-    """Concatenate the ranks' slices in the order of the row, without padding; differentiable.
+    """Gather the slices of all ranks into complete rows; differentiable.
 
-    Every rank of ``sp`` must call.
+    All ranks of ``sp`` must call this function.
 
     Args:
-        local: ``[B, L, ...]``: this rank's slice, such as its logits.
-        batch: The batch that it was computed from.
+        local: This rank's slice of a result such as the logits, ``[B, L, ...]``.
+        batch: The batch from which ``local`` was computed.
 
     Returns:
-        ``[B, T, ...]`` with ``T`` document tokens in the fullest row.
+        The rows in token order, ``[B, T, ...]``, where ``T`` is the largest number of document tokens in a row.
     """
     if local.shape[:2] != batch.input_ids_BL.shape:
         raise UserError(
-            f"unshard got a tensor of shape {tuple(local.shape)}; its first two dims must be the shape of this batch's "
-            f"slice, {tuple(batch.input_ids_BL.shape)}"
+            f"unshard got a tensor of shape {tuple(local.shape)}; its first two dims must be "
+            f"{tuple(batch.input_ids_BL.shape)}, the shape of the batch's slice on this rank"
         )
     mesh, row_tokens = batch.mesh, batch.documents.row_tokens
     whole = local if mesh.sp_size == 1 else gather_sequence(local, mesh.group("sp"))
@@ -207,7 +209,7 @@ def unshard(local: torch.Tensor, batch: ShardedBatch) -> torch.Tensor:
 
 
 def _in_row_order(whole_BS: torch.Tensor, row_tokens: int, mesh: SequenceMesh) -> torch.Tensor:
-    """Reorder the concatenated ranges of all ranks into the order of the row."""
+    """Reorder tokens that are concatenated by rank into row order."""
     ranges, place = [], 0
     for rank in range(mesh.sp_size):
         for start, stop in held_ranges(row_tokens, rank, mesh.sp_size, mesh.ring_size):
@@ -221,7 +223,7 @@ def _rows(tensor: torch.Tensor, name: str) -> torch.Tensor:
         tensor = tensor.unsqueeze(0)
     if tensor.dim() != 2 or tensor.is_floating_point() or tensor.numel() == 0:
         raise UserError(
-            f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}; pass whole rows of integers, [B, S]"
+            f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}; pass a nonempty integer tensor [B, S]"
         )
     return tensor.long()
 
@@ -233,19 +235,19 @@ def _lengths(
         return ((num_tokens,),) * num_rows
     values: Any = given.tolist() if hasattr(given, "tolist") else list(given)
     if values and isinstance(values[0], Sequence | torch.Tensor):
-        # A rectangular table of lengths pads its rows with zeros.
+        # A tensor of lengths is rectangular, so shorter rows end with zeros.
         rows = tuple(_without_trailing_zeros(tuple(map(int, row))) for row in values)
     else:
         rows = (tuple(map(int, values)),)
     for row, lengths in enumerate(rows):
         if not lengths:
             raise UserError(
-                f"document_lengths[{row}] is empty, so the whole row would be padding and train nothing; give the "
-                "length of at least one document, or leave the row out"
+                f"document_lengths[{row}] is empty, so the row would consist of padding only; pass the length of at "
+                "least one document, or drop the row"
             )
     if len(rows) != num_rows:
         raise UserError(
-            f"document_lengths has {len(rows)} rows and input_ids has {num_rows}; give one sequence per row"
+            f"document_lengths has {len(rows)} rows but input_ids has {num_rows}; pass one sequence of lengths per row"
         )
     return rows
 

@@ -1,17 +1,18 @@
-"""Finds results of a forward that depend on more than their own token, by changing the other tokens.
+"""Detects operations outside attention that mix tokens, by running a forward with the tokens rearranged.
 
-Without attention, a decoder maps each pair of a token and its position to a result. The model is called twice with the
-same pairs, in different rows and places and among different other tokens. It and every module must return the same
-result for each pair. Otherwise some operation mixed tokens along the sequence or the batch, depends on the row's start
-or length, or is random.
+Without attention, a decoder maps each (token, position) pair to a result. The model is called twice with the same
+pairs, each time in a different order and next to different tokens. The model and every module must return the same
+result for a pair in both calls. If not, an operation mixes tokens along the sequence or the batch, depends on the
+token's index in the row or on the row's length, or is random.
 
-Operations along the token dim and lookups in tables of positions are recorded during a forward. Only floating-point
-tensors count: integers are token ids, positions and the sorting of tokens by expert, whose effect is compared.
+A dispatch mode records operations along the token dim and lookups in position tables. Operations on integers are
+ignored: they handle token ids, positions, and the routing of tokens to experts, whose results are compared anyway.
 
-The calls use a copy of the model with noise as weights, so that a forward takes milliseconds and little memory at any
-size. The copy has every module of the model, including modules replaced after it was built, and real activations in
-fp64. A product with a noise matrix multiplies by two thin matrices of noise instead, and a lookup returns slices of
-noise. The values are meaningless, but each result depends on exactly the same tokens as in the model.
+The calls run a copy of the model whose weights are noise, so a forward takes milliseconds and little memory at any
+model size. The copy has all modules of the model, including modules replaced after construction, and computes its
+activations in fp64. A product with a weight matrix is replaced by products with two thin noise matrices, and an
+embedding lookup returns slices of noise. The values are meaningless, but each result depends on the same tokens as in
+the original model.
 """
 
 from __future__ import annotations
@@ -30,28 +31,28 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 _WIDTH = 6
-# Rounding errors are 1e-16, and 1e-7 in a few elements that a cast to fp32 rounds differently.
+# Relative rounding errors are about 1e-16, or 1e-7 where the model casts to fp32.
 _TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrangement:
-    """The pairs of a token and its position in a batch."""
+    """A batch of (token, position) pairs in a given order."""
 
     pairs_BT: torch.Tensor
-    """Index of each pair."""
+    """Index of the pair at each row and token."""
     input_ids_BT: torch.Tensor
     position_ids_BT: torch.Tensor
 
     @classmethod
     def of(cls, pairs_BT: torch.Tensor, ids_P: torch.Tensor, num_positions: int) -> Self:
-        """Arrange pairs; the position of a pair is its index modulo the number of positions."""
+        """Build the batch for the given pairs. A pair's position is its index modulo ``num_positions``."""
         return cls(pairs_BT=pairs_BT, input_ids_BT=ids_P[pairs_BT], position_ids_BT=pairs_BT % num_positions)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleCall:
-    """The input and output of a module, projected to a few dims."""
+    """The first input and output of one module call, projected to ``_WIDTH`` features per token."""
 
     name: str
     kind: str
@@ -60,13 +61,12 @@ class ModuleCall:
 
 
 class CallRecorder:
-    """Records every call of every module, projecting its first input and output onto noise.
+    """Records every module call of a model through hooks.
 
-    ``calls`` holds them per arrangement, in the order in which they ended, so a module precedes its parent.
+    ``calls`` is a list per arrangement, in the order in which the calls returned, so a module precedes its parent.
     """
 
     def __init__(self, model: nn.Module, noise: torch.Tensor) -> None:
-        """Register hooks on every module of a model."""
         self.calls: list[list[ModuleCall]] = []
         self._shape: tuple[int, int] = (0, 0)
         self._noise = noise
@@ -76,7 +76,7 @@ class CallRecorder:
             module.register_forward_hook(self._after(name))
 
     def begin(self, arrangement: Arrangement) -> None:
-        """Start recording the calls of an arrangement."""
+        """Start a new list of calls, for the given arrangement."""
         self.calls.append([])
         self._shape = tuple(arrangement.pairs_BT.shape)  # type: ignore[assignment]
 
@@ -85,7 +85,7 @@ class CallRecorder:
 
     def _after(self, name: str) -> Any:
         def record(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            # A model's output is a mapping; a layer's hidden states are the first of a tuple.
+            # A model returns a mapping; a layer returns its hidden states, possibly as the first item of a tuple.
             values = tuple(output.values()) if isinstance(output, dict) else output
             self.calls[-1].append(
                 ModuleCall(
@@ -99,7 +99,7 @@ class CallRecorder:
         return record
 
     def _projected(self, values: tuple[Any, ...]) -> torch.Tensor | None:
-        """Project the first tensor with one entry per token to ``[B, T, W]``; ``None`` if there is none."""
+        """Project the first value with one entry per token to ``[B, T, W]``; return None if there is no such value."""
         rows, tokens = self._shape
         for tensor in values:
             if not isinstance(tensor, torch.Tensor) or tensor.dim() < 2 or not tensor.is_floating_point():
@@ -115,16 +115,16 @@ class CallRecorder:
         return None
 
     def find_mixing(self, places: Sequence[Arrangement]) -> ModuleCall | None:
-        """Find the innermost module whose outputs differ for some pair although its inputs agree.
+        """Find the innermost module whose outputs differ between the arrangements although its inputs agree.
 
         Returns:
-            Its call with the second arrangement, or ``None``.
+            The module's call in the second arrangement, or None if no module mixes tokens.
         """
         before, after = self.calls
         earlier = dict(_numbered(before))
         for place, call in _numbered(after):
             other = earlier.get(place)
-            # Tokens sorted by expert are compared once they are back in rows.
+            # While an MoE layer has its tokens sorted by expert, no output can be assigned to a pair.
             if other is None or other.output_BTW is None or call.output_BTW is None:
                 continue
             before_BTW, after_BTW = other.input_BTW, call.input_BTW
@@ -135,7 +135,7 @@ class CallRecorder:
 
 
 def _numbered(calls: list[ModuleCall]) -> list[tuple[tuple[str, int], ModuleCall]]:
-    """Return each call, keyed by the module's name and the index of its call."""
+    """Key each call by the module's name and by how often the module was called before."""
     counts: Counter[str] = Counter()
     numbered = []
     for call in calls:
@@ -145,7 +145,7 @@ def _numbered(calls: list[ModuleCall]) -> list[tuple[tuple[str, int], ModuleCall
 
 
 def agree(first_BTF: torch.Tensor, second_BTF: torch.Tensor, places: Sequence[Arrangement]) -> bool:
-    """Return whether each pair has the same result in both arrangements."""
+    """Return whether all pairs have the same result in both arrangements, within ``_TOLERANCE``."""
     first, second = places
     if first_BTF.shape[:2] != first.pairs_BT.shape or second_BTF.shape[:2] != second.pairs_BT.shape:
         return False
@@ -153,7 +153,7 @@ def agree(first_BTF: torch.Tensor, second_BTF: torch.Tensor, places: Sequence[Ar
     by_pair_PF[first.pairs_BT.flatten()] = first_BTF.flatten(0, 1)
     known_BT = second.pairs_BT < len(by_pair_PF)
     wanted, found = by_pair_PF[second.pairs_BT[known_BT]], second_BTF[known_BT]
-    # NaN does not agree with anything.
+    # The comparison is written so that NaN counts as a difference.
     return bool(((found - wanted).norm(dim=-1) <= _TOLERANCE * wanted.norm(dim=-1)).all())
 
 
@@ -169,7 +169,7 @@ _REDUCTIONS = frozenset(
         "nanmedian", "var", "var_mean", "std", "std_mean", "norm", "linalg_vector_norm", "logsumexp",
     }
 )  # fmt: skip
-"""Operations along the given dims, or along all dims if none are given."""
+"""Operations along the given dims, or along all dims if no dims are given."""
 
 _LOOKUPS = frozenset({"embedding", "index", "index_select"})
 _PARTS = frozenset({"select", "slice", "unbind", "split", "split_with_sizes"})
@@ -178,13 +178,13 @@ _CONVOLUTIONS = frozenset({"convolution", "_convolution", "mkldnn_convolution", 
 
 
 class TokenOperations(TorchDispatchMode):
-    """Collects the names of operations along a dim of a given size.
+    """Dispatch mode that collects the names of operations along the token dim.
 
-    ``num_positions`` is the size of the smallest table in which positions are looked up, or ``None``.
+    ``num_positions`` is the size of the smallest position table, or None if the model has no position table.
     """
 
     def __init__(self, num_tokens: int) -> None:
-        """Record operations along dims of size ``num_tokens``, which only the token dim may have."""
+        """Set the size by which the token dim is recognized; no other dim of the model may have this size."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._num_tokens = num_tokens
         self.found: list[str] = []
@@ -193,7 +193,7 @@ class TokenOperations(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operation, and record its name if it is along the token dim."""
+        """Run the operation, and record its name if it works along the token dim."""
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         if name not in self.found and self._is_along_tokens(func, name, args, kwargs or {}, result):
@@ -203,7 +203,7 @@ class TokenOperations(TorchDispatchMode):
         return result
 
     def _record_positions(self, name: str, args: tuple[Any, ...]) -> None:
-        """Record the size of a table if all positions of the plain row are looked up in order."""
+        """Record the size of a table that is indexed with consecutive positions, one per token."""
         table, indices = args[0], args[2] if name == "index_select" else args[1]
         if isinstance(indices, list | tuple):
             indices = indices[0] if len(indices) == 1 else None
@@ -211,12 +211,12 @@ class TokenOperations(TorchDispatchMode):
         if not isinstance(indices, torch.Tensor) or indices.numel() != self._num_tokens or not is_first_dim:
             return
         places = indices.flatten()
-        # A table of the row's length is the row's own tokens.
+        # A table as long as the row is not a position table but the row's own tokens.
         if indices.is_floating_point() or indices.dtype == torch.bool or table.shape[0] == self._num_tokens:
             return
         first = int(places[0])
         if torch.equal(places - first, torch.arange(self._num_tokens)):
-            # Some tables reserve their first entries.
+            # Some models reserve the first entries of the table and add an offset to each position.
             size = int(table.shape[0]) - first
             self.num_positions = min(size, self.num_positions or size)
 
@@ -246,7 +246,7 @@ class TokenOperations(TorchDispatchMode):
 
 
 def _dims(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
-    """Return the dims of an operation, from its arguments ``dim`` or ``dims``."""
+    """Return the value of an operation's ``dim`` or ``dims`` argument as a tuple; empty if not given."""
     for place, argument in enumerate(func._schema.arguments):
         if argument.name in ("dim", "dims"):
             default = argument.default_value if argument.has_default_value() else ()
@@ -258,7 +258,7 @@ def _dims(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int
 
 
 DTYPE = torch.float64
-"""Dtype of every floating-point tensor of the copy, so that rounding does not look like a dependence."""
+"""Dtype of all floating-point tensors in the copy, so that rounding errors are not mistaken for a dependence."""
 
 _LEAST_NOISE = 1 << 16
 _RANK = 8
@@ -267,9 +267,9 @@ _SMALL = 1 << 12
 
 
 def noise_copy(model: nn.Module) -> tuple[Any, torch.Tensor]:
-    """Return a copy of a model on the host, with noise as weights, and the source of noise."""
+    """Return a copy of a model on the host whose weights are noise, and the noise buffer."""
     longest = max((dim for one in model.parameters() for dim in getattr(one, "ds_shape", one.shape)), default=1)
-    # Each half must hold a thin matrix of the largest parameter.
+    # noise_like starts in the first half of the buffer, so one half must fit the largest thin matrix.
     size = max(_LEAST_NOISE, 2 * _RANK * longest)
     noise = torch.randn(size, generator=torch.Generator().manual_seed(5), dtype=DTYPE)
     memo: dict[int, Any] = {}
@@ -291,9 +291,9 @@ def noise_copy(model: nn.Module) -> tuple[Any, torch.Tensor]:
 
 
 def _rebound(call: Any, memo: Mapping[int, Any]) -> Any:
-    """Return a patched function with the modules that it refers to replaced by their copies.
+    """Return a patched forward or hook in which references to modules are replaced by their copies.
 
-    ``deepcopy`` does not copy functions, so a forward that wraps the original module's would run that one.
+    ``deepcopy`` does not copy functions, so a patched forward would otherwise run the original module.
     """
     if isinstance(call, MethodType):
         return MethodType(_rebound(call.__func__, memo), memo.get(id(call.__self__), call.__self__))
@@ -311,7 +311,7 @@ def _rebound(call: Any, memo: Mapping[int, Any]) -> Any:
 
 
 def noise_like(shape: Sequence[int], seed: int, noise: torch.Tensor) -> torch.Tensor:
-    """Return a read-only tensor of noise, the same for the same seed."""
+    """Return a view of the noise buffer with the given shape, chosen by the seed. The caller must not modify it."""
     numel = torch.Size(shape).numel()
     start = seed * 7919 % (noise.numel() // 2)
     if start + numel > noise.numel():
@@ -320,7 +320,7 @@ def noise_like(shape: Sequence[int], seed: int, noise: torch.Tensor) -> torch.Te
 
 
 def _copied(tensor: torch.Tensor, seed: int, noise: torch.Tensor) -> torch.Tensor:
-    # ZeRO-3 leaves an empty placeholder that stores the shape.
+    # ZeRO-3 replaces a partitioned parameter by an empty placeholder whose ds_shape is the full shape.
     shape = tuple(getattr(tensor, "ds_shape", tensor.shape))
     numel, is_parameter = torch.Size(shape).numel(), isinstance(tensor, nn.Parameter)
     copy: torch.Tensor
@@ -330,7 +330,7 @@ def _copied(tensor: torch.Tensor, seed: int, noise: torch.Tensor) -> torch.Tenso
     elif (is_parameter and len(shape) > 1) or numel > _SMALL:
         copy = NoiseMatrix(torch.empty(shape, dtype=DTYPE, device="meta"), seed, noise)
     elif is_parameter or tensor.device.type == "meta":
-        # The parameter's own values are not used: a parameter that is still zero would hide its input.
+        # Use noise even where real values exist: a parameter initialized to zero would hide its input.
         copy = noise_like(shape, seed, noise).clone()
     else:
         copy = tensor.detach().cpu().to(DTYPE, copy=True)
@@ -341,12 +341,12 @@ def _copied(tensor: torch.Tensor, seed: int, noise: torch.Tensor) -> torch.Tenso
 
 
 class NoiseMatrix(torch.Tensor):
-    """A matrix on the host without storage."""
+    """A host tensor without storage whose values are derived from a noise buffer."""
 
     shadow: torch.Tensor
-    """The same tensor on the meta device."""
+    """Tensor on the meta device that tracks shape and strides."""
     seed: int
-    """Seed of the values, together with the matrix's place in the parameter."""
+    """Seed of the parameter; see `place`."""
     noise: torch.Tensor
 
     @staticmethod
@@ -364,21 +364,21 @@ class NoiseMatrix(torch.Tensor):
         return made
 
     def __init__(self, *args: Any) -> None:
-        """Do nothing: ``__new__`` has set all attributes."""
+        """Do nothing: ``__new__`` sets all attributes."""
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Return shape and dtype, since there are no values."""
+        """Return shape and dtype; there are no values to print."""
         return f"NoiseMatrix({tuple(self.shape)}, {self.dtype})"
 
     @property
     def place(self) -> int:
-        """A number that identifies the matrix of a parameter; repetitions in a batch have the same number."""
+        """Seed of this view, the same for all expanded copies of a matrix in a batch."""
         shadow = self.shadow
         matrix = (tuple(shadow.shape[-2:]), shadow.stride()[-2:])
         return hash((self.seed, shadow.storage_offset(), matrix)) & 0xFFFFFFF
 
     def values(self) -> torch.Tensor:
-        """Return real noise values, for operations that have no noise version."""
+        """Materialize the noise values, for operations without an entry in ``_NOISE_VERSIONS``."""
         if self.shadow.numel() > _MOST_ELEMENTS:
             raise ValueError(f"an operation needs all {self.shadow.numel()} values of a parameter at once")
         return noise_like(self.shadow.shape, self.place, self.noise).to(self.dtype, copy=True)
@@ -387,7 +387,7 @@ class NoiseMatrix(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run operations among noise matrices on the meta device, and all others with noise."""
+        """Run operations on noise matrices alone on the meta device, and all other operations on noise values."""
         flat, spec = tree_flatten((args, dict(kwargs or {})))
         tensors = [one for one in flat if isinstance(one, torch.Tensor)]
         first = next(one for one in tensors if isinstance(one, NoiseMatrix))
@@ -415,7 +415,7 @@ def _wrapped(result: Any, like: NoiseMatrix) -> Any:
 
 
 def _product(left: Any, right: Any) -> torch.Tensor | None:
-    """Return ``left @ right``, of at most three dims each; one of them is a noise matrix."""
+    """Return ``left @ right`` where one operand is a noise matrix, or None if the shapes are not supported."""
     if isinstance(left, NoiseMatrix):
         if isinstance(right, NoiseMatrix) or right.dim() < 2 or left.dim() < 2:
             return None
@@ -453,7 +453,7 @@ def _lookup(table: Any, ids: Any, *_: Any, **__: Any) -> torch.Tensor | None:
     if width > table.noise.numel() // 2:
         return None
     rows = table.noise.unfold(0, width, 1)
-    # Negative ids count from the end.
+    # The modulo maps negative ids, which index from the end, to valid ones.
     starts = ((ids % table.shape[0]) * 9973 + table.place) % rows.shape[0]
     return rows[starts].reshape(*ids.shape, *table.shape[1:]).to(table.dtype)
 

@@ -1,9 +1,9 @@
-"""Tables of the documents in packed rows, built on the host once per batch.
+"""Document tables of packed rows, built on the host once per batch.
 
-All layers share them, so attention needs no gather of positions and no host synchronization.
+All layers share the tables, so attention neither gathers positions nor synchronizes with the host.
 
-With a ring of R ranks, a row is divided into 2 R chunks, and ring rank ``r`` holds chunks ``r`` and ``2 R - 1 - r``
-concatenated (zigzag, which gives every rank the same share of a causal row's work).
+With a ring of R ranks, a row is divided into 2 R chunks, and ring rank ``r`` processes the concatenation of chunks
+``r`` and ``2 R - 1 - r`` (zigzag sharding, which balances causal attention across ranks).
 """
 
 from __future__ import annotations
@@ -26,57 +26,57 @@ Span = tuple[int, int, int]
 
 
 class Rectangle(NamedTuple):
-    """Queries of this ring rank against keys that all precede them in the same document.
+    """A block of this ring rank's queries and of earlier keys in the same document, so that no mask is needed.
 
-    Tokens are indexed within each ring rank's tokens, rows concatenated.
+    Indices count the tokens of a ring rank, with all rows concatenated.
     """
 
     step: int
-    """Ring step at which this rank holds the keys; 0 for its own."""
+    """Ring step at which this rank has received the keys; 0 for its own keys."""
     query_start: int
     query_stop: int
     key_start: int
     key_stop: int
     distance: int
-    """Position of the first query minus position of the first key."""
+    """Document position of the first query minus document position of the first key."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tables:
-    """The spans and rectangles that make up attention over one ring rank's tokens."""
+    """Spans and rectangles that together make up attention for one ring rank's queries."""
 
     spans: Spans
-    """Ranges with causal attention; they cover all tokens."""
+    """Token ranges with causal attention. Together they cover all tokens."""
     borders: torch.Tensor
-    """int64 ``[num_spans + 1]`` on the host: ``spans.borders`` as a tensor, for custom operators."""
+    """``spans.borders`` as a tensor for custom operators, int64 ``[num_spans + 1]`` on the host."""
     rectangles: torch.Tensor
-    """int64 ``[n, 6]`` on the host: the fields of each :class:`Rectangle`."""
+    """One :class:`Rectangle` per row, int64 ``[n, 6]`` on the host."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedDocuments:
-    """The documents of ``B`` rows of ``row_tokens`` tokens each, for one ring rank."""
+    """The documents packed into ``B`` rows, and their tables for one ring rank."""
 
     row_tokens: int
     """Length of every row in tokens, including padding."""
     lengths: tuple[tuple[int, ...], ...]
-    """Per row, the lengths of its documents in order, without padding."""
+    """Lengths in tokens of each row's documents, in order, without padding."""
     full: Tables
-    """Tables for full attention. Two chunks of one document form one span, since every key of the earlier chunk
-    precedes every query of the later one."""
+    """Tables for full attention. A document's tokens in both chunks form one span, because every key in the earlier
+    chunk precedes every query in the later chunk."""
     windowed: Tables
-    """Tables for sliding windows. Distances matter, so spans end at the end of a chunk."""
+    """Tables for sliding windows. A window depends on distances, so a span never crosses a gap between chunks."""
     max_position: int
-    """Largest position id of a document token, for length-dependent RoPE."""
+    """Largest document position in the batch, used by length-dependent RoPE."""
 
     @property
     def num_rows(self) -> int:
-        """Number of rows, the batch size."""
+        """Number of rows in the batch."""
         return len(self.lengths)
 
     @property
     def num_document_tokens(self) -> int:
-        """Largest number of tokens in a row, without padding."""
+        """Largest number of document tokens in a row."""
         return max(sum(row) for row in self.lengths)
 
 
@@ -88,18 +88,18 @@ def pack_documents(
     ring_size: int = 1,
     ring_rank: int = 0,
 ) -> PackedDocuments:
-    """Build the tables of a batch on the host.
+    """Build the document tables of a batch.
 
     Args:
-        lengths: Per row, the lengths of its documents in tokens, in order. The rest of the row is padding, which
-            attends to itself, so that every token is in a span.
-        row_tokens: Length of every row in tokens; with a ring, a multiple of ``2 * ring_size``.
-        device: Device of ``cu_seqlens``.
-        ring_size: Number of ranks of the ring.
+        lengths: Lengths in tokens of each row's documents, in order. The rest of a row is padding, which forms a
+            document of its own, so that every token belongs to a span.
+        row_tokens: Length of every row in tokens. With a ring, it must be a multiple of ``2 * ring_size``.
+        device: Device for ``cu_seqlens``. All other tables stay on the host.
+        ring_size: Number of ranks in the ring.
         ring_rank: This process's rank in the ring.
 
     Raises:
-        UserError: A length is not positive, or a row's documents are longer than the row.
+        UserError: A length is not positive, or a row's documents do not fit into the row.
     """
     spans = _global_spans(lengths, row_tokens)
     full = windowed = _tables(spans, row_tokens, ring_size, ring_rank, device, windowed=False)
@@ -115,9 +115,9 @@ def pack_documents(
 
 
 def local_span_tables(documents: PackedDocuments, local_span: int, *, ring_size: int = 1, ring_rank: int = 0) -> Tables:
-    """Build the tables of layers with causal attention within local spans of each document, on the host.
+    """Build the tables for chunked attention, which is causal within spans of ``local_span`` tokens.
 
-    A document's first span starts at its first token.
+    A document's first span starts at the document's first token.
     """
     spans = [
         (row, first, min(first + local_span, end))
@@ -134,13 +134,13 @@ def _global_spans(lengths: Sequence[Sequence[int]], row_tokens: int) -> list[Spa
         start = 0
         for length in row_lengths:
             if length < 1:
-                raise UserError(f"document_lengths[{row}] holds {length}; every document has at least 1 token")
+                raise UserError(f"document_lengths[{row}] contains {length}; every length must be at least 1")
             spans.append((row, start, start + length))
             start += length
         if start > row_tokens:
             raise UserError(
-                f"document_lengths[{row}] sums to {start}, more than the row's {row_tokens} tokens; "
-                "the lengths of a row's documents must sum to at most its length"
+                f"document_lengths[{row}] sums to {start}, but the row has only {row_tokens} tokens; shorten or drop "
+                "documents"
             )
         if start < row_tokens:
             spans.append((row, start, row_tokens))
@@ -159,7 +159,8 @@ def _tables(
             for place, low, high in chunks
             if max(start, low) < min(end, high)
         ]
-        # The parts in both chunks are adjacent on this rank: one span, unless distances matter and the row has a gap.
+        # A document's parts in the two chunks are adjacent on this rank, so they form one span. With a window they do
+        # so only if the chunks are adjacent in the row too.
         has_gap = len(parts) == 2 and parts[0][2] + row_tokens // (2 * ring_size) != parts[1][2]
         if len(parts) == 2 and not (windowed and has_gap):
             local.append((parts[0][0], parts[1][1]))
@@ -181,15 +182,15 @@ def _tables(
 
 
 def on_device(host: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Copy a host tensor to a device without waiting for work that is queued on a GPU."""
+    """Copy a host tensor to a device without waiting for work queued on the GPU."""
     if torch.device(device).type != "cuda":
         return host.to(device)
-    # The caching host allocator keeps the pinned memory until the copy has ended.
+    # The caching host allocator does not reuse the pinned memory until the copy has finished.
     return host.pin_memory().to(device, non_blocking=True)
 
 
 def _chunks_of(rank: int, ring_size: int, row_tokens: int) -> list[tuple[int, int, int]]:
-    """Return ``(place, low, high)`` of each chunk of a ring rank: its start on the rank, and its range of the row."""
+    """Return ``(offset, low, high)`` per chunk of a ring rank: its offset on the rank, and its range in the row."""
     if ring_size == 1:
         return [(0, 0, row_tokens)]
     assert row_tokens % (2 * ring_size) == 0
@@ -200,16 +201,16 @@ def _chunks_of(rank: int, ring_size: int, row_tokens: int) -> list[tuple[int, in
 
 
 def _rectangles(spans: Sequence[Span], row_tokens: int, ring_size: int, rank: int, *, own: bool) -> Iterable[Rectangle]:
-    """Yield the rectangles of each ring step; two chunks that are not adjacent share at most one document of a row."""
+    """Yield the rectangles of all ring steps; ``own`` includes step 0, this rank's own keys."""
     ring_tokens = row_tokens // ring_size
     mine = _chunks_of(rank, ring_size, row_tokens)
     for step in range(0 if own else 1, ring_size):
         theirs = _chunks_of((rank - step) % ring_size, ring_size, row_tokens)
         for (query_place, query_low, query_high), (key_place, key_low, key_high) in product(mine, theirs):
-            # This rank's own chunks are already one span if they are adjacent.
+            # If this rank's own chunks are adjacent in the row, a span already covers them.
             if key_high > query_low or (step == 0 and key_high == query_low):
                 continue
-            # Documents that start before the keys end and end after the queries begin.
+            # Only documents that start before the key chunk ends and end after the query chunk starts have both.
             for row, start, end in (span for span in spans if span[1] < key_high and span[2] > query_low):
                 key_first = max(start, key_low)
                 base = row * ring_tokens

@@ -1,18 +1,18 @@
-"""The Ulysses exchange: sequence slices of all heads for whole sequences of some heads, and back.
+"""The Ulysses exchange: switches between sequence slices with all heads and complete sequences with some heads.
 
-One all-to-all carries Q, K and V as a flat payload, and a second one the output (DeepSpeed-Ulysses,
+One all-to-all sends Q, K and V as a flat payload, and a second one sends the output (DeepSpeed-Ulysses,
 https://arxiv.org/abs/2309.14509, uses three and one). The backward of each is one all-to-all in the other direction.
-The number of ranks need not divide the number of heads: each rank receives its query heads and the key-value heads that
-these need (:mod:`ray_ulysses.parallel.layout`).
+The number of ranks need not divide the number of heads: each rank receives its query heads and the KV heads that those
+query heads use (:mod:`ray_ulysses.parallel.layout`).
 
-Layers that carry state exchange slices of every channel for whole rows of this rank's channels, and back, with one
-all-to-all each; each is the other's gradient. An all-reduce sums results over the channels of all ranks.
+Recurrent layers exchange slices of all channels for complete rows of one rank's channels, and back, with one all-to-all
+each. The two exchanges are each other's gradient. An all-reduce sums results over the channels of all ranks.
 
-All are ``torch.library`` operators, so that a checkpointing policy can save their results.
+All exchanges are ``torch.library`` operators, so that a checkpointing policy can save their results.
 
-Legend: B rows, L tokens of a slice, S = L * U tokens of a row (of this ring rank's part of it), H query heads, K KV
-heads, D head size of Q and K, E head size of V, U ranks of the group, h and k heads of this rank, F = h D + k (D + E)
-features of this rank, C channels of one rank.
+Legend: B rows, L tokens of a slice, S = L * U tokens of a row (with a ring, of a ring rank's share of the row), H query
+heads, K KV heads, D head size of Q and K, E head size of V, U ranks of the group, h and k heads of this rank,
+F = h D + k (D + E) features of this rank, C channels of one rank.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ from ray_ulysses.parallel.layout import HeadPlan, RankHeads, assign_heads
 
 HeadKind = Literal["query", "kv"]
 QKV: tuple[HeadKind, ...] = ("query", "kv", "kv")
-"""The heads of queries, keys and values."""
+"""Head kinds of queries, keys and values."""
 
 
 def gather_heads(
     query_BHLD: torch.Tensor, key_BKLD: torch.Tensor, value_BKLE: torch.Tensor, group: str
 ) -> torch.Tensor:
-    """Exchange slices of every head for whole sequences of this rank's heads in one all-to-all; differentiable.
+    """Exchange slices of all heads for complete sequences of this rank's heads, in one all-to-all; differentiable.
 
-    Every rank of the group must call. Tensors may have any strides.
+    All ranks of ``group`` must call this function. The inputs may have any strides.
 
     Returns:
-        The payload ``[U, B, L, F]``: the features of a token are its queries, keys and values, head by head.
+        The payload ``[U, B, L, F]``. Each token's features are its queries, keys and values, in head order.
     """
     payload: torch.Tensor = torch.ops.ray_ulysses.gather_heads(query_BHLD, key_BKLD, value_BKLE, group)
     return payload
 
 
 def scatter_heads(out_BShE: torch.Tensor, num_heads: int, num_kv_heads: int, group: str) -> torch.Tensor:
-    """Exchange whole sequences of this rank's heads for its slice of every head in one all-to-all; differentiable.
+    """Exchange complete sequences of this rank's heads for slices of all heads, in one all-to-all; differentiable.
 
-    Every rank of the group must call.
+    All ranks of ``group`` must call this function.
 
     Returns:
-        ``[B, L, H, E]``, contiguous.
+        A contiguous tensor ``[B, L, H, E]``.
     """
     out: torch.Tensor = torch.ops.ray_ulysses.scatter_heads(out_BShE, num_heads, num_kv_heads, group)
     return out
@@ -61,12 +61,12 @@ def scatter_heads(out_BShE: torch.Tensor, num_heads: int, num_kv_heads: int, gro
 def send_heads(
     tensors_BHLD: Sequence[torch.Tensor], kinds: Sequence[HeadKind], plan: HeadPlan, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Send each rank its heads of this rank's slice of several tensors in one all-to-all; not differentiable.
+    """Send each rank its heads from this rank's slice, in one all-to-all; not differentiable.
 
-    Every rank of the group must call. ``tensors_BHLD`` are ``[B, H or K, L, any]``, with any strides.
+    All ranks of ``group`` must call this function. ``tensors_BHLD`` are ``[B, H or K, L, any]`` with any strides.
 
     Returns:
-        The payload ``[U, B, L, F]``, for :func:`split_heads`.
+        The payload ``[U, B, L, F]``. Use :func:`split_heads` to split it by tensor.
     """
     rank, (num_rows, _, tokens, _) = dist.get_rank(group), tensors_BHLD[0].shape
     widths = [sum(_widths(heads, kinds, tensors_BHLD)) for heads in plan.ranks]
@@ -96,25 +96,25 @@ def return_heads(
     group: dist.ProcessGroup,
     written_kv: set[int] | None = None,
 ) -> None:
-    """Send each rank its slice of this rank's heads, the inverse of :func:`send_heads`; not differentiable.
+    """Send each rank its slice of this rank's heads, in one all-to-all; not differentiable.
 
-    Every rank of the group must call.
+    This is the inverse of :func:`send_heads`. All ranks of ``group`` must call this function.
 
     Args:
-        payload_UBLF: Contiguous; block ``u`` is the slice of rank ``u``.
-        into_BHLD: Outputs for this rank's slice of every head; need not be initialized. If several ranks return the
-            same KV head, their tensors are summed.
-        kinds: Whether each tensor has query heads or KV heads.
-        plan: The heads of every rank.
+        payload_UBLF: Contiguous payload. Block ``u`` is the slice of rank ``u``.
+        into_BHLD: Output tensors for this rank's slice of all heads; they may be uninitialized. If several ranks send
+            the same KV head, the function stores the sum.
+        kinds: Kind of head in each output tensor.
+        plan: Assignment of heads to ranks.
         group: The Ulysses group.
-        written_kv: KV heads already written by earlier calls, if heads are returned in several calls; updated in place.
+        written_kv: KV heads that earlier calls for the same outputs have written; updated in place.
     """
     written_kv = set() if written_kv is None else written_kv
     rank, widths = dist.get_rank(group), [sum(_widths(heads, kinds, into_BHLD)) for heads in plan.ranks]
     blocks = _blocks(payload_UBLF, [0 if source == rank else width for source, width in enumerate(widths)])
     exchange = BlockExchange(payload_UBLF.unbind(), blocks, group)
     blocks[rank] = payload_UBLF[rank]
-    # This rank's own block comes first, while the others are in flight, unless copies are summed, in rank order.
+    # Write this rank's own block while the others are in flight. Sums of copies must be in rank order instead.
     others = [source for source in range(len(blocks)) if source != rank]
     for source in [rank, *others] if plan.kv_copies == 1 else range(len(blocks)):
         if source != rank:
@@ -124,7 +124,7 @@ def return_heads(
 
 
 def _blocks(payload_UBLF: torch.Tensor, widths: Sequence[int]) -> list[torch.Tensor]:
-    """Return an uninitialized block ``[B, L, width]`` per rank, all in one buffer."""
+    """Allocate one buffer and return it as blocks ``[B, L, width]``, one per rank."""
     num_rows, tokens = payload_UBLF.shape[1:3]
     sizes = [num_rows * tokens * width for width in widths]
     parts = payload_UBLF.new_empty(sum(sizes)).split(sizes)
@@ -153,19 +153,19 @@ def _put_back(
 def split_heads(
     features_F: torch.Tensor, heads: RankHeads, kinds: Sequence[HeadKind], head_sizes: Sequence[int]
 ) -> list[torch.Tensor]:
-    """Return views ``[..., heads, D]`` of features ``[..., F]``, one per tensor of :func:`send_heads`."""
+    """Split features ``[..., F]`` into views ``[..., heads, D]``, one per tensor that :func:`send_heads` got."""
     counts = [heads.num_heads if kind == "query" else heads.num_kv_heads for kind in kinds]
     parts = features_F.split([count * size for count, size in zip(counts, head_sizes, strict=True)], dim=-1)
     return [part.unflatten(-1, (count, size)) for part, count, size in zip(parts, counts, head_sizes, strict=True)]
 
 
 def tokens_first(payload_UBLF: torch.Tensor) -> torch.Tensor:
-    """Return ``[T, F]`` with rows concatenated; a view if there is a single row, since U and L are then adjacent."""
+    """Return the payload as ``[T, F]`` with rows concatenated. With a single row, the result is a view."""
     return payload_UBLF.transpose(0, 1).flatten(0, 2)
 
 
 def ranks_first(features_TF: torch.Tensor, ranks: int, num_rows: int) -> torch.Tensor:
-    """Return the payload ``[U, B, L, F]``, contiguous, the inverse of :func:`tokens_first`."""
+    """Return the contiguous payload ``[U, B, L, F]``; the inverse of :func:`tokens_first`."""
     tokens = features_TF.shape[0] // (num_rows * ranks)
     return features_TF.view(num_rows, ranks, tokens, features_TF.shape[1]).transpose(0, 1).contiguous()
 
@@ -186,9 +186,9 @@ def _widths(heads: RankHeads, kinds: Sequence[HeadKind], tensors_BHLD: Sequence[
 def gradient_buffers(
     like: torch.Tensor, plan: HeadPlan, num_rows: int, tokens: int, head_size: int, value_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return uninitialized ``[B, H or K, L, D or E]`` for the gradients of Q, K and V.
+    """Allocate the gradients of Q, K and V, ``[B, H or K, L, D or E]``.
 
-    If KV heads have several copies, whose gradients are summed, K and V are at least fp32.
+    If several ranks have a copy of a KV head, their gradients are summed, so the buffers of K and V are at least fp32.
     """
     dtype = like.dtype if plan.kv_copies == 1 else torch.promote_types(like.dtype, torch.float32)
     # In the model's memory layout: [B, L, H, D] -> [B, H, L, D]
@@ -201,7 +201,7 @@ def gradient_buffers(
 
 
 def plan_of(num_heads: int, num_kv_heads: int, group: str) -> tuple[HeadPlan, RankHeads]:
-    """Return the heads of every rank of a named group, and this rank's; an empty name means a single rank."""
+    """Return the head plan of a named group and this rank's heads. An empty name stands for a single rank."""
     if not group:
         plan = assign_heads(num_heads, num_kv_heads, 1)
         return plan, plan.ranks[0]
@@ -310,11 +310,10 @@ def _scatter_gradient(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None
 
 
 def refuse_second_order(ctx: Any, *grads: torch.Tensor) -> None:
-    """Raise in a double backward, on every rank at the same place."""
+    """Raise an error in a double backward, before any collective."""
     raise UserError(
-        "a gradient of a gradient (create_graph=True) needs second derivatives, which Ulysses attention does not have; "
-        "leave create_graph=True out, or undo apply_ulysses with remove_ulysses(model) and compute it in one process "
-        "with attn_implementation='eager'"
+        "Ulysses attention does not support second derivatives (create_graph=True); remove create_graph=True, or call "
+        "remove_ulysses(model) and compute the second derivatives in one process with attn_implementation='eager'"
     )
 
 
@@ -325,13 +324,13 @@ _scatter_backward.register_autograd(refuse_second_order)
 
 
 def gather_channels(slice_BLUC: torch.Tensor, group: str) -> torch.Tensor:
-    """Exchange a slice of every rank's channels for whole rows of this rank's channels; differentiable.
+    """Exchange a slice of all channels for complete rows of this rank's channels; differentiable.
 
-    Every rank of the group must call; an empty group means a single rank. The channels of rank ``u`` are at
-    ``[:, :, u]``.
+    All ranks of ``group`` must call this function. An empty ``group`` stands for a single rank. ``slice_BLUC[:, :, u]``
+    are the channels of rank ``u``.
 
     Returns:
-        ``[B, S, C]``, contiguous.
+        A contiguous tensor ``[B, S, C]``.
     """
     if not group:
         return slice_BLUC.flatten(1, 2)
@@ -340,12 +339,12 @@ def gather_channels(slice_BLUC: torch.Tensor, group: str) -> torch.Tensor:
 
 
 def scatter_channels(rows_BSC: torch.Tensor, group: str) -> torch.Tensor:
-    """Exchange whole rows of this rank's channels for a slice of every rank's channels; differentiable.
+    """Exchange complete rows of this rank's channels for a slice of all channels; differentiable.
 
-    The inverse of :func:`gather_channels`. Every rank of the group must call.
+    This is the inverse of :func:`gather_channels`. All ranks of ``group`` must call this function.
 
     Returns:
-        ``[B, L, U, C]``, contiguous.
+        A contiguous tensor ``[B, L, U, C]``.
     """
     if not group:
         return rows_BSC.unsqueeze(2)
@@ -354,10 +353,10 @@ def scatter_channels(rows_BSC: torch.Tensor, group: str) -> torch.Tensor:
 
 
 def sum_over_ranks(part: torch.Tensor, group: str) -> torch.Tensor:
-    """Sum ``part`` over the group by one all-reduce; differentiable, with one all-reduce in the backward pass.
+    """Sum ``part`` over the group with an all-reduce; differentiable.
 
-    Every rank of the group must call. Each rank uses the sum for its own channels only, so the gradients of the sum are
-    partial too, and are summed.
+    All ranks of ``group`` must call this function. Each rank uses the sum for its own channels only, so the backward
+    sums the ranks' gradients with a second all-reduce.
 
     Returns:
         The sum, in the dtype of ``part``.
@@ -369,7 +368,7 @@ def sum_over_ranks(part: torch.Tensor, group: str) -> torch.Tensor:
 
 
 def _exchanged(payload_UBLC: torch.Tensor, group: str) -> torch.Tensor:
-    """Send block ``u`` to rank ``u``; return the blocks of all ranks, ``[U, B, L, C]``."""
+    """Send block ``u`` to rank ``u``, and return the received blocks ``[U, B, L, C]``."""
     process_group = group_named(group)
     received_UBLC = torch.empty_like(payload_UBLC)
     exchange = BlockExchange(payload_UBLC.unbind(), received_UBLC.unbind(), process_group)

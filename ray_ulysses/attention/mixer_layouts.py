@@ -1,9 +1,9 @@
-"""How ranks share the heads, groups and channels of layers that carry state along the sequence; pure arithmetic.
+"""Describes how the channels of recurrent layers divide among ranks.
 
-Short convolutions, gated delta nets, Mamba 2 and lightning attention work channel by channel or head by head between
-their input projections and their output projection, so ranks can share the heads as they share attention heads. Mamba 1
-also projects all channels to time steps and states, which are sums over the ranks' channels. A layout describes how the
-channels of a Transformers module's projections and parameters belong to heads.
+Between their input and output projections, short convolutions, gated delta nets, Mamba 2 and lightning attention treat
+each channel or head independently, so ranks can share the heads like attention heads. Mamba 1 has one more projection,
+from all channels to time steps and states, whose result is a sum over the ranks' channels. A layout maps the channels
+of a Transformers module's projections and parameters to heads.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Consecutive channels of units (heads, groups of heads, or single channels), in the units' order."""
+    """A range of consecutive channels, ordered by unit. A unit is a head, a group of heads, or a single channel."""
 
     units: int
     width: int = 1
-    """Channels per unit."""
+    """Number of channels per unit."""
     is_exchanged: bool = True
-    """Whether whole rows of the block are needed; otherwise it stays on the slice."""
+    """Whether the recurrence uses these channels. If not, they stay on the slice's rank."""
 
     @property
     def channels(self) -> int:
@@ -34,11 +34,11 @@ class Block:
         return self.units * self.width
 
     def local_units(self, ranks: int) -> int:
-        """Return the number of units per rank; with more ranks than units, several ranks have the same unit."""
+        """Return the number of units per rank. If there are more ranks than units, several ranks share a unit."""
         return max(1, self.units // ranks)
 
     def fits(self, ranks: int) -> bool:
-        """Return whether all ranks get the same number of units, or all units the same number of ranks."""
+        """Return whether the units divide equally: the same number of units per rank, or of ranks per unit."""
         return self.units % ranks == 0 or ranks % self.units == 0
 
 
@@ -47,63 +47,63 @@ Blocks = tuple[Block, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MixerLayout:
-    """How the channels of a module belong to heads, and the names of its attributes that depend on it."""
+    """The assignment of a recurrent module's channels to units, and the names of the attributes that depend on it."""
 
     unit: str
     """Display name of the units, used in errors."""
     num_units: int
-    """Must be a multiple of the number of ranks."""
+    """Number of units, which must be a multiple of the number of ranks."""
     projections: Mapping[str, Blocks]
-    """Names of the input projections, and the blocks of their results; a dotted name is in a submodule."""
+    """Output channels of each input projection, by attribute name. A dotted name is in a submodule."""
     output: str
-    """Name of the output projection, whose input is in the order of heads."""
+    """Attribute name of the output projection. Its input channels are ordered by unit."""
     convolution: str | None = None
-    """Name of the causal convolution, if there is one."""
+    """Attribute name of the causal convolution, or None if the module has none."""
     channels: Blocks = ()
-    """Blocks of the convolution's channels."""
+    """Channels of the convolution."""
     before: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Names of the modules that the input passes through before a projection, for projections that need them."""
+    """Names of modules applied to the input before a projection, keyed by the projection's name."""
     vectors: tuple[str, ...] = ()
-    """Names of parameters and buffers whose first dim larger than 1 has the same number of entries for each head."""
+    """Names of parameters and buffers that are divided among ranks along their first dim larger than 1."""
     sizes: Mapping[str, Blocks] = field(default_factory=dict)
-    """Names of attributes that hold a number of channels or heads, and the blocks that they count."""
+    """Names of integer attributes that count channels or heads, and the blocks that are counted."""
     norms: tuple[str, ...] = ()
-    """Names of the inner norms: over each head before the output projection, or over values that all ranks have."""
+    """Names of norms that every rank computes: per head, or over values that are the same on all ranks."""
     summed: str | None = None
-    """Name of the projection of all channels after the convolution, if there is one. It has no bias, so that its result
-    is the sum of its results for each rank's channels."""
+    """Name of a projection from all channels after the convolution, or None. The projection has no bias, so its result
+    is the sum of the ranks' partial results."""
     row_norm: str | None = None
-    """Name of the norm over all heads, which runs on the slice. Its gate is the part of the projection that is not
-    exchanged, unless ``row_gate`` is set."""
+    """Name of a norm over all heads, or None. The norm runs on the slice. Unless ``row_gate`` is set, the norm's gate
+    is the projection's block that is not exchanged."""
     row_gate: str | None = None
-    """Name of the projection whose sigmoid multiplies the norm's result on the slice, if there is one."""
+    """Name of a projection whose sigmoid multiplies the result of ``row_norm``, or None."""
     input_scale: str | None = None
-    """Name of the factor on the input, if there is one."""
+    """Name of a scalar factor on the input, or None."""
     projection_scale: str | None = None
-    """Name of the factors on the projections' channels, if there are any."""
+    """Name of a vector of factors on the projected channels, or None."""
     is_attention: bool = False
-    """Whether the module is called like attention: it gets rotary embeddings and a mask, which it does not use, and
+    """Whether the module has attention's call signature: it accepts (and ignores) rotary embeddings and a mask, and
     returns a pair."""
     is_called_without_tables: bool = False
-    """Whether the layer around it does not pass keywords on to it."""
+    """Whether the enclosing decoder layer drops the keyword argument with the document tables."""
     multiply_adds: int = 0
-    """Multiply-adds of the recurrence per token, for all heads: each update and each read of the state takes one per
-    value of the state. Chunked kernels compute more in order to be faster."""
+    """Multiply-adds of the recurrence per token, over all heads: one per state value for each update and each read of
+    the state. Chunked kernels run more operations to be faster."""
 
     def valid_ranks(self) -> tuple[int, ...]:
-        """Return, in ascending order, the numbers of ranks that can share the heads equally."""
+        """Return the numbers of ranks that can share the heads equally, in ascending order."""
         blocks = [block for blocks in (*self.projections.values(), self.channels) for block in blocks]
         counts = (ranks for ranks in range(1, self.num_units + 1) if self.num_units % ranks == 0)
         return tuple(ranks for ranks in counts if all(block.fits(ranks) for block in blocks if block.is_exchanged))
 
 
 def arranged(tensor: torch.Tensor, blocks: Blocks, ranks: int, dim: int) -> torch.Tensor:
-    """Group a tensor's channels by rank; differentiable.
+    """Group a tensor's exchanged channels by rank; differentiable.
 
-    ``dim`` is the channels' dim, at least 0.
+    ``dim`` is the non-negative index of the channel dim.
 
     Returns:
-        The tensor with ``dim`` replaced by two: the ranks, and the exchanged channels of each, in the blocks' order.
+        The tensor with ``dim`` replaced by two dims: ranks, and channels per rank in block order.
     """
     parts = []
     for part, block in zip(tensor.split([block.channels for block in blocks], dim=dim), blocks, strict=True):
@@ -118,12 +118,12 @@ def arranged(tensor: torch.Tensor, blocks: Blocks, ranks: int, dim: int) -> torc
 
 
 def local_channels(blocks: Blocks, ranks: int) -> int:
-    """Return the number of channels of one rank, including channels that are not exchanged."""
+    """Return the number of channels per rank, including channels that are not exchanged."""
     return sum(block.local_units(ranks) * block.width for block in blocks)
 
 
 def layout_of(module: nn.Module) -> MixerLayout | None:
-    """Return the layout of a Transformers module that carries state and can be trained exactly, or ``None``."""
+    """Return the layout of a supported recurrent Transformers module, or None for any other module."""
     kind = type(module)
     read = _READERS.get(kind.__name__) if kind.__module__.startswith("transformers.models.") else None
     return None if read is None else read(module)
@@ -142,7 +142,7 @@ def _short_convolution(module: Any) -> MixerLayout:
 
 
 def _delta_net(module: Any, projections: Mapping[str, Blocks], *, gate_norm: str, output: str) -> MixerLayout:
-    """Return the layout of a gated delta net, in which a group of value heads shares a key head."""
+    """Return the layout of a gated delta net, where each key head serves a group of value heads."""
     keys, values = Block(module.num_k_heads, module.head_k_dim), Block(module.num_v_heads, module.head_v_dim)
     return MixerLayout(
         unit="key heads of the gated delta nets",
@@ -160,13 +160,13 @@ def _delta_net(module: Any, projections: Mapping[str, Blocks], *, gate_norm: str
             "conv_dim": (keys, keys, values),
         },
         norms=(gate_norm,),
-        # The state is read at the key, updated by the difference, and read by the query.
+        # Per token, the state is read with the key, updated with the difference, and read with the query.
         multiply_adds=3 * module.num_v_heads * module.head_k_dim * module.head_v_dim,
     )
 
 
 def _qwen3_next(module: Any) -> MixerLayout:
-    # Channels are grouped by key head, as fix_query_key_value_ordering reads them.
+    # Channels are grouped by key head (see fix_query_key_value_ordering in Transformers).
     group = module.num_v_heads // module.num_k_heads
     width = 2 * module.head_k_dim + 2 * group * module.head_v_dim
     projections = {
@@ -204,7 +204,7 @@ def _olmo_hybrid(module: Any) -> MixerLayout:
 
 def _kimi(module: Any) -> MixerLayout:
     heads, channels = Block(module.num_heads), Block(module.num_heads, module.head_dim)
-    # Kimi Linear computes decays and gates with two narrow projections each, Bailing with one.
+    # Kimi Linear computes decays and gates with low-rank pairs of projections, Bailing with single projections.
     is_narrow = hasattr(module, "g_a_proj")
     decay, gate = ("forget_gate.f_b_proj", "g_b_proj") if is_narrow else ("forget_gate.f_proj", "g_proj")
     return MixerLayout(
@@ -239,7 +239,7 @@ def _lightning(module: Any) -> MixerLayout:
     return MixerLayout(
         unit="heads of the lightning attention",
         num_units=heads.units,
-        # Each head's query is followed by its key and its value.
+        # Channels are grouped by head: query, key, value of the first head, then of the second, and so on.
         projections={"act_fn": (Block(heads.units, 3 * module.head_dim),)},
         before={"act_fn": ("qkv_proj",)},
         output="out_proj",
@@ -271,7 +271,7 @@ def _mamba1(module: Any) -> MixerLayout:
 
 
 def _zamba(module: Any) -> MixerLayout:
-    # Mamba 1 with heads: each computes time steps and states from its own channels, which alternate with their gates.
+    # Mamba 1 with heads. A head computes time steps and states from its own channels; channels and gates alternate.
     heads, channels = Block(module.n_mamba_heads), Block(module.n_mamba_heads, module.mamba_head_dim)
     return MixerLayout(
         unit="heads of the Mamba layers",
@@ -287,7 +287,7 @@ def _zamba(module: Any) -> MixerLayout:
 
 
 def _mamba2(module: Any) -> MixerLayout:
-    # Falcon-H1 may have no norm: each channel is then gated separately, and the gate is exchanged.
+    # Falcon-H1 can be configured without the norm. The gate is then applied per channel, so it is exchanged.
     has_norm = getattr(module, "mamba_rms_norm", True)
     inner, heads = Block(module.num_heads, module.head_dim), Block(module.num_heads)
     state = Block(module.n_groups, module.ssm_state_size)
@@ -314,7 +314,7 @@ def _mamba2(module: Any) -> MixerLayout:
     )
 
 
-# By class name, since another class may order its channels differently.
+# Keyed by class name, because the order of channels differs between classes.
 _READERS: dict[str, Callable[[Any], MixerLayout]] = {
     "Lfm2ShortConv": _short_convolution,
     "Lfm2MoeShortConv": _short_convolution,

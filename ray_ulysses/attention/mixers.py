@@ -1,21 +1,21 @@
-"""Layers that carry state along the sequence, sharded over ``sp``: the module's own code runs on whole documents.
+"""Recurrent layers sharded over ``sp``. Each rank runs the module's own code on complete documents, for its heads.
 
-The module's input projections run on this rank's slice. One all-to-all exchanges their results for whole rows of this
-rank's heads or channels. The code of the module's class then runs on each document alone, starting from an empty state
-and an empty convolution. It runs on a stand-in for the module, whose projections return the exchanged results and whose
-parameters are limited to this rank's heads. One all-to-all returns the output projection's input to the slices. Mamba 1
-has a projection of all channels between the convolution and the recurrence, which takes one all-reduce of the ranks'
-partial sums.
+The input projections run on this rank's slice. One all-to-all exchanges their results for complete rows of this rank's
+heads or channels. The forward of the module's class then runs once per document, with an empty initial state and
+convolution. It runs on a stand-in for the module, whose projections return the exchanged results and whose parameters
+are limited to this rank's heads. A second all-to-all returns the result to the slices, where the output projection
+runs. In Mamba 1, a projection from all channels precedes the recurrence and adds an all-reduce of partial sums.
 
-A parameter gets gradients from this rank's heads over the whole row, or from all heads over this rank's slice. Either
-way gradients are summed over ``sp`` like all others.
+A parameter's gradient covers either this rank's heads over the complete row, or all heads over this rank's slice. In
+both cases the gradients are summed over ``sp``, like those of other parameters.
 
-All documents take one call if the kernels keep packed documents apart. Transformers 5.23 calls the functions of
-``causal-conv1d``, ``flash-linear-attention`` and ``mamba-ssm`` if they are installed, and passes them ``seq_idx`` (the
-document of each token) and ``cu_seqlens``. A function without these arguments would silently mix documents, so all
-functions that a layer calls are inspected; a canary test checks how Transformers describes them.
+If the kernels can separate packed documents, a single call processes all documents. Transformers 5.23 calls functions
+from ``causal-conv1d``, ``flash-linear-attention`` and ``mamba-ssm`` if these packages are installed, and passes them
+``seq_idx`` (document index per token) and ``cu_seqlens``. A function that lacks these arguments would silently mix
+documents, so all functions that a layer calls are inspected. A canary test covers the private Transformers data that
+this inspection reads.
 
-Legend: B rows, L tokens of a slice, S tokens of a row, T = B * S, U ranks, C channels of one rank.
+Legend: B rows, L tokens of a slice, S tokens of a row, T = B * S, N tokens of a document, U ranks, C channels per rank.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _LAYOUT = "_ray_ulysses_layout"
 
 
 class _Reached(Exception):
-    """A module's code has reached the projection of all channels."""
+    """Raised to stop a module's forward at the projection from all channels, with the rank's partial result."""
 
     def __init__(self, result: torch.Tensor) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class _Reached(Exception):
 
 
 def find_mixers(model: nn.Module) -> Iterator[tuple[str, nn.Module, MixerLayout]]:
-    """Yield name, module and layout of each layer that carries state and can be trained exactly."""
+    """Yield the name, module and layout of each supported recurrent layer."""
     for name, module in model.named_modules():
         layout = layout_of(module)
         if layout is not None:
@@ -59,7 +59,7 @@ def find_mixers(model: nn.Module) -> Iterator[tuple[str, nn.Module, MixerLayout]
 
 
 def read_linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the linear layers inside these layers whose weights are read, a part per rank, instead of being called."""
+    """Yield the linear submodules of recurrent layers that are not called: each rank uses a part of their weights."""
     for name, module, layout in find_mixers(model):
         read = [one.removesuffix(".weight") for one in layout.vectors if one.endswith(".weight")]
         for inside in (*read, *([layout.summed] if layout.summed else [])):
@@ -67,18 +67,18 @@ def read_linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def shared_sizes(model: nn.Module) -> tuple[int, ...]:
-    """Return, in ascending order, the numbers of ranks that can share the heads of every layer that carries state."""
+    """Return the numbers of ranks that can share the heads of all recurrent layers, in ascending order."""
     layouts = [layout for _, _, layout in find_mixers(model)]
     valid = [set(layout.valid_ranks()) for layout in layouts]
     return tuple(sorted(set.intersection(*valid))) if valid else ()
 
 
 def mix_documents(model: nn.Module) -> dict[str, nn.Module]:
-    """Make layers that carry state process whole documents while each rank holds slices; return them by name."""
+    """Replace the forward of all recurrent layers with the sharded version, and return the layers by name."""
     mixers = {}
     for name, module, layout in find_mixers(model):
         mixers[name] = module
-        # FSDP2 changes the class of a module that it shards, and the new class has no layout.
+        # Store the layout, because FSDP2 changes the class by which it is found.
         setattr(module, _LAYOUT, layout)
         set_forward(module, _forward)
     pass_tables_on(model)
@@ -86,32 +86,32 @@ def mix_documents(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def pass_tables_on(model: nn.Module) -> None:
-    """Make layers that do not pass keywords on to the mixer inside pass on the batch's tables."""
+    """Make all decoder layers pass the document tables on to their recurrent module."""
     for name, _, layout in find_mixers(model):
         if layout.is_called_without_tables:
             set_forward(model.get_submodule(name.rpartition(".")[0]), _with_tables)
 
 
 def _with_tables(layer: Any, *args: Any, **kwargs: Any) -> Any:
-    # Passed as the mask, which these layers do pass on, so that a recomputation of the class's forward gets it too.
+    # These layers pass on only the mask, so use the mask to carry the tables.
     if kwargs.get("attention_mask") is None:
         kwargs["attention_mask"] = kwargs.get(MODEL_INPUT)
     return type(layer).forward(layer, *args, **kwargs)
 
 
 def given_tables(kwargs: dict[str, Any]) -> Any:
-    """Return the batch's tables that a layer was called with, or the mask if it got no tables."""
+    """Return the document tables from a layer's keyword arguments, where they may be passed as the mask."""
     return kwargs.get(MODEL_INPUT, kwargs.get("attention_mask"))
 
 
 def set_forward(module: Any, forward: Callable[..., Any]) -> None:
-    """Replace the forward of one module, not of its class, with a function of the module and the arguments."""
-    # The module itself is still called, so that an engine's hooks gather its parameters. A bound method, since a copy
-    # of the model must not run the original's layers.
+    """Replace the forward of a module instance. ``forward`` gets the module and the call's arguments."""
+    # The module itself is still called, so an engine's hooks gather its parameters. A bound method is copied with the
+    # model, so a copy does not run the original's layers.
     module.forward = MethodType(forward, module)
 
 
-# The documents of each batch would become guards, and each batch would recompile.
+# A compiled forward would guard on document lengths and recompile for every batch.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _forward(module: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     layout: MixerLayout = getattr(module, _LAYOUT)
@@ -122,20 +122,22 @@ def _forward(module: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwarg
 def _checked(
     module: nn.Module, hidden_BLH: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> AttentionContext:
-    """Return the context of a call, and refuse arguments that would change the result."""
+    """Return the attention context of a call; refuse a mask, a cache and a wrong number of tokens."""
     name, context = type(module).__name__, given_tables(kwargs)
     if not isinstance(context, AttentionContext):
         raise UserError(
-            f"{name} was called without the batch's tables: either the model was not called with the "
-            "**batch.model_inputs() of shard_batch, or this architecture does not pass keywords on to it"
+            f"{name} did not receive the document tables: either the model was not called with "
+            "**batch.model_inputs(), or this architecture does not pass keyword arguments on to the module"
         )
     given = [*args, *(kwargs.get(key) for key in ("attention_mask", "cache_params", "past_key_values"))]
     if any(one is not None and one is not context for one in given):
-        raise UserError(f"{name} got a mask or a cache; pass neither, since shard_batch's tables separate documents")
+        raise UserError(
+            f"{name} received a mask or a cache; pass neither, since documents are separated by shard_batch"
+        )
     if hidden_BLH.shape[1] != context.local_tokens:
         raise UserError(
-            f"{name} got {hidden_BLH.shape[1]} tokens per row; each rank of sp must hold {context.local_tokens} tokens "
-            "of a row, so pass **batch.model_inputs() unchanged"
+            f"{name} received {hidden_BLH.shape[1]} tokens per row, but the batch's slice has {context.local_tokens} "
+            "tokens per row; pass **batch.model_inputs() unchanged"
         )
     return context
 
@@ -157,7 +159,7 @@ def _mix(module: Any, layout: MixerLayout, hidden_BLH: torch.Tensor, context: At
     sums = _sums(run, documents, context.ulysses) if layout.summed and context.ulysses else [None] * len(lengths)
     outputs = [run(projected, total).squeeze(0) for projected, total in zip(documents, sums, strict=True)]
     rows_BSC = torch.cat(outputs).unflatten(0, (num_rows, -1))
-    # [B, L, U, C] -> [B, L, U * C], in the order of heads
+    # [B, L, U, C] -> [B, L, U * C], ordered by head
     out = scatter_channels(rows_BSC, context.ulysses).flatten(2)
     output: torch.Tensor = getattr(module, layout.output)(_normalized(module, layout, out, hidden_BLH, results))
     return output
@@ -166,7 +168,7 @@ def _mix(module: Any, layout: MixerLayout, hidden_BLH: torch.Tensor, context: At
 def _normalized(
     module: Any, layout: MixerLayout, out: torch.Tensor, hidden: torch.Tensor, results: dict[str, torch.Tensor]
 ) -> torch.Tensor:
-    """Apply the norm over all heads and its gate, if the layout has one, to the slice."""
+    """Apply the layout's norm over all heads and its gate to the slice, if the layout has such a norm."""
     if not layout.row_norm:
         return out
     norm = getattr(module, layout.row_norm)
@@ -187,9 +189,9 @@ def _projected(module: Any, names: tuple[str, ...], hidden: torch.Tensor) -> tor
 def _sums(
     run: Callable[..., torch.Tensor], documents: Sequence[tuple[torch.Tensor, ...]], group: str
 ) -> Sequence[torch.Tensor]:
-    """Return the projection of all channels of each document, ``[1, N, F]``, with one all-reduce for all documents.
+    """Return each document's projection from all channels, ``[1, N, F]``, with one all-reduce for all documents.
 
-    The module's code runs up to that projection and later again from the start, so the convolution runs twice.
+    The module's forward runs up to this projection here, and from the start again later, so the convolution runs twice.
     """
     parts = []
     for projected in documents:
@@ -203,16 +205,16 @@ def _sums(
 
 
 def _document_lengths(context: AttentionContext) -> list[int]:
-    """Return the lengths of all documents, with each row's padding as one more, rows concatenated."""
+    """Return the lengths of all documents in all rows. Each row's padding counts as a document."""
     borders = context.documents.full.spans.borders
     return [stop - start for start, stop in pairwise(borders)]
 
 
 def _own_parameters(module: Any, layout: MixerLayout, context: AttentionContext) -> dict[str, torch.Tensor | None]:
-    """Return this rank's part of the parameters: the convolution's channels, and one value per head.
+    """Return this rank's part of the module's parameters.
 
-    Must be called once per forward, not per document: under ZeRO-3 reading a parameter gathers it on all ranks
-    together, and ranks have different numbers of documents.
+    All ranks must call this function once per forward, not once per document: under ZeRO-3, reading a parameter is a
+    collective, and the number of documents differs between ranks.
     """
     ranks, rank = context.ulysses_size, context.ulysses_rank
     vectors = {name: attrgetter(name)(module) for name in layout.vectors}
@@ -229,7 +231,7 @@ def _own_parameters(module: Any, layout: MixerLayout, context: AttentionContext)
 
 
 def _of_heads(vector: torch.Tensor, ranks: int, rank: int) -> torch.Tensor:
-    """Return a rank's part of a tensor whose first dim larger than 1 is in the order of heads."""
+    """Return a rank's part of a tensor whose first dim larger than 1 is ordered by head."""
     dim = next((dim for dim, size in enumerate(vector.shape) if size > 1), 0)
     part: torch.Tensor = vector.unflatten(dim, (ranks, -1)).select(dim, rank).clone()
     return part
@@ -245,18 +247,18 @@ def _whole_document(
     projected: tuple[torch.Tensor, ...],
     total: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Run the code of the module's class on one document; return the output projection's input, ``[1, N, C]``.
+    """Run the forward of the module's class on one document; return the output projection's input ``[1, N, C]``.
 
-    With ``packed``, the kernels' arguments that separate documents, it runs on all documents at once. A projection of
-    all channels returns ``total``.
+    ``packed`` contains the kernel arguments that separate documents; if it is not empty, ``projected`` contains all
+    documents. ``total`` is the result of the projection from all channels.
 
     Raises:
-        _Reached: The projection of all channels was reached without ``total``, and there are other ranks.
+        _Reached: With several ranks, the forward reached the projection from all channels and ``total`` is None.
     """
-    own: dict[str, Any] = {"training": False}  # Mamba's fused training kernel includes the output projection.
+    own: dict[str, Any] = {"training": False}  # Mamba's fused training kernel would apply the output projection.
     for (name, blocks), part_NC in zip(layout.projections.items(), projected, strict=True):
         missing = local_channels(blocks, ranks) - part_NC.shape[1]
-        # A gate that is not exchanged comes first; it is not used here, since its norm runs on the slice.
+        # A gate that is not exchanged comes first. The norm that uses it runs on the slice, so zeros will do here.
         whole_NC = nn.functional.pad(part_NC, (missing, 0)) if missing else part_NC
         own[name] = partial(_given, whole_NC.unsqueeze(0))
     if layout.convolution:
@@ -274,9 +276,9 @@ def _whole_document(
         weight = parameters[f"{layout.summed}.weight"]
         own[layout.summed] = partial(of_channels, weight=weight) if total is None else partial(_given, total)
     if layout.row_gate:
-        # The sigmoid of infinity is 1, so the gate changes nothing here.
+        # The gate is applied on the slice. Infinity disables it here, because its sigmoid is 1.
         own[layout.row_gate] = partial(torch.full_like, fill_value=torch.inf)
-    # The module's code reads only its length and dtype.
+    # The forward uses only the length and the dtype of the hidden states, since the projections are replaced.
     hidden_1N1 = hidden.new_zeros(1).expand(1, projected[0].shape[0], 1)
     own_class: Any = type(module)
     unused = {"position_embeddings": None, "attention_mask": None} if layout.is_attention else {}
@@ -294,10 +296,10 @@ def _given(result: torch.Tensor, *_: Any) -> torch.Tensor:
 
 
 def _stand_in(module: nn.Module, own: dict[str, Any]) -> Any:
-    """Return an instance of the module's class with ``own`` over its attributes, and without other parameters.
+    """Return an instance of the module's class with the module's attributes, overridden by ``own``, and no parameters.
 
-    A dotted name is an attribute of a submodule, which is replaced by a function that has this attribute and runs the
-    code of the submodule's class.
+    A dotted name in ``own`` overrides an attribute of a submodule. The submodule is replaced by a function with this
+    attribute that runs the forward of the submodule's class.
     """
     stand_in = object.__new__(type(module))
     values = {name: value for name, value in own.items() if "." not in name}
@@ -317,14 +319,14 @@ _TABLES = {
     "chunk_kda": "cu_seqlens",
     "mamba_chunk_scan_combined": "seq_idx",
 }
-"""For each function of these packages, the argument that separates documents."""
+"""Argument that separates packed documents, by kernel function."""
 
 _OWN_NAME = "cu_seq_lens_q"
-"""The name of ``cu_seqlens`` in the arguments of most Transformers layers; the others use the kernel's name."""
+"""Name of the ``cu_seqlens`` argument in most Transformers layers. The others use the kernel's name."""
 
 
 def packed_arguments(module: nn.Module, layout: MixerLayout, context: AttentionContext) -> dict[str, Any] | None:
-    """Return the arguments that make a layer separate packed documents; ``None`` if each document needs a call."""
+    """Return the arguments with which a layer separates packed documents, or None if each document needs a call."""
     code = _forward_of(module).__code__
     found = {facts["func_name"]: facts for facts in _package_functions(module) if facts["func_name"] in _TABLES}
     has_recurrence = any(name != _CONVOLUTION for name in found)
@@ -337,7 +339,7 @@ def packed_arguments(module: nn.Module, layout: MixerLayout, context: AttentionC
     cu_seqlens = context.documents.full.spans.cu_seqlens
     numbers = torch.arange(len(cu_seqlens) - 1, dtype=torch.int32, device=cu_seqlens.device)
     num_tokens = context.documents.full.spans.borders[-1]
-    # [1, T]; output_size avoids a synchronization with the device.
+    # [1, T]. Without output_size, repeat_interleave would synchronize with the device.
     seq_idx = numbers.repeat_interleave(cu_seqlens.diff(), output_size=num_tokens).unsqueeze(0)
     tables: dict[str, Any] = {"seq_idx": seq_idx}
     if "cu_seqlens" in (_TABLES[name] for name in found):
@@ -350,7 +352,7 @@ def _forward_of(module: nn.Module) -> Any:
 
 
 def _package_functions(module: nn.Module) -> Iterator[Mapping[str, Any]]:
-    """Yield Transformers' description of each package function that a layer's code names."""
+    """Yield Transformers' facts about each function of a kernel package that a layer's forward refers to."""
     forward = _forward_of(module)
     for name in forward.__code__.co_names:
         function = forward.__globals__.get(name)

@@ -1,16 +1,18 @@
-"""A layer's attention as ``torch.library`` operators, which ``torch.compile`` does not trace into.
+"""Attention of one layer as ``torch.library`` operators, which are opaque to ``torch.compile``.
 
-A forward is one operator, regardless of the kernel, the ring and the number of kernel calls. Besides the inputs, its
-backward needs only the operator's results, so a checkpointing policy that saves these never recomputes attention.
+The forward is a single operator, regardless of the kernel, the ring and the number of kernel calls. The backward needs
+only the inputs and the operator's results, so a checkpointing policy that saves these results never recomputes
+attention.
 
-``attend_in_head_groups`` saves memory by exchanging and attending to a group of KV heads at a time. With ``n`` groups,
-the buffers of the exchange and the kernel's inputs are ``1 / n`` of their size. Nothing is kept in the kernel's layout:
-the forward sends queries, keys and values, and returns the output; the backward sends them again with the output and
-its gradient, and returns the gradients. That takes two collectives per group in each direction and none for
-recomputation under checkpointing: (6 hq + 6 hkv) bytes, against (5 hq + 6 hkv) without head groups.
+``attend_in_head_groups`` saves memory by processing one group of KV heads at a time. With ``n`` groups, the exchange
+buffers and the kernel's inputs shrink to ``1 / n`` of their size. No tensor is saved in the kernel's layout: the
+forward sends queries, keys and values, and returns the output; the backward sends them again together with the output
+and its gradient, and returns the gradients. This takes two collectives per group in the forward and in the backward,
+and none for recomputation under checkpointing. The traffic is (6 hq + 6 hkv) bytes, against (5 hq + 6 hkv) without head
+groups.
 
-Legend: U ranks of the Ulysses group, B rows, L tokens of a slice, T tokens of this ring rank (rows end to end), H query
-heads and K KV heads, h and k those of this rank, D head size of Q and K, E head size of V, F = h D + k (D + E).
+Legend: U ranks of the Ulysses group, B rows, L tokens of a slice, T tokens of this ring rank (rows concatenated), H
+query heads and K KV heads, h and k heads of this rank, D head size of Q and K, E head size of V, F = h D + k (D + E).
 """
 
 from __future__ import annotations
@@ -45,29 +47,29 @@ _SETTINGS = (
     "Tensor? sinks, Tensor cu_seqlens, Tensor borders, Tensor rectangles, int[] heads, float scale, int window, "
     "float softcap, str kernel, str ulysses, str ring"
 )
-"""The arguments of every operator after its tensors: the fields of :class:`OperatorSettings`."""
+"""Schema of the arguments that follow each operator's tensors: the fields of :class:`OperatorSettings`."""
 
 
 class OperatorSettings(NamedTuple):
-    """A layer's tables and settings in the types that operators take: tensors, numbers and strings."""
+    """A layer's document tables and settings, in types that operators accept: tensors, numbers and strings."""
 
     sinks: torch.Tensor | None
-    """``[h]``: the attention sinks of this rank's query heads, or ``None``."""
+    """Attention sinks of this rank's query heads, ``[h]``, or None if the layer has no sinks."""
     cu_seqlens: torch.Tensor
     borders: torch.Tensor
     rectangles: torch.Tensor
     heads: list[int]
-    """Query heads and KV heads of the layer, ``D`` and ``E``."""
+    """``[H, K, D, E]``: the layer's numbers of heads and head sizes."""
     scale: float
     window: int
-    """Number of tokens of its document that a token sees, including itself; 0 for all."""
+    """Number of tokens in the document that each token sees, including itself; 0 for no limit."""
     softcap: float
-    """Cap of the scores; 0 for none."""
+    """Cap on the scores; 0 for no cap."""
     kernel: str
     ulysses: str
-    """Name of the Ulysses group; empty for a single rank."""
+    """Name of the Ulysses group; empty if the group has a single rank."""
     ring: str
-    """Name of the ring; empty for a single rank."""
+    """Name of the ring's group; empty if there is no ring."""
 
     @property
     def rank_heads(self) -> RankHeads:
@@ -75,8 +77,8 @@ class OperatorSettings(NamedTuple):
         return plan_of(self.heads[0], self.heads[1], self.ulysses)[1]
 
     def layer(self) -> RingLayer:
-        """Return the settings in the form that `attend` takes."""
-        # Derived here: if the longest span were an integer argument, torch.compile would recompile at each step.
+        """Convert the settings to the form that `attend` takes."""
+        # Compute the longest span here: as an integer argument, it would make torch.compile recompile at each step.
         borders = tuple(self.borders.tolist())
         longest = max(stop - start for start, stop in pairwise(borders))
         return RingLayer(
@@ -95,7 +97,7 @@ _NUM_SETTINGS = len(OperatorSettings._fields)
 
 
 def attend_payload(payload_UBLF: torch.Tensor, settings: OperatorSettings) -> torch.Tensor:
-    """Attend over the payload of :func:`gather_heads`; differentiable. Returns ``[T, h, E]``."""
+    """Compute attention ``[T, h, E]`` of this rank's heads from a :func:`gather_heads` payload; differentiable."""
     out: torch.Tensor = torch.ops.ray_ulysses.attend(payload_UBLF, None, None, *settings)[0]
     return out
 
@@ -103,7 +105,7 @@ def attend_payload(payload_UBLF: torch.Tensor, settings: OperatorSettings) -> to
 def attend_heads(
     query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKE: torch.Tensor, settings: OperatorSettings
 ) -> torch.Tensor:
-    """Attend with all heads on this rank; differentiable. Returns ``[T, H, E]``."""
+    """Compute attention ``[T, H, E]`` if all heads are on this rank; differentiable."""
     out: torch.Tensor = torch.ops.ray_ulysses.attend(query_THD, key_TKD, value_TKE, *settings)[0]
     return out
 
@@ -166,7 +168,7 @@ def _attend_backward_shape(grad_ThE: torch.Tensor, *inputs: Any) -> tuple[torch.
 def _heads_of(
     first: torch.Tensor, key_TkD: torch.Tensor | None, value_TkE: torch.Tensor | None, given: OperatorSettings
 ) -> Gradients:
-    """Return queries, keys and values of this rank's heads; without keys and values, as views of the payload."""
+    """Return queries, keys and values of this rank's heads. If ``first`` is a payload, they are views of it."""
     if key_TkD is None or value_TkE is None:
         return _views(tokens_first(first), given)
     return first, key_TkD, value_TkE
@@ -179,7 +181,10 @@ def _gradients_of(
     value_TkE: torch.Tensor | None,
     given: OperatorSettings,
 ) -> tuple[Gradients, Gradients]:
-    """Return uninitialized gradients of the inputs, and of queries, keys and values, which may be views of these."""
+    """Allocate the gradients of the operator's inputs, and return them with the gradients of Q, K and V.
+
+    If the input is a payload, the gradients of Q, K and V are views of the payload's gradient.
+    """
     if key_TkD is None or value_TkE is None:
         grad_TF = grad_ThE.new_empty(grad_ThE.shape[0], first.shape[3])
         return (grad_TF, grad_ThE.new_empty(0), grad_ThE.new_empty(0)), _views(grad_TF, given)
@@ -194,12 +199,12 @@ def _views(features_TF: torch.Tensor, given: OperatorSettings) -> Gradients:
 
 
 def _or_empty(grad: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of the sinks, or an empty tensor, since an operator can't return ``None``."""
+    """Replace a missing gradient of the sinks by an empty tensor, because an operator can't return None."""
     return like.new_empty(0) if grad is None else grad
 
 
 def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Save an operator's tensors, results and settings for its backward."""
+    """Save an operator's tensors, results and settings for the backward."""
     tensors, given = inputs[:-_NUM_SETTINGS], OperatorSettings(*inputs[-_NUM_SETTINGS:])
     ctx.num_tensors = len(tensors)
     ctx.has_sinks = given.sinks is not None
@@ -210,7 +215,7 @@ def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, 
 
 
 def _kept_inputs(ctx: Any) -> tuple[tuple[Any, ...], OperatorSettings]:
-    """Return the input tensors followed by the results, and the settings."""
+    """Return the saved tensors (the inputs, then the results) and the settings."""
     saved, count = ctx.saved_tensors, ctx.num_tensors + 2
     sinks = saved[-1] if ctx.has_sinks else None
     return saved[:count], OperatorSettings(sinks, *saved[count : count + 3], *ctx.rest)
@@ -221,7 +226,7 @@ def _gradient(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None
     *grads, sinks = torch.ops.ray_ulysses.attend_backward(grad, *tensors, *settings)
     if tensors[1] is None:
         ranks, rows = tensors[0].shape[:2]
-        # Free payload and output before their gradients are exchanged, where memory peaks.
+        # Free the payload and the output before the gradients are exchanged, which is the peak of memory.
         del tensors
         ctx.maybe_clear_saved_tensors()
         grads = [ranks_first(grads[0], ranks, rows), None, None]
@@ -242,9 +247,9 @@ def attend_in_head_groups(
     settings: OperatorSettings,
     num_groups: int,
 ) -> torch.Tensor:
-    """Exchange heads, attend and exchange back, per head group; differentiable. Returns ``[B, L, H, E]``, contiguous.
+    """Exchange heads, compute attention and exchange back, for one head group after another; differentiable.
 
-    Every rank of ``sp`` must call.
+    All ranks of ``sp`` must call this function. Returns a contiguous tensor ``[B, L, H, E]``.
     """
     out: torch.Tensor = torch.ops.ray_ulysses.attend_in_head_groups(
         query_BHLD, key_BKLD, value_BKLE, *settings, num_groups
@@ -253,7 +258,7 @@ def attend_in_head_groups(
 
 
 def _head_groups(given: OperatorSettings, num_groups: int) -> Iterator[tuple[HeadPlan, RankHeads, slice]]:
-    """Yield, per group, the heads of all ranks, this rank's heads, and their slice of this rank's query heads."""
+    """Yield each group's head plan, this rank's heads in the group, and their slice of this rank's query heads."""
     plan, whole = plan_of(given.heads[0], given.heads[1], given.ulysses)
     rank = group_named(given.ulysses).rank()
     for group in range(num_groups):
@@ -342,7 +347,7 @@ def _groups_backward(
 
 
 def _parts(make: Callable[[], torch.Tensor], heads: RankHeads, sizes: Sequence[int]) -> Gradients:
-    """Return the gradients of queries, keys and values as views of the payload that is sent back."""
+    """Return views for the gradients of Q, K and V into the payload that the backward sends."""
     dq, dk, dv = split_heads(make(), heads, QKV, sizes[:3])
     return dq, dk, dv
 

@@ -1,11 +1,12 @@
-"""Probes a decoder's forward for its attention calls, and for other operations that mix tokens.
+"""Probes a decoder's forward: records its attention calls and detects other operations that mix tokens.
 
-A copy of the model with noise as weights and a replaced attention function is called twice. Attention must go through
-Transformers' interface with the batch's tables and a mask that the engine can apply. Nothing else may mix tokens, so
-that each rank's slice is processed as in the whole row. There is no list of architectures.
+A copy of the model with noise weights and a replaced attention function is called twice. Attention must go through
+Transformers' attention interface, receive the document tables, and use a mask that the engine supports. No other
+operation may mix tokens, so that a slice can be processed without the rest of the row. The probe does not rely on a
+list of architectures.
 
-Transformers builds a layer's mask from a function of query and key positions, and eager attention applies nothing else.
-Evaluated on a row longer than any window, that function gives the exact window, regardless of the layer's settings.
+Transformers builds a layer's mask from a function of query and key positions, and eager attention uses only this mask.
+Evaluating the function on a row longer than any window therefore yields the exact window, regardless of settings.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ from ray_ulysses.attention.rope import take_temperature, without_documents
 from ray_ulysses.parallel.layout import TILE_TOKENS
 
 TOKENS = 37
-"""Length of the row in which operations are recorded: a prime that is not a dimension of any model."""
+"""Row length in tokens while operations are recorded: a prime, so that no other dim of a model has this size."""
 
 PROBE_NAME = "ray_ulysses_probe"
-"""The name of the probe's attention and mask in Transformers' registries."""
+"""Name of the probe's attention and mask functions in Transformers' registries."""
 
 HARMLESS_KEYWORDS = frozenset(
     {
@@ -48,7 +49,7 @@ HARMLESS_KEYWORDS = frozenset(
         "logits_to_keep",
     }
 )  # fmt: skip
-"""Keywords of an attention call that do not change its result."""
+"""Keyword arguments of an attention call that do not affect its result."""
 
 _KNOWN_KEYWORDS = HARMLESS_KEYWORDS | {"is_causal"}
 _OTHER_ROWS = (2, 23)
@@ -57,57 +58,57 @@ _OTHER_ORDER = 29
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerAttention:
-    """The attention of one module."""
+    """Properties of one attention module, as observed by the probe."""
 
     num_heads: int
     num_kv_heads: int
     head_size: int
     value_size: int
     window: int | None
-    """Sliding window of the mask that Transformers builds for it, in tokens; ``None`` for no window."""
+    """Sliding window of the module's mask in tokens, including the query itself, or None for no window."""
     has_softcap: bool
     local_span: int | None = None
-    """Length in tokens of the mask's local spans; ``None`` if it has none."""
+    """Length in tokens of the mask's local spans, or None if the mask has no local spans."""
 
 
 @dataclass(slots=True)
 class ProbeResult:
-    """The result of probing a forward."""
+    """Findings of probing a forward."""
 
     problems: list[str] = field(default_factory=list)
     """Reasons why the model can't be trained exactly."""
     layers: dict[str, LayerAttention] = field(default_factory=dict)
-    """The attention of each attention module, by the module's name."""
+    """Attention modules, by module name."""
     mixers: set[str] = field(default_factory=set)
-    """Names of the layers that carry state along the sequence and can be trained exactly."""
+    """Names of the supported recurrent layers that were called."""
     num_positions: int | None = None
-    """Size of the model's smallest table of positions; ``None`` if it has none."""
+    """Size of the model's smallest position table, or None if the model has no position table."""
 
     def add(self, problem: str) -> None:
-        """Record a problem unless it is already recorded."""
+        """Record a problem, once."""
         if problem not in self.problems:
             self.problems.append(problem)
 
 
 class _Lost(Exception):
-    """The batch's tables did not reach an attention layer."""
+    """Raised to end a forward in which an attention layer did not get the document tables or the row's tokens."""
 
 
 @dataclass(slots=True)
 class _Forward:
-    """The state of one forward, passed to the probe's attention in place of the batch's tables."""
+    """State of one forward, passed to the probe's attention in place of the document tables."""
 
     result: ProbeResult
     names: dict[int, str]
     noise: torch.Tensor
     window_tokens: int
-    """Length of the row on which masks are evaluated."""
+    """Row length at which mask functions are evaluated."""
 
 
 def probe_model(model: nn.Module) -> ProbeResult:
-    """Run a copy of a model and inspect every attention call and every other dependence between tokens.
+    """Run a copy of a model, and inspect its attention calls and all other dependences between tokens.
 
-    A forward that fails is one of the result's problems.
+    If the forward fails, the error is recorded as a problem in the result.
     """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
@@ -116,12 +117,12 @@ def probe_model(model: nn.Module) -> ProbeResult:
     AttentionMaskInterface.register(PROBE_NAME, _probe_mask)
     result, operations = ProbeResult(), TokenOperations(TOKENS)
     copy: Any = None
-    # Random numbers drawn by the model must not advance the run's generators.
+    # The copy may draw random numbers; do not advance the training run's generators.
     with torch.random.fork_rng(devices=[]), torch.no_grad(), ExitStack() as restored:
-        # Tensors that a forward creates, such as `torch.ones(n)`, have the dtype of the copy.
+        # Give tensors that the forward creates, such as `torch.ones(n)`, the dtype of the copy.
         restored.callback(torch.set_default_dtype, torch.get_default_dtype())
         torch.set_default_dtype(DTYPE)
-        # Tensors are too small for threads, which would only wait for one another on a busy machine.
+        # The tensors are too small to benefit from threads.
         restored.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)
         try:
@@ -131,9 +132,9 @@ def probe_model(model: nn.Module) -> ProbeResult:
         except _Lost as lost:
             result.add(str(lost))
         except Exception as error:
-            # A model may raise anything.
+            # Model code may raise any exception.
             text = f"{type(error).__name__}: {error}".splitlines()[0][:160]
-            result.add(f"its forward fails on a row without an attention mask ({text})")
+            result.add(f"its forward fails when called without an attention mask ({text})")
     found = [f"an operation outside its attention mixes tokens ({name})" for name in operations.found]
     result.problems = found + result.problems
     result.num_positions = operations.num_positions
@@ -143,13 +144,13 @@ def probe_model(model: nn.Module) -> ProbeResult:
 
 
 def _find_private_attention(copy: nn.Module, result: ProbeResult) -> None:
-    # The attention that was called, and the modules around it.
+    # Names of the attention modules that were called, and of the modules that contain them.
     seen = {""} | {
         name for layer in (*result.layers, *result.mixers) for name in accumulate(layer.split("."), "{}.{}".format)
     }
     for name, module in copy.named_modules():
         if type(module).__name__.endswith("Attention") and name not in seen:
-            result.add(f"{type(module).__name__} at {name} attends without calling the attention interface")
+            result.add(f"{type(module).__name__} at {name} does not call Transformers' attention interface")
 
 
 def _prepare(copy: Any) -> None:
@@ -168,12 +169,12 @@ def _prepare(copy: Any) -> None:
     first_of_kind: dict[tuple[Any, ...], _Experts] = {}
     for module in copy.modules():
         if hasattr(module, TILE_TOKENS):
-            # The probe would report tiling, which slices the token dim.
+            # Undo tiling, which slices the token dim and would be reported.
             vars(module).pop("forward", None)
         if hasattr(module, "gradient_checkpointing"):
             module.gradient_checkpointing = False
         if getattr(getattr(module, "config", None), "output_router_logits", False):
-            # The router loss mixes tokens; the engine computes it from whole rows, outside the forward.
+            # The router loss mixes tokens; the engine computes it outside the forward, from complete rows.
             module.config.output_router_logits = False
         if type(module).__name__.endswith("Experts"):
             kind = (type(module), vars(module).get("forward"), *map(type, module.modules()))
@@ -183,9 +184,9 @@ def _prepare(copy: Any) -> None:
 
 
 def use_attention(model: Any, name: str) -> None:
-    """Make every existing part of a model call the attention function of that name.
+    """Set the attention implementation of a model and of those sub-models that exist.
 
-    Parts are named since Transformers warns about each part that is in the configuration but not in the model.
+    Sub-models that exist only in the configuration are left out, because Transformers would warn about them.
     """
     own = {id(getattr(module, "config", None)) for module in model.modules()}
     parts = [part for part in model.config.sub_configs if id(getattr(model.config, part)) in own]
@@ -193,9 +194,9 @@ def use_attention(model: Any, name: str) -> None:
 
 
 class _Experts:
-    """The forward of a layer's experts, which runs only in the first of several identical layers.
+    """Forward of a layer's experts, which runs only in the first of several identical layers.
 
-    It is skipped elsewhere to save time: dozens of layers may have hundreds of experts each.
+    Skipping the other layers saves time: a model may have dozens of layers with hundreds of experts each.
     """
 
     def __init__(self, forward: Callable[..., Any], first_alike: _Experts | None) -> None:
@@ -212,7 +213,7 @@ class _Experts:
 
 
 def _call_twice(copy: Any, noise: torch.Tensor, result: ProbeResult, operations: TokenOperations) -> None:
-    """Call the copy with both arrangements; if their results differ, find the responsible module."""
+    """Call the copy with both arrangements. If their results differ, record the module that mixes tokens."""
     names = {id(module): name for name, module in copy.named_modules()}
     longest = longer_than_any_window(copy.config.to_dict())
     forward = _Forward(result=result, names=names, noise=noise, window_tokens=longest)
@@ -229,7 +230,7 @@ def _call_twice(copy: Any, noise: torch.Tensor, result: ProbeResult, operations:
     mixing = recorder.find_mixing(arrangements)
     result.add(
         f"the result of {type(copy).__name__ if mixing is None else f'{mixing.kind} at {mixing.name}'} for a token "
-        "depends on other tokens, on its place in the row or on chance"
+        "depends on other tokens, on the token's index in the row or on random numbers"
     )
 
 
@@ -240,11 +241,11 @@ def _logits(copy: Any, arrangement: Arrangement, forward: _Forward) -> torch.Ten
 
 
 def _arrangements(config: Any) -> tuple[Arrangement, Arrangement]:
-    """Return a plain row, and the same tokens and positions in another order, mixed with other tokens."""
+    """Return a row of consecutive positions, and a batch with the same pairs shuffled among additional pairs."""
     generator = torch.Generator().manual_seed(_OTHER_ORDER)
     most = int(getattr(config, "vocab_size", None) or 2)
     ids = torch.randint(0, most, (2 * TOKENS,), generator=generator)
-    # Transformers warns about padding in the ids.
+    # Avoid the padding id, about which Transformers warns.
     pad = getattr(config, "pad_token_id", None)
     ids = torch.where(ids == (-1 if pad is None else pad), (ids + 1) % most, ids)
     rows, tokens = _OTHER_ROWS
@@ -262,7 +263,7 @@ def _probe_mask(
     dtype: torch.dtype = DTYPE,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Return an additive mask for eager attention, with the mask function as an attribute."""
+    """Build an additive mask for eager attention, with the mask function attached as an attribute."""
     places = [torch.arange(size) for size in (batch_size, 1, q_length, kv_length)]
     visible = mask_function(*torch.meshgrid(*places, indexing="ij"))
     lowest = torch.finfo(dtype).min
@@ -288,7 +289,7 @@ def _probe_attention(
     kind = type(module).__name__
     forward = kwargs.pop(MODEL_INPUT, None)
     if not isinstance(forward, _Forward):
-        raise _Lost(f"{kind} does not receive the model's keywords, so the batch's tables can't reach its attention")
+        raise _Lost(f"{kind} does not receive the model's keyword arguments, which carry the document tables")
     result, tokens = forward.result, query_BHLD.shape[2]
     if key_BKLD.shape[2] != tokens or value_BKLE.shape[2] != tokens:
         raise _Lost(f"{kind} attends to keys other than the row's tokens")
@@ -298,7 +299,7 @@ def _probe_attention(
         result.add(f"{kind} {problem}")
     if query_BHLD.shape[0] == 1:
         _record_layer(module, forward, (query_BHLD, key_BKLD, value_BKLE), attention_mask, softcap)
-    # [B, H, L, D] -> [B, L, H, E], a function of each token's own query, key and value.
+    # [B, H, L, D] -> [B, L, H, E]. The output depends on the query, key and value of the same token only.
     query_BL, key_BL = (_to_number(tensor, forward.noise) for tensor in (query_BHLD, key_BKLD))
     score_BL = query_BL * (1.0 if scaling is None else scaling) + key_BL
     value_BLKE = value_BKLE.transpose(1, 2)
@@ -309,21 +310,21 @@ def _probe_attention(
 def _probe_mixer(
     name: str, is_attention: bool, module: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """Replace a layer that carries state, whose operations are known, with a function of each token."""
+    """Stand in for a supported recurrent layer: record the call and return the hidden states unchanged."""
     given = given_tables(kwargs)
     if not isinstance(given, _Forward):
         kind = type(module).__name__
-        raise _Lost(f"{kind} does not receive the model's keywords, so the batch's tables can't reach it")
+        raise _Lost(f"{kind} does not receive the model's keyword arguments, which carry the document tables")
     given.result.mixers.add(name)
     return (hidden_states, None) if is_attention else hidden_states
 
 
 def refused_keywords(kwargs: Mapping[str, Any]) -> list[str]:
-    """Return why the keywords of an attention call can't be supported exactly, as text after the module's name."""
+    """Describe keyword arguments of an attention call that are not supported, as predicates of the module's name."""
     odd = sorted(key for key, value in kwargs.items() if key not in _KNOWN_KEYWORDS and value is not None)
-    problems = [f"passes its attention {', '.join(odd)}, which no kernel computes exactly"] if odd else []
+    problems = [f"passes {', '.join(odd)} to its attention, which no kernel supports"] if odd else []
     if kwargs.get("is_causal") is False:
-        problems.append("passes its attention is_causal=False; only causal attention is supported")
+        problems.append("passes is_causal=False to its attention; only causal attention is supported")
     return problems
 
 
@@ -340,7 +341,7 @@ def _record_layer(
         return
     mask_function = getattr(mask, "_mask_function", None)
     if mask_function is None:
-        result.add(f"{kind} makes an attention mask of its own")
+        result.add(f"{kind} builds its own attention mask")
         return
     window = local_span = None
     try:
@@ -349,7 +350,7 @@ def _record_layer(
         try:
             local_span = local_span_of(mask_function, forward.window_tokens)
         except NotAWindow:
-            result.add(f"the attention mask of {kind} is not causal, with or without a sliding window or local spans")
+            result.add(f"the attention mask of {kind} is not causal, or is neither a sliding window nor local spans")
             return
     layer = LayerAttention(
         num_heads=query.shape[1],
@@ -362,29 +363,29 @@ def _record_layer(
     )
     name = forward.names[id(module)]
     if result.layers.setdefault(name, layer) != layer:
-        result.add(f"{kind} at {name} is called with different heads or windows in one forward")
+        result.add(f"{kind} at {name} is called with different head sizes or windows in one forward")
 
 
 def _to_number(tensor_BHLD: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """Return ``[B, L]``: one number per token that depends on all of its heads."""
+    """Reduce each token's heads to one number, ``[B, L]``."""
     flat_BLF = tensor_BHLD.transpose(1, 2).flatten(2)
     width = flat_BLF.shape[2]
     return flat_BLF @ noise_like((width,), 3, noise).to(flat_BLF.dtype) / width
 
 
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""``(batch, head, query, key) -> bool``, true if a query sees a key; broadcasts, as in ``masking_utils``."""
+"""``(batch, head, query, key) -> bool``, true if the query sees the key; see Transformers' ``masking_utils``."""
 
 _LONGEST = 1 << 24
 _PAIRS = 1 << 14
 
 
 class NotAWindow(Exception):
-    """The mask is not of the expected kind."""
+    """Raised if a mask function is not of the expected kind."""
 
 
 def longer_than_any_window(settings: Mapping[str, Any]) -> int:
-    """Return a length of more than twice every integer in a configuration, ignoring integers above 16M."""
+    """Return a row length greater than twice every integer in a configuration, ignoring integers above 16M."""
     return 2 * max((one for one in _integers(settings) if one <= _LONGEST), default=0) + 257
 
 
@@ -397,15 +398,13 @@ def _integers(value: Any) -> list[int]:
 
 
 def window_of(mask_function: MaskFunction, num_tokens: int) -> int | None:
-    """Return the sliding window of a mask, as the attention function takes it.
-
-    The mask is evaluated on a row of ``num_tokens``; a window of at least this length counts as none.
+    """Determine the sliding window of a causal mask by evaluating the mask on a row of ``num_tokens`` tokens.
 
     Returns:
-        Number of tokens that a token sees, including itself; ``None`` if it sees all earlier tokens.
+        Number of tokens that each token sees, including itself, or None if each token sees all earlier tokens.
 
     Raises:
-        NotAWindow: The mask shows later tokens, or its earlier tokens are not a window.
+        NotAWindow: The mask is not causal, or the visible tokens are not a window.
     """
     last = torch.tensor(num_tokens - 1)
     window = int(_visible(mask_function, last, torch.arange(num_tokens)).sum())
@@ -420,13 +419,13 @@ def window_of(mask_function: MaskFunction, num_tokens: int) -> int | None:
 
 
 def local_span_of(mask_function: MaskFunction, num_tokens: int) -> int:
-    """Return the length of a mask's local spans, each with causal attention.
+    """Determine the length of a mask's local spans by evaluating the mask on a row of ``num_tokens`` tokens.
 
-    Transformers calls them chunks (``attention_chunk_size``). The mask is evaluated on a row of ``num_tokens``, which
-    must be longer than two spans.
+    Attention is causal within each span. Transformers calls the spans chunks (``attention_chunk_size``). The row must
+    be longer than two spans.
 
     Raises:
-        NotAWindow: The mask has no local spans.
+        NotAWindow: The mask does not consist of local spans.
     """
     everywhere = torch.arange(num_tokens)
     local_span = int(_visible(mask_function, everywhere, torch.tensor(0)).sum())
@@ -446,13 +445,13 @@ def _compare(
     edges: Callable[[torch.Tensor], torch.Tensor],
     expected: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> None:
-    """Raise ``NotAWindow`` if a mask differs from the expected one at any of many pairs of positions."""
+    """Raise ``NotAWindow`` if a mask differs from the expected mask at any sampled pair of positions."""
     generator = torch.Generator().manual_seed(3)
     anywhere = torch.randint(0, num_tokens, (_PAIRS,), generator=generator)
     far = torch.randint(0, num_tokens, (_PAIRS,), generator=generator)
     near = torch.randint(-2, 3, (_PAIRS,), generator=generator)
     first = torch.arange(min(num_tokens, 128))
-    # Near the diagonal, near the edge, at queries near the edge itself, anywhere, and all pairs of the first tokens.
+    # In order: near the diagonal, near the window's edge, at the edge itself, anywhere, and all pairs of first tokens.
     at_edge = edges(anywhere)
     queries = torch.cat([anywhere, anywhere, at_edge + near.flip(0), anywhere, first.repeat_interleave(len(first))])
     keys = torch.cat([anywhere + near, at_edge + near, at_edge + near, far, first.repeat(len(first))])
@@ -465,5 +464,5 @@ def _compare(
 def _visible(mask_function: MaskFunction, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     queries, keys = torch.broadcast_tensors(queries, keys)
     nothing = torch.zeros_like(keys)
-    # An unconditional mask may return a single value.
+    # A mask function that ignores its arguments may return a scalar.
     return torch.as_tensor(mask_function(nothing, nothing, queries, keys)).expand(keys.shape)

@@ -1,10 +1,10 @@
 """Selective activation checkpointing that saves attention's results, so that attention is not recomputed.
 
 The policy saves the results of the attention operators (output and log-sum-exp). Projections, norms, rotary embeddings
-and the exchange of queries, keys and values (one all-to-all) are recomputed. If the output is kept in both layouts, the
-exchange after attention is not repeated either: 5 collectives per layer instead of 6, for one more tensor of the
-output's size. Layers that carry state are recomputed, since their backward needs their intermediate results; only the
-exchange after them is not repeated.
+and the exchange of queries, keys and values (one all-to-all) are recomputed. If the output is saved in both layouts,
+the exchange after attention is not repeated either: 5 collectives per layer instead of 6, for one more tensor of the
+output's size. Recurrent layers are recomputed, because their backward uses their intermediate results; only the
+exchange after them is saved.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 import ray_ulysses.attention.operators  # noqa: F401
 
 KeptOutput = Literal["both", "kernel", "none"]
-"""The layouts of attention's output kept under checkpointing: the kernel's and the model's, only the kernel's, or none
-(attention is then recomputed, for the least memory)."""
+"""Layouts in which checkpointing saves attention's output: the kernel's and the model's, only the kernel's, or none.
+With ``none``, attention is recomputed, which takes the least memory."""
 
 
 CHANGED_IN_PLACE = "{} was changed in place after the forward; the backward pass needs it unchanged"
-"""Error for a kept value that was changed; format it with the value's name."""
+"""Error template for a saved value that was modified, to be formatted with a description of the value."""
 
 Stash = Callable[[Any], Callable[[], Any]]
-"""Takes an operator's results, and returns a function that returns them, to be called once."""
+"""Function that stores an operator's results, and returns a function to retrieve them, which is called once."""
 
 
 def checkpoint_contexts(keep: KeptOutput, stash: Stash | None = None) -> Callable[[], tuple[Any, Any]] | None:
-    """Return the ``context_fn`` for ``torch.utils.checkpoint`` (non-reentrant), or ``None`` to keep nothing.
+    """Return the ``context_fn`` for ``torch.utils.checkpoint`` (non-reentrant), or None if ``keep`` is ``none``.
 
-    Results are kept on their device unless a ``stash`` is given, which compiled regions ignore.
+    ``stash`` stores the saved results; by default they stay on their device. Compiled regions ignore ``stash``.
     """
     if keep == "none":
         return None
@@ -48,11 +48,11 @@ def checkpoint_contexts(keep: KeptOutput, stash: Stash | None = None) -> Callabl
 
 
 def _contexts(kept: frozenset[Any], stash: Stash) -> tuple[Any, Any]:
-    """Return the context managers of forward and recomputation.
+    """Return the context managers for the forward and the recomputation.
 
-    Torch's own pair is used only under compilation. It requires the recomputation to run the same operators as the
-    forward, which differ under ZeRO-3: the recomputation gathers parameters that the forward found gathered
-    (torch 2.13, DeepSpeed 0.19.8).
+    Torch's own pair requires the recomputation to run the same operators as the forward, so it is used only under
+    compilation. Under ZeRO-3 the operators differ, because the recomputation gathers parameters that were already
+    gathered in the forward (torch 2.13, DeepSpeed 0.19.8).
     """
     if torch.compiler.is_compiling():
         contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(partial(_policy, kept))
@@ -80,10 +80,10 @@ class _Mode(TorchDispatchMode):
 
 
 class _Keep(_Mode):
-    """Runs every operator, and keeps the results of operators that are in the storage."""
+    """Dispatch mode of the forward, which saves the results of the operators that are keys of ``storage``."""
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operator."""
+        """Run the operator, and save its results if required."""
         out = operator(*args, **(kwargs or {}))
         if operator in self._storage:
             self._storage[operator].append(self._stash(tree_map_only(torch.Tensor, torch.Tensor.detach, out)))
@@ -91,16 +91,16 @@ class _Keep(_Mode):
 
 
 class _Replay(_Mode):
-    """Returns kept results in their original order, and runs every other operator."""
+    """Dispatch mode of the recomputation, which returns saved results in order and runs all other operators."""
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operator, or return its kept result."""
+        """Return the operator's next saved result, or run the operator if its results are not saved."""
         if operator not in self._storage:
             return operator(*args, **(kwargs or {}))
         if not self._storage[operator]:
             raise RuntimeError(
-                f"the result of {operator} was kept for one backward pass; a checkpointed layer can't run it twice "
-                "(retain_graph=True) unless memory.attention_output=none is set"
+                f"the saved result of {operator} is gone after one backward pass; for a second backward pass through a "
+                "checkpointed layer (retain_graph=True), set memory.attention_output=none"
             )
         return self._storage[operator].popleft()()
 

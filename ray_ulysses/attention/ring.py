@@ -1,7 +1,7 @@
-"""One layer's attention over a ring, which circulates keys and values and merges partial results by log-sum-exp.
+"""Ring attention of one layer: circulates keys and values, and merges partial results by log-sum-exp.
 
-Ring Attention (https://arxiv.org/abs/2310.01889) with zigzag sharding, see :mod:`.documents`. Without a ring there is a
-single step. Attention sinks are merged here too, as one more term of the softmax.
+Implements Ring Attention (https://arxiv.org/abs/2310.01889) with zigzag sharding (see :mod:`.documents`). Without a
+ring, attention takes a single step. Attention sinks are merged as an additional term of the softmax.
 
 Legend: T tokens of this ring rank (rows concatenated), H query heads and K KV heads of this rank, D head size of Q and
 K, E head size of V.
@@ -22,30 +22,30 @@ from ray_ulysses.attention.kernels.call import Gradients, Whole, demand_of
 from ray_ulysses.parallel.collectives import Circulation
 
 _KEYS, _GRADIENTS = 0, 1
-"""Tags of the two kinds of messages on the ring."""
+"""Message tags on the ring."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RingLayer:
-    """A layer's settings, and the documents and heads of this rank."""
+    """Attention settings of a layer, and this rank's document tables and heads."""
 
     kernel: str
     scale: float
     window: int | None
-    """Number of tokens of its document that a token sees, including itself; ``None`` for all."""
+    """Number of tokens in the document that each token sees, including itself, or None for no limit."""
     softcap: float | None
     spans: Spans
-    """Spans of this rank's tokens."""
+    """Causal spans of this rank's tokens."""
     rectangles: tuple[Rectangle, ...]
-    """Blocks of queries against earlier keys."""
+    """Blocks of this rank's queries and earlier keys, for all ring steps."""
     calls: tuple[tuple[slice, slice], ...]
-    """``(query heads, key-value heads)`` of each kernel call."""
+    """``(query heads, KV heads)`` of each kernel call."""
     ring: dist.ProcessGroup | None
-    """The ring, or ``None`` for a single rank."""
+    """Process group of the ring, or None if there is no ring."""
 
 
 class _Tokens(NamedTuple):
-    """The tokens of a kernel call; ``spans`` is set for the causal call over all of this rank's tokens."""
+    """The queries and keys of a kernel call. ``spans`` is set only for the causal call over this rank's own tokens."""
 
     query: slice
     key: slice
@@ -60,9 +60,9 @@ def attend(
     sinks_H: torch.Tensor | None,
     layer: RingLayer,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output ``[T, H, E]`` and its log-sum-exp ``[H, T]``, contiguous; not differentiable.
+    """Compute the output ``[T, H, E]`` and the log-sum-exp ``[H, T]``, both contiguous; not differentiable.
 
-    Every rank of the ring must call.
+    All ranks of the ring must call this function.
     """
     kernel = _kernel(query_THD, value_TKE, layer)
     if layer.ring is None and len(layer.calls) == 1:
@@ -82,7 +82,7 @@ def attend(
                     else:
                         _merge(out_THE[block.query, heads], lse_HT[heads, block.query], *part)
     if sinks_H is not None:
-        # A sink takes part in the softmax and has no value.
+        # A sink adds to the softmax's denominator but has no value.
         whole_HT = torch.logaddexp(lse_HT, sinks_H.to(lse_HT.dtype).unsqueeze(1))
         out_THE = out_THE * (lse_HT - whole_HT).exp().transpose(0, 1).unsqueeze(-1)
         lse_HT = whole_HT
@@ -100,11 +100,11 @@ def attend_backward(
     layer: RingLayer,
     into: Callable[[], Gradients],
 ) -> torch.Tensor | None:
-    """Write the gradients of queries, keys and values into ``into()``, and return the gradient of the sinks.
+    """Write the gradients of queries, keys and values to the tensors of ``into``, and return the sinks' gradient.
 
-    Every rank of the ring must call. Each call of ``into`` must return tensors in the same memory, which may be strided
-    views whose last dim is contiguous. It is first called after the kernel has ended, unless the kernel writes in
-    place.
+    All ranks of the ring must call this function. ``into`` allocates the gradients at its first call and returns the
+    same memory at later calls; the tensors may be strided views with a contiguous last dim. To save memory, the first
+    call is made after the kernel has run, unless the kernel writes to the tensors directly.
     """
     kernel = _kernel(query_THD, value_TKE, layer)
     grad_sinks = None
@@ -135,7 +135,7 @@ def attend_backward(
                 grad_key[block.key, kv_heads] += dk
                 grad_value[block.key, kv_heads] += dv
         if layer.ring is not None:
-            # The gradients of these keys follow them around the ring, one step behind, and return after the last step.
+            # The gradients of keys and values follow them around the ring, one step behind, and end at their owner.
             if incoming is not None:
                 grad_kv += incoming.wait()
             incoming = Circulation(grad_kv, layer.ring, _GRADIENTS)
@@ -147,7 +147,7 @@ def attend_backward(
 
 def _write(into: Gradients, grads: Gradients) -> None:
     for written, grad in zip(into, grads, strict=True):
-        # They share memory if the kernel wrote in place.
+        # If the kernel wrote to the given tensors, source and target are the same memory.
         if written.data_ptr() != grad.data_ptr():
             written.copy_(grad)
 
@@ -166,7 +166,7 @@ def _own(layer: RingLayer) -> _Tokens:
 
 
 def _blocks(layer: RingLayer, step: int) -> Iterator[_Tokens]:
-    """Yield the kernel calls of a ring step; the first of step 0 covers all of this rank's tokens."""
+    """Yield the kernel calls of a ring step. The first call of step 0 covers all of this rank's tokens."""
     if step == 0:
         yield _own(layer)
     for rectangle in layer.rectangles:
@@ -177,11 +177,11 @@ def _blocks(layer: RingLayer, step: int) -> Iterator[_Tokens]:
 
 
 def _trimmed(rectangle: Rectangle, window: int | None) -> _Tokens | None:
-    """Trim a rectangle to the queries that see any key in their window and the keys that any query sees."""
+    """Trim a rectangle to queries and keys that the window connects; return None if nothing is left."""
     _, query_start, query_stop, key_start, key_stop, distance = rectangle
     if window is None:
         return _Tokens(slice(query_start, query_stop), slice(key_start, key_stop), None, None)
-    # Query i sees key j where distance + i - j < window; all keys come before all queries.
+    # All keys precede all queries, and query i sees key j if distance + i - j < window.
     skipped = max(0, distance - window + 1)
     num_keys = key_stop - key_start - skipped
     num_queries = min(query_stop - query_start, window + num_keys - (distance - skipped) - 1)
@@ -210,7 +210,7 @@ def _call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: Ri
 
 
 def _merge(out_THE: torch.Tensor, lse_HT: torch.Tensor, part_THE: torch.Tensor, part_lse_HT: torch.Tensor) -> None:
-    """Merge a part of the softmax into an accumulated result, in place."""
+    """Merge a partial attention result into the accumulated result, in place."""
     whole_HT = torch.logaddexp(lse_HT, part_lse_HT.to(lse_HT.dtype))
     kept, added = (
         (lse - whole_HT).exp().transpose(0, 1).unsqueeze(-1) for lse in (lse_HT, part_lse_HT.to(lse_HT.dtype))
@@ -222,7 +222,7 @@ def _merge(out_THE: torch.Tensor, lse_HT: torch.Tensor, part_THE: torch.Tensor, 
 def _circulate(
     key_TKD: torch.Tensor, value_TKE: torch.Tensor, ring: dist.ProcessGroup | None
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Yield ``(step, keys, values)`` of each ring rank, this rank's first, while the next are being received."""
+    """Yield ``(step, keys, values)`` for each ring rank, starting with this rank, and prefetch the next ones."""
     if ring is None:
         yield 0, key_TKD, value_TKE
         return

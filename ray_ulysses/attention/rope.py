@@ -1,14 +1,14 @@
-"""Length-dependent rotary embeddings for packed documents and slices of a row.
+"""Length-dependent rotary embeddings for packed documents and sharded rows.
 
-LongRoPE and dynamic NTK scaling choose their frequencies by sequence length, which Transformers takes from the largest
-position id of the whole call (``dynamic_rope_update``). With packed documents that is the longest document's length,
-and under Ulysses it is limited to this rank's slice. Here each document gets the frequencies of its own length, as in
-an unpacked row: the model's rotary module is called once per distinct length that changes its frequencies, and every
-token takes the result for its document.
+LongRoPE and dynamic NTK scaling choose frequencies by sequence length. Transformers derives the length from the largest
+position id in the call (``dynamic_rope_update``): with packed documents this is the longest document's length, and
+under Ulysses only the slice's position ids are seen. Here each document gets the frequencies for its own length, as in
+an unpacked row. The model's rotary module is called once per distinct length that changes the frequencies, and each
+token uses the result for its document.
 
-Llama 4 scales the queries of layers without rotary positions by a logarithm of the position. Its attention
-(Transformers 5.23, ``Llama4TextAttention``; https://arxiv.org/abs/2501.19399) counts positions along its input, which
-would be the slice, regardless of documents. Here the factor follows from the position in the document.
+Llama 4 scales the queries of layers without rotary embeddings by a logarithm of the position. ``Llama4TextAttention``
+(Transformers 5.23; https://arxiv.org/abs/2501.19399) counts positions from the start of its input, which under Ulysses
+is a slice of several documents. Here the factor is computed from the position in the document.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ _PLAIN_FORWARD = "_ray_ulysses_plain_forward"
 
 @dataclass(slots=True)
 class CurrentBatch:
-    """The batch of the current forward, shared with the model's rotary modules."""
+    """A holder for the batch of the current forward, read by the model's rotary modules."""
 
     batch: ShardedBatch | None = None
 
 
 def follow_documents(model: nn.Module, current: CurrentBatch) -> None:
-    """Make every length-dependent rotary module of a model use each document's own length."""
+    """Make a model's length-dependent rotary modules use the length of each document."""
     for module in model.modules():
         if any(_is_length_dependent(kind) for kind in _rope_types(module)):
             _wrap(module, current)
 
 
 def _is_length_dependent(kind: str) -> bool:
-    # The same test as in Transformers' dynamic_rope_update.
+    # Same condition as in Transformers' dynamic_rope_update.
     return "dynamic" in kind or kind == "longrope"
 
 
 def _rope_types(module: nn.Module) -> list[str]:
-    """Return the RoPE types of a rotary module: one, or one per layer type; empty for any other module."""
+    """Return a rotary module's RoPE type, or its RoPE types per layer type. Empty for any other module."""
     kinds: Any = getattr(module, "rope_type", None)
     if isinstance(kinds, dict):
         return [str(kind) for kind in kinds.values()]
@@ -57,7 +57,7 @@ def _rope_types(module: nn.Module) -> list[str]:
 
 
 def _wrap(module: Any, current: CurrentBatch) -> None:
-    # If applied again, wrap the original forward: the earlier wrapper would use the old batch.
+    # If a wrapper exists already, replace it: an earlier wrapper reads another CurrentBatch.
     plain: Callable[..., Any] = getattr(module, _PLAIN_FORWARD, module.forward)
     setattr(module, _PLAIN_FORWARD, plain)
 
@@ -85,7 +85,7 @@ def _longrope(
     batch: ShardedBatch,
     kwargs: dict[str, Any],
 ) -> Any:
-    """Use one set of frequencies up to the original length and another for longer documents."""
+    """Use the short factors for documents up to the original length, and the long factors for longer documents."""
     parameters = module.config.rope_parameters
     if "layer_type" in kwargs:
         parameters = parameters[kwargs["layer_type"]]
@@ -98,7 +98,7 @@ def _longrope(
     return _choose(batch.document_lengths_BL > original, longer, rotary)
 
 
-# Transformers reads the length on the host for this type, so each batch's lengths would become guards.
+# Transformers reads this type's length on the host. A compiled forward would guard on it and recompile per batch.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _dynamic_ntk(
     module: Any,
@@ -108,7 +108,7 @@ def _dynamic_ntk(
     batch: ShardedBatch,
     kwargs: dict[str, Any],
 ) -> Any:
-    """Use one set of frequencies up to the original length, and one for each longer length."""
+    """Use the original frequencies up to the original length, and separate frequencies for each longer length."""
     original = int(module.original_max_seq_len)
     lengths = sorted({length for row in batch.documents.lengths for length in row if length > original})
     rotary, shorter = None, 0
@@ -123,11 +123,11 @@ def _dynamic_ntk(
 def _of_length(
     length: int, plain: Callable[..., Any], x: torch.Tensor, position_ids_BL: torch.Tensor, kwargs: dict[str, Any]
 ) -> Any:
-    # Tokens of longer documents use another result and must not make this sequence longer.
+    # Tokens of longer documents use another result; clamp their positions so that they do not raise the length.
     position_ids_BL = position_ids_BL.clamp(max=length - 1)
     last = position_ids_BL.new_full((*position_ids_BL.shape[:-1], 1), length - 1)
     rotary = plain(x, torch.cat([position_ids_BL, last], dim=-1), **kwargs)
-    # A pair of cosines and sines, or one complex tensor.
+    # The result is a pair (cosines, sines) or a complex tensor.
     return tuple(part[..., :-1, :] for part in rotary) if isinstance(rotary, tuple) else rotary[..., :-1, :]
 
 
@@ -138,10 +138,10 @@ def _choose(is_longer_BL: torch.Tensor, longer: Any, shorter: Any) -> Any:
 
 
 def _forget_longest_row(module: Any, device: torch.device) -> None:
-    """Reset dynamic scaling to its original frequencies.
+    """Reset a module with dynamic scaling to its original frequencies.
 
-    It keeps the longest row so far (one length per layer type in some models), which would make frequencies depend on
-    earlier rows and on the world size.
+    The module remembers the longest row so far (in some models per layer type), so frequencies would depend on earlier
+    rows and on the world size.
     """
     fresh_length = module.original_max_seq_len
     for name in [name for name in vars(module) if name.endswith(_LONGEST_SEEN)]:
@@ -152,7 +152,7 @@ def _forget_longest_row(module: Any, device: torch.device) -> None:
 
 
 def without_documents(model: nn.Module) -> None:
-    """Unwrap the rotary modules of a copied model, whose wrappers call those of the original."""
+    """Remove the wrappers from the rotary modules of a copied model; they would call the original's modules."""
     for module in model.modules():
         plain = vars(module).pop(_PLAIN_FORWARD, None)
         if plain is not None:
@@ -163,12 +163,12 @@ _TAKEN = "_ray_ulysses_temperature"
 
 
 def take_temperature(model: nn.Module) -> bool:
-    """Make attention modules leave temperature scaling to :func:`tempered`; return whether any module has it."""
+    """Turn off temperature scaling inside attention modules, for :func:`tempered`; return whether any module has it."""
     is_any = False
     module: Any
     for module in model.modules():
         if getattr(module, "attn_temperature_tuning", False) is True and not getattr(module, "use_rope", True):
-            # A module that was changed before keeps its recorded factors, since tuning is off by then.
+            # On a second call, tuning is already off, so the factors recorded by the first call remain.
             setattr(module, _TAKEN, (float(module.floor_scale), float(module.attn_scale)))
             module.attn_temperature_tuning = False
         is_any = is_any or hasattr(module, _TAKEN)
@@ -178,7 +178,7 @@ def take_temperature(model: nn.Module) -> bool:
 def tempered(module: nn.Module, query_BHLD: torch.Tensor, position_ids_BL: torch.Tensor | None) -> torch.Tensor:
     """Multiply a module's queries by ``log(1 + floor((position + 1) / floor_scale)) * attn_scale + 1``.
 
-    ``position`` counts from the start of the document. Without a temperature, the queries are returned unchanged.
+    ``position`` is the position in the document. Without temperature scaling, return the queries unchanged.
     """
     taken: tuple[float, float] | None = getattr(module, _TAKEN, None)
     if taken is None:

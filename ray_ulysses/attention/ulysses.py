@@ -1,8 +1,8 @@
-"""Ulysses attention inside a Hugging Face decoder.
+"""Ulysses attention in Hugging Face decoders.
 
-``apply_ulysses`` registers an attention function under its own name, so that no other backend is changed. A pre-forward
-hook passes each batch's tables down as a keyword, so that recomputation in the backward pass sees the same tables as
-the forward.
+``apply_ulysses`` registers an attention function under a new name, so other attention backends are unchanged. A forward
+pre-hook passes the document tables to the layers as a keyword argument, so a recomputation in the backward pass uses
+the same tables as the forward.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from ray_ulysses.parallel.mesh import SequenceMesh
 
 ATTENTION_NAME = "ray_ulysses"
-"""The name of the attention function in Transformers' registry."""
+"""Name of the attention function in Transformers' registry."""
 
 _TAKEN_CONFIG = (
-    "is shared with, or was copied from, the configuration of a model to which apply_ulysses was applied; build each "
-    "model from its own configuration before that, such as copy.deepcopy(config)"
+    "is shared with, or was copied from, a model that apply_ulysses has modified; build each model from its own copy "
+    "of the original configuration, such as copy.deepcopy(config)"
 )
 
 _WINDOW = "_ray_ulysses_window"
@@ -50,24 +50,24 @@ _log = get_logger(__name__)
 def apply_ulysses(
     model: nn.Module, mesh: SequenceMesh, attention: KernelName = "auto", *, head_groups: int = 1
 ) -> nn.Module:
-    """Make a Hugging Face decoder attend over whole rows while each rank holds a slice of them.
+    """Make a Hugging Face decoder attend over complete rows while each rank processes a slice of the rows.
 
-    Call it after the model is built and before an engine wraps it; then call the model with the
-    ``**batch.model_inputs()`` of :func:`shard_batch`. Applying it again replaces the mesh; :func:`remove_ulysses`
-    restores the model.
+    Call this function after building the model and before an engine wraps it. Then call the model with
+    ``**batch.model_inputs()``, where ``batch`` comes from :func:`shard_batch`. A second call replaces the mesh.
+    :func:`remove_ulysses` restores the model.
 
     Args:
         model: A ``PreTrainedModel`` with causal self-attention.
-        mesh: The mesh whose ``sp`` ranks share a row.
-        attention: The kernel; ``auto`` chooses the fastest that supports a layer on the batch's device.
-        head_groups: Number of groups of KV heads, which are exchanged and attended one after another; more groups take
-            less memory.
+        mesh: The mesh whose ``sp`` ranks share each row.
+        attention: Name of the attention kernel. ``auto`` selects the fastest kernel that supports a layer.
+        head_groups: Number of KV head groups. Each group is exchanged and attended in turn, so more groups take less
+            memory.
 
     Returns:
         The same model.
 
     Raises:
-        UserError: The model can't be trained exactly on this mesh; the text gives the reason.
+        UserError: The model can't be trained exactly on this mesh. The message contains the reason.
     """
     from transformers import AttentionInterface
 
@@ -102,7 +102,7 @@ def apply_ulysses(
         check_tables(batch, num_tokens, num_logits, probed.num_positions)
         current.batch = batch
         if has_router_loss:
-            # The model's router loss of a slice would be wrong; `causal_lm_loss` adds the loss of whole rows.
+            # The model would compute its router loss from a slice. `causal_lm_loss` computes it from complete rows.
             kwargs.setdefault("output_router_logits", False)
         return args, {**kwargs, MODEL_INPUT: make_context(batch)}
 
@@ -111,7 +111,7 @@ def apply_ulysses(
 
 
 def _attach(base: Any, probed: ProbeResult) -> dict[str, str]:
-    """Prepare each layer as probed and mark it with its name; return the layers' classes by name."""
+    """Configure each attention layer as probed, replace the recurrent layers, and return the class name per layer."""
     modules = {name: base.get_submodule(name) for name in probed.layers}
     for name, module in modules.items():
         set_window(module, probed.layers[name].window, probed.layers[name].local_span)
@@ -122,20 +122,20 @@ def _attach(base: Any, probed: ProbeResult) -> dict[str, str]:
 
 
 def remove_ulysses(model: nn.Module) -> nn.Module:
-    """Undo :func:`apply_ulysses`: the model attends as before, on one process, and can generate.
+    """Undo :func:`apply_ulysses`, so that the model runs in a single process again, for example to generate.
 
-    Weights stay as they are. First undo an engine that partitions them.
+    Weights are not changed. If an engine partitions the weights, gather them first.
 
     Returns:
         The same model.
 
     Raises:
-        UserError: It was not applied to this model, but perhaps to a model inside.
+        UserError: :func:`apply_ulysses` was not called on this model (it may have been called on an inner model).
     """
     attachment = Attachment.of(model)
     if attachment is None:
         raise UserError(
-            f"apply_ulysses was not applied to this {type(model).__name__}; pass the model to which it was applied"
+            f"this {type(model).__name__} has no Ulysses attention; pass the model object that apply_ulysses returned"
         )
     attachment.undo(model)
     return model
@@ -149,10 +149,10 @@ def context_maker(
     local_spans: Sequence[int] = (),
     needs_positions: bool = False,
 ) -> Callable[[ShardedBatch], AttentionContext]:
-    """Return a function that makes the context of a batch; the kernel of each kind of layer is logged once.
+    """Return a function that builds the attention context of a batch.
 
-    ``local_spans`` are the lengths of local spans in the model's layers; ``needs_positions`` is true if a layer needs
-    the positions of tokens.
+    ``local_spans`` lists the lengths of local spans in the model's layers. ``needs_positions`` tells whether a layer
+    uses document positions.
     """
     ulysses = mesh.group("ulysses").group_name if mesh.ulysses_size > 1 else ""
     ring = mesh.group("ring").group_name if mesh.ring_size > 1 else ""
@@ -162,7 +162,7 @@ def context_maker(
         if demand not in announced:
             announced.add(demand)
             entry, reason = choose_kernel(attention, demand)
-            _log.info("attention kernel of %s: %s (%s)", demand.in_words(), entry.name, reason)
+            _log.info("attention kernel for %s: %s (%s)", demand.in_words(), entry.name, reason)
 
     def make_context(batch: ShardedBatch) -> AttentionContext:
         return AttentionContext(
@@ -182,7 +182,7 @@ def context_maker(
     return make_context
 
 
-# The documents of each batch would become guards, and each batch would recompile.
+# A compiled forward would guard on document lengths and recompile for every batch.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _local_span_tables(batch: ShardedBatch, mesh: SequenceMesh, sizes: Sequence[int]) -> dict[int, Tables]:
     ring = {"ring_size": mesh.ring_size, "ring_rank": mesh.ring_rank}
@@ -190,35 +190,36 @@ def _local_span_tables(batch: ShardedBatch, mesh: SequenceMesh, sizes: Sequence[
 
 
 def set_window(module: nn.Module, window: int | None, local_span: int | None = None) -> None:
-    """Set an attention module's window or local spans, before any forward, compiled or not.
+    """Set the sliding window or the local spans of an attention module. Call this function before any forward.
 
-    :func:`apply_ulysses` takes them from the mask that Transformers builds for the module. Some models do not pass
-    their window to attention, and others pass a window that their mask does not have.
+    :func:`apply_ulysses` determines both from the mask that Transformers builds for the module, because some models do
+    not pass their window to attention, and others pass a window that their mask does not use.
 
     Args:
         module: The module that Transformers' interface passes to :func:`ulysses_attention`.
-        window: Number of tokens of its document that a token sees, including itself; ``None`` for all.
-        local_span: Length in tokens of the local spans that documents are cut into; ``None`` for none.
+        window: Number of tokens in the document that each token sees, including itself, or None for no limit.
+        local_span: Length in tokens of the local spans that a document is divided into, or None for no local spans.
     """
-    # Plain numbers, which torch.compile guards like the model's own settings.
+    # Plain integers, on which torch.compile guards.
     setattr(module, _WINDOW, window or 0)
     setattr(module, _LOCAL_SPAN, local_span or 0)
 
 
 def _refuse_taken_config(model: Any) -> None:
-    """Refuse a configuration that Ulysses has changed for another model: its original attention is not known."""
+    """Refuse a configuration that was modified for another model, because its original attention is unknown."""
     is_ours = model.config._attn_implementation == ATTENTION_NAME
     if is_ours and not any(Attachment.of(module) for module in model.modules()):
         raise UserError(f"the configuration of this {type(model).__name__} {_TAKEN_CONFIG}")
 
 
 def _refuse_kernels(model: nn.Module, layers: Collection[LayerAttention], attention: KernelName) -> None:
-    """Refuse a kernel that is not available or does not support a layer, before the first forward."""
+    """Refuse a kernel that is unavailable or does not support a layer, before the first forward."""
     parameter = next(model.parameters())
     if parameter.device.type == "cpu" and torch.cuda.is_available():
-        # The engine will move the model.
+        # The engine will move the model to a GPU, so its final device is unknown.
         return
-    # Under autocast, or FSDP2's param_dtype, fp32 weights attend in bf16; otherwise the first forward raises.
+    # With fp32 weights, assume that attention runs in bf16 (autocast or FSDP2's param_dtype). If that is wrong, the
+    # first forward raises an error.
     dtype = torch.bfloat16 if parameter.dtype == torch.float32 else parameter.dtype
     like = torch.empty(0, dtype=dtype, device=parameter.device)
     for layer in layers:
@@ -239,25 +240,25 @@ def ulysses_attention(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend over whole rows; Transformers calls this function in every layer.
+    """Compute attention over complete rows. Transformers calls this function in every attention layer.
 
-    Every rank of ``sp`` must call, in the same order of layers.
+    All ranks of ``sp`` must call this function, for the same layers in the same order.
 
     Args:
         module: The attention module.
         query_BHLD: Queries of this rank's slice, after the rotary embedding.
-        key_BKLD: Keys of the slice.
+        key_BKLD: Keys of the slice, after the rotary embedding.
         value_BKLE: Values of the slice.
-        attention_mask: Must be ``None``, since the batch's tables separate documents.
-        scaling: Factor on the scores; ``D ** -0.5`` if ``None``.
+        attention_mask: Must be None, because the document tables replace the mask.
+        scaling: Factor on the scores. None means ``D ** -0.5``.
         dropout: Must be 0.
-        sliding_window: Ignored, since not all models pass their mask's window; see :func:`set_window`.
-        softcap: ``c`` of ``c * tanh(score / c)``.
-        s_aux: ``[H]``: attention sinks; per head, one score in the softmax that has no value.
-        **kwargs: Must hold the :class:`AttentionContext`; any option that would change attention is refused.
+        sliding_window: Ignored. The window is set by :func:`set_window`.
+        softcap: Cap ``c`` in ``c * tanh(score / c)``.
+        s_aux: Attention sinks, ``[H]``: one additional softmax score per head, without a value.
+        **kwargs: Must contain the :class:`AttentionContext`. Options that would change the result are refused.
 
     Returns:
-        ``[B, L, H, E]``, and ``None`` for the attention weights.
+        The output ``[B, L, H, E]``, and None in place of the attention weights.
     """
     context = _checked(module, kwargs.pop(MODEL_INPUT, None), attention_mask, dropout, kwargs)
     query_BHLD = tempered(module, query_BHLD, context.position_ids_BL)
@@ -289,12 +290,12 @@ def ulysses_attention(
 
 
 def _in_autocast_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Cast like torch's own attention under ``torch.autocast``, where fp32 rotary tables make Q and K fp32."""
+    """Cast to the autocast dtype, like torch's own attention: fp32 rotary tables make Q and K fp32 under autocast."""
     device_type = tensors[0].device.type
     if not torch.is_autocast_enabled(device_type):
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
-    # Autocast does not cast fp64.
+    # Like torch.autocast, leave fp64 tensors unchanged.
     return tuple(tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in tensors)
 
 
@@ -318,29 +319,32 @@ def _attend(
 def _checked(
     module: nn.Module, context: object, attention_mask: torch.Tensor | None, dropout: float, kwargs: dict[str, Any]
 ) -> AttentionContext:
-    """Return the context of a call, and refuse arguments that would change attention."""
+    """Return the attention context of a call, and refuse arguments that would change the result."""
     name = type(module).__name__
     if not isinstance(context, AttentionContext):
         if not hasattr(module, _WINDOW):
             raise UserError(
-                f"apply_ulysses was not applied to the model of this {name}, but its configuration {_TAKEN_CONFIG}"
+                f"apply_ulysses was not called on the model of this {name}, but the model's configuration "
+                f"{_TAKEN_CONFIG}"
             )
         raise UserError(
-            f"{name} was called without the batch's tables: either the model was not called with the "
-            "**batch.model_inputs() of shard_batch, or this architecture does not pass keywords on to its attention"
+            f"{name} did not receive the document tables: either the model was not called with "
+            "**batch.model_inputs(), or this architecture does not pass keyword arguments on to its attention"
         )
     if attention_mask is not None:
-        raise UserError(f"{name} got an attention mask; pass none, since shard_batch's tables separate documents")
+        raise UserError(
+            f"{name} received an attention mask; pass no mask, since documents are separated by shard_batch"
+        )
     if dropout:
         raise UserError(f"{name} requests attention dropout {dropout}; set attention_dropout: 0.0")
     if getattr(module, "is_causal", True) is False:
-        raise UserError(f"{name} attends in both directions; only causal attention is supported")
+        raise UserError(f"{name} has bidirectional attention; only causal attention is supported")
     for problem in refused_keywords(kwargs):
         raise UserError(f"{name} {problem}")
     if not hasattr(module, _WINDOW):
         raise UserError(
-            f"{name} was not in the model when apply_ulysses inspected it, so its window is not known; call "
-            "apply_ulysses again after changing the model's modules"
+            f"{name} was added after apply_ulysses inspected the model, so its window is unknown; call apply_ulysses "
+            "again after changing the model's modules"
         )
     return context
 
@@ -351,44 +355,47 @@ def _check_tensors(
     name, tokens = type(module).__name__, query.shape[2]
     if not query.shape[2] == key.shape[2] == value.shape[2] == context.local_tokens:
         raise UserError(
-            f"{name} got {tokens} queries, {key.shape[2]} keys and {value.shape[2]} values per row; each rank of sp "
-            f"must hold {context.local_tokens} tokens of a row, so pass **batch.model_inputs() unchanged"
+            f"{name} received {tokens} queries, {key.shape[2]} keys and {value.shape[2]} values per row, but the "
+            f"batch's slice has {context.local_tokens} tokens per row; pass **batch.model_inputs() unchanged"
         )
     if not query.dtype == key.dtype == value.dtype:
         raise UserError(
-            f"{name} has queries in {query.dtype}, keys in {key.dtype} and values in {value.dtype}; the exchange "
-            "needs the same dtype for all, so load the model in one dtype"
+            f"{name} has queries in {query.dtype}, keys in {key.dtype} and values in {value.dtype}, but the exchange "
+            "requires a common dtype; load the model in a single dtype"
         )
     if query.device != context.documents.full.spans.cu_seqlens.device:
         raise UserError(
-            f"{name} runs on {query.device} and the batch is on {context.documents.full.spans.cu_seqlens.device}; "
-            "move input_ids to the model's device before shard_batch"
+            f"{name} runs on {query.device}, but the batch is on {context.documents.full.spans.cu_seqlens.device}; "
+            "move input_ids to the model's device before calling shard_batch"
         )
 
 
 def _text_config(model: nn.Module) -> Any:
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "get_text_config"):
-        raise UserError(f"{type(model).__name__} is not a Hugging Face model; apply_ulysses needs a PreTrainedModel")
+        raise UserError(f"{type(model).__name__} is not a Hugging Face model; pass a PreTrainedModel to apply_ulysses")
     return config.get_text_config(decoder=True)
 
 
 ATTACHED = "_ray_ulysses_name"
-"""Attribute of each module that Ulysses replaces: the module's name, which a copy of the module has too."""
+"""Attribute that stores the module name on every module that Ulysses modifies. Copies of the module keep it."""
 
 _INSPECTED = "_ray_ulysses_adapters"
-"""Attribute of a PEFT layer: all adapters that were active when the model was inspected."""
+"""Attribute that stores, on a PEFT layer, the adapters that were active when the model was inspected."""
 
 
 def check_attached(model: nn.Module, kinds: Mapping[str, str], implementation: str) -> None:
-    """Raise if a model, which may be a copy, no longer uses Ulysses attention and would attend to this slice alone."""
+    """Raise if a model or its copy no longer uses Ulysses attention, so that attention would be limited to the slice.
+
+    ``kinds`` maps the names of the modified modules to their class names.
+    """
     present = {name: one for one in model.modules() if (name := getattr(one, ATTACHED, None)) is not None}
     for module in present.values():
         found = getattr(getattr(module, "config", None), "_attn_implementation", implementation)
         if found != implementation:
             raise UserError(
-                f"the model's attention implementation was set to {found!r} after apply_ulysses, so each rank would "
-                "attend to its slice alone; call apply_ulysses again, or do not change it"
+                f"the model's attention implementation was set to {found!r} after apply_ulysses, so attention would be "
+                "limited to each rank's slice; call apply_ulysses again, or do not change the implementation"
             )
     for name, kind in kinds.items():
         if name not in present:
@@ -398,77 +405,80 @@ def check_attached(model: nn.Module, kinds: Mapping[str, str], implementation: s
 
 
 def mark_adapters(model: nn.Module) -> None:
-    """Add the active adapters of each PEFT layer to its inspected adapters."""
+    """Record the active adapters of each PEFT layer as inspected."""
     for _, module, active in _adapters(model):
         setattr(module, _INSPECTED, getattr(module, _INSPECTED, frozenset()) | active)
 
 
 def check_adapters(model: nn.Module) -> None:
-    """Raise if an adapter was added or activated after the model was inspected, since it may mix tokens."""
+    """Raise if an adapter was added or activated after the model was inspected, because the adapter may mix tokens."""
     for name, module, active in _adapters(model):
         if added := active - getattr(module, _INSPECTED, frozenset()):
             raise UserError(
                 f"{type(module).__name__} at {name} has the adapter {', '.join(sorted(added))}, which was added or "
-                "activated after apply_ulysses and was not inspected; add adapters before apply_ulysses, or call it "
-                "again on the same model (for a PeftModel around that model, on its get_base_model())"
+                "activated after apply_ulysses and was not inspected; add adapters before apply_ulysses, or call "
+                "apply_ulysses again on the same model (if a PeftModel wraps the model, on its get_base_model())"
             )
 
 
 def _adapters(model: nn.Module) -> Iterator[tuple[str, nn.Module, frozenset[str]]]:
-    """Yield name, module and active adapters of each PEFT layer; only these modules have a list of adapters."""
+    """Yield the name, module and active adapters of each PEFT layer."""
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     for name, module in base.named_modules():
+        # On other modules with this attribute, it is not a list.
         active = getattr(module, "active_adapters", None)
         if isinstance(active, list):
             yield name, module, frozenset(active)
 
 
 def check_inputs(batch: object, kwargs: dict[str, Any], mesh: SequenceMesh) -> None:
-    """Raise unless the arguments hold a batch of this mesh, and nothing that contradicts it."""
+    """Raise unless a model's keyword arguments contain a batch for this mesh, and no mask, labels or cache."""
     if not isinstance(batch, ShardedBatch):
         raise UserError(
-            "a model prepared by apply_ulysses must be called with **batch.model_inputs() of shard_batch; to use "
-            "it otherwise, as to generate, call remove_ulysses(model)"
+            "after apply_ulysses, call the model with **batch.model_inputs(), where batch comes from shard_batch; for "
+            "other uses, such as generation, call remove_ulysses(model) first"
         )
     if batch.mesh is not mesh and batch.mesh != mesh:
-        raise UserError("the batch was sharded over a mesh other than apply_ulysses's; pass the same mesh to both")
+        raise UserError("shard_batch and apply_ulysses were called with different meshes; pass the same mesh to both")
     if kwargs.get("attention_mask") is not None:
         raise UserError(
-            "attention_mask was passed, but under Ulysses each rank holds a slice, for which a mask would be wrong; "
-            "pack documents with shard_batch(document_lengths=...) instead"
+            "attention_mask is not supported, because each rank's input is a slice of the rows; use "
+            "shard_batch(document_lengths=...) to separate documents or exclude padding"
         )
     if kwargs.get("labels") is not None:
-        raise UserError("labels were passed to the model, which shifts them again; use causal_lm_loss(model, batch)")
+        raise UserError(
+            "labels were passed to the model, which would shift them a second time; use causal_lm_loss(model, batch)"
+        )
     if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
         raise UserError(
-            "use_cache=True is for generation, but a training forward processes whole rows without a cache; to "
-            "generate, call remove_ulysses(model)"
+            "a KV cache is not supported in training (use_cache=True or past_key_values); to generate, call "
+            "remove_ulysses(model) first"
         )
 
 
 def check_tables(
     batch: ShardedBatch, num_tokens: int | None, num_logits: int | None, num_positions: int | None
 ) -> None:
-    """Raise on every rank of ``sp`` if a lookup would fail on any rank, since the others would hang.
+    """Raise on all ranks of ``sp`` if an embedding lookup would fail on any rank; otherwise the other ranks would hang.
 
-    Skipped in a compiled forward, where each batch's values would become guards.
+    In a compiled forward, nothing is checked, because the checks would add guards that fail for every batch.
     """
     if torch.compiler.is_compiling():
         return
     smallest, largest = batch.token_ids or (0, 0)
     if num_tokens is not None and (smallest < 0 or largest >= num_tokens):
         raise UserError(
-            f"input_ids hold token id {smallest if smallest < 0 else largest}, but the model's embedding has ids 0 to "
-            f"{num_tokens - 1}; use the model's own tokenizer"
+            f"input_ids contain token id {smallest if smallest < 0 else largest}, but the model's embedding covers ids "
+            f"0 to {num_tokens - 1}; use the model's own tokenizer"
         )
     if num_logits is not None and (batch.largest_label or 0) >= num_logits:
         raise UserError(
-            f"labels hold token id {batch.largest_label}, but the model's output head has ids 0 to {num_logits - 1}; "
-            "use the model's own tokenizer"
+            f"labels contain token id {batch.largest_label}, but the model's output head covers ids 0 to "
+            f"{num_logits - 1}; use the model's own tokenizer"
         )
     longest = batch.documents.max_position + 1
     if num_positions is not None and longest > num_positions:
         raise UserError(
-            f"document_lengths hold a document of {longest} tokens, but the model has a table of {num_positions} "
-            f"positions; pack documents of at most {num_positions} tokens, or use a model with rotary positions"
+            f"document_lengths contain a document of {longest} tokens, but the model's position table has "
+            f"{num_positions} entries; limit documents to {num_positions} tokens, or use a model with rotary embeddings"
         )

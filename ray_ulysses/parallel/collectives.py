@@ -1,4 +1,4 @@
-"""Collectives over the mesh: block exchange, ring circulation and a differentiable gather."""
+"""Collectives on the mesh's process groups: block exchange, ring circulation, and a differentiable gather."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # type: i
 
 
 def group_named(name: str) -> dist.ProcessGroup:
-    """Return a process group by name; custom operators take names, as torch's functional collectives do."""
-    # The private function that torch's functional collectives use; a test checks that it exists.
+    """Return the process group with a given name. Custom operators can only take group names as arguments."""
+    # This private function is used by torch's functional collectives. A test checks that it exists.
     group: dist.ProcessGroup = _resolve_process_group(name)  # type: ignore[arg-type]
     return group
 
 
 class BlockExchange:
-    """An all-to-all in progress, with one block to and from each other rank of a group; not differentiable.
+    """An all-to-all in progress, with one block to and from every other rank of a group; not differentiable.
 
-    It is one batch of sends and receives, like NCCL's own all-to-all, so that a rank's own block is not copied through
-    a buffer, and the caller can process it while the others are in flight.
+    The exchange is a batch of sends and receives, like NCCL's own all-to-all. A rank's own block is not copied, so the
+    caller can process that block while the others are in flight.
     """
 
     def __init__(
         self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], group: dist.ProcessGroup
     ) -> None:
-        """Start the exchange; every rank of the group must call, with matching block sizes.
+        """Start the exchange. All ranks of ``group`` must create this object, with matching block sizes.
 
         Args:
-            sent: The block for each rank, contiguous; must not be changed before `wait`. A rank's own block and empty
-                blocks are not sent.
-            received: Output for the block from each rank, contiguous; this rank's own block is not written.
-            group: Process group to exchange over.
+            sent: One contiguous block per destination rank, which must not be modified before `wait` returns. This
+                rank's own block and empty blocks are not sent.
+            received: One contiguous output block per source rank. This rank's own block is not written.
+            group: Process group for the exchange.
         """
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         assert len(sent) == len(received) == size
-        # gloo silently reads and writes wrong memory if a tensor is not contiguous.
+        # gloo silently accesses wrong memory if a tensor is not contiguous.
         assert all(block.is_contiguous() for block in (*sent, *received))
         operations = []
         for shift in range(1, size):
@@ -50,17 +50,17 @@ class BlockExchange:
         self._works = dist.batch_isend_irecv(operations) if operations else []
 
     def wait(self) -> None:
-        """Wait until all blocks are sent and received; later calls return immediately."""
+        """Wait until all blocks have been sent and received. Repeated calls return immediately."""
         for work in self._works:
             work.wait()
         self._works, self._sent = [], ()
 
 
 class Circulation:
-    """A tensor in flight on a ring: sent to the next rank while the previous rank's tensor is received."""
+    """One step of a ring exchange: sends a tensor to the next rank and receives the previous rank's tensor."""
 
     def __init__(self, send: torch.Tensor, group: dist.ProcessGroup, tag: int) -> None:
-        """Start sending; every rank of the ring must call, with tensors of the same shape."""
+        """Start the exchange. All ranks of the ring must create this object, with tensors of the same shape."""
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         assert send.is_contiguous()
         self._sent = send  # Kept alive until it is sent.
@@ -71,14 +71,14 @@ class Circulation:
         )
 
     def wait(self) -> torch.Tensor:
-        """Return the previous rank's tensor."""
+        """Wait for the exchange to finish, and return the previous rank's tensor."""
         for work in self._works:
             work.wait()
         return self._received
 
 
 class _GatherSequence(torch.autograd.Function):
-    """Concatenates the ranks' slices along dim 1; the gradient is summed over ranks and sliced."""
+    """Concatenates the slices of all ranks along dim 1."""
 
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -93,16 +93,17 @@ class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         grad = grads[0].contiguous().clone()
-        # Every rank holds the whole gathered tensor, so the gradient of a slice is the sum over ranks.
+        # Every rank uses the gathered tensor, so a slice's gradient is the sum over all ranks.
         dist.all_reduce(grad, group=ctx.group)
         start = dist.get_rank(ctx.group) * ctx.local_length
         return grad[:, start : start + ctx.local_length].contiguous(), None
 
 
 def gather_sequence(local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the whole sequence from every rank's equal slice along dim 1; differentiable.
+    """Gather equal slices along dim 1 into the complete sequence; differentiable.
 
-    Every rank of the group must call. A loss computed from the result on every rank counts once per rank.
+    All ranks of ``group`` must call this function. The backward sums gradients over ranks, so a loss that every rank
+    computes from the result contributes once per rank.
     """
     gathered: torch.Tensor = _GatherSequence.apply(local, group)  # type: ignore[no-untyped-call]
     return gathered

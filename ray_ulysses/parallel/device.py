@@ -1,4 +1,4 @@
-"""Selects a thread's device, and allocates host memory that a device copies to."""
+"""Selects the CUDA device of a thread, and reserves and pins host memory."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ import torch
 
 
 def choose_device(device: torch.device) -> None:
-    """Select this thread's device; each of our threads that touches CUDA must call it first.
+    """Select the device of the current thread. Every thread that uses CUDA must call this function first.
 
-    A thread that has selected none uses the first GPU, so that every rank of a node would hold a context of about half
-    a GiB there (pytorch#135273).
+    Otherwise the thread uses the first GPU, where every rank of the node would then allocate a context of about 0.5 GiB
+    (pytorch#135273).
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def reserve_host(num_bytes: int) -> torch.Tensor:
-    """Reserve host memory as uint8; a page takes memory once it is written.
+    """Reserve host memory as a uint8 tensor. A page is allocated only when it is first written.
 
-    Huge pages are used where the system has them: they are allocated, pinned and freed many times faster.
+    Huge pages are used if the system supports them, because they are allocated, pinned and freed many times faster.
 
     Raises:
-        OSError: The system refuses the reservation.
+        OSError: The operating system refuses the reservation.
     """
     reserved = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # Not every kernel has huge pages.
+    # The call fails if the kernel does not support huge pages.
     with contextlib.suppress(OSError):
         reserved.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(reserved, dtype=torch.uint8)
 
 
 def pin(memory: torch.Tensor, device: torch.device, *, owner: object, cudart: Callable[[], Any] | None = None) -> int:
-    """Pin host memory until its owner is collected; return CUDA's error code, 0 if it is pinned.
+    """Pin host memory until ``owner`` is garbage-collected, and return CUDA's error code (0 for success).
 
-    All copies from and to the memory must have ended when the owner is released.
+    All copies from and to the memory must have finished before ``owner`` is released.
     """
     runtime, address = (cudart or torch.cuda.cudart)(), memory.data_ptr()
     with _current(device):
         error = int(runtime.cudaHostRegister(address, len(memory), 0))
         if error:
-            # CUDA reports the error again at the next kernel launch, so launch one here.
+            # CUDA reports the error a second time at the next kernel launch, so consume it here.
             with contextlib.suppress(RuntimeError):
                 torch.zeros((), device=device)
             return error
@@ -54,7 +54,7 @@ def pin(memory: torch.Tensor, device: torch.device, *, owner: object, cudart: Ca
 
 
 def _unpin(runtime: Any, address: int, device: torch.device) -> None:
-    # Garbage collection may run on any thread.
+    # Garbage collection may run on any thread, so select the device again.
     with _current(device):
         runtime.cudaHostUnregister(address)
 

@@ -1,8 +1,8 @@
-"""Arithmetic of the parallel layout: the data-parallel row and the part of the sequence that each rank holds.
+"""Computes the parallel layout: each rank's position on the axes, its tokens, its heads, and tile sizes.
 
-Ranks of a sequence-parallel (``sp``) group are contiguous, so that a group is within a node if the node is large
+The ranks of a sequence-parallel (``sp``) group are contiguous, so that a group stays within a node if the node is large
 enough: ``rank = dp_rank * sp_size + sp_rank``. Within a group, ``sp_rank = ring_rank * ulysses_size + ulysses_rank``,
-so that the exchange of heads, which sends the most data, is among neighbors.
+so that the exchange of heads, which moves the most data, is among neighbors.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from ray_ulysses.errors import UserError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelLayout:
-    """The layout of a world of ranks over the axes ``dp`` and ``sp``."""
+    """An assignment of all ranks to the axes ``dp`` and ``sp``."""
 
     world_size: int
     sp_size: int
-    """Ranks that share one row of tokens: ``ulysses_size * ring_size``."""
+    """Number of ranks that share a row: ``ulysses_size * ring_size``."""
     ring_size: int = 1
-    """Ranks over which keys and values circulate; 1 without a ring."""
+    """Number of ranks over which keys and values circulate; 1 without a ring."""
 
     def __post_init__(self) -> None:
-        """Raise unless ``sp`` groups divide the world, and rings divide an ``sp`` group."""
+        """Raise unless ``sp_size`` divides ``world_size`` and ``ring_size`` divides ``sp_size``."""
         if self.sp_size < 1:
             raise UserError(f"parallel.sp_size={self.sp_size} must be at least 1")
         if self.world_size < 1 or self.world_size % self.sp_size:
@@ -40,7 +40,7 @@ class ParallelLayout:
 
     @property
     def ulysses_size(self) -> int:
-        """Ranks that exchange attention heads."""
+        """Number of ranks that exchange attention heads."""
         return self.sp_size // self.ring_size
 
     @property
@@ -57,21 +57,21 @@ class ParallelLayout:
         return self._checked(rank) % self.sp_size
 
     def sp_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Return the ranks of every ``sp`` group, in the order of ``dp``."""
+        """Return the ranks of each ``sp`` group, ordered by ``dp`` rank."""
         size = self.sp_size
         return tuple(tuple(range(first, first + size)) for first in range(0, self.world_size, size))
 
     def dp_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Return the ranks of every ``dp`` group, in the order of ``sp``."""
+        """Return the ranks of each ``dp`` group, ordered by ``sp`` rank."""
         return tuple(tuple(range(place, self.world_size, self.sp_size)) for place in range(self.sp_size))
 
     def ulysses_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Return the ranks of every Ulysses group."""
+        """Return the ranks of each Ulysses group."""
         size = self.ulysses_size
         return tuple(tuple(range(first, first + size)) for first in range(0, self.world_size, size))
 
     def ring_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Return the ranks of every ring, in the order of the ring."""
+        """Return the ranks of each ring, in ring order."""
         return tuple(
             group[place :: self.ulysses_size] for group in self.sp_groups() for place in range(self.ulysses_size)
         )
@@ -85,21 +85,21 @@ def check_ring_size(sp_size: int, ring_size: int) -> None:
     """Raise unless the ring size divides the ``sp`` size.
 
     Raises:
-        UserError: Names both sizes and the possible ring sizes.
+        UserError: The ring size does not divide the ``sp`` size. The message contains the valid ring sizes.
     """
     if ring_size < 1 or sp_size % ring_size:
         choices = ", ".join(str(size) for size in range(1, sp_size + 1) if sp_size % size == 0)
         raise UserError(
-            f"parallel.ring_size={ring_size} does not divide parallel.sp_size={sp_size}; use {choices}, "
-            "or leave it out to choose it automatically"
+            f"parallel.ring_size={ring_size} does not divide parallel.sp_size={sp_size}; use {choices}, or remove "
+            "parallel.ring_size to choose it automatically"
         )
 
 
 def automatic_ring_size(sp_size: int, num_heads: int) -> int:
     """Return the default ring size.
 
-    It is 1 if each rank can have a query head. Otherwise it is the smallest for which the Ulysses size divides the
-    number of heads, so that ranks have equal numbers of heads.
+    The default is 1 if there are enough query heads for all ranks. Otherwise it is the smallest ring size for which the
+    Ulysses size divides the number of heads, so that all ranks have the same number of heads.
     """
     if sp_size <= num_heads:
         return 1
@@ -107,24 +107,24 @@ def automatic_ring_size(sp_size: int, num_heads: int) -> int:
 
 
 def row_multiple(sp_size: int, ring_size: int) -> int:
-    """Return the divisor of a row's length, for equal slices and, with a ring, two equal chunks per ring rank."""
+    """Return the number that must divide a row's length, so that all slices (and a ring's chunks) are equal."""
     return sp_size if ring_size == 1 else 2 * sp_size
 
 
 def zigzag_chunks(ring_rank: int, ring_size: int) -> tuple[int, int]:
-    """Return the indices of a ring rank's two chunks among a row's ``2 * ring_size``, in order.
+    """Return the indices of a ring rank's two chunks, where a row has ``2 * ring_size`` chunks.
 
-    One chunk is early and one late, so that all ring ranks have equal work under a causal mask.
+    One chunk is early and one is late, so that causal attention is balanced across ring ranks.
     """
     return ring_rank, 2 * ring_size - 1 - ring_rank
 
 
 def held_ranges(row_tokens: int, sp_rank: int, sp_size: int, ring_size: int = 1) -> tuple[tuple[int, int], ...]:
-    """Return the tokens ``(start, stop)`` of a row that a rank of ``sp`` holds, in order.
+    """Return a rank's tokens of a row as ranges ``(start, stop)``, in ascending order.
 
-    Without a ring this is one slice. With a ring of R ranks, a row is divided into 2 R chunks. Ring rank ``r`` has
-    chunks ``r`` and ``2 R - 1 - r``, so that all have equal work under a causal mask, and its Ulysses ranks share the
-    concatenated chunks in equal parts. ``row_tokens`` must be a multiple of :func:`row_multiple`.
+    Without a ring, the result is one slice. With a ring of R ranks, a row is divided into 2 R chunks, ring rank ``r``
+    gets chunks ``r`` and ``2 R - 1 - r`` (which balances causal attention), and the ring rank's Ulysses ranks get equal
+    parts of the concatenated chunks. ``row_tokens`` must be a multiple of :func:`row_multiple`.
     """
     assert row_tokens % row_multiple(sp_size, ring_size) == 0
     local_tokens = row_tokens // sp_size
@@ -135,7 +135,7 @@ def held_ranges(row_tokens: int, sp_rank: int, sp_size: int, ring_size: int = 1)
     chunk_tokens = row_tokens // (2 * ring_size)
     ranges: list[tuple[int, int]] = []
     for place, chunk in enumerate(zigzag_chunks(ring_rank, ring_size)):
-        # Offset from the ring rank's own tokens to the row's.
+        # Difference between an index in the row and an index in the ring rank's concatenated chunks.
         shift = (chunk - place) * chunk_tokens
         start = max(low, place * chunk_tokens) + shift
         stop = min(high, (place + 1) * chunk_tokens) + shift
@@ -148,13 +148,13 @@ def held_ranges(row_tokens: int, sp_rank: int, sp_size: int, ring_size: int = 1)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankHeads:
-    """The heads of one rank."""
+    """Query heads and KV heads of one rank."""
 
     first: int
     stop: int
     groups: tuple[tuple[int, int], ...]
-    """``(kv_head, num_query_heads)`` in order: each key-value head that the rank needs, and the number of its query
-    heads that use it."""
+    """``(kv_head, num_query_heads)`` in ascending order: each KV head that the rank uses, and the number of the rank's
+    query heads that use this KV head."""
 
     @property
     def num_heads(self) -> int:
@@ -163,23 +163,23 @@ class RankHeads:
 
     @property
     def num_kv_heads(self) -> int:
-        """Number of key-value heads."""
+        """Number of KV heads."""
         return len(self.groups)
 
     @property
     def first_kv(self) -> int:
-        """First key-value head."""
+        """Index of the first KV head."""
         return self.groups[0][0] if self.groups else 0
 
     @property
     def stop_kv(self) -> int:
-        """End of the key-value heads, exclusive."""
+        """Index after the last KV head."""
         return self.first_kv + len(self.groups)
 
     def calls(self) -> tuple[tuple[slice, slice], ...]:
-        """Return the (query heads, key-value heads) of each kernel call, indexed within the rank.
+        """Return the slices ``(query heads, KV heads)`` of each kernel call, indexed within the rank.
 
-        A kernel needs groups of equal size, so neighboring groups of the same size share a call.
+        A kernel requires KV groups of equal size, so consecutive groups of the same size share a call.
         """
         calls, head, kv = [], 0, 0
         for count, run in groupby(self.groups, key=lambda group: group[1]):
@@ -192,7 +192,7 @@ class RankHeads:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadPlan:
-    """The heads of every rank of a Ulysses group."""
+    """Assignment of heads to the ranks of a Ulysses group."""
 
     num_heads: int
     num_kv_heads: int
@@ -205,48 +205,49 @@ class HeadPlan:
 
     @property
     def max_kv_heads(self) -> int:
-        """Largest number of key-value heads on a rank."""
+        """Largest number of KV heads on a rank."""
         return max(rank.num_kv_heads for rank in self.ranks)
 
     @property
     def imbalance(self) -> float:
-        """Largest number of query heads on a rank divided by the mean: attention's time relative to equal shares."""
+        """Largest number of query heads on a rank, divided by the mean number per rank."""
         return self.max_heads * len(self.ranks) / self.num_heads
 
     @property
     def kernel_calls(self) -> int:
-        """Largest number of kernel calls per layer on a rank; 1 if its heads form groups of equal size."""
+        """Largest number of kernel calls per layer on a rank; 1 if every rank's KV groups have equal size."""
         return max(len(rank.calls()) for rank in self.ranks)
 
     @property
     def kv_copies(self) -> float:
-        """Number of key-value heads sent, divided by the number of key-value heads."""
+        """Mean number of ranks that receive a copy of each KV head."""
         return sum(rank.num_kv_heads for rank in self.ranks) / self.num_kv_heads
 
 
 @cache
 def assign_heads(num_heads: int, num_kv_heads: int, ulysses_size: int) -> HeadPlan:
-    """Return the heads of each rank of a Ulysses group.
+    """Assign heads to the ranks of a Ulysses group.
 
-    Rank ``r`` has the query heads from ``r * H // U``: sizes differ by at most one, and borders are borders of
-    key-value groups where equal sizes allow it.
+    Rank ``r`` gets the query heads from ``r * H // U`` to ``(r + 1) * H // U``, so the ranks' numbers of heads differ
+    by at most one. If ``U`` divides the number of KV heads, no KV head is copied.
 
     Args:
-        num_heads: Query heads ``H``.
-        num_kv_heads: Key-value heads, a divisor of ``H``.
-        ulysses_size: Ranks ``U`` over which heads are exchanged, at most ``H``.
+        num_heads: Number of query heads ``H``.
+        num_kv_heads: Number of KV heads, a divisor of ``H``.
+        ulysses_size: Number of ranks ``U``, at most ``H``.
 
     Raises:
-        UserError: There are more ranks than query heads, or key-value heads do not divide query heads.
+        UserError: There are more ranks than query heads, or the number of KV heads does not divide ``H``.
     """
     if ulysses_size > num_heads:
         raise UserError(
-            f"{ulysses_size} ranks can't share {num_heads} attention heads: each needs at least one; set "
-            f"parallel.ring_size so that parallel.sp_size / ring_size is at most {num_heads}"
+            f"{num_heads} attention heads are not enough for {ulysses_size} ranks, which need at least one head each; "
+            f"set parallel.ring_size so that parallel.sp_size / parallel.ring_size is at most {num_heads}"
         )
     if num_heads % num_kv_heads:
         raise UserError(
-            f"{num_kv_heads} key-value heads do not divide {num_heads} query heads; each must serve a whole group"
+            f"the model has {num_kv_heads} key-value heads, which do not divide its {num_heads} query heads; correct "
+            "the model's configuration"
         )
     borders = [rank * num_heads // ulysses_size for rank in range(ulysses_size + 1)]
     ranks = tuple(_rank_heads(first, stop, num_heads // num_kv_heads) for first, stop in pairwise(borders))
@@ -255,9 +256,9 @@ def assign_heads(num_heads: int, num_kv_heads: int, ulysses_size: int) -> HeadPl
 
 @cache
 def part_of(plan: HeadPlan, part: int, num_parts: int) -> HeadPlan:
-    """Return one part of a plan, with a fraction of every rank's key-value heads.
+    """Return part number ``part`` of a plan whose KV heads are divided into ``num_parts`` parts on each rank.
 
-    A rank with fewer key-value heads than parts has no heads in some parts.
+    A rank with fewer KV heads than parts has no heads in some parts.
     """
     ranks = []
     for rank in plan.ranks:
@@ -277,10 +278,10 @@ def _rank_heads(first: int, stop: int, group: int) -> RankHeads:
 
 
 TileSetting = int | Literal["auto", "off"]
-"""Tokens per tile; ``auto`` chooses them by width, ``off`` processes all tokens at once."""
+"""Number of tokens per tile. ``auto`` derives the number from the layer's width; ``off`` disables tiling."""
 
 TILE_TOKENS = "_tile_tokens"
-"""Attribute of a module whose ``forward`` runs over tiles: a function that returns the tokens per tile."""
+"""Attribute of a module with a tiled ``forward``: a function that returns the number of tokens per tile."""
 
 _MOST_VALUES = 1 << 26
 _LEAST_VALUES = 1 << 20
@@ -290,31 +291,31 @@ _LEAST_LOSS_TILES = 8
 
 
 def loss_tile_tokens(setting: TileSetting, tokens: int, vocab_size: int) -> int:
-    """Return the tokens per tile of the loss; the last tile may have fewer.
+    """Return the number of tokens per tile of the loss, for ``tokens`` tokens on this rank.
 
-    ``auto`` makes tiles of 512 tokens: summing the head's gradients then takes little of the time, and the peak does
-    not grow with the row. Tiles are smaller if there would be fewer than 8 or a tile would have over 2**26 logits (256
-    MiB in fp32), and larger if a tile would have under 2**20 (4 MiB). ``tokens`` is this rank's tokens of a batch. A
-    tile longer than the row becomes the whole row, since rows differ in length.
+    ``auto`` means 512 tokens, for which summing the head's gradients takes a small share of the time and peak memory is
+    independent of the row's length. The tiles are smaller if there would be fewer than 8 tiles or more than 2**26
+    logits per tile (256 MiB in fp32), and larger if there would be fewer than 2**20 logits per tile (4 MiB). The result
+    never exceeds ``tokens``, and the last tile may be shorter.
     """
     tile = min(_MOST_LOSS_TOKENS, tokens // _LEAST_LOSS_TILES, _MOST_VALUES // vocab_size)
     return _tile_tokens(setting, tokens, max(tile, _LEAST_VALUES // vocab_size))
 
 
 def mlp_tile_tokens(setting: TileSetting, tokens: int, width: int) -> int:
-    """Return the tokens per tile of an MLP; ``auto`` makes tiles of up to 4,096 tokens and 2**26 values of its width.
+    """Return the number of tokens per tile of an MLP with ``width`` intermediate features per token.
 
-    With so many tokens, summing the weights' gradients takes little of the time for any width. ``width`` is the number
-    of values per token inside the MLP.
+    ``auto`` means up to 4,096 tokens and up to 2**26 intermediate values, for which summing the weights' gradients
+    takes a small share of the time at any width.
     """
     return _tile_tokens(setting, tokens, min(_MOST_MLP_TOKENS, _MOST_VALUES // width))
 
 
 def norm_tile_vectors(setting: TileSetting, vectors: int, width: int, hidden_size: int) -> int:
-    """Return the vectors per tile of a norm; ``auto`` makes tiles of 2**24 values.
+    """Return the number of vectors per tile of a norm. ``auto`` means 2**24 values per tile.
 
-    Each vector of ``width`` values is normalized separately: this rank's tokens of a batch, or their heads. A number as
-    the setting means tokens of hidden states, and gives as many values as these tokens have.
+    ``vectors`` is the number of vectors of ``width`` values that are normalized separately: one per token, or one per
+    token and head. A numeric setting is a number of tokens of ``hidden_size`` values each, converted to vectors.
     """
     if setting == "off":
         return max(1, vectors)

@@ -1,4 +1,4 @@
-"""Runs a function on several ranks of this machine, one process each, which form a process group."""
+"""Runs a function on several local ranks, each in its own process, with a process group."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from ray_ulysses.parallel.gpu_environment import expand_segments
 
 _POLL_S = 0.25
 _GRACE_S = 5.0
-"""Time after the first failure for the other ranks to end, possibly with the error that caused it."""
+"""Seconds that the other ranks get to exit after the first failure; one of them may raise the error that caused it."""
 
 
 @dataclass(eq=False)
 class RankDiedError(Exception):
-    """A rank ended without a result and without a ``UlyssesError``; holds how it ended and its last line."""
+    """Raised if a rank exits without a result or a ``UlyssesError``; has the exit status and the last output line."""
 
     rank: int
     how: str
@@ -46,17 +46,17 @@ def run_local_ranks(
     """Run a function on local ranks, and return rank 0's result.
 
     Args:
-        work: Called in every rank with its device, a function that passes a value to ``hear``, and ``arguments``; all
-            are pickled. The default process group exists, on NCCL with GPUs and on gloo without.
-        world_size: Number of ranks; with GPUs, at most the number of GPUs.
-        arguments: The further arguments of ``work``.
+        work: Picklable function, called on every rank with the rank's device, a function that sends a value to
+            ``hear``, and ``arguments``. The default process group is initialized: NCCL with GPUs, otherwise gloo.
+        world_size: Number of ranks. With GPUs, at most the number of GPUs.
+        arguments: Further arguments for ``work``; must be picklable.
         limit_s: Time limit for all ranks, in seconds.
-        hear: Called in this process with each value that rank 0 passes on. Without it the ranks' output is not shown.
+        hear: Called in this process with each value that rank 0 sends. If None, the ranks' output is hidden.
 
     Raises:
-        UlyssesError: A rank raised it; of several, the error of the lowest rank.
-        RankDiedError: A rank ended otherwise.
-        TimeoutError: The ranks are not done in time.
+        UlyssesError: The error that a rank raised; if several ranks failed, the error of the lowest rank.
+        RankDiedError: A rank exited in any other way.
+        TimeoutError: The ranks did not finish within ``limit_s``.
     """
     said = get_context("spawn").SimpleQueue()
     deadline = time.monotonic() + limit_s
@@ -74,7 +74,7 @@ def run_local_ranks(
                     while hear is not None and not said.empty():
                         hear(said.get())
                 if any(error.exists() for error in errors):
-                    # A rank's process may hang while it ends.
+                    # Some ranks may hang instead of exiting.
                     deadline = min(deadline, time.monotonic() + _GRACE_S)
                 if not is_done and time.monotonic() > deadline:
                     raise TimeoutError
@@ -88,7 +88,7 @@ def run_local_ranks(
         finally:
             for process in ranks.processes:
                 process.kill()
-            # The processes write into the folder until they have ended.
+            # The processes write to the folder until they exit.
             for process in ranks.processes:
                 process.join()
         return pickle.loads((folder / "result").read_bytes())
@@ -115,7 +115,7 @@ def _run_rank(
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world_size))
-        # Otherwise gloo resolves the host's name, which often fails in containers.
+        # By default gloo resolves the host name, which often fails in containers.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
         dist.init_process_group(

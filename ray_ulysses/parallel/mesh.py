@@ -1,4 +1,4 @@
-"""The sequence-parallel mesh of one process: its position on the axes, and its process groups by role."""
+"""The sequence-parallel mesh: a process's position on the axes, and its process groups by role."""
 
 from __future__ import annotations
 
@@ -22,83 +22,85 @@ _Parts = tuple[Role, tuple[tuple[int, ...], ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceMesh:
-    """This process's position in the mesh and its process groups.
+    """This process's position in the mesh, and its process groups.
 
-    Build it with :meth:`from_group`, for a training loop that has its own sequence-parallel groups, or with
-    :meth:`from_layout`, which creates the groups of a whole :class:`ParallelLayout`.
+    Use :meth:`from_group` in a training loop that has its own sequence-parallel groups, and :meth:`from_layout` to
+    create all groups of a :class:`ParallelLayout`.
     """
 
     sp_size: int
-    """Ranks that share one row: ``ulysses_size * ring_size``."""
+    """Number of ranks that share a row: ``ulysses_size * ring_size``."""
     sp_rank: int
-    """This process's rank in its ``sp`` group."""
+    """This process's rank in the ``sp`` group."""
     ring_size: int
-    """Ranks of ``sp`` over which keys and values circulate; 1 without a ring."""
+    """Number of ranks over which keys and values circulate; 1 without a ring."""
     world_size: int
-    """Ranks over which an engine averages gradients (the default process group)."""
+    """Number of ranks in the default process group, over which an engine averages gradients."""
     groups: Mapping[Role, dist.ProcessGroup | None] = field(default_factory=dict, repr=False, compare=False)
-    """The process groups by role."""
+    """Process groups by role; see :meth:`group`."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for pickling; refused if there are process groups, which mean nothing elsewhere.
+        """Return the state for pickling.
 
         Raises:
-            UserError: The mesh has process groups.
+            UserError: The mesh has process groups, which are valid only in this process.
         """
         if self.groups:
             raise UserError(
-                "a SequenceMesh, and so a batch of shard_batch, holds process groups and can't be pickled or copied; "
-                "pass whole rows between processes (such as from a DataLoader's workers), and call shard_batch in the "
-                "process that trains"
+                "a SequenceMesh, and therefore a batch from shard_batch, contains process groups and can't be pickled "
+                "or copied; pass complete rows between processes (for example from DataLoader workers), and call "
+                "shard_batch in the training process"
             )
         return vars(self)
 
     @property
     def ulysses_size(self) -> int:
-        """Ranks that exchange attention heads."""
+        """Number of ranks that exchange attention heads."""
         return self.sp_size // self.ring_size
 
     @property
     def ulysses_rank(self) -> int:
-        """This process's rank in its Ulysses group."""
+        """This process's rank in the Ulysses group."""
         return self.sp_rank % self.ulysses_size
 
     @property
     def ring_rank(self) -> int:
-        """This process's rank in its ring."""
+        """This process's rank in the ring."""
         return self.sp_rank // self.ulysses_size
 
     @classmethod
     def from_group(cls, sp_group: dist.ProcessGroup | None, ring_size: int = 1) -> SequenceMesh:
-        """Wrap an existing sequence-parallel process group; with a ring, every rank of the group must call.
+        """Build the mesh of an existing sequence-parallel process group.
 
-        If the world was initialized with a ``device_id`` and both the ring and Ulysses have several ranks, every rank
-        of the world must call, since NCCL splits its communicator.
+        With a ring, all ranks of the group must call this method. If both the ring and Ulysses have several ranks and
+        the default process group was initialized with a ``device_id``, all ranks of the world must call this method,
+        because NCCL splits the world's communicator.
 
         Args:
-            sp_group: The group whose ranks share a row, including this process. ``None`` is for a process that trains
-                alone, and is refused in a world of several ranks.
-            ring_size: Ranks of a ring within the group, a divisor of the group's size.
+            sp_group: The group whose ranks share a row, including this process. None means a single rank, and is
+                refused if the world has several ranks.
+            ring_size: Number of ranks in a ring, a divisor of the group's size.
 
         Raises:
             UserError: This process is not in the group, or the ring size does not divide the group's size.
         """
         if not dist.is_initialized():
             if sp_group is not None:
-                raise UserError("sp_group was given but torch.distributed is not initialised; initialise it first")
+                raise UserError("sp_group requires torch.distributed; call init_process_group before from_group")
             check_ring_size(1, ring_size)
             return cls(sp_size=1, sp_rank=0, ring_size=1, world_size=1)
         world_size = dist.get_world_size()
         if sp_group is None:
             if world_size > 1:
                 raise UserError(
-                    f"sp_group=None in a world of {world_size} ranks is ambiguous; pass torch.distributed.group.WORLD "
-                    "to share every row over all ranks, or dist.new_group([rank]) for sp_size 1"
+                    f"sp_group=None is ambiguous in a world of {world_size} ranks; pass torch.distributed.group.WORLD "
+                    "to shard rows over all ranks, or dist.new_group([rank]) not to shard rows"
                 )
             sp_group = dist.group.WORLD
         if not isinstance(sp_group, dist.ProcessGroup):
             raise UserError(
-                f"sp_group={sp_group!r} does not hold rank {dist.get_rank()}; each rank must pass the group it is in"
+                f"sp_group={sp_group!r} does not contain rank {dist.get_rank()}; on each rank, pass the group to which "
+                "the rank belongs"
             )
         sp_size, sp_rank = dist.get_world_size(sp_group), dist.get_rank(sp_group)
         layout = ParallelLayout(world_size=sp_size, sp_size=sp_size, ring_size=ring_size)
@@ -107,7 +109,7 @@ class SequenceMesh:
         if ring_size in (1, sp_size):
             groups["ulysses" if ring_size == 1 else "ring"] = sp_group
         else:
-            # Only members take part, so that sp groups need not do this together; Ulysses comes first on every rank.
+            # Only members create these groups, so sp groups need not synchronize. All ranks create Ulysses first.
             _refuse_unequal_names(sp_group)
             members = dist.get_process_group_ranks(sp_group)
             for role, parts in _parts_of_sp(layout):
@@ -123,19 +125,20 @@ class SequenceMesh:
 
     @classmethod
     def from_layout(cls, layout: ParallelLayout, timeout: timedelta | None = None) -> SequenceMesh:
-        """Create the groups of a whole layout; every rank of the world must call.
+        """Create all process groups of a layout. All ranks of the world must call this method.
 
-        ``timeout`` applies to collectives on the new groups; ``None`` for torch's default.
+        ``timeout`` applies to collectives on the new groups. None means torch's default.
         """
         rank = dist.get_rank()
         if layout.world_size != dist.get_world_size():
             raise UserError(
-                f"a layout of {layout.world_size} ranks does not fit a process group of {dist.get_world_size()}"
+                f"the layout has {layout.world_size} ranks, but the default process group has {dist.get_world_size()}; "
+                "build the layout for the number of running ranks"
             )
         groups: dict[Role, dist.ProcessGroup | None] = {"loss": dist.group.WORLD, "shard": dist.group.WORLD}
         for role, parts in _parts(layout):
-            # Every rank creates its own part at the same time: in a world that was given a `device_id`, NCCL then
-            # splits its communicator once per role. Creating each part on all ranks would split it once per part.
+            # Each rank creates only its own group of a role. If the world has a `device_id`, NCCL then splits its
+            # communicator once per role instead of once per group.
             own = next(ranks for ranks in parts if rank in ranks)
             groups[role] = dist.new_group(list(own), timeout=timeout, use_local_synchronization=True)
         if layout.ring_size == 1:
@@ -151,22 +154,22 @@ class SequenceMesh:
         )
 
     def group(self, role: Role) -> dist.ProcessGroup:
-        """Return the process group of a role.
+        """Return this process's group for a role.
 
-        ``sp`` shares a row, ``dp`` holds the same part of different rows, ``loss`` sums token counts, and ZeRO
-        partitions over ``shard``. Within ``sp``, ``ulysses`` exchanges heads and ``ring`` circulates keys and values; a
-        mesh without a ring has no ``ring``, and a mesh that is only a ring has no ``ulysses``.
+        The ranks of ``sp`` share a row, and the ranks of ``dp`` have the same part of different rows. Token counts are
+        summed over ``loss``, and ZeRO partitions state over ``shard``. Within ``sp``, heads are exchanged over
+        ``ulysses``, and keys and values circulate over ``ring``. If one of the two has a single rank, it has no group.
         """
         found = self.groups.get(role)
         if found is None:
-            raise UserError(f"this mesh has no group for role {role!r}; it has {sorted(self.groups)}")
+            raise UserError(f"this mesh has no group for role {role!r}; use one of {sorted(self.groups)}")
         return found
 
 
 def _parts(layout: ParallelLayout) -> tuple[_Parts, ...]:
-    """Return the groups to create, in the same order on every rank."""
+    """Return the groups of each role to create, in the same order on all ranks."""
     parts: tuple[_Parts, ...] = (("sp", layout.sp_groups()), ("dp", layout.dp_groups()))
-    # If only one of them has several ranks, it uses the sp group.
+    # If only one of Ulysses and the ring has several ranks, it reuses the sp group.
     return (*parts, *_parts_of_sp(layout)) if layout.ring_size > 1 and layout.ulysses_size > 1 else parts
 
 
@@ -175,15 +178,16 @@ def _parts_of_sp(layout: ParallelLayout) -> tuple[_Parts, ...]:
 
 
 def _refuse_unequal_names(sp_group: dist.ProcessGroup) -> None:
-    """Raise if ranks would give the new groups different names and hang.
+    """Raise if the ranks would name a new group differently, which would make them hang.
 
-    torch 2.11 to 2.13 name a group that only its members create by its ranks and the creating rank's number of groups.
+    In torch 2.11 to 2.13, the name of a group that only its members create contains the number of groups that the
+    creating rank is in.
     """
     counts: list[int] = [0] * dist.get_world_size(sp_group)
     dist.all_gather_object(counts, len(_world.pg_names), group=sp_group)
     if len(set(counts)) > 1:
         raise UserError(
-            f"the ranks of sp_group are in {min(counts)} to {max(counts)} process groups, and a ring needs groups that "
-            "all ranks name alike: make the mesh before groups that only some of its ranks are in, or use "
+            f"the ranks of sp_group belong to {min(counts)} to {max(counts)} process groups, but with a ring all ranks "
+            "must belong to equally many; create the mesh before groups that contain only some of its ranks, or use "
             "SequenceMesh.from_layout"
         )

@@ -152,7 +152,7 @@ def _of_default_sizes(name: str) -> Outcome | None:
 
 
 def _noise_of(error: UserError) -> dict[str, float]:
-    return dict.fromkeys(re.findall(r"model\.config\.(\w+)=[\d.e-]+: dropout above 0", str(error)), 0.0)
+    return dict.fromkeys(re.findall(r"model\.config\.(\w+)=[\d.e-]+: with dropout", str(error)), 0.0)
 
 
 def _text_part(name: str) -> str:

@@ -92,4 +92,4 @@ def refused(rank: int, world_size: int) -> tuple[str, str]:
 def test_a_mesh_that_can_not_be_is_refused_before_any_rank_waits() -> None:
     for ring, groups in run_ranks(refused, 4, timeout_s=60):
         assert "parallel.ring_size=3 does not divide parallel.sp_size=4" in ring
-        assert "make the mesh before groups that only some of its ranks are in" in groups
+        assert "all ranks must belong to equally many; create the mesh before" in groups

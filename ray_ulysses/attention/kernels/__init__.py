@@ -1,4 +1,4 @@
-"""The attention kernels, and the choice of a kernel for a layer."""
+"""Attention kernels, and the selection of a kernel for a layer."""
 
 from ray_ulysses.attention.kernels.call import Demand, KernelCall, KernelEntry, Spans
 from ray_ulysses.attention.kernels.table import KERNELS, KernelName, choose_kernel

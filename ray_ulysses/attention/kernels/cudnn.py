@@ -1,9 +1,10 @@
-"""cuDNN's attention, one call per long document; short documents share calls of torch's flash kernel.
+"""cuDNN attention with one call per long document. Runs of short documents share a call to torch's flash kernel.
 
-No mask is used, since a mask makes dQ NaN if S % 128 == 64 (pytorch#196678). So windows are refused, and a span is
-either a causal square or a full rectangle. Written from torch 2.11.0 and 2.13.0: ``native_functions.yaml``,
-``derivatives.yaml``, ``_meta_registrations.py``, ``MHA.cpp``, ``sdp_utils.cpp`` and ``attention_backward.cu``.
-Legend: see ``call.py``; t and u queries and keys of a span, n their number with padding, W the padded head size.
+Masks are avoided, because cuDNN's dQ is NaN with a mask if S % 128 == 64 (pytorch#196678). Sliding windows are
+therefore refused, and each call is either a causal square or an unmasked rectangle. Argument lists follow torch 2.11.0
+and 2.13.0: ``native_functions.yaml``, ``derivatives.yaml``, ``_meta_registrations.py``, ``MHA.cpp``, ``sdp_utils.cpp``
+and ``attention_backward.cu``.
+Legend: see ``call.py``; t and u queries and keys of a span, n padded number of tokens, W padded head size.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from ray_ulysses.attention.kernels.math import MATH
 from ray_ulysses.attention.kernels.varlen import VARLEN
 
 _LEAST_WORK = 4e8
-"""Documents with fewer ``tokens ** 2 * query heads`` use torch's flash kernel, in one call with their neighbours.
+"""Break-even point in ``tokens ** 2 * query heads``. Shorter documents use torch's flash kernel.
 
-cuDNN takes a fixed 0.55 ms per document (forward and backward), and then computes at 550 TFLOP/s against the flash
-kernel's 320 (H100, heads of 128: benchmarks/results/kernels_gpu.md). This is the break-even point."""
+cuDNN has an overhead of 0.55 ms per document (forward and backward) and then reaches 550 TFLOP/s, against 320 for the
+flash kernel (H100, head size 128: benchmarks/results/kernels_gpu.md)."""
 _MAX_HEAD_SIZE = 128
 _LENGTH_STEP = 128
 _RECOMPILE_SWITCH = "TORCH_CUDNN_SDPA_AVOID_RECOMPILE"
@@ -34,8 +35,8 @@ _RECOMPILE_SWITCH = "TORCH_CUDNN_SDPA_AVOID_RECOMPILE"
 def padded_length(num_tokens: int) -> int:
     """Return the length to which a span is padded: a multiple of 128, with at most 16 lengths per power of two.
 
-    cuDNN builds a graph for every new shape (55 to 70 ms, flashinfer#5245; torch never frees them), so unpadded
-    documents would keep building graphs. Powers of two and their sixteenths are not padded.
+    cuDNN builds a graph for every new shape (55 to 70 ms, flashinfer#5245), and torch never frees the graphs, so
+    without padding almost every document would build one. Multiples of a sixteenth of a power of two are not padded.
     """
     step = max(_LENGTH_STEP, (1 << (num_tokens.bit_length() - 1)) // 16)
     return -(-num_tokens // step) * step
@@ -44,7 +45,7 @@ def padded_length(num_tokens: int) -> int:
 def _forward(call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
     subcalls = list(_subcalls(call))
     if len(subcalls) == 1:
-        # One long document, or only short ones: there is nothing to concatenate.
+        # A single long document, or only short documents: no results to concatenate.
         out_THE, lse_HT = _forward_part(_part(call, *subcalls[0]))
         return out_THE.contiguous(), lse_HT.contiguous()
     tokens, heads, value_size = *call.query_THD.shape[:2], call.value_UKE.shape[2]
@@ -69,7 +70,7 @@ def _backward(call: KernelCall, whole: Whole, into: Callable[[], Gradients] | No
 
 
 def _subcalls(call: KernelCall) -> Iterator[tuple[slice, slice, Spans | None]]:
-    """Yield the query and key tokens of each call: one long span, or consecutive short spans with their ``Spans``."""
+    """Yield the query and key slices of each call: a long span, or a run of short spans with its ``Spans``."""
     if call.spans is None:
         yield *call.each_span()[0], None
         return
@@ -87,7 +88,7 @@ def _subcalls(call: KernelCall) -> Iterator[tuple[slice, slice, Spans | None]]:
 
 
 def _run_of(spans: Spans, first: int, last: int) -> Spans:
-    """Return a run of consecutive spans as new ``Spans``, without synchronizing with the device."""
+    """Return spans ``first`` to ``last - 1`` as new ``Spans``, without synchronizing with the device."""
     borders = spans.borders[first : last + 1]
     if len(borders) == len(spans.borders):
         return spans
@@ -106,20 +107,20 @@ def _part(call: KernelCall, query: slice, key: slice, spans: Spans | None) -> Ke
 
 
 def _lengths(part: KernelCall) -> tuple[int, int]:
-    """Return the numbers of queries and keys with padding.
+    """Return the padded numbers of queries and keys.
 
-    A causal square hides padded keys from its queries. In a rectangle, queries see all keys, so only queries can be
-    padded.
+    In a causal square, the mask hides padded keys from real queries. In a rectangle, every query sees all keys, so keys
+    are not padded.
     """
     num_queries, num_keys = part.query_THD.shape[0], part.key_UKD.shape[0]
-    # torch aligns cuDNN's causal mask to the top left (MHA.cpp: TOP_LEFT), which equals KernelCall's only for a square.
+    # torch aligns cuDNN's causal mask to the top left (MHA.cpp: TOP_LEFT), which is KernelCall's mask only in a square.
     assert not part.causal or num_queries == num_keys
     length = padded_length(num_queries)
     return length, length if part.causal else num_keys
 
 
 def _too_few_keys(part: KernelCall) -> bool:
-    # "cudnn SDPA does not support key/value sequence length 1" (sdp_utils.cpp). Causal squares are padded to more.
+    # "cudnn SDPA does not support key/value sequence length 1" (sdp_utils.cpp). Causal squares are padded, so longer.
     return not part.causal and part.key_UKD.shape[0] == 1
 
 
@@ -147,13 +148,13 @@ def _backward_part(part: KernelCall, whole: Whole) -> Gradients:
     q, k, v = _inputs(part)
     (num_queries, num_keys), length = (part.query_THD.shape[0], part.key_UKD.shape[0]), q.shape[2]
     upstream, out = (_heads_first(t, length, q.shape[3]) for t in (whole.grad_out_THE, whole.out_THE))
-    # Padded queries and their upstream gradients are 0, so with a log-sum-exp of 0 their weights are 1 and their
-    # gradients 0.
+    # Padded queries and their upstream gradients are 0. With a log-sum-exp of 0, their attention weights are 1 and they
+    # contribute 0 to all gradients.
     lse = torch.nn.functional.pad(whole.lse_HT, (0, length - num_queries)).unsqueeze(0)
     if _keeps_last_dim(q.device):
         lse = lse.unsqueeze(-1)
     no_seed = torch.zeros((), dtype=torch.int64, device=q.device)
-    # For bias and cu_seqlens the operator takes undefined tensors, which are None in Python.
+    # The operator expects undefined tensors for bias and cu_seqlens; in Python, an undefined tensor is None.
     grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         upstream, q, k, v, out, lse.contiguous(), no_seed, no_seed, None, None, None, length, k.shape[2], 0.0,
         part.causal, scale=part.scale,
@@ -164,7 +165,7 @@ def _backward_part(part: KernelCall, whole: Whole) -> Gradients:
 
 
 def _inputs(part: KernelCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return queries ``[1, H, n, W]``, keys and values. KV heads are not repeated, since cuDNN supports GQA."""
+    """Return padded queries, keys and values ``[1, H or K, n, W]``. cuDNN supports GQA without repeated KV heads."""
     num_queries, num_keys = _lengths(part)
     width = -(-max(part.query_THD.shape[2], part.value_UKE.shape[2]) // 8) * 8
     return (
@@ -175,7 +176,7 @@ def _inputs(part: KernelCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _heads_first(heads_THD: torch.Tensor, length: int, width: int) -> torch.Tensor:
-    """Return ``[1, H, length, width]``, padded with zeros; tokens stay outermost in memory."""
+    """Return ``[1, H, length, width]``, padded with zeros. In memory, tokens remain the outermost dim."""
     missing = length - heads_THD.shape[0]
     if missing:
         heads_THD = torch.nn.functional.pad(heads_THD, (0, width - heads_THD.shape[2], 0, 0, 0, missing))
@@ -184,9 +185,10 @@ def _heads_first(heads_THD: torch.Tensor, length: int, width: int) -> torch.Tens
 
 @cache
 def _keeps_last_dim(device: torch.device) -> bool:
-    """Return whether this build's log-sum-exp is ``[B, H, S, 1]`` rather than ``[B, H, S]``.
+    """Return whether this PyTorch build returns the log-sum-exp as ``[B, H, S, 1]`` rather than ``[B, H, S]``.
 
-    The backward needs the forward's shape, which differs between PyTorch releases, so a small forward is run.
+    The backward requires the shape that the forward returns, which differs between PyTorch releases. A tiny forward
+    determines it.
     """
     tiny = torch.zeros(1, _LENGTH_STEP, 1, 64, dtype=torch.bfloat16, device=device).transpose(1, 2)
     _, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
@@ -200,16 +202,16 @@ def _refuses(demand: Demand) -> str | None:
     if demand.has_softcap:
         return "it has no soft-capping"
     if demand.has_window:
-        return "it supports windows only as a mask, which makes dQ NaN (pytorch#196678)"
+        return "it supports sliding windows only through a mask, with which dQ can be NaN (pytorch#196678)"
     if max(demand.head_size, demand.value_size) > _MAX_HEAD_SIZE:
-        # Some pairs of sizes up to 256 work on Hopper with cuDNN 9.10, but PyTorch has since removed most of them from
-        # the backward (check_cudnn_d256_bprop_head_dim in sdp_utils.cpp).
-        return f"its support for head sizes above {_MAX_HEAD_SIZE} depends on GPU and cuDNN, so it is not used"
+        # Some pairs of head sizes up to 256 work on Hopper with cuDNN 9.10, but later PyTorch releases reject most of
+        # them in the backward (check_cudnn_d256_bprop_head_dim in sdp_utils.cpp).
+        return f"head sizes above {_MAX_HEAD_SIZE} depend on the GPU and the cuDNN version, so they are not supported"
     if os.environ.get(_RECOMPILE_SWITCH, "0") not in ("", "0"):
-        # pytorch#155958: the layout is then [B, S, H, 1], in the forward and the backward.
-        return f"{_RECOMPILE_SWITCH} is set, which changes the layout of its log-sum-exp; unset it"
+        # With this variable, the log-sum-exp is [B, S, H, 1] in the forward and the backward (pytorch#155958).
+        return f"the environment variable {_RECOMPILE_SWITCH} changes the layout of the log-sum-exp; unset it"
     if torch.are_deterministic_algorithms_enabled():
-        return "its backward is not deterministic, and torch.use_deterministic_algorithms is set"
+        return "its backward is not deterministic, but torch.use_deterministic_algorithms is enabled"
     return ampere_refusal(demand)
 
 

@@ -1,10 +1,10 @@
-"""The kernels of the flash-attn project, version 3 for Hopper and version 2, called below autograd.
+"""The flash-attn kernels, version 3 (for Hopper) and version 2, called below autograd.
 
-These functions return the log-sum-exp and accept any log-sum-exp in their backward (``exp(score - lse)``), as a ring
-needs. Their arguments follow flash-attn 2.8.3 (``flash_attn/flash_attn_interface.py``,
-``csrc/flash_attn/flash_api.cpp``) and version 3 (``hopper/flash_attn_interface.py``, before and after its functions
-became custom operators).
-Legend: see ``call.py``; W the padded head size.
+The forward functions return the log-sum-exp, and the backward functions accept the log-sum-exp of a larger softmax
+(``exp(score - lse)``), as a ring requires. Arguments follow flash-attn 2.8.3 (``flash_attn/flash_attn_interface.py``,
+``csrc/flash_attn/flash_api.cpp``) and version 3 (``hopper/flash_attn_interface.py``, both before and after its
+functions became custom operators).
+Legend: see ``call.py``; W padded head size.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import torch
 from ray_ulysses.attention.kernels.call import Demand, Gradients, KernelCall, KernelEntry, Whole
 
 MAX_FLASH_HEAD_SIZE = 256
-"""The largest head size of every flash kernel, including torch's own."""
+"""Largest head size that the flash kernels support, including torch's own kernel."""
 
 _ALIGNED_ELEMENTS = 8
 """Number of 2-byte values in a 16-byte load."""
 
-# Arguments that early builds of version 3 require; all are passed None.
+# Arguments that early builds of version 3 require although they are optional; we pass None.
 _UNUSED_ARGUMENTS = frozenset(
     {
         "k_new", "v_new", "qv", "out", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_k_new", "seqused_q", "seqused_k",
@@ -39,24 +39,25 @@ _UNUSED_ARGUMENTS = frozenset(
 
 
 def padded_head_size(head_size: int, value_size: int) -> int:
-    """Return the head size to pad to for a flash kernel: a multiple of 8, or 256 above 192.
+    """Return the padded head size for a flash kernel: the next multiple of 8, or 256 if that exceeds 192.
 
-    Between 192 and 256 the kernels differ by GPU (torch 2.13's ``sdp_utils.cpp`` refuses 224 on sm86, sm89 and sm120).
+    Support for sizes between 192 and 256 depends on the GPU: ``sdp_utils.cpp`` in torch 2.13 refuses 224 on sm86, sm89
+    and sm120.
     """
     size = max(head_size, value_size)
     return MAX_FLASH_HEAD_SIZE if size > 192 else -(-size // _ALIGNED_ELEMENTS) * _ALIGNED_ELEMENTS
 
 
 def fitted(heads_THD: torch.Tensor, width: int) -> torch.Tensor:
-    """Pad with zeros, which change no sum, to ``[T, H, width]``, and align for 16-byte loads.
+    """Pad the head size to ``width`` with zeros, which leave all sums unchanged, and align for 16-byte loads.
 
-    flash-attn 2.8.3 checks only that the last stride is 1, and fails with a misaligned address if a row does not start
-    at a multiple of 16 bytes. The TMA copies of version 3 need the same alignment.
+    flash-attn 2.8.3 only checks that the last stride is 1, and fails with a misaligned address unless every head starts
+    at a multiple of 16 bytes. The TMA copies in version 3 require the same alignment.
     """
     missing = width - heads_THD.shape[-1]
     if missing:
         return torch.nn.functional.pad(heads_THD, (0, missing))
-    # contiguous() would return a contiguous tensor at a misaligned offset unchanged.
+    # clone() rather than contiguous(), which returns a contiguous tensor unchanged even if its offset is misaligned.
     return heads_THD if _is_aligned(heads_THD) else heads_THD.clone(memory_format=torch.contiguous_format)
 
 
@@ -66,38 +67,38 @@ def _is_aligned(heads_THD: torch.Tensor) -> bool:
 
 
 def window_of(call: KernelCall) -> tuple[int, int]:
-    """Return flash-attn's window: the numbers of keys left and right of the diagonal, -1 for no limit."""
+    """Return the window in flash-attn's notation: number of keys left and right of the diagonal, -1 for no limit."""
     longest = call.key_UKD.shape[0] if call.spans is None else call.spans.max_seqlen
     left = -1 if call.left is None or call.left >= longest - 1 else call.left
     return left, 0 if call.causal else -1
 
 
 def half_precision_refusal(demand: Demand) -> str | None:
-    """Return why a kernel for half precision and head sizes up to 256 can't meet a demand, or ``None``."""
+    """Return why a half-precision kernel with head sizes up to 256 can't meet a demand, or None if it can."""
     if demand.dtype not in (torch.bfloat16, torch.float16):
-        return f"it supports bf16 and fp16 only, and the layer is in {str(demand.dtype).removeprefix('torch.')}"
+        return f"it supports only bf16 and fp16, but the layer is in {str(demand.dtype).removeprefix('torch.')}"
     size = max(demand.head_size, demand.value_size)
     if size > MAX_FLASH_HEAD_SIZE:
-        return f"its largest head size is {MAX_FLASH_HEAD_SIZE}, and the layer has {size}"
+        return f"its largest head size is {MAX_FLASH_HEAD_SIZE}, but the layer's head size is {size}"
     return None
 
 
 def ampere_refusal(demand: Demand) -> str | None:
-    """Return `half_precision_refusal`, or why a kernel for Ampere and later GPUs can't run on this one."""
+    """Return why a half-precision kernel for Ampere and later GPUs can't meet a demand here, or None if it can."""
     capability = compute_capability()
     if capability is not None and capability[0] < 8:
-        return f"it needs compute capability 8.0, and the GPU has {capability[0]}.{capability[1]}"
+        return f"it requires compute capability 8.0 or later, but the GPU has {capability[0]}.{capability[1]}"
     return half_precision_refusal(demand)
 
 
 def compute_capability() -> tuple[int, int] | None:
-    """Return the GPU's compute capability, or ``None`` if CUDA is not initialized; does not initialize it."""
+    """Return the GPU's compute capability, or None if CUDA is not initialized. Does not initialize CUDA."""
     return torch.cuda.get_device_capability() if torch.cuda.is_initialized() else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlashFunctions:
-    """The functions of one library: for ``[1, T, H, W]`` without spans, and for ``[T, H, W]`` with them."""
+    """A library's functions: ``dense`` for one span ``[1, T, H, W]``, ``spans`` for packed tokens ``[T, H, W]``."""
 
     forward_dense: Callable[..., Any]
     forward_spans: Callable[..., Any]
@@ -106,7 +107,7 @@ class FlashFunctions:
 
 
 def flash_forward(library: Callable[[], FlashFunctions], call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run a library's forward; see `KernelEntry.forward`. The library is imported at the first call."""
+    """Run a library's forward; see `KernelEntry.forward`. ``library`` imports the library and returns its functions."""
     functions = library()
     function = functions.forward_dense if call.spans is None else functions.forward_spans
     out, lse = function(**_bound(function, _inputs(call)))[:2]
@@ -130,7 +131,7 @@ def flash_backward(
     width = inputs["q"].shape[-1]
     inputs["dout"], inputs["out"] = (_batched(fitted(t, width), batch) for t in (whole.grad_out_THE, whole.out_THE))
     inputs["softmax_lse"] = _batched(whole.lse_HT, batch)
-    # Both versions write into the given tensors; their return values differ.
+    # Both versions write to dq, dk and dv; their return values differ, so they are not used.
     given = into() if into is not None and all(one.shape[2] == width for one in call.inputs) else None
     if given is not None and all(_is_aligned(grad) for grad in given):
         grads = [_batched(grad, batch) for grad in given]
@@ -138,7 +139,7 @@ def flash_backward(
         given = None
         grads = [torch.empty_like(inputs[name], memory_format=torch.contiguous_format) for name in ("q", "k", "v")]
     inputs["dq"], inputs["dk"], inputs["dv"] = grads
-    # By default, version 2 sums dQ with atomics; follow torch's setting.
+    # Version 2 sums dQ with atomics unless a deterministic backward is requested.
     inputs["deterministic"] = torch.are_deterministic_algorithms_enabled()
     function(**_bound(function, inputs))
     if given is not None:
@@ -152,7 +153,7 @@ def _batched(tensor: torch.Tensor, batch: bool) -> torch.Tensor:
 
 
 def _inputs(call: KernelCall) -> dict[str, Any]:
-    """Return the arguments of a call by the names of all versions; `_bound` selects the names that a function has."""
+    """Return the arguments under the names of all versions; `_bound` selects the names that a function accepts."""
     width = padded_head_size(call.query_THD.shape[2], call.value_UKE.shape[2])
     left, right = window_of(call)
     q, k, v = (_batched(fitted(t, width), call.spans is None) for t in call.inputs)
@@ -170,8 +171,8 @@ def _inputs(call: KernelCall) -> dict[str, Any]:
 
 @cache
 def _parameters(function: Callable[..., Any]) -> dict[str, bool]:
-    """Return, by name, whether each argument of a function is required."""
-    # The Python signature of a custom operator is (*args, **kwargs), so its schema is read.
+    """Map the names of a function's arguments to whether they are required."""
+    # A custom operator's Python signature is (*args, **kwargs), so use its schema instead.
     overload = getattr(function, "_opoverload", None)
     if overload is not None:
         return {argument.name: not argument.has_default_value() for argument in overload._schema.arguments}
@@ -186,7 +187,7 @@ def _bound(function: Callable[..., Any], inputs: Mapping[str, Any]) -> dict[str,
 
 
 def unknown_signature(functions: FlashFunctions) -> str | None:
-    """Return the arguments that a library's functions lack or unexpectedly require, as text, or ``None``."""
+    """Describe missing or unexpected required arguments of a library's functions; None if the signatures are known."""
     inputs = {"q", "k", "v", "softmax_scale", "softcap"}
     spans = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"}
     grads = {"dout", "out", "softmax_lse", "dq", "dk", "dv", "deterministic"}
@@ -206,13 +207,16 @@ def unknown_signature(functions: FlashFunctions) -> str | None:
         required = {name for name, is_required in parameters.items() if is_required}
         strange = sorted(required - names - optional - _UNUSED_ARGUMENTS)
         if lacking or strange:
-            return f"its functions lack {', '.join(lacking) or 'nothing'} and require {', '.join(strange) or 'no more'}"
+            return (
+                f"its functions have an unknown signature (missing arguments: {', '.join(lacking) or 'none'}; "
+                f"unexpected required arguments: {', '.join(strange) or 'none'})"
+            )
     return None
 
 
 @cache
 def flash_attn_3() -> FlashFunctions:
-    """Import version 3 and return its functions; one pair serves both layouts."""
+    """Import version 3 and return its functions, which accept both layouts."""
     library = importlib.import_module("flash_attn_interface")
     forward, backward = library._flash_attn_forward, library._flash_attn_backward
     return FlashFunctions(
@@ -233,7 +237,7 @@ def flash_attn_2() -> FlashFunctions:
 
 
 def _build_refusal(demand: Demand) -> str | None:
-    """Return the needed features that version 3 was built without; recent builds list them in ``flash_attn_config``."""
+    """Describe the required features that this build of version 3 lacks; None if it has all or does not list them."""
     if importlib.util.find_spec("flash_attn_config") is None:
         return None
     flags = importlib.import_module("flash_attn_config").CONFIG["build_flags"]
@@ -252,7 +256,7 @@ def _refuses_3(demand: Demand) -> str | None:
     refusal = half_precision_refusal(demand)
     capability = compute_capability()
     if refusal is None and capability is not None and capability[0] != 9:
-        refusal = f"it is for Hopper (compute capability 9.0), and the GPU has {capability[0]}.{capability[1]}"
+        refusal = f"it requires Hopper (compute capability 9.0), but the GPU has {capability[0]}.{capability[1]}"
     if refusal is not None:
         return refusal
     try:
@@ -267,10 +271,10 @@ def _refuses_2(demand: Demand) -> str | None:
         return refusal
     try:
         version = str(importlib.import_module("flash_attn").__version__)
-        # Before 2.8 the forward's log-sum-exp and the names of the window's arguments differed between releases.
+        # Before 2.8, the layout of the log-sum-exp and the names of the window arguments differed between releases.
         release = re.match(r"(\d+)\.(\d+)", version)
         if release is None or (int(release[1]), int(release[2])) < (2, 8):
-            return f"it needs flash-attn 2.8 or later, and {version} is installed"
+            return f"it requires flash-attn 2.8 or later, but version {version} is installed"
         return unknown_signature(flash_attn_2())
     except (ImportError, OSError, AttributeError) as error:
         return f"flash_attn can't be used: {error}"
@@ -292,7 +296,7 @@ FLASH_3 = KernelEntry(
 FLASH_2 = KernelEntry(
     name="flash_attn",
     needs="a CUDA device and flash-attn 2.8 or later",
-    # flash-attn 4 also installs a `flash_attn` package, without version 2's extension.
+    # flash-attn 4 installs a `flash_attn` package too, but not version 2's CUDA extension.
     runs_on=lambda device_type: _has(device_type, "flash_attn", "flash_attn_2_cuda"),
     refuses=_refuses_2,
     forward=partial(flash_forward, flash_attn_2),

@@ -1,7 +1,7 @@
-"""Attention by plain matrix products, for every device and option: the fallback where no fused kernel fits.
+"""Attention with plain matrix products, for all devices and options: the fallback if no fused kernel fits.
 
-Scores are in fp32 (fp64 for fp64), for one block of queries at a time, so that memory grows with the number of keys and
-not with its square. Legend: see ``call.py``; G = H / K query heads per KV head, t and u queries and keys of a block.
+Scores are computed in fp32 (in fp64 for fp64 inputs), one block of queries at a time, so memory is linear in the number
+of keys. Legend: see ``call.py``; G = H / K query heads per KV head, t and u queries and keys of a block.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from ray_ulysses.attention.kernels.call import Block, Gradients, KernelCall, KernelEntry, Whole
 
 _BLOCK_SCORES = 2**24
-"""Scores per block over all heads; several tensors of this size, 64 MiB in fp32, exist at once."""
+"""Scores per block over all heads. Several tensors of this size (64 MiB in fp32) exist at the same time."""
 
 
 def _forward(call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,7 +72,7 @@ def _parts(call: KernelCall, block: Block) -> tuple[torch.Tensor, torch.Tensor, 
 
 
 def _scores(call: KernelCall, block: Block) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return scaled, capped and masked scores and, with a cap ``c``, its slope ``1 - tanh(score / c) ** 2``."""
+    """Return scaled, capped and masked scores, and the cap's derivative ``1 - tanh(score / c) ** 2`` or None."""
     query_tKGD, key_uKD, _ = _parts(call, block)
     scores_KGtu = torch.einsum("tkgd,ukd->kgtu", query_tKGD, key_uKD).mul_(call.scale)
     slope_KGtu = None

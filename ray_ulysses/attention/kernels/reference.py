@@ -1,4 +1,4 @@
-"""Attention by its definition, softmax(QKᵀ·scale + mask)V, in S x S memory: the reference for all kernels."""
+"""Attention by definition, softmax(QKᵀ·scale + mask)V, with S x S scores in memory: the reference for all kernels."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ def attention_by_definition(
     softcap: float | None = None,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return ``[T, H, E]``; autograd computes the gradients.
+    """Return the attention output ``[T, H, E]``, differentiable by autograd.
 
     Args:
         query_THD: Queries.
-        key_UKD: Keys; each KV head serves ``H / K`` neighbouring query heads.
+        key_UKD: Keys. Each KV head is shared by ``H / K`` consecutive query heads.
         value_UKE: Values.
-        visible_TU: bool, true if a query sees a key.
+        visible_TU: Boolean mask, true where a query sees a key.
         scale: Factor on the scores.
-        softcap: ``c`` of ``c * tanh(score / c)``.
-        sinks_H: Attention sinks: per head, one score in the softmax that has no value.
+        softcap: Cap ``c`` in ``c * tanh(score / c)``.
+        sinks_H: Attention sinks: one additional softmax score per head, without a value.
     """
     copies = query_THD.shape[1] // key_UKD.shape[1]
     key_UHD, value_UHE = (t.repeat_interleave(copies, dim=1) for t in (key_UKD, value_UKE))
@@ -43,12 +43,12 @@ def attention_by_definition(
 def visible_tokens(
     lengths: Sequence[int], num_tokens: int, window: int | None = None, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """Return the bool mask ``[S, S]`` of a row: causal within each document, with the padding as one more document.
+    """Return a row's boolean mask ``[S, S]``, causal within each document. Padding forms a document of its own.
 
     Args:
         lengths: Lengths of the row's documents in tokens.
         num_tokens: Length of the row in tokens.
-        window: Number of tokens that a token sees, including itself.
+        window: Number of tokens that each token sees, including itself.
         device: Device of the mask.
     """
     visible = torch.zeros(num_tokens, num_tokens, dtype=torch.bool, device=device)

@@ -1,7 +1,7 @@
-"""Torch's fused CPU attention, one call per document, so that no mask is needed to keep documents apart.
+"""Torch's fused CPU attention, called once per document, so no mask is needed to separate documents.
 
-It calls the operator below ``scaled_dot_product_attention``, which returns the log-sum-exp and takes one in its
-backward. Legend: see ``call.py``.
+The kernel calls the operator that implements ``scaled_dot_product_attention`` directly, because the operator returns
+the log-sum-exp and its backward accepts a different one. Legend: see ``call.py``; W padded head size.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ray_ulysses.attention.kernels.call import Block, Demand, Gradients, KernelC
 
 _HALF = (torch.bfloat16, torch.float16)
 _WINDOW_BLOCK_TOKENS = 1024
-"""Queries of a masked block of a sliding window: bounds the mask at 1024 x (1024 + window) instead of T x U."""
+"""Queries per block with a sliding window. Limits the mask to 1024 x (1024 + window) instead of T x U."""
 
 
 def _forward(call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
@@ -34,7 +34,7 @@ def _forward(call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _backward(call: KernelCall, whole: Whole, into: Callable[[], Gradients] | None = None) -> Gradients:
     if call.query_THD.dtype in _HALF:
-        # The operator sums the gradients of query heads that share a KV head in the inputs' dtype.
+        # The operator would sum the KV gradients over query heads in half precision.
         query, key, value = call.query_THD.float(), _float_by_head(call.key_UKD), _float_by_head(call.value_UKE)
         same = replace(call, query_THD=query, key_UKD=key, value_UKE=value)
         return _backward(same, Whole(whole.grad_out_THE.float(), whole.out_THE.float(), whole.lse_HT))
@@ -42,7 +42,7 @@ def _backward(call: KernelCall, whole: Whole, into: Callable[[], Gradients] | No
     if _is_whole(call, blocks):
         return _backward_block(call, blocks[0], whole)
     grad_q = torch.empty_like(call.query_THD, memory_format=torch.contiguous_format)
-    # Blocks of one span share keys, so their gradients are added up.
+    # With a window, blocks of the same span share keys, so their gradients are summed.
     make = torch.zeros_like if call.left is not None else torch.empty_like
     grad_k, grad_v = (make(t, memory_format=torch.contiguous_format) for t in (call.key_UKD, call.value_UKE))
     for block in blocks:
@@ -77,7 +77,7 @@ def _backward_block(call: KernelCall, block: Block, whole: Whole) -> Gradients:
 
 
 def _is_whole(call: KernelCall, blocks: list[Block]) -> bool:
-    """Return whether one unmasked block of one head size covers the call, so that no result is copied or trimmed."""
+    """Return whether a single unmasked block with D = E covers the call, so that its result needs no copy."""
     return len(blocks) == 1 and blocks[0].hidden_tu is None and call.query_THD.shape[2] == call.value_UKE.shape[2]
 
 
@@ -87,7 +87,7 @@ def _blocks(call: KernelCall) -> Iterator[Block]:
         if call.left is not None and call.left < num_keys - 1:
             yield from call.blocks(query, key, _WINDOW_BLOCK_TOKENS)
         else:
-            # The operator aligns its causal mask to the top left, which is the same for a square.
+            # The operator aligns its causal mask to the top left, which is KernelCall's mask only in a square.
             assert not call.causal or query.stop - query.start == num_keys
             yield Block(query, key, None)
 
@@ -105,19 +105,19 @@ def _inputs(call: KernelCall, block: Block) -> tuple[torch.Tensor, torch.Tensor,
     width = max(call.query_THD.shape[2], call.value_UKE.shape[2])
     return (
         _widened(call.query_THD[block.query], width),
-        # The operator reads them once per block of queries, which is 2% faster if each head's tokens are contiguous.
+        # The operator reads keys and values once per block of queries: 2% faster if each head is contiguous.
         _widened(call.key_UKD[block.key], width).contiguous(),
         _widened(call.value_UKE[block.key], width).contiguous(),
     )
 
 
 def _float_by_head(heads_UKD: torch.Tensor) -> torch.Tensor:
-    """Return ``[U, K, D]`` in fp32 as a view of ``[K, U, D]``, which `_inputs` does not copy again for a whole row."""
+    """Convert to fp32 ``[U, K, D]`` with memory layout ``[K, U, D]``, so that `_inputs` need not copy a full row."""
     return heads_UKD.transpose(0, 1).to(torch.float32, memory_format=torch.contiguous_format).transpose(0, 1)
 
 
 def _widened(heads_THD: torch.Tensor, width: int) -> torch.Tensor:
-    """Return ``[1, H, T, width]``: the operator needs one head size, and padding with zeros changes no sum."""
+    """Return ``[1, H, T, width]``, padded with zeros, because the operator requires D = E."""
     if heads_THD.shape[2] < width:
         heads_THD = torch.nn.functional.pad(heads_THD, (0, width - heads_THD.shape[2]))
     return heads_THD.transpose(0, 1).unsqueeze(0)
@@ -125,7 +125,7 @@ def _widened(heads_THD: torch.Tensor, width: int) -> torch.Tensor:
 
 def _refuses(demand: Demand) -> str | None:
     if demand.has_softcap:
-        return "it has no soft-capping"
+        return "it does not support soft-capping"
     if demand.dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         return f"it does not support {demand.dtype}"
     return None

@@ -1,4 +1,4 @@
-"""Chooses the fastest available kernel that can compute a layer exactly."""
+"""Selects the fastest available kernel that computes a layer exactly."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ray_ulysses.errors import UserError
 KernelName = Literal["auto", "flash_attn_3", "flash_attn", "cudnn", "varlen", "sdpa", "math"]
 
 KERNELS: tuple[KernelEntry, ...] = (FLASH_3, FLASH_2, CUDNN, VARLEN, SDPA, MATH)
-"""All kernels, from the fastest to the slowest on GPUs other than Hopper."""
+"""All kernels, fastest first (on GPUs other than Hopper)."""
 _ON_HOPPER = (FLASH_3, CUDNN, FLASH_2, VARLEN, SDPA, MATH)
 
 
 def by_speed() -> tuple[KernelEntry, ...]:
-    """Return the kernels, fastest first on this machine's GPU.
+    """Return all kernels, ordered from fastest to slowest on this machine's GPU.
 
-    On an H100 and an H200, cuDNN is 1.6 times as fast as flash-attn 2, which is 1.05 times as fast as torch's own copy
-    of it (heads of 128, forward and backward: benchmarks/results). No other generation has been measured.
+    On H100 and H200, cuDNN is 1.6 times as fast as flash-attn 2, and flash-attn 2 is 1.05 times as fast as torch's copy
+    of flash-attn (head size 128, forward and backward: benchmarks/results). Other GPU generations are not measured.
     """
     capability = compute_capability()
     return _ON_HOPPER if capability is not None and capability[0] == 9 else KERNELS
@@ -32,21 +32,21 @@ def by_speed() -> tuple[KernelEntry, ...]:
 
 @cache
 def choose_kernel(name: str, demand: Demand) -> tuple[KernelEntry, str]:
-    """Return the kernel of that name and the reason for its choice; ``auto`` chooses the fastest that fits.
+    """Return the named kernel, or for ``auto`` the fastest kernel that fits, and the reason for the choice.
 
     Raises:
-        UserError: The named kernel is not available, or can't meet the demand exactly.
+        UserError: The named kernel is unknown, not available, or can't meet the demand exactly.
     """
     skipped: list[str] = []
     for entry in by_speed():
         obstacle = _obstacle(entry, demand)
         if name == "auto":
             if obstacle is None:
-                return entry, "; ".join(["the fastest that can", *skipped])
+                return entry, "; ".join(["the fastest kernel that fits", *skipped])
             skipped.append(f"{entry.name}: {obstacle}")
         elif name == entry.name:
             if obstacle is None:
-                return entry, "as set"
+                return entry, "set by model.attention"
             able = ", ".join(other.name for other in KERNELS if _obstacle(other, demand) is None)
             raise UserError(f"model.attention={name!r} can't be used: {obstacle}; use auto or {able}")
     raise UserError(f"model.attention={name!r} is unknown; use auto, {', '.join(entry.name for entry in KERNELS)}")
@@ -54,5 +54,5 @@ def choose_kernel(name: str, demand: Demand) -> tuple[KernelEntry, str]:
 
 def _obstacle(entry: KernelEntry, demand: Demand) -> str | None:
     if not entry.runs_on(demand.device_type):
-        return f"it needs {entry.needs}, and this device is {demand.device_type}"
+        return f"it requires {entry.needs}, but this device is {demand.device_type}"
     return entry.refuses(demand)

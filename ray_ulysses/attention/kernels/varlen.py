@@ -1,8 +1,9 @@
-"""Torch's own flash kernel over all documents in one call, through the operators below ``torch.nn.attention.varlen``.
+"""Torch's own flash kernel, with one call for all documents.
 
-``varlen_attn`` returns a log-sum-exp but takes none in its backward, and in torch 2.11 it does not support grouped
-queries; the operators do both. Written from torch 2.11.0 and 2.13.0 (``native_functions.yaml``,
-``_meta_registrations.py``, ``nn/attention/varlen.py``). Legend: see ``call.py``.
+The kernel calls the operators that implement ``torch.nn.attention.varlen`` directly: ``varlen_attn`` does not accept a
+log-sum-exp in its backward, and in torch 2.11 does not support grouped queries. Arguments follow torch 2.11.0 and
+2.13.0 (``native_functions.yaml``, ``_meta_registrations.py``, ``nn/attention/varlen.py``). Legend: see ``call.py``; W
+padded head size.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def _backward(call: KernelCall, whole: Whole, into: Callable[[], Gradients] | No
     lse = whole.lse_HT
     if call.spans is None:
         upstream, out, lse = upstream.unsqueeze(0), out.unsqueeze(0), lse.unsqueeze(0)
-    # Dropout is off, but the operator needs a random state; its shape is copied from varlen_attn's backward.
+    # The operator requires a random state even without dropout; the shape is from varlen_attn's backward.
     rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
     unused = torch.empty(0, device=q.device)
     grads = torch.ops.aten._flash_attention_backward(
@@ -46,7 +47,7 @@ def _backward(call: KernelCall, whole: Whole, into: Callable[[], Gradients] | No
 def _inputs(call: KernelCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     width = padded_head_size(call.query_THD.shape[2], call.value_UKE.shape[2])
     q, k, v = (fitted(t, width) for t in call.inputs)
-    # Without cu_seqlens the operator takes the dense path, which needs a batch dim: [T, H, W] -> [1, T, H, W]
+    # Without cu_seqlens, the operator requires a batch dim: [T, H, W] -> [1, T, H, W]
     return (q, k, v) if call.spans is not None else (q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0))
 
 
@@ -57,15 +58,15 @@ def _extents(call: KernelCall) -> tuple[torch.Tensor | None, torch.Tensor | None
 
 
 def _options(call: KernelCall) -> tuple[bool, dict[str, Any]]:
-    """Return ``is_causal`` and the keywords as ``varlen_attn`` sets them: a causal window is (left, 0), not causal."""
+    """Return ``is_causal`` and keyword arguments like ``varlen_attn``, where a causal window is (left, 0) and False."""
     left, right = window_of(call)
     return (left, right) == (-1, 0), {"scale": call.scale, "window_size_left": left, "window_size_right": right}
 
 
 def _refuses(demand: Demand) -> str | None:
     if demand.has_softcap:
-        # The kernel supports it, but both operators set it to 0 (aten/src/ATen/native/transformers/cuda).
-        return "it has no soft-capping"
+        # The kernel supports soft-capping, but both operators pass 0 (aten/src/ATen/native/transformers/cuda).
+        return "it does not support soft-capping"
     return ampere_refusal(demand)
 
 

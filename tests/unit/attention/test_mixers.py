@@ -93,7 +93,7 @@ def test_a_layer_on_a_packed_row_gives_what_its_module_gives_each_document(archi
 @pytest.mark.parametrize(
     ("architecture", "sp_size", "text"),
     [
-        ("qwen3_next", 3, r"^parallel\.sp_size=3 can't share the 4 key heads of the gated delta nets .* 1, 2, 4$"),
+        ("qwen3_next", 3, r"^parallel\.sp_size=3 does not divide the 4 key heads of the gated delta nets .* 1, 2, 4$"),
         ("bamba", 3, r"the 8 heads of the Mamba layers .* 1, 2, 4$"),
         # Attention has four heads.
         ("lfm2", 8, r"the 32 channels of the short convolutions .* 1, 2, 4$"),
@@ -118,7 +118,7 @@ def test_an_adapter_of_a_convolution_would_be_passed_over_and_is_refused() -> No
 
     model = hybrid("lfm2")
     model.model.layers[0].conv.conv.__class__ = Adapted
-    with pytest.raises(UserError, match=r"^lfm2 has layers that carry state .* \(Adapted\)"):
+    with pytest.raises(UserError, match=r"^lfm2 has unsupported recurrent or attention layers \(Adapted\)"):
         refuse_inexact(model, model.config, None)
 
 
@@ -126,16 +126,18 @@ def test_a_layer_called_past_the_model_or_with_a_mask_is_refused() -> None:
     model = apply_ulysses(hybrid("lfm2"), ALONE)
     (_, mixer, _), *_ = find_mixers(model)
     hidden = torch.zeros(1, 4, 32)
-    with pytest.raises(UserError, match=r"^Lfm2ShortConv was called without the batch's tables"):
+    with pytest.raises(UserError, match=r"^Lfm2ShortConv did not receive the document tables"):
         mixer(hidden)
     tables: list[dict[str, Any]] = []
     mixer.register_forward_pre_hook(lambda module, args, kwargs: tables.append(kwargs), with_kwargs=True)
     with torch.no_grad():
         model(**shard_batch(torch.zeros(1, 4).long(), None, None, ALONE).model_inputs())
     given = tables[0] | {"hidden_states": hidden}
-    with pytest.raises(UserError, match=r"^Lfm2ShortConv got a mask or a cache"):
+    with pytest.raises(UserError, match=r"^Lfm2ShortConv received a mask or a cache"):
         mixer(**given | {"attention_mask": torch.ones(1, 4)})
-    with pytest.raises(UserError, match=r"^Lfm2ShortConv got 3 tokens per row; each rank of sp must hold 4 tokens"):
+    with pytest.raises(
+        UserError, match=r"^Lfm2ShortConv received 3 tokens per row, but the batch's slice has 4 tokens"
+    ):
         mixer(**given | {"hidden_states": hidden[:, :3]})
 
 

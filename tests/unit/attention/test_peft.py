@@ -166,12 +166,12 @@ def test_adapters_that_were_each_inspected_may_be_switched_between() -> None:
 
 
 def test_the_dropout_of_an_adapter_is_refused() -> None:
-    with pytest.raises(UserError, match=r"^llama has a dropout of 0\.1 at .*lora_dropout"):
+    with pytest.raises(UserError, match=r"^llama has dropout 0\.1 at .*lora_dropout"):
         apply_ulysses(adapted(zoo_model("llama"), lora(lora_dropout=0.1)), ALONE)
 
 
 @pytest.mark.parametrize("target", ["x_proj", "dt_proj"])
 def test_an_adapter_of_a_layer_whose_weight_is_read_would_be_passed_over_and_is_refused(target: str) -> None:
     model = get_peft_model(zoo_model("jamba"), LoraConfig(r=2, target_modules=[target]))
-    with pytest.raises(UserError, match=rf"^jamba has a peft\..*\.Linear at .*\.mamba\.{target}: the layer around it"):
+    with pytest.raises(UserError, match=rf"^jamba has a peft\..*\.Linear at .*\.mamba\.{target}: the enclosing layer"):
         apply_ulysses(model, ALONE)

@@ -128,7 +128,7 @@ class MixingLlama(LlamaForCausalLM):
 
 def refusal_of(model: Any) -> str:
     """Return the text that a model is refused with."""
-    with pytest.raises(UserError, match=r"^llama can't be trained exactly over slices of a row: ") as refused:
+    with pytest.raises(UserError, match=r"^llama can't be trained exactly on slices of a row: ") as refused:
         refuse_inexact(model, model.config, None)
     return str(refused.value)
 
@@ -197,7 +197,7 @@ def test_a_keyword_that_changes_attention_is_refused(module_or_keyword: str) -> 
     plain = attention.forward
     given = {"is_causal": False} if module_or_keyword == "is_causal" else {"bias": torch.zeros(1)}
     attention.forward = MethodType(lambda _, *args, **kwargs: plain(*args, **kwargs, **given), attention)
-    assert f"LlamaAttention passes its attention {module_or_keyword}" in refusal_of(model)
+    assert f"LlamaAttention passes {module_or_keyword}" in refusal_of(model)
 
 
 def test_a_layer_that_makes_its_mask_itself_is_refused() -> None:
@@ -215,7 +215,7 @@ def test_a_layer_that_makes_its_mask_itself_is_refused() -> None:
         return plain(*args, attention_mask=attention_mask * 2, **kwargs)
 
     attention.forward = MethodType(with_other_mask, attention)
-    assert "LlamaAttention makes an attention mask of its own" in refusal_of(model)
+    assert "LlamaAttention builds its own attention mask" in refusal_of(model)
 
 
 def test_the_model_and_the_run_are_left_as_they_are() -> None:

@@ -58,7 +58,7 @@ def test_it_generates_and_can_be_applied_again() -> None:
     batch = shard_batch(IDS, None, None, ALONE)
     apply_ulysses(model, ALONE)
     loss, _ = causal_lm_loss(model, batch)
-    with pytest.raises(UserError, match=r"call remove_ulysses\(model\)$"):
+    with pytest.raises(UserError, match=r"call remove_ulysses\(model\)"):
         model.generate(IDS, max_new_tokens=4, do_sample=False)
     assert torch.equal(remove_ulysses(model).generate(IDS, max_new_tokens=4, do_sample=False), plain)
     again, _ = causal_lm_loss(apply_ulysses(model, ALONE), batch)
@@ -86,7 +86,7 @@ def test_a_configuration_that_two_models_share_is_refused_by_name() -> None:
     model, other = LlamaForCausalLM(config), LlamaForCausalLM(config)
     apply_ulysses(apply_ulysses(model, ALONE), ALONE)
     with pytest.raises(
-        UserError, match=r"^apply_ulysses was not applied to the model of this LlamaAttention, but its co"
+        UserError, match=r"^apply_ulysses was not called on the model of this LlamaAttention, but the model's co"
     ):
         other(IDS)
     with pytest.raises(
@@ -99,5 +99,5 @@ def test_a_configuration_that_two_models_share_is_refused_by_name() -> None:
 
 
 def test_a_model_without_it_is_refused() -> None:
-    with pytest.raises(UserError, match=r"^apply_ulysses was not applied to this LlamaForCausalLM; pass the model"):
+    with pytest.raises(UserError, match=r"^this LlamaForCausalLM has no Ulysses attention; pass the model"):
         remove_ulysses(zoo_model("llama"))

@@ -53,10 +53,12 @@ def test_parts_of_a_plan_make_the_whole(heads: tuple[int, int], share: float, pa
 
 
 def test_more_ranks_than_heads_are_refused() -> None:
-    with pytest.raises(UserError, match=r"8 ranks can't share 4 attention heads.*set parallel.ring_size so that"):
+    with pytest.raises(
+        UserError, match=r"4 attention heads are not enough for 8 ranks.*set parallel.ring_size so that"
+    ):
         assign_heads(4, 2, 8)
 
 
 def test_groups_that_are_not_whole_are_refused() -> None:
-    with pytest.raises(UserError, match="3 key-value heads do not divide 8 query heads"):
+    with pytest.raises(UserError, match="3 key-value heads, which do not divide its 8 query heads"):
         assign_heads(8, 3, 2)
