@@ -1,4 +1,4 @@
-"""The command line: registers the commands, and maps their errors to exit codes (0 done, 1 failed, 2 user input)."""
+"""The command line: registers the commands and maps errors to exit codes (0 success, 1 failure, 2 invalid input)."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ from ray_ulysses.commands.output import SteadyStream, put_line
 from ray_ulysses.errors import INTERRUPTED, RunError, UserError
 from ray_ulysses.logging import escaped_output, indented, one_line
 
-# Of Linux.
-_LONGEST_PATH = 4096
+_LONGEST_PATH = 4096  # PATH_MAX on Linux
 app = typer.Typer(
     help="Train Hugging Face decoders at very long context, exactly, on clusters that may lose nodes.",
     no_args_is_help=True,
@@ -80,7 +79,7 @@ def main(arguments: list[str] | None = None) -> None:
             SteadyStream("stderr").write(f"{indented(traceback.format_exc())}\n")
             code = 1
     if code == INTERRUPTED:
-        # After an interrupted start, Ray's threads may crash while the interpreter shuts down.
+        # Skip the interpreter's shutdown, in which Ray's threads may crash if the start of Ray was interrupted.
         SteadyStream("stdout").flush()
         SteadyStream("stderr").flush()
         os._exit(code)
@@ -88,7 +87,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def run(command: Callable[..., Any], arguments: list[str] | None = None) -> int:
-    """Run the command line and return its exit code; escapes its output."""
+    """Run the command line with escaped output, and return the exit code."""
     with escaped_output():
         return _run(command, arguments)
 
@@ -98,7 +97,7 @@ def _run(command: Callable[..., Any], arguments: list[str] | None) -> int:
 
     configure_logging()
     quiet_libraries()
-    # A reader that is gone does not change the exit code.
+    # If the reader has closed stderr, the error is lost, but the exit code does not change.
     errors = cast("TextIO", SteadyStream("stderr"))
     try:
         code = command(args=arguments, standalone_mode=False)
@@ -108,10 +107,10 @@ def _run(command: Callable[..., Any], arguments: list[str] | None) -> int:
     except KeyboardInterrupt:
         code = INTERRUPTED
     except typer.Abort:
-        errors.write("error: not confirmed; --yes starts without a question\n")
+        errors.write("error: not confirmed; use --yes to skip the prompt\n")
         return 1
     except OSError as error:
-        # The last resort: code that knows the file raises a better error.
+        # Last resort: code that knows the file's purpose raises a more specific error.
         errors.write(f"error: {indented(_of_the_system(error))}\n")
         return 1
     except UnicodeEncodeError as error:
@@ -122,21 +121,21 @@ def _run(command: Callable[..., Any], arguments: list[str] | None) -> int:
             error.show(errors)
             return int(error.exit_code)
         raise
-    # Typer turns an interrupt into an exit code.
+    # Typer may also catch the interrupt and return this exit code.
     if code == INTERRUPTED:
         errors.write("interrupted; committed checkpoints are kept, and the same command resumes\n")
     return code if isinstance(code, int) else 0
 
 
 def _of_the_locale(error: UnicodeEncodeError) -> str:
-    """Return the text that can't be encoded (a path in an ASCII locale), and the way out."""
+    """Return the message for a text that the locale can't encode, such as a non-ASCII path in an ASCII locale."""
     return (
-        f"{one_line(error.object[:_LONGEST_PATH])}: can't be written in {error.encoding}, the encoding of this "
+        f"{one_line(error.object[:_LONGEST_PATH])}: can't be encoded in {error.encoding}, the encoding of this "
         "shell's locale; set LC_ALL=C.UTF-8 or PYTHONUTF8=1"
     )
 
 
 def _of_the_system(error: OSError) -> str:
-    """Return the path and the reason of a system error, if it has them."""
+    """Return the message for a system error, with its path if known."""
     reason = error.strerror or str(error) or type(error).__name__
     return reason if error.filename is None else f"{error.filename}: {reason}"

@@ -1,4 +1,4 @@
-"""Clocks are passed in as values, so that tests can control time."""
+"""Clocks, which are passed as arguments so that tests can control time."""
 
 from __future__ import annotations
 
@@ -20,35 +20,37 @@ class Clock(Protocol):
         ...
 
     def monotonic(self) -> float:
-        """Return seconds of a clock that never goes back."""
+        """Return seconds of a clock that never goes backwards, since an unspecified start."""
         ...
 
     def sleep(self, seconds: float) -> None:
-        """Wait for a number of seconds."""
+        """Block for `seconds` seconds."""
         ...
 
 
 class SystemClock:
     """The machine's clocks.
 
-    The wall clock may jump while a run trains. The processes of a command on one machine share a single reading of it
-    and count from there, so that the difference of two times is a duration.
+    The wall clock may be adjusted while a run trains. A command's processes on the same machine therefore read it only
+    once and add the time since boot, so that the difference of two times is a duration.
+
+    Args:
+        ahead_s: Offset added to `now`, in seconds, so that a worker agrees with the coordinator's clock.
     """
 
     def __init__(self, ahead_s: float = 0.0) -> None:
-        """Set the offset from this machine's clock, in seconds, for a worker that uses the coordinator's."""
         self._ahead_s = ahead_s
 
     def now(self) -> float:
-        """Return seconds since the Unix epoch, by the wall clock as it was when the command began."""
+        """Return seconds since the Unix epoch, unaffected by clock adjustments after the command has started."""
         return _start() + _since_boot() + self._ahead_s
 
     def monotonic(self) -> float:
-        """Return seconds of a clock that never goes back."""
+        """Return seconds of a clock that never goes backwards, since an unspecified start."""
         return time.monotonic()
 
     def sleep(self, seconds: float) -> None:
-        """Wait for a number of seconds."""
+        """Block for `seconds` seconds."""
         time.sleep(seconds)
 
 
@@ -59,9 +61,9 @@ def _since_boot() -> float:
 
 @cache
 def _start() -> float:
-    """Return when this machine booted, by the wall clock at the first call in this process or a parent of it.
+    """Return this machine's boot time in seconds since the Unix epoch, computed from one reading of the wall clock.
 
-    Child processes inherit the value, unless they run on another machine, or after a reboot.
+    Child processes inherit the value through the environment unless they run on another machine or after a reboot.
     """
     boot = _BOOT_ID.read_text().strip()
     known, _, start = os.environ.get(CLOCK_START, "").partition(" ")

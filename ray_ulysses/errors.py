@@ -1,4 +1,4 @@
-"""Errors for users: the setting, its value, the rule that it breaks, and the way out."""
+"""Error classes. A message specifies the setting, its value, the violated rule and a way to fix the problem."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from typing import Final
 from ray_ulysses.logging import indented
 
 INTERRUPTED = 130
-"""Exit code of a command that was interrupted by a signal, as in shells."""
+"""Exit code of a command that was interrupted with Ctrl-C; shells use the same code."""
 _MOST_SHOWN = 50
-# A password may contain slashes and at signs. A port, and a path with an at sign, are not passwords, and in a reference
-# to a checkpoint an at sign precedes the step.
+# A password may contain slashes and at signs. Ports and paths with an at sign must not be mistaken for passwords, and
+# neither must checkpoint references, in which an at sign precedes the step.
 _PASSWORD = re.compile(
     r"(:/{1,3}|(?:endpoint_override|blob_storage_authority)=)[^/?&\s]*:(?!\d+(?:[/?&]|@\d+$|$))\S*@", re.IGNORECASE
 )
-# A bucket has no port, and its endpoint no user.
+# Buckets have no port, so text between a colon and an at sign is a password. Endpoints have no user, so text before an
+# at sign is a password.
 _IN_BUCKET = re.compile(
     r"(\b(?:s3a?|gc?s|abfss?|az):/{1,3})(?!\*\*\*@)[^?\s]*:[^?\s]*@"
     r"|((?:endpoint_override|blob_storage_authority)=)(?!\*\*\*@)[^&\s]*@(?!(?:latest|best|\d+)$)",
     re.IGNORECASE,
 )
-# Without a password, the user of a database and Azure's container are not secrets.
+# For these schemes, a user without a password may be an access token. A database user or Azure container is no secret.
 _ONLY_USER = re.compile(
     r"\b((?:https?|ftps?|s3a?|gc?s):/{1,2})(?!\*\*\*@)[^/?\s]+@(?!(?:latest|best|\d+)$)", re.IGNORECASE
 )
@@ -40,7 +41,7 @@ class UlyssesError(Exception):
     """Base class of all errors that ray-ulysses raises on purpose.
 
     Args:
-        args: The text, and the items of a list below it; their continuation lines are marked.
+        args: The message, optionally followed by items that are shown as a list below the message.
     """
 
     def __str__(self) -> str:
@@ -48,11 +49,11 @@ class UlyssesError(Exception):
 
 
 class UserError(UlyssesError, ValueError):
-    """The user's input can't be used; the command line exits with 2."""
+    """The user's input is invalid; the command exits with code 2."""
 
 
 class RunError(UlyssesError, RuntimeError):
-    """A run failed for a reason other than the user's input; the command line exits with 1."""
+    """A run failed for a reason other than invalid input; the command exits with code 1."""
 
 
 class _Value(Enum):
@@ -60,11 +61,11 @@ class _Value(Enum):
 
 
 NOT_GIVEN: Final = _Value.NOT_GIVEN
-"""The value of a setting that is not given."""
+"""Placeholder for the value of a setting that the user did not set."""
 
 
 class _Shown(reprlib.Repr):
-    """Formats values as YAML does, and shortens long ones."""
+    """Formatter with YAML's notation for null, booleans and lists, which shortens long values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,31 +86,31 @@ class _Shown(reprlib.Repr):
 
 
 def shown(value: object) -> str:
-    """Format a setting's value on one line, as YAML writes null, true and lists; long values are shortened."""
+    """Format a setting's value on one line, in YAML's notation for null, booleans and lists; shortens long values."""
     return _Shown().repr(value)
 
 
 def without_secret(text: str) -> str:
-    """Replace secrets of URIs in a text with stars: ``user:password@``, and options such as ``token=``."""
+    """Replace secrets in URIs, such as ``user:password@`` and options such as ``token=``, with ``***``."""
     text = _IN_BUCKET.sub(r"\1\2***@", _PASSWORD.sub(r"\1***@", text))
     return _IN_QUERY.sub(r"\1***", _ONLY_USER.sub(r"\1***@", text))
 
 
 def names_secret(option: str) -> bool:
-    """Return whether `without_secret` replaces the value of a URI's option."""
+    """Return whether `without_secret` hides the value of a URI option with this name."""
     return re.fullmatch(_SECRET_NAME, option, re.IGNORECASE) is not None
 
 
 class FinalError(RunError):
-    """A failure that would recur in the same run, so its workers are not restarted."""
+    """A failure that would recur after a restart, so the run ends instead of restarting its workers."""
 
 
 class BrokenRanksError(RunError):
     """Some ranks compute or communicate incorrectly; every rank raises the same error.
 
     Args:
-        text: The text.
-        ranks: The ranks at fault.
+        text: Error message.
+        ranks: Faulty ranks, or empty if unknown.
     """
 
     def __init__(self, text: str, ranks: Collection[int] = ()) -> None:
@@ -118,21 +119,21 @@ class BrokenRanksError(RunError):
 
 
 class PeerError(RunError):
-    """This rank could not continue because another one failed; that rank's error has the reason."""
+    """This rank could not continue because another rank failed; the other rank's error has the reason."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """One problem of one setting."""
+    """A problem with one setting."""
 
     path: str
     """Dotted path of the setting, such as ``parallel.sp_size``."""
     value: object = NOT_GIVEN
-    """Its value; omitted if it is not given."""
+    """Value of the setting, or `NOT_GIVEN` if the user did not set it."""
     rule: str
     hint: str
     nearest: str | None = None
-    """The name that the user may have meant, for an unknown setting."""
+    """Existing setting with the most similar name, if the setting is unknown."""
 
     def __str__(self) -> str:
         suggestion = f" (did you mean '{self.nearest}'?)" if self.nearest else ""
@@ -141,12 +142,12 @@ class Problem:
 
 
 class ConfigError(UserError):
-    """All problems of a configuration.
+    """All problems found in a configuration.
 
     Args:
-        problems: The problems.
-        source: Name of the configuration.
-        beside: An error that ended the search for problems; its problems or its text are listed last.
+        problems: Problems, in the order in which they are listed.
+        source: Display name of the configuration.
+        beside: Error that stopped the search for problems. Its problems, or its message, are listed last.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""Loggers, and escaping of foreign text, so that a terminal shows its control sequences instead of executing them.
+"""Loggers, and escaping of untrusted text so that a terminal shows control sequences instead of executing them.
 
-Control characters and invisible ones are shown as escapes, and continuation lines are marked.
+Control characters and invisible characters are replaced with escapes, and continuation lines are marked.
 """
 
 from __future__ import annotations
@@ -16,49 +16,49 @@ from typing import Any, TextIO, cast
 
 _ROOT = "ray_ulysses"
 _MARK = "\n  | "
-# All of Unicode's Cc, Cf, Cs, Zl and Zp but for the tab, the line feed, and Arabic, Syriac and Kaithi signs, which are
-# visible.
+# The Unicode categories Cc, Cf, Cs, Zl and Zp, except for tabs, line feeds, and the visible Arabic, Syriac and Kaithi
+# signs.
 _UNSEEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u2064\u2066-\u206f\ud800-\udfff"
     "\ufeff\ufff9-\ufffb\U00013430-\U0001343f\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0001\U000e0020-\U000e007f]"
 )
 _LETTER = "[\u0300-\u1fff\u2070-\ud7ff\ue000-\ufefe\uff00-\U000dffff]"
 _JOINED = re.compile(f"{_LETTER}[\u200c\u200d]{_LETTER}")
-"""A joiner between letters or symbols that are not Latin belongs to the script, or to an emoji."""
+"""A zero-width joiner or non-joiner between non-Latin characters, where it belongs to the script or to an emoji."""
 
 
 def printable(text: str) -> str:
-    r"""Return a text with control and invisible characters escaped, such as ``\x1b``; line feeds are kept."""
-    # Most texts have nothing to escape, and this check is four times as fast.
+    r"""Escape all control characters except line feeds, and all invisible characters, for example as ``\x1b``."""
+    # Most texts need no escapes, and isprintable() is four times as fast as the regular expression.
     return text if text.replace("\n", "").isprintable() else _UNSEEN.sub(_escape, text)
 
 
 def _escape(found: re.Match[str]) -> str:
     if found.start() and _JOINED.match(found.string, found.start() - 1):
         return found[0]
-    # JSON leaves this control character as it is, and has no \x7f.
+    # Use JSON's notation for DEL: JSON encoders leave DEL unescaped, and \x7f is not valid in JSON.
     return r"\u007f" if found[0] == "\x7f" else found[0].encode("unicode_escape").decode()
 
 
 def one_line(text: str) -> str:
-    r"""Return a printable text whose line feeds are shown as ``\n``."""
+    r"""Return `printable` text with line feeds escaped as ``\n``."""
     return printable(text).replace("\n", r"\n")
 
 
 def indented(text: str) -> str:
-    """Return a printable text with its continuation lines marked; lines that are marked already are kept."""
+    """Return `printable` text with a mark before each continuation line that is not marked yet."""
     return re.sub(r"\n(?!  \| )", _MARK, printable(text.rstrip("\n")))
 
 
 class EscapingStream:
-    """A text stream that escapes with `printable`; it has no ``buffer``, through which bytes would bypass it."""
+    """Wrapper of a text stream that escapes with `printable`; hides ``buffer``, which would bypass the escaping."""
 
     def __init__(self, stream: TextIO) -> None:
         self.unescaped = stream
-        """The underlying stream, for our own colors and cursor movements."""
+        """Underlying stream, for ray-ulysses' own colors and cursor movements."""
 
     def write(self, text: str) -> int:
-        """Write a text."""
+        """Escape and write `text`."""
         self.unescaped.write(printable(text))
         return len(text)
 
@@ -69,20 +69,20 @@ class EscapingStream:
 
 
 def escape_output() -> None:
-    """Escape everything that this process writes to standard output and error from now on, libraries included."""
+    """Escape everything that this process, including its libraries, writes to stdout and stderr from now on."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, EscapingStream):
-            # If nobody reads the stream, the next write fails, as it would have without us.
+            # If the stream is closed, reconfigure() fails, and so will the next write.
             with suppress(AttributeError, OSError, ValueError):
-                # A character that the encoding lacks must not raise.
+                # Characters that the encoding does not support must not raise.
                 stream.reconfigure(errors="backslashreplace")
             setattr(sys, name, cast("TextIO", EscapingStream(stream)))
 
 
 @contextmanager
 def escaped_output() -> Iterator[None]:
-    """Escape everything that is written within the block."""
+    """Escape everything that is written to stdout and stderr within the block."""
     before = sys.stdout, sys.stderr
     escape_output()
     try:
@@ -92,7 +92,7 @@ def escaped_output() -> Iterator[None]:
 
 
 def get_logger(name: str) -> logging.Logger:
-    """Return the logger of a module; pass ``__name__``."""
+    """Return the logger for a module; pass ``__name__``."""
     return logging.getLogger(name if name.startswith(_ROOT) else f"{_ROOT}.{name}")
 
 
@@ -102,7 +102,7 @@ class _Formatter(logging.Formatter):
 
 
 def configure_logging() -> None:
-    """Send the package's messages to standard error, one line each; for commands, never called on import."""
+    """Send the package's log messages to stderr; called by commands, never on import."""
     logger = logging.getLogger(_ROOT)
     if not logger.handlers:
         handler = logging.StreamHandler(sys.stderr)
@@ -113,9 +113,9 @@ def configure_logging() -> None:
 
 
 def quiet_libraries() -> None:
-    """Silence other libraries in the output of a command; call it before they are imported.
+    """Silence the messages and warnings of other libraries; must be called before these libraries are imported.
 
-    The environment and ``python -W`` take precedence.
+    Existing environment variables and ``python -W`` take precedence.
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

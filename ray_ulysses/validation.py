@@ -1,4 +1,4 @@
-"""Types for pydantic models of file contents, and pydantic's errors in this project's words."""
+"""Field types for pydantic models of file contents, and conversion of pydantic's errors to readable messages."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ _adapter: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
 _DIGEST = re.compile(r"[0-9a-f]{1,16}")
 
 YEAR_10000_S = 253_402_300_800
-"""Upper bound of seconds since the epoch, since Python has no later dates."""
+"""Exclusive upper bound for seconds since the epoch: Python's dates end with the year 9999."""
 
 Whole = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
-"""A non-negative 64-bit integer; ``true`` and ``1.0`` are refused."""
+"""A non-negative 64-bit integer; ``true`` and ``1.0`` are invalid."""
 Positive = Annotated[int, Field(strict=True, ge=1, lt=2**63)]
 """A positive 64-bit integer."""
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-"""A finite number; integers are accepted."""
+"""A finite number; integers are valid."""
 Seconds = Annotated[float, Field(strict=True, ge=0, lt=YEAR_10000_S, allow_inf_nan=False)]
-"""A duration, or a time since the epoch."""
+"""A duration, or a time since the epoch, in seconds."""
 Text = Annotated[str, Field(min_length=0)]
-"""A text that UTF-8 can encode; JSON may contain lone surrogates."""
+"""A string that UTF-8 can encode. The constraint makes pydantic reject lone surrogates, which JSON may contain."""
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-"""The name of a file without any folder."""
+"""A file name without a folder."""
 
 
 def _hexadecimal(value: object) -> str:
@@ -59,15 +59,15 @@ def _children(value: object) -> Iterable[object]:
 
 
 Free = Annotated[dict[str, Any], AfterValidator(_bounded)]
-"""An object with any content of bounded nesting depth."""
+"""A JSON object with arbitrary content, up to 50 levels deep."""
 
 Digest = Annotated[int, BeforeValidator(lambda value: int(_hexadecimal(value), 16))]
-"""A sum of data digests modulo 2**64, written as up to 16 hexadecimal digits."""
+"""A sum of data digests modulo 2**64, parsed from up to 16 hexadecimal digits."""
 DigestText = Annotated[str, BeforeValidator(_hexadecimal)]
-"""A digest in its written form."""
+"""A sum of data digests as up to 16 hexadecimal digits."""
 
 
-# The rule and the hint of each kind of pydantic error, with its context; other kinds keep pydantic's own text.
+# Rule and hint by pydantic's error type, formatted with the error's context. Other types keep pydantic's message.
 _RULES = {
     "greater_than": ("must be above {gt}", "use a number above {gt}"),
     "greater_than_equal": ("must be at least {ge}", "use {ge} or more"),
@@ -79,63 +79,63 @@ _RULES = {
     "float_type": ("must be a number", "write a number without quotes"),
     "float_parsing": ("must be a number", None),
     "bool_type": ("must be true or false", "write true or false"),
-    "string_type": ("must be text", "write it in quotes if it looks like a number, a date or a boolean"),
-    "string_unicode": ("must be text that UTF-8 can hold", None),
-    "string_too_short": ("must not be empty", "give a text"),
-    "string_too_long": ("must have at most {max_length} characters", "choose a shorter one"),
-    "literal_error": ("must be {expected}", "use one of these"),
+    "string_type": ("must be a string", "put values that look like numbers, dates or booleans in quotes"),
+    "string_unicode": ("must be a string that UTF-8 can encode", None),
+    "string_too_short": ("must not be empty", "set a non-empty string"),
+    "string_too_long": ("must have at most {max_length} characters", "use a shorter string"),
+    "literal_error": ("must be {expected}", "use one of these values"),
     "tuple_type": ("must be a list", "write it as [a, b]"),
     "list_type": ("must be a list", None),
     "too_long": ("must have {max_length} values", "write it as [a, b]"),
-    "too_short": ("must have at least {min_length}", "give one, or null"),
+    "too_short": ("must have {min_length} or more values", "add a value, or use null"),
     "dict_type": ("must be a mapping", "write it as indented 'key: value' lines"),
     "mapping_type": ("must be a mapping", None),
     "dataclass_type": ("must be a mapping", None),
     "extra_forbidden": ("there is no such field", None),
     "unexpected_keyword_argument": ("there is no such field", None),
-    "string_pattern_mismatch": ("must be of the form {pattern}", "choose another name"),
+    "string_pattern_mismatch": ("must match the pattern {pattern}", "use a matching name"),
     "value_error": ("{error}", None),
     # For settings only.
-    "missing": ("the setting is required", "add it to the file, or give it with --set"),
-    "model_type": ("must be a group of settings", "write its settings indented below it"),
+    "missing": ("the setting is required", "add it to the file, or pass it with --set"),
+    "model_type": ("must be a group of settings", "indent the group's settings below its name"),
     "refused": (None, "{hint}"),
 }
 
 
 KNOWN_FIELDS_ONLY = ConfigDict(extra="forbid")
-"""For the dataclass of a versioned file, in which an unknown field can only be a damaged name."""
+"""Configuration for dataclasses of versioned files, in which an unknown field indicates damage."""
 
 
 class ContentError(ValueError):
-    """The content of a file is invalid; the text lists each field, its value and the rule."""
+    """The content of a file is invalid; the message lists the invalid fields, their values and the violated rules."""
 
 
 def rule_of(detail: ErrorDetails) -> str:
-    """Return the rule that a value breaks, as a predicate that follows the value's name."""
+    """Return the violated rule as a phrase such as ``must be a list``, to follow the name of the value."""
     rule, _ = _RULES.get(detail["type"], (None, None))
     return rule.format(**detail.get("ctx", {})) if rule is not None else detail["msg"]
 
 
 def hint_of(detail: ErrorDetails) -> str | None:
-    """Return the hint for a configuration; None if there is none."""
+    """Return a hint how to fix a setting, or None if the error type has no hint."""
     _, hint = _RULES.get(detail["type"], (None, None))
     return hint.format(**detail.get("ctx", {})) if hint is not None else None
 
 
 def adapter(kind: type[T]) -> TypeAdapter[T]:
-    """Return the `TypeAdapter` of a type, made on first use."""
+    """Return the cached `TypeAdapter` of a type."""
     return _adapter(kind)
 
 
 def read_json(adapter: TypeAdapter[T], content: bytes | str) -> T:
-    """Parse and validate a JSON text.
+    """Parse and validate JSON.
 
     Args:
-        adapter: Type of the result.
-        content: The text.
+        adapter: Adapter of the expected type.
+        content: JSON text.
 
     Raises:
-        ContentError: It is not JSON, or a field is missing or invalid.
+        ContentError: The content is not JSON, or a field is missing or invalid.
     """
     try:
         return adapter.validate_json(content)
@@ -147,14 +147,18 @@ def parse_json(content: bytes | str) -> Any:
     """Parse JSON from an untrusted source.
 
     Raises:
-        ValueError: It is not JSON, is nested more than 200 levels deep, or has a lone surrogate or an integer of more
-            digits than Python reads.
+        ValueError: The content is not JSON, is nested more than 200 levels deep, contains a lone surrogate, or contains
+            an integer with more digits than Python parses.
     """
     return from_json(content)
 
 
 def checked(adapter: TypeAdapter[T], value: object) -> T:
-    """Validate a parsed JSON value; raises as `read_json` does."""
+    """Validate a parsed JSON value.
+
+    Raises:
+        ContentError: A field is missing or invalid.
+    """
     try:
         return adapter.validate_python(value)
     except ValidationError as error:
@@ -162,7 +166,7 @@ def checked(adapter: TypeAdapter[T], value: object) -> T:
 
 
 def faults_text(error: ValidationError) -> str:
-    """Describe the first few errors, field by field."""
+    """Return a message with the first few invalid fields and the number of others."""
     faults = error.errors(include_url=False)
     texts = [_fault_text(detail) for detail in faults[:_MOST_FAULTS]]
     more = len(faults) - len(texts)
@@ -179,7 +183,7 @@ def _fault_text(detail: ErrorDetails) -> str:
 
 
 def shown_value(value: object) -> str:
-    """Format a value for an error."""
+    """Format a value for an error message, on one line."""
     try:
         return shown_text(repr(value))
     except RecursionError:
@@ -187,6 +191,6 @@ def shown_value(value: object) -> str:
 
 
 def shown_text(text: str) -> str:
-    """Shorten a text for an error, and escape its unprintable characters."""
+    """Shorten a text for an error message, and escape line feeds and unprintable characters."""
     short = text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."
     return one_line(short)

@@ -1,4 +1,4 @@
-"""Peer memory: agents that keep the newest training state in the memory of two nodes, and the store over them."""
+"""Peer memory: per-node agents that keep the newest training state in RAM on two nodes, and a store on top of them."""
 
 from ray_ulysses.peer_memory.agent import PeerMemoryAgent
 from ray_ulysses.peer_memory.store import AgentAddresses, PeerMemoryStore, partners

@@ -1,8 +1,8 @@
-"""The agent of one node: a TCP server that keeps files of one run in memory while the processes of the run come and go.
+"""The agent of a node: a TCP server that keeps a run's files in memory while the run's processes start and stop.
 
-Processes of its node can also connect by a Unix socket, and lend memory in which they have files ready. It needs
-neither Ray nor torch. Each connection is served by a thread and begins with a handshake. The agent ends itself when no
-connection was open for a while: a run that is not continued leaves no memory behind.
+Processes on the same node can also connect through a Unix socket and lend memory that already contains a file's
+content. The agent needs neither Ray nor torch. Each connection starts with a handshake and is served by its own thread.
+If no connection has been open for a while, the agent exits, so that an abandoned run does not occupy memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ray_ulysses.peer_memory.wire import (
 from ray_ulysses.storage import AlreadyExistsError
 
 IDLE_LIMIT_S = 120.0
-"""How long an agent outlives the last connection, in seconds: time for another driver to continue the run."""
+"""Seconds without a connection after which an agent exits. A new driver has this much time to continue the run."""
 _LOOKS_S = 0.5
 _BACKLOG = 256
 _UNACKNOWLEDGED_MS = 50_000
@@ -43,16 +43,16 @@ _log = get_logger(__name__)
 
 
 class PeerMemoryAgent:
-    """Keeps files of one run in this process's memory and serves them.
+    """Server that stores a run's files in the memory of this process.
 
     Args:
-        token: The run's secret; a connection whose other side does not prove that it knows it is closed.
-        host: Address to listen on: the node's own.
-        port: Port to listen on if it is free; the port of an agent that died lets its clients find this one.
-        limit_bytes: Most bytes of all files; None for no limit.
-        idle_limit_s: How long it stays without an open connection, in seconds.
-        clock: Time.
-        on_end: Called once after it has ended because nobody was connected.
+        token: The run's secret. The agent closes connections from clients that do not prove that they know the token.
+        host: The node's address, on which the agent listens.
+        port: Preferred port; if it is in use, any free port. With the port of a dead agent, its clients can reconnect.
+        limit_bytes: Maximum total size of all files, or None for no limit.
+        idle_limit_s: Seconds without a connection after which the agent exits.
+        clock: Source of time.
+        on_end: Called once after the agent has exited because it was idle.
     """
 
     def __init__(
@@ -79,11 +79,11 @@ class PeerMemoryAgent:
         self._accepting: list[threading.Thread] = []
 
     def start(self) -> str:
-        """Listen, and return the address as ``host:port``."""
+        """Start listening, and return the address as ``host:port``."""
         self._listeners.append(self._listen())
         address = f"{self._host}:{self._listeners[0].getsockname()[1]}"
         with contextlib.suppress(OSError):
-            # Without it, processes of this node send what they would lend.
+            # Without the Unix socket, processes on this node send their files instead of lending memory.
             self._listeners.append(_listen_locally(address))
         for listener in self._listeners:
             thread = threading.Thread(target=self._accept, args=(listener,), name="peer-memory-accept", daemon=True)
@@ -102,10 +102,10 @@ class PeerMemoryAgent:
         return socket.create_server((self._host, 0), family=family, backlog=_BACKLOG)
 
     def close(self) -> None:
-        """End: close all connections and drop all files."""
+        """Stop listening, close all connections and drop all files."""
         self._closed.set()
         for listener in self._listeners:
-            # Closing alone would not wake the thread that accepts, and keeps the address until it is woken.
+            # close() does not wake the thread in accept(), and the address stays in use until this thread returns.
             with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)
             listener.close()
@@ -130,7 +130,7 @@ class PeerMemoryAgent:
             try:
                 thread.start()
             except RuntimeError:
-                # There are too many threads; without this one, the agent would take no connection any more.
+                # The thread limit is reached; an uncaught error would stop the agent from accepting connections.
                 connection.close()
                 self._closed.wait(0.1)
 
@@ -163,19 +163,19 @@ class PeerMemoryAgent:
                 is_over = not self._connections and self._clock.monotonic() - self._alone_since > self._idle_limit_s
             if is_over:
                 _log.info(
-                    "nobody asked for %.0f s: this run's peer memory on this node is given back", self._idle_limit_s
+                    "no process connected for %.0f s: releasing this run's peer memory on this node", self._idle_limit_s
                 )
                 self.close()
                 self._on_end()
 
 
 class _Requests:
-    """The requests of one connection."""
+    """Handler of the requests on one connection."""
 
     def __init__(self, files: MemoryFiles, token: str, connection: socket.socket) -> None:
         self._files, self._token, self._connection = files, token, connection
         self._upload: MemoryFile | None = None
-        # Closed with the connection: an agent to which another is connected does not end.
+        # Closed with this connection, because an open connection would keep the other agent from exiting.
         self._partners: dict[str, AgentClient] = {}
 
     def __enter__(self) -> _Requests:
@@ -187,7 +187,7 @@ class _Requests:
             client.close()
 
     def answer_one(self) -> bool:
-        """Receive a request and answer it; return False at the connection's end."""
+        """Receive a request and answer it; return False if the client has closed the connection."""
         head = receive_head(self._connection)
         if head is None:
             return False
@@ -208,7 +208,7 @@ class _Requests:
             number = error.errno if error.errno is not None else errno.EIO
             send_frame(self._connection, {"errno": number, "text": error.strerror or str(error)})
         except (KeyError, TypeError, ValueError) as error:
-            raise FrameError(f"no request ({error})") from error
+            raise FrameError(f"invalid request ({error})") from error
         return True
 
     def _sizes(self, _: int, *, prefix: str) -> None:
@@ -222,7 +222,7 @@ class _Requests:
                 for pages, start, count in file.ranges(offset, offset + num_bytes):
                     send_file(self._connection, pages.fileno(), start, count)
             except OSError as error:
-                raise FrameError("the payload could not be sent whole") from error
+                raise FrameError("the payload was only sent in part") from error
 
     def _delete(self, _: int, *, prefix: str) -> None:
         self._files.delete(prefix)
@@ -237,12 +237,12 @@ class _Requests:
         lent: Mapping[str, Any] | None = None,
         keep: Mapping[str, Any] | None = None,
     ) -> None:
-        """Take chunks in lent memory, if there are any, and then the chunk that is sent with the request.
+        """Append chunks to the upload: first the chunks in lent memory, then the request's payload.
 
-        With the first request a file begins, and with the last it gets its name.
+        The first request of an upload has `begin`, and the last request has `keep`, which gives the file its name.
         """
         if payload_bytes > CHUNK_BYTES or (begin is None and self._upload is None):
-            raise FrameError("a chunk of no file, or a wrong one")
+            raise FrameError("a chunk is too large or does not belong to an upload")
         unread = payload_bytes + (1 if lent is not None else 0)
         try:
             if begin is not None:
@@ -274,19 +274,17 @@ class _Requests:
     def _receive_lent(self, num_bytes: int) -> LentPages:
         _, descriptors, *_ = socket.recv_fds(self._connection, 1, 1)
         if len(descriptors) != 1:
-            raise FrameError("no memory comes with a request that lends some")
+            raise FrameError("a request that lends memory has no descriptor")
         try:
             os.set_inheritable(descriptors[0], False)
             check_lent(descriptors[0], num_bytes)
         except (OSError, TypeError, ValueError) as error:
             os.close(descriptors[0])
-            raise FrameError(
-                f"the descriptor that comes with a request is not memory that can be lent ({error})"
-            ) from error
+            raise FrameError(f"the request's descriptor does not refer to memory that can be lent ({error})") from error
         return LentPages(descriptors[0], num_bytes)
 
     def _copy(self, _: int, *, key: str, to: str) -> None:
-        """Copy a file to another agent, and report progress to the client."""
+        """Copy a file to the agent at address `to`, and report progress to the client."""
         client = self._partners.get(to)
         if client is None:
             client = self._partners[to] = AgentClient(to, self._token, progress_s=PARTNER_S)
@@ -303,7 +301,10 @@ class _Requests:
 
 
 def _send_copy(client: AgentClient, key: str, file: MemoryFile) -> Iterator[int]:
-    """Copy a file to another agent chunk by chunk, each with the checksum of its first writer."""
+    """Copy a file to another agent, and yield the number of bytes sent so far after each chunk.
+
+    Chunks are sent with the checksums that the original writer computed.
+    """
     with client.uploading(key, replace=True, is_large=file.size >= SMALL_BYTES) as upload:
         sent = 0
         for chunk in file.chunks or (Chunk(pages=file.pages, offset=0, num_bytes=0, checksum=0),):
@@ -324,10 +325,10 @@ def _listen_locally(address: str) -> socket.socket:
 
 
 def _keep_alive(connection: socket.socket) -> None:
-    """Let the kernel end a connection whose node is gone without a word, so that it does not keep the agent alive."""
+    """Have the kernel close a connection whose node has disappeared, so that the agent can still become idle."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 20)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-    # While something is sent the kernel does not ask whether the other side lives, and tries for a quarter of an hour.
+    # Keepalive is inactive while data is unacknowledged, and the kernel would retransmit it for a quarter of an hour.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)

@@ -1,8 +1,9 @@
-"""Mutual authentication of connections between a run's processes, by a token that is never sent.
+"""Mutual authentication between a run's processes, based on a shared token that is never sent.
 
-The side that connects sends a random nonce. The side that listens answers with a nonce of its own and a proof that it
-knows the token, and gets a proof back: HMAC-SHA256 with the token as the key, over the prover's role and both nonces.
-Nonces and proofs have a fixed size, and nothing else is read before. What follows is neither encrypted nor signed.
+The client sends a random nonce. The server answers with its own nonce and a proof that it knows the token, and the
+client replies with its own proof. A proof is an HMAC-SHA256 over the sender's role and both nonces, with the token as
+the key. Nonces and proofs have a fixed size, and nothing else is read before the handshake succeeds. The data that
+follows is neither encrypted nor signed.
 """
 
 from __future__ import annotations
@@ -24,23 +25,21 @@ from ray_ulysses.logging import get_logger
 
 NONCE_BYTES = PROOF_BYTES = 32
 HANDSHAKE_S = 10.0
-"""Longest handshake, in seconds, however many bytes arrive meanwhile."""
+"""Maximum duration of a handshake in seconds, even if data keeps arriving."""
 MOST_PENDING = 1024
-"""Most connections in a handshake; a new one then ends the oldest. A whole cluster may connect at once.
-
-It is less where the process may open few descriptors: most of them stay free for the run.
-"""
+"""Maximum number of pending handshakes, so that a complete cluster can connect at once. Beyond this number, a new
+connection ends the oldest handshake. Processes with a low limit on open files use a quarter of that limit instead."""
 _LOG_EVERY_S = 60.0
 _CONNECTS, _LISTENS, _SEALS = b"ray-ulysses connects", b"ray-ulysses listens", b"ray-ulysses seals"
 _log = get_logger(__name__)
 
 
 def authenticate(connection: socket.socket, token: str, timeout_s: float = HANDSHAKE_S) -> None:
-    """Prove to the listening side of a new connection that the token is known, and make sure that it knows it too.
+    """Authenticate a new connection as the client: verify the server's proof of the token, and send a proof.
 
     Raises:
-        PermissionError: The listening side does not know the token.
-        OSError: It is gone, or does not answer in time.
+        PermissionError: The server does not know the token.
+        OSError: The connection was closed, or the server did not answer in time.
     """
     deadline = time.monotonic() + timeout_s
     nonce = secrets.token_bytes(NONCE_BYTES)
@@ -49,18 +48,18 @@ def authenticate(connection: socket.socket, token: str, timeout_s: float = HANDS
     answer = _receive(connection, NONCE_BYTES + PROOF_BYTES, deadline)
     nonces = nonce + answer[:NONCE_BYTES]
     if not hmac.compare_digest(answer[NONCE_BYTES:], _proof(token, _LISTENS, nonces)):
-        raise PermissionError(errno.EACCES, "it does not know this run's token")
+        raise PermissionError(errno.EACCES, "the server does not know this run's token")
     connection.sendall(_proof(token, _CONNECTS, nonces))
 
 
 class Gate:
-    """The listening side: admits the connections whose other side knows the token. Any thread may call.
+    """The server's side of the handshake, which admits clients that know the token; thread-safe.
 
-    Handshakes are bounded in number and time, and so is the logging of failed ones.
+    The number and duration of pending handshakes are limited, and so is the rate of log lines about refused clients.
 
     Args:
-        token: The secret that both sides know.
-        clock: Time.
+        token: The run's secret.
+        clock: Source of time.
     """
 
     def __init__(self, token: str, clock: Clock | None = None) -> None:
@@ -72,7 +71,7 @@ class Gate:
         self._logged_at: float | None = None
 
     def admits(self, connection: socket.socket) -> bool:
-        """Return whether the other side of an accepted connection knows the token; the caller closes it if not."""
+        """Return whether the client of an accepted connection knows the token; if not, the caller must close it."""
         deadline = time.monotonic() + HANDSHAKE_S
         with self._handshake(lambda: connection.shutdown(socket.SHUT_RDWR)):
             answer, expected = self._challenge(_receive(connection, NONCE_BYTES, deadline))
@@ -83,7 +82,7 @@ class Gate:
         return False
 
     async def admits_stream(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Like `admits`, for a connection of an event loop."""
+        """Return whether the client of an asyncio connection knows the token; see `admits`."""
         with self._handshake(writer.transport.abort):
             async with asyncio.timeout(HANDSHAKE_S):
                 answer, expected = self._challenge(await reader.readexactly(NONCE_BYTES))
@@ -94,13 +93,13 @@ class Gate:
         return False
 
     def _challenge(self, nonce: bytes) -> tuple[bytes, bytes]:
-        """Return the answer to the nonce of the connecting side, and the proof that it has to give."""
+        """Return the server's answer to the client's nonce, and the proof that the client must send."""
         own = secrets.token_bytes(NONCE_BYTES)
         return own + _proof(self._token, _LISTENS, nonce + own), _proof(self._token, _CONNECTS, nonce + own)
 
     @contextmanager
     def _handshake(self, end: Callable[[], object]) -> Iterator[None]:
-        """Count a handshake as pending, ending the oldest if there are too many; suppress its error if it fails."""
+        """Register a pending handshake, which `end` aborts, and suppress its errors."""
         key, oldest = object(), None
         with self._lock:
             self._pending[key] = end
@@ -117,24 +116,24 @@ class Gate:
                 self._pending.pop(key, None)
 
     def _refused(self) -> None:
-        """Log the first connection that was refused, and then a count at most once a minute."""
+        """Log the first refused connection immediately, and then the number of refused connections once a minute."""
         now = self._clock.monotonic()
         with self._lock:
             self._num_refused += 1
             if self._logged_at is not None and now - self._logged_at < _LOG_EVERY_S:
                 return
             count, self._num_refused, self._logged_at = self._num_refused, 0, now
-        _log.warning("refused %d connections whose other side did not prove that it knows this run's token", count)
+        _log.warning("refused %d connections from clients that did not prove that they know this run's token", count)
 
 
 def seal(token: str, secret: str) -> str:
-    """Return a secret of at most 32 bytes in a form that only holders of the token can read."""
+    """Encrypt a secret of at most 32 bytes so that `unseal` can decrypt it with the same token."""
     nonce, content = secrets.token_bytes(NONCE_BYTES), secret.encode()
     return (nonce + _masked(token, nonce, content)).hex()
 
 
 def unseal(token: str, sealed: str) -> str:
-    """Return the secret that `seal` was given."""
+    """Decrypt a secret that `seal` encrypted with the same token."""
     content = bytes.fromhex(sealed)
     return _masked(token, content[:NONCE_BYTES], content[NONCE_BYTES:]).decode()
 
@@ -149,12 +148,12 @@ def _proof(token: str, role: bytes, nonces: bytes) -> bytes:
 
 
 def _receive(connection: socket.socket, num_bytes: int, deadline: float) -> bytes:
-    """Receive exactly ``num_bytes`` until a deadline of the monotonic clock."""
+    """Receive exactly `num_bytes` bytes before `deadline`, a time of the monotonic clock."""
     received = b""
     while len(received) < num_bytes:
         connection.settimeout(max(deadline - time.monotonic(), 1e-3))
         part = connection.recv(num_bytes - len(received))
         if not part:
-            raise ConnectionResetError(errno.ECONNRESET, "the connection ended within the handshake")
+            raise ConnectionResetError(errno.ECONNRESET, "the connection was closed during the handshake")
         received += part
     return received

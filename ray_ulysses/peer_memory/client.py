@@ -1,4 +1,4 @@
-"""Talks to one peer memory agent, over connections that are kept for the next request."""
+"""Client of a peer memory agent, with a pool of idle connections."""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ from ray_ulysses.storage import AlreadyExistsError, Buffer
 from ray_ulysses.storage.retry import is_transient
 
 ANSWER_S = 2.0
-"""Longest wait for a connection, in seconds: a node that is gone must not hold up a recovery."""
+"""Timeout for opening a connection, in seconds; short, so that a lost node does not delay a recovery."""
 PROGRESS_S = 10.0
-"""Longest wait for any news of an agent whose node answers, in seconds: it may be busy with many gigabytes."""
+"""Timeout for progress within a request, in seconds; longer, because an agent may be busy with many gigabytes."""
 PARTNER_S = PROGRESS_S / 2
-"""Longest wait of an agent for news of its copy's target, in seconds: the client of the copy waits for `PROGRESS_S`,
-and must learn by then which of the two does not answer."""
+"""Timeout for progress of a copy between two agents, in seconds. It is shorter than the client's `PROGRESS_S`, so that
+the client learns which of the two agents does not answer."""
 SMALL_BYTES = 2**20
 _JOINED_BYTES = 4 * SMALL_BYTES
 
 
 class AgentGoneError(OSError):
-    """An agent does not answer."""
+    """The agent does not answer."""
 
 
 class AgentClient:
-    """One agent, as another process sees it; any thread may call.
+    """Client of one agent; thread-safe.
 
     Args:
-        address: ``host:port``.
+        address: The agent's ``host:port``.
         token: The run's secret.
-        answer_s: Longest wait for a connection, in seconds.
-        progress_s: Longest handshake, and longest wait for news within a request, in seconds.
-        is_local: Whether to connect as a process of the agent's node, which can lend it memory.
+        answer_s: Timeout for opening a connection, in seconds.
+        progress_s: Timeout for the handshake, and for progress within a request, in seconds.
+        is_local: Whether to connect through the agent's Unix socket, which is required to lend memory.
     """
 
     def __init__(
@@ -73,46 +73,46 @@ class AgentClient:
         self._idle: list[socket.socket] = []
 
     def greet(self) -> None:
-        """Check that it answers.
+        """Check that the agent answers.
 
         Raises:
-            AgentGoneError: It does not.
+            AgentGoneError: The agent does not answer.
         """
         with self._connection():
             pass
 
     def sizes(self, prefix: str) -> dict[str, int]:
-        """Return the size of each file at or under a folder, by its key."""
+        """Return the sizes in bytes of the files whose key is `prefix` or under the folder `prefix`, by key."""
         with self._connection() as connection:
             found: dict[str, int] = _call(connection, op="sizes", prefix=prefix)["sizes"]
         return found
 
     def delete(self, prefix: str) -> None:
-        """Drop a file, or all files under a folder."""
+        """Delete the file `prefix`, or all files under the folder `prefix`."""
         with self._connection() as connection:
             _call(connection, op="delete", prefix=prefix)
 
     def read_into(self, key: str, offset: int, target: memoryview) -> int:
-        """Read a range of a file into a buffer, and return how many bytes there were.
+        """Read from `offset` in a file into `target`, and return the number of bytes read, less at the end of the file.
 
         Raises:
-            FileNotFoundError: The agent does not have it.
-            AgentGoneError: It does not answer.
+            FileNotFoundError: The agent does not have the file.
+            AgentGoneError: The agent does not answer.
         """
         with self._connection() as connection:
             send_frame(connection, {"op": "read", "key": key, "offset": offset, "num_bytes": len(target)})
             num_bytes = _reply(connection)[1]
             if num_bytes > len(target):
-                raise FrameError("more bytes than asked for")
+                raise FrameError("the reply has more bytes than requested")
             receive_into(connection, target[:num_bytes])
         return num_bytes
 
     def copy(self, key: str, to: str) -> None:
-        """Have the agent copy a file to another agent; returns when it is verified there.
+        """Have the agent copy a file to the agent at address `to`; returns after that agent has verified the copy.
 
         Raises:
-            AgentGoneError: It does not answer.
-            OSError: The other one does not (``EHOSTUNREACH``), or its memory is full.
+            AgentGoneError: The source agent does not answer.
+            OSError: The target agent does not answer (``EHOSTUNREACH``), or its memory is full.
         """
         with self._connection() as connection:
             send_frame(connection, {"op": "copy", "key": key, "to": to})
@@ -128,19 +128,19 @@ class AgentClient:
         is_large: bool = False,
         lent: LentMemory | None = None,
     ) -> int:
-        """Write a file, each chunk verified where it is stored; return its size in bytes.
+        """Write a file and return its size in bytes; the agent verifies each chunk that is sent.
 
         Args:
-            key: Its key.
-            chunks: Its bytes.
-            replace: Whether it may take the place of another.
-            is_large: Whether much of it is likely to be sent.
-            lent: Memory whose bytes are not sent but lent; the client must be one that `is_local`.
+            key: Key of the file.
+            chunks: Content of the file.
+            replace: Whether to replace an existing file.
+            is_large: Whether many bytes are likely to be sent, so that the agent should reuse spare pages.
+            lent: Memory to lend instead of sending its bytes; only valid if the client `is_local`.
 
         Raises:
-            AlreadyExistsError: The key is taken, and ``replace`` is false.
+            AlreadyExistsError: The key exists, and `replace` is false.
             AgentGoneError: The agent does not answer.
-            OSError: Its memory is full.
+            OSError: The agent's memory is full.
         """
         buffer = None
         with self.uploading(key, replace=replace, is_large=is_large) as upload:
@@ -153,12 +153,12 @@ class AgentClient:
 
     @contextmanager
     def uploading(self, key: str, *, replace: bool, is_large: bool) -> Iterator[Uploading]:
-        """Write a file chunk by chunk; it gets its name with the last one.
+        """Start the upload of a file, which becomes visible with its last chunk.
 
         Args:
-            key: Its key.
-            replace: Whether it may take the place of another.
-            is_large: Whether it is likely to be larger than a manifest.
+            key: Key of the file.
+            replace: Whether to replace an existing file.
+            is_large: Whether the agent should reuse spare pages for the file.
         """
         with self._connection() as connection:
             try:
@@ -166,19 +166,19 @@ class AgentClient:
             except (_Refused, AlreadyExistsError):
                 raise
             except BaseException:
-                # The agent then drops what it holds of the file.
+                # When the connection closes, the agent drops the incomplete file.
                 connection.close()
                 raise
 
     def close(self) -> None:
-        """Close the connections that no thread uses."""
+        """Close the idle connections."""
         with self._lock:
             idle, self._idle = self._idle, []
         for connection in idle:
             connection.close()
 
     def drop_ended(self) -> None:
-        """Drop the kept connections whose other end is gone, so that an agent in its place is connected to anew."""
+        """Close the idle connections that the agent has closed, so that the next request opens a new connection."""
         with self._lock:
             kept, self._idle = self._idle, []
             for connection in kept:
@@ -189,7 +189,7 @@ class AgentClient:
 
     @contextmanager
     def _connection(self) -> Iterator[socket.socket]:
-        """Give a connection; it is kept for others unless an error leaves it in the middle of a frame."""
+        """Yield a connection, and return it to the pool unless an error left it in the middle of a frame."""
         with self._lock:
             connection = self._idle.pop() if self._idle else None
         connection = connection or self._connect()
@@ -235,9 +235,9 @@ class AgentClient:
         try:
             connection.settimeout(self._answer_s)
             connection.connect(local_address(self.address))
-            # Any user of the node can take an address of this kind.
+            # Any user on the node can listen on an abstract socket address.
             if peer_user(connection) != os.geteuid():
-                raise PermissionError(errno.EACCES, "another user listens there")
+                raise PermissionError(errno.EACCES, "another user listens on the socket")
         except OSError:
             connection.close()
             raise
@@ -248,20 +248,16 @@ class AgentClient:
 
 
 class Uploading:
-    """A file that is being written to an agent.
-
-    Attributes:
-        connection: The connection that it is written over.
-        size: Its size in bytes, once it has its name.
-    """
+    """A file that is being uploaded to an agent."""
 
     def __init__(self, connection: socket.socket, key: str, *, replace: bool, is_large: bool) -> None:
         self.connection, self._key, self._replace = connection, key, replace
         self._first: dict[str, Any] = {"begin": {"is_large": is_large}}
         self.size = 0
+        """Size of the file in bytes, set after the last chunk."""
 
     def append(self, run: _Run, *, is_last: bool) -> None:
-        """Have the agent use lent bytes in place, and send the others, which it verifies once they are stored."""
+        """Append a run of bytes: lend the bytes in the run's buffer, and send its payload, which the agent verifies."""
         fields = self._request(checksum(run.payload), is_last=is_last)
         if run.buffer is None:
             send_frame(self.connection, fields, run.payload)
@@ -274,13 +270,13 @@ class Uploading:
         self._finish(is_last=is_last)
 
     def append_from(self, chunk: Chunk, *, is_last: bool) -> None:
-        """Send a chunk of a file under the checksum that it was stored with."""
+        """Send a stored chunk together with its stored checksum."""
         send_head(self.connection, self._request(chunk.checksum, is_last=is_last), chunk.num_bytes)
         send_file(self.connection, chunk.pages.fileno(), chunk.offset, chunk.num_bytes)
         self._finish(is_last=is_last)
 
     def _request(self, content_sum: int, *, is_last: bool) -> dict[str, Any]:
-        # The file begins and ends with its chunks: each request costs as much as to copy a megabyte.
+        # Start and end are part of the append requests, because an extra request costs as much as copying a megabyte.
         first, self._first = self._first, {}
         last = {"keep": {"key": self._key, "replace": self._replace}} if is_last else {}
         return {"op": "append", "checksum": content_sum, **first, **last}
@@ -292,20 +288,19 @@ class Uploading:
 
 
 class _Refused(Exception):
-    """The agent has answered with an error; the connection is in order."""
+    """The agent replied with an error; the connection can be reused."""
 
     def __init__(self, error: OSError) -> None:
         self.error = error
 
 
 def _call(connection: socket.socket, **fields: Any) -> dict[str, Any]:
-    """Send a request without a payload and return the reply's fields."""
     send_frame(connection, fields)
     return _reply(connection)[0]
 
 
 def _reply(connection: socket.socket) -> tuple[dict[str, Any], int]:
-    """Receive a reply's fields and the size of its payload, or raise the error that it holds."""
+    """Receive a reply's fields and payload size, or raise the error in the reply."""
     head = receive_head(connection)
     if head is None:
         raise FrameError("the connection was closed")
@@ -318,7 +313,7 @@ def _reply(connection: socket.socket) -> tuple[dict[str, Any], int]:
 
 
 def _summed(memory: memoryview, extents: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """Return offset, size and checksum of each chunk of some extents."""
+    """Split extents of `memory` into chunks, and return the offset, size and checksum of each chunk."""
     pieces = [
         (start, min(start + CHUNK_BYTES, offset + size))
         for offset, size in extents
@@ -329,17 +324,17 @@ def _summed(memory: memoryview, extents: Iterable[tuple[int, int]]) -> list[tupl
 
 @dataclass(slots=True)
 class _Run:
-    """The bytes that one request adds to a file: those in a lent buffer, then those that are sent."""
+    """The bytes that one request appends to a file: extents of a lent buffer, followed by a payload."""
 
     buffer: LentBuffer | None = None
-    """The buffer; None without."""
+    """Lent buffer, or None if the request only has a payload."""
     extents: list[tuple[int, int]] = field(default_factory=list)
-    """Offset there and size, in the order of the file."""
+    """Offset in `buffer` and size of each extent, in file order."""
     payload: Buffer = b""
-    """The bytes that are sent."""
+    """Bytes that are sent."""
 
     def extend(self, buffer: LentBuffer, offset: int, num_bytes: int) -> None:
-        """Add bytes of a buffer; those that follow the last ones become one extent with them."""
+        """Add an extent of `buffer`, merging it with the previous extent if they are adjacent."""
         self.buffer = buffer
         if self.extents and sum(self.extents[-1]) == offset:
             offset, before = self.extents.pop()
@@ -348,19 +343,19 @@ class _Run:
 
 
 def _runs(chunks: Iterable[Buffer], lent: LentMemory | None) -> Iterator[tuple[_Run, bool]]:
-    """Yield the same bytes in few requests, each with whether it is the last, which may be empty.
+    """Group chunks into few requests; yield each request's bytes and whether it is the last request.
 
-    Bytes that are lent stay where they are, large chunks too, and small ones are joined, in memory that the next joined
-    ones overwrite.
+    Lent bytes and large chunks are not copied. Small chunks are joined in a buffer that the next run overwrites, so a
+    run must be sent before the next one is requested. The last run may be empty.
     """
-    # Not cleared, so that the kernel gives pages for what is used of it only.
+    # Uninitialized memory, so that the kernel only allocates the pages that are used.
     joined = memoryview(np.empty(_JOINED_BYTES, dtype=np.uint8))  # type: ignore[arg-type]  # numpy 2 arrays are buffers
     run, filled = _Run(), 0
     for chunk in chunks:
         view = memoryview(chunk).cast("B")
         place = lent.place(view) if lent is not None and view else None
         is_large = place is None and len(view) >= SMALL_BYTES
-        # A request's lent bytes are of one buffer, and come first.
+        # The lent bytes of a request come from one buffer and precede its payload.
         is_other = place is not None and (filled > 0 or run.buffer not in (None, place[0]))
         is_full = place is None and not is_large and filled + len(view) > len(joined)
         if is_other or is_full or (is_large and (filled > 0 or run.buffer is not None)):

@@ -1,12 +1,12 @@
-"""Files in a node's memory, written chunk by chunk and never changed once they have a name.
+"""Files in a node's memory, uploaded chunk by chunk and immutable once they are named.
 
-The kernel takes several times as long to find and clear pages as to copy bytes into them. So the pages of files that
-were dropped are kept for the next ones: a training state has the same size after every step. Chunks that a process of
-the node has in memory that it shares stay where they are, and are not copied at all.
+The kernel takes several times as long to allocate and clear pages as to copy bytes into them. The pages of dropped
+files are therefore reused: a training state has the same size after every step. A process on the same node can also
+lend shared memory that already contains a file's chunks, which are then not copied at all.
 
-Such a buffer is lent from the moment at which a file in it is sent until the agent has dropped that file, which it says
-in the byte behind the buffer. Nothing is written into it meanwhile: the file may be the newest state that there is. If
-the agent is gone, the buffer is left as it is, and its owner makes another.
+The memory is lent from the start of the upload until the agent drops the file and resets the flag byte after the
+buffer. The owner must not write into the buffer before that, because the file may be the newest state. If the agent
+dies, the owner abandons the buffer and creates a new one.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from ray_ulysses.storage import AlreadyExistsError
 from ray_ulysses.storage.store import checked_key
 
 _LEAST_SPARE_BYTES = 2**20
-"""Smaller files, such as manifests, get pages of their own."""
+"""Minimum size of pages that are kept for reuse; smaller ones, such as a manifest's, are freed."""
 _MOST_SLACK = 2
-"""A file keeps pages for this many times its size at most."""
+"""Maximum size of a file's pages as a multiple of the file's size; excess pages are freed."""
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _OVERDUE_S = 10.0
-"""Longest wait for a buffer whose file has a successor, in seconds: the agent may have failed to drop the file."""
+"""Seconds after which a buffer with an outdated file is considered lost, because the agent may have kept the file."""
 LENT, RETURNED = b"\1", b"\0"
-"""The byte behind lent memory: whether files use it."""
+"""Values of the flag byte after a lent buffer: in use by a file, or not."""
 
 
 class Pages:
-    """Memory with a descriptor, from which the kernel sends."""
+    """Resizable memory with a file descriptor, so that the kernel can send its content without a copy."""
 
     def __init__(self) -> None:
         self._descriptor = os.memfd_create("ray-ulysses-peer-memory", os.MFD_CLOEXEC)
@@ -51,18 +51,18 @@ class Pages:
         self.num_bytes = 0
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         if self._mapped is not None:
             self._mapped.close()
             self._mapped = None
         os.close(self._descriptor)
 
     def fileno(self) -> int:
-        """Return the descriptor."""
+        """Return the file descriptor."""
         return self._descriptor
 
     def resize(self, num_bytes: int) -> None:
-        """Take or give back memory."""
+        """Grow or shrink the memory to `num_bytes` bytes."""
         os.ftruncate(self._descriptor, num_bytes)
         if self._mapped is None and num_bytes:
             self._mapped = mmap.mmap(self._descriptor, num_bytes)
@@ -71,66 +71,64 @@ class Pages:
         self.num_bytes = num_bytes
 
     def view(self, start: int, stop: int) -> memoryview:
-        """Return a range; release it before the next `resize`."""
+        """Return a view of a byte range, which must be released before the next `resize`."""
         assert self._mapped is not None
         return memoryview(self._mapped)[start:stop]
 
 
 class LentPages:
-    """Memory of a process on this node that one file uses where it is.
+    """Memory that another process on this node has lent to a file.
 
-    The process changes it only while the byte behind it says so: it marks the memory as lent, and the end of the file
-    marks it as returned, whatever has become of the process.
+    The owner sets the flag byte after the memory to `LENT`, and does not write into the memory until `give_back` sets
+    the byte to `RETURNED`. The owner may have died in the meantime.
 
     Args:
-        descriptor: The memory, whose size nobody can change; closed with this.
-        num_bytes: Its size without that byte.
+        descriptor: File descriptor of the memory, sealed against resizing; `close` closes it.
+        num_bytes: Size of the memory in bytes, without the flag byte.
     """
 
     def __init__(self, descriptor: int, num_bytes: int) -> None:
         self._descriptor, self.num_bytes = descriptor, num_bytes
 
     def fileno(self) -> int:
-        """Return the descriptor."""
+        """Return the file descriptor."""
         return self._descriptor
 
     def give_back(self) -> None:
-        """Mark it as returned; after that it may only be closed."""
+        """Mark the memory as returned, so that the owner may overwrite it."""
         os.pwrite(self._descriptor, RETURNED, self.num_bytes)
 
     def close(self) -> None:
-        """Close it, which takes seconds where its process is gone: the kernel then clears gigabytes of pages."""
+        """Close the descriptor, which takes seconds if the owner has died, because the kernel then frees the pages."""
         os.close(self._descriptor)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
-    """A run of bytes of a file that were sent together."""
+    """A contiguous part of a file, with its own checksum."""
 
     pages: Pages | LentPages
-    """The memory that they are in."""
+    """Memory that contains the chunk."""
     offset: int
-    """Where they begin there."""
+    """Byte offset of the chunk in `pages`."""
     num_bytes: int
     checksum: int
-    """Their checksum, as the writer computed it from its own memory."""
+    """Checksum that the writer computed from its own memory."""
 
 
 class MemoryFile:
-    """A file.
+    """A file in `MemoryFiles`.
 
-    Attributes:
-        pages: Its own memory.
-        is_large: Whether its own memory is worth keeping for another file.
-        lent: The memory of others that it uses.
-        lent_bytes: Bytes that are in it.
-        size: Its size in bytes.
-        chunks: Its chunks, in order.
-        num_users: The writer, the name and the readers that it has; its pages are spare when the last has gone.
+    Args:
+        files: Owner of the file, which accounts for its memory.
+        pages: Memory for chunks that are not in lent memory.
+        is_large: Whether to keep `pages` for reuse when the file is dropped.
     """
 
     def __init__(self, files: MemoryFiles, pages: Pages, *, is_large: bool) -> None:
-        self.pages, self.is_large, self.num_users = pages, is_large, 1
+        self.pages, self.is_large = pages, is_large
+        self.num_users = 1
+        """Reference count: the writer, the name and the readers. At zero, the memory is freed or kept for reuse."""
         self.lent: list[LentPages] = []
         self.size = self.lent_bytes = 0
         self.chunks: list[Chunk] = []
@@ -139,14 +137,14 @@ class MemoryFile:
 
     @property
     def own_bytes(self) -> int:
-        """Bytes that are in its own memory."""
+        """Number of bytes in `pages`, as opposed to lent memory."""
         return self.size - self.lent_bytes
 
     def room(self, num_bytes: int) -> memoryview:
-        """Return the memory of the next chunk; release the view before the next call.
+        """Return memory for the next chunk, as a view that must be released before the next call.
 
         Raises:
-            OSError: The peer memory's memory is full.
+            OSError: The agent's memory is full.
         """
         end = self.own_bytes + num_bytes
         if end > self.pages.num_bytes:
@@ -155,17 +153,17 @@ class MemoryFile:
         return self.pages.view(self.own_bytes, end)
 
     def accept(self, room: memoryview, wanted: int) -> None:
-        """Verify a chunk where it is stored.
+        """Append the chunk that was received into `room` if its checksum equals `wanted`.
 
         Raises:
-            OSError: It is not what was sent.
+            OSError: The checksum differs.
         """
         if checksum(room) != wanted:
-            raise OSError(errno.EIO, "a chunk arrived damaged")
+            raise OSError(errno.EIO, "a chunk was damaged in transit")
         self._add(Chunk(pages=self.pages, offset=self.own_bytes, num_bytes=len(room), checksum=wanted))
 
     def borrow(self, pages: LentPages) -> LentPages:
-        """Use memory of others, and return it as it is among `lent`: once, by whatever descriptors it comes."""
+        """Add lent memory and return it, or close it and return the known object if the memory was added before."""
         for known in self.lent:
             if os.path.sameopenfile(known.fileno(), pages.fileno()):
                 pages.close()
@@ -174,20 +172,20 @@ class MemoryFile:
         return pages
 
     def take(self, pages: LentPages, offset: int, num_bytes: int, wanted: int) -> None:
-        """Append a chunk where it is, in memory that is among `lent`; a copy that is made of it will be verified.
+        """Append a chunk of lent memory without copying it; its checksum is only verified when it is copied.
 
         Raises:
-            ValueError: It is not within that memory.
-            OSError: The peer memory's memory is full.
+            ValueError: The chunk exceeds the lent memory.
+            OSError: The agent's memory is full.
         """
         if min(offset, num_bytes) < 0 or offset + num_bytes > pages.num_bytes:
-            raise ValueError("a chunk beyond the memory that it is in")
+            raise ValueError("a chunk exceeds the lent memory")
         self._files.charge(num_bytes)
         self.lent_bytes += num_bytes
         self._add(Chunk(pages=pages, offset=offset, num_bytes=num_bytes, checksum=wanted))
 
     def ranges(self, start: int, stop: int) -> Iterator[tuple[Pages | LentPages, int, int]]:
-        """Yield where the bytes of a range are: the memory, the offset there, and how many."""
+        """Yield the memory, byte offset and size of each piece of a byte range of the file."""
         for number in range(bisect_right(self._ends, start), len(self.chunks)):
             chunk, begin = self.chunks[number], self._ends[number] - self.chunks[number].num_bytes
             if begin >= stop:
@@ -202,10 +200,10 @@ class MemoryFile:
 
 
 class MemoryFiles:
-    """The files of one agent, within a limit; any thread may call.
+    """The files of an agent, with a limit on their total size; thread-safe.
 
     Args:
-        limit_bytes: Most bytes of all files, those being written included; None for no limit.
+        limit_bytes: Maximum total size of all files, including uploads in progress, or None for no limit.
     """
 
     def __init__(self, limit_bytes: int | None) -> None:
@@ -217,21 +215,21 @@ class MemoryFiles:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all files, those being written included, and not the spare pages."""
+        """Total size in bytes of all files, including uploads in progress but not spare pages."""
         with self._lock:
             return self._num_bytes
 
     @property
     def spare_bytes(self) -> int:
-        """Bytes of pages that no file uses."""
+        """Total size in bytes of the pages that are kept for reuse."""
         with self._lock:
             return sum(pages.num_bytes for pages in self._spare)
 
     def charge(self, num_bytes: int) -> None:
-        """Take memory for a file that is being written.
+        """Account for more memory of a file, freeing spare pages if necessary.
 
         Raises:
-            OSError: Too little is left.
+            OSError: The limit would be exceeded.
         """
         with self._lock:
             needed = self._num_bytes + num_bytes
@@ -241,17 +239,17 @@ class MemoryFiles:
                 if needed > self._limit_bytes:
                     text = (
                         f"the peer memory of this node is full: {self._num_bytes / 2**30:.2f} of "
-                        f"{self._limit_bytes / 2**30:.2f} GiB are used, {num_bytes / 2**30:.2f} more are needed; raise "
-                        "elastic.peer_memory_gib, or use more nodes"
+                        f"{self._limit_bytes / 2**30:.2f} GiB are used, and {num_bytes / 2**30:.2f} GiB more are "
+                        "needed; increase elastic.peer_memory_gib, or use more nodes"
                     )
                     raise OSError(errno.ENOSPC, text)
             self._num_bytes = needed
 
     def begin(self, *, is_large: bool) -> MemoryFile:
-        """Return a file to write; the writer must `release` it, whether it is kept or not.
+        """Return a new file without a name; the writer must `release` the file even if it called `keep`.
 
         Args:
-            is_large: Whether it is worth taking spare pages for it.
+            is_large: Whether to use spare pages for the file.
         """
         with self._lock:
             pages = self._spare.pop() if is_large and self._spare else Pages()
@@ -259,16 +257,16 @@ class MemoryFiles:
         return MemoryFile(self, pages, is_large=is_large)
 
     def keep(self, key: str, file: MemoryFile, *, replace: bool) -> int:
-        """Give a file its name; return its size in bytes.
+        """Store a completely written file under `key`, and return its size in bytes.
 
         Raises:
-            AlreadyExistsError: The key is taken, and ``replace`` is false.
+            AlreadyExistsError: The key exists, and `replace` is false.
         """
         checked_key(key)
         with self._lock:
             old = self._files.get(key)
             if old is not None and not replace:
-                raise AlreadyExistsError(f"{key} exists already; nothing was written over it")
+                raise AlreadyExistsError(f"{key} exists already and was not overwritten")
             if file.pages.num_bytes > _MOST_SLACK * file.own_bytes:
                 self._num_bytes -= file.pages.num_bytes - file.own_bytes
                 file.pages.resize(file.own_bytes)
@@ -279,16 +277,16 @@ class MemoryFiles:
         return file.size
 
     def release(self, file: MemoryFile) -> None:
-        """Release a file that was begun."""
+        """Drop the writer's reference to a file that `begin` returned."""
         with self._lock:
             self._release(file)
 
     @contextmanager
     def reading(self, key: str) -> Iterator[MemoryFile]:
-        """Give a file, which stays as it is within the block although it is dropped meanwhile.
+        """Yield a file, whose content stays valid within the block even if the file is deleted or replaced.
 
         Raises:
-            FileNotFoundError: There is none of that key.
+            FileNotFoundError: No file has this key.
         """
         with self._lock:
             found = self._files.get(key)
@@ -301,18 +299,18 @@ class MemoryFiles:
             self.release(found)
 
     def sizes(self, prefix: str) -> dict[str, int]:
-        """Return the size of each file at or under a folder, by its key."""
+        """Return the sizes in bytes of the files whose key is `prefix` or under the folder `prefix`, by key."""
         with self._lock:
             return {key: found.size for key, found in self._files.items() if _is_in(key, prefix)}
 
     def delete(self, prefix: str) -> None:
-        """Drop a file, or all files under a folder."""
+        """Delete the file `prefix`, or all files under the folder `prefix`."""
         with self._lock:
             for key in [key for key in self._files if _is_in(key, prefix)]:
                 self._release(self._files.pop(key))
 
     def clear(self) -> None:
-        """Drop all files and all spare pages."""
+        """Delete all files and free the spare pages."""
         with self._lock:
             for file in self._files.values():
                 self._release(file)
@@ -343,7 +341,7 @@ def _close_later(lent: Iterable[LentPages]) -> None:
     try:
         threading.Thread(target=close, name="peer-memory-close", daemon=True).start()
     except RuntimeError:
-        # There are too many threads.
+        # The thread limit is reached.
         close()
 
 
@@ -352,20 +350,19 @@ def _is_in(key: str, prefix: str) -> bool:
 
 
 class LentBuffer:
-    """One buffer.
+    """Shared memory of a worker that can be lent to the agent on the same node.
 
-    Attributes:
-        descriptor: Its memory.
-        num_bytes: Its size, without the byte behind it.
-        memory: What its owner writes into, while it is returned.
+    Args:
+        owner: Registry that the buffer belongs to.
+        num_bytes: Size of the buffer in bytes, without the flag byte.
     """
 
     def __init__(self, owner: LentMemory, num_bytes: int) -> None:
         self.descriptor = os.memfd_create("ray-ulysses-lent", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         weakref.finalize(self, os.close, self.descriptor)
         size = num_bytes + len(LENT)
-        # Pages are taken and mapped now, so that there is an error here where there are none, and no waiting for them
-        # later. `MAP_POPULATE` would hold up all other threads.
+        # Allocate and map all pages now, so that a lack of memory raises here and no save waits for page faults.
+        # `MAP_POPULATE` would block all other threads.
         os.posix_fallocate(self.descriptor, 0, size)
         fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
         self._mapped = mmap.mmap(self.descriptor, size)
@@ -376,32 +373,34 @@ class LentBuffer:
 
     @property
     def is_returned(self) -> bool:
-        """Whether no file uses it."""
+        """Whether the owner may write into `memory`, because no file uses it."""
         return self._mapped[self.num_bytes :] != LENT
 
     @property
     def is_lost(self) -> bool:
-        """Whether nobody will return it; ask while no file is being written."""
+        """Whether the agent will never return the buffer; only valid while no file is being written."""
         if self.is_returned or self._lent_over is None:
             return False
         return self._lent_over.fileno() == -1 or has_ended(self._lent_over) or self._owner.is_overdue(self)
 
     def offset_of(self, address: int, num_bytes: int) -> int | None:
-        """Return where bytes are in it; None if they are elsewhere."""
+        """Return the byte offset of an address range in the buffer, or None if the range is not inside the buffer."""
         offset = address - self._address
         return offset if offset >= 0 and offset + num_bytes <= self.num_bytes else None
 
     def lend(self, connection: socket.socket) -> None:
-        """Lend it to the agent at the other end of a connection."""
+        """Mark the buffer as lent to the agent at the other end of `connection`."""
         self._mapped[self.num_bytes :] = LENT
         self._lent_over = connection
 
 
 class LentMemory:
-    """The buffers of one worker; one thread makes and asks them, another writes files.
+    """The buffers of a worker that its node's agent can use without a copy.
+
+    One thread may create and query buffers while another thread writes files.
 
     Args:
-        clock: Time.
+        clock: Source of time.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -411,10 +410,10 @@ class LentMemory:
         self._waiting_since: float | None = None
 
     def make(self, num_bytes: int) -> LentBuffer:
-        """Return a new buffer.
+        """Create a buffer.
 
         Raises:
-            OSError: There is no memory for it.
+            OSError: The node has too little memory.
         """
         buffer = LentBuffer(self, num_bytes)
         self._buffers = (*(known for known in self._buffers if known() is not None), weakref.ref(buffer))
@@ -422,11 +421,11 @@ class LentMemory:
 
     @property
     def is_used(self) -> bool:
-        """Whether there is a buffer."""
+        """Whether a buffer exists."""
         return any(known() is not None for known in self._buffers)
 
     def place(self, view: memoryview) -> tuple[LentBuffer, int] | None:
-        """Return the buffer that bytes are in, and where; None if they are elsewhere."""
+        """Return the buffer that contains the memory of `view` and the offset in it, or None if no buffer does."""
         address = _address(view)
         for known in self._buffers:
             buffer = known()
@@ -435,11 +434,11 @@ class LentMemory:
         return None
 
     def kept(self, buffer: LentBuffer) -> None:
-        """Note that a file in a buffer is whole."""
+        """Record that the newest complete file is in `buffer`."""
         self._newest, self._waiting_since = weakref.ref(buffer), None
 
     def is_overdue(self, buffer: LentBuffer) -> bool:
-        """Return whether a lent buffer has been missed for too long, while the newest file is in another one."""
+        """Return whether a lent buffer whose file is outdated has not been returned for `_OVERDUE_S` seconds."""
         if self._newest is not None and self._newest() is buffer:
             return False
         now = self._clock.monotonic()
@@ -449,16 +448,16 @@ class LentMemory:
 
 
 def check_lent(descriptor: int, num_bytes: int) -> None:
-    """Check that a descriptor belongs to a buffer of a size.
+    """Check that a descriptor refers to a `LentBuffer` of `num_bytes` bytes.
 
     Raises:
-        ValueError: It has another size, or one that can change.
-        OSError: It is not memory.
+        ValueError: The memory has a different size, or is not sealed against resizing.
+        OSError: The descriptor does not refer to memory that can be sealed.
     """
     if os.fstat(descriptor).st_size != num_bytes + len(LENT):
-        raise ValueError("it has another size than was said")
+        raise ValueError("the size differs from the size in the request")
     if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
-        raise ValueError("its size can change")
+        raise ValueError("the memory is not sealed against resizing")
 
 
 def _address(view: memoryview) -> int:

@@ -1,12 +1,14 @@
-"""A `Store` in the memory of a run's nodes: shards on two nodes each, manifests and marks on every one.
+"""A `Store` in the memory of a run's nodes: each shard is on two nodes, and small files are on all nodes.
 
-A shard is written to the writer's own node, whose agent copies it to the partner's: each copy is verified, in place,
-against checksums of the writer's memory before `create` returns. Where the writer has it in `lent_memory`,
-that memory itself becomes the file on its own node. A small file, such as the manifest that commits a state, is created
-by one agent, the first in a fixed order that answers, and then put on all others. A listing is the union over all
-agents. So a reader finds a manifest as soon as one agent has created it, when all shards that it names are on two
-nodes; a writer that dies between that and the spreading leaves the state committed for as long as that agent's node
-lives, and absent afterwards.
+A shard is written to the agent on the writer's node, which copies it to the agent on the partner node. Both agents
+verify the content against checksums of the writer's memory before `create` returns. If the shard is in `lent_memory`,
+this memory becomes the file on the writer's node without a copy. A small file, such as the manifest that commits a
+state, is first created on one agent, which is the same for all writers, and then copied to all others. A listing is the
+union over all agents.
+
+A manifest is created after all of its shards are on two nodes, and readers see it as soon as the first agent has it. If
+the writer dies before it has copied the manifest to the other agents, the state stays committed as long as the first
+agent's node is alive, and disappears with that node.
 """
 
 from __future__ import annotations
@@ -34,41 +36,42 @@ from ray_ulysses.storage.store import StoredFile, checked_key
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AgentAddresses:
-    """The agents that a worker talks to; plain values, so that it can be pickled."""
+    """Addresses of the agents for a worker; can be pickled."""
 
     agents: Mapping[str, str]
-    """``host:port`` of each node's agent, by the node's name."""
+    """``host:port`` of each agent, by node name."""
     node: str
+    """Name of the worker's node."""
     partner: str | None
-    """The node that keeps the copy of this node's state; None for a single node."""
+    """Name of the node that stores the copy of this node's shards, or None if there is only one node."""
     token: str = field(repr=False)
-    """The secret that both sides of a connection know."""
+    """The run's secret."""
 
     def order(self) -> tuple[str, ...]:
-        """Return the nodes that have an agent: this one, its partner, then the others by name."""
+        """Return the names of the nodes with an agent: this node, its partner, then the others in sorted order."""
         near = [node for node in (self.node, self.partner) if node in self.agents]
         return tuple(dict.fromkeys((*near, *sorted(self.agents))))  # type: ignore[arg-type]  # None is in no mapping
 
 
 def partners(zones: Mapping[str, str | None]) -> dict[str, str | None]:
-    """Return the node that keeps a copy of each node's state, in another zone where there is one (pure).
+    """Return for each node the partner that stores a copy of its shards.
 
-    Each node keeps exactly one other node's copy, so that all need the same memory. As many nodes as possible have
-    their partner in another zone.
+    Each node is the partner of exactly one other node, so that all nodes need the same amount of memory. As many nodes
+    as possible have a partner in another zone.
 
     Args:
-        zones: The failure domain of each node, such as its availability zone; None where it is unknown.
+        zones: Failure domain of each node, such as its availability zone, or None if unknown.
 
     Returns:
-        The partner of each node; None for a single node.
+        Partner of each node, or None if there is only one node.
     """
     sizes = Counter(zone or "" for zone in zones.values())
-    # Largest zone first, zones together, stable names: the same nodes give the same pairs.
+    # Order the nodes by zone, the largest zone first. Ties are broken by name, so that the result is deterministic.
     ring = sorted(zones, key=lambda node: (-sizes[zones[node] or ""], zones[node] or "", node))
     if len(ring) < 2:
         return dict.fromkeys(ring)
-    # Moving on by the largest zone's size leaves every zone, unless that zone holds more than half of the nodes: then
-    # moving on by the number of the others takes as many as there are others out of it.
+    # A shift by the size of the largest zone moves every node out of its zone, unless the largest zone has more than
+    # half of the nodes. In that case, a shift by the number of other nodes moves as many nodes as possible out of it.
     largest = max(sizes.values())
     shift = min(largest, len(ring) - largest) or 1
     return {node: ring[(index + shift) % len(ring)] for index, node in enumerate(ring)}
@@ -78,28 +81,25 @@ _MOST_AT_ONCE = 16
 _LOOKS_AT_ONCE = 8
 _AGAIN_S = 5.0
 _EARLY_LOOKS = 6
-"""Number of looks with short pauses: an agent that has died is started again within half a minute."""
+"""Number of reconnection attempts with short pauses, because a dead agent is restarted within half a minute."""
 _MOST_DOUBLINGS = 6
 _STEADY_S = 60.0
-"""An agent that has answered for this long since it was left out does not count as unstable."""
+"""Seconds without a failure after which the pauses before the next reconnection attempts are short again."""
 _T = TypeVar("_T")
 _log = get_logger(__name__)
 
 
 class PeerMemoryStore(Store):
-    """Files of one run in the memory of its nodes; any thread may call.
+    """A run's files in the memory of its nodes; thread-safe.
 
-    An agent that does not answer once is left out. A writer of shards asks it, or its successor at the same address,
-    again after a few seconds; each time it is left out in a row, the pause gets longer.
+    An agent that fails to answer once is excluded. Writers of shards try to reconnect to the agent, or to a new agent
+    at the same address, after a few seconds. The pause doubles if an agent is repeatedly excluded.
 
     Args:
-        addresses: The agents, and which of them are near.
-        answer_s: Longest wait for an agent's connection, in seconds.
-        progress_s: Longest wait for news within a request, in seconds.
-        clock: Time.
-
-    Attributes:
-        num_readmitted: How often an agent that was left out has answered again; it may have missed anything meanwhile.
+        addresses: Addresses of the agents, and the worker's node.
+        answer_s: Timeout for opening a connection, in seconds.
+        progress_s: Timeout for progress within a request, in seconds.
+        clock: Source of time.
     """
 
     def __init__(
@@ -115,19 +115,20 @@ class PeerMemoryStore(Store):
             node: AgentClient(addresses.agents[node], addresses.token, answer_s=answer_s, progress_s=progress_s)
             for node in addresses.order()
         }
-        # Its threads start when they are first needed, and stay: a state asks all agents several times.
+        # Kept between requests, because saving a state sends several requests to all agents.
         self._threads = ThreadPoolExecutor(_MOST_AT_ONCE, thread_name_prefix="peer-memory-ask")
-        # Of their own, so that agents that do not answer hold up no state that others keep.
+        # A separate pool, so that attempts to reconnect do not delay requests to agents that answer.
         self._looks = ThreadPoolExecutor(_LOOKS_AT_ONCE, thread_name_prefix="peer-memory-look")
-        # The nearest node of each file that was listed, or the one that had it: few ask all of many for each file.
+        # Nearest known node of each file, so that readers do not have to try all agents for every file.
         self._holders: dict[str, str] = {}
         self._lock = threading.Lock()
-        # When to ask each agent that is left out again, when it was last readmitted, and how often it was left out.
+        # By excluded agent: time of the next reconnection attempt. By agent: last reconnection, number of exclusions.
         self._left_out: dict[str, float] = {}
         self._readmitted_at: dict[str, float] = {}
         self._times_left_out: Counter[str] = Counter()
         self._looks_in_vain: Counter[str] = Counter()
         self.num_readmitted = 0
+        """Number of times that an excluded agent was readmitted; such an agent may have missed writes."""
         self._is_degraded = False
         self._lent = LentMemory(self._clock)
         address = addresses.agents.get(addresses.node)
@@ -136,7 +137,7 @@ class PeerMemoryStore(Store):
             self._near = AgentClient(address, addresses.token, answer_s=answer_s, progress_s=progress_s, is_local=True)
 
     def lent_memory(self) -> LentMemory | None:
-        """Return memory from which this node's agent takes shards without a copy; None if it has no local socket."""
+        """Return memory that this node's agent can use without a copy, or None if the agent's Unix socket fails."""
         if self._near is None:
             return None
         try:
@@ -147,20 +148,20 @@ class PeerMemoryStore(Store):
         return self._lent
 
     def open(self, key: str) -> StoredFile:
-        """Open a file for reading, in the nearest agent that has it; see `Store.open`."""
+        """Open a file for reading on the nearest agent that has it; see `Store.open`."""
         checked_key(key)
         return _PeerFile(self, key, self.first_that_has(key, lambda client: client.sizes(key)[key]))
 
     def create(self, key: str, chunks: Iterable[Buffer]) -> int:
-        """Write a new file and return its size; it is on two nodes, or on every one, then; see `Store.create`."""
+        """Write a new file to two nodes if it is a shard, else to all, and return its size; see `Store.create`."""
         return self._write(key, chunks, replace=False)
 
     def replace(self, key: str, chunks: Iterable[Buffer]) -> int:
-        """Write a file in place of the one there, if any; see `Store.replace`."""
+        """Write a file, replacing an existing one, and return its size; see `Store.replace`."""
         return self._write(key, chunks, replace=True)
 
     def sizes(self, folder: str) -> dict[str, int | None]:
-        """Return the size in bytes of each file under a folder, by its key, sorted."""
+        """Return the size in bytes of each file under a folder, by key in sorted order."""
         checked_key(folder)
         merged: dict[str, int | None] = {}
         for node, found in reversed(self._of_all(lambda client: client.sizes(folder)).items()):
@@ -170,18 +171,18 @@ class PeerMemoryStore(Store):
         return dict(sorted(merged.items()))
 
     def delete(self, prefix: str) -> None:
-        """Drop a file, or a folder with all that is in it, on every node."""
+        """Delete a file, or all files under a folder, on all nodes."""
         checked_key(prefix)
         self._of_all(lambda client: client.delete(prefix))
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """Nodes whose agents have not been left out, the nearest first."""
+        """Nodes whose agents are not excluded, nearest first."""
         with self._lock:
             return tuple(node for node in self._clients if node not in self._left_out)
 
     def close(self) -> None:
-        """Close the connections; agents that nobody else is connected to end after a while."""
+        """Close all connections; agents without other connections exit after a while."""
         self._threads.shutdown(wait=False)
         self._looks.shutdown(wait=False)
         for client in self._clients.values():
@@ -192,13 +193,13 @@ class PeerMemoryStore(Store):
     def _write(self, key: str, chunks: Iterable[Buffer], *, replace: bool) -> int:
         if SHARD_KEY.match(checked_key(key)):
             return self._write_shard(key, chunks, replace=replace)
-        # Copies, since the caller may reuse the memory of its chunks.
+        # Copy the chunks, because the caller may reuse their memory.
         return self._write_everywhere(key, b"".join(bytes(chunk) for chunk in chunks), replace=replace)
 
     def _write_shard(self, key: str, chunks: Iterable[Buffer], *, replace: bool) -> int:
-        """Write a file to the nearest agent, and have that copy it to the next."""
+        """Write a shard to the nearest agent, and have that agent copy it to the next."""
         self._look_for_those_left_out()
-        # The chunks can be read once only, so look for an agent that answers before they are.
+        # Find an agent that answers first, because the chunks can only be read once.
         writer, _ = self._first(self.nodes, AgentClient.greet)
         size = self._asked(writer, lambda client: self._put_shard(client, key, chunks, replace=replace))
         with self._dropped_on_failure(key):
@@ -208,7 +209,7 @@ class PeerMemoryStore(Store):
                     return size
         if len(self._clients) > 1 and not self._is_degraded:
             self._is_degraded = True
-            _log.warning("peer memory keeps one copy only: of %d agents only one answers", len(self._clients))
+            _log.warning("peer memory stores a single copy, because only one of %d agents answers", len(self._clients))
         return size
 
     def _put_shard(self, client: AgentClient, key: str, chunks: Iterable[Buffer], *, replace: bool) -> int:
@@ -218,10 +219,10 @@ class PeerMemoryStore(Store):
         return client.put(key, chunks, replace=replace, is_large=True)
 
     def _is_copied(self, key: str, writer: str, partner: str) -> bool:
-        """Copy a file between two agents; return False if the second does not answer.
+        """Copy a file from one agent to another; return False if the target does not answer.
 
         Raises:
-            OSError: The first does not answer, or the second's memory is full.
+            OSError: The source does not answer, or the target's memory is full.
         """
         try:
             self._asked(writer, lambda client: client.copy(key, self._clients[partner].address))
@@ -235,7 +236,7 @@ class PeerMemoryStore(Store):
         return True
 
     def _write_everywhere(self, key: str, content: bytes, *, replace: bool) -> int:
-        """Write a file to one agent, the same for every writer while it lives, and then to all others."""
+        """Write a file to the first agent in sorted order that answers, and then to all others."""
         node, size = self._first(sorted(self.nodes), lambda client: client.put(key, [content], replace=replace))
         with self._dropped_on_failure(key):
             self._of_all(lambda client: client.put(key, [content], replace=True), without=node, may_be_none=True)
@@ -243,7 +244,7 @@ class PeerMemoryStore(Store):
 
     @contextmanager
     def _dropped_on_failure(self, key: str) -> Iterator[None]:
-        """Drop a file that not every node could take: a caller that gets an error must not find it there later."""
+        """Delete the file if a node fails to store it: a file whose creation failed must not appear later."""
         try:
             yield
         except OSError:
@@ -252,18 +253,18 @@ class PeerMemoryStore(Store):
             raise
 
     def _first(self, nodes: Iterable[str], ask: Callable[[AgentClient], _T]) -> tuple[str, _T]:
-        """Return the first of some nodes whose agent answers, and the answer."""
+        """Call `ask` for the nodes' agents in order until one answers; return that node and the answer."""
         for node in nodes:
             with contextlib.suppress(AgentGoneError):
                 return node, self._asked(node, ask)
         raise self._nobody()
 
     def first_that_has(self, key: str, ask: Callable[[AgentClient], _T]) -> _T:
-        """Return the answer of the nearest agent that has a file.
+        """Return the answer of the nearest agent that has the file.
 
         Raises:
-            FileNotFoundError: No agent that answers has it.
-            OSError: None answers.
+            FileNotFoundError: Some agents answer, but none of them has the file.
+            OSError: No agent answers.
         """
         known = self._holders.get(key)
         for node in sorted(self.nodes, key=lambda node: node != known):
@@ -280,10 +281,10 @@ class PeerMemoryStore(Store):
     def _of_all(
         self, ask: Callable[[AgentClient], _T], *, without: str | None = None, may_be_none: bool = False
     ) -> dict[str, _T]:
-        """Return the answers of all agents that answer, the nearest first.
+        """Call `ask` for all agents in parallel, and return the answers by node, nearest first.
 
         Raises:
-            OSError: None answers, unless there may be none; or one of them could not do it.
+            OSError: An agent answers with an error, or no agent answers and `may_be_none` is false.
         """
 
         def one(node: str) -> list[_T]:
@@ -316,10 +317,10 @@ class PeerMemoryStore(Store):
                 self._left_out[node] = now + _AGAIN_S * 2 ** self._times_left_out[node]
                 self._times_left_out[node] = min(self._times_left_out[node] + 1, _MOST_DOUBLINGS)
         if is_new:
-            _log.info("the peer memory of node %s is left out: %s", node, error)
+            _log.info("excluding the peer memory of node %s: %s", node, error)
 
     def _look_for_those_left_out(self) -> None:
-        """Ask agents that are left out whether they answer again, if it is time; waits for it only if all are."""
+        """Try to reconnect to excluded agents whose pause is over; blocks only if all agents are excluded."""
         now = self._clock.monotonic()
         with self._lock:
             due = [node for node, at in self._left_out.items() if at <= now]
@@ -330,7 +331,7 @@ class PeerMemoryStore(Store):
 
     def _readmit(self, node: str) -> None:
         client = self._clients[node]
-        # Connections of before lead to a process that may be gone.
+        # Idle connections may lead to a dead process.
         client.close()
         try:
             client.greet()
@@ -347,16 +348,16 @@ class PeerMemoryStore(Store):
         _log.info("the peer memory of node %s answers again", node)
 
     def _nobody(self) -> OSError:
-        return OSError(errno.EHOSTUNREACH, f"none of the {len(self._clients)} agents of the peer memory answers")
+        return OSError(errno.EHOSTUNREACH, f"none of the {len(self._clients)} peer memory agents answers")
 
 
 class _PeerFile(StoredFile):
-    """A file that is read from another agent once one stops answering."""
+    """A file that is read from the nearest agent that has it; switches to another agent after a failure."""
 
     def __init__(self, store: PeerMemoryStore, key: str, size: int) -> None:
         super().__init__(size)
         self._store, self._key = store, key
 
     def read_into(self, start: int, target: memoryview) -> int:
-        """Fill a buffer from a place on; return how many bytes there were."""
+        """Fill `target` from byte offset `start`; return the number of bytes read."""
         return self._store.first_that_has(self._key, lambda client: client.read_into(self._key, start, target))

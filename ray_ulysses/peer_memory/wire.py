@@ -1,4 +1,4 @@
-"""Frames of the requests to a peer memory agent and of its replies: a JSON object, then bytes."""
+"""Wire format of requests to a peer memory agent and of its replies: frames of a JSON object and a binary payload."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from typing import Any
 from ray_ulysses.storage import Buffer
 
 PROTOCOL = 5
-"""Number of the form of requests; raised with every change, since agents outlive a driver and its version."""
+"""Protocol version. Increment it with every change, because agents may outlive a driver of an older version."""
 CHUNK_BYTES = 16 * 2**20
-"""Most bytes of a file per request."""
+"""Maximum size of a chunk in bytes."""
 _HEAD = struct.Struct("!IQ")
 
 
 class FrameError(ConnectionError):
-    """The other side sent something other than a frame."""
+    """The peer sent an invalid frame, or closed the connection within a frame."""
 
 
 def send_frame(connection: socket.socket, fields: Mapping[str, Any], payload: Buffer = b"") -> None:
-    """Send a frame whole.
+    """Send a frame with its payload.
 
     Raises:
-        OSError: The other side is gone, or takes nothing within the socket's timeout.
+        OSError: The connection is broken, or the peer receives nothing within the socket's timeout.
     """
     send_head(connection, fields, memoryview(payload).nbytes)
     if payload:
@@ -35,18 +35,18 @@ def send_frame(connection: socket.socket, fields: Mapping[str, Any], payload: Bu
 
 
 def send_head(connection: socket.socket, fields: Mapping[str, Any], payload_bytes: int) -> None:
-    """Send a frame up to its payload, which the caller sends."""
+    """Send a frame without its payload, which the caller must send next."""
     text = json.dumps(fields).encode()
     connection.sendall(_HEAD.pack(len(text), payload_bytes) + text)
 
 
 def send_file(connection: socket.socket, descriptor: int, offset: int, num_bytes: int) -> None:
-    """Send a range of a file as a payload; the kernel copies it.
+    """Send a range of a file as a payload, without copying it through user space.
 
     Raises:
-        OSError: The other side is gone, or takes nothing within the socket's timeout.
+        OSError: The connection is broken, or the peer receives nothing within the socket's timeout.
     """
-    # `socket.sendfile` goes on to read from the file where the connection breaks, which hides the break.
+    # If the connection breaks, `socket.sendfile` falls back to reading the file, which hides the error.
     while num_bytes > 0:
         try:
             sent = os.sendfile(connection.fileno(), descriptor, offset, num_bytes)
@@ -54,7 +54,7 @@ def send_file(connection: socket.socket, descriptor: int, offset: int, num_bytes
             _wait_until_writable(connection)
             continue
         if not sent:
-            raise FrameError("the file is shorter than it was said to be")
+            raise FrameError("the file is shorter than expected")
         offset, num_bytes = offset + sent, num_bytes - sent
 
 
@@ -67,10 +67,10 @@ def _wait_until_writable(connection: socket.socket) -> None:
 
 
 def receive_head(connection: socket.socket) -> tuple[dict[str, Any], int] | None:
-    """Receive a frame up to its payload, and return its fields and the payload's size; None at a clean end.
+    """Receive a frame's fields and payload size, or return None if the peer closed the connection between frames.
 
     Raises:
-        OSError: The other side is gone, or sends nothing within the socket's timeout.
+        OSError: The connection is broken, or the peer sends nothing within the socket's timeout.
     """
     first = connection.recv(1)
     if not first:
@@ -85,21 +85,21 @@ def receive_head(connection: socket.socket) -> tuple[dict[str, Any], int] | None
 
 
 def receive_into(connection: socket.socket, target: memoryview) -> None:
-    """Fill a buffer.
+    """Receive bytes until `target` is full.
 
     Raises:
-        OSError: The other side ended before it was full, or sends nothing within the socket's timeout.
+        OSError: The connection is broken, or the peer sends nothing within the socket's timeout.
     """
     filled = 0
     while filled < len(target):
         count = connection.recv_into(target[filled:])
         if not count:
-            raise FrameError("the connection ended within a frame")
+            raise FrameError("the connection was closed within a frame")
         filled += count
 
 
 def discard(connection: socket.socket, num_bytes: int) -> None:
-    """Receive bytes and drop them, so that the next frame can be received."""
+    """Receive and drop `num_bytes` bytes, so that the next frame can be received."""
     scratch = memoryview(bytearray(min(num_bytes, 2**20)))
     while num_bytes > 0:
         part = scratch[: min(num_bytes, len(scratch))]
@@ -108,25 +108,25 @@ def discard(connection: socket.socket, num_bytes: int) -> None:
 
 
 def has_ended(connection: socket.socket) -> bool:
-    """Return whether the other end has closed a connection on which nothing is awaited."""
+    """Return whether the peer has closed an idle connection, on which no data is expected."""
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     return bool(poll.poll(0))
 
 
 def peer_user(connection: socket.socket) -> int:
-    """Return the id of the user at the other end of a Unix socket."""
+    """Return the user ID of the process at the other end of a Unix socket."""
     credentials = struct.Struct("3i")
     user: int = credentials.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size))[1]
     return user
 
 
 def local_address(address: str) -> str:
-    """Return the address of the same agent for processes of its node: a Unix socket, which takes descriptors too."""
+    """Return the agent's abstract Unix socket address, over which processes on its node can send descriptors."""
     return f"\0ray-ulysses-peer_memory/{address}"
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Return host and port of ``host:port``; an IPv6 host may be in brackets."""
+    """Split ``host:port`` into host and port; an IPv6 host may be in brackets."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)

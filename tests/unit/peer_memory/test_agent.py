@@ -156,7 +156,7 @@ def test_a_file_is_its_chunks_whatever_their_sizes_and_whoever_yields_them_reuse
 def test_a_chunk_that_arrived_damaged_is_refused_and_its_memory_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray_ulysses.peer_memory.client.checksum", lambda chunk: checksum(b"sent"))
     with running() as (agent, client):
-        with pytest.raises(OSError, match="a chunk arrived damaged"):
+        with pytest.raises(OSError, match="a chunk was damaged in transit"):
             client.put("key", [b"cent"], replace=False)
         wait_until(lambda: agent.files.num_bytes == 0, "the memory is given back")
         assert client.sizes("key") == {}
