@@ -1,9 +1,9 @@
-"""Runs Ray Train's controller with a coordinator beside it, which handles most failures without Ray.
+"""Extends Ray Train's controller with our coordinator, which recovers from most failures without Ray Train.
 
-Ray Train 2.60 has no public way to replace its policies, to choose nodes, to see its polls before they are judged, or
-to end its wait for the workers. This file, `scaling` and `train_job` therefore use its private seams:
-``_initialize_and_run_controller``, which `WatchedTrainer` reimplements, and the hooks of a `WorkerGroupCallback`
-(a canary test covers them). Each worker's Ray process imports this file, without PyTorch.
+Ray Train 2.60 has no public API to replace the controller's policies, choose nodes, intercept worker polls, or abort
+the wait for workers. This module, `scaling` and `train_job` therefore use private APIs:
+``_initialize_and_run_controller``, which `WatchedTrainer` overrides, and the `WorkerGroupCallback` hooks (a canary test
+covers them). Every Ray worker process imports this module, so it must not import PyTorch.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ if TYPE_CHECKING:
     from ray_ulysses.supervision.supervisor import Announcement
 
 _STOPPED_S = 3.0
-"""Supervisors treat a coordinator that is silent for ten seconds as gone."""
+"""A stopped controller is resumed after this time. Supervisors give up on a coordinator after 10 s of silence."""
 _log = get_logger(__name__)
 
 
 class WorkerGroupWatch(WorkerGroupCallback):
-    """Reports worker groups to the coordinator, and hides failures from Ray that the coordinator handles."""
+    """Reports worker groups to the coordinator, and hides failures that the coordinator handles from Ray Train."""
 
     def __init__(
         self,
@@ -81,11 +81,11 @@ class WorkerGroupWatch(WorkerGroupCallback):
         self.scaling = WorkerScaling(run, job, scaling_config, self.coordinator, self._use_nodes)
 
     def before_worker_group_start(self, worker_group_context: WorkerGroupContext) -> None:
-        """Put each worker on its chosen node."""
+        """Pin each worker to the node chosen for it."""
         object.__setattr__(worker_group_context, "label_selector", self.scaling.selectors())
 
     def after_worker_group_start(self, worker_group: Any) -> None:
-        """Announce the coordinator to the workers, and count their places."""
+        """Send the coordinator's address to the workers, and record where each worker runs."""
         places = worker_group.get_worker_group_state().placement_group_handle.placement_group
         addresses, seats = {}, {}
         for rank, worker in enumerate(worker_group.get_workers()):
@@ -96,11 +96,11 @@ class WorkerGroupWatch(WorkerGroupCallback):
         worker_group.execute(announce, self.begin(addresses, seats))
 
     def begin(self, addresses: Mapping[str, str], seats: Mapping[int, Seat]) -> Announcement:
-        """Coordinate new workers from now on, and return how they reach their coordinator.
+        """Start coordinating a new worker group, and return how its workers reach the coordinator.
 
         Args:
-            addresses: The addresses of their nodes, by id.
-            seats: The place of each worker that Ray Train has started, by its rank.
+            addresses: Addresses of the workers' nodes, by node ID.
+            seats: Slot of each worker that Ray Train started, by rank.
         """
         self._judge.forget()
         self._addresses = {node: host_of(address) for node, address in addresses.items()}
@@ -110,34 +110,36 @@ class WorkerGroupWatch(WorkerGroupCallback):
         return announcement
 
     def after_worker_group_shutdown(self, worker_group_context: WorkerGroupContext) -> None:
-        """Count the places as free again, also after an abort."""
+        """Stop coordinating the worker group, whether it was shut down or aborted."""
         self.coordinator.end()
         self.scaling.end()
 
     after_worker_group_abort = after_worker_group_shutdown
 
     def after_worker_group_poll_status(self, worker_group_status: WorkerGroupPollStatus) -> None:
-        """Hide lost workers that are not needed: to Ray they have ended."""
+        """Report lost workers to Ray Train as finished if the run continues without them."""
         group = self.coordinator.group
         if group is not None and group.gave_up:
             self._judge.leave_to_ray()
         elif group is not None and group.phase != "gathering":
             for worker, status in worker_group_status.worker_statuses.items():
-                # A stopped supervisor answers neither Ray nor us; Ray waits for it for minutes.
+                # A stopped supervisor answers neither Ray Train nor the coordinator, and Ray Train waits minutes for
+                # it.
                 is_silent = group.phase == "ended" and group.workers[worker].is_lost
                 if status.error is None and not is_silent:
                     continue
                 if status.error is not None and not group.workers[worker].is_lost:
                     what = rank_error(worker, status.error).what
                     self.coordinator.post(reform.WorkerLost(worker=worker, what=what))
-                # Nothing has failed or ended until the coordinator has decided what follows.
+                # Ray Train must see neither a failure nor an end before the coordinator has decided how to continue.
                 is_missed = group.workers[worker].is_lost and group.phase == "training"
                 status.running, status.error = not (is_missed or group.phase == "ended"), None
             if group.phase == "training":
                 self._memory.keep(self._living())
             statuses = worker_group_status.worker_statuses
             if group.phase != "ended" and not any(status.running for status in statuses.values()):
-                # Workers that joined later keep training.
+                # Ray Train does not know the workers that joined later and still train: its group must not look
+                # finished.
                 statuses[0].running = True
         self.scaling.polled(worker_group_status)
 
@@ -150,15 +152,15 @@ class WorkerGroupWatch(WorkerGroupCallback):
         return {node: host for node, host in self._addresses.items() if node not in self._gone}
 
     def _decide(self, question: reform.Judge, group: reform.Group) -> tuple[reform.NodesUnusable, bool]:
-        """Record the failure of a generation; return nodes that can't be used, and whether the run may continue."""
+        """Record a generation's failure, and return the unusable nodes and whether the run may continue."""
         unusable = reform.NodesUnusable(nodes=group.unusable, draining=group.draining)
         self.scaling.leave_out(group.broken)
         with contextlib.suppress(OSError, RuntimeError, RayError):
             known = {worker.place.node for worker in group.workers.values() if worker.place is not None}
             alive = reachable({one["NodeID"]: one for one in ray.nodes() if one["Alive"]}).keys()
-            # Excluded slow nodes are alive and stay excluded; a node that was briefly out of reach does not.
+            # Slow nodes are alive and stay excluded; nodes that were only briefly unreachable become usable again.
             stay = (group.unusable - self._gone) & alive
-            # A stopped node accepts connections and answers none: each request to its memory would time out.
+            # A stopped node accepts connections but never answers: every request to its peer memory would time out.
             self._gone = frozenset(known - alive) | group.silent
             nodes = stay | (known - (alive & steady_nodes().keys()))
             unusable = reform.NodesUnusable(nodes=nodes, draining=nodes & alive - self._gone)
@@ -172,7 +174,7 @@ class WorkerGroupWatch(WorkerGroupCallback):
 
 
 class SupervisedController(TrainController):
-    """Ray Train's controller with a coordinator of the workers beside it."""
+    """Ray Train's controller, extended with a coordinator for the workers."""
 
     def __init__(
         self,
@@ -185,30 +187,30 @@ class SupervisedController(TrainController):
         **options: Any,
     ) -> None:
         if not isinstance(run.config.run_dir, Path):
-            # Ray started this process with its node's environment.
+            # Ray started this process with the node's environment, which may lack the secrets.
             use_secrets(run.config, is_needed=False)
         judge = FailureJudge(book)
         watch = WorkerGroupWatch(run, book, judge, job, scaling_policy.scaling_config)
         options |= {"scaling_policy": watch.scaling, "failure_policy": judge}
-        # Ray Train 2.60 removes the workers' placement group once its state API does not know the controller, and asks
-        # the API of the cluster that was started last on the machine. Ours ends with the command's job anyway.
+        # This Ray Train 2.60 callback removes the placement group when the state API does not list the controller, but
+        # it queries the cluster that was started last on this machine. Our placement group ends with the command's job.
         others = [one for one in callbacks if not isinstance(one, PlacementGroupCleanerCallback)]
         super().__init__(callbacks=[*others, watch], **options)
 
     async def process(self) -> tuple[int, int]:
-        """Return the id of its process, and the namespace of that id."""
+        """Return the controller's process ID and PID namespace."""
         return os.getpid(), _namespace()
 
 
 class StopWatch:
-    """Continues a stopped (SIGSTOP) process of this machine, since its callers would wait forever.
+    """Resumes a local process that was stopped (SIGSTOP), because its callers would wait for it forever.
 
     Workers keep training while Ray Train's controller is stopped; a new controller would have to restart them all.
 
     Args:
-        pid: The process.
-        namespace: The PID namespace of its id; a process of another container is left alone.
-        clock: Time.
+        pid: Process ID.
+        namespace: PID namespace of the process; a process in another container is not resumed.
+        clock: Time source.
     """
 
     def __init__(self, pid: int, namespace: int, clock: Clock | None = None) -> None:
@@ -216,10 +218,10 @@ class StopWatch:
         self._is_here, self._timer = namespace == _namespace(), StopTimer(_STOPPED_S)
 
     def look(self) -> None:
-        """Continue it if it has been stopped for a while; call often."""
+        """Resume the process if it has been stopped for a while; call this often."""
         is_stopped = self._is_here and process_state(self._pid) == "T"
         if self._timer.is_up(self._clock.monotonic(), is_stopped=is_stopped):
-            _log.warning("the process of Ray Train's controller was stopped (SIGSTOP), and is continued")
+            _log.warning("Ray Train's controller process was stopped (SIGSTOP), and is resumed")
             with contextlib.suppress(OSError):
                 os.kill(self._pid, signal.SIGCONT)
 
@@ -229,6 +231,6 @@ def _namespace() -> int:
 
 
 class NoProcessGroup(BackendConfig):
-    """Sets nothing up in the workers of a `TorchTrainer`: their children join process groups of their own."""
+    """A `TorchTrainer` backend that sets up nothing: the workers' child processes create the process groups."""
 
     backend = "none"

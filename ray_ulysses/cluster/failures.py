@@ -1,7 +1,7 @@
-"""Translates failures of the workers from Ray Train's errors, judges them, and restarts the workers.
+"""Translates Ray Train's errors into causes, decides whether to restart the workers, and restarts them.
 
-Failures are judged where the workers are coordinated, in Ray Train's controller. The command judges, and starts the
-workers again, where Ray Train can't continue.
+Ray Train's controller, which also coordinates the workers, makes most of these decisions. If Ray Train can't continue,
+the command decides, and restarts the workers.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 _Found = TypeVar("_Found")
 CONTROLLER, COMMAND = "controller", "command"
-"""Writers of failures, each with its own journal file: the supervisor of the workers, and the driver."""
+"""Processes that record failures, each in its own journal file: Ray Train's controller, and the driver."""
 _RETRY_S = 5.0
-"""How long to retry reading the newest committed step from an unreachable store: the workers wait for the verdict."""
+"""How long to retry reading the newest committed step: the workers wait for the decision meanwhile."""
 
 
 def rank_error(rank: int, error: BaseException) -> RankError:
-    """Translate Ray Train's error into how a worker ended."""
+    """Translate Ray Train's error for a worker into a `RankError`."""
     if isinstance(error, UserExceptionWithTraceback):
         error = error._base_exc
     if isinstance(error, WorkerHealthCheckTimeoutError):
@@ -67,10 +67,10 @@ def rank_error(rank: int, error: BaseException) -> RankError:
 
 
 def cause_of(error: BaseException) -> Cause:
-    """Return why an attempt failed, from the error with which Ray Train ended it."""
+    """Return the cause of a failed attempt, derived from Ray Train's error."""
     if isinstance(error, WorkerGroupError) and error.worker_failures:
         failures = error.worker_failures
-        # The user's input, say, is the same for the next attempt.
+        # Invalid user input, for example, would fail the next attempt as well.
         is_final = any(isinstance(one, UserError | FinalError) for one in failures.values())
         return root_cause([rank_error(rank, one) for rank, one in failures.items()], is_final=is_final)
     if isinstance(error, WorkersMissing):
@@ -83,13 +83,13 @@ def cause_of(error: BaseException) -> Cause:
 
 
 def _cause_beside(inner: BaseException) -> Cause:
-    """Return why workers could not be started or supervised, from their controller's error."""
+    """Return the cause of an error that kept Ray Train's controller from starting or supervising the workers."""
     if isinstance(inner, WorkerGroupStartupTimeoutError):
         return Cause(
             kind="start",
             reason=f"{inner.num_workers} workers did not start in time",
             rank=None,
-            hint="add nodes, ask for fewer workers, or raise elastic.worker_start_timeout_s",
+            hint="add nodes, reduce cluster.workers, or increase elastic.worker_start_timeout_s",
         )
     if isinstance(inner, WorkerGroupStartupFailedError | RayActorError):
         return Cause(
@@ -104,43 +104,43 @@ def _cause_beside(inner: BaseException) -> Cause:
         kind="controller",
         reason=f"Ray could not run the workers: {one_line(inner)}",
         rank=None,
-        hint="the log of the controller has the whole error",
+        hint="see the controller's log for the full error",
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Noticed:
-    """The coordinator's knowledge of a failure, besides its cause."""
+    """Details of a failure that only the coordinator knows."""
 
     memory_step: int | None = None
-    """The newest step whose whole state is in peer memory; None if there is none."""
+    """Newest step whose complete state is in peer memory, or None if there is none."""
     ago_s: float = 0.0
     silent_s: float = 0.0
-    """Seconds without a sign of life before that."""
+    """Seconds without a sign of life before the failure was detected."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FailureLog:
-    """Judges the failures of a command, and records them in the journal."""
+    """Records a command's failures in the journal, and decides whether to restart the workers."""
 
     config: Config
     session: str
     first_attempt: int
-    """The command's attempts have this number or a higher one."""
+    """Number of the command's first attempt."""
     writer: str
     """`CONTROLLER` or `COMMAND`."""
     command_started: float | None = None
     clock: Clock = field(default_factory=SystemClock)
     unrecorded: list[AttemptEnded | StartFailed] = field(default_factory=list)
-    """Failures that could not be written to the journal; they count all the same."""
+    """Failures that could not be written to the journal. They still count towards elastic.max_failures."""
 
     def judge(self, cause: Cause, step: int | None, noticed: Noticed | None = None) -> AttemptEnded | StartFailed:
-        """Decide whether the workers are started again after a failure, and record it.
+        """Record a failure, and decide whether to restart the workers.
 
         Args:
-            cause: Why the attempt failed.
-            step: The newest committed step; None if the storage does not answer.
-            noticed: The coordinator's knowledge of it; None if Ray noticed it.
+            cause: Cause of the failure.
+            step: Newest committed step, or None if the storage does not answer.
+            noticed: Details from the coordinator, or None if Ray Train detected the failure.
         """
         run_dir, elastic, now = self.config.run_dir, self.config.elastic, self.clock.now()
         newest = self.newest()
@@ -150,14 +150,14 @@ class FailureLog:
             own is not None and own.session is not None and not own.has_ended and not self._is_recorded(own.attempt)
         )
         node = cause.node or None
-        # Ranks of an earlier attempt were on other nodes.
+        # The ranks of an earlier attempt ran on other nodes.
         if node is None and own is not None and has_begun and cause.rank is not None and cause.rank < len(own.nodes):
             node = own.nodes[cause.rank]
-        # A node's announced end costs no more than the steps since the last commit.
+        # An announced preemption loses at most the steps since the last commit.
         is_preempted = cause.kind == "preempted" and step is not None and step > 0
         memory_step = None if noticed is None else noticed.memory_step
         newest_step = max((one for one in (step, memory_step) if one is not None), default=None)
-        # Re-forming costs the run next to nothing if the attempt left a whole state newer than the one it began from.
+        # A failure is free if the attempt made progress: it left a complete state newer than the state it resumed.
         is_free = (
             noticed is not None and has_begun and own is not None and own.resumed_step is not None
             and newest_step is not None and newest_step > own.resumed_step
@@ -195,14 +195,14 @@ class FailureLog:
         return failure
 
     def failures(self) -> list[AttemptEnded | StartFailed]:
-        """Return the command's failures so far, as far as the journal is readable."""
+        """Return the command's failures so far, including those that are missing from the journal."""
         recorded = command_failures(self._recorded(), self.session)
-        # A record that failed may have been written all the same.
+        # A write that reported an error may have reached the journal anyway.
         known = {one.time for one in recorded}
         return sorted([*recorded, *(one for one in self.unrecorded if one.time not in known)], key=lambda one: one.time)
 
     def newest(self) -> NewestAttempt | None:
-        """Return the run's newest attempt; None if there is none, or the journal can't be read now."""
+        """Return the run's newest attempt, or None if there is none or the journal is unreadable."""
         return _if_it_answers(lambda: newest_attempt(self.config.run_dir), None)
 
     def _recorded(self) -> list[Event]:
@@ -214,16 +214,16 @@ class FailureLog:
 
 
 def _if_it_answers(read: Callable[[], _Found], otherwise: _Found) -> _Found:
-    """Return the journal's answer, or a default while its storage is away: the failure itself must be reported.
+    """Return the result of `read`, or a default if the journal's storage does not answer.
 
-    Restarted workers notice an unreachable storage themselves, and report it.
+    The failure itself must still be reported. Restarted workers detect and report an unreachable storage themselves.
     """
     try:
         return read()
     except OSError as error:
         if isinstance(error, UserError):
             raise
-        _log.warning("the journal can't be read now (%s)", error)
+        _log.warning("the journal is unreadable at the moment (%s)", error)
         return otherwise
 
 
@@ -235,15 +235,15 @@ def is_resize(error: BaseException) -> bool:
 
 
 def lacks_room(error: BaseException) -> bool:
-    """Return whether the chosen nodes did not give the workers their places in time."""
+    """Return whether the workers failed to start in time on the chosen nodes."""
     return isinstance(error, ControllerError) and isinstance(error.controller_failure, WorkerGroupStartupTimeoutError)
 
 
 class FailureJudge(FailurePolicy):
-    """Lets the log judge each failure; lives in Ray Train's controller.
+    """Ray Train failure policy that delegates decisions to the failure log; runs in Ray Train's controller.
 
-    A failure that the workers' coordinator saw first is judged once, for the coordinator; Ray takes over the verdict,
-    even if it comes later than the coordinator waits.
+    If the coordinator has already judged a failure, Ray Train gets the same decision, even if it arrives after the
+    coordinator's own wait for it has timed out.
     """
 
     def __init__(self, book: FailureLog) -> None:
@@ -254,25 +254,25 @@ class FailureJudge(FailurePolicy):
         self._is_left_to_ray = False
 
     def judge(self, cause: Cause, noticed: Noticed | None = None) -> bool:
-        """Record a failure that the coordinator has seen, and return whether the run may continue."""
+        """Record a failure that the coordinator detected, and return whether the run may continue."""
         with self._lock:
             self._verdict = None
             self._verdict = failure = self._judge(cause, noticed)
         return bool(failure.restarts)
 
     def forget(self) -> None:
-        """Forget the last verdict, since other workers start."""
+        """Discard the last decision, because a new worker group starts."""
         with self._lock:
             self._verdict, self._is_left_to_ray = None, False
 
     def leave_to_ray(self) -> None:
-        """Note that the workers end because of the last judged failure."""
+        """Note that Ray Train will report the failure that was judged last."""
         self._is_left_to_ray = True
 
     def make_decision(self, training_failed_error: Exception) -> FailureDecision:
-        """Return whether Ray starts the workers again."""
+        """Return whether Ray Train restarts the workers."""
         if is_resize(training_failed_error) or lacks_room(training_failed_error):
-            # Neither is a failure: nodes are chosen again, and the command's watch bounds the wait for them.
+            # Neither error is a failure: nodes are chosen again, and `WorkerWatch` limits the wait.
             return FailureDecision.RETRY
         with self._lock:
             failure = self._verdict if self._is_left_to_ray else None
@@ -290,15 +290,15 @@ class FailureJudge(FailurePolicy):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ended:
-    """The end of Ray's run of the workers."""
+    """How Ray Train ended without completing the run."""
 
     error: BaseException
     logs: str | None
-    """Directory of the logs of this node; None if unknown."""
+    """Directory of Ray's logs on this node, or None if unknown."""
 
 
 class TrainingFailed(RunError):
-    """The run has failed for good; the text is written for a person."""
+    """The run has failed and is not restarted. The message is shown to the user."""
 
 
 def failure_log(config: Config, session: str, started: float | None = None) -> FailureLog:
@@ -308,14 +308,14 @@ def failure_log(config: Config, session: str, started: float | None = None) -> F
 
 
 def train_until_done(book: FailureLog, train_once: Callable[[], Ended | None]) -> None:
-    """Run the workers until the run has ended.
+    """Run the workers, restarting them after failures, until the run is done.
 
     Args:
-        book: Judges failures that Ray Train's controller could not: its own death, or an end that it did not see.
-        train_once: Runs the workers; returns how Ray ended, or None for a run that is done.
+        book: Judges failures that Ray Train's controller could not judge, such as the controller's own death.
+        train_once: Runs the workers. Returns None if the run is done, otherwise how Ray Train ended.
 
     Raises:
-        TrainingFailed: The workers are not started again.
+        TrainingFailed: The failure is final.
     """
     while True:
         num_recorded = len(book.failures())
@@ -324,27 +324,27 @@ def train_until_done(book: FailureLog, train_once: Callable[[], Ended | None]) -
             return
         recorded = book.failures()
         if isinstance(ended.error, TrainingFailedError) and len(recorded) > num_recorded:
-            # The controller has judged it already; if the verdict was a restart, Ray could not do it.
+            # The controller has already judged this failure. If it decided to restart, Ray Train was unable to.
             failure = recorded[-1]
         else:
             failure = book.judge(cause_of(ended.error), known_step(checkpoint_store(book.config)))
         if not failure.restarts:
             raise TrainingFailed(*failure_texts(book.config, failure, ended.logs)) from ended.error
-        _log.debug("Ray could not continue; the command starts the workers again", exc_info=ended.error)
+        _log.debug("Ray Train could not continue; the command restarts the workers", exc_info=ended.error)
 
 
 def record_final_failure(book: FailureLog) -> None:
-    """Record that the command's last failure ended the run, unless another command has taken the run over."""
+    """Record the command's last failure as the end of the run, unless another command has taken over the run."""
     recorded = book.failures()
     if recorded and takeover(book.config, book.session) is None:
         record_run_failed(book.config, recorded[-1])
 
 
 def failure_texts(config: Config, failure: EndEvent, logs: str | None) -> list[str]:
-    """Return the final messages about a failed run: what happened, what to do, and how to continue."""
+    """Return the messages about a failed run: the cause, the suggested fix, and how to resume."""
     where = f"; node {failure.node}" if failure.node else ""
     lines = [f"run {config.run.name!r} failed: {describe_failure(failure)}{where}"]
-    lines.append(f"{failure.way_out}; logs of the workers: {logs}" if logs else failure.way_out)
-    step = "its newest one" if failure.committed_step is None else f"step {failure.committed_step:,}"
+    lines.append(f"{failure.way_out}; worker logs: {logs}" if logs else failure.way_out)
+    step = "the newest checkpoint" if failure.committed_step is None else f"step {failure.committed_step:,}"
     lines.append(f"everything committed in {config.run_dir} is kept; the same command resumes from {step}")
     return lines

@@ -1,4 +1,4 @@
-"""Submits runs to a Ray cluster as jobs, follows and stops them, through Ray's public client of its dashboard."""
+"""Submits runs to a Ray cluster as jobs, follows their logs and stops them, through Ray's job submission client."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.run.submissions import Submission, next_submission
 
 STOP_WAIT_S = 1800
-"""Ray kills a job this long after a request to stop: a step of a million tokens and its save take minutes."""
+"""Seconds until Ray kills a job that was asked to stop: a million-token step and its save take minutes."""
 PATIENCE_S = 300.0
 _EVERY_S = 1.0
 _SAID_AGAIN_S = 10.0
@@ -37,22 +37,22 @@ _ANSWER_S = 3.0
 _PORT = 8265
 _TO_SIGN_IN = (401, 403)
 _LOST = (RuntimeError, OSError, HTTPException, aiohttp.ClientError, AuthenticationError)
-"""Errors that Ray's client raises when the dashboard gives no valid answer."""
+"""Errors that Ray's client raises if the dashboard gives no valid answer."""
 
 Client = JobSubmissionClient
 Say = Callable[[str], None]
 
 
 def dashboard_address(given: str | None, environment: Mapping[str, str]) -> str:
-    """Return the address of the cluster's dashboard, which takes jobs.
+    """Return the address of the cluster's dashboard, which accepts jobs.
 
     Args:
-        given: The option ``--address``.
-        environment: Variables of this process: ``RAY_API_SERVER_ADDRESS``, as for ``ray job submit``, else the host of
-            ``RAY_ADDRESS``, else this machine.
+        given: Value of the ``--address`` option, or None.
+        environment: Environment variables of this process: ``RAY_API_SERVER_ADDRESS``, as for ``ray job submit``, then
+            the host of ``RAY_ADDRESS``. This machine is used if neither is set.
 
     Raises:
-        UserError: The address is not valid for a dashboard.
+        UserError: The address is not a valid dashboard address.
     """
     ray_address = environment.get("RAY_ADDRESS", "")
     named = given or environment.get("RAY_API_SERVER_ADDRESS")
@@ -68,24 +68,24 @@ def dashboard_address(given: str | None, environment: Mapping[str, str]) -> str:
     except ValueError:
         is_usable = False
     if not is_usable or any(character <= " " for character in address):
-        raise UserError(f"--address={named!r}: is not the address of a Ray dashboard; use http://HEAD:{_PORT}")
+        raise UserError(f"--address={named!r} is not the address of a Ray dashboard; use http://HEAD:{_PORT}")
     return address.rstrip("/")
 
 
 def connect(address: str, timeout_s: float, say: Say) -> Client:
-    """Wait until a cluster's dashboard answers, and return a client of it.
+    """Wait until the cluster's dashboard answers, and return a client for it.
 
     Args:
-        address: The dashboard's address.
+        address: Address of the dashboard.
         timeout_s: Longest wait, in seconds.
-        say: Called with the reason for the wait when it changes, and every ten seconds.
+        say: Called with the reason for waiting, when the reason changes and every ten seconds.
 
     Raises:
-        RunError: No Ray dashboard answers in time, or it refuses this command.
+        RunError: No Ray dashboard answers in time, or the dashboard rejects this command.
     """
     wait = _Wait(f"the Ray cluster at {address}", timeout_s, say)
     while (reason := _reason_not_ready(address)) is not None:
-        wait.go_on(reason, "correct --address, forward the dashboard's port to this machine, or raise --wait")
+        wait.go_on(reason, "correct --address, forward the dashboard's port to this machine, or increase --wait")
     try:
         with contextlib.suppress(AuthenticationError), cluster_token(address, asks=False):
             return Client(address)
@@ -96,11 +96,11 @@ def connect(address: str, timeout_s: float, say: Say) -> Client:
     except AuthenticationError as error:
         raise RunError(refused_token(address)) from error
     except (*_LOST, ValueError) as error:
-        raise RunError(f"the Ray cluster at {address} refuses this command ({error})") from error
+        raise RunError(f"the Ray cluster at {address} rejects this command ({error})") from error
 
 
 def list_submissions(client: Client) -> list[Submission]:
-    """Return the jobs that ``submit`` has submitted, in no particular order.
+    """Return all jobs that ``ray-ulysses submit`` submitted, in no particular order.
 
     Raises:
         RunError: The cluster does not answer.
@@ -120,27 +120,27 @@ def submit(
     timeout_s: float,
     say: Say,
 ) -> tuple[Submission, list[Submission]]:
-    """Submit a run as a job that brings its configuration along; return it and the earlier submissions.
+    """Submit a run as a job that carries its own configuration; return its submission and the earlier submissions.
 
     Args:
-        client: The cluster.
-        config: The configuration; its paths are absolute.
-        file_name: The configuration's file name in the job, which its log shows.
+        client: Client for the cluster.
+        config: The configuration, with absolute paths.
+        file_name: Name of the configuration file in the job, which the job's log shows.
         branch: Whether the run's data may change.
-        upload_package: Whether the job brings this package's source instead of using the nodes' installation.
-        timeout_s: How long to wait for a node that takes the job, in seconds.
-        say: Called with the reason for the wait.
+        upload_package: Whether to upload this package's source instead of using the version installed on the nodes.
+        timeout_s: Longest wait for a node that accepts the job, in seconds.
+        say: Called with the reason for waiting.
 
     Raises:
-        UserError: A job of this run has not ended.
-        RunError: The cluster does not take the job.
+        UserError: Another job of this run has not ended.
+        RunError: The cluster rejects the job.
     """
     command = ["python", "-m", "ray_ulysses", "train", file_name, *(["--branch"] if branch else [])]
     variables = network_settings(os.environ) | {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S)}
     runtime: dict[str, Any] = {"env_vars": variables}
     if upload_package:
         runtime |= {"py_modules": [str(Path(ray_ulysses.__file__).parent)], "excludes": ["__pycache__"]}
-    wait = _Wait("a node that takes the job", timeout_s, say)
+    wait = _Wait("a node that accepts the job", timeout_s, say)
     with tempfile.TemporaryDirectory(prefix="ray-ulysses-") as folder:
         (Path(folder) / file_name).write_text(config.as_written(), encoding="utf-8")
         while True:
@@ -154,23 +154,23 @@ def submit(
                     runtime_env=runtime | {"working_dir": folder},
                 )
             except _LOST as error:
-                # A head's dashboard answers some seconds before an agent can start a job, and another command may
-                # have taken the id since the jobs were listed.
+                # The dashboard answers seconds before an agent can start jobs, and another command may have taken the
+                # job ID since the jobs were listed.
                 if "No available agent" not in str(error) and "already exists" not in str(error):
-                    raise RunError(f"the Ray cluster does not take the job ({error})") from error
-                wait.go_on("its agents start", "look at the cluster's nodes (`ray status`), or raise --wait")
+                    raise RunError(f"the Ray cluster rejects the job ({error})") from error
+                wait.go_on("its agents are starting", "check the cluster's nodes (`ray status`), or increase --wait")
             else:
                 return found, earlier
 
 
 class JobLog:
-    """The log of a job, followed over lost connections.
+    """A job's log, followed across lost connections.
 
     Args:
-        client: The cluster.
+        client: Client for the cluster.
         submission: The job.
-        write: Receives the log, piece by piece.
-        say: Called with the reason for a wait.
+        write: Receives the log in pieces.
+        say: Called with the reason for waiting.
     """
 
     def __init__(self, client: Client, submission: Submission, write: Callable[[str], object], say: Say) -> None:
@@ -178,29 +178,29 @@ class JobLog:
         self._written = 0
 
     def skip(self) -> None:
-        """Skip the current content of the log."""
+        """Skip the log's current content."""
         with _asking(f"has no log of job {self._submission.job}"):
             self._written = len(self._client.get_job_logs(self._submission.job))
 
     def print_now(self) -> None:
-        """Write the current content of the log."""
+        """Write the log's current content."""
         with _asking(f"has no log of job {self._submission.job}"):
             self._write(self._client.get_job_logs(self._submission.job))
 
     def follow(self) -> Submission:
-        """Write the log until the job has ended, and return the ended job.
+        """Write the log until the job ends, and return the ended job.
 
         Raises:
-            RunError: The cluster has not answered for too long, or no longer knows the job.
+            RunError: The cluster did not answer for too long, or no longer knows the job.
         """
         wait = _Wait(f"job {self._submission.job}", PATIENCE_S, self._say)
         while True:
             try:
                 newest = self._look()
                 if newest.status == "PENDING":
-                    # The cluster may keep the job waiting without a bound.
+                    # A job may be pending indefinitely, so this wait has no limit.
                     wait.restart()
-                    wait.go_on(f"it is pending: {newest.message.strip()}", "")
+                    wait.go_on(f"the job is pending: {newest.message.strip()}", "")
                     continue
                 asyncio.run(self._tail())
                 newest = self._look()
@@ -209,26 +209,26 @@ class JobLog:
                 wait.restart()
                 time.sleep(_EVERY_S)
             except (RunError, BrokenPipeError):
-                # The second is ours: the reader of the log has gone.
+                # BrokenPipeError concerns our own output, whose reader is gone, not the cluster.
                 raise
             except _LOST as error:
                 if "status code 404" in str(error):
                     raise RunError(
-                        f"the Ray cluster does not know job {self._submission.job} any more: its head was replaced; "
-                        "submit the run again, and it resumes"
+                        f"the Ray cluster no longer knows job {self._submission.job}, since its head was replaced; "
+                        "submit the run again to resume it"
                     ) from error
                 wait.go_on(
                     f"the cluster does not answer ({type(error).__name__})",
-                    f"the job may go on; `ray-ulysses logs {self._submission.run} --follow` follows it again",
+                    f"the job may be running; `ray-ulysses logs {self._submission.run} --follow` follows it again",
                 )
 
     def _look(self) -> Submission:
         found = _submission(self._client.get_job_info(self._submission.job))
-        assert found is not None, "its metadata is that of a submission"
+        assert found is not None, "the job has a submission's metadata"
         return found
 
     async def _tail(self) -> None:
-        # Each connection starts again at the beginning of the log.
+        # Every connection sends the log from its beginning.
         position = 0
         async for piece in self._client.tail_job_logs(self._submission.job):
             new = piece[max(0, self._written - position) :]
@@ -239,7 +239,7 @@ class JobLog:
 
 
 def stop(client: Client, submission: Submission) -> None:
-    """Ask a job to save after its step and end; Ray kills it after `STOP_WAIT_S`.
+    """Request that a job save after its current step and end; Ray kills the job after `STOP_WAIT_S`.
 
     Raises:
         RunError: The cluster does not answer.
@@ -257,8 +257,8 @@ def _asking(refusal: str) -> Iterator[None]:
 
 
 def _submission(details: JobDetails) -> Submission | None:
-    """Return a job of the cluster as a submission; ``None`` if ``submit`` did not submit it."""
-    # Ray counts milliseconds.
+    """Return a cluster job as a submission, or None if ``ray-ulysses submit`` did not submit it."""
+    # Ray reports times in milliseconds.
     return Submission.from_metadata(
         details.metadata,
         job=str(details.submission_id),
@@ -271,7 +271,7 @@ def _submission(details: JobDetails) -> Submission | None:
 
 
 class _Wait:
-    """A bounded wait, which prints its reason when it changes, and every ten seconds."""
+    """A wait with a time limit that prints its reason when the reason changes, and every ten seconds."""
 
     def __init__(self, what: str, timeout_s: float, say: Say) -> None:
         self._what, self._timeout_s, self._say = what, timeout_s, say
@@ -279,11 +279,11 @@ class _Wait:
         self._began = self._bounded_from = time.monotonic()
 
     def restart(self) -> None:
-        """Restart the bound after an answer."""
+        """Restart the time limit after an answer."""
         self._bounded_from = time.monotonic()
 
     def go_on(self, reason: str, way_out: str) -> None:
-        """Sleep once."""
+        """Print the reason if necessary, and sleep; raise `RunError` after the time limit."""
         now = time.monotonic()
         if now - self._bounded_from >= self._timeout_s:
             raise RunError(f"waited {self._timeout_s:g} s for {self._what}: {reason}; {way_out}")
@@ -294,9 +294,9 @@ class _Wait:
 
 
 def _reason_not_ready(address: str) -> str | None:
-    """Return why no Ray dashboard answers at an address; ``None`` if one does.
+    """Return why no Ray dashboard answers at `address`, or None if one does.
 
-    Ray's own client has no timeout: an address that drops packets would hold it for minutes.
+    Ray's own client has no timeout and would hang for minutes on an address that drops packets.
     """
     try:
         with urllib.request.urlopen(f"{address}/api/version", timeout=_ANSWER_S) as answer:
@@ -309,6 +309,6 @@ def _reason_not_ready(address: str) -> str | None:
     except OSError as error:
         return f"no answer ({error})"
     except (ValueError, RecursionError, HTTPException):
-        # For example the head's own port, which does not speak HTTP.
+        # Another server answers, such as the Ray head on its own port, which does not speak HTTP.
         is_ray = False
-    return None if is_ray else f"the server there is not a Ray dashboard, whose port is {_PORT} by default"
+    return None if is_ray else f"the server there is not a Ray dashboard (default port: {_PORT})"

@@ -1,6 +1,6 @@
-"""Starts a Ray cluster of several nodes on this machine, whose nodes can be lost and replaced.
+"""Starts a Ray cluster with several nodes on this machine, whose nodes can be lost and replaced.
 
-It uses the cluster of Ray 2.60's own tests (developer API).
+The cluster class is part of Ray 2.60's own test utilities (developer API).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from ray_ulysses.parallel.gpu_environment import shared_gpu_environment
 
 
 class LocalCluster:
-    """A head without workers, and nodes; each has its own address on the loopback interface.
+    """A Ray head without workers, and nodes, each with its own loopback address.
 
     Args:
-        cpus_per_node: Logical CPUs of each node.
+        cpus_per_node: Logical CPUs per node.
         head_cpus: Logical CPUs of the head.
-        gpus_per_node: GPUs of each node. Nodes share GPUs if the machine has too few.
-        gpus: The machine's GPUs, by their names in CUDA_VISIBLE_DEVICES.
+        gpus_per_node: GPUs per node. Nodes share GPUs if the machine has too few.
+        gpus: GPUs of this machine, as named in CUDA_VISIBLE_DEVICES.
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class LocalCluster:
 
     @property
     def nodes(self) -> Mapping[str, str]:
-        """The address of each node except the head, by its Ray id."""
+        """Node addresses by Ray node ID, without the head."""
         return {node: str(one.node_ip_address) for node, one in self._nodes.items()}
 
     def add_node(self) -> str:
-        """Start a node, and return its Ray id; only the main thread may call this."""
-        # Never reuse the address of a lost node: the new node could be mistaken for it.
+        """Start a node, and return its Ray node ID. Only the main thread may call this method."""
+        # Never reuse a lost node's address: the new node could be mistaken for the lost node.
         self._number += 1
         address = f"127.0.1.{self._number}"
         options: dict[str, Any] = {"num_cpus": self._cpus, "num_gpus": self._gpus_per_node, "node_ip_address": address}
@@ -66,7 +66,7 @@ class LocalCluster:
         return str(node.node_id)
 
     def kill_node(self, node_id: str) -> None:
-        """Kill all processes of a node at once, as the loss of a machine does."""
+        """Kill all processes of a node at once, as a machine failure would."""
         everything, node = self.processes(node_id), self._nodes.pop(node_id)
         del self._claims[node_id]
         node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
@@ -76,7 +76,7 @@ class LocalCluster:
         self._cluster.worker_nodes.discard(node)
 
     def processes(self, node_id: str) -> list[psutil.Process]:
-        """Return the processes that a node has started."""
+        """Return all processes that the node's raylet started."""
         found: list[psutil.Process] = []
         for info in self._nodes[node_id].all_processes["raylet"]:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -84,11 +84,11 @@ class LocalCluster:
         return found
 
     def shutdown(self) -> None:
-        """End all processes."""
+        """End all processes of the cluster."""
         self._stack.close()
 
 
 def least_claimed(gpus: Sequence[str], claims: Iterable[Sequence[str]], count: int) -> tuple[str, ...]:
-    """Return the GPUs that the fewest nodes have claimed (pure)."""
+    """Return the `count` GPUs that the fewest nodes have claimed."""
     taken = Counter(gpu for claimed in claims for gpu in claimed)
     return tuple(sorted(gpus, key=lambda gpu: taken[gpu])[:count])

@@ -1,6 +1,6 @@
-"""Watches a run's nodes for preemption notices of their cloud, and has Ray drain a node that will be taken away.
+"""Watches a run's nodes for preemption notices from their cloud, and makes Ray drain the affected nodes.
 
-Each node polls its cloud's metadata service. After a notice the run saves, as for any drained node, and an elastic run
+Each node polls its cloud's metadata service. After a notice the run saves, as for any draining node, and an elastic run
 continues without the node.
 """
 
@@ -46,19 +46,19 @@ if TYPE_CHECKING:
     from ray_ulysses.config.running import ElasticSection
 
 PATIENCE_S = 180.0
-"""A metadata service that does not answer for this long is reported; Azure's first answer may take two minutes."""
+"""Seconds without an answer before a metadata service is reported. Azure's first answer may take two minutes."""
 _log = get_logger(__name__)
 
 
 def drain_node(node: str, why: str, deadline: float | None) -> None:
-    """Tell Ray that a node will be taken away; Ray ends nothing on it.
+    """Make Ray mark a node as draining. Ray does not end processes on the node.
 
-    Ray 2.60 offers this only through a hidden command, whose implementation this calls (a canary test covers it).
+    Ray 2.60 offers this only as a hidden CLI command; this function calls its implementation (a canary test covers it).
 
     Raises:
-        RuntimeError: Ray refuses, or its head does not answer.
+        RuntimeError: Ray rejects the request, or its head does not answer.
     """
-    # Ray reads 0 as no deadline.
+    # Ray interprets 0 as no deadline.
     until_ms = 0 if deadline is None else max(1, round(deadline * 1000))
     reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
     address = ray.get_runtime_context().gcs_address
@@ -73,13 +73,13 @@ def node_news(
     drain: Callable[[str, float | None], None],
     clock: Clock,
 ) -> Iterator[str]:
-    """Watch this process's node, and yield messages for the user.
+    """Watch this process's node, and yield status messages for the user.
 
     Args:
-        provider: The node's cloud.
-        look: Returns the current notice of the node's metadata service; None if there is none.
-        drain: Has Ray drain the node; called with the reason and the deadline.
-        clock: Time.
+        provider: Cloud provider of the node.
+        look: Returns the metadata service's current notice, or None if there is none.
+        drain: Makes Ray drain the node; called with the reason and the deadline.
+        clock: Time source.
     """
     cloud, drained_for, untold = PROVIDER_NAMES[provider], None, None
     failures, failing_since, is_reported = 0, clock.monotonic(), False
@@ -91,7 +91,7 @@ def node_news(
             if not is_reported and clock.monotonic() - failing_since >= PATIENCE_S:
                 is_reported = True
                 hint = reach_hint(provider)
-                yield f"is not watched for its end, since {cloud} gives no notices there ({error}); {hint}"
+                yield f"is not watched for preemption: {cloud}'s metadata service does not answer ({error}); {hint}"
         else:
             if notice is not None and replaces(notice, drained_for):
                 try:
@@ -100,23 +100,23 @@ def node_news(
                     failures += 1
                     is_new, untold = replaces(notice, untold), notice
                     if is_new:
-                        yield f"{_when(notice)} ({cloud}: {notice.what}); Ray can't be told yet: {error}"
+                        yield f"{_when(notice)} ({cloud}: {notice.what}); Ray can't drain the node yet: {error}"
                     clock.sleep(pause_s(failures))
                     continue
                 drained_for, untold = notice, None
-                yield f"{_when(notice)} ({cloud}: {notice.what}); Ray drains it"
+                yield f"{_when(notice)} ({cloud}: {notice.what}); Ray drains the node"
             failures, failing_since, is_reported = 0, clock.monotonic(), False
         clock.sleep(pause_s(failures))
 
 
 def _when(notice: CloudNotice) -> str:
     if notice.deadline is None:
-        return "may be taken away soon" if notice.is_hint else "is going to be taken away"
-    return f"is going to be taken away at {time.strftime('%H:%M:%S', time.gmtime(notice.deadline))} UTC"
+        return "may be taken away soon" if notice.is_hint else "will be taken away"
+    return f"will be taken away at {time.strftime('%H:%M:%S', time.gmtime(notice.deadline))} UTC"
 
 
 class NodeWatchActor:
-    """Watches one node, from its own process there."""
+    """Watches the node on which the actor runs."""
 
     def __init__(self, setting: CloudSetting, url: str | None, hints: bool) -> None:
         provider, clock = found_provider(setting), SystemClock()
@@ -127,15 +127,15 @@ class NodeWatchActor:
             self._news = node_news(provider, service.notice, drain, clock)
 
     def next_news(self) -> str | None:
-        """Return the next news of this node; None at once if it is not in a cloud."""
+        """Wait for the node's next message and return it, or return None at once if the node is not in a cloud."""
         return next(self._news, None)
 
 
 class NodeWatches:
-    """The watches of a run's nodes; they end with the command that holds them.
+    """Watches over a run's nodes, which end with the command that owns them.
 
     Args:
-        start: Starts the watch of a node, given its id, and returns an actor with the method of `NodeWatchActor`.
+        start: Starts the watch of a node, given the node's ID, and returns an actor with `NodeWatchActor`'s methods.
         say: Prints a line.
     """
 
@@ -144,12 +144,12 @@ class NodeWatches:
         self._watches: dict[str, tuple[Any, Any] | None] = {}
 
     def look(self, nodes: Mapping[str, str]) -> None:
-        """Print news, and start and end watches as the run's nodes change; call often.
+        """Print new messages, and start or end watches as the run's nodes change; call this often.
 
         Args:
-            nodes: The addresses of the nodes on which the run has workers, by id.
+            nodes: Addresses of the nodes on which the run has workers, by node ID.
         """
-        # Ray ends an actor that has no handle.
+        # Dropping the last handle of an actor makes Ray end the actor.
         self._watches = {node: self._watches[node] for node in nodes if node in self._watches}
         for node in nodes.keys() - self._watches.keys():
             actor = self._start(node)
@@ -161,10 +161,10 @@ class NodeWatches:
             try:
                 news = ray.get(answer)
             except RayActorError as error:
-                # Its node is gone, or drained already.
+                # The node is gone, or has already been drained.
                 _log.debug("the watch of node %s has ended: %s", node, error)
             except RayError as error:
-                _log.warning("node %s can't be watched for notices of its cloud (%s)", nodes[node], error)
+                _log.warning("node %s can't be watched for preemption notices (%s)", nodes[node], error)
             watch = self._watches[node]
             if news is None or watch is None:
                 self._watches[node] = None
@@ -174,7 +174,7 @@ class NodeWatches:
 
 
 def watch_nodes(elastic: ElasticSection, say: Callable[[str], object], *, embedded: bool) -> NodeWatches | None:
-    """Return the watches of a run's nodes, which must be polled often; None if there is nothing to watch."""
+    """Return the watches of a run's nodes, or None if there is nothing to watch."""
     setting = elastic.cloud_notices
     if setting == "none" or (embedded and found_provider(setting) is None):
         return None
@@ -191,7 +191,7 @@ def watch_nodes(elastic: ElasticSection, say: Callable[[str], object], *, embedd
 CloudSetting = Literal["auto", "none", "aws", "gcp", "azure"]
 
 _URL = "http://169.254.169.254"
-"""The link-local address that all three clouds use."""
+"""Link-local address that all three clouds use."""
 _FIRMWARE = Path("/sys/class/dmi/id")
 _FIRMWARE_FILES = ("product_name", "chassis_asset_tag", "sys_vendor", "bios_version")
 _TIMEOUT_S = 2.0
@@ -203,20 +203,20 @@ _OK = 200
 
 
 def found_provider(setting: CloudSetting, firmware: Path = _FIRMWARE) -> Provider | None:
-    """Return the provider whose notices to watch on this machine; sends nothing over the network."""
+    """Return the provider whose notices to watch on this machine, without any network request."""
     if setting in ("aws", "gcp", "azure"):
         return setting
     return None if setting == "none" else provider_of(dict(_read_firmware(firmware)))
 
 
 class MetadataService:
-    """The metadata service of a provider, on the machine itself.
+    """Client for the provider's metadata service on this machine.
 
     Args:
-        provider: The provider.
-        url: Its address; None for the provider's own.
-        hints: Whether to ask for recommendations besides notices.
-        clock: Time.
+        provider: Cloud provider of the machine.
+        url: Address of the service, or None for the provider's default.
+        hints: Whether to request rebalance recommendations in addition to notices.
+        clock: Time source.
     """
 
     def __init__(
@@ -224,16 +224,16 @@ class MetadataService:
     ) -> None:
         self._provider, self._base, self._hints = provider, (url or _URL).rstrip("/"), hints
         self._clock = clock or SystemClock()
-        # The services are local to the machine, so no proxy reaches them.
+        # The service is local to the machine, so no proxy can reach it.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         self._token: str | None = None
         self._name = ""
 
     def notice(self) -> CloudNotice | None:
-        """Return the current notice.
+        """Return the current notice, or None if there is none.
 
         Raises:
-            OSError: The service does not answer in time; Azure's first answer may take two minutes.
+            OSError: The service does not answer in time. Azure's first answer may take two minutes.
             UnexpectedAnswerError: The answer does not follow the provider's protocol.
         """
         if self._provider == "aws":
@@ -251,11 +251,11 @@ class MetadataService:
             self._name = answer.body.strip()
             if answer.status != _OK or not self._name:
                 self._name = ""
-                raise UnexpectedAnswerError(f"HTTP {answer.status} to the request for the machine's name")
+                raise UnexpectedAnswerError(f"the request for the machine's name returned HTTP {answer.status}")
         return azure_events(self._ask("/metadata/scheduledevents?api-version=2020-07-01", header), self._name)
 
     def _aws(self, path: str) -> Answer:
-        """Query EC2's metadata service in its second version (IMDSv2), which requires a token."""
+        """Query EC2's metadata service, version 2 (IMDSv2), which requires a token."""
         for _ in range(2):
             token = self._token = self._token or self._new_token()
             answer = self._ask(f"/latest/meta-data/{path}", {"X-aws-ec2-metadata-token": token})
@@ -263,14 +263,14 @@ class MetadataService:
                 return answer
             # The token has expired.
             self._token = None
-        raise UnexpectedAnswerError("HTTP 401 with a new token")
+        raise UnexpectedAnswerError("HTTP 401 in spite of a new token")
 
     def _new_token(self) -> str:
         lifetime = {"X-aws-ec2-metadata-token-ttl-seconds": str(_TOKEN_TTL_S)}
         answer = self._ask("/latest/api/token", lifetime, method="PUT")
         token = answer.body.strip()
         if answer.status != _OK or not token.isascii() or not token.isprintable() or " " in token or not token:
-            raise UnexpectedAnswerError(f"HTTP {answer.status} to the request for a token")
+            raise UnexpectedAnswerError(f"the request for a token returned HTTP {answer.status}")
         return token
 
     def _ask(self, path: str, headers: Mapping[str, str], method: str = "GET") -> Answer:
@@ -293,7 +293,7 @@ class MetadataService:
                     if self._clock.monotonic() > end:
                         raise TimeoutError(f"{url} does not answer within {_TIMEOUT_S:g} s")
             except HTTPException as error:
-                raise OSError(f"{url} broke off its answer ({type(error).__name__})") from error
+                raise OSError(f"{url} ended its answer early ({type(error).__name__})") from error
         return Answer(
             status=status,
             body=body.decode(errors="replace"),

@@ -1,6 +1,6 @@
-"""Runs the peer memory agents: one per node, in a detached actor that outlives driver and workers.
+"""Runs the peer memory agents: one detached actor per node, which outlives the driver and the workers.
 
-`NodeMemory` knows those of a run's nodes over its worker groups.
+`NodeMemory` manages a run's agents across worker groups.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ _ANSWER_S = 5.0
 _START_S = 30.0
 _FREE_SHARE = 3
 _NICENESS = 5
-"""Training threads take precedence over an agent on a busy core."""
+"""Niceness of an agent's process, so that training threads take precedence on a busy core."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contact:
-    """A node's agent."""
+    """Connection details of a node's agent."""
 
     address: str
-    """Its ``host:port``."""
+    """``host:port`` of the agent."""
     limit_bytes: int
-    """Its memory limit."""
+    """Memory limit of the agent, in bytes."""
     token: str = field(repr=False)
-    """Shared by all agents of a run."""
+    """Authentication token, shared by all agents of a run."""
 
 
 class _Agent:
-    """The actor around a node's agent; its process ends when the agent does."""
+    """Actor that runs a node's agent; the actor's process ends with the agent."""
 
     def __init__(self, token: str, host: str, port: int, limit_bytes: int | None) -> None:
         os.nice(_NICENESS)
@@ -61,7 +61,7 @@ class _Agent:
         self._contact = Contact(address=agent.start(), limit_bytes=limit, token=token)
 
     def contact(self) -> Contact:
-        """Return where the agent is."""
+        """Return the agent's connection details."""
         return self._contact
 
 
@@ -73,18 +73,17 @@ def ensure_agents(
     before: Mapping[str, Contact] = MappingProxyType({}),
     start_s: float = _START_S,
 ) -> dict[str, Contact]:
-    """Return the agents of a run on some nodes that answer, and start missing ones.
+    """Return the agents on the given nodes, starting missing ones; nodes that do not answer are left out.
 
-    An agent of an earlier driver is found again with its content, and so is the token, which the first driver created.
+    Agents of an earlier driver are reused, with their content and with the token that the first driver created.
 
     Args:
-        run_key: Names the run; the same for every driver of it.
-        nodes: The address to listen on of each node, by the node's Ray id.
-        limit_bytes: Most memory per node; None for a third of what is free there.
-        before: The agents as they were: one that is started anew has the token, the limit, since training has taken
-            memory since the run began, and the port if that is free, of its predecessor, so that those who knew that
-            one find it.
-        start_s: Longest wait for those that are started, in seconds.
+        run_key: Identifies the run; the same for all of its drivers.
+        nodes: Address on which each node's agent listens, by Ray node ID.
+        limit_bytes: Memory limit per node, or None for a third of the free memory.
+        before: Agents known so far. A replacement reuses its predecessor's token, port and memory limit: the port, if
+            free, so that clients find the replacement; the limit, because training has taken free memory since.
+        start_s: Longest wait for new agents, in seconds.
     """
     running = {node: handle for node in nodes if (handle := _find(_name(run_key, node))) is not None}
     found = _contacts(running, _ANSWER_S)
@@ -98,7 +97,7 @@ def ensure_agents(
     found |= _contacts(started, start_s)
     found = {node: one for node, one in found.items() if one.token == token}
     if len(found) < len(nodes):
-        _log.warning("peer memory: %d of %d nodes gave no answer and are left out", len(nodes) - len(found), len(nodes))
+        _log.warning("peer memory: %d of %d nodes did not answer and are left out", len(nodes) - len(found), len(nodes))
     return found
 
 
@@ -112,7 +111,7 @@ def end_agents(run_key: str) -> None:
 
 
 def kill_agent(run_key: str, node: str) -> bool:
-    """Kill the agent of a run on a node, as a fault does; return whether there was one."""
+    """Kill a run's agent on a node, as a fault would; return whether the node had an agent."""
     handle = _find(_name(run_key, node))
     if handle is not None:
         ray.kill(handle)
@@ -120,12 +119,12 @@ def kill_agent(run_key: str, node: str) -> bool:
 
 
 def is_agent(actor: Mapping[str, Any], run_key: str) -> bool:
-    """Return whether Ray's entry describes an agent of a run."""
+    """Return whether an entry of Ray's actor table describes an agent of the run."""
     return actor["ActorClassName"] == _Agent.__name__ and str(actor["Name"]).startswith(f"{run_key}/")
 
 
 def _name(run_key: str, node: str) -> str:
-    # Agents of another version of the package are not found, and end once nothing is connected to them.
+    # The name hides agents of other package versions, which end once their last client disconnects.
     return f"{run_key}/{PROTOCOL}/{node}"
 
 
@@ -155,11 +154,11 @@ _ZONE_LABEL = "ray.io/availability-zone"
 _AGAIN_S = 0.5
 _KEEP_EVERY_S = 15.0
 _GROUP_START_S = 45.0
-"""Longest wait for starting agents, while the workers start as well."""
+"""Longest wait for agents that start while the workers start, in seconds."""
 
 
 class NodeMemory:
-    """The peer memory agents of a run; does nothing where ``elastic.peer_memory`` is off."""
+    """Peer memory agents of a run. Does nothing if ``elastic.peer_memory`` is off."""
 
     def __init__(self, config: Config, clock: Clock | None = None) -> None:
         self._clock = clock or SystemClock()
@@ -174,33 +173,33 @@ class NodeMemory:
         self._zones: dict[str, str | None] = {}
 
     def prepare(self, nodes: Mapping[str, str]) -> None:
-        """Start or find agents on the nodes of a new worker group; returns at once."""
+        """Start or find agents on a new worker group's nodes, without waiting for them."""
         if self._is_on:
             self._prepared_at = self._clock.monotonic()
             known = dict(self._known)
             self._asked = self._pool.submit(ensure_agents, self._run_key, dict(nodes), self._limit_bytes, before=known)
 
     def keep(self, nodes: Mapping[str, str]) -> None:
-        """Restart agents that have died; call often, returns at once.
+        """Restart dead agents, without waiting for them; call this often.
 
-        Running children find an agent that has its predecessor's port; the next generation finds all of them.
+        Running children find an agent that reuses its predecessor's port; the next generation gets all addresses.
         """
         is_idle = self._asked is None or self._asked.done()
         if is_idle and self._clock.monotonic() - self._prepared_at >= _KEEP_EVERY_S:
             self.prepare(nodes)
 
     def of(self, members: Sequence[str], gone: Collection[str]) -> list[AgentAddresses] | None:
-        """Return the agents that keep the state of a generation's children, and hold the previous state."""
+        """Return the agent addresses for each member of a generation, or None if no agent is known."""
         self._take_agents()
         agents, token = self._agents_but(gone)
         if not agents:
             return None
-        # A node without an agent keeps its state on others.
+        # A node without an agent stores its state on other nodes.
         pairs = partners({node: self._zones.get(node) for node in dict.fromkeys(members) if node in agents})
         return [AgentAddresses(agents=agents, node=node, partner=pairs.get(node), token=token) for node in members]
 
     def newest_step(self, gone: Collection[str]) -> int | None:
-        """Return the newest step whose whole state is in memory; None if there is none."""
+        """Return the newest step whose complete state is in peer memory, or None if there is none."""
         agents, token = self._agents_but(gone)
         if not agents:
             return None
@@ -214,7 +213,7 @@ class NodeMemory:
         return None if manifest is None else manifest.step
 
     def _agents_but(self, gone: Collection[str]) -> tuple[dict[str, str], str]:
-        """Return the address of each agent, and the token of all."""
+        """Return the address of each agent by node, and their common token."""
         token = next((one.token for one in self._known.values()), "")
         return {node: one.address for node, one in self._known.items() if node not in gone}, token
 
@@ -223,7 +222,7 @@ class NodeMemory:
         if asked is None:
             return
         try:
-            # Known agents serve until the missing ones have been restarted.
+            # The known agents are used until missing agents have been restarted.
             found = asked.result(_AGAIN_S if self._known else _GROUP_START_S)
             self._asked = None
             nodes = ray.nodes()
@@ -233,7 +232,7 @@ class NodeMemory:
             self._known = {node: one for node, one in known.items() if one.token in tokens}
             self._zones |= {one["NodeID"]: one.get("Labels", {}).get(_ZONE_LABEL) for one in nodes}
         except TimeoutError:
-            _log.debug("agents of peer memory are still being started")
+            _log.debug("peer memory agents are still starting")
         except (RayError, OSError, RuntimeError) as error:
             self._asked = None
             _log.warning("peer memory is not used: its agents could not be started (%s)", error)

@@ -1,4 +1,4 @@
-"""Runs the units of a preparation on a cluster, each as a repeatable task of Ray Data."""
+"""Runs a preparation's units on a Ray cluster, each unit as a retryable Ray Data task."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ray_ulysses.logging import get_logger
 from ray_ulysses.storage.retry import RetryPolicy, StorageAwayError
 
 NUM_CPUS = 1.0
-"""CPUs that a unit's task reserves; tokenizing keeps one busy."""
+"""CPUs reserved by a unit's task; tokenizing keeps one CPU busy."""
 log = get_logger(__name__)
 
 
@@ -40,20 +40,20 @@ def run_preparation(
     phase: Callable[[str], None] = lambda name: None,
     node: str | None = None,
 ) -> Corpus:
-    """Run the remaining units of a preparation on the connected Ray cluster, and finish it.
+    """Run a preparation's remaining units on the connected Ray cluster, and finish the preparation.
 
-    Finished units are kept: with the same request, a stopped preparation resumes. The result is that of one unit after
-    another.
+    Finished units are kept, so a stopped preparation resumes when the request is repeated. The result is the same as if
+    the units ran one after another.
 
     Args:
-        preparation: The value of ``claimed``, within its block; its directory must be reachable from every node.
+        preparation: Value of ``claimed``, used inside its block. Its directory must be reachable from every node.
         progress: Called after every finished unit.
         phase: Called with the name of each phase.
-        node: Ray's id of this node, if it is the only one that can reach the directory; None if all can. Where it
-            offers Ray too few CPUs for a task, as the heads of most clusters do, this process runs the units.
+        node: Ray ID of this node if only this node can reach the directory, or None if all nodes can. If the node
+            offers Ray too few CPUs for a task, as most cluster heads do, this process runs the units.
 
     Raises:
-        UserError: Files can't be read; all of them are named at once.
+        UserError: Files are unreadable; the error lists all of them.
         RunError: A unit could not be written.
     """
     if preparation.is_complete:
@@ -62,7 +62,7 @@ def run_preparation(
     failures: list[UlyssesError] = []
     for answer in _run_units(preparation.pending, preparation.request, node, phase):
         if isinstance(answer, StorageAwayError):
-            # Every other unit would wait just as long.
+            # All other units would wait just as long.
             raise RunError(str(answer))
         if isinstance(answer, UlyssesError):
             failures.append(answer)
@@ -80,7 +80,7 @@ def run_preparation(
 def _run_units(
     units: tuple[Unit, ...], request: PrepareRequest, node: str | None, phase: Callable[[str], None]
 ) -> Iterator[UnitResult | UlyssesError]:
-    """Yield the result of each unit as it arrives, or the error."""
+    """Yield each unit's result, or its error, as it arrives."""
     if not units:
         return
     usable = [one for one in ray.nodes() if one["Alive"] and node in (None, one["NodeID"])]
@@ -90,7 +90,7 @@ def _run_units(
     elif node is None:
         phase(f"reading and tokenizing, once a node offers Ray {NUM_CPUS:g} CPU")
     else:
-        phase("reading and tokenizing in one process, since this node offers Ray no CPU (--staging uses the others)")
+        phase("reading and tokenizing in one process, because this node offers Ray no CPU (--staging uses other nodes)")
     run = functools.partial(_run_unit, out=request.out, tokenizer=request.tokenizer, options=request.encoding)
     if node is not None and not has_cpus:
         # Ray would wait silently forever for a task that no node can run.
@@ -110,13 +110,13 @@ def _run_units(
     except ray.exceptions.RayError as error:
         reason = str(error).strip().partition("\n")[0]
         raise RunError(
-            f"a worker of the preparation failed repeatedly ({type(error).__name__}: {reason}); fix the cause, or "
+            f"a preparation task failed repeatedly ({type(error).__name__}: {reason}); fix the cause, or "
             "give Ray more memory, and run the same command again to resume"
         ) from error
 
 
 def _run_unit(unit: Unit, *, out: Path, tokenizer: str, options: EncodingOptions) -> UnitResult | UlyssesError:
-    """Run one unit in a Ray task; returns errors, so that the other units continue and all errors are reported."""
+    """Run one unit in a Ray task, and return errors, so that the other units continue and all errors are reported."""
     try:
         return write_unit(out, unit, _encoder(tokenizer, options))
     except (StorageAwayError, UserError) as error:
@@ -133,5 +133,5 @@ def _run_unit(unit: Unit, *, out: Path, tokenizer: str, options: EncodingOptions
 
 @functools.lru_cache(maxsize=2)
 def _encoder(name: str, options: EncodingOptions) -> DocumentEncoder:
-    """Return the encoder, cached between the tasks of one worker process; a large one takes a second to load."""
+    """Return the encoder, cached per worker process because loading a large one takes a second."""
     return RetryPolicy().call_or_fail(name, lambda: load_encoder(name, options))

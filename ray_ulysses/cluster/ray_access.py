@@ -1,9 +1,9 @@
-"""Checks a cluster before connecting, and provides tokens: a new one per local session, the user's for a cluster.
+"""Checks a cluster before connecting, and manages tokens: a new one per local session, the user's for a cluster.
 
-An unusable cluster is refused in seconds, where Ray itself tries for minutes.
+An unusable cluster is rejected within seconds, whereas Ray itself retries for minutes.
 
 Ray 2.60 reads the token from the environment (``RAY_AUTH_TOKEN``, ``RAY_AUTH_TOKEN_PATH``) or ``~/.ray/auth_token``,
-and caches it. Our own token is only in the environment, which only processes of the same account can read.
+and caches it. A session token exists only in the environment, which only processes of the same account can read.
 """
 
 from __future__ import annotations
@@ -32,38 +32,38 @@ from ray_ulysses.logging import get_logger
 MODE = "RAY_AUTH_MODE"
 _TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 _PLACES = f"{', '.join(_TOKENS)} or ~/.ray/auth_token"
-_HINT = "`ray get-auth-token` on a node of the cluster prints the right one"
+_HINT = "`ray get-auth-token` on a node of the cluster prints the token"
 _MOST_BYTES = 107
-"""Longest path of a Unix socket on Linux."""
+"""Longest path of a Unix socket on Linux, in bytes."""
 _log = get_logger(__name__)
 
 
 @contextmanager
 def private_session() -> Iterator[None]:
-    """Restrict the Ray that is started in a block to the processes that are started there.
+    """Protect a Ray that is started inside the block, so that only processes started there can use it.
 
-    ``RAY_AUTH_MODE=disabled``, a token and a ``RAY_TMPDIR`` of the environment are respected. The file in the home
-    directory is not used: it holds a cluster's token.
+    ``RAY_AUTH_MODE=disabled``, a token and ``RAY_TMPDIR`` in the environment take precedence. The token file in the
+    home directory is not used, because it contains a cluster's token.
 
     Raises:
-        UserError: The environment names an unreadable token or an unusable directory, or others can change this
-            account's folder.
+        UserError: The environment specifies an unreadable token or an unusable directory, or other accounts can change
+            this account's folder.
     """
     folder = os.environ.get("RAY_TMPDIR") or _own_folder()
     longest = f"{folder}/ray/session_2026-01-01_00-00-00_000000_{os.getpid()}/sockets/plasma_store"
     if len(os.fsencode(longest)) > _MOST_BYTES:
         raise UserError(
-            f"{folder}: the paths of Ray's sockets in it would have {len(os.fsencode(longest))} bytes, and at most "
-            f"{_MOST_BYTES} are allowed; set RAY_TMPDIR to a shorter path, in a directory of your own"
+            f"{folder}: the paths of Ray's sockets there would have {len(os.fsencode(longest))} bytes, but at most "
+            f"{_MOST_BYTES} are allowed; set RAY_TMPDIR to a shorter path in a private directory"
         )
     with _environment({"RAY_TMPDIR": folder}), _session_token():
         yield
 
 
 def _own_folder() -> str:
-    """Return a private folder for Ray's sockets, logs and uploaded code: Ray 2.60's own is world-writable.
+    """Return a private folder for Ray's sockets, logs and uploaded code: Ray 2.60's default folder is world-writable.
 
-    A private temporary directory is used as it is.
+    A temporary directory that is already private is used directly.
     """
     temporary = Path(get_default_system_temp_dir())
     for folder in (temporary, temporary / f"ray-{os.getuid()}"):
@@ -73,8 +73,8 @@ def _own_folder() -> str:
         if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
             return str(folder)
     raise UserError(
-        f"{folder}: belongs to someone else, or others may use it; remove it, or set RAY_TMPDIR to a directory of "
-        "your own"
+        f"{folder}: belongs to another account or is accessible to others; remove the directory, or set RAY_TMPDIR to "
+        "a private directory"
     )
 
 
@@ -82,7 +82,7 @@ def _own_folder() -> str:
 def _session_token() -> Iterator[None]:
     if _is_disabled():
         _log.warning(
-            "%s=disabled: anyone who reaches this machine over the network can run code as you; unset it", MODE
+            "%s=disabled: anyone who can reach this machine over the network can run code as you; unset it", MODE
         )
         yield
         return
@@ -91,37 +91,37 @@ def _session_token() -> Iterator[None]:
         try:
             AuthenticationTokenLoader.instance().has_token()
         except AuthenticationError as error:
-            raise UserError(f"{error.message}; correct it, or unset it for a token of this session alone") from error
+            raise UserError(f"{error.message}; correct the variable, or unset it to use a session token") from error
         yield
 
 
 @contextmanager
 def cluster_token(address: str, *, asks: bool) -> Iterator[None]:
-    """Send the user's token in a block to a cluster that asks for one, and never to another.
+    """Send the user's token inside the block if the cluster requires one, and never send it to another cluster.
 
     Raises:
-        RunError: There is no token, or the environment forbids its use.
+        RunError: The token is missing, or the environment forbids its use.
     """
     if asks and _is_disabled():
-        raise RunError(f"the Ray cluster at {address} asks for a token, and {MODE}=disabled sends none; unset it")
+        raise RunError(f"the Ray cluster at {address} requires a token, but {MODE}=disabled sends none; unset {MODE}")
     with _environment({MODE: "token" if asks else "disabled"}):
         try:
             AuthenticationTokenLoader.instance().has_token()
         except AuthenticationError as error:
             raise RunError(
-                f"the Ray cluster at {address} asks for a token, and there is none in {_PLACES}; {_HINT}"
+                f"the Ray cluster at {address} requires a token, but there is none in {_PLACES}; {_HINT}"
             ) from error
         yield
 
 
 def refused_token(address: str) -> str:
-    """Return the error message for a cluster that refuses the user's token."""
-    return f"the Ray cluster at {address} refuses the token in {_PLACES}; {_HINT}"
+    """Return the error message for a cluster that rejects the user's token."""
+    return f"the Ray cluster at {address} rejects the token in {_PLACES}; {_HINT}"
 
 
 @contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set variables in a block, and have Ray reread its settings and token; not while Ray is connected."""
+    """Set variables inside the block, and make Ray reread its settings and token. Ray must not be connected."""
     before = {name: os.environ.get(name) for name in variables}
     try:
         os.environ.update(variables)
@@ -137,7 +137,7 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
 
 
 def _read_again() -> None:
-    # In this order: an ending thread of Ray's must not look for a token that is gone while the mode requires one.
+    # The order matters: an ending Ray thread must not look for a removed token while the mode still requires one.
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
 
@@ -147,26 +147,26 @@ def _is_disabled() -> bool:
 
 
 _REFUSED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
-"""Answers of a head that asks for a token."""
+"""Status codes with which a head answers if it requires a token."""
 _ADDRESS_HINT = "correct cluster.address or RAY_ADDRESS, or unset both to run on this machine alone"
 
 
 def check_address(target: str, *, timeout_s: float = 4.0) -> bool:
     """Check that a Ray head answers at an address, and that this machine is one of its nodes.
 
-    Ray 2.60 retries a silent address for minutes, and looks for a local node for one more; the calls used here instead
-    are private (a canary test covers them).
+    Ray 2.60 retries a silent address for minutes, and then searches for a local node for another minute. The calls used
+    here instead are private (a canary test covers them).
 
     Args:
         target: ``host:port`` of the head, or ``auto``.
-        timeout_s: Longest wait for each of two answers, in seconds.
+        timeout_s: Timeout of each of the two requests, in seconds.
 
     Returns:
-        Whether the cluster asks for a token.
+        Whether the cluster requires a token.
 
     Raises:
         UserError: Ray does not accept the address.
-        RunError: No Ray answers there, it refuses the user's token, or this machine is not one of its nodes.
+        RunError: No Ray head answers, the head rejects the user's token, or this machine is not one of its nodes.
     """
     asks = asks_for_token(target, timeout_s=timeout_s)
     with cluster_token(target, asks=asks), _node_service(create_gcs_channel(_resolve(target))) as stub:
@@ -175,15 +175,15 @@ def check_address(target: str, *, timeout_s: float = 4.0) -> bool:
 
 
 def asks_for_token(target: str, *, timeout_s: float = 4.0) -> bool:
-    """Return whether the Ray head at an address refuses a request without a token.
+    """Return whether the Ray head at an address rejects requests without a token.
 
     Raises:
         UserError: Ray does not accept the address.
-        RunError: No Ray answers there.
+        RunError: No Ray head answers there.
     """
     address = _resolve(target)
     with cluster_token(target, asks=False):
-        # The channel sends a token if the mode asks for one when it is created.
+        # The authentication mode at the channel's creation decides whether the channel sends a token.
         channel = create_gcs_channel(address)
     with _node_service(channel) as stub:
         try:
@@ -207,8 +207,8 @@ def _resolve(target: str) -> str:
     """Return ``host:port``; ``auto`` stands for the head that was started last on this machine."""
     if "://" in target:
         raise UserError(
-            f"cluster.address={target!r}: is not the address of a Ray head; use its host:port (6379 by default) on a "
-            "node of the cluster, or remove it and submit a job from elsewhere: `ray-ulysses submit CONFIG --address "
+            f"cluster.address={target!r} is not the address of a Ray head; on a node of the cluster use its host:port "
+            "(default port: 6379), elsewhere remove the setting and submit a job: `ray-ulysses submit CONFIG --address "
             "http://HEAD:8265`, or `ray job submit`"
         )
     try:
@@ -216,12 +216,12 @@ def _resolve(target: str) -> str:
     except (ConnectionError, ValueError) as error:
         raise UserError(f"cluster.address={target!r}: {error}; use the host:port of a Ray head (port 6379)") from error
     if address is None:
-        raise RunError(f"cluster.address={target!r} finds no Ray that runs on this machine; {_ADDRESS_HINT}")
+        raise RunError(f"cluster.address={target!r}: no Ray is running on this machine; {_ADDRESS_HINT}")
     return address
 
 
 def _check_membership(stub: Any, target: str, timeout_s: float) -> None:
-    """Refuse a machine that is not a node of the cluster: Ray connects through the node's own process."""
+    """Raise `RunError` unless this machine is a node of the cluster: Ray connects through the node's own process."""
     try:
         reply = stub.GetAllNodeInfo(gcs_service_pb2.GetAllNodeInfoRequest(), timeout=timeout_s)
     except grpc.RpcError as error:

@@ -1,9 +1,9 @@
 """Rehearses faults: trains a run under its own name, injects faults, and compares it with its plan.
 
-The run trains until it has recovered from every fault. Then the same configuration trains for as many steps without
+The run trains until it has recovered from every fault. The same configuration then trains for as many steps without
 faults, so that the losses can be compared.
 
-A job's workers are found in the private tables of Ray 2.60 (a canary test covers them).
+A job's workers are looked up in private tables of Ray 2.60 (a canary test covers them).
 """
 
 from __future__ import annotations
@@ -47,38 +47,38 @@ if TYPE_CHECKING:
     from ray_ulysses.run.preflight import PreparedRun
 
 CALM_S = 10.0
-"""The run trains for this long after the last recovery."""
+"""Seconds of training after the last recovery."""
 _LOOK_EVERY_S = 0.5
 _REST_S = 5.0
 _RECOVERY_S = 300.0
-"""A run that has not trained for this long after the last fault has not recovered."""
+"""Seconds after the last fault within which the run must have recovered."""
 _REMIND_EVERY_S = 20.0
 _CODE = (
     "import sys; from ray_ulysses.supervision.launcher import die_with_parent; die_with_parent(int(sys.argv[1])); "
     "from ray_ulysses.cli import main; main(sys.argv[2:])"
 )
-"""It ends with the process that started it, however that ends: nothing else would end it."""
+"""Program of the train process, which ends with the process that started it: nothing else would end it."""
 _LAST_LINES = 12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """A rehearsal that is ready to start."""
+    """Parameters of a rehearsal."""
 
     prepared: PreparedRun
     faults: tuple[Fault, ...]
     for_s: float
-    """Shortest training time, in seconds after the first step."""
+    """Shortest training time after the first step, in seconds."""
     drain_s: float
-    """Seconds from a drain to the node's end."""
+    """Seconds from the start of a drain until the node is killed."""
     targets: FaultTargets
     nodes: int | None
-    """Nodes to start on this machine; None on an existing cluster."""
+    """Number of nodes to start on this machine, or None to use an existing cluster."""
 
 
 @dataclass(slots=True)
 class _Watch:
-    """The state of the run while it trains."""
+    """Follows the run's journal while the run trains."""
 
     tail: JournalTail
     say: Callable[[str], object]
@@ -89,13 +89,13 @@ class _Watch:
     said: set[int] = field(default_factory=set)
 
     def look(self) -> None:
-        """Read new journal records, and print each recovery once."""
+        """Read new journal records, and report each recovery once."""
         self.events += ungroup_steps(self.tail.poll())
         if self.began is None:
             first = next((event for event in self.events if isinstance(event, StepDone)), None)
             if first is not None:
                 self.began = first.time
-                self.say(f"the run trains on {self.workers} workers; times count from its first step")
+                self.say(f"the run trains on {self.workers} workers; times are relative to its first step")
         for number, one in enumerate(self.found()):
             if one.is_over and number not in self.said:
                 self.said.add(number)
@@ -122,17 +122,17 @@ def rehearse(
     seed: int,
     say: Callable[[str], object],
 ) -> tuple[list[InjectedFault], list[str]]:
-    """Train a run while injecting faults; must be connected to its cluster.
+    """Train a run while injecting faults; Ray must be connected to the run's cluster.
 
-    Returns the injected faults and the problems.
+    Returns the injected faults, and a description of each problem.
 
     Args:
-        request: The faults, and the duration.
-        config: The rehearsal's configuration, with the address of its cluster.
-        folder: For the configuration file and the output of the command.
-        local: The cluster, if it was started for the rehearsal.
-        patient: Whether a fault waits until the run has recovered from the previous fault.
-        seed: Seed for the choice of nodes and processes.
+        request: Faults to inject, and duration of the training.
+        config: Configuration of the rehearsal's run, with the cluster's address.
+        folder: Directory for the command's configuration file and output.
+        local: The local cluster, or None on an existing cluster.
+        patient: Whether each fault waits until the run has recovered from the previous fault.
+        seed: Seed for choosing nodes and processes.
         say: Prints a line.
     """
     command = _command(config, folder)
@@ -147,8 +147,8 @@ def rehearse(
             problems.append(str(error))
         stopped = command.stop(config.checkpoint.save_timeout_s) if command.is_running else command.wait()
         if stopped != 0:
-            how = "had to be killed after a request to stop" if stopped is None else f"ended with {stopped}"
-            problems.append(f"the command {how}; the end of {command.log}:\n{command.last_lines}")
+            how = "did not stop in time and was killed" if stopped is None else f"ended with exit code {stopped}"
+            problems.append(f"the command {how}; last lines of {command.log}:\n{command.last_lines}")
     finally:
         command.kill()
     return watch.injected, problems
@@ -157,7 +157,7 @@ def rehearse(
 def _run_faults(
     watch: _Watch, command: TrainCommand, injector: FaultInjector, request: Request, *, patient: bool
 ) -> None:
-    """Inject the faults at their times; return once the run has recovered from all of them, or has ended."""
+    """Inject the faults at their times; return once the run has recovered from all of them or has ended."""
     left, said_at = list(request.faults), time.monotonic()
     over_since: float | None = None
     while command.is_running:
@@ -193,7 +193,7 @@ def train_unbroken(config: Config, folder: Path, stop_step: int, say: Callable[[
     """Train the same run without faults.
 
     Raises:
-        RunError: The run did not reach the step.
+        RunError: The run did not reach `stop_step`.
     """
     command, tail, said_at = _command(config, folder), JournalTail(config.run_dir), time.monotonic()
     command.start()
@@ -211,7 +211,7 @@ def train_unbroken(config: Config, folder: Path, stop_step: int, say: Callable[[
     if code == 0 and reached < stop_step:
         raise RunError(f"the run without faults ended at step {reached} of {stop_step}; see {command.log}")
     if code != 0:
-        raise RunError(f"the run without faults ended with {code}; the end of {command.log}:\n{command.last_lines}")
+        raise RunError(f"the run without faults ended with exit code {code}; see {command.log}:\n{command.last_lines}")
 
 
 def _command(config: Config, folder: Path) -> TrainCommand:
@@ -226,7 +226,7 @@ def _fault_line(at_s: float, what: str) -> str:
 
 
 def _recovery_line(one: Recovery, began: float) -> str:
-    """Return the line about the first step after a fault.
+    """Return the line that reports the first step after a fault.
 
     Args:
         one: The recovery.
@@ -245,11 +245,11 @@ def _recovery_line(one: Recovery, began: float) -> str:
 
 
 class TrainCommand:
-    """A ``train`` command in its own process, whose output goes to a file.
+    """A ``train`` command that runs in its own process and logs to a file.
 
     Args:
-        config: The configuration file.
-        log: The file to which its output is appended.
+        config: Path of the configuration file.
+        log: File to which the command's output is appended.
     """
 
     def __init__(self, config: Path, log: Path) -> None:
@@ -259,26 +259,26 @@ class TrainCommand:
 
     @property
     def pid(self) -> int:
-        """The id of its process."""
+        """Process ID of the command."""
         assert self._process is not None
         return self._process.pid
 
     @property
     def is_running(self) -> bool:
-        """Whether it has been started and has not ended."""
+        """Whether the command has been started and has not ended."""
         return self._process is not None and self._process.poll() is None
 
     @property
     def last_lines(self) -> str:
-        """The end of its output."""
+        """Last lines of the command's output."""
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
         return "\n".join(lines[-_LAST_LINES:])
 
     def start(self) -> None:
-        """Start it."""
+        """Start the command."""
         self.started_at = time.time()
         with self.log.open("ab") as log:
-            # Signals of the terminal must reach only the process that started it.
+            # Only the process that started the command may receive signals from the terminal.
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _CODE, str(os.getpid()), "train", str(self.config)],
                 stdin=subprocess.DEVNULL,
@@ -288,13 +288,13 @@ class TrainCommand:
             )
 
     def stop(self, timeout_s: float) -> int | None:
-        """Ask it to save and end; return its exit code, or None if it had to be killed."""
+        """Request that the command save and end; return its exit code, or None if it had to be killed."""
         if self.is_running:
             os.kill(self.pid, signal.SIGTERM)
         return self.wait(timeout_s)
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """Return its exit code, or None if it had to be killed after the timeout."""
+        """Return the command's exit code, or None if it had to be killed after the timeout."""
         assert self._process is not None
         try:
             return self._process.wait(timeout_s)
@@ -303,7 +303,7 @@ class TrainCommand:
             return None
 
     def kill(self) -> None:
-        """Kill it if it runs."""
+        """Kill the command if it is running."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -315,12 +315,12 @@ _SIGNALS: Mapping[FaultKind, tuple[signal.Signals, str]] = {
     "stop-worker": (signal.SIGSTOP, "stopped"),
 }
 _TARGET_S = 120.0
-"""Longest wait for a target: workers may not have restarted since the previous fault."""
+"""Longest wait for a fault's target: workers may still be restarting after the previous fault."""
 _TASK_S = 60.0
 _AGAIN_S = 0.2
 _HEAD = "node:__internal_head__"
 _CLOCKS_S = 5.0
-"""Largest difference between the clocks of two nodes."""
+"""Largest difference between the clocks of two nodes, in seconds."""
 
 
 class FaultInjector:
@@ -340,7 +340,7 @@ class FaultInjector:
         self._doomed: dict[str, float] = {}
 
     def inflict(self, fault: Fault) -> InjectedFault:
-        """Inject a fault as soon as there is a target for it.
+        """Inject a fault as soon as it has a target.
 
         Raises:
             RunError: No target appeared in time.
@@ -360,11 +360,11 @@ class FaultInjector:
 
     @property
     def awaits_an_end(self) -> bool:
-        """Whether a drained node of our own cluster still runs."""
+        """Whether a drained node of the local cluster is still running."""
         return self._local is not None and any(node in self._local.nodes for node in self._doomed)
 
     def look(self) -> str | None:
-        """Kill a drained node of our own cluster at its deadline; return a message about it."""
+        """Kill a local cluster's drained node at its deadline; return a message if one was killed."""
         for node, deadline in self._doomed.items():
             if time.monotonic() >= deadline and self._local is not None and node in self._local.nodes:
                 address = self._local.nodes[node]
@@ -377,31 +377,31 @@ class FaultInjector:
         return sorted(found, key=lambda one: (one["Address"]["IPAddress"], one["Pid"]))
 
     def _jobs(self) -> list[str]:
-        """Return the command's own job; a process of another host or container may have the same id."""
+        """Return the IDs of the command's jobs. Processes on other hosts or in containers may share its process ID."""
         here, began = ray.util.get_node_ip_address(), self._command.started_at - _CLOCKS_S
         jobs = [
             one["JobID"]
             for one in state.state.job_table()
             if one["DriverPid"] == self._command.pid
-            # Nodes of our own cluster have different addresses on one machine.
+            # All nodes of the local cluster run on this machine, but have different addresses.
             and (self._local is not None or one["DriverIPAddress"] == here)
             and not one["IsDead"]
             and one["StartTime"] / 1000 >= began
         ]
         if len(jobs) > 1:
-            raise RunError(f"the jobs {', '.join(jobs)} of Ray share a process id: the job that trains is unknown")
+            raise RunError(f"Ray jobs {', '.join(jobs)} share a process ID: the training job can't be identified")
         return jobs
 
     def _inject(self, fault: Fault) -> InjectedFault | None:
-        """Inject a fault; return None if it has no target now."""
+        """Inject a fault, or return None if the fault has no target at the moment."""
         at: float | None
         at, node, local = SystemClock().now(), None, self._local
         if fault.kind == "kill-driver":
             self._command.kill()
             self._command.start()
-            what = "the command is killed, and started again"
+            what = "the command is killed and restarted"
         elif fault.kind == "add-node":
-            assert local is not None, "refused by the schedule's check on an existing cluster"
+            assert local is not None, "the schedule rejects this fault on an existing cluster"
             node_id = local.add_node()
             at = SystemClock().now()
             what = f"node {local.nodes[node_id]} joins"
@@ -412,7 +412,7 @@ class FaultInjector:
             if fault.kind == "drain-node":
                 drain_node(node_id, "a rehearsal", at + self._drain_s)
                 self._doomed[node_id] = time.monotonic() + self._drain_s
-                what = f"node {node} is drained, and will go in {self._drain_s:g} s"
+                what = f"node {node} is drained, and will be killed in {self._drain_s:g} s"
             else:
                 what = f"node {node} is lost without notice"
                 if local is not None:
@@ -427,7 +427,7 @@ class FaultInjector:
             if not kill_agent(self._run_key(), node_id):
                 return None
             at = SystemClock().now()
-            what = f"the agent of peer memory on node {nodes[node_id]} is killed"
+            what = f"the peer memory agent on node {nodes[node_id]} is killed"
         else:
             worker = self._draw.choice(workers)
             number, word = _SIGNALS[fault.kind]
@@ -441,7 +441,7 @@ class FaultInjector:
         return InjectedFault(fault=fault, at=at, what=what, node=node)
 
     def _some_node(self) -> tuple[str, str] | None:
-        """Return the id and the address of a losable node with workers of the run."""
+        """Return the ID and address of a losable node that runs workers, or None."""
         may_go = self._local.nodes if self._local is not None else losable_nodes(self._jobs(), self._run_key())
         nodes = {one["Address"]["NodeID"]: one["Address"]["IPAddress"] for one in self._workers()}
         found = [(node, address) for node, address in nodes.items() if node in may_go and node not in self._doomed]
@@ -449,14 +449,14 @@ class FaultInjector:
 
 
 def losable_nodes(jobs: Collection[str] = (), run_key: str = "") -> dict[str, dict[str, Any]]:
-    """Return Ray's entries of the nodes of the connected cluster that a rehearsal may take away, by node id.
+    """Return Ray's entries for the nodes that a rehearsal may take away, by node ID.
 
-    Excluded are the nodes of the head and of the command, draining nodes, and nodes with an actor or the driver of
-    another job. Plain tasks of other jobs do not count: Ray runs them again elsewhere.
+    The head's node, the command's node, draining nodes, and nodes with an actor or the driver of another job are
+    excluded. Other jobs' plain tasks do not protect a node, because Ray reruns them elsewhere.
 
     Args:
-        jobs: The rehearsal's own jobs.
-        run_key: Key of the rehearsal's peer memory, whose agents belong to no live job once their driver has ended.
+        jobs: IDs of the rehearsal's own jobs.
+        run_key: Key of the rehearsal's peer memory, whose agents belong to no live job after their driver has ended.
     """
     draining, kept = state.state.get_draining_nodes(), {ray.get_runtime_context().get_node_id()}
     for actor in state.actors().values():
@@ -477,7 +477,7 @@ def losable_nodes(jobs: Collection[str] = (), run_key: str = "") -> dict[str, di
 
 
 def signal_training(supervisor: int, number: int) -> float | None:
-    """Signal the process that trains under a local supervisor; return the time, or None if there is no process."""
+    """Signal the process that trains under a local supervisor; return the time, or None if no process trains."""
     with contextlib.suppress(psutil.NoSuchProcess):
         for launcher in psutil.Process(supervisor).children():
             for child in launcher.children():
@@ -488,7 +488,7 @@ def signal_training(supervisor: int, number: int) -> float | None:
 
 
 def kill_own_node() -> None:
-    """Kill Ray on this node with every process that it has started, this one included."""
+    """Kill Ray on this node and all processes that it started, including this one."""
     raylet = psutil.Process(os.getppid())
     assert raylet.name() == "raylet", f"the parent of a Ray worker is {raylet.name()}"
     everything = raylet.children(recursive=True)
@@ -501,7 +501,7 @@ def kill_own_node() -> None:
 
 
 def _on_node(node: str, function: Callable[..., float | None], *arguments: Any, ends: bool = False) -> Any:
-    """Run a function on a node; if it ends the node, return the time of the call once Ray knows the node as dead."""
+    """Run a function on a node; if it ends the node, return the call's time once Ray reports the node dead."""
     there = NodeAffinitySchedulingStrategy(node, soft=False)
     task: Any = ray.remote(function)
     at = SystemClock().now()
@@ -509,7 +509,7 @@ def _on_node(node: str, function: Callable[..., float | None], *arguments: Any, 
     try:
         return ray.get(asked, timeout=_TASK_S)
     except GetTimeoutError:
-        # It must not happen later, to another attempt.
+        # The fault must not happen later, to another attempt.
         ray.cancel(asked, force=True)
         raise
     except RayTaskError:

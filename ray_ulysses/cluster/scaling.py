@@ -1,17 +1,16 @@
-"""Chooses how many workers Ray Train starts, on which nodes, and when it restarts them at another number.
+"""Decides how many workers Ray Train starts, on which nodes, and when it restarts them at another number.
 
-Each start uses as many workers as the nodes have room for, within `cluster.workers`. While they train, new nodes may
-make a larger number worth a restart, and draining nodes make other places or a smaller number necessary: the workers
-then save and end, which loses no step, and are started again. A fixed number of workers is a range of one number.
+Each start uses as many workers as fit on the nodes, within `cluster.workers`. During training, new nodes may make a
+restart with more workers worthwhile, and draining nodes may require other nodes or fewer workers. The workers then save
+and end, which loses no step, and are restarted. A fixed number of workers is a range with equal limits.
 
-On new nodes, workers start beside Ray Train's group, so that a run grows without a restart, and train with the others
-from the next generation on. Ray Train, whose group has a fixed size, does not know them: only the coordinator does, and
-they end when Ray restarts its workers. The placement group keeps a lost worker's resources reserved, so its replacement
-starts in the same bundle.
+On new nodes, workers start outside Ray Train's group, so that a run grows without a restart; they train with the others
+from the next generation on. Ray Train's group has a fixed size, so only the coordinator knows these workers, and they
+end when Ray Train restarts its own workers. The placement group keeps a lost worker's resources reserved, so that the
+replacement starts in the same bundle.
 
-Ray Train 2.60 has no public way to replace its scaling policy or to choose nodes. The seams used here are private:
-the scaling policy of a `TrainController`, the context of a worker group before it starts, and its polls (canary tests
-stand beside them).
+Ray Train 2.60 has no public API to replace its scaling policy or to choose nodes. This module uses private APIs: a
+`TrainController`'s scaling policy, a worker group's context before the start, and its polls (canary tests cover them).
 """
 
 from __future__ import annotations
@@ -65,23 +64,23 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 _LOOK_EVERY_S = 1.0
 _PING_S = 2.0
-"""A node whose Ray takes no connection within this time is gone, even if the cluster's head does not know it yet."""
+"""A node that accepts no connection for this long is gone, even if the cluster's head does not know it yet."""
 
 
 class Resized(RunError):
-    """The workers have saved and ended, and will be started again; not a failure."""
+    """The workers have saved and ended, and will be restarted at another number. Not a failure."""
 
 
 class WorkerScaling(ScalingPolicy):
-    """Ray Train's scaling policy of a run, in whole sequence-parallel groups; it lives in Ray's controller.
+    """Ray Train scaling policy that starts complete sequence-parallel groups; runs in Ray Train's controller.
 
     Args:
         run: The run.
-        job: The job of every worker; its ``session`` identifies the command in requests to workers.
-        scaling_config: Ray Train's, for its requests to an autoscaler.
-        coordinator: Chooses the members among the workers.
-        use_nodes: Called with the addresses, by id, of nodes on which more workers are about to start.
-        clock: Time.
+        job: Job fields that every worker receives; ``session`` identifies the command in requests to workers.
+        scaling_config: Ray Train's configuration, used for requests to an autoscaler.
+        coordinator: Coordinator of the workers.
+        use_nodes: Called with the addresses, by node ID, of nodes on which more workers are about to start.
+        clock: Time source.
     """
 
     def __init__(
@@ -106,7 +105,7 @@ class WorkerScaling(ScalingPolicy):
         return self._demand.wanted.most
 
     def make_decision_for_non_running_worker_group(self) -> ScalingDecision:
-        """Start as many workers as the nodes have room for, or none while there are too few places."""
+        """Start as many workers as fit on the nodes, or none if too few fit."""
         self._maybe_send_resource_request()  # type: ignore[no-untyped-call]
         placed = self.choose()
         if placed is None:
@@ -116,9 +115,9 @@ class WorkerScaling(ScalingPolicy):
         )
 
     def choose(self) -> dict[str, int] | None:
-        """Return how many workers start on which nodes; None, after a pause, while there are too few places."""
+        """Return the number of workers to start on each node, or None, after a pause, if too few fit."""
         placed = None
-        # A head that does not answer now is asked again.
+        # If the head does not answer, Ray Train's controller asks again.
         with contextlib.suppress(OSError, RuntimeError, RayError):
             nodes = reachable(self._steady())
             self._seen, placed = decide_placement(
@@ -129,11 +128,11 @@ class WorkerScaling(ScalingPolicy):
                 now=self._clock.monotonic(),
             )
         if placed is None:
-            # The controller asks again at once, without a pause of its own.
+            # Ray Train's controller asks again immediately, without a pause of its own.
             time.sleep(_LOOK_EVERY_S)
             return None
         if stop_requested(self._config.run_dir, self._session) == "resize":
-            # Where it can't be removed, the workers remove it as they start.
+            # If the request can't be removed now, the workers remove it when they start.
             with contextlib.suppress(OSError):
                 clear_stop(self._config.run_dir, retry_s=_LOOK_EVERY_S)
         self._placed = placed
@@ -142,37 +141,37 @@ class WorkerScaling(ScalingPolicy):
     def make_decision_for_running_worker_group(
         self, worker_group_state: WorkerGroupState, worker_group_status: WorkerGroupPollStatus
     ) -> ScalingDecision:
-        """Never resize running workers directly: a request asks them to save and end first."""
+        """Never resize running workers directly: a request makes them save and end first."""
         self._maybe_send_resource_request()  # type: ignore[no-untyped-call]
         return NoopDecision()
 
     def selectors(self) -> list[dict[str, str]]:
-        """Return the label selector of each worker that is about to start, which names its node."""
+        """Return the label selector that pins each new worker to its node."""
         return [{RAY_NODE_ID_KEY: node} for node, workers in self._placed.items() for _ in range(workers)]
 
     def leave_out(self, broken: frozenset[str]) -> None:
-        """Exclude nodes whose devices have failed, unless the others are too few; any thread may call."""
+        """Exclude nodes whose devices have failed, unless too few other nodes remain. Thread-safe."""
         self._broken |= broken
 
     def begin(self, announcement: Announcement, seats: Mapping[int, Seat]) -> None:
-        """Note that a worker group has started, and holds its places."""
+        """Note that a worker group has started and occupies its resources."""
         self._holds_room = True
         self._joining.begin(announcement, seats)
 
     def end(self) -> None:
-        """Note that the worker group has ended, which frees its places for the next group."""
+        """Note that the worker group has ended and has released its resources."""
         self._holds_room = False
         self._joining.end()
 
     def polled(self, status: WorkerGroupPollStatus) -> None:
-        """Ask the workers to end where another number is better, and have Ray restart workers that did."""
+        """Request that workers end if another number is better, and make Ray Train restart workers that did end."""
         statuses, group = status.worker_statuses.values(), self._coordinator.group
-        # All of Ray's workers may be lost: then only workers that joined have seen the end.
+        # If all of Ray Train's workers are lost, only workers that joined later know how the attempt ended.
         ends = {one.return_value for one in statuses} | {None if group is None else group.status}
         if status.finished and RESIZED in ends:
             for one in statuses:
                 # To Ray Train, workers that end without an error have finished the run.
-                one.error = one.error or Resized("the workers are started again at another number")
+                one.error = one.error or Resized("the workers restart at another number")
             return
         now = self._clock.monotonic()
         if not status.errors and now - self._looked_at >= _LOOK_EVERY_S:
@@ -180,10 +179,10 @@ class WorkerScaling(ScalingPolicy):
             try:
                 self._look(now)
             except (OSError, RuntimeError, RayError) as error:
-                _log.debug("the nodes can't be looked at now: %s", error)
+                _log.debug("could not inspect the nodes: %s", error)
             except Exception:
-                # The number of workers stays; the error must not end Ray's controller.
-                _log.exception("the number of workers can't be looked at")
+                # An error here must not end Ray Train's controller; the number of workers stays the same.
+                _log.exception("could not decide about the number of workers")
 
     def _look(self, now: float) -> None:
         config, group = self._config, self._coordinator.group
@@ -202,7 +201,7 @@ class WorkerScaling(ScalingPolicy):
         new = (draining & placed.keys()) - group.unusable
         announced = group.unusable | new
         if new:
-            # The loss of such a node is not charged, even if it goes before its workers have left it.
+            # Losing an announced node does not count as a failure, even if its workers have not left it yet.
             self._coordinator.post(NodesUnusable(nodes=announced, draining=announced & draining))
         self._seen, resize = decide_resize(
             self._seen,
@@ -215,10 +214,10 @@ class WorkerScaling(ScalingPolicy):
         if stop_requested(config.run_dir, self._session) is not None:
             return
         if resize is not None and resize.must:
-            # Keep nodes excluded that were left before: a slow node is alive, and its worker would be taken back.
+            # Earlier exclusions remain: a slow node is alive, and its worker would otherwise become a member again.
             left = announced | (frozenset(placed) - frozenset(nodes))
             self._coordinator.post(NodesUnusable(nodes=left, draining=left & draining))
-            # The remaining workers continue on their own if they are enough.
+            # If enough workers remain, they continue without new ones.
             if not self._fill(group, room, nodes, now):
                 self._move()
         elif self._joining.are_awaited:
@@ -228,14 +227,14 @@ class WorkerScaling(ScalingPolicy):
             self._grow(group, resize.workers, room, nodes, now)
 
     def _fill(self, group: Group, room: Mapping[str, int], nodes: Mapping[str, Any], now: float) -> bool:
-        """Start workers if too few are left, or wait for started ones; return whether any are on the way."""
+        """Start workers if too few remain, or wait for started ones; return whether any are on the way."""
         there = _present(group)
         if place_workers({node: there[node] for node in nodes}, self._demand.wanted) is not None:
             return False
         if self._joining.are_awaited and not self._joining.have_joined(group, now):
             return self._joining.are_awaited
-        # The head learns late of a lost node, and one worker that dies there ends the whole start. A stopped node
-        # accepts connections, but a worker starts there only once the node continues.
+        # The head learns late of a lost node, and a worker that dies there aborts the start of all. A stopped node
+        # accepts connections, but starts a worker only after it has been resumed.
         answering = {node: room[node] for node in reachable(nodes)}
         others = {node: answering[node] for node in answering.keys() - group.silent}
         return any(self._start(group, self._demand.wanted, some, nodes, now) for some in (others, answering))
@@ -243,7 +242,7 @@ class WorkerScaling(ScalingPolicy):
     def _start(
         self, group: Group, wanted: WorkerRange, room: Mapping[str, int], nodes: Mapping[str, Any], now: float
     ) -> bool:
-        """Start the missing workers; return whether any are missing and have room."""
+        """Start the missing workers that fit on the nodes; return whether any were started."""
         there = _present(group)
         more = Counter(place_workers(room, wanted, there.keys())) - there
         if more:
@@ -252,25 +251,26 @@ class WorkerScaling(ScalingPolicy):
         return bool(more)
 
     def _grow(self, group: Group, possible: int, room: Mapping[str, int], nodes: Mapping[str, Any], now: float) -> None:
-        """Start more workers where that pays; the others keep training until they are ready."""
+        """Start more workers if that pays off; the others keep training until the new ones are ready."""
         pace = run_pace(self._config.run_dir)
         if pace is None or len(reachable(nodes)) < len(nodes):
-            # The cost of growth is unknown, or the head does not know of a lost node yet: do not count this look.
+            # The cost of growing is unknown, or the head still lists a lost node: consider growing again at the next
+            # look.
             self._seen = replace(self._seen, grew_at=None)
             return
         if not is_worth_growing(len(group.members), possible, seconds_left=pace.seconds_left, restart_s=pace.start_s):
             return
         if not self._start(group, replace(self._demand.wanted, most=possible), room, nodes, now):
-            # All the workers it needs are present.
+            # All workers that the larger size needs are already running.
             self._move()
 
     def _move(self) -> None:
-        """Have the workers save, end and form again at the number that is best then."""
+        """Make the workers save and end, so that they restart at the number that is then best."""
         self._coordinator.post(MoveAsked())
         request_stop(self._config.run_dir, self._session, "resize")
 
     def _steady(self) -> dict[str, Any]:
-        """Return the nodes that stay, without broken and slow ones where excluding them pays."""
+        """Return the nodes that are not draining, without broken and slow nodes if excluding those pays off."""
         nodes = steady_nodes()
         self._slow |= excluded_nodes(self._config.run_dir, self._session) | dict.fromkeys(self._broken, math.inf)
         if not self._slow.keys() & nodes.keys():
@@ -289,7 +289,7 @@ class WorkerScaling(ScalingPolicy):
         return Counter(self._placed if self._holds_room else {}) + self._joining.beside
 
     def _room(self, nodes: Mapping[str, Any], held: Mapping[str, int]) -> dict[str, int]:
-        """Return how many workers each node has room for, counting held places as free."""
+        """Return the number of workers that fit on each node, counting the resources of `held` workers as free."""
         free = state.state.available_resources_per_node()
         cpus, gpus = self._demand.cpus, self._demand.gpus
         there = {node: node_of(free.get(node, {})) for node in nodes}
@@ -307,7 +307,7 @@ def _present(group: Group) -> Counter[str]:
 
 
 def reachable(nodes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the nodes whose Ray accepts a connection: the cluster's head learns late of a lost node."""
+    """Return the nodes whose Ray accepts a connection. The cluster's head learns late of a lost node."""
     if not nodes:
         return {}
     with ThreadPoolExecutor(max_workers=min(32, len(nodes))) as pool:
@@ -324,24 +324,24 @@ def _answers(host: str, port: int) -> bool:
 
 
 class JoinedWorker:
-    """The actor of one worker."""
+    """Actor of a worker that is started outside Ray Train's group."""
 
     def gpus(self) -> list[str]:
-        """Return the GPUs that Ray has given it."""
+        """Return the IDs of the GPUs that Ray assigned to this worker."""
         return [str(one) for one in ray.get_gpu_ids()]
 
     def supervise(
         self, job: Mapping[str, Any], announcement: Announcement, worker: int, local_rank: int, shown: list[str]
     ) -> str:
-        """Supervise this worker's attempts, as the workers of Ray Train do; joins once a child could start at once.
+        """Supervise this worker's attempts as Ray Train's workers do, but join only once a child can start.
 
         Args:
-            job: What `ray_ulysses.cluster.worker.train_worker` takes.
-            announcement: How the coordinator is reached.
-            worker: The worker's number.
-            local_rank: The worker's number on its node.
-            shown: GPUs of all workers that start on the node with it: NCCL reaches GPUs that it sees directly, and
-                GPUs of earlier workers through host memory.
+            job: See `ray_ulysses.cluster.worker.train_worker`.
+            announcement: How to reach the coordinator.
+            worker: Worker number.
+            local_rank: Index of the worker on its node.
+            shown: GPUs of all workers that start on this node at the same time. NCCL accesses visible GPUs directly,
+                and the GPUs of earlier workers through host memory.
         """
         if shown:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(shown)
@@ -350,35 +350,35 @@ class JoinedWorker:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seat:
-    """The place of a worker in Ray Train's group."""
+    """A worker's slot in Ray Train's group."""
 
     node: str
     actor: Any
     strategy: Any
-    """The scheduling strategy that puts another one there."""
+    """Scheduling strategy that starts a replacement in the same slot."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Joining:
-    """Workers that were started together and have not all joined."""
+    """Workers that were started together, and of which some have not joined yet."""
 
     actors: Mapping[int, Any]
     asked: Mapping[int, Any]
-    """The GPUs of each, once it has its place, by number."""
+    """Pending lists of GPU IDs, by worker number; complete once the worker has its resources."""
     nodes: Mapping[int, str]
     until: float
-    """When the wait for them ends."""
+    """Monotonic time at which the wait for the workers ends."""
     running: dict[int, Any]
-    """Their eventual return values, by number, once they supervise."""
+    """Pending return values of the workers that supervise, by worker number."""
 
 
 class JoiningWorkers:
-    """The workers that have joined one worker group, and the ones that are joining."""
+    """Workers that have joined, or are joining, one worker group."""
 
     def __init__(self, job: Mapping[str, Any], demand: Demand, patience_s: float) -> None:
         self._job, self._demand, self._patience_s = job, demand, patience_s
         self._announcement: Announcement | None = None
-        # Includes Ray Train's own workers whose places are known.
+        # Includes Ray Train's own workers.
         self._actors: dict[int, Any] = {}
         self._seats: dict[int, Seat] = {}
         self._vacant: list[Seat] = []
@@ -388,12 +388,12 @@ class JoiningWorkers:
 
     @property
     def beside(self) -> Counter[str]:
-        """Number of places that they hold outside Ray Train's group, by node id."""
+        """Number of workers outside Ray Train's slots, by node ID."""
         return Counter(node for number, node in self._nodes.items() if number not in self._seats)
 
     @property
     def vacant(self) -> Counter[str]:
-        """Number of places of Ray Train's group whose workers are lost, by node id."""
+        """Number of Ray Train's slots whose workers are lost, by node ID."""
         return Counter(seat.node for seat in self._vacant)
 
     @property
@@ -402,13 +402,13 @@ class JoiningWorkers:
         return self._joining is not None
 
     def begin(self, announcement: Announcement, seats: Mapping[int, Seat]) -> None:
-        """Note how the coordinator of a new worker group is reached, and the places of Ray Train's workers."""
+        """Store how to reach a new worker group's coordinator, and the slots of Ray Train's workers."""
         self._announcement, self._seats = announcement, dict(seats)
         self._actors = {number: seat.actor for number, seat in seats.items()}
 
     def start(self, group: Group, places: Mapping[str, int], now: float) -> None:
-        """Start workers; returns at once."""
-        # Never reuse a number: its worker may only be cut off, and come back.
+        """Start workers, without waiting for them."""
+        # Never reuse a number: a lost worker may only be cut off, and reconnect.
         number = max((self._next, *(worker + 1 for worker in group.workers)))
         nodes = dict(enumerate((node for node, count in places.items() for _ in range(count)), number))
         self._next = number + len(nodes)
@@ -420,7 +420,7 @@ class JoiningWorkers:
         _log.info("starting %d more workers on %d nodes", len(actors), len(places))
 
     def _place(self, number: int, node: str) -> dict[str, Any]:
-        """Return the options that put a worker on a node, in a place of Ray Train's group where one is vacant."""
+        """Return the Ray options that start a worker on a node, in a vacant slot of Ray Train's group if possible."""
         seat = next((one for one in self._vacant if one.node == node), None)
         if seat is None:
             return {"label_selector": {RAY_NODE_ID_KEY: node}}
@@ -429,7 +429,7 @@ class JoiningWorkers:
         return {"scheduling_strategy": seat.strategy}
 
     def have_joined(self, group: Group, now: float) -> bool:
-        """Advance the started workers; return whether all could train now and do not yet."""
+        """Advance the start of new workers; return whether all of them are ready but not yet members."""
         joining = self._joining
         assert joining is not None
         try:
@@ -439,12 +439,12 @@ class JoiningWorkers:
         if all(number in group.workers and group.workers[number].is_there for number in joining.nodes):
             self._actors |= joining.actors
             self._joining = None
-            # After a fault they may have become members already.
+            # A fault may already have made them members.
             return not joining.nodes.keys() <= set(group.members)
         return self._give_up(joining, group, "they did not start in time") if now >= joining.until else False
 
     def _go_on(self, joining: _Joining, group: Group) -> None:
-        """Let the workers supervise once all have their places."""
+        """Make the workers supervise once all of them have resources."""
         if joining.running:
             ended, _ = ray.wait(list(joining.running.values()), timeout=0)
             ray.get(ended)
@@ -464,15 +464,15 @@ class JoiningWorkers:
                 )
 
     def _give_up(self, joining: _Joining, group: Group, reason: str) -> bool:
-        _log.warning("%d workers that were started beside the others did not join: %s", len(joining.actors), reason)
-        # A fault may meanwhile have made members of the ones that joined.
+        _log.warning("%d additional workers did not join: %s", len(joining.actors), reason)
+        # A fault may meanwhile have made members of the workers that did join.
         self._actors |= {number: actor for number, actor in joining.actors.items() if number in group.members}
         self._joining = None
         self._end({number: actor for number, actor in joining.actors.items() if number not in group.members})
         return False
 
     def forget(self, lost: Collection[int]) -> None:
-        """End lost workers, in case they are only stopped, and free their places."""
+        """End lost workers, which may only be stopped, and free their slots."""
         self._end({number: self._actors.pop(number) for number in self._actors.keys() & lost})
 
     def _end(self, actors: Mapping[int, Any]) -> None:
@@ -483,7 +483,7 @@ class JoiningWorkers:
                 self._vacant.append(self._seats.pop(number))
 
     def end(self) -> None:
-        """End all of them when the worker group has ended."""
+        """End all workers started here, because the worker group has ended."""
         _kill({number: actor for number, actor in self._actors.items() if number in self._nodes})
         if self._joining is not None:
             _kill(self._joining.actors)

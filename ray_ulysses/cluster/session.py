@@ -1,4 +1,4 @@
-"""Connects to a Ray cluster, or to an embedded Ray on this machine that ends with this process."""
+"""Connects to a Ray cluster, or starts an embedded Ray on this machine that ends with this process."""
 
 from __future__ import annotations
 
@@ -27,34 +27,34 @@ from ray_ulysses.logging import get_logger
 
 _SLACK_CPUS = 1.0
 _WORKER_CLASSES = ("RayTrainWorker", "JoinedWorker")
-"""Actor classes of workers that Ray Train starts, and of workers that join later (`ray_ulysses.cluster.scaling`)."""
+"""Actor classes of Ray Train's workers, and of workers that join later (`ray_ulysses.cluster.scaling`)."""
 _MEMORY_THRESHOLD = 0.95
-"""Share of the memory in use at which Ray 2.60 kills workers."""
+"""Fraction of the memory in use at which Ray 2.60 kills workers."""
 _EMBEDDED_HOST = "RAY_ULYSSES_EMBEDDED_HOST"
-"""Set in all processes of an embedded Ray."""
+"""Environment variable that is set in all processes of an embedded Ray."""
 _log = get_logger(__name__)
 
 
 @contextmanager
 def ray_session(address: str | None, *, cpus: float, environment: dict[str, str] | None = None) -> Iterator[bool]:
-    """Connect to Ray for a block, in which SIGTERM and SIGHUP keep their handlers, or interrupt by default.
+    """Connect to Ray inside the block, where SIGTERM and SIGHUP raise KeyboardInterrupt unless they have handlers.
 
     Args:
-        address: Address of a cluster; ``None`` uses ``RAY_ADDRESS``, and starts an embedded Ray if that is not set.
-        cpus: CPUs that an embedded Ray must offer; they are logical, several may share a core.
-        environment: Variables for every process that Ray starts for this job.
+        address: Cluster address. If None, ``RAY_ADDRESS`` is used, or an embedded Ray is started if that is unset too.
+        cpus: Logical CPUs that an embedded Ray must offer; several may share a core.
+        environment: Environment variables for every process that Ray starts for this job.
 
     Yields:
-        Whether the Ray is embedded.
+        Whether Ray is embedded.
 
     Raises:
         UserError: The address is not valid.
-        RunError: The cluster can't be reached; this is known within seconds.
+        RunError: The cluster is unreachable, which is detected within seconds.
     """
     target = cluster_address(address)
     asks = target is None or check_address(target)
     if not asks and os.environ.get(MODE) == "token":
-        _log.warning("%s=token, and the Ray cluster at %s takes jobs from anyone on its network", MODE, target)
+        _log.warning("%s=token, but the Ray cluster at %s accepts jobs from anyone on its network", MODE, target)
     with (
         private_session() if target is None else cluster_token(target, asks=asks),
         _connected(target, cpus, environment),
@@ -66,7 +66,7 @@ def ray_session(address: str | None, *, cpus: float, environment: dict[str, str]
 def _connected(target: str | None, cpus: float, environment: dict[str, str] | None) -> Iterator[None]:
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    # A submitted job may have the same variables as its workers, such as HF_HOME; Ray would refuse both.
+    # A submitted job and its workers may both set a variable such as HF_HOME, which Ray would reject as a conflict.
     os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
     options: dict[str, Any] = {
         "log_to_driver": False,
@@ -82,8 +82,8 @@ def _connected(target: str | None, cpus: float, environment: dict[str, str] | No
         else:
             _start_embedded(cpus, options)
     except SystemExit as error:
-        # Ray responds to a SIGTERM like this while it connects; treat it as any stop. Shutting down a half-made
-        # connection would crash; it ends with this process.
+        # While connecting, Ray turns a SIGTERM into SystemExit; treat it like any other stop. Shutting down the
+        # incomplete connection would crash, so the connection ends with this process.
         raise KeyboardInterrupt from error
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise RunError(
@@ -94,7 +94,7 @@ def _connected(target: str | None, cpus: float, environment: dict[str, str] | No
             "the machine may be busy or have too little memory; try again, or start Ray yourself with "
             "`ray start --head` and set RAY_ADDRESS to its address"
         ) from error
-    # Ray 2.60 exits with 15 upon a SIGTERM, without a message and with nothing saved (a canary test covers it).
+    # On SIGTERM, Ray 2.60 exits with code 15, without a message and without saving (a canary test covers it).
     interrupt = signal.default_int_handler
     _handle({number: interrupt if one == signal.SIG_DFL else one for number, one in before.items()})
     try:
@@ -108,9 +108,9 @@ def _connected(target: str | None, cpus: float, environment: dict[str, str] | No
 
 @contextmanager
 def quiet_errors() -> Iterator[None]:
-    """Keep reports of Ray's nodes, which are in the session's log directory, out of this process's output.
+    """Keep error reports of Ray's nodes out of this process's output; the session's log directory contains them.
 
-    Ray 2.60 prints them regardless of ``log_to_driver``; this private switch of its debugger stops that (a canary test
+    Ray 2.60 prints them regardless of ``log_to_driver``. A private switch of its debugger stops that (a canary test
     covers it).
     """
     before = ray._private.worker._worker_logs_enabled
@@ -122,28 +122,28 @@ def quiet_errors() -> Iterator[None]:
 
 
 def _handle(handlers: Mapping[signal.Signals, Any]) -> None:
-    # Only the main thread can set handlers, and Ray sets its own only there.
+    # Only the main thread can set signal handlers, and Ray sets its own only there.
     if threading.current_thread() is threading.main_thread():
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
 def cluster_address(address: str | None) -> str | None:
-    """Return the cluster's address: the configured one, else ``RAY_ADDRESS``; ``None`` stands for an embedded Ray."""
+    """Return the configured address, else ``RAY_ADDRESS``, or None for an embedded Ray."""
     target = address or os.environ.get("RAY_ADDRESS") or None
     return None if target == "local" else target
 
 
 def host_of(address: str) -> str:
-    """Return the address at which a run's processes reach a node: the loopback interface for an embedded Ray.
+    """Return the address at which a run's processes reach a node: the loopback address for an embedded Ray.
 
-    Ray replaces a loopback address by one that other machines can reach.
+    Ray replaces a loopback address with one that other machines can reach.
     """
     return os.environ.get(_EMBEDDED_HOST, address)
 
 
 def free_memory() -> int:
-    """Return how many bytes of this machine's, or its container's, memory are free before Ray kills workers."""
+    """Return how many bytes this machine, or its container, can still use before Ray kills workers."""
     return int(_MEMORY_THRESHOLD * get_system_memory() - get_used_memory())
 
 
@@ -151,7 +151,7 @@ def _start_embedded(cpus: float, options: dict[str, Any]) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ[_EMBEDDED_HOST] = "127.0.0.1"
     offered = max(os.cpu_count() or 1, math.ceil(cpus + _SLACK_CPUS))
-    # With more workers than cores Ray would warn, end idle workers and start new ones.
+    # With more workers than cores, Ray would warn, end idle workers and start new ones.
     os.environ.setdefault("RAY_worker_maximum_startup_concurrency", "16")
     os.environ.setdefault("RAY_num_workers_soft_limit", "16")
     os.environ.setdefault("RAY_idle_worker_killing_time_threshold_ms", "600000")
@@ -161,27 +161,27 @@ def _start_embedded(cpus: float, options: dict[str, Any]) -> None:
                 ray.init(address="local", num_cpus=offered, include_dashboard=False, **options)
             return
         except Exception as error:
-            # Ray raises the base class if one of its processes dies or does not answer during the start.
+            # Ray raises a plain Exception if one of its processes dies or does not answer during the start.
             if type(error) is not Exception:
                 raise
             ray.shutdown()
             reason = str(error).partition(". ")[0]
             if is_last:
                 raise RuntimeError(reason) from error
-            _log.warning("this machine's local Ray did not start (%s); starting it again", reason)
+            _log.warning("this machine's local Ray did not start (%s); trying again", reason)
 
 
 @contextmanager
 def _children_apart() -> Iterator[None]:
-    """Start children out of reach of signals to our process group and of SIGHUP.
+    """Start child processes out of reach of SIGHUP and of signals to our process group.
 
-    A SIGTERM to our group, as sent by ``timeout`` and schedulers, or a closed terminal would otherwise end Ray's
-    processes while the run saves. They still end with us: Ray ties their life to this process.
+    Otherwise a SIGTERM to our group, as sent by ``timeout`` and schedulers, or a closed terminal would end Ray's
+    processes while the run saves. They still end with this process, because Ray ties their lifetime to it.
     """
     own, group = os.getpid(), os.getpgrp()
-    # A leader can't leave its group and return; its children stay in it.
+    # A group leader can't leave its group and return, so its children stay in the group.
     is_leader = own in (group, os.getsid(0))
-    # They inherit the mask, which for us only delays the signal.
+    # Children inherit the mask; for this process it only delays the signal.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
     if not is_leader:
         os.setpgid(0, 0)
@@ -190,48 +190,48 @@ def _children_apart() -> Iterator[None]:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         if not is_leader:
-            # The group is gone if we were its last member; then the new one will do.
+            # If this process was its last member, the old group is gone, and the new group serves as well.
             with contextlib.suppress(PermissionError, ProcessLookupError):
                 os.setpgid(0, group)
 
 
 def steady_nodes() -> dict[str, Any]:
-    """Return Ray's entries of nodes that are alive and not draining, by node id."""
+    """Return Ray's entries for the nodes that are alive and not draining, by node ID."""
     draining = draining_nodes()
     return {one["NodeID"]: one for one in ray.nodes() if one["Alive"] and one["NodeID"] not in draining}
 
 
 def draining_nodes() -> dict[str, float | None]:
-    """Return the nodes that Ray is draining, by id, with their deadlines in seconds since the epoch.
+    """Return the deadlines of the draining nodes, in seconds since the epoch, by node ID.
 
-    The deadline is None if none was given.
+    A deadline is None if none was given.
     """
     return {node: until_ms / 1000 if until_ms else None for node, until_ms in state.state.get_draining_nodes().items()}
 
 
 def own_node() -> str:
-    """Return the id of this process's node."""
+    """Return the Ray ID of this process's node."""
     return str(ray.get_runtime_context().get_node_id())
 
 
 def cluster_size() -> tuple[int, float, float]:
-    """Return the number of live nodes of the connected cluster, and its CPUs and GPUs."""
+    """Return the connected cluster's number of live nodes, CPUs and GPUs."""
     total = ray.cluster_resources()
     return sum(node["Alive"] for node in ray.nodes()), total.get("CPU", 0.0), total.get("GPU", 0.0)
 
 
 def cluster_nodes() -> tuple[Node, ...]:
-    """Return the live nodes of the connected cluster that are not draining."""
+    """Return the connected cluster's live nodes that are not draining, with their total resources."""
     return tuple(node_of(node["Resources"]) for node in steady_nodes().values())
 
 
 def free_nodes() -> tuple[Node, ...]:
-    """Return the nodes of the connected cluster with their unused resources."""
+    """Return the connected cluster's nodes with their unused resources."""
     return tuple(node_of(resources) for resources in state.available_resources_per_node().values())
 
 
 def look_at_cluster() -> ClusterView | None:
-    """Return the cluster's nodes and this job's workers; ``None`` if the head does not answer."""
+    """Return the cluster's nodes and this job's workers, or None if the head does not answer."""
     try:
         workers = [one["Address"] for one in workers_of_job(ray.get_runtime_context().get_job_id())]
         on_nodes = {str(one["NodeID"]): str(one["IPAddress"]) for one in workers}
@@ -242,7 +242,7 @@ def look_at_cluster() -> ClusterView | None:
 
 
 def answers_in_time(asked: Mapping[Any, str], timeout_s: float) -> dict[str, Any]:
-    """Return the answers of Ray's tasks that arrive in time, by node; failures are logged and left out."""
+    """Return the results of the Ray tasks that finish in time, by node; log failures and leave them out."""
     answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s) if asked else ([], [])
     found = {}
     for answer in answered:
@@ -254,15 +254,15 @@ def answers_in_time(asked: Mapping[Any, str], timeout_s: float) -> dict[str, Any
 
 
 def session_logs() -> str | None:
-    """Return the directory of this session's logs on this node; None if Ray does not know it."""
+    """Return this node's directory of session logs, or None if it is unknown."""
     node = getattr(ray._private.worker, "_global_node", None)
     return None if node is None else str(node.get_logs_dir_path())
 
 
 def workers_of_job(job: str) -> list[dict[str, Any]]:
-    """Return Ray's entries of the training workers of a job.
+    """Return the entries of Ray's actor table for a job's training workers.
 
-    The table of actors is private to Ray 2.60, as is the name of Ray Train's workers (a canary test covers it).
+    The actor table is private in Ray 2.60, and so is the class name of Ray Train's workers (a canary test covers both).
 
     Raises:
         RayError, OSError, RuntimeError: Ray does not answer.

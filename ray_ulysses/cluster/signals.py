@@ -1,4 +1,4 @@
-"""Handles SIGINT, SIGTERM, SIGHUP and SIGUSR1 in ``train``: stops in order and in time, or saves."""
+"""Handles SIGINT, SIGTERM, SIGHUP and SIGUSR1 in ``train``: requests a timely stop, or a save."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _GRACE_S = 4.0
-"""Longest time to end with nothing to save: Ray may swallow an interrupt, or wait for itself."""
+"""Longest time to end if nothing needs saving: Ray may swallow an interrupt, or wait for itself."""
 _SAME_REQUEST_S = 2.0
-"""`timeout` and some schedulers signal the process and its group: two signals this close together count as one."""
+"""`timeout` and some schedulers signal both the process and its group: two signals this close count as one."""
 _ASK_AGAIN_S = 2.0
 
 
 class StopSignals:
-    """Turns signals into requests to the workers, for the duration of a block.
+    """Turns signals into requests to the workers, inside a block.
 
     =======================  ========================================================================================
-    SIGINT, SIGTERM, SIGHUP  ends the command while nothing is unsaved; else the workers save after their step, and end
+    SIGINT, SIGTERM, SIGHUP  ends the command if nothing needs saving; else the workers save after their step, and end
     a second one             ends the command immediately, as SIGQUIT does
     SIGUSR1                  the workers save after their step, and continue
     =======================  ========================================================================================
@@ -39,7 +39,7 @@ class StopSignals:
     """
 
     def __init__(self, run_dir: Place, session: str, console: Console) -> None:
-        """Prepare the handlers; they are installed when the block is entered."""
+        """Prepare the handlers, which are installed when the block is entered."""
         self._run_dir, self._session, self._say = run_dir, session, console.print
         self._signaled_at: float | None = None
         self._asked_at = 0.0
@@ -49,7 +49,7 @@ class StopSignals:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
-        """Install the handlers; only the main thread can."""
+        """Install the handlers, which only the main thread can do."""
         if threading.current_thread() is threading.main_thread():
             handlers = dict.fromkeys((signal.SIGINT, signal.SIGTERM), self._stop) | {signal.SIGUSR1: self._save}
             if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
@@ -63,16 +63,16 @@ class StopSignals:
             signal.signal(number, handler)
 
     def workers_start(self) -> None:
-        """Expect calls of `check` from now on; called again when the command restarts its workers."""
+        """Note that the workers start or restart, and that calls of `check` follow."""
         if not self._has_workers:
             self._steps.forget()
         self._has_workers = True
 
     def check(self, *, workers_are_whole: bool) -> None:
-        """End the command if a stop was requested and no worker could save a step.
+        """End the command if a stop was requested and no step can be saved.
 
         Args:
-            workers_are_whole: Whether every worker is alive: without one of them, no step can be saved.
+            workers_are_whole: Whether every worker is alive; otherwise no step can be saved.
 
         Raises:
             KeyboardInterrupt: The command must end now.
@@ -80,14 +80,14 @@ class StopSignals:
         if not workers_are_whole:
             self._steps.lost()
         self._steps.look()
-        # Once the command has reported that there is nothing to save, a later first step changes nothing.
+        # Once the command has reported that nothing needs saving, a first step that ends later changes nothing.
         if self._is_ending or (self._signaled_at is not None and not self._steps.exist):
             _end_in_time()
             raise KeyboardInterrupt
         self._ask_again()
 
     def _ask_again(self) -> None:
-        """Repeat a lost request to stop: resizing workers may have removed it as their own."""
+        """Repeat a stop request that resizing workers removed because they took it for their own."""
         now = time.monotonic()
         if self._signaled_at is None or now - self._asked_at < _ASK_AGAIN_S:
             return
@@ -114,7 +114,7 @@ class StopSignals:
         try:
             request_stop(self._run_dir, self._session)
         except OSError as error:
-            self._say(f"the request to stop could not be written ({error}); press Ctrl-C again to stop immediately")
+            self._say(f"the stop request could not be written ({error}); press Ctrl-C again to stop immediately")
             return
         step = "the next step" if self._steps.are_kept else "this step"
         self._say(f"{name}: saving after {step}, then stopping; press Ctrl-C again to stop immediately")
@@ -123,45 +123,45 @@ class StopSignals:
         try:
             request_save(self._run_dir)
         except OSError as error:
-            self._say(f"the request to save could not be written ({error})")
+            self._say(f"the save request could not be written ({error})")
 
 
 def _end_in_time() -> None:
-    """End this process after a grace period in any case; Ray then ends its own processes."""
+    """Force this process to exit after a grace period, after which Ray ends its own processes."""
     timer = threading.Timer(_GRACE_S, os._exit, (INTERRUPTED,))
     timer.daemon = True
     timer.start()
 
 
 class UnsavedSteps:
-    """Follows the journal for steps that no checkpoint holds, so that a stop waits for their save.
+    """Tracks steps in the journal that no checkpoint contains yet, so that a stop waits for their save.
 
-    They are the newest attempt's, or the previous attempt's in peer memory, from which the next one continues.
+    The newest attempt trained these steps, or they are in peer memory and the next attempt resumes from them.
     """
 
     def __init__(self, run_dir: Place) -> None:
-        """Start before the first record."""
+        """Start at the beginning of the journal."""
         self._tail = JournalTail(run_dir)
         self._state: Literal["none", "kept", "trained", "saved"] = "none"
         self._kept_step = 0
 
     @property
     def exist(self) -> bool:
-        """Whether steps are being trained, or have just been saved, so that a stop should wait."""
+        """Whether a stop should wait, because steps are being trained or have just been saved."""
         return self._state != "none"
 
     @property
     def are_kept(self) -> bool:
-        """Whether only peer memory holds them; the next attempt then saves them after its first step."""
+        """Whether only peer memory contains the steps; the next attempt saves them after its first step."""
         return self._state == "kept"
 
     def forget(self) -> None:
-        """Skip the current journal: it is an earlier command's."""
+        """Skip the journal's current content, which belongs to an earlier command."""
         self.look()
         self._state = "none"
 
     def look(self) -> None:
-        """Read new records of the journal."""
+        """Read new journal records."""
         for event in self._tail.poll():
             if isinstance(event, AttemptStarted):
                 if not self.are_kept or event.resumed_step < self._kept_step:
@@ -169,14 +169,14 @@ class UnsavedSteps:
             elif isinstance(event, StepGroup):
                 self._state = "trained"
             elif isinstance(event, AttemptEnded):
-                # An attempt that ended well has saved, and its workers end on their own. After a change of size or
-                # stage, nothing is left to save until the next attempt.
+                # A successful attempt has saved, and its workers end on their own. After a change of size or stage,
+                # nothing needs saving until the next attempt.
                 is_last = event.reason not in CONTINUED and event.reason.startswith(STOP_REASONS)
                 self._state = "saved" if is_last else "none"
                 if event.restarts and event.memory_step is not None and event.memory_step > (event.committed_step or 0):
                     self._state, self._kept_step = "kept", event.memory_step
 
     def lost(self) -> None:
-        """Count trained steps as lost with a worker; steps in peer memory are kept."""
+        """Note that a worker was lost, and with it the trained steps; steps in peer memory are kept."""
         if self._state == "trained":
             self._state = "none"

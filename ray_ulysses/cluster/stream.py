@@ -1,4 +1,4 @@
-"""Streams rows through Ray Data: each rank receives its slices, read on its node, or elsewhere if the node is full."""
+"""Streams rows through Ray Data: each rank gets its slices, read on its own node or, if that is full, on another."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ DEFAULT_NUM_CPUS = 0.25
 _BLOCKS_AHEAD = 2
 _SHORTEST_PAUSE_S = 0.005
 _LONGEST_PAUSE_S = {True: 0.1, False: 1.0}
-"""Longest pause of an execution, by whether a consumer waits for a block."""
+"""Longest pause of an execution, by whether a consumer is waiting for a block."""
 _TURN_POLL_S = 0.05
 _LONGEST_TURN_S = 10.0
-"""Longest wait for a turn: its holder may wait for CPUs, and another run on the node must not wait with it."""
+"""Longest wait for a turn: its holder may be waiting for CPUs, and must not delay other runs on the node."""
 
 
 class RayStreams:
-    """Streams of slots through Ray Data, one after the other; one task per block.
+    """Reads slots through Ray Data, one stream at a time, with one task per block.
 
     Args:
-        num_cpus: CPUs that a read task reserves.
-        secrets: ``cluster.secrets_file``, which gives access to corpora on object stores.
+        num_cpus: CPUs reserved by a read task.
+        secrets: ``cluster.secrets_file``, which gives access to corpora in object stores.
     """
 
     def __init__(self, num_cpus: float = DEFAULT_NUM_CPUS, secrets: SecretsFile | None = None) -> None:
@@ -59,7 +59,7 @@ class RayStreams:
         self._is_cold = True
 
     def read(self, blocks: Sequence[Block], stopped: threading.Event) -> Generator[pa.Table, None, None]:
-        """Yield the slots of the blocks in order; closing the generator or setting the event ends the stream.
+        """Yield the blocks' slots in order; closing the generator or setting `stopped` ends the stream.
 
         Raises:
             RunError: The stream failed.
@@ -77,18 +77,18 @@ class RayStreams:
                 bundles = self._dataset(blocks, pace).iter_internal_ref_bundles()
                 is_first = True
                 try:
-                    # Ray counts a bundle as taken, and two more blocks follow: keep no reference to it.
+                    # Ray reads two more blocks once it counts a bundle as taken: keep no reference to the bundle.
                     while (refs := pace.next_refs(bundles)) is not None:
                         if is_first:
                             is_first = self._is_cold = False
                             starting.close()
-                            # Cycles of Ray Data's objects keep the blocks of a stream that was closed early.
+                            # Reference cycles in Ray Data keep the blocks of a stream that was closed early alive.
                             gc.collect()
                         while refs:
                             yield _fetched(refs.popleft(), stopped)
                 finally:
                     pace.close()
-                    # Ray Data ends an execution when its iterator does.
+                    # Ray Data ends an execution when its iterator is exhausted.
                     with suppress(Exception):
                         deque(bundles, maxlen=0)
         except _StoppedError:
@@ -96,8 +96,7 @@ class RayStreams:
         except Exception as error:
             reason = one_line(getattr(error, "cause", None) or error)
             raise RunError(
-                f"the stream of Ray Data failed ({reason}); start the same command again, which resumes, or set "
-                "data.engine=local"
+                f"the Ray Data stream failed ({reason}); run the same command again to resume, or set data.engine=local"
             ) from error
 
     def _dataset(self, blocks: Sequence[Block], pace: _Pace) -> ray.data.Dataset:
@@ -105,29 +104,29 @@ class RayStreams:
             _BlockSource(blocks, self._secrets),
             num_cpus=self._num_cpus,
             override_num_blocks=len(blocks),
-            # Reading a block takes milliseconds, or seconds from an object store, and it lasts for several rows.
+            # Reading a block takes milliseconds, or seconds from an object store, and a block contains several rows.
             concurrency=1,
-            # Read on the rank's node, or on any other if that one has no CPUs left or is gone.
+            # Read on the rank's node, or on any other node if the rank's is gone or has no free CPUs.
             label_selector={RAY_NODE_ID_KEY: ray.get_runtime_context().get_node_id()},
             fallback_strategy=[{"label_selector": {}}],
         )
         quiet(dataset)
-        # By its type, it takes only classes of callbacks.
+        # The type annotation allows only callback classes, not instances.
         context: Any = dataset.context
         context.execution_options.preserve_order = True
-        # Every rank has a stream; each alone would otherwise fill its part of the nodes' object stores.
+        # Every rank has a stream; a single one would otherwise fill its share of the nodes' object stores.
         context.execution_options.resource_limits = ExecutionResources(
             object_store_memory=_BLOCKS_AHEAD * max(block.num_bytes for block in blocks) + (1 << 20)
         )
         context.target_max_block_size = None
-        # It would include the training time of a block; the rank has its own timeout.
+        # This timeout would include the time of training on a block; each rank has its own timeout.
         context.execution_no_progress_timeout_s = -1
         context.custom_execution_callback_classes = [pace]
         return dataset
 
 
 def _fetched(block: Any, stopped: threading.Event) -> pa.Table:
-    """Return a block; Ray reads it again if its node is gone."""
+    """Return a block's table; Ray rereads the block if its node is gone."""
     while not ray.wait([block], timeout=_LONGEST_PAUSE_S[True])[0]:
         if stopped.is_set():
             raise _StoppedError
@@ -136,15 +135,15 @@ def _fetched(block: Any, stopped: threading.Event) -> pa.Table:
 
 
 class _StoppedError(ExecutionTimeoutError):
-    """The stream was asked to stop; Ray Data 2.60 reports any other class of error as a bug."""
+    """The stream was asked to stop. Ray Data 2.60 reports any other error class as a bug."""
 
 
 class _Pace(ExecutionCallback):
-    """Pauses an execution while nothing changes, and ends it on request, even if it waits for CPUs.
+    """Pauses an execution while nothing changes, and ends it on request, even while it waits for CPUs.
 
-    The loop of Ray Data 2.60 pauses only while a task runs, and spins while its output may not be read yet, the usual
-    state here. Ray instantiates callback classes; calling this instance returns itself, and it stays in this process.
-    It reads Ray's private state (a canary test covers it).
+    Ray Data 2.60's loop pauses only while a task runs, and spins while its output may not be read yet, which is the
+    usual state here. Ray instantiates callback classes, so calling this instance returns the instance itself, which
+    stays in this process. Reads Ray's private state (a canary test covers it).
     """
 
     def __init__(self, stopped: threading.Event | None = None) -> None:
@@ -160,7 +159,7 @@ class _Pace(ExecutionCallback):
         return _Pace, ()
 
     def on_execution_step(self, executor: Any) -> None:
-        """Pause, with increasing length while nothing changes."""
+        """Pause, longer each time while nothing changes."""
         if self._is_closed or self._stopped.is_set():
             raise _StoppedError
         topology = executor._topology
@@ -179,7 +178,7 @@ class _Pace(ExecutionCallback):
             self._seen = None
 
     def next_refs(self, bundles: Iterator[RefBundle]) -> deque[Any] | None:
-        """Return the next bundle's blocks, None at the end; keeps the execution awake meanwhile."""
+        """Return the next bundle's block references, or None at the end; keep the execution awake meanwhile."""
         self._changed.set()
         bundle = next(bundles, None)
         self._changed.set()
@@ -192,7 +191,7 @@ class _Pace(ExecutionCallback):
 
 
 class _BlockSource(Datasource):
-    """Blocks as a Ray Data source: one task each."""
+    """Blocks as a Ray Data source, with one task per block."""
 
     def __init__(self, blocks: Sequence[Block], secrets: SecretsFile | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -222,7 +221,7 @@ def _read_block(block: Block, secrets: SecretsFile | None = None) -> list[pa.Tab
 
 @functools.lru_cache(maxsize=2)
 def _corpora(sources: tuple[PlannedSource, ...], secrets: SecretsFile | None) -> CorpusSet:
-    """Keep the corpora open between the tasks of one worker process."""
+    """Return the opened corpora, cached across the tasks of a worker process."""
     from ray_ulysses.data.plan.corpus_set import CorpusSet
 
     if secrets is not None:
@@ -232,14 +231,14 @@ def _corpora(sources: tuple[PlannedSource, ...], secrets: SecretsFile | None) ->
 
 
 def quiet(dataset: ray.data.Dataset) -> ray.data.Dataset:
-    """Silence a dataset, and Ray Data's messages below a warning on this process's console."""
+    """Silence a dataset's progress output, and Ray Data's console messages below the warning level."""
     context = dataset.context
     context.enable_progress_bars = False
     context.enable_operator_progress_bars = False
     context.enable_rich_progress_bars = False
     context.print_on_execution_start = False
     context.enable_auto_log_stats = False
-    # Its log file still receives everything.
+    # Ray Data's log file still receives everything.
     for handler in logging.getLogger("ray.data").handlers:
         if isinstance(handler, logging.StreamHandler):
             handler.setLevel(logging.WARNING)
@@ -250,10 +249,10 @@ def quiet(dataset: ray.data.Dataset) -> ray.data.Dataset:
 
 @contextmanager
 def cold_start(stopped: threading.Event) -> Iterator[None]:
-    """Let the processes of a node start to read one after the other; proceed after 10 s, or if the event is set.
+    """Let a node's reader processes start one after another; proceed after 10 s, or if `stopped` is set.
 
-    Starting a reader's process takes seconds of a core. All ranks at once would take them from the first steps, and
-    each would start a process of its own instead of reusing the previous one.
+    Starting a reader process takes seconds of a core. If all ranks did so at once, their first steps would be slower,
+    and each rank would start a process of its own instead of reusing the previous one.
     """
     logs = session_logs()
     descriptor = None if logs is None else _turn(Path(logs) / "ray-ulysses-cold-start.lock", stopped)

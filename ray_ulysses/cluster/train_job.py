@@ -79,21 +79,21 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 _LOOK_EVERY_S = 0.2
 _CONTROLLER_ENVIRONMENT = {
-    # The chosen nodes may have lost their room since: others are chosen then.
+    # The chosen nodes may no longer have free resources; other nodes are chosen after this timeout.
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "30",
-    # Our coordinator announces draining nodes, and workers leave them on their own; Ray would restart all workers at
-    # the deadline of one node.
+    # Our coordinator moves workers off draining nodes, whereas Ray Train would restart all workers at the first node's
+    # deadline.
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
-    # Ray Train's own controller does this.
+    # Ray Train's own controller triggers this warning.
     "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0",
 }
-"""Defaults of variables that Ray Train reads."""
+"""Defaults of environment variables that Ray Train reads."""
 
 
 class RunDisplay(Protocol):
-    """The progress display of the ``train`` command, which belongs to a room above this one."""
+    """Progress display of the ``train`` command, implemented in a higher-level package."""
 
     console: Console
 
@@ -105,33 +105,33 @@ class RunDisplay(Protocol):
         """Set the current phase."""
 
     def awaiting_workers(self, phase: str) -> None:
-        """Set the phase of the workers' start, unless they have already reported."""
+        """Set the workers' start-up phase, unless the workers have already reported."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainResult:
-    """The result of ``train``."""
+    """Result of the ``train`` command."""
 
     history: RunHistory
-    """The run's history, from its journal."""
+    """The run's history, read from its journal."""
     was_complete: bool
-    """Whether nothing was left to do."""
+    """Whether the run was already complete, so that nothing was trained."""
     seconds: float
-    """Duration of the command."""
+    """Duration of the command, in seconds."""
 
 
 def train(prepared: PreparedRun, texts: RunTexts, view: RunDisplay, started: float) -> TrainResult:
-    """Train a prepared run to its end, to a request to stop (SIGINT, SIGTERM or SIGHUP), or to a failure.
+    """Train a prepared run until it ends, is asked to stop (SIGINT, SIGTERM or SIGHUP), or fails.
 
     Args:
-        prepared: The prepared run, without problems.
-        texts: Descriptions for people, to be written into its directory.
-        view: Shows the progress; it has been entered.
-        started: When the command began, in seconds since the epoch.
+        prepared: The prepared run, which has no problems.
+        texts: Descriptions for users, to be written to the run's directory.
+        view: Progress display, already entered.
+        started: Start time of the command, in seconds since the epoch.
 
     Raises:
-        UserError: The run is held by another process, or contradicts what is stored.
-        RunError: Training failed; everything committed is kept, and the same command resumes.
+        UserError: Another process holds the run, or the configuration contradicts the stored run.
+        RunError: Training failed. Everything committed is kept, and the same command resumes.
     """
     config, console, session = prepared.config, view.console, uuid.uuid4().hex
     view.phase("checking the storage")
@@ -142,7 +142,7 @@ def train(prepared: PreparedRun, texts: RunTexts, view: RunDisplay, started: flo
         checkpoint_claim(config, prepared.run.store, session) as apart,
     ):
         if claim.taken_over_from is not None:
-            console.print(f"taken over from {claim.taken_over_from}, which ended without releasing it")
+            console.print(f"took over the run from {claim.taken_over_from}, which ended without releasing it")
         claim_checkpoints(prepared.run)
         # Another command may have started the run before this one claimed it.
         prepared = prepared.read_again()
@@ -151,7 +151,7 @@ def train(prepared: PreparedRun, texts: RunTexts, view: RunDisplay, started: flo
         if history is not None:
             return TrainResult(history=history, was_complete=True, seconds=SystemClock().now() - started)
         if cluster_address(config.cluster.address) is None:
-            # Before an embedded Ray is started.
+            # Check before an embedded Ray is started.
             found = [gpu_problem(config, torch.cuda.device_count())]
             if prepared.local_bytes > (free := free_memory()):
                 found.append(local_problem(config, prepared.report.shape, free))
@@ -162,14 +162,14 @@ def train(prepared: PreparedRun, texts: RunTexts, view: RunDisplay, started: flo
         try:
             describe_run(config.run_dir, texts)
         except OSError as error:
-            _log.warning("README.md and plan.txt of the run could not be written (%s)", error)
+            _log.warning("the run's README.md and plan.txt could not be written (%s)", error)
         announce_session(config.run_dir, session)
         book = failure_log(config, session, started)
         claims = [claim] if apart is None else [claim, apart]
         with contextlib.ExitStack() as ending:
             if mlflow_is_on(config.tracking):
                 ending.enter_context(published(config.run_dir, lambda: view.phase("drawing the report")))
-            # The report that is published after it shows what the trackers have received.
+            # Entered after `published`, so that the report shows which results the trackers have received.
             ending.enter_context(tracked(config))
             try:
                 _train_to_the_end(
@@ -189,7 +189,7 @@ def train(prepared: PreparedRun, texts: RunTexts, view: RunDisplay, started: flo
 def _train_to_the_end(
     run: ResolvedRun, book: FailureLog, console: Console, train_once: Callable[[], Ended | None]
 ) -> None:
-    """Train until the run has ended, skipping the rows of bad steps if the configuration says so."""
+    """Train until the run ends, skipping the rows of bad steps if the configuration allows it."""
     while True:
         try:
             train_until_done(book, train_once)
@@ -204,7 +204,7 @@ def _train_to_the_end(
 def _train_once(
     prepared: PreparedRun, book: FailureLog, view: RunDisplay, signals: StopSignals, claims: Sequence[Claim]
 ) -> Ended | None:
-    """Connect to Ray and run the workers until the run ends, or Ray can't continue; return how it ended."""
+    """Connect to Ray and run the workers; return None if the run is done, otherwise how Ray Train ended."""
     config = prepared.config
     address = cluster_address(config.cluster.address)
     view.phase("starting Ray" if address is None else f"connecting to Ray at {address}")
@@ -212,7 +212,7 @@ def _train_once(
     environment = passed_on(os.environ, embedded=address is None)
     with ray_session(address, cpus=demand.total_cpus, environment=environment) as embedded:
         if not book.failures():
-            # After a failure, lost nodes are waited for.
+            # After a failure, the workers wait for lost nodes instead.
             _check_capacity(config, demand, view.console, embedded=embedded)
             if not embedded:
                 check_secrets(config, view.console.print)
@@ -254,7 +254,7 @@ def _run_workers(
         if view.awaits_workers:
             view.awaiting_workers(workers.awaited)
         elif page_of is not None and (page := mlflow_page(page_of, config.run_dir)).is_run:
-            # The tracker's own thread creates the run, perhaps long after the first step.
+            # The tracker's own thread creates the MLflow run, perhaps long after the first step.
             page_of = None
             view.console.print(f"MLflow: {page.in_words()}")
 
@@ -262,13 +262,13 @@ def _run_workers(
     try:
         _trainer(run, book, look, command).fit()
         if config.elastic.peer_memory:
-            # Its content is on storage by now; unreachable agents end on their own.
+            # Storage has the final state by now; unreachable agents end on their own.
             with contextlib.suppress(RayError, OSError, RuntimeError):
                 end_agents(peer_memory_key(config))
         return None
     except (TrainingFailedError, RayError, RuntimeError, ConnectionError) as error:
         failure = error
-    # The workers may have failed because the run was lost.
+    # The workers may have failed because another command took over the run.
     for claim in claims:
         with contextlib.suppress(OSError):
             claim.beat()
@@ -280,33 +280,33 @@ def _run_workers(
 
 
 def end_if_lost(claims: Sequence[Claim], run_dir: Place, session: str) -> None:
-    """Raise `RunError` if another process has taken the run over; no attempt of this session starts afterwards.
+    """Raise `RunError` if another process has taken over the run; no attempt of this session starts afterwards.
 
-    The workers end with the connection to Ray, which the caller closes, without another checkpoint.
+    The caller then closes the connection to Ray, which ends the workers without another checkpoint.
     """
     problem = next((claim.problem for claim in claims if claim.problem is not None), None)
     if problem is None:
         return
     text = (
-        f"{problem}; this command ends immediately and saves nothing more. Nothing that was committed is lost, "
-        "and the other continues from it. Let one command at a time train a run"
+        f"{problem}; this command ends immediately, without saving. All committed checkpoints are kept, and the other "
+        "command continues from the newest one. Train a run with only one command at a time"
     )
-    # Ray would restart the workers if one of them ended before the others.
+    # Otherwise Ray Train would restart the workers if one of them ended before the others.
     leave_refusal(run_dir, session, text)
     raise RunError(text) from problem
 
 
 class WatchedTrainer(TorchTrainer):
-    """A `TorchTrainer` with our coordinator, whose wait for the workers can be ended.
+    """A `TorchTrainer` with our coordinator, whose wait for the workers can be aborted.
 
     Args:
         run: The run.
-        book: Judges failures.
-        job: Configuration and command for the workers.
-        look: Called a few times a second by the thread that called ``fit``. Its errors end ``fit``, and the workers end
-            with the connection to Ray; no thread of ours then remains in a call to Ray, which would crash when the
-            connection is shut down.
-        arguments: Other arguments of `TorchTrainer`.
+        book: Decides about failures.
+        job: Configuration and command details for the workers.
+        look: Called several times per second by the thread that called ``fit``. Its errors end ``fit``, and the workers
+            end with the connection to Ray. No other thread of ours is then inside a Ray call, which would crash when
+            the connection is shut down.
+        arguments: Positional arguments of `TorchTrainer`.
     """
 
     def __init__(
@@ -322,8 +322,8 @@ class WatchedTrainer(TorchTrainer):
         self._run, self._book, self._job, self._look = run, book, job, look
 
     def _initialize_and_run_controller(self, **kwargs: Any) -> Any:
-        """Replace Ray's method by one that also looks, and leaves SIGINT alone: Ray's handler loses the last steps."""
-        # Each worker sees the GPUs of all workers on its node, which NCCL then reaches directly.
+        """Run the controller, calling `look` meanwhile; leave SIGINT alone, because Ray's handler loses steps."""
+        # Each worker sees the GPUs of all workers on its node, so that NCCL can access them directly.
         environment = {**get_env_vars_to_propagate(), ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV: "1"}
         actor = ray.remote(
             num_cpus=0,
@@ -338,7 +338,7 @@ class WatchedTrainer(TorchTrainer):
             if watch is not None:
                 watch.look()
             elif ray.wait([asked], timeout=0)[0]:
-                # If it is dead already, `run` has ended too.
+                # If the controller is dead, `run` has ended too.
                 with contextlib.suppress(RayError):
                     watch = StopWatch(*ray.get(asked))
         ray.get(running)
@@ -375,7 +375,7 @@ def _trainer(run: ResolvedRun, book: FailureLog, look: Callable[[], object], com
 
 
 def _check_capacity(config: Config, demand: Demand, console: Console, *, embedded: bool) -> None:
-    """Compare the run's demand with the cluster's nodes, before a worker starts."""
+    """Raise `RunError` before any worker starts if the run does not fit on the cluster's nodes."""
     nodes = cluster_nodes()
     lack = shortfall(demand, nodes)
     if lack is not None:
@@ -386,6 +386,6 @@ def _check_capacity(config: Config, demand: Demand, console: Console, *, embedde
     free = places(demand, free_nodes())
     if free < demand.wanted.least:
         console.print(
-            f"waiting up to {config.elastic.worker_start_timeout_s:g} s for other work to end: {demand.setting}="
-            f"{demand.wanted.least} workers fit the cluster, and there is room for {free} at the moment"
+            f"waiting up to {config.elastic.worker_start_timeout_s:g} s for other jobs to end: the cluster fits "
+            f"{demand.setting}={demand.wanted.least} workers, but has free resources for only {free}"
         )

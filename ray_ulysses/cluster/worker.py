@@ -1,4 +1,4 @@
-"""Supervises the attempts of one Ray Train worker: describes the worker to its supervisor, and runs it."""
+"""Runs the supervisor of one Ray Train worker."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _ANNOUNCEMENT = "RAY_ULYSSES_COORDINATOR"
 
 
 def train_worker(job: dict[str, Any]) -> str:
-    """Supervise this worker's attempts until the run ends or Ray must restart the workers.
+    """Supervise this worker's attempts until the run ends or Ray Train must restart the workers.
 
     Args:
-        job: ``config``, the configuration as a mapping, ``session``, the command's name, and when the command began
-            (``command_started``) and requested its workers (``workers_asked``).
+        job: ``config``: the configuration as a mapping; ``session``: the command's ID; ``command_started`` and
+            ``workers_asked``: when the command started and when it requested its workers.
     """
     context = ray.train.get_context()
-    # The processes that it starts have no use for it.
+    # Processes started by the worker do not need the variable.
     announcement = Announcement(**json.loads(os.environ.pop(_ANNOUNCEMENT)))
     return supervise(job, announcement, context.get_world_rank(), context.get_local_rank())
 
@@ -50,19 +50,19 @@ def supervise(
     *,
     joins_late: bool = False,
 ) -> str:
-    """Supervise the attempts of a worker of this process.
+    """Supervise a worker's attempts in this process.
 
     Args:
-        job: What `train_worker` takes.
-        announcement: How the coordinator is reached.
-        worker: The worker's number.
-        local_rank: The worker's number on its node.
-        joins_late: Whether it joins the others only once a child could start at once.
+        job: See `train_worker`.
+        announcement: How to reach the coordinator.
+        worker: Worker number.
+        local_rank: Index of the worker on its node.
+        joins_late: Whether to join the other workers only once a child can start immediately.
     """
     configure_logging()
     config = parse_config(job["config"])
     if not isinstance(config.run_dir, Path):
-        # Access to the run's directory needs them; the training processes read them anyway.
+        # Access to the run's remote directory needs the secrets; the training processes read them separately.
         use_secrets(config, is_needed=False)
     text = refusal(config.run_dir, job["session"])
     if text is not None:
@@ -84,7 +84,7 @@ def supervise(
 
 
 def announce(announcement: Announcement) -> None:
-    """Store the coordinator's address; runs in each worker before it begins."""
+    """Store the coordinator's address in the environment; runs in each worker before the worker starts."""
     os.environ[_ANNOUNCEMENT] = json.dumps(dataclasses.asdict(announcement))
 
 

@@ -1,7 +1,7 @@
-"""Selects the variables for workers, and finds missing secrets, which are never sent through Ray.
+"""Selects environment variables for workers, and detects missing secrets, which are never sent through Ray.
 
-Ray writes the variables of a runtime environment into logs that everybody on a node can read. An embedded Ray inherits
-this process's environment; on a cluster, secrets come from each node's own, or from ``cluster.secrets_file``.
+Ray writes a runtime environment's variables to logs that everybody on a node can read. An embedded Ray inherits this
+process's environment; on a cluster, secrets come from each node's environment or from ``cluster.secrets_file``.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ PASSED = frozenset(
         CLOCK_START,
     }
 )
-"""Variables that locate models, object stores, their cache and trackers, and the time; none of them is a secret."""
+"""Variables that locate models, object stores, the cache and trackers, or set the time; none of them is a secret."""
 _NETWORK_PREFIXES = ("NCCL_", "FI_", "GLOO_", "UCX_", "OFI_NCCL_", "TORCH_NCCL_", "TORCH_FR_")
-"""Prefixes of settings of the libraries that move tensors between workers."""
+"""Prefixes of variables that configure the libraries for communication between workers."""
 _OF_ONE_PROCESS = frozenset({"NCCL_HOSTID", "NCCL_COMM_ID"})
-"""Settings among them that are valid for only one process or group."""
+"""Variables with such a prefix that are valid for only one process or group."""
 _SECRET = re.compile(r"(^|_)(AUTH|CREDENTIALS?|KEY|PASSWORD|PASSWD|SECRET|TOKEN)(_|$)")
 _STORAGE_PREFIXES = ("AWS_", "AZURE_STORAGE_", "GOOGLE_")
 _JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
@@ -58,32 +58,32 @@ _PATIENCE_S = 60.0
 
 
 def passed_on(environment: Mapping[str, str], *, embedded: bool) -> dict[str, str]:
-    """Return the variables that Ray sets in each worker (pure).
+    """Return the variables that Ray sets in each worker.
 
     Args:
-        environment: This process's environment.
-        embedded: Whether Ray runs on this machine alone, where its processes inherit the other variables.
+        environment: Environment variables of this process.
+        embedded: Whether Ray is embedded; its processes then inherit the other variables.
     """
     found = {} if embedded else {name: environment[name] for name in environment if _is_passed(name, environment)}
     return found | _ALWAYS
 
 
 def network_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings of the network's libraries and of PyTorch's allocator, which apply to all workers (pure)."""
+    """Return the variables that configure communication and PyTorch's allocator, which apply to all workers."""
     return {
         name: value for name, value in environment.items() if _is_of_network(name) and _is_passed(name, environment)
     }
 
 
 def kept_back(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the names of variables that a run may need but that may be secrets, and are not passed on (pure)."""
+    """Return the names of variables that a run may need, but that are withheld because they may be secrets."""
     may_be_needed = (*_STORAGE_PREFIXES, *_NETWORK_PREFIXES)
     names = (name for name in environment if name in CREDENTIALS or name.startswith(may_be_needed))
     return tuple(sorted(name for name in names if name not in _OF_ONE_PROCESS and not _is_passed(name, environment)))
 
 
 def check_secrets(config: Config, say: Callable[[str], Any]) -> None:
-    """Check that each node of the connected cluster has this command's secrets, before a worker starts there.
+    """Check, before workers start, that every node of the connected cluster has this command's secrets.
 
     Raises:
         UserError: A node can't read ``cluster.secrets_file``.
@@ -107,14 +107,14 @@ def check_secrets(config: Config, say: Callable[[str], Any]) -> None:
     if lacking:
         nodes = sorted({node for where in lacking.values() for node in where})
         say(
-            f"note: {', '.join(lacking)} {_are(lacking)} set for this command and not on {', '.join(nodes)}: workers "
-            f"there lack {_it(lacking)}, since secrets are not sent through Ray. If the run needs "
+            f"note: {', '.join(lacking)} {_are(lacking)} set for this command but not on {', '.join(nodes)}: workers "
+            f"there lack {_it(lacking)}, because secrets are not sent through Ray. If the run needs "
             f"{_it(lacking)}, {_hint(lacking)}"
         )
 
 
 def _ask_nodes(names: Collection[str], file: SecretsFile | None) -> dict[str, tuple[list[str], str | None]]:
-    """Return the answers of the nodes that can hold a worker; nodes that do not answer are left out."""
+    """Query the nodes that can run a worker; nodes that do not answer are left out."""
     requests: dict[Any, str] = {}
     look: Any = ray.remote(_look)
     for node in ray.nodes():
@@ -126,18 +126,18 @@ def _ask_nodes(names: Collection[str], file: SecretsFile | None) -> dict[str, tu
 
 
 def _look(names: list[str], file: SecretsFile | None) -> tuple[list[str], str | None]:
-    """Return, on a node, the variables that its workers lack, and why its secrets file is unusable."""
+    """Return the variables that this node's workers lack, and why the secrets file is unusable, or None."""
     try:
         there = set(os.environ).union(() if file is None else read_secrets(file.path, file.names))
     except FileNotFoundError as error:
-        return [], f"{SETTING}={error.filename!r} does not exist on {os.uname().nodename}; write it on every node"
+        return [], f"{SETTING}={error.filename!r} does not exist on {os.uname().nodename}; create it on every node"
     except UserError as error:
         return [], str(error)
     return [name for name in names if name not in there], None
 
 
 def _is_passed(name: str, environment: Mapping[str, str]) -> bool:
-    # An address may hold a password.
+    # An address may contain a password.
     return (name in PASSED or _is_of_network(name)) and "@" not in environment[name]
 
 
@@ -148,7 +148,7 @@ def _is_of_network(name: str) -> bool:
 
 
 def _of_the_job(environment: Mapping[str, str]) -> frozenset[str]:
-    """Return the names of the variables in the runtime environment of the job that this process belongs to."""
+    """Return the names of the variables in the runtime environment of this process's Ray job."""
     try:
         job = json.loads(environment.get(_JOB, "{}"))
         return frozenset(job["runtime_env"]["env_vars"])
@@ -162,7 +162,7 @@ def _are(names: Collection[str]) -> str:
 
 def _hint(names: Collection[str]) -> str:
     it = _it(names)
-    return f"set {it} on every node before Ray starts there, or name a file that holds {it} in {SETTING}"
+    return f"set {it} on every node before Ray starts there, or set {SETTING} to a file that contains {it}"
 
 
 def _it(names: Collection[str]) -> str:

@@ -1,1 +1,1 @@
-"""Pure policy on failures: their root causes, and how many of them a run survives."""
+"""Failure handling as pure functions: root causes, restarts, hangs, preemption notices and worker placement."""

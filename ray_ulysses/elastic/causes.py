@@ -1,4 +1,4 @@
-"""Finds the root cause of a failed attempt among the errors that it caused on other ranks (pure)."""
+"""Finds the root cause of a failed attempt among the errors of its ranks."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
     from ray_ulysses.tracking.events import EndEvent
 
 OUT_OF_MEMORY = "ran out of memory"
-"""Part of the text of a failure for lack of memory."""
+"""Text that identifies an out-of-memory failure."""
 
 Kind = Literal["preempted", "lost", "device", "raised", "consequence", "start", "controller"]
-"""A node that was taken away as announced, a worker whose process is gone, a GPU or network that has failed, an error
-of a worker's own, an error that another rank's end has caused, workers that did not start, and the end of the process
-that supervises them."""
+"""Kinds of failure: an announced preemption, a worker process that is gone, a broken GPU or network, an error raised by
+the worker itself, an error caused by another rank's end, workers that did not start, and the end of the process that
+supervises the workers."""
 
 _RANK_KINDS: tuple[Kind, ...] = ("preempted", "lost", "device", "raised", "consequence")
-"""Each kind can cause those after it: a worker that has raised lives until the group is ended, so that a worker that is
-gone failed first."""
+"""Each kind can cause the kinds after it. A worker that raised an error lives until its group is ended, so a worker
+that is gone failed first."""
 _MOST_RANKS = 8
 _MOST_CHARACTERS = 400
 _LAST_LINES = 3
@@ -34,14 +34,14 @@ _COLLECTIVE_TEXT = re.compile(
     re.IGNORECASE,
 )
 _NETWORK_TEXT = re.compile(r"unhandled system error|ncclSystemError")
-"""NCCL's words for a call of the operating system that failed on the rank itself, as on a broken network card."""
+"""NCCL's messages for a system call that failed on this rank, such as on a broken network card."""
 _DEVICE_TEXT = re.compile(
     r"ECC error|NVLink error|\bXid\b|fallen off the bus|unspecified launch failure|misaligned address"
     r"|hardware stack error|illegal instruction was encountered|invalid program counter"
     r"|no CUDA-capable device is detected|No CUDA GPUs are available"
 )
-"""The words of CUDA and its driver for a GPU that has failed. Those that a program can also cause (a launch failure,
-a misaligned address) then recur on other nodes. An illegal access and an assertion are the program's."""
+"""Messages of CUDA and its driver for a broken GPU. A program can also cause a launch failure or a misaligned address,
+which then recurs on other nodes. Illegal accesses and assertions are always the program's fault."""
 _FRAME = re.compile(r"frame #\d+: |Exception raised from |  File |Traceback ")
 _ABORTED = re.compile(rf"killed by signal {int(signal.SIGABRT)}\b")
 _MEMORY_MONITOR = re.compile(r"(running|ran) low on memory|memory pressure", re.IGNORECASE)
@@ -54,49 +54,49 @@ _DISCONNECTED = re.compile(r"connection error code 2|end of file", re.IGNORECASE
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankError:
-    """The end of one rank's worker."""
+    """How one rank's worker ended."""
 
     rank: int
     kind: Kind
     what: str
-    """The error in one line, or how the process was lost."""
+    """First line of the error, or how the process was lost."""
     silent_s: float = 0.0
-    """Seconds without a sign of life before that was noticed."""
+    """Seconds without a sign of life before the failure was detected."""
     node: str = ""
-    """Name of its node in the journal; empty if its supervisor could not say."""
+    """Name of the rank's node in the journal, or empty if the supervisor could not report it."""
 
     @property
     def is_of_network(self) -> bool:
-        """Whether NCCL met an error of this rank's own network, and not only of a peer."""
+        """Whether NCCL reported an error of this rank's own network, not only of a peer."""
         return _NETWORK_TEXT.search(self.what) is not None
 
     @property
     def without_numbers(self) -> str:
-        """What happened; of a lack of memory without its numbers, which differ a little each time."""
+        """The error text; for out-of-memory errors without its numbers, which differ slightly each time."""
         return re.sub(r"\d+(\.\d+)?", "#", self.what) if OUT_OF_MEMORY in self.what else self.what
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cause:
-    """Why an attempt failed."""
+    """Cause of a failed attempt."""
 
     kind: Kind
     reason: str
     rank: int | None
-    """The rank on which it began; None if on none."""
+    """Rank on which the failure began, or None if it began on no rank."""
     hint: str
     is_final: bool = False
-    """Whether it would recur if the workers were started again."""
+    """Whether the failure would recur after a restart of the workers."""
     node: str = ""
 
 
 def raised(rank: int, error: BaseException) -> RankError:
-    """Return the end of a worker that raised an error."""
+    """Return the `RankError` of a worker that raised an error."""
     return RankError(rank=rank, kind=kind_of(error, rank), what=one_line(error))
 
 
 def kind_of(error: BaseException, rank: int) -> Kind:
-    """Return the kind of an error that a rank raised."""
+    """Classify an error that a rank raised."""
     if isinstance(error, BrokenRanksError):
         return "device" if rank in error.ranks else "consequence"
     if isinstance(error, RuntimeError) and _DEVICE_TEXT.search(str(error)):
@@ -105,11 +105,11 @@ def kind_of(error: BaseException, rank: int) -> Kind:
 
 
 def process_end(code: int, stderr: str) -> tuple[Kind, str]:
-    """Return the kind of the end of a process that raised nothing, and one line about it."""
+    """Classify the end of a process that raised no error, and describe it in one line."""
     how = f"killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
     lines = [line.strip() for line in stderr.splitlines() if line.strip() and not _FRAME.match(line)]
     if code == -signal.SIGKILL or not lines:
-        # A killed process writes nothing about it.
+        # A killed process writes no reason to stderr.
         return "lost", how
     what = _shortened(f"{how}; the last lines of its stderr: {' | '.join(lines[-_LAST_LINES:])}")
     if _DEVICE_TEXT.search(stderr):
@@ -120,16 +120,16 @@ def process_end(code: int, stderr: str) -> tuple[Kind, str]:
 
 
 def lost(rank: int, text: str) -> RankError:
-    """Return the end of a worker whose process is gone."""
+    """Return the `RankError` of a worker whose process is gone, given Ray's error text."""
     silent = _NO_ANSWER.search(text)
     if _MEMORY_MONITOR.search(text):
-        what = "killed by Ray's memory monitor, since its node ran low on memory"
+        what = "killed by Ray's memory monitor, because its node ran low on memory"
     elif _NODE_DIED.search(text):
         what = "its node died"
     elif silent:
         what = f"it did not answer for {float(silent[1]):.0f} s"
     elif _DISCONNECTED.search(text):
-        # Ray knows only that the process is gone, and that it has raised nothing.
+        # Ray knows only that the process is gone and raised no error.
         what = "killed by signal 9"
     elif _UNREACHABLE.search(text):
         what = "its process can't be reached"
@@ -145,17 +145,17 @@ def is_consequence(error: BaseException) -> bool:
     if isinstance(error, PeerError):
         return True
     names = {kind.__name__ for kind in type(error).__mro__}
-    # Gloo raises plain RuntimeErrors; our own have other texts, and so has a GPU that is out of memory.
+    # Gloo raises plain RuntimeErrors. Our own errors, and a GPU that is out of memory, do not match the pattern.
     is_plain = type(error).__module__ == "builtins" and isinstance(error, RuntimeError | ConnectionError | TimeoutError)
     return bool(names & _COLLECTIVE_TYPES) or (is_plain and _COLLECTIVE_TEXT.search(str(error)) is not None)
 
 
 def root_cause(errors: Sequence[RankError], *, is_final: bool = False) -> Cause:
-    """Return why an attempt failed, from how its ranks ended.
+    """Return the cause of a failed attempt, given how its ranks ended.
 
     Args:
         errors: One per rank that has ended, at least one.
-        is_final: Whether the failure would recur if the workers were started again.
+        is_final: Whether the failure would recur after a restart of the workers.
     """
     first = min(errors, key=_order)
     ranks = sorted(error.rank for error in errors if (error.kind, error.what) == (first.kind, first.what))
@@ -167,7 +167,7 @@ def root_cause(errors: Sequence[RankError], *, is_final: bool = False) -> Cause:
         reason = f"worker {first.rank} raised {first.what}"
     elif first.kind == "consequence":
         where = where if first.is_of_network else ""
-        reason = f"worker {first.rank}{where} lost touch with the others: {first.what}"
+        reason = f"worker {first.rank}{where} lost contact with the others: {first.what}"
     else:
         reason = f"lost {_workers(ranks)} ({first.what})"
     hint = _hint(first)
@@ -175,13 +175,13 @@ def root_cause(errors: Sequence[RankError], *, is_final: bool = False) -> Cause:
 
 
 def _order(error: RankError) -> tuple[int, bool, bool, int]:
-    """Return the place of an error among those of other ranks: causes come before what they may have caused."""
+    """Return the sort key of an error: causes come before the errors that they may have caused."""
     is_abort = _ABORTED.match(error.what) is not None
     return _RANK_KINDS.index(error.kind), is_abort, not error.is_of_network, error.rank
 
 
 def one_line(error: BaseException) -> str:
-    """Return an error's type and the first line of its text that is not empty."""
+    """Return an error's type and the first non-empty line of its text."""
     text = _shortened(str(error))
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
@@ -202,55 +202,57 @@ def _workers(ranks: Sequence[int]) -> str:
 
 def _hint(error: RankError) -> str:
     if "memory monitor" in error.what:
-        return "give the node more memory, or fewer workers, or reduce their memory (see `ray-ulysses plan`)"
+        return "give the node more memory or fewer workers, or reduce the workers' memory use (see `ray-ulysses plan`)"
     if "ran out of memory" in error.what:
-        return "change what the error names; `ray-ulysses plan CONFIG --fit` with a lower memory.device_gib says more"
+        return (
+            "change what the error lists; `ray-ulysses plan CONFIG --fit` with a lower memory.device_gib suggests more"
+        )
     if "out of memory" in error.what.lower():
         return (
-            "reduce a worker's memory: raise parallel.sp_size or memory.attention_head_groups, set "
-            "memory.offload_optimizer: cpu; `ray-ulysses plan` shows the terms"
+            "reduce memory use per worker: increase parallel.sp_size or memory.attention_head_groups, or set "
+            "memory.offload_optimizer: cpu; `ray-ulysses plan` shows all terms"
         )
     if error.is_of_network:
         return (
-            f"check the network of {error.node or 'that node'} and its links to the others (NCCL_DEBUG=INFO in the "
-            "workers' environment says what failed), or take it out of the cluster"
+            f"check the network of {error.node or 'that node'} and its links to other nodes (NCCL_DEBUG=INFO in "
+            "the workers' environment logs the failed call), or remove the node from the cluster"
         )
     if error.kind == "device":
         return (
-            f"look on {error.node or 'its node'} for the driver's reports (`dmesg | grep -i xid`, `nvidia-smi -q`), "
-            "then reset or replace the GPU, or take the node out of the cluster"
+            f"check the driver's reports on {error.node or 'its node'} (`dmesg | grep -i xid`, `nvidia-smi -q`), "
+            "then reset or replace the GPU, or remove the node from the cluster"
         )
     if error.kind == "lost" and "is gone" in error.what:
         return (
-            "see whether its node has died, or whether the kernel has killed the process when memory ran out (see "
-            "`dmesg` on its node)"
+            "check whether the node died, or whether the kernel killed the process when memory ran out (see `dmesg` on "
+            "the node)"
         )
     if error.kind == "lost" and "signal" in error.what:
         return (
-            "unless somebody killed it, the kernel did when memory ran out (see `dmesg` on its node), or it crashed "
-            "(see the end of its log)"
+            "unless somebody killed the process, the kernel did when memory ran out (see `dmesg` on its node), or the "
+            "process crashed (see the end of its log)"
         )
     if error.kind == "raised":
-        return "fix the cause; the log of that worker has the whole error"
+        return "fix the cause; that worker's log has the full error"
     if error.kind == "consequence":
         return (
-            "see the logs of the other workers for what delayed them; raise elastic.collective_timeout_s if they were "
-            "only slow"
+            "find out from the other workers' logs what delayed them; increase elastic.collective_timeout_s if they "
+            "were only slow"
         )
     return "repair or replace the node"
 
 
 def failures_that_count(past: Sequence[EndEvent], *, now: float, step: int | None, window_s: float) -> int:
-    """Return how many of the earlier failures count beside one that happens now.
+    """Return the number of earlier failures that count in addition to the current one.
 
-    A checkpoint that was committed since a failure is progress: a fault that recurs before the next checkpoint is the
-    program's, and one that recurs after it is bad luck.
+    A checkpoint committed after a failure is progress: a fault that recurs before the next checkpoint is the program's,
+    and a fault that recurs later is bad luck.
 
     Args:
-        past: Earlier failures of the same command; those that were not charged don't count.
-        now: Now, in seconds since the epoch.
-        step: The newest committed step; None if unknown, which is no progress.
-        window_s: Older failures don't count.
+        past: Earlier failures of the same command. Failures that were not charged do not count.
+        now: Current time, in seconds since the epoch.
+        step: Newest committed step, or None if unknown, which is treated as no progress.
+        window_s: Age in seconds beyond which a failure does not count.
     """
     return sum(
         failure.failure is not None

@@ -1,4 +1,4 @@
-"""Decides from the ranks' progress whether a run hangs, and names the ranks that the others wait for (pure)."""
+"""Detects hangs from the ranks' progress, and identifies the ranks that the others wait for."""
 
 from __future__ import annotations
 
@@ -8,39 +8,39 @@ from dataclasses import dataclass
 from typing import Literal
 
 Phase = Literal["start", "step", "evaluation", "save"]
-"""What a rank does: everything up to its first step, a step, an evaluation, or a wait for a checkpoint."""
+"""Activity of a rank: start-up until its first step, a step, an evaluation, or waiting for a checkpoint."""
 
 RECENT_STEPS = 200
 _TIMES_P99 = 5.0
 _PERCENTILE = 0.99
 _ORDER: tuple[Phase, ...] = ("step", "evaluation", "save")
 _STOPPED = "T"
-"""State of a process that was stopped by a signal; one that a debugger holds has a small letter."""
+"""State of a process that a signal stopped; a process stopped by a debugger has a lower-case letter."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankProgress:
-    """The progress of one rank."""
+    """Progress of one rank."""
 
     rank: int
     phase: Phase
     step: int
-    """The step that it trains, or after which it evaluates or saves; 0 at the start."""
+    """Step being trained, or after which the rank evaluates or saves; 0 during start-up."""
     micro_batch: int
-    """Micro-batches of the phase that it has done."""
+    """Number of micro-batches done in this phase."""
     idle_s: float
-    """Seconds since one of the above changed."""
+    """Seconds since the phase, step or micro-batch last changed."""
     state: str = "R"
-    """State of its process, as ``/proc/PID/stat`` gives it; empty before it has been started."""
+    """State of the rank's process from ``/proc/PID/stat``, or empty before the process has started."""
     waits_for_row: bool = False
     steps: int = 0
-    """Steps that it has done in this attempt."""
+    """Number of steps done in this attempt."""
     step_s: float = 0.0
-    """Seconds that the last of them took, without evaluation and save."""
+    """Duration of the last step done, without evaluation and save, in seconds."""
 
     @property
     def position(self) -> tuple[bool, int, int, int]:
-        """Its place in the order of work, which is the same on every rank."""
+        """Position in the sequence of work, which is the same on every rank."""
         if self.phase == "start":
             return False, 0, 0, 0
         return True, self.step, _ORDER.index(self.phase), self.micro_batch
@@ -48,12 +48,12 @@ class RankProgress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HangLimits:
-    """How long a rank may go without progress, in seconds."""
+    """Longest tolerated times without progress, in seconds."""
 
     floor_s: float
-    """In a step, at least: a short step may be followed by a long one."""
+    """Lower bound of the limit in a step: a short step may be followed by a long one."""
     start_s: float
-    """Before the first step has ended."""
+    """Limit until the first step has ended."""
     evaluation_s: float
     save_s: float
     row_s: float
@@ -62,21 +62,21 @@ class HangLimits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hang:
-    """A run that hangs."""
+    """A detected hang."""
 
     ranks: tuple[int, ...]
-    """The ranks that the others wait for; all ranks where none is behind."""
+    """Ranks that the others wait for, or all ranks if none is behind."""
     why: Literal["stopped", "behind", "together"]
     where: RankProgress
-    """The progress of one of them."""
+    """Progress of one of these ranks."""
     bound_s: float
-    """The longest time without progress that is tolerated there."""
+    """Longest tolerated time without progress in that rank's phase, in seconds."""
 
     def __str__(self) -> str:
         one = self.where
         place = "the start-up" if one.phase == "start" else f"{_PLACES[one.phase]}{one.step}"
         if one.phase == "step":
-            place += f" (micro-batches done: {one.micro_batch}{', its row has not come' * one.waits_for_row})"
+            place += f" (micro-batches done: {one.micro_batch}{', its row has not arrived' * one.waits_for_row})"
         many = len(self.ranks) > 1
         who = f"{'ranks' if many else 'rank'} {_listed(self.ranks)} {'have' if many else 'has'} not"
         who, why = {
@@ -92,25 +92,25 @@ _MOST_LISTED = 8
 
 
 def step_bound_s(step_seconds: Sequence[float], limits: HangLimits) -> float:
-    """Return how long a rank may go without progress in a step: 5 times the 99th percentile of the recent ones.
+    """Return the longest tolerated time without progress in a step: 5 times the 99th percentile of recent steps.
 
     Args:
-        step_seconds: Durations of this attempt's steps so far, without evaluations and saves, the newest last.
+        step_seconds: Durations of this attempt's steps, without evaluations and saves, newest last.
         limits: The limits.
     """
     recent = sorted(step_seconds[-RECENT_STEPS:])
     if not recent:
         return limits.start_s
-    # The nearest rank: of fewer than 100 steps the longest.
+    # Nearest-rank percentile: with fewer than 100 steps, this is the longest step.
     percentile = recent[math.ceil(_PERCENTILE * len(recent)) - 1]
     return max(limits.floor_s, _TIMES_P99 * percentile)
 
 
 def find_hang(ranks: Sequence[RankProgress], step_seconds: Sequence[float], limits: HangLimits) -> Hang | None:
-    """Return whether a run hangs, and on which ranks.
+    """Return the hang, or None if the ranks make progress.
 
-    Ranks wait for one another in every step. Only those that are furthest behind can therefore be the cause, and only
-    the bound of the phase that they are in counts: the others may wait in a step for a rank that still evaluates.
+    Ranks wait for one another in every step, so only the ranks furthest behind can be the cause, and only the limit of
+    their phase applies: the others may wait in a step for a rank that still evaluates.
     """
     stopped = [one for one in ranks if one.state == _STOPPED and one.idle_s > limits.stopped_s]
     if stopped:
@@ -128,7 +128,7 @@ def find_hang(ranks: Sequence[RankProgress], step_seconds: Sequence[float], limi
     bound_s = bounds[behind[0].phase]
     if any(one.waits_for_row for one in behind):
         bound_s = max(bound_s, limits.row_s)
-    # One of them that has just moved may be about to let the others go on.
+    # A rank among these that has just advanced may be about to let the others continue.
     if min(one.idle_s for one in behind) <= bound_s:
         return None
     return _hang(behind, "behind" if len(behind) < len(ranks) else "together", bound_s)

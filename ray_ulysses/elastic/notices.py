@@ -1,4 +1,4 @@
-"""Reads the notices of cloud providers that a machine is going to be taken away (pure).
+"""Parses cloud providers' notices that a machine will be taken away.
 
 Sources:
     * AWS: https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html and
@@ -22,10 +22,10 @@ Provider = Literal["aws", "gcp", "azure"]
 
 PROVIDER_NAMES: dict[Provider, str] = {"aws": "AWS", "gcp": "Google Cloud", "azure": "Azure"}
 _GCP_NOTICE_S = 30.0
-"""A preempted VM gets this time, counted from the signal; Google Cloud does not say when that was."""
+"""Seconds from the preemption signal to a VM's end. Google Cloud does not report when the signal was sent."""
 _AZURE_CHASSIS = "7783-7084-3265-9085-8269-3286-77"
 _AZURE_ENDS = {"Preempt": "preemption", "Terminate": "termination", "Redeploy": "redeployment", "Reboot": "reboot"}
-"""Events of Azure that end a node's processes. `Freeze` pauses a VM for a few seconds only."""
+"""Azure events that end a node's processes. `Freeze` only pauses a VM for a few seconds."""
 _NOT_FOUND, _OK = 404, 200
 _MOST_SHOWN = 80
 _LONGEST_PAUSE_S = 60.0
@@ -33,53 +33,53 @@ _PAUSE_S = 2.0
 
 
 class UnexpectedAnswerError(ValueError):
-    """A metadata service's answer does not have its provider's form."""
+    """A metadata service's answer does not have its provider's format."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """The answer of a metadata service."""
+    """Answer of a metadata service."""
 
     status: int
     body: str
     server_time: float | None
-    """The service's clock, in seconds since the epoch; None if unknown."""
+    """Time on the service's clock, in seconds since the epoch, or None if unknown."""
     received_at: float
-    """This node's clock when the answer came, in seconds since the epoch."""
+    """Time on this node's clock when the answer arrived, in seconds since the epoch."""
 
     def on_this_clock(self, server_time: float) -> float:
-        """Return a time of the service's clock on this node's: the two may differ by minutes."""
+        """Convert a time on the service's clock to this node's clock; the two may differ by minutes."""
         return server_time if self.server_time is None else self.received_at + server_time - self.server_time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CloudNotice:
-    """An announcement that this node is going to be taken away."""
+    """Announcement that this node will be taken away."""
 
     what: str
     deadline: float | None
-    """When, in seconds since the epoch on this node's clock; None if unknown."""
+    """Time of the node's end, in seconds since the epoch on this node's clock, or None if unknown."""
     is_hint: bool = False
-    """It may stay: a recommendation only."""
+    """Whether the notice is only a recommendation, so that the node may stay."""
 
 
 def provider_of(firmware: Mapping[str, str]) -> Provider | None:
-    """Return the cloud that a machine belongs to, by its firmware; None if it belongs to none.
+    """Return a machine's cloud provider, detected from its firmware, or None if it belongs to no known cloud.
 
     Args:
-        firmware: Files of Linux's ``/sys/class/dmi/id`` that can be read, by name; cloud-init looks at the same ones.
+        firmware: Readable files of Linux's ``/sys/class/dmi/id``, by name. cloud-init checks the same files.
     """
     if firmware.get("product_name") == "Google Compute Engine":
         return "gcp"
     if firmware.get("chassis_asset_tag") == _AZURE_CHASSIS:
         return "azure"
-    # Amazon EC2 is the vendor on Nitro, and 4.11.amazon is the BIOS on Xen.
+    # Nitro instances have the vendor "Amazon EC2", and Xen instances a BIOS version such as 4.11.amazon.
     makers = (firmware.get("sys_vendor", ""), firmware.get("bios_version", ""))
     return "aws" if makers[0] == "Amazon EC2" or makers[1].endswith(".amazon") else None
 
 
 def aws_interruption(answer: Answer) -> CloudNotice | None:
-    """Return the notice in an answer of ``spot/instance-action``, two minutes before; 404 is none."""
+    """Parse an answer of ``spot/instance-action``, given two minutes before an interruption; 404 means none."""
     if answer.status == _NOT_FOUND:
         return None
     told = _object(answer)
@@ -93,7 +93,7 @@ def aws_interruption(answer: Answer) -> CloudNotice | None:
 
 
 def aws_rebalance(answer: Answer) -> CloudNotice | None:
-    """Return the hint in an answer of ``events/recommendations/rebalance``; 404 is none."""
+    """Parse an answer of ``events/recommendations/rebalance``; 404 means no recommendation."""
     if answer.status == _NOT_FOUND:
         return None
     if "noticeTime" not in _object(answer):
@@ -102,7 +102,7 @@ def aws_rebalance(answer: Answer) -> CloudNotice | None:
 
 
 def gcp_preempted(answer: Answer) -> CloudNotice | None:
-    """Return the notice in an answer of ``instance/preempted``."""
+    """Parse an answer of ``instance/preempted``."""
     match answer.status, answer.body.strip():
         case 200, "FALSE":
             return None
@@ -112,9 +112,9 @@ def gcp_preempted(answer: Answer) -> CloudNotice | None:
 
 
 def gcp_maintenance(answer: Answer) -> CloudNotice | None:
-    """Return the notice in an answer of ``instance/maintenance-event``: a minute before, with GPUs an hour.
+    """Parse an answer of ``instance/maintenance-event``, given a minute before, or an hour before with GPUs.
 
-    A VM that migrates to another host goes on running there.
+    A VM that migrates to another host keeps running.
     """
     match answer.status, answer.body.strip():
         case 200, "NONE" | "MIGRATE_ON_HOST_MAINTENANCE":
@@ -128,8 +128,8 @@ def azure_events(answer: Answer, machine: str) -> CloudNotice | None:
     """Return the soonest notice for a machine in an answer of ``scheduledevents``.
 
     Args:
-        answer: The answer; it lists the events of all machines of an availability set or scale set.
-        machine: This machine's name.
+        answer: The answer, which lists the events of all machines in an availability set or scale set.
+        machine: Name of this machine.
     """
     events = _object(answer).get("Events")
     if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
@@ -139,29 +139,29 @@ def azure_events(answer: Answer, machine: str) -> CloudNotice | None:
 
 
 def replaces(new: CloudNotice, old: CloudNotice | None) -> bool:
-    """Return whether a notice says something that the one before it did not."""
+    """Return whether a notice adds information to the previous one."""
     if old is None or old.is_hint > new.is_hint:
         return True
     if old.is_hint < new.is_hint or new.deadline is None:
         return False
-    # Deadlines that are counted from an answer move with it; only an earlier one matters.
+    # Deadlines computed from the time of an answer move with each answer; only an earlier deadline is new.
     return old.deadline is None or new.deadline < old.deadline - 1.0
 
 
 def pause_s(failures: int) -> float:
-    """Return the seconds until the next request, after a number of consecutive failures."""
+    """Return the seconds to wait before the next request, given the number of consecutive failures."""
     return min(_PAUSE_S * 2.0 ** min(failures, 10), _LONGEST_PAUSE_S)
 
 
 def reach_hint(provider: Provider) -> str:
-    """Return the way out where a provider's metadata service does not answer."""
+    """Return the suggested fix for a provider's metadata service that does not answer."""
     if provider == "aws":
         return "in a container, the instance's metadata option HttpPutResponseHopLimit must be at least 2"
     return "let containers reach 169.254.169.254, or set elastic.cloud_notices: none"
 
 
 def http_time(text: str | None) -> float | None:
-    """Return a time as HTTP and Azure write it, in seconds since the epoch; None if it is invalid."""
+    """Return a time in HTTP or Azure format as seconds since the epoch, or None if it is invalid."""
     try:
         when = parsedate_to_datetime(text or "")
         return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()

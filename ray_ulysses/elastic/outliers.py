@@ -1,4 +1,4 @@
-"""Finds ranks that stay slower than the others, as on a throttled GPU, and spikes of the loss (pure)."""
+"""Finds ranks that stay slower than the others, such as on a throttled GPU, and loss spikes."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from dataclasses import dataclass
 from statistics import median, median_low
 
 RATIO = 1.3
-"""A rank is slow in a window where its own compute takes more than this multiple of the median rank's. Of an even
-number of ranks the faster of the two in the middle counts, so that one slow node of two is found."""
+"""A rank is slow in a window if its own compute time exceeds this multiple of the median rank's. With an even number of
+ranks the lower median is used, so that one slow node of two is found."""
 WINDOWS = 5
-"""A rank that is slow in this many windows in a row is named."""
+"""Number of consecutive slow windows after which a rank is reported."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Straggler:
-    """A rank that is slow."""
+    """A slow rank."""
 
     rank: int
     windows: int
-    """Consecutive windows in which it was slow."""
+    """Number of consecutive windows in which the rank was slow."""
     ratio: float
-    """Its compute time over the median's, in the newest one."""
+    """The rank's compute time in the newest window, divided by the median."""
 
     @property
     def is_named(self) -> bool:
-        """Whether it has been slow for long enough to be named."""
+        """Whether the rank has been slow for long enough to be reported."""
         return self.windows >= WINDOWS
 
     def said(self, node: str) -> str:
-        """Return the warning, with the name of the rank's node."""
+        """Return the warning about this rank, given its node's name."""
         return (
             f"rank {self.rank} on {node} computes {self.ratio:.1f} times as long as the median rank, in {self.windows} "
             "measurements in a row: check its GPU for throttling and its node for other work"
@@ -37,12 +37,12 @@ class Straggler:
 
 
 def after_window(slow: Sequence[Straggler], compute_s: Mapping[int, float]) -> tuple[Straggler, ...]:
-    """Return the ranks that were slow in one more window of steps, by rank.
+    """Return the ranks that were slow in the next window of steps, by rank.
 
     Args:
-        slow: The slow ranks of the window before.
-        compute_s: Seconds that each rank has spent on its own compute, without waits for others, by rank, divided by
-            its share of the work where shares differ. A rank that is missing is counted anew.
+        slow: Slow ranks of the previous window.
+        compute_s: Seconds of each rank's own compute, without waits for other ranks, by rank. Divided by the rank's
+            share of the work if shares differ. A rank that is missing starts again at zero windows.
     """
     windows = {one.rank: one.windows for one in slow}
     middle = median_low(compute_s.values()) if compute_s else 0.0
@@ -54,18 +54,18 @@ def after_window(slow: Sequence[Straggler], compute_s: Mapping[int, float]) -> t
 
 
 WINDOW_STEPS = 50
-"""The newest steps that a loss is compared with."""
+"""Number of recent steps with which a loss is compared."""
 LEAST_STEPS = 20
-"""With fewer of them nothing is a spike: at the start of a run losses fall fast."""
+"""Number of steps before which no loss is a spike: losses fall fast at the start of a run."""
 _LEAST_SPREAD = 0.01
-"""The spread counts as at least this share of the median: losses that hardly differ would make anything a spike."""
+"""Lower bound of the spread, as a fraction of the median: nearly constant losses would turn any change into a spike."""
 
 
 def spike_bound(losses: Sequence[float], mads: float) -> float | None:
     """Return the loss above which the next step is a spike: median + ``mads`` x median absolute deviation.
 
     Returns:
-        The bound; None as long as there are too few steps.
+        The bound, or None if there are too few steps.
     """
     window = losses[-WINDOW_STEPS:]
     if len(window) < LEAST_STEPS:

@@ -1,6 +1,6 @@
-"""Places the workers of a run on nodes: as many as fit, each sequence-parallel group on one node where one holds it.
+"""Places a run's workers on nodes: as many as fit, and each sequence-parallel group on one node if possible.
 
-It also decides with how many workers a run starts, and when it is restarted at another number (pure).
+Also decides with how many workers a run starts, and when it restarts at another number.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerRange:
-    """The limits of a run's number of workers; both are multiples of ``sp_size``."""
+    """Limits of a run's number of workers, both multiples of ``sp_size``."""
 
     least: int
     most: int
@@ -19,24 +19,24 @@ class WorkerRange:
 
 
 def place_workers(room: Mapping[str, int], wanted: WorkerRange, first: Collection[str] = ()) -> dict[str, int] | None:
-    """Return how many workers each node gets (pure).
+    """Return the number of workers for each node.
 
-    Groups are placed whole on single nodes, on the nodes that hold most of them first. Only where that gives fewer
-    workers than the run needs at least do groups span nodes, which costs network traffic in every layer, and every step
-    waits for the slowest group; the first node of a group is then the one with the most room left. Where no node has
-    room for a whole group, every group spans nodes, and there are as many as the nodes together have room for.
+    Each group is placed on a single node, starting with the nodes that fit the most groups. Groups span nodes only if
+    the run would otherwise get fewer workers than its minimum, because that costs network traffic in every layer, and
+    every step waits for the slowest group; a spanning group then starts on the node with the most capacity left. If no
+    node fits a complete group, every group spans nodes, and there are as many groups as the nodes fit together.
 
     Args:
-        room: Workers that each node has room for, by node id.
+        room: Number of workers that fit on each node, by node ID.
         wanted: The run's range of workers.
-        first: Nodes that are taken before others that hold as many groups.
+        first: Nodes that are preferred to others that fit as many groups.
 
     Returns:
-        Workers by node id, in the order in which ranks are to be assigned, so that a group's ranks are contiguous;
-        None if the nodes hold fewer than ``wanted.least`` workers.
+        Workers by node ID, in the order in which ranks are assigned, so that a group's ranks are contiguous; or None if
+        fewer than ``wanted.least`` workers fit.
     """
     sp_size = wanted.sp_size
-    # Ties go to the smaller id, so that the same nodes give the same placement.
+    # Ties go to the smaller node ID, so that the same nodes give the same placement.
     order = sorted(room, key=lambda node: (-(room[node] // sp_size), node not in first, node))
     placed: dict[str, int] = {}
     for node in order:
@@ -55,7 +55,7 @@ def place_workers(room: Mapping[str, int], wanted: WorkerRange, first: Collectio
         taken = min(left[node], missing - sum(spanning.values()))
         if taken > 0:
             spanning[node] = taken
-    # Nodes that hold whole groups only come first: their ranks then stay aligned with the groups.
+    # Nodes without spanning groups come first, so that their ranks stay aligned with the groups.
     aligned = {node: workers for node, workers in placed.items() if node not in spanning}
     return aligned | {node: placed.get(node, 0) + spanning[node] for node in spanning}
 
@@ -66,16 +66,15 @@ def nodes_to_use(
     in_use: Collection[str],
     workers: Callable[[Collection[str]], int],
 ) -> frozenset[str]:
-    """Return the nodes to use: without the slow ones, as far as a run is faster without them.
+    """Return the nodes to use, without the slow nodes if the run is faster without them.
 
-    Every rank waits for the slowest, so fewer workers pay off where they are faster by as much.
+    Every rank waits for the slowest rank, so fewer workers pay off if they are faster by at least the same factor.
 
     Args:
-        nodes: The nodes that stay.
-        slow: How many times as long as the median's the compute of a slow node takes, by node; infinite for a broken
-            one.
-        in_use: The nodes where workers are; of slow ones they are used first, so that no run changes between them.
-        workers: Returns how many workers nodes hold; 0 if they are too few for a run.
+        nodes: Available nodes.
+        slow: Compute time of each slow node relative to the median, by node; infinite for a broken node.
+        in_use: Nodes that run workers. They are the first slow nodes to be used, so that a run does not alternate.
+        workers: Returns the number of workers that fit on the given nodes, or 0 if they are too few for the run.
     """
     usable = {node for node in nodes if node not in slow}
     every = workers(nodes)
@@ -89,37 +88,37 @@ def nodes_to_use(
 
 
 SETTLE_S = 5.0
-"""Nodes that come within this time are one reason to grow, and room that is about to become free is waited for."""
+"""How long to wait for further nodes before growing, and for resources that are about to become free."""
 LEAVE_S = 2.0
-"""Nodes that are announced to go within this time are left together; every second is one of their last."""
+"""How long to wait for further preemption notices, so that one move leaves all announced nodes."""
 _GAIN_PER_COST = 10.0
-"""Growing restarts the workers, and may fail: it has to save this many times what it costs."""
+"""Growing restarts the workers and may fail, so it must save this many times its cost."""
 _HORIZON_S = 24 * 3600.0
-"""Nodes that come and go with spot prices rarely stay for longer than a day."""
+"""Longest time over which savings count: nodes bought at spot prices rarely stay for longer than a day."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizing:
-    """The state of the decisions about a run's size."""
+    """State of the decisions about a run's size."""
 
     since: float | None = None
-    """When the nodes first differed from what the run has or waits for; None while they do not."""
+    """When the nodes first differed from those that the run uses or waits for, or None while they do not."""
     grew_at: float | None = None
-    """When growth was last considered, whatever came of it; None if never."""
+    """When growth was last considered, regardless of the outcome, or None if never."""
 
     def waited(self, now: float) -> tuple[Sizing, float]:
-        """Return the state after a look that found a difference, and for how long there has been one."""
+        """Return the state after finding a difference, and for how many seconds the difference has existed."""
         since = now if self.since is None else self.since
         return replace(self, since=since), now - since
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resize:
-    """A restart of workers that train."""
+    """A restart of training workers."""
 
     workers: int
     must: bool
-    """Whether nodes are going to be taken away; otherwise it may not be worth its cost."""
+    """Whether nodes will be taken away. Otherwise the restart may not be worth its cost."""
 
 
 def decide_placement(
@@ -128,18 +127,18 @@ def decide_placement(
     """Decide where to start workers now.
 
     Args:
-        seen: The state of these decisions.
-        free: Workers that each node has room for now.
-        total: Workers that each node would have room for if nothing else ran there.
-        wanted: The range of the run.
-        now: Seconds on a clock that only moves forward.
+        seen: Current state of the decisions.
+        free: Number of workers that currently fit on each node.
+        total: Number of workers that would fit on each node if nothing else ran there.
+        wanted: The run's range of workers.
+        now: Monotonic time, in seconds.
 
     Returns:
-        The next state, and workers by node id; None to look again a moment later.
+        The next state, and the workers by node ID, or None to try again a moment later.
     """
     placed = place_workers(free, wanted)
     if _num(placed) < _num(place_workers(total, wanted)):
-        # Workers that ended a moment ago, or a run that is about to end, still hold some of the room.
+        # Workers that have just ended, or a run that is about to end, may still occupy resources.
         seen, waited_s = seen.waited(now)
         if placed is None or waited_s < SETTLE_S:
             return seen, None
@@ -155,19 +154,19 @@ def decide_resize(
     now: float,
     grow_interval_s: float,
 ) -> tuple[Sizing, Resize | None]:
-    """Decide whether to restart training workers elsewhere or at another number.
+    """Decide whether to restart training workers on other nodes or at another number.
 
     Args:
-        seen: The state of these decisions.
-        placed: Workers by node id, as they train now.
-        room: Workers that each node that stays has room for, those of this run included.
-        wanted: The range of the run.
-        now: Seconds on a clock that only moves forward.
-        grow_interval_s: Shortest time between two considerations of growth.
+        seen: Current state of the decisions.
+        placed: Training workers by node ID.
+        room: Number of workers that fit on each remaining node, counting this run's own workers.
+        wanted: The run's range of workers.
+        now: Monotonic time, in seconds.
+        grow_interval_s: Shortest time between two considerations of growth, in seconds.
 
     Returns:
-        The next state, and the restart: away from nodes that are going to be taken, where the others hold
-        enough workers, or onto room that has become free; None to leave the workers alone.
+        The next state, and the restart, or None to keep the workers as they are. A restart leaves nodes that will be
+        taken away, if the other nodes fit enough workers, or uses resources that have become free.
     """
     possible = place_workers(room, wanted)
     leaves = any(node not in room for node in placed)
@@ -182,19 +181,18 @@ def decide_resize(
 
 
 def is_worth_growing(workers: int, possible: int, *, seconds_left: float | None, restart_s: float) -> bool:
-    """Return whether restarting the workers at a larger number saves enough time.
+    """Return whether restarting with more workers saves enough time.
 
     Args:
-        workers: Workers now.
-        possible: Workers that the nodes have room for.
-        seconds_left: Time that the run still takes at the present number; None where it is not known, which counts as
-            the whole horizon.
-        restart_s: Seconds from the last step before a restart to the first one after it.
+        workers: Current number of workers.
+        possible: Number of workers that fit on the nodes.
+        seconds_left: Remaining time of the run at its current size, or None if unknown, which counts as a day.
+        restart_s: Seconds from the last step before a restart to the first step after it.
     """
     if possible <= workers:
         return False
     left = _HORIZON_S if seconds_left is None else min(seconds_left, _HORIZON_S)
-    # Steps take about as much less time as there are more workers.
+    # The duration of a step is roughly inversely proportional to the number of workers.
     saved_s = left * (1.0 - workers / possible)
     return saved_s >= _GAIN_PER_COST * restart_s
 

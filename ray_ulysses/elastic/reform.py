@@ -1,13 +1,13 @@
-"""Decides who trains, and what happens when something fails: the reducer of the coordinator (pure).
+"""State machine of the coordinator: decides which workers train, and how a group recovers from failures.
 
-A worker is a supervisor whose child process trains. The children that train together are a generation. When one of them
-fails, all are stopped, and the workers that are left form the next generation from whole sequence-parallel groups. If
-too few are left, the group waits for replacements. What can't be recovered that way is left to Ray Train, which
-restarts the workers. A node whose GPU or network has failed is left out of all later generations.
+A worker is a supervisor whose child process trains. Children that train together form a generation. If a child fails,
+all are stopped, and the remaining workers form the next generation from complete sequence-parallel groups. If too few
+workers remain, the group waits for replacements. Failures that can't be recovered this way are left to Ray Train, which
+restarts the workers. A node whose GPU or network has failed is excluded from all later generations.
 
-Every event is reduced to the next state and the actions of the coordinator: a group gathers until all workers have
-joined, trains, and after a fault stops, judges, and trains again, at once or when it is no longer short of workers, or
-ends.
+`reduce` maps every event to the next state and the coordinator's actions. A group gathers until all workers have
+joined, and then trains. After a fault it stops and judges the failure. It then trains again, after a wait if it is
+short of workers, or it ends.
 """
 
 from __future__ import annotations
@@ -22,70 +22,70 @@ from ray_ulysses.elastic.causes import RankError
 from ray_ulysses.elastic.placement import WorkerRange, place_workers
 
 CAUSE_S = 1.5
-"""Longest wait for the cause of errors that are only consequences, which may be noticed a little later."""
+"""Longest wait for the root cause if all known errors are only consequences, in seconds."""
 MOST_FAILED_FORMS = 2
-"""Generations in a row that fail before their first step; after that Ray Train restarts the workers."""
+"""Consecutive generations that may fail before their first step; then Ray Train restarts the workers."""
 
 END_S = 10.0
-"""Longest wait for the end of a killed process that holds little memory, in seconds."""
+"""Longest wait for a killed process with little memory to end, in seconds."""
 _S_PER_GIB = 0.25
-"""A GiB in small pages takes the kernel 0.085 s to take back, on an idle machine and not pinned. What is pinned takes
-longer, which is not yet measured, and the ranks of a node end at once."""
+"""Additional wait per GiB of host memory. On an idle machine, the kernel takes 0.085 s to reclaim a GiB of small pages
+that are not pinned. Pinned memory takes longer (not yet measured), and a node's ranks all end at once."""
 
 Phase = Literal["gathering", "training", "stopping", "judging", "short", "ended"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """The place of a worker, as other workers reach it."""
+    """Address at which other workers reach a worker."""
 
     node: str
     host: str
     port: int
-    """Port on which it listens for the other ranks, if its child is to be rank 0."""
+    """Port on which the worker listens for the other ranks if its child becomes rank 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """The end of a child, as its supervisor reports it."""
+    """How a child ended, as reported by its supervisor."""
 
     status: str | None = None
-    """How its attempt ended, if it did not fail."""
+    """Outcome of the attempt, or None if it failed."""
     error: RankError | None = None
-    """How it failed; its rank is that of the generation. None for a child that was stopped on request."""
+    """The failure, without a valid rank; None for a child that succeeded or was stopped on request."""
     step: int = 0
-    """The step that it was training; 0 before the first."""
+    """Step that the child was training; 0 before the first step."""
     stepped: bool = False
     is_final: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Supervised:
-    """One worker, as the coordinator knows it."""
+    """The coordinator's view of one worker."""
 
     place: Place | None = None
-    """None before it has joined."""
+    """Address of the worker, or None before it has joined."""
     is_lost: bool = False
     report: Report | None = None
-    """The end of its child in this generation; None while the child runs."""
+    """How the worker's child in this generation ended, or None while it runs."""
 
     @property
     def is_there(self) -> bool:
-        """Whether it has joined and is not lost."""
+        """Whether the worker has joined and is not lost."""
         return self.place is not None and not self.is_lost
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Raised:
-    """An error that a rank raised in a step."""
+    """An error that a rank raised during a step."""
 
     what: str
     step: int
     node: str | None
-    """The node, if it is its device that has failed by the text; else None."""
+    """The rank's node if the error text points to a failed device, otherwise None."""
 
     def returns(self, before: Raised | None) -> bool:
-        """Return whether it is the error before at the same rows: no accident, and not the fault of one device."""
+        """Return whether this error repeats an earlier one at the same step, not merely on the same broken device."""
         if before is None or (before.what, before.step) != (self.what, self.step):
             return False
         return self.node is None or self.node != before.node
@@ -93,59 +93,59 @@ class Raised:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """The state of a worker group."""
+    """State of a worker group."""
 
     wanted: WorkerRange
     workers: Mapping[int, Supervised]
-    """The workers by their rank in Ray Train's worker group."""
+    """Workers by number: the rank in Ray Train's group, or a higher number for workers that joined later."""
     phase: Phase = "gathering"
     generation: int = 0
     members: tuple[int, ...] = ()
-    """Workers of the generation in the order of their ranks."""
+    """Worker numbers of the current generation, by rank."""
     lost: Mapping[int, RankError] = field(default_factory=dict)
-    """How members were lost in this generation, by rank."""
+    """Errors of the members that were lost in this generation, by rank."""
     fault_at: float = 0.0
     failed_forms: int = 0
-    """Consecutive generations that failed before their first step."""
+    """Number of consecutive generations that failed before their first step."""
     unusable: frozenset[str] = frozenset()
-    """Nodes that are draining or dead."""
+    """Nodes that are draining, dead or too slow."""
     draining: frozenset[str] = frozenset()
-    """Nodes among them that are still alive."""
+    """Unusable nodes that are still alive."""
     silent: frozenset[str] = frozenset()
-    """Nodes that stopped answering: the last worker there was lost by its silence, and none has joined since."""
+    """Nodes that stopped answering: the last worker there was lost through silence, and none has joined since."""
     moves: bool = False
-    """Whether the generation ends on request, to be followed by one without the unusable nodes."""
+    """Whether the generation was asked to end, so that the next one can avoid the unusable nodes."""
     broken: frozenset[str] = frozenset()
     """Nodes whose GPU or network has failed."""
     suspects: frozenset[str] = frozenset()
-    """Nodes on which NCCL met an error of their own network in the generation before, where nothing else has failed:
-    the one that is gone or cut off may be another."""
+    """Nodes on which NCCL reported an error of their own network in the previous generation, if nothing else failed.
+    The broken or disconnected node may be another one."""
     tested: frozenset[int] = frozenset()
-    """Workers of generations that have trained a step, after their self-test."""
+    """Workers that have passed the self-test and trained a step in some generation."""
     last_raised: Raised | None = None
-    """The error that a rank raised in the generation before, if one did."""
+    """Error that a rank raised in the previous generation, or None."""
     gave_up: bool = False
     """Whether the failure was left to Ray Train."""
     status: str | None = None
-    """How the last generation ended, if it did not fail."""
+    """Outcome of the last generation, or None if it failed."""
     gather_until: float = math.inf
-    """When workers that have not joined are given up."""
+    """Monotonic time at which the wait for missing workers ends."""
     gather_s: float = math.inf
     """Longest wait for replacements of lost workers, in seconds."""
     end_s: float = END_S
-    """Longest wait for the end of a child that was killed, in seconds. A supervisor then kills the launcher too; one
-    whose child has not ended after twice that time is lost."""
+    """Longest wait for a killed child to end, in seconds. The supervisor then kills the launcher too. A worker whose
+    child has not ended after twice this time is lost."""
 
     @property
     def num_placed(self) -> Counter[str]:
-        """Return how many workers of the present generation each node holds."""
+        """Number of the current generation's workers on each node."""
         places = (self.workers[worker].place for worker in self.members)
         return Counter(place.node for place in places if place is not None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Joined:
-    """A supervisor has connected; one that was not there at the start is a member from the next generation on."""
+    """A supervisor has connected. A worker that was not there at the start becomes a member in the next generation."""
 
     worker: int
     place: Place
@@ -153,7 +153,7 @@ class Joined:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChildEnded:
-    """A supervisor reports the end of its child; ``port`` is where it listens for the next generation."""
+    """A supervisor reports that its child has ended; ``port`` is its listening port for the next generation."""
 
     worker: int
     generation: int
@@ -163,7 +163,7 @@ class ChildEnded:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerLost:
-    """A supervisor is gone: its connection was closed, or it has not been heard of for too long."""
+    """A supervisor is gone: its connection was closed, or it was silent for too long."""
 
     worker: int
     what: str
@@ -172,7 +172,7 @@ class WorkerLost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RanksHung:
-    """Ranks of a generation make no progress; their supervisors answer."""
+    """Ranks of a generation make no progress, although their supervisors answer."""
 
     generation: int
     ranks: tuple[int, ...]
@@ -182,7 +182,7 @@ class RanksHung:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodesUnusable:
-    """Nodes that are dead or draining, and those among them that are still alive; replaces the earlier ones."""
+    """Nodes that are dead, draining or too slow, and those of them that drain and are alive. Replaces earlier sets."""
 
     nodes: frozenset[str]
     draining: frozenset[str] = frozenset()
@@ -190,12 +190,12 @@ class NodesUnusable:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoveAsked:
-    """The members were asked to save and to end; the run is to continue without the unusable nodes."""
+    """The members were asked to save and end, so that the run can continue without the unusable nodes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Judged:
-    """The failure of a generation was recorded, and the run may continue or not."""
+    """A generation's failure was recorded, and it was decided whether the run may continue."""
 
     generation: int
     may_continue: bool
@@ -208,7 +208,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class NoReplacement:
-    """No worker can be started in place of the lost ones."""
+    """No replacement can be started for the lost workers."""
 
 
 Event = Joined | ChildEnded | WorkerLost | RanksHung | NodesUnusable | MoveAsked | Judged | NoReplacement | Tick
@@ -216,14 +216,14 @@ Event = Joined | ChildEnded | WorkerLost | RanksHung | NodesUnusable | MoveAsked
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Start:
-    """Start a child on each member: its rank is its place in the list."""
+    """Start a child on each member; a member's index is its rank."""
 
     generation: int
     members: tuple[int, ...]
     host: str
     port: int
     is_tested: bool = False
-    """Whether every member has trained a step before, after its self-test."""
+    """Whether every member has already passed the self-test and trained a step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -235,7 +235,7 @@ class Stop:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Judge:
-    """Record the failure of a generation, and decide whether the run may continue; at least one error is known."""
+    """Record a generation's failure, which has at least one error, and decide whether the run may continue."""
 
     generation: int
     errors: tuple[RankError, ...]
@@ -244,14 +244,14 @@ class Judge:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finish:
-    """Tell every supervisor that the attempt ended without failure, and how."""
+    """Report the outcome of a successful attempt to every supervisor."""
 
     status: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GiveUp:
-    """Leave the failure to Ray Train: every supervisor raises what its child raised."""
+    """Leave the failure to Ray Train: every supervisor raises its child's error."""
 
     reason: str
 
@@ -260,7 +260,7 @@ Action = Start | Stop | Judge | Finish | GiveUp
 
 
 def reduce(group: Group, event: Event, now: float) -> tuple[Group, tuple[Action, ...]]:
-    """Return the state after an event, and the actions to take."""
+    """Return the state after an event, and the actions to carry out."""
     if group.phase == "ended":
         return group, ()
     match event:
@@ -288,13 +288,13 @@ def reduce(group: Group, event: Event, now: float) -> tuple[Group, tuple[Action,
 
 
 def _advance(group: Group, now: float) -> tuple[Group, tuple[Action, ...]]:
-    """Move on to the next phase where nothing more is waited for."""
+    """Enter the next phase if there is nothing left to wait for."""
     if group.phase == "gathering" and all(worker.is_there for worker in group.workers.values()):
-        # Ray Train's order: the placement of workers has aligned its ranks with the groups.
+        # Keep the order of Ray Train's ranks: the placement of workers has aligned them with the groups.
         return _start(group, tuple(sorted(group.workers)))
     if group.phase == "gathering" and now >= group.gather_until:
         missing = [worker for worker, one in sorted(group.workers.items()) if not one.is_there]
-        reason = f"workers {missing} have not joined within elastic.worker_start_timeout_s"
+        reason = f"workers {missing} did not join within elastic.worker_start_timeout_s"
         return replace(group, phase="ended", gave_up=True), (GiveUp(reason=reason),)
     if group.phase == "training":
         if _errors(group):
@@ -307,10 +307,10 @@ def _advance(group: Group, now: float) -> tuple[Group, tuple[Action, ...]]:
     if group.phase == "stopping":
         return _stopping(group, now)
     if group.phase == "short":
-        # A node that is going to be taken away still serves until others have joined.
+        # Draining nodes may be used until replacements have joined.
         formed = _form(group) or _form(group, but=group.draining)
         if formed is None and now >= group.gather_until:
-            reason = "the workers that are left do not hold whole sequence-parallel groups"
+            reason = "the remaining workers do not form complete sequence-parallel groups"
             return replace(group, phase="ended", gave_up=True), (GiveUp(reason=reason),)
         return formed or (group, ())
     return group, ()
@@ -319,13 +319,13 @@ def _advance(group: Group, now: float) -> tuple[Group, tuple[Action, ...]]:
 def _all_ended(group: Group, statuses: set[str | None]) -> tuple[Group, tuple[Action, ...]]:
     is_stage = statuses == {"stage"}
     if is_stage:
-        # What failed before has not failed again.
+        # Earlier failures have not recurred.
         group = replace(group, failed_forms=0, last_raised=None)
     formed = _form(group) if is_stage or (group.moves and statuses == {"resized"}) else None
-    # Every member of a stage that has ended is there: the same ones go on until they can leave.
+    # All members of a completed stage are present, so they can continue until they are able to move.
     formed = formed or (_start(group, group.members) if is_stage else None)
     if formed is not None:
-        # The children wait to be ended, those on nodes that are left behind too.
+        # Children that have ended wait to be killed, including those on nodes that are left behind.
         return formed[0], (Stop(generation=group.generation), *formed[1])
     status = min(str(status) for status in statuses)
     return replace(group, phase="ended", status=status), (Finish(status=status),)
@@ -347,7 +347,7 @@ def _stopping(group: Group, now: float) -> tuple[Group, tuple[Action, ...]]:
     is_final = any(report.is_final for report in reports)
     if raised is not None and raised.returns(group.last_raised):
         is_final, broken, errors = True, frozenset(), _as_raised(errors)
-    # The workers that are left without a broken node have not failed.
+    # Once a broken node is excluded, its failure does not count against the remaining workers.
     failed_forms = 0 if broken or any(report.stepped for report in reports) else group.failed_forms + 1
     group = replace(
         group, phase="judging", last_raised=raised, failed_forms=failed_forms, broken=group.broken | broken,
@@ -359,17 +359,17 @@ def _stopping(group: Group, now: float) -> tuple[Group, tuple[Action, ...]]:
 def _find_broken(
     group: Group, errors: tuple[RankError, ...]
 ) -> tuple[tuple[RankError, ...], frozenset[str], frozenset[str]]:
-    """Return the errors with the kinds that follow from all of them, the node that is broken, and those suspected."""
+    """Return the errors, reclassified in the light of all of them, the broken node, and the suspected nodes."""
     if any(error.kind in ("preempted", "lost") for error in errors):
-        # Devices and networks of others may fail in consequence.
+        # A lost worker may cause device and network errors on other ranks.
         return errors, frozenset(), frozenset()
     suspects = frozenset(_node(group, error.rank) for error in errors if error.is_of_network)
     if len(suspects) == 1 and suspects == group.suspects:
-        # In two generations in a row the same node: the others are not at fault.
+        # The same node was suspected in two consecutive generations, so the others are not at fault.
         errors = tuple(replace(error, kind="device") if error.is_of_network else error for error in errors)
     broken = frozenset(_node(group, error.rank) for error in errors if error.kind == "device")
     if len(broken) > 1:
-        # Devices do not fail on several nodes at once by chance: the computation makes them fail.
+        # Devices rarely fail on several nodes at once by chance: the computation makes them fail.
         return _as_raised(errors), frozenset(), suspects
     return errors, broken, suspects
 
@@ -379,7 +379,7 @@ def _as_raised(errors: tuple[RankError, ...]) -> tuple[RankError, ...]:
 
 
 def _first_raised(group: Group, errors: tuple[RankError, ...]) -> Raised | None:
-    """Return the first error, by rank, that was raised in a step."""
+    """Return the first error, by rank, that was raised during a step, or None."""
     for error in errors:
         report = group.workers[group.members[error.rank]].report
         if error.kind in ("device", "raised") and report is not None and report.step > 0:
@@ -401,12 +401,12 @@ def _judged(group: Group, event: Judged, now: float) -> tuple[Group, tuple[Actio
     if event.may_continue:
         if group.failed_forms < MOST_FAILED_FORMS:
             return _advance(replace(group, phase="short", gather_until=now + group.gather_s), now)
-        reason = f"{group.failed_forms} attempts in a row failed before their first step"
+        reason = f"{group.failed_forms} consecutive attempts failed before their first step"
     return replace(group, phase="ended", gave_up=True), (GiveUp(reason=reason),)
 
 
 def _form(group: Group, but: frozenset[str] = frozenset()) -> tuple[Group, tuple[Action, ...]] | None:
-    """Start the next generation on the workers that are left, on usable nodes and those of ``but``; None if too few."""
+    """Start the next generation on the remaining workers, on usable nodes and nodes in `but`; None if too few."""
     unusable = (group.unusable - but) | group.broken
     by_node: dict[str, list[int]] = {}
     for number, worker in sorted(group.workers.items()):
@@ -422,7 +422,7 @@ def _start(group: Group, members: tuple[int, ...]) -> tuple[Group, tuple[Action,
     place = group.workers[members[0]].place
     assert place is not None
     reports = [report for worker in group.members if (report := group.workers[worker].report) is not None]
-    # One that has ended well may have had no step left.
+    # A child that succeeded may have had no step left to train.
     passed = any(report.stepped or report.status is not None for report in reports)
     tested = group.tested.union(group.members if passed else ())
     workers = {number: replace(worker, report=None) for number, worker in group.workers.items()}
@@ -440,7 +440,7 @@ def _start(group: Group, members: tuple[int, ...]) -> tuple[Group, tuple[Action,
 def _child_ended(group: Group, event: ChildEnded) -> Group:
     worker = group.workers[event.worker]
     if event.generation != group.generation or worker.place is None or worker.report is not None:
-        # Its generation is over.
+        # The report belongs to an earlier generation, or repeats a known report.
         return group
     place = replace(worker.place, port=event.port)
     return _with(group, event.worker, replace(worker, place=place, report=event.report))
@@ -480,5 +480,5 @@ def _with(group: Group, number: int, worker: Supervised) -> Group:
 
 
 def end_bound_s(host_bytes: int) -> float:
-    """Return the longest wait for the end of a killed process with this much host memory, in seconds."""
+    """Return the longest wait for a killed process with this much host memory to end, in seconds."""
     return END_S + host_bytes / 2**30 * _S_PER_GIB

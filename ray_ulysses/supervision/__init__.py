@@ -1,1 +1,1 @@
-"""Runs attempts in child processes, and forms the next generation after a failure without a restart by Ray."""
+"""Runs attempts in child processes, and forms the next generation after a failure without restarting Ray's workers."""

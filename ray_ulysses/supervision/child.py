@@ -1,4 +1,4 @@
-"""Runs one attempt in a child process: joins the other ranks, and calls the training loop."""
+"""Runs one attempt in a child process: joins the other ranks, and runs the training loop."""
 
 from __future__ import annotations
 
@@ -46,8 +46,9 @@ if TYPE_CHECKING:
     from ray_ulysses.supervision.shared_progress import SharedProgress
 
 WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
-"""Keeps PyTorch's NCCL watchdog from ending a process whose peer is gone, which would be one more lost process: the
-supervisors end all. It does not abort communicators either, whose kernels would return partial results."""
+"""Keeps PyTorch's NCCL watchdog from ending a process whose peer is gone, which would look like one more lost process:
+the supervisors end all children. Also keeps it from aborting communicators, whose kernels would return partial
+results."""
 _log = get_logger(__name__)
 
 
@@ -62,7 +63,7 @@ def run_child(order: Order, progress: SharedProgress, *, stacks: int, listener: 
     try:
         use_secrets(config)
         if order.rank == 0 and stop_requested(config.run_dir, order.job.session) == "resize":
-            # It was meant for the previous generation.
+            # The resize request was meant for the previous generation.
             clear_stop(config.run_dir)
         _join(order, config, listener)
         end = run_attempt(config, _worker(order, config, progress, streams, dump))
@@ -120,11 +121,11 @@ def _join(order: Order, config: Config, listener: int) -> None:
 
 
 def backend_of(device: torch.device) -> dict[str, Any]:
-    """Return the arguments of ``init_process_group`` that depend on the device (pure)."""
+    """Return the device-dependent arguments of ``init_process_group``."""
     if device.type != "cuda":
         return {"backend": "gloo"}
-    # With a device, the communicators of this group and of those made from it are created with them, at the start of
-    # every attempt: what is wrong with a link fails there, and not in the first step.
+    # With `device_id`, this group and its subgroups create their communicators immediately, so that a broken link fails
+    # at the start of an attempt instead of in the first step.
     return {"backend": "nccl", "device_id": device}
 
 
@@ -168,35 +169,35 @@ def _worker(order: Order, config: Config, progress: SharedProgress, streams: int
 
 
 def _refuse(config: Config, session: str, error: BaseException) -> None:
-    """Record for the command that another attempt would be in vain."""
+    """Leave a refusal for the command if another attempt would be futile."""
     if isinstance(error, UserError):
         # Another attempt would get the same input.
         leave_refusal(config.run_dir, session, str(error))
     elif isinstance(error, FencedError) and (text := takeover(config, session)) is not None:
-        # Another command fenced it, not a newer attempt of this session.
+        # Another command fenced this run, not a newer attempt of this session.
         leave_refusal(config.run_dir, session, text)
 
 
 def _portable(error: BaseException) -> BaseException:
     """Return the error if it can be sent to the supervisor, else an error with its type and text.
 
-    Unpickling another library's error imports that library, which silences the supervisor for seconds.
+    Unpickling another library's error would import that library, and thus silence the supervisor for seconds.
     """
     try:
         if type(error).__module__.partition(".")[0] not in ("builtins", "ray_ulysses"):
-            raise TypeError(f"{type(error)} is another library's")
+            raise TypeError(f"{type(error)} belongs to another library")
         content = pickle.dumps(error)
         if len(content) <= MOST_BYTES // 2:
             pickle.loads(content)
             return error
     except Exception as unfit:
-        _log.debug("an error can't be sent as it is: %s", unfit)
+        _log.debug("an error is replaced, because it can't be sent: %s", unfit)
     return RunError(f"{type(error).__name__}: {error}"[: MOST_BYTES // 8])
 
 
 _LOOK_EVERY_S = 0.2
 _FREE_PART = 1 / 16
-"""A device with at most this much memory in use counts as free: processes hold about half a GiB at their start."""
+"""Largest fraction of memory in use on a free device: starting processes occupy about half a GiB."""
 
 
 def choose_free_device(
@@ -206,18 +207,18 @@ def choose_free_device(
     memory: Callable[[torch.device], tuple[int, int]] = torch.cuda.mem_get_info,
     clock: Clock | None = None,
 ) -> None:
-    """Choose a GPU for this process once no other process holds memory there; the driver may take a while to free it.
+    """Choose a GPU once no other process occupies its memory; the driver may take a while to free it.
 
-    Memory that other processes still hold after the wait causes a warning: training may fit beside it.
+    If other processes still occupy memory after the wait, a warning is logged, because training may still fit.
 
     Args:
         device: The GPU.
         within_s: Longest wait, in seconds.
-        memory: Returns its free bytes, and all of its bytes.
-        clock: Time.
+        memory: Returns the device's free bytes and total bytes.
+        clock: Time source.
 
     Raises:
-        RunError: Not even this process's context fits.
+        RunError: Not even this process's CUDA context fits on the device.
     """
     clock = clock or SystemClock()
     began = clock.monotonic()
@@ -237,8 +238,8 @@ def choose_free_device(
             break
         clock.sleep(_LOOK_EVERY_S)
     text = (
-        f"{held} of the memory of {device} are still held by other processes after a wait of {within_s:.0f} s for one "
-        "that trained there before; find them with nvidia-smi, and end those that are not needed"
+        f"other processes still occupy {held} of the memory of {device} after a wait of {within_s:.0f} s for an "
+        "earlier training process to end; find them with nvidia-smi, and end those that are not needed"
     )
     if no_context is not None:
         raise RunError(text) from no_context
@@ -246,13 +247,13 @@ def choose_free_device(
 
 
 def interface_towards(host: str, port: int) -> str | None:
-    """Return the name of this node's network interface towards another node; None if it is unknown.
+    """Return the name of this node's network interface towards another node, or None if it is unknown.
 
-    Otherwise gloo takes the address of the node's own name, which Debian and many images resolve to 127.0.0.1 or
-    127.0.1.1, where no other node reaches this one.
+    Otherwise gloo resolves the node's own host name, which Debian and many images map to 127.0.0.1 or 127.0.1.1, where
+    no other node can reach this one.
 
     Args:
-        host: The other node's name or address; it may be this one.
+        host: Name or address of the other node, which may be this node.
         port: Any port; nothing is sent to it.
     """
     try:

@@ -1,7 +1,7 @@
-"""Coordinates the supervisors of a worker group: reduces their messages to actions, and carries these out.
+"""Coordinates the supervisors of a worker group: reduces their messages to actions, and carries out the actions.
 
-It is a thread in the process of Ray Train's controller, and shares its fate. Only that thread changes its state, and
-only through `elastic.reform.reduce`. It watches the progress that supervisors report for hangs.
+The coordinator is a thread in Ray Train's controller process, and ends with it. Only this thread changes the group's
+state, and only through `elastic.reform.reduce`. It also detects hangs from the progress that supervisors report.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 
 _log = get_logger(__name__)
 SILENCE_S = 5.0
-"""A supervisor that is silent for this long is lost: its node is cut off, or its process has stopped."""
+"""A supervisor is lost after this many seconds of silence: its node is cut off, or its process has stopped."""
 _MOST_BYTES = 1 << 20
 """Longest line from a supervisor, in bytes."""
 _JUDGE_S = 60.0
-"""Longest wait for the judgement of a failure, and for peer memory: the storage itself may hang."""
+"""Longest wait for the decision about a failure, and for peer memory: the storage itself may hang."""
 _RECORD_S = 2.0
-"""Longest wait for the record of a hang: the storage itself may hang."""
+"""Longest wait for recording a hang: the storage itself may hang."""
 
 Judge = Callable[[reform.Judge, reform.Group], tuple[reform.NodesUnusable, bool]]
-"""Records the failure of a generation; returns the nodes that became unusable, and whether the run may continue."""
+"""Records a generation's failure; returns the unusable nodes, and whether the run may continue."""
 
 
 @dataclass
@@ -67,14 +67,14 @@ class Coordinator:
     """Coordinates one worker group after another.
 
     Args:
-        judge: Records failures and decides about them; called in a separate thread.
-        memory: Returns the addresses of peer memory for children on these nodes, one per rank, or None; called in a
+        judge: Records failures and decides whether the run may continue; called in a separate thread.
+        memory: Returns the peer memory addresses for children on the given nodes, one per rank, or None; called in a
             separate thread.
-        gather_s: Longest wait for the workers of a group, in seconds.
-        limits: How long a rank may go without progress.
-        record_hang: Records which ranks hang, with the stacks of every rank; called in a separate thread.
+        gather_s: Longest wait for a group's workers to join, in seconds.
+        limits: Longest tolerated times without progress.
+        record_hang: Records a hang's description and every rank's stacks; called in a separate thread.
         end_s: Longest wait for a killed child to end, in seconds.
-        host: Address at which the workers' nodes reach this one.
+        host: Address at which the workers' nodes reach this node.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Coordinator:
 
     @property
     def group(self) -> reform.Group | None:
-        """The state of the current worker group; None before the first."""
+        """State of the current worker group, or None before the first group."""
         present = self._present
         return None if present is None else present.group
 
@@ -114,8 +114,8 @@ class Coordinator:
         """Start coordinating a new worker group, and return how its supervisors reach this coordinator.
 
         Args:
-            nodes: Each worker's node, by the worker's number.
-            wanted: The range of the run's number of workers.
+            nodes: Node of each worker, by worker number.
+            wanted: The run's range of workers.
         """
 
         def begin() -> int:
@@ -144,15 +144,15 @@ class Coordinator:
         self._in_thread(end)
 
     def post(self, event: reform.Event) -> None:
-        """Queue an event; any thread may call."""
+        """Queue an event. Thread-safe."""
         self._loop.call_soon_threadsafe(self._reduce, event)
 
     def announce(self, draining: Mapping[str, float | None]) -> None:
-        """Send the workers all draining nodes with their deadlines; any thread may call."""
+        """Send all draining nodes and their deadlines to the workers. Thread-safe."""
         self._draining = draining
 
     def close(self) -> None:
-        """End the thread."""
+        """End the coordinator's thread."""
         self._loop.call_soon_threadsafe(self._closed.set)
         self._thread.join(5.0)
 
@@ -205,7 +205,7 @@ class Coordinator:
         present = self._present
         if present is None or first["group"] != present.number:
             return None
-        # Further workers may join while others train.
+        # Additional workers may join while others train.
         if present.group.phase == "gathering" and first["worker"] not in present.group.workers:
             return None
         connected = _Connected(worker=first["worker"], writer=writer, heard_at=self._clock.monotonic())
@@ -213,15 +213,15 @@ class Coordinator:
         place = reform.Place(node=first["node"], host=first["host"], port=first["port"])
         self._reduce(reform.Joined(worker=connected.worker, place=place))
         if present.group.phase == "ended":
-            # It is late, and missed the message to the others.
+            # The worker joined late, and missed the message to the others.
             over = {"do": "finish", "status": present.group.status}
-            late = {"do": "give up", "reason": "this worker has joined too late"}
+            late = {"do": "give up", "reason": "this worker joined too late"}
             self._send(present, connected.worker, late if present.group.gave_up else over)
         return connected
 
     def _heard(self, present: _Present, worker: int, message: dict[str, Any]) -> None:
         hangs, members = present.hangs, present.group.members
-        # A worker that joined late may answer for a generation that is over.
+        # A worker that joined late may report about an earlier generation.
         if hangs is not None and worker in members and message.get("generation") == hangs.generation:
             rank = members.index(worker)
             match message["type"]:
@@ -267,7 +267,7 @@ class Coordinator:
                 self._send_all(present, {"do": "give up", "reason": action.reason})
 
     async def _start(self, present: _Present, start: reform.Start) -> None:
-        """Send the members their orders, unless the generation has failed before that."""
+        """Send the members their orders, unless the generation has already failed."""
         places = [present.group.workers[worker].place for worker in start.members]
         rank_nodes = [place.node for place in places if place is not None]
         present.hangs, memory = None, None
@@ -292,7 +292,7 @@ class Coordinator:
             judged = asyncio.to_thread(self._judge, question, present.group)
             unusable, may_continue = await asyncio.wait_for(judged, _JUDGE_S)
         except Exception as error:
-            # Then Ray Train decides.
+            # Ray Train then decides.
             _log.warning("the failure of a generation could not be judged (%s)", error)
             group = present.group
             unusable, may_continue = reform.NodesUnusable(nodes=group.unusable, draining=group.draining), False
@@ -307,7 +307,7 @@ class Coordinator:
     def _send(self, present: _Present, worker: int, message: dict[str, Any]) -> None:
         connected = present.connections.get(worker)
         if connected is not None:
-            # The buffer absorbs a slow receiver; a silent one is dropped.
+            # The write buffer absorbs a slow receiver; `_tick` drops a silent one.
             connected.writer.write(encode(message))
 
     async def _tick(self) -> None:
@@ -329,7 +329,7 @@ class Coordinator:
             await self._look_for_hang(present, now)
 
     async def _look_for_hang(self, present: _Present, now: float) -> None:
-        """Ask for every rank's stacks if the generation hangs, and end it once they are recorded."""
+        """If the generation hangs, request every rank's stacks, record the hang, and end the generation."""
         hangs = present.hangs
         hang = hangs.find(now) if hangs is not None and present.group.phase == "training" else None
         if hangs is None or hang is None:
@@ -352,7 +352,7 @@ class Coordinator:
         del present.connections[connected.worker]
         with contextlib.suppress(OSError):
             connected.writer.transport.abort()
-        what = f"it has not been heard of for {SILENCE_S:g} s"
+        what = f"its supervisor was silent for {SILENCE_S:g} s"
         self._reduce(reform.WorkerLost(worker=connected.worker, what=what, silent_s=SILENCE_S))
 
     def _drop_connections(self) -> None:
@@ -363,26 +363,26 @@ class Coordinator:
 
 
 _STACKS_S = 2.5
-"""Longest wait for the stacks of the ranks, in seconds."""
+"""Longest wait for the ranks' stacks, in seconds."""
 
 
 def hang_limits(config: Config) -> HangLimits:
-    """Return how long a rank of a run may go without progress."""
+    """Return a run's longest tolerated times without progress."""
     elastic = config.elastic
     return HangLimits(
         floor_s=elastic.hang_timeout_s,
         start_s=max(elastic.start_hang_timeout_s, elastic.hang_timeout_s),
-        # Micro-batches of an evaluation take at least as long as those of a step.
+        # An evaluation's micro-batch may take as long as a step's.
         evaluation_s=max(elastic.collective_timeout_s, elastic.hang_timeout_s),
-        # The source of rows gives up earlier, with a more specific error.
+        # The row source times out earlier, with a more specific error.
         row_s=elastic.collective_timeout_s + elastic.hang_timeout_s,
-        # A save does so too.
+        # A save also times out earlier.
         save_s=config.checkpoint.save_timeout_s + elastic.hang_timeout_s,
     )
 
 
 class HangWatch:
-    """Tracks the progress of every rank of a generation."""
+    """Tracks the progress of a generation's ranks."""
 
     def __init__(self, limits: HangLimits, generation: int, world_size: int) -> None:
         self.generation = generation
@@ -396,15 +396,15 @@ class HangWatch:
         self._done: set[int] = set()
 
     def hear(self, progress: RankProgress, now: float) -> None:
-        """Take a rank's progress as reported by its supervisor."""
+        """Record a rank's progress, as reported by its supervisor."""
         self._heard[progress.rank] = (progress, now)
-        # Ranks step together; steps faster than the messages go unreported.
+        # Ranks step together, so rank 0 suffices. Steps shorter than the reporting interval are missed.
         if progress.rank == 0 and progress.steps > self._steps:
             self._steps = progress.steps
             self._step_seconds.append(progress.step_s)
 
     def hear_stacks(self, rank: int, text: str, left: str = "") -> None:
-        """Take the stacks of a rank's threads, and the key of its flight record, empty without one."""
+        """Record a rank's stacks, and the storage key of its flight record, which is empty if there is none."""
         self._stacks[rank] = text
         if left:
             self._left[rank] = left
@@ -414,7 +414,7 @@ class HangWatch:
         self._done.add(rank)
 
     def find(self, now: float) -> Hang | None:
-        """Return the present hang, if any; None until every rank has reported."""
+        """Return the current hang, or None if there is none or a rank has not reported yet."""
         heard = [self._heard[rank] for rank in self._heard.keys() - self._done]
         if len(heard) < self._world_size - len(self._done):
             return None
@@ -425,22 +425,22 @@ class HangWatch:
         return found
 
     def asks_for_stacks(self, now: float) -> bool:
-        """Return whether to ask the ranks for their stacks: once for each hang."""
+        """Return whether to request the ranks' stacks, which happens once per hang."""
         is_first = self._asked_at is None
         if is_first:
-            # Stacks of an earlier false alarm say nothing about this hang.
+            # Stacks from an earlier false alarm say nothing about this hang.
             self._asked_at, self._stacks, self._left = now, {}, {}
         return is_first
 
     def stacks(self, now: float) -> dict[int, str] | None:
-        """Return the stacks by rank, empty for ranks that sent none; None while waiting for them."""
+        """Return the stacks by rank, empty for ranks that sent none, or None while waiting for them."""
         waited_s = 0.0 if self._asked_at is None else now - self._asked_at
         if len(self._stacks) < self._world_size and waited_s < _STACKS_S:
             return None
         return {rank: self._stacks.get(rank, "") for rank in range(self._world_size)}
 
     def in_words(self, hang: Hang) -> str:
-        """Return the text of a hang, with the location of its flight records."""
+        """Return a hang's description, with the location of its flight records."""
         if not self._left:
             return str(hang)
         folder = next(iter(self._left.values())).rpartition("/")[0]

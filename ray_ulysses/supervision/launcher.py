@@ -1,8 +1,8 @@
-"""A warm process that forks a child per attempt: everything is imported, and no GPU has been touched.
+"""A warm process that forks a child per attempt: all libraries are imported, and no GPU is in use.
 
-``python -m ray_ulysses.supervision.launcher FD`` is executed by a supervisor, with one end of a socket pair.
-It saves each new child the seconds that importing PyTorch, DeepSpeed and Transformers takes. A launcher is executed
-rather than forked from the supervisor, which has Ray's threads.
+A supervisor executes ``python -m ray_ulysses.supervision.launcher FD``, where FD is one end of a socket pair. Each
+child is spared the seconds that importing PyTorch, DeepSpeed and Transformers takes. The launcher is executed, not
+forked from the supervisor, because the supervisor has Ray's threads.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from ray_ulysses.supervision.shared_progress import SharedProgress
 
 _LOOK_EVERY_S = 0.5
 _STOPPED_S = 2.0
-"""A stopped supervisor is continued before the coordinator counts it as lost, after five seconds of silence."""
+"""A stopped supervisor is resumed after this time; the coordinator gives it up after five seconds of silence."""
 _PR_SET_PDEATHSIG = 1
 _DRIVER = "/dev/nvidiactl"
 _CUDA_MEMORY = "/dev/nvidia-uvm"
-"""Opened by the first CUDA call. NVML, which DeepSpeed's import initialises, keeps only ``/dev/nvidiactl`` open."""
+"""File opened by the first CUDA call. NVML, which importing DeepSpeed initializes, opens only ``/dev/nvidiactl``."""
 _LAZY = (
     "deepspeed",
     "transformers",
@@ -62,12 +62,12 @@ _LAZY = (
     "safetensors.torch",
     "pandas",  # imported by PyArrow for any column as an array
 )
-"""Modules that libraries import on first use; modules missing from a version are skipped."""
+"""Modules that libraries import on first use. Modules that an installed version lacks are skipped."""
 
 
 @dataclass(kw_only=True, slots=True)
 class _Child:
-    """A running child, a descriptor that becomes readable when its process ends, and the pipe for its result."""
+    """A running child: its process ID, a pidfd that becomes readable when the process ends, and its result's pipe."""
 
     pid: int
     process: int
@@ -80,7 +80,7 @@ def main(arguments: list[str]) -> None:
     orders.set_inheritable(False)
     supervisor, stopped, clock = os.getppid(), StopTimer(_STOPPED_S), SystemClock()
     die_with_parent(supervisor)
-    # Once for all children, since the wall clock may jump before a fork.
+    # Read the clock once for all children, because the wall clock may jump before a fork.
     clock.now()
     _import_everything()
     send(orders, Ready())
@@ -111,17 +111,17 @@ def main(arguments: list[str]) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when its creating thread ends, even while this process is stopped."""
+    """Make the kernel kill this process when the thread that created it ends, even while this process is stopped."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        # It has ended already.
+        # The parent has already ended.
         os._exit(1)
 
 
 def is_safe_to_fork(descriptors: Path = Path("/proc/self/fd")) -> bool:
     """Return whether this process has not used CUDA, which does not survive a fork."""
     for link in descriptors.iterdir():
-        # The folder's own descriptor is closed by now.
+        # The descriptor of this directory listing is closed by now.
         with contextlib.suppress(OSError):
             if os.readlink(link) == _CUDA_MEMORY:
                 return False
@@ -129,13 +129,13 @@ def is_safe_to_fork(descriptors: Path = Path("/proc/self/fd")) -> bool:
 
 
 def _import_everything() -> None:
-    # DeepSpeed's import counts GPUs; with NVML that touches none.
+    # DeepSpeed's import counts GPUs, which does not initialize CUDA if NVML is used.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     expand_segments(os.environ)
     if not os.path.exists(_DRIVER):
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     importlib.import_module("ray_ulysses.supervision.child")
-    # DeepSpeed's unused autotuner would import it, which takes a quarter of the whole time.
+    # DeepSpeed's unused autotuner would import MLflow, which takes a quarter of the total import time.
     modules: dict[str, Any] = sys.modules
     modules["mlflow"] = None
     _import(_LAZY)
@@ -148,21 +148,21 @@ def _import(names: tuple[str, ...]) -> None:
             importlib.import_module(name)
         except ImportError:
             continue
-    # Modules are not garbage: a collection in a child, which DeepSpeed triggers several times, would visit them all and
-    # copy every page that it touches.
+    # Modules are never garbage. Unless they are frozen, each collection in a child (DeepSpeed triggers several) would
+    # visit all of them and copy every page that it touches.
     gc.collect()
     gc.freeze()
 
 
 def _start(orders: socket.socket, order: Order, descriptors: list[int]) -> _Child:
-    """Fork a child for an order; where that is not safe, become the child and never return."""
+    """Fork a child for an order; if forking is not safe, become the child and never return."""
     if order.job.config.get("model", {}).get("adapter") is not None and "peft" not in sys.modules:
-        # It takes seconds that the next child need not wait for.
+        # Importing PEFT takes seconds; later children inherit the module.
         _import(("peft",))
     if not is_safe_to_fork():
         send(orders, Started(pid=os.getpid(), is_launcher=True))
         _run(order, descriptors, lambda result: send(orders, result))
-    # Messages carry a length, since a process started by the child may hold the pipe open.
+    # A `Connection` delimits its messages: a process started by the child may keep the pipe open.
     reading, writing = Pipe(duplex=False)
     launcher = os.getpid()
     pid = os.fork()
@@ -170,10 +170,10 @@ def _start(orders: socket.socket, order: Order, descriptors: list[int]) -> _Chil
         die_with_parent(launcher)
         orders.close()
         reading.close()
-        # Its own group, so that all processes it starts end with it.
+        # The child leads its own process group, so that all processes it starts end with it.
         os.setpgid(0, 0)
         _run(order, descriptors, lambda result: writing.send_bytes(pickle.dumps(result)))
-    # Here too, since an order to kill the group may follow at once.
+    # The parent sets the group too, because an order to kill the group may follow immediately.
     with contextlib.suppress(OSError):
         os.setpgid(pid, pid)
     writing.close()
@@ -192,7 +192,8 @@ def _run(order: Order, descriptors: list[int], deliver: Callable[[Result], None]
     sys.stdout.flush()
     sys.stderr.flush()
     while result.error is None:
-        # Other ranks may still be talking to this one; the supervisor ends all when the last one is done.
+        # Other ranks may still be communicating with this one; the supervisor ends all children after the last one is
+        # done.
         signal.pause()
     os._exit(1)
 
@@ -204,7 +205,7 @@ def _forward_result(orders: socket.socket, child: _Child) -> None:
         try:
             result = reading.recv()
         except (EOFError, OSError):
-            # The child ended in the middle of writing it.
+            # The child ended while it was sending its result.
             return
     assert isinstance(result, Result)
     send(orders, result)
@@ -215,7 +216,7 @@ def _reap(orders: socket.socket, child: _Child) -> None:
     os.close(child.process)
     if child.result is not None:
         child.result.close()
-    # Processes that the child had started.
+    # Kill the remaining processes that the child started.
     _kill(child)
     send(orders, Exited(code=os.waitstatus_to_exitcode(status)))
 

@@ -1,4 +1,4 @@
-"""Orders of a supervisor to its launcher, and the launcher's reports: pickled messages on one machine."""
+"""Messages between a supervisor and its launcher, pickled and sent over a local socket."""
 
 from __future__ import annotations
 
@@ -18,44 +18,44 @@ from ray_ulysses.elastic.reform import END_S
 from ray_ulysses.peer_memory.store import AgentAddresses
 
 MOST_BYTES = 1 << 17
-"""Longest message in bytes, which fits the kernel's default buffers."""
+"""Longest message, in bytes, which fits the kernel's default socket buffers."""
 _MOST_FDS = 6
 STACKS_SIGNAL = signal.SIGUSR2
-"""Asks a child for the stacks of its threads."""
+"""Makes a child dump the stacks of its threads."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """The fields that all attempts of one worker share."""
+    """Settings that all attempts of one worker share."""
 
     config: dict[str, Any]
     session: str
     command_started: float | None
     workers_asked: float | None
     node: str
-    """Name of the worker's node in journal and logs."""
+    """Name of the worker's node in the journal and logs."""
     local_rank: int
-    """The worker's rank on its node, which is the index of its GPU."""
+    """The worker's rank on its node, which is also the index of its GPU."""
     device: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
-    """An attempt for a child to run."""
+    """Order to run an attempt in a child."""
 
     job: Job
     generation: int
     rank: int
     rank_nodes: tuple[str, ...]
-    """The cluster's name of each rank's node, by rank."""
+    """Cluster ID of each rank's node, by rank."""
     host: str
     port: int
-    """Where rank 0 listens; rank 0 itself gets the listening socket."""
+    """Port on which rank 0 listens; rank 0 receives the listening socket."""
     memory: AgentAddresses | None = None
     ahead_s: float = 0.0
-    """How far the coordinator's clock, which times all records of a command, is ahead of this machine's."""
+    """Seconds by which the coordinator's clock, which timestamps all records, is ahead of this machine's clock."""
     is_tested: bool = False
-    """Whether every rank's worker has trained a step of this command, after its self-test."""
+    """Whether every rank's worker has passed the self-test and trained a step of this command."""
     end_s: float = END_S
     """Longest wait for a killed child to end, in seconds."""
 
@@ -72,55 +72,55 @@ class Order:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stop:
-    """Orders the launcher to kill the child."""
+    """Order to kill the child."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ready:
-    """The launcher has imported everything."""
+    """The launcher has finished its imports."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Started:
-    """A child runs."""
+    """A child was started."""
 
     pid: int
-    """Its process, and its process group."""
+    """ID of the child's process, and of its process group."""
     is_launcher: bool = False
-    """Whether the launcher itself became the child, since it could not fork safely."""
+    """Whether the launcher itself became the child, because it could not fork safely."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """A child's attempt has ended."""
+    """Outcome of a child's attempt."""
 
     status: str | None = None
-    """The outcome, if it did not fail."""
+    """How the attempt ended, or None if it failed."""
     error: BaseException | None = None
-    """The error that it raised, or one of our errors with its text."""
+    """The error that the child raised, or a substitute with the error's text if it can't be sent."""
     kind: Kind = "raised"
     what: str = ""
     is_final: bool = False
-    """Whether it would recur."""
+    """Whether the error would recur."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exited:
-    """A child's process is gone."""
+    """A child's process has ended."""
 
     code: int
-    """Its exit code; minus the number of the signal that killed it."""
+    """Exit code, or the negative number of the signal that killed the process."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _InFile:
-    """A message too long for the socket; the first descriptor is a file in memory that holds it."""
+    """Replaces a message too long for the socket; the first descriptor is an in-memory file with the message."""
 
     num_bytes: int
 
 
 def send(connection: socket.socket, message: Any, descriptors: tuple[int, ...] = ()) -> None:
-    """Send a message, and descriptors, over a socket that keeps messages apart.
+    """Send a message and file descriptors over a socket that preserves message boundaries.
 
     Raises:
         OSError: The other side is gone.
@@ -129,7 +129,7 @@ def send(connection: socket.socket, message: Any, descriptors: tuple[int, ...] =
     if len(content) <= MOST_BYTES // 2:
         socket.send_fds(connection, [content], descriptors)
         return
-    # The addresses of a thousand nodes.
+    # For example, an order with the addresses of a thousand nodes.
     with os.fdopen(os.memfd_create("ray-ulysses-order", os.MFD_CLOEXEC), "wb") as file:
         file.write(content)
         file.flush()
@@ -137,7 +137,7 @@ def send(connection: socket.socket, message: Any, descriptors: tuple[int, ...] =
 
 
 def receive(connection: socket.socket) -> tuple[Any, list[int]]:
-    """Return the next message with its descriptors; waits for one.
+    """Wait for the next message, and return it with its descriptors.
 
     Raises:
         EOFError: The other side is gone.
@@ -155,7 +155,7 @@ def receive(connection: socket.socket) -> tuple[Any, list[int]]:
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
-    """Return two connected sockets that keep messages apart."""
+    """Return two connected sockets that preserve message boundaries."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
@@ -163,7 +163,7 @@ _MOST_STDERR_BYTES = 1 << 14
 
 
 class Stderr:
-    """Forwards the stderr of a launcher and its child to this process's, and keeps its last part."""
+    """Forwards the stderr of a launcher and its child to this process's stderr, and stores the last part."""
 
     def __init__(self) -> None:
         self._reading, self.writing = os.pipe()
@@ -171,11 +171,11 @@ class Stderr:
         self._end = b""
 
     def fileno(self) -> int:
-        """Return the descriptor to read from, for a selector."""
+        """Return the file descriptor to read from, for a selector."""
         return self._reading
 
     def pass_on(self) -> None:
-        """Forward the available output without waiting."""
+        """Forward the available output without blocking."""
         with contextlib.suppress(BlockingIOError):
             while content := os.read(self._reading, _MOST_STDERR_BYTES):
                 self._end = (self._end + content)[-_MOST_STDERR_BYTES:]
@@ -184,7 +184,7 @@ class Stderr:
                     os.write(2, content)
 
     def end(self) -> str:
-        """Return the last part of the output since `forget`."""
+        """Return the last part of the output since `forget` was called."""
         self.pass_on()
         return self._end.decode(errors="replace")
 
@@ -199,7 +199,7 @@ class Stderr:
 
 
 class LauncherProcess:
-    """Starts a launcher."""
+    """A running launcher."""
 
     def __init__(self, module: str) -> None:
         self._connection, theirs = pair()
@@ -210,7 +210,7 @@ class LauncherProcess:
             stdin=subprocess.DEVNULL,
             stderr=self.stderr.writing,
             start_new_session=True,
-            # It does not connect to Ray, and needs no token.
+            # The launcher does not connect to Ray, so it needs no token.
             env={name: value for name, value in os.environ.items() if name != "RAY_AUTH_TOKEN"},
         )
         theirs.close()
@@ -219,26 +219,26 @@ class LauncherProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Process ID of the launcher."""
         return self._process.pid
 
     def fileno(self) -> int:
-        """Return the connection's descriptor, for a selector."""
+        """Return the connection's file descriptor, for a selector."""
         return self._connection.fileno()
 
     def send(self, message: Any, descriptors: tuple[int, ...] = ()) -> None:
-        """Send an order; a launcher that is gone is noticed when its answer is read."""
+        """Send an order. A dead launcher is noticed only when its answer is read."""
         with contextlib.suppress(OSError):
             send(self._connection, message, descriptors)
 
     def receive(self) -> Any:
-        """Return its next message; waits for one.
+        """Wait for the launcher's next message, and return it.
 
         Raises:
-            EOFError: It is gone.
+            EOFError: The launcher is gone.
         """
         while self.fileno() not in wait([self.fileno(), self.stderr.fileno()]):
-            # A full pipe would block it.
+            # A full pipe would block the launcher.
             self.stderr.pass_on()
         try:
             return receive(self._connection)[0]
@@ -246,12 +246,12 @@ class LauncherProcess:
             raise EOFError("the launcher is gone") from error
 
     def kill(self) -> None:
-        """Kill it, and its child with it."""
+        """Kill the launcher, and with it its child."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def end(self, within_s: float) -> int:
-        """Kill it, wait for its end, and return its exit code."""
+        """Kill the launcher, wait for its end, and return its exit code."""
         self.kill()
         self._connection.close()
         self.stderr.close()
@@ -261,14 +261,14 @@ class LauncherProcess:
 
 
 class StopTimer:
-    """Detects that a process has been stopped (SIGSTOP) for long."""
+    """Detects that a process has been stopped (SIGSTOP) for too long."""
 
     def __init__(self, least_s: float) -> None:
         self._least_s = least_s
         self._since: float | None = None
 
     def is_up(self, now: float, *, is_stopped: bool) -> bool:
-        """Return whether it has been stopped for too long; called often, with monotonic seconds."""
+        """Return whether the process has been stopped for too long; call this often, with monotonic seconds."""
         if not is_stopped:
             self._since = None
             return False
@@ -277,7 +277,7 @@ class StopTimer:
 
 
 def process_state(pid: int) -> str:
-    """Return the state of a process as the kernel abbreviates it; empty if it is gone."""
+    """Return the kernel's one-letter state of a process, or an empty string if the process is gone."""
     try:
         with open(f"/proc/{pid}/stat") as stream:
             return stream.read().rpartition(")")[2].split()[0]

@@ -1,4 +1,4 @@
-"""Lets a child, which has no Ray, read streams of rows through its supervisor."""
+"""Lets a child, which is not connected to Ray, read row streams through its supervisor."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _POLL_S = 0.1
 
 
 class RemoteStreams:
-    """The child's side, with the interface of the supervisor's streams. Only the newest stream yields blocks."""
+    """Child side, with the interface of the supervisor's streams. Only the newest stream yields blocks."""
 
     def __init__(self, descriptor: int) -> None:
         self._connection = Connection(descriptor)
@@ -31,7 +31,7 @@ class RemoteStreams:
         self._lock = threading.Lock()
 
     def read(self, blocks: Sequence[Block], stopped: threading.Event) -> Generator[pa.Table, None, None]:
-        """Yield the slots of the blocks in order; the event ends the supervisor's stream too."""
+        """Yield the blocks' slots in order; setting `stopped` also ends the supervisor's stream."""
         if stopped.is_set():
             # An abandoned reader must not end its successor's stream.
             return
@@ -41,7 +41,7 @@ class RemoteStreams:
             yield table
 
     def _ask(self, message: Any, stopped: threading.Event) -> Any:
-        """Return the answer to a message, or raise what the supervisor raised."""
+        """Return the supervisor's answer to a message, or raise the error in the answer."""
         try:
             with self._lock:
                 self._connection.send(message)
@@ -58,17 +58,17 @@ class RemoteStreams:
 
 
 def serve_streams(make: Callable[[], Streams], connection: Connection) -> None:
-    """Serve one child until its connection closes; returns at once.
+    """Serve one child in a thread until its connection closes.
 
     Args:
-        make: Makes the supervisor's streams for this child; called in a thread, since it may take seconds.
-        connection: The other end of the child's connection.
+        make: Creates the supervisor's streams for this child; called in the thread, because it may take seconds.
+        connection: The supervisor's end of the child's connection.
     """
     threading.Thread(target=_Served(make).answer_all, args=(connection,), name="row-stream", daemon=True).start()
 
 
 class _Served:
-    """The stream that a child is reading."""
+    """Supervisor side: the stream that one child reads."""
 
     def __init__(self, make: Callable[[], Streams]) -> None:
         self._make = make
@@ -78,7 +78,7 @@ class _Served:
         self._stopped = threading.Event()
 
     def answer_all(self, connection: Connection) -> None:
-        """Answer until the child is gone, and its stream with it."""
+        """Answer messages until the child is gone, and then end its stream."""
         messages: queue.SimpleQueue[tuple[int, Any] | None] = queue.SimpleQueue()
         threading.Thread(target=self._receive, args=(connection, messages), daemon=True).start()
         with contextlib.suppress(OSError):
@@ -89,7 +89,7 @@ class _Served:
         connection.close()
 
     def _receive(self, connection: Connection, messages: queue.SimpleQueue[tuple[int, Any] | None]) -> None:
-        """Receive the child's messages; a message without a request, or its death, stops a waiting stream."""
+        """Receive the child's messages. A message of None, or the child's death, stops a waiting stream."""
         with contextlib.suppress(EOFError, OSError):
             while True:
                 if (message := connection.recv()) is None:

@@ -1,9 +1,9 @@
-"""Files in memory that a child shares with its supervisor, which creates them and passes their descriptors down.
+"""In-memory files that a child shares with its supervisor, which creates them and passes down their descriptors.
 
-One holds the child's progress and the notice of its node's preemption: each field is one aligned word, which one side
-writes and the other reads. Into the other file the child writes diagnostics of a hang when it gets a signal: first the
-stacks, whatever the threads are doing. A thread that finds them there calls the attempt's own dump, such as the flight
-record of its collectives, and appends its location: a main thread that waits in a collective runs no Python.
+One file contains the child's progress and its node's preemption notice; each field is an aligned word with one writer
+and one reader. The child writes hang diagnostics to the other file when it receives a signal. The threads' stacks come
+first, which works whatever the threads are doing. A background thread then calls the attempt's own dump, such as the
+flight record of its collectives, and appends its location: a main thread that waits in a collective runs no Python.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PHASES: tuple[Phase, ...] = ("start", "step", "evaluation", "save")
 
 
 class SharedProgress:
-    """The shared memory; both sides open it by its descriptor."""
+    """Memory that a child and its supervisor share; both open it by its descriptor."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -37,13 +37,13 @@ class SharedProgress:
 
     @classmethod
     def create(cls) -> SharedProgress:
-        """Return new shared memory, all zero."""
+        """Create shared memory, initialized to zero."""
         descriptor = os.memfd_create("ray-ulysses-progress", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, _BYTES)
         return cls(descriptor)
 
     def beat(self, phase: Phase, step: int) -> None:
-        """Give a sign of life before a micro-batch or another phase; the child calls."""
+        """Record progress before a micro-batch or a new phase. Called by the child."""
         whole, real, now, number = self._whole, self._real, time.monotonic(), PHASES.index(phase)
         is_same = (whole[_STEP], whole[_PHASE]) == (step, number)
         if not is_same and PHASES[whole[_PHASE]] == "step":
@@ -57,16 +57,16 @@ class SharedProgress:
         whole[_BEATS] += 1
 
     def wait_for_row(self, waits: bool) -> None:
-        """Set whether the child waits for its next row; the child calls."""
+        """Set whether the child waits for its next row. Called by the child."""
         self._whole[_WAITS] = waits
 
     def progress(self, rank: int, *, idle_since: float, state: str) -> RankProgress:
-        """Return the child's progress; the supervisor calls.
+        """Return the child's progress. Called by the supervisor.
 
         Args:
-            rank: The child's rank.
-            idle_since: When the child was ordered, on the machine's monotonic clock; used before its first sign.
-            state: State of its process.
+            rank: Rank of the child.
+            idle_since: Monotonic time at which the child was ordered, used before the child's first beat.
+            state: State of the child's process.
         """
         whole, real = self._whole, self._real
         return RankProgress(
@@ -82,20 +82,20 @@ class SharedProgress:
         )
 
     def set_notice(self, notice: Notice | None) -> None:
-        """Pass on a preemption notice, or its end; the supervisor calls."""
+        """Pass on a preemption notice, or None to withdraw it. Called by the supervisor."""
         deadline = None if notice is None else notice.deadline
         self._real[_DEADLINE] = math.nan if deadline is None else deadline
         self._whole[_NOTICED] = notice is not None
 
     def notice(self) -> Notice | None:
-        """Return the supervisor's notice; the child calls."""
+        """Return the preemption notice, or None. Called by the child."""
         if not self._whole[_NOTICED]:
             return None
         deadline = self._real[_DEADLINE]
         return Notice(deadline=None if math.isnan(deadline) else deadline)
 
     def close(self) -> None:
-        """Release this side's mapping."""
+        """Release this side's view of the memory."""
         self._whole.release()
         self._real.release()
         os.close(self.descriptor)
@@ -107,7 +107,7 @@ _LONGEST_BYTES = 1 << 12
 
 
 class HangDump:
-    """The child's side."""
+    """Child side of the hang diagnostics."""
 
     def __init__(self, stacks: int) -> None:
         self._stacks = stacks
@@ -116,7 +116,7 @@ class HangDump:
         threading.Thread(target=self._serve, name="hang-dump", daemon=True).start()
 
     def on_hang(self, leave: Callable[[], str | None]) -> None:
-        """Register a function that another thread calls when the ranks hang; it returns the location of its output."""
+        """Register a function that a background thread calls when the ranks hang; it returns its output's location."""
         self._leave = leave
 
     def _serve(self) -> None:
@@ -124,14 +124,14 @@ class HangDump:
         while True:
             time.sleep(_LOOK_EVERY_S)
             size = os.fstat(self._stacks).st_size
-            # After the stacks are complete; the supervisor empties the file before it asks again.
+            # The size is stable, so the stacks are complete. The supervisor empties the file before the next request.
             if size and size == seen and read_dump(self._stacks, 0)[1] is None:
                 os.write(self._stacks, f"\nleft: {self._leave() or ''}\n".encode())
             seen = size
 
 
 def read_dump(stacks: int, most_bytes: int) -> tuple[str, str | None]:
-    """Return the stacks and the location of the rest of the dump: empty if there is none, None while it is written."""
+    """Return the stacks, and the location of the attempt's dump: empty if it has none, None while it is written."""
     size = os.fstat(stacks).st_size
     left = _LEFT.search(os.pread(stacks, _LONGEST_BYTES, max(0, size - _LONGEST_BYTES)))
     text = os.pread(stacks, most_bytes, 0).decode(errors="replace")

@@ -1,6 +1,6 @@
-"""Supervises one worker's child: starts it on the coordinator's orders, watches it, and reports its end.
+"""Supervises one worker's child: starts it on the coordinator's orders, watches it, and reports how it ended.
 
-Messages between the coordinator and the supervisors are JSON objects, one per line over TCP.
+The coordinator and the supervisors exchange JSON objects over TCP, one per line.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ if TYPE_CHECKING:
 
 BEAT_S = 0.5
 SILENCE_S = 10.0
-"""A coordinator that is silent for this long is gone, or this node is cut off from it."""
+"""After this many seconds of silence, the coordinator is gone or this node is cut off from it."""
 _CLOCKS_AGREE_S = 60.0
-"""A smaller difference of two clocks may be the time that a message took."""
+"""Smaller differences between two clocks are ignored, because they may be message latency."""
 _STACKS_S = 1.5
-"""Longest wait for a child's stacks and its flight record, which it writes to the run's storage."""
+"""Longest wait for a child's stacks and its flight record, which the child writes to the run's storage."""
 _MOST_STACKS_BYTES = 1 << 16
 BACKLOG = 1024
 """Backlog of the listening socket: all supervisors of a group may connect at once."""
 _SEND_TIMEOUT_S = 5.0
-"""Longest wait for the other side to take a message, in seconds."""
+"""Longest wait for the other side to accept a message, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Announcement:
-    """How a supervisor reaches its coordinator."""
+    """Connection details of a coordinator."""
 
     host: str
     port: int
@@ -72,7 +72,7 @@ class Announcement:
 
 
 def listen(host: str) -> socket.socket:
-    """Listen on a free port of this node's address; on all addresses if that is a translated one (NAT)."""
+    """Listen on a free port of this node's address, or on all addresses if the node's address is translated (NAT)."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, 0), family=family, backlog=BACKLOG)
@@ -88,7 +88,7 @@ def encode(message: dict[str, Any]) -> bytes:
 
 
 class Channel:
-    """One side of a connection, read without waiting."""
+    """One side of a connection, read without blocking."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket, self._received = connection, b""
@@ -96,19 +96,19 @@ class Channel:
         connection.settimeout(_SEND_TIMEOUT_S)
 
     def fileno(self) -> int:
-        """Return the socket's descriptor, for a selector."""
+        """Return the socket's file descriptor, for a selector."""
         return self._socket.fileno()
 
     def send(self, message: dict[str, Any]) -> None:
         """Send a message.
 
         Raises:
-            OSError: The connection is closed, or the other side reads nothing.
+            OSError: The connection is closed, or the other side does not read.
         """
         self._socket.sendall(encode(message))
 
     def receive(self) -> list[dict[str, Any]]:
-        """Return the messages that have arrived; call it when the descriptor is readable.
+        """Return the messages that have arrived; call this when the descriptor is readable.
 
         Raises:
             OSError: The connection is closed, or has failed.
@@ -133,13 +133,13 @@ class Supervisor:
 
     Args:
         announcement: How to reach the coordinator.
-        worker: The worker's number in its group.
-        cluster_node: The cluster's name of its node.
-        host: Address of its node, at which other ranks reach rank 0.
-        job: What its attempts share.
-        make_streams: Makes the streams of rows of one child; None where children read rows themselves.
+        worker: Worker number in the group.
+        cluster_node: Cluster ID of the worker's node.
+        host: Address of the worker's node, at which other ranks reach rank 0.
+        job: Settings that the worker's attempts share.
+        make_streams: Creates one child's row streams, or None if children read rows themselves.
         launcher: Module that is executed as the launcher.
-        joins_late: Whether to join only once a child can start immediately; the others train meanwhile.
+        joins_late: Whether to join only once a child can start immediately; the other workers train meanwhile.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class Supervisor:
         """Supervise until the attempt has ended, and return its status.
 
         Raises:
-            BaseException: What this worker's child raised, or `PeerError` if another's has failed.
+            BaseException: The error of this worker's child, or `PeerError` if another worker failed.
         """
         channel = None
         try:
@@ -192,7 +192,7 @@ class Supervisor:
                         self._hear_launcher(channel)
                 self._watch(channel)
         except (OSError, ValueError, EOFError) as error:
-            raise PeerError(f"the worker lost touch with the coordinator of its group ({error})") from error
+            raise PeerError(f"the worker lost contact with its group's coordinator ({error})") from error
         finally:
             self._end()
             if channel is not None:
@@ -231,21 +231,24 @@ class Supervisor:
                 if self._child is not None and self._child.order.generation == message["generation"]:
                     self._stop()
                 else:
-                    # It has ended already, or the order to start it waits or was withdrawn before it was sent.
+                    # The child has already ended, or its start order is still queued or was never sent.
                     self._next = None
                     channel.send(self._ended(message["generation"], step=0, stepped=False))
             case "finish":
                 return str(message["status"])
             case "give up":
                 # This worker's own error is more informative than a peer's.
-                raise self._error or PeerError(f"another worker has failed, and Ray restarts all: {message['reason']}")
+                raise self._error or PeerError(
+                    f"another worker has failed, and Ray Train restarts all workers: {message['reason']}"
+                )
         return None
 
     def _start(self, channel: Channel, message: dict[str, Any]) -> None:
         message = {**message, "ahead_s": _ahead_s(message["now"], SystemClock().now())}
         child = self._child
         if child is not None:
-            # Freeing its memory may take longer than this worker may be silent: `_child_ended` starts the next child.
+            # Freeing the old child's memory may take longer than the allowed silence: `_child_ended` starts the new
+            # child.
             self._next, child.is_reported = message, True
             if child.kill_at is None:
                 self._stop()
@@ -253,7 +256,7 @@ class Supervisor:
         try:
             self._begin(message)
         except OSError as error:
-            # For example, no memory or descriptor is left for it; the coordinator still answers.
+            # For example, this node is out of memory or file descriptors; the coordinator still answers.
             if self._child is not None:
                 self._child.close()
                 self._child = None
@@ -292,7 +295,7 @@ class Supervisor:
                 serve_streams(self._make_streams, Connection(mine.detach()))
             descriptors = (progress.descriptor, stacks, self._listener.fileno(), theirs.fileno())
             launched = self._launch()
-            # Earlier output is not the child's.
+            # Earlier output does not belong to this child.
             launched.stderr.forget()
             launched.send(order, descriptors)
 
@@ -328,7 +331,7 @@ class Supervisor:
     def _launcher_ended(self, channel: Channel, launched: LauncherProcess) -> None:
         stderr, code = launched.stderr.end(), self._forget_launcher()
         if launched.is_ready:
-            # Start a warm one for the next generation; a failure to start is retried only then.
+            # Warm up a launcher for the next generation. One that was never ready is replaced only when it is needed.
             self._launch()
         if self._child is not None:
             self._child_ended(channel, code, stderr)
@@ -379,11 +382,11 @@ class Supervisor:
                 beat |= {"generation": child.order.generation, "progress": asdict(child.progress_now)}
             channel.send(beat)
         if now - self._heard_at > SILENCE_S:
-            raise ConnectionError(f"it has not been heard of for {SILENCE_S:g} s")
+            raise ConnectionError(f"the coordinator was silent for {SILENCE_S:g} s")
         child = self._child
         if child is None:
             return
-        # Drain deadlines are in the cluster's time; the child counts in the coordinator's.
+        # Drain deadlines are in cluster time; the child uses the coordinator's clock.
         deadlines = [self._draining[node] for node in self._draining.keys() & set(child.order.rank_nodes)]
         earliest = min((one + child.order.ahead_s for one in deadlines if one is not None), default=None)
         child.progress.set_notice(Notice(deadline=earliest) if deadlines else None)
@@ -403,11 +406,11 @@ class Supervisor:
             self._look_for_stop(child, now)
 
     def _ask_for_stacks(self) -> None:
-        """Make the child write its stacks and flight record, which are sent a moment later."""
+        """Make the child dump its stacks and flight record, which `_watch` sends a moment later."""
         child = self._child
         if child is None or child.pid is None or child.stacks_at is not None:
             return
-        # The child writes at the offset of this process's descriptor.
+        # The child shares this descriptor's file offset.
         os.ftruncate(child.stacks, 0)
         os.lseek(child.stacks, 0, os.SEEK_SET)
         child.stacks_at = time.monotonic() + _STACKS_S
@@ -418,7 +421,7 @@ class Supervisor:
         assert child.pid is not None and self._launched is not None
         child.failure = child.find_stop(self._launched.pid, now)
         if child.failure is not None and process_state(self._launched.pid) == "T":
-            # It would not report the child's end.
+            # A stopped launcher would not report the child's end.
             self._kill_all()
         elif child.failure is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -437,7 +440,7 @@ class Supervisor:
         return self._launched
 
     def _kill_all(self) -> None:
-        """Kill the child and the launcher; the consequences follow once the launcher's end is noticed."""
+        """Kill the child and the launcher; `_launcher_ended` handles the rest."""
         if self._child is not None and self._child.pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._child.pid, signal.SIGKILL)
@@ -445,7 +448,7 @@ class Supervisor:
             self._launched.kill()
 
     def _forget_launcher(self) -> int:
-        """End the launcher, if there is one, and return its exit code."""
+        """End the launcher, if it is running, and return its exit code."""
         launched, self._launched = self._launched, None
         if launched is None:
             return 0
@@ -464,19 +467,19 @@ class Supervisor:
 
 
 def _ahead_s(coordinators: float, own: float) -> float:
-    """Return how far the coordinator's clock is ahead of this machine's; 0 while they agree (pure)."""
+    """Return how many seconds the coordinator's clock is ahead of this machine's, or 0 if they agree."""
     return coordinators - own if abs(coordinators - own) > _CLOCKS_AGREE_S else 0.0
 
 
 PROCESS_STOPPED = "its process was stopped (SIGSTOP)"
 LAUNCHER_STOPPED = "its launcher was stopped (SIGSTOP)"
 _STOPPED_S = 1.0
-"""A process that is stopped (SIGSTOP) for this long is treated as failed."""
+"""A process that stays stopped (SIGSTOP) for this long is treated as failed."""
 
 
 @dataclass
 class WatchedChild:
-    """The child of one generation."""
+    """Child of one generation."""
 
     order: Order
     progress: SharedProgress
@@ -493,12 +496,12 @@ class WatchedChild:
 
     @property
     def progress_now(self) -> RankProgress:
-        """Its progress; before its first sign the launcher is still importing."""
+        """Current progress. Before the child's first beat, the launcher may still be importing."""
         state = "" if self.pid is None else process_state(self.pid)
         return self.progress.progress(self.order.rank, idle_since=self.started_at, state=state)
 
     def find_stop(self, launcher: int, now: float) -> str | None:
-        """Return which has been stopped for long: the process, or its launcher, which then can't report its end."""
+        """Return which process has been stopped for too long, the child or its launcher, or None."""
         assert self.pid is not None
         processes = {PROCESS_STOPPED: self.pid, LAUNCHER_STOPPED: launcher}
         stopped = next((text for text, pid in processes.items() if process_state(pid) == "T"), None)

@@ -96,7 +96,7 @@ def test_a_whole_job_in_an_object_store_is_the_job_of_a_disk(s3: S3Server, clust
     # By another command, on one worker instead of two.
     again = start(config_for(1, s3.uri("runs")), tmp_path / "second")
     assert again.wait() == 0, again.text
-    assert "taken over from process" in again.text
+    assert "took over the run from process" in again.text
 
     history = read_history(config.run_dir)
     assert (history.status, history.step) == ("finished", LAST_STEP)

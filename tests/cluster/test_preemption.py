@@ -105,4 +105,4 @@ def test_a_notice_of_the_cloud_drains_the_node_and_the_run_saves(cluster: Cluste
             command.kill()
     (started,) = [one for one in read_events(config.run_dir) if isinstance(one, AttemptStarted)]
     assert started.nodes[0].endswith(address)
-    assert f"node {address} is going to be taken away at " in command.text
+    assert f"node {address} will be taken away at " in command.text

@@ -38,7 +38,7 @@ def test_a_command_whose_run_was_taken_over_ends_with_its_workers_and_says_by_wh
     assert (
         "was taken over by process 7 on host other since 2023-11-14 22:13:20 UTC; this command ends immediately" in text
     )
-    assert "Nothing that was committed is lost" in text
+    assert "All committed checkpoints are kept" in text
     # Nobody tried again, and the other's note is untouched.
     assert read_lineage(LocalStore(config.run_dir)).newest_attempt == 1
     assert '"other"' in (config.run_dir / "lock/holder-0000002.json").read_text()

@@ -57,7 +57,7 @@ CHILD_FAULTS = {
     "SIGSTOP": ("stop", r"stopped"),
     "exit": ("exit", r"exit code 3"),
     "hang": ("hang", r"(has not|no rank has) moved"),
-    "skipped collective": ("skip", r"(has|have) not moved|no rank has moved|lost touch|raised"),
+    "skipped collective": ("skip", r"(has|have) not moved|no rank has moved|lost contact|raised"),
 }
 
 

@@ -48,11 +48,14 @@ def test_workers_are_whole() -> None:
 def test_the_shortfall_counts_what_is_there_and_what_is_needed() -> None:
     there = nodes((1, 0), (1, 0), (0, 0))
     assert shortfall(ONE, there) == (
-        "cluster.workers=4 needs 1 CPU each (cluster.cpus_per_worker); the 3 nodes "
-        "of the cluster hold 2: 2 of 1 CPU and 0 GPUs (2), 1 of 0 CPUs and 0 GPUs (0)"
+        "cluster.workers=4 needs 1 CPU per worker (cluster.cpus_per_worker); the cluster's 3 nodes "
+        "fit 2 workers: 2 with 1 CPU and 0 GPUs (2), 1 with 0 CPUs and 0 GPUs (0)"
     )
-    assert hint(ONE, there) == "set cluster.workers=2, which fits (a run resumes at any number), or add nodes"
-    assert "the 0 nodes of the cluster hold 0" in str(shortfall(ONE, []))
+    assert (
+        hint(ONE, there)
+        == "set cluster.workers=2, which fits (a run can resume with any number of workers), or add nodes"
+    )
+    assert "the cluster's 0 nodes fit 0 workers" in str(shortfall(ONE, []))
 
 
 def test_the_hint_keeps_to_multiples_of_sp_size_and_names_gpus_that_no_node_has() -> None:
@@ -85,7 +88,7 @@ def test_what_is_recommended_fits_and_what_fits_is_not_refused() -> None:
         assert places(demand, there) == placed
         lack = shortfall(demand, there)
         if placed < demand.wanted.least:
-            assert lack is not None and f"hold{'s' * (len(there) == 1)} {placed}:" in lack
+            assert lack is not None and f"fit{'s' * (len(there) == 1)} {placed} worker" in lack
             if placed:
                 assert shortfall(replace(demand, wanted=_fixed(placed), data_cpus=0.0), there) is None
                 assert f"cluster.workers={placed}, which fits" in hint(demand, there)
@@ -122,7 +125,7 @@ def test_an_elastic_run_leaves_room_for_the_data_stream() -> None:
 def test_workers_that_the_data_stream_displaces_are_counted_in_groups() -> None:
     elastic = replace(ONE, wanted=WorkerRange(least=2, most=8, sp_size=2))
     told = displaced(elastic, nodes((4, 0), (4, 0)))
-    assert told is not None and "the place of 2 workers" in told and "cluster.data_cpus=0.25" in told
+    assert told is not None and "displaces 2 workers" in told and "cluster.data_cpus=0.25" in told
     for some in (nodes((5, 0), (4, 0)), nodes((9, 0)), nodes((3, 0)), nodes((12, 0)), nodes()):
         assert displaced(elastic, some) is None
     assert displaced(replace(elastic, data_cpus=0.0), nodes((4, 0))) is None

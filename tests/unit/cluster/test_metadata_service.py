@@ -62,10 +62,10 @@ def test_a_token_is_asked_for_once_and_again_when_it_has_expired(fake: FakeMetad
     assert fake.tokens_given == 2
     fake.answers["/latest/api/token"] = (200, "one that is not accepted")
     fake.token = "token-3"
-    with pytest.raises(UnexpectedAnswerError, match="HTTP 200 to the request for a token"):
+    with pytest.raises(UnexpectedAnswerError, match="request for a token returned HTTP 200"):
         service.notice()
     fake.answers["/latest/api/token"] = (200, "stale")
-    with pytest.raises(UnexpectedAnswerError, match="HTTP 401 with a new token"):
+    with pytest.raises(UnexpectedAnswerError, match="HTTP 401 in spite of a new token"):
         service.notice()
     del fake.answers["/latest/api/token"]
     assert service.notice() is None

@@ -86,8 +86,8 @@ def test_a_notice_drains_the_node_once_and_an_earlier_deadline_again() -> None:
 @pytest.mark.parametrize("error", [RuntimeError("not now"), RpcError("not now"), OSError("not now")])
 def test_a_head_that_can_not_be_told_is_told_again_and_that_is_said_once(error: Exception) -> None:
     script = Script(TimeoutError("slow"), NOTICE, NOTICE, NOTICE, None, None, refusals=[error, error])
-    assert next(script.news).endswith("terminate); Ray can't be told yet: not now")
-    assert next(script.news).endswith("terminate); Ray drains it")
+    assert next(script.news).endswith("terminate); Ray can't drain the node yet: not now")
+    assert next(script.news).endswith("terminate); Ray drains the node")
     assert len(script.drained) == 1
 
 
@@ -102,7 +102,7 @@ def test_a_service_that_is_not_there_is_reported_once_and_asked_rarely() -> None
 
 def test_a_service_that_answers_now_and_then_is_not_reported() -> None:
     script = Script(*[*[TimeoutError()] * 4, None] * 20, NOTICE, NOTICE)
-    assert "Ray drains it" in next(script.news)
+    assert "Ray drains the node" in next(script.news)
 
 
 def test_a_machine_of_no_cloud_ends_its_watch_at_once() -> None:

@@ -120,11 +120,11 @@ def test_a_session_has_a_private_folder(short: Path, monkeypatch: pytest.MonkeyP
             assert get_default_ray_temp_dir() == f"{own}/ray"
             assert own.stat().st_mode & 0o777 == 0o700
     own.chmod(0o770)
-    with pytest.raises(UserError, match=r"others may use it.*RAY_TMPDIR"), private_session():
+    with pytest.raises(UserError, match=r"accessible to others.*RAY_TMPDIR"), private_session():
         pytest.fail("it started")
     own.rename(short / "other")
     own.symlink_to(short / "other")
-    with pytest.raises(UserError, match="belongs to someone else"), private_session():
+    with pytest.raises(UserError, match="belongs to another account"), private_session():
         pytest.fail("it started")
     monkeypatch.setenv("RAY_TMPDIR", str(short / "chosen"))
     with private_session():
@@ -199,7 +199,7 @@ def _head(token: str | None) -> Iterator[tuple[str, list[str | None]]]:
 
 _ASKS = {
     "none": ({}, "there is none in RAY_AUTH_TOKEN"),
-    "another": ({"RAY_AUTH_TOKEN": "cd" * 32}, "refuses the token"),
+    "another": ({"RAY_AUTH_TOKEN": "cd" * 32}, "rejects the token"),
     "forbidden": ({"RAY_AUTH_TOKEN": _RIGHT, "RAY_AUTH_MODE": "disabled"}, "RAY_AUTH_MODE=disabled"),
 }
 

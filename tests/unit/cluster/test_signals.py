@@ -230,7 +230,7 @@ def test_a_request_to_save_never_ends_the_command(command: Command) -> None:
     with command.signals() as signals:
         # Before there is a directory, too, where the signal itself would end the process.
         received(signal.SIGUSR1)
-        assert "the request to save could not be written" in command.shown
+        assert "the save request could not be written" in command.shown
         command.folder.mkdir()
         signals.workers_start()
         received(signal.SIGUSR1)

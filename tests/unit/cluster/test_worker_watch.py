@@ -103,7 +103,7 @@ def test_a_node_that_comes_back_begins_the_wait_anew() -> None:
 
 def test_workers_that_never_start_on_nodes_that_hold_them_end_the_wait_too() -> None:
     cluster = Cluster()
-    with pytest.raises(WorkersMissing, match=r"0 of cluster\.workers=2 .* the nodes can hold them all, so other work"):
+    with pytest.raises(WorkersMissing, match=r"0 of cluster\.workers=2 .* all workers fit on the nodes, so other jobs"):
         cluster.at(60, 2, 0)
 
 

@@ -53,7 +53,7 @@ def test_a_rank_whose_row_has_not_come_has_the_time_of_the_source_of_rows() -> N
     others = [progress(0, 1300.0), progress(2, 1300.0)]
     assert find_hang([waits, *others], [1.0], LIMITS) is None
     found = find_hang([replace(waits, idle_s=1201.0), *others], [1.0], LIMITS)
-    assert found is not None and found.ranks == (1,) and "its row has not come" in str(found)
+    assert found is not None and found.ranks == (1,) and "its row has not arrived" in str(found)
     # Those that wait for it do so in a collective; one that computes at the same place as another counts as it did.
     assert find_hang([replace(waits, waits_for_row=False), *others], [1.0], LIMITS) is not None
     assert find_hang([progress(0, 40.0), replace(progress(1, 40.0), waits_for_row=True)], [1.0], LIMITS) is None
