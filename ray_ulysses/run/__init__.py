@@ -1,1 +1,1 @@
-"""Everything that a command needs to know about a run without training it."""
+"""Run state and preparation: everything that commands need to know about a run except for training itself."""

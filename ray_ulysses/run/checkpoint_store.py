@@ -1,4 +1,4 @@
-"""Locates a run's checkpoints, claims them for one writer, and describes them for its journal."""
+"""Locates a run's checkpoint store, claims it for one writer, and describes committed checkpoints for the journal."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 
 def checkpoint_location(config: Config, run_dir: Place | None = None) -> str:
-    """Return the path or URI under which ``checkpoints/`` of a run is stored.
+    """Return the path or URI of the folder that contains a run's ``checkpoints/`` folder.
 
     Args:
         config: The run's configuration.
-        run_dir: The run's directory, if it may have been moved along with the checkpoints in it.
+        run_dir: The run's current directory, if it may have been moved; None for the configured directory.
     """
     if config.checkpoint.storage is None:
         return str(config.run_dir if run_dir is None else run_dir.absolute())
@@ -38,23 +38,23 @@ def checkpoint_location(config: Config, run_dir: Place | None = None) -> str:
 
 
 def checkpoint_store(config: Config, *, retry_s: float = RETRY_S) -> Store:
-    """Return the store at `checkpoint_location`; opening it touches nothing.
+    """Return the store at `checkpoint_location` without accessing the storage.
 
     Args:
         config: The run's configuration.
-        retry_s: How long requests to an unreachable object store are retried, in seconds.
+        retry_s: Maximum time to retry requests to an unreachable object store, in seconds.
 
     Raises:
-        UserError: The location is neither a path nor a URI of a known kind.
+        UserError: The location is invalid.
     """
     if config.checkpoint.storage is None:
-        # The command that claimed the run's directory has created it.
+        # The directory already exists, because the command has claimed it.
         return open_store(config.run_dir, must_exist=True, retry_s=retry_s)
     return open_store(checkpoint_location(config), retry_s=retry_s)
 
 
 def is_apart(config: Config) -> bool:
-    """Return whether a run's checkpoints are not in its directory."""
+    """Return whether a run's checkpoints are stored outside its directory."""
     there, run_dir = place_of(checkpoint_location(config)), config.run_dir
     if isinstance(there, Path) and isinstance(run_dir, Path):
         return there.resolve() != run_dir.resolve()
@@ -62,35 +62,35 @@ def is_apart(config: Config) -> bool:
 
 
 def checkpoint_claim(config: Config, store: Store, command: str | None = None) -> AbstractContextManager[Claim | None]:
-    """Return a claim on the run's checkpoints; entering it may raise `UserError`.
+    """Return a context manager that claims the run's checkpoints, and raises `UserError` if another process has them.
 
-    The caller's claim on the run covers checkpoints in the run's directory: then entering returns None.
+    If the checkpoints are in the run's directory, the claim on that directory suffices, and the context value is None.
     """
     return Claim(store, run=config.run.name, command=command) if is_apart(config) else nullcontext()
 
 
 @contextmanager
 def storage_answers(location: str) -> Iterator[None]:
-    """Turn a failure of the storage within a block into an error that names the location.
+    """Convert storage errors in the block to errors that contain the checkpoint location.
 
     Raises:
-        RunError: The storage could not be read.
+        RunError: The block raised OSError.
     """
     try:
         yield
     except OSError as error:
         raise RunError(
-            f"the checkpoints in {location} can't be read ({error.strerror or error}); check that the storage is "
-            "mounted and readable, then try again"
+            f"can't read the checkpoints in {location} ({error.strerror or error}); check that the storage is mounted "
+            "and readable, then try again"
         ) from error
 
 
 @contextmanager
 def run_dir_answers(config: Config) -> Iterator[None]:
-    """Turn a failure of an object store within a block into an error that names ``run.storage``.
+    """Convert object store errors in the block to errors that contain ``run.storage``.
 
     Raises:
-        RunError: The run's directory could not be read.
+        RunError: The block raised OSError, and the run's directory is in an object store.
     """
     try:
         yield
@@ -98,7 +98,7 @@ def run_dir_answers(config: Config) -> Iterator[None]:
         if isinstance(config.run_dir, Path):
             raise
         raise RunError(
-            f"run.storage={config.run.storage!r}: can't be read ({error.strerror or error}); check the bucket, its "
+            f"run.storage={config.run.storage!r} can't be read ({error.strerror or error}); check the bucket, its "
             "region and endpoint, and the credentials in the environment or in cluster.secrets_file"
         ) from error
 
@@ -106,17 +106,17 @@ def run_dir_answers(config: Config) -> Iterator[None]:
 def stored_checkpoints(
     config: Config, run_dir: Place, *, trust_run: bool = False, named: tuple[str, ...] = (), way_out: str = TRUST_RUN
 ) -> str:
-    """Return the path or URI of the checkpoints of a run whose configuration is in its directory.
+    """Return an existing run's checkpoint location after checking that the user accepts its server.
 
     Args:
-        config: That configuration.
-        run_dir: The run's directory, which the user names.
-        trust_run: Whether to use every server that it names.
-        named: Other locations that the user names.
-        way_out: How to allow a refused server, besides the environment.
+        config: The configuration stored in the run's directory.
+        run_dir: The run's directory, specified by the user.
+        trust_run: Whether to accept any server in the stored configuration.
+        named: Other locations that the user has specified.
+        way_out: A way to accept a refused server, for the error; see `refuse_server`.
 
     Raises:
-        UnnamedServerError: Only the configuration names the server of its ``checkpoint.storage``.
+        UnnamedServerError: The server in ``checkpoint.storage`` is specified only by the stored configuration.
     """
     location = checkpoint_location(config, run_dir)
     if not trust_run and config.checkpoint.storage is not None:
@@ -125,7 +125,7 @@ def stored_checkpoints(
 
 
 def named_by(config: Config) -> tuple[str, ...]:
-    """Return the locations that the user's own configuration names (pure)."""
+    """Return all storage locations in the user's own configuration."""
     reference = parse_reference(config.model.resume_from) if config.model.resume_from is not None else None
     other = (reference.location,) if isinstance(reference, RunReference) else ()
     storage = () if config.checkpoint.storage is None else (config.checkpoint.storage,)
@@ -133,7 +133,7 @@ def named_by(config: Config) -> tuple[str, ...]:
 
 
 def needs_trust(config: Config) -> bool:
-    """Return whether commands that read the run need ``--trust-run``, or its server in their environment (pure)."""
+    """Return whether reading the run later requires ``--trust-run``, or its server or secrets in the environment."""
     own, *places = map(parse_location, (config.run.storage, config.checkpoint.storage or "/", *corpus_paths(config)))
     stores = [one for one in places if isinstance(one, ObjectLocation)]
     named = {one.server for one in stores} - {None, own.server if isinstance(own, ObjectLocation) else None}
@@ -141,7 +141,7 @@ def needs_trust(config: Config) -> bool:
 
 
 def keep_rules(config: Config) -> KeepRules:
-    """Return the rules by which a run's checkpoints are kept."""
+    """Return a run's retention rules for checkpoints."""
     section = config.checkpoint
     return KeepRules(
         last=section.keep_last,
@@ -152,7 +152,7 @@ def keep_rules(config: Config) -> KeepRules:
 
 
 def commit_fields(ref: CheckpointRef, meta: CheckpointMeta) -> dict[str, Any]:
-    """Return the journal's fields for a committed checkpoint (pure)."""
+    """Return the journal fields for a committed checkpoint."""
     return {
         "step": ref.step,
         "path": ref.folder,
@@ -174,7 +174,7 @@ def commit_fields(ref: CheckpointRef, meta: CheckpointMeta) -> dict[str, Any]:
 
 
 def found_fields(store: Store) -> dict[str, Any] | None:
-    """Return the fields of ``checkpoints_found`` for a run's committed checkpoints; None if there are none.
+    """Return the ``checkpoints_found`` journal fields for a run's committed checkpoints, or None if there are none.
 
     Raises:
         OSError: The store can't be listed.

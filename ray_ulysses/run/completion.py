@@ -1,4 +1,4 @@
-"""Records the end of a run that its last attempt could not record."""
+"""Records the end of a run if its last attempt died before it could do so."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ _MOST_DAMAGED = 5
 
 
 def record_completion(prepared: PreparedRun) -> RunHistory | None:
-    """Return a run's history if it is complete up to its last step, else ``None``.
+    """Return a run's history if all steps have been trained and saved, or None otherwise.
 
-    An attempt may have died or been stopped between saving the last step and recording that the run is finished: that
-    is recorded here, and the trackers receive everything that they missed. The caller holds the run.
+    If the last attempt ended after saving the last step but before recording the end of the run, this function records
+    the end. It also sends undelivered records to the trackers. The caller must hold the run's claim.
 
     Raises:
-        RunError: The storage of the checkpoints does not answer, or holds no whole checkpoint although it should.
+        RunError: The checkpoint storage does not respond, or contains no intact checkpoint although one was committed.
     """
     config = prepared.config
     last_step = prepared.last_step
     if prepared.branched is not None and last_step > prepared.branched.branch.step:
-        # Steps trained beyond the branch point, on the earlier data, do not count.
+        # Steps after the branch point were trained on the old data, and the branch trains them again.
         return None
     journal = read_journal(config.run_dir, ends_only=True)
     if not journal.entries and not prepared.stored.has_begun:
@@ -52,7 +52,7 @@ def record_completion(prepared: PreparedRun) -> RunHistory | None:
         _log.warning("%s; `ray-ulysses inspect` lists every damaged record", record)
     recorded = finished_step(journal.entries)
     if recorded is None or recorded < last_step:
-        # Only now, since the checkpoints of a finished run may have been deleted after an export.
+        # Skip this check for a run recorded as finished, since its checkpoints may have been deleted after an export.
         saved = committed_step(prepared.run)
         if saved < last_step:
             return None
@@ -63,15 +63,15 @@ def record_completion(prepared: PreparedRun) -> RunHistory | None:
             last.append({"event": "run_finished", "step": saved})
     with tracked(config):
         pass
-    # The run is held by the caller, so nobody is training it.
+    # The caller holds the claim, so the run is not being trained.
     return read_history(config.run_dir, is_held=False, store=prepared.run.store)
 
 
 def record_run_failed(config: Config, failure: EndEvent) -> None:
     """Record in the journal that a failure has ended the run.
 
-    The workers are gone, and the caller holds the run. A storage that does not answer causes only a warning, since the
-    failure itself is already being reported.
+    Call it after all workers have ended. The caller must hold the run's claim. If the storage fails, only log a
+    warning, since the caller reports the failure itself.
     """
     try:
         attempt = max(attempt_numbers(config.run_dir), default=1)
@@ -80,13 +80,13 @@ def record_run_failed(config: Config, failure: EndEvent) -> None:
         ended = RunFailed(time=SystemClock().now(), attempt=attempt, command_started=started, **fields)
         record_failure(config.run_dir, ended, writer=_WRITER)
     except OSError as error:
-        _log.warning("the end of run %s could not be recorded in the journal (%s)", config.run.name, error)
+        _log.warning("can't record the end of run %s in the journal (%s)", config.run.name, error)
 
 
 def record_command_ended(run_dir: Place, session: str) -> None:
-    """Record in the journal that a command with an attempt has ended, for its time accounting.
+    """Record the end of a command in the journal, for time accounting, if the command has started an attempt.
 
-    A failure to write the record is ignored.
+    Storage errors are ignored.
     """
     with contextlib.suppress(OSError):
         own = [
@@ -100,7 +100,7 @@ def record_command_ended(run_dir: Place, session: str) -> None:
 
 
 def _record_found(config: Config, attempt: int) -> None:
-    """Record the run's checkpoints: its last attempt may have died between a commit and its record."""
+    """Record the committed checkpoints, since the last attempt may have died before it recorded a commit."""
     with contextlib.suppress(OSError, RunError):
         found = found_fields(checkpoint_store(config))
         if found is not None:

@@ -1,4 +1,4 @@
-"""Chooses a first configuration for a model, a context and a number of GPUs from the planner's estimates."""
+"""Chooses an initial configuration for a model, context length and number of GPUs, based on the planner's estimates."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ STORAGE, CORPORA = "/mnt/shared/runs", "/mnt/shared/corpora"
 _TOKENS_PER_STEP = 1 << 21
 _GPUS_PER_NODE = 8
 _NOT_USABLE_GIB = 1
-"""Share of a GPU's nominal memory that its driver reserves."""
+"""Memory that the driver reserves on each GPU, in GiB."""
 _DEVICES = {40: "A100", 80: "H100", 141: "H200"}
 _NOISE = frozenset((
     "_name_or_path", "architectures", "auto_map", "bos_token_id", "dtype", "eos_token_id", "pad_token_id",
     "torch_dtype", "transformers_version", "use_cache",
 ))  # fmt: skip
-"""Fields of a ``config.json`` that do not describe the trained model."""
+"""Fields of ``config.json`` that do not affect training."""
 
 
 def first_configs(model: str, context: int, gpus: int, gpu_memory: float, host_memory: float) -> list[FirstConfig]:
-    """Return a configuration for each number of ranks per row that fits, the fastest first.
+    """Return one configuration for each value of ``parallel.sp_size`` that fits into memory, fastest first.
 
     Args:
-        model: A local model directory, or a hub id.
-        context: Tokens of a row.
-        gpus: Number of GPUs, eight to a node.
-        gpu_memory: Memory of one GPU in GB, as in its name.
-        host_memory: Memory of a node per GPU in GiB.
+        model: A local model directory or a hub id.
+        context: Row length in tokens.
+        gpus: Total number of GPUs, with eight per node.
+        gpu_memory: Nominal memory per GPU in GB, for example 80 for an H100.
+        host_memory: Host memory per GPU in GiB.
 
     Raises:
-        UserError: The model can't be read, or fits in no layout.
+        UserError: The model can't be read, or does not fit with any ``sp_size``.
     """
     described = _described(model)
     found: list[FirstConfig] = []
@@ -55,7 +55,7 @@ def first_configs(model: str, context: int, gpus: int, gpu_memory: float, host_m
         try:
             one, shape = _completed(tree)
         except UserError as error:
-            # For example, this many ranks can't share a row.
+            # For example, the model does not support this sp_size.
             refused.append(error)
             continue
         if fits(one.config, one.memory):
@@ -66,7 +66,7 @@ def first_configs(model: str, context: int, gpus: int, gpu_memory: float, host_m
         return sorted(found, key=_seconds_per_row)
     if not too_large:
         raise refused[0]
-    # The planner leaves some settings alone, such as peer memory.
+    # `nearest` may also change settings that the automatic plan does not, such as peer memory.
     one, shape = too_large[-1]
     near = nearest(one.config, shape)
     if near is not None and near.config.cluster.workers.min == gpus:
@@ -75,13 +75,13 @@ def first_configs(model: str, context: int, gpus: int, gpu_memory: float, host_m
         return [replace(one, config=near.config, chosen=tuple(chosen.values()), memory=near.memory, time=near.time)]
     more = "" if near is None else f"--gpus {near.config.cluster.workers.min}, "
     raise UserError(
-        f"--gpus={gpus}: {model} at {context:,} tokens does not fit on them in any layout, with {gpu_memory:g} GB each "
-        f"and {host_memory:g} GiB of host memory; give {more}more --gpu-memory or a shorter --context"
+        f"--gpus={gpus}: {model} with {context:,} tokens per row does not fit in any layout, with {gpu_memory:g} GB "
+        f"and {host_memory:g} GiB of host memory per GPU; use {more}a larger --gpu-memory or a smaller --context"
     )
 
 
 def _completed(tree: dict[str, Any]) -> tuple[FirstConfig, ModelShape]:
-    """Return a configuration with its open position and memory settings filled in, and the model."""
+    """Return a configuration completed with position and memory settings, and the model's shape."""
     trained = _extend_positions(tree)
     config, shape, chosen = planned_memory(parse_config(tree), Path("/"))
     return FirstConfig(
@@ -95,12 +95,12 @@ def _completed(tree: dict[str, Any]) -> tuple[FirstConfig, ModelShape]:
 
 
 def _seconds_per_row(one: FirstConfig) -> float:
-    """Return a time to three digits, the precision of the estimate, so that ties keep their order."""
+    """Return the estimated time per row, rounded to three digits so that nearly equal estimates sort as ties."""
     return 0.0 if one.time is None else float(f"{one.time.seconds / one.config.data.rows_per_step:.3g}")
 
 
 def _described(model: str) -> dict[str, Any]:
-    """Return the fields of the model's ``config.json`` that describe the trained model."""
+    """Return the fields of the model's ``config.json`` that affect training."""
     file = Path(model).expanduser() / "config.json"
     if not file.parent.is_dir():
         from ray_ulysses.engine.model_config import stored_config
@@ -112,7 +112,7 @@ def _described(model: str) -> dict[str, Any]:
 
 
 def _tree(model: str, described: Mapping[str, Any], context: int, gpus: int, sp_size: int) -> dict[str, Any]:
-    """Return the sections of a configuration whose memory settings are left to the planner."""
+    """Return a configuration tree without memory settings, which the planner chooses later."""
     directory, groups = Path(model).expanduser(), gpus // sp_size
     is_local = directory.is_dir()
     name = re.sub(r"[^a-z0-9.]+", "-", (directory.resolve().name if is_local else model.rpartition("/")[2]).lower())
@@ -138,7 +138,7 @@ def _tree(model: str, described: Mapping[str, Any], context: int, gpus: int, sp_
 
 
 def _extend_positions(tree: dict[str, Any]) -> int | None:
-    """Write the rotary scaling for a longer context, and return the number of positions the model was trained for."""
+    """Add RoPE scaling if the context exceeds the model's trained positions, and return their number."""
     from ray_ulysses.engine.model_config import planned_config, trained_positions
 
     config = parse_config(tree)
@@ -147,20 +147,20 @@ def _extend_positions(tree: dict[str, Any]) -> int | None:
         return trained
     text = planned_config(config).get_text_config(decoder=True)
     stored = text.rope_parameters.get("full_attention", text.rope_parameters)
-    # A model's own scaling is not scaled again, and a multimodal checkpoint's positions are in its config.json.
+    # Keep a model's own RoPE scaling. For model.part=text, positions come from the full checkpoint's config.json.
     is_plain = stored.get("rope_type", "default") == "default" and config.model.part == "whole"
     factor = float(math.ceil(context / trained))
     tree["model"]["rope"] = {"rope_type": "yarn", "factor": factor} if is_plain else "unchanged"
     try:
         planned_config(parse_config(tree))
     except UserError:
-        # Some types accept only another scaling, which needs more than a factor.
+        # Some model types support only scaling methods that require more parameters than a factor.
         tree["model"]["rope"] = "unchanged"
     return trained
 
 
 def _length(context: int) -> str:
-    """Return a context as used in names: ``128k``, ``1m``, ``1000``."""
+    """Format a context length for a run name: ``128k``, ``1m``, ``1000``."""
     for unit, scale in (("m", 1 << 20), ("k", 1 << 10)):
         if context % scale == 0:
             return f"{context // scale}{unit}"

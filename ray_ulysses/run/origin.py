@@ -1,4 +1,4 @@
-"""Resolves references to checkpoints, in a store or in MLflow, and pins the one that another run starts from."""
+"""Resolves checkpoint references, in a store or in MLflow, and pins the checkpoint that a new run starts from."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _WAY_OUT = f"name the store itself in {SETTING}"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origin:
-    """The other run's checkpoint from which a run starts."""
+    """Another run's checkpoint that this run starts from."""
 
     reference: str
-    """``model.resume_from`` as it was when the checkpoint was found."""
+    """Value of ``model.resume_from`` at the time of the lookup."""
     location: str
-    """Root of its store, a path or a URI."""
+    """Path or URI of the checkpoint store's root."""
     step: int
 
     def __str__(self) -> str:
@@ -46,11 +46,11 @@ class Origin:
 
 
 def find_origin(config: Config) -> Origin | None:
-    """Return the checkpoint that ``model.resume_from`` currently names; ``None`` if it is not set.
+    """Look up the checkpoint that ``model.resume_from`` refers to. Return None if the setting is not set.
 
     Raises:
-        UserError: There is no such checkpoint, or it is damaged.
-        RunError: MLflow does not answer.
+        UserError: The checkpoint does not exist.
+        RunError: MLflow or the checkpoint storage does not respond.
     """
     text = config.model.resume_from
     if text is None:
@@ -59,11 +59,11 @@ def find_origin(config: Config) -> Origin | None:
     if isinstance(reference, MlflowReference):
         uri = config.tracking_uri
         if uri is None:
-            raise UserError(f"{SETTING}={text!r}: tracking.enabled is false, so no MLflow is named; set tracking.uri")
+            raise UserError(f"{SETTING}={text!r} requires MLflow, but tracking.enabled is false; set tracking.uri")
         tracked = find_tracked(reference.run, reference.which, uri=uri, allow_http=config.tracking.allow_http)
         refuse_server(tracked.store, f"{SETTING}={text!r}: store", named_by(config), _WAY_OUT)
         return Origin(reference=text, location=tracked.store, step=tracked.step)
-    # A run's directory, whose configuration may place the checkpoints elsewhere, or the root of a store itself.
+    # The reference is a run's directory, whose config.yaml may specify another checkpoint store, or a store's root.
     location, where = reference.location, place_of(reference.location)
     if is_file(where / CONFIG_FILE):
         location = stored_checkpoints(stored_config(where), where, named=named_by(config), way_out=_WAY_OUT)
@@ -73,33 +73,33 @@ def find_origin(config: Config) -> Origin | None:
 
 
 def check_origin(origin: Origin, config: Config, plan: Plan) -> Manifest:
-    """Return the manifest of an origin, if the run may start from it; reads no weights.
+    """Return an origin's manifest after checking that the run can start from it, without reading weights.
 
     Raises:
-        UserError: It is missing or not whole, or ``resume_state=all`` and its run has other settings or data.
+        UserError: The checkpoint is missing, damaged or incompatible with the run's settings or data.
     """
     with storage_answers(origin.location):
         store = open_store(origin.location)
         if not is_there(origin):
             there = listed(tuple(nameable(store))) or "none"
             raise UserError(
-                f"{SETTING}={origin.reference!r}: the checkpoint of step {origin.step} is missing in "
-                f"{origin.location} (there: {there}); mount or restore that location, or name the run's present one, "
-                f"as in /path/of/the/run@{origin.step}"
+                f"{SETTING}={origin.reference!r}: {origin.location} does not contain the checkpoint of step "
+                f"{origin.step} (available steps: {there}); mount or restore that location, or specify the run's "
+                f"current location, for example /path/of/the/run@{origin.step}"
             )
         found = examine(store, origin.step, "sizes")
     if isinstance(found, Damage):
-        raise UserError(f"{SETTING}={origin.reference!r}: {found}; name another step")
+        raise UserError(f"{SETTING}={origin.reference!r}: {found}; specify another step")
     if config.model.resume_state != "all":
         _check_adapter(found, origin, config)
         return found
-    other = "set model.resume_state to weights or optimizer to start a separate run from it"
+    other = "set model.resume_state to weights or optimizer to start a separate run from the checkpoint"
     if found.meta.config_fingerprint != resume_fingerprint(config):
         differences = settings_that_differ(found.meta.extra.get("settings", {}), config)
         raise UserError(
             f"{SETTING}={origin.reference!r}: the checkpoint of step {found.step} of run {found.meta.run!r} was "
-            f"written under other settings ({differences}), so the run "
-            f"can't continue from it; restore them, or {other}"
+            f"written with different settings ({differences}), so this run can't continue from it; restore those "
+            f"settings, or {other}"
         )
     try:
         plan.check_cursor(Cursor.from_json(dict(found.meta.cursor)))
@@ -109,7 +109,7 @@ def check_origin(origin: Origin, config: Config, plan: Plan) -> Manifest:
 
 
 def _check_adapter(found: Manifest, origin: Origin, config: Config) -> None:
-    """Refuse weights that were trained with another adapter: their names and sizes do not fit."""
+    """Refuse a checkpoint with a different ``model.adapter``, whose tensors have other names and shapes."""
     theirs, own = (
         found.meta.extra.get("settings", {}).get("model.adapter"),
         setting(config, "model.adapter"),
@@ -118,13 +118,13 @@ def _check_adapter(found: Manifest, origin: Origin, config: Config) -> None:
         named = ["no adapter" if one is None else f"model.adapter={one}" for one in (theirs, own)]
         raise UserError(
             f"{SETTING}={origin.reference!r}: the checkpoint of step {found.step} of run {found.meta.run!r} has "
-            f"{named[0]} and this run {named[1]}, so its weights do not fit; set the same, or export that run (with "
-            "--merge if it has an adapter) and give the directory as model.path"
+            f"{named[0]} and this run has {named[1]}, so the weights are incompatible; set the same adapter, or export "
+            "that run (with --merge if it has an adapter) and set model.path to the exported directory"
         )
 
 
 def is_there(origin: Origin) -> bool:
-    """Return whether an origin's checkpoint is committed at its location.
+    """Return whether an origin's checkpoint still exists at its location.
 
     Raises:
         OSError: The storage can't be listed.
@@ -133,17 +133,17 @@ def is_there(origin: Origin) -> bool:
 
 
 def pin_origin(config: Config, origin: Origin | None) -> None:
-    """Record a run's origin, so that every attempt starts from the same one; the driver calls it."""
+    """Store a run's origin so that every attempt starts from the same checkpoint. Called only by the driver."""
     if origin is not None:
         text = json.dumps({"asked": origin.reference, "location": origin.location, "step": origin.step})
         open_store(config.run_dir).replace(ORIGIN_FILE, [text.encode()])
 
 
 def pinned_origin(config: Config) -> Origin | None:
-    """Return the origin recorded for the present ``model.resume_from``; ``None`` if there is none.
+    """Return the origin stored for the current value of ``model.resume_from``, or None if there is none.
 
     Raises:
-        UnnamedServerError: Only the record names its server.
+        UnnamedServerError: The origin's server is specified only by the stored file.
     """
     try:
         fields = from_json(open_store(config.run_dir).read_whole(ORIGIN_FILE))
@@ -157,54 +157,53 @@ def pinned_origin(config: Config) -> Origin | None:
 
 
 def choose_step(committed: Mapping[int, Committed], which: Which, asked: str) -> int:
-    """Return the step of the requested checkpoint (pure).
+    """Return the step of the requested checkpoint.
 
     Args:
-        committed: The checkpoints of the run, as `nameable` returns them.
-        which: A step, the newest one, or the one with the lowest loss.
-        asked: The setting or option and its value, for error messages.
+        committed: The run's checkpoints by step, from `nameable`.
+        which: A step, ``latest``, or ``best`` for the lowest loss.
+        asked: The setting or option with its value, for errors.
 
     Raises:
-        UserError: There is no such checkpoint, or the best one can't be determined; the text lists the steps.
+        UserError: The checkpoint does not exist, or the best checkpoint can't be determined.
     """
     steps = tuple(sorted(committed))
     if not steps:
-        raise UserError(f"{asked}: there is no checkpoint; name a run that has one")
+        raise UserError(f"{asked}: the run has no checkpoint; specify a run that has one")
     if which == "latest":
         return steps[-1]
     if which != "best":
         if which not in committed:
-            raise UserError(f"{asked}: there is no checkpoint of that step; give one of {listed(steps)}")
+            raise UserError(f"{asked}: the run has no checkpoint of that step; use one of {listed(steps)}")
         return which
     if unknown := unreadable(committed):
         raise UserError(
             f"{asked}: the best checkpoint can't be determined, since the metrics of step {listed(unknown)} can't be "
-            f"read; repair it, or give a step: {listed(steps)}"
+            f"read; repair that checkpoint, or specify a step: {listed(steps)}"
         )
     best = best_of(committed)
     if best is None:
-        raise UserError(f"{asked}: none of the run's checkpoints has a loss; give a step: {listed(steps)}")
+        raise UserError(f"{asked}: none of the run's checkpoints has a loss; specify a step: {listed(steps)}")
     return best
 
 
 def listed(steps: Sequence[int]) -> str:
-    """Return steps as listed in an error."""
+    """Format steps for an error message."""
     return ", ".join(map(str, steps))
 
 
 def find_tracked(run: str, which: Which, *, uri: str, allow_http: bool = False) -> TrackedCheckpoint:
-    """Return a checkpoint of a run that still exists according to MLflow.
+    """Return a run's checkpoint that MLflow lists as existing.
 
     Args:
         run: Id or name of the MLflow run.
-        which: A step, the newest one, or the one with the lowest loss (of the evaluation if there is any, else of
-            training).
-        uri: Tracking URI.
-        allow_http: As of `open_client`.
+        which: A step, ``latest``, or ``best`` for the lowest evaluation loss, or training loss without evaluations.
+        uri: MLflow tracking URI.
+        allow_http: See `open_client`.
 
     Raises:
-        UserError: There is no such run or checkpoint, or several; the text lists the existing ones.
-        RunError: MLflow does not answer.
+        UserError: The run or checkpoint does not exist, or several runs have this name.
+        RunError: MLflow does not respond.
     """
     reference, shown = f"model.resume_from='mlflow:{run}/{which}'", without_secret(uri)
     database = sqlite_path(uri)
@@ -220,42 +219,42 @@ def find_tracked(run: str, which: Which, *, uri: str, allow_http: bool = False) 
     except Exception as error:
         reason = f"{type(error).__name__}: {without_secret(str(error)).partition(chr(10))[0][:300]}"
         raise RunError(
-            f"{reference}: MLflow at {shown} does not answer ({reason}); start it, correct tracking.uri, or give the "
-            "run's directory instead of the MLflow run"
+            f"{reference}: MLflow at {shown} does not respond ({reason}); start the server, correct tracking.uri, or "
+            "specify the run's directory instead of the MLflow run"
         ) from error
     if not found:
-        have = "its newest runs are:" if newest else "nor any other run of ray-ulysses"
+        have = "its newest runs are:" if newest else "it has no ray-ulysses runs"
         lines = [f"{one.name}  {one.run_id}  {one}" for one in newest]
         raise UserError(f"{reference}: MLflow at {shown} has no run with that id or name; {have}", *lines)
     if len(found) > 1:
         candidates = [f"mlflow:{one.run_id}/{which}  {one}" for one in found[:_MOST_CANDIDATES]]
-        rule = f"{reference}: {len(found)} MLflow runs have that name; give the id of one of them:"
+        rule = f"{reference}: {len(found)} MLflow runs have that name; use the id of one of them:"
         raise UserError(rule, *candidates)
     return choose_tracked(tracked, which, reference=reference)
 
 
 def choose_tracked(tracked: Sequence[TrackedCheckpoint], which: Which, *, reference: str) -> TrackedCheckpoint:
-    """Return the requested checkpoint (pure).
+    """Return the requested checkpoint of an MLflow run.
 
     Args:
-        tracked: All checkpoints of a run, in any state.
-        which: As in `find_tracked`.
-        reference: The setting and its value, for the text of an error.
+        tracked: All of the run's checkpoints, including deleted and damaged ones.
+        which: See `find_tracked`.
+        reference: The setting and its value, for errors.
 
     Raises:
-        UserError: There is no such checkpoint; the text gives the state of the requested one and lists the others.
+        UserError: The checkpoint does not exist or is not usable.
     """
     live = usable(tracked)
     if not live:
         gone = f"; all {len(tracked)} of its checkpoints are deleted or damaged" if tracked else ""
-        raise UserError(f"{reference}: MLflow has no usable checkpoint of that run{gone}; choose another run")
+        raise UserError(f"{reference}: MLflow lists no usable checkpoint of that run{gone}; choose another run")
     if which == "latest":
         return live[-1]
     if which == "best":
         best = best_tracked(live)
         if best is None:
             steps = listed([one.step for one in live])
-            raise UserError(f"{reference}: none of the run's checkpoints has a loss; give a step: {steps}")
+            raise UserError(f"{reference}: none of the run's checkpoints has a loss; specify a step: {steps}")
         return best
     of_step = [one for one in live if one.step == which]
     if of_step:

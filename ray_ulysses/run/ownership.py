@@ -1,7 +1,7 @@
-"""Ties the checkpoints in ``checkpoint.storage`` to one run directory.
+"""Assigns the checkpoints in ``checkpoint.storage`` to one run directory.
 
-Otherwise two directories with the same name and storage would alternately continue each other, and neither journal
-would hold the whole run. A moved or copied directory keeps its identity.
+Without an owner, two run directories with the same run name and checkpoint storage would alternately continue each
+other's training, and neither journal would be complete. A moved or copied directory keeps its identity.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ _OWNER = TypeAdapter(_Owner)
 
 
 def claim_checkpoints(run: ResolvedRun) -> None:
-    """Make this run directory the permanent owner of the checkpoints; the caller holds the run.
+    """Make this run directory the permanent owner of its checkpoints. The caller must hold the run's claim.
 
-    If several directories claim them at once, exactly one succeeds. Checkpoints that were moved there without an owner
-    belong to the directory whose journal records the newest one.
+    If several directories call this function concurrently, exactly one succeeds. Checkpoints without an owner file,
+    for example after a move, belong to the directory whose journal records the newest checkpoint.
 
     Raises:
-        UserError: They belong to another directory; nothing was changed there.
-        RunError: The storage does not answer.
+        UserError: The checkpoints belong to another directory. The storage was not changed.
+        RunError: The storage does not respond.
     """
     config, store, location = run.config, run.store, run.location
     if config.checkpoint.storage is None:
@@ -63,17 +63,17 @@ def claim_checkpoints(run: ResolvedRun) -> None:
         if owner is None:
             newest = newest_committed(store, "sizes")
             if newest.manifest is not None and not _is_recorded(config, newest.manifest):
-                raise _refusal(config, location, "a run directory whose journal records them,")
+                raise _refusal(config, location, "the run directory whose journal records them")
             note = _Owner(identity=identity, run_dir=str(config.run_dir), host=socket.gethostname())
             is_created = create_if_absent(store, OWNER_FILE, json.dumps(asdict(note)).encode())
             owner = note if is_created else _read_owner(store, location)
     if owner is None or owner.identity != identity:
-        there = "another" if owner is None else f"the run directory {owner.run_dir} of host {owner.host}"
+        there = "another directory" if owner is None else f"the run directory {owner.run_dir} on host {owner.host}"
         raise _refusal(config, location, there)
 
 
 def run_identity(config: Config) -> str:
-    """Return the run directory's identity, which moves with it; create it if there is none."""
+    """Return the run directory's unique id, which is stored in the directory. Create the id if it does not exist."""
     store = open_store(config.run_dir, must_exist=True)
     made = uuid.uuid4().hex
     if create_if_absent(store, IDENTITY_FILE, made.encode()):
@@ -82,9 +82,9 @@ def run_identity(config: Config) -> str:
 
 
 def peer_memory_key(config: Config) -> str:
-    """Return the name of the run's peer memory, which differs for a copy of its directory."""
+    """Return the key of the run's peer memory, which differs between copies of a run directory."""
     run_dir = config.run_dir
-    # The next driver may reach the directory under another name, through a link.
+    # The next driver may use another path to the same directory, through a symbolic link.
     place = run_dir.resolve() if isinstance(run_dir, Path) else run_dir
     return stable_hash([run_identity(config), str(place)])
 
@@ -96,13 +96,13 @@ def _read_owner(store: Store, location: str) -> _Owner | None:
         return None
     except ContentError as error:
         raise UserError(
-            f"{location}/{OWNER_FILE} names the run directory that owns the checkpoints there, and is damaged "
-            f"({error}); delete it, and the directory whose journal records the newest one can continue"
+            f"{location}/{OWNER_FILE}, which records the owner of the checkpoints, is damaged ({error}); delete the "
+            "file, and the run directory whose journal records the newest checkpoint can continue"
         ) from error
 
 
 def _is_recorded(config: Config, manifest: Manifest) -> bool:
-    """Return whether the journal records a checkpoint, or its step if the attempt died before recording the commit."""
+    """Return whether the journal records the checkpoint's commit, or at least its step if the attempt then died."""
     step, trained, digests = manifest.step, False, set()
     for entry in read_entries(config.run_dir):
         if entry.attempt == manifest.attempt and isinstance(entry, StepGroup):
@@ -114,7 +114,7 @@ def _is_recorded(config: Config, manifest: Manifest) -> bool:
 
 def _refusal(config: Config, location: str, owner: str) -> UserError:
     return UserError(
-        f"checkpoint.storage={config.checkpoint.storage!r}: the checkpoints of run {config.run.name!r} there belong to "
-        f"{owner} and not to {config.run_dir}: two directories would train one run in turn. Set another run.name or "
-        f"another checkpoint.storage; model.resume_from={location} starts a new run from these checkpoints"
+        f"checkpoint.storage={config.checkpoint.storage!r}: the checkpoints of run {config.run.name!r} there belong "
+        f"to {owner}, not to {config.run_dir}, and only one directory may continue them. Set another run.name or "
+        f"checkpoint.storage; model.resume_from={location} starts a new run from these checkpoints"
     )

@@ -1,4 +1,4 @@
-"""Plans the data of a run: takes the stored plan, makes a first one, or branches it."""
+"""Plans a run's data: reuses the stored plan, creates a first plan, or branches the stored plan."""
 
 from __future__ import annotations
 
@@ -33,31 +33,31 @@ if TYPE_CHECKING:
     from ray_ulysses.run.settings import ResolvedRun
     from ray_ulysses.run.stored_run import StoredRun
 
-_NAME_IT = "give the corpus in data.sources with weight 0"
+_NAME_IT = "add the corpus to data.sources with weight 0"
 
 
 def plan_run(
     run: ResolvedRun, stored: Plan | None, stored_run: StoredRun, *, branch: bool
 ) -> tuple[CorpusSet, Plan, tuple[NewSegment, ...]]:
-    """Return a run's corpora and plan, and the plan's segments that are not stored yet; writes nothing.
+    """Return a run's corpora, its plan, and the plan segments that are not stored yet, without writing files.
 
-    A stored plan that was made with these settings is returned as it is. Corpora that only completed stages use may be
-    gone.
+    A stored plan that was created with the same settings is returned unchanged. Corpora that are used only by completed
+    stages may be missing.
 
     Args:
         run: The run.
-        stored: The run's plan so far.
-        stored_run: Everything else that is stored of it.
-        branch: Whether a plan that differs from the stored one continues it.
+        stored: The run's stored plan, or None if there is none.
+        stored_run: The rest of the run's stored state.
+        branch: Whether a changed plan may continue the stored plan, as a branch.
 
     Raises:
-        UserError: A corpus can't be used, only the stored plan names its server, or no plan is possible.
-        ConfigError: A branch changes the data of a stage that has begun.
+        UserError: A corpus is unusable, a corpus server is specified only by the stored plan, or planning fails.
+        ConfigError: The branch changes the data of a stage that has already started.
     """
     if stored is not None:
         _refuse_strange_corpora(run.config, stored)
     stages = stage_plans(run.config, run.shape, stored.settings if stored else None)
-    # Only a run of several segments can have corpora that are no longer needed.
+    # Only a plan with several segments can have corpora that are no longer needed.
     step = (known_step(run.store) or 0) if stored is not None and len(stored.segments) > 1 else 0
     began_with = stored_run.config or run.config
     plan, new = _planned(run, stages, stored, step, began_with if branch else None)
@@ -68,12 +68,12 @@ def plan_run(
 
 
 def _refuse_strange_corpora(config: Config, stored: Plan) -> None:
-    """Refuse a stored plan with a corpus on a server if the configuration names neither."""
+    """Refuse a stored plan with a corpus on a server that the configuration does not specify."""
     for source in {source for segment in stored.segments for source in segment.sources}:
         try:
             refuse_server(source.path, f"a corpus of {config.run_dir / PLAN_FOLDER}", named_by(config), _NAME_IT)
         except UnnamedServerError:
-            # If a corpus was moved, the configuration has its present path.
+            # Accept a moved corpus: the configuration then specifies the same corpus at its current location.
             here = set()
             for path in corpus_paths(config):
                 with suppress(UserError):
@@ -90,10 +90,9 @@ def _planned(
     kept = stored
     if branches_from is not None:
         step = committed_step(run)
-        # At its first step a stage has not begun yet.
+        # A stage starts with its first step, so a checkpoint at the end of a stage belongs to that stage.
         kept = stored.at_step(max(step - 1, 0))
         if branches_from.stages or run.config.stages:
-            # A branch must not change the data of a stage that has begun.
             problems = stage_conflicts(branches_from, run.config, kept.newest.stage_number + 1)
             if problems:
                 raise ConfigError(problems, source=f"branch of run {run.config.run.name!r}")
@@ -101,9 +100,9 @@ def _planned(
     if made == len(stages):
         return stored, ()
     if made is not None:
-        # A command was killed while storing them.
+        # An earlier command was killed before it had stored all segments.
         return plan_rest(stages, stored)
-    # Without a branch, this is the plan of the new settings: the resume is refused later, together with the report.
+    # The new settings require another plan. Without --branch, the resume is refused later, along with other problems.
     if branches_from is None:
         return plan_stages(stages)
     if kept.newest.stage is not None and kept.num_steps == step and num_made(kept, stages) is not None:
@@ -112,17 +111,17 @@ def _planned(
 
 
 def store_plan(config: Config, new: Sequence[NewSegment], stored: Plan | None) -> None:
-    """Write new segments of a plan into the run's directory, unless they are stored already.
+    """Store a plan's new segments in the run's directory, skipping segments that are already stored.
 
     Args:
         config: The run's configuration.
-        new: The segments, in order.
-        stored: The plan that is there; None if there is none.
+        new: The new segments, in order.
+        stored: The stored plan, or None if there is none.
     """
     folder = config.run_dir / PLAN_FOLDER
     known = {segment.plan_id for segment in stored.segments} if stored is not None else set()
     missing = [one for one in new if one.segment.plan_id not in known]
-    # Segments that a branch has replaced keep their numbers.
+    # Numbers of segments that a branch has replaced are not reused.
     first = num_segments(folder) if missing and stored is not None else 0
     for number, one in enumerate(missing, start=first):
         settings, documents = one.segment.settings, plan_input(one.corpora)
@@ -134,17 +133,17 @@ _log = get_logger(__name__)
 
 
 def skip_bad_step(run: ResolvedRun, clock: Clock) -> str | None:
-    """Leave out the rows of the bad step that ended the newest attempt, if one did.
+    """Remove a bad step's rows from the plan, if a bad step ended the newest attempt and ``elastic.bad_steps=skip``.
 
-    The caller holds the run, and no worker is alive. The rows between the newest checkpoint and the bad step are
-    replanned with all that follow; rows left out of an epoch are not trained in later segments of that epoch.
+    The caller must hold the run's claim, and all workers must have ended. All other rows after the newest checkpoint
+    are planned again. The skipped rows are not trained again in the same epoch.
 
     Args:
         run: The run.
-        clock: Time.
+        clock: The time source.
 
     Returns:
-        A message about what was done; None if nothing was, and the run must end.
+        A message about the skipped rows, or None if no rows were skipped and the run must end.
     """
     elastic, run_dir = run.config.elastic, run.config.run_dir
     newest = max(attempt_numbers(run_dir), default=0)
@@ -156,8 +155,8 @@ def skip_bad_step(run: ResolvedRun, clock: Clock) -> str | None:
     number = 1 + sum(isinstance(one, RowsSkipped) and one.time >= since for one in events)
     if number > elastic.max_skipped_steps:
         _log.warning(
-            "the rows of step %d are not left out: elastic.max_skipped_steps=%d steps were since %g s; lower "
-            "optimizer.lr in a new run, or raise that number",
+            "the rows of step %d are not skipped: elastic.max_skipped_steps=%d steps were skipped in the last %g s; "
+            "start a new run with a lower optimizer.lr, or increase elastic.max_skipped_steps",
             bad.step,
             elastic.max_skipped_steps,
             elastic.failure_window_s,
@@ -166,29 +165,28 @@ def skip_bad_step(run: ResolvedRun, clock: Clock) -> str | None:
     try:
         step, plan_id = _branch(run, bad)
     except (UserError, RunError, OSError) as error:
-        _log.warning("the rows of step %d can't be left out: %s", bad.step, error)
+        _log.warning("can't skip the rows of step %d: %s", bad.step, error)
         return None
     with closing(open_journal(run_dir, newest, writer=_WRITER)) as journal:
         journal.append({"event": "rows_skipped", "step": step, "rows": bad.rows, "plan_id": plan_id})
     first, end = bad.rows
     return (
-        f"rows {first} to {end - 1} are left out from now on, which were those of step {bad.step}: the run continues "
-        f"from step {step} with plan {plan_id} (skipped step {number} of elastic.max_skipped_steps="
-        f"{elastic.max_skipped_steps})"
+        f"skipping rows {first} to {end - 1} of bad step {bad.step}: the run continues from step {step} with plan "
+        f"{plan_id} (skipped step {number} of elastic.max_skipped_steps={elastic.max_skipped_steps})"
     )
 
 
 def _branch(run: ResolvedRun, bad: BadStep) -> tuple[int, str]:
-    """Write the segment without the rows, and return the step it starts from and the plan's id."""
+    """Store a branch of the plan without the bad step's rows, and return its first step and plan id."""
     config = run.config
     folder = config.run_dir / PLAN_FOLDER
     step = committed_step(run)
     stored = load_plan(folder)
     kept = stored.at_step(step)
     if kept.plan_id != bad.plan_id:
-        raise RunError(f"they are of plan {bad.plan_id}, and the run's is {kept.plan_id}")
+        raise RunError(f"the rows belong to plan {bad.plan_id}, but the run's plan is {kept.plan_id}")
     if step == 0 and config.model.resume_from is not None:
-        raise RunError("the run has no checkpoint of its own yet; save more often (checkpoint.every_steps)")
+        raise RunError("the run has no checkpoint of its own yet; decrease checkpoint.every_steps")
     stages = stage_plans(config, run.shape, stored.settings)
     plan, new = plan_stages(stages, kept, step, range(*bad.rows))
     store_plan(config, new, stored)

@@ -1,4 +1,4 @@
-"""Refuses a run that can't start, before any worker starts, and claims the directory of a run that can."""
+"""Checks whether a run can start, before any worker starts, and writes its configuration and plan to its directory."""
 
 from __future__ import annotations
 
@@ -53,31 +53,29 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedRun:
-    """A run that is ready to start, unless its report has problems."""
+    """A run that is ready to start if its report contains no problems."""
 
     run: ResolvedRun
-    """Its configuration, and the values that follow from it."""
     corpora: CorpusSet
-    """Its corpora."""
     plan: Plan
-    """Its rows; for a segment that is not stored yet, only their stats."""
+    """The run's data plan. Segments that are not stored yet have row statistics but no rows."""
     report: PlanReport
-    """The report that ``plan`` prints."""
+    """The report that the ``plan`` command prints."""
     new: tuple[NewSegment, ...]
-    """Segments of the plan that are not stored yet."""
+    """The plan's segments that are not stored yet."""
     branch: bool
-    """Whether its data settings may differ from the stored ones."""
+    """Whether the data settings may differ from the stored ones."""
     stored: StoredRun
-    """What was stored of it at the last look."""
+    """The run's stored state when it was last read."""
     stored_plan: Plan | None
-    """The plan that was stored; None before its first attempt, which may replace it."""
+    """The stored plan; None before the first attempt, which may replace any stored plan."""
     local_bytes: int
-    """Memory of this machine that an embedded Ray takes with all of its workers."""
+    """Memory in bytes that an embedded Ray and all workers use on this machine."""
     origin: Origin | None = None
-    """The other run's checkpoint that it starts from, if it does."""
+    """Another run's checkpoint that this run starts from."""
 
     def read_again(self) -> PreparedRun:
-        """Return the run with its stored state read again, which is stable once the caller holds the run."""
+        """Read the stored state again. It can't change any more once the caller holds the run's claim."""
         stored = read_stored_run(self.config)
         with run_dir_answers(self.config):
             plan = load_plan_if_any(self.config.run_dir / PLAN_FOLDER) if stored.has_begun else None
@@ -85,32 +83,32 @@ class PreparedRun:
 
     @property
     def config(self) -> Config:
-        """Its configuration, paths absolute."""
+        """The configuration with absolute paths."""
         return self.run.config
 
     @property
     def branched(self) -> Remainder | None:
-        """What the run had trained at the branch point; None without a branch."""
+        """The state of the data plan at the branch point, or None without a branch."""
         if not self.new or len(self.new) == len(self.plan.segments):
             return None
         before, first = self.plan.segments[-len(self.new) - 1], self.new[0]
-        # The end of a stage counts towards the next stage.
+        # A new segment at the start of a stage is the next stage and not a branch.
         return first.remainder if first.segment.stage_number == before.stage_number else None
 
     @property
     def last_step(self) -> int:
-        """Step after which it stops."""
+        """The step after which the run stops."""
         return last_step_of(self.config, self.plan)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes printed before it starts: those of the report, and whether its data change."""
+        """Notes to print before the run starts: the report's notes, and a note about the branch."""
         if self.branched is None:
-            unchanged = "--branch: the data of the run are unchanged; nothing is branched"
+            unchanged = "--branch: the run's data is unchanged, so no branch is created"
             return (*self.report.notes, *([unchanged] if self.branch and not self.new else []))
         point, segment = self.branched.branch, self.plan.newest
         return (
-            f"--branch: the run's data change after step {point.step:,}, at row {point.row:,} in epoch "
+            f"--branch: the run's data changes after step {point.step:,}, at row {point.row:,} in epoch "
             f"{point.epoch + 1}; plan {segment.plan_id} has {segment.train.num_rows:,} more rows, up to step "
             f"{segment.end_step:,}",
             *self.report.notes,
@@ -118,18 +116,18 @@ class PreparedRun:
 
 
 def prepare_run(config: Config, base: Path, *, branch: bool = False, stored: StoredRun | None = None) -> PreparedRun:
-    """Check a configuration against its model, its corpora and the run that it resumes, and plan its rows.
+    """Check a configuration against its model, corpora and stored run, and plan the run's rows, without writing files.
 
-    Writes nothing. Problems that keep the run from starting are in ``report.problems``, unless no report can be made.
+    Problems that prevent a start are listed in ``report.problems``. If no report can be made, an error lists them.
 
     Args:
-        config: The configuration as loaded.
-        base: Base directory of its relative paths.
-        branch: Whether the data of an existing run may change from its newest committed checkpoint on.
-        stored: The stored state of the run, if it has been read already.
+        config: The loaded configuration.
+        base: The directory to which relative paths in the configuration refer.
+        branch: Whether an existing run's data may change after its newest committed checkpoint.
+        stored: The run's stored state, if the caller has already read it.
 
     Raises:
-        UserError: The model's configuration or the corpus can't be read, or yields no row.
+        UserError: The model's configuration or a corpus can't be read, or the corpora contain no rows.
     """
     relative = relative_path_problems(config, base, os.environ)
     config = config.with_absolute_paths(base)
@@ -145,13 +143,13 @@ def prepare_run(config: Config, base: Path, *, branch: bool = False, stored: Sto
 
 
 def _tracking_problems(config: Config) -> Iterator[Problem]:
-    """Yield reasons why the run can't be tracked: a client is missing, or credentials would travel in clear text."""
+    """Yield a problem for a missing tracking client, and for credentials that would be sent in clear text."""
     if "wandb" in config.trackers and importlib.util.find_spec("wandb") is None:
         yield Problem(
             path="tracking.trackers",
             value=list(config.trackers),
-            rule="the client of Weights & Biases is not installed here",
-            hint="install it where the command runs with `pip install wandb`, or leave wandb out",
+            rule="the Weights & Biases client is not installed on this machine",
+            hint="install it with `pip install wandb`, or remove wandb",
         )
     uri = config.tracking_uri
     if uri is not None and not config.tracking.allow_http and (rule := plain_http_problem(uri)) is not None:
@@ -159,7 +157,7 @@ def _tracking_problems(config: Config) -> Iterator[Problem]:
 
 
 def _prepare(config: Config, problems: list[Problem], stored_run: StoredRun, *, branch: bool) -> PreparedRun:
-    """Return the prepared run; problems are added to ``problems`` as they are found."""
+    """Return the prepared run, and append problems to ``problems`` as they are found."""
     _check_model_path(config)
     run = resolve_run(config)
     config, chosen = chosen_settings(config, run.shape, stored_run.config if stored_run.has_begun else None)
@@ -197,7 +195,7 @@ def _prepare(config: Config, problems: list[Problem], stored_run: StoredRun, *, 
 
 
 def _longest_planned(config: Config, corpora: CorpusSet, plan: Plan) -> int:
-    """Return the tokens of the longest document that may be packed into a row; 0 if there is none."""
+    """Return the length in tokens of the longest document that may be packed into a row, or 0 without documents."""
     overlong, row_tokens = get_args(Overlong).index(config.data.overlong), plan.settings.capacity
     used = {source.fingerprint for source in plan.newest.sources if source.is_used}
     there = [corpus for corpus in corpora.corpora if corpus.fingerprint in used]
@@ -205,9 +203,9 @@ def _longest_planned(config: Config, corpora: CorpusSet, plan: Plan) -> int:
 
 
 def report_run(config: Config, base: Path, *, branch: bool = False) -> PlanReport:
-    """Return the report of ``plan``, with documents of assumed lengths for a corpus that is not prepared yet.
+    """Return the report of the ``plan`` command. If a corpus is not prepared yet, assume document lengths.
 
-    Arguments and exceptions are those of `prepare_run`, except that a corpus may be missing.
+    Arguments and exceptions are the same as for `prepare_run`, except that corpora may be missing.
     """
     absolute = config.with_absolute_paths(base)
     missing = [path for path in corpus_paths(absolute) if not corpus_exists(path)]
@@ -218,7 +216,7 @@ def report_run(config: Config, base: Path, *, branch: bool = False) -> PlanRepor
     num_positions = check_architecture(absolute).num_positions
     problems, facts = list(stored.conflicts(absolute, branch=branch)), []
     for number, planned in enumerate(stage_plans(absolute, shape)):
-        # Without documents, the rows that a stage leaves to the next are unknown: each starts with all of its own.
+        # Without documents, the leftover rows of the previous stage are unknown, so each stage is planned on its own.
         documents, own = stand_in_documents(planned.settings), stage_config(absolute, number)
         plan = Plan(segments=(build_segment(documents, planned.settings),))
         report = build_report(own, shape, documents, plan, (), chosen, None, absolute)
@@ -231,8 +229,8 @@ def report_run(config: Config, base: Path, *, branch: bool = False) -> PlanRepor
     notes = report.notes
     if num_positions is not None and absolute.data.context_tokens > num_positions:
         notes += (
-            f"data.context_tokens={absolute.data.context_tokens}: the model's table of positions ends at "
-            f"{num_positions}; a corpus with a longer document will be refused",
+            f"data.context_tokens={absolute.data.context_tokens}: the model has only {num_positions} positions; a "
+            "corpus with a longer document will be refused",
         )
     return replace(report, problems=tuple(problems), stages=tuple(facts), notes=notes)
 
@@ -240,13 +238,13 @@ def report_run(config: Config, base: Path, *, branch: bool = False) -> PlanRepor
 def planned_memory(
     config: Config, base: Path, stored: StoredRun | None = None
 ) -> tuple[Config, ModelShape, tuple[Chosen, ...]]:
-    """Return the configuration as the planner completes it (paths absolute), the model, and the choices made.
+    """Return the configuration completed by the planner, with absolute paths, the model's shape and the choices made.
 
-    Reads only the model's configuration and, unless given, the stored state of an existing run.
+    The function reads only the model's configuration and, unless ``stored`` is given, the run's stored state.
 
     Raises:
-        UserError: One of these can't be read.
-        RunError: The run's storage does not answer.
+        UserError: The model's configuration or the stored state can't be read.
+        RunError: The run's storage does not respond.
     """
     config = config.with_absolute_paths(base)
     _check_model_path(config)
@@ -257,7 +255,7 @@ def planned_memory(
 
 
 def _origin(run: ResolvedRun, plan: Plan) -> Origin | None:
-    """Return the other run's checkpoint that the run starts from, while it has none of its own."""
+    """Return another run's checkpoint that this run starts from, or None if this run has a checkpoint of its own."""
     config = run.config
     if config.model.resume_from is None:
         return None
@@ -268,7 +266,7 @@ def _origin(run: ResolvedRun, plan: Plan) -> Origin | None:
     if origin is not None:
         with storage_answers(origin.location):
             if not is_there(origin):
-                _log.warning("%s no longer exists; model.resume_from is looked up again", origin)
+                _log.warning("checkpoint %s no longer exists; looking up model.resume_from again", origin)
                 origin = None
     if origin is None:
         origin = find_origin(config)
@@ -278,18 +276,18 @@ def _origin(run: ResolvedRun, plan: Plan) -> Origin | None:
         if other is not None:
             raise UserError(
                 f"model.resume_from={origin.reference!r}: the checkpoint of step {found.step} of run "
-                f"{found.meta.run!r} is not of this model: {other}; set model.path or model.config as that run has "
-                "it, or export that run and give the directory as model.path"
+                f"{found.meta.run!r} belongs to a different model: {other}; use that run's model.path or model.config, "
+                "or export that run and set model.path to the exported directory"
             )
     return origin
 
 
 def check_resume(prepared: PreparedRun) -> None:
-    """Refuse a resume whose configuration or corpus contradicts the stored run; writes nothing.
+    """Refuse to resume a run with a configuration or corpus that conflicts with its stored state.
 
     Raises:
-        ConfigError: Some settings differ; names each of them, and how to start a new run instead.
-        UserError: The run has continued while a branch of it was planned.
+        ConfigError: Settings that are fixed for the run's lifetime have changed.
+        UserError: The run has continued past the branch point since the branch was planned.
     """
     config = prepared.config
     if not prepared.stored.has_begun:
@@ -303,19 +301,19 @@ def check_resume(prepared: PreparedRun) -> None:
     stored_ids = {segment.plan_id for segment in stored.segments} if stored else set()
     if stored is not None and prepared.new and prepared.new[0].segment.plan_id not in stored_ids:
         step, branched = committed_step(prepared.run), prepared.new[0].segment.base_step
-        # Rows beyond it would be trained twice.
+        # Rows after the branch point would be trained twice.
         if step > branched:
             raise UserError(
-                f"run {config.run.name!r} has continued to step {step} while its branch from step {branched} was "
-                "planned; stop it and start the same command again"
+                f"run {config.run.name!r} has continued to step {step} while a branch from step {branched} was being "
+                "planned; stop the run and start the same command again"
             )
 
 
 def claim_directory(prepared: PreparedRun) -> None:
-    """Write configuration and plan into the run's directory; the caller holds the run."""
+    """Write configuration, plan and origin to the run's directory. The caller must hold the run's claim."""
     config = prepared.config
     if not prepared.stored.has_begun and num_segments(config.run_dir / PLAN_FOLDER):
-        # Leftovers of a command that failed before its first attempt.
+        # An earlier command failed before its first attempt and left its plan behind.
         open_store(config.run_dir).delete(PLAN_FOLDER)
     store_plan(config, prepared.new, prepared.stored_plan)
     pin_origin(config, prepared.origin)
@@ -323,20 +321,20 @@ def claim_directory(prepared: PreparedRun) -> None:
 
 
 def refuse_vanished(config: Config) -> None:
-    """Refuse to report a run as complete whose directory is gone; the caller has claimed it before.
+    """Raise an error if the run's directory has disappeared, so that the run is not reported as complete.
 
     Raises:
-        RunError: The directory was deleted or moved while the run was training.
+        RunError: The directory was deleted or moved during training.
     """
     if not is_file(config.run_dir / CONFIG_FILE):
         raise RunError(
-            f"the run's directory {config.run_dir} was deleted or moved away while the run was training: its content "
-            "is lost unless you restore it"
+            f"the run's directory {config.run_dir} was deleted or moved during training; move it back or restore it, "
+            "otherwise its content is lost"
         )
 
 
 def check_writable(prepared: PreparedRun) -> None:
-    """Raise `UserError` if the storage can't be written or has no atomic create; leaves nothing behind."""
+    """Check that the run's storage locations are writable and support atomic creation; see `check_storage`."""
     config, stored = prepared.config, prepared.stored.config if prepared.stored.has_begun else None
     check_storage(config.run.storage, is_known=stored is not None and stored.run.storage == config.run.storage)
     if (place := config.checkpoint.storage) is not None:
@@ -352,37 +350,37 @@ def _check_model_path(config: Config) -> None:
     if not directory.is_dir():
         if config.model.part == "text":
             raise UserError(
-                f"model.path={path!r}: no such directory; with model.part=text the decoder is exported into a copy of "
-                "the whole checkpoint, so download that first and give its directory"
+                f"model.path={path!r}: no such directory; model.part=text requires a local directory, since an export "
+                "copies the full checkpoint; download the model and set model.path to its directory"
             )
         if not is_id(path):
             raise UserError(
-                f"model.path={path!r}: no such directory; give a directory with config.json and safetensors, or the "
-                "id of a model on the hub (owner/name)"
+                f"model.path={path!r}: no such directory; use a directory with config.json and safetensors files, or a "
+                "hub model id (owner/name)"
             )
         return
     has_weights = any((directory / name).is_file() for name in (SINGLE_FILE, INDEX_FILE))
     if (directory / "adapter_config.json").is_file() and not has_weights:
         raise UserError(
-            f"model.path={path!r}: holds an adapter without its model; give the directory of a whole model, such as "
-            "`ray-ulysses export --merge` writes"
+            f"model.path={path!r} contains only an adapter; use the directory of a complete model, for example one "
+            "written by `ray-ulysses export --merge`"
         )
     if not (directory / "config.json").is_file():
-        raise UserError(f"model.path={path!r}: holds no config.json; give a Hugging Face model directory")
+        raise UserError(f"model.path={path!r} contains no config.json; use a Hugging Face model directory")
     if (config.model.init == "pretrained" or config.model.part == "text") and not has_weights:
         raise UserError(
-            f"model.path={path!r}: holds no *.safetensors weights ({SINGLE_FILE}, or {INDEX_FILE} with its files); "
+            f"model.path={path!r} contains no safetensors weights ({SINGLE_FILE}, or {INDEX_FILE} and its files); "
             "convert the model with save_pretrained, or set model.init: random"
         )
     check_described(config.model.config, read_model_config(directory, f"model.path={path!r}"), path)
 
 
 def compare_tokenizers(config: Config, corpus: Corpus) -> tuple[tuple[Problem, ...], tuple[str, ...]]:
-    """Return problems and notes if a run's corpora were prepared with another tokenizer than its model's.
+    """Return problems and notes if the corpora were prepared with a tokenizer that differs from the model's.
 
     Args:
         config: The run's configuration.
-        corpus: One of its corpora, which all have the same tokenizer.
+        corpus: One of the run's corpora. All of them have the same tokenizer.
     """
     path, init = config.model.path, config.model.init
     if path is None:
@@ -393,21 +391,21 @@ def compare_tokenizers(config: Config, corpus: Corpus) -> tuple[tuple[Problem, .
             return (), ()
         difference = load_tokenizer(directory).tokens.difference_from(corpus.info.vocabulary)
     except (UserError, OSError) as error:
-        unknown = f"the corpus's tokenizer could not be compared with the one in model.path={path!r} ({error})"
+        unknown = f"can't compare the corpus's tokenizer with the tokenizer in model.path={path!r} ({error})"
         return (), (unknown,) if init == "pretrained" else ()
     if difference is None:
         return (), ()
     rule = (
-        f"was prepared with the tokenizer {corpus.info.tokenizer.name}, which is not the one in model.path={path!r}: "
-        f"{difference}"
+        f"was prepared with the tokenizer {corpus.info.tokenizer.name}, which differs from the tokenizer in "
+        f"model.path={path!r}: {difference}"
     )
     if init == "pretrained" and not config.data.allow_other_tokenizer:
         problem = Problem(
             path="data.path",
             value=str(corpus.folder),
             rule=rule,
-            hint=f"prepare it again with --tokenizer {path}, or set data.allow_other_tokenizer: true to train the "
-            "weights on ids that mean other text",
+            hint=f"prepare the corpus again with --tokenizer {path}, or set data.allow_other_tokenizer: true to train "
+            "with token ids whose meaning differs from pretraining",
         )
         return (problem,), ()
-    return (), (f"data.path={corpus.folder}: {rule}; an export gets the corpus's tokenizer",)
+    return (), (f"data.path={corpus.folder}: {rule}; exports will contain the corpus's tokenizer",)

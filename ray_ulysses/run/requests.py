@@ -1,22 +1,21 @@
-"""Requests to a run: files in its directory that ask rank 0 to stop, to save, or to expect a node's end.
+"""Requests to a running session, stored as files in the run's directory.
 
-Every node shares the storage, which is checked at the start, so files need no other channel.
+All nodes share the run's storage, so no other communication channel is needed.
 
 ======================  ====================  ==========================================================
-file                    left by               effect
+file                    written by            effect
 ======================  ====================  ==========================================================
-``stop-request``        the driver            saves after the current step, and stops
-``save-request``        anybody, any content  saves after the current step, and continues; the file is removed
-``preemption-notice``   anybody               saves after the current step, repeatedly while the file exists, and
-                                              just before the deadline: a number in the file, in seconds since
-                                              the epoch (``date +%s``); an empty file has none
-``excluded-nodes``      rank 0                the driver moves the workers away from these nodes of the cluster, where
-                                              the run is faster without them
+``stop-request``        the driver            the run saves after the current step and stops
+``save-request``        users and scripts     the run saves after the current step, deletes the file and continues
+``preemption-notice``   users and scripts     the run saves after the current step, repeatedly while the file exists,
+                                              and just before the deadline. The file may contain the deadline in
+                                              seconds since the epoch (``date +%s``).
+``excluded-nodes``      rank 0                the driver continues without these slow nodes if that makes the run
+                                              faster
 ======================  ====================  ==========================================================
 
-A request to stop and the excluded nodes name the session that they are meant for: those left by an earlier session have
-no effect. The other two are for people and scripts, which know no session: ``touch RUN/save-request``, or an object of
-that name in an object store.
+``stop-request`` and ``excluded-nodes`` contain the session id, so files of an earlier session have no effect. Users and
+scripts create the other two without a session id: ``touch RUN/save-request``, or an object with that key.
 """
 
 from __future__ import annotations
@@ -38,18 +37,18 @@ from ray_ulysses.storage.store import create_if_absent
 
 LOOK_EVERY_S = 2.0
 _MOST_BYTES = 1 << 16
-# Callers ask repeatedly, and an unreachable object store must not hold up the command.
+# Callers poll repeatedly, and an unreachable object store must not block the command.
 _RETRY_S = 1.0
 
 StopReason = Literal["stop", "resize"]
-"""Why a run should stop: for good, or to continue at another size."""
+"""Reason to stop: permanently (``stop``), or to continue with another number of workers (``resize``)."""
 
 
 def announce_session(run_dir: Place, session: str) -> None:
-    """Write the session's name, before it has workers, where they look for it, and clear requests to stop."""
+    """Publish the session id to the future workers, and clear old stop requests and probe files."""
     store = open_store(run_dir)
     with contextlib.suppress(FileNotFoundError):
-        # Left by attempts that were killed while probing.
+        # Delete probe files of attempts that were killed during their storage probe.
         for left in filter(PROBE_NAME.match, store.root_names()):
             store.delete(left)
     store.replace(SESSION_FILE, [session.encode()])
@@ -57,7 +56,7 @@ def announce_session(run_dir: Place, session: str) -> None:
 
 
 def request_stop(run_dir: Place, session: str, reason: StopReason = "stop") -> None:
-    """Ask the running session to save and stop after the current step; a resize does not replace a stop for good."""
+    """Request that the session save and stop after the current step. A ``resize`` never replaces a ``stop``."""
     store, content = open_store(run_dir, must_exist=True, retry_s=_RETRY_S), f"{session} {reason}".encode()
     if reason == "resize" and (create_if_absent(store, STOP_FILE, content) or stop_requested(run_dir, session)):
         return
@@ -65,7 +64,7 @@ def request_stop(run_dir: Place, session: str, reason: StopReason = "stop") -> N
 
 
 def stop_requested(run_dir: Place, session: str) -> StopReason | None:
-    """Return why this session was asked to stop; ``None`` if it was not."""
+    """Return the reason of a stop request for this session, or None if there is no request."""
     try:
         words = _read(run_dir, STOP_FILE).split()
     except OSError:
@@ -76,17 +75,17 @@ def stop_requested(run_dir: Place, session: str) -> StopReason | None:
 
 
 def clear_stop(run_dir: Place, *, retry_s: float = RETRY_S) -> None:
-    """Remove a request to stop, of any session; requests to an unreachable object store are retried for ``retry_s``."""
+    """Delete the stop request of any session. Retry for up to ``retry_s`` seconds if an object store is unreachable."""
     open_store(run_dir, retry_s=retry_s).delete_files([STOP_FILE])
 
 
 def exclude_nodes(run_dir: Place, session: str, slow: Mapping[str, float]) -> None:
-    """Ask the driver of the running session to continue without slow nodes, besides those excluded before.
+    """Request that the driver exclude slow nodes, in addition to the nodes that are already excluded.
 
     Args:
-        run_dir: The run's directory, which is not created if it was moved away.
-        session: The session.
-        slow: Each node's compute time as a multiple of the median.
+        run_dir: The run's directory.
+        session: The session id.
+        slow: Compute time per node, as a multiple of the median.
 
     Raises:
         OSError: The request can't be written.
@@ -97,7 +96,7 @@ def exclude_nodes(run_dir: Place, session: str, slow: Mapping[str, float]) -> No
 
 
 def excluded_nodes(run_dir: Place, session: str) -> dict[str, float]:
-    """Return the nodes that this session should avoid, and how slow each is."""
+    """Return the session's excluded nodes and their compute times, as multiples of the median."""
     try:
         given, *words = _read(run_dir, EXCLUDED_FILE).split()
     except (OSError, ValueError):
@@ -107,12 +106,12 @@ def excluded_nodes(run_dir: Place, session: str) -> dict[str, float]:
 
 
 def request_save(run_dir: Place) -> None:
-    """Ask for a checkpoint after the current step."""
+    """Request a checkpoint after the current step."""
     open_store(run_dir, must_exist=True, retry_s=_RETRY_S).replace(SAVE_FILE, [b""])
 
 
 def take_save_request(run_dir: Place) -> bool:
-    """Remove a request for a checkpoint, and return whether there was one."""
+    """Delete the checkpoint request, and return whether there was one."""
     store = open_store(run_dir, retry_s=_RETRY_S)
     try:
         is_there = SAVE_FILE in store.root_names()
@@ -124,7 +123,7 @@ def take_save_request(run_dir: Place) -> bool:
 
 
 def preemption_noticed(run_dir: Place) -> Notice | None:
-    """Return the preemption notice in the directory; ``None`` if there is none."""
+    """Return the preemption notice in the run's directory, or None if there is none."""
     try:
         text = _read(run_dir, NOTICE_FILE)
     except OSError:
@@ -137,10 +136,10 @@ def preemption_noticed(run_dir: Place) -> Notice | None:
 
 
 class RequestWatch:
-    """Watches for requests in a thread, for rank 0 to read after each step: a storage that hangs blocks no step.
+    """A background thread on rank 0 that polls for requests, so that a hung storage does not block training.
 
-    On a path the thread looks after each step. In an object store, where each look costs requests, it looks every few
-    seconds.
+    On a file system, the thread polls after each step. In an object store, where polling costs requests, it polls every
+    few seconds.
     """
 
     def __init__(self, run_dir: Place, session: str, *, every_s: float = LOOK_EVERY_S) -> None:
@@ -148,8 +147,8 @@ class RequestWatch:
 
         Args:
             run_dir: The run's directory.
-            session: The session.
-            every_s: Time between two looks in an object store, in seconds.
+            session: The session id.
+            every_s: Polling interval in an object store, in seconds.
         """
         self._run_dir, self._session = run_dir, session
         self._store = open_store(run_dir, retry_s=_RETRY_S)
@@ -162,26 +161,26 @@ class RequestWatch:
             self._calls.ask(self._look)
 
     def look(self) -> None:
-        """Look for new requests, on a path; called after each step."""
+        """Poll for new requests on a file system. Call this method after each step."""
         if self._is_near:
             if self._calls.is_idle:
                 self._calls.ask(self._look)
             self._calls.wait_promptly()
 
     def stop(self) -> StopReason | None:
-        """Return why the session was asked to stop; None if it was not."""
+        """Return the reason of a stop request for this session, or None if there is no request."""
         return self._stop
 
     def take_save(self) -> bool:
-        """Take a request for a checkpoint, and return whether there was one."""
+        """Consume a checkpoint request, and return whether there was one."""
         if not self._save.is_set():
-            # Not cleared otherwise: the thread may be setting it right now.
+            # An unconditional clear() could lose a request that the thread is setting at this moment.
             return False
         self._save.clear()
         return True
 
     def notice(self) -> Notice | None:
-        """Return the preemption notice; None if there is none."""
+        """Return the preemption notice, or None if there is none."""
         return self._notice
 
     def close(self) -> None:
@@ -192,9 +191,9 @@ class RequestWatch:
         try:
             names = self._store.root_names()
         except OSError:
-            # Earlier requests still hold.
+            # Earlier requests remain valid.
             return
-        # A listed file that can't be read keeps its previous meaning; a notice at least exists.
+        # If a listed file can't be read, the last value read remains valid. A notice without a value has no deadline.
         stop = stop_requested(self._run_dir, self._session) if STOP_FILE in names else None
         self._stop = (stop or self._stop) if STOP_FILE in names else None
         notice = preemption_noticed(self._run_dir) if NOTICE_FILE in names else None

@@ -1,4 +1,4 @@
-"""Texts in a run's directory that describe the run: its configuration, its plan and its README."""
+"""Reads and writes the files that describe a run: its configuration, plan and README."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ _MOST_CHARACTERS = 1 << 20
 
 
 def check_run(run_dir: Place, argument: str = "RUN") -> None:
-    """Refuse a directory that holds neither a configuration nor a journal.
+    """Refuse a directory that contains neither a configuration nor a journal.
 
     Args:
         run_dir: The directory.
-        argument: Its name on the command line, for error messages.
+        argument: The command line argument that specifies the directory, for errors.
 
     Raises:
-        UserError: It is not a run directory.
+        UserError: The directory is not a run directory.
     """
     if not is_file(run_dir / CONFIG_FILE) and not open_store(run_dir / JOURNAL_FOLDER).exists():
         raise UserError(
-            f"{argument}={str(run_dir)!r}: is not a run directory; give <run.storage>/<run.name>, with config.yaml"
+            f"{argument}={str(run_dir)!r} is not a run directory; use <run.storage>/<run.name>, which has a config.yaml"
         )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunTexts:
-    """The texts that describe a run to people, and its plan as JSON."""
+    """A run's plan and README as text, and the plan as JSON."""
 
     plan: str
     readme: str
@@ -42,10 +42,10 @@ class RunTexts:
 
 
 def describe_run(run_dir: Place, texts: RunTexts) -> None:
-    """Write the texts that describe a run; the caller holds it.
+    """Write a run's plan and README to its directory. The caller must hold the run's claim.
 
     Raises:
-        OSError: They can't be written.
+        OSError: A file can't be written.
     """
     store = open_store(run_dir)
     store.replace(PLAN_TEXT_FILE, [f"{texts.plan}\n".encode()])
@@ -54,7 +54,7 @@ def describe_run(run_dir: Place, texts: RunTexts) -> None:
 
 
 def describing_files(run_dir: Place) -> dict[str, str]:
-    """Return the existing texts by name, with passwords in URIs redacted."""
+    """Return the content of README, configuration and plan by file name, if readable, with passwords redacted."""
     store, found = open_store(run_dir), {}
     for name in (README_FILE, CONFIG_FILE, PLAN_TEXT_FILE):
         with contextlib.suppress(OSError, ValueError):
@@ -63,13 +63,13 @@ def describing_files(run_dir: Place) -> dict[str, str]:
 
 
 def read_plan_facts(run_dir: Place) -> dict[str, Any]:
-    """Return a run's plan as `describe_run` wrote it.
+    """Return `RunTexts.facts` as stored by `describe_run`.
 
     Raises:
-        OSError: There is none, or it can't be read.
-        ValueError: It is not a JSON object.
+        OSError: The file is missing or can't be read.
+        ValueError: The file does not contain a JSON object.
     """
     found = parse_json(open_store(run_dir).read_whole(PLAN_FACTS_FILE))
     if not isinstance(found, dict):
-        raise ValueError(f"{run_dir / PLAN_FACTS_FILE}: is no JSON object")
+        raise ValueError(f"{run_dir / PLAN_FACTS_FILE} does not contain a JSON object")
     return found

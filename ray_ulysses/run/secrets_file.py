@@ -1,8 +1,8 @@
-"""Reads secrets from a file on each node, so that they need not be sent to the processes of a run.
+"""Reads secrets from a file on each node, so that a run does not need to send secrets to its processes.
 
-The configuration in a run's directory may be somebody else's: without ``trust_run``, the secrets file that it names is
-not read, and `refuse_server` checks each location that it names before it is opened (`stored_checkpoints`, and
-`find_sources` for corpora).
+The configuration in a run's directory may have been written by another user. Without ``trust_run``, the secrets file
+that it specifies is not read, and `refuse_server` checks all of its locations before they are opened (see
+`stored_checkpoints`, and `find_sources` for corpora).
 """
 
 from __future__ import annotations
@@ -32,33 +32,33 @@ _LINE = re.compile(r"(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)\s*=\s*(.*)")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SecretsFile:
-    """A secrets file, which need not exist."""
+    """A reference to a secrets file, which may not exist."""
 
     path: str
     names: tuple[str, ...] = ()
-    """Variables that it may set besides credentials: ``cluster.secrets_names``."""
+    """Variables that the file may set in addition to credentials, from ``cluster.secrets_names``."""
 
     @classmethod
     def of(cls, config: Config) -> SecretsFile | None:
-        """Return the file that a configuration names, if any."""
+        """Return the secrets file of a configuration, or None if ``cluster.secrets_file`` is not set."""
         path = config.cluster.secrets_file
         return None if path is None else cls(path=path, names=config.cluster.secrets_names)
 
     def use(self) -> None:
-        """Put its variables into this process's environment; the exceptions are those of `read_secrets`."""
+        """Add the file's variables to this process's environment; see `read_secrets` for the exceptions."""
         os.environ.update(read_secrets(self.path, self.names))
 
 
 def use_secrets(config: Config, *, is_needed: bool = True) -> None:
-    """Put the variables of ``cluster.secrets_file``, if it is set, into this process's environment.
+    """Add the variables in ``cluster.secrets_file``, if set, to this process's environment.
 
     Args:
         config: The run's configuration.
-        is_needed: Whether the file must exist; a command that only reads a run works without it, also as a user other
-            than the file's owner.
+        is_needed: Whether the file must be readable. Commands that only read a run also work without the file, so that
+            users other than its owner can run them.
 
     Raises:
-        UserError: The file can't be used; the text contains no value of it.
+        UserError: The file is missing or invalid. The message contains none of the file's values.
     """
     file = SecretsFile.of(config)
     if file is None or not (is_needed or os.access(os.path.expanduser(file.path), os.R_OK)):
@@ -66,19 +66,19 @@ def use_secrets(config: Config, *, is_needed: bool = True) -> None:
     try:
         file.use()
     except FileNotFoundError as error:
-        raise _refusal(file.path, "does not exist", "write it on every node, or remove the setting") from error
+        raise _refusal(file.path, "does not exist", "create it on every node, or remove the setting") from error
 
 
 def stored_config(run_dir: Place, *, trust_run: bool = False) -> Config:
-    """Return the configuration in a run's directory.
+    """Return the configuration stored in a run's directory.
 
     Args:
-        run_dir: The directory.
-        trust_run: Whether to use its secrets file, as for the user's own configuration.
+        run_dir: The run's directory.
+        trust_run: Whether to read the secrets file that the configuration specifies.
 
     Raises:
-        ConfigError: It can't be read.
-        UserError: Its secrets file can't be used.
+        ConfigError: The configuration can't be read.
+        UserError: The secrets file is invalid.
     """
     config = load_config(run_dir / CONFIG_FILE)
     if trust_run:
@@ -87,31 +87,31 @@ def stored_config(run_dir: Place, *, trust_run: bool = False) -> Config:
 
 
 def read_secrets(path: str, names: Collection[str] = ()) -> dict[str, str]:
-    """Return the variables of a file: lines ``NAME=VALUE``, the value optionally quoted, and lines that begin with #.
+    """Return the variables in a secrets file of ``NAME=VALUE`` lines, with optional quotes, and ``#`` comment lines.
 
     Args:
-        path: The file.
-        names: Variables that it may set besides credentials.
+        path: The path of the file.
+        names: Variables that the file may set in addition to credentials.
 
     Raises:
-        UserError: Users other than its owner can read it, a line is malformed, or it sets a forbidden variable; the
-            text contains none of its values.
-        FileNotFoundError: There is no such file.
+        UserError: Other users can access the file, a line is malformed, or the file sets a forbidden variable. The
+            message contains none of the file's values.
+        FileNotFoundError: The file does not exist.
     """
     try:
         with open_regular(os.path.expanduser(path)) as stream:
             mode = stat.S_IMODE(os.fstat(stream.fileno()).st_mode)
             if mode & 0o077:
-                rule = f"can be accessed by others than its owner (mode {mode:04o})"
+                rule = f"is accessible to users other than its owner (mode {mode:04o})"
                 raise _refusal(path, rule, f"run chmod 600 {path} on that node")
             content = stream.read(_MOST_BYTES + 1)
     except FileNotFoundError:
         raise
     except OSError as error:
-        hint = "give a file that this user can read"
+        hint = "use a file that this user can read"
         raise _refusal(path, f"can't be read ({error.strerror})", hint) from error
     if len(content) > _MOST_BYTES:
-        raise _refusal(path, f"is larger than {_MOST_BYTES // 1024} KiB", "give a file of NAME=VALUE lines")
+        raise _refusal(path, f"is larger than {_MOST_BYTES // 1024} KiB", "use a file of NAME=VALUE lines")
     found = {}
     for number, line in enumerate(content.decode(errors="replace").splitlines(), start=1):
         text = line.strip()
@@ -119,15 +119,16 @@ def read_secrets(path: str, names: Collection[str] = ()) -> dict[str, str]:
             continue
         match = _LINE.fullmatch(text)
         if match is None or not text.isprintable() or "\ufffd" in text:
-            raise _refusal(path, f"line {number} is not of the form NAME=VALUE", "correct it; a comment begins with #")
+            rule = f"line {number} does not have the form NAME=VALUE"
+            raise _refusal(path, rule, "correct the line; comments start with #")
         name, value = match[1], match[2]
         quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
         found[name] = value[1:-1] if quoted else value
-    # Not credentials: such a variable can make every process of the run execute other code.
+    # A variable that is not a credential, such as PYTHONPATH, could make the run's processes execute other code.
     others = [name for name in found if name not in CREDENTIALS and name not in names]
     if steering := [name for name in others if steers_programs(name)]:
-        rule = f"sets {', '.join(steering)}, which decides what programs run or through which host they connect"
-        raise _refusal(path, rule, "remove it there, and set it in the environment of every node")
+        rule = f"sets {', '.join(steering)}, which can change the executed programs or redirect their connections"
+        raise _refusal(path, rule, "remove it from the file and set it in the environment of every node")
     if others:
         rule = f"sets {', '.join(others)}, which is not a credential"
         hint = "set it in the environment of every node, or list it in cluster.secrets_names"

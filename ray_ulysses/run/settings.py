@@ -1,4 +1,4 @@
-"""Resolves a configuration, once per process, into the values that follow from it: shape, layout and storage."""
+"""Derives the model shape, parallel layout and checkpoint storage from a configuration, once per process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LIBRARIES = (
     "deepspeed",
     "transformers",
     "ray",
-    # PyTorch's GPU builds only.
+    # The following are installed only with PyTorch's GPU builds.
     "nvidia-cudnn-cu13",
     "nvidia-nccl-cu13",
 )
@@ -39,29 +39,27 @@ _LIBRARIES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResolvedRun:
-    """A run's configuration and the values that follow from it."""
+    """A run's configuration and the values derived from it."""
 
     config: Config
-    """The configuration, paths absolute."""
+    """The configuration with absolute paths."""
     shape: ModelShape
-    """The model's shape."""
     layout: ParallelLayout
-    """How the workers share rows."""
     location: str
-    """Path or URI under which ``checkpoints/`` is stored."""
+    """Path or URI of the folder that contains ``checkpoints/``."""
     store: Store
-    """The store there."""
+    """The checkpoint store at ``location``."""
 
 
 def resolve_run(config: Config, world_size: int | None = None) -> ResolvedRun:
-    """Return the values that follow from a configuration; touches no storage but the model's configuration.
+    """Derive the `ResolvedRun` of a configuration. The only file it reads is the model's configuration.
 
     Args:
-        config: The configuration, paths absolute.
-        world_size: Number of workers; ``None`` takes the configured number.
+        config: The configuration with absolute paths.
+        world_size: Number of workers; None for the configured number.
 
     Raises:
-        UserError: The model's configuration or the location of the checkpoints can't be used.
+        UserError: The model's configuration or the checkpoint location is invalid.
     """
     shape = model_shape(config)
     return ResolvedRun(
@@ -74,10 +72,10 @@ def resolve_run(config: Config, world_size: int | None = None) -> ResolvedRun:
 
 
 def model_shape(config: Config) -> ModelShape:
-    """Return the shape of the configured model: inline, from a local directory, or from the hub.
+    """Return the shape of the configured model, which is defined inline, in a local directory or on the hub.
 
     Raises:
-        UserError: No model configuration can be read, it is not a decoder's, or ``model.adapter`` does not suit it.
+        UserError: The model configuration can't be read, is not a decoder, or does not support ``model.adapter``.
     """
     shape = _whole_shape(config)
     if shape.experts is not None and config.optimizer.router_loss is not None:
@@ -99,8 +97,7 @@ def _whole_shape(config: Config) -> ModelShape:
         from ray_ulysses.engine.text_part import model_class, text_fields
 
         whole = planned_config(config)
-        # Raises for a model without such a part.
-        model_class(whole, "text")
+        model_class(whole, "text")  # raises UserError if the model has no text part
         return ModelShape.from_config_dict(text_fields(whole), source="the text part of the model's configuration")
     if config.model.config is not None:
         return ModelShape.from_config_dict(config.model.config)
@@ -129,23 +126,24 @@ def zero_settings(config: Config, accumulation: int) -> ZeroSettings:
         weight_decay=config.optimizer.weight_decay,
         offload_optimizer=config.memory.offload_optimizer,
         offload_param=config.memory.offload_param,
-        # Each run swaps to a directory of its own.
+        # Each run swaps to its own directory.
         nvme_path=None if swap_root is None else str(Path(swap_root).expanduser() / config.run.name),
     )
 
 
 def last_step_of(config: Config, plan: Plan) -> int:
-    """Return the step after which the run stops: ``run.stop_step``, else the end of the planned data."""
+    """Return the step after which the run stops: ``run.stop_step``, or the end of the plan if that comes first."""
     return plan.num_steps if config.run.stop_step is None else min(config.run.stop_step, plan.num_steps)
 
 
 def config_of_checkpoint(config: Config, manifest: Manifest) -> Config:
-    """Return the configuration of the stage that trained a checkpoint; a run without stages has one.
+    """Return the configuration of the stage that trained a checkpoint, or ``config`` for a run without stages.
 
-    A branch may have added stages to a run without any: the fixed settings of the first are those the run began with.
+    If a branch has added stages to a run without stages, earlier checkpoints use the first stage's configuration,
+    which has the same fixed settings.
 
     Raises:
-        UserError: The configuration has no such stage.
+        UserError: The configuration has no stage with the checkpoint's stage name.
     """
     if not config.stages:
         return config
@@ -154,16 +152,16 @@ def config_of_checkpoint(config: Config, manifest: Manifest) -> Config:
         return stage_config(config, 0)
     if manifest.meta.stage not in names:
         raise UserError(
-            f"stages: the checkpoint of step {manifest.step} is of stage {manifest.meta.stage!r}, and "
-            f"{config.run_dir / CONFIG_FILE} has {', '.join(names)}; restore that file"
+            f"stages: the checkpoint of step {manifest.step} was trained in stage {manifest.meta.stage!r}, but "
+            f"{config.run_dir / CONFIG_FILE} has only the stages {', '.join(names)}; restore that file"
         )
     return stage_config(config, names.index(manifest.meta.stage))
 
 
 @cache
 def versions() -> dict[str, str]:
-    """Return the versions of the libraries on which the numbers depend, in one shared dictionary; do not modify it."""
-    # Cached: every state records them, and the lookup takes longer than copying a small state.
+    """Return the versions of libraries that affect numerical results. The dict is cached; do not modify it."""
+    # Every saved state records the versions, and the lookup is slower than copying a small state.
     found = {}
     for name in _LIBRARIES:
         with contextlib.suppress(PackageNotFoundError):
@@ -172,7 +170,7 @@ def versions() -> dict[str, str]:
 
 
 def flat_settings(tree: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
-    """Return settings by their dotted paths."""
+    """Flatten a settings tree to a dict with dotted paths as keys."""
     flat: dict[str, object] = {}
     for name, value in tree.items():
         if isinstance(value, Mapping):

@@ -1,7 +1,7 @@
-"""Decides which checkpoint a run starts from, and which checkpoint a command means.
+"""Chooses the checkpoint that an attempt starts from, and resolves the checkpoints that commands refer to.
 
-A run that has saved a state never restarts from step 0 automatically. `decide_start` is pure; the functions below it
-read its inputs from the run's storage, peer memory and the journal.
+A run that has committed a checkpoint never restarts from step 0 automatically. `decide_start` makes the decision. The
+other functions read its inputs from storage, peer memory and the journal.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 
 Source = Literal["peer memory", "storage", "another run"]
-"""Where a state is: in peer memory, on the run's own storage, or on the storage of another run."""
+"""Location of a training state: peer memory, the run's own storage, or another run's storage."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,27 +53,27 @@ class Start:
     """The starting point of an attempt."""
 
     source: Source | None = None
-    """Location of the run's own state to start from; None without one."""
+    """Source of the run's own state to start from, or None if the run has no state."""
     resumes_from: int | None = None
-    """The step of that state."""
+    """Step of the state to start from."""
     unless: tuple[int, ...] = ()
-    """Newer steps that can't be read now; the newest of them that becomes readable is used instead."""
+    """Newer steps that are currently unreadable. If one becomes readable, the newest such step is used instead."""
     refusal: str | None = None
-    """Why the attempt may not start; None if it may."""
+    """Reason why the attempt must not start, or None if it may start."""
 
 
 def decide_start(
     whole: Mapping[Source, int], passed: Sequence[Damage], committed: Sequence[int], location: str
 ) -> Start:
-    """Decide which of its own states a run starts from (pure).
+    """Decide which of a run's own states an attempt starts from.
 
-    A start from step 0 would discard a run whose state exists or can be restored.
+    Refuse a start from step 0 if a checkpoint exists or existed, since the run would lose its progress.
 
     Args:
-        whole: Step of the newest whole state of each source, the nearest source first.
-        passed: Newer checkpoints that can't be used, newest first.
-        committed: Steps that the journal records as committed, ascending; needed if no state is whole.
-        location: Root of the store.
+        whole: Step of the newest intact state in each source, in order of preference.
+        passed: Newer unusable checkpoints, newest first.
+        committed: Steps recorded as committed in the journal, ascending. Required only if no state is intact.
+        location: Path or URI of the checkpoint store's root.
     """
     foreign, unread, damaged = (
         [damage for damage in passed if damage.kind == kind] for kind in ("foreign", "unreadable", "damaged")
@@ -82,36 +82,33 @@ def decide_start(
     folder = f"{location}/{CHECKPOINT_FOLDER}"
     refusal = None
     if foreign:
-        return Start(refusal=f"{foreign[0]}; nothing was changed")
+        return Start(refusal=f"{foreign[0]}; the storage was not changed")
     if whole:
-        # The nearest of equal ones.
+        # For equal steps, max() returns the first source, which is the preferred one.
         source = max(whole, key=whole.__getitem__)
         return Start(source=source, resumes_from=whole[source], unless=unless)
     if unread:
-        refusal = f"no checkpoint of the run can be read: {unread[0]}; repair the storage, then start again"
+        refusal = f"none of the run's checkpoints can be read: {unread[0]}; repair the storage, then start again"
     elif damaged:
         refusal = (
-            "no checkpoint of the run is whole, and it will not restart from step 0 by itself: "
-            f"{'; '.join(map(str, damaged))}. Nothing was changed: restore the files in {folder}, or start a new run "
-            "under another run.name (model.resume_from starts it from another run's checkpoint)"
+            "every checkpoint of the run is damaged, and the run does not restart from step 0 automatically: "
+            f"{'; '.join(map(str, damaged))}. Restore the files in {folder}, or start a new run under another run.name "
+            "(model.resume_from starts it from another run's checkpoint)"
         )
     elif committed:
         refusal = (
-            f"the journal knows of the checkpoint of step {max(committed)}, but there is none in {folder}; mount or "
-            "correct the storage of the run (checkpoint.storage), or start a new run under another run.name"
+            f"the journal records a checkpoint at step {max(committed)}, but {folder} does not contain it; mount the "
+            "run's storage, correct checkpoint.storage, or start a new run under another run.name"
         )
     return Start(unless=unless, refusal=refusal)
 
 
 def commits_that_count(events: Iterable[Entry], lineage: Lineage) -> tuple[int, ...]:
-    """Return the committed steps that a journal records, still part of the run and not set aside (pure).
+    """Return the steps of journaled commits that are still part of the run and were not set aside, ascending.
 
     Args:
-        events: The run's journal, in order.
-        lineage: The run's attempts as the store records them; it may be the store that was lost.
-
-    Returns:
-        The steps, ascending.
+        events: The journal's events, in order.
+        lineage: The run's attempts, read from the checkpoint store. It is empty if the store was lost.
     """
     attempts: dict[int, int] = {}
     for event in events:
@@ -123,7 +120,7 @@ def commits_that_count(events: Iterable[Entry], lineage: Lineage) -> tuple[int, 
 
 
 def start_of(run: ResolvedRun, whole: Mapping[Source, int], passed: Sequence[Damage]) -> Start:
-    """Call `decide_start` with the commits that the run's journal records.
+    """Call `decide_start` with the commits recorded in the run's journal.
 
     Raises:
         OSError: The store can't be listed.
@@ -133,11 +130,11 @@ def start_of(run: ResolvedRun, whole: Mapping[Source, int], passed: Sequence[Dam
 
 
 def committed_step(run: ResolvedRun) -> int:
-    """Return the step of the newest checkpoint that is committed, whole and part of the run; 0 if there is none.
+    """Return the step of the run's newest intact checkpoint, or 0 if none was ever committed.
 
     Raises:
-        RunError: The storage does not answer, a newer checkpoint is of another version of ray-ulysses, or no
-            checkpoint is whole although one was committed.
+        RunError: The storage does not respond, a newer checkpoint was written by another version of ray-ulysses, or
+            no committed checkpoint is intact.
     """
     with storage_answers(run.location):
         choice = newest_committed(run.store, "sizes")
@@ -148,7 +145,7 @@ def committed_step(run: ResolvedRun) -> int:
 
 
 def known_step(store: Store) -> int | None:
-    """Return the step of the newest whole checkpoint, 0 if there is none; ``None`` if the storage does not answer."""
+    """Return the step of the newest intact checkpoint, 0 if there is none, or None if the storage does not respond."""
     try:
         manifest = newest_committed(store, "sizes").manifest
     except (OSError, RunError):
@@ -158,67 +155,67 @@ def known_step(store: Store) -> int | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunPosition:
-    """The position of a run in its training."""
+    """A run's training progress."""
 
     step: int = 0
-    """Completed steps."""
+    """Number of completed steps."""
     digest: int = 0
-    """Sum of the digests of every row trained on, modulo 2**64."""
+    """Sum of the digests of all trained rows, modulo 2**64."""
     tokens: int = 0
-    """Supervised tokens trained on."""
+    """Number of supervised tokens trained."""
     resumed_from: str | None = None
-    """The checkpoint's folder in the run directory, another run's, or the step in peer memory; None at step 0."""
+    """Display name of the state that was loaded, or None at step 0."""
     inherited: InheritedSteps | None = None
-    """What another run had trained before this run's own steps, if this run continues it."""
+    """Progress of another run that this run continues, or None."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A whole state from which an attempt may start."""
+    """A complete state from which an attempt can start."""
 
     source: Source
     store: Store
-    """The store that holds its shards."""
+    """The store that contains the state's shards."""
     manifest: Manifest
     state: StateDescription
-    """The part of it that is loaded."""
+    """The part of the state to load."""
     position: RunPosition
-    """Position of the run in its training once it is loaded."""
+    """The run's progress after the state is loaded."""
 
     @property
     def step(self) -> int:
-        """Completed steps."""
+        """Number of completed steps in the state."""
         return self.manifest.step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecoverySources:
-    """The states from which an attempt may start, without unusable ones.
+    """The sources of states from which an attempt can start.
 
-    Rank 0 chooses one; every rank opens it by its source, its location and the manifest that rank 0 has read.
+    Rank 0 calls `choose` and sends the result to all ranks. Every rank then calls `open` with it.
     """
 
     run: ResolvedRun
     plan: Plan
     memory: Store | None
-    """The store over peer memory, if there is any.
+    """The store in peer memory, or None if peer memory is not used.
 
-    Only the run's storage determines which attempts belong to the run. A bad state in memory affects no other source,
-    and never keeps the run from starting."""
+    The run's attempts are read only from its storage. A damaged state in memory never prevents the use of another
+    source, or the start of the run."""
     retry: RetryPolicy
-    """How long to wait for an unreadable checkpoint before taking an older one."""
+    """Policy for retrying an unreadable checkpoint before an older checkpoint is used."""
     passed: list[Damage] = field(default_factory=list)
-    """Checkpoints of the run that can't be used. They are set aside once the attempt has a state to start from."""
+    """The run's unusable checkpoints in storage, which are set aside once the attempt has a state to start from."""
     unusable: set[int] = field(default_factory=set)
-    """Steps whose state in memory can't be used."""
+    """Steps of unusable states in peer memory."""
 
     def choose(self) -> tuple[Source, str, Manifest] | None:
-        """Return the source, the location and the manifest of the state to start from; None for a start at step 0.
+        """Return the source, location and manifest of the state to start from, or None to start at step 0.
 
         Raises:
-            CheckpointError: The run's storage can't be read, or there is nothing whole where there should be.
+            CheckpointError: The run's storage can't be read, or all of its committed checkpoints are unusable.
             RunError: The other run's storage can't be read.
-            UserError: The state was saved under other settings, or that of another run can't be used.
+            UserError: The state was saved with different settings, or the other run's checkpoint is unusable.
         """
         config = self.run.config
         while True:
@@ -227,7 +224,7 @@ class RecoverySources:
                 start = start_of(self.run, {source: one.step for source, one in offered.items()}, self.passed)
             except OSError as error:
                 raise CheckpointError(
-                    f"the checkpoints of the run can't be read ({error}); repair the storage, then start again"
+                    f"can't read the run's checkpoints ({error}); repair the storage, then start again"
                 ) from error
             if start.refusal is not None:
                 raise CheckpointError(start.refusal)
@@ -245,11 +242,11 @@ class RecoverySources:
             return None
         origin = pinned_origin(config)
         if origin is None:
-            raise UserError(f"{SETTING}={config.model.resume_from!r} was not looked up; start the run with `train`")
+            raise UserError(f"{SETTING}={config.model.resume_from!r} is not resolved; start the run with `train`")
         return "another run", origin.location, check_origin(origin, config, self.plan)
 
     def open(self, source: Source, location: str, manifest: Manifest) -> Candidate:
-        """Return a chosen state; of another run's, only the part that ``model.resume_state`` selects."""
+        """Return the state that `choose` has chosen. ``model.resume_state`` limits what is loaded from another run."""
         step, meta, state = manifest.step, manifest.meta, manifest.state
         own = {"storage": manifest.ref.folder, "peer memory": f"peer memory, step {step}"}
         name = own.get(source, f"{location}@{step}")
@@ -268,12 +265,12 @@ class RecoverySources:
         return Candidate(source=source, store=store, manifest=manifest, state=state, position=position)
 
     def pass_over(self, damage: Damage) -> None:
-        """Note that a checkpoint on the run's storage can't be used."""
+        """Exclude an unusable checkpoint in the run's storage."""
         self.passed.append(damage)
         _log.warning("%s", damage)
 
     def give_up_memory(self, step: int, reason: str) -> None:
-        """Drop a state in memory that was found damaged during loading."""
+        """Exclude and delete a state in peer memory that was found to be damaged during loading."""
         assert self.memory is not None
         self._pass_over_memory(step, reason)
         with contextlib.suppress(OSError):
@@ -281,17 +278,17 @@ class RecoverySources:
 
     def _pass_over_memory(self, step: int, reason: str) -> None:
         self.unusable.add(step)
-        _log.warning("the state of step %d in peer memory is not used: %s", step, reason)
+        _log.warning("not using the state of step %d in peer memory: %s", step, reason)
 
     def _own_states(self) -> dict[Source, Manifest]:
-        """Return the newest whole state, judged by sizes, in memory and on storage, the nearest first."""
+        """Return the newest state with correct file sizes in peer memory and in storage, in order of preference."""
         offered: dict[Source, Manifest] = {}
         if self.memory is not None:
             lineage = read_lineage(self.run.store)
             try:
                 kept = newest_committed(self.memory, "sizes", unless=self.unusable, lineage=lineage)
             except OSError as error:
-                _log.warning("the peer memory can't be read (%s); the checkpoints on storage are used", error)
+                _log.warning("can't read peer memory (%s); using the checkpoints in storage", error)
                 kept = Choice(manifest=None)
             for damage in kept.damaged:
                 self._pass_over_memory(damage.step, damage.reason)
@@ -313,27 +310,27 @@ class RecoverySources:
 
 
 def _check_own(manifest: Manifest, config: Config, plan: Plan) -> None:
-    """Refuse a state of the run that was saved under other settings."""
+    """Refuse a state that the run saved with different settings."""
     meta = manifest.meta
     if config.stages:
-        # The settings of the stage whose last step the state holds.
+        # Compare with the settings of the stage that trained the state's last step.
         config = stage_config(config, plan.stage_of_step(max(manifest.step, 1)))
     if meta.config_fingerprint != resume_fingerprint(config):
         differences = settings_that_differ(meta.extra.get("settings", {}), config)
         raise UserError(
-            f"the checkpoint of step {manifest.step} was written under another configuration than "
-            f"{config.run_dir / CONFIG_FILE} ({differences}); "
-            "restore that file, or start a new run under another run.name"
+            f"the checkpoint of step {manifest.step} was written with a configuration that differs from "
+            f"{config.run_dir / CONFIG_FILE} ({differences}); restore that file, or start a new run under another "
+            "run.name"
         )
     plan.check_cursor(Cursor.from_json(dict(meta.cursor)))
 
 
 def find_checkpoint(config: Config, run_dir: Place, which: Which, *, trust_run: bool = False) -> tuple[Store, Manifest]:
-    """Return the checkpoint store of a run, and the manifest of the checkpoint that a command names.
+    """Return a run's checkpoint store and the manifest of the requested checkpoint.
 
     Raises:
-        UserError: There is no such checkpoint, or it is on a server that only the run names.
-        RunError: It can't be used, or the storage does not answer or has lost all checkpoints.
+        UserError: The checkpoint does not exist, or its server is specified only by the run's files.
+        RunError: The checkpoint is unusable, the storage does not respond, or all committed checkpoints are missing.
     """
     location = stored_checkpoints(config, run_dir, trust_run=trust_run)
     store = open_store(location)
@@ -345,32 +342,30 @@ def find_checkpoint(config: Config, run_dir: Place, which: Which, *, trust_run: 
 
 
 def choose_checkpoint(store: Store, which: Which) -> Manifest:
-    """Return the manifest of the checkpoint that a command names; only sizes are compared, no tensor is read.
+    """Return the manifest of the requested checkpoint after checking its file sizes, without reading tensors.
 
-    A damaged or unreadable checkpoint is never skipped silently: the error names the newest intact one for ``latest``,
-    and the checkpoint that may have been the best for ``best``.
+    A damaged or unreadable checkpoint is never skipped silently. For ``latest``, the error recommends the newest intact
+    checkpoint. For ``best``, the error reports an unreadable checkpoint that may be the best.
 
     Args:
-        store: The run's checkpoint store, with at least one checkpoint.
-        which: A step, ``latest``, or ``best``: the lowest evaluation loss, or training loss if none was evaluated.
+        store: The run's checkpoint store, which contains at least one checkpoint.
+        which: A step, ``latest``, or ``best`` for the lowest evaluation loss, or training loss without evaluations.
 
     Raises:
-        UserError: There is no such checkpoint.
-        RunError: It can't be used.
-        OSError: The storage does not answer.
+        UserError: The checkpoint does not exist.
+        RunError: The checkpoint is unusable.
+        OSError: The storage does not respond.
     """
     if which == "latest":
         choice = newest_committed(store, "sizes")
-        # A dead attempt's late commit never was the run's newest; any other skipped checkpoint is reported.
+        # A late commit of a superseded attempt was never part of the run, so it is not reported.
         passed = [damage for damage in choice.damaged if damage.kind != "superseded"]
         if passed:
             newest = choice.manifest
-            hint = f"give --step {newest.step}, which is intact" if newest else "no other one is intact"
+            hint = f"use --step {newest.step}, which is intact" if newest else "no other checkpoint is intact"
             raise RunError(f"{passed[0]}; {hint}")
         if choice.manifest is None:
-            raise UserError(
-                "RUN: has no committed checkpoint that is part of the run; continue it with ray-ulysses train"
-            )
+            raise UserError("RUN has no committed checkpoint; continue the run with `ray-ulysses train`")
         return choice.manifest
     steps = committed_steps(store)
     if which == "best":
@@ -380,17 +375,17 @@ def choose_checkpoint(store: Store, which: Which) -> Manifest:
             found = read_committed(store, which)
             why = str(found)
             if not isinstance(found, Damage):
-                why = f"the checkpoint of step {which} could not be read just now"
+                why = f"the checkpoint of step {which} was temporarily unreadable"
             raise RunError(
-                f"--step=best: {why}. It may be the best one: make it readable and try again, or give another step: "
-                f"{_others(steps, which)}"
+                f"--step=best: {why}. This checkpoint may be the best: make it readable and try again, or use another "
+                f"step: {_others(steps, which)}"
             )
         which = choose_step(committed, "best", "--step=best")
     if which not in steps:
-        raise UserError(f"--step={which}: is not a committed step of this run; give one of {listed(steps)}")
+        raise UserError(f"--step={which} is not a committed step of this run; use one of {listed(steps)}")
     found = examine(store, which, "sizes")
     if isinstance(found, Damage):
-        raise RunError(f"{found}; give another step with --step: {_others(steps, which)}")
+        raise RunError(f"{found}; use another step with --step: {_others(steps, which)}")
     return found
 
 
@@ -399,8 +394,8 @@ def _others(steps: Sequence[int], step: int) -> str:
 
 
 def _none_committed(run_dir: Place, location: str, lineage: Lineage) -> UserError | RunError:
-    """Return the error for a storage without checkpoints: the run has saved none, or they are missing."""
-    none = f"{location} holds no committed checkpoint of the run, and its journal"
+    """Return the error for a storage without checkpoints: the run has not saved any, or they are missing."""
+    none = f"{location} contains no committed checkpoint of the run, and the run's journal"
     try:
         journal = read_journal(run_dir)
     except OSError as error:
@@ -408,7 +403,7 @@ def _none_committed(run_dir: Place, location: str, lineage: Lineage) -> UserErro
     steps = commits_that_count(journal.entries, lineage)
     if steps:
         return RunError(
-            f"{none} records {len(steps)}, the newest of step {steps[-1]}; check that the storage is mounted and "
+            f"{none} records {len(steps)}, the newest at step {steps[-1]}; check that the storage is mounted and "
             "checkpoint.storage is unchanged, then try again"
         )
     if journal.damaged:
@@ -417,5 +412,5 @@ def _none_committed(run_dir: Place, location: str, lineage: Lineage) -> UserErro
             "then try again"
         )
     return UserError(
-        f"RUN: has no committed checkpoint in {location}; `ray-ulysses train` commits one every checkpoint.every_steps"
+        f"RUN has no committed checkpoint in {location}; `ray-ulysses train` commits one every checkpoint.every_steps"
     )

@@ -1,4 +1,4 @@
-"""Reads the stored state of a run, and refuses a configuration that contradicts it; imports no torch."""
+"""Reads a run's stored state and refuses configurations that conflict with it. Does not import torch."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ _NO_ATTEMPT = Lineage(newest_attempt=0, started_from={})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredRun:
-    """The stored state of a run that a command starts or resumes, except its plan and journal."""
+    """A run's stored state, except for its plan and journal."""
 
     config: Config | None
-    """The stored configuration; None if there is none yet."""
+    """The stored configuration, or None before the first command."""
     lineage: Lineage
-    """Attempts claimed where the present configuration places the checkpoints."""
+    """Attempts recorded in the checkpoint location of the current configuration."""
     has_begun: bool
-    """Whether an attempt was claimed, there or where the stored configuration places the checkpoints. Until then, the
-    stored configuration and plan may be replaced."""
+    """Whether an attempt is recorded in the checkpoint location of the current or the stored configuration. Before the
+    first attempt, the stored configuration and plan may be replaced."""
 
     def conflicts(self, config: Config, *, branch: bool) -> tuple[Problem, ...]:
-        """Return a problem for each changed setting that is fixed for the life of a run that has begun (pure).
+        """Return a problem for each changed setting that is fixed once the first attempt has started.
 
         Args:
-            config: The configuration to continue with, paths absolute.
-            branch: Whether settings of the data plan may change.
+            config: The new configuration with absolute paths.
+            branch: Whether data settings may change.
         """
         if not self.has_begun or self.config is None:
             return ()
@@ -55,12 +55,12 @@ class StoredRun:
 
 
 def read_stored_run(config: Config) -> StoredRun:
-    """Return the stored state of a configuration's run; paths must be absolute.
+    """Read the stored state of a configuration's run. The configuration's paths must be absolute.
 
     Raises:
         ConfigError: The stored configuration can't be read.
-        UnnamedServerError: Only the stored configuration names the server of its checkpoints.
-        RunError: A storage does not answer.
+        UnnamedServerError: The checkpoint server is specified only by the stored configuration.
+        RunError: A storage location does not respond.
     """
     with run_dir_answers(config):
         stored = load_config_if_any(config.run_dir / CONFIG_FILE)
@@ -75,7 +75,7 @@ def read_stored_run(config: Config) -> StoredRun:
 
 def _lineage_at(config: Config, location: str) -> Lineage:
     if location == str(config.run_dir):
-        # The caller reports storage failures; an impossible path is refused when it is written.
+        # The caller reports storage failures. An invalid path is refused later, by the storage check.
         with contextlib.suppress(NotADirectoryError):
             return read_lineage(open_store(config.run_dir))
         return _NO_ATTEMPT
@@ -84,11 +84,11 @@ def _lineage_at(config: Config, location: str) -> Lineage:
 
 
 def refuse_changed(config: Config, *, branch: bool) -> StoredRun:
-    """Return the stored state of a run, unless settings have changed that are fixed for its life.
+    """Read a run's stored state, and refuse changes to settings that are fixed for the run's lifetime.
 
     Raises:
-        ConfigError: Names each of them.
-        RunError: A storage does not answer.
+        ConfigError: Some of these settings have changed.
+        RunError: A storage location does not respond.
     """
     stored = read_stored_run(config)
     if problems := stored.conflicts(config, branch=branch):
@@ -97,11 +97,13 @@ def refuse_changed(config: Config, *, branch: bool) -> StoredRun:
 
 
 def misfit(run: ResolvedRun, stored: Plan | None) -> tuple[Problem, ...]:
-    """Return why a run's stored rows, whose length multiple is fixed, can't be split as configured.
+    """Return a problem if the configured ``sp_size`` and ``ring_size`` can't split the rows of the stored plan.
+
+    The stored plan fixes the number that all row lengths are multiples of.
 
     Args:
-        run: The run as it is configured now.
-        stored: The run's plan; None where there is no run.
+        run: The run with the current configuration.
+        stored: The run's stored plan, or None for a new run.
     """
     config, shape = run.config, run.shape
     if stored is None or fits_rows(config, shape, stored.settings.pad_multiple):
@@ -114,7 +116,7 @@ def misfit(run: ResolvedRun, stored: Plan | None) -> tuple[Problem, ...]:
         if multiple % row_multiple(size, automatic_ring_size(size, shape.num_heads)) == 0
     ]
     choices = ", ".join(str(size) for size in fitting)
-    new_run = "name the size in parallel.allowed_sp of a new run"
+    new_run = "start a new run that lists the size in parallel.allowed_sp"
     if config.parallel.ring_size is None:
         hint = f"use {choices} to resume, or {new_run}"
         return (Problem(path="parallel.sp_size", value=config.parallel.sp_size, rule=rule, hint=hint),)
@@ -123,13 +125,13 @@ def misfit(run: ResolvedRun, stored: Plan | None) -> tuple[Problem, ...]:
 
 
 def other_plan(config: Config, stored: Plan | None, plan: Plan, num_new: int) -> tuple[Problem, ...]:
-    """Return why the plan of the present settings differs from the stored plan.
+    """Return a problem if the current settings produce a plan that does not continue the stored plan.
 
     Args:
-        config: The configuration to continue with.
-        stored: The run's plan; None where there is no run.
-        plan: The plan that the settings make.
-        num_new: Segments at its end that need not be stored yet; stages that they replace may be.
+        config: The current configuration.
+        stored: The run's stored plan, or None for a new run.
+        plan: The plan produced by the current settings.
+        num_new: Number of segments at the end of ``plan`` that may replace stored segments of later stages.
     """
     planned = [segment.plan_id for segment in plan.segments]
     found = planned if stored is None else [segment.plan_id for segment in stored.segments]
@@ -143,9 +145,9 @@ def other_plan(config: Config, stored: Plan | None, plan: Plan, num_new: int) ->
         and all(one.stage_number > kept[-1].stage_number for one in replaced)
     ):
         return ()
-    rule = f"{config.run_dir / PLAN_FOLDER} holds plan {stored.plan_id}, these settings make plan {plan.plan_id}"
+    rule = f"{config.run_dir / PLAN_FOLDER} contains plan {stored.plan_id}, but these settings produce {plan.plan_id}"
     hint = (
-        "restore the settings, repeat with --branch the command that began to change the data, or start a new run "
-        "under another run.name"
+        "restore the settings; if an earlier command with --branch was interrupted, repeat that command; or start a "
+        "new run under another run.name"
     )
     return (Problem(path="data", rule=rule, hint=hint),)

@@ -1,4 +1,4 @@
-"""Detects from the claims on a run that another command has taken it over, and records why a session must end."""
+"""Detects that another command has claimed a run, and records why a session must end."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
     from ray_ulysses.config import Config
     from ray_ulysses.storage import Store
 
-# Its reader asks repeatedly, and an unreachable object store must not hold up the command.
+# Callers poll repeatedly, and an unreachable object store must not block the command.
 _RETRY_S = 5.0
 
 
 def takeover(config: Config, session: str) -> str | None:
-    """Return the error if another command has since claimed the run or its checkpoints; else None.
+    """Return an error message if another command has claimed the run or its checkpoints, or None otherwise.
 
-    Every command claims them before it has an attempt. A storage that does not answer proves nothing.
+    Every command acquires both claims before its first attempt. Storage errors are ignored.
 
     Args:
         config: The run's configuration.
-        session: The asking command, which has claimed them itself unless nobody has.
+        session: The session id of this command.
     """
     stores: list[Store] = [open_store(config.run_dir, retry_s=_RETRY_S)]
     if is_apart(config):
@@ -35,20 +35,20 @@ def takeover(config: Config, session: str) -> str | None:
         with contextlib.suppress(OSError):
             if (holder := other_holder(store, session)) is not None:
                 return (
-                    f"another command has taken the run over: {holder}. This one ends; nothing that was committed is "
-                    "lost, and the other continues from it. Let one command at a time train a run"
+                    f"another command has taken over the run: {holder}. This command ends; the other command continues "
+                    "from the last committed checkpoint. Only one command at a time can train a run"
                 )
     return None
 
 
 def leave_refusal(run_dir: Place, session: str, text: str) -> None:
-    """Write why this session must end, for the driver and the next attempt; the first reason is kept."""
+    """Record why this session must end, for the driver and the next attempt. Only the first reason is stored."""
     with contextlib.suppress(AlreadyExistsError, OSError):
         open_store(run_dir, must_exist=True, retry_s=_RETRY_S).create(f"{REFUSAL_FOLDER}/{session}", [text.encode()])
 
 
 def refusal(run_dir: Place, session: str) -> str | None:
-    """Return why this session must end (unusable input, or a takeover by another command), or ``None``."""
+    """Return why this session must end (invalid input, or a takeover by another command), or None if it need not."""
     try:
         return open_store(run_dir, retry_s=_RETRY_S).read_whole(f"{REFUSAL_FOLDER}/{session}").decode()
     except OSError:

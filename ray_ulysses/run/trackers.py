@@ -1,4 +1,4 @@
-"""Opens a run's trackers as tails of its journal."""
+"""Connects a run's trackers to its journal."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
 _POLL_S = 1.0
 _POLL_STORE_S = 3.0
-"""In an object store the journal grows every 3 seconds."""
+"""In an object store, journal segments are written every 3 seconds."""
 
 
 def tracked(config: Config, *, drain_s: float = 20.0) -> AbstractContextManager[None]:
-    """Deliver the journal of a run to its trackers while a block runs, and for a bounded time after it.
+    """Return a context manager that delivers a run's journal to its trackers, starting with undelivered records.
 
-    Records that earlier commands left undelivered come first. The caller holds the run: a tracker has one tail.
+    The caller must hold the run's claim, since only one process may deliver to a tracker.
 
     Args:
         config: The run's configuration.
-        drain_s: Longest time to wait at the end.
+        drain_s: Maximum time to deliver the remaining records at the end of the block, in seconds.
     """
     return following([_tail(config, name, sink) for name, sink in _sinks(config).items()], drain_s)
 
@@ -55,7 +55,7 @@ def _tail(config: Config, name: str, sink: Sink) -> Tail:
 
 
 def _sinks(config: Config) -> dict[str, Sink]:
-    """Return the sinks of a run by the names of its trackers; none if tracking is disabled."""
+    """Return a run's sinks by tracker name, or an empty dict if tracking is disabled."""
     own = node_folder(config.run_dir)
     sinks: dict[str, Sink] = {}
     if config.tracking_uri is not None:

@@ -54,7 +54,7 @@ def test_a_job_is_followed_found_by_its_runs_name_and_what_it_refuses_is_the_use
     assert "no-corpus" in out
     assert err.splitlines()[0] == "connecting to the Ray cluster"
     assert "submitted run 'first' as job first-001\n" in err
-    assert "error: job first-001 was refused, as its log says" in err
+    assert "error: job first-001 was refused; see the job's log" in err
 
     assert run(app, ["status"]) == 0
     line = next(line for line in capfd.readouterr().out.splitlines() if line.split()[:1] == ["first"])
@@ -66,7 +66,7 @@ def test_a_job_is_followed_found_by_its_runs_name_and_what_it_refuses_is_the_use
     assert run(app, ["stop", "first"]) == 2
     assert "its newest job first-001 has ended (FAILED); there is nothing to stop" in capfd.readouterr().err
     assert run(app, ["logs", "second"]) == 2
-    assert "no run of this name was submitted to this cluster (submitted: first" in capfd.readouterr().err
+    assert "no run with this name was submitted to this cluster (submitted runs: first" in capfd.readouterr().err
 
 
 @pytest.mark.slow
@@ -122,7 +122,11 @@ def test_a_run_survives_its_followers_interrupt_its_drivers_kill_and_a_stop_and_
 
     assert run(app, ["submit", str(path)]) == 2
     refusal = capfd.readouterr().err
-    assert "run.name='long': job long-001 of this run is RUNNING" in refusal and "`ray-ulysses stop long`" in refusal
+    assert (
+        "run.name='long': job long-001 of this run, in " in refusal
+        and " is RUNNING; " in refusal
+        and "`ray-ulysses stop long`" in refusal
+    )
 
     command = ["python", "-m", "ray_ulysses", "train", "config.yaml"]
     (driver,) = [one for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"] == command]

@@ -132,5 +132,5 @@ def test_rows_that_can_not_be_left_out_end_the_run_and_say_why(
     assert "they belong to epoch 2, but the newest checkpoint to epoch 1; save more often" in caplog.text
     claim_journal(config.run_dir).append({**record, "plan_id": "another"})
     assert skip_bad_step(resolve_run(config), SystemClock()) is None
-    assert f"can't be left out: they are of plan another, and the run's is {plan.plan_id}" in caplog.text
+    assert f"the rows belong to plan another, but the run's plan is {plan.plan_id}" in caplog.text
     assert len(load_plan(config.run_dir / "plan").segments) == 1

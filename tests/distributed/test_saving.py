@@ -113,7 +113,7 @@ def test_a_run_directory_that_vanishes_is_an_error_and_is_not_made_anew(
     with pytest.raises(RankFailure) as failure:
         _run(config, actions={5: "directory away"})
     text = str(failure.value)
-    assert f"the run's directory {config.run_dir} was deleted or moved away while the run was training" in text
+    assert f"the run's directory {config.run_dir} was deleted or moved during training" in text
     assert not config.run_dir.exists()
     if is_elsewhere:
         saved = max(committed_steps(checkpoint_store(config)))
@@ -200,8 +200,8 @@ def test_a_start_that_can_not_be_is_refused_before_a_worker_starts(
             prepare_attempt(_config(tmp_path, corpus, **changes), "one")
         return str(refused.value)
 
-    assert "give one of 4, 8, 12" in refusal(model__resume_from=f"{source.run_dir}@7")
-    assert "there is no checkpoint" in refusal(model__resume_from=str(tmp_path / "nowhere"))
+    assert "use one of 4, 8, 12" in refusal(model__resume_from=f"{source.run_dir}@7")
+    assert "the run has no checkpoint" in refusal(model__resume_from=str(tmp_path / "nowhere"))
     for change in ({"optimizer__lr": 1e-5}, {"data__context_tokens": 512}):
         assert "model.resume_state" in refusal(model__resume_from=str(source.run_dir), **change)
     assert not (tmp_path / "run" / "checkpoints").exists()

@@ -259,7 +259,7 @@ def test_of_two_commands_at_once_the_second_is_refused(monkeypatch: pytest.Monke
         cluster.jobs.append(details("a-001", JobStatus.PENDING, JOB.metadata))
 
     monkeypatch.setattr(job_client, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: 0.0))
-    with pytest.raises(UserError, match=r"run.name='a': job a-001 of this run is PENDING"):
+    with pytest.raises(UserError, match=r"run.name='a': job a-001 of this run, in .* is PENDING"):
         _submit(cluster)
 
 

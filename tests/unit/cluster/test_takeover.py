@@ -131,5 +131,5 @@ def test_a_worker_that_was_fenced_by_another_command_is_not_started_again(
     if not is_anothers:
         assert refusal(config.run_dir, "one") is None
         return
-    with pytest.raises(UserError, match="another command has taken the run over"):
+    with pytest.raises(UserError, match="another command has taken over the run"):
         supervise(job, Announcement(host="", port=0, token="", group=0), worker=0, local_rank=0)

@@ -213,9 +213,9 @@ def test_what_can_not_be_evaluated_is_refused_with_a_way_out(told: Told, corpus:
         (tmp_path / "nowhere",): "is neither a run (no config.yaml) nor a model directory (no config.json); give",
         (tmp_path / "adapter",): "is an adapter without its model; give the run that",
         (folder, "--lengths", "1z"): "is not a number of tokens of 2 or more; write lengths as 1024 or 1k",
-        (folder, "--step", "3", *data): "--step=3: is not a committed step of this run; give one of 4",
+        (folder, "--step", "3", *data): "--step=3 is not a committed step of this run; use one of 4",
         (tmp_path / "hf", "--step", "3"): "--step=3: needs a run, but ",
-        (tmp_path / "untrained", *data): "RUN: has no committed checkpoint in ",
+        (tmp_path / "untrained", *data): "RUN has no committed checkpoint in ",
         (folder,): "--data: is not given, and the run's own documents can't be read (it has no data plan); give a",
         (tmp_path / "hf",): "--data: is not given, and a model directory names no documents; give a corpus",
         (

@@ -90,7 +90,7 @@ def test_a_storage_that_lost_the_checkpoints_of_the_journal_is_named(tmp_path: P
         (far / "run").mkdir(parents=True)
     if place == "a file":
         (far / "run/checkpoints").write_text("x")
-    with pytest.raises(RunError, match=r"journal records 3, the newest of step 6; .*checkpoint\.storage"):
+    with pytest.raises(RunError, match=r"journal records 3, the newest at step 6; .*checkpoint\.storage"):
         find_checkpoint(stored_config(run_dir), run_dir, "latest")
 
 

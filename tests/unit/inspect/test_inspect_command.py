@@ -182,7 +182,7 @@ def test_a_journal_that_can_not_be_read_is_named_and_exits_with_1(
         (("--no-read",), "--no-read: applies only to --verify"),
         (("--corpus", "x"), "--corpus=x: applies only to --row and --verify"),
         (("elsewhere",), "comparing two runs needs --verify"),
-        (("--verify", "elsewhere"), "OTHER='elsewhere': is not a run directory"),
+        (("--verify", "elsewhere"), "OTHER='elsewhere' is not a run directory"),
         (("--verify", "--corpus", "nowhere"), "--corpus nowhere: data.path=nowhere: does not exist"),
         (("--row", "0", "--corpus", "nowhere"), "--corpus nowhere: data.path=nowhere: does not exist"),
     ],

@@ -109,7 +109,7 @@ def test_a_run_whose_state_is_gone_or_damaged_is_refused_before_a_worker_starts(
     with pytest.raises(RunError, match="step 2 is damaged"):
         record_completion(prepared)
     manifest.unlink()
-    with pytest.raises(RunError, match="the journal knows of the checkpoint of step 2"):
+    with pytest.raises(RunError, match="the journal records a checkpoint at step 2"):
         record_completion(prepared)
 
 
@@ -128,7 +128,7 @@ def test_a_finished_run_whose_checkpoints_were_deleted_stays_complete(
     for changes in ({}, {"model__resume_from": str(tmp_path / "gone")}):
         history = record_completion(prepare(**changes))
         assert history is not None and history.status == "finished"
-    with pytest.raises(RunError, match="the journal knows of the checkpoint of step 2"):
+    with pytest.raises(RunError, match="the journal records a checkpoint at step 2"):
         record_completion(prepare(stop_step=3))
 
 

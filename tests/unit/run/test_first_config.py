@@ -113,7 +113,7 @@ def test_what_does_not_fit_is_refused_with_the_number_of_gpus_that_hold_it(
     assert init(tmp_path, model, 131072, 4) == 2
     error = " ".join(capsys.readouterr().err.split())
     assert "--gpus=4" in error
-    more = int(error.partition("give --gpus ")[2].split(",")[0])
+    more = int(error.partition("use --gpus ")[2].split(",")[0])
     assert more in (8, 16, 32) and not (tmp_path / "c.yaml").exists()
     assert first_configs(str(model), 131072, more, 80.0, 200.0)
 
@@ -126,5 +126,5 @@ def test_a_file_that_is_there_and_a_directory_that_is_no_model_are_refused(
         (tmp_path / "c.yaml").write_text("mine")
     assert init(tmp_path, tmp_path, 8192, 1) == 2
     error = "".join(capsys.readouterr().err.split())
-    assert ("existsalready" if is_taken else str(tmp_path / "config.json")) in error
+    assert ("alreadyexists" if is_taken else str(tmp_path / "config.json")) in error
     assert not is_taken or (tmp_path / "c.yaml").read_text() == "mine"

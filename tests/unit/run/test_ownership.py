@@ -149,6 +149,6 @@ def test_a_damaged_owner_and_a_storage_that_is_away_are_refused(tmp_path: Path) 
         claim_checkpoints(resolve_run(config))
     owner.unlink()
     owner.mkdir()
-    with pytest.raises(RunError, match="can't be read"):
+    with pytest.raises(RunError, match="can't read the checkpoints"):
         claim_checkpoints(resolve_run(config))
     assert (config.run_dir / IDENTITY_FILE).is_file()

@@ -257,4 +257,4 @@ def test_a_model_directory_without_a_tokenizer_is_noted(corpus: Path, tmp_path: 
     report = report_of(tmp_path / "bare", corpus)
     assert report.problems == ()
     (note,) = of_tokenizer(report.notes)
-    assert "could not be compared" in note
+    assert "can't compare the corpus's tokenizer" in note

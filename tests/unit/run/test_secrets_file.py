@@ -39,9 +39,9 @@ def test_a_file_that_others_can_use_is_refused_with_the_hint(tmp_path: Path, mod
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"A=1\nhunter2", "line 2 is not of the form NAME=VALUE; correct it"),
-        (b"A=hunter2\0", "line 1 is not of the form"),
-        (b"A=hunter2\xff", "line 1 is not of the form"),
+        (b"A=1\nhunter2", "line 2 does not have the form NAME=VALUE; correct the line"),
+        (b"A=hunter2\0", "line 1 does not have the form"),
+        (b"A=hunter2\xff", "line 1 does not have the form"),
         (b"A=hunter2" * 10_000, "is larger than 64 KiB"),
     ],
 )
@@ -66,7 +66,7 @@ def test_the_file_goes_before_the_environment_and_must_be_there_to_train(
     config = config.with_absolute_paths(tmp_path)
     use_secrets(config, is_needed=False)
     assert os.environ["SECRET_OF_A_TEST"] == "from the environment"
-    with pytest.raises(UserError, match="does not exist; write it on every node"):
+    with pytest.raises(UserError, match="does not exist; create it on every node"):
         use_secrets(config)
     write(tmp_path / "secrets", b"SECRET_OF_A_TEST=from the file")
     use_secrets(config)
@@ -88,7 +88,7 @@ def test_whoever_looks_at_a_run_does_without_a_file_that_is_another_users(
 def test_a_variable_that_decides_what_runs_is_refused_even_if_it_is_listed(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / "secrets", f"HF_TOKEN=a\n{name}=hunter2".encode())
     for names in ((), ("HF_ENDPOINT",)):
-        with pytest.raises(UserError, match=f"sets {name}, which decides") as refused:
+        with pytest.raises(UserError, match=f"sets {name}, which can change") as refused:
             read_secrets(path, names)
         assert "hunter2" not in str(refused.value)
     with pytest.raises(ConfigError) as error:
@@ -109,7 +109,7 @@ def test_a_variable_that_is_not_a_credential_needs_the_setting(tmp_path: Path, n
 def test_every_credential_that_the_documentation_names_may_be_in_the_file(tmp_path: Path) -> None:
     text = (Path(__file__).parents[3] / "docs" / "recover.md").read_text()
     section = text.partition("\n### Secrets\n")[2].partition("\n## ")[0]
-    listed = section[section.index("sets credentials alone") :]
+    listed = section[section.index("set only credentials") :]
     assert set(re.findall(r"`([A-Z][A-Z0-9_]+)`", listed)) >= CREDENTIALS
     content = "".join(f"{name}=x\n" for name in CREDENTIALS)
     assert read_secrets(write(tmp_path / "secrets", content.encode())).keys() == CREDENTIALS

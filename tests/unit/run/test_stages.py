@@ -174,7 +174,7 @@ def test_other_stages_need_a_branch_which_replaces_those_to_come(
     loaded = load_plan(tmp_path / "run" / "plan")
     assert [(one.stage_number, one.base_step) for one in loaded.segments][:3] == [(0, 0), (1, 4), (1, 6)]
     assert ids(tmp_path)[:2] == before[:2] and loaded.segments[3].settings.rows_per_step == 2
-    assert any("--branch: the run's data change after step 6" in note for note in branch.notes)
+    assert any("--branch: the run's data changes after step 6" in note for note in branch.notes)
     assert prepared(changed).new == (), "it is the run's own plan now"
     given = stages(corpora, rows_per_step=2)
     given[1]["lr"] = 1e-3

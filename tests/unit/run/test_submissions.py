@@ -51,7 +51,7 @@ def test_a_run_is_found_by_its_name_before_a_job_of_the_same_id() -> None:
     [
         (job(status="STOPPED"), RunError, "stopped"),
         (job(status="FAILED", exit_code=2), UserError, "refused"),
-        (job(status="FAILED", exit_code=1), RunError, "failed with 1"),
+        (job(status="FAILED", exit_code=1), RunError, "exit code 1"),
         (job(status="FAILED", exit_code=-9), RunError, "signal 9"),
         (job(status="FAILED", exit_code=137), RunError, "signal 9"),
         (job(status="FAILED", message="its node died\n"), RunError, "its node died"),

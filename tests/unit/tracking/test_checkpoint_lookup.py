@@ -74,7 +74,7 @@ def test_what_is_gone_is_not_offered(state, which):
         ([tracked(10, is_complete=False)], "best", "no usable checkpoint"),
         ([tracked(10), tracked(20)], 15, "no checkpoint of step 15; available steps: 10, 20"),
         ([tracked(10), tracked(20, 1, "damaged")], 20, "step 20 is damaged; available steps: 10"),
-        ([tracked(10, metrics={}), tracked(20, metrics={})], "best", "give a step: 10, 20"),
+        ([tracked(10, metrics={}), tracked(20, metrics={})], "best", "specify a step: 10, 20"),
     ],
     ids=["none", "deleted", "incomplete", "absent", "damaged", "no-loss"],
 )

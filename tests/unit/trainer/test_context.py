@@ -58,7 +58,7 @@ def test_a_command_does_not_take_a_run_back_from_the_one_that_took_it_over(tmp_p
     assert [claim(mine, "one").attempt, claim(mine, "one").attempt] == [1, 2]
     command(theirs, "two")
     assert claim(theirs, "two").attempt == 3
-    with pytest.raises(UserError, match="another command has taken the run over"):
+    with pytest.raises(UserError, match="another command has taken over the run"):
         claim(mine, "one")
     assert read_lineage(checkpoint_store(mine)).newest_attempt == 3
     # A new command, which has claimed the run, may.

@@ -195,7 +195,7 @@ def test_the_storage_alone_says_which_attempts_peer_memory_may_hold(
     start_attempt(storage, 2, 20)
     recorder = FakeRecorder(storage, attempt=3)
     assert resume(recorder, memory).step == 20
-    assert "the state of step 25 in peer memory is not used" in said.text
+    assert "not using the state of step 25 in peer memory" in said.text
     assert recorder.passed_over == []
     assert committed_steps(storage) == (10, 20)
 
@@ -225,7 +225,7 @@ def test_what_is_wrong_with_peer_memory_costs_nothing_on_storage(
 
         def refuse(manifest: Any, *_: Any) -> None:
             if manifest.meta.metrics == kept:
-                raise UserError("was written under another configuration")
+                raise UserError("was written with a configuration that differs")
 
         monkeypatch.setattr(start_point, "_check_own", refuse)
     before = storage.list(CHECKPOINT_FOLDER)
@@ -235,7 +235,9 @@ def test_what_is_wrong_with_peer_memory_costs_nothing_on_storage(
     assert all(torch.equal(loaded[key], TENSORS[key]) for key in loaded) and len(loaded) == 3
     assert storage.list(CHECKPOINT_FOLDER) == before
     assert recorder.passed_over == []
-    assert ("peer memory can't be read" if how == "agents gone" else "of step 30 in peer memory is not") in said.text
+    assert (
+        "can't read peer memory" if how == "agents gone" else "not using the state of step 30 in peer memory"
+    ) in said.text
 
 
 def test_a_state_of_peer_memory_that_was_loaded_in_part_is_no_beginning_and_no_obstacle_to_the_next_attempt(
@@ -273,14 +275,14 @@ def test_a_run_whose_checkpoints_can_not_be_read_does_not_begin_anew(tmp_path: P
 def test_a_storage_that_lost_everything_is_not_begun_anew(tmp_path: Path) -> None:
     """Not mounted, or checkpoint.storage mistyped: the journal knows better."""
     run_dir = _journal(tmp_path / "run", 10, 20)
-    with pytest.raises(CheckpointError, match="the journal knows of the checkpoint of step 20"):
+    with pytest.raises(CheckpointError, match="the journal records a checkpoint at step 20"):
         choose(FakeRecorder(LocalStore(tmp_path)), run_dir)
     assert choose(FakeRecorder(LocalStore(tmp_path)), tmp_path / "fresh") is None
     # What is left of deleted or unfinished ones is no checkpoint either.
     store = _saved(tmp_path / "leftovers")
     for step in (10, 20):
         store.delete(f"{CHECKPOINT_FOLDER}/step-000000{step}/manifest.json")
-    with pytest.raises(CheckpointError, match="the journal knows of the checkpoint of step 20"):
+    with pytest.raises(CheckpointError, match="the journal records a checkpoint at step 20"):
         choose(FakeRecorder(store), run_dir)
 
 
@@ -301,7 +303,7 @@ def test_a_run_of_which_nothing_is_whole_does_not_begin_anew_and_nothing_goes(
     recorder = FakeRecorder(store)
     # However often it is tried.
     for _ in range(2):
-        with pytest.raises(CheckpointError, match=r"will not restart from step 0 .*step 20 .*step 10 "):
+        with pytest.raises(CheckpointError, match=r"does not restart from step 0 .*step 20 .*step 10 "):
             resume(recorder)
     assert store.list(CHECKPOINT_FOLDER) == before
     assert recorder.passed_over == [] and read_lineage(store).started_from == {}
