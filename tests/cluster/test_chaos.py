@@ -150,6 +150,9 @@ class Chaos:
         for process in victims:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+        if mark is None:
+            # Before psutil collects the exit code of this child: Popen would take it for 0 then.
+            self.command.process.wait(timeout=30)
         _, alive = psutil.wait_procs(victims, timeout=30)
         assert not alive
         self.wait_for(lambda: self.newest_attempt() > death.attempt)
