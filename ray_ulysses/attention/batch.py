@@ -115,7 +115,6 @@ def shard_batch(
 
 
 def _inside_documents(labels_BS: torch.Tensor, lengths: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each token's shifted label and its position in its document."""
     shifted_BS, position_ids_BS = torch.full_like(labels_BS, IGNORE_INDEX), torch.zeros_like(labels_BS)
     for row, row_lengths in enumerate(lengths):
         start = 0
@@ -140,7 +139,6 @@ def _check_alike(name: str, tensor: torch.Tensor, input_ids_BS: torch.Tensor) ->
 
 
 def _shifted_weights(weights: torch.Tensor | None, padded_BS: torch.Tensor, padding: int) -> torch.Tensor | None:
-    """Return the weight of each position's next token, fp32 ``[B, S + padding]``."""
     if weights is None:
         return None
     weights_BS = weights.reshape(-1, weights.shape[-1]).float()
@@ -209,7 +207,6 @@ def unshard(local: torch.Tensor, batch: ShardedBatch) -> torch.Tensor:
 
 
 def _in_row_order(whole_BS: torch.Tensor, row_tokens: int, mesh: SequenceMesh) -> torch.Tensor:
-    """Reorder tokens that are concatenated by rank into row order."""
     ranges, place = [], 0
     for rank in range(mesh.sp_size):
         for start, stop in held_ranges(row_tokens, rank, mesh.sp_size, mesh.ring_size):

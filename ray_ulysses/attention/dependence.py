@@ -135,7 +135,6 @@ class CallRecorder:
 
 
 def _numbered(calls: list[ModuleCall]) -> list[tuple[tuple[str, int], ModuleCall]]:
-    """Key each call by the module's name and by how often the module was called before."""
     counts: Counter[str] = Counter()
     numbered = []
     for call in calls:
@@ -246,7 +245,6 @@ class TokenOperations(TorchDispatchMode):
 
 
 def _dims(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
-    """Return the value of an operation's ``dim`` or ``dims`` argument as a tuple; empty if not given."""
     for place, argument in enumerate(func._schema.arguments):
         if argument.name in ("dim", "dims"):
             default = argument.default_value if argument.has_default_value() else ()

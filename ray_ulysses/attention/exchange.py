@@ -124,7 +124,6 @@ def return_heads(
 
 
 def _blocks(payload_UBLF: torch.Tensor, widths: Sequence[int]) -> list[torch.Tensor]:
-    """Allocate one buffer and return it as blocks ``[B, L, width]``, one per rank."""
     num_rows, tokens = payload_UBLF.shape[1:3]
     sizes = [num_rows * tokens * width for width in widths]
     parts = payload_UBLF.new_empty(sum(sizes)).split(sizes)
@@ -368,7 +367,6 @@ def sum_over_ranks(part: torch.Tensor, group: str) -> torch.Tensor:
 
 
 def _exchanged(payload_UBLC: torch.Tensor, group: str) -> torch.Tensor:
-    """Send block ``u`` to rank ``u``, and return the received blocks ``[U, B, L, C]``."""
     process_group = group_named(group)
     received_UBLC = torch.empty_like(payload_UBLC)
     exchange = BlockExchange(payload_UBLC.unbind(), received_UBLC.unbind(), process_group)

@@ -122,7 +122,6 @@ def _forward(module: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwarg
 def _checked(
     module: nn.Module, hidden_BLH: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> AttentionContext:
-    """Return the attention context of a call; refuse a mask, a cache and a wrong number of tokens."""
     name, context = type(module).__name__, given_tables(kwargs)
     if not isinstance(context, AttentionContext):
         raise UserError(
@@ -168,7 +167,6 @@ def _mix(module: Any, layout: MixerLayout, hidden_BLH: torch.Tensor, context: At
 def _normalized(
     module: Any, layout: MixerLayout, out: torch.Tensor, hidden: torch.Tensor, results: dict[str, torch.Tensor]
 ) -> torch.Tensor:
-    """Apply the layout's norm over all heads and its gate to the slice, if the layout has such a norm."""
     if not layout.row_norm:
         return out
     norm = getattr(module, layout.row_norm)
@@ -205,7 +203,6 @@ def _sums(
 
 
 def _document_lengths(context: AttentionContext) -> list[int]:
-    """Return the lengths of all documents in all rows. Each row's padding counts as a document."""
     borders = context.documents.full.spans.borders
     return [stop - start for start, stop in pairwise(borders)]
 

@@ -204,7 +204,6 @@ def _or_empty(grad: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
 
 
 def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Save an operator's tensors, results and settings for the backward."""
     tensors, given = inputs[:-_NUM_SETTINGS], OperatorSettings(*inputs[-_NUM_SETTINGS:])
     ctx.num_tensors = len(tensors)
     ctx.has_sinks = given.sinks is not None
@@ -215,7 +214,6 @@ def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, 
 
 
 def _kept_inputs(ctx: Any) -> tuple[tuple[Any, ...], OperatorSettings]:
-    """Return the saved tensors (the inputs, then the results) and the settings."""
     saved, count = ctx.saved_tensors, ctx.num_tensors + 2
     sinks = saved[-1] if ctx.has_sinks else None
     return saved[:count], OperatorSettings(sinks, *saved[count : count + 3], *ctx.rest)

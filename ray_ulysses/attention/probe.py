@@ -213,7 +213,6 @@ class _Experts:
 
 
 def _call_twice(copy: Any, noise: torch.Tensor, result: ProbeResult, operations: TokenOperations) -> None:
-    """Call the copy with both arrangements. If their results differ, record the module that mixes tokens."""
     names = {id(module): name for name, module in copy.named_modules()}
     longest = longer_than_any_window(copy.config.to_dict())
     forward = _Forward(result=result, names=names, noise=noise, window_tokens=longest)
@@ -263,7 +262,6 @@ def _probe_mask(
     dtype: torch.dtype = DTYPE,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Build an additive mask for eager attention, with the mask function attached as an attribute."""
     places = [torch.arange(size) for size in (batch_size, 1, q_length, kv_length)]
     visible = mask_function(*torch.meshgrid(*places, indexing="ij"))
     lowest = torch.finfo(dtype).min
@@ -367,7 +365,6 @@ def _record_layer(
 
 
 def _to_number(tensor_BHLD: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """Reduce each token's heads to one number, ``[B, L]``."""
     flat_BLF = tensor_BHLD.transpose(1, 2).flatten(2)
     width = flat_BLF.shape[2]
     return flat_BLF @ noise_like((width,), 3, noise).to(flat_BLF.dtype) / width

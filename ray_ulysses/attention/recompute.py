@@ -83,7 +83,6 @@ class _Keep(_Mode):
     """Dispatch mode of the forward, which saves the results of the operators that are keys of ``storage``."""
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operator, and save its results if required."""
         out = operator(*args, **(kwargs or {}))
         if operator in self._storage:
             self._storage[operator].append(self._stash(tree_map_only(torch.Tensor, torch.Tensor.detach, out)))
@@ -94,7 +93,6 @@ class _Replay(_Mode):
     """Dispatch mode of the recomputation, which returns saved results in order and runs all other operators."""
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Return the operator's next saved result, or run the operator if its results are not saved."""
         if operator not in self._storage:
             return operator(*args, **(kwargs or {}))
         if not self._storage[operator]:

@@ -230,7 +230,6 @@ def _known_to_mix(model: nn.Module) -> set[str]:
 
 
 def _refuse_shares(kind: str, model: nn.Module, result: ProbeResult, mesh: SequenceMesh) -> None:
-    """Refuse a mesh whose ranks can't share the heads of the recurrent layers equally."""
     if not result.mixers:
         return
     most = min((layer.num_heads for layer in result.layers.values()), default=mesh.sp_size)

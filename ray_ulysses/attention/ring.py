@@ -210,7 +210,6 @@ def _call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: Ri
 
 
 def _merge(out_THE: torch.Tensor, lse_HT: torch.Tensor, part_THE: torch.Tensor, part_lse_HT: torch.Tensor) -> None:
-    """Merge a partial attention result into the accumulated result, in place."""
     whole_HT = torch.logaddexp(lse_HT, part_lse_HT.to(lse_HT.dtype))
     kept, added = (
         (lse - whole_HT).exp().transpose(0, 1).unsqueeze(-1) for lse in (lse_HT, part_lse_HT.to(lse_HT.dtype))

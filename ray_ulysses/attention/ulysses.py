@@ -111,7 +111,6 @@ def apply_ulysses(
 
 
 def _attach(base: Any, probed: ProbeResult) -> dict[str, str]:
-    """Configure each attention layer as probed, replace the recurrent layers, and return the class name per layer."""
     modules = {name: base.get_submodule(name) for name in probed.layers}
     for name, module in modules.items():
         set_window(module, probed.layers[name].window, probed.layers[name].local_span)
@@ -213,7 +212,6 @@ def _refuse_taken_config(model: Any) -> None:
 
 
 def _refuse_kernels(model: nn.Module, layers: Collection[LayerAttention], attention: KernelName) -> None:
-    """Refuse a kernel that is unavailable or does not support a layer, before the first forward."""
     parameter = next(model.parameters())
     if parameter.device.type == "cpu" and torch.cuda.is_available():
         # The engine will move the model to a GPU, so its final device is unknown.
@@ -319,7 +317,6 @@ def _attend(
 def _checked(
     module: nn.Module, context: object, attention_mask: torch.Tensor | None, dropout: float, kwargs: dict[str, Any]
 ) -> AttentionContext:
-    """Return the attention context of a call, and refuse arguments that would change the result."""
     name = type(module).__name__
     if not isinstance(context, AttentionContext):
         if not hasattr(module, _WINDOW):
@@ -422,7 +419,6 @@ def check_adapters(model: nn.Module) -> None:
 
 
 def _adapters(model: nn.Module) -> Iterator[tuple[str, nn.Module, frozenset[str]]]:
-    """Yield the name, module and active adapters of each PEFT layer."""
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     for name, module in base.named_modules():
         # On other modules with this attribute, it is not a list.

@@ -78,8 +78,6 @@ class Circulation:
 
 
 class _GatherSequence(torch.autograd.Function):
-    """Concatenates the slices of all ranks along dim 1."""
-
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group

@@ -1,7 +1,7 @@
-"""Estimates the memory of a step's activations: tensors saved for the backward pass, and its temporary tensors.
+"""Estimates the activation memory of a step: tensors saved for the backward pass, and temporaries.
 
-The terms were counted one by one from the allocations of Transformers' Llama and of this package's functions, and are
-compared with measured peaks in `benchmarks/results/memory_model.md`.
+The terms follow the allocations of Transformers' Llama and of this package's functions.
+`benchmarks/results/memory_model.md` compares the estimates with measured peaks.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from ray_ulysses.parallel.layout import (
 from ray_ulysses.planner.memory_terms import FP32_BYTES, MemoryTerm, in_passes, term
 
 _INPUTS, _OUTPUTS, _OUTPUTS_OF_MIXERS = (
-    "layer inputs, kept", "attention outputs, kept", "outputs of layers that carry state, kept"
+    "layer inputs, kept", "attention outputs, kept", "recurrent layer outputs, kept"
 )  # fmt: skip
 KEPT_TERMS: dict[KeptActivation, tuple[str, ...]] = {
     "layer_inputs": (_INPUTS,),
     "attention_outputs": (_OUTPUTS, _OUTPUTS_OF_MIXERS),
 }
-"""The terms that an entry of ``memory.offload_activations`` moves to host memory."""
+"""Names of the terms that each entry of ``memory.offload_activations`` moves to host memory."""
 _VALUES_OF_NORM = 5
-"""fp32 values that a norm's backward pass allocates per input value."""
+"""Number of fp32 values that a norm's backward pass allocates per input value."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionSplit:
-    """The sharding of attention, its kept results, and whether its kernel copies inputs to fp32, as on a CPU."""
+    """Settings of attention that affect memory. ``copies_to_fp32`` is true for CPU kernels in half precision."""
 
     ulysses_size: int
     ring_size: int
@@ -44,18 +44,18 @@ class AttentionSplit:
     copies_to_fp32: bool = False
 
     def heads(self, shape: ModelShape) -> HeadPlan:
-        """Return the heads of each rank; `problems` refuses impossible layouts."""
+        """Return the head plan. `problems` refuses more ranks than heads; here, the plan is for one head per rank."""
         return assign_heads(shape.num_heads, shape.num_kv_heads, min(self.ulysses_size, shape.num_heads))
 
     @property
     def has_head_groups(self) -> bool:
-        """Whether heads are exchanged in groups; false without an exchange."""
+        """Whether heads are exchanged in several groups."""
         return self.ulysses_size > 1 and self.head_groups > 1
 
     def widths(self, shape: ModelShape, head_groups: int = 1) -> Widths:
-        """Return the features per token of this rank in the kernel's layout.
+        """Return the number of features per local token in the kernel's layout, on the rank with the most heads.
 
-        They are for the rank with the most heads; a head group has at least one of its key-value heads.
+        A head group has at least one KV head.
         """
         heads = self.heads(shape)
         kv_per_group = -(-heads.max_kv_heads // min(head_groups, heads.max_kv_heads))
@@ -69,7 +69,7 @@ class AttentionSplit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Widths:
-    """Features per token of attention's inputs and outputs."""
+    """Numbers of features per token of attention's inputs and outputs."""
 
     queries: int
     keys: int
@@ -78,13 +78,13 @@ class Widths:
 
     @property
     def inputs(self) -> int:
-        """Features of queries, keys and values together."""
+        """Number of features of queries, keys and values."""
         return self.queries + self.keys + self.values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tiles:
-    """Tokens per tile of an MLP, of a norm of hidden states, and of a norm of queries."""
+    """Number of tokens per tile, for MLPs, for norms of hidden states, and for norms of queries."""
 
     mlp: int
     norm: int
@@ -92,7 +92,7 @@ class Tiles:
 
     @classmethod
     def chosen(cls, setting: TileSetting, tokens: int, shape: ModelShape) -> Tiles:
-        """Return the tiles that ``memory.mlp_tile`` gives for a rank's tokens."""
+        """Return the tile sizes for a ``memory.mlp_tile`` setting and a number of tokens per rank."""
         return cls(
             mlp=mlp_tile_tokens(setting, tokens, shape.mlp_width),
             norm=norm_tile_vectors(setting, tokens, shape.hidden_size, shape.hidden_size),
@@ -106,14 +106,14 @@ class Tiles:
 def activation_terms(
     shape: ModelShape, tokens: int, split: AttentionSplit, value: int, tiles: Tiles, *, checkpointed: bool
 ) -> list[MemoryTerm]:
-    """Return the terms of the decoder's layers, for ``tokens`` per rank and ``value`` bytes per value."""
+    """Return the memory terms of the decoder's layers, for ``tokens`` tokens per rank and ``value`` bytes per value."""
     hidden, layers = shape.hidden_size, shape.num_layers
     text = f"{tokens:,} tokens per rank x 2 x {shape.head_dim} x {value} bytes: rotary cosines and sines"
     terms = [in_passes("rotations", tokens * 2 * shape.head_dim * value, text)]
     saved = _saved(shape, tokens, split, value, tiles, checkpointed=checkpointed)
     if checkpointed:
         text = (
-            f"{layers} layers x {tokens:,} tokens per rank x {hidden * shape.streams} x {value} bytes: kept by "
+            f"{layers} layers x {tokens:,} tokens per rank x {hidden * shape.streams} x {value} bytes: saved by "
             "gradient checkpointing"
         )
         terms.append(in_passes(_INPUTS, layers * tokens * hidden * shape.streams * value, text))
@@ -135,9 +135,9 @@ def activation_terms(
 def _saved(
     shape: ModelShape, tokens: int, split: AttentionSplit, value: int, tiles: Tiles, *, checkpointed: bool
 ) -> list[MemoryTerm]:
-    """Return the tensors that one layer saves for its backward pass, without those that checkpointing keeps."""
     hidden, widths = shape.hidden_size, split.widths(shape)
-    # A norm saves its input in fp32, normalized and scaled values; in fp32 the first norm's input is the layer's.
+    # A norm saves its input in fp32, normalized values and scaled values. In fp32, the first norm saves the layer's
+    # input itself, which checkpointing saves anyway.
     first, second = (0 if value == FP32_BYTES and checkpointed else FP32_BYTES) + 2 * value, FP32_BYTES + 2 * value
     what = "its input in fp32, normalized and scaled values"
     if tiles.norm < tokens:
@@ -175,7 +175,6 @@ def _saved(
 
 
 def _router_scores(shape: ModelShape, tokens: int, value: int) -> list[MemoryTerm]:
-    """Return the router loss's memory for all layers: scores in the forward pass, and then their gradients."""
     experts = shape.experts
     if experts is None or not experts.has_router_loss:
         return []
@@ -188,16 +187,16 @@ def _router_scores(shape: ModelShape, tokens: int, value: int) -> list[MemoryTer
 
 
 def _mlp_backward(shape: ModelShape, tokens: int, value: int, tiles: Tiles, *, checkpointed: bool) -> MemoryTerm:
-    """Return the temporaries of the MLP's backward pass or of the norm before it, whichever are larger."""
+    """Return the larger of the temporaries of the MLP's backward pass and of the preceding norm's backward pass."""
     tile, of_norm = tiles.mlp, tiles.norm * _VALUES_OF_NORM * FP32_BYTES
     if tiles.norm < tokens:
-        # The gradients of the result and of the input of all tokens.
+        # Over tiles, the gradients of the norm's result and input are allocated for all tokens.
         of_norm += tokens * 2 * value
     norm = of_norm * shape.hidden_size
-    # An adapter's product and its scaled copy exist in addition to the product with frozen weights.
+    # An adapter adds its product and a scaled copy to the product with frozen weights.
     of_adapter = 0 if shape.part is None else 2
     if checkpointed and tile >= tokens:
-        # The MLP's saved tensors are already freed, and so is its input, the norm's result.
+        # During the norm's backward pass, the MLP's saved tensors and its input are already freed.
         norm -= tokens * (4 * shape.mlp_width + shape.hidden_size) * value
     if tile < tokens:
         values = 6 + of_adapter
@@ -211,7 +210,7 @@ def _mlp_backward(shape: ModelShape, tokens: int, value: int, tiles: Tiles, *, c
         )
         name = "one MLP, tiled"
     else:
-        # The product is freed before the gradients of all three exist.
+        # The product of gate and up is freed before the last gradient is allocated.
         values = 2 + of_adapter
         each = values * shape.mlp_width * value
         size, name = tokens * each, "one MLP, backward"
@@ -226,13 +225,12 @@ def _mlp_backward(shape: ModelShape, tokens: int, value: int, tiles: Tiles, *, c
 
 
 def _kept_attention(shape: ModelShape, tokens: int, split: AttentionSplit, value: int) -> list[MemoryTerm]:
-    """Return the attention results that gradient checkpointing keeps in every layer, to avoid recomputation."""
     if split.kept == "none":
         return []
     is_both = split.kept == "both" and split.ulysses_size > 1 and split.head_groups == 1
     heads = split.heads(shape)
-    # The kernel's layout has the heads of the rank with the most heads, for the tokens of all exchanging ranks; the
-    # model's has all heads of this rank's slice. Whole numbers, since host memory is reserved by them.
+    # The kernel's layout has one rank's heads (here of the rank with the most) for the tokens of all ranks of the
+    # group. The model's layout has all heads for the slice. Use integers, because host memory is reserved by them.
     in_kernel = heads.max_heads * len(heads.ranks)
     width = shape.output_width // shape.num_heads * (in_kernel + (shape.num_heads if is_both else 0))
     each = width * value + shape.num_layers * shape.attentions * in_kernel * FP32_BYTES
@@ -245,12 +243,12 @@ def _kept_attention(shape: ModelShape, tokens: int, split: AttentionSplit, value
 
 
 def _kept_mixers(shape: ModelShape, tokens: int, split: AttentionSplit, value: int) -> list[MemoryTerm]:
-    """Return the results that gradient checkpointing keeps of layers that carry state: those that they exchange."""
+    """Return the results of recurrent layers that gradient checkpointing saves: the exchanged outputs."""
     if not shape.mixer_width or split.kept != "both" or split.ulysses_size == 1:
         return []
     text = (
         f"{tokens:,} tokens per rank x {shape.mixer_width} x {value} bytes: inputs of the output projections "
-        f"of {shape.mixer_layers} layers that carry state (memory.attention_output=both)"
+        f"of {shape.mixer_layers} recurrent layers (memory.attention_output=both)"
     )
     return [in_passes(_OUTPUTS_OF_MIXERS, tokens * shape.mixer_width * value, text)]
 
@@ -258,12 +256,12 @@ def _kept_mixers(shape: ModelShape, tokens: int, split: AttentionSplit, value: i
 def _attention_backward(
     shape: ModelShape, tokens: int, split: AttentionSplit, value: int, tiles: Tiles
 ) -> list[MemoryTerm]:
-    """Return the temporaries of attention's backward pass or of the norm of queries before it, whichever are larger.
+    """Return the larger of the temporaries of attention's backward pass and of the query norm's backward pass.
 
-    The kernel's count: the exchanges of heads before and after it need less.
+    The peak is during the kernel; the exchanges before and after the kernel take less.
     """
     widths = split.widths(shape, split.head_groups if split.ulysses_size > 1 else 1)
-    # The gradients to send are allocated after the kernel, or after the last step of a ring.
+    # Without a ring, the gradients to send are allocated while the kernel's fp32 gradients still exist.
     sent = 0 if split.ring_size > 1 else widths.inputs
     each, what = (
         (widths.outputs + sent) * value + widths.inputs * FP32_BYTES,
@@ -271,7 +269,7 @@ def _attention_backward(
     )
     copied = 0
     if split.copies_to_fp32:
-        # During the kernel. In the ring steps with the most buffers, half of a rank's queries attend to all keys.
+        # In the ring steps with the most buffers, half of a rank's queries attend to all keys.
         queries, outputs = (one // min(2, split.ring_size) for one in (widths.queries, widths.outputs))
         made = queries + widths.keys + widths.values
         each, what = 2 * widths.outputs * value + made * FP32_BYTES, "output and its gradient"
@@ -284,7 +282,7 @@ def _attention_backward(
     if split.ring_size > 1:
         each = (widths.keys + widths.values) * (2 * value + 3 * FP32_BYTES) + widths.queries * FP32_BYTES
         text = (
-            f"{tokens:,} tokens per rank x {each} bytes: keys and values, held and in transit; their gradients in "
+            f"{tokens:,} tokens per rank x {each} bytes: keys and values, in use and in transit; their gradients in "
             "fp32, computed, sent and received; and the queries' gradients in fp32"
         )
         terms.append(term("ring buffers", tokens * each, "attention", text))
@@ -299,16 +297,16 @@ def _attention_backward(
 def loss_terms(
     shape: ModelShape, tokens: int, value: int, setting: TileSetting, norm_tile: int, *, z_loss: bool = False
 ) -> list[MemoryTerm]:
-    """Return the terms of the loss and of the norm before it.
+    """Return the memory terms of the loss and of the preceding norm.
 
-    ``tokens`` and ``value`` are as in `activation_terms`; ``norm_tile`` is the norm's tokens per tile.
+    For ``tokens`` and ``value``, see `activation_terms`. ``norm_tile`` is the norm's number of tokens per tile.
     """
     each, what = FP32_BYTES + 2 * value, "its input in fp32, and two values of each"
     if norm_tile < tokens:
         each, what = 2 * value, "its input and its result"
     text = f"{tokens:,} tokens per rank x {shape.hidden_size} x {each} bytes: {what}"
     terms = [term("final norm", tokens * shape.hidden_size * each, "loss", text)]
-    # Log-probabilities, and the gradients of these and of the logits; the logits themselves are already freed.
+    # At the peak, the logits are already freed.
     each, tile = (5 if z_loss else 3) * FP32_BYTES, loss_tile_tokens(setting, tokens, shape.vocab_size)
     values = "log-probabilities, their gradient and the logits' gradient"
     if z_loss:
@@ -321,7 +319,7 @@ def loss_terms(
     logits = tile * shape.vocab_size * each
     if setting == "off":
         return [*terms, term("logits", logits, "loss", text)]
-    # The head's gradient from one tile is computed from the gradient of its logits alone.
+    # When a tile's gradient of the head is computed, only the gradient of the tile's logits is left.
     head = shape.embedding_parameters if shape.head_is_trained else 0
     of_tile = (tile * shape.vocab_size + head) * value
     if of_tile > logits:
@@ -332,7 +330,7 @@ def loss_terms(
             "the head"
         )
     terms.append(term("logits", logits, "loss", text))
-    # The gradients of a single tile become the sums only after its logits are freed.
+    # With a single tile, no separate sums are allocated while its logits exist.
     summed = 0 if tile >= tokens else head * FP32_BYTES
     text = (
         f"{tokens:,} tokens per rank x {shape.hidden_size:,} x {value} bytes + {summed:,} bytes: gradients of the "

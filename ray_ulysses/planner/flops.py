@@ -1,11 +1,11 @@
-"""Floating-point operations of a step and the peak of known accelerators, from which MFU is computed."""
+"""Computes a step's floating-point operations, the peak rates of known accelerators, and MFU."""
 
 from __future__ import annotations
 
 from ray_ulysses.model_shape import ModelShape
 
-# Dense bf16 TFLOP/s from the vendors' data sheets (NVIDIA's state twice as much, "with sparsity"). The first entry
-# whose words all occur in the device's name is used, so variants precede their family.
+# Dense bf16 TFLOP/s from the vendors' data sheets. (NVIDIA's sheets show twice the value, "with sparsity".) The first
+# entry whose words all occur in the device name is used, so variants must precede their family.
 _PEAK_TFLOPS: tuple[tuple[tuple[str, ...], float], ...] = (
     (("GB200",), 2500.0),
     (("B200",), 2250.0),
@@ -35,14 +35,14 @@ def peak_bf16_flops(device_name: str | None) -> float | None:
     """Return the dense bf16 peak of one device, in FLOP/s.
 
     Args:
-        device_name: As ``torch.cuda.get_device_name()`` gives it; ``None`` on CPU.
+        device_name: Name from ``torch.cuda.get_device_name()``, or None on a CPU.
 
     Returns:
-        ``None`` on CPU and for an unknown device, for which no MFU is reported.
+        The peak, or None on a CPU or an unknown device. No MFU is reported without a peak.
     """
     if device_name is None:
         return None
-    # Whole words, so that ``L4`` does not match ``L40S``, nor ``H20`` ``H200``.
+    # Compare complete words, so that ``L4`` does not match ``L40S`` and ``H20`` does not match ``H200``.
     words = device_name.replace("-", " ").replace("_", " ").upper().split()
     for names, tflops in _PEAK_TFLOPS:
         if all(name.upper() in words for name in names):
@@ -51,19 +51,19 @@ def peak_bf16_flops(device_name: str | None) -> float | None:
 
 
 def step_flops(shape: ModelShape, *, tokens: int, sum_squared_lengths: int) -> float:
-    """Return the model's floating-point operations for forward and backward over some tokens.
+    """Return the model FLOPs of a forward and backward pass, without recomputation.
 
-    ``6 N`` per token, where N is the number of parameters that multiply (all except an untied input embedding, which is
-    a lookup), and ``6 d S^2`` per document of S tokens, where d is the total width of all layers' heads: in the forward
-    pass, query times key and probability times value take ``2 S^2 d`` each, halved by the causal mask, and in the
-    backward pass twice that (PaLM, appendix B, https://arxiv.org/abs/2204.02311, which does not halve it). Frozen
-    parameters take ``4 N``, since they have no gradients. Only experts that a token goes through count, and shared
-    layers count once per use. A recurrence takes 6 per multiply-add of its recurrent form. Recomputed work is left out.
+    Each token takes ``6 N`` FLOPs, where N is the number of parameters in matrix products (all except an untied input
+    embedding, which is a lookup). A document of S tokens takes ``6 d S^2`` FLOPs in attention, where d is the total
+    width of all layers' heads: in the forward pass, ``QK`` and ``PV`` take ``2 S^2 d`` each, halved by the causal mask,
+    and the backward pass takes twice as much (PaLM, appendix B, https://arxiv.org/abs/2204.02311, does not halve).
+    Frozen parameters have no gradients and take ``4 N``. Of the experts, only those that a token is routed to are
+    included; a layer that is used several times is included once per use. A recurrence takes 6 FLOPs per multiply-add.
 
     Args:
-        shape: The model.
-        tokens: Tokens that the model processes, without padding.
-        sum_squared_lengths: Sum over documents (their pieces in a row) of the squared length in tokens.
+        shape: The model's shape.
+        tokens: Number of tokens, without padding.
+        sum_squared_lengths: Sum of the squared lengths in tokens of all documents, or of their pieces in rows.
     """
     multiply_adds = shape.layer_multiply_adds + shape.embedding_parameters
     attention = 6 * shape.attention_width * sum_squared_lengths
@@ -71,13 +71,13 @@ def step_flops(shape: ModelShape, *, tokens: int, sum_squared_lengths: int) -> f
 
 
 def token_cost(shape: ModelShape) -> int:
-    """Return the cost of a token outside attention, in squared tokens: the length at which both costs are equal."""
+    """Return the document length at which attention takes as many FLOPs as all other operations."""
     attention = step_flops(shape, tokens=0, sum_squared_lengths=1)
     return round(step_flops(shape, tokens=1, sum_squared_lengths=0) / attention)
 
 
 def mfu(*, flops: float, seconds: float, world_size: int, peak_flops: float | None) -> float | None:
-    """Return the model FLOPs utilization as a share of all devices' peak, or ``None`` if the peak is unknown."""
+    """Return the model FLOPs utilization as a fraction of all devices' peak, or None if the peak is unknown."""
     if peak_flops is None or seconds <= 0:
         return None
     return flops / (seconds * world_size * peak_flops)

@@ -1,7 +1,7 @@
 """Estimates the memory of one rank, term by term, with arithmetic that can be checked by hand.
 
-It is a first estimate and not a measurement. It leaves out padding of the partitions, the allocator's fragmentation and
-the kernels' workspaces, and assumes which temporaries are allocated at the same time.
+The result is an estimate, not a measurement. It omits partition padding, allocator fragmentation and kernel
+workspaces, and makes assumptions about which temporaries exist at the same time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ray_ulysses.planner.settings import kept_attention, mlp_tile, ring_size
 from ray_ulysses.planner.state_memory import StateSharing, device_state, host_state, load_terms
 
 LAYERS_ON_DEVICE = 2
-"""Layers whose offloaded activations are on the device at once: the layer in use, and a layer being copied."""
+"""Number of layers whose offloaded activations are on the device at once: one in use and one being copied."""
 _MOMENTS: tuple[tuple[Phase, ...], ...] = (
     ("load",),
     ("always", "passes", "loss"),
@@ -33,52 +33,50 @@ _MOMENTS: tuple[tuple[Phase, ...], ...] = (
     ("always", "passes", "layer", "attention"),
     ("always", "update"),
 )
-"""Phases whose terms are allocated together."""
-_RUNTIME = always(
-    "runtime", 2 * GIB, "assumed for the device's context, loaded kernels and NCCL's buffers; not yet measured"
-)
+"""Sets of phases whose terms are allocated at the same time."""
+_RUNTIME = always("runtime", 2 * GIB, "assumed for the CUDA context, loaded kernels and NCCL buffers; not yet measured")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryEstimate:
-    """The memory of one rank, on its device and on its host."""
+    """Estimated memory of one rank, on its device and on its host."""
 
     device: tuple[MemoryTerm, ...]
-    """Terms on the accelerator (on the host if training runs on CPU)."""
+    """Terms on the accelerator. If training runs on CPUs, this memory is on the host."""
     host: tuple[MemoryTerm, ...]
     note: str = "a first estimate by formula, not a measurement"
-    """How the numbers were obtained."""
+    """Origin of the numbers, as text."""
 
     @property
     def device_bytes(self) -> int:
-        """The largest sum of device terms that are allocated together."""
+        """Peak of device memory, in bytes."""
         return sum(term.bytes for term in at_peak(self.device))
 
     @property
     def host_bytes(self) -> int:
-        """The largest sum of host terms that are allocated together."""
+        """Peak of host memory, in bytes."""
         return sum(term.bytes for term in at_peak(self.host))
 
     @property
     def offloaded_bytes(self) -> int:
-        """Host memory of offloaded activations."""
+        """Host memory for offloaded activations, in bytes."""
         return sum(one.bytes for one in self.host if any(one.name in names for names in KEPT_TERMS.values()))
 
 
 def at_peak(terms: Sequence[MemoryTerm]) -> tuple[MemoryTerm, ...]:
-    """Return the terms that are allocated together at the peak."""
+    """Return the terms that are allocated at the peak."""
     moments = (tuple(term for term in terms if term.phase in phases) for phases in _MOMENTS)
     return max(moments, key=lambda moment: sum(term.bytes for term in moment))
 
 
 def configured_memory(config: Config, shape: ModelShape) -> MemoryEstimate:
-    """Return all terms of one rank's memory while it trains rows of a full context, one at a time.
+    """Estimate one rank's memory while it trains on full rows, one row at a time.
 
-    They are for the run's smallest number of workers, where each rank needs the most.
+    The estimate is for the run's smallest number of workers, where memory per rank is largest.
     """
     memory, sharing, ring = config.memory, StateSharing.of(config), ring_size(config, shape)
     tokens, value = -(-config.data.context_tokens // config.parallel.sp_size), sharing.value_bytes
-    # Only a device has a runtime, and kernels for bf16.
+    # CPUs need no runtime, and their attention kernels copy bf16 inputs to fp32.
     has_device = config.cluster.gpus_per_worker > 0
     tiles = Tiles.chosen(mlp_tile(config), tokens, shape)
     attention = AttentionSplit(
@@ -102,14 +100,14 @@ def configured_memory(config: Config, shape: ModelShape) -> MemoryEstimate:
 
 
 def run_memory(config: Config, shape: ModelShape) -> MemoryEstimate:
-    """Return one rank's memory in the stages of a run that need the most on the device and on the host."""
+    """Estimate one rank's memory in a run with stages: the largest device and host memory of any stage."""
     taken = [configured_memory(own, shape) for own in stage_configs(config)]
     host = max(taken, key=lambda one: one.host_bytes)
     return replace(max(taken, key=lambda one: one.device_bytes), host=host.host)
 
 
 def fits(config: Config, memory: MemoryEstimate) -> bool:
-    """Return whether an estimate is within ``memory.device_gib`` and ``memory.host_gib``, if they are set."""
+    """Return whether an estimate is within ``memory.device_gib`` and ``memory.host_gib``, if set."""
     limits = ((config.memory.device_gib, memory.device_bytes), (config.memory.host_gib, memory.host_bytes))
     return all(limit is None or taken <= limit * GIB for limit, taken in limits)
 
@@ -117,7 +115,7 @@ def fits(config: Config, memory: MemoryEstimate) -> bool:
 def _offloaded(
     device: list[MemoryTerm], offloaded: Collection[KeptActivation], num_layers: int
 ) -> tuple[list[MemoryTerm], list[MemoryTerm]]:
-    """Return the terms on the device and in host memory, with the ``offloaded`` ones moved to the host."""
+    """Move the terms of ``offloaded`` activations to the host; return the device terms and the host terms."""
     rest: list[MemoryTerm] = []
     host: list[MemoryTerm] = []
     for one in device:
@@ -126,7 +124,7 @@ def _offloaded(
             rest.append(one)
             continue
         layers = min(LAYERS_ON_DEVICE, num_layers)
-        text = f"{layers} of {num_layers} layers at once, being copied to host memory or prefetched from it"
+        text = f"{layers} of {num_layers} layers at once, while copied to host memory or prefetched from host memory"
         rest.append(in_passes(f"{one.name.removesuffix(', kept')}, in flight", one.bytes * layers // num_layers, text))
         host.append(replace(one, source=f"{one.source}; memory.offload_activations contains {kind}"))
     return rest, host

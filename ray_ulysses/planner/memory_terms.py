@@ -1,4 +1,4 @@
-"""One part of a rank's memory, and the phase in which it is allocated."""
+"""A term of a rank's memory estimate, and the phase of a step in which the memory is allocated."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ GIB = 1 << 30
 FP32_BYTES = 4
 
 Phase = Literal["always", "passes", "loss", "layer", "mlp", "attention", "update", "load"]
-"""When a term is allocated: ``always`` during a whole step; ``passes`` only in the forward and backward passes, and
-``update`` only in the optimizer's update, which follows; within the passes, ``loss`` only in the loss, and ``layer``
-only in one layer's backward pass; within that, ``mlp`` or ``attention`` only in that part; ``load`` only while the
-model is loaded, before all others."""
+"""Phase in which a term is allocated. ``load``: while the model is loaded, before training. ``always``: throughout a
+step. ``passes``: in the forward and backward passes. ``update``: in the optimizer's update after the passes. ``loss``:
+in the loss, within the passes. ``layer``: in one layer's backward pass. ``mlp`` and ``attention``: in that part of a
+layer's backward pass."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryTerm:
-    """One part of a rank's memory."""
+    """An amount of memory of a rank, with its name, its phase and its derivation."""
 
     name: str
     bytes: int
     phase: Phase
     source: str
-    """How the number is computed, as text."""
+    """Derivation of the number of bytes, as text."""
 
 
 def always(name: str, size: int, source: str) -> MemoryTerm:
-    """Return a term that is allocated during a whole step."""
+    """Return a term that is allocated throughout a step."""
     return term(name, size, "always", source)
 
 
@@ -37,5 +37,5 @@ def in_passes(name: str, size: int, source: str) -> MemoryTerm:
 
 
 def term(name: str, size: int, phase: Phase, source: str) -> MemoryTerm:
-    """Return a term, with positional arguments."""
+    """Return a term for a given phase."""
     return MemoryTerm(name=name, bytes=size, phase=phase, source=source)

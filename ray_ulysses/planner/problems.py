@@ -1,6 +1,6 @@
-"""Finds the problems that prevent a run, before any worker starts; each check is pure and gives a working hint.
+"""Detects problems that prevent a run, before any worker starts. Every problem comes with a hint that resolves it.
 
-`shortage` finds settings for a step that ran out of memory, from its measured peak.
+`shortage` proposes settings after a step has run out of memory.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ from ray_ulysses.planner.search import (
 from ray_ulysses.planner.settings import allowed_sp, pad_multiple
 
 _LESS = 0.9
-"""Share of the planned memory that proposed settings may take if the plan was too low."""
+"""Fraction of the planned memory that proposed settings may take if the estimate was too low."""
 
 MemoryPlace = Literal["device", "host", "process"]
-"""Where memory ran out: on a device, on the host of a device, or in a process that trains on the host."""
+"""Where memory ran out: on a device, on a device's host, or in a process that trains on the CPU."""
 RAY_BYTES = 2 * GIB
-"""The processes of Ray, Ray Train and the data stream: 2.0 GiB of unshared pages with Ray 2.60."""
+"""Memory of the Ray, Ray Train and data stream processes: 2.0 GiB of unshared pages with Ray 2.60."""
 WORKER_BYTES = GIB // 2
-"""A worker process with its libraries and a tiny model: 0.50 GiB of unshared pages with torch 2.13 on a CPU."""
+"""Memory of a worker process with a tiny model: 0.50 GiB of unshared pages with torch 2.13 on a CPU."""
 
 
 def heads_problems(config: Config, shape: ModelShape) -> Iterator[Problem]:
-    """Refuse a ring that leaves more Ulysses ranks than query heads, or sizes that do not fit a hybrid."""
+    """Refuse parallel sizes for which ranks can't share the attention heads or the recurrent layers' heads."""
     if not shape.mixer_layers:
         yield from ring_problems(config, shape)
         return
     valid = [size for size in shape.mixer_sp_sizes if size <= shape.num_heads]
     hint = f"use {', '.join(map(str, valid))}"
-    why = f"can't divide the heads of the {shape.mixer_layers} layers that carry state along the sequence equally"
+    why = f"can't divide the heads of the {shape.mixer_layers} recurrent layers equally"
     parallel = config.parallel
     if parallel.ring_size is not None and parallel.ring_size > 1:
         rule = (
-            f"passes keys and values around a ring, but {shape.mixer_layers} layers of model_type "
-            f"{shape.model_type!r} carry state along the sequence and need whole rows"
+            f"splits rows over a ring, but {shape.mixer_layers} layers of model_type {shape.model_type!r} are "
+            "recurrent and need complete rows"
         )
         yield problem_of(config, "parallel.ring_size", rule, "use 1 or null")
     if parallel.sp_size not in valid:
@@ -65,25 +65,25 @@ def heads_problems(config: Config, shape: ModelShape) -> Iterator[Problem]:
 
 
 def vocabulary_problems(max_token_id: int, vocab_size: int, corpus_path: str) -> Iterator[Problem]:
-    """Refuse a corpus with a token id that the model's embedding does not have."""
+    """Refuse a corpus with a token id outside the model's vocabulary."""
     if max_token_id >= vocab_size:
-        rule = f"contains token id {max_token_id}, but the model's vocab_size={vocab_size} ends at {vocab_size - 1}"
+        rule = f"contains token id {max_token_id}, but the model's vocab_size={vocab_size} is too small"
         hint = "prepare the corpus with the model's own tokenizer, or use a model whose vocab_size is at least "
         yield Problem(path="data.path", value=corpus_path, rule=rule, hint=f"{hint}{max_token_id + 1}")
 
 
 def position_problems(config: Config, longest_document: int, num_positions: int) -> Iterator[Problem]:
-    """Refuse documents that are longer than a model's table of positions."""
+    """Refuse documents that are longer than the model's position table."""
     if longest_document > num_positions:
-        rule = f"allows documents of up to {longest_document} tokens, but the model's table of positions "
-        hint = f"use at most {num_positions}, or a model with rotary positions"
-        yield problem_of(config, "data.context_tokens", f"{rule}ends at {num_positions}", hint)
+        rule = f"allows documents of up to {longest_document} tokens, but the model's position table has "
+        hint = f"use at most {num_positions}, or a model with rotary embeddings"
+        yield problem_of(config, "data.context_tokens", f"{rule}{num_positions} entries", hint)
 
 
 def context_problems(config: Config, longest_document: int, trained_positions: int | None) -> Iterator[Problem]:
-    """Refuse documents longer than a pretrained model's positions if ``model.rope`` does not handle them.
+    """Refuse documents longer than a pretrained model's training context, unless ``model.rope`` is set.
 
-    ``trained_positions`` is ``None`` without rotary positions.
+    ``trained_positions`` is None for a model without rotary embeddings.
     """
     model = config.model
     if model.init != "pretrained" or model.rope is not None or trained_positions is None:
@@ -92,19 +92,19 @@ def context_problems(config: Config, longest_document: int, trained_positions: i
         factor = math.ceil(longest_document / trained_positions)
         rule = (
             f"allows documents of up to {longest_document:,} tokens, but model.path was trained on "
-            f"{trained_positions:,} positions (max_position_embeddings) and model.rope does not extend them"
+            f"{trained_positions:,} positions (max_position_embeddings) and model.rope is not set"
         )
         hint = (
             f"set model.rope, for example to {{rope_theta: ...}} with a larger base or to {{rope_type: yarn, "
-            f"factor: {factor}.0}}; or model.rope: unchanged"
+            f"factor: {factor}.0}}, or set model.rope: unchanged"
         )
         yield problem_of(config, "data.context_tokens", rule, hint)
 
 
 def plan_problems(config: Config, plan: Plan) -> Iterator[Problem]:
-    """Refuse a stop beyond the planned data, and an evaluation without rows."""
+    """Refuse a ``run.stop_step`` beyond the planned data, and evaluations without held-out rows."""
     stop = config.run.stop_step
-    # A plan that leaves out the rows of a bad step may end a little earlier.
+    # A plan that excludes the rows of a bad step may end before the configured stop.
     if stop is not None and stop > plan.num_steps and not plan.leaves_out_rows:
         rows_per_epoch = max(1, plan.newest.train.num_rows // max(1, len(plan.newest.epochs)))
         missing = (stop - plan.num_steps) * plan.settings.rows_per_step
@@ -113,28 +113,28 @@ def plan_problems(config: Config, plan: Plan) -> Iterator[Problem]:
             f"is beyond the planned data, which ends after {plan.num_steps} steps "
             f"({plan.num_rows} rows, {plan.settings.rows_per_step} per step)"
         )
-        hint = f"use at most {plan.num_steps}, or data.epochs={epochs} (for a run that has begun, with --branch)"
+        hint = f"use at most {plan.num_steps}, or data.epochs={epochs} (if the run has started, with --branch)"
         yield problem_of(config, "run.stop_step", rule, hint)
     if config.run.eval_every_steps is not None and plan.evaluation.num_rows == 0:
-        rule = "holds out no document with a target, but run.eval_every_steps requires one"
+        rule = "holds out no document with labels, but run.eval_every_steps is set"
         yield problem_of(config, "data.eval_fraction", rule, "use a larger share, or set run.eval_every_steps=null")
 
 
 def corpus_problems(config: Config, plan: Plan) -> Iterator[Problem]:
-    """Refuse a corpus that is shorter than one step."""
+    """Refuse a corpus with fewer rows than a step takes."""
     num_rows = plan.newest.train.num_rows
     if num_rows < plan.settings.rows_per_step and plan.newest.branch is None:
-        rule = f"exceeds the {num_rows} rows of the corpus, so not even one step is full"
-        hint = f"use at most {num_rows}, a shorter data.context_tokens, more data.epochs or a longer corpus"
+        rule = f"exceeds the corpus, which has only {num_rows} rows, so there is no full step"
+        hint = f"use at most {num_rows}, reduce data.context_tokens, increase data.epochs or add documents"
         yield problem_of(config, "data.rows_per_step", rule, hint)
 
 
 def memory_problems(
     config: Config, shape: ModelShape, memory: MemoryEstimate, run: Config | None = None
 ) -> Iterator[Problem]:
-    """Refuse a run that does not fit into the configured memory; propose the nearest settings that do.
+    """Refuse a run that does not fit into the configured memory, and propose the nearest settings that fit.
 
-    If ``config`` is a stage's configuration, ``run`` is the whole run's, and the proposed settings are for it.
+    If ``config`` is a stage's configuration, ``run`` must be the run's, for which the proposed settings are.
     """
     limits = (
         ("memory.device_gib", config.memory.device_gib, memory.device_bytes, memory.device),
@@ -143,33 +143,34 @@ def memory_problems(
     exceeded = [one for one in limits if one[1] is not None and one[2] > one[1] * GIB]
     hint = fit_hint(run or config, shape) if exceeded else ""
     for path, _, needed, terms in exceeded:
-        rule = f"each rank is estimated to take {needed / GIB:.1f} GiB ({memory.note}), most of it {_largest(terms)}"
+        rule = f"each rank is estimated to take {needed / GIB:.1f} GiB ({memory.note}), mostly for {_largest(terms)}"
         yield problem_of(config, path, rule, hint)
 
 
 def memory_problems_of_run(config: Config, shape: ModelShape) -> Iterator[Problem]:
-    """Refuse a run if one of its stages does not fit into the configured memory."""
+    """Refuse a run if any of its stages does not fit into the configured memory."""
     for number, own in enumerate(stage_configs(config)):
         for problem in memory_problems(own, shape, configured_memory(own, shape), config):
             yield in_stage(problem, config.stages[number]) if config.stages else problem
 
 
 def fit_hint(config: Config, shape: ModelShape) -> str:
-    """Return the nearest settings with which a whole run fits, or the smallest need if no settings fit."""
+    """Describe the nearest settings with which all stages fit, or the least memory if no settings fit."""
     near, shorter = nearest(config, shape), _shorter_contexts(config, shape)
     if near is not None:
-        return f"by this estimate the nearest that fits is {near.options()} (see `plan --fit`); or use {shorter}"
+        return (
+            f"by this estimate the nearest settings that fit are {near.options()} (see `plan --fit`); or use {shorter}"
+        )
     least = leanest(config, shape)
     device, host = least.memory.device_bytes / GIB, least.memory.host_bytes / GIB
     options = f", with {least.options()}" if least.changes else ""
     return (
-        "by this estimate no setting fits, even with 8 times the workers; the configured workers need at least "
+        "by this estimate no settings fit, even with 8 times the workers; the configured workers need at least "
         f"{device:.1f} GiB per device and {host:.1f} GiB per host{options}; use {shorter}"
     )
 
 
 def _shorter_contexts(config: Config, shape: ModelShape) -> str:
-    """Return the settings that shorten contexts that do not fit to the longest that do."""
     found = []
     for number, own in enumerate(stage_configs(config)):
         if fits(own, configured_memory(own, shape)):
@@ -182,11 +183,11 @@ def _shorter_contexts(config: Config, shape: ModelShape) -> str:
 
 
 def entry(config: Config, number: int) -> str:
-    """Return the path of a stage's context setting: its own, as the run's context may not be below another stage's."""
+    """Return the path of the section with a stage's ``context_tokens``: the stage's own, or ``data`` without stages."""
     if not config.stages:
         return "data"
     name = config.stages[number].name
-    # `--set` splits paths at dots, so a name with a dot is replaced by the stage's number.
+    # `--set` splits paths at dots, so use the stage's number if its name contains a dot.
     return f"stages.{number if '.' in name else name}"
 
 
@@ -196,7 +197,7 @@ def _largest(terms: tuple[MemoryTerm, ...]) -> str:
 
 
 def local_bytes(config: Config, shape: ModelShape) -> int:
-    """Return the memory of a local Ray with all workers of a run on this machine, in the stage that needs the most."""
+    """Estimate the memory of a local Ray cluster with all of the run's workers, in the stage that takes the most."""
     has_gpu = config.cluster.gpus_per_worker > 0
     memories = [configured_memory(own, shape) for own in stage_configs(config)]
     most = max(memory.host_bytes + (0 if has_gpu else memory.device_bytes) for memory in memories)
@@ -204,7 +205,7 @@ def local_bytes(config: Config, shape: ModelShape) -> int:
 
 
 def local_problem(config: Config, shape: ModelShape, free_bytes: int) -> Problem | None:
-    """Return the problem of a machine that can't hold a run's workers; ``None`` if it can."""
+    """Return the problem if this machine has too little memory for the run's workers, or None."""
     needed, workers = local_bytes(config, shape), config.cluster.workers.max
     if needed <= free_bytes:
         return None
@@ -215,27 +216,26 @@ def local_problem(config: Config, shape: ModelShape, free_bytes: int) -> Problem
     )
     fitting = _most_that_fit(config, shape, free_bytes)
     if fitting:
-        hint = f"use {fitting}, which fits (a run can resume with any number), or a cluster (cluster.address)"
+        hint = f"use {fitting} (a run can resume with any number of workers), or a cluster (cluster.address)"
     else:
         hint = "free memory, use a smaller model or context, or a cluster (cluster.address)"
     return Problem(path="cluster.workers", value=workers, rule=rule, hint=hint)
 
 
 def gpu_problem(config: Config, num_gpus: int) -> Problem | None:
-    """Return the problem of a machine with too few GPUs for a run's workers; ``None`` if it has enough."""
+    """Return the problem if this machine has too few GPUs for the run's workers, or None."""
     least, sp_size = config.cluster.workers.min, config.parallel.sp_size
     if config.cluster.gpus_per_worker == 0 or least <= num_gpus:
         return None
     fitting = num_gpus // sp_size * sp_size
-    fewer = f"use cluster.workers={fitting} (a run can resume with any number)," if fitting else "set 0 for CPUs,"
-    rule = f"needs {least} GPUs for cluster.workers={least}, but torch finds {num_gpus} on this machine"
+    fewer = f"use cluster.workers={fitting} (a run can resume with any number)," if fitting else "use 0 for CPUs,"
+    rule = f"requires {least} GPUs for cluster.workers={least}, but torch finds {num_gpus} on this machine"
     return problem_of(config, "cluster.gpus_per_worker", rule, f"{fewer} or use a cluster (cluster.address)")
 
 
 def _most_that_fit(config: Config, shape: ModelShape, free_bytes: int) -> int:
-    """Return the largest multiple of ``parallel.sp_size`` workers that fits, or 0."""
     sp_size = config.parallel.sp_size
-    # More processes than this do not fit even without a model.
+    # An upper bound: this many processes fit without a model.
     most = min(config.cluster.workers.max - 1, max(0, free_bytes - RAY_BYTES) // WORKER_BYTES)
     for workers in range(most // sp_size * sp_size, 0, -sp_size):
         limits = WorkerLimits(min=workers, max=workers)
@@ -248,12 +248,18 @@ def _most_that_fit(config: Config, shape: ModelShape, free_bytes: int) -> int:
 def shortage(
     config: Config, shape: ModelShape, peak_gib: float, what: str, *, stage: int = 0, place: MemoryPlace = "device"
 ) -> str:
-    """Return planned and measured memory, the largest terms, and the nearest settings that need less (pure).
+    """Describe planned and measured memory, the largest terms, and the nearest settings that take less memory.
 
-    Proposed settings must fit into the measured peak, which is taken as all available memory. If the plan was lower
-    than the peak, they must also need a tenth less than planned. Only the failed stage must fit. ``config`` is the
-    whole run's configuration, ``peak_gib`` the measured peak of the process before it failed, and ``what`` how it was
-    measured, such as ``allocated``.
+    The measured peak is taken as the memory that is available. Proposed settings must fit into the peak in the failed
+    stage. If the estimate was below the peak, they must also take a tenth less than planned.
+
+    Args:
+        config: The run's configuration.
+        shape: The model's shape.
+        peak_gib: Peak memory of the process before the failure, in GiB.
+        what: How the peak was measured, as a participle such as ``allocated``.
+        stage: Index of the failed stage.
+        place: Where memory ran out.
     """
     terms, needed = _needed(configured_memory(stage_config(config, stage), shape), place)
     planned_gib = needed / GIB
@@ -267,19 +273,19 @@ def shortage(
 
 
 def _needed(memory: MemoryEstimate, place: MemoryPlace) -> tuple[tuple[MemoryTerm, ...], int]:
-    """Return the terms that are allocated at a place's peak, and all bytes that are measured there."""
+    """Return the terms that are allocated at a place's peak, and the bytes that a measurement there includes."""
     if place == "device":
         return at_peak(memory.device), memory.device_bytes
     if place == "host":
         return at_peak(memory.host), memory.host_bytes
-    # Counted as in `local_bytes`.
+    # The same sum as in `local_bytes`.
     return (*at_peak(memory.device), *at_peak(memory.host)), WORKER_BYTES + memory.device_bytes + memory.host_bytes
 
 
 def _way_out(config: Config, shape: ModelShape, stage: int, place: MemoryPlace, most_bytes: float) -> str:
-    """Return the nearest settings of a whole run with which a stage fits ``most_bytes`` on the configured workers.
+    """Describe the nearest settings with which a stage takes at most ``most_bytes`` on the configured workers.
 
-    If nothing else helps, they may use more ranks per row in this stage.
+    More ranks per row in this stage are proposed only if nothing else helps.
     """
 
     def options_of(config: Config) -> str | None:
@@ -290,26 +296,26 @@ def _way_out(config: Config, shape: ModelShape, stage: int, place: MemoryPlace, 
             is_enough = fits(own, memory) and _needed(memory, place)[1] <= most_bytes
             return is_enough and is_allowed(config, changed)
 
-        # If the host is full, offloaded state may move back to the device.
+        # If memory ran out on the host, offloaded state may move back to the device.
         candidates = leaner(config, shape, is_host_full=None if place == "device" else True)
         settings = cheapest(candidates, does_fit)
         return None if settings is None else found(config, shape, settings).options()
 
     if (options := options_of(config)) is not None:
-        return f"the nearest settings that need less: {options}"
+        return f"the nearest settings that take less memory: {options}"
     where = entry(config, stage)
     for size, wider in _wider(config, shape, stage):
         if (options := options_of(wider)) is not None:
             options = f"--set {where}.sp_size={size} {options}".rstrip()
-            return f"the nearest settings that need less, on a branch of the run (--branch): {options}"
+            return f"the nearest settings that take less memory, on a branch of the run (--branch): {options}"
     return (
-        f"no setting saves a tenth of the memory on these workers; use more workers, a smaller {where}.context_tokens "
-        "or a smaller model"
+        "no settings save a tenth of the memory with these workers; use more workers, reduce "
+        f"{where}.context_tokens, or use a smaller model"
     )
 
 
 def _wider(config: Config, shape: ModelShape, number: int) -> Iterator[tuple[int, Config]]:
-    """Yield, ascending, each larger sp size that a stage with its own sp size may have without another data plan."""
+    """Yield each larger sp size that a stage can use without a new data plan, and the stage's configuration with it."""
     own = config.stages[number].sp_size if config.stages else None
     for size in allowed_sp(config, shape):
         if own is None or size <= own:

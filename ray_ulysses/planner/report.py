@@ -40,48 +40,48 @@ _MOST_DP_SIZES = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutFacts:
-    """The layout of the workers."""
+    """Parallel layout of the workers."""
 
     world_size: int
-    """Number of workers; the largest of an elastic run."""
+    """Number of workers; in an elastic run, the largest number."""
     least_world_size: int
-    """Smallest number of workers, with which each rank needs the most memory."""
+    """Smallest number of workers, for which memory per rank is largest."""
     sp_size: int
-    """Ranks that share one row."""
+    """Number of ranks that share a row."""
     ulysses_size: int
-    """Ranks that exchange heads."""
+    """Number of ranks that exchange heads."""
     ring_size: int
-    """Ranks of the ring that passes keys and values."""
+    """Number of ranks over which keys and values circulate."""
     ring_is_chosen: bool
     heads: HeadPlan
     dp_size: int
-    """Rows that are trained concurrently."""
+    """Number of rows that are processed concurrently."""
     valid_sp_sizes: tuple[int, ...]
-    """The sp sizes for which rows are padded, so that a resume may use them."""
+    """Values of ``sp_size`` that a resume may use, because they divide the length of all rows."""
     level_world_sizes: tuple[int, ...]
-    """Numbers of workers, with this sp size, at which no rank idles in a full step."""
+    """Numbers of workers, with this ``sp_size``, for which no rank idles in a full step."""
     largest_world_size: int
-    """Number of workers beyond which some ranks never have a row."""
+    """Largest number of workers for which every rank gets rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorpusFacts:
-    """Sizes of the prepared corpora or, if there is no corpus yet, of documents of made-up lengths."""
+    """Sizes of the prepared corpora or, if no corpus is prepared, of synthetic documents."""
 
     path: str
     is_made_up: bool
-    """Whether no corpus is prepared, so that all numbers of documents and rows are an example."""
+    """Whether no corpus is prepared, so that all sizes are those of synthetic documents."""
     num_documents: int
     num_tokens: int
-    """Documents of all corpora, and their tokens."""
+    """Total number of tokens in all documents."""
     longest_document: int
-    """Tokens of the longest document."""
+    """Length of the longest document in tokens."""
     max_token_id: int
-    """Largest token id; 0 if no corpus is prepared."""
+    """Largest token id, or 0 if no corpus is prepared."""
     unigram_nats: float | None
-    """Entropy of the bytes if there is a single corpus of bytes, otherwise ``None``."""
+    """Unigram entropy in nats per byte, or None unless there is a single corpus of bytes."""
     loss_weights: tuple[float, float] | None = None
-    """The smallest and the largest factor on a token's loss; ``None`` if all are 1."""
+    """Smallest and largest loss weight of a token, or None if all weights are 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,81 +89,81 @@ class DataFacts:
     """Sizes of the data plan."""
 
     plan_id: str
-    """Identity of the plan, which is stored in every checkpoint's cursor."""
+    """Identifier of the plan, which every checkpoint stores."""
     row_tokens: int
-    """Most tokens per row: the context, rounded down to ``pad_multiple``."""
+    """Largest number of tokens per row: the context length, rounded down to a multiple of ``pad_multiple``."""
     pad_multiple: int
-    """Divisor of every row's length."""
+    """Number of which every row's length is a multiple."""
     rows_per_step: int
     num_rows: int
     num_steps: int
-    """Training rows of all epochs, and the steps that train each row once."""
+    """Number of steps in which every row of all epochs is used once."""
     stop_step: int
-    """Step at which this run stops."""
+    """Step after which the run stops."""
     padding_tokens: int
-    """Padding of rows up to a multiple of ``pad_multiple``, the only padding that is computed."""
+    """Number of padding tokens, with which rows are extended to multiples of ``pad_multiple``."""
     fill: float
-    """Tokens of the documents in the training rows, divided by rows times ``row_tokens``."""
+    """Document tokens in the training rows, divided by the rows' capacity."""
     tokens: int
     supervised: int
-    """Tokens of the training rows without padding, and those with a label."""
+    """Number of document tokens with a label in the training rows."""
     packing: str
     engine: Literal["ray", "local"]
-    """How rows reach the workers, ``data.engine``."""
+    """Engine that delivers rows to the workers (``data.engine``)."""
     split_documents: int
-    """Documents longer than a row, counted once per epoch."""
+    """Number of documents that are split because they are longer than a row, once per epoch."""
     truncated_documents: int
-    """Documents whose end was left out."""
+    """Number of documents that are truncated to a row."""
     dropped_documents: int
-    """Documents left out as too long."""
+    """Number of documents that are dropped because they are too long."""
     lost_tokens: int
-    """Tokens of truncated and dropped documents that are not trained on."""
+    """Number of tokens that are lost by truncating and dropping documents."""
     skipped_documents: int
-    """Documents without a target."""
+    """Number of documents that are skipped because no token has a target."""
     held_out_documents: int
     evaluation_rows: int
     imbalance: float
-    """Time of the steps by cost, relative to balanced ranks, for the configured ``dp``."""
+    """Estimated time of all steps relative to perfectly balanced ranks, for the configured ``dp`` size."""
     imbalance_by_dp: tuple[tuple[int, float, float], ...]
-    """The same for other numbers of groups, with the lowest value that any assignment could reach."""
+    """``(dp size, imbalance, lower bound of the imbalance)`` for several ``dp`` sizes."""
     step_spread: tuple[float, float]
-    """Times of a fast and a slow step (10th and 90th percentile), relative to the mean."""
+    """10th and 90th percentile of a step's estimated time, relative to the mean."""
     segment: int
-    """Index of the plan's segment: how often the run's data was changed."""
+    """Index of the plan's newest segment: the number of times that the run's data was changed."""
     base_step: int
-    """Step after which the segment begins."""
+    """Number of steps before the segment."""
     flops_per_step: float
-    """Mean model FLOPs of a step, forward and backward."""
+    """Mean model FLOPs per step, for the forward and backward passes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageFacts:
-    """One stage of a run."""
+    """Summary of one stage of a run."""
 
     name: str
     steps: tuple[int, int] | None
-    """First and last optimizer step; ``None`` if no corpus is prepared."""
+    """First and last optimizer step, or None if no corpus is prepared."""
     row_tokens: int
     rows_per_step: int
     tokens: int | None
-    """Tokens of documents in the stage's rows; ``None`` if unknown."""
+    """Number of document tokens in the stage's rows, or None if no corpus is prepared."""
     sp_size: int
     dp_size: int
     lr: float
     schedule: str
-    """Kind of its schedule, or that it continues the run's."""
+    """Kind of learning rate schedule, or a note that the run's schedule continues."""
     rope: str
     optimizer: str
-    """Whether the optimizer's moments are kept or reset when it begins."""
+    """Whether the optimizer's moments are kept or reset at the stage's start."""
     sources: tuple[str, ...]
     device_bytes: int
     step_seconds: float | None
-    """Modelled seconds per step; ``None`` if not modelled."""
+    """Predicted seconds per step, or None if there is no prediction for the device."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanReport:
-    """Everything that is reported before a worker starts."""
+    """Report on a run, built before any worker starts."""
 
     name: str
     shape: ModelShape
@@ -171,28 +171,28 @@ class PlanReport:
     corpus: CorpusFacts
     data: DataFacts
     step_time: StepTime | None
-    """The modelled time of a step, term by term; ``None`` if not modelled."""
+    """Predicted time of a step, term by term, or None if there is no prediction for the device."""
     memory: MemoryEstimate
-    """The memory of one rank, term by term."""
+    """Estimated memory of one rank, term by term."""
     chosen: tuple[Chosen, ...]
-    """The memory settings that the planner has chosen, with reasons."""
+    """Memory settings that the planner has chosen, with reasons."""
     peer_memory: PeerMemoryFacts | None
-    """The cost of peer memory; ``None`` if it is turned off."""
+    """Cost of peer memory, or None if ``elastic.peer_memory`` is false."""
     device_gib: float | None
     problems: tuple[Problem, ...]
-    """The reasons why the run can't start; empty if it can."""
+    """Problems that prevent the run from starting."""
     notes: tuple[str, ...]
-    """Valid settings that may be unintended."""
+    """Notes on valid settings that may be unintended."""
     stages: tuple[StageFacts, ...] = ()
-    """The stages of the run, if it has any; the other fields describe the last stage."""
+    """Summaries of all stages, or empty if the run has no stages. All other fields describe the last stage."""
 
     def raise_problems(self) -> None:
-        """Raise a ``ConfigError`` with all problems, if there are any."""
+        """Raise a ``ConfigError`` with all problems, if the report has any."""
         if self.problems:
             raise ConfigError(self.problems, source=f"run {self.name!r}")
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as plain values, including the sums of memory."""
+        """Return the report as JSON values, with the totals of the memory estimate."""
         fields = asdict(self)
         fields["shape"]["num_parameters"] = self.shape.num_parameters
         fields["memory"]["device_bytes"] = self.memory.device_bytes
@@ -213,13 +213,20 @@ def build_report(
     stage: Stage | None = None,
     run: Config | None = None,
 ) -> PlanReport:
-    """Build the report of a run, or of one of its stages.
+    """Build the report of a run or of one of its stages.
 
-    ``changed`` are problems of resuming the existing run with other settings. If ``config`` is the configuration of a
-    ``stage``, ``run`` is the whole run's.
+    Args:
+        config: Configuration of the run or, if ``stage`` is given, of the stage.
+        shape: The model's shape.
+        corpora: The prepared corpora, or synthetic documents if no corpus is prepared.
+        plan: The data plan.
+        changed: Problems with resuming the existing run with these settings.
+        chosen: Settings that the planner has chosen.
+        stage: The stage to report on.
+        run: The run's configuration, if ``config`` is a stage's.
     """
     memory, data = configured_memory(config, shape), _data(config, shape, plan)
-    # Lengths and token ids are known only for an existing corpus.
+    # Checks of lengths and token ids require a prepared corpus.
     opened = () if isinstance(corpora, PlanInput) else corpora.corpora
     of_data = _data_problems(config, shape, opened, plan) if opened else ()
     return PlanReport(
@@ -248,7 +255,7 @@ def _data_problems(config: Config, shape: ModelShape, corpora: Sequence[Corpus],
 def _layout(config: Config, shape: ModelShape) -> LayoutFacts:
     sp_size, rows = config.parallel.sp_size, config.data.rows_per_step
     layout = run_layout(config, shape)
-    # An impossible layout is reported as a problem; the rest of the report is still built.
+    # An impossible layout is reported as a problem. Limit the size, so that the report can be built.
     ulysses_size = min(layout.ulysses_size, shape.num_heads)
     return LayoutFacts(
         world_size=layout.world_size,
@@ -330,10 +337,9 @@ def _data(config: Config, shape: ModelShape, plan: Plan) -> DataFacts:
 
 
 def _work(segment: Segment, shape: ModelShape, data: DataFacts) -> Work:
-    """Return the work of a mean step."""
     steps = max(1, segment.end_step - segment.base_step)
     tokens = data.tokens / steps
-    # The work that does not grow with tokens alone is attention's.
+    # The FLOPs that are not proportional to the number of tokens are attention's.
     attention = data.flops_per_step - step_flops(shape, tokens=1, sum_squared_lengths=0) * tokens
     return Work(
         tokens=tokens + data.padding_tokens / steps,
@@ -344,7 +350,7 @@ def _work(segment: Segment, shape: ModelShape, data: DataFacts) -> Work:
 
 
 def _imbalances(segment: Segment) -> tuple[tuple[int, float, float], ...]:
-    """Return the imbalance and its bound for each power of two of data-parallel groups that a step can feed."""
+    """Return ``(dp size, imbalance, lower bound)`` for each power of two up to the number of rows per step."""
     costs, rows = segment.costs(), segment.settings.rows_per_step
     sizes = [1 << power for power in range(1, rows.bit_length()) if 1 << power <= rows]
     found = [(size, step_times(costs, rows, size)) for size in sizes[:_MOST_DP_SIZES]]
@@ -359,7 +365,7 @@ def report_run_of_stages(
     changed: tuple[Problem, ...],
     chosen: tuple[Chosen, ...],
 ) -> PlanReport:
-    """Build the report of a run, with or without stages; arguments as for `build_report`."""
+    """Build the report of a run with or without stages. For the arguments, see `build_report`."""
     if not config.stages:
         return build_report(config, shape, corpora, plan, changed, chosen)
     facts: list[StageFacts] = []
@@ -368,7 +374,7 @@ def report_run_of_stages(
     for stage, planned in zip(config.stages, stages_of(config, plan), strict=True):
         own, so_far = planned.config, planned.plan
         if so_far.num_steps < plan.num_steps:
-            # run.stop_step, if set, is in a later stage.
+            # run.stop_step is checked in the last stage of the plan.
             own = own.model_copy(update={"run": own.run.model_copy(update={"stop_step": None})})
         report = build_report(own, shape, corpora, so_far, (), chosen, planned, config)
         problems += [in_stage(problem, stage) for problem in report.problems if problem not in found]
@@ -380,7 +386,7 @@ def report_run_of_stages(
 
 
 def _named(notes: Sequence[Sequence[str]], names: Sequence[str]) -> Iterator[str]:
-    """Yield the notes of all stages once each; a note that does not hold for all stages names its stages."""
+    """Yield each distinct note once, followed by the names of its stages unless all stages have the note."""
     for note in dict.fromkeys(note for of_stage in notes for note in of_stage):
         holders = [name for name, of_stage in zip(names, notes, strict=True) if note in of_stage]
         where = "" if len(holders) == len(names) else f" (stage {', '.join(holders)})"
@@ -388,7 +394,6 @@ def _named(notes: Sequence[Sequence[str]], names: Sequence[str]) -> Iterator[str
 
 
 def _trained(stage: StageSection, own: Config, so_far: Plan, report: PlanReport) -> StageFacts:
-    """Return the facts of a stage at the end of its plan."""
     number = so_far.newest.stage_number
     segments = [segment for segment in so_far.segments if segment.stage_number == number]
     ends = [*(one.base_row for one in segments[1:]), so_far.num_rows]
@@ -410,7 +415,7 @@ def stage_facts(
     tokens: int | None,
     sources: tuple[str, ...],
 ) -> StageFacts:
-    """Return the facts of a stage; ``steps`` and ``tokens`` are ``None`` if no corpus is prepared."""
+    """Summarize a stage. ``steps`` and ``tokens`` are None if no corpus is prepared."""
     return StageFacts(
         name=stage.name,
         steps=steps,

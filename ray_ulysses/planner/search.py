@@ -1,8 +1,8 @@
-"""Searches for settings with which a run fits its devices and hosts, by the planner's estimates of memory and time.
+"""Searches for settings with which a run fits into memory, based on the planner's estimates of memory and time.
 
-It serves ``plan --fit`` (`nearest`), ``plan --longest`` (`longest_contexts`), ``init`` and ``memory.plan: auto``
-(`chosen_settings`), and gives refusals a way out. A candidate is a set of changes to a configuration. Its cost ranks
-how much the changes slow a run down or weaken it (`COSTS`); the nearest candidate is the one with the least cost.
+The search is used by ``plan --fit`` (`nearest`), ``plan --longest`` (`longest_contexts`), ``init``, ``memory.plan:
+auto`` (`chosen_settings`), and the hints of memory problems. A candidate is a set of changes to a configuration. Its
+cost ranks how much the changes slow the run down (`COSTS`). The nearest candidate has the lowest cost.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ COSTS: Mapping[str, Mapping[Any, int]] = {
     "memory.offload_param": {"none": 0, "cpu": 10},
     "memory.gradient_checkpointing": {False: 0, True: 12},
 }
-"""Values of settings from the fastest to the leanest, with their cost: a fixed ranking, for differences that the step
-time model does not show. Twice the head groups of attention cost 1, twice the ranks per row 6, and a ring 1."""
+"""Cost of each value of a setting, from the fastest value to the value that takes the least memory. The costs are a
+fixed ranking, for differences that the time model does not cover. In addition, each doubling of the attention head
+groups costs 1, each doubling of the ranks per row costs 6, and a ring costs 1."""
 HEAD_GROUPS, _HEAD_GROUPS_COST = "memory.attention_head_groups", 1
 _RANKS_COST, _RING_COST = 6, 1
 _TO_HOST = ("memory.offload_activations", "memory.offload_optimizer", "memory.offload_param")
@@ -62,25 +63,25 @@ _CHOSEN = (
     "memory.offload_param",
     "memory.gradient_checkpointing",
 )
-"""The settings that ``memory.plan: auto`` chooses if the configuration file does not set them."""
+"""Settings that ``memory.plan: auto`` chooses unless the configuration file sets them."""
 _WHOLE_OR_SHARDED = {"weights, whole": "weights", "weights, sharded": "weights"}
 
 Settings = Mapping[str, Any]
-"""Values by the dotted paths of their settings."""
+"""Values of settings, by dotted path."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """Changes to a configuration."""
+    """A set of changes to a configuration, with its cost."""
 
     settings: Settings
     cost: int
-    """Cost by `COSTS`."""
+    """Total cost of the changes; see `COSTS`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chosen:
-    """A setting that the planner has chosen."""
+    """A setting that the planner has chosen, with the reason."""
 
     path: str
     value: Any
@@ -92,25 +93,25 @@ class Chosen:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """One changed setting, and the memory term that it reduces the most."""
+    """A changed setting, and the memory term that the change reduces the most."""
 
     path: str
     old: Any
     new: Any
     term: str
     place: str
-    """Where the term is allocated: ``device`` or ``host``."""
+    """Memory in which the term is allocated: ``device`` or ``host``."""
     before: int
-    """The term's bytes with all changes before this one."""
+    """Bytes of the term before this change, with all earlier changes applied."""
     after: int
-    """The term's bytes with this change as well."""
+    """Bytes of the term after this change."""
 
     def option(self) -> str:
-        """Return the change as an option of the commands."""
+        """Return the change as a command line option."""
         return f"--set {shlex.quote(f'{self.path}={yaml_value(self.new)}')}"
 
     def chosen(self) -> Chosen:
-        """Return the change as a choice of the planner, with the term as its reason."""
+        """Return the change as a `Chosen`, whose reason is the reduced term."""
         before, after = _apart(self.before / GIB, self.after / GIB)
         reason = (
             f"with {yaml_value(self.old)}, {self.term} would take {before} GiB per {self.place} instead of {after} GiB"
@@ -120,50 +121,50 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """The result of a search."""
+    """Result of a search: a configuration and its estimates."""
 
     config: Config
     changes: tuple[Change, ...]
     memory: MemoryEstimate
-    """One rank's memory, in the stages that need the most."""
+    """Estimated memory of one rank, in the stages that take the most."""
     time: StepTime | None
-    """The time of a step whose rows are one document each; ``None`` if not modelled."""
+    """Predicted time of a step with one document per row, or None if there is no prediction for the device."""
 
     def options(self) -> str:
-        """Return the changes as options of the commands."""
+        """Return the changes as command line options."""
         return " ".join(change.option() for change in self.changes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LongestContexts:
-    """The longest contexts that fit."""
+    """Longest contexts that fit, with and without changes to the settings."""
 
     configured: int
-    """With the configured settings, in tokens; 0 if no context fits."""
+    """Longest context with the configured settings, in tokens; 0 if no context fits."""
     changed: Found | None
-    """With the cheapest changes that allow the longest context; ``None`` if no context fits."""
+    """Longest context with any settings, and the cheapest such settings; None if no context fits."""
     multiple: int
-    """Both contexts are multiples of this number of tokens."""
+    """Granularity of the search in tokens; both contexts are multiples of this number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FirstConfig:
-    """A configuration that fits."""
+    """A first configuration that fits, as written by ``init``."""
 
     tree: Mapping[str, Any]
-    """The configuration's sections, without the settings that the planner has chosen."""
+    """Sections of the configuration file, without settings that the planner has chosen."""
     config: Config
     chosen: tuple[Chosen, ...]
     """Settings that the planner has chosen, with reasons."""
     memory: MemoryEstimate
     time: StepTime | None
-    """Modelled time of a step of whole-context documents; ``None`` if not modelled."""
+    """Predicted time of a step with one document per row, or None if there is no prediction for the device."""
     trained_positions: int | None
-    """Number of positions in the model's own configuration; ``None`` without rotary positions."""
+    """Number of positions that the model was trained on, or None for a model without rotary embeddings."""
 
 
 def with_settings(config: Config, settings: Settings) -> Config:
-    """Return a configuration with changed settings, without checking them."""
+    """Return a configuration with changed settings, without validation."""
     sections: dict[str, dict[str, Any]] = {}
     for path, value in settings.items():
         section, _, name = path.partition(".")
@@ -173,9 +174,9 @@ def with_settings(config: Config, settings: Settings) -> Config:
 
 
 def nearest(config: Config, shape: ModelShape) -> Found | None:
-    """Return the cheapest changes with which a run fits, no changes if it fits already, or ``None`` if none do.
+    """Return the cheapest changes with which a run fits, or None. If the run fits already, the changes are empty.
 
-    More workers, up to eight times as many, are tried only if nothing fits on the configured ones.
+    Up to eight times the configured workers are tried, but only if nothing fits on the configured workers.
     """
     workers = config.cluster.workers
     for times in _powers(1, _MOST_TIMES_WORKERS):
@@ -191,28 +192,29 @@ def nearest(config: Config, shape: ModelShape) -> Found | None:
 
 
 def cheapest(candidates: Iterable[Candidate], fit: Callable[[Settings], bool]) -> Settings | None:
-    """Return the settings of the cheapest candidate that fits, or ``None``."""
+    """Return the settings of the cheapest candidate that fits, or None if no candidate fits."""
     ordered = sorted(candidates, key=lambda one: one.cost)
     return next((one.settings for one in ordered if fit(one.settings)), None)
 
 
 def fastest(config: Config, shape: ModelShape, options: Mapping[str, Mapping[Any, int]]) -> Settings | None:
-    """Return the settings that fit with the least modelled time, of equal times the cheapest; ``None`` if none fit.
+    """Return the settings that fit with the lowest predicted time, or None if no settings fit.
 
-    ``options`` are the settings to choose, with the cost of each value.
+    Among settings with equal times, the cheapest are returned. ``options`` maps each setting to choose to its possible
+    values and their costs.
     """
     work = full_rows(config)
     times: dict[tuple[int, tuple[tuple[str, Any], ...]], float] = {}
     for candidate in product(options):
         time = configured_time(with_settings(config, candidate.settings), shape, work)
-        # The model of the time is not accurate beyond the third digit.
+        # Round to three digits, since the prediction is not more accurate.
         times[candidate.cost, tuple(candidate.settings.items())] = 0.0 if time is None else float(f"{time.seconds:.3g}")
     ordered = (dict(settings) for _, settings in sorted(times, key=lambda one: (times[one], one[0])))
     return next((settings for settings in ordered if fits_with(config, shape, settings)), None)
 
 
 def leanest(config: Config, shape: ModelShape) -> Found:
-    """Return the candidate on the configured workers that exceeds the configured limits by the smallest factor."""
+    """Return the candidate, on the configured workers, that exceeds the memory limits by the smallest factor."""
     limits = config.memory.device_gib or math.inf, config.memory.host_gib or math.inf
 
     def excess(candidate: Candidate) -> float:
@@ -226,7 +228,7 @@ def leanest(config: Config, shape: ModelShape) -> Found:
 
 
 def found(config: Config, shape: ModelShape, settings: Settings) -> Found:
-    """Return a configuration with changes, the reason for each of them, and its estimates."""
+    """Return the configuration with changed settings, the reason for each change, and the estimates."""
     changed = with_settings(config, settings)
     return Found(
         config=changed,
@@ -239,10 +241,13 @@ def found(config: Config, shape: ModelShape, settings: Settings) -> Found:
 def leaner(
     config: Config, shape: ModelShape, more: Settings | None = None, *, is_host_full: bool | None = None
 ) -> Iterator[Candidate]:
-    """Return every candidate that is as lean as the configuration or leaner, setting by setting.
+    """Yield all candidates in which no setting takes more memory than in the configuration.
 
-    ``more`` are changes of every candidate, such as more workers. If ``is_host_full``, offloaded state may move back to
-    the device; ``None`` checks whether the host exceeds its limit.
+    Args:
+        config: The configuration to change.
+        shape: The model's shape.
+        more: Changes that all candidates include, such as more workers.
+        is_host_full: Whether offloaded state may move back to the device. None checks if the host exceeds its limit.
     """
     more = more or {}
     host_gib = config.memory.host_gib
@@ -264,7 +269,7 @@ def leaner(
 
 
 def yaml_value(value: Any) -> str:
-    """Return a setting's value as one line of YAML."""
+    """Format a setting's value as a single line of YAML."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{name}: {yaml_value(one)}" for name, one in value.items()) + "}"
     if isinstance(value, list | tuple):
@@ -273,54 +278,53 @@ def yaml_value(value: Any) -> str:
 
 
 def fits_with(config: Config, shape: ModelShape, settings: Settings) -> bool:
-    """Return whether a run fits in each of its stages with changed settings, and the changes break no rule."""
+    """Return whether all stages of a run fit with changed settings, and the changes are valid."""
     changed = with_settings(config, settings)
     fit = all(fits(own, configured_memory(own, shape)) for own in stage_configs(changed))
     return fit and is_allowed(config, changed)
 
 
 def is_allowed(config: Config, changed: Config) -> bool:
-    """Return whether changed settings break no rule that the unchanged ones keep."""
+    """Return whether the changed configuration violates no rule beyond those that ``config`` already violates."""
     known = {problem.path for problem in broken_rules(config)}
     return all(problem.path in known for problem in broken_rules(changed))
 
 
 def product(options: Mapping[str, Mapping[Any, int]]) -> Iterator[Candidate]:
-    """Yield every combination of the settings' values."""
+    """Yield all combinations of the settings' values."""
     for values in itertools.product(*(costs.items() for costs in options.values())):
         chosen = dict(zip(options, (value for value, _ in values), strict=True))
         yield Candidate(settings=chosen, cost=sum(cost for _, cost in values))
 
 
 def _leaner_values(config: Config, path: str, *, is_either_way: bool) -> dict[Any, int]:
-    """Return the configured value and leaner ones, with their additional cost.
+    """Return the configured value and all values that take less memory, with their additional cost.
 
-    With ``is_either_way``, values that need less host memory are included as well; each costs 1, as a change.
+    If ``is_either_way``, values that take less host memory are included too, at a cost of 1 each.
     """
     now, costs = value_of(config, path), COSTS[path]
     means = config.zero_stage if path == _STAGE else now
     if means not in costs:
-        # A fixed tile may become automatic; an optimizer on NVMe has no leaner place.
+        # A fixed tile size may become automatic. An optimizer offloaded to NVMe can't be moved further.
         return {now: 0} | ({"auto": 1} if "auto" in costs else {})
     less = {value: 1 for value, cost in costs.items() if is_either_way and value != now and cost <= costs[now]}
     return {now: 0} | less | {value: cost - costs[means] for value, cost in costs.items() if cost > costs[means]}
 
 
 def attention_head_groups(config: Config, shape: ModelShape) -> dict[Any, int]:
-    """Return the configured number of head groups and its doublings up to a rank's key-value heads, with costs."""
+    """Return the configured number of head groups and its doublings, up to a rank's KV heads, with costs."""
     now = config.memory.attention_head_groups
     most = -(-shape.num_kv_heads // (config.parallel.sp_size // ring_size(config, shape)))
     return {now: 0} | {more: _HEAD_GROUPS_COST * n for n, more in enumerate(_powers(now, most)) if n}
 
 
 def _layouts(config: Config, shape: ModelShape) -> Iterator[Candidate]:
-    """Yield the configured layout, and layouts with more ranks per row that do not need another data plan."""
     now, multiple = config.parallel.sp_size, pad_multiple(config, shape)
     yield Candidate(settings={}, cost=0)
     for size in allowed_sp(config, shape):
         if size < now or config.cluster.workers.min % size or config.cluster.workers.max % size:
             continue
-        # A ring avoids copies of key-value heads, so it may need less than the exchange of heads; a hybrid has no ring.
+        # A ring avoids copies of KV heads, so it may take less memory. Recurrent layers do not support a ring.
         rings = {automatic_ring_size(size, shape.num_heads), -(-size // shape.num_kv_heads)}
         for ring in {1} if shape.mixer_layers else rings:
             settings: dict[str, Any] = {} if size == now else {"parallel.sp_size": size}
@@ -336,12 +340,11 @@ def _layouts(config: Config, shape: ModelShape) -> Iterator[Candidate]:
 
 
 def _powers(first: int, most: int) -> list[int]:
-    """Return ``first`` and its doublings up to ``most``."""
     return [first << n for n in range(max(1, (most // first).bit_length()))]
 
 
 def reasons(config: Config, shape: ModelShape, settings: Settings) -> Iterator[Change]:
-    """Apply changes one after the other, and yield the term that each reduces the most."""
+    """Apply the changes one at a time, and yield for each change the term that it reduces the most."""
     before = run_memory(config, shape)
     for path, value in settings.items():
         old, config = setting(config, path), with_settings(config, {path: value})
@@ -350,10 +353,10 @@ def reasons(config: Config, shape: ModelShape, settings: Settings) -> Iterator[C
             (was, is_, place)
             for place, olds, news in (("device", before.device, after.device), ("host", before.host, after.host))
             for was, is_ in _paired(olds, news)
-            # Terms of loading have other names in other ZeRO stages.
+            # Terms of the load phase have different names in different ZeRO stages, so they can't be compared.
             if was.phase != "load"
         ]
-        # A host term counts only if no device term shrinks.
+        # Prefer device terms; consider host terms only if no device term shrinks.
         was, is_, place = max(
             drops,
             key=lambda drop: (drop[2] == "device" and drop[0].bytes > drop[1].bytes, drop[0].bytes - drop[1].bytes),
@@ -364,7 +367,7 @@ def reasons(config: Config, shape: ModelShape, settings: Settings) -> Iterator[C
 
 
 def _paired(olds: Sequence[MemoryTerm], news: Iterable[MemoryTerm]) -> Iterator[tuple[MemoryTerm, MemoryTerm]]:
-    """Yield each old term with the new term of its name, which has 0 bytes if it is gone."""
+    """Yield each old term with the new term of the same name, or with a term of 0 bytes if there is no such term."""
     by_name = {_WHOLE_OR_SHARDED.get(term.name, term.name): term for term in news}
     for was in olds:
         name = _WHOLE_OR_SHARDED.get(was.name, was.name)
@@ -372,18 +375,18 @@ def _paired(olds: Sequence[MemoryTerm], news: Iterable[MemoryTerm]) -> Iterator[
 
 
 def chosen_settings(config: Config, shape: ModelShape, stored: Config | None) -> tuple[Config, tuple[Chosen, ...]]:
-    """Return the configuration with the planner's choices, and the reason for each choice (pure).
+    """Return the configuration with the planner's choices, and the reason for each choice.
 
-    Settings in the configuration are never changed. A stored run's choices are kept as long as they fit.
+    Settings in the configuration file are never changed. The choices of a stored run are reused if they still fit.
     """
     options = choices(config, shape)
     if not options:
         return config, ()
     kept = {} if stored is None else _stored(stored, options)
     if kept.keys() == options.keys() and fits_with(config, shape, kept):
-        same = tuple(Chosen(path=path, value=value, reason="as the run has stored it") for path, value in kept.items())
+        same = tuple(Chosen(path=path, value=value, reason="stored with the run") for path, value in kept.items())
         return with_settings(config, kept), same
-    # If the host is too small, or nothing fits, the refusal proposes other changes.
+    # If the host is too small or nothing fits, the memory problem proposes other changes.
     any_host = with_settings(config, {"memory.host_gib": None})
     last = {_OUTPUT: "kernel"} if _OUTPUT in options else {}
     found = fastest(config, shape, options) or fastest(any_host, shape, options) or last
@@ -391,7 +394,7 @@ def chosen_settings(config: Config, shape: ModelShape, stored: Config | None) ->
 
 
 def choices(config: Config, shape: ModelShape) -> dict[str, Mapping[Any, int]]:
-    """Return the settings that are left to the planner, with the cost of each value."""
+    """Return the settings that the planner may choose, with the cost of each value."""
     written, options = config.memory.model_fields_set, {}
     for path in _CHOSEN if config.memory.plan == "auto" else ():
         if path.partition(".")[2] not in written:
@@ -404,7 +407,6 @@ def choices(config: Config, shape: ModelShape) -> dict[str, Mapping[Any, int]]:
 
 
 def _stored(stored: Config, options: Mapping[str, Mapping[Any, int]]) -> dict[str, Any]:
-    """Return the planner's earlier choices that it could still make."""
     were_chosen = [path for path in options if path == _OUTPUT or stored.memory.plan == "auto"]
     values = {path: value_of(stored, path) for path in were_chosen}
     return {path: value for path, value in values.items() if value in options[path]}
@@ -418,7 +420,7 @@ def _explained(
         first = next(iter(options[path]))
         reason = "the fastest" + (" that fits" if fits_with(config, shape, found) else "")
         if config.memory.device_gib is None:
-            reason = "the fastest; memory.device_gib is not given"
+            reason = "the fastest; memory.device_gib is not set"
         if value != first:
             (saved,) = reasons(with_settings(chosen, {path: first}), shape, {path: value})
             reason = replace(saved, old=first).chosen().reason
@@ -426,7 +428,6 @@ def _explained(
 
 
 def _apart(larger: float, smaller: float) -> tuple[str, str]:
-    """Return two numbers with at least three digits, and as many as are needed to differ."""
     for digits in range(3, 9):
         texts = f"{larger:.{digits}g}", f"{smaller:.{digits}g}"
         if texts[0] != texts[1]:
@@ -437,17 +438,17 @@ def _apart(larger: float, smaller: float) -> tuple[str, str]:
 def longest_contexts(
     config: Config, shape: ModelShape, choices: Mapping[str, Mapping[Any, int]] | None = None
 ) -> LongestContexts:
-    """Return the longest contexts that fit on the configured workers; the configured context is ignored.
+    """Return the longest contexts that fit on the configured workers. The configured context is ignored.
 
-    ``choices`` are the settings that the configuration leaves to the planner, and their values.
+    ``choices`` maps the settings that the planner may choose to their possible values and costs.
     """
     multiple = pad_multiple(config, shape)
     options = (with_settings(config, one.settings) for one in product(choices or {}))
     configured = max((longest_context(one, shape) for one in options if is_allowed(config, one)), default=0)
     least, most = _bounds(config, multiple)
-    # Some context fills the host, so state may also move back to the device.
+    # At the longest context the host may be full, so offloaded state may move back to the device.
     best, is_host_full = configured, config.memory.host_gib is not None
-    # The leanest comes first, so that few others reach further.
+    # Try the candidate with the least memory first, so that few other candidates allow a longer context.
     for candidate in sorted(leaner(config, shape, is_host_full=is_host_full), key=lambda one: -one.cost):
         longer = max(best + multiple, least * multiple)
         if longer > most * multiple:
@@ -459,10 +460,10 @@ def longest_contexts(
 
 
 def longest_context(config: Config, shape: ModelShape, *, above: int = 0) -> int:
-    """Return the longest context with which each stage fits as configured, in tokens, a multiple of the padding.
+    """Return the longest context with which all stages fit, in tokens, as a multiple of `pad_multiple`.
 
-    The configuration's own context is ignored, but contexts set by stages are not. ``above`` is a context that is known
-    to fit, or 0.
+    ``data.context_tokens`` is ignored, but contexts set by stages are not. ``above`` is a context that is known to fit,
+    or 0.
     """
     multiple = pad_multiple(config, shape)
     least, most = _bounds(config, multiple)

@@ -1,4 +1,4 @@
-"""Derives a run's layout and the settings of its data plan from its configuration and its model's shape."""
+"""Derives the parallel layout and the data plan's settings from a run's configuration and its model's shape."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ray_ulysses.planner.flops import token_cost
 
 
 def ring_size(config: Config, shape: ModelShape, sp_size: int | None = None) -> int:
-    """Return the ring size for an sp size: the configured one for ``parallel.sp_size``, otherwise the default."""
+    """Return the configured ring size, or the default if it is not configured or ``sp_size`` is another ``sp`` size."""
     size = sp_size or config.parallel.sp_size
     if config.parallel.ring_size is not None and size == config.parallel.sp_size:
         return config.parallel.ring_size
@@ -21,7 +21,7 @@ def ring_size(config: Config, shape: ModelShape, sp_size: int | None = None) -> 
 
 
 def run_layout(config: Config, shape: ModelShape, world_size: int | None = None) -> ParallelLayout:
-    """Return the layout of a run."""
+    """Return a run's layout, by default on the largest configured number of workers."""
     return ParallelLayout(
         world_size=world_size or config.cluster.workers.max,
         sp_size=config.parallel.sp_size,
@@ -30,36 +30,36 @@ def run_layout(config: Config, shape: ModelShape, world_size: int | None = None)
 
 
 def mlp_tile(config: Config) -> TileSetting:
-    """Return the tile of the MLPs; ``auto`` is off without gradient checkpointing, since speed then comes first."""
+    """Return the tile setting for MLPs. Without gradient checkpointing, ``auto`` means ``off``, to favor speed."""
     is_chosen = config.memory.mlp_tile != "auto"
     return config.memory.mlp_tile if is_chosen or config.memory.gradient_checkpointing else "off"
 
 
 def kept_attention(config: Config) -> Literal["both", "kernel", "none"]:
-    """Return which attention outputs are kept; an ``auto`` that no plan has resolved yet counts as the largest."""
+    """Return the layouts of saved attention outputs. An unresolved ``auto`` is treated as ``both``."""
     return "both" if config.memory.attention_output == "auto" else config.memory.attention_output
 
 
 def allowed_sp(config: Config, shape: ModelShape) -> tuple[int, ...]:
-    """Return all sp sizes that a run may use, ascending."""
+    """Return all ``sp`` sizes that a run may use, in ascending order."""
     own = {config.parallel.sp_size, *(stage.sp_size for stage in config.stages if stage.sp_size is not None)}
     return config.parallel.allowed_sp or tuple(sorted({*shape.level_sp_sizes(), *own}))
 
 
 def pad_multiple(config: Config, shape: ModelShape) -> int:
-    """Return the multiple to which rows are padded throughout the run; every allowed sp size divides it."""
+    """Return the number to a multiple of which rows are padded, so that every allowed ``sp`` size can shard them."""
     return math.lcm(*(row_multiple(size, ring_size(config, shape, size)) for size in allowed_sp(config, shape)))
 
 
 def fits_rows(config: Config, shape: ModelShape, multiple: int) -> bool:
-    """Return whether rows whose lengths are multiples of ``multiple`` can be sharded as configured."""
+    """Return whether rows whose lengths are multiples of ``multiple`` can be sharded with the configured layout."""
     return multiple % row_multiple(config.parallel.sp_size, ring_size(config, shape)) == 0
 
 
 def plan_settings(config: Config, shape: ModelShape, settled: PlanSettings | None = None) -> PlanSettings:
     """Return the settings of a run's data plan.
 
-    ``settled`` are an existing run's settings, of which the padding and the costs of rows never change.
+    ``settled`` are the stored settings of an existing run, from which padding and row costs are taken unchanged.
     """
     return PlanSettings(
         seed=config.run.seed,

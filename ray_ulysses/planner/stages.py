@@ -1,4 +1,4 @@
-"""The stages of a run for the planner and the attempts: the inputs of each stage's plan, and its steps."""
+"""Derives the stages of a run from its configuration and data plan, for the planner and for training."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _MOST_TOKENS = 2**32 - 1
 
 
 def stage_plans(config: Config, shape: ModelShape, settled: PlanSettings | None = None) -> tuple[StagePlan, ...]:
-    """Return the inputs of each stage's plan; a run without stages counts as one stage.
+    """Return the inputs of each stage's data plan. A run without stages is treated as a single stage.
 
-    ``settled`` is as in `plan_settings`.
+    For ``settled``, see `plan_settings`.
     """
     run = plan_settings(config, shape, settled)
     if not config.stages:
@@ -41,55 +41,55 @@ def stage_plans(config: Config, shape: ModelShape, settled: PlanSettings | None 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage:
-    """A stage as attempts train it; a run without stages counts as one stage."""
+    """A stage of a run, with the steps in which it is trained. A run without stages has a single stage."""
 
     number: int
     name: str
-    """Empty in a run without stages."""
+    """Name of the stage; empty in a run without stages."""
     config: Config
-    """The configuration that applies in the stage."""
+    """Configuration that applies in the stage."""
     run_config: Config
     plan: Plan
-    """The run's plan up to the stage's end."""
+    """Data plan of the run up to the end of the stage."""
     first_step: int
-    """Optimizer steps of the run before the stage's first."""
+    """Number of the run's optimizer steps before the stage."""
     run_plan: Plan
     is_last: bool
     schedule: str
-    """Path of the setting that defines its schedule."""
+    """Path of the section that defines the stage's learning rate schedule."""
     schedule_start: int
-    """Steps of the run before the schedule begins."""
+    """Number of the run's steps before the schedule starts."""
     begins_anew: bool
-    """Whether it begins with reset optimizer moments."""
+    """Whether the optimizer's moments are reset at the start of the stage."""
 
     def schedule_end(self, step: int) -> int:
-        """Return the step of the run at which the stage's schedule ends if it sets no horizon.
+        """Return the step at which the schedule ends, for a schedule without a horizon.
 
-        A step keeps the end that was planned when it was trained, even if a branch changed the plan later.
+        The result is the planned end at the time when ``step`` was trained, even if a branch changed the plan later.
         """
         is_shared = self.schedule == "schedule"
         return self.run_plan.run_end(step) if is_shared else self.plan.stage_end(step)
 
     @property
     def ends_the_run(self) -> bool:
-        """Whether the run stops in this stage or at its end."""
+        """Whether the run stops in this stage or at the end of this stage."""
         stop = self.config.run.stop_step
         return self.is_last or (stop is not None and stop <= self.plan.num_steps)
 
     @property
     def run_last_step(self) -> int | None:
-        """Step after which the run stops, if that is in a later stage; otherwise ``None``."""
+        """Last step of the run if the run stops in a later stage, or None otherwise."""
         stop = self.config.run.stop_step
         return None if self.ends_the_run else min(stop or self.run_plan.num_steps, self.run_plan.num_steps)
 
 
 def stage_at(config: Config, plan: Plan, step: int) -> Stage:
-    """Return a run's stage after ``step`` completed steps: the next step's stage, or the last stage."""
+    """Return the stage of the step that follows ``step`` completed steps, or the last stage if the run is complete."""
     return _stage(config, plan, plan.stage_of_step(step + 1) if config.stages else 0)
 
 
 def stages_of(config: Config, plan: Plan) -> Iterator[Stage]:
-    """Yield the stages of a run; a run without stages counts as one stage."""
+    """Yield the stages of a run. A run without stages is treated as a single stage."""
     for number in range(max(1, len(config.stages))):
         yield _stage(config, plan, number)
 
@@ -118,11 +118,10 @@ def _stage(config: Config, plan: Plan, number: int) -> Stage:
 
 
 def stand_in_documents(settings: PlanSettings) -> PlanInput:
-    """Return documents for about `_STAND_IN_STEPS` steps.
+    """Return synthetic documents for about `_STAND_IN_STEPS` steps, to plan a run without a prepared corpus.
 
-    Their lengths are log-uniform from a 64th of the context to twice the context: as many are between 1k and 2k tokens
-    as between 64k and 128k. So there are rows of many documents, rows of one, and pieces of split documents. The
-    settings' seed determines them.
+    The lengths are log-uniform between a 64th of the context and twice the context, so there are rows with many
+    documents, rows with a single document, and split documents. The documents depend only on the settings.
     """
     context = settings.context_tokens
     low, high = max(2, int(context * _SHORTEST)), min(int(context * _LONGEST), _MOST_TOKENS)

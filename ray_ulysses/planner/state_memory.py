@@ -1,6 +1,6 @@
-"""Estimates the memory of the training state at each ZeRO stage: weights, gradients, optimizer and copies.
+"""Estimates the memory of the training state at each ZeRO stage: weights, gradients, optimizer state and copies.
 
-The buffers of DeepSpeed 0.19 are taken from its stage3.py, stage_1_and_2.py and bf16_optimizer.py.
+Buffers follow DeepSpeed 0.19 (stage3.py, stage_1_and_2.py and bf16_optimizer.py).
 """
 
 from __future__ import annotations
@@ -13,44 +13,44 @@ from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.planner.memory_terms import FP32_BYTES, GIB, MemoryTerm, Phase, always, in_passes, term
 
 _BYTES_PER_VALUE: dict[str, int] = {"bf16": 2, "fp32": 4}
-# DeepSpeed 0.19's default of `stage3_max_live_parameters`: weights that may stay gathered for reuse.
+# Default of `stage3_max_live_parameters` in DeepSpeed 0.19: number of parameters that may stay gathered for reuse.
 _LIVE_PARAMETERS = 1_000_000_000
 REDUCE_BUCKET = 50_000_000
-"""Gradients reduced at once. DeepSpeed allocates the whole buffer, 2 GiB in fp32 at its default of 5e8, and stage 3
-keeps it between passes."""
-# DeepSpeed 0.19.8's default of `sub_group_size`: stage 3 updates this many parameters at once, rounded up to a tensor.
+"""Number of gradients that are reduced at once. DeepSpeed allocates the complete buffer (2 GiB in fp32 with its default
+of 5e8), and stage 3 does not free it between passes."""
+# Default of `sub_group_size` in DeepSpeed 0.19.8: stage 3 updates this many parameters at once, in complete tensors.
 _SUB_GROUP = 1_000_000_000
 NVME_SUB_GROUP, NVME_BUFFERS = 100_000_000, 4
-"""Elements that each rank swaps in at once with NVMe, and the buffers for weights, gradients and two moments."""
+"""Number of elements that a rank swaps in from NVMe at once, and of buffers (weights, gradients, two moments)."""
 _MOMENTS = 2
 PEER_COPIES = 2
-"""Nodes that keep each rank's part of a state in peer memory: its own node and a partner."""
+"""Number of nodes that store a rank's part of a state in peer memory: the rank's own node and a partner node."""
 PEER_STATES = 2
-"""States in peer memory at once: the newest committed state, and its successor while it is written."""
+"""Number of states in peer memory: the newest committed state, and the next state while it is written."""
 _BYTES_PER_S = GIB
-"""Rate of copying a worker's part, computing checksums and sending it; measured at about a CPU second per GiB."""
+"""Rate of copying, checksumming and sending a worker's part; measured at about one CPU second per GiB."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateSharing:
-    """The sharding of a run's state."""
+    """Settings that determine how a run's training state is sharded and stored."""
 
     stage: Literal[1, 2, 3]
     world_size: int
     value_bytes: int
-    """Bytes per weight in the model's precision."""
+    """Number of bytes per weight in the model's precision."""
     offload: Literal["none", "cpu", "nvme"]
-    """Where the optimizer's state is stored."""
+    """Memory to which the optimizer state is offloaded."""
     host_buffers: int
     """Copies of a rank's state from which checkpoints are written."""
     peer_memory: bool
     """Whether the newest state is also kept in peer memory."""
     offload_param: Literal["none", "cpu"]
-    """Where a rank's share of the weights is stored at stage 3."""
+    """Memory to which a rank's share of the weights is offloaded at stage 3."""
 
     @classmethod
     def of(cls, config: Config) -> Self:
-        """Return the sharding of a run on its smallest number of workers."""
+        """Return the settings for the run's smallest number of workers."""
         return cls(
             stage=config.zero_stage,
             world_size=config.cluster.workers.min,
@@ -63,38 +63,38 @@ class StateSharing:
 
     @property
     def is_fp32(self) -> bool:
-        """Whether the model computes in fp32."""
+        """Whether the model's precision is fp32."""
         return self.value_bytes == FP32_BYTES
 
     def shard(self, shape: ModelShape) -> int:
-        """Return a rank's share of the parameters."""
+        """Return the number of parameters in a rank's share."""
         return -(-shape.num_parameters // self.world_size)
 
     def trained(self, shape: ModelShape) -> int:
-        """Return a rank's share of the trained parameters."""
+        """Return the number of trained parameters in a rank's share."""
         return -(-shape.trained_parameters // self.world_size)
 
     @property
     def trained_bytes(self) -> int:
-        """Bytes of each trained parameter in a checkpoint."""
+        """Number of bytes per trained parameter in a checkpoint."""
         return (1 + _MOMENTS) * FP32_BYTES + (0 if self.is_fp32 else self.value_bytes)
 
     def stored_bytes(self, shape: ModelShape) -> int:
-        """Return the bytes of a rank's share in a checkpoint; frozen parameters have only weights."""
+        """Return the number of bytes of a rank's share in a checkpoint. Frozen parameters have no optimizer state."""
         trained = self.trained(shape)
         return trained * self.trained_bytes + (self.shard(shape) - trained) * self.value_bytes
 
     def stored_words(self, shape: ModelShape) -> str:
-        """Return the arithmetic of `stored_bytes` as text."""
+        """Return the derivation of `stored_bytes` as text."""
         trained = self.trained(shape)
         each = f"{_each(shape, self)} x {self.trained_bytes}"
         if shape.part is None:
             return f"{each} bytes"
-        return f"({each} + {self.shard(shape) - trained:,} frozen ones x {self.value_bytes}) bytes"
+        return f"({each} + {self.shard(shape) - trained:,} frozen parameters x {self.value_bytes}) bytes"
 
 
 def device_state(shape: ModelShape, sharing: StateSharing, *, has_device: bool) -> list[MemoryTerm]:
-    """Return the state on the device."""
+    """Return the memory terms of the training state on the device."""
     terms = [_weights(shape, sharing)] if sharing.offload_param == "none" else []
     if sharing.offload == "none":
         terms += [*_optimizer(shape, sharing), _update(shape, sharing, has_device=has_device)]
@@ -107,7 +107,7 @@ def device_state(shape: ModelShape, sharing: StateSharing, *, has_device: bool) 
 
 
 def host_state(shape: ModelShape, sharing: StateSharing, *, has_device: bool) -> list[MemoryTerm]:
-    """Return the state in host memory, in addition to the device's."""
+    """Return the memory terms of the training state in host memory."""
     trained = sharing.trained(shape)
     each = _each(shape, sharing)
     terms = [_weights(shape, sharing)] if sharing.offload_param == "cpu" else []
@@ -115,7 +115,7 @@ def host_state(shape: ModelShape, sharing: StateSharing, *, has_device: bool) ->
         terms += _optimizer(shape, sharing)
         terms += _host_gradients(shape, sharing)
         if not has_device:
-            # With a device, the update is DeepSpeed's own CPU optimizer, which allocates nothing.
+            # With a device, DeepSpeed's CPU optimizer runs the update, without temporaries.
             terms.append(_update(shape, sharing, has_device=False))
     if sharing.offload == "nvme":
         held = min(trained, NVME_SUB_GROUP)
@@ -127,13 +127,13 @@ def host_state(shape: ModelShape, sharing: StateSharing, *, has_device: bool) ->
     if sharing.host_buffers:
         text = (
             f"{sharing.host_buffers} copies (checkpoint.host_buffers) x {words}: master weights, moments and rounded "
-            "weights of this rank's share, copied for writing checkpoints"
+            "weights of this rank's share, from which checkpoints are written"
         )
         terms.append(always("checkpoints, staged", sharing.host_buffers * size, text))
     if sharing.peer_memory:
         text = (
-            f"{PEER_COPIES} x {PEER_STATES} x {words}: per worker, its node keeps two nodes' copies of two states, "
-            "one of them being written (elastic.peer_memory)"
+            f"{PEER_COPIES} x {PEER_STATES} x {words}: per worker, a node stores its own and its partner's part of two "
+            "states, one of which is being written (elastic.peer_memory)"
         )
         terms.append(always("peer memory", PEER_COPIES * PEER_STATES * size, text))
     return terms
@@ -142,9 +142,9 @@ def host_state(shape: ModelShape, sharing: StateSharing, *, has_device: bool) ->
 def load_terms(
     shape: ModelShape, init: Literal["pretrained", "random"], sharing: StateSharing
 ) -> tuple[MemoryTerm, ...]:
-    """Return the memory for initial weights on the host and, unless they are partitioned while loading, on the device.
+    """Return the memory terms of loading initial weights, on the host and on the device.
 
-    Only a start without a checkpoint needs this memory.
+    Only a start without a checkpoint takes this memory.
     """
     count, value = shape.num_parameters, sharing.value_bytes
     if init == "pretrained":
@@ -152,7 +152,7 @@ def load_terms(
         text = f"{count:,} parameters x {value} bytes: at step 0 each rank reads all weights{then}"
         host = term("the model, while it is loaded", count * value, "load", text)
     else:
-        text = f"{count:,} parameters x 4 bytes: at step 0 each rank draws the whole model from the seed in fp32"
+        text = f"{count:,} parameters x 4 bytes: at step 0 each rank initializes the complete model in fp32"
         host = term("the model, while it is drawn", count * FP32_BYTES, "load", text)
     if sharing.stage < 3:
         flat, what = (count, "the whole model") if shape.part is None else (shape.trained_parameters, "trained weights")
@@ -160,14 +160,14 @@ def load_terms(
         return host, term("the model, beside its flat copy", (count + flat) * value, "load", text)
     if init == "pretrained":
         return (host,)
-    text = f"{count:,} parameters x {value} bytes: at step 0 DeepSpeed moves all to the device, then partitions"
+    text = f"{count:,} parameters x {value} bytes: at step 0 DeepSpeed moves all weights to the device, then partitions"
     return host, term("the model, before it is sharded", count * value, "load", text)
 
 
 def _weights(shape: ModelShape, sharing: StateSharing) -> MemoryTerm:
     count, value = shape.num_parameters, sharing.value_bytes
     if sharing.stage < 3:
-        text = f"{count:,} parameters x {value} bytes: ZeRO-{sharing.stage} keeps all on every rank"
+        text = f"{count:,} parameters x {value} bytes: with ZeRO-{sharing.stage}, every rank has all weights"
         return always("weights, whole", count * value, text)
     text = f"{count:,} parameters / {sharing.world_size} ranks x {value} bytes: ZeRO-3 shards them"
     return always("weights, sharded", sharing.shard(shape) * value, text)
@@ -183,14 +183,13 @@ def _optimizer(shape: ModelShape, sharing: StateSharing) -> list[MemoryTerm]:
 
 
 def _device_gradients(shape: ModelShape, sharing: StateSharing) -> MemoryTerm | None:
-    """Return the gradients that are accumulated on the device over the micro-batches of a step."""
     if sharing.stage == 1:
         text = (
-            f"{shape.trained_parameters:,} parameters x 4 bytes: a step's sums over micro-batches in fp32, whole on "
-            "every rank, because ZeRO-1 does not shard them"
+            f"{shape.trained_parameters:,} parameters x 4 bytes: a step's sums over micro-batches in fp32, which "
+            "ZeRO-1 does not shard"
         )
         return always("gradients, fp32", shape.trained_parameters * FP32_BYTES, text)
-    # With offload, only ZeRO-2 in bf16 accumulates its share on the device, and copies it at the end of a step.
+    # With offload, only ZeRO-2 in bf16 accumulates gradients on the device and copies them at the end of a step.
     if sharing.offload == "none" or (sharing.stage == 2 and not sharing.is_fp32):
         text = f"{_each(shape, sharing)} x 4 bytes: a step's sums over micro-batches in fp32"
         return always("gradients, fp32", sharing.trained(shape) * FP32_BYTES, text)
@@ -198,7 +197,6 @@ def _device_gradients(shape: ModelShape, sharing: StateSharing) -> MemoryTerm | 
 
 
 def _host_gradients(shape: ModelShape, sharing: StateSharing) -> list[MemoryTerm]:
-    """Return the gradients in host memory: those for the optimizer's step, and the accumulated ones."""
     shard, each = sharing.trained(shape), _each(shape, sharing)
     stepped = always("gradients of the step, fp32", shard * FP32_BYTES, f"{each} x 4 bytes: the optimizer's input")
     if sharing.stage == 3 or sharing.is_fp32:
@@ -211,14 +209,14 @@ def _gathered(shape: ModelShape, sharing: StateSharing) -> MemoryTerm:
     working = max(2 * shape.layer_parameters, shape.embedding_parameters)
     live = max(working, min(shape.num_parameters, _LIVE_PARAMETERS))
     text = (
-        f"{live:,} parameters x {sharing.value_bytes} bytes: a layer, the prefetched layer, and weights that "
-        "DeepSpeed keeps for reuse (stage3_max_live_parameters)"
+        f"{live:,} parameters x {sharing.value_bytes} bytes: a layer, the prefetched layer, and weights that stay "
+        "gathered for reuse (stage3_max_live_parameters)"
     )
     return in_passes("weights, gathered", live * sharing.value_bytes, text)
 
 
 def _update(shape: ModelShape, sharing: StateSharing, *, has_device: bool) -> MemoryTerm:
-    """Return the update's temporaries: stage 3 updates sub-group by sub-group, the other stages all at once."""
+    """Return the memory term of the update's temporaries. Only stage 3 updates one sub-group at a time."""
     each, count, times = _each(shape, sharing), sharing.trained(shape), 1 if has_device else 2
     text = "the square root of the variance" + " and a copy of it" * (not has_device)
     if sharing.stage == 3:
@@ -229,13 +227,12 @@ def _update(shape: ModelShape, sharing: StateSharing, *, has_device: bool) -> Me
 
 
 def _unreduced(shape: ModelShape, sharing: StateSharing) -> list[MemoryTerm]:
-    """Return the gradients that are not yet reduced into the accumulated ones, and DeepSpeed's bucket for them."""
     value, embedding = sharing.value_bytes, shape.embedding_parameters if shape.embedding_is_trained else 0
-    # ZeRO-1 reduces what it accumulated in fp32; in bf16 without offload it needs no bucket.
+    # ZeRO-1 reduces the accumulated fp32 gradients. In bf16 without offload, it needs no bucket.
     bucket = FP32_BYTES if sharing.stage == 1 else value
     if sharing.stage == 1 and not sharing.is_fp32 and sharing.offload == "none":
         bucket = 0
-    text = f"{embedding:,} x {value} bytes: the embedding's gradient, whole on every rank until it is reduced"
+    text = f"{embedding:,} x {value} bytes: the embedding's gradient, not sharded until it is reduced"
     terms = [in_passes("gradients, before reduction", embedding * value, text)] if embedding else []
     if bucket:
         text = f"{REDUCE_BUCKET:,} x {bucket} bytes: DeepSpeed's bucket (reduce_bucket_size)"
@@ -251,20 +248,20 @@ def _each(shape: ModelShape, sharing: StateSharing) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerMemoryFacts:
-    """The cost of peer memory per worker of a run, at its smallest number of workers."""
+    """Cost of peer memory per worker, for the run's smallest number of workers."""
 
     kept_bytes: int
-    """Memory on the worker's node: two nodes' copies of two states."""
+    """Bytes of memory on the worker's node, for two nodes' copies of two states."""
     sent_bytes: int
-    """Bytes per state that are sent over the network to the partner node."""
+    """Bytes that are sent over the network to the partner node per state."""
     save_s: float
-    """Approximate seconds per save, during training; if steps are longer, every step is kept."""
+    """Approximate seconds per save, concurrent with training. If steps take longer, every step is saved."""
     limit_gib: float | None
-    """Limit of the memory per node; ``None`` for a third of the free memory."""
+    """Limit on peer memory per node in GiB. None means a third of the free memory."""
 
 
 def peer_memory_facts(config: Config, shape: ModelShape) -> PeerMemoryFacts | None:
-    """Return the cost of peer memory, or ``None`` if it is turned off (pure)."""
+    """Return the cost of peer memory, or None if ``elastic.peer_memory`` is false."""
     if not config.elastic.peer_memory:
         return None
     part_bytes = StateSharing.of(config).stored_bytes(shape)

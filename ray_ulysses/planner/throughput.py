@@ -1,10 +1,10 @@
-"""Predicts the time of a step from its work and the rates of a device, term by term, with arithmetic to check by hand.
+"""Predicts the time of a step from its work and a device's rates, term by term, with arithmetic to check by hand.
 
-It is a model and not a measurement. Compute was fitted to sixteen measured steps on one H100
-(`benchmarks/results/step_gpu.md`, `recipe_gpu.md`), which it matches within 10%, and so it does a step on an H200.
-Links were not fitted. It leaves out the fixed cost of a micro-batch, stalls of the data stream and of checkpoints,
-evaluations, and all host overhead. The exchange of a layer's heads is not hidden behind compute. Ring blocks, weights
-and gradients of ZeRO-3, and copies to and from the host are hidden, as far as there is enough compute.
+The result is a prediction, not a measurement. Compute rates were fitted to sixteen measured steps on one H100
+(`benchmarks/results/step_gpu.md`, `recipe_gpu.md`); the predictions match these steps, and a step on an H200, within
+10%. Link bandwidths were not fitted. The prediction omits the fixed cost of a micro-batch, stalls for data and
+checkpoints, evaluations, and host overhead. The exchange of heads does not overlap with compute. Ring communication,
+ZeRO-3 communication, and copies between host and device overlap with compute.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ GB = 1e9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceRates:
-    """Rates of a device."""
+    """Achievable compute rates and bandwidths of a device."""
 
     matmul: float
-    """Share of the dense bf16 peak that large matrix products reach."""
+    """Fraction of the dense bf16 peak that large matrix products reach."""
     attention_forward: float
-    """Share of the peak that the forward kernel of causal attention reaches, for long documents and heads of 128."""
+    """Fraction of the peak that causal attention's forward reaches, for long documents and head size 128."""
     attention_backward: float
-    """The same for the backward kernel, whose work is counted as twice the forward's."""
+    """Fraction of the peak that causal attention's backward reaches, with twice the forward's FLOPs."""
     memory: float
     """Memory bandwidth, in bytes per second."""
     link: float
@@ -39,11 +39,11 @@ class DeviceRates:
     """Bandwidth between host and device in one direction, in bytes per second."""
 
 
-# Hopper: fitted to benchmarks/results/step_gpu.md, recipe_gpu.md and kernels_gpu.md (cuDNN). Steps of minutes run at
-# the device's power limit, slower than kernels timed alone; FlashAttention-3 reports a little more
-# (https://arxiv.org/abs/2407.08608: causal, heads of 128, 16k: 616 TFLOP/s forward). Ampere was not measured here: its
-# rates are FlashAttention-2's (https://arxiv.org/abs/2307.08691: 189 TFLOP/s forward and backward together), and five
-# sixths of the peak for matrix products. Bandwidths are from the vendors' data sheets, for links in one direction.
+# Hopper: fitted to benchmarks/results/step_gpu.md, recipe_gpu.md and kernels_gpu.md (cuDNN). Long steps run at the
+# device's power limit, so rates are lower than in kernel benchmarks such as FlashAttention-3's
+# (https://arxiv.org/abs/2407.08608: causal, head size 128, 16k: 616 TFLOP/s forward). Ampere: not measured. Attention
+# rates are from FlashAttention-2 (https://arxiv.org/abs/2307.08691: 189 TFLOP/s forward and backward combined); matrix
+# products are assumed to reach five sixths of the peak. Bandwidths are from data sheets, in one direction.
 _HOPPER = DeviceRates(
     matmul=0.75, attention_forward=0.585, attention_backward=0.43, memory=3350 * GB, link=450 * GB, host=64 * GB
 )
@@ -55,69 +55,69 @@ DEVICE_RATES: dict[str, DeviceRates] = {
     "H100": _HOPPER,
     "H200": replace(_HOPPER, memory=4800 * GB),
 }
-"""Devices with published kernel rates, in their SXM form, by the names of `cluster.device`."""
+"""Rates by device name in `cluster.device`, for the SXM variants."""
 
 _LINK_SHARE = 0.8
-"""Share of a link's bandwidth that a collective of many megabytes reaches: an assumption."""
+"""Fraction of a link's bandwidth that a collective of many megabytes reaches (an assumption)."""
 _HOST_MEMORY = 25 * GB
-"""Host memory bandwidth per rank for the optimizer's update there: an assumption."""
+"""Host memory bandwidth per rank for the optimizer's update on the host (an assumption)."""
 _MEMORY_SHARE = 0.5
-"""Share of the memory bandwidth that element-wise operations reach: fitted to the measured steps."""
+"""Fraction of the memory bandwidth that element-wise operations reach (fitted to the measured steps)."""
 _SHORT_HEADS = 0.75
-"""Rate of attention with heads narrower than 128, relative to heads of 128: from measured steps with heads of 64."""
+"""Attention rate for head sizes below 128, relative to head size 128 (from measured steps with head size 64)."""
 _RAMP_TOKENS, _RAMP_HEADS = 2000, 10_000
-"""Document length at which attention reaches half of its rate: this number of tokens, and more if few heads per rank
-keep the device busy; fitted to the measured kernels with 4 and 32 heads."""
+"""Document length at which attention reaches half of its full rate: ``_RAMP_TOKENS + _RAMP_HEADS / heads per rank``
+(fitted to measured kernels with 4 and 32 heads)."""
 _LAYER_BYTES_OF_HIDDEN, _LAYER_BYTES_OF_HEADS, _LAYER_BYTES_OF_MLP, _BYTES_OF_LOGITS = 84, 20, 10, 40
 """Bytes moved by a layer's element-wise operations in the forward pass, for each value of the residual stream (two
 norms, 36 each, in fp32 inside; two sums, 6 each), of queries and keys (the rotation), and of the MLP's width (the
 activation and the product), counted from Transformers' modules in bf16; and bytes moved per logit in both passes."""
 _UPDATE_BYTES = 28
-"""Bytes moved per parameter by Adam's update: weight and moments read and written in fp32, and the gradient read."""
+"""Bytes per parameter that Adam's update moves: reads and writes of weight and moments, and a read of the gradient."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """The mean work of a step."""
+    """Mean work of a step."""
 
     tokens: float
-    """Computed tokens, including padding."""
+    """Number of processed tokens, including padding."""
     squares: float
-    """Sum over the pieces of documents of the squared length in tokens."""
+    """Sum of the squared lengths in tokens of all documents, or of their pieces in rows."""
     rows: int
     imbalance: float
-    """Time of the step relative to balanced data-parallel groups."""
+    """Time of the step relative to perfectly balanced data-parallel groups."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeTerm:
-    """One part of a step's time."""
+    """A part of a step's time, with its derivation as text."""
 
     name: str
     seconds: float
-    """Time that is not hidden behind other work."""
+    """Seconds that do not overlap with other work."""
     source: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTime:
-    """The modelled time of a step."""
+    """Predicted time of a step, term by term."""
 
     device: str
     terms: tuple[TimeTerm, ...]
     mfu: float
-    """Model FLOPs divided by the devices' peak FLOPs in that time, without recomputation."""
+    """Model FLOPs utilization, without recomputation."""
     hfu: float
-    """The same including recomputation."""
+    """Hardware FLOPs utilization, with recomputation."""
 
     @property
     def seconds(self) -> float:
-        """Seconds of the step."""
+        """Total time of the step in seconds."""
         return sum(term.seconds for term in self.terms)
 
 
 def full_rows(config: Config) -> Work:
-    """Return the work of a step in which each row is one document of the whole context."""
+    """Return the work of a step in which each row is a single document of ``data.context_tokens`` tokens."""
     rows, context, groups = config.data.rows_per_step, config.data.context_tokens, config.dp_size
     return Work(
         tokens=rows * context, squares=rows * context**2, rows=rows, imbalance=-(-rows // groups) * groups / rows
@@ -125,7 +125,7 @@ def full_rows(config: Config) -> Work:
 
 
 def configured_time(config: Config, shape: ModelShape, work: Work) -> StepTime | None:
-    """Return a step's time on the run's largest number of workers; ``None`` without a device or if not modelled."""
+    """Predict a step's time on the run's largest number of workers, or return None if the device has no known rates."""
     cluster, layout = config.cluster, run_layout(config, shape)
     is_modelled = config.model.dtype == "bf16" and layout.ulysses_size <= shape.num_heads
     is_on_nvme = config.memory.offload_optimizer == "nvme"
@@ -149,12 +149,12 @@ def configured_time(config: Config, shape: ModelShape, work: Work) -> StepTime |
 
 
 def link_bandwidth(config: Config, ranks: int) -> float:
-    """Return a rank's bytes per second in a collective over ``ranks`` contiguous ranks of ``cluster.device``."""
+    """Return the bandwidth per rank of a collective over ``ranks`` contiguous ranks, in bytes per second."""
     cluster = config.cluster
     assert cluster.device is not None
     link, per_node = DEVICE_RATES[cluster.device].link, cluster.gpus_per_node
     if ranks > per_node:
-        # Traffic to other nodes uses the network, and the rest uses links at the same time.
+        # Traffic between nodes uses the network; traffic within a node uses device links at the same time.
         outside = (ranks - per_node) / (ranks - 1)
         link = min(link / max(1e-9, 1 - outside), cluster.network_gbps * GB / 8 / outside)
     return _LINK_SHARE * link
@@ -162,8 +162,6 @@ def link_bandwidth(config: Config, ranks: int) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Parts:
-    """The arithmetic of each part."""
-
     config: Config
     shape: ModelShape
     layout: ParallelLayout
@@ -173,12 +171,12 @@ class _Parts:
 
     @property
     def passes(self) -> int:
-        """FLOPs per multiplied parameter and token: 2 forward, 4 backward, and 2 if layers are recomputed."""
+        """FLOPs per parameter and token in matrix products: 2 forward, 4 backward, and 2 for recomputation if any."""
         return 8 if self.config.memory.gradient_checkpointing else 6
 
     @property
     def attention_passes(self) -> int:
-        """FLOPs per squared token and feature, likewise."""
+        """FLOPs per feature and squared token in attention, including recomputation if any."""
         return 8 if self._attends_again else 6
 
     @property
@@ -187,7 +185,6 @@ class _Parts:
 
     @property
     def _rank_tokens(self) -> float:
-        """Tokens of a step per rank, on the slowest data-parallel group."""
         return self.work.tokens / self.layout.world_size * self.work.imbalance
 
     @property
@@ -195,20 +192,20 @@ class _Parts:
         return -(-self.work.rows // self.layout.dp_size)
 
     def matmul_flops(self, passes: int) -> float:
-        """Return the FLOPs of all ranks outside attention; the output head is not recomputed.
+        """Return the FLOPs of matrix products on all ranks. The output head is not recomputed.
 
-        Frozen weights have no gradients, which would take 2 per parameter and token.
+        Frozen weights save 2 FLOPs per parameter and token, because they have no gradients.
         """
         shape = self.shape
         head = shape.embedding_parameters
         return self.work.tokens * (passes * shape.layer_multiply_adds + 6 * head - 2 * shape.frozen_matrices)
 
     def attention_flops(self, passes: int) -> float:
-        """Return the FLOPs of all ranks in attention; the causal mask halves them."""
+        """Return the FLOPs of causal attention on all ranks."""
         return passes * self.shape.attention_width * self.work.squares
 
     def matmul(self) -> TimeTerm:
-        """Return the time of the matrix products."""
+        """Return the time of matrix products."""
         flops = self.matmul_flops(self.passes) / self.layout.world_size * self.work.imbalance
         text = (
             f"{flops:.3g} FLOP per rank ({self.passes} per parameter and token"
@@ -232,13 +229,12 @@ class _Parts:
         return TimeTerm(name="attention", seconds=seconds, source=text)
 
     def _attention_share(self) -> float:
-        """Return the share of the highest rate that attention reaches with these documents and heads."""
         length, heads = self.work.squares / self.work.tokens, self.shape.num_heads / self.layout.ulysses_size
         ramp = length / (length + _RAMP_TOKENS + _RAMP_HEADS / heads)
         return ramp * (_SHORT_HEADS if self.shape.head_dim < 128 else 1.0)
 
     def elementwise(self) -> TimeTerm:
-        """Return the time of norms, rotations, activations and sums, which are bound by memory bandwidth."""
+        """Return the time of norms, rotations, activations and sums, which are limited by memory bandwidth."""
         shape = self.shape
         heads = (shape.num_heads + shape.num_kv_heads) * shape.head_dim
         each = (
@@ -257,13 +253,14 @@ class _Parts:
         return TimeTerm(name="element-wise", seconds=seconds, source=text)
 
     def exchange(self) -> TimeTerm:
-        """Return the time of the all-to-alls over heads and sequence, which are not hidden."""
+        """Return the time of the all-to-alls of the Ulysses exchange, which do not overlap with compute."""
         ulysses, shape = self.layout.ulysses_size, self.shape
-        # Queries, keys and values, again if they are recomputed, and their gradients; the output and its gradient.
+        # Queries, keys and values are exchanged in the forward, in a recomputation, and (their gradients) in the
+        # backward. The output and its gradient are exchanged once.
         again = int(self.config.memory.gradient_checkpointing)
         of_queries = 4 + again + (again if kept_attention(self.config) != "both" else 0)
         values = of_queries * shape.num_heads + 2 * (2 + again) * shape.num_kv_heads
-        # The mean width, since there are as many queries and keys as values and outputs.
+        # Half of the exchanged heads (queries and keys) have head_dim features, half (values and outputs) value_dim.
         width = (shape.head_dim + shape.value_dim) / 2
         size = self._rank_tokens * shape.num_layers * values * width * 2 * (ulysses - 1) / ulysses
         text = (
@@ -273,38 +270,38 @@ class _Parts:
         return TimeTerm(name="exchange of heads", seconds=size / link_bandwidth(self.config, ulysses), source=text)
 
     def ring(self, attention_s: float) -> TimeTerm:
-        """Return the time by which sending the ring's blocks exceeds attention over them."""
+        """Return the time by which the ring's communication exceeds attention, with which it overlaps."""
         ring, shape = self.layout.ring_size, self.shape
-        # Keys and values in bf16 forward and backward, and the gradients of both in fp32.
+        # Keys and values circulate in bf16 in the forward and the backward; their gradients circulate in fp32.
         width = shape.num_kv_heads * (shape.head_dim + shape.value_dim)
         size = self._rank_tokens * shape.num_layers * width * (2 + 2 + 4) * (ring - 1)
         seconds = max(0.0, size / link_bandwidth(self.config, self.layout.sp_size) - attention_s)
         return TimeTerm(name="ring", seconds=seconds, source=f"{size / GB:,.1f} GB per rank, overlapped with attention")
 
     def weights(self, compute_s: float) -> TimeTerm:
-        """Return the time by which gathering weights and reducing gradients exceed the compute that hides them."""
+        """Return the time by which gathering weights and reducing gradients exceed the compute they overlap with."""
         world, micro_batches = self.layout.world_size, self._micro_batches
         every, trained = (
             count * (world - 1) / world for count in (self.shape.num_parameters, self.shape.trained_parameters)
         )
-        # Weights are sent in bf16, gradients in fp32 (engine/zero.py). In stage 3 DeepSpeed 0.19.8 gathers twice and
-        # reduces once per micro-batch. The other stages gather weights once per step and give each rank the sums of all
-        # gradients, which sends twice as much: stage 2 for each micro-batch, stage 1 once per step.
+        # Weights are sent in bf16, gradients in fp32 (engine/zero.py). In stage 3, DeepSpeed 0.19.8 gathers twice and
+        # reduces once per micro-batch. The other stages gather weights once per step and all-reduce gradients, which
+        # sends twice as much as a reduce-scatter: stage 2 per micro-batch, stage 1 once per step.
         stage = self.config.zero_stage
         if stage == 3:
             size = micro_batches * (2 * 2 * every + 4 * trained)
         else:
             size = (micro_batches if stage == 2 else 1) * 2 * 4 * trained + 2 * trained
-        # Below stage 3, DeepSpeed overlaps nothing (overlap_comm).
+        # Below stage 3, communication does not overlap with compute (overlap_comm is off).
         is_hidden = stage == 3
         seconds = max(0.0, size / link_bandwidth(self.config, world) - compute_s * is_hidden)
         text = f"{size / GB:,.1f} GB per rank, {micro_batches} micro-batches{', overlapped with compute' * is_hidden}"
         return TimeTerm(name="weights and gradients", seconds=seconds, source=text)
 
     def host_copies(self, compute_s: float) -> TimeTerm:
-        """Return the time by which copies between host and device exceed the pass that hides them.
+        """Return the time by which copies between host and device exceed the pass they overlap with.
 
-        Each direction has the full bandwidth.
+        Copies in both directions run at full bandwidth at the same time.
         """
         memory, world, micro_batches = self.config.memory, self.layout.world_size, self._micro_batches
         kept = weights = gradients = 0.0
@@ -314,7 +311,8 @@ class _Parts:
         if memory.offload_param == "cpu":
             weights = micro_batches * 2 * self.shape.num_parameters / world
         if memory.offload_optimizer == "cpu" and self.config.zero_stage == 3:
-            # DeepSpeed 0.19.8 sums on the device what it keeps on the host, and fetches even the first sum.
+            # DeepSpeed 0.19.8 stores accumulated gradients on the host and copies them to the device for each sum, even
+            # for the first.
             gradients = micro_batches * 4 * self.shape.trained_parameters / world
         forward, backward = max(kept, weights), kept + weights + gradients
         forward_s = compute_s * 2 / self.passes
@@ -331,7 +329,7 @@ class _Parts:
         if self.config.memory.offload_optimizer == "none":
             text = f"{shard:,.0f} parameters per rank x {_UPDATE_BYTES} bytes of device memory"
             return TimeTerm(name="update", seconds=shard * _UPDATE_BYTES / self.rates.memory, source=text)
-        # fp32 gradients to the host, bf16 weights to the device.
+        # Per parameter, 4 bytes of gradient go to the host and 2 bytes of bf16 weight return to the device.
         copies_s, update_s = shard * 6 / self.rates.host, shard * _UPDATE_BYTES / _HOST_MEMORY
         text = f"{shard:,.0f} parameters per rank on the host: {_UPDATE_BYTES} bytes each at 25 GB/s, 6 bytes copied"
         return TimeTerm(name="update", seconds=copies_s + update_s, source=text)

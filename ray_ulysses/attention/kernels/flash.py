@@ -171,7 +171,6 @@ def _inputs(call: KernelCall) -> dict[str, Any]:
 
 @cache
 def _parameters(function: Callable[..., Any]) -> dict[str, bool]:
-    """Map the names of a function's arguments to whether they are required."""
     # A custom operator's Python signature is (*args, **kwargs), so use its schema instead.
     overload = getattr(function, "_opoverload", None)
     if overload is not None:

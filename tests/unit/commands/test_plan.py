@@ -46,7 +46,7 @@ def test_the_nearest_settings_are_said_as_options_with_reasons_and_as_yaml(
 ) -> None:
     longer = "--set=data.context_tokens=1048576"
     refusal = " ".join(told(capsys, _8B, longer, code=2).split())
-    nearest = refusal.partition("the nearest that fits is ")[2].partition(" (see `plan --fit`)")[0]
+    nearest = refusal.partition("the nearest settings that fit are ")[2].partition(" (see `plan --fit`)")[0]
     text = told(capsys, _8B, longer, "--fit")
     options = re.findall(r"--set (?:'[^']*'|\S+)", text)
     assert nearest == " ".join(options) and len(re.findall(r"(?:GiB|MiB) with .+, then ", text)) == len(options) > 0
@@ -109,5 +109,5 @@ def test_what_the_planner_chose_is_stored_with_the_run_and_kept_by_a_resume(tmp_
     resumed = prepare_run(load_config(_8B, roomy), tmp_path)
     assert resumed.report.problems == ()
     assert resumed.config.memory.offload_activations == stored.memory.offload_activations
-    assert {one.reason for one in resumed.report.chosen} == {"as the run has stored it"}
+    assert {one.reason for one in resumed.report.chosen} == {"stored with the run"}
     assert not prepare_run(load_config(_8B, [*roomy, "run.name=new"]), tmp_path).config.memory.offload_activations

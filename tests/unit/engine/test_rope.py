@@ -157,7 +157,7 @@ def test_documents_beyond_the_trained_positions_need_a_choice() -> None:
     config = config_of(LLAMA, init="pretrained", path="/model")
     (problem,) = context_problems(config, CONTEXT, TRAINED)
     assert problem.path == "data.context_tokens"
-    assert "{rope_type: yarn, factor: 4.0}; or model.rope: unchanged" in problem.hint
+    assert "{rope_type: yarn, factor: 4.0}, or set model.rope: unchanged" in problem.hint
     assert not [*context_problems(config, TRAINED, TRAINED)] and not [*context_problems(config, CONTEXT, None)]
     for rope in ("unchanged", ROPES["yarn"]):
         assert not [*context_problems(config_of(LLAMA, rope, init="pretrained", path="/model"), CONTEXT, TRAINED)]

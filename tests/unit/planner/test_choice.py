@@ -104,7 +104,7 @@ def test_a_resume_keeps_a_choice_even_if_it_would_be_made_differently_now() -> N
     assert stored.memory.offload_activations
     found, reasons = chosen(config_of(plan="auto", device_gib=79.0), stored)
     assert found.memory.offload_activations == stored.memory.offload_activations
-    assert all(reason.endswith("as the run has stored it") for reason in reasons)
+    assert all(reason.endswith("stored with the run") for reason in reasons)
     assert chosen(stored, stored) == (stored, []), "everything is written in it"
 
 
@@ -113,7 +113,7 @@ def test_a_resume_chooses_again_where_the_stored_choice_does_not_fit_any_more() 
     found, reasons = chosen(config_of(plan="auto", device_gib=24.0, host_gib=220.0), stored)
     assert fits(found, configured_memory(found, make_shape(found)))
     assert found.memory != stored.memory
-    assert not any("as the run has stored it" in reason for reason in reasons)
+    assert not any("stored with the run" in reason for reason in reasons)
 
 
 def test_a_plan_needs_a_limit() -> None:

@@ -164,7 +164,7 @@ def test_activations_follow_the_tokens_of_a_rank() -> None:
 
 def test_outputs_of_layers_that_carry_state_go_to_host_memory_with_attentions() -> None:
     shape = replace(LLAMA_3_8B, mixer_width=20_000, mixer_layers=8)
-    name, size = "outputs of layers that carry state, kept", TOKENS * 20_000 * 2
+    name, size = "recurrent layer outputs, kept", TOKENS * 20_000 * 2
     on_host = memory(shape, attention_output="both", offload_activations=("attention_outputs",))
     assert device(shape, attention_output="both")[name] == sizes(on_host.host)[name] == size
     assert name not in sizes(on_host.device)

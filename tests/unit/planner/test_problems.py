@@ -31,7 +31,7 @@ def problems_of(config: Config) -> list[Problem]:
 
 def pasted(config: Config, text: str) -> Config:
     """Return the configuration with the options that a hint proposes."""
-    command = text.partition("the nearest that fits is ")[2].partition(" (see")[0]
+    command = text.partition("the nearest settings that fit are ")[2].partition(" (see")[0]
     return parse_config(config.model_dump(mode="json"), shlex.split(command.replace("--set ", "")))
 
 
@@ -83,11 +83,12 @@ def test_memory_that_does_not_fit_is_refused_with_settings_that_do() -> None:
     (problem,) = problems_of(llama_config(device_gib=40.0, loss_tile="off"))
     assert re.match(
         r"memory\.device_gib=40\.0: each rank is estimated to take 5\d\.\d GiB \(a first estimate by formula, "
-        r"not a measurement\), most of it logits \(23\.5 GiB\) and attention outputs, kept \(8\.1 GiB\); ",
+        r"not a measurement\), mostly for logits \(23\.5 GiB\) and attention outputs, kept \(8\.1 GiB\); ",
         str(problem),
     )
-    assert "; by this estimate the nearest that fits is --set memory.loss_tile=auto (see `plan --fit`); " in str(
-        problem
+    assert (
+        "; by this estimate the nearest settings that fit are --set memory.loss_tile=auto (see `plan --fit`); "
+        in str(problem)
     )
 
 
@@ -123,7 +124,7 @@ def test_a_hint_with_another_sp_size_names_a_ring_where_one_is_set() -> None:
 
 def test_where_no_setting_helps_the_least_need_is_named() -> None:
     (problem,) = problems_of(llama_config(device_gib=2.0))
-    assert "no setting fits" in problem.hint and "8.6 GiB per device and 103.1 GiB per host" in problem.hint
+    assert "no settings fit" in problem.hint and "8.6 GiB per device and 103.1 GiB per host" in problem.hint
     assert "memory.offload_param=cpu" in problem.hint
 
 
@@ -144,7 +145,7 @@ def test_each_stage_that_does_not_fit_is_shortened_by_a_setting_of_its_own(nothi
     config = parse_config(tree)
     shape = make_shape(config)
     hint = fit_hint(config, shape)
-    assert ("no setting fits" in hint) == nothing_else_fits
+    assert ("no settings fit" in hint) == nothing_else_fits
     shorter = re.findall(r"(\S+=\d+) at most", hint)
     assert [one.partition("=")[0] for one in shorter] == ["stages.1.context_tokens", "stages.long.context_tokens"]
     first, second = (str(one) for one in memory_problems_of_run(config, shape))

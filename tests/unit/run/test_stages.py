@@ -316,7 +316,7 @@ def test_the_way_out_of_a_stage_that_does_not_fit_is_one_that_the_run_can_take(
     gib = (bytes_of[0] + bytes_of[1]) / 2 / 2**30
     (said,) = problems(gib)
     assert "(in stage 'long')" in said
-    found = re.search(r"fits is (.*?) \(see `plan --fit`\); or use (stages\.long\.context_tokens=\d+) ", said)
+    found = re.search(r"that fit are (.*?) \(see `plan --fit`\); or use (stages\.long\.context_tokens=\d+) ", said)
     assert found is not None, said
     nearest = [one for one in shlex.split(found[1]) if one != "--set"]
     assert problems(gib, *nearest) == [] and problems(gib, found[2]) == []
