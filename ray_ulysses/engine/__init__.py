@@ -1,1 +1,1 @@
-"""The model under ZeRO: building, loss, optimizer, learning rate and state."""
+"""Model construction, losses, the ZeRO engine and its optimizer, and the engine's state."""

@@ -1,14 +1,16 @@
-"""Keeps the activations that gradient checkpointing saves in host memory between the forward and the backward pass.
+"""Offloads activations saved by gradient checkpointing to host memory until the backward pass needs them.
 
-A layer's input and the results of its attention are copied out when they are made, and copied back one layer ahead of
-the backward pass. The activations of two layers are on the device at once: in the forward pass the current and the
-previous layer's, whose copies may still be running; in the backward pass the current and the next layer's.
+A layer's input and its attention outputs are copied to the host when they are computed, and copied back one layer ahead
+of the backward pass. At most two layers' activations are on the device at a time: during the forward pass, those of the
+current layer and of the previous layer, which may still be copying; during the backward pass, those of the current
+layer and of the next layer to run.
 
-The range of host memory is reserved at once and takes memory as it is used. With CUDA, the used part is pinned piece by
-piece, so that copies are asynchronous; torch's own pinned memory would be rounded up to a power of two.
+The host address range is reserved at once, and physical memory is allocated on first use. On CUDA, the used part of the
+range is pinned in pieces so that copies are asynchronous. torch's pinned allocator is not used because it rounds
+allocations up to a power of two.
 
-A copy begins after all work that the caller has queued before. It has ended for work that is queued after `wait`; until
-then, the source must not be written or freed, and the destination must not be read, written or freed.
+A copy starts after all work that was queued before it. Work queued after `wait` sees the copy completed. Until then, do
+not write or free the copy's source, and do not read, write or free its destination.
 """
 
 from __future__ import annotations
@@ -46,21 +48,21 @@ def offload_activations(
     budget_bytes: int,
     device: torch.device,
 ) -> None:
-    """Keep activations of a model's checkpointed layers in host memory.
+    """Offload activations of a model's checkpointed layers to host memory.
 
-    Call it after gradient checkpointing is enabled. Nothing is changed if ``kinds`` is empty. ``budget_bytes`` limits
-    the host memory.
+    Call this function after enabling gradient checkpointing. If ``kinds`` is empty, the model is not changed.
+    ``budget_bytes`` is the upper limit on host memory.
     """
     if not kinds:
         return
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     layers: list[Any] = [layer for layer in model.modules() if getattr(layer, "gradient_checkpointing", False)]
-    # A layer inside a layer, as in Zamba, is recomputed with the outer layer.
+    # A layer nested in another layer, as in Zamba, is recomputed together with the outer layer.
     around = [layer for layer in layers if isinstance(layer, GradientCheckpointingLayer)]
     inner = {one for layer in around for one in layer.modules() if one is not layer}
     layers = [layer for layer in layers if layer not in inner]
-    # The budget does not include the alignment of slabs.
+    # The planned budget does not include alignment padding between slabs.
     size = budget_bytes + len(layers) * _SLABS_PER_LAYER * _ALIGNMENT
     copies = CudaCopies(size, device) if device.type == "cuda" else CpuCopies(size)
     offload = ActivationOffload(copies, kinds, keep=keep, budget_bytes=size)
@@ -76,7 +78,7 @@ class _Slab:
 
 
 class _Slabs:
-    """The host memory, allocated as a stack, since the backward pass frees slabs in roughly reverse order."""
+    """A stack allocator for the host range; the backward pass frees slabs in roughly reverse order of allocation."""
 
     def __init__(self, budget_bytes: int) -> None:
         self._budget_bytes = budget_bytes
@@ -84,27 +86,20 @@ class _Slabs:
 
     @property
     def are_free(self) -> bool:
-        """Whether no slab is in use."""
         return not self._taken
 
     @property
     def end(self) -> int:
-        """The end of the last slab in use."""
         return self._taken[-1].stop if self._taken else 0
 
     def take(self, num_bytes: int) -> _Slab:
-        """Take a slab.
-
-        Raises:
-            UserError: It does not fit.
-        """
         start = -(-self.end // _ALIGNMENT) * _ALIGNMENT
         if start + num_bytes > self._budget_bytes:
             raise UserError(
-                f"memory.offload_activations: {num_bytes:,} bytes in addition to {start:,} do not fit in the "
-                f"{self._budget_bytes:,} bytes of host memory that are planned for activations; run the backward pass "
-                "of each forward pass before the next forward pass, or, if the model keeps more than `plan` counts, "
-                "set memory.offload_activations: []"
+                f"memory.offload_activations: another {num_bytes:,} bytes do not fit in the {self._budget_bytes:,} "
+                f"bytes of host memory planned for activations, of which {start:,} are in use; run each backward pass "
+                "before the next forward pass, or, if the model saves more activations than `plan` estimates, set "
+                "memory.offload_activations: []"
             )
         slab = _Slab(start, start + num_bytes)
         self._taken.append(slab)
@@ -118,42 +113,42 @@ class _Slabs:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class _Kept:
-    """A tensor in host memory; its slab is freed once the tensor is taken or deleted."""
+    """An activation in host memory. Its slab is freed after the activation is used or garbage-collected."""
 
     layer: int
-    """Number of its layer's forward."""
+    """Sequence number of the layer's forward call."""
     slab: _Slab
     like: torch.Tensor
-    """Shape, strides and dtype, on the meta device."""
+    """Meta tensor with the activation's shape, strides and dtype."""
     device: torch.device
     given_up: deque[tuple[_Slab, list[tuple[Any, torch.Tensor]]]]
-    """Queue of slabs to free, with the copies to wait for first."""
+    """Queue of slabs to free, each with the copies that must finish first."""
     tensor: torch.Tensor | None
-    """The tensor on the device, as long as its copy to the host may be running."""
+    """The activation on the device, until its copy to the host has finished."""
     version: int
-    """The tensor's version when it was copied."""
+    """Autograd version of the activation when the copy to the host was started."""
     target: torch.Tensor | None = None
-    """Destination of the copy back to the device."""
+    """Destination tensor of the copy back to the device."""
     running: list[tuple[Any, torch.Tensor]] = field(default_factory=list)
-    """Copies that may be running, with their tensors on the device."""
+    """Copies that may be in progress, each with its tensor on the device."""
     is_taken: bool = False
 
     def leave_device(self, copies: HostCopies) -> None:
-        """Free the tensor on the device once it is copied."""
+        """Wait for the copy to the host, then free the activation on the device."""
         if self.tensor is not None:
             self._check()
             _wait(copies, self.running)
             self.tensor = None
 
     def return_to_device(self, copies: HostCopies) -> None:
-        """Start copying the tensor back, if it has left the device."""
+        """Start the copy back to the device, if the activation is on the host only."""
         if self.tensor is None and self.target is None:
             self.target = torch.empty_like(self.like, device=self.device)
             flat = _flat(self.target)
             self.running.append((copies.copy_in(self.slab.start, flat), flat))
 
     def take(self, copies: HostCopies) -> torch.Tensor:
-        """Return the tensor on the device, and give up its slab."""
+        """Return the activation on the device, and release its slab."""
         if self.tensor is None:
             _wait(copies, self.running)
         else:
@@ -166,7 +161,7 @@ class _Kept:
         return value
 
     def __del__(self) -> None:
-        # A destructor may run at any time, so it must not wait for a copy.
+        # A destructor can run at any time, so the wait for copies is left to the next allocation.
         if not self.is_taken:
             self.given_up.append((self.slab, self.running))
 
@@ -176,7 +171,7 @@ class _Kept:
 
 
 class ActivationOffload:
-    """Activations of checkpointed layers in host memory."""
+    """Moves the activations of checkpointed layers to host memory and back."""
 
     def __init__(
         self, copies: HostCopies, kinds: Collection[KeptActivation], *, keep: KeptOutput, budget_bytes: int
@@ -185,14 +180,14 @@ class ActivationOffload:
         self._kinds = kinds
         self._keep = keep
         self._slabs = _Slabs(budget_bytes)
-        # By the number of the layer's forward, ascending. Weak references, since the graph owns the tensors.
+        # Keyed by the forward call's sequence number, ascending. Weak references: the autograd graph owns the tensors.
         self._layers: dict[int, list[weakref.ref[_Kept]]] = {}
         self._num_layers = 0
         self._given_up: deque[tuple[_Slab, list[tuple[Any, torch.Tensor]]]] = deque()
 
     @property
     def bytes_in_use(self) -> int:
-        """Host memory up to the end of the last slab in use."""
+        """Number of bytes up to the end of the last slab in use."""
         self._give_back()
         return self._slabs.end
 
@@ -202,7 +197,7 @@ class ActivationOffload:
         layer: list[int] = []
 
         def put(tensor: torch.Tensor) -> _Kept:
-            # Called only with gradients, so that other forwards are not numbered.
+            # Called only if gradients are enabled, so forward calls without gradients get no sequence number.
             if not layer:
                 layer.append(self._begin_layer())
             return self._put(tensor, layer[0])
@@ -217,25 +212,25 @@ class ActivationOffload:
         hidden = args[0] if args else None
         if not isinstance(hidden, torch.Tensor):
             raise UserError(
-                "memory.offload_activations: this model passes its layers their input as a keyword, so layer_inputs "
-                "can't be identified; leave layer_inputs out"
+                "memory.offload_activations: this model passes hidden states to its layers as a keyword argument, so "
+                "layer_inputs can't be identified; remove layer_inputs from the list"
             )
 
-        # The graph keeps the hooks, which must not keep the input.
+        # The autograd graph keeps the hooks alive, so the hooks must not hold a reference to the input.
         inputs = [hidden.detach()]
 
         def pack(saved: torch.Tensor) -> Any:
             return put(inputs.pop()) if inputs and _is_same(saved, inputs[0]) else saved
 
-        # Applies to the checkpoint's input only; inside the layer, the checkpoint's own hooks apply.
+        # These hooks see only the checkpoint's input; inside the layer, the checkpoint installs its own hooks.
         with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
             return own(function, *args, **options)
 
     def _begin_layer(self) -> int:
-        """Return the number of a new layer's forward; of earlier layers, only the last one stays on the device."""
+        """Return a sequence number for a layer's forward call, and free earlier activations on the device."""
         self._give_back()
         if self._slabs.are_free:
-            # Layers of an abandoned forward pass.
+            # The remaining entries belong to a forward pass that never had a backward pass.
             self._layers.clear()
         number, self._num_layers = self._num_layers, self._num_layers + 1
         for one in self._kept_of(number - 2):
@@ -245,7 +240,7 @@ class ActivationOffload:
 
     def _put(self, tensor: torch.Tensor, layer: int) -> _Kept:
         self._give_back()
-        # Copied in storage order, so that it comes back with the same strides.
+        # Copy in storage order, so that the restored activation has the same strides.
         is_dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
         dense = tensor if is_dense else tensor.contiguous()
         flat = _flat(dense)
@@ -267,11 +262,11 @@ class ActivationOffload:
         return value
 
     def _take(self, kept: _Kept) -> torch.Tensor:
-        """Return a tensor to the backward pass; start copying back the rest of its layer, and the next layer."""
+        """Return an activation to the backward pass, and prefetch the rest of this layer and the next layer."""
         if kept.is_taken:
             raise RuntimeError(
-                "an activation was kept in host memory for one backward pass; a checkpointed layer can't run it twice "
-                "(retain_graph=True) unless memory.offload_activations: [] is set"
+                "an activation in host memory is available to one backward pass only; to run the backward pass twice "
+                "(retain_graph=True), set memory.offload_activations: []"
             )
         self._give_back()
         following = next((layer for layer in reversed(self._layers) if layer < kept.layer), -1)
@@ -313,58 +308,58 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 _log = logging.getLogger(__name__)
 
 PIECE_BYTES = 256 << 20
-"""Bytes that are pinned at once."""
+"""Number of bytes pinned per call."""
 
 
 def host_range(num_bytes: int) -> torch.Tensor:
-    """Reserve host memory as uint8; a page takes memory once it is written.
+    """Reserve a range of host memory as a uint8 tensor. Pages are allocated when they are first written.
 
     Raises:
-        UserError: The system refuses the reservation.
+        UserError: The operating system refuses the reservation.
     """
     try:
         return reserve_host(num_bytes)
     except (OSError, ValueError, OverflowError) as error:
         raise UserError(
-            f"memory.offload_activations: {num_bytes:,} bytes of host memory can't be reserved ({error}); use a "
-            "smaller data.context_tokens, a larger parallel.sp_size, or memory.offload_activations: []"
+            f"memory.offload_activations: {num_bytes:,} bytes of host memory can't be reserved ({error}); decrease "
+            "data.context_tokens, increase parallel.sp_size, or set memory.offload_activations: []"
         ) from error
 
 
 class CpuCopies:
-    """Synchronous copies on the host."""
+    """Synchronous copies between tensors on the CPU and the host range."""
 
     def __init__(self, num_bytes: int) -> None:
         self._range = host_range(num_bytes)
 
     def copy_out(self, source: torch.Tensor, start: int) -> None:
-        """Copy ``source`` to the range."""
+        """Copy ``source`` into the host range at offset ``start``."""
         self._range[start : start + len(source)].copy_(source)
 
     def copy_in(self, start: int, target: torch.Tensor) -> None:
-        """Copy from the range to ``target``."""
+        """Copy from the host range at offset ``start`` into ``target``."""
         target.copy_(self._range[start : start + len(target)])
 
     def wait(self, copy: None) -> None:
-        """Do nothing: the copy has ended."""
+        """Return immediately: copies on the CPU are synchronous."""
 
 
 class CudaCopies:
-    """Asynchronous copies on a separate stream."""
+    """Asynchronous copies between a GPU and the host range, on a separate stream."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self._pinned = PinnedRange(host_range(num_bytes), device)
         self._stream = torch.cuda.Stream(device)
 
     def copy_out(self, source: torch.Tensor, start: int) -> torch.cuda.Event:
-        """Start copying ``source`` to the range."""
+        """Start copying ``source`` into the host range at offset ``start``."""
         with self._copying() as ended:
             for host, part in self._pinned.pieces(start, len(source)):
                 host.copy_(source[part], non_blocking=True)
         return ended
 
     def copy_in(self, start: int, target: torch.Tensor) -> torch.cuda.Event:
-        """Start copying from the range to ``target``."""
+        """Start copying from the host range at offset ``start`` into ``target``."""
         with self._copying() as ended:
             for host, part in self._pinned.pieces(start, len(target)):
                 target[part].copy_(host, non_blocking=True)
@@ -376,7 +371,7 @@ class CudaCopies:
 
     @contextlib.contextmanager
     def _copying(self) -> Iterator[torch.cuda.Event]:
-        # Looked up each time, since a backward pass has its own current stream.
+        # Look up the current stream for each copy, since the backward pass runs on a stream of its own.
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         ended = torch.cuda.Event()
         with torch.cuda.stream(self._stream):
@@ -385,7 +380,7 @@ class CudaCopies:
 
 
 class PinnedRange:
-    """A range of host memory that is pinned as it is used, or stays pageable if pinning fails."""
+    """A range of host memory that is pinned on first use, or stays pageable if pinning fails."""
 
     def __init__(self, memory: torch.Tensor, device: torch.device, cudart: Callable[[], Any] | None = None) -> None:
         self._memory = memory
@@ -394,7 +389,7 @@ class PinnedRange:
         self._is_pinnable = True
 
     def pieces(self, start: int, num_bytes: int) -> Iterator[tuple[torch.Tensor, slice]]:
-        """Yield parts of the range, each within one pinned piece, and their slices of the tensor."""
+        """Yield the pinned pieces that a copy covers, each with the matching slice of the tensor."""
         stop = start + num_bytes
         self._pin_to(stop)
         while start < stop:
@@ -410,8 +405,8 @@ class PinnedRange:
                 self._is_pinnable = False
                 _log.warning(
                     "memory.offload_activations: host memory can't be pinned beyond %d bytes (CUDA error %d); copies "
-                    "of the rest are slower and block the computation. Raise the limit of locked memory (ulimit -l, or "
-                    "the container's limit)",
+                    "to and from unpinned memory are slower and block computation. Raise the locked-memory limit "
+                    "(ulimit -l, or the container's limit)",
                     self._pinned_to,
                     error,
                 )

@@ -1,7 +1,8 @@
-"""Adds trained low-rank adapters to a frozen decoder, with PEFT.
+"""Adds trainable low-rank adapters to a frozen decoder, with PEFT.
 
-Modules that are trained whole are trained in place, whereas PEFT would train a copy of each. So a tied embedding stays
-tied, and nothing is in memory twice. In the exported directory they are PEFT's ``modules_to_save``.
+Modules that are trained in full are trained in place, whereas PEFT would train a copy of each module. A tied embedding
+therefore stays tied, and no weight is stored twice. The exported adapter lists these modules as PEFT's
+``modules_to_save``.
 """
 
 from __future__ import annotations
@@ -23,27 +24,27 @@ from ray_ulysses.errors import UserError
 from ray_ulysses.model_shape import TrainedPart
 
 PREFIX = "base_model.model."
-"""Prefix of the names of the base model's tensors, in a model with adapters and in PEFT's files."""
+"""Prefix that PEFT adds to the base model's tensor names, in the model and in adapter files."""
 _MOST_NAMED = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adapted:
-    """Names of the modules that an adapter changes."""
+    """Names of the modules that an adapter configuration changes."""
 
     targets: tuple[str, ...]
     """Linear layers that get an adapter."""
     names: tuple[str, ...]
-    """The last parts of the targets' names if no other module's name ends with them; otherwise the full names."""
+    """Last components of the targets' names, or the full names if a last component would match other modules too."""
     whole: tuple[str, ...]
-    """Modules whose own weights are trained."""
+    """Modules whose own weights are trained in full."""
 
 
 def add_adapter(model: Any, adapter: AdapterSection, seed: int) -> Any:
-    """Freeze a model and add adapters to it, which change nothing until they are trained.
+    """Freeze a model and add adapters to it. The adapters do not change the output until they are trained.
 
-    Their weights are drawn whole on the host from the seed, even for a sharded model, so they are the same on every
-    rank and layout.
+    Initial adapter weights are drawn from the seed on the host at full size, even for a sharded model. They are
+    therefore identical on every rank and for every layout.
 
     Returns:
         The ``peft.PeftModel``.
@@ -55,14 +56,14 @@ def add_adapter(model: Any, adapter: AdapterSection, seed: int) -> Any:
     peft = _peft()
     torch.manual_seed(seed)
     with warnings.catch_warnings():
-        # PEFT 0.21 reads `is_gradient_checkpointing`, an older name in Transformers 5.23, to make the embedding's
-        # output require a gradient.
+        # PEFT 0.21 reads `is_gradient_checkpointing`, which is deprecated in Transformers 5.23, to decide whether the
+        # embedding's output must require a gradient.
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
-        # No fp32 adapters: the optimizer keeps fp32 master weights anyway.
+        # Adapters need not be fp32, because the optimizer has fp32 master weights.
         adapted_model = peft.get_peft_model(model, lora_config(adapter, adapted), autocast_adapter_dtype=False)
     if getattr(model, "_require_grads_hook", None) is None:
-        # PEFT does this under gradient checkpointing only. ZeRO-3 also needs it for modules that it gathers at once:
-        # if the input needs no gradient, it takes such a module's backward pass as done before it has begun.
+        # PEFT calls this only with gradient checkpointing. ZeRO-3 leaf modules need the call too: if a leaf module's
+        # input requires no gradient, ZeRO-3 considers the module's backward pass finished before it starts.
         model.enable_input_require_grads()
     for name in adapted.whole:
         model.get_submodule(name).requires_grad_(True)
@@ -70,7 +71,7 @@ def add_adapter(model: Any, adapter: AdapterSection, seed: int) -> Any:
 
 
 def lora_config(adapter: AdapterSection, adapted: Adapted, **options: Any) -> Any:
-    """Return PEFT's ``LoraConfig``."""
+    """Return the ``peft.LoraConfig`` for an adapter."""
     return _peft().LoraConfig(
         task_type="CAUSAL_LM",
         r=adapter.rank,
@@ -83,10 +84,10 @@ def lora_config(adapter: AdapterSection, adapted: Adapted, **options: Any) -> An
 
 
 def find_adapted(model: Any, adapter: AdapterSection) -> Adapted:
-    """Find the modules of a model that an adapter changes.
+    """Find the modules of a model that an adapter configuration changes.
 
     Raises:
-        UserError: A name matches no module, or a module that can't be adapted.
+        UserError: A name matches no module, or matches a module that can't be adapted.
     """
     from transformers.pytorch_utils import Conv1D
 
@@ -106,19 +107,17 @@ def find_adapted(model: Any, adapter: AdapterSection) -> Adapted:
         return _adapted(names, whole, modules)
     targets = {module for name in adapter.targets for module in _matching(modules, "targets", name)}
     names = {name for name, module in modules.items() if module in targets}
+    _refuse_targets(names - linear, "only linear layers can have an adapter", "list other modules in modules_to_save")
     _refuse_targets(
-        names - linear, "only a linear layer can have an adapter", "train other modules whole, with modules_to_save"
-    )
-    _refuse_targets(
-        names & read, "the layer around it reads its weight and ignores an adapter", "train it with modules_to_save"
+        names & read, "the parent layer reads the weight directly and ignores an adapter", "use modules_to_save instead"
     )
     within = {name for name in names for one in whole if f"{name}.".startswith(f"{one}.")}
-    _refuse_targets(within, "they are also trained whole", "name them in targets or in modules_to_save, not both")
+    _refuse_targets(within, "already trained in full", "list each module in targets or in modules_to_save, not both")
     tied = {name for name in names if head is not None and modules[name] is head and head.weight is embedding.weight}
     _refuse_targets(
         tied,
-        "it shares its weights with the token embedding, which an adapter on the head would not change",
-        "set model.adapter.train_embeddings: true to train both whole",
+        "the output head shares its weights with the token embedding, which an adapter on the head would not change",
+        "set model.adapter.train_embeddings: true to train both in full",
     )
     return _adapted(names, whole, modules)
 
@@ -131,10 +130,10 @@ def _adapted(targets: set[str], whole: tuple[str, ...], modules: Collection[str]
 
 
 def trained_part(model: Any, adapter: AdapterSection) -> TrainedPart:
-    """Return how much of a model is trained with an adapter; modifies the model, which is on the meta device.
+    """Return the number and kinds of parameters that an adapter trains. The model, on the meta device, is modified.
 
     Raises:
-        UserError: As for `add_adapter`.
+        UserError: The adapter settings do not fit the model; see `add_adapter`.
     """
     before = _count(model.parameters())
     with torch.device("meta"):
@@ -150,9 +149,9 @@ def trained_part(model: Any, adapter: AdapterSection) -> TrainedPart:
 
 
 def whole_names(model: Any, adapted: Adapted) -> list[str]:
-    """Return PEFT's ``modules_to_save``: ends of names that match the modules that are trained whole.
+    """Return PEFT's ``modules_to_save``: name suffixes that match exactly the modules trained in full.
 
-    Modules that share their weights are included, since PEFT trains and loads copies.
+    Modules that share weights with them are included, because PEFT trains and loads a copy of each module.
     """
     modules = {name: module for name, module in model.named_modules() if name}
     inside = {one for name in adapted.whole for one in modules[name].modules()}
@@ -173,12 +172,12 @@ def _count(parameters: Iterable[torch.Tensor]) -> int:
 
 
 def _matching(modules: dict[str, nn.Module], setting: str, wanted: str) -> list[nn.Module]:
-    """Return the modules with that name, or with names that end in it after a dot."""
+    """Return the modules whose dotted name is ``wanted`` or has ``wanted`` as its last components."""
     found = [module for name, module in modules.items() if f".{name}".endswith(f".{wanted}")]
     if not any(True for module in found for _ in module.parameters()):
         ends = list(dict.fromkeys(name.rpartition(".")[2] for name, module in modules.items() if _has_weights(module)))
         raise UserError(
-            f"model.adapter.{setting}: the model has no module {wanted!r} with weights; name some of "
+            f"model.adapter.{setting}: the model has no module {wanted!r} with weights; choose from "
             f"{', '.join(ends)}" + (", or use all-linear" if setting == "targets" else "")
         )
     return found
@@ -199,7 +198,7 @@ def _peft() -> Any:
         import peft
     except ImportError as error:
         raise UserError(
-            f"model.adapter needs PEFT, which can't be imported ({error}); install it on every node: "
+            f"model.adapter requires PEFT, which can't be imported ({error}); install it on every node: "
             "pip install 'ray-ulysses[adapters]'"
         ) from error
     return peft

@@ -1,8 +1,8 @@
-"""The loss as a sum over tokens, and the scale that makes an engine's averaged gradient exact.
+"""Computes the loss as a sum over tokens, and the scale that makes an engine's averaged gradient exact.
 
-The loss is the cross-entropy of the logits, plus the z-loss of ``optimizer.z_loss`` and the load-balancing loss of
-:mod:`ray_ulysses.engine.router_loss`. A model whose own forward adds another loss, such as Bamba's z-loss, is refused,
-since that loss would be ignored.
+The loss is the cross-entropy of the logits, plus the z-loss set by ``optimizer.z_loss`` and the load-balancing loss of
+:mod:`ray_ulysses.engine.router_loss`. A model whose own forward adds a different loss, such as Bamba's z-loss, is
+refused, because that loss would be ignored.
 """
 
 from __future__ import annotations
@@ -31,44 +31,44 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenScores:
-    """The loss and prediction of each position of this rank's slice."""
+    """Loss and prediction at each position of this rank's slice."""
 
     losses_BL: torch.Tensor
-    """fp32 cross-entropy in nats, times the label's weight; 0 where the label is ignored."""
+    """fp32 cross-entropy in nats, multiplied by the label's weight; 0 where the label is ignored."""
     predictions_BL: torch.Tensor
-    """int64 id of the most probable next token."""
+    """int64 ID of the most probable next token."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingLoss:
-    """The loss of this rank's slice."""
+    """Training loss of this rank's slice, as sums over tokens."""
 
     objective_sum: torch.Tensor
-    """fp32 scalar to differentiate, once: cross-entropy, z-loss and router loss, summed over tokens."""
+    """fp32 scalar to differentiate, at most once: the sum of cross-entropy, z-loss and router loss."""
     loss_sum: torch.Tensor
-    """fp32 scalar, the summed cross-entropy in nats, without a graph."""
+    """fp32 scalar, detached: cross-entropy in nats."""
     z_loss_sum: torch.Tensor
-    """fp32 scalar, the summed z-loss times its coefficient, without a graph; 0 without a z-loss."""
+    """fp32 scalar, detached: z-loss including its coefficient; 0 if the z-loss is disabled."""
     router_loss_sum: torch.Tensor
-    """fp32 scalar, this rank's part of the rows' router losses times their coefficient, each times the row's supervised
-    tokens, without a graph; 0 without a router loss."""
+    """fp32 scalar, detached: this rank's share of the rows' router losses including the coefficient, each row weighted
+    by its number of supervised tokens; 0 if the router loss is disabled."""
     num_tokens: torch.Tensor
-    """int64 scalar, supervised tokens."""
+    """int64 scalar: number of supervised tokens."""
 
 
 def causal_lm_loss(
     model: Callable[..., Any], batch: ShardedBatch, *, tile: TileSetting = "auto"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the forward and return this rank's summed loss and number of supervised tokens.
+    """Run the forward pass and return this rank's summed loss and number of supervised tokens.
 
-    This is `training_loss` without a z-loss: the cross-entropy, and the router loss if the model's configuration has
-    ``output_router_logits``. Every rank of ``sp`` must call.
+    The loss is `training_loss` without a z-loss: the cross-entropy, plus the router loss if the model's configuration
+    sets ``output_router_logits``. All ranks of ``sp`` must call this function.
 
     Returns:
         ``loss_sum``: fp32 scalar in nats, differentiable once. ``num_tokens``: int64 scalar.
 
     Raises:
-        UserError: As for :func:`training_loss`.
+        UserError: See :func:`training_loss`.
     """
     found = training_loss(model, batch, tile=tile)
     return found.objective_sum, found.num_tokens
@@ -77,24 +77,25 @@ def causal_lm_loss(
 def training_loss(
     model: Callable[..., Any], batch: ShardedBatch, *, tile: TileSetting = "auto", z_loss: float = 0.0
 ) -> TrainingLoss:
-    """Run the forward and return the loss of this rank's slice, as sums over its tokens.
+    """Run the forward pass and return the loss of this rank's slice, as sums over tokens.
 
-    Every rank of ``sp`` must call. If all labels of a rank are ignored, its sum is 0 and still takes part in the
-    backward pass, so that its collectives run. Logits are computed over tiles of tokens, and the output head's
-    gradients already in the forward pass; ranks may have different numbers of tiles.
+    All ranks of ``sp`` must call this function. If a rank has only ignored labels, its sum is 0 but still takes part in
+    the backward pass, so that the rank joins all collectives. Logits are computed over tiles of tokens, and the output
+    head's gradients are computed during the forward pass; ranks may have different numbers of tiles.
 
-    If the model's configuration has ``output_router_logits``, the load-balancing loss of its routers is added, defined
-    for each row over all its document tokens; see :mod:`ray_ulysses.engine.router_loss`.
+    If the model's configuration sets ``output_router_logits``, the routers' load-balancing loss is added. The
+    load-balancing loss is defined per row, over all document tokens; see :mod:`ray_ulysses.engine.router_loss`.
 
     Args:
-        model: The model, or the engine that wraps it.
+        model: The model, or the engine that wraps the model.
         batch: This rank's slice.
-        tile: Tokens whose logits exist at once; see `parallel.layout.loss_tile_tokens`. With ``auto``, a model that is
-            not a decoder and an output head, or whose forward was replaced, has one tile.
-        z_loss: Coefficient of the z-loss, see :func:`ray_ulysses.engine.tiled_loss.token_losses`.
+        tile: Number of tokens whose logits exist at a time; see `parallel.layout.loss_tile_tokens`. With ``auto``, a
+            model that does not consist of a decoder and an output head, or whose forward was replaced, uses a single
+            tile.
+        z_loss: Coefficient of the z-loss; see :func:`ray_ulysses.engine.tiled_loss.token_losses`.
 
     Raises:
-        UserError: The model's own forward adds another loss, its loss can't be tiled, or a wrapper rounds its loss.
+        UserError: The model's own forward adds another loss, the loss can't be tiled, or a wrapper rounds the loss.
     """
     num_tokens = (batch.labels_BL != IGNORE_INDEX).sum()
     refuse_own_loss(inner_model(model))
@@ -122,17 +123,17 @@ def training_loss(
 
 
 def _refuse_rounded(loss_sum: torch.Tensor) -> None:
-    """Raise if a wrapper has cast the loss (the model's output over tiles), which also rounds the gradient's scale."""
+    """Raise if a wrapper cast the loss to a lower precision, which would also round the scale of the gradient."""
     if torch.finfo(loss_sum.dtype).bits < 32:
         raise UserError(
-            f"the wrapper around the model cast its loss to {loss_sum.dtype}, which rounds the loss and the scale of "
-            "every gradient; leave out output_dtype of FSDP2's MixedPrecisionPolicy, or use "
+            f"the wrapper around the model casts the loss to {loss_sum.dtype}, which rounds the loss and the scale of "
+            "every gradient; remove output_dtype from FSDP2's MixedPrecisionPolicy, or use "
             "causal_lm_loss(..., tile='off')"
         )
 
 
 def score_tokens(model: Callable[..., Any], batch: ShardedBatch, *, tile: TileSetting = "auto") -> TokenScores:
-    """Return the loss and prediction of each position, without gradients; every rank of ``sp`` must call."""
+    """Return each position's loss and prediction, without gradients. All ranks of ``sp`` must call this function."""
     with torch.no_grad():
         parts = _tiled_parts(model, tile)
         if parts is None:
@@ -148,7 +149,7 @@ def score_tokens(model: Callable[..., Any], batch: ShardedBatch, *, tile: TileSe
 
 
 def _tiled_parts(model: Any, tile: TileSetting) -> ModelParts | None:
-    """Return the parts of a model whose loss is tiled, or ``None`` to compute all its logits at once."""
+    """Return the model's parts if the loss can be tiled, or None to compute all logits at once."""
     inner = None if tile == "off" else inner_model(model)
     if inner is None:
         return None
@@ -176,7 +177,7 @@ def _whole_outputs(model: Callable[..., Any], batch: ShardedBatch, router_loss: 
 def _whole_losses(
     logits_BLV: torch.Tensor, batch: ShardedBatch, z_loss: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the fp32 loss of each position, ``[B * L]``, and its z-loss if there is a coefficient."""
+    """Return the fp32 loss at each position, ``[B * L]``, and the z-loss or None if the z-loss is disabled."""
     losses_N, z_losses_N = token_losses(logits_BLV.flatten(0, 1), batch.labels_BL.flatten(), z_loss)
     if batch.label_weights_BL is None:
         return losses_N, z_losses_N
@@ -187,33 +188,34 @@ def _whole_losses(
 def loss_scale(
     global_tokens: float | torch.Tensor, mesh: SequenceMesh, zero_stage: int = 3, accumulation: int = 1
 ) -> float | torch.Tensor:
-    """Return the factor on ``loss_sum`` that makes an engine's gradient equal the gradient of one process.
+    """Return the factor for ``loss_sum`` that makes an engine's gradient equal the single-process gradient.
 
     The exact gradient is the gradient of ``loss_sum / global_tokens``, summed over ranks and micro-batches. An engine
-    averages over its data-parallel world and divides by its accumulation steps, so the factor is
-    ``world_size * accumulation / global_tokens``. It is the same for every ZeRO stage if the engine averages over all
-    ranks, as DeepSpeed does without ``mpu`` and ``sequence_parallel_size`` (its own Ulysses path divides by
-    ``world / sp`` in some stages and by ``world`` in others). DDP is stage 0.
+    averages over its data-parallel world and divides by the number of accumulation steps, so the factor is ``world_size
+    * accumulation / global_tokens``. The factor is the same for every ZeRO stage if the engine averages over all ranks,
+    as DeepSpeed does without ``mpu`` and ``sequence_parallel_size``. (DeepSpeed's own Ulysses implementation divides by
+    ``world / sp`` in some stages and by ``world`` in others.) Use stage 0 for DDP.
 
     Args:
-        global_tokens: Supervised tokens of the whole optimizer step, over ``sp``, ``dp`` and accumulation; for the
-            weighted mean, the sum of their weights.
-        mesh: The mesh; the engine averages over its ``world_size``.
+        global_tokens: Number of supervised tokens in the optimizer step, over ``sp``, ``dp`` and accumulation. For a
+            weighted mean, the sum of the tokens' weights.
+        mesh: The mesh; the engine averages over ``mesh.world_size`` ranks.
         zero_stage: ZeRO stage of the engine, 0 to 3.
-        accumulation: The engine's divisor; 1 if it does not divide (``scale_wrt_gas=False``).
+        accumulation: Number of accumulation steps by which the engine divides; 1 if the engine does not divide
+            (``scale_wrt_gas=False``).
 
     Returns:
-        A float, or a tensor if ``global_tokens`` is one (without host synchronization). A step without supervised
-        tokens has scale 0.
+        A float, or a tensor if ``global_tokens`` is a tensor (without host synchronization). The scale is 0 for a step
+        without supervised tokens.
     """
     if zero_stage not in (0, 1, 2, 3):
         raise UserError(f"zero_stage={zero_stage!r} is not a ZeRO stage; use 0, 1, 2 or 3")
     if accumulation < 1:
-        raise UserError(f"accumulation={accumulation!r} must be at least 1, the number of micro-batches of a step")
+        raise UserError(f"accumulation={accumulation!r}, the number of micro-batches per step, must be at least 1")
     factor = float(mesh.world_size * accumulation)
     if isinstance(global_tokens, torch.Tensor):
         tokens = global_tokens.to(torch.float64 if global_tokens.device.type == "cpu" else torch.float32)
-        # The sum of label weights may be less than 1, so it can't be clamped.
+        # A sum of label weights may be less than 1, so clamping it to 1 would be wrong.
         return torch.where(tokens > 0, factor / torch.where(tokens > 0, tokens, 1), 0.0)
     if global_tokens < 0:
         raise UserError(f"global_tokens={global_tokens} must not be negative")
@@ -227,17 +229,17 @@ _MOST_FIELDS = 8
 
 
 def refuse_own_loss(model: Any) -> None:
-    """Raise if the loss of a model's own forward is not the cross-entropy of its logits, apart from the router loss.
+    """Raise if a model's forward adds a loss other than the cross-entropy of its logits and the router loss.
 
-    The model's own forward is called once with made-up logits in place of its decoder and head, so no list of
-    architectures is needed. A forward that can't be called like this is not checked. Neither is a model whose
-    parameters DeepSpeed has partitioned, since calling modules outside a step would change ZeRO-3's trace of them.
+    The model's forward is called once with synthetic logits in place of the decoder and head, so no list of
+    architectures is needed. A model whose forward can't be called this way is not checked. A model whose parameters
+    DeepSpeed has partitioned is not checked either, because calling modules outside a step would change ZeRO-3's trace.
 
     Args:
-        model: A ``PreTrainedModel`` on any device, initialized or not; ``None`` is not checked.
+        model: A ``PreTrainedModel`` on any device, initialized or not. None is not checked.
 
     Raises:
-        UserError: Names the loss settings in the model's configuration, and the values to set.
+        UserError: Lists the loss settings in the model's configuration and the values to set.
     """
     if model is None or vars(model).get(_CHECKED) or any(hasattr(one, "ds_id") for one in model.parameters()):
         return
@@ -247,34 +249,34 @@ def refuse_own_loss(model: Any) -> None:
         return
     config = model.config.get_text_config(decoder=True)
     settings = {name: value for name, value in config.to_dict().items() if _is_of_a_loss(name, value)}
-    said = ", ".join(f"{name}={value}" for name, value in settings.items()) or "none of its settings says so"
+    said = ", ".join(f"{name}={value}" for name, value in settings.items()) or "no setting for this loss was found"
+    zeros = ", ".join(f"{name}: 0.0" for name in settings) or "its coefficient to 0"
     raise UserError(
-        f"the forward of {type(model).__name__} adds a loss of its own to the cross-entropy ({said}), which is a mean "
-        f"over a rank's slice and would be left out; set {', '.join(f'{name}: 0.0' for name in settings) or 'it to 0'} "
-        "in model.config, for pretrained weights in the config.json of model.path; a z-loss per supervised token is "
-        "optimizer.z_loss"
+        f"the forward of {type(model).__name__} adds its own loss to the cross-entropy ({said}). That loss is a mean "
+        f"over a rank's slice and would be ignored; set {zeros} in model.config or, for pretrained weights, in the "
+        "config.json of model.path. To train with a z-loss per supervised token, set optimizer.z_loss"
     )
 
 
 def _is_of_a_loss(name: str, value: Any) -> bool:
-    # Router coefficients ("aux") take effect only with output_router_logits, which is off here.
+    # Router-loss coefficients ("aux") have no effect in this probe, which disables output_router_logits.
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and value > 0 and any(word in name for word in _WORDS) and "aux" not in name
 
 
 def _losses(model: Any) -> tuple[float, float] | None:
-    """Return a forward's loss for made-up logits, and their cross-entropy; ``None`` if it returns no loss."""
+    """Return the forward's loss for synthetic logits and their cross-entropy, or None if there is no loss."""
     from transformers.modeling_outputs import MoeModelOutputWithPast
 
     config = model.config.get_text_config(decoder=True)
     generator = torch.Generator().manual_seed(3)
-    # Far from 0, so that a z-loss with a coefficient of 1e-5 shows.
+    # Logits far from 0 make a z-loss with a coefficient of 1e-5 detectable.
     logits_1NV = 10 + 3 * torch.randn(1, _TOKENS, config.vocab_size, generator=generator)
     ids_1N = torch.randint(0, config.vocab_size, (1, _TOKENS), generator=generator)
     inputs: dict[str, Any] = {"input_ids": ids_1N, "labels": ids_1N}
     if hasattr(config, "output_router_logits"):
         inputs["output_router_logits"] = False
-    # This class has a field for router logits, which some forwards read.
+    # Some forwards read the router_logits field of the decoder's output.
     output = MoeModelOutputWithPast(last_hidden_state=torch.zeros(1, _TOKENS, config.hidden_size))
     # A few forwards read the dtype of the head's weight.
     head = partial(_given, logits_1NV)
@@ -284,7 +286,7 @@ def _losses(model: Any) -> tuple[float, float] | None:
             result = _finished(find_parts(model), output, head, inputs)
             logits_NV = result.logits[0, :-1].float()
     except Exception:
-        # Any exception: the model is built differently, or its forward reads values that these outputs lack.
+        # Catch everything: the model may be built differently, or its forward may read values missing from `output`.
         return None
     if not torch.is_tensor(result.loss):
         return None
@@ -292,7 +294,7 @@ def _losses(model: Any) -> tuple[float, float] | None:
 
 
 def _finished(parts: ModelParts, output: Any, head: Any, inputs: dict[str, Any]) -> Any:
-    """Run the forward after the decoder; other outputs of the decoder than hidden states are ``None``."""
+    """Run the forward after the decoder; decoder outputs other than the hidden states are None."""
     for _ in range(_MOST_FIELDS):
         try:
             return parts.finished(output, head, (), inputs)
@@ -300,7 +302,7 @@ def _finished(parts: ModelParts, output: Any, head: Any, inputs: dict[str, Any])
             if error.obj is not output or error.name is None:
                 raise
             object.__setattr__(output, error.name, None)
-    raise AttributeError(f"a forward that reads more than {_MOST_FIELDS} outputs of its decoder")
+    raise AttributeError(f"the forward reads more than {_MOST_FIELDS} outputs of its decoder")
 
 
 def _given(result: torch.Tensor, *_: Any) -> torch.Tensor:

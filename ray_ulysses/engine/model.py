@@ -1,4 +1,4 @@
-"""Builds the decoder, randomly initialized or pretrained, and partitions its parameters while loading."""
+"""Builds a decoder with random or pretrained weights, partitioning parameters while they are loaded."""
 
 from __future__ import annotations
 
@@ -43,25 +43,26 @@ _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return torch's dtype of ``model.dtype``."""
+    """Return the ``torch.dtype`` for a value of ``model.dtype``."""
     return _DTYPES[name]
 
 
 def build_model(
     config: Config, partition: Mapping[str, Any] | None = None, state: StateDescription | None = None
 ) -> PreTrainedModel:
-    """Build the decoder of a run; with ``partition``, every rank of the world must call.
+    """Build a run's decoder. With ``partition``, all ranks of the world must call this function.
 
-    ``init: random`` initializes the whole model on the host of every rank from ``run.seed`` in fp32, so that weights do
-    not depend on the world size. ``init: pretrained`` loads weights; with ``partition``, each parameter is partitioned
-    when it is loaded, so that no device holds the whole model (each rank's host reads all weights once). With
-    ``state``, nothing is initialized or loaded: the parameters hold no values until that state is imported, and with
-    ``partition`` no host or device ever holds the whole model. With ``model.adapter`` it is a ``PeftModel``.
+    ``init: random`` initializes the full model on every rank's host, in fp32 and from ``run.seed``, so that weights do
+    not depend on the world size. ``init: pretrained`` loads weights. With ``partition``, each pretrained parameter is
+    partitioned as it is loaded, so that no device ever holds the full model; every host still reads all weights once.
+    With ``state``, weights are neither initialized nor loaded: the parameters are uninitialized until the state is
+    imported, and with ``partition`` no host or device ever holds the full model. With ``model.adapter``, the result is
+    a ``PeftModel``.
 
     Args:
         config: The run's configuration.
-        partition: DeepSpeed's ZeRO-3 configuration, or ``None`` to keep parameters whole.
-        state: The stored state that will replace all weights, or ``None`` to start from initial weights.
+        partition: DeepSpeed's ZeRO-3 configuration, or None to keep parameters unpartitioned.
+        state: The stored state that will replace all weights, or None to start from initial weights.
 
     Raises:
         UserError: The model can't be found, lacks weights, or differs from ``model.config``.
@@ -75,7 +76,7 @@ def build_model(
         model = _pretrained_model(config, dtype, partition)
     if config.model.part == "text":
         keep_text_part(model)
-    # The cache is for generation, and Transformers warns about it under gradient checkpointing.
+    # The KV cache is useful only for generation, and causes a warning with gradient checkpointing.
     model.config.use_cache = model.config.get_text_config(decoder=True).use_cache = False
     if config.memory.gradient_checkpointing:
         _checkpoint_layers(model, kept_attention(config))
@@ -95,15 +96,15 @@ def _checkpoint_layers(model: PreTrainedModel, kept: KeptOutput) -> None:
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
     else:
-        # The only name that Transformers before 5.23 has.
+        # Transformers before 5.23 does not have activation_checkpointing_enable.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
 
 def compile_layers(model: torch.nn.Module) -> None:
-    """Make ``torch.compile`` compile each decoder layer in place at its first call; names stay the same.
+    """Make ``torch.compile`` compile each decoder layer in place at its first call. Module names do not change.
 
     Raises:
-        UserError: The model has no Transformers layers.
+        UserError: The model has no layers of Transformers' layer class.
     """
     for layer in _compilable_layers(model):
         layer.compile()
@@ -115,17 +116,19 @@ def _compilable_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     layers: list[torch.nn.Module] = [one for one in model.modules() if isinstance(one, GradientCheckpointingLayer)]
     if not layers:
         raise UserError(
-            f"model.compile=true: no layer of {type(model).__name__} is one of Transformers' own; set model.compile: "
-            "false"
+            f"model.compile=true: {type(model).__name__} has no layers of Transformers' layer class to compile; set "
+            "model.compile: false"
         )
     return layers
 
 
 def find_trained_part(config: Config) -> TrainedPart | None:
-    """Return how much of a run's model is trained with its adapter, or ``None`` without an adapter; read no weights.
+    """Return the part of a run's model that its adapter trains, or None if the run has no adapter.
+
+    Weights are not read.
 
     Raises:
-        UserError: The configuration can't be read, or the adapter does not fit the model.
+        UserError: The model configuration can't be read, or the adapter does not fit the model.
     """
     if config.model.adapter is None:
         return None
@@ -133,12 +136,12 @@ def find_trained_part(config: Config) -> TrainedPart | None:
 
 
 def with_mixers(config: Config, shape: ModelShape) -> ModelShape:
-    """Return a hybrid model's shape, whose layers differ, as counted from its modules; other shapes are unchanged.
+    """Replace a hybrid model's estimated shape with one measured on its modules; return other shapes unchanged.
 
-    Reads no weights. Parameters are counted from the modules, and attention heads only in layers with attention.
+    Weights are not read. All parameters are counted, but attention heads only in attention layers.
 
     Raises:
-        UserError: The configuration can't be read, or shows that the model can't be trained exactly.
+        UserError: The model configuration can't be read, or the model can't be trained exactly.
     """
     hf_config = planned_config(config)
     if hf_config.get_text_config(decoder=True).model_type not in HYBRID_LAYER_TYPES:
@@ -146,7 +149,7 @@ def with_mixers(config: Config, shape: ModelShape) -> ModelShape:
     model = _meta_model(hf_config, config.model.part)
     mixers = [(module, layout) for _, module, layout in find_mixers(model)]
     known = {id(module) for module, _ in mixers}
-    # A module that layers share counts once per layer.
+    # Count a module once per layer that uses it.
     used = [module for _, module in model.named_modules(remove_duplicate=False) if id(module) not in known]
     usual = shape.output_width // shape.num_layers
     widths = [_attention_widths(one, usual) for one in used if type(one).__name__.endswith("Attention")]
@@ -182,13 +185,12 @@ def _attention_widths(attention: Any, usual: int) -> tuple[int, int]:
 
 
 def _expert_parameters(model: Any, count: int) -> list[int]:
-    """Return the size of each parameter tensor that holds all experts of a layer."""
     named = model.named_parameters()
     return [one.numel() for name, one in named if "experts." in name and one.dim() == 3 and one.shape[0] == count]
 
 
 def _repeated_parameters(model: Any) -> int:
-    """Return the parameters that layers share, once for each use after the first, without a tied output head."""
+    """Return the size of shared parameters, counted for each use after the first. Tied output heads are excluded."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     tied = {id(parameter) for end in ends for parameter in end.parameters()}
     # Each use of Zamba 2's shared blocks has its own adapters.
@@ -201,13 +203,13 @@ def _repeated_parameters(model: Any) -> int:
 
 
 def check_architecture(config: Config) -> ProbeResult:
-    """Raise if the decoder of a run can't be trained exactly; read no weights and need no GPU.
+    """Raise if a run's decoder can't be trained exactly. Neither weights nor a GPU are needed.
 
     Returns:
-        The attention of the model's layers, and its number of positions.
+        The layers' attention and the number of positions.
 
     Raises:
-        UserError: The configuration can't be read, or a layer or setting can't be exact.
+        UserError: The model configuration can't be read, or a layer or setting does not support exact training.
     """
     hf_config = set_router_loss(planned_config(config), config.optimizer.router_loss)
     return refuse_architecture(
@@ -221,19 +223,19 @@ def check_architecture(config: Config) -> ProbeResult:
 def refuse_architecture(
     hf_config: Any, part: Part = "whole", *, checkpointed: bool = False, compiled: bool = False
 ) -> ProbeResult:
-    """Build a decoder on the meta device, without memory, and raise if it can't be trained exactly.
+    """Build a decoder on the meta device, and raise if the decoder can't be trained exactly.
 
     Returns:
-        The attention of the model's layers, and its number of positions.
+        The layers' attention and the number of positions.
 
     Raises:
-        UserError: Names the architecture or setting, the reason, and a solution.
+        UserError: Contains the architecture or setting, the reason and a solution.
     """
     model = _meta_model(hf_config, part)
     if checkpointed and not model.supports_gradient_checkpointing:
         raise UserError(
-            f"memory.gradient_checkpointing=true: Transformers has no gradient checkpointing for "
-            f"{type(model).__name__}; set memory.gradient_checkpointing: false"
+            f"memory.gradient_checkpointing=true: {type(model).__name__} does not support gradient checkpointing in "
+            "Transformers; set memory.gradient_checkpointing: false"
         )
     if compiled:
         _compilable_layers(model)
@@ -244,12 +246,12 @@ def refuse_architecture(
 
 
 def differs_from_stored(config: Config, state: StateDescription) -> str | None:
-    """Return how the parameters of a run's model differ from a stored state in name or shape, or ``None``.
+    """Describe how the model's parameters differ in name or shape from a stored state, or return None if equal.
 
-    Reads no weights.
+    Weights are not read.
 
     Raises:
-        UserError: The configuration can't be read.
+        UserError: The model configuration can't be read.
     """
     model = _meta_model(described_config(config, is_tied=bool(state.tied)), config.model.part)
     if config.model.adapter is not None:
@@ -264,7 +266,7 @@ def differs_from_stored(config: Config, state: StateDescription) -> str | None:
 
 
 def _meta_model(hf_config: Any, part: Part) -> Any:
-    # Comes first, so that architectures that can't be built as a decoder get a specific error.
+    # Check first, so that architectures that can't be built as a decoder get a specific error.
     refuse_config(hf_config)
     builder = model_class(hf_config, part)
     if part == "whole":
@@ -279,7 +281,7 @@ def _meta_model(hf_config: Any, part: Part) -> Any:
 
 
 def _empty_model(config: Config, dtype: torch.dtype, *, is_tied: bool) -> PreTrainedModel:
-    """Return the model with parameters on the meta device, otherwise as if it were initialized or loaded."""
+    """Return the model with its parameters on the meta device, as it would be after initializing or loading weights."""
     hf_config = _trained_config(config, is_tied=is_tied)
     if config.model.init == "random":
         dtype = torch.float32
@@ -292,7 +294,7 @@ def _empty_model(config: Config, dtype: torch.dtype, *, is_tied: bool) -> PreTra
 
 
 def _trained_config(config: Config, is_tied: bool | None = None) -> Any:
-    """Return the configuration of the trained model; the exported configuration keeps its own router loss."""
+    """Return the configuration to train with; exports keep the router-loss settings of the original configuration."""
     return set_router_loss(described_config(config, is_tied=is_tied), config.optimizer.router_loss)
 
 
@@ -302,7 +304,7 @@ def _random_model(config: Config, dtype: torch.dtype) -> PreTrainedModel:
     torch.manual_seed(config.run.seed)
     model: Any = model_class(hf_config, config.model.part).from_config(hf_config, dtype=torch.float32)
     for parameter in model.parameters():
-        # Buffers keep fp32: rounded rotary frequencies would be wrong at large positions.
+        # Buffers stay in fp32, because rounded rotary frequencies would be wrong at large positions.
         parameter.data = parameter.data.to(dtype)
     initialized: PreTrainedModel = model
     return initialized
@@ -316,7 +318,7 @@ def _pretrained_model(config: Config, dtype: torch.dtype, partition: Mapping[str
     if partition is not None:
         from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
-        # While this object exists, from_pretrained partitions each parameter when it is created.
+        # While this object is alive, from_pretrained partitions each parameter on creation.
         keep_alive = HfDeepSpeedConfig(dict(partition))
     try:
         loaded: Any = model_class(hf_config, config.model.part).from_pretrained(
@@ -328,10 +330,10 @@ def _pretrained_model(config: Config, dtype: torch.dtype, partition: Mapping[str
             local_files_only=refused is not None,
         )
     except (OSError, RuntimeError, TypeError, SafetensorError) as error:
-        # Transformers 5.23 raises a TypeError for a generation_config.json that is not an object.
+        # Transformers 5.23 raises TypeError if generation_config.json is not a JSON object.
         raise UserError(
-            f"model.path={path!r}: no weights could be loaded ({error}){refused or ''}; give a directory with "
-            "config.json and safetensors, or a hub id that this machine can reach"
+            f"model.path={path!r}: the weights can't be loaded ({error}){refused or ''}; use a directory with "
+            "config.json and safetensors files, or a hub ID that is reachable from this machine"
         ) from error
     finally:
         del keep_alive
@@ -342,31 +344,31 @@ def _pretrained_model(config: Config, dtype: torch.dtype, partition: Mapping[str
 
 
 def _refuse_missing(names: Collection[str], path: str) -> None:
-    """Raise if weights are missing: Transformers would initialize them randomly with only a warning."""
+    """Raise if tensors are missing; Transformers would only warn and initialize them randomly."""
     if names:
         shown = ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         raise UserError(
-            f"model.path={path!r}: {len(names)} of the model's tensors are not in its weights ({shown}); give the "
-            "whole causal language model, or use model.init: random"
+            f"model.path={path!r}: the weights lack {len(names)} of the model's tensors ({shown}); use a complete "
+            "causal language model, or set model.init: random"
         )
 
 
 def _refuse_scaled(unexpected: Collection[str], names: Collection[str], path: str) -> None:
-    """Raise if weights come with scales, which Transformers drops if config.json has no quantization_config."""
+    """Raise if weights have quantization scales, which Transformers drops without a quantization_config."""
     scaled = [key for key in unexpected if any(key[:end] in names for end, mark in enumerate(key) if mark in "._")]
     if scaled:
         raise UserError(
-            f"model.path={path!r}: its weights are quantized ({min(scaled)} scales another tensor), but its "
-            "config.json has no quantization_config; save the model dequantized, by save_pretrained with "
-            "save_original_format=False"
+            f"model.path={path!r}: the weights are quantized ({min(scaled)} scales another tensor), but config.json "
+            "has no quantization_config; dequantize the model, and save it with "
+            "save_pretrained(..., save_original_format=False)"
         )
 
 
 @contextmanager
 def without_weights() -> Iterator[None]:
-    """Put parameters of models built in this context on the meta device, where nothing is initialized.
+    """Create the parameters of models built in this context on the meta device, without initialization.
 
-    Unlike accelerate's ``init_empty_weights``, it keeps tied parameters tied.
+    Unlike accelerate's ``init_empty_weights``, this context keeps tied parameters tied.
     """
     register = nn.Module.register_parameter
 
@@ -385,9 +387,9 @@ def without_weights() -> Iterator[None]:
 def allocate_weights(model: nn.Module, dtype: torch.dtype, partition: Mapping[str, Any] | None) -> None:
     """Replace every parameter on the meta device with an uninitialized parameter in memory.
 
-    The model must have been built `without_weights`. With ``partition``, each parameter is partitioned before the next
-    is allocated, so that no rank ever holds more than one whole parameter, and buffers are moved to the parameters'
-    device.
+    The model must have been built in the `without_weights` context. With ``partition``, each parameter is partitioned
+    before the next is allocated, so that no rank ever holds more than one unpartitioned parameter. Buffers are moved to
+    the parameters' device.
     """
     partitioner = None if partition is None else _partitioner(partition)
     device = torch.device("cpu") if partitioner is None else partitioner.local_device
@@ -411,7 +413,7 @@ def _memory(parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -
 
 
 def _partitioner(partition: Mapping[str, Any]) -> Any:
-    """Return an object that partitions parameters like ZeRO-3, but does not broadcast rank 0's values."""
+    """Return a ZeRO-3 partitioner that does not broadcast rank 0's values."""
     import deepspeed
 
     class WithoutBroadcast(deepspeed.zero.Init):  # type: ignore[misc]

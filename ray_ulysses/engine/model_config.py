@@ -1,4 +1,4 @@
-"""Reads a model's configuration, inline or from a directory or hub, and never runs its code."""
+"""Reads a model configuration from ``model.config``, a directory or the hub, without running code from the hub."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 def planned_config(config: Config) -> Any:
-    """Return the ``PreTrainedConfig`` for planning: ``model.config``, which needs no hub, or that at ``model.path``.
+    """Return the ``PreTrainedConfig`` for planning: ``model.config``, or else the configuration at ``model.path``.
 
-    Loading the model checks that both agree. No weights are fetched from a hub, so whether a stored head is tied is not
-    known before they are loaded.
+    ``model.config`` requires no hub access; loading the model checks that it agrees with ``model.path``. Weights are
+    not fetched from the hub, so until they are loaded it is unknown whether a stored output head is tied.
 
     Raises:
-        UserError: As for `described_config`.
+        UserError: See `described_config`.
     """
     described = config.model.config
     if described is not None:
@@ -33,16 +33,16 @@ def planned_config(config: Config) -> Any:
 
 
 def described_config(config: Config, is_tied: bool | None = None) -> Any:
-    """Return the ``PreTrainedConfig`` of a run's model: ``model.config`` if it is random, or that at ``model.path``.
+    """Return the ``PreTrainedConfig`` of a run's model: ``model.config`` for random weights, else from ``model.path``.
 
     Raises:
-        UserError: It can't be read, is of an unknown type, needs code from the model's repository, or differs from
-            ``model.config``.
+        UserError: The configuration can't be read, has an unknown model type, requires code from the model's
+            repository, or differs from ``model.config``.
     """
     if config.model.config is not None and config.model.init == "random":
         return _with_rope(inline_config(config.model.config), config)
     found = stored_config(str(config.model.path))
-    # Compared before its tie and its positions are changed, which model.config does not show.
+    # Compare before the tie and the positions are changed, because model.config describes the original model.
     check_described(config.model.config, found.to_dict(), str(config.model.path))
     if is_tied is False and getattr(found, "tie_word_embeddings", False):
         found.tie_word_embeddings = False
@@ -52,14 +52,14 @@ def described_config(config: Config, is_tied: bool | None = None) -> Any:
 
 
 def trained_positions(config: Config) -> int | None:
-    """Return the number of positions of a run's model before ``model.rope``, or ``None`` if none are rotary.
+    """Return the model's number of positions before ``model.rope``, or None if its positions are not rotary.
 
     Raises:
-        UserError: As for `described_config`.
+        UserError: See `described_config`.
     """
     described, path = config.model.config, str(config.model.path)
     if described is not None and "max_position_embeddings" not in described.get("text_config", described):
-        # The default of a Transformers class would not describe this model.
+        # The default value of the Transformers class would not describe this model.
         is_here = config.model.init == "pretrained" and Path(path).expanduser().is_dir()
         return stored_positions(stored_config(path)) if is_here else None
     before = config.model_copy(update={"model": config.model.model_copy(update={"rope": None})})
@@ -76,7 +76,7 @@ def inline_config(described: Mapping[str, Any]) -> Any:
     """Return the ``PreTrainedConfig`` that ``model.config`` describes, without network access.
 
     Raises:
-        UserError: The model type is unknown, a field can't be used, or the weights are quantized.
+        UserError: The model type is unknown, a field has an invalid value, or the weights are quantized.
     """
     from transformers import AutoConfig
 
@@ -89,11 +89,11 @@ def inline_config(described: Mapping[str, Any]) -> Any:
 
 
 def stored_config(path: str, name: str = "model.path") -> Any:
-    """Return the ``PreTrainedConfig`` of a directory or of a hub id; ``name`` is the setting named in errors.
+    """Return the ``PreTrainedConfig`` of a directory or hub ID. ``name`` is the setting to report in errors.
 
     Raises:
-        UserError: It can't be read, is of an unknown type, needs code from the model's repository, or its weights are
-            quantized.
+        UserError: The configuration can't be read, has an unknown model type, requires code from the model's
+            repository, or describes quantized weights.
     """
     from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
@@ -103,12 +103,12 @@ def stored_config(path: str, name: str = "model.path") -> Any:
     refuse_implausible(fields, setting)
     kind = fields.get("model_type")
     if kind is None and "auto_map" not in fields:
-        raise UserError(f"{setting}: there is no config.json with a model_type; {SOURCES}")
+        raise UserError(f"{setting}: no config.json with a model_type was found; {SOURCES}")
     if "auto_map" in fields and (not isinstance(kind, str) or kind not in CONFIG_MAPPING):
         raise UserError(
-            f"{setting}: its model_type {kind!r} is defined by Python code in the model's own repository, which "
-            "ray-ulysses never runs: downloaded code would run on every worker, and its attention can't be replaced "
-            "exactly. There is no trust_remote_code; use a model whose architecture is part of Transformers"
+            f"{setting}: model_type {kind!r} is defined by Python code in the model's own repository. ray-ulysses "
+            "never runs such code (trust_remote_code is not supported): it would run on every worker, and its "
+            "attention can't be replaced exactly. Use a model whose architecture is part of Transformers"
         )
     _refuse_unknown_type(kind, f"{setting}: model_type")
     found = as_user_error(
@@ -120,16 +120,16 @@ def stored_config(path: str, name: str = "model.path") -> Any:
 
 
 def _refuse_quantized(found: Any, setting: str) -> None:
-    """Raise if a model's weights are stored quantized: trained weights are not, but config.json would claim it."""
-    # Transformers reads both configurations.
+    """Raise if the stored weights are quantized: the exported config.json would declare trained weights quantized."""
+    # Transformers reads quantization_config from both configurations.
     for config in (found, found.get_text_config(decoder=True)):
         quantization = getattr(config, "quantization_config", None)
         if quantization is not None:
             raise UserError(
-                f"{setting}: the weights are quantized ({dict(quantization).get('quant_method')} in "
-                "quantization_config) and can't be trained; load the model dequantized with Transformers (such as "
-                "from_pretrained with quantization_config=FineGrainedFP8Config(dequantize=True)), save it with "
-                "save_pretrained(DIRECTORY, save_original_format=False), and give model.path=DIRECTORY"
+                f"{setting}: the weights are quantized (quantization_config: "
+                f"{dict(quantization).get('quant_method')}) and can't be trained; dequantize the model while loading "
+                "(such as from_pretrained with quantization_config=FineGrainedFP8Config(dequantize=True)), save the "
+                "model with save_pretrained(DIRECTORY, save_original_format=False), and set model.path: DIRECTORY"
             )
 
 
@@ -141,54 +141,53 @@ def _refuse_unknown_type(kind: object, setting: str) -> None:
     near = difflib.get_close_matches(str(kind).lower(), CONFIG_MAPPING.keys(), n=1, cutoff=0.6)
     hint = f" (did you mean '{near[0]}'?)" if near else ""
     raise UserError(
-        f"{setting}={kind!r}: Transformers {__version__} has no such model type; write it as the model's config.json "
-        f"on the hub does, such as llama, mistral or qwen3{hint}"
+        f"{setting}={kind!r}: Transformers {__version__} does not support this model type; use the model_type from "
+        f"the model's config.json on the hub, such as llama, mistral or qwen3{hint}"
     )
 
 
 def refuse_no_decoder(hf_config: Any) -> None:
-    """Raise a ``UserError`` that names the model's type if Transformers has no causal language model of it."""
+    """Raise a ``UserError`` if Transformers has no causal language model for a configuration's model type."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, __version__
 
     if type(hf_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(
-            f"model_type={hf_config.model_type!r}: Transformers {__version__} has no causal language model of this "
+            f"model_type={hf_config.model_type!r}: Transformers {__version__} has no causal language model for this "
             "type; use a decoder such as llama, mistral or qwen3"
         )
 
 
 def as_user_error(read: Callable[[], Any], setting: str) -> Any:
-    """Call ``read``; turn Transformers' errors into a ``UserError`` with their text, which names the setting."""
+    """Call ``read``, and convert any exception from Transformers into a ``UserError`` about ``setting``."""
     try:
         return read()
     except Exception as error:
-        # Any exception: Transformers checks little of its input and raises whatever comes up.
-        reason = f"a value in it is unknown: {error}" if isinstance(error, KeyError) else str(error)
-        hint = "correct it" if setting == "model.config" else SOURCES
-        raise UserError(f"{setting}: no model can be made from this configuration ({reason}); {hint}") from error
+        # Catch everything: Transformers validates little, so invalid input can raise any exception.
+        reason = f"unknown value {error}" if isinstance(error, KeyError) else str(error)
+        hint = "correct model.config" if setting == "model.config" else SOURCES
+        raise UserError(f"{setting}: Transformers rejects the configuration ({reason}); {hint}") from error
 
 
 def _differing(described: Mapping[str, Any], loaded: Mapping[str, Any], section: str = "") -> Iterator[str]:
     for name, value in described.items():
         found = loaded.get(name)
         if isinstance(value, Mapping) and isinstance(found, Mapping):
-            # A multimodal model's section; only named fields are compared.
+            # A section of a multimodal model's configuration: compare only fields that model.config contains.
             yield from _differing(value, found, f"{section}{name}.")
         elif name in loaded and found != value:
-            yield f"{section}{name} is {found!r} there and {value!r} in model.config"
+            yield f"{section}{name} is {found!r} in model.path and {value!r} in model.config"
 
 
 def check_described(described: Mapping[str, Any] | None, loaded: Mapping[str, Any], path: str) -> None:
-    """Raise if a loaded model differs from ``model.config``, for which the run was planned.
+    """Raise if a loaded model differs from ``model.config``, on which the plan is based.
 
     Raises:
-        UserError: Names every field that differs.
+        UserError: Lists every field that differs.
     """
     differing = list(_differing(described or {}, loaded))
     if differing:
         raise UserError(
-            f"model.path={path!r} is not the model that model.config describes: {'; '.join(differing)}. "
-            "Correct model.config, or leave it out"
+            f"model.path={path!r} does not match model.config: {'; '.join(differing)}. Correct or remove model.config"
         )
 
 
@@ -203,22 +202,22 @@ _TAKES: dict[str, tuple[str, ...]] = {
     "longrope": ("factor", _ORIGINAL, "attention_factor", "short_factor", "long_factor"),
     "llama3": ("factor", _ORIGINAL, "low_freq_factor", "high_freq_factor"),
 }
-"""The parameters of each kind of scaling; the first is required, since it must not follow from the context."""
+"""Parameters of each scaling type. The first is required, because its value must not be derived from the context."""
 
 
 def stored_positions(hf_config: Any) -> int | None:
-    """Return the number of positions in a configuration with rotary positions; ``None`` without rotary positions."""
+    """Return the number of positions in a configuration, or None if its positions are not rotary."""
     text = hf_config.get_text_config(decoder=True)
     found = getattr(text, "max_position_embeddings", None)
     return found if getattr(text, "rope_parameters", None) and isinstance(found, int) else None
 
 
 def set_rope(hf_config: Any, rope: RopeSection, context_tokens: int) -> None:
-    """Change the rotary positions of a configuration; call it before a model is built.
+    """Apply ``model.rope`` to a configuration. Call this function before building the model.
 
-    If the context is longer, it becomes ``max_position_embeddings``, so that the exported model shows its trained
-    length. With ``dynamic`` the value stays, since that method uses it as the original length. For a multimodal model,
-    the text decoder's positions are changed.
+    If the context is longer than ``max_position_embeddings``, that field is set to the context length, so that the
+    exported configuration shows the trained length. With ``dynamic``, the field is not changed, because this scaling
+    type uses it as the original length. For a multimodal model, the text decoder's positions are changed.
 
     Raises:
         UserError: The model has no rotary positions, or Transformers does not accept ``rope``.
@@ -226,14 +225,14 @@ def set_rope(hf_config: Any, rope: RopeSection, context_tokens: int) -> None:
     text = hf_config.get_text_config(decoder=True)
     trained, stored = stored_positions(hf_config), getattr(text, "rope_parameters", None)
     if not isinstance(stored, Mapping) or not stored:
-        raise UserError(f"model.rope: {text.model_type} has no rotary positions; leave it out")
+        raise UserError(f"model.rope: {text.model_type} has no rotary positions; remove model.rope")
     kinds = [name for name, value in stored.items() if isinstance(value, Mapping)]
     if kinds and _FULL not in kinds:
-        raise UserError(f"model.rope: {text.model_type} has rotary positions for {', '.join(kinds)}, none for {_FULL}")
+        raise UserError(f"model.rope: {text.model_type} has rotary positions for {', '.join(kinds)}, not for {_FULL}")
     changed = _merged(stored[_FULL] if kinds else stored, rope, trained)
     text.rope_parameters = {**stored, _FULL: changed} if kinds else changed
     if _ORIGINAL in changed and hasattr(text, _ORIGINAL):
-        # Transformers prefers this value if a configuration has both, as in Phi 3.
+        # Phi 3's configuration stores this value twice, and Transformers prefers this copy.
         setattr(text, _ORIGINAL, changed[_ORIGINAL])
     if trained is not None and changed["rope_type"] != "dynamic":
         text.max_position_embeddings = max(trained, context_tokens)
@@ -250,12 +249,12 @@ def _merged(stored: Mapping[str, Any], rope: RopeSection, trained: int | None) -
     own = str(stored.get("rope_type", "default"))
     kind = str(given.get("rope_type", own))
     if not given:
-        raise UserError("model.rope: it is empty; give a rope_theta or a rope_type, or write `unchanged`")
+        raise UserError("model.rope: no field is set; set rope_theta or rope_type, or use model.rope: unchanged")
     takes = _TAKES.get(kind, ())
     if unused := sorted(given.keys() - {"rope_type", "rope_theta", *takes}):
         raise UserError(
-            f"model.rope: {', '.join(unused)} would change nothing with rope_type={kind}, which takes "
-            f"{', '.join(('rope_theta', *takes))}; leave it out, or give another rope_type"
+            f"model.rope: {', '.join(unused)} has no effect with rope_type={kind}, which accepts "
+            f"{', '.join(('rope_theta', *takes))}; remove {', '.join(unused)}, or use another rope_type"
         )
     kept = {name: value for name, value in stored.items() if kind == own or name in _OF_EVERY_TYPE}
     if _ORIGINAL in takes and trained is not None:
@@ -263,7 +262,7 @@ def _merged(stored: Mapping[str, Any], rope: RopeSection, trained: int | None) -
     merged = {**kept, **given, "rope_type": kind}
     if takes and takes[0] not in merged:
         raise UserError(
-            f"model.rope: rope_type={kind} needs factor; give the context divided by the number of positions that the "
-            "model was trained on, such as 8.0"
+            f"model.rope: rope_type={kind} requires factor; set it to the context length divided by the number of "
+            "positions that the model was trained on, such as 8.0"
         )
     return merged

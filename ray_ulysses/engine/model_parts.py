@@ -1,7 +1,7 @@
-"""Finds the decoder and the output head of a model, and runs the model's own forward without its decoder.
+"""Finds a model's decoder and output head, and runs the model's own forward without the decoder.
 
-Router scores are recorded tile by tile. Transformers (5.20 to 5.23) collects them with hooks on the routers, in a list
-without a public name that exists while its decoder runs. Only this file accesses that list.
+When a module runs over tiles, its router scores are recorded per tile. Transformers (5.20 to 5.23) collects router
+scores with hooks, in a private list that exists while the decoder runs. Only this file accesses that list.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ _INSTEAD = f"its loss can't be computed over tiles: set {_OFF}"
 
 
 class NoTilesError(UserError):
-    """A model's forward can't be run over tiles of tokens."""
+    """A model's forward can't run over tiles of tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelParts:
-    """The parts of a causal language model."""
+    """Decoder, output head and forward of a causal language model."""
 
     model: Any
     forward: Callable[..., Any]
-    """The forward of the model's class."""
+    """The ``forward`` function of the model's class."""
     decoder: str
-    """Name of the child that turns token ids into hidden states."""
+    """Name of the child module that maps token IDs to hidden states."""
     head: str
-    """Name of the child that turns hidden states into logits."""
+    """Name of the child module that maps hidden states to logits."""
     head_module: nn.Module
     bare_head: nn.Module
-    """A stand-in for the head without hooks, so that hooks gather its weights once for all tiles."""
+    """A stand-in for the head without hooks. ZeRO's hooks then gather the head's weights once for all tiles."""
 
     def decoded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the model's own forward up to the end of its decoder, and return the decoder's output."""
+        """Run the model's own forward up to the end of the decoder, and return the decoder's output."""
 
         def decode(decoder: Any, *args: Any, **kwargs: Any) -> Any:
             raise _Decoded(decoder(*args, **kwargs))
@@ -63,10 +63,10 @@ class ModelParts:
         except _Decoded as reached:
             output = reached.output
         else:
-            raise NoTilesError(f"{type(self.model).__name__} does not call its child {self.decoder!r}; {_INSTEAD}")
+            raise NoTilesError(f"{type(self.model).__name__}.forward does not call {self.decoder!r}; {_INSTEAD}")
         if not is_dataclass(output) or not hasattr(output, "last_hidden_state"):
             raise NoTilesError(
-                f"the decoder of {type(self.model).__name__} returns {type(output).__name__} instead of an output with "
+                f"the decoder of {type(self.model).__name__} returns {type(output).__name__}, which has no "
                 f"last_hidden_state; {_INSTEAD}"
             )
         return output
@@ -74,7 +74,7 @@ class ModelParts:
     def logits_function(
         self, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return the model's forward after its decoder, as a function from hidden states ``[1, T, H]`` to logits."""
+        """Return the model's forward after the decoder, as a function from hidden states ``[1, T, H]`` to logits."""
 
         def logits_of(hidden_1TH: torch.Tensor) -> torch.Tensor:
             result = self.finished(replace(output, last_hidden_state=hidden_1TH), self.bare_head, args, kwargs)
@@ -85,7 +85,7 @@ class ModelParts:
         return logits_of
 
     def finished(self, output: Any, head: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the model's own forward after its decoder, whose output is ``output``."""
+        """Run the model's own forward with ``output`` in place of the decoder's output."""
         decoder = self._stand_in(lambda decoder, *args, **kwargs: output)
         return self.forward(self._with({self.decoder: decoder, self.head: head}), *args, **kwargs)
 
@@ -93,17 +93,17 @@ class ModelParts:
         return _Decoder(self.model.get_submodule(self.decoder), self.model.get_input_embeddings(), call)
 
     def _with(self, children: dict[str, Any]) -> Any:
-        """Return a stand-in for the model with other children."""
         stand_in = object.__new__(type(self.model))
-        # An instance attribute takes precedence over a child, and need not be a module.
+        # An instance attribute takes precedence over a child module, and does not have to be a module.
         stand_in.__dict__ = {**self.model.__dict__, **children}
         return stand_in
 
 
 class _Decoder:
-    """Calls another function in place of a decoder, and has the decoder's attributes, which a forward may read.
+    """A decoder whose call is replaced by another function, and whose attributes stay readable.
 
-    A child that holds the token embedding is replaced as well, since OPT's forward calls ``self.model.decoder``.
+    A descendant that contains the token embedding is replaced as well, because OPT's forward calls
+    ``self.model.decoder``.
     """
 
     def __init__(self, decoder: Any, embeddings: Any, call: Callable[..., Any]) -> None:
@@ -121,7 +121,7 @@ class _Decoder:
 
 
 class _Decoded(Exception):
-    """Ends a model's forward after its decoder."""
+    """Interrupts a model's forward after the decoder."""
 
     def __init__(self, output: Any) -> None:
         super().__init__()
@@ -132,13 +132,13 @@ def refuse_auxiliary_loss(output: Any) -> None:
     """Raise a ``UserError`` if a model's output has an auxiliary loss, which is not a sum over tokens."""
     if getattr(output, "aux_loss", None) is not None:
         raise UserError(
-            "the model returned an auxiliary (router) loss of this rank's slice, which can't be summed exactly over "
-            "slices of a row; set output_router_logits: false"
+            "the model returned an auxiliary (router) loss for this rank's slice; such losses can't be summed exactly "
+            "over the slices of a row; set output_router_logits: false"
         )
 
 
 def inner_model(model: Any) -> Any:
-    """Return the outermost ``PreTrainedModel`` in a model or an engine that wraps it, or ``None``."""
+    """Return the outermost ``PreTrainedModel`` inside a model or engine, or None if there is none."""
     from torch import nn
     from transformers import PreTrainedModel
 
@@ -148,10 +148,10 @@ def inner_model(model: Any) -> Any:
 
 
 def find_parts(model: Any) -> ModelParts:
-    """Find the decoder and the output head of a model.
+    """Find a model's decoder and output head.
 
     Raises:
-        NoTilesError: The model is built differently, or its forward was replaced.
+        NoTilesError: The model has a different structure, or its forward was replaced.
     """
     name, forward = type(model).__name__, own_forward(model)
     embeddings, logits = model.get_input_embeddings(), model.get_output_embeddings()
@@ -163,7 +163,7 @@ def find_parts(model: Any) -> ModelParts:
     if len(decoders) != 1 or len(heads) != 1 or has_more:
         found = ", ".join(children) or "none"
         raise NoTilesError(
-            f"{name} is not one decoder and one output head (children with weights: {found}); {_INSTEAD}"
+            f"{name} does not consist of one decoder and one output head (children with weights: {found}); {_INSTEAD}"
         )
     head = rest[heads[0]]
     return ModelParts(
@@ -172,10 +172,10 @@ def find_parts(model: Any) -> ModelParts:
 
 
 def own_forward(module: Any, setting: str = _OFF) -> Callable[..., Any]:
-    """Return the forward of a module's class, as a function of the module.
+    """Return the ``forward`` function of a module's class.
 
     Raises:
-        NoTilesError: Something has replaced it.
+        NoTilesError: The module's ``forward`` was replaced.
     """
     kind = type(module)
     owner = next(one for one in kind.__mro__ if "forward" in vars(one))
@@ -183,8 +183,8 @@ def own_forward(module: Any, setting: str = _OFF) -> Callable[..., Any]:
     forward = getattr(forward, "__func__", forward)
     if "forward" in vars(module) or getattr(forward, "__module__", None) != owner.__module__:
         raise NoTilesError(
-            f"the forward of {kind.__name__} was replaced by one from {getattr(forward, '__module__', forward)}, such "
-            "as a fused kernel, but tiles run the model's own forward; leave that kernel out, or set "
+            f"the forward of {kind.__name__} was replaced by {getattr(forward, '__module__', forward)}, such as by a "
+            "fused kernel, but tiling requires the model's own forward; remove the replacement, or set "
             f"{setting}"
         )
     own: Callable[..., Any] = forward
@@ -192,9 +192,9 @@ def own_forward(module: Any, setting: str = _OFF) -> Callable[..., Any]:
 
 
 def unhooked(module: nn.Module) -> nn.Module:
-    """Return a stand-in for a module with the same parameters, and without hooks on it and inside it.
+    """Return a stand-in for a module with the same parameters but without hooks on the module and its submodules.
 
-    The hooks with which Transformers records router scores are kept.
+    The hooks with which Transformers records router scores are an exception.
     """
     stand_in: nn.Module = object.__new__(type(module))
     children = {name: child if child is None else unhooked(child) for name, child in module._modules.items()}
@@ -210,12 +210,12 @@ _SCORES = "router_logits"
 
 
 def is_recording() -> bool:
-    """Return whether Transformers is collecting router scores now."""
+    """Return whether Transformers is currently collecting router scores."""
     return _SCORES in (_collector().get() or {})
 
 
 def recorded(call: Callable[[], Any]) -> tuple[Any, list[torch.Tensor]]:
-    """Call a function; return its result and the router scores inside it, which are not collected."""
+    """Call a function; return its result and its router scores, which are withheld from Transformers."""
     scores: list[torch.Tensor] = []
     token = _collector().set({_SCORES: scores})
     try:
@@ -225,13 +225,13 @@ def recorded(call: Callable[[], Any]) -> tuple[Any, list[torch.Tensor]]:
 
 
 def record(scores: Sequence[torch.Tensor]) -> None:
-    """Add scores to the ones being collected."""
+    """Append scores to the router scores that Transformers is collecting."""
     if scores:
         _collector().get()[_SCORES].extend(scores)
 
 
 def is_recorder(hook: Any) -> bool:
-    """Return whether a forward hook is the Transformers hook that collects a module's result."""
+    """Return whether a forward hook is Transformers' hook for collecting module outputs."""
     return getattr(hook, "__module__", None) == _HOME
 
 

@@ -1,4 +1,4 @@
-"""AdamW's parameter groups and the learning-rate schedule."""
+"""AdamW parameter groups and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch import nn
 
 from ray_ulysses.engine.partition_view import shape_of
 
-# The matrix and the skip of a state space, and the scale of a clip that replaces a norm.
+# State-space matrix A and skip coefficients D, and the scale of clipping layers that replace norms.
 _EXEMPT = frozenset({"A_log", "D", "scale"})
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return AdamW's groups: weight decay only on the weights of projections and embeddings.
+    """Return AdamW's parameter groups; only weights of projections and embeddings get weight decay.
 
-    Vectors are exempt. So are norms, biases and state-space coefficients of any shape: Cohere has a norm per head,
-    gpt-oss a bias per expert. If ZeRO-3 has partitioned a parameter, its shape is read from ``ds_shape``. Empty groups
-    are omitted.
+    Vectors are exempt. Norms, biases and state-space coefficients of any shape are exempt too: Cohere has a norm per
+    head, gpt-oss a bias per expert. The shape of a parameter partitioned by ZeRO-3 is read from ``ds_shape``. Empty
+    groups are omitted.
     """
     modules = dict(model.named_modules())
     parameters: dict[bool, list[nn.Parameter]] = {True: [], False: []}
@@ -35,7 +35,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Return whether a module is a norm by its class name; Inkling's normed embedding is not."""
+    """Return whether a module's class name identifies a norm; Inkling's normed embedding does not count."""
     return "norm" in type(module).__name__.lower() and not isinstance(module, nn.Embedding)
 
 
@@ -49,20 +49,20 @@ def learning_rate(
     kind: Literal["cosine", "linear", "constant", "wsd"] = "cosine",
     decay_steps: int | None = None,
 ) -> float:
-    """Return the learning rate of a step.
+    """Return a step's learning rate.
 
-    Linear warm-up to ``base_rate`` over ``warmup_steps``, then a decay to ``min_ratio * base_rate`` at
-    ``horizon_steps``, constant afterwards. It depends on the step alone, so no state is saved.
+    The rate increases linearly to ``base_rate`` over ``warmup_steps``, decays to ``min_ratio * base_rate`` at
+    ``horizon_steps``, and is constant afterwards. The rate depends on the step only, so no scheduler state is saved.
 
     Args:
-        step: The step, from 1.
-        base_rate: Peak rate.
-        warmup_steps: Steps of warm-up; 0 for none.
-        horizon_steps: Step at which the decay ends, which need not be the last one.
-        min_ratio: Final rate over peak rate.
-        kind: ``cosine`` and ``linear`` decay from the end of the warm-up on, ``wsd`` linearly in the last
-            ``decay_steps``, ``constant`` not at all.
-        decay_steps: Length of the decay of ``wsd``; ``None`` for a tenth of the horizon.
+        step: The step, counted from 1.
+        base_rate: Peak learning rate.
+        warmup_steps: Number of warm-up steps, or 0 for no warm-up.
+        horizon_steps: Step at which the decay ends; not necessarily the last step.
+        min_ratio: Final rate divided by the peak rate.
+        kind: ``cosine`` and ``linear`` decay from the end of the warm-up, ``wsd`` decays linearly over the last
+            ``decay_steps`` steps, and ``constant`` does not decay.
+        decay_steps: Number of decay steps for ``wsd``, or None for a tenth of the horizon.
     """
     if step <= warmup_steps:
         return base_rate * step / warmup_steps

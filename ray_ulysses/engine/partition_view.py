@@ -1,19 +1,19 @@
-"""The part of a parameter that a rank holds under ZeRO, in exact intervals without padding.
+"""Locates this rank's elements of each parameter in DeepSpeed's ZeRO partitions, without padding.
 
-Each ZeRO stage packs the trained parameters into flat fp32 tensors, in an order and with padding that depend on the
-world size. A view maps each parameter to the elements that this rank holds, so that all other code deals only in names
-and exact intervals.
+Each ZeRO stage packs the trained parameters into flat fp32 tensors. The order and the padding depend on the world size.
+A view maps each parameter to the elements that this rank owns, so that all other code uses only parameter names and
+exact intervals.
 
-Under ZeRO-3 each rank holds ceil(numel / world) flat elements of every parameter. DeepSpeed 0.19.8 packs them into
+In ZeRO-3, each rank owns ceil(numel / world) elements of every flattened parameter. DeepSpeed 0.19.8 packs them into
 sub-groups: ``grad_position`` maps a parameter to (sub-group, offset, length) in ``fp32_partitioned_groups_flat``. With
-the optimizer on NVMe, a sub-group and its moments are in memory only during its update; a small one (below 1 MiB)
-always is.
+the optimizer on NVMe, a sub-group and its moments are in memory only during the sub-group's update. Sub-groups below 1
+MiB always stay in memory.
 
-Under ZeRO-1 and ZeRO-2 each group of parameters is one evenly partitioned flat tensor. A rank's partition crosses
-parameter boundaries and ends in padding, so its part of a parameter is the intersection of both ranges. The model's
-weights, trained or frozen, are whole on every rank; each rank stores an even share of them. DeepSpeed 0.19.8 runs
-ZeRO-1 with bf16 weights and fp32 gradients in a separate class, ``BF16_Optimizer``, which partitions the same way under
-other names.
+In ZeRO-1 and ZeRO-2, each group of parameters is one evenly partitioned flat tensor. A rank's partition may cross
+parameter boundaries and may end in padding, so a rank's part of a parameter is the intersection of the parameter and
+the partition. Every rank has all model weights, trained and frozen, and stores an even share of them. DeepSpeed 0.19.8
+implements ZeRO-1 with bf16 weights and fp32 gradients in a separate class, ``BF16_Optimizer``, which partitions in the
+same way but uses other attribute names.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ class Partition:
     """The location of this rank's elements of a trained parameter."""
 
     group: int
-    """The optimizer's group of the parameter, also if this rank holds no element."""
+    """Index of the parameter's optimizer group, valid even if this rank owns no elements."""
     flat: int
-    """Index of the flat tensor that holds the elements."""
+    """Index of the flat tensor that contains the elements."""
     offset: int
-    """Position of the first element in that flat tensor."""
+    """Index of the first element in the flat tensor."""
     start: int
-    """Position of the first element in the parameter's exact flat tensor."""
+    """Index of the first element in the flattened parameter."""
     length: int
-    """Number of elements; 0 if this rank holds none."""
+    """Number of elements; 0 if this rank owns none."""
 
 
 def shape_of(parameter: Any) -> tuple[int, ...]:
-    """Return a parameter's exact shape, which ZeRO-3 stores in ``ds_shape``."""
+    """Return a parameter's full shape, which ZeRO-3 stores in ``ds_shape``."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def flat_view(tensor: torch.Tensor, *, is_writing: bool) -> torch.Tensor:
-    """Return a tensor's elements in order as a 1-D tensor: a view, or a copy if it is not contiguous."""
+    """Return a tensor's elements in order as a 1-D tensor. For writing, the result shares the tensor's memory."""
     if is_writing and not tensor.is_contiguous():
         tensor.data = tensor.data.contiguous()
     return tensor.data.reshape(-1)
@@ -60,7 +60,7 @@ def flat_view(tensor: torch.Tensor, *, is_writing: bool) -> torch.Tensor:
 class Zero3View:
     """The partition view of a ``DeepSpeedZeroOptimizer_Stage3``.
 
-    ``resident_groups`` are the indices of sub-groups that are in memory at the same time, the same on every rank.
+    ``resident_groups`` lists groups of sub-group indices that are in memory at the same time, identical on every rank.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -79,7 +79,7 @@ class Zero3View:
 
     @property
     def flats(self) -> Sequence[torch.Tensor]:
-        """The fp32 master weights of each sub-group; empty while it is swapped out."""
+        """fp32 master weights of each sub-group; empty while the sub-group is swapped out."""
         flats: Sequence[torch.Tensor] = self._optimizer.fp32_partitioned_groups_flat
         return flats
 
@@ -95,12 +95,12 @@ class Zero3View:
         return Partition(group=group, flat=number, offset=offset, start=start, length=stop - start)
 
     def weights(self, parameter: Any, *, is_writing: bool) -> tuple[int, torch.Tensor]:
-        """Return the start and a view of the elements of this rank's partition, without padding."""
+        """Return the start index and a view of this rank's elements of the model's weights, without padding."""
         start, stop = _held(parameter)
         return start, parameter.ds_tensor.data.narrow(0, 0, stop - start)
 
     def begin(self) -> None:
-        """Partition every gathered parameter, and discard swapped-out state."""
+        """Partition all gathered parameters, and discard swapped-out optimizer state."""
         self._optimizer.checkpoint_event_prologue()
         if self._optimizer.swap_optimizer:
             self._optimizer.optimizer_swapper.purge_state()
@@ -109,7 +109,7 @@ class Zero3View:
 
     @contextmanager
     def swapped_in(self, group: Sequence[int], *, is_writing: bool) -> Iterator[None]:
-        """Swap the sub-groups of a resident group in, and swap written sub-groups out again."""
+        """Swap in a resident group's sub-groups for the duration of the block, and save changes if writing."""
         optimizer = self._optimizer
         swapped = [number for number in group if optimizer._swappable_optimizer_subgroup(number)]
         for number in swapped:
@@ -121,7 +121,7 @@ class Zero3View:
                 optimizer._release_swap_buffers(number)
             raise
         for number in group if is_writing else ():
-            # Copy master weights to the model's weights; in fp32 without offload both are the same tensor.
+            # Copy the master weights to the model's weights; in fp32 without offload, both are the same tensor.
             optimizer._reassign_or_swap_out_partitioned_parameters(number)
         for number in swapped:
             if is_writing:
@@ -130,7 +130,7 @@ class Zero3View:
                 optimizer._release_swap_buffers(number)
 
     def finish(self) -> None:
-        """Gather the small parameters that ZeRO-3 keeps whole on every rank; every rank must call."""
+        """Gather the small parameters that ZeRO-3 keeps unpartitioned. All ranks must call this method."""
         self._optimizer.checkpoint_event_epilogue()
 
 
@@ -143,13 +143,13 @@ def _held(parameter: Any) -> tuple[int, int]:
 
 
 def intersect(group: int, position: int, num_elements: int, *, partition_size: int, rank: int) -> Partition:
-    """Return the part of a parameter that is in a rank's partition of the group.
+    """Return the part of a parameter that lies in one rank's partition of a group.
 
     Args:
         group: Index of the parameter's group.
-        position: Position of the parameter's first element in the flat tensor of the whole group.
-        num_elements: The parameter's exact size.
-        partition_size: Elements per partition, including padding.
+        position: Index of the parameter's first element in the group's flat tensor.
+        num_elements: Number of elements in the parameter.
+        partition_size: Number of elements per partition, including padding.
         rank: The partition's rank.
     """
     first = rank * partition_size
@@ -161,10 +161,10 @@ def intersect(group: int, position: int, num_elements: int, *, partition_size: i
 
 
 class GroupView:
-    """The partition view of an optimizer that partitions each group's flat tensor evenly.
+    """The partition view of an optimizer that evenly partitions each group's flat tensor.
 
-    ``flats`` are this rank's fp32 partitions, ``wholes`` the model's flat and padded weights, of each group, and
-    ``positions`` the group and position of every trained parameter by ``id``.
+    ``flats`` are this rank's fp32 partitions and ``wholes`` the model's padded flat weights, one tensor per group.
+    ``positions`` maps the ``id`` of every trained parameter to its group and its offset in the group.
     """
 
     def __init__(
@@ -178,12 +178,11 @@ class GroupView:
         self._optimizer, self._positions = optimizer, positions
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
         assert all(other is group for other in optimizer.real_dp_process_group)
-        # `begin` only writes this attribute, so that a change of its name would go unnoticed.
+        # `begin` only assigns this attribute, so without this check a renamed attribute would go unnoticed.
         assert hasattr(optimizer, "_hp_optimizer_states_linked")
         assert [flat.numel() * self._world_size for flat in flats] == [whole.numel() for whole in wholes]
         self.flats = flats
         self.inner: torch.optim.Optimizer = optimizer.optimizer
-        # All partitions are in memory at the same time.
         self.resident_groups = (tuple(range(len(flats))),)
 
     def partition_of(self, parameter: Any) -> Partition:
@@ -193,7 +192,7 @@ class GroupView:
         return intersect(group, position, parameter.numel(), partition_size=size, rank=self._rank)
 
     def weights(self, parameter: Any, *, is_writing: bool) -> tuple[int, torch.Tensor]:
-        """Return the start and a view of elements: an even share to store, or all elements to fill."""
+        """Return the start index and a view of the model's weights: all elements if writing, else an even share."""
         flat = flat_view(parameter, is_writing=is_writing)
         if is_writing:
             return 0, flat
@@ -201,21 +200,21 @@ class GroupView:
         return start, flat.narrow(0, start, stop - start)
 
     def begin(self) -> None:
-        """Drop DeepSpeed's links to the old moments; it links the new ones after the next step."""
+        """Unlink DeepSpeed from the old moments. DeepSpeed links the new moments after the next step."""
         self._optimizer._hp_optimizer_states_linked = False
 
     @contextmanager
     def swapped_in(self, group: Sequence[int], *, is_writing: bool) -> Iterator[None]:
-        """Do nothing: all partitions are in memory, and `finish` rounds written elements."""
+        """Do nothing: all partitions are in memory, and `finish` updates the model's weights."""
         yield
 
     def finish(self) -> None:
-        """Round this rank's master weights into the model's weights and gather all ranks'; every rank must call."""
+        """Round the master weights into the model's weights on all ranks. All ranks must call this method."""
         self._optimizer.update_lp_params()
 
 
 def zero12_view(optimizer: Any) -> GroupView:
-    """Return the view of a ``DeepSpeedZeroOptimizer``, with or without offload to the host."""
+    """Return the partition view of a ``DeepSpeedZeroOptimizer``, with or without CPU offload."""
     positions = {
         id(parameter): (number, offset)
         for number, (parameters, offsets) in enumerate(
@@ -231,7 +230,7 @@ def zero12_view(optimizer: Any) -> GroupView:
 
 
 def bf16_view(optimizer: Any) -> GroupView:
-    """Return the view of a ``BF16_Optimizer``, whose groups keep the order of their parameters."""
+    """Return the partition view of a ``BF16_Optimizer``, whose groups preserve the order of their parameters."""
     positions = {}
     for number, parameters in enumerate(optimizer.bf16_groups):
         offset = 0

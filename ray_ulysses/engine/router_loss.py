@@ -1,10 +1,10 @@
-"""The load-balancing loss of routers over whole rows, whose tokens are sharded over ranks.
+"""Computes the routers' load-balancing loss over complete rows, whose tokens are sharded across ranks.
 
-Transformers' mixtures of experts use the loss of https://arxiv.org/abs/2101.03961, equations 4 to 6, over all layers at
-once: ``coefficient * E * sum over experts of (share of choices) * (mean probability)``. Here it is defined for each row
-over all its document tokens, on any number of ranks. The shares of choices have no gradient, so they are first summed
-over the ranks of a row. The loss is then linear in the sums of probabilities, and each rank computes the part of its
-own tokens.
+Transformers' mixture-of-experts models use the loss of https://arxiv.org/abs/2101.03961, equations 4 to 6, over all
+layers at once: ``coefficient * E * sum over experts of (share of choices) * (mean probability)``. This module defines
+the loss for each row over all its document tokens, independent of the number of ranks. The shares of choices have no
+gradient, so they are first summed over the ranks that share a row. The loss is then linear in the summed probabilities,
+and each rank computes the term for its own tokens.
 
 Legend: B rows, L tokens of this rank's slice, N = B * L, E experts.
 """
@@ -29,27 +29,27 @@ if TYPE_CHECKING:
     from ray_ulysses.engine.model_parts import ModelParts
 
 SCORES_WANTED = {"output_router_logits": True}
-"""The keyword that makes a model return its router scores."""
+"""Keyword argument that makes a model return router scores."""
 
 _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 _FOUND = "_ray_ulysses_router_loss"
 _MOST_EXPERTS = 4096
-_ONLY = 1e4  # The logit of the token that the probe's head predicts, which makes its cross-entropy 0.
+_ONLY = 1e4  # Logit of the probe's target token, large enough that the probe's cross-entropy is 0.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouterLoss:
-    """The load-balancing loss of a model."""
+    """Parameters of a model's load-balancing loss."""
 
     num_experts: int
     top_k: int
-    """Number of each token's choices that count."""
+    """Number of experts counted per token."""
     coefficient: float
-    """Weight of the loss relative to the mean cross-entropy."""
+    """Weight of the router loss relative to the mean cross-entropy."""
 
 
 def set_router_loss(hf_config: Any, coefficient: float | None) -> Any:
-    """Enable the router loss with a coefficient in a configuration; call it before a model is built.
+    """Set the router-loss coefficient in a configuration. Call this function before building the model.
 
     Returns:
         The same configuration.
@@ -61,9 +61,8 @@ def set_router_loss(hf_config: Any, coefficient: float | None) -> Any:
     name = next((one for one in _COEFFICIENTS if hasattr(text, one)), None)
     if coefficient and name is None:
         raise UserError(
-            f"optimizer.router_loss={coefficient}: the configuration of {text.model_type} has no router-loss "
-            f"coefficient ({' or '.join(_COEFFICIENTS)}), since its forward has no router loss; leave "
-            "optimizer.router_loss out"
+            f"optimizer.router_loss={coefficient}: {text.model_type} has no router loss (its configuration lacks "
+            f"{' or '.join(_COEFFICIENTS)}); remove optimizer.router_loss"
         )
     if coefficient is not None:
         text.output_router_logits = coefficient > 0
@@ -73,16 +72,17 @@ def set_router_loss(hf_config: Any, coefficient: float | None) -> Any:
 
 
 def router_loss_of(model: Any) -> RouterLoss | None:
-    """Return the router loss that a model's configuration enables (``output_router_logits``), or ``None``.
+    """Return the router loss that a model's configuration enables (``output_router_logits``), or None.
 
-    The model's own forward computes it once from made-up scores, so no list of architectures is needed.
+    The parameters are inferred by running the model's own forward on synthetic scores, so no list of architectures is
+    needed.
 
     Raises:
-        UserError: The model has no router loss, or its formula differs.
+        UserError: The model has no router loss, or uses a different formula.
     """
     if model is None or not getattr(model.config.get_text_config(decoder=True), "output_router_logits", False):
         return None
-    # Transformers' forward reads the coefficient at each call.
+    # Transformers' forward reads the coefficient on every call, so a change invalidates the cached result.
     places = (model, model.config.get_text_config(decoder=True))
     coefficients = [getattr(place, name, None) for place in places for name in _COEFFICIENTS]
     before: list[Any] | None
@@ -95,19 +95,19 @@ def router_loss_of(model: Any) -> RouterLoss | None:
 
 
 def router_loss_sum(output: Any, loss: RouterLoss, batch: ShardedBatch) -> torch.Tensor:
-    """Return this rank's part of the loss of its rows, each weighted by its supervised tokens; fp32 scalar.
+    """Return this rank's share of its rows' router losses, an fp32 scalar.
 
-    Every rank of ``sp`` must call. The sum over ``sp`` is the rows' loss times their supervised tokens, or times the
-    sum of these tokens' weights if the batch has weights.
+    All ranks of ``sp`` must call this function. The sum over ``sp`` is each row's loss times the row's number of
+    supervised tokens, or times the sum of their label weights if the batch has label weights.
 
     Args:
-        output: Output of the model or of its decoder; ``router_logits`` are the scores of the slice's tokens in all
-            layers, ``[N, E]`` each.
+        output: Output of the model or of its decoder. ``router_logits`` contains one ``[N, E]`` tensor of scores per
+            layer.
         loss: The model's router loss.
         batch: This rank's slice.
 
     Raises:
-        UserError: A router has not scored each token once.
+        UserError: A router did not score each token exactly once.
     """
     scores: Sequence[torch.Tensor] = getattr(output, "router_logits", None) or ()
     is_token_BL = batch.document_lengths_BL > 0
@@ -116,8 +116,8 @@ def router_loss_sum(output: Any, loss: RouterLoss, batch: ShardedBatch) -> torch
     if shapes != {wanted}:
         found = ", ".join(map(str, sorted(shapes))) or "nothing"
         raise UserError(
-            f"the routers returned scores of shape {found} instead of one score for each of {wanted[0]} tokens and "
-            f"{wanted[1]} experts, so their loss can't be computed: set optimizer.router_loss: 0.0"
+            f"the routers returned scores of shape {found} instead of {wanted} (tokens, experts), so the router loss "
+            "can't be computed; set optimizer.router_loss: 0.0"
         )
     counts_BE = _choices(scores, loss.top_k, is_token_BL)
     num_supervised_B = (batch.labels_BL != IGNORE_INDEX).sum(dim=1, keepdim=True)
@@ -135,13 +135,13 @@ def router_loss_sum(output: Any, loss: RouterLoss, batch: ShardedBatch) -> torch
 
 
 def _choices(scores: Sequence[torch.Tensor], top_k: int, is_token_BL: torch.Tensor) -> torch.Tensor:
-    """Return int64 ``[B, E]``: how often the tokens of each row choose each expert, over all layers."""
+    """Return how often each row's tokens choose each expert, over all layers; int64 ``[B, E]``."""
     num_rows = len(is_token_BL)
     counts_BE = torch.zeros(num_rows, scores[0].shape[-1], dtype=torch.int64, device=scores[0].device)
     counted = is_token_BL.long().repeat_interleave(top_k, dim=1)
     with torch.no_grad():
         for one in scores:
-            # The top probabilities, not scores, as in Transformers: scores far below the largest may all give 0.
+            # Like Transformers, rank probabilities rather than scores: low scores may tie at probability 0.
             chosen_Nk = _probabilities(one.flatten(0, -2)).topk(top_k, dim=-1).indices
             counts_BE.scatter_add_(1, chosen_Nk.view(num_rows, -1), counted)
     return counts_BE
@@ -155,7 +155,7 @@ def _weighted(
     num_tokens_B1: torch.Tensor,
     num_supervised_B1: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the sum over this rank's tokens of each probability times its expert's share of choices."""
+    """Return the sum of this rank's probabilities, each multiplied by its expert's share of choices."""
     tokens_B1 = num_tokens_B1.clamp(min=1).double() * len(scores)
     factor_B1 = loss.coefficient * loss.num_experts * num_supervised_B1.double()
     weights_BE = factor_B1 * (counts_BE / tokens_B1) / tokens_B1
@@ -170,11 +170,10 @@ def _probabilities(scores_NE: torch.Tensor) -> torch.Tensor:
 
 
 class _WeightedProbabilities(torch.autograd.Function):
-    """The sum of a layer's probabilities times weights; saves only the scores, not the fp32 probabilities."""
+    """The weighted sum of a layer's probabilities. Saves the scores for backward, not the fp32 probabilities."""
 
     @staticmethod
     def forward(ctx: Any, scores_NE: torch.Tensor, weights_NE: torch.Tensor, is_token_N1: torch.Tensor) -> torch.Tensor:
-        """Return the sum (fp32 scalar)."""
         probabilities_NE = _probabilities(scores_NE)
         weights_NE = weights_NE.to(probabilities_NE.dtype)
         ctx.save_for_backward(scores_NE, weights_NE, is_token_N1)
@@ -183,7 +182,7 @@ class _WeightedProbabilities(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_sum: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        """Return the gradient of the scores, as for a softmax: ``p * (w - sum of p * w)``."""
+        """Return the gradient of the scores, using the softmax derivative ``p * (w - sum(p * w))``."""
         scores_NE, weights_NE, is_token_N1 = ctx.saved_tensors
         probabilities_NE = _probabilities(scores_NE)
         mean_N1 = (probabilities_NE * weights_NE).sum(dim=-1, keepdim=True)
@@ -192,22 +191,22 @@ class _WeightedProbabilities(torch.autograd.Function):
 
 
 def _find(model: Any) -> RouterLoss:
-    """Find the numbers for which the formula matches the model's own forward, for two sets of scores."""
+    """Find the router-loss parameters that reproduce the model's own router loss for two sets of scores."""
     kind = f"{model.config.get_text_config(decoder=True).model_type} sets output_router_logits=True"
     way_out = "set optimizer.router_loss: 0.0, or output_router_logits: false in its configuration"
     try:
         parts = find_parts(model)
     except NoTilesError as error:
         raise UserError(
-            f"{kind}, but the router loss can be computed only for a model of one decoder and one output head with its "
-            f"own forward ({error}); {way_out}"
+            f"{kind}, but the router loss requires a model that consists of one decoder and one output head and whose "
+            f"forward was not replaced ({error}); {way_out}"
         ) from error
     has_loss = False
     for num_experts in _sizes(model):
         try:
             small, large = _own_loss(parts, num_experts, 2, 11), _own_loss(parts, num_experts, 3, 17)
         except Exception:
-            # Any exception: the model has another number of experts.
+            # Catch everything: a wrong number of experts can raise any exception.
             has_loss = True
             continue
         if small is None or large is None:
@@ -216,26 +215,26 @@ def _find(model: Any) -> RouterLoss:
         for top_k in range(1, num_experts + 1):
             loss = RouterLoss(num_experts=num_experts, top_k=top_k, coefficient=1.0)
             if all(_is_close(_alone(probe.scores, loss), probe.loss) for probe in (small, large)):
-                # The forward multiplies in fp32.
+                # Round to fp32 precision, in which the forward multiplies.
                 coefficient = float(f"{small.added / small.loss:.7g}") if small.loss else 0.0
                 return RouterLoss(num_experts=num_experts, top_k=top_k, coefficient=coefficient)
     if has_loss:
         raise UserError(
-            f"{kind}, but its router loss is not that of Switch Transformers over all layers at once, the only router "
-            f"loss that is exact over slices of a row; {way_out}"
+            f"{kind}, but its router loss differs from the Switch Transformers loss over all layers, the only router "
+            f"loss that can be computed exactly over the slices of a row; {way_out}"
         )
     raise UserError(f"{kind}, but the forward of {type(model).__name__} has no router loss; {way_out}")
 
 
 def _sizes(model: Any) -> Iterator[int]:
-    """Yield all integers of a model that may be its number of experts."""
+    """Yield all integer attributes of a model and its configuration that may be the number of experts."""
     values = (*vars(model).values(), *vars(model.config.get_text_config(decoder=True)).values())
     yield from sorted({value for value in values if type(value) is int and 1 < value <= _MOST_EXPERTS})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Probe:
-    """Scores, the router loss that a model's forward computes from them, and the amount added to the whole loss."""
+    """Synthetic scores, the model's router loss for them, and that loss times the coefficient."""
 
     scores: tuple[torch.Tensor, ...]
     loss: float
@@ -243,7 +242,7 @@ class _Probe:
 
 
 def _own_loss(parts: ModelParts, num_experts: int, num_layers: int, num_tokens: int) -> _Probe | None:
-    """Call a model's forward with made-up scores; return ``None`` if it has no router loss."""
+    """Run a model's forward on synthetic scores; return None if the model has no router loss."""
     from transformers.modeling_outputs import MoeModelOutputWithPast
 
     generator = torch.Generator().manual_seed(num_layers)
@@ -264,7 +263,6 @@ def _own_loss(parts: ModelParts, num_experts: int, num_layers: int, num_tokens: 
 
 
 def _alone(scores: Sequence[torch.Tensor], loss: RouterLoss) -> float:
-    """Return the loss of a row on one process."""
     is_token_BL = torch.ones(1, len(scores[0]), dtype=torch.bool)
     one = torch.ones(1, 1, dtype=torch.int64)
     counts_BE = _choices(scores, loss.top_k, is_token_BL)

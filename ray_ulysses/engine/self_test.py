@@ -1,10 +1,11 @@
-"""A start-up self-test that compares attention and gradients on the live process groups with one process.
+"""A start-up self-test that compares attention and gradients on the live process groups with a single process.
 
-It takes seconds and detects wrong numbers due to a broken link, driver, kernel or library. There are two checks:
-attention over a packed row with the run's heads, dtype, exchange, ring and kernel, against its definition in fp64; and
-one optimizer step of a tiny decoder in an engine of the run's ZeRO stage, whose loss scale and gradients are compared
-with one process. Ranks share their measurements, so that all continue or all raise the same error. The links are timed
-too; the caller decides whether they are slow.
+The test takes seconds and detects wrong results caused by a broken link, driver, kernel or library. It consists of two
+checks. The first runs attention over a packed row, with the run's heads, dtype, exchange, ring and kernel, and compares
+the result with the definition of attention in fp64. The second runs one optimizer step of a tiny decoder in an engine
+with the run's ZeRO stage, and compares the loss scale and gradients with a single process. Ranks exchange their
+measurements, so either all ranks continue or all raise the same error. The links are timed too; the caller decides
+whether they are too slow.
 
 Legend: D head size of queries and keys, E head size of values.
 """
@@ -43,21 +44,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SelfTestReport:
-    """The measurements of a passed self-test: the worst over all ranks, the same on every rank."""
+    """Measurements of a passed self-test: the worst values over all ranks, identical on every rank."""
 
     attention_error: float
-    """Relative error of attention's output and gradients against their definition."""
+    """Relative error of attention outputs and gradients, compared with the definition of attention."""
     gradient_error: float
-    """Relative error of a tiny decoder's gradients against one process, for the worst tensor."""
+    """Relative error of the tiny decoder's gradients, compared with a single process, for the worst tensor."""
     norm_ratio: float
-    """The engine's global gradient norm over one process's."""
+    """Global gradient norm reported by the engine, divided by the norm in a single process."""
     kernels: tuple[str, ...]
     links: tuple[LinkTime, ...] = ()
-    """The time of one exchange per kind of group; empty with one rank."""
+    """Duration of one exchange for each kind of process group; empty with a single rank."""
     seconds: float
 
     def in_words(self) -> str:
-        """Return the line that a run logs."""
+        """Return a one-line summary for the log."""
         links = "".join(f"; {link}" for link in self.links)
         return (
             f"self-test passed in {self.seconds:.1f} s: attention {self.attention_error:.0e}, gradients "
@@ -66,12 +67,12 @@ class SelfTestReport:
 
 
 _Measured = tuple[str, float, float]
-"""A quantity, its relative error on this rank, and the largest error that counts as exact."""
+"""A quantity's name, its relative error on this rank, and the error bound."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckResult:
-    """The worst relative error of a quantity over all ranks, and the ranks beyond the bound."""
+    """A quantity's largest relative error over all ranks, and the ranks that exceed the error bound."""
 
     what: str
     error: float
@@ -89,14 +90,15 @@ def run_self_test(
     node: str = "",
     clock: Clock | None = None,
 ) -> SelfTestReport:
-    """Compare the live environment with one process; every rank of the world must call, with the same settings.
+    """Compare the live process groups and devices with a single process.
 
-    Random state, hooks and memory are restored. ``prepare_process`` must have been called, and ``sp`` groups must be
-    contiguous ranks. ``zero`` gives stage, dtype and accumulation; its other settings are not used.
+    All ranks of the world must call this function, with the same settings. Random state, hooks and memory are restored.
+    ``prepare_process`` must have been called, and the ranks of each ``sp`` group must be contiguous. Only the stage,
+    dtype and accumulation of ``zero`` are used.
 
     Raises:
-        RunError: Results differ; the same error on every rank names the quantity, error, rank and remedy.
-        UserError: The requested kernel can't be used here.
+        RunError: Results differ. Every rank raises the same error, with the quantity, error, rank and remedy.
+        UserError: The requested kernel is not available on this device.
     """
     clock = clock or SystemClock()
     started = clock.monotonic()
@@ -104,7 +106,7 @@ def run_self_test(
     cuda = [device] if device.type == "cuda" else []
     try:
         with torch.random.fork_rng(devices=cuda), torch.enable_grad(), ExitStack() as restored:
-            # Keep the tiny decoder's kernels out of the run's log.
+            # Do not log the kernels chosen for the tiny decoder.
             announcing = get_logger(ulysses.__name__)
             restored.callback(setattr, announcing, "disabled", announcing.disabled)
             announcing.disabled = True
@@ -137,12 +139,12 @@ def run_self_test(
 
 
 def step_bound(least: float, own_error: float) -> float:
-    """Return the largest error that counts as exact: at least twice the error of one process, if finite (pure)."""
+    """Return the error bound for gradients: at least ``least`` and, if finite, twice a single process's own error."""
     return max(least, 2 * own_error) if math.isfinite(own_error) else least
 
 
 def find_worst(parts: Sequence[str], errors: Sequence[Sequence[float]], bounds: Sequence[float]) -> list[CheckResult]:
-    """Return the worst error of every quantity over all ranks; NaN counts as infinite (pure)."""
+    """Return each quantity's largest error over all ranks. NaN is treated as infinity."""
     results = []
     for place, (what, bound) in enumerate(zip(parts, bounds, strict=True)):
         column = [float("inf") if row[place] != row[place] else row[place] for row in errors]
@@ -153,12 +155,12 @@ def find_worst(parts: Sequence[str], errors: Sequence[Sequence[float]], bounds: 
 
 
 def _agreed(measured: Sequence[_Measured], device: torch.device) -> list[CheckResult]:
-    """Gather the errors and bounds of all ranks, so that all return the same results; every rank must call."""
+    """Gather the errors and bounds of all ranks, which must all call this function, and return the worst errors."""
     mine = torch.tensor([numbers for _, *numbers in measured], dtype=torch.float64, device=device)
     rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, mine)
     table = torch.stack(rows).cpu()
-    # Bounds follow from the error of one process, which may differ slightly between GPUs.
+    # Bounds depend on the single-process error, which may differ slightly between GPUs.
     bounds = table[:, :, 1].amin(dim=0).tolist()
     return find_worst([what for what, *_ in measured], table[:, :, 0].tolist(), bounds)
 
@@ -187,7 +189,7 @@ def _attention_error(
     kernels: tuple[str, ...],
     node: str,
 ) -> RunError:
-    """Return the error, after testing whether the kernel or the exchange is wrong; every rank must call."""
+    """Return the error, after testing whether the kernel or the exchange is wrong. All ranks must call."""
     alone = SequenceMesh(sp_size=1, sp_rank=0, ring_size=1, world_size=1)
     kernel = _agreed(_attention(alone, device, replace(settings, head_groups=1)), device)
     names = ", ".join(kernels)
@@ -195,15 +197,15 @@ def _attention_error(
     if wrong_ranks:
         worst = _worst(kernel)
         cause = (
-            f"the kernel is already wrong in one process ({worst.what}: {worst.error:.1e}): use another one "
+            f"the kernel is wrong even in a single process ({worst.what}: {worst.error:.1e}): use another kernel "
             "(model.attention: sdpa on CPU, varlen or math on a GPU), or another build of torch or flash-attn"
         )
     else:
         layout = f"ulysses {mesh.ulysses_size} x ring {mesh.ring_size}"
         cause = (
-            f"the kernel alone is exact, so the exchange between ranks ({layout}) is wrong: run ray-ulysses doctor on "
-            "these nodes, check driver, NCCL and links there (NCCL_DEBUG=INFO; NCCL_P2P_DISABLE=1 shows whether a "
-            "link is the cause), or remove the node"
+            f"the kernel is exact in a single process, so the exchange between ranks ({layout}) is wrong: run "
+            "ray-ulysses doctor on these nodes; check their driver, NCCL and links (set NCCL_DEBUG=INFO, and "
+            "NCCL_P2P_DISABLE=1 to find out whether a link is the cause); or remove the node"
         )
     against = f"its definition in fp64 (kernel {names}; {settings.in_words()})"
     return _error(found, against, cause, node, broken=wrong_ranks)
@@ -212,56 +214,58 @@ def _attention_error(
 def _step_error(
     found: Sequence[CheckResult], norm_ratio: float, mesh: SequenceMesh, zero: ZeroSettings, node: str
 ) -> RunError:
-    """Return the error for loss scale or gradients; every rank must call."""
     cause = (
-        f"the gradient's norm is {norm_ratio:.4f} of one process's (compare with sp_size={mesh.sp_size}, the world "
-        f"size of {dist.get_world_size()} and the accumulation), and attention is exact: install the versions of "
-        "constraints.txt (deepspeed, torch, transformers), and run ray-ulysses doctor on these nodes"
+        f"the gradient norm is {norm_ratio:.4f} times the norm in a single process (compare this factor with sp_size="
+        f"{mesh.sp_size}, world_size={dist.get_world_size()} and the accumulation steps), although attention is "
+        "exact: install the versions of deepspeed, torch and transformers in constraints.txt, and run ray-ulysses "
+        "doctor on these nodes"
     )
-    against = f"one process's (a tiny decoder, ZeRO-{zero.stage}, {zero.dtype})"
+    against = f"a single process (a tiny decoder, ZeRO-{zero.stage}, {zero.dtype})"
     return _error(found, against, cause, node)
 
 
 def _error(
     found: Sequence[CheckResult], against: str, cause: str, node: str, broken: frozenset[int] = frozenset()
 ) -> RunError:
-    """Return the error; ``broken`` are the ranks that are wrong on their own. Every rank must call."""
+    """Return the same error on all ranks, which must all call; ``broken`` ranks are wrong even in one process."""
     worst, wrong_ranks = _worst(found), _wrong_ranks(found)
     names: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(names, node)
     place = f"rank {worst.rank}" + (f" on {names[worst.rank]}" if names[worst.rank] else "")
     text = (
-        f"the self-test failed on {len(wrong_ranks)} of {len(names)} ranks, most on {place}: {worst.what} differs from "
-        f"{against} by {worst.error:.1e} of its norm, and {worst.bound:.0e} counts as exact. "
-        f"{cause[0].upper()}{cause[1:]}. run.self_test: false would skip this check and train wrongly"
+        f"the self-test failed on {len(wrong_ranks)} of {len(names)} ranks, with the largest error on {place}: the "
+        f"relative error of {worst.what} compared with {against} is {worst.error:.1e}, above the bound of "
+        f"{worst.bound:.0e}. {cause[0].upper()}{cause[1:]}. Do not skip this check with run.self_test: false; the run "
+        "would train with wrong results"
     )
-    # If a kernel is wrong on every rank, no single device is at fault; an exchange may be wrong on either side.
+    # If the kernel is wrong on every rank, no single device is at fault. If the exchange is wrong, either side may be.
     return BrokenRanksError(text, broken) if 0 < len(broken) < len(names) else RunError(text)
 
 
 _GPU_BYTES, _CPU_BYTES = 256 << 20, 1 << 20
-"""Bytes per rank: on a GPU about a layer of an 8B model, so that latency matters as much as in a step."""
+"""Message size in bytes per rank. The GPU size is about a layer of an 8B model, so that latency has the same share of
+the time as in a training step."""
 _TIMES = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkTime:
-    """The time of one exchange, the same on every rank."""
+    """Duration of one exchange, identical on every rank."""
 
     role: Role
-    """Role of the groups, which all exchanged at the same time."""
+    """Role of the process groups, which all exchange at the same time."""
     ranks: int
     sent_bytes: int
-    """Bytes that each rank sends."""
+    """Number of bytes sent by each rank."""
     seconds: float
-    """The shortest of a few measurements on the slowest rank."""
+    """Duration on the slowest rank, the minimum of several measurements."""
     slowest_rank: int
     transports: tuple[str, ...] = ()
-    """Transports that NCCL uses to send from that rank, if its log shows them."""
+    """Transports that the slowest rank uses for sending, according to NCCL's log; empty if the log lacks them."""
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second that the slowest rank sends."""
+        """Bytes per second sent by the slowest rank."""
         return self.sent_bytes / self.seconds
 
     def __str__(self) -> str:
@@ -270,9 +274,9 @@ class LinkTime:
 
 
 def time_links(mesh: SequenceMesh, device: torch.device, clock: Clock) -> tuple[LinkTime, ...]:
-    """Time a training step's exchange on each kind of group; every rank of the world must call.
+    """Time one exchange on each kind of process group. All ranks of the world must call this function.
 
-    Heads are exchanged over ``ulysses``, a block is passed on over ``ring``, and weights are gathered over ``shard``.
+    The exchanges are those of a training step: heads over ``ulysses``, blocks over ``ring``, weights over ``shard``.
     """
     num_bytes = _GPU_BYTES if device.type == "cuda" else _CPU_BYTES
     sizes: dict[Role, int] = {"ulysses": mesh.ulysses_size, "ring": mesh.ring_size, "shard": mesh.world_size}
@@ -283,7 +287,7 @@ def time_links(mesh: SequenceMesh, device: torch.device, clock: Clock) -> tuple[
         log_before = nccl_log(os.environ)
         seconds = _seconds(_exchange(role, mesh.group(role), num_bytes, device), device, clock)
         log = nccl_log(os.environ)
-        # NCCL logs a connection at its first use, which may have been in an earlier exchange.
+        # NCCL logs a connection on first use, which may have been an earlier exchange.
         own = transports(log[len(log_before) :]) or transports(log)
         every: list[tuple[float, tuple[str, ...]]] = [(0.0, ())] * dist.get_world_size()
         dist.all_gather_object(every, (seconds, own))
@@ -302,7 +306,7 @@ def time_links(mesh: SequenceMesh, device: torch.device, clock: Clock) -> tuple[
 
 
 def _exchange(role: Role, group: dist.ProcessGroup, num_bytes: int, device: torch.device) -> Callable[[], object]:
-    """Return a function that exchanges over a group like a training step over groups of its role."""
+    """Return a function that runs the collective of a training step for the given role."""
     if role == "ring":
         block = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         return lambda: Circulation(block, group, tag=0).wait()
@@ -314,7 +318,6 @@ def _exchange(role: Role, group: dist.ProcessGroup, num_bytes: int, device: torc
 
 
 def _seconds(do: Callable[[], object], device: torch.device, clock: Clock) -> float:
-    """Return the shortest time of a few runs, after a first run that opens connections."""
     times = []
     for _ in range(_TIMES + 1):
         started = clock.monotonic()
@@ -328,35 +331,35 @@ def _seconds(do: Callable[[], object], device: torch.device, clock: Clock) -> fl
 _SEED = 21
 _VOCAB = 61
 _HEAD_SIZE = 64
-"""Head size of the tiny decoder, which every kernel supports."""
+"""Head size of the tiny decoder, supported by every kernel."""
 _ROWS: tuple[tuple[int, tuple[int, ...]], ...] = ((48, (29, 1, 12)), (40, (7, 33)))
-"""Length of each row and lengths of its documents; the rest is padding."""
+"""Row lengths, each with document lengths; the rest of a row is padding."""
 _MOST_ACCUMULATION = 2
 _NOTHING = 1e-7
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepMeasured:
-    """A step on all ranks compared with one process."""
+    """Errors of a distributed training step, relative to a single process."""
 
     gradient_error: float
-    """Norm-wise relative error of the worst tensor against one process in fp64."""
+    """Norm-wise relative error of the worst gradient tensor, compared with a single process in fp64."""
     worst_tensor: str
     own_error: float
-    """The same error for one process in the run's dtype."""
+    """The same error for a single process in the run's dtype."""
     norm_ratio: float
-    """The engine's global gradient norm divided by one process's."""
+    """Global gradient norm reported by the engine, divided by the norm in a single process."""
 
 
 def measure_step(
     mesh: SequenceMesh, device: torch.device, settings: ZeroSettings, kernel: KernelName, head_groups: int = 1
 ) -> StepMeasured:
-    """Train one step of a tiny decoder and compare its gradients with one process's; every rank must call."""
+    """Compare one training step of a tiny decoder with a single process. All ranks must call this function."""
     dtype = torch.bfloat16 if settings.dtype == "bf16" else torch.float32
     accumulation = min(settings.accumulation, _MOST_ACCUMULATION)
     sp_first = dist.get_global_rank(mesh.group("sp"), 0)
     dp_rank, dp_size = sp_first // mesh.sp_size, mesh.world_size // mesh.sp_size
-    # Two alternating rows, so that the reference for any world size is two weighted rows.
+    # Alternate between two rows, so that the reference for any world size is a weighted sum of two rows.
     weights = [0, 0]
     for index in range(dp_size * accumulation):
         weights[index % 2] += 1
@@ -384,10 +387,10 @@ def measure_step(
 
 
 def worst_error(ours: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tensor]) -> tuple[float, str]:
-    """Return the largest norm-wise relative error of a tensor, and its name.
+    """Return the largest norm-wise relative error over all tensors, and the name of that tensor.
 
-    If a tensor's norm is below 1e-7 of the whole gradient's, its error is relative to the whole. NaN counts as
-    infinite.
+    If a tensor's norm is below 1e-7 of the norm of the full gradient, the error is relative to the full gradient
+    instead. NaN is treated as infinity.
     """
     assert ours.keys() == truth.keys()
     whole = float(torch.stack([gradient.double().norm() for gradient in truth.values()]).norm())
@@ -403,7 +406,7 @@ def worst_error(ours: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tens
 def _engine_step(
     model: Any, settings: ZeroSettings, mesh: SequenceMesh, device: torch.device, mine: list[int]
 ) -> tuple[dict[str, torch.Tensor], float]:
-    """Return the engine's whole gradients and their norm, and destroy the engine."""
+    """Return the engine's unpartitioned gradients and their norm. The engine is destroyed."""
     import deepspeed
 
     batches = [shard_batch(*_row(index, device), _ROWS[index][1], mesh) for index in mine]
@@ -416,7 +419,7 @@ def _engine_step(
         for place, batch in enumerate(batches):
             loss_sum, _ = losses.causal_lm_loss(engine, batch)
             engine.backward(loss_sum * scale)
-            # The engine's step on the last micro-batch would free the gradients.
+            # Calling step() for the last micro-batch would free the gradients before they are read.
             if place + 1 < len(batches):
                 engine.step()
         gradients = {
@@ -432,7 +435,7 @@ def _engine_step(
 
 
 def _forget(model: Any) -> None:
-    """Remove a model from the global stack in which ZeRO-3 of DeepSpeed 0.19.8 keeps models alive."""
+    """Remove a model from DeepSpeed 0.19.8's global ZeRO-3 module stack, which would keep the model alive."""
     from deepspeed.runtime.zero import parameter_offload
 
     stack = parameter_offload.FWD_MODULE_STACK
@@ -441,9 +444,10 @@ def _forget(model: Any) -> None:
 
 @contextmanager
 def _collected() -> Iterator[None]:
-    """Free an engine's reference cycles (hooks and partitions) immediately.
+    """Free an engine's reference cycles (hooks and partitions) when the block ends.
 
-    Older objects are frozen, since scanning them takes up to a second, more than the rest.
+    Older objects are excluded from garbage collection, because scanning them would take up to a second, longer than the
+    test itself.
     """
     is_first = gc.get_freeze_count() == 0
     if is_first:
@@ -457,7 +461,7 @@ def _collected() -> Iterator[None]:
 
 
 def _tiny_decoder(mesh: SequenceMesh, dtype: torch.dtype, device: torch.device) -> Any:
-    """Return a two-layer model, the same on every rank, with two KV heads and at least one query head per rank."""
+    """Return a two-layer model, identical on every rank, with two KV heads and at least one query head per rank."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(_SEED)
@@ -471,19 +475,18 @@ def _tiny_decoder(mesh: SequenceMesh, dtype: torch.dtype, device: torch.device) 
         num_key_value_heads=2,
         head_dim=_HEAD_SIZE,
         max_position_embeddings=64,
-        # Large enough to make attention far from uniform, so that its gradients matter.
+        # Large enough for attention to be far from uniform, so that attention gradients are not negligible.
         initializer_range=0.15,
         use_cache=False,
     )
     model: Any = LlamaForCausalLM._from_config(config, attn_implementation="eager")
     for parameter in model.parameters():
-        # Buffers keep fp32: rounded rotary frequencies would differ from the run's.
+        # Buffers stay in fp32, because rounded rotary frequencies would differ from the run's frequencies.
         parameter.data = parameter.data.to(dtype)
     return model.to(device)
 
 
 def _row(index: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return token ids and labels ``[1, S]`` of a row; some labels are ignored."""
     generator = torch.Generator().manual_seed(_SEED + index)
     input_ids = torch.randint(0, _VOCAB, (1, _ROWS[index][0]), generator=generator).to(device)
     labels = input_ids.clone()
@@ -492,7 +495,7 @@ def _row(index: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _one_process(model: Any, weights: list[int]) -> dict[str, torch.Tensor]:
-    """Return the gradients of one process, with every document processed alone."""
+    """Return the gradients computed in a single process, one document at a time."""
     total, count = torch.zeros((), dtype=torch.float64), 0
     for index, weight in enumerate(weights):
         if not weight:

@@ -1,4 +1,4 @@
-"""The self-test of attention: a packed row through exchange, kernel and ring, against the definition in fp64.
+"""Compares attention over a packed row (exchange, kernel and ring) with the definition of attention in fp64.
 
 Legend: B rows, L tokens of a slice, S tokens of a row, H query heads, K KV heads, D head size of Q and K, E of V.
 """
@@ -27,16 +27,17 @@ _SEED = 20
 
 
 EXACT_FP32 = 1e-5
-"""Bound of a tensor's norm-wise relative error in fp32."""
+"""Bound on a tensor's norm-wise relative error in fp32."""
 
 EXACT_BF16 = 2e-2
-"""Bound for bf16 against fp64. Values have 8 significant bits, and a kernel rounds its weights and its result, with
-norm-wise errors of 2e-3 to 6e-3. Lost or misplaced tokens, heads or ranks cause errors above 1e-1."""
+"""Bound on a tensor's norm-wise relative error in bf16, compared with fp64. bf16 has 8 significant bits, and kernels
+round attention weights and outputs, with norm-wise errors of 2e-3 to 6e-3. Lost or misplaced tokens, heads or ranks
+cause errors above 1e-1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionSettings:
-    """The attention of a run."""
+    """Attention settings of a run."""
 
     num_heads: int
     num_kv_heads: int
@@ -45,19 +46,19 @@ class AttentionSettings:
     dtype: torch.dtype
     kernel: KernelName = "auto"
     windows: tuple[int | None, ...] = (None,)
-    """Sliding window of each kind of layer in tokens; ``None`` for full attention."""
+    """Sliding window of each kind of layer, in tokens; None for full attention."""
     softcap: float | None = None
     has_sinks: bool = False
     head_groups: int = 1
-    """Number of groups in which the KV heads are exchanged."""
+    """Number of groups into which KV heads are split for the exchange."""
 
     @property
     def bound(self) -> float:
-        """Largest relative error that counts as exact."""
+        """Upper bound on the relative error."""
         return EXACT_BF16 if self.dtype in (torch.bfloat16, torch.float16) else EXACT_FP32
 
     def kernel_names(self, device: torch.device) -> tuple[str, ...]:
-        """Return the names of the kernels of all kinds of layers, without duplicates.
+        """Return the names of the kernels that the run's layers use, without duplicates.
 
         Raises:
             UserError: The kernel is not available, or does not support the model.
@@ -76,15 +77,15 @@ class AttentionSettings:
         return tuple(dict.fromkeys(names))
 
     def in_words(self) -> str:
-        """Return the text for an error."""
+        """Return a description for error messages."""
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{self.num_heads} heads on {self.num_kv_heads} KV heads of {self.head_size}, {dtype}"
 
 
 def document_lengths(num_tokens: int) -> tuple[int, ...]:
-    """Return document lengths for a row of at least 64 tokens, of which at least a sixteenth is padding.
+    """Return document lengths for a row of at least 64 tokens. At least a sixteenth of the row is padding.
 
-    One document is long enough for several ranks, and one has a single token. No document ends where a slice ends.
+    One document spans several ranks, and one has a single token. No document ends at a slice boundary.
     """
     return (num_tokens // 2 + 1, 1, num_tokens // 8 - 1, num_tokens // 4 + 1)
 
@@ -92,9 +93,10 @@ def document_lengths(num_tokens: int) -> tuple[int, ...]:
 def measure_attention(
     mesh: SequenceMesh, device: torch.device, settings: AttentionSettings, window: int | None
 ) -> dict[str, float]:
-    """Return the relative errors of this rank's output and gradients; every rank of ``sp`` must call.
+    """Return the relative errors of this rank's attention output and gradients.
 
-    The window is limited to a quarter of the row, so that it hides some tokens.
+    All ranks of ``sp`` must call this function. The window is limited to a quarter of the row, so that it masks some
+    tokens.
     """
     multiple = row_multiple(mesh.sp_size, mesh.ring_size)
     num_tokens = -(-_LEAST_TOKENS // multiple) * multiple
@@ -123,16 +125,17 @@ def measure_attention(
         assert sinks_H.grad is not None
         grad_H = sinks_H.grad.double()
         if mesh.sp_size > 1:
-            # Each rank has the gradient for its own heads and tokens.
+            # Each rank's gradient covers only its own heads and tokens.
             dist.all_reduce(grad_H, group=mesh.group("sp"))
         errors["the gradient of the sinks"] = slice_error(grad_H, wanted_grads[3], wanted_grads[3])
     return errors
 
 
 def slice_error(ours: torch.Tensor, truth: torch.Tensor, whole: torch.Tensor) -> float:
-    """Return the norm-wise error of a slice, relative to the whole row's norm for the same number of tokens.
+    """Return a slice's norm-wise error, relative to the row's norm scaled to the slice's number of elements.
 
-    The slice's own norm may be 0: the true gradient of Q is 0 for one-token documents.
+    The slice's own norm would not work as the reference, because it may be 0: the true gradient of Q is 0 for one-token
+    documents.
     """
     share = math.sqrt(truth.numel() / whole.numel())
     scale = float(whole.double().norm()) * share
@@ -142,11 +145,11 @@ def slice_error(ours: torch.Tensor, truth: torch.Tensor, whole: torch.Tensor) ->
 def _inputs(
     settings: AttentionSettings, num_tokens: int, device: torch.device
 ) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor | None]:
-    """Return Q, K and V as ``[1, S, heads, size]``, the output's gradient and the sinks, the same on every rank."""
+    """Return Q, K and V as ``[1, S, heads, size]``, the output's gradient and the sinks, identical on every rank."""
     generator = torch.Generator().manual_seed(_SEED)
 
     def draw(*shape: int) -> torch.Tensor:
-        # Drawn on the host, so that every device gets the same values.
+        # Draw values on the host, so that they are identical on every device.
         return torch.randn(*shape, generator=generator).to(device=device, dtype=settings.dtype)
 
     kv = settings.num_kv_heads
@@ -163,7 +166,7 @@ def _by_definition(
     sinks_H: torch.Tensor | None,
     window: int | None,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return output and gradients in fp64, computed one KV head at a time to save memory."""
+    """Return the output and gradients in fp64, computed for one KV head at a time to save memory."""
     num_tokens, group = upstream_BSHE.shape[1], settings.num_heads // settings.num_kv_heads
     visible = visible_tokens(document_lengths(num_tokens), num_tokens, window, upstream_BSHE.device)
     leaves = [tensor[0].double() for tensor in whole] + ([] if sinks_H is None else [sinks_H.double()])

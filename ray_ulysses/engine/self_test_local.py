@@ -1,4 +1,4 @@
-"""Runs the self-test in a few local processes, without a cluster or configuration, for ``ray-ulysses doctor``."""
+"""Runs the self-test in local processes, without a cluster or configuration, for ``ray-ulysses doctor``."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from ray_ulysses.parallel.local_ranks import RankDiedError, run_local_ranks
 from ray_ulysses.parallel.mesh import SequenceMesh
 
 _LIMIT_S = 90.0
-"""Processes are killed after this time; they take 5 to 15 s on an idle machine, mostly for imports."""
+"""Seconds after which the processes are killed. They take 5 to 15 s on an idle machine, mostly for imports."""
 _MOST_PROCESSES = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalSelfTest:
-    """The outcome of a self-test on local ranks."""
+    """Result of a self-test on local ranks."""
 
     ok: bool
     text: str
-    """The measurements, or the problem."""
+    """Measurements, or a description of the problem."""
     hint: str = ""
-    """The remedy; empty if the test passed."""
+    """Remedy; empty if the test passed."""
 
 
 def run_local_self_test() -> LocalSelfTest:
-    """Run the self-test in two processes on NCCL, in one if there is a single GPU, or in two on gloo without GPUs."""
+    """Run the self-test in two processes: on NCCL with GPUs (one process if there is only one GPU), else on gloo."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     world_size = min(gpus or _MOST_PROCESSES, _MOST_PROCESSES)
     place = f"{world_size} process{'es' if world_size > 1 else ''} on {'NCCL' if gpus else 'gloo'}"
@@ -45,9 +45,10 @@ def run_local_self_test() -> LocalSelfTest:
 
 
 def self_test_on(work: Callable[..., str], world_size: int, limit_s: float) -> LocalSelfTest:
-    """Run a self-test on local ranks, and return its outcome.
+    """Run a self-test on local ranks, and return the result.
 
-    ``work`` runs on each rank and returns its measurements; its errors have a text and a remedy.
+    ``work`` runs on each rank and returns the measurements as text. An exception raised by ``work`` contains the
+    problem and the remedy.
     """
     try:
         return LocalSelfTest(ok=True, text=run_local_ranks(work, world_size, limit_s=limit_s))
@@ -56,17 +57,17 @@ def self_test_on(work: Callable[..., str], world_size: int, limit_s: float) -> L
         return LocalSelfTest(ok=False, text=text, hint=hint)
     except RankDiedError as error:
         text = f"process {error.rank} ended with {error.how}: {error.last_line}"
-        return LocalSelfTest(ok=False, text=text, hint="fix the cause: every run starts like this")
+        return LocalSelfTest(ok=False, text=text, hint="fix the cause: every run starts its processes in the same way")
     except TimeoutError:
         return LocalSelfTest(
             ok=False,
-            text=f"not done in {limit_s:.0f} s: processes on this machine can't reach each other, or it is too busy",
+            text=f"not finished after {limit_s:.0f} s: local processes can't reach each other, or the machine is busy",
             hint="check the machine's load, its firewall, and NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME",
         )
 
 
 def _settings(device: torch.device) -> tuple[AttentionSettings, ZeroSettings]:
-    """Return attention with KV heads that ranks share, in the device's usual dtype, and an engine."""
+    """Return attention settings with KV heads shared by ranks, in the device's usual dtype, and engine settings."""
     is_gpu = device.type == "cuda"
     attention = AttentionSettings(
         num_heads=8,
@@ -88,20 +89,20 @@ def _settings(device: torch.device) -> tuple[AttentionSettings, ZeroSettings]:
 
 
 def self_test_rank(device: torch.device, say: Callable[[str], object]) -> str:
-    """Run the self-test on this rank, and return its measurements."""
+    """Run the self-test on this rank, and return the measurements as text."""
     torch.set_num_threads(1)
     if device.type == "cuda":
         keep_nccl_log(os.environ)
     world_size = dist.get_world_size()
     try:
         prepare_process(dist.get_rank(), device.type)
-        # Every run imports these, so they do not count as the test's time.
+        # Import first, so that the reported time excludes these imports.
         importlib.import_module("torch._inductor.compile_fx")
         importlib.import_module("transformers.models.llama.modeling_llama")
         mesh = SequenceMesh.from_layout(ParallelLayout(world_size=world_size, sp_size=world_size))
         return run_self_test(mesh, device, *_settings(device)).in_words().removeprefix("self-test ")
     except UlyssesError as error:
-        raise RunError(str(error), "a run would train wrongly here; follow the text above") from error
+        raise RunError(str(error), "a run on this machine would train with wrong results; see above") from error
     except RuntimeError as error:
         text = f"a kernel or a collective failed: {str(error).strip().splitlines()[0]}"
         raise RunError(text, "check the driver and the builds of torch, NCCL and flash-attn") from error

@@ -1,4 +1,4 @@
-"""Reads the tensor layout of a model directory, and the model that Transformers builds from it."""
+"""Reads the tensor layout of a model directory, and builds the corresponding Transformers model on the meta device."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from ray_ulysses.storage.hub import hub_refusal
 from ray_ulysses.validation import parse_json
 
 SOURCES = (
-    "give a directory with config.json, a hub id that this machine can reach, or an inline model.config with a "
-    "model_type"
+    "use a directory with config.json, a hub ID that is reachable from this machine, or an inline model.config with "
+    "a model_type"
 )
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError)
-"""Exceptions raised for a damaged model directory."""
+"""Exceptions that a damaged model directory can raise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileTensor:
-    """The location of a tensor in the files of a model directory."""
+    """The location of a tensor in a model directory."""
 
     file: str
     dtype: str
-    """Dtype in safetensors' notation, such as ``BF16``."""
+    """Dtype in safetensors notation, such as ``BF16``."""
     shape: tuple[int, ...]
     offset: int
-    """Position of the first byte in the file."""
+    """Offset of the tensor's first byte in the file."""
 
 
 def file_tensors(directory: Path) -> dict[str, FileTensor]:
-    """Return the tensors that Transformers reads from a model directory, by name; read no data.
+    """Return the tensors that Transformers would read from a model directory, by name, without reading their data.
 
     Raises:
-        One of `UNREADABLE`: The directory has no safetensors, or they are damaged.
+        One of `UNREADABLE`: The directory has no safetensors files, or they are damaged.
     """
     found = {}
     for name in _weight_files(directory):
-        # safe_open checks the header.
+        # safe_open validates the header.
         with safe_open(directory / name, framework="pt"), (directory / name).open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             header = parse_json(stream.read(length))
@@ -65,14 +65,14 @@ def _weight_files(directory: Path) -> list[str]:
     if (directory / SINGLE_FILE).is_file():
         return [SINGLE_FILE]
     index = parse_json((directory / INDEX_FILE).read_bytes())
-    # Only the last path component, so that no file outside the directory is read.
+    # Keep only the last path component, so that the index can't refer to files outside the directory.
     return sorted({Path(name).name for name in index["weight_map"].values()})
 
 
 def model_without_data(hf_config: Any, part: Part, tensors: Mapping[str, FileTensor]) -> Any:
-    """Return the model that ``from_pretrained`` builds from a directory's tensors, whole and on the meta device.
+    """Return the model that ``from_pretrained`` would build from a directory's tensors, on the meta device.
 
-    The model records how names in the files were converted, so that ``save_pretrained`` can revert it.
+    The model records how tensor names were converted on loading, so that ``save_pretrained`` can convert them back.
     """
     shapes = {name: torch.empty(tensor.shape, device="meta") for name, tensor in tensors.items()}
     kind = model_class(hf_config, part)._model_mapping[type(hf_config)]
@@ -83,11 +83,12 @@ def model_without_data(hf_config: Any, part: Part, tensors: Mapping[str, FileTen
 def resolve_tie(hf_config: Any, part: Part, path: str) -> None:
     """Untie the output head in a configuration if the stored head differs from the embedding.
 
-    Transformers 5.23 does the same while loading, but under ZeRO-3 it would compare empty placeholders, which are
-    equal, and silently drop the head. If the weights of a directory can't be read, loading them raises later.
+    Transformers 5.23 does the same while loading. Under ZeRO-3, however, Transformers would compare empty placeholders,
+    which are equal, and silently drop the head. If a directory's weights can't be read, this function does nothing, and
+    the error is raised when the weights are loaded.
 
     Raises:
-        UserError: The weights of a hub id can't be fetched; continuing would differ from ranks that have fetched them.
+        UserError: The weights of a hub ID can't be downloaded. Ignoring the error could make ranks disagree on the tie.
     """
     if not getattr(hf_config, "tie_word_embeddings", False):
         return
@@ -101,7 +102,7 @@ def resolve_tie(hf_config: Any, part: Part, path: str) -> None:
             return
         model = model_without_data(hf_config, part, tensors)
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-        # On the meta device, Transformers does not tie two tensors that are both stored.
+        # On the meta device, Transformers does not tie the two tensors if both are stored.
         if head is embedding or torch.equal(*(_read(directory, model, tensors, one) for one in (embedding, head))):
             return
     except (*UNREADABLE, RuntimeError):
@@ -110,9 +111,9 @@ def resolve_tie(hf_config: Any, part: Part, path: str) -> None:
 
 
 def _weights_directory(path: str) -> Path | None:
-    """Return the directory of the weights of ``model.path``, or ``None`` if the hub has no safetensors of it.
+    """Return the directory with the weights of ``model.path``, or None if the hub repository has no safetensors.
 
-    The weights of a hub id are fetched, as when they are loaded.
+    Weights of a hub ID are downloaded, as they would be on loading.
     """
     directory = Path(path).expanduser()
     if directory.is_dir():
@@ -121,17 +122,18 @@ def _weights_directory(path: str) -> Path | None:
         found = _fetched(path)
     except (OSError, ValueError) as error:
         raise UserError(
-            f"model.path={path!r}: its weights could not be fetched ({error}); give a directory with config.json and "
-            "safetensors, or a hub id that this machine can reach; HF_HUB_OFFLINE=1 uses cached files only"
+            f"model.path={path!r}: the weights can't be downloaded ({error}); use a directory with config.json and "
+            "safetensors files, or a hub ID that is reachable from this machine. Set HF_HUB_OFFLINE=1 to use only "
+            "cached files"
         ) from error
     return None if found is None else Path(found).parent
 
 
 def _fetched(path: str) -> str | None:
-    """Fetch the safetensors of a hub id and return the path of the first file, or ``None`` if the hub has none.
+    """Download a hub ID's safetensors and return the first file's path, or None if the repository has none.
 
     Raises:
-        OSError: The hub can't be reached, and the cache does not show whether it has the files.
+        OSError: The hub is unreachable, and the cache does not show whether the files exist.
     """
     from huggingface_hub import _CACHED_NO_EXIST, constants, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
@@ -139,12 +141,13 @@ def _fetched(path: str) -> str | None:
 
     refused = hub_refusal(path)
     away: OSError | None = None
-    # The single file comes first, as in Transformers, whose `cached_file` treats an unreachable hub as one without it.
+    # Try the single file first, like Transformers. Its `cached_file` is not used, because that function can't
+    # distinguish an unreachable hub from a missing file.
     for name in (SINGLE_FILE, INDEX_FILE):
         try:
             found = hf_hub_download(path, name, local_files_only=refused is not None)
         except LocalEntryNotFoundError as error:
-            # The cache may record that the hub does not have the file.
+            # The cache may record that the file does not exist on the hub.
             away = away if try_to_load_from_cache(path, name) is _CACHED_NO_EXIST else error
         except EntryNotFoundError:
             continue
@@ -169,7 +172,7 @@ def _read(directory: Path, model: Any, tensors: Mapping[str, FileTensor], parame
 
 @contextmanager
 def without_progress_bar() -> Iterator[None]:
-    """Disable Transformers' progress bar."""
+    """Disable Transformers' progress bars within a block."""
     from transformers.utils import logging
 
     was_shown = logging.is_progress_bar_enabled()

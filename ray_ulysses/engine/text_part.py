@@ -1,8 +1,8 @@
-"""Trains the text decoder of a multimodal model inside the model's own class, without its other parts.
+"""Removes all parts of a multimodal model except the text decoder and output head.
 
-Given only text, the model's forward runs only its decoder and output head. So the trained decoder is the model itself
-with all other parts removed. For text it computes the same as the whole model, regardless of the code around the
-decoder, and its weights keep their names.
+For text-only input, a multimodal model's forward runs only the decoder and the output head. The model to train is
+therefore the multimodal model with all other parts removed. For text, it computes the same result as the full model,
+independent of the code around the decoder, and tensor names do not change.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Part = Literal["whole", "text"]
 
 
 def model_class(hf_config: Any, part: Part) -> Any:
-    """Return the Transformers class that builds and loads a model.
+    """Return the Transformers auto class that builds and loads a model.
 
     Raises:
         UserError: The model has no such part.
@@ -27,18 +27,18 @@ def model_class(hf_config: Any, part: Part) -> Any:
     if part == "whole" and has_parts:
         raise UserError(
             f"model_type={hf_config.model_type!r}: only the text decoder of this multimodal model can be trained; set "
-            "model.part: text (it is then exported back into the whole checkpoint)"
+            "model.part: text (exports contain the full model with the trained decoder)"
         )
     if part == "text" and not has_parts:
         raise UserError(
-            f"model.part=text: a model with model_type={hf_config.model_type!r} is not multimodal; leave "
-            "model.part out to train a text model"
+            f"model.part=text: model_type={hf_config.model_type!r} is not multimodal; remove model.part to train a "
+            "text model"
         )
     return auto_class(part)
 
 
 def auto_class(part: Part) -> Any:
-    """Return Transformers' auto class for a part."""
+    """Return the Transformers auto class for a part."""
     from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 
     return AutoModelForMultimodalLM if part == "text" else AutoModelForCausalLM
@@ -52,9 +52,9 @@ def is_multimodal(hf_config: Any) -> bool:
 
 
 def text_fields(hf_config: Any) -> dict[str, Any]:
-    """Return the configuration of a multimodal model's decoder, with the defaults of its type."""
+    """Return the decoder configuration of a multimodal model, including default values."""
     fields: dict[str, Any] = hf_config.get_text_config(decoder=True).to_dict()
-    # The output head, and the setting that ties it, belong to the whole model.
+    # The output head and tie_word_embeddings belong to the multimodal model, not to its decoder.
     return fields | {"tie_word_embeddings": bool(getattr(hf_config, "tie_word_embeddings", False))}
 
 
@@ -62,14 +62,14 @@ def keep_text_part(model: Any) -> None:
     """Remove everything but the text decoder and the output head from a multimodal model.
 
     Raises:
-        UserError: The model does not name its decoder and head.
+        UserError: The model does not expose its decoder and output head.
     """
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     place = next((name for name, module in model.named_modules() if module is decoder), "")
     if not place or head is None:
         raise UserError(
-            f"model.part=text: {type(model).__name__} does not name its text decoder and output head, so they can't "
-            "be trained alone; use another model"
+            f"model.part=text: {type(model).__name__} does not expose its text decoder and output head, so they can't "
+            "be trained separately; use another model"
         )
     around: nn.Module = model
     for name in place.split("."):

@@ -1,11 +1,11 @@
-"""The loss over tiles of tokens, so that the logits of a whole row never exist at once.
+"""Computes the loss over tiles of tokens, so that the logits of a complete row never exist at once.
 
-The model's own forward runs up to the end of its decoder. Its output head is then called once with all hidden states,
-so that an engine gathers the head once, and loops over tiles. Each tile runs the rest of the model's forward (scale,
-soft-cap, bias) and the cross-entropy, and immediately computes the gradients of hidden states and weights. The backward
-pass only multiplies them by the gradient of the loss.
+The model's own forward runs up to the end of the decoder. The output head is then called once with all hidden states,
+so that the engine gathers the head's weights once, and loops over tiles. Each tile runs the rest of the model's forward
+(scale, soft-cap, bias) and the cross-entropy, and immediately computes the gradients of hidden states and weights. The
+backward pass only multiplies these gradients by the gradient of the loss.
 
-Legend: B rows, L tokens of this rank's slice, N = B * L, T tokens of a tile, H hidden size, V vocabulary.
+Legend: B rows, L tokens of this rank's slice, N = B * L, T tokens of a tile, H hidden size, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class TiledLoss:
-    """One forward of a model whose loss is computed over tiles, including z-loss and router loss."""
+    """One forward pass of a model whose loss, including z-loss and router loss, is computed over tiles."""
 
     parts: ModelParts
     batch: ShardedBatch
@@ -41,17 +41,17 @@ class TiledLoss:
     z_loss: float = 0.0
     router_loss: RouterLoss | None = None
     losses_N: torch.Tensor = field(init=False)
-    """fp32 cross-entropy of each position, after the forward; 0 where the label is ignored."""
+    """fp32 cross-entropy at each position, set by the forward pass; 0 where the label is ignored."""
     z_losses_N: torch.Tensor | None = field(init=False, default=None)
-    """fp32 z-loss of each position, if there is a coefficient."""
+    """fp32 z-loss at each position, or None if the z-loss is disabled."""
     router_loss_sum: torch.Tensor | None = field(init=False, default=None)
-    """fp32 scalar, this rank's part of the router loss, if there is one."""
+    """fp32 scalar: this rank's share of the router loss, or None if the router loss is disabled."""
     predictions_N: torch.Tensor | None = field(init=False, default=None)
-    """int64 ids of the most probable tokens, if wanted."""
+    """int64 IDs of the most probable tokens, or None unless ``wants_predictions`` is set."""
     _logits_of: Callable[[torch.Tensor], torch.Tensor] | None = field(init=False, default=None)
 
     def run(self, model: Callable[..., Any]) -> torch.Tensor:
-        """Call the model, or the engine that wraps it; return the sum of all losses (fp32 scalar)."""
+        """Call the model, or the engine that wraps the model; return the sum of all losses as an fp32 scalar."""
         head = self.parts.head_module
         with _replaced_forward(self.parts.model, self._forward), _replaced_forward(head, self._head_forward):
             loss_sum: torch.Tensor = model(**self.batch.model_inputs(), **self._scores(True))
@@ -60,9 +60,9 @@ class TiledLoss:
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def _forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         output = self.parts.decoded(args, kwargs)
-        # Without this, the rest of the forward would compute a router loss for each tile.
+        # Disable router scores for the rest of the forward, which would otherwise compute a router loss per tile.
         self._logits_of = self.parts.logits_function(output, args, {**kwargs, **self._scores(False)})
-        # Called with its hooks, which gather weights, and with a positional tensor, which the hooks look for.
+        # Call the head with its hooks, which gather the weights. The hooks expect a positional tensor argument.
         loss_sum: torch.Tensor = self.parts.head_module(output.last_hidden_state)
         if self.router_loss is None:
             return loss_sum
@@ -85,7 +85,7 @@ class TiledLoss:
     def gradients(
         self, hidden_NH: torch.Tensor, weights: tuple[torch.Tensor, ...], wants_gradients: bool
     ) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
-        """Loop over all tiles; return the summed loss's gradients, with weight gradients summed in fp32."""
+        """Process all tiles; return the gradients of the summed loss, with weight gradients summed in fp32."""
         labels_N, label_weights = self.batch.labels_BL.flatten(), self.batch.label_weights_BL
         num_tokens = len(labels_N)
         self.losses_N = torch.empty(num_tokens, dtype=torch.float32, device=hidden_NH.device)
@@ -116,7 +116,7 @@ class TiledLoss:
             if d_hidden_NH is not None:
                 d_hidden_NH[part] = found[0]
             add_gradients(d_weights, found[len(wanted) - len(weights) :])
-            # Free them before the next tile's exist: the head's gradients are as large as the head.
+            # Free the gradients before the next tile: the head's gradients are as large as the head.
             del found
         return d_hidden_NH, d_weights
 
@@ -135,16 +135,16 @@ class TiledLoss:
 def token_losses(
     logits_TV: torch.Tensor, labels_T: torch.Tensor, z_loss: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the fp32 cross-entropy of each token, and its z-loss if there is a coefficient.
+    """Return the fp32 cross-entropy of each token, and the z-loss or None if ``z_loss`` is 0.
 
-    The z-loss is ``z_loss * log(Z)**2`` with ``Z`` the softmax's denominator: it keeps ``log(Z)`` near 0, as for
-    normalized logits (https://arxiv.org/abs/2204.02311, section 5). Both are 0 where the label is ignored.
+    The z-loss is ``z_loss * log(Z)**2``, where ``Z`` is the softmax denominator. It keeps ``log(Z)`` close to 0
+    (https://arxiv.org/abs/2204.02311, section 5). Both losses are 0 where the label is ignored.
     """
     logits_TV = logits_TV.float()
     if not z_loss:
         losses_T = torch.nn.functional.cross_entropy(logits_TV, labels_T, ignore_index=IGNORE_INDEX, reduction="none")
         return losses_T, None
-    # Both use one log-sum-exp, so that the backward pass needs only one more tensor of the logits' size.
+    # Both losses share one log-sum-exp, so that the backward pass needs only one extra tensor of the logits' size.
     log_z_T = logits_TV.logsumexp(dim=-1)
     is_counted_T = labels_T != IGNORE_INDEX
     of_label_T = logits_TV.gather(-1, torch.where(is_counted_T, labels_T, 0)[:, None])[:, 0]
@@ -154,13 +154,12 @@ def token_losses(
 
 
 class _SumOfTiles(torch.autograd.Function):
-    """The sum of the losses, whose gradients are computed in the forward pass."""
+    """The sum of the losses; gradients are computed in the forward pass."""
 
     @staticmethod
     def forward(
         ctx: Any, loss: TiledLoss, wants_gradients: bool, hidden_NH: torch.Tensor, *weights: torch.Tensor
     ) -> torch.Tensor:
-        """Return the sum (fp32 scalar)."""
         ctx.gradients = loss.gradients(hidden_NH, weights, wants_gradients)
         ctx.dtypes = [weight.dtype for weight in weights]
         ctx.step = loss._tile_tokens(len(hidden_NH))
@@ -169,15 +168,15 @@ class _SumOfTiles(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Multiply the gradients by the gradient of the loss, in place."""
+        """Multiply the stored gradients by the gradient of the loss, in place."""
         if ctx.gradients is None:
             raise RuntimeError(
-                "the gradients of the tiled loss were kept for one backward pass (retain_graph=True): set "
-                "memory.loss_tile: off (causal_lm_loss(..., tile='off')) to run a second one"
+                "the tiled loss supports only one backward pass; to run a second one (retain_graph=True), set "
+                "memory.loss_tile: off (causal_lm_loss(..., tile='off'))"
             )
         (d_hidden_NH, d_weights), ctx.gradients = ctx.gradients, None
         if d_hidden_NH is not None:
-            # In fp32: a bf16 tensor times a scalar would round the scalar.
+            # Multiply in fp32: bf16 would round the scalar.
             for d_hidden_TH in d_hidden_NH.split(ctx.step):
                 d_hidden_TH.copy_(d_hidden_TH.float() * d_loss)
         scaled = [
@@ -188,7 +187,7 @@ class _SumOfTiles(torch.autograd.Function):
 
 
 def add_gradients(sums: list[torch.Tensor | None], parts: Sequence[torch.Tensor | None]) -> None:
-    """Add a tile's gradients in fp32; in bf16 the error would grow with the number of tiles."""
+    """Add a tile's gradients to fp32 sums; in bf16 the error would grow with the number of tiles."""
     for place, part in enumerate(parts):
         if part is None:
             continue
@@ -200,14 +199,14 @@ def add_gradients(sums: list[torch.Tensor | None], parts: Sequence[torch.Tensor 
 
 
 def _refuse_ungathered(head: nn.Module) -> None:
-    """Raise if ZeRO-3 has not gathered the weights of modules inside the head."""
+    """Raise if ZeRO-3 has not gathered the weights of the head's submodules."""
     for name, weight in head.named_parameters():
         status = getattr(weight, "ds_status", None)
         if status is not None and status.name != "AVAILABLE":
             raise UserError(
-                f"the output head's {name} is sharded by ZeRO-3 while the head runs over tiles; before the engine is "
-                "built, call deepspeed.utils.set_z3_leaf_module(model.get_output_embeddings(), True), or use "
-                "causal_lm_loss(..., tile='off')"
+                f"ZeRO-3 has not gathered the output head's {name}, but the tiled loss needs all weights of the head; "
+                "before building the engine, call deepspeed.utils.set_z3_leaf_module(model.get_output_embeddings(), "
+                "True), or use causal_lm_loss(..., tile='off')"
             )
 
 

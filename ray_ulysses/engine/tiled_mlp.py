@@ -1,10 +1,10 @@
-"""MLPs and norms over tiles of tokens, so that tensors of the MLP's width, or in fp32, never exist for a whole row.
+"""Runs MLPs and norms over tiles of tokens, so that their large intermediate tensors never exist for a complete row.
 
-The forward pass keeps only the MLP's input, in a separate node before the tiles. Under gradient checkpointing the
-layer's recomputation ends there, so that the backward pass recomputes the MLP once and not twice: 12 products of a
-projection per layer, against 11 without tiles. The gradients of the weights are summed over tiles in fp32, and each is
-added to its parameter once. Norms, of hidden states or of queries and keys, are tiled in the same way: the backward
-pass of Transformers' norms makes five fp32 values per input value, several times the rest of a layer.
+The forward pass saves only the MLP's input, in a separate autograd node before the tiles. Under gradient checkpointing,
+a layer's recomputation stops at that node, so the backward pass recomputes the MLP once instead of twice: a layer needs
+12 projection matrix products, compared with 11 without tiles. Weight gradients are summed over tiles in fp32 and added
+to the parameter once. Norms of hidden states, queries and keys are tiled in the same way, because the backward pass of
+Transformers' norms creates five fp32 values per input value, several times the memory of the rest of a layer.
 
 Legend: N tokens of this rank, T tokens of a tile, H hidden size.
 """
@@ -36,26 +36,26 @@ _log = get_logger(__name__)
 
 
 def tile_mlps(model: nn.Module, tile: TileSetting, most_tokens: int | None = None) -> None:
-    """Make a model's norms and MLPs, dense or of experts, run over tiles; call it before an engine wraps the model.
+    """Make a model's norms and MLPs, dense or experts, run over tiles. Call this function before building the engine.
 
-    A tiled MLP uses tiles for every row, however short. Tiling changes the order in which its weights get their
-    gradients, and ZeRO-2 needs the same order on all ranks, although one may have a short row.
+    A tiled MLP uses tiles for every row, even for short rows. Tiling changes the order in which weights receive
+    gradients, and ZeRO-2 requires the same order on all ranks, whose rows may have different lengths.
 
     Args:
         model: A ``PreTrainedModel``.
         tile: Tokens per tile; see :func:`ray_ulysses.parallel.layout.mlp_tile_tokens` and ``norm_tile_vectors``.
-        most_tokens: Most tokens of a batch on any rank, ``None`` if unknown. MLPs that would process all of them in one
-            tile are left unchanged.
+        most_tokens: Maximum number of tokens per batch on any rank, or None if unknown. MLPs that would process all of
+            these tokens in one tile are left unchanged.
 
     Raises:
-        UserError: The model's layers have no MLP that can be tiled; ``auto`` leaves them unchanged.
+        UserError: The layers have no MLP that can be tiled. With ``auto``, such layers are left unchanged instead.
     """
     if tile == "off":
         return
     found = list(find_mlps(model))
     if not found and tile != "auto":
         raise UserError(
-            f"memory.mlp_tile={tile}: the layers of {type(model).__name__} have no MLP as a separate module; set {_OFF}"
+            f"memory.mlp_tile={tile}: no layer of {type(model).__name__} has an MLP as a separate module; set {_OFF}"
         )
     for mlp in found:
         if most_tokens is not None and mlp_tile_tokens(tile, most_tokens, mlp_width(mlp)) >= most_tokens:
@@ -66,20 +66,20 @@ def tile_mlps(model: nn.Module, tile: TileSetting, most_tokens: int | None = Non
             if tile != "auto":
                 raise
             continue
-        # ZeRO-3 then gathers all its weights once for all tiles.
+        # Make ZeRO-3 gather all weights of the MLP once for all tiles.
         mlp._z3_leaf = True  # type: ignore[assignment]
         _go_over_tiles(mlp, partial(_mlp_tile, tile, mlp_width(mlp)), tile)
     hidden_size = _hidden_size(model)
     for norm in find_norms(model):
-        # A norm that was replaced by a fused kernel needs no tiles.
+        # Norms replaced by a fused kernel do not need tiling.
         with contextlib.suppress(NoTilesError):
             own_forward(norm, _OFF)
             _go_over_tiles(norm, partial(_norm_tile, tile, hidden_size), "auto")
 
 
 def _go_over_tiles(module: Any, tile_tokens: Callable[[int, int], int], setting: TileSetting) -> None:
-    """Give a module a forward over tiles; ``tile_tokens`` computes the tile from a row's tokens and width."""
-    # Without Ulysses's prefix, since tiles stay when Ulysses is removed.
+    """Give a module a tiled forward; ``tile_tokens`` computes the tile size from a row's tokens and width."""
+    # The attribute lacks the prefix of Ulysses' attributes, because removing Ulysses must not remove tiling.
     setattr(module, TILE_TOKENS, tile_tokens)
     module._tile_setting = setting
     module.forward = MethodType(_forward, module)
@@ -94,13 +94,12 @@ def _norm_tile(setting: TileSetting, hidden_size: int | None, vectors: int, widt
 
 
 def _hidden_size(model: nn.Module) -> int | None:
-    """Return the width of a model's hidden states; ``None`` for a module without a configuration."""
     config = getattr(model, "config", None)
     return None if config is None else getattr(config.get_text_config(decoder=True), "hidden_size", None)
 
 
 def find_mlps(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the MLP of each layer: a module with several matrices that neither is attention nor carries state."""
+    """Yield each layer's MLP: a child with several matrices that is neither attention nor a recurrent layer."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     for layer in model.modules():
@@ -113,9 +112,10 @@ def find_mlps(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def find_norms(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the norms of layers, of their attention and after the last layer that normalize each vector separately.
+    """Yield the norms that normalize each vector separately: in layers, in attention and after the last layer.
 
-    Torch's own norms, which are already fused, and norms with separate weights per head are left out.
+    Torch's own norms are excluded, because they are already fused. Norms with separate weights per head are excluded
+    too.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -124,7 +124,7 @@ def find_norms(model: nn.Module) -> Iterator[nn.Module]:
         is_layer = isinstance(parent, GradientCheckpointingLayer) or type(parent).__name__.endswith("Attention")
         if is_layer or any(isinstance(one, nn.ModuleList) for one in children):
             for child in children:
-                # PEFT wraps a norm that an adapter trains whole; a layer may have a list of norms.
+                # PEFT wraps norms that are trained in full, and some layers have a list of norms.
                 several = getattr(child, "modules_to_save", child)
                 is_several = isinstance(several, nn.ModuleDict | nn.ModuleList)
                 yield from filter(_is_norm, several.children() if is_several else [child])
@@ -144,7 +144,7 @@ def _matrices(module: nn.Module) -> list[torch.Tensor]:
 
 
 def mlp_width(mlp: nn.Module) -> int:
-    """Return the approximate number of values per token between an MLP's input and its output."""
+    """Return the approximate number of intermediate values per token in an MLP."""
     shapes: list[tuple[int, ...]] = [shape_of(one) for one in _matrices(mlp)]
     chosen = int(getattr(getattr(mlp, "config", None), "num_experts_per_tok", None) or getattr(mlp, "top_k", None) or 1)
     return max(max(shape[-2:]) for shape in shapes) * (chosen if any(len(shape) > 2 for shape in shapes) else 1)
@@ -160,7 +160,7 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     tile = getattr(self, TILE_TOKENS)(num_tokens, hidden.shape[-1])
     if tile >= num_tokens and not _has_order(self):
         return own(self, hidden)
-    # [..., H] -> [1, N, H], which every MLP accepts, in memory order: queries may be transposed.
+    # [..., H] -> [1, N, H], a shape that every MLP accepts, in memory order because queries may be transposed.
     order = sorted(range(hidden.dim() - 1), key=hidden.stride, reverse=True)
     in_memory = hidden.permute(*order, -1)
     hidden_1NH = in_memory.reshape(1, num_tokens, hidden.shape[-1])
@@ -171,9 +171,9 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self._tile_setting != "auto":
             raise
         del self.forward
-        _log.warning("%s does not go over tiles, so a step takes more memory than planned", type(self).__name__)
+        _log.warning("%s can't be tiled, so a step needs more memory than planned", type(self).__name__)
         return own(self, hidden)
-    # Not kept in `bare`, which their graph holds: that would be a reference cycle.
+    # Do not keep the scores in `bare`: their graph references `bare`, so that would be a reference cycle.
     scores, bare.scores = bare.scores, []
     record(scores)
     result = result.view_as(in_memory).permute(*(order.index(dim) for dim in range(len(order))), -1)
@@ -181,7 +181,7 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _has_order(module: nn.Module) -> bool:
-    """Return whether several weights of a module are about to get gradients."""
+    """Return whether several of a module's weights are about to receive gradients."""
     return torch.is_grad_enabled() and sum(weight.requires_grad for weight in module.parameters()) > 1
 
 
@@ -190,7 +190,7 @@ def _with_gradients(bare: _Bare, hidden_1NH: torch.Tensor, tile: int) -> torch.T
     if not hidden_1NH.requires_grad:
         if not weights:
             return bare.all_tiles(hidden_1NH, tile)
-        # As in the first layer with frozen embeddings.
+        # The input requires no gradient, as in the first layer with frozen embeddings.
         hidden_1NH = hidden_1NH.detach().requires_grad_()
     kept_1NH: Any = _KeptInput.apply(hidden_1NH)  # type: ignore[no-untyped-call]
     result_1NH: torch.Tensor
@@ -199,19 +199,19 @@ def _with_gradients(bare: _Bare, hidden_1NH: torch.Tensor, tile: int) -> torch.T
 
 
 class _Bare:
-    """An MLP or a norm without its hooks, whose weights are gathered."""
+    """A stand-in without hooks for an MLP or a norm whose weights are gathered."""
 
     def __init__(self, mlp: nn.Module) -> None:
         self.mlp = unhooked(mlp)
         del self.mlp.__dict__["forward"]
         self.num_others = 0
-        """Number of results besides the hidden states, such as router scores; layers ignore them, and get ``None``."""
+        """Number of outputs in addition to the hidden states. Layers ignore these outputs, and receive None instead."""
         self.is_recording = is_recording()
         self.scores: list[torch.Tensor] = []
-        """Router scores of all tokens, ``[N, E]`` each, if they are recorded."""
+        """Router scores of all tokens, each of shape ``[N, E]``, if Transformers records them."""
 
     def __call__(self, hidden_1TH: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return a tile's hidden states and router scores, ``[T, E]`` each."""
+        """Return a tile's hidden states and router scores, each of shape ``[T, E]``."""
         if not self.is_recording:
             return self._hidden(hidden_1TH), []
         result_1TH, scores = recorded(lambda: self._hidden(hidden_1TH))
@@ -223,17 +223,17 @@ class _Bare:
             self.num_others = len(result) - 1
             result = result[0]
         if isinstance(result, torch.Tensor) and result.shape == hidden_1TH.shape[1:]:
-            # Llama 4's experts return a flat result, which the layer reshapes.
+            # Llama 4's experts return a flattened tensor, which the layer reshapes.
             result = result[None]
         if not isinstance(result, torch.Tensor) or result.shape != hidden_1TH.shape:
             raise NoTilesError(
-                f"{type(self.mlp).__name__} does not return hidden states of its input's shape, so it can't be tiled; "
+                f"{type(self.mlp).__name__} can't be tiled, because its output has a different shape than its input; "
                 f"set {_OFF}"
             )
         return result
 
     def all_tiles(self, hidden_1NH: torch.Tensor, tile: int) -> torch.Tensor:
-        """Return the hidden states of all tokens, and keep their router scores."""
+        """Return the hidden states of all tokens, and store their router scores."""
         result_1NH: torch.Tensor | None = None
         tiles: list[list[torch.Tensor]] = []
         for start in range(0, hidden_1NH.shape[1], tile):
@@ -241,7 +241,7 @@ class _Bare:
             result_1TH, scores = self(hidden_1NH[:, part])
             tiles.append(scores)
             if result_1NH is None:
-                # The dtype may differ from the input's: a norm with fp32 weights returns fp32.
+                # Use the output's dtype: a norm with fp32 weights returns fp32 for any input.
                 result_1NH = torch.empty_like(hidden_1NH, dtype=result_1TH.dtype)
             result_1NH[:, part] = result_1TH
         assert result_1NH is not None
@@ -250,35 +250,33 @@ class _Bare:
 
 
 class _KeptInput(torch.autograd.Function):
-    """Keeps an MLP's input, at which a layer's recomputation ends."""
+    """An identity function that saves an MLP's input; a layer's recomputation stops here."""
 
     @staticmethod
     def forward(ctx: Any, hidden_1NH: torch.Tensor) -> torch.Tensor:
-        """Return the input."""
         ctx.save_for_backward(hidden_1NH)
         return hidden_1NH.view_as(hidden_1NH)
 
     @staticmethod
     def backward(ctx: Any, gradient_1NH: torch.Tensor) -> torch.Tensor:
-        """Return the gradient."""
         return gradient_1NH
 
 
 class _Tiles(torch.autograd.Function):
-    """An MLP over tiles; saves no tensors itself."""
+    """An MLP over tiles. Saves no tensors; the input is saved by `_KeptInput`."""
 
     @staticmethod
     def forward(
         ctx: Any, keeper: Any, mlp: _Bare, tile: int, hidden_1NH: torch.Tensor, *weights: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Return the MLP's result, ``[1, N, H]``, and the scores of its routers, ``[N, E]`` each."""
+        """Return the MLP's output, ``[1, N, H]``, and its router scores, each of shape ``[N, E]``."""
         ctx.keeper, ctx.mlp, ctx.tile, ctx.weights = keeper, mlp, tile, weights
         return mlp.all_tiles(hidden_1NH, tile), *mlp.scores
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_result_1NH: torch.Tensor, *d_scores: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Recompute the MLP tile by tile, with its gradients."""
+        """Recompute the MLP tile by tile, and compute its gradients."""
         (hidden_1NH,) = ctx.keeper.saved_tensors
         d_hidden_1NH = torch.empty_like(hidden_1NH)
         sums: list[torch.Tensor | None] = [None] * len(ctx.weights)
@@ -293,7 +291,7 @@ class _Tiles(torch.autograd.Function):
             del result_1TH, scores
             d_hidden_1NH[:, part] = d_hidden_1TH
             add_gradients(sums, found)
-            # Free them before the next tile's exist: they are as large as the MLP.
+            # Free the gradients before the next tile: they are as large as the MLP.
             del d_hidden_1TH, found
         scaled = [None if one is None else one.to(weight.dtype) for one, weight in zip(sums, ctx.weights, strict=True)]
         return None, None, None, d_hidden_1NH, *scaled

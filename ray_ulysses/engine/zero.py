@@ -24,40 +24,41 @@ if TYPE_CHECKING:
     from torch import nn
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""glibc's numbers of these parameters (malloc.h: M_TRIM_THRESHOLD, M_MMAP_THRESHOLD)."""
+"""glibc's mallopt constants M_TRIM_THRESHOLD and M_MMAP_THRESHOLD (malloc.h)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ZeroSettings:
-    """The engine's settings in a run."""
+    """Settings of the ZeRO engine."""
 
     stage: Literal[1, 2, 3] = 3
     dtype: Literal["bf16", "fp32"]
-    """Precision of weights and activations; with bf16, fp32 master weights are kept."""
+    """Precision of weights and activations. bf16 weights have fp32 master weights."""
     accumulation: int
     max_grad_norm: float | None
     learning_rate: float
     betas: tuple[float, float]
     eps: float
     weight_decay: float
-    """Applied to the weights of projections and embeddings."""
+    """Weight decay for the weights of projections and embeddings."""
     offload_optimizer: Literal["none", "cpu", "nvme"] = "none"
     offload_param: Literal["none", "cpu"] = "none"
-    """Where each rank's share of the weights is kept, in stage 3."""
+    """Device that stores each rank's shard of the weights in stage 3."""
     nvme_path: str | None = None
-    """Directory for ``offload_optimizer="nvme"``."""
+    """Swap directory for ``offload_optimizer="nvme"``."""
     sub_group_elements: int | None = None
-    """Elements updated at once per rank in ZeRO-3. ``None`` means DeepSpeed's default, or with NVMe a number that needs
-    small buffers."""
+    """Number of elements that each rank updates at a time in stage 3. None selects DeepSpeed's default, or with NVMe a
+    value that requires only small buffers."""
     partition_everything: bool = False
-    """Keep no parameter gathered between uses, even if it is small (for tiny models)."""
+    """Whether even small parameters are partitioned again after each use (for tiny models)."""
 
 
 def prepare_process(local_rank: int, device_type: str) -> None:
-    """Set the environment that DeepSpeed 0.19.8 reads when it is imported and initialized.
+    """Set the environment that DeepSpeed 0.19.8 reads on import and initialization.
 
-    On CPU, DeepSpeed would compile a C++ communication op at start, which takes 30 s and a compiler, unless all ops are
-    marked incompatible. Also on CPU, the C library is set to keep freed memory for the next activations.
+    On CPU, all DeepSpeed ops are marked incompatible. Otherwise DeepSpeed would compile a C++ communication op at
+    startup, which takes 30 s and requires a compiler. Also on CPU, the C library is configured to reuse freed memory
+    for later activations.
     """
     os.environ["LOCAL_RANK"] = str(local_rank)
     if device_type == "cpu":
@@ -71,10 +72,11 @@ def prepare_process(local_rank: int, device_type: str) -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Make glibc keep up to 128 MiB of freed memory, instead of returning and requesting it again in each layer.
+    """Make glibc keep up to 128 MiB of freed memory, instead of returning it to the system after each layer.
 
-    The system clears each new page: 10,000 to 17,000 pages per step of 8,192 tokens of a small model took 3 to 5% of
-    the CPU time. Tensors above 32 MiB, glibc's limit for this, are mapped and unmapped as before.
+    The system clears each new page: in a small model with 8,192 tokens per step, 10,000 to 17,000 page faults per step
+    took 3 to 5% of the CPU time. Tensors above 32 MiB, glibc's maximum for the mmap threshold, are still mapped and
+    unmapped.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -85,8 +87,9 @@ def _keep_freed_memory() -> None:
 def zero_config(settings: ZeroSettings) -> dict[str, Any]:
     """Return DeepSpeed's configuration.
 
-    It sets neither ``mesh_param`` nor ``sequence_parallel_size``: with either, DeepSpeed 0.19.8 saves half of the
-    shards and scales gradients differently by stage. Gradients are reduced and accumulated in fp32 for every dtype.
+    Neither ``mesh_param`` nor ``sequence_parallel_size`` is set: with either of them, DeepSpeed 0.19.8 saves only half
+    of the shards and scales gradients differently in each stage. Gradients are reduced and accumulated in fp32 for
+    every dtype.
     """
     zero: dict[str, Any] = {
         "stage": settings.stage,
@@ -122,21 +125,21 @@ def zero_config(settings: ZeroSettings) -> dict[str, Any]:
         "steps_per_print": 10**9,
     }
     if settings.dtype == "bf16":
-        # Stage 1 then frees each bf16 gradient once it is added in fp32, instead of at the end of the step.
+        # Stage 1 then frees each bf16 gradient after adding it in fp32, instead of at the end of the step.
         config["bf16"] = {"enabled": True, "immediate_grad_update": True}
     return config
 
 
 def partition_config(settings: ZeroSettings) -> dict[str, Any] | None:
-    """Return the configuration that partitions parameters while a model is loaded; ``None`` for stages 1 and 2."""
+    """Return the configuration for partitioning parameters while a model is loaded, or None for stages 1 and 2."""
     return zero_config(settings) if settings.stage == 3 else None
 
 
 def build_engine(model: nn.Module, settings: ZeroSettings) -> Any:
-    """Wrap a model in a ZeRO engine; every rank of the world must call, after ``init_process_group``.
+    """Wrap a model in a ZeRO engine. All ranks of the world must call this function after ``init_process_group``.
 
     Returns:
-        ``deepspeed.DeepSpeedEngine``; its ``backward`` divides by ``accumulation``.
+        The ``deepspeed.DeepSpeedEngine``, whose ``backward`` divides by ``accumulation``.
     """
     import deepspeed
 
@@ -151,7 +154,7 @@ def build_engine(model: nn.Module, settings: ZeroSettings) -> Any:
         swap_folder = SwapFolder(Path(str(settings.nvme_path)))
         config["zero_optimization"]["offload_optimizer"]["nvme_path"] = str(swap_folder.path)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
-    # Closed by the caller when it destroys the engine, or when the process ends.
+    # The caller closes the folder when it destroys the engine; otherwise the folder stays locked until process exit.
     engine.swap_folder = swap_folder
     if settings.stage == 3:
         trace_parameters_only(engine)
@@ -159,7 +162,7 @@ def build_engine(model: nn.Module, settings: ZeroSettings) -> Any:
 
 
 def _gather_head_at_once(model: nn.Module) -> None:
-    """Make ZeRO-3 gather an output head with inner modules, such as an adapter's, once for all tiles of the loss."""
+    """Make ZeRO-3 gather an output head with submodules, such as adapters, once for all tiles of the loss."""
     inner = inner_model(model)
     head = None if inner is None else inner.get_output_embeddings()
     if head is not None and any(True for _ in head.children()):
@@ -169,27 +172,29 @@ def _gather_head_at_once(model: nn.Module) -> None:
 
 
 def gather_experts_at_once(model: nn.Module) -> None:
-    """Make ZeRO-3 gather the experts of a layer together, once per call of the layer.
+    """Make ZeRO-3 gather all experts of a layer together, once per call of the layer.
 
-    Call it before the engine is built. Their code may call modules with parameters once for each expert that has a
-    token, as in DBRX. Ranks have different tokens, so a gather per call would wait for ranks that do not call.
+    Call this function before building the engine. Some layers, such as DBRX's, call one module with parameters per
+    expert that has tokens. Ranks have different tokens, so gathering on each call would wait for ranks that do not make
+    the call.
     """
     from deepspeed.utils import set_z3_leaf_module
 
     for module in model.modules():
         shapes = (shape_of(one) for one in module.parameters(recurse=False))
         is_stacked = any(sum(size > 1 for size in shape) > 2 for shape in shapes)
-        is_stacked = is_stacked and layout_of(module) is None  # Zamba stacks the heads of a layer that carries state.
+        is_stacked = is_stacked and layout_of(module) is None  # Zamba's recurrent layers have stacked heads.
         if (is_stacked or type(module).__name__.endswith("Experts")) and next(module.children(), None) is not None:
             set_z3_leaf_module(module, True)
 
 
 def trace_parameters_only(engine: Any) -> None:
-    """Make ZeRO-3 trace calls of modules with parameters only.
+    """Make ZeRO-3 trace only calls of modules with parameters.
 
-    DeepSpeed 0.19.8 keeps a trace of all calls on each rank. If one rank's calls change from one micro-batch to the
-    next, only this rank drops its trace, its next collectives differ from the other ranks', and all hang. The number of
-    calls of a module without parameters may depend on a rank's data, as for the activation of each expert with a token.
+    DeepSpeed 0.19.8 records a trace of all module calls on each rank. If the calls on one rank change between
+    micro-batches, only that rank discards its trace, its next collectives differ from the other ranks' collectives, and
+    all ranks hang. Calls of modules without parameters may depend on a rank's data, such as the activation of each
+    expert that has tokens.
     """
     offload = engine.optimizer.parameter_offload
     hooks_without_use = {
@@ -218,18 +223,19 @@ _PREFIX = "process-"
 
 
 class SwapFolder:
-    """A new folder under a root on a local disk, locked until it is closed or the process ends.
+    """A new folder under a root directory on a local disk, locked until it is closed or the process ends.
 
-    Two attempts of a run may be alive on one node for a while, if the older one does not know that it was abandoned. If
-    they shared files, they would overwrite each other's state. Folders of dead processes are deleted first.
+    Two attempts of a run may be alive on the same node for a while, if the older attempt has not noticed that it was
+    abandoned. With shared files, they would overwrite each other's state. Folders of dead processes are deleted on
+    creation.
 
     Raises:
-        OSError: The root is not writable.
+        OSError: The root directory is not writable.
     """
 
     def __init__(self, root: Path) -> None:
         root.mkdir(parents=True, exist_ok=True)
-        # One process at a time, since a new folder is not yet locked.
+        # Only one process may create a folder at a time, because a new folder is not locked yet.
         with os.fdopen(open_inside(root / LOCK_FILE, root, os.O_RDWR | os.O_CREAT)) as turn:
             lock(turn.fileno(), wait=True)
             for folder in root.glob(f"{_PREFIX}*"):
@@ -238,7 +244,7 @@ class SwapFolder:
             self._lock = lock_file(self.path / LOCK_FILE)
 
     def close(self) -> None:
-        """Delete the folder; call once, after the last swap."""
+        """Delete the folder. Call this method once, after the last swap."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 
@@ -247,7 +253,7 @@ def _delete_if_dead(folder: Path) -> None:
     try:
         descriptor = lock_file(folder / LOCK_FILE, folder.parent)
     except (BlockingIOError, FileNotFoundError, NotAPlainFileError):
-        # Its owner is alive or has just deleted it, or it is a link, which this class does not create.
+        # The owner is alive or has just deleted the folder, or the folder is a link not created by this class.
         return
     shutil.rmtree(folder, ignore_errors=True)
     os.close(descriptor)

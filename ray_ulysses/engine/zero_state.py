@@ -1,11 +1,11 @@
 """Exports and imports the training state of a ZeRO engine of any stage, as named flat parts.
 
-Exact intervals of each tensor are stored, without padding, so that a state saved at any stage and world size loads at
-any other. Only `partition_view` reads DeepSpeed's private attributes.
+Tensors are stored as exact intervals, without padding. A state saved at any stage and world size can therefore be
+loaded at any other. Only `partition_view` reads DeepSpeed's private attributes.
 
-Keys are ``fp32/<parameter>`` for the master weights of a trained parameter, ``<moment>/<parameter>`` for its optimizer
-moments, ``model/<parameter>`` for a trained parameter in the model's own precision if that is not fp32,
-``frozen/<parameter>`` and ``buffer/<name>``. A tied parameter appears once, under its first name.
+Keys are ``fp32/<parameter>`` for master weights of trained parameters, ``<moment>/<parameter>`` for their optimizer
+moments, ``model/<parameter>`` for trained parameters in the model's precision if it is not fp32, ``frozen/<parameter>``
+and ``buffer/<name>``. A tied parameter is stored once, under its first name.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ray_ulysses.errors import UserError
 
 
 class StateReader:
-    """Reads the training state of an engine repeatedly between steps; the set of trained parameters must not change."""
+    """Reads an engine's training state repeatedly between steps. The set of trained parameters must not change."""
 
     def __init__(self, engine: Any) -> None:
         self._engine, self._view, self._tensors = engine, partition_view(engine), named_tensors(engine.module)
@@ -40,7 +40,7 @@ class StateReader:
     def source(self) -> StateSource:
         """Return this rank's part of the state, in memory or on NVMe, without communication.
 
-        It is a view of the live state: copy or write it before the next step.
+        The result is a view of the live state: copy or store its contents before the next step.
         """
         view, tensors = self._view, self._tensors
         moments = moment_names(view)
@@ -53,23 +53,24 @@ class StateReader:
 
 
 def state_source(engine: Any) -> StateSource:
-    """Return this rank's part of the state, as `StateReader.source`, to read it once."""
+    """Return this rank's part of the state; see `StateReader.source`."""
     return StateReader(engine).source()
 
 
 def import_state(engine: Any, description: StateDescription, fill: Callable[[Sequence[TensorPart]], object]) -> None:
-    """Load a stored state into an engine of the same model, at any stage and world size; every rank must call.
+    """Load a stored state into an engine with the same model, for any stage and world size.
 
-    The optimizer keeps its own groups and hyperparameters, which follow from the settings of the resumed run.
+    All ranks must call this function. The optimizer keeps its own parameter groups and hyperparameters, which come from
+    the resumed run's settings.
 
     Args:
-        engine: A ``deepspeed.DeepSpeedEngine`` with ZeRO stage 1, 2 or 3, just built or already trained.
-        description: The stored state, from the manifest.
-        fill: Fills this rank's parts in place, such as `checkpoint.load_parts`. It is called once, or with the
-            optimizer on NVMe once per sub-group, equally often on every rank.
+        engine: A ``deepspeed.DeepSpeedEngine`` with ZeRO stage 1, 2 or 3, new or already trained.
+        description: Description of the stored state, from the manifest.
+        fill: A function that fills this rank's parts in place, such as `checkpoint.load_parts`. It is called once or,
+            with the optimizer on NVMe, once per sub-group; the number of calls is the same on every rank.
 
     Raises:
-        UserError: The engine's parameters differ from the stored ones.
+        UserError: The engine's parameters differ from the stored parameters.
     """
     view, tensors = partition_view(engine), named_tensors(engine.module)
     moments = stored_moments(description)
@@ -94,7 +95,7 @@ def partition_view(engine: Any) -> PartitionView:
 
 
 def _make_optimizer_state(view: PartitionView, group: Sequence[int], moments: Sequence[str], step: int) -> None:
-    """Allocate zeroed state tensors in the inner optimizer, which has none before the first step."""
+    """Allocate zeroed state tensors in the inner optimizer, which has no state before the first step."""
     is_torch = isinstance(view.inner, torch.optim.Adam)
     for number in group:
         flat = view.flats[number]
@@ -108,7 +109,7 @@ def _make_optimizer_state(view: PartitionView, group: Sequence[int], moments: Se
 
 
 PartitionView = Zero3View | GroupView
-"""This rank's partition of the training state, for one kind of ZeRO optimizer."""
+"""A partition view for one kind of ZeRO optimizer."""
 
 FP32 = "fp32"
 MODEL = "model"
@@ -118,21 +119,21 @@ BUFFER = "buffer"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NamedTensors:
-    """A model's tensors by name, found once, since walking over all modules takes milliseconds."""
+    """A model's tensors by name. Collected once, because walking over all modules takes milliseconds."""
 
     trained: tuple[tuple[str, Any], ...]
-    """The trained parameters; a tied parameter appears once, under its first name."""
+    """Trained parameters; a tied parameter is listed once, under its first name."""
     frozen: tuple[tuple[str, Any], ...]
-    """The other parameters, likewise."""
+    """Frozen parameters; a tied parameter is listed once, under its first name."""
     tied: Mapping[str, str]
-    """The first name of each tied parameter, by its other names."""
+    """Other names of tied parameters, each mapped to the parameter's first name."""
     buffer_places: tuple[tuple[str, nn.Module], ...]
-    """The modules that hold persistent buffers (a RoPE table is not persistent), with the prefix of their names. A
-    module may replace a buffer's tensor at any time."""
+    """Modules that have buffers, each with its name prefix. Modules rather than buffers are stored, because a module
+    may replace a buffer's tensor at any time."""
 
     @property
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The current buffers that belong to the model's state."""
+        """Current persistent buffers, by name; RoPE tables, for example, are not persistent."""
         seen: set[int] = set()
         for prefix, module in self.buffer_places:
             for name, buffer in module.named_buffers(recurse=False):
@@ -162,7 +163,7 @@ def named_tensors(module: nn.Module) -> NamedTensors:
 def stepped_parts(
     tensors: NamedTensors, view: PartitionView, group: Sequence[int], moments: Sequence[str]
 ) -> Iterator[TensorPart]:
-    """Yield one resident group's master weights and moments that this rank's optimizer updates."""
+    """Yield this rank's master weights and moments in one resident group."""
     for name, parameter in tensors.trained:
         part = view.partition_of(parameter)
         if part.length and part.flat in group:
@@ -174,7 +175,7 @@ def stepped_parts(
 
 
 def stepped_intervals(tensors: NamedTensors, view: PartitionView, moments: Sequence[str]) -> Iterator[HeldInterval]:
-    """Yield the intervals of `stepped_parts` for every flat tensor, in memory or not."""
+    """Yield the intervals of this rank's master weights and moments, including those not in memory."""
     for name, parameter in tensors.trained:
         part = view.partition_of(parameter)
         if part.length:
@@ -185,7 +186,7 @@ def stepped_intervals(tensors: NamedTensors, view: PartitionView, moments: Seque
 
 
 def rounded_parts(tensors: NamedTensors, view: PartitionView) -> Iterator[TensorPart]:
-    """Yield this rank's share of the trained weights in the model's precision, if that is not fp32."""
+    """Yield this rank's share of the trained weights in the model's precision, unless that is fp32."""
     for name, parameter in tensors.trained:
         if parameter.dtype != torch.float32:
             start, tensor = view.weights(parameter, is_writing=False)
@@ -193,7 +194,7 @@ def rounded_parts(tensors: NamedTensors, view: PartitionView) -> Iterator[Tensor
 
 
 def untrained_parts(tensors: NamedTensors, view: PartitionView, *, is_writing: bool) -> Iterator[TensorPart]:
-    """Yield frozen parameters and buffers."""
+    """Yield frozen parameters and buffers. Only rank 0 stores buffers; every rank loads them."""
     for name, parameter in tensors.frozen:
         start, tensor = view.weights(parameter, is_writing=is_writing)
         yield from _unless_empty(f"{FROZEN}/{name}", start, tensor)
@@ -209,22 +210,22 @@ def _unless_empty(key: str, start: int, tensor: torch.Tensor) -> Iterator[Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SwappedState:
-    """One rank's part of the state, with only one sub-group in memory at a time; a `StateSource`.
+    """A rank's part of the state, of which one sub-group is in memory at a time; a `StateSource`.
 
-    It is a view of the live state: copy it before the next step.
+    The object is a view of the live state: copy its contents before the next step.
     """
 
     tensors: NamedTensors
     view: PartitionView
     moments: tuple[str, ...]
     resident: tuple[TensorPart, ...]
-    """The parts that are always in memory: all except master weights and moments."""
+    """Parts that are always in memory: all except master weights and moments."""
     description: StateDescription
-    """The part of the state that is the same on every rank."""
+    """Description of the state, identical on every rank."""
 
     @property
     def intervals(self) -> tuple[HeldInterval, ...]:
-        """The intervals that this rank holds; reading this property swaps nothing in."""
+        """Intervals that this rank owns. Reading this property does not swap anything in."""
         resident = (
             HeldInterval(key=part.key, start=part.start, num_elements=part.tensor.numel(), dtype=part.tensor.dtype)
             for part in self.resident
@@ -232,9 +233,9 @@ class SwappedState:
         return (*stepped_intervals(self.tensors, self.view, self.moments), *resident)
 
     def copy_to(self, destinations: Sequence[torch.Tensor]) -> None:
-        """Copy every interval's elements; apart from the destinations, one sub-group is in memory at a time.
+        """Copy each interval's elements to a destination tensor, with one sub-group in memory at a time.
 
-        On return, copies from a device into pinned memory may still be running on the current stream.
+        When this method returns, copies from a device to pinned memory may still be in progress on the current stream.
         """
         wanted = {interval.key: destination for interval, destination in zip(self.intervals, destinations, strict=True)}
         for part in self.resident:
@@ -246,14 +247,14 @@ class SwappedState:
         assert not wanted, f"never swapped in: {sorted(wanted)}"
 
 
-# They select an implementation and do not change the step.
+# These options select an implementation, but do not change the result of a step.
 _NOT_HYPERPARAMETERS = {"params", "foreach", "fused", "capturable", "differentiable"}
 _Value = TypeVar("_Value")
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
 def describe(engine: Any, tensors: NamedTensors, view: PartitionView, moments: Sequence[str]) -> StateDescription:
-    """Return the description of an engine's state, the same on every rank."""
+    """Return the description of an engine's state, identical on every rank."""
     return StateDescription(
         tensors=_tensor_specs(tensors, moments),
         tied=tensors.tied,
@@ -277,27 +278,27 @@ def moment_names(view: PartitionView) -> tuple[str, ...]:
 
 
 def stored_moments(description: StateDescription) -> tuple[str, ...]:
-    """Return the names of the stored moments."""
+    """Return the names of the moments in a stored state."""
     kinds = {key.split("/", 1)[0] for key in description.tensors}
     return tuple(sorted(kinds - {FP32, MODEL, FROZEN, BUFFER}))
 
 
 def restore_counters(engine: Any, description: StateDescription) -> None:
-    """Restore the engine's counters; the number of micro-batches is computed for this layout."""
+    """Restore the engine's counters. The micro-batch counter is recomputed for the current layout."""
     for name in _COUNTERS:
         setattr(engine, name, description.counters.get(name, 0))
     engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
 
 
 def check_same_model(tensors: NamedTensors, description: StateDescription, moments: Sequence[str]) -> None:
-    """Raise if a model's tensors differ from the stored ones.
+    """Raise if a model's tensors differ from the stored tensors.
 
-    Trained weights are compared by their fp32 master weights: the model's own precision may change, and its rounded
-    copy under ``model/`` need not exist. Training then continues from the same master weights in the new precision.
-    Frozen parameters and buffers have no master weights, and must keep their stored dtype.
+    Trained weights are compared by their fp32 master weights. The model's precision may change, and training then
+    continues from the same master weights in the new precision; rounded copies under ``model/`` are not compared.
+    Frozen parameters and buffers have no master weights, so their dtype must match.
 
     Raises:
-        UserError: Names, shapes or dtypes differ; the error names the first few tensors.
+        UserError: Names, shapes or dtypes differ. The error lists the first few tensors.
     """
     here = _comparable(_tensor_specs(tensors, moments))
     stored = _comparable(description.tensors)
@@ -305,13 +306,13 @@ def check_same_model(tensors: NamedTensors, description: StateDescription, momen
     if problems:
         more = f", and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise UserError(
-            f"model: it differs from the checkpoint: {'; '.join(problems[:3])}{more}; resume with the model that the "
-            f"run started with, or set another run.name"
+            f"the model differs from the checkpoint: {'; '.join(problems[:3])}{more}; resume with the run's original "
+            "model, or set another run.name"
         )
 
 
 def differing(here: Mapping[str, _Value], stored: Mapping[str, _Value], shown: Callable[[_Value], str]) -> list[str]:
-    """Return how named tensors differ from stored ones, missing tensors first (pure)."""
+    """Describe the differences between a model's tensors and the stored tensors, missing tensors first."""
     found = [f"{key} is not in the checkpoint" for key in here if key not in stored]
     found += [f"{key} is in the checkpoint only" for key in stored if key not in here]
     found += [
@@ -351,5 +352,5 @@ def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _optimizer_step(view: PartitionView) -> int:
     steps = {int(view.inner.state[flat]["step"]) for flat in view.flats}
-    assert len(steps) == 1, f"sub-groups have done different numbers of steps: {sorted(steps)}"
+    assert len(steps) == 1, f"sub-groups are at different steps: {sorted(steps)}"
     return steps.pop()

@@ -1,1 +1,1 @@
-"""The training loop and its parts, without Ray: usable under any launcher."""
+"""The training loop and its components, independent of Ray: usable with any launcher."""

@@ -1,4 +1,4 @@
-"""Times the same small computation on every rank while a run trains, and names ranks that stay slow."""
+"""Times the same small computation on every rank during training, and reports ranks that stay slow."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from ray_ulysses.trainer.step import Flags
 
 WINDOW_S = 30.0
-"""Shortest time between two measurements, in seconds; there is one per step at most."""
+"""Minimum time between two measurements, in seconds. At most one measurement is made per step."""
 
 _log = get_logger(__name__)
 
 
 class ComputeWatch:
-    """Finds slow ranks of an attempt; every rank has one.
+    """Detects slow ranks. Every rank of an attempt creates one.
 
-    Step times reveal nothing: in each collective the fast ranks wait for the slow one.
+    Step times can't reveal slow ranks: in each collective, the fast ranks wait for the slow rank.
     """
 
     def __init__(self, context: AttemptContext, recorder: Recorder) -> None:
@@ -39,14 +39,15 @@ class ComputeWatch:
         self._measured_at = context.worker.clock.monotonic()
 
     def is_due(self) -> bool:
-        """Return whether a measurement is due after this step; called on rank 0."""
+        """Return whether rank 0 requests a measurement after this step."""
         waited_s = self._context.worker.clock.monotonic() - self._measured_at
         return self._context.worker.world_size > 1 and waited_s >= WINDOW_S
 
     def after_step(self, flags: Flags) -> None:
-        """Measure if it is due; every rank must call, with the agreed flags.
+        """Measure all ranks if a measurement is due. All ranks must call this method with the agreed flags.
 
-        Call before the step is saved. Nothing is measured while an earlier save runs, whose threads would distort it.
+        Call this method before the step's state is saved. Nothing is measured while an earlier save is in progress,
+        because the saving threads would distort the measurement.
         """
         if not flags.compute_due or flags.saving or flags.memory_busy:
             return
@@ -59,7 +60,7 @@ class ComputeWatch:
         named, may_leave = [one for one in self._slow if one.is_named], config.elastic.slow_ranks == "exclude"
         for one in named:
             if one.rank not in self._named:
-                then = "the driver leaves its node where that pays" if may_leave else "the run goes on with it"
+                then = "the driver excludes its node if that saves time" if may_leave else "training continues"
                 said = one.said(self._context.nodes[one.rank])
                 self._recorder.warned(f"{said} ({then}: elastic.slow_ranks={config.elastic.slow_ranks})")
         self._named = frozenset(one.rank for one in named)
@@ -73,13 +74,13 @@ def _exclude(run_dir: Place, session: str, slow: Mapping[str, float]) -> None:
     try:
         exclude_nodes(run_dir, session, slow)
     except OSError as error:
-        _log.warning("the request to leave slow nodes can't be written: %s", error)
+        _log.warning("the request to exclude slow nodes can't be written: %s", error)
 
 
 def compute_s(device: torch.device) -> float:
-    """Return how long this rank takes for fixed products of matrices, in seconds; NaN if a GPU has no memory for them.
+    """Return the time that this rank needs for fixed matrix products, in seconds; NaN if a GPU is out of memory.
 
-    The shortest of several times: occasional disturbances say nothing about a rank's speed.
+    The result is the minimum of several times, because occasional disturbances do not indicate a slow rank.
     """
     try:
         return _gpu_s(device) if device.type == "cuda" else _cpu_s()
@@ -97,7 +98,7 @@ def _cpu_s() -> float:
 
 
 def _gpu_s(device: torch.device) -> float:
-    """Time about 100 ms of products with CUDA events; not yet run on a GPU."""
+    """Time about 100 ms of matrix products with CUDA events. Not yet tested on a GPU."""
     generator = torch.Generator(device=device).manual_seed(0)
     matrix = torch.randn(2048, 2048, dtype=torch.bfloat16, device=device, generator=generator) / 45
     times: list[float] = []

@@ -1,4 +1,4 @@
-"""Probes the storage, claims an attempt, and holds each rank's context of it."""
+"""Checks the shared storage, claims an attempt number, and provides each rank with the attempt's context."""
 
 from __future__ import annotations
 
@@ -37,37 +37,38 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerStore:
-    """Peer memory as used by one rank."""
+    """One rank's access to peer memory."""
 
     store: PeerMemoryStore
     messenger: RankMessenger
-    """Exchanges small values between the saving threads, over their own group."""
+    """Exchanges small values between the saving threads, over their own process group."""
     lent: LentMemory | None = None
-    """Memory of this node's agent, which keeps states in place; None if the agent lends none."""
+    """Memory that this node's agent lends for states, so that they need not be sent; None if the agent lends no
+    memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptContext:
-    """An attempt as each of its ranks knows it."""
+    """One rank's view of an attempt."""
 
     run: ResolvedRun
-    """The run, with its layout at this attempt's world size and the store of its checkpoints."""
+    """The run, with the layout at this attempt's world size and the checkpoint store."""
     worker: Worker
-    """This rank's worker, with its clock."""
+    """This rank's worker, which includes the clock."""
     attempt: int
-    """The attempt's number, on every rank."""
+    """Attempt number, identical on every rank."""
     nodes: tuple[str, ...]
-    """Name of each rank's node, by rank."""
+    """Node name of each rank, indexed by rank."""
     messenger: RankMessenger
-    """Exchanges small values between ranks, over a group apart from training's."""
+    """Exchanges small values between ranks, over a process group that training does not use."""
     save_messenger: RankMessenger
-    """The same for the saving threads, over their own group."""
+    """Exchanges small values between the saving threads, over their own process group."""
     peer_memory: PeerStore | None = None
-    """Peer memory and the messenger of its threads; None if there is none."""
+    """Peer memory and the messenger of the threads that save to it, or None if peer memory is not used."""
     stage: str = ""
-    """Name of its stage, once known; empty in a run without stages."""
+    """Name of the current stage; empty before the stage is known and in runs without stages."""
     measured: str = ""
-    """Identity of the data that its losses are measured on, once known."""
+    """Identifier of the data on which losses are measured; empty before the stage is known."""
 
     @property
     def rank(self) -> int:
@@ -76,7 +77,7 @@ class AttemptContext:
 
     @property
     def diagnostics(self) -> Diagnostics:
-        """The writer of this rank's diagnostic files."""
+        """Writer for this rank's diagnostic files."""
         worker = self.worker
         return Diagnostics(
             run_dir=self.run.config.run_dir, attempt=self.attempt, rank=worker.rank, device=worker.device
@@ -84,18 +85,18 @@ class AttemptContext:
 
 
 def open_attempt(run: ResolvedRun, worker: Worker) -> tuple[AttemptContext, JournalWriter | None]:
-    """Probe the storage and claim the next attempt; every rank must call.
+    """Check the shared storage and claim the next attempt number. All ranks must call this function.
 
     Returns:
-        The attempt, and on rank 0 its journal.
+        The attempt's context and, on rank 0, the attempt's journal.
 
     Raises:
-        UserError: The storage is not shared by every node, or can't be written.
+        UserError: The storage is not shared by all nodes, or is not writable.
     """
     config = run.config
     timeout = timedelta(seconds=config.elastic.collective_timeout_s)
     messenger = TorchRankMessenger(dist.new_group(backend="gloo", timeout=timeout))
-    # One rank's storage may be much slower than another's.
+    # Saving needs a longer timeout, because one rank's storage may be much slower than another's.
     save_timeout = timedelta(seconds=config.checkpoint.save_timeout_s)
     save_messenger = TorchRankMessenger(dist.new_group(backend="gloo", timeout=save_timeout))
     probe_storage(config.run_dir, worker, messenger)
@@ -113,7 +114,7 @@ def open_attempt(run: ResolvedRun, worker: Worker) -> tuple[AttemptContext, Jour
 
 
 def _open_peer_memory(worker: Worker, messenger: RankMessenger, timeout: timedelta) -> PeerStore | None:
-    """Open peer memory if every rank has its addresses; every rank must call."""
+    """Open peer memory if every rank has the agents' addresses. All ranks must call this function."""
     given = messenger.gather(worker.peer_memory is not None)
     if not messenger.broadcast(given is not None and all(given)):
         return None
@@ -121,16 +122,16 @@ def _open_peer_memory(worker: Worker, messenger: RankMessenger, timeout: timedel
     store = PeerMemoryStore(worker.peer_memory)
     lent = store.lent_memory()
     if lent is None:
-        _log.info("the agent of this node takes no memory from this process: states are sent to it, which needs more")
+        _log.info("the peer-memory agent on this node lends no memory; states are sent to it, which needs more memory")
     own = TorchRankMessenger(dist.new_group(backend="gloo", timeout=timeout))
     return PeerStore(store=store, messenger=own, lent=lent)
 
 
 def _claim(run: ResolvedRun, worker: Worker) -> JournalWriter:
-    """Claim an attempt number that is new to both the journal and the checkpoint store."""
+    """Claim an attempt number that neither the journal nor the checkpoint store contains."""
     store, run_dir = run.store, run.config.run_dir
     if (text := takeover(run.config, worker.session)) is not None:
-        # A command may not take a run back from the one that has it now.
+        # Another command has taken over the run, and this command must not take it back.
         raise UserError(text)
     try:
         while True:
@@ -140,8 +141,8 @@ def _claim(run: ResolvedRun, worker: Worker) -> JournalWriter:
             journal.close()
     except OSError as error:
         raise CheckpointError(
-            f"the attempt can't be recorded beside the checkpoints in {run.location} ({error}); repair the storage, "
-            "then start the same command again"
+            f"the attempt can't be recorded in the checkpoint storage {run.location} ({error}); repair the storage, "
+            "then run the same command again"
         ) from error
 
 
@@ -149,23 +150,23 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def probe_storage(run_dir: Place, worker: Worker, messenger: RankMessenger) -> None:
-    """Check that each node sees the driver's file and that rank 0 sees each node's.
+    """Check that every node sees the driver's session file, and that rank 0 sees a file from every node.
 
-    Every rank must call.
+    All ranks must call this function.
 
     Raises:
-        UserError: Some nodes have another directory at that path, or can't write it; the text names them.
-        StorageFailedError: It is full.
-        RunError: It does not answer, which may pass.
+        UserError: Some nodes see a different directory at the run's path or can't write to it; the error lists them.
+        StorageFailedError: The storage is full.
+        RunError: The storage does not respond; a later attempt may succeed.
     """
     store = open_store(run_dir, must_exist=True)
-    # A dying attempt of the same session may be deleting its own marks right now.
+    # Use a new folder: a dying attempt of the same session may still be deleting its own folder.
     folder = messenger.broadcast(f"{PROBE_FOLDER}-{uuid.uuid4().hex}")
     mark = f"{folder}/rank-{worker.rank:05d}"
     problem = full = away = None
     try:
         if store.read_whole(SESSION_FILE).decode() != worker.session:
-            problem = f"node {worker.node} sees another run directory than the driver"
+            problem = f"node {worker.node} sees a different run directory than the driver"
         store.replace(mark, [worker.node.encode()])
     except OSError as error:
         problem = f"node {worker.node} can't use it ({error.strerror or error})"
@@ -174,7 +175,7 @@ def probe_storage(run_dir: Place, worker: Worker, messenger: RankMessenger) -> N
     full = agree(messenger, full)
     if full is not None:
         raise StorageFailedError(
-            f"run.storage: the disk of {run_dir} is full: {full}. Free space, then start the same command again"
+            f"run.storage: the disk of {run_dir} is full: {full}. Free space, then run the same command again"
         )
     _refuse_away(run_dir, agree(messenger, away))
     nodes = messenger.gather((worker.rank, worker.node, problem))
@@ -188,7 +189,7 @@ def probe_storage(run_dir: Place, worker: Worker, messenger: RankMessenger) -> N
             unseen = [node for rank, node, known in nodes if known is None and f"rank-{rank:05d}" not in seen]
             if unseen:
                 problem = f"files of node {', '.join(sorted(set(unseen)))} are not visible on node {worker.node}"
-        # The next command deletes leftovers.
+        # If this fails, the next command deletes the folder.
         with contextlib.suppress(OSError):
             store.delete(folder)
     _refuse_away(run_dir, agree(messenger, away))
@@ -196,11 +197,10 @@ def probe_storage(run_dir: Place, worker: Worker, messenger: RankMessenger) -> N
     if problem is not None:
         hint = "Mount the same file system at that path on every node"
         if not isinstance(run_dir, Path):
-            hint = "Give every node the same endpoint and credentials, by its environment or cluster.secrets_file"
-        raise UserError(f"run.storage: {run_dir} is not one shared directory on every node: {problem}. {hint}")
+            hint = "Set the same endpoint and credentials on every node, in the environment or cluster.secrets_file"
+        raise UserError(f"run.storage: {run_dir} is not a directory shared by all nodes: {problem}. {hint}")
 
 
 def _refuse_away(run_dir: Place, nodes: str | None) -> None:
-    """Raise `RunError` if the storage does not answer; another attempt may succeed."""
     if nodes is not None:
-        raise RunError(f"run.storage: {run_dir} does not answer: {nodes}; make it reachable on every node")
+        raise RunError(f"run.storage: {run_dir} does not respond on {nodes}; make the storage reachable on every node")

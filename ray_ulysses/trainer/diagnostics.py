@@ -1,4 +1,4 @@
-"""Explains a slow step, an out-of-memory error or a hang, with files in the run's directory."""
+"""Writes diagnostic files to the run directory that explain a slow step, an out-of-memory error or a hang."""
 
 from __future__ import annotations
 
@@ -30,25 +30,23 @@ if TYPE_CHECKING:
 
 _RETRY_S = 5.0
 _RECORDED_STEPS = 2
-"""Later steps peak no higher: the first step allocates all that stays, such as the optimizer's state."""
+"""Memory peaks within the first steps: the first step allocates everything that stays, such as optimizer state."""
 _MOST_ALLOCATIONS = 100_000
 _log = get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Diagnostics:
-    """The files of one rank in one attempt."""
+    """Writes the diagnostic files of one rank in one attempt."""
 
     run_dir: Place
-    """The run's directory."""
     attempt: int
     rank: int
     device: torch.device
-    """Where the rank computes."""
 
     @contextmanager
     def profiled(self, profile: ProfileSection | None, step: int, beat: Callable[[], object]) -> Iterator[None]:
-        """Trace a block if the profile selects the step and this rank.
+        """Profile a block if ``profile`` selects this step and rank.
 
         ``beat`` is called as a sign of life before the trace is written.
         """
@@ -63,19 +61,20 @@ class Diagnostics:
             profiler.export_chrome_trace(str(file))
             written = self._write(profile_key(self.attempt, step, self.rank), file.read_bytes())
         if written is not None:
-            _log.info("step %d of rank %d was traced: %s in %s", step, self.rank, written, self.run_dir)
+            _log.info("profiled step %d on rank %d: %s in %s", step, self.rank, written, self.run_dir)
 
     def leave_snapshot(self, step: int, snapshot: Any) -> str | None:
-        """Write the state of the GPU's memory, and return its key; None if it can't be written."""
+        """Write a snapshot of the GPU's memory, and return the file's key, or None if writing fails."""
         return self._write(memory_snapshot_key(self.attempt, step, self.rank), pickle.dumps(snapshot))
 
     def leave_flight_record(self) -> str | None:
-        """Write the collectives that this rank has begun, and return their key; None if they can't be written.
+        """Write the collectives that this rank has started, and return the file's key, or None if writing fails.
 
-        Called from a separate thread; PyTorch queries the GPU for the collectives that have completed.
+        This method is called from a separate thread. PyTorch queries the GPU to find out which collectives have
+        finished.
         """
         choose_device(self.device)
-        # PyTorch records NCCL and gloo separately, and CPU builds have no NCCL.
+        # PyTorch records NCCL and gloo collectives separately, and CPU builds lack NCCL.
         dump = getattr(_distributed_c10d, "_dump_nccl_trace" if self.device.type == "cuda" else "_dump_fr_trace")
         return self._write(flight_record_key(self.attempt, self.rank), dump())
 
@@ -89,11 +88,11 @@ class Diagnostics:
 
 
 class MemoryRecorder:
-    """Records where a GPU's memory was allocated, and takes a snapshot when it runs out.
+    """Records the allocation history of a GPU's memory, and takes a snapshot when memory runs out.
 
-    Allocation stacks are recorded only until the end of the attempt's second step, since recording takes time; earlier
-    allocations keep theirs. On a CPU nothing is recorded. Not yet tested on a GPU.
-    ``snapshot`` is the state of the memory when it ran out; None if it never has.
+    Stack traces are recorded only until the end of the attempt's second step, because recording takes time; blocks
+    allocated earlier keep their stack traces. On CPU, nothing is recorded. Not yet tested on a GPU. ``snapshot`` is the
+    memory snapshot taken when memory ran out, or None if memory has not run out.
     """
 
     def __init__(
@@ -105,13 +104,13 @@ class MemoryRecorder:
         self.snapshot: Any = None
         self._memory, self._steps_left = memory, _RECORDED_STEPS if device.type == "cuda" else 0
         if device.type == "cuda":
-            # Only PyTorch's GPU builds have it.
+            # Only GPU builds of PyTorch have this function.
             observe = observe or getattr(torch._C, "_cuda_attach_out_of_memory_observer")  # noqa: B009
             observe(self._take)
             memory._record_memory_history(stacks="python", max_entries=_MOST_ALLOCATIONS, device=device)
 
     def step_done(self) -> None:
-        """Stop recording stacks after the second step."""
+        """Count a finished step, and stop recording stack traces after the second step."""
         if self._steps_left > 0:
             self._steps_left -= 1
             if self._steps_left == 0:
@@ -121,7 +120,7 @@ class MemoryRecorder:
         self.snapshot = self._memory._snapshot()
 
 
-# The allocators of the CPU and of libraries beside torch raise plain errors.
+# The CPU allocator and libraries other than torch raise a plain RuntimeError.
 _TEXT = re.compile(r"DefaultCPUAllocator: .*allocate|out of memory|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE)
 
 
@@ -130,7 +129,7 @@ class OutOfMemoryError(RunError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an allocation has failed, on a device or on the host."""
+    """Return whether an error is a failed allocation, on a device or on the host."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and not isinstance(error, RunError) and bool(_TEXT.search(str(error)))
@@ -144,9 +143,9 @@ def _is_of_host(error: BaseException) -> bool:
 def memory_explained(
     run: ResolvedRun, stage: Stage, diagnostics: Diagnostics, recorder: MemoryRecorder, step: int | None
 ) -> Iterator[None]:
-    """Raise `OutOfMemoryError` in place of an allocation's error, and leave a snapshot of a GPU's memory.
+    """Convert an allocation error into `OutOfMemoryError`, and write a snapshot of the GPU's memory.
 
-    ``step`` is None before the first and after the last.
+    ``step`` is None before the first step and after the last step.
     """
     device = diagnostics.device
     try:
@@ -161,7 +160,7 @@ def memory_explained(
         said = shortage(stage.run_config, run.shape, peak_gib, what, stage=stage.number, place=place)
         is_taken = place == "device" and recorder.snapshot is not None
         left = diagnostics.leave_snapshot(step or 0, recorder.snapshot) if is_taken else None
-        # First, since a long text is truncated.
+        # The snapshot's key comes first, because long messages are truncated.
         snapshot = f" (snapshot: {left})" if left is not None else ""
-        where = "an attempt outside its steps" if step is None else f"step {step}"
+        where = "an attempt outside a training step" if step is None else f"step {step}"
         raise OutOfMemoryError(f"{where} {OUT_OF_MEMORY}{snapshot}: {said}") from error

@@ -1,4 +1,4 @@
-"""Runs one attempt of a run, from the first collective to the last checkpoint; read it from top to bottom."""
+"""Runs one attempt of a run, from the first collective to the last checkpoint. Read from top to bottom."""
 
 from __future__ import annotations
 
@@ -56,19 +56,17 @@ Status = Literal["finished", "stopped", "resized", "stage"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptEnd:
-    """The end of an attempt that did not fail."""
+    """Outcome of an attempt that did not fail."""
 
     status: Status
-    """``finished`` when the last step is done, ``stopped`` on request, ``resized`` when it stopped so that the run can
-    continue with another number of workers, ``stage`` when the run goes on in another stage."""
+    """``finished`` after the last step, ``stopped`` on request, ``resized`` if the run continues with a different
+    number of workers, ``stage`` if the run continues in another stage."""
     step: int
-    """Completed steps."""
+    """Number of completed steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Attempt:
-    """The parts of an attempt that has started."""
-
     context: AttemptContext
     mesh: SequenceMesh
     stage: Stage
@@ -85,40 +83,39 @@ class _Attempt:
 
     @property
     def plan(self) -> Plan:
-        """The run's plan up to the end of the stage."""
         return self.stage.plan
 
     def before_update(self) -> None:
-        """Make the next weight update wait for copies of the state that are in progress."""
+        """Make the next weight update wait for state copies that are in progress."""
         self.keeper.staging.before_update()
         self.peer_memory.before_update()
 
 
 def run_attempt(config: Config, worker: Worker) -> AttemptEnd:
-    """Train from the newest committed checkpoint to the last step or a request to stop; every rank must call.
+    """Train from the newest committed checkpoint to the last step or a request to stop.
 
-    The default process group exists; nothing else does. Everything that the next attempt needs is committed on storage
-    when this returns or raises. The paths of ``config`` are absolute.
+    All ranks must call this function; only the default process group must exist. When the function returns or raises,
+    everything that the next attempt needs is committed to storage. All paths in ``config`` must be absolute.
 
     Raises:
-        RunError: The run can't continue; the text says why.
+        RunError: The run can't continue; the message states the reason.
     """
-    # The attempt: one number for all, on storage that all share.
+    # The attempt: all ranks agree on one number, on storage that they share.
     prepare_process(worker.local_rank, worker.device.type)
     context, journal = open_attempt(resolve_run(config, worker.world_size), worker)
     worker.on_hang(context.diagnostics.leave_flight_record)
     recorder = Recorder.open(context, journal)
-    # Warnings of rank 0 reach the person through the journal: a worker's log stays on its node.
+    # Rank 0's warnings reach the user through the journal, because worker logs stay on their nodes.
     with warnings_forwarded(recorder.warned if worker.rank == 0 else None):
         try:
-            # The data: the plan that the driver has stored. The state: in peer memory or the newest committed
-            # checkpoint, written at any world size. Its step decides in which stage the run is.
+            # The data: the plan stored by the driver. The state: the newest state in peer memory or in a committed
+            # checkpoint, saved at any world size. The state's step determines the run's current stage.
             start = find_state(load_plan(config.run_dir / PLAN_FOLDER), context, recorder)
             memory = MemoryRecorder(worker.device)
             with memory_explained(context.run, start.stage, context.diagnostics, memory, None):
                 return _run(context, recorder, start, memory)
         except AnotherStageError as left:
-            # Not a failure: the same workers continue in the previous stage, with its model.
+            # Not a failure: the same workers continue in an earlier stage, with that stage's model.
             recorder.ended("stage", left.step)
             return AttemptEnd(status="stage", step=left.step)
         except BaseException as error:
@@ -127,21 +124,20 @@ def run_attempt(config: Config, worker: Worker) -> AttemptEnd:
 
 
 def _run(whole: AttemptContext, recorder: Recorder, start: StartingState, memory: MemoryRecorder) -> AttemptEnd:
-    """Build everything for the stage that the run is in, resume, and train to its end."""
     worker, stage, config = whole.worker, start.stage, start.stage.config
     run = whole.run if config is whole.run.config else resolve_run(config, worker.world_size)
     context = replace(whole, run=run, stage=stage.name, measured=stage.plan.newest.measured)
     keeper = CheckpointKeeper(context, recorder, ends_stage=not stage.ends_the_run)
     peer_memory = PeerMemoryKeeper(context, recorder)
     try:
-        # The mesh: who shares rows with whom.
+        # The mesh: which ranks share rows.
         mesh = SequenceMesh.from_layout(run.layout, timeout=timedelta(seconds=config.elastic.collective_timeout_s))
         most_rows = stage.plan.most_rows_per_step(stage.first_step + 1)
         settings = zero_settings(config, num_micro_batches(most_rows, run.layout.dp_size))
         if config.run.self_test and (not worker.is_tested or start.step == stage.first_step > 0):
             recorder.phase("self-test")
             check_start(run, worker, mesh, settings, context.nodes)
-        # The model: under ZeRO, with our attention; only a run without a state draws or reads initial weights.
+        # The model: under ZeRO, with our attention. Initial weights are drawn or loaded only if there is no state.
         recorder.phase("building the model")
         model = build_model(config, partition_config(settings), start.description)
         apply_ulysses(model, mesh, attention=config.model.attention, head_groups=config.memory.attention_head_groups)
@@ -190,7 +186,6 @@ def _run(whole: AttemptContext, recorder: Recorder, start: StartingState, memory
 
 
 def _train(attempt: _Attempt, source: DirectSource, position: RunPosition) -> AttemptEnd:
-    """Step, evaluate and save until the last step or a request to stop."""
     config, plan, worker = attempt.context.run.config, attempt.plan, attempt.context.worker
     last_step, diagnostics = last_step_of(config, plan), attempt.context.diagnostics
     last_status: Status = "finished" if attempt.stage.ends_the_run else "stage"
@@ -207,7 +202,7 @@ def _train(attempt: _Attempt, source: DirectSource, position: RunPosition) -> At
         if flags.stop and step < last_step:
             status = "resized" if flags.resize else "stopped"
         evaluates = _due(config.run.eval_every_steps, step, is_last=step == last_step)
-        # A node about to be preempted may not survive an evaluation.
+        # A node that is about to be preempted may not survive until the end of an evaluation.
         saves_first = flags.notice_due or flags.resize or (flags.notice and flags.stop)
         if evaluates and not saves_first:
             outcome = _evaluate(attempt, outcome)
@@ -222,7 +217,6 @@ def _train(attempt: _Attempt, source: DirectSource, position: RunPosition) -> At
 
 
 def _take_step(attempt: _Attempt, source: DirectSource, position: RunPosition) -> StepOutcome:
-    """Train the next step's rows."""
     context, plan, engine = attempt.context, attempt.plan, attempt.engine
     config, worker = context.run.config, context.worker
     step = position.step + 1
@@ -247,7 +241,7 @@ def _take_step(attempt: _Attempt, source: DirectSource, position: RunPosition) -
         num_direct=lambda: source.num_direct or 0,
         before_update=attempt.before_update,
     )
-    # Before anything of the step is recorded or saved.
+    # Judge the step before recording or saving any of its results.
     attempt.guard.judge(step, rows, plan.segments[plan.segment_of_step(step)].plan_id, result)
     metrics = attempt.meter.numbers(
         result,
@@ -268,7 +262,7 @@ def _take_step(attempt: _Attempt, source: DirectSource, position: RunPosition) -
 
 
 def rate_of_step(stage: Stage, step: int) -> float:
-    """Return the learning rate of a step of the run, which a stage trains (pure)."""
+    """Return the learning rate of a step, numbered from the start of the run, in the given stage."""
     schedule, start = stage.config.schedule, stage.schedule_start
     return learning_rate(
         step - start,
@@ -282,7 +276,6 @@ def rate_of_step(stage: Stage, step: int) -> float:
 
 
 def _flags(attempt: _Attempt) -> Flags:
-    """Return this rank's flags after a step."""
     own, requests = attempt.peer_memory.flags(attempt.keeper.flags()), attempt.keeper.requests
     if requests is None:
         return own
@@ -291,7 +284,7 @@ def _flags(attempt: _Attempt) -> Flags:
 
 
 def _evaluate(attempt: _Attempt, outcome: StepOutcome) -> StepOutcome:
-    """Evaluate, and add the loss to the step's metrics, since checkpoints are chosen by it."""
+    """Evaluate, and add the loss to the step's metrics, which determine the best checkpoints."""
     context = attempt.context
     clock, device = context.worker.clock, context.worker.device
     started = clock.monotonic()
@@ -303,7 +296,7 @@ def _evaluate(attempt: _Attempt, outcome: StepOutcome) -> StepOutcome:
 
 
 def _beating(attempt: _Attempt, phase: Phase, step: int, slices: Iterator[RowSlice]) -> Iterator[RowSlice]:
-    """Send a sign of life before each micro-batch, and report the wait for its row."""
+    """Send a sign of life before each micro-batch, and report when the rank is waiting for a row."""
     worker = attempt.context.worker
     while True:
         worker.wait_for_row(True)
@@ -316,11 +309,11 @@ def _beating(attempt: _Attempt, phase: Phase, step: int, slices: Iterator[RowSli
 
 
 def _padded(attempt: _Attempt, slices: Iterator[RowSlice]) -> Iterator[RowSlice]:
-    """Pad a short last step with rows of weight zero, since the engine counts micro-batches."""
+    """Pad a short last step with fillers of weight zero, because the engine counts micro-batches."""
     layout = attempt.context.run.layout
     filler = attempt.reader.filler(layout.sp_rank(attempt.context.rank), layout.sp_size, layout.ring_size)
     num_rows = 0
-    # Exhaust it: a source moves to the next step only when asked for more than its last slice.
+    # Exhaust the iterator: a source moves to the next step only on a request beyond the last slice.
     for row in slices:
         num_rows += 1
         yield row
@@ -340,17 +333,16 @@ def _evaluation_slices(attempt: _Attempt) -> Iterator[RowSlice]:
 
 
 def _due(every: int | None, step: int, is_last: bool = False) -> bool:
-    """Return whether an action that runs every ``every`` steps, and after the last one, is due."""
     return every is not None and (step % every == 0 or is_last)
 
 
 def open_rows(config: Config, plan: Plan) -> RowReader:
-    """Return a reader of the rows of a stage's plan.
+    """Return a reader for the rows of a stage's plan.
 
-    Corpora are read at their configured paths, and at the planned ones where none is configured.
+    Each corpus is read from its configured path, or else from the path in the plan.
 
     Raises:
-        UserError: A corpus can't be read, or differs from the planned one.
+        UserError: A corpus can't be read, or differs from the planned corpus.
     """
     known = {source.fingerprint: source for source in plan.newest.sources}
     for path, _ in config.data_sources:
@@ -365,7 +357,7 @@ _MOST_WARNINGS = 1000
 
 
 class _Forwarder(logging.Handler):
-    """Forwards each distinct warning once, up to a bound."""
+    """Forwards each distinct warning once, up to a maximum number."""
 
     def __init__(self, forward: Callable[[str], None]) -> None:
         super().__init__(logging.WARNING)
@@ -373,7 +365,6 @@ class _Forwarder(logging.Handler):
         self._forwarded: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Forward a warning; one that can't be forwarded has at least been logged."""
         text = record.getMessage()
         if text in self._forwarded or len(self._forwarded) >= _MOST_WARNINGS:
             return
@@ -386,10 +377,7 @@ class _Forwarder(logging.Handler):
 
 @contextmanager
 def warnings_forwarded(forward: Callable[[str], None] | None) -> Iterator[None]:
-    """Forward the warnings that this package logs within a block, from any thread.
-
-    None forwards nothing.
-    """
+    """Forward warnings that this package logs within a block, from any thread. None disables forwarding."""
     if forward is None:
         yield
         return

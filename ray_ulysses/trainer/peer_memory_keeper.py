@@ -1,4 +1,4 @@
-"""Keeps the newest state in the memory of peers while the loop trains; none of its failures ends training."""
+"""Saves the newest state to peer memory in the background. Failures never end training."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ _AGAIN_S = 60.0
 
 
 class PeerMemoryKeeper:
-    """Saves the state to peer memory after every step, unless the previous save is still running.
+    """Saves the state to peer memory after every step, unless the previous save is still in progress.
 
-    The previous state is dropped once its successor is committed. Every rank creates one and calls the same methods
-    after the same steps; without peer memory they do nothing. Rank 0 decides when a state is due.
+    The previous state is dropped after the next one is committed. Every rank creates a keeper and calls the same
+    methods after the same steps. Without peer memory, the methods do nothing. Rank 0 decides when a save is due.
     """
 
     def __init__(self, context: AttemptContext, recorder: Recorder) -> None:
@@ -53,22 +53,22 @@ class PeerMemoryKeeper:
         self._peer_memory = context.peer_memory
         self._is_ready = self._is_warned = False
         self._has_saved = False
-        # The shortest of several: a process that briefly takes the cores is no reason to save less often.
+        # Use the shortest of several stalls, so that a brief load on the CPU does not make saves less frequent.
         self._stalls_s = deque([0.0], maxlen=_STALLS)
         self._num_steps = 0
-        # Steps with data in peer memory, as far as this attempt knows; rank 0 drops them.
+        # Steps that this attempt knows to have data in peer memory; rank 0 drops the data.
         self._held: set[int] = set()
         self._started_from = self._kept = self._num_readmitted = 0
         self._stepped_at = context.worker.clock.monotonic()
         self._step_s = 0.0
         self._reader: StateReader | None = None
         self._intervals: tuple[HeldInterval, ...] = ()
-        # When to retry a failed reservation; 0 if none has failed.
+        # Time of the next reservation attempt after a failure, or 0 if no reservation has failed.
         self._reserve_at = 0.0
         self._staging: Staging | None = None
         self._saver: BackgroundSaver | None = None
         if self._peer_memory is not None:
-            # One buffer to send states from, or two that the node's agent keeps alternately.
+            # Use one buffer if states are sent to the agent, or two if they alternate in memory lent by the agent.
             worker, lent = context.worker, self._peer_memory.lent
             self._staging = Staging(1, worker.device) if lent is None else Staging(2, worker.device, lend=lent.make)
             self._saver = BackgroundSaver(
@@ -81,16 +81,17 @@ class PeerMemoryKeeper:
                 clock=worker.clock,
                 on_saved=self._on_saved,
                 on_failed=self._on_failed,
-                # Each agent verifies what it holds.
+                # Agents verify the states that they store.
                 read_back=False,
             )
 
     def resumed(self, step: int, engine: Any) -> None:
-        """Prepare the memory for an attempt that starts from a step.
+        """Prepare peer memory for an attempt that starts from a step.
 
-        After a recovery the state of the first step is saved too (or of a later one, if reserving memory takes longer),
-        since a lost node held the second copy of some parts. Rank 0 writes the attempt's marks, which fence a dead
-        attempt even while the storage is unreachable, and drops all states but the starting one.
+        After a recovery, the state of the first step (or of a later step, if reserving memory takes longer) is saved as
+        well, because a lost node may have stored the second copy of some parts. Rank 0 writes the attempt's claim and
+        start, which fence earlier attempts even while the storage is unreachable, and drops all states except the
+        starting state.
         """
         if self._peer_memory is None:
             return
@@ -104,38 +105,38 @@ class PeerMemoryKeeper:
             self._take_over(self._peer_memory.store, self._listed(self._peer_memory.store))
             self._is_ready = True
         except OSError as error:
-            _log.warning("peer memory is not used by this attempt: %s", error)
+            _log.warning("this attempt does not use peer memory: %s", error)
 
     def flags(self, own: Flags) -> Flags:
-        """Add this rank's flags about peer memory to its others."""
+        """Return this rank's flags with the flags about peer memory added."""
         if self._saver is None:
             return own
         self._num_steps += 1
         failure = self._saver.failure
         if failure is not None:
-            # Training continues, so the saved state becomes stale.
+            # Training continues, so the state saved earlier becomes stale.
             self._has_saved = False
         if self._is_ready and is_final(failure):
             self._is_ready = False
-            _log.warning("peer memory is not used by this attempt any more: %s", failure)
+            _log.warning("this attempt no longer uses peer memory: %s", failure)
         apart = steps_apart(self._step_s, min(self._stalls_s), self._saver.failures)
         is_due = self._worker.rank == 0 and self._is_ready and self._num_steps >= apart
         return replace(own, memory_due=is_due, memory_busy=not self._can_stage)
 
     def before_update(self) -> None:
-        """Make the next weight update wait for copies that are in progress."""
+        """Make the next weight update wait for state copies that are in progress."""
         if self._staging is not None:
             self._staging.before_update()
 
     def after_step(self, engine: Any, outcome: StepOutcome, cursor: Cursor) -> None:
-        """Take the state if it is due and nothing is being saved; every rank must call after every step."""
+        """Save the state if a save is due and no other save is in progress. All ranks must call after every step."""
         if self._staging is None or self._saver is None:
             return
         begun = self._worker.clock.monotonic()
         self._step_s, self._stepped_at = begun - self._stepped_at, begun
         reader = self._read(engine)
         if self._saver.is_idle and not self._staging.is_ready:
-            # Without loaded moments, the first step has created them.
+            # If no moments were loaded, the first step has created them by now.
             self._intervals = self._intervals or reader.source().intervals
             self._prepare()
         if not outcome.flags.memory_due or outcome.flags.memory_busy:
@@ -150,42 +151,39 @@ class PeerMemoryKeeper:
         self._worker.on_event("memory", step)
 
     def close(self, *, failed: bool = False) -> None:
-        """Close, after waiting for a save in progress; only briefly if the attempt has failed."""
+        """Wait for a save in progress, only briefly if the attempt has failed, and close."""
         if self._peer_memory is not None and self._saver is not None:
             self._saver.close(ABANDON_TIMEOUT_S if failed else CLOSE_TIMEOUT_S)
             self._peer_memory.store.close()
 
     @property
     def has_saved(self) -> bool:
-        """Whether the newest state of this attempt is in peer memory.
+        """Whether this attempt's newest state is in peer memory.
 
-        If another rank died during the newest save, the previous state counts, since it is still there.
+        If the newest save failed because another rank died, the previous state is still in peer memory and counts as
+        the newest.
         """
         failure = None if self._saver is None else self._saver.failure
         return self._has_saved and (failure is None or is_consequence(failure))
 
     @property
     def _can_stage(self) -> bool:
-        """Whether a buffer is free for another state, and no save is running."""
         assert self._saver is not None and self._staging is not None
         return self._saver.is_idle and self._staging.is_ready
 
     def _read(self, engine: Any) -> StateReader:
-        """Return the state reader, created once: finding the model's tensors takes as long as a small copy."""
+        """Return the state reader, which is created only once because finding the model's tensors is slow."""
         self._reader = self._reader or StateReader(engine)
         return self._reader
 
     def _prepare(self) -> None:
-        """Let the saving thread reserve memory for the next copy: many gigabytes take seconds."""
+        """Make the saving thread reserve memory for the next copy, which takes seconds for many gigabytes."""
         assert self._saver is not None
         if self._worker.clock.monotonic() >= self._reserve_at:
             self._saver.prepare(self._reserve)
 
     def _reserve(self) -> None:
-        """Reserve memory for the next copy.
-
-        A rank without enough memory stays busy until it has some, and so do all ranks.
-        """
+        """Reserve memory for the next copy. Until this succeeds, the rank reports busy, and no rank saves."""
         assert self._staging is not None
         now = self._worker.clock.monotonic()
         if now < self._reserve_at:
@@ -194,25 +192,25 @@ class PeerMemoryKeeper:
             self._staging.reserve(self._intervals)
         except CheckpointError as error:
             if not self._reserve_at:
-                _log.warning("peer memory is not used: %s. It is tried again once a minute", error)
+                _log.warning("peer memory is not used: %s. The reservation is retried once a minute", error)
             self._reserve_at = now + _AGAIN_S
 
     def _on_saved(self, saved: Saved) -> None:
-        """Note a commit; rank 0 drops the earlier states, unless a newer attempt has taken over."""
+        """Note a commit. Rank 0 drops earlier states, unless a newer attempt has taken over the run."""
         self._has_saved = True
         if self._peer_memory is not None and self._worker.rank == 0:
             self._kept, self._is_warned = saved.ref.step, False
-            # An agent that answers again knows nothing of this attempt, or still holds states dropped elsewhere.
+            # A readmitted agent does not know this attempt's claim, and may still store states dropped elsewhere.
             is_known = self._num_readmitted == self._peer_memory.store.num_readmitted
             self._clear(self._peer_memory.store, is_known=is_known)
-        # Now, since dropping states has freed memory.
+        # Reserve memory now, because dropping states has just freed some.
         self._reserve()
         self._worker.on_event("in memory", saved.ref.step)
 
     def _clear(self, store: PeerMemoryStore, *, is_known: bool) -> None:
-        """Drop states that are no longer needed; a failure is made up for after the next save."""
+        """Drop states that are no longer needed. If this fails, it is retried after the next save."""
         with contextlib.suppress(OSError):
-            # Listed before the check, so that the states of a newer attempt are not among them.
+            # List states before checking for a newer attempt, so that its states can't be in the list.
             listed = None if is_known else self._listed(store)
             if is_overtaken(store, self._context.attempt):
                 return
@@ -222,19 +220,19 @@ class PeerMemoryKeeper:
                 self._take_over(store, listed)
 
     def _listed(self, store: PeerMemoryStore) -> tuple[int, set[int]]:
-        """Return how often agents had come back before, and the steps with data in memory."""
+        """Return the number of readmitted agents so far, and the steps that have data in peer memory."""
         num_readmitted = store.num_readmitted
         matches = (CHECKPOINT_KEY.match(key) for key in store.list(CHECKPOINT_FOLDER))
         return num_readmitted, {int(match["step"]) for match in matches if match}
 
     def _take_over(self, store: PeerMemoryStore, listed: tuple[int, set[int]]) -> None:
-        """Drop every state but the kept one, which also frees memory, and write this attempt's marks."""
+        """Drop all states except the current one, which also frees memory, and write this attempt's claim and start."""
         num_readmitted, steps = listed
         self._held = {self._kept, *steps}
         self._drop_the_others(store)
         for key in (claim_key(self._context.attempt), start_key(self._context.attempt, self._started_from)):
             store.replace(key, [b"\n"])
-        # This attempt's claim fences all earlier ones, whose marks would only use up every agent's descriptors.
+        # This claim fences all earlier attempts, so their files would only use up the agents' file descriptors.
         for key in store.list(ATTEMPT_FOLDER):
             if lineage_of([key]).newest_attempt < self._context.attempt:
                 store.delete(key)
@@ -248,13 +246,13 @@ class PeerMemoryKeeper:
     def _on_failed(self, step: int, error: CheckpointError) -> None:
         if self._peer_memory is None or self._worker.rank != 0:
             return
-        # An agent may be full of states that it has missed to drop.
+        # An agent may be full, because it was unreachable when states were dropped.
         self._clear(self._peer_memory.store, is_known=False)
         if not self._is_warned:
             self._is_warned = True
             _log.warning(
-                "the state of step %d could not be kept in peer memory (%s); training goes on, and it is tried again "
-                "after later steps. Until then a lost node costs the steps since the newest checkpoint on storage",
+                "the state of step %d can't be saved to peer memory (%s); training continues, and later steps retry. "
+                "Until a save succeeds, losing a node loses all steps since the newest checkpoint on storage",
                 step,
                 error.reason or error,
             )

@@ -1,4 +1,4 @@
-"""Records an attempt in the journal, on rank 0."""
+"""Records an attempt's events in the journal, on rank 0."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from ray_ulysses.trainer.step import StepResult
 
 _AFTER_A_PAUSE = ("step", "attempt_ended")
-"""Records that report for how long training was paused for checkpoints before them."""
+"""Events that report how long training was paused for checkpoints since the previous such event."""
 
 
 class SavingTime:
-    """Accumulates the time for which training pauses for checkpoints, until a record reports it."""
+    """Accumulates the time during which training is paused for checkpoints."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -49,7 +49,7 @@ class SavingTime:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Measure a block in which training pauses for a checkpoint, if one is due."""
+        """Measure a block in which training may pause for a checkpoint."""
         begin = self._clock.monotonic()
         try:
             yield
@@ -57,32 +57,32 @@ class SavingTime:
             self._seconds += self._clock.monotonic() - begin
 
     def take(self) -> float:
-        """Return the seconds since the last call."""
+        """Return the accumulated seconds and reset them to zero."""
         seconds, self._seconds = round(self._seconds, 6), 0.0
         return seconds
 
 
 _MEGABYTE: Final = 1e6
-# A container without /proc raises these; they must not end a run.
+# psutil raises these in a container without /proc; missing metrics must not end a run.
 _UNAVAILABLE: Final = (OSError, RuntimeError)
 
 
 class SystemMeter:
-    """Reads the load of this node, which takes less than a millisecond.
+    """Measures the load of this node, in less than a millisecond.
 
     Args:
-        device: The device of this process; the memory in use on a GPU is read across all processes.
+        device: This process's device. GPU memory usage includes other processes.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._received = self._sent = 0.0
         with suppress(*_UNAVAILABLE):
-            psutil.cpu_percent()  # the next call measures from here
+            psutil.cpu_percent()  # starts the interval that the next call measures
             self._received, self._sent = self._network()
 
     def read(self) -> dict[str, float]:
-        """Return metrics by name; empty if the system does not report them."""
+        """Return system metrics by name; empty if the system does not provide them."""
         try:
             memory, disk = psutil.virtual_memory(), psutil.disk_usage(os.sep)
             received, sent = self._network()
@@ -111,36 +111,37 @@ class SystemMeter:
 
     def _network(self) -> tuple[float, float]:
         counted = psutil.net_io_counters()
-        # Without an interface there is nothing to count.
+        # Without a network interface, psutil returns None.
         return (0.0, 0.0) if counted is None else (counted.bytes_recv / _MEGABYTE, counted.bytes_sent / _MEGABYTE)
 
 
 _log = get_logger(__name__)
 _MOST_WAITING_BYTES = 64 * 2**20
-"""Bytes of records that may wait for the storage. Failed saves end a run long before (`checkpoint.max_failed_saves`),
-unless it saves nothing: then the journal is its only trace, and has to be written."""
+"""Upper limit on bytes of unwritten records. A run that saves checkpoints ends earlier, because of failed saves
+(`checkpoint.max_failed_saves`). If a run saves no checkpoints, the journal is its only output and must be written."""
 _CALL_BYTES = 4096
-"""Estimated memory of any other call that waits for the storage; it counts towards that limit."""
+"""Estimated memory of a queued call that is not a record; added to the bytes of unwritten records."""
 _LONG_S = 10.0
-"""A storage that has not answered for this long is reported once, in seconds."""
+"""Seconds after which unresponsive storage is reported, once."""
 _CLOSE_S = 60.0
-"""Longest wait for the end of the journal."""
+"""Maximum time to wait for closing the journal, in seconds."""
 _ABANDON_S = 1.0
 _TEND_EVERY_S = 3.0
 _RECORDED = {"model", "data", "optimizer", "schedule"}
 
 
 class Recorder:
-    """The journal of one attempt; on ranks other than 0 it records nothing.
+    """Records one attempt's events in the journal; on ranks other than 0, methods do nothing.
 
-    A thread writes it. Training continues at first when the storage fails or hangs: records wait in memory, and no
-    checkpoint is committed before they are written. Any thread may record. ``time`` accumulates pauses for checkpoints.
+    A thread writes the journal. If the storage fails or hangs, training continues for a while: records wait in memory,
+    and no checkpoint is committed until they are written. Any thread may record events. ``time`` accumulates pauses for
+    checkpoints.
     """
 
     def __init__(self, context: AttemptContext, journal: JournalWriter | None) -> None:
         self._context = context
         self._journal = journal
-        # The last error of the journal, until it has taken all records, and what waited in it then.
+        # The last write error, until all records are written, and the number of bytes that the journal has buffered.
         self._failure: OSError | None = None
         self._kept_bytes = 0
         self._final: StorageFailedError | None = None
@@ -159,28 +160,28 @@ class Recorder:
 
     @classmethod
     def open(cls, context: AttemptContext, journal: JournalWriter | None) -> Recorder:
-        """Return a recorder that has begun to record.
+        """Return a recorder whose first phase is recorded.
 
         Args:
-            context: The attempt.
-            journal: Its journal, on rank 0; None on the others.
+            context: The attempt's context.
+            journal: The attempt's journal on rank 0, or None on other ranks.
         """
         recorder = cls(context, journal)
         recorder.phase("opening the data")
         return recorder
 
     def phase(self, name: str, part: Literal["build", "load"] = "build") -> None:
-        """Record a phase of the start-up, which is shown until the first step.
+        """Record a phase of the start-up, which is displayed until the first step.
 
         Args:
-            name: The phase, in words.
-            part: The part of a start that its time belongs to.
+            name: Description of the phase.
+            part: Part of the start-up to which the phase's duration is added.
         """
         self._context.worker.beat("start", 0)
         self._append("phase", phase=name, part=part, **self._context.worker.command())
 
     def attempt_started(self, position: RunPosition, last_step: int, stage: Stage, layout: ParallelLayout) -> None:
-        """Record the attempt's layout, nodes, stage, plan and settings, and the position from which it starts.
+        """Record the attempt's layout, nodes, stage, plan, settings and starting position.
 
         Raises:
             RunError: The journal can't be written.
@@ -206,17 +207,17 @@ class Recorder:
             versions=versions(),
             settings=flat_settings(config.model_dump(mode="json", include=_RECORDED | stages)),
         )
-        # Without this record nothing else could be attributed to the attempt.
+        # Without this record, later records could not be interpreted.
         self._insist()
 
     def step_done(self, step: int, result: StepResult, rows: range, metrics: Mapping[str, float]) -> None:
         """Record a step.
 
         Args:
-            step: Completed steps.
+            step: Number of completed steps.
             result: The step's result.
-            rows: Its global rows.
-            metrics: Its metrics, as `StepMeter` computes them.
+            rows: The step's rows, by global number.
+            metrics: The step's metrics from `StepMeter`.
         """
         self._direct_rows += result.direct_rows
         if self._awaits_stream and result.direct_rows == 0:
@@ -234,7 +235,7 @@ class Recorder:
             **({"system": system} if system else {}),
         )
         if self._journal is not None and isinstance(self._context.run.config.run_dir, Path):
-            # From now on the record outlives this process; in an object store it waits for a segment.
+            # On a file system, a written record survives this process. In an object store it waits for a segment.
             self._calls.wait_promptly()
 
     def evaluated(self, step: int, loss: float, tokens: int, seconds: float) -> None:
@@ -251,32 +252,32 @@ class Recorder:
         )
 
     def checkpoints_found(self) -> None:
-        """Record the committed checkpoints as the attempt starts; an earlier attempt may have died before doing so.
+        """Record the committed checkpoints at the start; an earlier attempt may have died before recording a commit.
 
         Raises:
-            OSError: They can't be listed.
+            OSError: The checkpoints can't be listed.
         """
         if self._journal is not None and (found := found_fields(self._context.run.store)) is not None:
             self._append("checkpoints_found", **found)
 
     def checkpoint_deleted(self, step: int) -> None:
-        """Record that retention has deleted a checkpoint."""
+        """Record that the retention policy deleted a checkpoint."""
         self._append("checkpoint_deleted", step=step)
 
     def checkpoint_failed(self, step: int, reason: str) -> None:
-        """Record a save that failed."""
+        """Record a failed save."""
         self._append("checkpoint_failed", step=step, reason=reason)
 
     def warned(self, text: str) -> None:
-        """Record a warning for a person."""
+        """Record a warning to display to the user."""
         self._append("warning", text=text)
 
     def preemption_noticed(self, step: int, deadline: float | None = None) -> None:
-        """Record that a node will be preempted, with the deadline in seconds since the epoch, if known."""
+        """Record that a node will be preempted, with the deadline in seconds since the epoch, or None if unknown."""
         self._append("preemption_notice", step=step, deadline=deadline)
 
     def bad_step(self, step: int, rows: range, plan_id: str, reason: str) -> None:
-        """Record a step that ends the attempt; the command reads the record.
+        """Record a bad step, which ends the attempt. The command reads this record.
 
         Raises:
             RunError: The journal can't be written.
@@ -285,35 +286,35 @@ class Recorder:
         self._insist()
 
     def is_gone(self) -> bool:
-        """Return whether the journal had been deleted or moved with the run's directory, at the last check."""
+        """Return whether the last check found the journal deleted or moved together with the run directory."""
         return self._journal is not None and self._journal.is_gone
 
     def journal_position(self) -> dict[str, int]:
-        """Return the end of the journal: the attempt, and the size of its file including unwritten records."""
+        """Return the attempt number and the size of the journal in bytes, including unwritten records."""
         return {"attempt": self._context.attempt, "bytes": self._num_bytes}
 
     def storage_failure(self) -> StorageFailedError | None:
-        """Return the error that ends the attempt if the storage has taken no records for too long; warns of a hang."""
+        """Return the error that ends the attempt if the journal has been unwritable for too long; warn about a hang."""
         if self._journal is None or self._final is not None:
             return self._final
         hangs_for_s = self._calls.hangs_for_s
         if self._calls.waiting_bytes + self._kept_bytes > _MOST_WAITING_BYTES or hangs_for_s > self._patience_s:
-            # Kept, since all ranks end for it, even if the storage answers in the meantime.
+            # Remember the error: all ranks end the attempt, even if the storage responds again in the meantime.
             self._final = StorageFailedError(str(self._unwritten(self._failure or _no_answer(hangs_for_s))))
         elif hangs_for_s > _LONG_S and not self._is_said_to_hang:
             _log.warning(
-                "run.storage=%s has not answered for %.0f s: training continues, its records wait in memory, and no "
-                "checkpoint is committed meanwhile",
+                "run.storage=%s has not responded for %.0f s: training continues, records wait in memory, and no "
+                "checkpoint is committed until the storage responds",
                 self._context.run.config.run.storage, hangs_for_s,
             )  # fmt: skip
         self._is_said_to_hang = hangs_for_s > _LONG_S
         return self._final
 
     def sync(self) -> None:
-        """Make the steps so far survive a power cut, as the checkpoint that relies on them will.
+        """Make all recorded steps durable, as a checkpoint that refers to them will be.
 
         Raises:
-            OSError: They can't be written now, so that no checkpoint may be committed.
+            OSError: The records can't be written now, so no checkpoint may be committed.
         """
         if self._journal is not None:
             self._flush()
@@ -321,16 +322,16 @@ class Recorder:
             self._is_warned = False
 
     def in_background(self, call: Callable[[], object]) -> None:
-        """Queue a call that may wait for the run's storage, after all earlier records; only rank 0 makes it."""
+        """Queue a call that accesses the run's storage, after all earlier records. Only rank 0 runs the call."""
         if self._journal is not None:
             self._calls.ask(call, _CALL_BYTES)
 
     def checkpoint_set_aside(self, damage: Damage) -> None:
-        """Record a checkpoint that was passed over; it is no longer part of the run."""
+        """Record that an unusable checkpoint was removed from the run."""
         self._append("checkpoint_set_aside", step=damage.step, reason=damage.reason, kind=damage.kind)
 
     def ended(self, status: Literal["finished", "stopped", "resized", "stage"], step: int) -> None:
-        """Record that the attempt ended as intended.
+        """Record that the attempt ended without a failure.
 
         Raises:
             RunError: The journal can't be written.
@@ -345,13 +346,13 @@ class Recorder:
             raise self._unwritten(error) from error
 
     def failed(self, error: BaseException) -> None:
-        """Record the error that ended the attempt; never raises, since that error is being raised."""
+        """Record the error that ended the attempt. This method never raises, because the error is being raised."""
         journal = self._journal
         if journal is None:
             return
         try:
             if self._context.worker.is_watched:
-                # The launcher records it, and must not wait for this rank.
+                # The launcher records the error, and must not wait for this rank.
                 self._calls.ask(journal.close)
                 self._calls.close()
                 self._calls.wait(_ABANDON_S)
@@ -360,12 +361,11 @@ class Recorder:
             self._append("attempt_ended", reason=reason, rank=self._context.rank, node=self._context.worker.node)
             self._close()
         except OSError as again:
-            _log.warning("%s; waiting records are lost with this process", self._unwritten(again))
+            _log.warning("%s; unwritten records are lost when this process exits", self._unwritten(again))
         except Exception as again:
             _log.warning("the end of the attempt could not be recorded (%s)", again)
 
     def _append(self, event: str, **fields: Any) -> None:
-        """Queue a record; it is kept until it is written."""
         if self._journal is None:
             return
         with self._order:
@@ -378,7 +378,6 @@ class Recorder:
             self._calls.ask(partial(self._write, line, durable=is_durable(found)), len(line))
 
     def _write(self, line: bytes, *, durable: bool) -> None:
-        """Write a record; runs in the journal's thread."""
         journal = self._journal
         assert journal is not None
         try:
@@ -389,8 +388,8 @@ class Recorder:
             if not self._is_warned:
                 self._is_warned = True
                 _log.warning(
-                    "the journal %s can't be written (%s): its records wait in memory, and no checkpoint is committed "
-                    "before they are written; free space or repair run.storage",
+                    "the journal %s can't be written (%s): records wait in memory, and no checkpoint is committed "
+                    "until they are written; free space or repair run.storage",
                     journal.path,
                     error.strerror or error,
                 )
@@ -403,12 +402,12 @@ class Recorder:
             self._journal.tend()
 
     def _flush(self) -> None:
-        """Wait until the thread has tried to write all records so far."""
+        """Wait until the thread has tried to write all queued records."""
         if not self._calls.wait(self._patience_s):
             raise _no_answer(self._patience_s)
 
     def _insist(self) -> None:
-        """Wait until the records are written, or raise `RunError`."""
+        """Wait until all queued records are written, or raise `RunError`."""
         if self._journal is None:
             return
         try:
@@ -423,12 +422,11 @@ class Recorder:
         waiting = (self._calls.waiting_bytes + self._kept_bytes) / 2**20
         return RunError(
             f"the journal {self._journal.path} can't be written ({error.strerror or error}), and {waiting:.2f} MiB of "
-            "records wait; free space or repair run.storage, then start the same command again: it resumes from the "
-            "newest checkpoint"
+            "records are unwritten; free space or repair run.storage, then run the same command again to resume from "
+            "the newest checkpoint"
         )
 
     def _close(self) -> None:
-        """Close the journal, once everything else is written."""
         journal = self._journal
         if journal is None:
             return
@@ -449,4 +447,4 @@ class Recorder:
 
 
 def _no_answer(seconds: float) -> OSError:
-    return OSError(errno.ETIMEDOUT, f"run.storage has not answered for {seconds:.0f} s")
+    return OSError(errno.ETIMEDOUT, f"run.storage has not responded for {seconds:.0f} s")

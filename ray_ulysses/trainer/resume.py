@@ -1,4 +1,4 @@
-"""Chooses and loads the state that an attempt starts from: the run's newest whole one, another run's, or none."""
+"""Selects and loads the state that an attempt starts from: the run's newest intact state, another run's, or none."""
 
 from __future__ import annotations
 
@@ -42,47 +42,47 @@ _log = get_logger(__name__)
 
 
 class AnotherStageError(CheckpointError):
-    """The starting state of a stage is damaged and set aside: the next attempt continues in an earlier stage.
+    """A stage's starting state is damaged and was set aside; the next attempt continues in an earlier stage.
 
-    ``step`` is the step of the state that it starts from.
+    ``step`` is the step of the state from which the next attempt starts.
     """
 
     def __init__(self, stage: str, step: int) -> None:
         super().__init__(
-            f"the state that stage {stage!r} was to start from is damaged; the next attempt starts from step {step}, "
-            "in the stage before"
+            f"the starting state of stage {stage!r} is damaged; the next attempt resumes from step {step}, in an "
+            "earlier stage"
         )
         self.step = step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartingState:
-    """The state that an attempt starts from, chosen before there is a model, and where to look if it is damaged."""
+    """The state that an attempt starts from, selected before the model is built, and alternatives if it is damaged."""
 
     sources: RecoverySources
-    """The candidates."""
+    """Candidate states and where to find them."""
     stage: Stage
-    """The stage that follows the state."""
+    """The stage to train from this state."""
     chosen: Candidate | None
-    """The state; None for a start at step 0 with initial weights."""
+    """The selected state, or None to start at step 0 with initial weights."""
 
     @property
     def step(self) -> int:
-        """Completed steps of the run once the state is loaded."""
+        """Number of steps completed in the selected state."""
         return 0 if self.chosen is None else self.chosen.position.step
 
     @property
     def description(self) -> StateDescription | None:
-        """The description of the state, which names every weight of the model that it fills."""
+        """Description of the selected state, which lists all of the model's weights, or None without a state."""
         return None if self.chosen is None else self.chosen.state
 
 
 def find_state(plan: Plan, context: AttemptContext, recorder: Recorder) -> StartingState:
-    """Choose the newest whole state, reading only its manifest; every rank must call.
+    """Select the newest intact state; only its manifest is read. All ranks must call this function.
 
     Raises:
-        UserError: The checkpoint belongs to another configuration or plan.
-        CheckpointError: No state can be used, although the run has saved one.
+        UserError: The checkpoint belongs to a different configuration or plan.
+        CheckpointError: The run has saved states, but none of them is usable.
     """
     recorder.phase("looking for a checkpoint", "load")
     memory = None if context.peer_memory is None else context.peer_memory.store
@@ -94,17 +94,17 @@ def find_state(plan: Plan, context: AttemptContext, recorder: Recorder) -> Start
 
 
 def resume(engine: Any, start: StartingState, context: AttemptContext, recorder: Recorder) -> RunPosition:
-    """Load the chosen state into the engine of its stage and return where the run is; every rank must call.
+    """Load the selected state into the stage's engine, and return the run's position. All ranks must call.
 
-    Only sizes are checked beforehand, since every byte is verified while it is loaded. A checkpoint that turns out to
-    be damaged is set aside with its reason and the previous one is taken. A run of which no checkpoint is whole does
-    not restart from step 0, and nothing of it is changed.
+    At selection, only file sizes are checked; every byte is verified during loading. If a checkpoint turns out to be
+    damaged, it is set aside together with the reason, and the previous checkpoint is loaded. If every checkpoint of the
+    run is damaged, the run does not restart from step 0, and its files are not changed.
 
     Raises:
-        UserError: The checkpoint belongs to another configuration or plan.
-        CheckpointError: No state could be loaded, although the run has saved one.
-        AnotherStageError: The newest usable state belongs to a stage before the engine's.
-        FencedError: A newer attempt has taken the run over.
+        UserError: The checkpoint belongs to a different configuration or plan.
+        CheckpointError: The run has saved states, but none of them could be loaded.
+        AnotherStageError: The newest usable state belongs to an earlier stage than the engine.
+        FencedError: A newer attempt has taken over the run.
     """
     sources, chosen = start.sources, start.chosen
     waiting: Waiting | None = None
@@ -121,7 +121,7 @@ def resume(engine: Any, start: StartingState, context: AttemptContext, recorder:
             elif source == "another run":
                 reference = context.run.config.model.resume_from
                 raise UserError(
-                    f"{SETTING}={reference!r}: the checkpoint of step {step} is damaged ({error}); name another step"
+                    f"{SETTING}={reference!r}: the checkpoint of step {step} is damaged ({error}); use another step"
                 ) from error
             elif context.rank == 0:
                 sources.pass_over(Damage(step=step, reason=str(error), attempt=chosen.manifest.attempt))
@@ -132,18 +132,18 @@ def resume(engine: Any, start: StartingState, context: AttemptContext, recorder:
             attempt = chosen.manifest.attempt
             if source == "peer memory":
                 sources.give_up_memory(step, str(error))
-            # Rank 0 waits for all, since the ranks' clocks differ.
+            # Rank 0 waits on behalf of all ranks, because their clocks differ.
             elif not _on_rank_0(context, waiting.pause) and context.rank == 0:
                 sources.pass_over(Damage(step=step, reason=str(error), kind="unreadable", attempt=attempt))
         chosen = _choose(sources, context)
         if chosen is None:
-            # The engine was built without weights, and holds a part of that state.
+            # The engine was built without weights, and is now partially filled.
             raise CheckpointError(
-                "the state in peer memory could not be loaded whole, and there is no checkpoint on storage yet; the "
-                "next attempt starts from step 0"
+                "the state in peer memory could not be loaded completely, and there is no checkpoint on storage yet; "
+                "the next attempt starts from step 0"
             )
         if stage_at(context.run.config, sources.plan, chosen.position.step).number != start.stage.number:
-            # What was found damaged is set aside, so that the next attempt does not choose it again.
+            # Set damaged checkpoints aside, so that the next attempt does not select them again.
             _start(context, recorder, chosen.step, sources.passed)
             raise AnotherStageError(start.stage.name, chosen.step)
     position = RunPosition() if chosen is None else chosen.position
@@ -152,18 +152,18 @@ def resume(engine: Any, start: StartingState, context: AttemptContext, recorder:
 
 
 def _as_stage_begins(chosen: Candidate, stage: Stage) -> Candidate:
-    """Return the state, without the optimizer's moments if a stage that resets them begins with it."""
+    """Return the state, without optimizer moments if it is the starting state of a stage that resets them."""
     if not stage.begins_anew or chosen.position.step != stage.first_step:
         return chosen
     return replace(chosen, state=begun_anew(chosen.state, with_optimizer=False))
 
 
 def _choose(sources: RecoverySources, context: AttemptContext) -> Candidate | None:
-    """Return rank 0's choice on every rank, or None for a start at step 0; every rank must call."""
+    """Return rank 0's selection on every rank, or None to start at step 0. All ranks must call this function."""
 
     def choose() -> tuple[Source, str, bytes] | None:
         found = sources.choose()
-        # The file and not the object: a large world's takes longer to pickle than to read.
+        # Send the manifest's bytes: for a large world size, pickling the object takes longer than parsing the bytes.
         return None if found is None else (found[0], found[1], found[2].to_bytes())
 
     found = _on_rank_0(context, choose)
@@ -171,7 +171,7 @@ def _choose(sources: RecoverySources, context: AttemptContext) -> Candidate | No
 
 
 def _on_rank_0(context: AttemptContext, do: Callable[[], T]) -> T:
-    """Return rank 0's result, or raise its error, on every rank; every rank must call."""
+    """Call a function on rank 0, and return its result or raise its error on every rank. All ranks must call."""
     result: T | None = None
     failure: UlyssesError | None = None
     if context.rank == 0:
@@ -180,7 +180,7 @@ def _on_rank_0(context: AttemptContext, do: Callable[[], T]) -> T:
         except UlyssesError as error:
             failure = error
         except Exception as error:
-            # Such as from a foreign manifest: the other ranks would wait for this one.
+            # Convert any error, such as one from a foreign manifest, because the other ranks wait for the broadcast.
             failure = CheckpointError(f"rank 0 can't read the run's states ({type(error).__name__}: {error})")
     result, failure = context.messenger.broadcast((result, failure))
     if failure is not None:
@@ -189,7 +189,7 @@ def _on_rank_0(context: AttemptContext, do: Callable[[], T]) -> T:
 
 
 def _load(engine: Any, chosen: Candidate, context: AttemptContext, *, verify_all: bool) -> None:
-    """Load a state, and with ``verify_all`` verify the rest of its checkpoint; every rank must call."""
+    """Load a state. With ``verify_all``, verify the rest of the checkpoint too. All ranks must call this function."""
     store, manifest, messenger = chosen.store, chosen.manifest, context.messenger
     loaded: set[str] = set()
 
@@ -203,23 +203,22 @@ def _load(engine: Any, chosen: Candidate, context: AttemptContext, *, verify_all
 
 
 def _start(context: AttemptContext, recorder: Recorder, step: int, passed: Sequence[Damage]) -> None:
-    """Set aside unusable checkpoints and announce where the attempt starts; every rank must call."""
+    """Set unusable checkpoints aside, and announce the attempt's starting step. All ranks must call this function."""
     store, attempt = context.run.store, context.attempt
 
     def announce() -> None:
         try:
             if is_overtaken(store, attempt):
                 raise FencedError(
-                    f"a newer attempt than attempt {attempt} has taken the run over; nothing needs to be done, this "
-                    "attempt ends"
+                    f"a newer attempt has taken over the run, so attempt {attempt} ends; no action is needed"
                 )
             for damage in passed:
                 _set_aside(context, recorder, damage)
             start_attempt(store, attempt, step)
         except OSError as error:
             raise CheckpointError(
-                f"attempt {attempt} could not be announced ({error}); free space or repair the storage of the "
-                "checkpoints, then start the same command again"
+                f"the start of attempt {attempt} can't be recorded in the checkpoint storage ({error}); free space or "
+                "repair the storage, then run the same command again"
             ) from error
 
     _on_rank_0(context, announce)
@@ -227,13 +226,13 @@ def _start(context: AttemptContext, recorder: Recorder, step: int, passed: Seque
         try:
             recorder.checkpoints_found()
         except OSError as error:
-            _log.warning("the checkpoints could not be listed for the trackers (%s)", error)
+            _log.warning("the checkpoints can't be listed for the trackers (%s)", error)
 
 
 def _set_aside(context: AttemptContext, recorder: Recorder, damage: Damage) -> None:
     try:
         set_aside(context.run.store, damage, attempt=context.attempt)
     except OSError as error:
-        # Once the attempt has announced where it starts, the checkpoint is no longer part of the run anyway.
-        _log.warning("the checkpoint of step %d can't be set aside (%s); it is passed over", damage.step, error)
+        # The announced starting step excludes the checkpoint from the run in any case.
+        _log.warning("the checkpoint of step %d can't be set aside (%s); it is ignored", damage.step, error)
     recorder.checkpoint_set_aside(damage)

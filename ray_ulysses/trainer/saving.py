@@ -1,4 +1,4 @@
-"""Decides when a checkpoint is due, takes the state then, and writes it in the background while the loop trains."""
+"""Decides when checkpoints are due, captures the state, and saves it in the background during training."""
 
 from __future__ import annotations
 
@@ -37,37 +37,40 @@ if TYPE_CHECKING:
     from ray_ulysses.trainer.worker import Worker
 
 Reason = Literal["steps", "minutes", "request", "preemption", "retry", "end", "stop", "resize", "stage", "memory"]
-"""Why a checkpoint was saved."""
+"""The event that triggered a checkpoint."""
 
 
 _ALLOWED_STALL_SHARE = 0.01
 _ALLOWED_STALL_S = 0.01
 _MOST_APART_S = 5.0
-"""A transient failure, such as an agent that restarts, is over within seconds."""
+"""Maximum time between retries, in seconds. A transient failure, such as an agent that restarts, is over within
+seconds."""
 
 
 def time_is_up(rules: CheckpointSection, *, last_save: float, now: float) -> bool:
-    """Return whether a checkpoint is due by ``checkpoint.every_minutes`` (pure).
+    """Return whether a checkpoint is due according to ``checkpoint.every_minutes``.
 
-    ``last_save`` is when the last state was taken, or the attempt began, in monotonic seconds.
+    ``last_save`` is the time at which the last state was captured, or at which the attempt started, in monotonic
+    seconds.
     """
     return rules.every_minutes is not None and now - last_save >= 60 * rules.every_minutes
 
 
 def retry_pause_s(failures: int, max_failed_saves: int) -> float:
-    """Return how long to wait after a failed save before the next try, in seconds (pure).
+    """Return how long to wait before retrying a failed save, in seconds.
 
-    Up to ``max_failed_saves`` are repeated immediately.
+    The first ``max_failed_saves`` failures are retried immediately.
     """
     return 0.0 if failures <= max_failed_saves else min(2.0 ** min(failures - max_failed_saves - 1, 5), 30.0)
 
 
 def steps_apart(step_s: float, stall_s: float, failures: int) -> int:
-    """Return the number of steps between two saves to peer memory (pure).
+    """Return the number of steps between two saves to peer memory.
 
-    1, unless the copy stalls training for long (``stall_s``): then so many that the stall costs each step at most 10 ms
-    or 1% of its time. A failed save is retried after the next step, since a dead agent is left out by then, and after
-    further failures less and less often, up to every few seconds.
+    The result is 1 unless copying the state stalls training for long (``stall_s``). In that case, the interval is long
+    enough that the stall costs at most 10 ms or 1% of the time per step. The first failed save is retried after the
+    next step, because a dead agent is excluded by then. After further failures, the interval doubles, up to a few
+    seconds.
     """
     allowed_s = max(_ALLOWED_STALL_S, _ALLOWED_STALL_SHARE * step_s)
     rarest = math.ceil(_MOST_APART_S / step_s) if step_s > _MOST_APART_S / 2**16 else 2**16
@@ -77,15 +80,15 @@ def steps_apart(step_s: float, stall_s: float, failures: int) -> int:
 def due(
     section: CheckpointSection, flags: Flags, *, step: int, taken_step: int, last_step: int, ends_stage: bool = False
 ) -> Reason | None:
-    """Return why a checkpoint is due after a step, or None (pure; equal on every rank).
+    """Return the reason why a checkpoint is due after a step, or None. The result is identical on every rank.
 
-    ``taken_step`` is the step whose state was taken last, or that was resumed from. With ``ends_stage`` another stage
-    of the run follows the last step, which starts from its checkpoint.
+    ``taken_step`` is the step whose state was captured last, or the step that the attempt resumed from. ``ends_stage``
+    means that another stage of the run follows the last step and starts from its checkpoint.
     """
-    # A failure counts once every rank's thread has finished: a rank that learns of it later would otherwise repeat a
-    # save that the others have already begun.
+    # Consider a failure only after the saving threads of all ranks have finished. Otherwise a rank that learns of the
+    # failure later would repeat a save that the other ranks have already started.
     failed = flags.failed and not flags.saving and flags.retry_due
-    # In the order of what a person would name as the reason.
+    # If several rules hold, report the reason that is most informative to the user.
     rules: tuple[tuple[Reason, bool], ...] = (
         ("preemption", flags.notice_due and not flags.saving),
         ("request", flags.save_requested),
@@ -106,9 +109,9 @@ _RECENT_STEPS = 10
 
 
 class NoticeWatch:
-    """Remembers saves made for notices; every rank creates one and reports the same saves to it.
+    """Tracks preemption notices and the saves made for them. Every rank creates one and reports the same saves.
 
-    ``notice`` is this rank's notice at the last look.
+    ``notice`` is this rank's notice at the last check, or None.
     """
 
     def __init__(self, worker: Worker, requests: RequestWatch | None) -> None:
@@ -120,9 +123,9 @@ class NoticeWatch:
         self._steps_s: deque[float] = deque(maxlen=_RECENT_STEPS)
 
     def look(self, *, failed: bool) -> bool:
-        """Look for notices, and return whether one makes a checkpoint due; called once per step.
+        """Check for notices, and return whether one makes a checkpoint due. Called once per step.
 
-        ``failed`` says that the newest save has ended without a commit.
+        ``failed`` tells whether the newest save ended without a commit.
         """
         clock = self._worker.clock
         now = clock.monotonic()
@@ -142,15 +145,15 @@ class NoticeWatch:
         return notice_asks(self._last, left_s=left_s, now=now, step_s=max(self._steps_s, default=0.0))
 
     def taken(self, step: int) -> None:
-        """Note that a state was taken during a notice, for any reason."""
+        """Note that a state was captured during a notice, for any reason."""
         self._last = NoticedSave(step=step, taken_at=self._worker.clock.monotonic())
 
     def committed(self, step: int, seconds: float) -> None:
-        """Note a commit and the time from its request; any thread may call."""
+        """Note a commit and how long the save took, in seconds. Any thread may call this method."""
         self._committed = (step, seconds)
 
     def _present_notice(self) -> Notice | None:
-        """Return this worker's notice with the earliest deadline; rank 0 also reads those that people leave."""
+        """Return this worker's notice with the earliest deadline. Rank 0 includes notices that users have requested."""
         found = [self._worker.notice()]
         if self._requests is not None:
             self._requests.look()
@@ -162,32 +165,31 @@ class NoticeWatch:
 
 _log = get_logger(__name__)
 CLOSE_TIMEOUT_S = 20.0
-"""Longest wait for a save that is being written at the end of an attempt."""
+"""Maximum time to wait for a save in progress at the end of an attempt, in seconds."""
 
 ABANDON_TIMEOUT_S = 1.0
-"""Longest wait for a save that is being written when an attempt has failed: its peers may be gone."""
+"""Maximum time to wait for a save in progress after an attempt has failed, in seconds; other ranks may be dead."""
 
 _BUFFER_S = 5.0
-"""Longest wait of training for a free host buffer. After that, the storage hangs or is slower than the steps between
-two checkpoints, and the checkpoint is postponed until every rank has a free buffer."""
+"""Maximum time that training waits for a free host buffer, in seconds. A longer wait means that the storage hangs or
+can't keep up with the checkpoint interval; the checkpoint is then postponed until every rank has a free buffer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepOutcome:
-    """A step's outcome, as its checkpoint needs it."""
+    """The result of a step that a checkpoint needs."""
 
     position: RunPosition
-    """Where the run is after the step."""
+    """The run's position after the step."""
     metrics: Mapping[str, float]
-    """The step's metrics."""
     flags: Flags
-    """The flags on which all ranks have agreed."""
+    """Flags that all ranks have agreed on."""
 
 
 class CheckpointKeeper:
     """Saves a run's state in the background, and deletes superseded checkpoints.
 
-    Every rank creates one and calls the same methods after the same steps.
+    Every rank creates a keeper and calls the same methods after the same steps.
     """
 
     def __init__(self, context: AttemptContext, recorder: Recorder, *, ends_stage: bool = False) -> None:
@@ -199,7 +201,7 @@ class CheckpointKeeper:
         self._taken_at = worker.clock.monotonic()
         self._taken_step = -1
         self._noticed = False
-        # The save that waits for a free buffer, and since when.
+        # Reason and start time of a save that is waiting for a free buffer.
         self._postponed: tuple[Reason, float] | None = None
         self.requests = RequestWatch(config.run_dir, worker.session) if worker.rank == 0 else None
         self._notices = NoticeWatch(worker, self.requests)
@@ -218,11 +220,11 @@ class CheckpointKeeper:
         )
 
     def resumed(self, step: int) -> None:
-        """Note the step that the attempt starts from: its state needs no saving."""
+        """Note the step that the attempt starts from, whose state need not be saved again."""
         self._taken_step = step
 
     def flags(self) -> Flags:
-        """Return this rank's flags about saving after a step."""
+        """Return this rank's flags about saving."""
         saver, is_first = self._saver, self._worker.rank == 0
         saving = saver.is_saving
         failure = saver.failure
@@ -243,18 +245,18 @@ class CheckpointKeeper:
         )
 
     def after_step(self, engine: Any, outcome: StepOutcome, cursor: Cursor, last_step: int) -> None:
-        """Save if a checkpoint is due; every rank must call after every step.
+        """Save the state if a checkpoint is due. All ranks must call this method after every step.
 
         Raises:
-            StorageFailedError: Too many consecutive saves have failed, or the journal could not be written, for too
-                long.
-            CheckpointError: The storage accepts nothing, or there is no memory for a copy of the state.
-            PeerError: Another rank has ended for one of these reasons.
-            FencedError: A newer attempt has taken the run over.
+            StorageFailedError: For too long, saves have failed repeatedly or the journal could not be written.
+            CheckpointError: A save did not start or finish in time, or there is no memory for a copy of the state.
+            PeerError: Another rank ended for one of these reasons.
+            FencedError: A newer attempt has taken over the run.
         """
         flags, step = outcome.flags, outcome.position.step
         if not self._is_reserved:
-            # After the first step, which creates the optimizer's moments; reserving many gigabytes takes seconds.
+            # The first step has created the optimizer's moments, so the sizes are known. Reserve in the background,
+            # because reserving many gigabytes takes seconds.
             self._saver.prepare(partial(self._reserve, state_source(engine).intervals))
             self._is_reserved = True
         if self._no_room is not None:
@@ -263,12 +265,12 @@ class CheckpointKeeper:
             self._leave(engine, outcome, cursor)
         if flags.ended:
             failure = self._recorder.storage_failure() or self._saver.failure
-            # Another rank's failure ends this one too; this rank's thread may not have seen it yet.
-            other = PeerError("another rank could not save; see its log for the reason")
+            # Another rank's failure ends this rank too, even if this rank's thread has not seen a failure yet.
+            other = PeerError("another rank could not save a checkpoint; see its log for the reason")
             raise other if failure is None else _final_error(failure)
         if flags.failed and flags.retry_due and not flags.saving:
-            # The journal has the failure, and a warning would repeat it.
-            _log.info("%s; trying again now", self._saver.failure)
+            # Log as info: the journal contains the failure, and a warning would repeat it there.
+            _log.info("%s; retrying now", self._saver.failure)
         if flags.notice != self._noticed:
             self._noticed = flags.notice
             if flags.notice:
@@ -287,10 +289,10 @@ class CheckpointKeeper:
                 self._save(engine, outcome, cursor, reason, is_last=is_last)
 
     def finish(self) -> None:
-        """Wait until everything is committed; every rank must call, at the end of an attempt.
+        """Wait until all saves are committed. All ranks must call this method at the end of an attempt.
 
         Raises:
-            CheckpointError: The last save failed: the state is not on storage.
+            CheckpointError: The last save failed, so the state is not on storage.
         """
         with self._recorder.time.saving():
             self._wait()
@@ -302,10 +304,10 @@ class CheckpointKeeper:
             raise _final_error(failure)
 
     def abandon(self, error: BaseException, *, is_in_memory: bool) -> None:
-        """Wait briefly for a save in progress when the attempt has failed; never raises.
+        """Wait briefly for a save in progress after the attempt has failed. This method never raises.
 
-        With ``is_in_memory`` the next attempt finds a state in peer memory, and need not wait for this one unless the
-        run ends here.
+        With ``is_in_memory``, the next attempt resumes from peer memory, so this method waits only if the run ends
+        here.
         """
         if self.requests is not None:
             self.requests.close()
@@ -314,8 +316,8 @@ class CheckpointKeeper:
             return
         if not is_consequence(error):
             _log.warning(
-                "the attempt has failed (%s); the checkpoint of step %d is being written and has %.0f s to be complete",
-                one_line(error), self._taken_step, CLOSE_TIMEOUT_S,
+                "the attempt has failed (%s); waiting up to %.0f s for the checkpoint of step %d to be written",
+                one_line(error), CLOSE_TIMEOUT_S, self._taken_step,
             )  # fmt: skip
         self._saver.close(CLOSE_TIMEOUT_S)
 
@@ -326,16 +328,16 @@ class CheckpointKeeper:
             self._no_room = error
 
     def _comes_free(self, reason: Reason, step: int) -> bool:
-        """Wait a little until every rank has a free buffer; else postpone the save. Every rank must call."""
+        """Wait briefly for a free buffer on every rank, or else postpone the save. All ranks must call this method."""
         now = self._worker.clock.monotonic()
         if self._postponed is None:
             ranks = self._context.messenger.gather(self._saver.wait_for_buffer(_BUFFER_S))
             if self._context.messenger.broadcast(ranks is not None and all(ranks)):
                 return True
-            why = "previous one is still being written" if self._saver.is_saving else "memory for it is not there yet"
-            _log.warning("the checkpoint of step %d is postponed, since the %s; training continues", step, why)
+            why = "previous save is in progress" if self._saver.is_saving else "memory for a copy is not reserved yet"
+            _log.warning("the checkpoint of step %d is postponed because the %s; training continues", step, why)
             self._postponed = reason, now
-        # Rank 0 decides, since the ranks' clocks differ.
+        # Rank 0 decides, because the ranks' clocks differ.
         elif self._context.messenger.broadcast(now - self._postponed[1] > self._config.checkpoint.save_timeout_s):
             raise not_begun(step, self._config.checkpoint.save_timeout_s)
         return False
@@ -343,27 +345,26 @@ class CheckpointKeeper:
     def _save(self, engine: Any, outcome: StepOutcome, cursor: Cursor, reason: Reason, *, is_last: bool) -> None:
         self._take(engine, outcome, cursor, reason)
         if is_last:
-            # Nothing is left to do meanwhile, and no later step could try again.
+            # There is nothing else to do meanwhile, and no later step to retry the save.
             self._wait()
             waiting = RetryPolicy(
                 wait_s=math.inf, first_pause_s=1.0, longest_pause_s=15.0, clock=self._worker.clock
             ).begin()
             while self._saver.failure is not None and not is_final(self._saver.failure):
-                # Rank 0 decides, since the ranks' clocks differ: a save that some ranks don't join would wait for them.
+                # Rank 0 decides, because the ranks' clocks differ and a save waits for all ranks to join.
                 if self._context.messenger.broadcast(self._is_out_of_patience()):
                     break
-                _log.warning("%s; trying again", self._saver.failure)
+                _log.warning("%s; retrying", self._saver.failure)
                 waiting.pause()
-                # Each try may take as long as a save.
+                # Send a sign of life, because each retry may take as long as a save.
                 self._worker.beat("save", outcome.position.step)
                 self._take(engine, outcome, cursor, reason)
                 self._wait()
         elif self._config.checkpoint.host_buffers == 0:
-            # The state is written from memory that the next step would change.
+            # Without host buffers, the state is written from memory that the next step would change.
             self._wait()
 
     def _take(self, engine: Any, outcome: StepOutcome, cursor: Cursor, reason: Reason) -> None:
-        """Take the state; it is written in the background."""
         worker, step = self._worker, outcome.position.step
         worker.on_event("save", step)
         meta = checkpoint_meta(self._context, self._recorder, outcome, cursor, reason)
@@ -375,19 +376,19 @@ class CheckpointKeeper:
         self._taken_step, self._taken_at = step, worker.clock.monotonic()
 
     def _leave(self, engine: Any, outcome: StepOutcome, cursor: Cursor) -> None:
-        """End an attempt whose run directory was deleted; its state is saved if checkpoints are stored elsewhere."""
-        kept = "its checkpoints went with it. Start a new run"
+        """End an attempt whose run directory was deleted; save its state first if checkpoints are stored elsewhere."""
+        kept = "its checkpoints were deleted with it. Start a new run"
         if self._config.checkpoint.storage is not None:
             self._take(engine, outcome, cursor, "stop")
             self._wait()
             if self._saver.failure is None:
                 kept = (
-                    f"the state of step {outcome.position.step} is saved. A new run.name continues with "
+                    f"the state of step {outcome.position.step} is saved. Continue under a new run.name with "
                     f"model.resume_from={self._context.run.location}"
                 )
         raise StorageFailedError(
-            f"the run's directory {self._config.run_dir} was deleted or moved away while the run was training; it is "
-            f"not created again, and {kept}, or restore the directory"
+            f"the run directory {self._config.run_dir} was deleted or moved during training; {kept}, or restore the "
+            "directory"
         )
 
     def _wait(self) -> None:
@@ -395,17 +396,16 @@ class CheckpointKeeper:
         if not self._saver.wait(timeout_s):
             raise CheckpointError(
                 f"the checkpoint of step {self._taken_step} was not written within "
-                f"checkpoint.save_timeout_s={timeout_s:g} s; the previous checkpoint is untouched. Repair the storage "
-                "or raise that time, then start the same command again"
+                f"checkpoint.save_timeout_s={timeout_s:g} s; the previous checkpoint is intact. Repair the storage or "
+                "increase checkpoint.save_timeout_s, then run the same command again"
             )
 
     def _is_out_of_patience(self) -> bool:
-        """Return whether saves have failed more often, and for longer, than they may."""
         section, saver = self._config.checkpoint, self._saver
         return saver.failures > section.max_failed_saves and saver.failing_s >= section.failed_saves_patience_s
 
     def _on_saved(self, saved: Saved) -> None:
-        """Record a commit and delete superseded checkpoints, on rank 0's thread."""
+        """Record a commit and delete superseded checkpoints. Called on the saving thread."""
         self._notices.committed(saved.ref.step, saved.save_s)
         if self._worker.rank == 0:
             self._recorder.checkpoint_committed(saved)
@@ -413,7 +413,7 @@ class CheckpointKeeper:
                 for step in self._retention.apply(saved.ref):
                     self._recorder.checkpoint_deleted(step)
             except OSError as error:
-                _log.warning("old checkpoints could not be deleted (%s); trying again after the next commit", error)
+                _log.warning("old checkpoints can't be deleted (%s); retrying after the next commit", error)
         self._worker.on_event("saved", saved.ref.step)
 
     def _on_failed(self, step: int, error: CheckpointError) -> None:
@@ -426,7 +426,7 @@ class CheckpointKeeper:
 def checkpoint_meta(
     context: AttemptContext, recorder: Recorder, outcome: StepOutcome, cursor: Cursor, reason: Reason
 ) -> CheckpointMeta:
-    """Return the loop's metadata for a checkpoint of the state after a step."""
+    """Return the metadata that the training loop stores in a checkpoint."""
     config, layout, position = context.run.config, context.run.layout, outcome.position
     return CheckpointMeta(
         sp_size=layout.sp_size,
@@ -441,7 +441,7 @@ def checkpoint_meta(
         reason=reason,
         written_at=context.worker.clock.now(),
         run=config.run.name,
-        # Each row has its own random state, so no rank's generator is saved.
+        # Random state is derived from run.seed for each row, so generator states are not saved.
         extra={
             "random_state": "run.seed and row",
             "settings": resume_settings(config),
@@ -454,19 +454,19 @@ def checkpoint_meta(
 
 
 def unwritten_journal(context: AttemptContext, recorder: Recorder) -> str | None:
-    """Return why the journal lacks the steps that a checkpoint relies on, if it does; syncs it."""
+    """Sync the journal, which a checkpoint refers to; return the reason if the journal can't be written, or None."""
     try:
         recorder.sync()
     except OSError as error:
-        return f"the journal in {context.run.config.run_dir} could not be written ({error.strerror or error})"
+        return f"the journal in {context.run.config.run_dir} can't be written ({error.strerror or error})"
     return None
 
 
 def _final_error(failure: BaseException) -> BaseException:
-    """Return the error that ends an attempt whose last save has failed: another attempt's saves would fail as well."""
+    """Return the error that ends the attempt: a retryable failure becomes `StorageFailedError`, which ends the run."""
     return failure if is_final(failure) else StorageFailedError(str(failure))
 
 
 def is_final(failure: BaseException | None) -> bool:
-    """Return whether retrying a failed save is pointless: another attempt has the run, or it is a bug."""
+    """Return whether retrying a failed save is pointless, because a newer attempt has taken over or there is a bug."""
     return failure is not None and (isinstance(failure, FencedError) or not isinstance(failure, CheckpointError))

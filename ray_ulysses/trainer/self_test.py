@@ -1,4 +1,4 @@
-"""Runs the self-test at the start of an attempt, on attention as the run's layers use it."""
+"""Runs the self-test at the start of an attempt, with the attention settings of the run's layers."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from ray_ulysses.trainer.worker import Worker
 
 _FAR_BELOW = 0.5
-"""Fraction of the planned bandwidth below which a link is not the planned one: NVLink, InfiniBand and EFA are more than
-twice as fast as their fallbacks."""
+"""Fraction of the planned bandwidth below which a link is reported: NVLink, InfiniBand and EFA are more than twice as
+fast as their fallbacks."""
 _GROUPS: dict[Role, str] = {
-    "ulysses": "the exchange of heads",
+    "ulysses": "the head exchange",
     "ring": "the ring",
-    "shard": "the gathering of weights",
+    "shard": "the weight all-gather",
 }
 _log = get_logger(__name__)
 
@@ -38,14 +38,14 @@ _log = get_logger(__name__)
 def check_start(
     run: ResolvedRun, worker: Worker, mesh: SequenceMesh, zero: ZeroSettings, nodes: Sequence[str]
 ) -> SelfTestReport:
-    """Compare the attempt's groups and devices with one process, and its links with the plan; every rank must call.
+    """Run the self-test, and compare link speeds with the plan. All ranks must call this function.
 
-    ``prepare_process`` has been called; ``nodes`` are the names of each rank's node, by rank.
+    ``prepare_process`` must have been called. ``nodes`` contains the node name of each rank, indexed by rank.
 
     Raises:
-        RunError: The numbers are wrong here, with the same text on every rank, or a rank could not compute at all: a
-            `PeerError` if a collective has failed.
-        UserError: The kernel that ``model.attention`` names can't be used here.
+        RunError: Results are wrong (every rank raises the same error), or a rank can't run the test. The error is a
+            `PeerError` if a collective failed.
+        UserError: The kernel set by ``model.attention`` is not available on this device.
     """
     text_config = planned_config(run.config).get_text_config(decoder=True)
     attention = attention_settings(run.config, run.shape, text_config)
@@ -56,47 +56,47 @@ def check_start(
     except RuntimeError as error:
         kind = PeerError if is_consequence(error) else RunError
         raise kind(
-            f"the self-test could not run on rank {worker.rank} ({worker.node}): {error}. Every step needs the kernel "
-            "or collective that failed: run ray-ulysses doctor on this node, or exclude it"
+            f"the self-test failed to run on rank {worker.rank} ({worker.node}): {error}. Training uses the same "
+            "kernels and collectives: run ray-ulysses doctor on this node, or exclude the node"
         ) from error
     if worker.rank == 0:
         _log.info("%s", report.in_words())
         for warning in slow_links(report.links, run.config, nodes):
-            # The journal forwards it to the person.
+            # Warnings are forwarded to the journal, where the user sees them.
             _log.warning("%s", warning)
     return report
 
 
 def slow_links(links: Sequence[LinkTime], config: Config, nodes: Sequence[str]) -> list[str]:
-    """Return a warning for each exchange that is far slower than the plan assumes (pure).
+    """Return a warning for each exchange that is much slower than the plan assumes.
 
-    Without ``cluster.device`` the plan assumes nothing.
+    Without ``cluster.device``, the plan assumes no link speed, so there are no warnings.
     """
     cluster = config.cluster
     if cluster.device is None or cluster.gpus_per_worker == 0:
         return []
     found = []
     for link in links:
-        # Blocks of a ring leave its node where the ranks that share a row do.
+        # A ring spans several nodes if the ranks that share a row do.
         assumed = link_bandwidth(config, config.parallel.sp_size if link.role == "ring" else link.ranks)
         if link.bandwidth < _FAR_BELOW * assumed:
-            by = " and ".join(link.transports) or "a transport that its log does not name (NCCL_DEBUG=INFO prints it)"
+            by = " and ".join(link.transports) or "an unknown transport (set NCCL_DEBUG=INFO to log it)"
             found.append(
-                f"{_GROUPS[link.role]} of {link.ranks} ranks sends {link.bandwidth / GB:.3g} GB/s per rank, and the "
-                f"plan assumes {assumed / GB:.3g} (cluster.device={cluster.device}, gpus_per_node="
+                f"{_GROUPS[link.role]} across {link.ranks} ranks reaches {link.bandwidth / GB:.3g} GB/s per rank, but "
+                f"the plan assumes {assumed / GB:.3g} GB/s (cluster.device={cluster.device}, gpus_per_node="
                 f"{cluster.gpus_per_node}, network_gbps={cluster.network_gbps:g}): steps take longer than planned. "
-                f"The slowest is rank {link.slowest_rank} on {nodes[link.slowest_rank]}, where NCCL chose {by}. See "
+                f"The slowest rank is {link.slowest_rank} on {nodes[link.slowest_rank]}, where NCCL uses {by}. See "
                 "docs/scale-out.md#network, or correct these settings and plan again"
             )
     return found
 
 
 def attention_settings(config: Config, shape: ModelShape, text_config: Any) -> AttentionSettings:
-    """Return the attention of the run's layers."""
+    """Return the attention settings of the run's layers."""
     head_size, value_size = shape.head_dim, shape.value_dim
     num_kv_heads = shape.num_kv_heads
     if getattr(text_config, "v_head_dim", None) and getattr(text_config, "qk_nope_head_dim", None):
-        # Latent attention, whose default sizes the shape lacks if the configuration omits them.
+        # Latent attention: the shape lacks these sizes if model.config relies on Transformers' defaults.
         head_size = int(text_config.qk_nope_head_dim) + int(text_config.qk_rope_head_dim or 0)
         value_size, num_kv_heads = int(text_config.v_head_dim), shape.num_heads
     softcap = getattr(text_config, "attn_logit_softcapping", None)
@@ -115,7 +115,7 @@ def attention_settings(config: Config, shape: ModelShape, text_config: Any) -> A
 
 
 def layer_windows(text_config: Any) -> tuple[int | None, ...]:
-    """Return the window of each kind of layer, ``None`` for full attention."""
+    """Return the attention window of each kind of layer; None means full attention."""
     window = getattr(text_config, "sliding_window", None)
     if not window or getattr(text_config, "use_sliding_window", True) is False:
         return (None,)

@@ -1,4 +1,4 @@
-"""Takes one optimizer step (micro-batches, then one exchange of sums and flags), and judges and measures it."""
+"""Trains one optimizer step (micro-batches, then one exchange of sums and flags), and judges and measures it."""
 
 from __future__ import annotations
 
@@ -40,49 +40,49 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flags:
-    """Flags that a rank raises after a step; each holds for all ranks when one of them raises it.
+    """Flags that a rank raises after a step. A flag is set on all ranks if any rank raises it.
 
-    Ranks add them up in the collective that ends a step anyway.
+    The flags are summed in the collective that ends every step.
     """
 
     stop: bool = False
-    """Rank 0: the run was asked to stop."""
+    """Rank 0: the run was requested to stop."""
     resize: bool = False
-    """Rank 0: it should stop because its size changes."""
+    """Rank 0: the run must stop because its number of workers changes."""
     save_requested: bool = False
-    """Rank 0: somebody asked for a checkpoint."""
+    """Rank 0: a checkpoint was requested."""
     gone: bool = False
-    """Rank 0: the run's directory was deleted or moved."""
+    """Rank 0: the run directory was deleted or moved."""
     notice: bool = False
     """A node will be preempted."""
     notice_due: bool = False
-    """A checkpoint is due for that reason; see `checkpoint.notice`."""
+    """A checkpoint is due because of a preemption notice; see `checkpoint.notice`."""
     time_is_up: bool = False
-    """Rank 0: a checkpoint is due by ``checkpoint.every_minutes``."""
+    """Rank 0: a checkpoint is due according to ``checkpoint.every_minutes``."""
     saving: bool = False
-    """A checkpoint is being written."""
+    """A checkpoint is being saved."""
     buffers_busy: bool = False
-    """A rank has no free host buffer: all are still being written."""
+    """No host buffer is free."""
     failed: bool = False
-    """The previous save has failed."""
+    """The previous save failed."""
     retry_due: bool = False
-    """Rank 0: it is time to try again."""
+    """Rank 0: a failed save may be retried now."""
     ended: bool = False
-    """The previous save or the journal has failed in a way that ends the attempt."""
+    """The previous save or the journal failed with an error that ends the attempt."""
     memory_due: bool = False
     """Rank 0: a save to peer memory is due."""
     memory_busy: bool = False
-    """An earlier state is still being written there, or there is no memory for another."""
+    """An earlier state is still being saved to peer memory, or there is no memory for another state."""
     compute_due: bool = False
-    """Rank 0: it is time to measure how fast each rank computes."""
+    """Rank 0: a measurement of each rank's compute speed is due."""
 
     def to_counts(self) -> list[int]:
-        """Return the flags as integers, to be summed over the ranks."""
+        """Return the flags as integers that can be summed over ranks."""
         return [int(flag) for flag in astuple(self)]
 
     @classmethod
     def from_counts(cls, counts: Sequence[int]) -> Flags:
-        """Return the flags that at least one rank has raised, from the sums over all ranks."""
+        """Return the flags that at least one rank has raised, from counts summed over all ranks."""
         return cls(**{field.name: count > 0 for field, count in zip(fields(cls), counts, strict=True)})
 
 
@@ -90,33 +90,33 @@ NUM_FLAGS = len(fields(Flags))
 
 
 def with_requests(own: Flags, requests: RequestWatch) -> Flags:
-    """Add to rank 0's flags what people and the driver have requested through the run's directory."""
+    """Return rank 0's flags with the requests of users and the driver added."""
     stop = requests.stop()
     return replace(own, stop=stop is not None, resize=stop == "resize", save_requested=requests.take_save())
 
 
 class Given(NamedTuple):
-    """A row as the model received it."""
+    """A row as received by the model."""
 
     place: int
-    """The row's place in the step."""
+    """Index of the row in the step."""
     num_supervised: int
-    """Supervised tokens of the batch."""
+    """Number of supervised tokens in the batch."""
     checksum: Callable[[], int]
-    """Returns the checksum of the batch; see `read_back`."""
+    """Returns the batch's checksum; see `read_back`."""
 
 
 def batch_of(row: RowSlice, mesh: SequenceMesh, device: torch.device) -> ShardedBatch:
-    """Return a row slice as a batch of one row on a device.
+    """Return a row slice as a batch with one row, on a device.
 
     Raises:
-        RunError: The slice is not this rank's: the data stream is out of order.
+        RunError: The slice belongs to another rank, so the data stream is out of order.
     """
     if (row.sp_rank, row.sp_size, row.ring_size) != (mesh.sp_rank, mesh.sp_size, mesh.ring_size):
         raise RunError(
-            f"row {row.row} arrived as slice {row.sp_rank} of {row.sp_size} (ring {row.ring_size}), but this rank "
-            f"trains slice {mesh.sp_rank} of {mesh.sp_size} (ring {mesh.ring_size}); the data stream is out of order. "
-            "Resume the run; if it happens again, use data.engine: local"
+            f"the data stream is out of order: row {row.row} arrived as slice {row.sp_rank} of {row.sp_size} (ring "
+            f"{row.ring_size}), but this rank expects slice {mesh.sp_rank} of {mesh.sp_size} (ring {mesh.ring_size}). "
+            "Resume the run; if the error recurs, set data.engine: local"
         )
     documents = pack_documents(
         [row.document_lengths], row.row_tokens, device, ring_size=mesh.ring_size, ring_rank=mesh.ring_rank
@@ -139,7 +139,7 @@ def _row_on(values: NDArray[Any], device: torch.device) -> torch.Tensor:
 def read_back(batch: ShardedBatch) -> Callable[[], int]:
     """Start copying a batch back to the host, and return a function that computes its checksum.
 
-    On a GPU the copies are queued behind earlier work without blocking the host: synchronise before calling the result.
+    On a GPU, the copies are queued without blocking the host: synchronize before calling the returned function.
     """
     given = (batch.input_ids_BL, batch.labels_BL, batch.position_ids_BL, batch.label_weights_BL)
     copies = [None if tensor is None else tensor[0].to("cpu", non_blocking=True) for tensor in given]
@@ -154,9 +154,9 @@ def read_back(batch: ShardedBatch) -> Callable[[], int]:
 
 
 def received_of(given: Sequence[Given], num_rows: int, device: torch.device) -> tuple[list[int], int]:
-    """Return the sum of the checksums of each of a step's rows, and the supervised tokens of all batches.
+    """Return the checksum of each of a step's rows, and the number of supervised tokens in all batches.
 
-    On a GPU it waits for all queued work.
+    On a GPU, this function waits for all queued work.
     """
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
@@ -168,28 +168,30 @@ def received_of(given: Sequence[Given], num_rows: int, device: torch.device) -> 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """A step's result, equal on every rank."""
+    """Result of a step, identical on every rank."""
 
     loss: float
-    """Mean loss over the step's supervised tokens, by their weights if they have any, in nats."""
+    """Mean loss over the step's supervised tokens in nats, weighted if the tokens have label weights."""
     z_loss: float
-    """Mean z-loss over them, with its coefficient; 0 without one."""
+    """Mean z-loss over the same tokens, including the coefficient; 0 if the z-loss is disabled."""
     router_loss: float
-    """Mean router loss of the step's rows, weighted by their supervised tokens, with its coefficient; 0 without one."""
+    """Mean router loss of the step's rows, weighted by their supervised tokens and including the coefficient; 0 if the
+    router loss is disabled."""
     grad_norm: float
-    """Norm of its gradient before clipping."""
+    """Gradient norm before clipping."""
     is_finite: bool
-    """Whether loss and gradient are finite; if not, the step has left the weights unchanged."""
+    """Whether the loss and the gradient are finite. If not, the step did not change the weights."""
     bad_rows: tuple[int, ...]
-    """The rows whose own loss is not finite."""
+    """Rows whose own loss is not finite."""
     tokens: int
-    """Supervised tokens that the model received."""
+    """Number of supervised tokens that the model received."""
     digest: int
     """Sum of the digests of the rows that the model received, modulo 2**64."""
     flags: Flags
-    """The flags that at least one rank has raised."""
+    """Flags that at least one rank has raised."""
     direct_rows: float = 0.0
-    """Rows that were read directly because a rank's stream had not started; each rank's slice is a share."""
+    """Number of rows that were read directly because the stream had not started; fractional, because each rank counts
+    its slices."""
 
 
 def train_step(
@@ -208,30 +210,32 @@ def train_step(
     num_direct: Callable[[], int] = lambda: 0,
     before_update: Callable[[], object] = lambda: None,
 ) -> StepResult:
-    """Take one optimizer step; every rank must call.
+    """Train one optimizer step. All ranks must call this function.
 
     Args:
-        engine: The ZeRO engine, of any stage; its accumulation steps are ``accumulation``.
-        slices: This rank's slices, one per micro-batch. A last step of fewer rows is filled up with fillers, so that
-            every step has ``accumulation`` of them.
-        rows: Global rows of the step.
-        tokens: Supervised tokens of the step as planned: the loss's denominator on every layout, if none has a weight.
+        engine: The ZeRO engine, of any stage, with ``accumulation`` accumulation steps.
+        slices: This rank's slices, one per micro-batch. A last step with fewer rows is padded with fillers, so that
+            every step has ``accumulation`` slices.
+        rows: The step's rows, by global number.
+        tokens: Planned number of supervised tokens in the step. This is the denominator of the loss for every layout,
+            unless tokens have label weights.
         mesh: The mesh.
-        device: Where batches go.
-        accumulation: Micro-batches per step.
-        seed: Base of the random state; each row has its own, regardless of the rank that trains it.
-        loss_tile: Tokens per rank whose logits exist at once.
+        device: Device for the batches.
+        accumulation: Number of micro-batches per step.
+        seed: Base seed. Each row's random state is derived from the seed and the row, independent of the rank.
+        loss_tile: Number of tokens per rank whose logits exist at a time.
         z_loss: Coefficient of the z-loss.
         flags: Returns this rank's flags; called at the end of the step.
-        num_direct: Returns how many of the slices were read directly because the stream had not started; as above.
+        num_direct: Returns the number of slices that were read directly because the stream had not started; called at
+            the end of the step.
         before_update: Called before the weights are updated, on every rank.
 
     Raises:
-        RunError: The model received other tokens than planned.
+        RunError: The model received different tokens than planned.
     """
     slices, weight = _weighed(slices, tokens, mesh, device)
     scale = loss_scale(weight, mesh, zero_stage=engine.zero_optimization_stage(), accumulation=accumulation)
-    # The losses of each row and of the fillers, then the z-loss and the router loss.
+    # One loss for each row, one for all fillers, then the z-loss and the router loss.
     losses = torch.zeros(len(rows) + 3, dtype=torch.float64, device=device)
     given: list[Given] = []
     for steps, row in enumerate(slices, start=1):
@@ -243,23 +247,23 @@ def train_step(
             before_update()
         engine.step()
         if not row.is_filler and row.row not in rows:
-            raise RunError(f"row {row.row} arrived in a step of rows {rows.start} to {rows.stop - 1}; resume the run")
+            raise RunError(f"row {row.row} arrived in the step of rows {rows.start} to {rows.stop - 1}; resume the run")
         losses[len(rows) if row.is_filler else row.row - rows.start] += row_loss.loss_sum.double()
         losses[-2:] += torch.stack([row_loss.z_loss_sum, row_loss.router_loss_sum]).double()
         if not row.is_filler:
             given.append(Given(row.row - rows.start, row.num_supervised, read_back(batch)))
     assert steps == accumulation, f"{steps} micro-batches instead of {accumulation}"
-    # DeepSpeed 0.19.8's ZeRO skips the update when this is not finite, and reports it nowhere else.
+    # If this norm is not finite, ZeRO in DeepSpeed 0.19.8 skips the update without any other report.
     grad_norm = float(engine.get_global_grad_norm())
     checksums, received = received_of(given, len(rows), device)
     return _agree(losses, grad_norm, checksums, received, rows, (tokens, weight), flags(), num_direct(), mesh)
 
 
 def _seed_generators(seed: int, device: torch.device) -> None:
-    """Seed the generators that a model on a device draws from.
+    """Seed the random generators that a model on a device uses.
 
-    `torch.manual_seed` would also format the stack for each kind of device that the machine lacks, which can take
-    longer than a layer of a short row.
+    `torch.manual_seed` is not used, because it formats the stack for each kind of device that the machine lacks. That
+    can take longer than a layer on a short row.
     """
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
@@ -269,10 +273,10 @@ def _seed_generators(seed: int, device: torch.device) -> None:
 def _weighed(
     slices: Iterable[RowSlice], tokens: int, mesh: SequenceMesh, device: torch.device
 ) -> tuple[Iterable[RowSlice], float]:
-    """Return a step's slices and its supervised tokens, or the sum of the tokens' weights over all ranks.
+    """Return a step's slices and the denominator of the loss: supervised tokens, or the sum of their label weights.
 
-    Either no slice of a run has weights, or every one of every rank has: then all of the step's are read before the
-    first is trained. Every rank must call.
+    Either all slices of a run have label weights, or none of them do. With label weights, all slices of the step are
+    read before the first is trained. All ranks must call this function.
     """
     slices = iter(slices)
     first = next(slices)
@@ -291,9 +295,10 @@ def evaluate(
     device: torch.device,
     loss_tile: TileSetting = "auto",
 ) -> tuple[float, int]:
-    """Return the mean loss over evaluation rows, and their supervised tokens; every rank must call, equally often.
+    """Return the mean loss over the evaluation rows, and their number of supervised tokens.
 
-    Every supervised token counts equally, whatever its weight, and only by its cross-entropy.
+    All ranks must call this function, with the same number of slices. The loss is the unweighted mean cross-entropy
+    over supervised tokens, without label weights or auxiliary losses.
     """
     engine.eval()
     totals = torch.zeros(2, dtype=torch.float64, device=device)
@@ -324,7 +329,7 @@ def _agree(
 ) -> StepResult:
     tokens, weight = planned
     dist.all_reduce(losses, group=mesh.group("loss"))
-    # Checksums of a row's slices add up to the row's, modulo 2**64, as int64 does when it wraps.
+    # A row's checksum is the sum of its slices' checksums modulo 2**64, which matches int64 overflow.
     counts = torch.tensor(
         [
             received,
@@ -341,8 +346,8 @@ def _agree(
     raised, sums = rest[:NUM_FLAGS], rest[NUM_FLAGS:]
     if total != tokens:
         raise RunError(
-            f"rows {rows.start} to {rows.stop - 1} contained {total} supervised tokens, the plan has {tokens}; "
-            "the corpus was changed during the run. Restore data.path and resume"
+            f"rows {rows.start} to {rows.stop - 1} contain {total} supervised tokens, but the plan expects {tokens}: "
+            "the corpus changed during the run. Restore data.path, then resume the run"
         )
     *row_losses, z_loss_sum, router_loss_sum = losses.tolist()
     loss_sum = sum(row_losses)
@@ -362,13 +367,13 @@ def _agree(
 
 
 class BadStepError(FinalError):
-    """A step can't be kept, and the same rows would give the same result."""
+    """A step's result is unusable, and training the same rows again would give the same result."""
 
 
 class StepGuard:
-    """Judges each step; all ranks reach the same verdict, since they have agreed on the result.
+    """Judges each step. All ranks reach the same verdict, because they have the same result.
 
-    ``record`` takes a bad step's number, rows, plan and reason, which tell the command which rows to leave out.
+    ``record`` is called with a bad step's number, rows, plan ID and reason, so that the command can exclude the rows.
     """
 
     def __init__(self, elastic: ElasticSection, record: Callable[[int, range, str, str], object]) -> None:
@@ -376,12 +381,12 @@ class StepGuard:
         self._losses: deque[float] = deque(maxlen=WINDOW_STEPS)
 
     def judge(self, step: int, rows: range, plan_id: str, result: StepResult) -> None:
-        """End the attempt if the step is bad; every rank must call, after every step.
+        """Raise an error if the step is bad. All ranks must call this method after every step.
 
-        ``plan_id`` identifies the plan of its rows.
+        ``plan_id`` identifies the plan that contains the step's rows.
 
         Raises:
-            BadStepError: The step is bad.
+            BadStepError: The loss or gradient is not finite, or the loss is a spike.
         """
         mads = self._elastic.loss_spike_mads
         bound = None if mads is None else spike_bound(tuple(self._losses), mads)
@@ -395,31 +400,31 @@ class StepGuard:
         else:
             self._losses.append(result.loss)
             return
-        # Without this record the run can only stop.
+        # If the record can't be written, the rows can't be excluded, and the run stops.
         with contextlib.suppress(RunError):
             self._record(step, rows, plan_id, reason)
-        raise BadStepError(f"{reason}. Nothing of the step is saved; {self._way_out(rows, result)}")
+        raise BadStepError(f"{reason}. The step is not saved; {self._way_out(rows, result)}")
 
     def _way_out(self, rows: range, result: StepResult) -> str:
         if self._elastic.bad_steps == "skip":
-            return "its rows are left out from now on (elastic.bad_steps=skip) where that is possible"
+            return "the run continues without these rows if possible (elastic.bad_steps=skip)"
         row = result.bad_rows[0] if result.bad_rows else rows.start
         return (
-            f"a restart would meet the same. Look at its documents (`ray-ulysses inspect RUN --row {row}`), leave its "
-            "rows out (elastic.bad_steps: skip), or lower optimizer.lr or raise schedule.warmup_steps in a new run"
+            f"a restart would fail again. Inspect the documents (`ray-ulysses inspect RUN --row {row}`), skip the rows "
+            "(elastic.bad_steps: skip), or decrease optimizer.lr or increase schedule.warmup_steps in a new run"
         )
 
 
 def not_finite(step: int, rows: range, result: StepResult) -> str:
-    """Return a message that names what is not finite in a step (pure)."""
+    """Describe which part of a step is not finite: the loss of some rows, or the gradient."""
     bad = result.bad_rows
     if not bad:
         return (
-            f"step {step}: the gradient of rows {rows.start} to {rows.stop - 1} is not finite (their loss is "
+            f"step {step}: the gradient of rows {rows.start} to {rows.stop - 1} is not finite (mean loss "
             f"{result.loss:.4f})"
         )
-    listed = f"row {bad[0]}" if len(bad) == 1 else f"{len(bad)} rows, the first of them row {bad[0]},"
-    return f"step {step}: the loss of {listed} of {rows.start} to {rows.stop - 1} is not finite"
+    listed = f"row {bad[0]}" if len(bad) == 1 else f"{len(bad)} rows (the first is row {bad[0]})"
+    return f"step {step}: the loss of {listed} in rows {rows.start} to {rows.stop - 1} is not finite"
 
 
 class StepMeter:
@@ -438,8 +443,9 @@ class StepMeter:
         cost: int,
         learning_rate: float,
     ) -> dict[str, float]:
-        """Return a step's metrics by name; ``mfu`` only if the device's peak is known, other losses only if present.
+        """Return a step's metrics by name.
 
+        ``mfu`` is included only if the device's peak FLOPS are known, and auxiliary losses only if they are not zero.
         ``document_tokens`` excludes padding, and ``cost`` is the sum of the documents' squared lengths.
         """
         flops = step_flops(self._shape, tokens=document_tokens, sum_squared_lengths=cost)
@@ -458,14 +464,14 @@ class StepMeter:
 
 
 def device_memory_gib(device: torch.device) -> float | None:
-    """Return the memory of a GPU, in GiB; None for a CPU."""
+    """Return a GPU's total memory in GiB, or None for a CPU."""
     return torch.cuda.get_device_properties(device).total_memory / 2**30 if device.type == "cuda" else None
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Return the peak memory of this process, in GiB: allocated on a GPU, resident on CPU."""
+    """Return this process's peak memory in GiB: allocated memory on a GPU, resident memory on CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # Linux counts in KiB, macOS in bytes.
+    # Linux reports KiB, macOS bytes.
     return peak / 2**30 if sys.platform == "darwin" else peak / 2**20

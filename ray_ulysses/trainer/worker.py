@@ -1,4 +1,4 @@
-"""A worker of an attempt, as its launcher describes it to the training loop."""
+"""Describes a worker to the training loop; created by the launcher."""
 
 from __future__ import annotations
 
@@ -20,54 +20,51 @@ if TYPE_CHECKING:
     from ray_ulysses.peer_memory.store import AgentAddresses
 
 SourceMaker = Callable[["Plan", "RowReader", "ParallelLayout", int], "DirectSource"]
-"""Makes a rank's source of rows: ``(plan, reader, layout, rank)``."""
+"""Creates a rank's source of rows from ``(plan, reader, layout, rank)``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Worker:
-    """One worker of an attempt; the default process group exists already."""
+    """One worker of an attempt. The default process group must already exist."""
 
     rank: int
     """Global rank."""
     local_rank: int
-    """Rank on its node."""
+    """Rank on the worker's node."""
     world_size: int
     node: str
-    """Name of the node it runs on."""
+    """Name of the worker's node."""
     device: torch.device
-    """Where it computes."""
     session: str
-    """Identifies the running command; its attempts share it."""
+    """Identifier of the running command, shared by all attempts of that command."""
     command_started: float | None = None
-    """When that command began, in seconds since the epoch; None if unknown."""
+    """Start time of the command, in seconds since the epoch, or None if unknown."""
     workers_asked: float | None = None
-    """When it requested its workers."""
+    """Time at which the command requested workers, in seconds since the epoch, or None if unknown."""
     make_source: SourceMaker
-    """Makes its source of rows."""
     notice: Callable[[], Notice | None] = lambda: None
-    """Returns the notice that a node will be preempted, or ``None``; called after every step."""
+    """Returns the preemption notice for a node, or None; called after every step."""
     peer_memory: AgentAddresses | None = None
-    """Addresses of peer memory; either every worker has them or none."""
+    """Addresses of the peer-memory agents, set either on every worker or on none."""
     cluster_nodes: tuple[str, ...] = ()
-    """The cluster's name of each rank's node, by rank; empty without a cluster."""
+    """The cluster's node ID for each rank, indexed by rank; empty without a cluster."""
     is_watched: bool = False
-    """Whether the launcher sees every worker's end and records why an attempt failed; rank 0 alone can't distinguish a
-    cause from its consequences."""
+    """Whether the launcher observes every worker's exit and records why an attempt failed. Rank 0 alone can't
+    distinguish the cause of a failure from its consequences."""
     is_tested: bool = False
-    """Whether the devices of all ranks have passed a self-test of this command; the same on every rank."""
+    """Whether all ranks' devices have passed a self-test during this command; identical on every rank."""
     beat: Callable[[Phase, int], Any] = lambda phase, step: None
-    """Called with the phase and step as a sign of life, before each micro-batch."""
+    """Called with the phase and step before each micro-batch, as a sign of life."""
     wait_for_row: Callable[[bool], Any] = lambda waits: None
-    """Called with whether the rank now waits for its next row."""
+    """Called with True before the rank waits for its next row, and with False afterwards."""
     on_hang: Callable[[Callable[[], str | None]], Any] = lambda leave: None
-    """Registers a function that another thread calls when the ranks hang; it writes diagnostics and returns their
-    location."""
+    """Registers a function that another thread calls if the ranks hang. The function writes diagnostics and returns
+    their location."""
     clock: Clock = field(default_factory=SystemClock)
-    """Time."""
     on_event: Callable[[str, int], Any] = lambda name, step: None
-    """Called with the name and step of each event of the loop; a seam for fault tests."""
+    """Called with the name and step of each event in the training loop; used by fault tests."""
 
     def command(self) -> dict[str, Any]:
-        """Return the journal's fields about the running command; unknown times are left out."""
+        """Return the journal fields that describe the running command. Unknown times are omitted."""
         times = {"command_started": self.command_started, "workers_asked": self.workers_asked}
         return {"session": self.session, **{name: time for name, time in times.items() if time is not None}}

@@ -154,7 +154,7 @@ def ignore_documents() -> None:
 
 FAULTS = {
     "swap_blocks": (swap_blocks, "the exchange between ranks"),
-    "scale_by_sp": (scale_by_sp, "gradient's norm is 2.0000"),
+    "scale_by_sp": (scale_by_sp, "gradient norm is 2.0000"),
     "ignore_documents": (ignore_documents, "model.attention"),
 }
 

@@ -55,8 +55,8 @@ DEVICES = [
     RuntimeError("CUDA error: misaligned address"),
     RuntimeError("NVRM: Xid (PCI:0000:18:00): 79, GPU has fallen off the bus."),
     dist.DistBackendError("NCCL error, unhandled cuda error. Cuda failure 'unspecified launch failure'"),
-    RunError("the self-test could not run on rank 3 (n1): CUDA error: hardware stack error. Every step needs"),
-    BrokenRanksError("the self-test failed on 1 of 4 ranks, most on rank 3", {3}),
+    RunError("the self-test failed to run on rank 3 (n1): CUDA error: hardware stack error. Training uses"),
+    BrokenRanksError("the self-test failed on 1 of 4 ranks", {3}),
 ]
 
 

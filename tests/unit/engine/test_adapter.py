@@ -137,7 +137,7 @@ def test_an_impossible_setting_is_refused(adapter: dict[str, Any], changes: dict
 
 def test_a_missing_peft_is_refused_with_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
-    with pytest.raises(UserError, match=r"^model.adapter needs PEFT, which can't be imported \(.*\); insta"):
+    with pytest.raises(UserError, match=r"^model.adapter requires PEFT, which can't be imported \(.*\); insta"):
         adapter_module._peft()
 
 

@@ -82,8 +82,8 @@ def test_a_model_that_is_not_the_described_one_is_refused_with_every_field(direc
     described = {**INLINE, "vocab_size": 400, "num_hidden_layers": 3}
     with pytest.raises(UserError) as error:
         build_model(pretrained(directory, model__config=described))
-    assert "vocab_size is 320 there and 400 in model.config" in str(error.value)
-    assert "num_hidden_layers is 2 there and 3 in model.config" in str(error.value)
+    assert "vocab_size is 320 in model.path and 400 in model.config" in str(error.value)
+    assert "num_hidden_layers is 2 in model.path and 3 in model.config" in str(error.value)
 
 
 UP = "model.layers.0.mlp.up_proj.weight"
@@ -102,12 +102,15 @@ def save(path: Path, tensors: Tensors) -> None:
 @pytest.mark.parametrize(
     ("damage", "text"),
     [
-        (half, "no weights could be loaded"),
-        (lambda path, _: (path / "model.safetensors").unlink(), "no weights could be loaded"),
-        (lambda path, _: (path / "generation_config.json").write_text("[]"), "no weights could be loaded"),
-        (lambda path, _: (path / "config.json").unlink(), r"there is no config\.json with a model_type"),
-        (lambda path, own: save(path, own | {"model.norm.weight": torch.zeros(5)}), "no weights could be loaded"),
-        (lambda path, own: save(path, {name: own[name] for name in own.keys() - {UP}}), rf"not in its weights \({UP}"),
+        (half, "weights can't be loaded"),
+        (lambda path, _: (path / "model.safetensors").unlink(), "weights can't be loaded"),
+        (lambda path, _: (path / "generation_config.json").write_text("[]"), "weights can't be loaded"),
+        (lambda path, _: (path / "config.json").unlink(), r"no config\.json with a model_type"),
+        (lambda path, own: save(path, own | {"model.norm.weight": torch.zeros(5)}), "weights can't be loaded"),
+        (
+            lambda path, own: save(path, {name: own[name] for name in own.keys() - {UP}}),
+            rf"lack 1 of the model\'s tensors \({UP}",
+        ),
         # Transformers writes such files when it saves a model that it loaded dequantized.
         (
             lambda path, own: save(
@@ -159,12 +162,12 @@ def test_a_head_of_a_hub_id_is_its_own_though_the_configuration_ties_it(
     assert described_config(pretrained("owner/name"), is_tied=True).tie_word_embeddings is True
     assert planned_config(pretrained("owner/name")).tie_word_embeddings is True
     # Where one rank alone can't fetch them, it must not go on with another model than the others.
-    with pytest.raises(UserError, match=r"model\.path='owner/name': its weights could not be fetched \(the hub at "):
+    with pytest.raises(UserError, match=r"model\.path='owner/name': the weights can't be downloaded \(the hub at "):
         described_config(pretrained("owner/name"))
 
 
 @pytest.mark.parametrize(
-    ("model_type", "said"), [("llamma", "did you mean 'llama'"), ("vit", "has no causal language model of this type")]
+    ("model_type", "said"), [("llamma", "did you mean 'llama'"), ("vit", "has no causal language model for this type")]
 )
 def test_a_model_type_without_a_decoder_is_refused_in_one_line(model_type: str, said: str) -> None:
     with pytest.raises(UserError, match=rf"model_type='{model_type}': .*{said}") as caught:
@@ -178,7 +181,7 @@ def test_quantized_weights_are_refused_before_they_are_read(tmp_path: Path, init
     (tmp_path / "config.json").write_text(json.dumps(quantized))
     config = pretrained(tmp_path, model__init=init)
     for load in (check_architecture, build_model, lambda config: describe(config, "model")):
-        with pytest.raises(UserError, match=r"model\.path='.*': the weights are quantized \(fp8 .* dequantized"):
+        with pytest.raises(UserError, match=r"model\.path='.*': the weights are quantized \(.* fp8\).* dequantize"):
             load(config)
 
 
@@ -192,7 +195,7 @@ def test_code_of_a_models_repository_is_refused_without_asking(tmp_path: Path, m
     classes = {"AutoConfig": "configuration_own.Own", "AutoModelForCausalLM": "configuration_own.Model"}
     (tmp_path / "config.json").write_text(json.dumps({**INLINE, "model_type": "own", "auto_map": classes}))
     for load in (check_architecture, build_model):
-        with pytest.raises(UserError, match=r"model\.path=.*: its model_type 'own' is defined by Python code .*never"):
+        with pytest.raises(UserError, match=r"model\.path=.*: model_type 'own' is defined by Python code .*never"):
             load(pretrained(tmp_path))
     assert not (tmp_path / "ran").exists()
     # A type that Transformers has is its own code, whatever the repository brings beside it.
@@ -230,5 +233,5 @@ def test_each_layer_is_compiled_under_its_own_names_and_others_than_transformers
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compiled.append(self))
     compile_layers(model)
     assert compiled == list(model.model.layers) and list(model.state_dict()) == names
-    with pytest.raises(UserError, match=r"^model\.compile=true: no layer of Linear is one of Transformers' own"):
+    with pytest.raises(UserError, match=r"^model\.compile=true: Linear has no layers"):
         compile_layers(torch.nn.Linear(2, 2))

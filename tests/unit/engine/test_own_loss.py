@@ -62,5 +62,7 @@ def test_a_loss_without_a_setting_is_found_in_the_forwards_result() -> None:
 
     with torch.device("meta"):
         model = WithPenalty(plain_config("llama"))
-    with pytest.raises(UserError, match=r"^the forward of WithPenalty adds a loss .* \(none of its settings says so\)"):
+    with pytest.raises(
+        UserError, match=r"^the forward of WithPenalty adds its own loss .* \(no setting for this loss\)"
+    ):
         refuse_own_loss(model)

@@ -122,10 +122,10 @@ def test_an_unknown_setting_is_refused(rope: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("rope", "text"),
     [
-        ({}, "it is empty"),
-        ({"factor": 8.0}, "factor would change nothing with rope_type=default"),
-        ({"rope_type": "linear", "factor": 2.0, "beta_fast": 16.0}, "beta_fast would change nothing"),
-        ({"rope_type": "yarn"}, "rope_type=yarn needs factor"),
+        ({}, "no field is set"),
+        ({"factor": 8.0}, "factor has no effect with rope_type=default"),
+        ({"rope_type": "linear", "factor": 2.0, "beta_fast": 16.0}, "beta_fast has no effect"),
+        ({"rope_type": "yarn"}, "rope_type=yarn requires factor"),
         ({"rope_type": "llama3", "factor": 4.0}, "Transformers does not accept .*low_freq_factor"),
     ],
     ids=["nothing", "factor-alone", "of-another-type", "no-factor", "incomplete"],

@@ -217,7 +217,7 @@ def test_the_setting_replaces_the_models_configuration(
 
 
 def test_the_setting_is_refused_for_a_model_without_such_a_loss() -> None:
-    with pytest.raises(UserError, match=r"optimizer\.router_loss=0\.1: the configuration of llama has no router-loss"):
+    with pytest.raises(UserError, match=r"optimizer\.router_loss=0\.1: llama has no router loss"):
         check_architecture(parse_config(small_tree(optimizer__router_loss=0.1)))
     # Of a model whose configuration asks for a loss that it does not have, it is the way out.
     fields = {"model_type": "llama", "output_router_logits": True, **SIZES}
@@ -229,5 +229,5 @@ def test_the_setting_is_refused_for_a_model_without_such_a_loss() -> None:
 def test_a_router_loss_of_a_model_whose_forward_was_replaced_is_refused() -> None:
     model: Any = tiny_model("mixtral", num_local_experts=4, **ASKED)
     model.forward = lambda *args, **kwargs: None
-    with pytest.raises(UserError, match=r"mixtral sets output_router_logits=True, but the router loss can be computed"):
+    with pytest.raises(UserError, match=r"mixtral sets output_router_logits=True, but the router loss requires"):
         router_loss_of(model)

@@ -60,9 +60,9 @@ def test_gradients_are_held_to_law_1_tensor_by_tensor() -> None:
         (
             RankDiedError(0, "exit code 1", "no such library"),
             "process 0 ended with exit code 1: no such library",
-            "fix the cause: every run starts like this",
+            "fix the cause: every run starts its processes in the same way",
         ),
-        (TimeoutError(), "not done in 20 s", "check the machine's load"),
+        (TimeoutError(), "not finished after 20 s", "check the machine's load"),
     ],
 )
 def test_the_end_of_the_ranks_is_the_outcome(end: Any, text: str, hint: str) -> None:

@@ -72,7 +72,7 @@ def test_a_decoder_is_drawn_from_the_seed_and_described_in_line(tmp_path: Path) 
         assert torch.equal(parameter, again.get_parameter(name))
         assert parameter.shape == loaded.get_parameter(name).shape
     described["text_config"] = {"hidden_size": 48}
-    with pytest.raises(UserError, match=r"text_config\.hidden_size is 32 there and 48 in model\.config"):
+    with pytest.raises(UserError, match=r"text_config\.hidden_size is 32 in model.path and 48 in model\.config"):
         build_model(config_of(tmp_path, config=described))
 
 
@@ -94,7 +94,7 @@ def test_an_inline_multimodal_configuration_is_refused_without_model_part() -> N
 def test_a_model_of_text_only_has_no_text_part(tmp_path: Path) -> None:
     tiny_model().save_pretrained(tmp_path)
     for refused in (check_architecture, model_shape, build_model):
-        with pytest.raises(UserError, match=r"model\.part=text: .*'llama' is not multimodal; leave model\.part out"):
+        with pytest.raises(UserError, match=r"model\.part=text: .*'llama' is not multimodal; remove model\.part"):
             refused(config_of(tmp_path))
 
 

@@ -113,7 +113,7 @@ def test_storage_that_all_nodes_share_passes_and_is_left_clean(shared: Path) -> 
 @pytest.mark.parametrize(
     ("session", "words"),
     [
-        ("earlier", "node node-1 sees another run directory than the driver"),
+        ("earlier", "node node-1 sees a different run directory than the driver"),
         (None, "node node-1 can't use it"),
         # A directory that was copied to each node: each reads the session, none sees the others' writes.
         ("now", "files of node node-1 are not visible on node node-0"),

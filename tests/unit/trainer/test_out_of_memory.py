@@ -195,7 +195,7 @@ def test_a_model_that_does_not_fit_while_it_is_built_leaves_its_snapshot_too(mon
     attempt = attempt_of(run_of(), "cuda", "state")
     written, run = attempt.context.diagnostics, attempt.context.run
     with (
-        pytest.raises(diagnostics.OutOfMemoryError, match=r"outside its steps .*step-00000000-rank-00003"),
+        pytest.raises(diagnostics.OutOfMemoryError, match=r"outside a training step .*step-00000000-rank-00003"),
         diagnostics.memory_explained(run, attempt.stage, written, attempt.memory, None),
     ):
         cuda_failure()

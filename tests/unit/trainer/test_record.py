@@ -251,7 +251,7 @@ def test_a_storage_that_hangs_for_too_long_ends_the_attempt_by_name(
     clock.time += 299.0
     train(recorder, 2)
     assert recorder.storage_failure() is None
-    assert "has not answered for 299 s" in caplog.text
+    assert "has not responded for 299 s" in caplog.text
     if limit == "time":
         clock.time += 2.0
     else:
@@ -259,7 +259,7 @@ def test_a_storage_that_hangs_for_too_long_ends_the_attempt_by_name(
     train(recorder, *range(3, 100))
     failure = recorder.storage_failure()
     assert isinstance(failure, StorageFailedError)
-    assert "run.storage has not answered for " in str(failure)
+    assert "run.storage has not responded for " in str(failure)
     # The ranks have agreed to end: an answer in this moment changes nothing.
     disk.gate.set()
     assert recorder._calls.wait(20.0)
@@ -302,7 +302,7 @@ def test_an_end_whose_journal_can_not_be_closed_is_an_error_in_words_and_recorde
         recorder.ended("finished", 1)
     recorder.failed(ended.value)
     # Nothing waits for a thread that has ended, nor is an end recorded behind the end.
-    assert "has not answered" not in caplog.text
+    assert "has not responded" not in caplog.text
     assert [event.event for event in read_events(tmp_path / "run")][1:] == ["attempt_ended", "run_finished"]
 
 
@@ -327,6 +327,6 @@ def test_a_failure_writes_what_it_can_and_hides_nothing(
     recorder.failed(ValueError("the cause"))
     if is_full:
         assert recorded(tmp_path) == ["attempt_started"]
-        assert "waiting records are lost with this process" in caplog.text
+        assert "unwritten records are lost when this process exits" in caplog.text
     else:
         assert recorded(tmp_path) == ["attempt_started", 1, "attempt_ended"]

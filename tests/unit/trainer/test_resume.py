@@ -248,7 +248,7 @@ def test_a_state_of_peer_memory_that_was_loaded_in_part_is_no_beginning_and_no_o
     _flip(memory, 3)
     recorder = FakeRecorder(LocalStore(tmp_path))
     # The engine holds a part of it: it must not train from step 0 with that.
-    with pytest.raises(CheckpointError, match=r"could not be loaded whole.*the next attempt starts from step 0"):
+    with pytest.raises(CheckpointError, match=r"could not be loaded completely.*the next attempt starts from step 0"):
         resume(recorder, memory, tmp_path / "run")
     assert resume(recorder, memory, tmp_path / "run").step == 0
 
@@ -347,7 +347,7 @@ def test_what_can_not_be_set_aside_is_passed_over_and_what_is_damaged_not_waited
 
 
 def test_a_storage_that_takes_no_announcement_ends_the_attempt(tmp_path: Path, loaded: dict[str, torch.Tensor]) -> None:
-    with pytest.raises(CheckpointError, match="attempt 2 could not be announced"):
+    with pytest.raises(CheckpointError, match="start of attempt 2 can't be recorded"):
         resume(FakeRecorder(_away(_saved(tmp_path), "create")))
 
 

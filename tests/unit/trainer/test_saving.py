@@ -184,7 +184,7 @@ def test_otherwise_the_checkpoint_is_completed_and_the_failure_reported_before(
     attempt.gate.set()
     waiting.join(20.0)
     assert not waiting.is_alive() and attempt.is_committed()
-    assert (f"has failed ({type(error).__name__}: {error}); the checkpoint of step 7" in said.text) == is_reported
+    assert (f"has failed ({type(error).__name__}: {error}); waiting up to 20 s for" in said.text) == is_reported
 
 
 @pytest.fixture

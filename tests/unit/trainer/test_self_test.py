@@ -82,7 +82,7 @@ def test_a_link_far_slower_than_planned_is_named_with_its_transport() -> None:
     config = cluster_run()
     links = [link("ulysses", 8, 300.0, "P2P/CUMEM"), link("shard", 16, 2.5, "NET/Socket", "P2P/CUMEM")]
     (text,) = slow_links(links, config, NODES)
-    for words in ("16 ranks sends 2.5 GB/s", "assumes 75 ", "cluster.device=H100", "rank 9 on node-2", "NET/Socket"):
+    for words in ("16 ranks reaches 2.5 GB/s", "assumes 75 ", "cluster.device=H100", "rank 9 on node-2", "NET/Socket"):
         assert words in text
 
 
@@ -117,7 +117,7 @@ def test_what_keeps_it_from_running_is_the_cause_that_it_would_be_in_a_step(
     run: Any = SimpleNamespace(config=parse_config(_tree(tmp_path, model)), shape=ModelShape.from_config_dict(model))
     worker: Any = SimpleNamespace(rank=3, node="n1", device=torch.device("cpu"), clock=None)
     mesh = zero = SimpleNamespace()
-    with pytest.raises(RunError, match="could not run on rank 3") as caught:
+    with pytest.raises(RunError, match="failed to run on rank 3") as caught:
         check_start(run, worker, mesh, zero, [])  # type: ignore[arg-type]
     found = raised(3, caught.value)
     assert found.kind == kind and str(error) in found.what

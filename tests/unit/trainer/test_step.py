@@ -189,7 +189,7 @@ def test_random_draws_of_a_gpu_belong_to_the_row_too(monkeypatch: pytest.MonkeyP
 
 def test_rows_that_bring_other_tokens_than_planned_end_the_run(mesh: SequenceMesh) -> None:
     planned = PLAN.step_tokens(1)
-    with pytest.raises(RunError, match=rf"{planned} supervised tokens, the plan has {planned + 1}.*Restore data\.path"):
+    with pytest.raises(RunError, match=rf"the plan expects {planned + 1}.*Restore data\.path"):
         take(FakeEngine(3), mesh, slices_of(1), tokens=planned + 1)
 
 
@@ -321,8 +321,16 @@ class Guard:
 @pytest.mark.parametrize(
     ("bad_steps", "found", "words"),
     [
-        ("stop", result(NAN, is_finite=False, bad_rows=(14,)), ("of row 14 of 12 to 17", "elastic.bad_steps: skip")),
-        ("skip", result(NAN, is_finite=False, bad_rows=(12, 13)), ("2 rows, the first of them row 12", "left out")),
+        (
+            "stop",
+            result(NAN, is_finite=False, bad_rows=(14,)),
+            ("of row 14 in rows 12 to 17", "elastic.bad_steps: skip"),
+        ),
+        (
+            "skip",
+            result(NAN, is_finite=False, bad_rows=(12, 13)),
+            ("2 rows (the first is row 12)", "without these rows"),
+        ),
         ("stop", result(2.5, is_finite=False, grad_norm=INF), ("gradient of rows 12 to 17", "2.5000")),
     ],
     ids=["stop", "skip", "gradient"],
