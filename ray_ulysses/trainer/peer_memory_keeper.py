@@ -108,7 +108,7 @@ class PeerMemoryKeeper:
             _log.warning("this attempt does not use peer memory: %s", error)
 
     def flags(self, own: Flags) -> Flags:
-        """Return this rank's flags with the flags about peer memory added."""
+        """Return ``own`` with this rank's peer-memory flags set."""
         if self._saver is None:
             return own
         self._num_steps += 1

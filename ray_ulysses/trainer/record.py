@@ -311,7 +311,7 @@ class Recorder:
         return self._final
 
     def sync(self) -> None:
-        """Make all recorded steps durable, as a checkpoint that refers to them will be.
+        """Flush and sync all recorded steps, because a checkpoint that refers to them is about to be committed.
 
         Raises:
             OSError: The records can't be written now, so no checkpoint may be committed.

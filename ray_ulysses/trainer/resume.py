@@ -152,7 +152,7 @@ def resume(engine: Any, start: StartingState, context: AttemptContext, recorder:
 
 
 def _as_stage_begins(chosen: Candidate, stage: Stage) -> Candidate:
-    """Return the state, without optimizer moments if it is the starting state of a stage that resets them."""
+    """Return the state, without optimizer moments if a stage that resets the optimizer starts from it."""
     if not stage.begins_anew or chosen.position.step != stage.first_step:
         return chosen
     return replace(chosen, state=begun_anew(chosen.state, with_optimizer=False))

@@ -90,7 +90,7 @@ NUM_FLAGS = len(fields(Flags))
 
 
 def with_requests(own: Flags, requests: RequestWatch) -> Flags:
-    """Return rank 0's flags with the requests of users and the driver added."""
+    """Return rank 0's flags, updated with the requests of users and the driver."""
     stop = requests.stop()
     return replace(own, stop=stop is not None, resize=stop == "resize", save_requested=requests.take_save())
 
