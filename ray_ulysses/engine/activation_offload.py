@@ -148,7 +148,6 @@ class _Kept:
             self.running.append((copies.copy_in(self.slab.start, flat), flat))
 
     def take(self, copies: HostCopies) -> torch.Tensor:
-        """Return the activation on the device, and release its slab."""
         if self.tensor is None:
             _wait(copies, self.running)
         else:
@@ -327,7 +326,7 @@ def host_range(num_bytes: int) -> torch.Tensor:
 
 
 class CpuCopies:
-    """Synchronous copies between tensors on the CPU and the host range."""
+    """Synchronous copies between the CPU and the host range."""
 
     def __init__(self, num_bytes: int) -> None:
         self._range = host_range(num_bytes)

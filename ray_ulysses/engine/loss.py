@@ -294,7 +294,6 @@ def _losses(model: Any) -> tuple[float, float] | None:
 
 
 def _finished(parts: ModelParts, output: Any, head: Any, inputs: dict[str, Any]) -> Any:
-    """Run the forward after the decoder; decoder outputs other than the hidden states are None."""
     for _ in range(_MOST_FIELDS):
         try:
             return parts.finished(output, head, (), inputs)

@@ -121,8 +121,6 @@ class _Decoder:
 
 
 class _Decoded(Exception):
-    """Interrupts a model's forward after the decoder."""
-
     def __init__(self, output: Any) -> None:
         super().__init__()
         self.output = output

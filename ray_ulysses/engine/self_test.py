@@ -306,7 +306,6 @@ def time_links(mesh: SequenceMesh, device: torch.device, clock: Clock) -> tuple[
 
 
 def _exchange(role: Role, group: dist.ProcessGroup, num_bytes: int, device: torch.device) -> Callable[[], object]:
-    """Return a function that runs the collective of a training step for the given role."""
     if role == "ring":
         block = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         return lambda: Circulation(block, group, tag=0).wait()
@@ -495,7 +494,6 @@ def _row(index: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _one_process(model: Any, weights: list[int]) -> dict[str, torch.Tensor]:
-    """Return the gradients computed in a single process, one document at a time."""
     total, count = torch.zeros((), dtype=torch.float64), 0
     for index, weight in enumerate(weights):
         if not weight:

@@ -111,10 +111,7 @@ def resolve_tie(hf_config: Any, part: Part, path: str) -> None:
 
 
 def _weights_directory(path: str) -> Path | None:
-    """Return the directory with the weights of ``model.path``, or None if the hub repository has no safetensors.
-
-    Weights of a hub ID are downloaded, as they would be on loading.
-    """
+    """Return the directory with the weights of ``model.path``, downloaded if needed, or None without safetensors."""
     directory = Path(path).expanduser()
     if directory.is_dir():
         return directory

@@ -181,7 +181,6 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _has_order(module: nn.Module) -> bool:
-    """Return whether several of a module's weights are about to receive gradients."""
     return torch.is_grad_enabled() and sum(weight.requires_grad for weight in module.parameters()) > 1
 
 
@@ -269,7 +268,6 @@ class _Tiles(torch.autograd.Function):
     def forward(
         ctx: Any, keeper: Any, mlp: _Bare, tile: int, hidden_1NH: torch.Tensor, *weights: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Return the MLP's output, ``[1, N, H]``, and its router scores, each of shape ``[N, E]``."""
         ctx.keeper, ctx.mlp, ctx.tile, ctx.weights = keeper, mlp, tile, weights
         return mlp.all_tiles(hidden_1NH, tile), *mlp.scores
 

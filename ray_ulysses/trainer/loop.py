@@ -284,7 +284,6 @@ def _flags(attempt: _Attempt) -> Flags:
 
 
 def _evaluate(attempt: _Attempt, outcome: StepOutcome) -> StepOutcome:
-    """Evaluate, and add the loss to the step's metrics, which determine the best checkpoints."""
     context = attempt.context
     clock, device = context.worker.clock, context.worker.device
     started = clock.monotonic()

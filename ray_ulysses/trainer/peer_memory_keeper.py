@@ -177,7 +177,6 @@ class PeerMemoryKeeper:
         return self._reader
 
     def _prepare(self) -> None:
-        """Make the saving thread reserve memory for the next copy, which takes seconds for many gigabytes."""
         assert self._saver is not None
         if self._worker.clock.monotonic() >= self._reserve_at:
             self._saver.prepare(self._reserve)

@@ -402,12 +402,10 @@ class Recorder:
             self._journal.tend()
 
     def _flush(self) -> None:
-        """Wait until the thread has tried to write all queued records."""
         if not self._calls.wait(self._patience_s):
             raise _no_answer(self._patience_s)
 
     def _insist(self) -> None:
-        """Wait until all queued records are written, or raise `RunError`."""
         if self._journal is None:
             return
         try:
