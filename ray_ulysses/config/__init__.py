@@ -1,6 +1,6 @@
-"""The configuration of a run: a schema, its YAML file, and the rules between settings.
+"""A run's configuration: the schema, loading from YAML, and the rules between settings.
 
-Nothing here imports torch or reads the environment: a configuration depends on its file and ``--set`` alone.
+Nothing in this package imports torch or reads the environment: a configuration depends only on its file and ``--set``.
 """
 
 from ray_ulysses.config.loading import load_config, parse_config

@@ -1,4 +1,4 @@
-"""Refuses credentials in the configuration, which is stored and printed, and lists the variables that may hold them."""
+"""Refuses credentials in the configuration, which is stored and printed, and lists the credential variables."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ CREDENTIALS = frozenset(
         *("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "PGPASSWORD", "WANDB_API_KEY"),
     }
 )
-"""Variables that ``cluster.secrets_file`` may set without being listed in ``cluster.secrets_names``: only credentials.
-None selects a program or, apart from the name of an Azure account, the server that receives them."""
+"""Environment variables that ``cluster.secrets_file`` may set without an entry in ``cluster.secrets_names``. Except for
+the name of an Azure account, none of them selects the server that receives the credentials; none selects a program."""
 _STEERS_PROGRAMS = re.compile(
     r"(LD|DYLD|OPENSSL|RAY)_.*|PYTHON.*|.*_PROXY|PATH|HOME|SHELL|IFS|ENV|BASH_ENV|GCONV_PATH|GLIBC_TUNABLES",
     re.IGNORECASE,
 )
 _VARIABLE = re.compile(r"(?P<name>\$\{[^{}]*\})|(?:^|/)(?P<bare>\$[A-Z_][A-Z0-9_]*)(?=/|$)")
-"""``${NAME}`` anywhere, and ``$NAME`` as a folder of a path; Azure has containers such as ``$web``."""
+"""Matches ``${NAME}`` anywhere, and ``$NAME`` as a path component. Lower case is excluded: Azure has a ``$web``."""
 _NODES = "in the environment of every node or in cluster.secrets_file"
 _SERVER = f"set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN, {_NODES}"
 _POSTGRESQL = f"leave the user in it, and set PGPASSWORD {_NODES}"
@@ -36,20 +36,20 @@ _DATABASE = "give the address of an MLflow server in front of the database"
 
 
 def steers_programs(name: str) -> bool:
-    """Return whether a variable decides which code a process runs or which host it connects through."""
+    """Return whether an environment variable can change which code a process runs or which host it connects through."""
     return _STEERS_PROGRAMS.fullmatch(name) is not None
 
 
 def text_problems(tree: object, path: str = "") -> Iterator[Problem]:
-    """Yield a problem for each string in nested mappings and lists with credentials or an environment variable."""
+    """Yield a problem for each string with credentials or environment variables in nested mappings and lists."""
     if isinstance(tree, str):
         if (safe := without_secret(tree)) != tree:
-            rule = "may not hold credentials, since it is stored with the run"
+            rule = "may not contain credentials, since it is stored with the run"
             yield Problem(path=path, value=safe, rule=rule, hint=_hint(tree, path))
         if (found := _VARIABLE.search(safe)) is not None:
             name = found["name"] or found["bare"]
-            rule = f"contains {name}, and environment variables are not expanded in a configuration"
-            hint = f'write its value, or pass it where a shell expands it: --set "{path}={safe}"'
+            rule = f"contains {name}, but environment variables are not expanded in a configuration"
+            hint = f'write the value itself, or let a shell expand the variable: --set "{path}={safe}"'
             yield Problem(path=path, value=safe, rule=rule, hint=hint)
     elif isinstance(tree, Mapping | list | tuple):
         for name, part in tree.items() if isinstance(tree, Mapping) else enumerate(tree):

@@ -1,4 +1,4 @@
-"""Loads a `Config` from a YAML file and ``--set``, or reports all of their problems at once."""
+"""Loads a `Config` from a YAML file and ``--set`` options, or reports all problems at once."""
 
 from __future__ import annotations
 
@@ -24,23 +24,24 @@ _RENAMED = {"memory.attention_chunks": "memory.attention_head_groups"}
 
 
 def load_config(path: Place | str, overrides: Sequence[str] = (), *, is_users: bool = False) -> Config:
-    """Read a configuration file, apply overrides, and check everything that depends on the settings alone.
+    """Read a configuration file, apply overrides, and check every rule that depends on the settings alone.
 
-    Later overrides (``a.b=c``) win. Only a file that the user named (``is_users``) may be a symbolic link.
+    Overrides have the form ``a.b=c``; later ones win. Symbolic links are followed only for a file specified by the user
+    (``is_users``).
 
     Raises:
-        ConfigError: With every problem of the file and the overrides, not only the first.
+        ConfigError: The file or an override has problems. The error lists all of them.
     """
     tree, problems = read_yaml(Path(path) if isinstance(path, str) else path, is_users=is_users)
     return _build(tree, problems, overrides, str(path))
 
 
 def load_config_if_any(path: Place) -> Config | None:
-    """Return a run's stored configuration as `load_config` reads it; None if there is no such file.
+    """Load a run's stored configuration like `load_config`, or return None if the file does not exist.
 
     Raises:
-        ConfigError: It can't be used.
-        OSError: An object store does not answer.
+        ConfigError: The configuration can't be used.
+        OSError: The object store does not answer.
     """
     if isinstance(path, Path):
         return load_config(path) if path.is_file() else None
@@ -52,10 +53,10 @@ def load_config_if_any(path: Place) -> Config | None:
 
 
 def parse_config(tree: object, overrides: Sequence[str] = ()) -> Config:
-    """Build a configuration from nested mappings, as `load_config` does from a file.
+    """Build a configuration from nested mappings, like `load_config` from a file.
 
     Raises:
-        ConfigError: With every problem of the settings and the overrides.
+        ConfigError: The settings or the overrides have problems. The error lists all of them.
     """
     return _build(tree, (), overrides, "configuration")
 
@@ -64,7 +65,7 @@ def _build(tree: object, problems: tuple[Problem, ...], overrides: Sequence[str]
     if tree is None and problems:
         raise ConfigError(problems, source)
     if not isinstance(tree, Mapping | None):
-        rule, hint = "the file must hold sections such as run, model and data", "see the examples in configs/"
+        rule, hint = "the file must contain sections such as run, model and data", "see the examples in configs/"
         raise ConfigError((*problems, Problem(path="CONFIG", value=tree, rule=rule, hint=hint)), source)
     changed, wrong_overrides = apply_overrides(tree or {}, overrides)
     config, wrong_settings = _validate(changed)
@@ -77,7 +78,7 @@ def _build(tree: object, problems: tuple[Problem, ...], overrides: Sequence[str]
 
 
 def _validate(tree: Mapping[str, object]) -> tuple[Config | None, tuple[Problem, ...]]:
-    # A section that is missing or commented out counts as empty, so its required settings are reported one by one.
+    # A missing or commented-out section counts as empty, so that its required settings are reported one by one.
     sections: dict[str, object] = {name: {} for name in section_models()}
     sections.update({name: value for name, value in tree.items() if value is not None or name not in sections})
     try:
@@ -92,7 +93,7 @@ def _validate(tree: Mapping[str, object]) -> tuple[Config | None, tuple[Problem,
 
 
 def _usable(sections: Mapping[str, object], bad: set[tuple[int | str, ...]]) -> dict[str, dict[str, object]]:
-    """Return the settings without errors, with defaults filled in, by section."""
+    """Return the settings without errors, by section, with defaults filled in."""
     usable: dict[str, dict[str, object]] = {}
     for name, model in section_models().items():
         given = sections[name]
@@ -109,7 +110,7 @@ def _usable(sections: Mapping[str, object], bad: set[tuple[int | str, ...]]) -> 
 
 
 def _built(annotation: Any, value: object) -> object:
-    """Return a valid value as the rules expect it: nested settings as their model."""
+    """Convert a valid value to the form that rules expect: nested settings become a model."""
     is_group = isinstance(annotation, type) and issubclass(annotation, Section)
     return annotation.model_validate(value) if is_group else value
 
@@ -125,16 +126,16 @@ def apply_overrides(
 
     Args:
         tree: The configuration as read from YAML.
-        overrides: Texts of the form ``a.b=c``; the value is read as YAML, so ``[1, 2]`` is a list and an empty value is
-            null. An entry of a list is selected by its number or name, as in ``stages.long.lr=1e-5``. The schema
-            refuses names that don't exist.
+        overrides: Texts of the form ``a.b=c``. Values are parsed as YAML, so ``[1, 2]`` is a list and an empty value is
+            null. A list entry is selected by its index or its name, as in ``stages.long.lr=1e-5``. Unknown names are
+            refused later, by the schema.
     """
     changed = {name: _unshared(value) for name, value in tree.items()}
     problems: list[Problem] = []
     for override in overrides:
         path, separator, text = override.partition("=")
         names = path.strip().split(".")
-        # No setting has a name that a terminal can't print.
+        # Setting names are printable and short.
         if not (separator and len(names) > 1 and all(names) and path.isprintable() and len(path) <= _LONGEST_PATH):
             problems.append(Problem(path="--set", value=override, rule="is not of the form a.b=c", hint=_FORM))
             continue
@@ -146,14 +147,14 @@ def apply_overrides(
 
 
 def _unshared(value: object) -> object:
-    """Return a deep copy in which YAML's aliases no longer share an object with their anchor."""
+    """Return a deep copy in which YAML aliases no longer share an object with their anchor."""
     if isinstance(value, Mapping):
         return {name: _unshared(below) for name, below in value.items()}
     return [_unshared(below) for below in value] if isinstance(value, list | tuple) else value
 
 
 def _put(tree: dict[str, object], names: Sequence[str], value: object) -> tuple[Problem, ...]:
-    """Set one value inside nested mappings and lists, in place; missing and null mappings are created."""
+    """Set a value inside nested mappings and lists, in place. Missing and null mappings are created."""
     node: dict[str, object] | list[object] = tree
     for depth, name in enumerate(names):
         holder, place = ".".join(names[:depth]), _place(node, name)
@@ -176,11 +177,11 @@ def _put(tree: dict[str, object], names: Sequence[str], value: object) -> tuple[
 
 
 def _place(node: Mapping[str, object] | Sequence[object], name: str) -> str | int | None:
-    """Return the key that a name selects; in a list such as ``stages``, the index of the entry so named or numbered."""
+    """Return the key for a name; in a list such as ``stages``, the index of the entry with that name or index."""
     if isinstance(node, Mapping):
         return name
     if (named := next((number for number, entry in enumerate(node) if _name_of(entry) == name), None)) is not None:
-        # A stage may be called 8192.
+        # Names take precedence over indices: a stage may be called 8192.
         return named
     return int(name) if name.isascii() and name.isdigit() and int(name) < len(node) else None
 
@@ -200,11 +201,11 @@ _NAME_RULE = "may have only letters, digits, '.', '_' and '-', and must start wi
 
 
 def problems_of(error: ValidationError) -> tuple[Problem, ...]:
-    """Return a problem for each error of pydantic, in its order."""
+    """Convert each pydantic error to a problem, in the same order."""
     details = error.errors(include_url=False)
-    # pydantic also reports a list as empty if its only entry is wrong.
+    # If the only entry of a list is wrong, pydantic also reports the list as empty.
     details = [detail for detail in details if detail["type"] != "too_short" or not detail["input"]]
-    # Searching for the nearest setting is slow, and nobody reads thousands of problems.
+    # Suggestions are limited, since searching for similar names is slow and nobody reads thousands of problems.
     return tuple(_problem(detail, is_guessed=number < _MOST_GUESSED) for number, detail in enumerate(details))
 
 
@@ -223,9 +224,9 @@ def _unknown(path: str, value: object, *, is_guessed: bool) -> Problem:
         return Problem(
             path=path,
             value=value,
-            rule="code of a model's repository is never run: it would run on every worker, and its attention can't "
+            rule="code from a model repository is never run: it would run on every worker, and its attention can't "
             "be replaced exactly",
-            hint="remove it, and use a model whose architecture Transformers implements",
+            hint="remove the setting, and use a model whose architecture is implemented in Transformers",
         )
     nearest = nearest_name(path) if is_guessed else None
     hint = "correct the name, or remove it" if nearest else f"remove it; {_REFERENCE}"
@@ -233,9 +234,9 @@ def _unknown(path: str, value: object, *, is_guessed: bool) -> Problem:
 
 
 def nearest_name(path: str) -> str | None:
-    """Return the known section or setting that an unknown name most likely means, or None.
+    """Return the section or setting that an unknown name most likely stands for, or None.
 
-    The setting's own section is searched first, then all other sections for the same or a similar name.
+    Settings of the same section are searched first, then all other sections.
     """
     if path in _RENAMED:
         return _RENAMED[path]

@@ -1,4 +1,4 @@
-"""Parses ``model.resume_from``: a checkpoint of another run, in its directory or store, or through MLflow."""
+"""Parses ``model.resume_from``, which identifies a checkpoint of another run by location or through MLflow."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ from ray_ulysses.run_names import STEP_LOCATION
 from ray_ulysses.storage.location import LocationError, parse_location
 
 Which = int | Literal["latest", "best"]
-"""A step, the newest checkpoint, or the one with the lowest loss."""
+"""Step number, newest checkpoint (``latest``), or checkpoint with the lowest loss (``best``)."""
 
 SETTING = "model.resume_from"
 
 _MLFLOW = "mlflow:"
 _WORDS: dict[str, Which] = {"latest": "latest", "best": "best"}
 _FORMS = (
-    "write RUN, RUN@200, RUN@latest or RUN@best, where RUN is a run's directory or the URI of the store of its "
-    "checkpoints, or mlflow:RUN/200, mlflow:RUN/latest or mlflow:RUN/best, where RUN is the id or the name of an "
-    "MLflow run"
+    "write RUN, RUN@200, RUN@latest or RUN@best, where RUN is a run's directory or the URI of its checkpoint store, or "
+    "mlflow:RUN/200, mlflow:RUN/latest or mlflow:RUN/best, where RUN is the id or the name of an MLflow run"
 )
 
 
 class ReferenceProblem(UserError):
-    """A text does not name a checkpoint."""
+    """A text is not a valid checkpoint reference."""
 
     def __init__(self, text: str, rule: str, hint: str = _FORMS) -> None:
         self.shown, self.rule, self.hint = without_secret(text), rule, hint
@@ -33,12 +32,12 @@ class ReferenceProblem(UserError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunReference:
-    """A checkpoint of a run that is found by its location."""
+    """A checkpoint of a run that is identified by its location."""
 
     location: str
-    """The run's directory, or the URI of the store of its checkpoints."""
+    """The run's directory, or the URI of the run's checkpoint store."""
     which: Which
-    """Which of the checkpoints."""
+    """Selected checkpoint of the run."""
 
     def __str__(self) -> str:
         return f"{self.location}@{self.which}"
@@ -46,16 +45,16 @@ class RunReference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MlflowReference:
-    """A checkpoint of a run that is found through MLflow alone."""
+    """A checkpoint of a run that is identified through MLflow."""
 
     run: str
     """Id or name of the MLflow run."""
     which: Which
-    """Which of its checkpoints."""
+    """Selected checkpoint of the run."""
 
 
 def parse_reference(text: str) -> RunReference | MlflowReference:
-    """Return the checkpoint that a text names, by default the newest of the run.
+    """Parse a checkpoint reference. Without a selector, the reference means the newest checkpoint of the run.
 
     Args:
         text: ``<run>[@<step|latest|best>]``, ``<run>/checkpoints/step-<step>``, or
@@ -65,7 +64,7 @@ def parse_reference(text: str) -> RunReference | MlflowReference:
         ReferenceProblem: The text is not a valid reference.
     """
     if not text.strip() or text != text.strip():
-        raise ReferenceProblem(text, "must name a checkpoint, without spaces around it")
+        raise ReferenceProblem(text, "must be a checkpoint reference, without surrounding spaces")
     if text.startswith(_MLFLOW):
         return _parse_mlflow(text)
     reference = _parse_run(text)
@@ -78,7 +77,7 @@ def parse_reference(text: str) -> RunReference | MlflowReference:
 
 def _parse_run(text: str) -> RunReference:
     run, mark, selector = text.rpartition("@")
-    # In s3://key@bucket/runs the text after the @ is part of the path.
+    # In s3://key@bucket/runs, the text after the @ is part of the path.
     if mark and "/" not in selector:
         if not run:
             raise ReferenceProblem(text, f"has no run before @{selector}")

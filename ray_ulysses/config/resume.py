@@ -1,7 +1,7 @@
 """Compares the settings of a resume with those of the run: some may change, others identify the run.
 
-A setting must stay the same if it determines which tokens a step trains on, in which order, or how; it may change if it
-determines where the run trains, on how many workers, for how long or how verbosely.
+A setting is fixed if it affects which tokens a step trains on, their order, or the computation. It may change if it
+affects where the run trains, on how many workers, for how long, or how verbosely.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from ray_ulysses.errors import NOT_GIVEN, Problem, shown
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """One place where two values differ."""
+    """A difference between two JSON values."""
 
     name: str
-    """Dotted name of the place, such as ``rope_scaling.factor``; empty where the values differ as a whole."""
+    """Dotted path of the difference, such as ``rope_scaling.factor``; empty if the complete values differ."""
     old: object
-    """Its old value; ``NOT_GIVEN`` where there was none."""
+    """Old value, or ``NOT_GIVEN`` if it was missing."""
     new: object
-    """Its new value."""
+    """New value, or ``NOT_GIVEN`` if it is missing."""
 
 
 def differences(old: object, new: object) -> tuple[Difference, ...]:
-    """Return the differences of two JSON values, in the order of the old one.
+    """Return the differences between two JSON values, in the order of the old value.
 
-    Mappings are compared key by key, and lists of mappings of equal length entry by entry.
+    Mappings are compared key by key. Lists of mappings are compared entry by entry if they have equal lengths.
     """
     return tuple(_differences(old, new, ""))
 
@@ -53,13 +53,13 @@ def _are_mappings(*values: object) -> bool:
     return bool(values) and all(isinstance(value, Mapping) for value in values)
 
 
-# The names of a run, here and in MLflow: another run may continue from its state under other names.
+# Names of a run, in storage and in MLflow. A run under another name may start from this run's state.
 _NAMES = frozenset({"run.name", "tracking.experiment"})
 _MOST_LISTED = 6
 
 
 def _marks() -> Iterator[tuple[str, OnResume]]:
-    """Yield the path of every setting, in the order of the schema, and its own mark or that of its section."""
+    """Yield the path of each setting, in schema order, and the resume rule of the setting or else of its section."""
     for section, model in section_models().items():
         for name, field in model.model_fields.items():
             own = (one for one in field.metadata if isinstance(one, OnResume))
@@ -69,14 +69,14 @@ def _marks() -> Iterator[tuple[str, OnResume]]:
 FIXED, BRANCHABLE, FREE = (
     {path: mark.note for path, mark in _marks() if mark.rule == rule} for rule in ("fixed", "by branch", "may change")
 )
-"""The settings of each rule by path, with the reason or a note."""
+"""Setting paths by resume rule, mapped to the reason or a remark."""
 
 STAGES = "stages"
-"""Path of the list of stages; a branch may change stages that have not begun."""
+"""Path of the list of stages. A branch may change stages that have not begun."""
 
 
 def resume_conflicts(old: Config, new: Config, *, branch: bool = False) -> tuple[Problem, ...]:
-    """Return a problem for each setting that contradicts the run.
+    """Return a problem for each setting that differs from the run's stored value, but must not.
 
     With ``branch``, settings of the data plan may change.
     """
@@ -89,7 +89,7 @@ def resume_conflicts(old: Config, new: Config, *, branch: bool = False) -> tuple
 
 
 def stage_conflicts(old: Config, new: Config, num_begun: int) -> tuple[Problem, ...]:
-    """Return a problem for each change that no branch may make to the stages that have begun.
+    """Return a problem for each change to a begun stage that not even a branch may make.
 
     A run without stages counts as one stage.
     """
@@ -104,21 +104,20 @@ def stage_conflicts(old: Config, new: Config, num_begun: int) -> tuple[Problem, 
                 problems.append(_conflict(old.run.name, f"{STAGES}.{number}.{name}", "the stage has begun", found))
     for number in range(num_begun):
         before, now = stage_config(old, number), stage_config(new, number)
-        # Earlier stages can't be changed any more; a branch may change the data of the current one.
+        # Earlier stages can't be changed. A branch may change only the data of the current stage.
         fixed = FIXED if number == num_begun - 1 else {**FIXED, **BRANCHABLE}
         for path, reason in fixed.items():
             if path not in _NAMES and (found := differences(setting(before, path), setting(now, path))):
                 problems.append(_conflict(old.run.name, f"{STAGES}.{number}: {path}", reason, found))
         if (had_own := _has_own_schedule(old, number)) != _has_own_schedule(new, number):
             has = "a schedule of its own" if had_own else "the run's schedule"
-            rule = f"the stage began with {has}, and steps are counted differently under the other"
+            rule = f"the stage began with {has}, and the other schedule counts steps differently"
             hint = f"{'restore' if had_own else 'remove'} it"
             problems.append(Problem(path=f"{STAGES}.{number}.schedule", rule=rule, hint=hint))
     return tuple(problems)
 
 
 def _has_own_schedule(config: Config, number: int) -> bool:
-    """Return whether a stage has its own schedule, even if it equals the run's."""
     return bool(config.stages) and config.stages[number].schedule is not None
 
 
@@ -144,12 +143,12 @@ def _or_nothing(value: object) -> str:
 
 
 def resume_settings(config: Config) -> dict[str, Any]:
-    """Return the settings that a saved state depends on, by path, as JSON values; they are equal for all attempts."""
+    """Return the settings that a saved state depends on, as JSON values by path. They are equal for all attempts."""
     return {path: setting(config, path) for path in FIXED if path not in _NAMES}
 
 
 def settings_that_differ(stored: Mapping[str, Any], config: Config) -> str:
-    """Describe how a configuration differs from ``stored``, the `resume_settings` under which a state was written."""
+    """Describe how a configuration differs from ``stored``, the `resume_settings` that a state was saved with."""
     now = resume_settings(config)
     found = [(path, one) for path in now if path in stored for one in differences(stored[path], now[path])]
     return "; ".join(
@@ -165,11 +164,11 @@ def resume_fingerprint(config: Config) -> str:
 
 
 def setting(config: Config, path: str) -> Any:
-    """Return the setting with a dotted path as a JSON value."""
+    """Return the setting at a dotted path as a JSON value."""
     section, _, name = path.partition(".")
     value = getattr(config, section).model_dump(mode="json", include={name})[name]
     if path == "model.rope":
-        # `unchanged` means the same as null.
+        # `unchanged` has the same meaning as null.
         value = None if value == "unchanged" else value
         return value and {name: given for name, given in value.items() if given is not None}
     return value

@@ -1,4 +1,4 @@
-"""Rules between settings, which no single field can check."""
+"""Rules between settings, for constraints that involve more than one field."""
 
 from __future__ import annotations
 
@@ -16,55 +16,55 @@ from ray_ulysses.model_shape import ModelShape
 
 
 def profiled_steps_come(config: Config) -> Iterator[Problem]:
-    """Yield a problem for each step or rank to profile that the run will not have."""
+    """Yield a problem if the run will not reach a step to profile, or will not have a rank to profile."""
     profile, stop, most = config.run.profile, config.run.stop_step, config.cluster.workers.max
     if profile is None:
         return
     if stop is not None and profile.steps[-1] > stop:
         rule = f"run.stop_step={stop} ends the run before step {profile.steps[-1]}"
-        yield problem_of(config, "run.profile.steps", rule, "name earlier steps, or raise run.stop_step")
+        yield problem_of(config, "run.profile.steps", rule, "use earlier steps, or increase run.stop_step")
     if profile.ranks[-1] >= most:
         rule = f"the ranks of {most} workers (cluster.workers) are 0 to {most - 1}"
-        yield problem_of(config, "run.profile.ranks", rule, f"name ranks up to {most - 1}")
+        yield problem_of(config, "run.profile.ranks", rule, f"use ranks up to {most - 1}")
 
 
 def network_storage_has_a_server(config: Config) -> Iterator[Problem]:
-    """Yield a problem if MLflow would use SQLite on a network file system or beside an object store."""
+    """Yield a problem if MLflow would store an SQLite file on a network file system or in an object store."""
     is_remote = not isinstance(config.run_dir, Path)
     if not (is_remote or config.run.storage_kind == "nfs") or not mlflow_is_on(config.tracking):
         return
     uri = config.tracking.uri
     if uri is None or not (uri == "databricks" or uri.startswith(("http://", "https://"))):
-        rule = "run.storage_kind=nfs needs an MLflow server, since SQLite is not safe there"
+        rule = "run.storage_kind=nfs requires an MLflow server, since SQLite is not safe on network file systems"
         if is_remote:
-            rule = f"run.storage={config.run.storage} needs an MLflow server, since SQLite can't use an object store"
-        hint = "give the server's http:// or https:// address, or leave mlflow out of tracking.trackers"
+            rule = f"run.storage={config.run.storage} requires an MLflow server: SQLite can't use an object store"
+        hint = "set the server's http:// or https:// address, or remove mlflow from tracking.trackers"
         yield problem_of(config, "tracking.uri", rule, hint)
 
 
 def event_files_have_a_path(config: Config) -> Iterator[Problem]:
-    """Yield a problem if TensorBoard's files, which are appended to, would lie in an object store."""
+    """Yield a problem if TensorBoard would append to event files in an object store."""
     if "tensorboard" in config.trackers and not isinstance(config.run_dir, Path):
-        rule = f"TensorBoard appends to its event files, and run.storage={config.run.storage} can't append"
-        hint = "leave tensorboard out, or set run.storage to a path that every node can access"
+        rule = f"TensorBoard appends to its event files, which is impossible in run.storage={config.run.storage}"
+        hint = "remove tensorboard, or set run.storage to a path that every node can access"
         yield problem_of(config, "tracking.trackers", rule, hint)
 
 
 def mlflow_reference_has_a_server(config: Config) -> Iterator[Problem]:
-    """Yield a problem if ``model.resume_from`` refers to MLflow, but MLflow is off."""
+    """Yield a problem if ``model.resume_from`` refers to MLflow, but the run is not tracked in MLflow."""
     reference, tracking = config.model.resume_from, config.tracking
     if reference is None or mlflow_is_on(tracking) or not isinstance(parse_reference(reference), MlflowReference):
         return
     yield Problem(
         path="tracking.trackers",
         value=list(tracking.trackers) if tracking.enabled else [],
-        rule=f"model.resume_from={reference!r} is looked up in MLflow, which is off",
-        hint="record the run there too, or name the run's directory or store in model.resume_from",
+        rule=f"model.resume_from={reference!r} requires MLflow, which is not in use",
+        hint="track the run in MLflow too, or set model.resume_from to the other run's directory or checkpoint store",
     )
 
 
 def broken_rules(config: Config) -> tuple[Problem, ...]:
-    """Return a problem for each broken rule between settings of a configuration that fits the schema."""
+    """Return a problem for each broken rule between settings, for a configuration that is valid in each field."""
     found = [problem for rule in (*_RULES, _tiles_are_shorter_than_rows) for problem in rule(config)]
     for number, stage in enumerate(config.stages):
         of_stage = [problem for rule in _RULES for problem in rule(stage_config(config, number))]
@@ -73,12 +73,12 @@ def broken_rules(config: Config) -> tuple[Problem, ...]:
 
 
 def broken_rules_of_part(sections: Mapping[str, Mapping[str, object]], has_stages: bool) -> tuple[Problem, ...]:
-    """Return a problem for each broken rule of a configuration in which some settings are unusable.
+    """Return a problem for each broken rule in a configuration in which some settings are invalid.
 
     Args:
-        sections: The usable settings, by section and name. A rule that needs an unusable setting is skipped, so that
-            one mistake is not reported again by every rule that involves it.
-        has_stages: Whether there are stages; their own settings are not checked.
+        sections: The valid settings, by section and name. A rule that needs an invalid setting is skipped, so that one
+            mistake is not reported again by every rule that involves the setting.
+        has_stages: Whether there are stages. Settings inside stages are not checked.
     """
     usable = {name: _Part(values) for name, values in sections.items()}
     part = cast(Config, _Part({**usable, "stages": (None,) * has_stages}))
@@ -92,11 +92,11 @@ def broken_rules_of_part(sections: Mapping[str, Mapping[str, object]], has_stage
 
 
 class _UnusableError(Exception):
-    """A rule read a setting that is not usable."""
+    """A rule read a setting that is invalid."""
 
 
 class _Part:
-    """Stand-in for a section or a configuration in which only some settings are usable."""
+    """Stand-in for a section or a configuration in which only some settings are valid."""
 
     def __init__(self, values: Mapping[str, object]) -> None:
         self._values = values
@@ -105,7 +105,7 @@ class _Part:
         if name not in self._values:
             raise _UnusableError(name)
         value = self._values[name]
-        # Settings of a list, such as data.sources, are read by their names too.
+        # Entries of a list, such as data.sources, have settings of their own.
         return [_Part(one) if isinstance(one, Mapping) else one for one in value] if isinstance(value, list) else value
 
 
@@ -113,34 +113,34 @@ def _weights_have_a_source(config: Config) -> Iterator[Problem]:
     if config.model.path is not None:
         return
     if config.model.init == "pretrained":
-        hint = "give a local directory or a hub id, or set model.init=random"
-        yield problem_of(config, "model.path", "model.init=pretrained needs the weights of a model", hint)
+        hint = "set model.path to a local directory or a hub id, or set model.init=random"
+        yield problem_of(config, "model.path", "model.init=pretrained requires the weights of a model", hint)
     elif config.model.part == "text":
-        rule = "model.part=text exports the decoder into a copy of the whole checkpoint"
-        yield problem_of(config, "model.path", rule, "give the directory of the whole checkpoint")
+        rule = "model.part=text exports the decoder into a copy of the complete checkpoint"
+        yield problem_of(config, "model.path", rule, "set model.path to the directory of the complete checkpoint")
     elif config.model.config is None:
-        hint = "write it inline under model.config, or give a model.path that has a config.json"
-        yield problem_of(config, "model.config", "model.init=random needs a model configuration", hint)
+        hint = "add it inline under model.config, or set model.path to a directory with a config.json"
+        yield problem_of(config, "model.config", "model.init=random requires a model configuration", hint)
 
 
 def _data_has_a_source(config: Config) -> Iterator[Problem]:
     path, sources = config.data.path, config.data.sources
     if path is None and sources is None and not config.stages:
-        # Each stage may have its own corpora; the rule is also applied to each stage.
-        hint = "give a directory that `ray-ulysses prepare` wrote, or several under data.sources"
+        # Each stage may have its own corpora, and this rule is applied to each stage too.
+        hint = "set data.path to a directory written by `ray-ulysses prepare`, or list several under data.sources"
         yield problem_of(config, "data.path", "no corpus is given", hint)
     elif path is not None and sources is not None:
         hint = "list every corpus under data.sources, and remove data.path"
-        yield problem_of(config, "data.path", "data.sources lists corpora too", hint)
+        yield problem_of(config, "data.path", "data.sources lists corpora as well", hint)
 
 
 def _weights_decide(config: Config) -> Iterator[Problem]:
     weights = [source.weight for source in config.data.sources or ()]
     given = [weight for weight in weights if weight is not None]
     if given and len(given) < len(weights):
-        rule, hint = "some sources have a weight and some have none", "give each one a weight, or none of them"
+        rule, hint = "some sources have a weight and some have none", "set the weight of every source, or of none"
     elif given and sum(given) == 0:
-        rule, hint = "the weights sum to zero, so no source is used", "give at least one source a weight above 0"
+        rule, hint = "the weights sum to zero, so no source is used", "set at least one weight above 0"
     else:
         return
     yield Problem(path="data.sources", value=weights, rule=rule, hint=hint)
@@ -149,8 +149,8 @@ def _weights_decide(config: Config) -> Iterator[Problem]:
 def _best_has_a_metric(config: Config) -> Iterator[Problem]:
     wants_evaluations = config.checkpoint.keep_best > 0 and config.checkpoint.best_metric == "eval_loss"
     if wants_evaluations and config.run.eval_every_steps is None:
-        rule = "checkpoint.best_metric=eval_loss needs evaluations, and run.eval_every_steps is null"
-        hint = "set run.eval_every_steps to a divisor or a multiple of checkpoint.every_steps, or "
+        rule = "checkpoint.best_metric=eval_loss requires evaluations, but run.eval_every_steps is null"
+        hint = "set run.eval_every_steps to a divisor or a multiple of checkpoint.every_steps, or set "
         yield problem_of(config, "checkpoint.keep_best", rule, hint + "checkpoint.best_metric: loss")
 
 
@@ -159,14 +159,14 @@ def _nvme_has_a_place(config: Config) -> Iterator[Problem]:
     if memory.offload_optimizer != "nvme":
         return
     if memory.nvme_path is None:
-        hint = "give a directory on a local NVMe disk of each node, or set memory.offload_optimizer: cpu"
-        yield problem_of(config, "memory.nvme_path", "memory.offload_optimizer=nvme needs a directory to swap to", hint)
+        hint = "use a directory on a local NVMe disk of each node, or set memory.offload_optimizer: cpu"
+        yield problem_of(config, "memory.nvme_path", "memory.offload_optimizer=nvme requires a swap directory", hint)
     if memory.zero_stage in (1, 2):
         rule = f"memory.zero_stage={memory.zero_stage} keeps the optimizer state in memory"
         hint = "set memory.zero_stage: 3, or memory.offload_optimizer: cpu"
         yield problem_of(config, "memory.offload_optimizer", rule, hint)
     if config.checkpoint.host_buffers == 0:
-        rule = "memory.offload_optimizer=nvme has no state in memory to write a checkpoint from"
+        rule = "with memory.offload_optimizer=nvme, there is no state in memory to write a checkpoint from"
         yield problem_of(config, "checkpoint.host_buffers", rule, "set checkpoint.host_buffers to 1 or 2")
 
 
@@ -174,7 +174,7 @@ def _offloaded_weights_are_sharded(config: Config) -> Iterator[Problem]:
     memory = config.memory
     if memory.offload_param != "none" and (memory.zero_stage in (1, 2) or memory.offload_optimizer != "cpu"):
         rule = (
-            "needs memory.zero_stage=auto or 3 and memory.offload_optimizer=cpu, and they are "
+            "requires memory.zero_stage=auto or 3 and memory.offload_optimizer=cpu, but they are "
             f"{memory.zero_stage} and {memory.offload_optimizer}"
         )
         yield problem_of(config, "memory.offload_param", rule, "set both, or memory.offload_param: none")
@@ -183,12 +183,12 @@ def _offloaded_weights_are_sharded(config: Config) -> Iterator[Problem]:
 def _offloaded_activations_are_kept(config: Config) -> Iterator[Problem]:
     offloaded = config.memory.offload_activations
     if offloaded and not config.memory.gradient_checkpointing:
-        rule = "needs gradient checkpointing, and memory.gradient_checkpointing is false"
+        rule = "requires gradient checkpointing, but memory.gradient_checkpointing is false"
         hint = "set memory.gradient_checkpointing: true, or memory.offload_activations: []"
         yield problem_of(config, "memory.offload_activations", rule, hint)
     elif "attention_outputs" in offloaded and config.memory.attention_output == "none":
-        rule = "includes attention_outputs, and memory.attention_output=none keeps none"
-        hint = "set memory.attention_output: kernel, or leave attention_outputs out"
+        rule = "includes attention_outputs, but memory.attention_output=none keeps no outputs"
+        hint = "set memory.attention_output: kernel, or remove attention_outputs"
         yield problem_of(config, "memory.offload_activations", rule, hint)
 
 
@@ -196,7 +196,7 @@ def _compiled_layers_are_whole(config: Config) -> Iterator[Problem]:
     memory, stage = config.memory, zero_stage(config)
     if config.model.compile and (memory.gradient_checkpointing or stage == 3):
         rule = (
-            "needs memory.gradient_checkpointing=false and memory.zero_stage=1 or 2, and they are "
+            "requires memory.gradient_checkpointing=false and memory.zero_stage=1 or 2, but they are "
             f"{str(memory.gradient_checkpointing).lower()} and {stage}"
         )
         yield problem_of(config, "model.compile", rule, "set both, or model.compile: false")
@@ -204,7 +204,7 @@ def _compiled_layers_are_whole(config: Config) -> Iterator[Problem]:
 
 def _heads_allow_sp(config: Config) -> Iterator[Problem]:
     if config.model.config is None or config.model.part == "text":
-        # The sizes of a decoder inside another model need the defaults of its type, which `plan` reads.
+        # The sizes of a decoder inside another model depend on the defaults of its model type, which `plan` reads.
         return
     try:
         shape = ModelShape.from_config_dict(config.model.config)
@@ -216,9 +216,9 @@ def _heads_allow_sp(config: Config) -> Iterator[Problem]:
 
 
 def ring_problems(config: Config, shape: ModelShape) -> Iterator[Problem]:
-    """Refuse a ring that leaves more ranks than the model has query heads."""
+    """Yield a problem if a ring leaves more ranks than the model has query heads."""
     sp_size, ring_size, heads = config.parallel.sp_size, config.parallel.ring_size, shape.num_heads
-    # Another rule refuses a ring that does not divide the ranks.
+    # A ring that does not divide the ranks is refused by another rule.
     if ring_size is None or sp_size % ring_size or sp_size // ring_size <= heads:
         return
     rings = [str(ring) for ring in range(1, sp_size + 1) if sp_size % ring == 0 and sp_size // ring <= heads]
@@ -252,19 +252,19 @@ def _sp_is_allowed(config: Config) -> Iterator[Problem]:
     sp_size, allowed = config.parallel.sp_size, config.parallel.allowed_sp
     if allowed is not None and sp_size not in allowed:
         rule = f"is not in parallel.allowed_sp ({', '.join(str(size) for size in allowed)})"
-        yield problem_of(config, "parallel.sp_size", rule, "use one of these, or add it to allowed_sp of a new run")
+        yield problem_of(config, "parallel.sp_size", rule, "use one of these, or start a new run with it in allowed_sp")
 
 
 def _context_holds_the_padding(config: Config) -> Iterator[Problem]:
     sizes = config.parallel.allowed_sp or (config.parallel.sp_size,)
     multiple = math.lcm(*(_least_multiple(config, size) for size in sizes))
     if config.data.context_tokens < multiple:
-        rule = f"is below {multiple}, the multiple that rows are padded to"
+        rule = f"is below {multiple}, the multiple to which rows are padded"
         yield problem_of(config, "data.context_tokens", rule, f"use {multiple} or more")
 
 
 def _least_multiple(config: Config, sp_size: int) -> int:
-    """Return the number that row lengths are a multiple of at an sp size, as far as it follows from the file."""
+    """Return the number that row lengths are a multiple of at an sp size, as far as it follows from the file alone."""
     ring_size = config.parallel.ring_size if sp_size == config.parallel.sp_size else None
     num_heads = (config.model.config or {}).get("num_attention_heads")
     takes_ring = isinstance(num_heads, int) and sp_size > num_heads if ring_size is None else ring_size > 1
@@ -272,7 +272,7 @@ def _least_multiple(config: Config, sp_size: int) -> int:
 
 
 def _tiles_are_shorter_than_rows(config: Config) -> Iterator[Problem]:
-    """Require that some row is longer than a tile; in a stage with shorter rows, each row is one tile."""
+    """Require that some row is longer than a tile. In a stage with shorter rows, each row is one tile."""
     of_stages = stage_configs(config) if config.stages else (config,)
     longest, context, sp_size = max(
         (-(-own.data.context_tokens // own.parallel.sp_size), own.data.context_tokens, own.parallel.sp_size)
@@ -289,22 +289,22 @@ def _tiles_are_shorter_than_rows(config: Config) -> Iterator[Problem]:
 
 def _planned_memory_has_a_limit(config: Config) -> Iterator[Problem]:
     if config.memory.plan == "auto" and config.memory.device_gib is None:
-        rule = "memory.plan=auto needs a limit to fit"
-        hint = "give the memory of one GPU, such as 79, or set memory.plan: off"
+        rule = "memory.plan=auto requires a memory limit"
+        hint = "set the memory of one GPU in GiB, such as 79, or set memory.plan: off"
         yield problem_of(config, "memory.device_gib", rule, hint)
 
 
 def _warmup_ends_before_the_horizon(config: Config) -> Iterator[Problem]:
     warmup, horizon = config.schedule.warmup_steps, config.schedule.horizon_steps
     if horizon is not None and warmup >= horizon:
-        hint = f"use at most {horizon - 1}, or a longer horizon"
+        hint = f"use at most {horizon - 1}, or increase schedule.horizon_steps"
         yield problem_of(config, "schedule.warmup_steps", f"must be below schedule.horizon_steps={horizon}", hint)
 
 
 def _evaluation_has_documents(config: Config) -> Iterator[Problem]:
     if config.run.eval_every_steps is not None and config.data.eval_fraction == 0.0:
-        hint = "set data.eval_fraction to a fraction such as 0.01, or remove eval_every_steps"
-        yield problem_of(config, "run.eval_every_steps", "needs held-out documents, and data.eval_fraction is 0", hint)
+        hint = "set data.eval_fraction to a fraction such as 0.01, or remove run.eval_every_steps"
+        yield problem_of(config, "run.eval_every_steps", "requires data.eval_fraction above 0", hint)
 
 
 def _kernel_suits_the_device(config: Config) -> Iterator[Problem]:
@@ -312,11 +312,11 @@ def _kernel_suits_the_device(config: Config) -> Iterator[Problem]:
     has_gpu = config.cluster.gpus_per_worker > 0
     needs_gpu = kernel in ("flash_attn_3", "flash_attn", "cudnn", "varlen")
     if needs_gpu and not has_gpu:
-        rule, hint = "the kernel needs a GPU, and cluster.gpus_per_worker is 0", "use auto or sdpa"
+        rule, hint = "the kernel requires a GPU, but cluster.gpus_per_worker is 0", "use auto or sdpa"
     elif needs_gpu and config.model.dtype == "fp32":
-        rule, hint = "the kernel has no fp32, and model.dtype is fp32", "use auto or math"
+        rule, hint = "the kernel does not support fp32, but model.dtype is fp32", "use auto or math"
     elif kernel == "sdpa" and has_gpu:
-        rule = f"the kernel runs on a CPU, and cluster.gpus_per_worker is {config.cluster.gpus_per_worker:g}"
+        rule = f"the kernel runs on CPU only, but cluster.gpus_per_worker is {config.cluster.gpus_per_worker:g}"
         hint = "use auto"
     else:
         return

@@ -1,4 +1,4 @@
-"""The whole configuration: its sections, and the values that follow from them alone."""
+"""The complete configuration: its sections, and values derived from them alone."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from ray_ulysses.storage.place import Place, place_of
 
 
 class Config(Section):
-    """Every setting of a run; create it with `load_config`, which reports all errors at once."""
+    """All settings of a run. Create it with `load_config`, which reports all errors at once."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
@@ -53,22 +53,22 @@ class Config(Section):
 
     @property
     def run_dir(self) -> Place:
-        """The run's directory, ``<storage>/<name>``."""
+        """Directory of the run, ``<storage>/<name>``."""
         return place_of(self.run.storage) / self.run.name
 
     @property
     def dp_size(self) -> int:
-        """Number of groups of ``parallel.sp_size`` workers; each group trains on its own rows."""
+        """Number of groups of ``parallel.sp_size`` workers. Each group trains on its own rows."""
         return self.cluster.workers.max // self.parallel.sp_size
 
     @property
     def zero_stage(self) -> Literal[1, 2, 3]:
-        """ZeRO stage: ``memory.zero_stage``, with ``auto`` resolved."""
+        """ZeRO stage: ``memory.zero_stage`` with ``auto`` resolved."""
         return zero_stage(self)
 
     @property
     def data_sources(self) -> tuple[tuple[str, float | None], ...]:
-        """Path and weight of each corpus of a run without stages, or of one of its stages; None takes all of it."""
+        """Path and weight of each corpus, for a run without stages or for one stage; None takes every document."""
         if self.data.sources is not None:
             return tuple((source.path, source.weight) for source in self.data.sources)
         assert self.data.path is not None, "a rule requires a path or sources"
@@ -76,49 +76,49 @@ class Config(Section):
 
     @property
     def trackers(self) -> tuple[TrackerName, ...]:
-        """The trackers of the run; empty when tracking is off."""
+        """Trackers in use; empty if tracking is disabled."""
         return self.tracking.trackers if self.tracking.enabled else ()
 
     @property
     def tracking_uri(self) -> str | None:
-        """MLflow's URI with the default filled in; None where MLflow does not record the run."""
+        """MLflow's URI with the default filled in, or None if the run is not tracked in MLflow."""
         if not mlflow_is_on(self.tracking):
             return None
         if self.tracking.uri is None:
-            # A rule requires a server if the storage is not a path.
+            # A rule requires a server unless the storage is a path.
             assert isinstance(self.run_dir, Path)
             return f"{SQLITE}{self.run_dir.parent / 'mlflow.db'}"
         return self.tracking.uri
 
     def with_absolute_paths(self, base: Path) -> Config:
-        """Return this configuration with every path that workers open made absolute.
+        """Return a copy with all paths that workers open made absolute, relative to ``base``.
 
-        Workers have other working directories, in which a relative path means something else. ``base`` is absolute.
+        Workers have other working directories, so a relative path would be wrong there. ``base`` must be absolute.
         """
         return type(self).model_validate(self.model_dump(exclude_unset=True), context={"base": base})
 
     def to_yaml(self) -> str:
-        """Return the configuration, defaults filled in, as YAML that loads into an equal one.
+        """Return the configuration as YAML, with defaults filled in. Loading the text gives an equal configuration.
 
-        Settings that ``memory.plan: auto`` leaves to the planner are included: the text records a run.
+        The text records a run, so it includes settings that ``memory.plan: auto`` leaves to the planner.
         """
         return dump_yaml(self.model_dump(mode="json"))
 
     def as_written(self) -> str:
-        """Return the given settings, without defaults, as YAML that another command will read.
+        """Return only the settings that were given, without defaults, as YAML for another command.
 
-        Settings that are left to the planner, or to a default, are left to that command.
+        That command fills in the planner's choices and the defaults itself.
         """
         return dump_yaml(self.model_dump(mode="json", exclude_unset=True))
 
 
 def setting_paths() -> tuple[str, ...]:
-    """Return the dotted path of every setting, in the order of the schema."""
+    """Return the dotted path of every setting, in schema order."""
     return tuple(f"{name}.{field}" for name, model in section_models().items() for field in model.model_fields)
 
 
 def section_models() -> dict[str, type[Section]]:
-    """Return the model of each section by its name, in the order of the schema; stages are a list of their own."""
+    """Return the model class of each section by name, in schema order, without ``stages``, which is a list."""
     models: dict[str, type[Section]] = {}
     for name, field in Config.model_fields.items():
         if isinstance(model := field.annotation, type) and issubclass(model, Section):
@@ -127,18 +127,18 @@ def section_models() -> dict[str, type[Section]]:
 
 
 def value_of(config: Config, path: str) -> Any:
-    """Return the setting with a dotted path."""
+    """Return the setting at a dotted path."""
     return attrgetter(path)(config)
 
 
 def problem_of(config: Config, path: str, rule: str, hint: str) -> Problem:
-    """Return the problem of the setting with a dotted path, with its value unless it is null."""
+    """Return a problem for the setting at a dotted path, including its value unless the value is null."""
     value = value_of(config, path)
     return Problem(path=path, value=NOT_GIVEN if value is None else value, rule=rule, hint=hint)
 
 
 def zero_stage(config: Config) -> Literal[1, 2, 3]:
-    """Return the ZeRO stage of a run; reads only the settings that decide it, since a rule may lack the others."""
+    """Return the ZeRO stage of a run. Only settings that decide it are read, since rules may lack the others."""
     memory = config.memory
     if memory.zero_stage != "auto":
         return memory.zero_stage

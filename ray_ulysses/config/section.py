@@ -1,4 +1,4 @@
-"""The base of every section of the configuration, and the types and errors that sections share."""
+"""The base class of all configuration sections, and the types and errors that sections share."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ from ray_ulysses.storage.location import LocationError, absolute_location, parse
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OnResume:
-    """Marks whether a run may be resumed with another value of a setting."""
+    """Rule for changing a setting when a run is resumed."""
 
     rule: Literal["fixed", "by branch", "may change"]
     note: str = ""
-    """The reason, or a remark."""
+    """Reason for the rule, or a remark."""
 
 
 def fixed(reason: str) -> OnResume:
-    """Mark a setting that stays the same for the life of a run."""
+    """Mark a setting that must not change during a run."""
     return OnResume(rule="fixed", note=reason)
 
 
 def by_branch(reason: str) -> OnResume:
-    """Mark a setting of the data plan, which stays the same unless ``train --branch`` requests a branch of the plan."""
+    """Mark a setting of the data plan, which may change only in a branch (``train --branch``)."""
     return OnResume(rule="by branch", note=reason)
 
 
 def free(note: str = "") -> OnResume:
-    """Mark a setting that may change."""
+    """Mark a setting that may change on every resume."""
     return OnResume(rule="may change", note=note)
 
 
 class Section(BaseModel):
-    """A frozen group of settings that accepts no unknown keys and converts no types.
+    """A frozen group of settings that refuses unknown keys and never converts types.
 
-    Strict types expose slips: ``workers: "4"`` and ``seed: yes`` are refused, not converted.
-    The docstring below a field is its documentation; ``docs/configuration.md`` is generated from it.
+    Strict types expose mistakes: ``workers: "4"`` and ``seed: yes`` are refused instead of converted.
+    The docstring below a field is its documentation, from which ``docs/configuration.md`` is generated.
     """
 
     on_resume: ClassVar[OnResume]
-    """The mark of the section's settings that do not have their own."""
+    """Resume rule for all settings of the section that have no rule of their own."""
     short_form: ClassVar[str] = ""
-    """Type of the short form that a section accepts instead of a mapping, as ``docs/configuration.md`` shows it."""
+    """Type of a short form that is accepted instead of a mapping, as shown in ``docs/configuration.md``."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -60,22 +60,22 @@ class Section(BaseModel):
 
 
 def refusal(rule: str, hint: str, shown: str | None = None) -> PydanticCustomError:
-    """Return the error for a field validator to raise.
+    """Return an error for a field validator to raise.
 
-    ``shown`` replaces the value in the error, where the value itself may hold a secret.
+    ``shown`` replaces the value in the error message if the value may contain a secret.
     """
     shown_instead = {} if shown is None else {"shown": shown}
     return PydanticCustomError("refused", "{rule}", {"rule": rule, "hint": hint, **shown_instead})
 
 
 def base_of(info: ValidationInfo) -> Path | None:
-    """Return the directory that relative paths are resolved against, if this validation makes them absolute."""
+    """Return the directory that relative paths are resolved against, or None if they stay relative."""
     return info.context["base"] if info.context else None
 
 
 def _has_known_home(value: str) -> str:
     if os.path.expanduser(value).startswith("~"):
-        raise refusal("names the home directory of a user that this machine does not know", "write an absolute path")
+        raise refusal("contains the home directory of a user unknown to this machine", "write an absolute path")
     return value
 
 
@@ -96,15 +96,15 @@ def _is_path(value: str) -> str:
     location = parse_location(_is_location(value))
     if not isinstance(location, Path):
         raise refusal("is not a local directory", "give a path, such as /mnt/nvme/swap")
-    # The code that opens it does not accept URIs.
+    # Code that opens a local path does not accept URIs.
     return str(location) if value.startswith("file:") else value
 
 
 NamedPlace = Annotated[str, Field(min_length=1), AfterValidator(_has_known_home)]
-"""A path or another location, which may begin with a home directory."""
+"""A path or another location, which may start with a home directory (``~``)."""
 PlacePath = Annotated[NamedPlace, AfterValidator(_absolute)]
-"""A path or URI that ``Config.with_absolute_paths`` makes independent of the working directory."""
+"""A path or URI that ``Config.with_absolute_paths`` makes absolute."""
 StoragePlace = Annotated[PlacePath, AfterValidator(_is_location)]
-"""A path, or the URI of a folder of an object store."""
+"""A path, or the URI of a folder in an object store."""
 LocalPath = Annotated[PlacePath, AfterValidator(_is_path)]
-"""A path on each node's local disk."""
+"""A path on a local disk of each node."""

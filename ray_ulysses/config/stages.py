@@ -10,7 +10,7 @@ from ray_ulysses.config.learning import RopeSection, StageSection
 from ray_ulysses.config.schema import Config, problem_of
 from ray_ulysses.errors import Problem
 
-# The setting of the run that each setting of a stage replaces.
+# The run's setting that each stage setting replaces.
 _PLACES = {
     "context_tokens": "data.context_tokens",
     "rows_per_step": "data.rows_per_step",
@@ -21,7 +21,7 @@ _PLACES = {
 
 
 def stage_config(config: Config, number: int) -> Config:
-    """Return the configuration of a stage, as that of a run without stages.
+    """Return the configuration of a stage as if it were a run of its own, without stages.
 
     A configuration without stages is returned unchanged.
     """
@@ -36,7 +36,7 @@ def stage_config(config: Config, number: int) -> Config:
     if stage.path is not None or stage.sources is not None:
         changes.setdefault("data", {}).update(path=stage.path, sources=stage.sources)
     if stage.sp_size not in (None, config.parallel.sp_size):
-        # ring_size is configured for the run's sp_size only.
+        # ring_size was chosen for the run's sp_size, so the stage chooses its own.
         changes["parallel"]["ring_size"] = None
     sections = {name: getattr(config, name).model_copy(update=values) for name, values in changes.items()}
     if stage.schedule is not None:
@@ -45,13 +45,13 @@ def stage_config(config: Config, number: int) -> Config:
 
 
 def stage_configs(config: Config) -> Iterator[Config]:
-    """Yield the configuration of each stage of a run; a run without stages counts as one stage."""
+    """Yield the configuration of each stage. A run without stages counts as one stage."""
     for number in range(max(1, len(config.stages))):
         yield stage_config(config, number)
 
 
 def corpus_paths(config: Config) -> tuple[str, ...]:
-    """Return the path of every corpus that a run trains on, each once."""
+    """Return the path of every corpus that a run trains on, without duplicates."""
     return tuple(dict.fromkeys(path for own in stage_configs(config) for path, _ in own.data_sources))
 
 
@@ -61,35 +61,35 @@ def stage_problems(config: Config) -> Iterator[Problem]:
     for number, stage in enumerate(config.stages):
         path, is_last = f"stages.{number}", number == len(config.stages) - 1
         if stage.name in names[:number]:
-            rule, hint = "is another stage's name", "choose another one"
+            rule, hint = "is the name of another stage", "choose another name"
             yield Problem(path=f"{path}.name", value=stage.name, rule=rule, hint=hint)
         if stage.steps is not None and stage.tokens is not None:
-            rule = f"stages.{number}.tokens={stage.tokens} also sets the stage's length"
-            yield Problem(path=f"{path}.steps", value=stage.steps, rule=rule, hint="remove one of them")
+            rule = f"stages.{number}.tokens={stage.tokens} sets the stage's length as well"
+            yield Problem(path=f"{path}.steps", value=stage.steps, rule=rule, hint="remove steps or tokens")
         elif stage.steps is None and stage.tokens is None and not is_last:
-            rule = "every stage but the last needs a length"
-            yield Problem(path=f"{path}.steps", rule=rule, hint="give its steps, or its tokens")
+            rule = "every stage except the last requires a length"
+            yield Problem(path=f"{path}.steps", rule=rule, hint="set the stage's steps or tokens")
         if stage.path is not None and stage.sources is not None:
             hint = "list every corpus under sources, and remove path"
-            yield Problem(path=f"{path}.path", value=stage.path, rule="its sources list corpora too", hint=hint)
+            yield Problem(path=f"{path}.path", value=stage.path, rule="its sources list corpora as well", hint=hint)
         yield from _within_the_run(config, stage, path)
     if config.stages and config.model.resume_from is not None and config.model.resume_state == "all":
-        rule = "continues another run at its step, but this run has its own stages"
+        rule = "continues another run at its step, but this run has stages of its own"
         yield problem_of(config, "model.resume_state", rule, "set model.resume_state: weights or optimizer")
 
 
 def _within_the_run(config: Config, stage: StageSection, path: str) -> Iterator[Problem]:
-    """Refuse a stage that exceeds the run's sizes, or whose positions could not be exported."""
+    """Yield a problem if a stage exceeds the run's sizes, or if its rotary positions could not be exported."""
     if isinstance(stage.rope, RopeSection) and config.model.part == "text":
         yield Problem(
             path=f"{path}.rope",
-            rule="changes the text decoder's positions, but model.part=text exports into a copy of the whole "
-            "checkpoint, which keeps its config.json",
+            rule="changes the text decoder's positions, but model.part=text exports into a copy of the complete "
+            "checkpoint, whose config.json is not changed",
             hint="change config.json of model.path instead, for the whole run",
         )
     context, sp_size = config.data.context_tokens, config.parallel.sp_size
     if stage.context_tokens is not None and stage.context_tokens > context:
-        rule = f"is above data.context_tokens={context}, which is the longest context of the run"
+        rule = f"exceeds data.context_tokens={context}, the longest context of the run"
         hint = f"use at most {context}, or set data.context_tokens={stage.context_tokens}"
         yield Problem(path=f"{path}.context_tokens", value=stage.context_tokens, rule=rule, hint=hint)
     if stage.sp_size is not None and sp_size % stage.sp_size:
@@ -98,10 +98,10 @@ def _within_the_run(config: Config, stage: StageSection, path: str) -> Iterator[
 
 
 def divisors(number: int) -> str:
-    """Format the divisors of a number for an error."""
+    """Format the divisors of a number for an error message."""
     return ", ".join(str(size) for size in range(1, number + 1) if number % size == 0)
 
 
 def in_stage(problem: Problem, stage: StageSection) -> Problem:
-    """Return a problem of a stage's configuration with the stage's name added to its rule."""
+    """Return a stage's problem with the name of the stage added to the rule."""
     return replace(problem, rule=f"{problem.rule} (in stage {stage.name!r})")

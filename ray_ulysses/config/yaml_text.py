@@ -1,7 +1,7 @@
 """Reads and writes YAML without duplicate keys, tags, or plain words that turn into other values.
 
-PyYAML follows YAML 1.1, in which ``3e-4`` is text, ``no`` is false, ``1:30`` is 90 and ``010`` is 8. Here
-plain scalars follow YAML 1.2's core schema instead, with ``131_072`` allowed as a number.
+PyYAML follows YAML 1.1, in which ``3e-4`` is text, ``no`` is false, ``1:30`` is 90 and ``010`` is 8. This module
+applies the core schema of YAML 1.2 to plain scalars instead, and also accepts ``131_072`` as a number.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _NO_TEXT = re.compile("[\0\ud800-\udfff]")
 
 
 class _Loader(yaml.SafeLoader):
-    """A safe loader of bounded size that records duplicate keys, with YAML 1.2's plain scalars and no tags."""
+    """A safe loader with size limits, YAML 1.2's plain scalars and no tags. It records duplicate keys."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
 
@@ -49,14 +49,14 @@ class _Loader(yaml.SafeLoader):
         self._sizes: dict[int, int] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Return the next node; an alias counts as all values that it refers to, before any of them is built."""
+        """Return the next node. An alias counts as all values that it refers to, before any value is built."""
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         if getattr(event, "tag", None) is not None:
             raise _error(event, f"the tag {shown(event.tag)} is not supported; write a plain value")
         before = self._num_values
         self._level += 1
         if self._level > _MOST_LEVELS:
-            raise _error(event, f"it is nested deeper than {_MOST_LEVELS} levels")
+            raise _error(event, f"the value is nested deeper than {_MOST_LEVELS} levels")
         node = super().compose_node(parent, index)
         self._level -= 1
         if not isinstance(event, yaml.AliasEvent):
@@ -65,20 +65,20 @@ class _Loader(yaml.SafeLoader):
         elif id(node) in self._sizes:
             self._num_values += self._sizes[id(node)]
         else:
-            raise _error(event, "an alias may not occur inside the value that it refers to")
+            raise _error(event, "an alias must not occur inside the value that it refers to")
         if self._num_values > _MOST_VALUES:
-            raise _error(event, f"it holds more than {_MOST_VALUES:,} values, with aliases expanded")
+            raise _error(event, f"the file contains more than {_MOST_VALUES:,} values, with aliases expanded")
         return node
 
     def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
         """Return the next scalar."""
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         if _NO_TEXT.search(event.value):
-            raise _error(event, "text may not contain a zero byte or a lone surrogate")
+            raise _error(event, "text must not contain a zero byte or a lone surrogate")
         return super().compose_scalar_node(anchor)
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Return the next mapping; its keys are checked here, before merge keys add others."""
+        """Return the next mapping. Keys are checked here, before merge keys add more."""
         node = super().compose_mapping_node(anchor)
         seen: dict[str, int] = {}
         for key, _ in node.value:
@@ -91,7 +91,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_int(self, node: yaml.ScalarNode) -> int:
-        """Return a decimal number; a leading zero does not make it octal."""
+        """Return a decimal number, without treating a leading zero as octal."""
         return int(self.construct_scalar(node))
 
 
@@ -115,18 +115,18 @@ for _kind, _pattern, _first in _RESOLVERS:
 
 
 def parse_yaml(text: str, source: str) -> tuple[object, tuple[Problem, ...]]:
-    """Return the value of a YAML text and the problems of the text itself.
+    """Parse a YAML text and return its value, and the problems of the text itself.
 
     Args:
-        text: One YAML document; an empty one is None.
-        source: Name of the text in problems.
+        text: One YAML document. The value of an empty document is None.
+        source: Name of the text, for problems.
 
     Returns:
-        The value (None if the text is not YAML), and a problem for the syntax or for each duplicate key.
+        The value (None if the text is not valid YAML), and a problem for a syntax error or for each duplicate key.
     """
     if len(text) > _MOST_BYTES:
         rule = f"is larger than {_MOST_BYTES // 1024} KiB"
-        hint = "give a configuration; a long model.config belongs in a config.json in the directory model.path"
+        hint = "specify a configuration file; a long model.config belongs in a config.json in the directory model.path"
         return None, (Problem(path=source, rule=rule, hint=hint),)
     try:
         loader = _Loader(text)
@@ -140,7 +140,7 @@ def parse_yaml(text: str, source: str) -> tuple[object, tuple[Problem, ...]]:
         Problem(
             path=f"{source}:{again}",
             value=key,
-            rule=f"the key is given twice, on line {first} and on line {again}",
+            rule=f"the key occurs twice, on line {first} and on line {again}",
             hint="keep one of the two",
         )
         for key, first, again in loader.duplicates
@@ -149,9 +149,9 @@ def parse_yaml(text: str, source: str) -> tuple[object, tuple[Problem, ...]]:
 
 
 def read_yaml(path: Place, *, is_users: bool = False) -> tuple[object, tuple[Problem, ...]]:
-    """Return the value of a YAML file and its problems, as `parse_yaml` does.
+    """Parse a YAML file like `parse_yaml`. If the file can't be read, the problem says why.
 
-    An unreadable file is reported as a problem. Only a file that the user named may be a symbolic link.
+    Symbolic links are followed only for a file specified by the user (``is_users``).
     """
     try:
         if not is_users or not isinstance(path, Path):
@@ -159,25 +159,25 @@ def read_yaml(path: Place, *, is_users: bool = False) -> tuple[object, tuple[Pro
         with open_regular(path) as stream:
             return decode_yaml(stream.read(_MOST_BYTES + 1), path)
     except FileNotFoundError:
-        rule, hint = "the file does not exist", "check the path; see configs/"
+        rule, hint = "the file does not exist", "check the path; configs/ has examples"
     except IsADirectoryError:
-        rule, hint = "is a directory", "give the YAML file in it"
+        rule, hint = "is a directory", "specify the YAML file in it"
     except OSError as error:
         rule, hint = f"can't be read ({error.strerror})", "check its permissions"
     return None, (Problem(path="CONFIG", value=str(path), rule=rule, hint=hint),)
 
 
 def decode_yaml(content: bytes, path: Place) -> tuple[object, tuple[Problem, ...]]:
-    """Return the value of a YAML file's content, and its problems."""
+    """Parse the content of a YAML file like `parse_yaml`."""
     try:
-        # The size limit may split a character.
+        # The size limit may cut a character in half.
         text = content.decode("utf-8", errors="ignore" if len(content) > _MOST_BYTES else "strict")
     except UnicodeDecodeError:
-        problem = Problem(path="CONFIG", value=str(path), rule="is not UTF-8 text", hint="give a YAML file")
+        problem = Problem(path="CONFIG", value=str(path), rule="is not UTF-8 text", hint="specify a YAML file")
         return None, (problem,)
     return parse_yaml(text, path.name)
 
 
 def dump_yaml(value: object) -> str:
-    """Return a value of mappings, lists and scalars as YAML text that `parse_yaml` reads back."""
+    """Format mappings, lists and scalars as YAML text that `parse_yaml` parses to an equal value."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=110)

@@ -1,6 +1,6 @@
-"""The data plane, from the user's files to the rows that each rank receives.
+"""The data pipeline, from the user's files to the rows that each rank receives.
 
-In the order of the data flow: ``sources`` lists and reads files, ``tokenize`` turns documents into token ids and label
-spans, ``prepare`` writes them to a ``corpus``, ``plan`` packs its documents into rows, and ``read`` gives each rank its
-slices of those rows.
+In the order of the data flow: ``sources`` lists and reads files, ``tokenize`` converts documents to token ids and label
+spans, ``prepare`` writes a ``corpus``, ``plan`` packs the corpus's documents into rows, and ``read`` gives each rank
+its slices of those rows.
 """

@@ -1,7 +1,7 @@
-"""Hashes that must never change: of JSON values, to identify corpora, plans and sources, and of 64-bit integers.
+"""Hashes of JSON values and of 64-bit integers. They must never change: stored corpora, plans and sources rely on them.
 
-The mixer behind the evaluation split and the data digest is SplitMix64's finaliser (Steele, Lea and Flood, "Fast
-splittable pseudorandom number generators", OOPSLA 2014; constants of variant 13 by Stafford).
+The evaluation split and the data digest use the finalizer of SplitMix64 (Steele, Lea and Flood, "Fast splittable
+pseudorandom number generators", OOPSLA 2014) with the constants of Stafford's variant 13.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _SECOND = np.uint64(0x94D049BB133111EB)
 
 
 def stable_hash(value: object) -> str:
-    """Return 32 hexadecimal digits that depend only on the JSON form of ``value``."""
+    """Return a hash of 32 hexadecimal digits, computed from the JSON form of ``value`` with sorted keys."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode("utf-8")).hexdigest()[:32]
 
 
 def mix(values: UInt64Array) -> UInt64Array:
-    """Return a bijective, well-mixed image of each 64-bit value."""
+    """Map each 64-bit value to a well-mixed 64-bit value; the mapping is a bijection."""
     mixed = values + _GOLDEN
     mixed ^= mixed >> np.uint64(30)
     mixed *= _FIRST
@@ -37,5 +37,5 @@ def mix(values: UInt64Array) -> UInt64Array:
 
 
 def mix_int(value: int) -> int:
-    """Return `mix` of one integer, taken modulo 2**64."""
+    """Return `mix` of one integer, which is first reduced modulo 2**64."""
     return int(mix(np.asarray([value & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64))[0])

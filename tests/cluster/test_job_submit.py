@@ -46,7 +46,7 @@ def test_a_job_with_relative_paths_is_refused_with_the_paths_to_write(
     _wait_for_end(client, job)
     logs = client.get_job_logs(job)
     assert client.get_job_info(job).driver_exit_code == 2, logs
-    assert "run.storage='runs': is relative, and a Ray job has a new working directory at each submission" in logs
+    assert "run.storage='runs': is relative, but a Ray job has a new working directory at each submission" in logs
     assert "such as /mnt/shared/runs" in logs and "such as /mnt/shared/runs/corpus-stdlib" in logs
 
 

@@ -129,7 +129,7 @@ def test_rows_that_can_not_be_left_out_end_the_run_and_say_why(
     record = {"event": "bad_step", "step": plan.num_steps, "reason": "NaN", "rows": [first, first + 1]}
     journal.append({**record, "plan_id": plan.plan_id})
     assert skip_bad_step(resolve_run(config), SystemClock()) is None
-    assert "they belong to epoch 2, but the newest checkpoint to epoch 1; save more often" in caplog.text
+    assert "they belong to epoch 2, but the newest checkpoint belongs to epoch 1; save more often" in caplog.text
     claim_journal(config.run_dir).append({**record, "plan_id": "another"})
     assert skip_bad_step(resolve_run(config), SystemClock()) is None
     assert f"the rows belong to plan another, but the run's plan is {plan.plan_id}" in caplog.text

@@ -1,6 +1,7 @@
-"""Opens and reads a prepared corpus; data that grows with the number of documents is read on first use.
+"""Reads a prepared corpus.
 
-The document table and the label spans are read one row group at a time.
+Opening a corpus reads only metadata and checksums. The document table and the label spans are read one row group at a
+time.
 """
 
 from __future__ import annotations
@@ -47,21 +48,21 @@ _MAX_LENGTH = 2**32 - 1
 
 
 class DocumentSource(NamedTuple):
-    """The origin of a document."""
+    """Origin of a document."""
 
     source: str
-    """File or data set."""
+    """File path or data set name."""
     offset: int
-    """1-based line or row in the source; 0 for a whole file."""
+    """1-based line or row number in the source, or 0 if the document is the complete file."""
     id: str
-    """The id that the source gives the row; empty if it gives none."""
+    """Row id from the source, or an empty string if the row has no id."""
 
 
 class Corpus:
     """A prepared corpus, whose documents are numbered from 0.
 
-    Methods that read raise UserError if a file is missing, damaged, or was replaced after ``prepare`` wrote it. Reads
-    from storage that does not answer are retried as ``RetryPolicy`` allows; then they raise ``StorageAwayError``.
+    Methods that read raise UserError if a file is missing, damaged, or was replaced after ``prepare`` wrote it. If the
+    storage does not answer, reads are retried under the ``RetryPolicy`` and then raise ``StorageAwayError``.
     """
 
     def __init__(self, folder: FileStore, info: CorpusInfo, *, retry: RetryPolicy = RETRY) -> None:
@@ -77,10 +78,10 @@ class Corpus:
 
         Args:
             location: A directory, or the URI of a folder in an object store.
-            retry: How long to wait for the storage.
+            retry: Retry policy for storage that does not answer.
 
         Raises:
-            UserError: The corpus is missing, empty or not a prepared corpus, or its metadata can't be read.
+            UserError: The corpus is missing, empty or unreadable, or the location does not contain a prepared corpus.
         """
         folder = open_folder(location)
         try:
@@ -88,7 +89,7 @@ class Corpus:
         except OSError as error:
             raise unreadable(folder, error.strerror) from error
         if info.num_documents == 0:
-            raise UserError(f"data.path={folder}: the corpus is empty; prepare sources that hold documents")
+            raise UserError(f"data.path={folder}: the corpus is empty; prepare sources that contain documents")
         corpus = cls(folder, info, retry=retry)
         corpus._check_sidecars()
         _ = corpus._documents
@@ -98,23 +99,23 @@ class Corpus:
 
     @property
     def path(self) -> Path:
-        """Return the directory of a local corpus."""
+        """Directory of a local corpus."""
         assert isinstance(self.folder, LocalStore), f"{self.folder} is not a local directory"
         return Path(self.folder.name)
 
     @property
     def num_documents(self) -> int:
-        """Return the number of documents."""
+        """Number of documents."""
         return self.info.num_documents
 
     @property
     def fingerprint(self) -> str:
-        """Return the identity of the content."""
+        """Hash that identifies the content."""
         return self.info.fingerprint
 
     @cached_property
     def lengths(self) -> NDArray[np.uint32]:
-        """Return the number of tokens of each document, including end tokens; uint32 [documents], read-only."""
+        """Number of tokens in each document, including end tokens; uint32 [documents], read-only."""
         with self._reading(DOCUMENTS_FILE) as name:
             lengths = self._retry.call(name, self._read_lengths)
         lengths.setflags(write=False)
@@ -122,7 +123,7 @@ class Corpus:
 
     def _read_lengths(self) -> NDArray[np.uint32]:
         info = self.info
-        # Batches keep this at four bytes per document; reading the whole column would take three times as much.
+        # Reading in batches takes four bytes per document; loading the complete column would take three times as much.
         lengths = np.empty(info.num_documents, dtype=np.uint32)
         longest = min(_MAX_LENGTH, max((shard.num_tokens for shard in info.shards), default=0))
         crc32, num_tokens, place = 0, 0, 0
@@ -136,7 +137,7 @@ class Corpus:
             lengths[place : place + part.size] = part
             place += part.size
         if (place, num_tokens, crc32) != (info.num_documents, info.num_tokens, info.lengths_crc32):
-            raise DamagedFileError("its document lengths do not match corpus.json")
+            raise DamagedFileError("the document lengths do not match corpus.json")
         return lengths
 
     def _batches(self, column: str) -> Iterator[pa.Array]:
@@ -146,7 +147,7 @@ class Corpus:
 
     @cached_property
     def spans(self) -> LabelSpans | None:
-        """Return the label spans of all documents, read on first use; None if every token may be a label."""
+        """Label spans of all documents, read on first use, or None if every token may be a label."""
         if self._span_table is None:
             return None
         with self._reading(SPANS_FILE):
@@ -154,14 +155,14 @@ class Corpus:
 
     @property
     def has_weights(self) -> bool:
-        """Return whether any token has a loss weight other than 1."""
+        """Whether any token has a loss weight other than 1."""
         return self.info.spans is not None and self.info.spans.weights is not None
 
     def label_weights(self, document: int, first: int, last: int) -> NDArray[np.float32] | None:
-        """Return the loss weight of each token ``[first, last)`` of a document as a label; None if all are 1.
+        """Return the loss weight of each token ``[first, last)`` of a document as a label, or None if all are 1.
 
-        The weight is 0 where a token may not be a label. The label at input position ``j`` is token ``j + 1``. Reads
-        only the row groups that hold spans of the document.
+        The weight is 0 where a token may not be a label. The label at input position ``j`` is token ``j + 1``. Only the
+        row groups that contain the document's spans are read.
         """
         if self._span_table is None:
             return None
@@ -169,19 +170,19 @@ class Corpus:
             return self._span_table.weights(document, first, last)
 
     def read(self, document: int, start: int, length: int) -> NDArray[np.integer]:
-        """Return ``length`` tokens of a document from ``start``, in the dtype of the shards."""
+        """Return ``length`` tokens of a document, starting at token ``start``, in the shards' dtype."""
         return self._shards.read(self._first(document, start + length) + start, length)
 
     def _first(self, document: int, length: int) -> int:
-        """Return the position of a document's first token; UserError if the index gives it under ``length`` tokens."""
+        """Return the position of a document's first token; UserError if the document is shorter than ``length``."""
         first, size = self._index.read(2 * document, 2).tolist()
         if length > size or not self._shards.holds(first, size):
             name = self.folder.named(INDEX_FILE)
-            raise unreadable(name, f"its entry for document {document} is wrong: {size} tokens at position {first}")
+            raise unreadable(name, f"the entry for document {document} is wrong: {size} tokens at position {first}")
         return int(first)
 
     def fetch(self, ranges: Sequence[tuple[int, int, int]]) -> None:
-        """Fetch token ranges ``(document, start, length)`` concurrently; does nothing for a local corpus."""
+        """Fetch token ranges ``(document, start, length)`` concurrently. Does nothing for a local corpus."""
         if isinstance(self.folder, LocalStore):
             return
         self._index.fetch((2 * document, 2) for document, _, _ in ranges)
@@ -190,14 +191,14 @@ class Corpus:
         )
 
     def source(self, document: int) -> DocumentSource:
-        """Return where a document came from; reads one row group."""
+        """Return the origin of a document; reads one row group."""
         with self._reading(DOCUMENTS_FILE):
             group, row = self._documents.group_of(document)
             table = self._documents.group(group)
             return DocumentSource(*(table.column(name)[row].as_py() for name in DocumentSource._fields))
 
     def digests(self) -> NDArray[np.uint64]:
-        """Return one digest per document, equal for equal content in any corpus; uint64 [documents, 2]."""
+        """Return one digest per document; equal content has equal digests in every corpus. uint64 [documents, 2]."""
 
         def read() -> NDArray[np.uint64]:
             found = np.empty((self.num_documents, 2), dtype=np.uint64)
@@ -211,10 +212,10 @@ class Corpus:
             return self._retry.call(name, read)
 
     def check_files(self) -> None:
-        """Check the size of every file, and the block checksums of the index and the shards, but not their blocks.
+        """Check the size of every file, and the block checksums of the index and the shards, without reading blocks.
 
         Raises:
-            UserError: Names the first file that is missing, truncated, or was replaced.
+            UserError: A file is missing, truncated, or was replaced. The error names the first such file.
         """
         self._check_sidecars()
         self._index.check()
@@ -231,7 +232,7 @@ class Corpus:
             except OSError as error:
                 raise unreadable(name, error.strerror) from error
             if found != num_bytes:
-                raise unreadable(name, f"it has {found} bytes, expected {num_bytes}")
+                raise unreadable(name, f"the file has {found} bytes, expected {num_bytes}")
 
     @cached_property
     def _documents(self) -> RowGroupReader:
@@ -250,7 +251,7 @@ class Corpus:
 
     @contextmanager
     def _reading(self, key: str) -> Iterator[str]:
-        """Convert read errors, and the ValueError of inconsistent spans, to a UserError that names the file."""
+        """Convert read errors, and the ValueError for inconsistent spans, to a UserError that names the file."""
         name = self.folder.named(key)
         try:
             yield name
@@ -261,7 +262,7 @@ class Corpus:
 
 
 class _SpanTable:
-    """The table of label spans: one row per span, ordered by document; every document has at least one span.
+    """Label span table: one row per span, ordered by document. Every document has at least one span.
 
     Raises:
         DamagedFileError: The file does not match ``corpus.json``.
@@ -282,7 +283,7 @@ class _SpanTable:
         self._first_documents, self._last_documents = self._groups.bounds("document")
 
     def weights(self, document: int, first: int, last: int) -> NDArray[np.float32]:
-        """Return the loss weight of each token ``[first, last)`` of a document, 0 outside its spans."""
+        """Return the loss weight of each token ``[first, last)`` of a document; 0 outside the document's spans."""
         last = max(first, last)
         weights = np.zeros(last - first, dtype=np.float32)
         for starts, stops, *of_spans in self._spans_of(document):
@@ -292,7 +293,7 @@ class _SpanTable:
         return weights
 
     def _spans_of(self, document: int) -> Iterator[list[NDArray[Any]]]:
-        """Yield the columns of a document's spans without ``document``, once per row group that holds some of them."""
+        """Yield the span columns of a document, without ``document``, once per row group that contains its spans."""
         begin = int(np.searchsorted(self._last_documents, document, side="left"))
         end = int(np.searchsorted(self._first_documents, document, side="right"))
         for number in range(begin, end):
@@ -301,19 +302,19 @@ class _SpanTable:
             yield [column[rows] for column in columns]
 
     def _check_group(self, number: int, table: pa.Table) -> None:
-        # Page checksums do not show that the file was replaced after it was opened.
+        # Page checksums do not detect that the file was replaced after it was opened.
         if table_crc32(table) != self._groups_crc32[number]:
             raise DamagedFileError(f"row group {number} has changed since the file was opened")
 
     def all(self) -> LabelSpans:
-        """Return the spans of every document; DamagedFileError if they do not match corpus.json."""
+        """Return the label spans of all documents; DamagedFileError if they do not match ``corpus.json``."""
         table = self._retry.call(self._name, lambda: pq.read_table(self._source(), page_checksum_verification=True))
         documents, starts, stops, *weights = _columns(table, self._columns)
         if spans_crc32((documents, starts, stops, *weights)) != self._info.content_crc32:
-            raise DamagedFileError("its spans do not match corpus.json")
+            raise DamagedFileError("the spans do not match corpus.json")
         is_within = documents.size == 0 or 0 <= documents[0] <= documents[-1] < self._num_documents
         if not is_within or (np.diff(documents) < 0).any():
-            raise DamagedFileError("its spans are not ordered by document")
+            raise DamagedFileError("the spans are not ordered by document")
         offsets = np.zeros(self._num_documents + 1, dtype=np.int64)
         np.cumsum(np.bincount(documents, minlength=self._num_documents), out=offsets[1:])
         for values in (offsets, starts, stops):
@@ -322,16 +323,16 @@ class _SpanTable:
 
 
 def table_crc32(table: pa.Table) -> int:
-    """Return the CRC-32 of a table of spans."""
+    """Return the CRC-32 of a label span table."""
     return spans_crc32(_columns(table, table.column_names))
 
 
 def spans_crc32(columns: Sequence[NDArray[Any]], crc32: int = 0) -> int:
-    """Return the CRC-32 of spans as rows of little-endian int64.
+    """Return the CRC-32 of label spans, hashed row by row as little-endian int64.
 
     Args:
-        columns: Documents, starts and stops (int64), and weights (fp32, hashed by their bits) if there are any.
-        crc32: The checksum of the preceding rows.
+        columns: Documents, starts and stops (int64), and optionally weights (fp32, hashed by their bits).
+        crc32: CRC-32 of the preceding rows.
     """
     columns = [column.view(np.int32) if column.dtype == np.float32 else column for column in columns]
     for first in range(0, columns[0].size, _BATCH_ROWS):
@@ -342,7 +343,7 @@ def spans_crc32(columns: Sequence[NDArray[Any]], crc32: int = 0) -> int:
 
 
 def digest_halves(digests: pa.FixedSizeBinaryArray) -> NDArray[np.uint64]:
-    """Return 16-byte digests as uint64 [documents, 2]."""
+    """Convert 16-byte digests to uint64 [documents, 2]."""
     halves: NDArray[np.uint64] = np.frombuffer(digests.buffers()[1], dtype=np.uint64).reshape(-1, 2)
     return halves[digests.offset : digests.offset + len(digests)]
 
@@ -354,11 +355,11 @@ def _columns(table: pa.Table, names: Sequence[str]) -> list[NDArray[Any]]:
 
 
 def corpus_exists(location: Path | str) -> bool:
-    """Return whether anything exists at the location of a corpus.
+    """Return whether a file or folder exists at the location of a corpus.
 
     Raises:
         UserError: The location can't be used.
-        StorageAwayError: Its storage did not answer in time.
+        StorageAwayError: The storage did not answer in time.
     """
     folder = open_folder(location)
     try:
@@ -378,8 +379,8 @@ def _read_info(folder: FileStore) -> CorpusInfo:
         version = fields["format_version"]
         if version != FORMAT_VERSION:
             raise UserError(
-                f"data.path={folder}: the corpus has format {shown(version)}, this version reads {FORMAT_VERSION}; "
-                "prepare it again into another directory"
+                f"data.path={folder}: the corpus has format {shown(version)}, but this version reads "
+                f"{FORMAT_VERSION}; prepare the corpus again into another directory"
             )
         return CorpusInfo.from_json(fields)
     except FileNotFoundError:
@@ -388,7 +389,7 @@ def _read_info(folder: FileStore) -> CorpusInfo:
         except FileNotFoundError:
             problem = f"is not a prepared corpus (no {CORPUS_FILE}); create one with `ray-ulysses prepare`"
         else:
-            problem = "its preparation is not finished; run the same `ray-ulysses prepare` again to continue it"
+            problem = "the preparation is not finished; run the same `ray-ulysses prepare` again to continue it"
         raise UserError(f"data.path={folder}: {problem}") from None
     except (OSError, ContentError) as error:
         if is_transient(error):
@@ -405,7 +406,7 @@ def unreadable(name: object, reason: object) -> UserError:
 
 
 def read_shards(folder: FileStore, shards: Sequence[ShardInfo], dtype: np.dtype[Any], retry: RetryPolicy) -> FlatFiles:
-    """Return a reader of the tokens of all shards, in order, as one array."""
+    """Return a reader that presents the tokens of all shards, in order, as one array."""
 
     def unreadable_shard(name: str, reason: object) -> UserError:
         return UserError(
@@ -415,22 +416,22 @@ def read_shards(folder: FileStore, shards: Sequence[ShardInfo], dtype: np.dtype[
 
     keys = [f"{SHARDS_DIRECTORY}/{shard.name}" for shard in shards]
     infos = [shard.tokens for shard in shards]
-    # A row of short documents reads from thousands of shards, and opening one in an object store takes two requests.
+    # A row of short documents may need thousands of shards, and opening one in an object store takes two requests.
     max_open = MAX_OPEN_FILES if isinstance(folder, LocalStore) else MAX_OPEN_OBJECTS
     return FlatFiles(folder, keys, infos, dtype, unreadable=unreadable_shard, retry=retry, max_open=max_open)
 
 
 def first_of_same_content(groups: Sequence[NDArray[np.uint64]]) -> list[NDArray[np.int64]]:
-    """Return for each document the number of the first document with the same content, or -1 if it is the first.
+    """Return, for each document, the number of the first document with the same content, or -1 for the first one.
 
     Args:
-        groups: Digests from `Corpus.digests`; documents are numbered consecutively across the groups.
+        groups: Digests from `Corpus.digests`. Documents are numbered consecutively across the groups.
     """
     if not groups:
         return []
     digests = np.concatenate(groups)
     repeated = np.full(len(digests), -1, dtype=np.int64)
-    # Candidates share the first 8 bytes of the digest; nearly all of them are true repeats.
+    # Candidates share the first 8 bytes of a digest; nearly all of them are true repeats.
     order = np.argsort(digests[:, 0], kind="stable")
     ordered = digests[order, 0]
     same = ordered[1:] == ordered[:-1]
@@ -450,14 +451,14 @@ def first_of_same_content(groups: Sequence[NDArray[np.uint64]]) -> list[NDArray[
 
 
 def refuse_repeats(corpora: Sequence[Corpus], num_known: int = 1) -> None:
-    """Refuse corpora that repeat documents of earlier corpora, which would be trained on more than once.
+    """Refuse corpora that repeat documents of earlier corpora: a run would train on those documents more than once.
 
     Args:
         corpora: The corpora of a run, in order.
         num_known: Number of leading corpora that are not checked.
 
     Raises:
-        UserError: A corpus repeats documents (names both corpora and one document), or can't be read.
+        UserError: A corpus repeats documents, or can't be read. The error names both corpora and one document.
     """
     if len(corpora) <= num_known:
         return

@@ -1,7 +1,7 @@
-"""Flat files of integers with a checksum per block: written as a stream, read at any position.
+"""Flat files of integers with one checksum per block, written sequentially and read at any position.
 
-A file has no header: it starts with the values, little-endian, so that ``np.memmap(path, dtype, "r", shape=n)`` maps
-them. They are followed by the CRC-32 of each 4 KiB block as little-endian uint32.
+A file has no header: it starts with the little-endian values, so ``np.memmap(path, dtype, "r", shape=n)`` maps them.
+The values are followed by the CRC-32 of each 4 KiB block as little-endian uint32.
 """
 
 from __future__ import annotations
@@ -34,33 +34,33 @@ _PENDING_BYTES = 256 * BLOCK_BYTES
 _FETCHES = 32
 MAX_OPEN_FILES = 256
 MAX_OPEN_OBJECTS = 4096
-"""An open object holds only its block checksums: about 20 kB for a shard of 16 MiB."""
+"""Limit for object stores. An open object only caches its block checksums: about 20 kB for a 16 MiB shard."""
 
 
 class DamagedFileError(OSError):
-    """A file can be read, but its content is not as written."""
+    """A file is readable, but its content differs from what was written."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlatInfo:
-    """The size and checksums of a flat file."""
+    """Size and checksums of a flat file."""
 
     __pydantic_config__ = KNOWN_FIELDS_ONLY
 
     num_items: Whole
     crc32: Whole
-    """Of the values' bytes."""
+    """CRC-32 of the values' bytes."""
     blocks_crc32: Whole
-    """Of the blocks' checksums."""
+    """CRC-32 of the block checksums."""
 
     def num_bytes(self, dtype: np.dtype[Any]) -> int:
-        """Return the size of the file, checksums included."""
+        """Return the file size in bytes, including the checksums."""
         size = self.num_items * dtype.itemsize
         return size + 4 * _num_blocks(size)
 
 
 class FlatWriter:
-    """Appends values to a file, holding about a megabyte in memory."""
+    """Appends values to a file, buffering about a megabyte in memory."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
         self._dtype = dtype.newbyteorder("<")
@@ -71,7 +71,7 @@ class FlatWriter:
         self.num_items = 0
 
     def add(self, values: NDArray[np.integer[Any]]) -> int:
-        """Append values, which must fit the file's dtype, and return the position of the first."""
+        """Append values, which must fit into the file's dtype, and return the position of the first value."""
         first = self.num_items
         self._pending += values.astype(self._dtype).tobytes()
         self.num_items += values.size
@@ -80,7 +80,7 @@ class FlatWriter:
         return first
 
     def close(self) -> FlatInfo:
-        """Write pending values and the checksums, and return the file's size and checksums."""
+        """Write the buffered values and the checksums, and return the file's size and checksums."""
         self._write(len(self._pending))
         sums = np.asarray(self._sums, dtype="<u4").tobytes()
         self._file.write(sums)
@@ -88,7 +88,7 @@ class FlatWriter:
         return FlatInfo(num_items=self.num_items, crc32=self._crc32, blocks_crc32=zlib.crc32(sums))
 
     def abandon(self) -> None:
-        """Close the file without writing pending values; errors are ignored, since the file is discarded."""
+        """Close the file without writing buffered values. Errors are ignored, since the file will be deleted."""
         with suppress(OSError):
             self._file.close()
 
@@ -101,9 +101,9 @@ class FlatWriter:
 
 
 class FlatFile:
-    """Reads ranges of a flat file, thread-safe, and verifies the checksum of each block at every read.
+    """Thread-safe reader of a flat file that verifies the checksum of every block on every read.
 
-    The file may be replaced or damaged while it is open.
+    The checksums are verified each time because the file may be replaced or damaged while it is open.
 
     Raises:
         DamagedFileError: The file does not match ``info``.
@@ -116,17 +116,17 @@ class FlatFile:
         self._file = file
         expected = info.num_bytes(dtype)
         if file.size != expected:
-            raise DamagedFileError(f"it has {file.size} bytes, expected {expected}")
+            raise DamagedFileError(f"the file has {file.size} bytes, expected {expected}")
         place, size = self._num_bytes, expected - self._num_bytes
         sums = self._read_at(place, size)
         if zlib.crc32(sums) != info.blocks_crc32 and file.forget(place, size):
             sums = self._read_at(place, size)
         if zlib.crc32(sums) != info.blocks_crc32:
-            raise DamagedFileError("it was replaced by another file of the same size, or its checksums are damaged")
+            raise DamagedFileError("the file was replaced by another of the same size, or its checksums are damaged")
         self._sums = np.frombuffer(sums, dtype="<u4")
 
     def read(self, first: int, count: int) -> NDArray[Any]:
-        """Return ``count`` values from position ``first``.
+        """Return ``count`` values, starting at position ``first``.
 
         Raises:
             DamagedFileError: A block does not match its checksum.
@@ -138,7 +138,7 @@ class FlatFile:
         blocks = self._read_at(start, min(high * BLOCK_BYTES, self._num_bytes) - start)
         damaged = self._damaged(blocks, low)
         if damaged is not None and self._file.forget(start, len(blocks)):
-            # A local cache may have lost part of the range in a power cut.
+            # After a power failure, a local cache may lack part of the range.
             blocks = self._read_at(start, len(blocks))
             damaged = self._damaged(blocks, low)
         if damaged is not None:
@@ -147,7 +147,7 @@ class FlatFile:
         return np.frombuffer(blocks, dtype=self._dtype, count=count, offset=begin - start)
 
     def fetch(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Fetch ranges ``(first, count)`` concurrently, if the file is remote."""
+        """Fetch ranges ``(first, count)`` concurrently if the file is remote."""
         self._file.fetch([self._place(first, count) for first, count in ranges])
 
     def _place(self, first: int, count: int) -> tuple[int, int]:
@@ -156,7 +156,7 @@ class FlatFile:
         return begin, size
 
     def _damaged(self, blocks: Buffer, low: int) -> int | None:
-        """Return the number of the first block that does not match its checksum; ``low`` is the number of the first."""
+        """Return the index of the first damaged block, or None. ``low`` is the index of the first block to check."""
         sums = _sums_of(blocks)
         expected = self._sums[low : low + len(sums)].tolist()
         return next((low + i for i, found in enumerate(sums) if found != expected[i]), None)
@@ -164,14 +164,14 @@ class FlatFile:
     def _read_at(self, start: int, size: int) -> bytearray:
         found = self._file.read_at(start, size)
         if len(found) < size:
-            raise DamagedFileError(f"it ends at byte {start + len(found)}")
+            raise DamagedFileError(f"the file ends at byte {start + len(found)}")
         return found
 
 
 class FlatFiles:
-    """Reads ranges of several flat files of one dtype as one array, keeping up to ``max_open`` of them open.
+    """Reads several flat files of one dtype as one array, with at most ``max_open`` files open at a time.
 
-    ``unreadable`` makes the error for a file that can't be read, from its location and the reason.
+    ``unreadable`` makes the error for a file that can't be read, from the file's location and the reason.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class FlatFiles:
         self._lock = threading.Lock()
 
     def read(self, first: int, count: int) -> NDArray[Any]:
-        """Return ``count`` values from position ``first`` of the array, all from one file.
+        """Return ``count`` values, starting at position ``first`` of the array. They must be stored in one file.
 
         Raises:
             UserError: The file is missing, truncated, damaged, or was replaced.
@@ -210,12 +210,12 @@ class FlatFiles:
         return values
 
     def holds(self, first: int, count: int) -> bool:
-        """Return whether ``count`` values from position ``first`` are within one file."""
+        """Return whether the ``count`` values that start at position ``first`` are stored in one file."""
         number = bisect_right(self._starts, first)
         return 0 < number < len(self._starts) and 0 <= count <= self._starts[number] - first
 
     def fetch(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Fetch ranges ``(first, count)``, each within one file, concurrently; raises like `read`."""
+        """Fetch ranges ``(first, count)`` concurrently. Each range must be stored in one file. Raises like `read`."""
         by_file: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         for first, count in ranges:
             if count > 0:
@@ -238,7 +238,7 @@ class FlatFiles:
         """Check the size and the block checksums of every file, without reading the blocks.
 
         Raises:
-            UserError: Names the first file that is missing or was replaced.
+            UserError: A file is missing or was replaced. The error names the first such file.
             StorageAwayError: The storage did not answer in time.
         """
         for number in range(len(self._keys)):
@@ -247,7 +247,7 @@ class FlatFiles:
     def _call(self, number: int, attempt: Callable[[], Any]) -> Any:
         name = self._names.get(number)
         if name is None:
-            # Cached, since making a path takes longer than a short read.
+            # Cached, since building a path takes longer than a short read.
             name = self._names[number] = self._folder.named(self._keys[number])
         try:
             return self._retry.call(name, attempt)
@@ -255,7 +255,7 @@ class FlatFiles:
             raise self._unreadable(name, error) from error
 
     def _used(self, number: int, use: Callable[..., T], *arguments: Any) -> T:
-        """Read or fetch once; on failure drop the open file, since a stale handle stays stale."""
+        """Call ``use`` on a file. On failure, close the file, since a stale handle stays stale."""
         try:
             return use(self._file(number), *arguments)
         except READ_ERRORS:

@@ -1,16 +1,16 @@
-"""The layout of a prepared corpus on disk: names, schemas, and the JSON that commits it.
+"""The on-disk layout of a prepared corpus: file names, schemas, and the JSON file that commits the corpus.
 
-A corpus directory holds::
+A corpus directory contains::
 
-    corpus.json          written last: its presence means that the corpus is complete
+    corpus.json          written last: if it exists, the corpus is complete
     documents.parquet    one row per document: length, origin, digest
     documents.index      position of the first token and number of tokens of each document
-    spans.parquet        label spans, one row per span; only if some document is partly supervised
-    quarantine.jsonl     documents that were left out, each with its reason
+    spans.parquet        label spans, one row per span; written only if some document is partly supervised
+    quarantine.jsonl     excluded documents, each with the reason
     shards/shard-00000.tokens
 
 Shards and the index are flat files (`ray_ulysses.data.corpus.flat_file`). The tokens of all shards form one array of
-consecutive documents. The Parquet files' row groups hold 65,536 rows and are read one at a time.
+consecutive documents. The Parquet files have row groups of 65,536 rows, which are read one at a time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ray_ulysses.data.tokenize.tokenizers import TokenizerInfo, Vocabulary
 from ray_ulysses.validation import KNOWN_FIELDS_ONLY, ContentError, FileName, Number, Whole, adapter, checked
 
 FORMAT_VERSION = 5
-"""Also incremented when the same documents and options give other tokens, so that no older unit is reused."""
+"""Also incremented when the same documents and options produce different tokens, so that no older unit is reused."""
 INDEX_FILE = "documents.index"
 INDEX_DTYPE = np.dtype(np.int64)
 CORPUS_FILE = "corpus.json"
@@ -46,7 +46,7 @@ DOCUMENT_SCHEMA = pa.schema(
         pa.field("source", pa.string(), nullable=False),
         pa.field("offset", pa.int64(), nullable=False),
         pa.field("id", pa.string(), nullable=False),
-        # A digest, equal for documents of equal content in any corpus.
+        # Digest of the content, equal for equal documents in every corpus.
         pa.field("content", pa.binary(16), nullable=False),
     ]
 )
@@ -62,7 +62,7 @@ WEIGHTED_SPANS_SCHEMA = SPANS_SCHEMA.append(pa.field("weight", pa.float32(), nul
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Return the smallest unsigned dtype that holds every id below ``vocab_size``."""
+    """Return the smallest unsigned dtype that can store every id below ``vocab_size``."""
     for dtype in (np.uint8, np.uint16, np.uint32):
         if vocab_size - 1 <= np.iinfo(dtype).max:
             return np.dtype(dtype)
@@ -71,39 +71,39 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardInfo:
-    """One shard file."""
+    """A shard file."""
 
     __pydantic_config__ = KNOWN_FIELDS_ONLY
 
     name: FileName
-    """File name under ``shards/``."""
+    """File name in ``shards/``."""
     num_documents: Whole
-    """Documents written to it, including duplicates that were left out later."""
+    """Documents stored in the shard, including duplicates that were excluded later."""
     tokens: FlatInfo
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of tokens, including documents that were left out later."""
+        """Number of tokens, including those of documents that were excluded later."""
         return self.tokens.num_items
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpansInfo:
-    """The label spans of a corpus."""
+    """Label spans of a corpus."""
 
     __pydantic_config__ = KNOWN_FIELDS_ONLY
 
     num_spans: Whole
-    """Rows of ``spans.parquet``."""
+    """Rows in ``spans.parquet``."""
     num_supervised: Whole
-    """Tokens in a span."""
+    """Number of tokens inside spans."""
     num_bytes: Whole
     crc32: Whole
-    """Of the file's bytes."""
+    """CRC-32 of the bytes of ``spans.parquet``."""
     content_crc32: Whole
-    """Of documents, starts, stops and weights, independent of the library that wrote the file."""
+    """CRC-32 of documents, starts, stops and weights, independent of the Parquet library that wrote the file."""
     weights: tuple[Number, Number] | None = None
-    """The smallest and the largest loss weight of a span; None if all are 1."""
+    """Smallest and largest loss weight of a span, or None if all weights are 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,48 +114,48 @@ class CorpusInfo:
 
     tokenizer: TokenizerInfo
     vocabulary: Vocabulary
-    """The tokenizer's tokens, to compare it with a model's tokenizer."""
+    """The tokenizer's vocabulary, for comparison with the tokenizer of a model."""
     encoding: EncodingInfo
     dtype: str
-    """Name of the tokens' dtype on disk."""
+    """Dtype of the stored tokens, such as ``uint16``."""
     num_documents: Whole
     num_tokens: Whole
-    """Tokens of all documents, including the end token of each."""
+    """Number of tokens in all documents, including one end token per document."""
     max_token_id: Whole
     num_quarantined: Whole
-    """Documents left out, for the reasons in ``quarantine.jsonl``."""
+    """Number of excluded documents; ``quarantine.jsonl`` lists them with the reasons."""
     shards: tuple[ShardInfo, ...]
     documents_bytes: Whole
     documents_crc32: Whole
-    """Of the bytes of ``documents.parquet``."""
+    """CRC-32 of the bytes of ``documents.parquet``."""
     lengths_crc32: Whole
-    """Of the document lengths as little-endian int64."""
+    """CRC-32 of the document lengths as little-endian int64."""
     index: FlatInfo
-    """The index, with two values per document: the position of its first token in all shards, and its length."""
+    """Size and checksums of the index, which stores two values per document: first token in all shards, and length."""
     byte_unigram_nats: Number | None
-    """Unigram entropy of the raw bytes; None unless the byte tokenizer was used."""
+    """Unigram entropy of the raw bytes in nats, or None unless the byte tokenizer was used."""
     token_unigram_nats: Number | None
-    """Unigram entropy of the token ids, including end tokens; None unless the byte tokenizer was used."""
+    """Unigram entropy of the token ids in nats, including end tokens, or None unless the byte tokenizer was used."""
     signature: str
-    """Identifies the sources and options, to recognize the same preparation."""
+    """Hash of the sources and options, used to recognize a repeated preparation."""
     spans: SpansInfo | None = None
     """None if every token of every document is supervised."""
     turn_ends: tuple[Whole, ...] = ()
-    """The special tokens that end supervised spans of documents."""
+    """Special tokens that end supervised spans."""
     reasons: tuple[tuple[str, Whole], ...] = ()
-    """Number of documents left out for each reason, most frequent first."""
+    """Reasons for excluding documents, each with the number of documents, most frequent first."""
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
-        """Return the tokens with which a model learns to end a text: after documents and after turns."""
+        """Tokens that a model learns to emit at the end of a text: document ends and turn ends."""
         end = self.encoding.eos_token_id
         return tuple(dict.fromkeys((*(() if end is None else (end,)), *self.turn_ends)))
 
     @property
     def fingerprint(self) -> str:
-        """Return the identity of the content: the tokens of each document in order, their labels, and the tokenizer.
+        """Hash that identifies the content: each document's tokens, in order, their labels, and the tokenizer.
 
-        It covers the index, since shards also hold duplicates that were left out: lengths do not locate documents.
+        The hash includes the index. Lengths do not locate documents, since shards contain excluded duplicates too.
         """
         content = {
             "format": FORMAT_VERSION,
@@ -168,7 +168,7 @@ class CorpusInfo:
         return stable_hash(content)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the content of ``corpus.json``, with a checksum of all other fields."""
+        """Return the content of ``corpus.json``, including a checksum of all other fields."""
         fields = {"format_version": FORMAT_VERSION, "fingerprint": self.fingerprint, **asdict(self)}
         return {**fields, "checksum": stable_hash(fields)}
 
@@ -177,11 +177,11 @@ class CorpusInfo:
         """Parse the output of ``to_json``.
 
         Raises:
-            ContentError: A field is missing, unknown or invalid, or the fields do not match their checksum.
+            ContentError: A field is missing, unknown or invalid, or the fields do not match the checksum.
         """
         known = dict(fields)
         if known.pop("checksum", None) != stable_hash(known):
-            raise ContentError("its fields were changed: they do not match its checksum")
+            raise ContentError("the fields do not match the checksum: the file was changed")
         fingerprint = known.pop("fingerprint", None)
         del known["format_version"]
         info = checked(adapter(cls), known)
@@ -191,12 +191,12 @@ class CorpusInfo:
             raise ContentError(f"tokenizer.{error}") from error
         if info.dtype != expected:
             raise ContentError(
-                f"dtype={info.dtype!r}: tokens of a vocabulary of {info.tokenizer.vocab_size} are stored as {expected}"
+                f"dtype={info.dtype!r}: a vocabulary of {info.tokenizer.vocab_size} tokens requires {expected}"
             )
         if fingerprint != info.fingerprint:
-            raise ContentError("its fields do not match its fingerprint")
+            raise ContentError("the fields do not match the fingerprint")
         if info.index.num_items != 2 * info.num_documents:
-            raise ContentError(f"its index has {info.index.num_items} values for {info.num_documents} documents")
+            raise ContentError(f"the index has {info.index.num_items} values for {info.num_documents} documents")
         if info.num_tokens > (held := sum(shard.num_tokens for shard in info.shards)):
-            raise ContentError(f"num_tokens is {info.num_tokens}, but its shards hold only {held}")
+            raise ContentError(f"num_tokens is {info.num_tokens}, but the shards contain only {held} tokens")
         return info

@@ -1,4 +1,4 @@
-"""Reads large Parquet files one row group at a time, and writes them in row groups of equal size."""
+"""Reads large Parquet files one row group at a time, and writes them with row groups of equal size."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _GROUPS_KEY = "ray_ulysses.groups_crc32"
 
 
 class RowGroupReader:
-    """Reads some columns of a Parquet file by row group, and caches the most recently used groups.
+    """Reads selected columns of a Parquet file by row group, and caches the most recently used groups.
 
-    ``source`` is called for each read and returns a path or an open file. ``check`` is called with the number and the
-    content of each group that is read, and raises OSError if it is damaged. Read errors (``READ_ERRORS``) propagate
-    unchanged once ``retry`` is exhausted.
+    ``source`` is called for every read and returns a path or an open file. ``check`` is called with the number and the
+    content of every group that is read; it raises OSError if the group is damaged. When ``retry`` is exhausted, read
+    errors (``READ_ERRORS``) propagate unchanged.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class RowGroupReader:
         self.group: Callable[[int], pa.Table] = functools.lru_cache(max_groups)(
             lambda number: retry.call(name, lambda: self._read(number))
         )
-        """Returns one row group; thread-safe, since the prefetch thread and the evaluation may call it concurrently."""
+        """Returns a row group; thread-safe, since the prefetch thread and the evaluation may read concurrently."""
         self._metadata = retry.call(name, lambda: pq.read_metadata(source()))
         sizes = [self._metadata.row_group(group).num_rows for group in range(self._metadata.num_row_groups)]
         self._starts = np.cumsum([0, *sizes], dtype=np.int64)
@@ -49,45 +49,45 @@ class RowGroupReader:
 
     @property
     def groups_crc32(self) -> list[int]:
-        """Return the checksum of each row group from the footer; OSError if they are missing."""
+        """Row group checksums from the footer; raises OSError if the footer lacks them."""
         found = [int(noted, 16) for noted in (self._metadata.metadata or {}).get(_GROUPS_KEY.encode(), b"").split()]
         if len(found) != self._metadata.num_row_groups:
-            raise OSError("its footer lacks the checksums of row groups")
+            raise OSError("the footer lacks the row group checksums")
         return found
 
     def refuse_other(self, what: str, num_rows: int, schema: pa.Schema, content_crc32: int) -> None:
-        """Raise DamagedFileError unless ``prepare`` wrote this file; ``what`` names its rows in the error."""
+        """Raise DamagedFileError unless ``prepare`` wrote this file. ``what`` is the word for the rows in the error."""
         if self.num_rows != num_rows:
-            raise DamagedFileError(f"it has {self.num_rows} {what}, expected {num_rows}")
+            raise DamagedFileError(f"the file has {self.num_rows} {what}, expected {num_rows}")
         own = self._metadata.schema.to_arrow_schema()
         if [(field.name, field.type) for field in own] != [(field.name, field.type) for field in schema]:
-            raise DamagedFileError("its columns do not match the corpus format")
+            raise DamagedFileError("the columns do not match the corpus format")
         noted = (self._metadata.metadata or {}).get(_CONTENT_KEY.encode())
         if noted is None or int(noted, 16) != content_crc32:
-            raise DamagedFileError("it was replaced by another file of the same size")
+            raise DamagedFileError("the file was replaced by another one of the same size")
 
     def group_of(self, row: int) -> tuple[int, int]:
-        """Return the group that holds a row, and the row's index in it."""
+        """Return the number of the group that contains a row, and the row's index within the group."""
         assert 0 <= row < self.num_rows, (row, self.num_rows)
         group = int(np.searchsorted(self._starts, row, side="right")) - 1
         return group, row - int(self._starts[group])
 
     def bounds(self, column: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the smallest and the largest value of an integer column in each group, from the footer.
+        """Return the minimum and the maximum of an integer column in each row group, from the footer.
 
         Raises:
-            OSError: The footer lacks them.
+            OSError: The footer lacks column statistics.
         """
         index = self._metadata.schema.to_arrow_schema().get_field_index(column)
         groups = map(self._metadata.row_group, range(self._metadata.num_row_groups))
         found = [group.column(index).statistics for group in groups]
         if not all(statistics is not None and statistics.has_min_max for statistics in found):
-            raise OSError("its footer lacks the smallest and largest values of row groups")
+            raise OSError("the footer lacks the minimum and maximum values of row groups")
         lowest = np.asarray([statistics.min for statistics in found], dtype=np.int64)
         return lowest, np.asarray([statistics.max for statistics in found], dtype=np.int64)
 
     def _read(self, number: int) -> pa.Table:
-        # Reopened for each read: a handle could go stale, and with the footer in memory opening costs one system call.
+        # Reopened for every read, since a handle can go stale; with the footer in memory, this costs one system call.
         with pq.ParquetFile(self._source(), metadata=self._metadata, page_checksum_verification=True) as file:
             table = file.read_row_group(number, columns=self._columns, use_threads=False).combine_chunks()
         if self._check is not None:
@@ -96,9 +96,9 @@ class RowGroupReader:
 
 
 class RowGroupWriter:
-    """Writes tables of any size as row groups of ``GROUP_ROWS`` rows, holding about one group in memory.
+    """Writes tables of any size as row groups of ``GROUP_ROWS`` rows, buffering about one group in memory.
 
-    The footer holds the ``checksum`` of each row group, if given, and the bounds of the columns in ``statistics``.
+    The footer stores the ``checksum`` of each row group, if given, and statistics of the columns in ``statistics``.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class RowGroupWriter:
         )
 
     def add(self, table: pa.Table) -> None:
-        """Append the rows of a table that has at least the schema's columns."""
+        """Append the rows of a table that contains at least the schema's columns."""
         self._pending.append(table.select(self._schema.names).cast(self._schema))
         self._num_pending += table.num_rows
         if self._num_pending >= GROUP_ROWS:
@@ -137,7 +137,7 @@ class RowGroupWriter:
             self._num_pending = rows.num_rows - whole
 
     def close(self, content_crc32: int | None = None) -> None:
-        """Write pending rows and the footer, with the checksum of the content if one is given."""
+        """Write the buffered rows and the footer, including the checksum of the content if given."""
         if self._num_pending:
             self._write(pa.concat_tables(self._pending))
         if self._checksum is not None:

@@ -1,6 +1,6 @@
-"""The corpora of a run as one, with documents numbered one source after another.
+"""Presents the corpora of a run as one corpus, with documents numbered consecutively across the sources.
 
-Processes that only read rows import this module and not the planner, which imports Numba.
+Processes that only read rows import this module instead of the planner, which imports Numba.
 """
 
 from __future__ import annotations
@@ -22,58 +22,58 @@ from ray_ulysses.validation import KNOWN_FIELDS_ONLY, Number, Whole
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedSource:
-    """One corpus of a plan."""
+    """A corpus as recorded in a plan."""
 
     __pydantic_config__ = KNOWN_FIELDS_ONLY
 
     path: str
-    """Path when the plan was made."""
+    """Path at the time of planning."""
     fingerprint: str
-    """Identity of the content."""
+    """Hash that identifies the corpus's content."""
     num_documents: Whole
     weight: Number | None = None
-    """Share of an epoch's tokens, relative to the other sources; None to take all of it, 0 to take none."""
+    """Share of an epoch's tokens, relative to the other sources. None takes every document, 0 takes none."""
     tokenizer: str = ""
-    """Fingerprint of the tokenizer that made it; empty if unknown."""
+    """Fingerprint of the tokenizer that the corpus was prepared with, or an empty string if unknown."""
     end_tokens: tuple[Whole, ...] = ()
-    """The tokens with which a model learns to end a text."""
+    """Tokens that a model learns to emit at the end of a text."""
     has_weights: bool = False
     """Whether any token has a loss weight other than 1."""
 
     @property
     def is_used(self) -> bool:
-        """Return whether rows are made from it."""
+        """Whether the plan takes documents from this source."""
         return self.weight is None or self.weight > 0
 
     @property
     def identity(self) -> list[Any]:
-        """Return the fields that determine a plan; the path does not."""
+        """Fields that determine a plan; the path is not one of them."""
         return [self.fingerprint, self.num_documents, None if self.weight is None else float(self.weight)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PlanInput:
-    """The documents to plan."""
+    """Documents to plan."""
 
     sources: tuple[PlannedSource, ...]
     lengths: NDArray[np.integer]
-    """Tokens of each document of all sources, one source after another."""
+    """Token count of each document, for all sources consecutively; [documents]."""
     spans: LabelSpans | None = None
-    """Label spans; None if every token may be a label."""
+    """Label spans, or None if every token may be a label."""
 
 
 def first_documents(sources: Sequence[PlannedSource]) -> NDArray[np.int64]:
-    """Return the number of each source's first document, and the number of all documents."""
+    """Return the number of each source's first document, followed by the total number of documents."""
     return np.cumsum([0, *(source.num_documents for source in sources)], dtype=np.int64)
 
 
 class CorpusSet:
-    """The corpora of a run, each opened on first use."""
+    """Corpora of a run, each opened on first use."""
 
     def __init__(self, sources: Sequence[PlannedSource], opened: Sequence[Corpus] = ()) -> None:
-        """Take the sources, and their corpora that are already open."""
+        """Create a set of ``sources``; ``opened`` contains those of their corpora that are already open."""
         self.sources = tuple(sources)
-        # A list, since it is bisected at least once per piece of a row, and NumPy takes ten times as long for that.
+        # A list, not an array: it is bisected at least once per piece of a row, and NumPy would take ten times as long.
         self._bases: list[int] = first_documents(sources).tolist()
         by_fingerprint = {corpus.fingerprint: corpus for corpus in opened}
         self._opened = {
@@ -84,7 +84,7 @@ class CorpusSet:
 
     @property
     def corpora(self) -> tuple[Corpus, ...]:
-        """Open and return all corpora.
+        """All corpora, opened if necessary.
 
         Raises:
             UserError: A corpus can't be opened, or was replaced since planning.
@@ -92,7 +92,7 @@ class CorpusSet:
         return tuple(self._corpus(number) for number in range(len(self.sources)))
 
     def without_gone(self, needed: Collection[str]) -> CorpusSet:
-        """Return the set without corpora that can't be opened, except those whose fingerprint is in ``needed``."""
+        """Return the set without corpora that can't be opened; those with a fingerprint in ``needed`` always stay."""
         kept = list(self.sources)
         for number, source in enumerate(self.sources):
             if source.fingerprint not in needed:
@@ -103,7 +103,7 @@ class CorpusSet:
         return self if len(kept) == len(self.sources) else CorpusSet(kept, tuple(self._opened.values()))
 
     def read(self, document: int, start: int, length: int) -> NDArray[np.integer]:
-        """Return ``length`` tokens of a document from ``start``, in the dtype of its corpus.
+        """Return ``length`` tokens of a document, starting at token ``start``, in the corpus's dtype.
 
         Raises:
             UserError: The corpus can't be read, or was replaced since planning.
@@ -112,7 +112,7 @@ class CorpusSet:
         return corpus.read(local, start, length)
 
     def fetch(self, ranges: Sequence[tuple[int, int, int]]) -> None:
-        """Fetch token ranges ``(document, start, length)`` like `Corpus.fetch`."""
+        """Fetch token ranges ``(document, start, length)``, like `Corpus.fetch`."""
         by_corpus: defaultdict[Corpus, list[tuple[int, int, int]]] = defaultdict(list)
         for document, start, length in ranges:
             corpus, local = self.locate(document)
@@ -122,23 +122,23 @@ class CorpusSet:
 
     @property
     def has_weights(self) -> bool:
-        """Return whether any token has a loss weight other than 1."""
+        """Whether any token has a loss weight other than 1."""
         return any(source.has_weights for source in self.sources)
 
     @property
     def loss_weights(self) -> tuple[float, float] | None:
-        """Return the smallest and the largest loss weight of a token; None if all are 1."""
+        """Smallest and largest loss weight of any token, or None if all weights are 1."""
         spans = [corpus.info.spans for corpus in self.corpora]
         ranges = [(1.0, 1.0) if one is None or one.weights is None else one.weights for one in spans]
         return (min(low for low, _ in ranges), max(high for _, high in ranges)) if self.has_weights else None
 
     def label_weights(self, document: int, first: int, last: int) -> NDArray[np.float32] | None:
-        """Return the loss weight of each token ``[first, last)`` of a document like `Corpus.label_weights`."""
+        """Return the loss weight of each token ``[first, last)`` of a document, like `Corpus.label_weights`."""
         corpus, local = self.locate(document)
         return corpus.label_weights(local, first, last)
 
     def locate(self, document: int) -> tuple[Corpus, int]:
-        """Return the corpus of a document, and the document's number in it."""
+        """Return the corpus that contains a document, and the document's number in that corpus."""
         number = bisect_right(self._bases, document) - 1
         return self._corpus(number), document - self._bases[number]
 
@@ -157,14 +157,14 @@ class CorpusSet:
 
 
 def open_sources(shares: Sequence[tuple[str, float | None]], known: Sequence[PlannedSource] = ()) -> CorpusSet:
-    """Open the corpora that a configuration names.
+    """Open the corpora listed in a configuration.
 
     Args:
         shares: Path and weight of each corpus.
-        known: Sources of the run so far, which keep their order; one that is no longer named gets weight 0.
+        known: Sources that the run already has. They keep their order; a source missing in ``shares`` gets weight 0.
 
     Raises:
-        UserError: A corpus can't be opened, is named twice, or was prepared with a different tokenizer.
+        UserError: A corpus can't be opened, is listed twice, or was prepared with a different tokenizer.
     """
     found: dict[str, PlannedSource] = {}
     tokenizers = {source.tokenizer: source.path for source in known if source.tokenizer}
@@ -174,7 +174,7 @@ def open_sources(shares: Sequence[tuple[str, float | None]], known: Sequence[Pla
         opened.append(corpus)
         if corpus.fingerprint in found:
             raise UserError(
-                f"data.sources: {path} and {found[corpus.fingerprint].path} hold the same corpus; name it once"
+                f"data.sources: {path} and {found[corpus.fingerprint].path} are the same corpus; list it once"
             )
         tokenizers[corpus.info.tokenizer.fingerprint] = path
         found[corpus.fingerprint] = PlannedSource(
@@ -188,15 +188,15 @@ def open_sources(shares: Sequence[tuple[str, float | None]], known: Sequence[Pla
         )
     if len(tokenizers) > 1:
         raise UserError(
-            f"data.sources: {' and '.join(tokenizers.values())} were prepared with different tokenizers; prepare them "
-            "with the same one"
+            f"data.sources: {' and '.join(tokenizers.values())} were prepared with different tokenizers; prepare all "
+            "corpora with the same tokenizer"
         )
     places = [found.pop(source.fingerprint, replace(source, weight=0.0)) for source in known]
     return CorpusSet([*places, *found.values()], opened)
 
 
 def plan_input(corpora: CorpusSet) -> PlanInput:
-    """Return the documents of all corpora for the planner; UserError if one can't be read."""
+    """Return the planner's input for all documents of all corpora; UserError if a corpus can't be read."""
     opened = corpora.corpora
     lengths = [corpus.lengths for corpus in opened]
     return PlanInput(
@@ -207,7 +207,7 @@ def plan_input(corpora: CorpusSet) -> PlanInput:
 
 
 def _joined_spans(corpora: Sequence[Corpus]) -> LabelSpans | None:
-    """Return the label spans of all corpora; a document of a corpus without spans is one span."""
+    """Return the label spans of all corpora, or None if none has spans; documents without spans get one span each."""
     known = [corpus.spans for corpus in corpora]
     if all(spans is None for spans in known):
         return None

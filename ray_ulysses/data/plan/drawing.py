@@ -1,12 +1,12 @@
-"""Draws the documents of an epoch in a seeded order and splits them into pieces, in one pass and constant memory.
+"""Draws the documents of an epoch in a seeded order and splits them into pieces, in one pass and in constant memory.
 
-A permutation maps place ``u`` of an epoch to a document of the sources in use. Documents that the epoch does not take,
-those held out for evaluation, and those without a target are skipped. Fragments, the parts of documents that a change
-of the run's data left untrained, are numbered after the documents.
+A permutation maps each position of an epoch to a document of the sources in use. Documents that the epoch does not
+take, that are held out for evaluation, or that have no target are skipped. Fragments (parts of documents left untrained
+by a change of the run's data) are numbered after the documents.
 
-The compiled loops, on integers and arrays only, are at the end. They share one file because Numba's cache is keyed only
-by the file of the outermost function: a function that inlined code from another file would keep running the old code
-after that file changed.
+The compiled loops at the end use integers and arrays only. They share this file because Numba's cache is keyed by the
+file of the outermost function: a function with code inlined from another file would not be recompiled after that file
+changed.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from ray_ulysses.data.plan.segment import Overlong, PlanSettings
 from ray_ulysses.errors import UserError
 
 SPLIT, TRUNCATE, DROP, ERROR = range(4)
-"""Indexes into `Overlong`."""
+"""Indices into `Overlong`."""
 COUNTERS = ("split", "truncated", "dropped", "lost_tokens", "refused")
 SPLITS, TRUNCATED, DROPPED, LOST, REFUSED = range(5)
-"""Indexes into `COUNTERS`."""
+"""Indices into `COUNTERS`."""
 BLOCK_PIECES = 1 << 17
 NUM_ROUNDS = 6
 CHUNK = 1024
-"""Number of places drawn at a time."""
+"""Number of positions drawn at a time."""
 _ONE = np.uint64(1)
 _HALF = np.uint64(32)
 _SHIFT = np.uint64(29)
@@ -43,21 +43,21 @@ _SECOND = np.uint64(0x94D049BB133111EB)
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Permutation:
-    """A seeded permutation of ``size`` elements that needs no memory: each element is computed from its place.
+    """A seeded permutation of ``size`` elements that takes no memory: each element is computed from its position.
 
-    A cycle-walking Feistel network on the smallest power of two that holds all places (Black and Rogaway, "Ciphers with
-    arbitrary finite domains", CT-RSA 2002). Six rounds of a 64-bit mixer shuffle; they do not encrypt.
+    A cycle-walking Feistel network on the smallest power of two that covers all positions (Black and Rogaway, "Ciphers
+    with arbitrary finite domains", CT-RSA 2002). Its six rounds of a 64-bit mixer are not meant for encryption.
     """
 
     size: np.uint64
     low_bits: np.uint64
-    """Bits of the lower half of a number."""
+    """Number of bits in the lower half of a value."""
     high_bits: np.uint64
     round_keys: NDArray[np.uint64]
 
     @classmethod
     def seeded(cls, size: int, *seeds: int) -> Permutation:
-        """Return the permutation given by the seeds, the same on every machine."""
+        """Return the permutation for the given seeds, identical on every machine."""
         bits = max(2, (size - 1).bit_length()) if size else 2
         key = 0
         for seed in seeds:
@@ -71,26 +71,26 @@ class Permutation:
 
     @property
     def arguments(self) -> tuple[np.uint64, np.uint64, np.uint64, NDArray[np.uint64]]:
-        """Return the arguments of the compiled loops that follow the first place."""
+        """Arguments of the compiled loops that follow the first position."""
         return self.size, self.low_bits, self.high_bits, self.round_keys
 
     def elements(self, first: int, stop: int) -> NDArray[np.int64]:
-        """Return the elements at the places ``[first, stop)``."""
+        """Return the elements at positions ``[first, stop)``."""
         out = np.empty(stop - first, dtype=np.int64)
         _permute_range(first, *self.arguments, out)
         return out
 
 
 def evaluation_split(seed: int, eval_fraction: float) -> tuple[np.uint64, np.uint64]:
-    """Return the key of the document hash, and the threshold below which a document is held out for evaluation."""
+    """Return the key of the document hash, and the hash threshold below which a document is held out for evaluation."""
     return np.uint64(mix_int(seed)), np.uint64(round(eval_fraction * 2.0**53))
 
 
 class Drawing:
-    """The documents that can be drawn, and how they are split.
+    """Documents that can be drawn, and the settings for splitting them.
 
-    ``lengths`` [documents] covers all sources, one after another; ``first_documents`` [sources + 1] has the number of
-    each source's first document, and ``taken`` [documents] marks documents to skip.
+    ``lengths`` [documents] covers all sources consecutively, ``first_documents`` [sources + 1] has the number of each
+    source's first document, and ``taken`` [documents] marks documents to skip.
     """
 
     def __init__(
@@ -117,17 +117,17 @@ class Drawing:
         return self._taken, self._split_key, self._threshold
 
     def count_documents(self) -> tuple[int, int, int]:
-        """Return the number of documents held out, the number without a target, and the number held out with one."""
+        """Return the numbers of held-out documents, documents without a target, and held-out ones with a target."""
         held, without, usable_held = _count_documents(self._lengths, self._split_key, self._threshold)
         return int(held), int(without), int(usable_held)
 
     def available_tokens(self, source: int) -> int:
-        """Return the number of tokens of a source that an epoch can take."""
+        """Return the number of tokens that an epoch can take from a source."""
         first, last = int(self._bases[source]), int(self._bases[source + 1])
         return int(_available_tokens(self._lengths, first, last, self._skipped, self._capacity, self._overlong))
 
     def fragment_tokens(self, fragments: Fragments) -> list[int]:
-        """Return for each source the number of tokens of its fragments that an epoch takes."""
+        """Return the number of fragment tokens that an epoch takes from each source."""
         length = fragments.length
         has_next = fragments.start + length < self._lengths[fragments.document]
         is_long = length - 1 + has_next > self._capacity
@@ -139,18 +139,18 @@ class Drawing:
         return tokens.tolist()
 
     def among(self, documents: NDArray[np.bool_]) -> Drawing:
-        """Return a drawing of the given documents only; bool [documents]."""
+        """Return a copy that draws only the documents marked in ``documents``; bool [documents]."""
         other = copy(self)
         other._taken = ~documents
         return other
 
     def choose(self, source: int, tokens: int, uses: NDArray[np.uint32], chosen: NDArray[np.bool_]) -> None:
-        """Mark the least used documents of a source until they hold ``tokens`` tokens that an epoch can take.
+        """Mark the least used documents of a source until they have ``tokens`` tokens that an epoch can take.
 
         Args:
             source: Number of the source.
-            tokens: Tokens to choose; if there are fewer, all documents that can be taken are chosen.
-            uses: [documents], how often each was taken so far; a seeded order breaks ties.
+            tokens: Number of tokens to choose. If the source has fewer, every available document is chosen.
+            uses: [documents], how often each document was taken so far. Ties are broken in a seeded order.
             chosen: [documents], set to true for each chosen document.
         """
         documents = slice(int(self._bases[source]), int(self._bases[source + 1]))
@@ -170,18 +170,18 @@ class Drawing:
         held_out: bool = False,
         block_pieces: int = BLOCK_PIECES,
     ) -> Iterator[Pieces]:
-        """Yield the pieces of an epoch in drawing order, in blocks.
+        """Yield the pieces of an epoch in drawing order, block by block.
 
         Args:
-            counts: Number of documents of each source; 0 for a source that is not used.
+            counts: Number of documents in each source; 0 for a source that is not used.
             seeds: Seeds of the order.
-            fragments: Fragments to draw with the documents.
-            counters: int64, one per name of ``COUNTERS``, incremented in place.
-            held_out: Whether to draw the documents held out for evaluation instead of the others.
-            block_pieces: Maximum pieces per block; must not vary, since the blocks of packed rows depend on it.
+            fragments: Fragments to draw together with the documents.
+            counters: int64, one per entry of ``COUNTERS``, incremented in place.
+            held_out: Whether to draw the documents held out for evaluation instead of the training documents.
+            block_pieces: Maximum pieces per block. It must not vary, since packing depends on the block boundaries.
 
         Raises:
-            UserError: A document is too long, and ``overlong`` is ``error``.
+            UserError: A document is too long for a row, and ``overlong`` is ``error``.
         """
         cumulative = np.cumsum([0, *counts], dtype=np.int64)
         num_places = int(cumulative[-1]) + fragments.size
@@ -209,14 +209,14 @@ class Drawing:
                 document = int(counters[REFUSED]) - 1
                 raise UserError(
                     f"data.overlong=error: document {document} has {int(self._lengths[document])} tokens, more than "
-                    f"the {self._capacity} of a row; use split, truncate or drop, or a longer data.context_tokens"
+                    f"the {self._capacity} of a row; use split, truncate or drop, or increase data.context_tokens"
                 )
             yield block.take(slice(0, count))
 
 
 @inlined
 def _mixed(value, low_bits, high_bits, round_keys):  # type: ignore[no-untyped-def]
-    """Return the value of the Feistel network, which may be past the last element."""
+    """Return the output of the Feistel network, which may be ``size`` or more."""
     low_mask = (_ONE << low_bits) - _ONE
     high_mask = (_ONE << high_bits) - _ONE
     low = value & low_mask
@@ -233,8 +233,8 @@ def _mixed(value, low_bits, high_bits, round_keys):  # type: ignore[no-untyped-d
 
 @compiled
 def _permute_range(first, size, low_bits, high_bits, round_keys, out):  # type: ignore[no-untyped-def]
-    """Write the elements at the places from ``first`` on; the arguments in between are ``Permutation.arguments``."""
-    # Two loops: the first has no branches, so a core computes several values at a time.
+    """Write the elements from position ``first`` on to ``out``; ``Permutation.arguments`` are passed in between."""
+    # The first loop has no branches, so a core computes several values at a time.
     for at in range(out.size):
         out[at] = _mixed(np.uint64(first + at), low_bits, high_bits, round_keys)
     for at in range(out.size):
@@ -246,7 +246,7 @@ def _permute_range(first, size, low_bits, high_bits, round_keys, out):  # type: 
 
 @inlined
 def _is_held_out(document, key, threshold):  # type: ignore[no-untyped-def]
-    """Decide by a hash of the document's number, so that adding documents moves none between the splits."""
+    """Decide by a hash of the document's number, so that adding documents does not move existing ones."""
     word = (np.uint64(document) ^ key) + np.uint64(0x9E3779B97F4A7C15)
     word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -255,7 +255,7 @@ def _is_held_out(document, key, threshold):  # type: ignore[no-untyped-def]
 
 @compiled
 def mark_held_out(marks, key, threshold):  # type: ignore[no-untyped-def]
-    """Clear the marks of documents that are not held out."""
+    """Clear the marks of documents that are not held out for evaluation."""
     for document in range(marks.size):
         marks[document] &= _is_held_out(document, key, threshold)
 
@@ -268,7 +268,7 @@ def _is_skipped(document, length, taken, key, threshold, want_held):  # type: ig
 
 @inlined
 def _planned_length(length, capacity, overlong):  # type: ignore[no-untyped-def]
-    """Return how many tokens of a document are planned; the token after a full row is only a label."""
+    """Return the number of tokens planned for a document. The token after a full row is planned only as a label."""
     if length < 2:
         return 0
     if length <= capacity + 1 or overlong in (SPLIT, ERROR):
@@ -278,7 +278,6 @@ def _planned_length(length, capacity, overlong):  # type: ignore[no-untyped-def]
 
 @compiled
 def _count_documents(lengths, key, threshold):  # type: ignore[no-untyped-def]
-    """Count the documents held out, without a target, and held out with a target."""
     held, without, usable_held = 0, 0, 0
     for document in range(lengths.size):
         is_held = _is_held_out(document, key, threshold)
@@ -290,7 +289,6 @@ def _count_documents(lengths, key, threshold):  # type: ignore[no-untyped-def]
 
 @compiled
 def _available_tokens(lengths, first, last, skipped, capacity, overlong):  # type: ignore[no-untyped-def]
-    """Return the tokens of the documents ``[first, last)`` that can be taken."""
     taken, key, threshold = skipped
     total = 0
     for document in range(first, last):
@@ -301,7 +299,7 @@ def _available_tokens(lengths, first, last, skipped, capacity, overlong):  # typ
 
 @compiled
 def longest_planned(lengths, capacity, overlong):  # type: ignore[no-untyped-def]
-    """Return the largest number of planned tokens of any document; 0 without documents."""
+    """Return the largest number of planned tokens of any document, or 0 if there are no documents."""
     longest = 0
     for document in range(lengths.size):
         longest = max(longest, _planned_length(np.int64(lengths[document]), capacity, overlong))
@@ -312,7 +310,7 @@ def longest_planned(lengths, capacity, overlong):  # type: ignore[no-untyped-def
 def _choose_least_used(  # type: ignore[no-untyped-def]
     tokens, order, uses, lengths, skipped, capacity, overlong, chosen
 ):
-    """Mark the least used documents of a source, in seeded order, until they hold ``tokens``."""
+    """Mark a source's least used documents, in seeded order, until they have ``tokens`` tokens."""
     base, size, low_bits, high_bits, round_keys = order
     taken, key, threshold = skipped
     num_documents = np.int64(size)
@@ -343,7 +341,7 @@ def _choose_least_used(  # type: ignore[no-untyped-def]
 
 @inlined
 def _document_at(drawn, cumulative, bases):  # type: ignore[no-untyped-def]
-    """Return the document of an element among all sources that are used."""
+    """Return the document number for an element of the permutation of all used sources."""
     source = 0
     while drawn >= cumulative[source + 1]:
         source += 1
@@ -352,7 +350,7 @@ def _document_at(drawn, cumulative, bases):  # type: ignore[no-untyped-def]
 
 @compiled
 def _draw_chunk(first, order, sources, lengths, fragment_document, drawn, documents, found):  # type: ignore[no-untyped-def]
-    """Write for each place from ``first`` on the drawn element, its document, and the document's length."""
+    """Write the drawn element, its document and the document's length for each position from ``first`` on."""
     size, low_bits, high_bits, round_keys = order
     cumulative, bases = sources
     num_documents = cumulative[cumulative.size - 1]
@@ -362,7 +360,7 @@ def _draw_chunk(first, order, sources, lengths, fragment_document, drawn, docume
             documents[at] = _document_at(drawn[at], cumulative, bases)
         else:
             documents[at] = fragment_document[drawn[at] - num_documents]
-    # A separate loop, so that these random reads of memory overlap.
+    # In a loop of their own, these random memory reads overlap.
     for at in range(drawn.size):
         found[at] = lengths[documents[at]]
 
@@ -371,8 +369,8 @@ def _draw_chunk(first, order, sources, lengths, fragment_document, drawn, docume
 def _draw_block(  # type: ignore[no-untyped-def]
     place, num_places, order, sources, lengths, skipped, fragments, capacity, overlong, split, out, counters
 ):
-    """Fill the outputs, drawing from ``place`` on; return the next place and the number of pieces."""
-    # Unpacked once: inside the loop, Numba would count references for every document.
+    """Fill the output arrays from position ``place`` on; return the next position and the number of pieces."""
+    # Unpacked once: inside the loop, Numba would count references for each document.
     num_documents = sources[0][sources[0].size - 1]
     taken, key, threshold, want_held = skipped
     fragment_document, fragment_start, fragment_length = fragments

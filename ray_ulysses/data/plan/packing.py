@@ -1,15 +1,15 @@
 """Packs pieces into rows, block by block, in constant memory.
 
-``best_fit`` is windowed online best-fit: each piece goes into the open row that it leaves fullest. If it fits into
-none, a new row is opened, and beyond 64 open rows the fullest is closed. ``wide_fit`` does the same with 1,024 open
-rows, among which a document of about half a row finds a partner; 64 often lack one. ``concat`` splits the stream of
-documents wherever a row is full. ``none`` gives each piece its own row.
+``best_fit`` is windowed online best-fit: it puts each piece into the open row that has the least space left afterwards.
+If the piece fits into no open row, a new row is opened. If 64 rows are open already, the fullest row is closed first.
+``wide_fit`` does the same with 1,024 open rows: a document of about half a row often finds no partner among 64.
+``concat`` splits the stream of documents wherever a row is full. ``none`` gives each piece its own row.
 
-Rows are numbered in the order in which they close. Each block yields the rows that closed in it; the pieces of rows
-that are still open are carried over to the next block.
+Rows are numbered in closing order. Each block yields the rows that were closed in it; the pieces of rows that are still
+open are carried over to the next block.
 
-All compiled functions are in this file because Numba's cache is keyed only by the file of the outermost function: a
-function that inlined code from another file would keep running the old code after that file changed.
+All compiled functions are in this file because Numba's cache is keyed by the file of the outermost function only: a
+function with code inlined from another file would keep running the old code after that file changed.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ assert NUM_CLASSES == _BITS * _BITS
 
 
 def compiled(function: Callable[..., Any]) -> Any:
-    """Compile a function of integers and arrays on its first call, and cache the code on disk.
+    """Compile a function of integers and arrays on its first call, and cache the machine code on disk.
 
-    Without a writable cache directory, every process compiles it again.
+    Without a writable cache directory, every process compiles the function again.
     """
     return _compile(function, inline="never")
 
 
 def inlined(function: Callable[..., Any]) -> Any:
-    """Compile a function that is inlined into the innermost loops of other compiled functions."""
+    """Compile a function for inlining into the innermost loops of other compiled functions."""
     return _compile(function, inline="always")
 
 
@@ -56,19 +56,19 @@ def _compile(function: Callable[..., Any], inline: str) -> Any:
     try:
         return numba.njit(cache=True, **options)(function)
     except RuntimeError:
-        # Numba found no directory for its cache.
+        # Numba found no writable cache directory.
         return numba.njit(**options)(function)
 
 
 class Packer:
-    """Takes pieces block by block and returns whole rows."""
+    """Packs pieces into rows, block by block."""
 
     def __init__(self, packing: Packing, capacity: int) -> None:
-        """Start without open rows; ``concat`` takes whole documents, the others pieces of at most ``capacity``."""
+        """Start without open rows. ``concat`` takes complete documents, other modes pieces of at most ``capacity``."""
         self._packing = packing
         self._capacity = capacity
         num_open = WIDE_OPEN_ROWS if packing == "wide_fit" else NUM_OPEN_ROWS
-        # For each open row, the number of tokens that still fit (-1 for an index without a row), and its number.
+        # For each open row, the number of tokens that still fit (-1 for an unused index), and the row's number.
         self._free, self._open_rows = np.full((2, num_open), -1, dtype=np.int64)
         self._classes = _no_classes(num_open) if packing == "wide_fit" else None
         self._used = 0
@@ -76,14 +76,14 @@ class Packer:
         self._waiting_rows = np.empty(0, dtype=np.int64)
 
     def add(self, pieces: Pieces, *, is_last: bool) -> tuple[Pieces, Int64Array]:
-        """Pack a block.
+        """Pack a block of pieces.
 
         Args:
             pieces: The next pieces, in order.
-            is_last: Whether this is the last block, so that all rows close.
+            is_last: Whether this is the last block; if so, all rows are closed.
 
         Returns:
-            The pieces of the rows that closed, row by row, and the number of pieces of each of these rows.
+            The pieces of the rows that were closed, row by row, and the number of pieces in each of these rows.
         """
         if self._packing == "none":
             return pieces, np.ones(pieces.size, dtype=np.int64)
@@ -108,7 +108,7 @@ class Packer:
         else:
             num_closed = _fit_all(pieces.length, self._capacity, *state, num_open, new, closed, is_last)
         order, sizes, waiting = _group(rows, closed, num_closed)
-        # Rows that stay open are renumbered from 0, since a block's arrays are only as long as the block.
+        # Open rows are renumbered from 0, since a block's arrays are only as long as the block.
         renumbered = np.full(closed.size, -1, dtype=np.int64)
         still_open = np.flatnonzero(self._free >= 0)
         renumbered[self._open_rows[still_open]] = np.arange(still_open.size)
@@ -134,7 +134,7 @@ class Packer:
 
 @inlined
 def _fullest_that_takes(free, length):  # type: ignore[no-untyped-def]
-    """Return ``free << bits | index`` of the fullest open row with room for ``length``, or ``_NEVER``."""
+    """Return ``free << bits | index`` of the fullest open row that fits ``length``, or ``_NEVER`` if none does."""
     best = _NEVER
     for index in range(NUM_OPEN_ROWS):
         room = free[index]
@@ -145,7 +145,7 @@ def _fullest_that_takes(free, length):  # type: ignore[no-untyped-def]
 
 @compiled
 def _fit_all(lengths, capacity, free, open_rows, num_open, rows, closed, is_last):  # type: ignore[no-untyped-def]
-    """Assign a row to each piece; ``closed[row]`` becomes the row's number in closing order, -1 while it is open."""
+    """Assign a row to each piece. ``closed[row]`` receives the row's number in closing order; -1 means still open."""
     num_rows = num_open
     num_closed = 0
     for at in range(lengths.size):
@@ -190,7 +190,7 @@ def _fit_all(lengths, capacity, free, open_rows, num_open, rows, closed, is_last
 
 @compiled
 def _group(rows, closed, num_closed):  # type: ignore[no-untyped-def]
-    """Return the places of the pieces of closed rows, row by row, their number per row, and the other places."""
+    """Return the indices of pieces in closed rows (row by row), the piece count per row, and the remaining indices."""
     sizes = np.zeros(num_closed, dtype=np.int64)
     num_waiting = 0
     for at in range(rows.size):
@@ -222,13 +222,13 @@ def _group(rows, closed, num_closed):  # type: ignore[no-untyped-def]
 def _split_all(  # type: ignore[no-untyped-def]
     document, start, length, has_next, capacity, used, out_document, out_start, out_length, out_next, ends
 ):
-    """Split documents where rows end; ``ends`` receives the number of pieces up to the end of each full row."""
+    """Split documents at row ends. ``ends`` receives the number of pieces up to the end of each full row."""
     count = 0
     num_rows = 0
     for at in range(document.size):
         first = start[at]
         left = length[at]
-        # A remainder without a target makes no piece: its token is already a label.
+        # A remainder without a target makes no piece: its only token is already a label.
         while left - 1 + has_next[at] > 0:
             size = min(capacity - used, left)
             out_document[count] = document[at]
@@ -246,18 +246,18 @@ def _split_all(  # type: ignore[no-untyped-def]
     return count, num_rows, used
 
 
-# Best-fit over 1,024 open rows takes two searches of 64 bits per piece, however many rows are open. Open rows are kept
-# in 4,096 classes by the room that they have left, each class a stack. The top row of the class of a piece's own length
-# is taken if it has enough room, as after documents of half a row. Otherwise two levels of bit words find the fullest
-# class whose rows all have enough room, and its top row is taken. This leaves at most 1/4,096 of a row per piece.
+# Best-fit over 1,024 open rows takes two searches of 64 bits per piece, however many rows are open. Open rows are
+# grouped by free space into 4,096 classes, each a stack. The class of the piece's own length is tried first: its top
+# row is used if the piece fits, which is common with documents of half a row. Otherwise, two levels of bit words find
+# the fullest class in which every row fits the piece. This wastes at most 1/4,096 of a row per piece.
 
 
 def _no_classes(num_open: int) -> tuple[Int64Array, Int64Array, NDArray[np.uint64], Int64Array]:
-    """Return the state of empty classes, whose arrays change in place.
+    """Return the state of empty classes; the arrays are modified in place.
 
-    In order: for each index of an open row, the index below it in its stack, or -1; for each class, the index on top of
-    its stack, or -1; a bit per class that has a row, and in the last word a bit per word; the indices without a row, of
-    which the first ``num_open - number of open rows`` count.
+    The arrays are, in order: for each open-row index, the next index in the same stack, or -1; for each class, the top
+    index of the stack, or -1; one bit per class for nonempty classes, plus a last word with one bit per nonempty word;
+    and the unused indices, of which only the first ``num_open - number of open rows`` are valid.
     """
     return (
         np.full(num_open, -1, dtype=np.int64),
@@ -269,7 +269,6 @@ def _no_classes(num_open: int) -> tuple[Int64Array, Int64Array, NDArray[np.uint6
 
 @inlined
 def _lowest_bit(word):  # type: ignore[no-untyped-def]
-    """Return the number of the lowest set bit of a nonzero word."""
     number = 0
     for step in (32, 16, 8, 4, 2, 1):
         if word & ((_ONE << np.uint64(step)) - _ONE) == 0:
@@ -280,13 +279,13 @@ def _lowest_bit(word):  # type: ignore[no-untyped-def]
 
 @inlined
 def _fullest_from(words, first):  # type: ignore[no-untyped-def]
-    """Return the first class from ``first`` on that has a row, or -1."""
+    """Return the first nonempty class at or after ``first``, or -1."""
     if first >= NUM_CLASSES:
         return -1
     at = first >> _SHIFT
     word = words[at] & (_ALL << np.uint64(first & (_BITS - 1)))
     if word == 0:
-        # Shifted twice, since a shift by 64 is undefined.
+        # Two shifts, since a shift by 64 is undefined.
         others = words[_BITS] & ((_ALL << np.uint64(at)) << _ONE)
         if others == 0:
             return -1
@@ -297,7 +296,6 @@ def _fullest_from(words, first):  # type: ignore[no-untyped-def]
 
 @inlined
 def _take(state, number):  # type: ignore[no-untyped-def]
-    """Pop the top index of a class."""
     _, _, below, tops, words, _ = state
     index = tops[number]
     tops[number] = below[index]

@@ -1,7 +1,7 @@
-"""A run's data plan: the rows that each step trains, for any number of ranks and across changes of the data.
+"""A run's data plan: the rows that each step trains on, for any number of ranks and across changes of the data.
 
-A plan is a list of segments. The first is made when the run begins; a change of the data adds another, which continues
-from the step that the run has reached. Steps count from 1 and rows from 0 over all segments.
+A plan is a list of segments. The first segment is planned when the run starts. Each change of the data adds a segment,
+which continues from the run's current step. Steps are numbered from 1 and rows from 0, consecutively over all segments.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from ray_ulysses.validation import KNOWN_FIELDS_ONLY, ContentError, Whole, adapt
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cursor:
-    """A run's position in its data, from which a run of any world size can resume."""
+    """A run's position in its data, from which the run can resume at any world size."""
 
     __pydantic_config__ = KNOWN_FIELDS_ONLY
 
     segment: Whole
-    """Number of the plan's segment."""
+    """Index of the segment in the plan."""
     plan_id: str
     epoch: Whole
-    """Epoch of the next row; the last epoch if no row is left."""
+    """Epoch of the next row, or the last epoch if no rows are left."""
     next_row: Whole
-    """First global row that has not been trained on."""
+    """Global number of the first untrained row."""
     step: Whole
-    """Optimizer steps completed."""
+    """Number of completed optimizer steps."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the cursor as a JSON object."""
@@ -58,47 +58,47 @@ class Cursor:
 class Plan:
     """All training and evaluation rows of a run.
 
-    Step ``s`` trains the next ``rows_per_step`` rows of its segment. Epochs are consecutive in the row numbers, so a
-    step may hold the end of one epoch and the start of the next. The last step may be short.
+    Each step trains on the next ``rows_per_step`` rows of its segment. Rows are numbered consecutively across epochs,
+    so a step may contain the end of one epoch and the start of the next. The last step may have fewer rows.
     """
 
     segments: tuple[Segment, ...]
-    """Each ends where the next one begins."""
+    """Each segment ends where the next one begins."""
     earlier_ends: tuple[tuple[int, int], ...] = ()
-    """For each branch, in order: the step at which it begins, and the step at which the run would have ended."""
+    """For each branch, in order: the step at which it begins, and the step at which the run would otherwise end."""
 
     @property
     def newest(self) -> Segment:
-        """Return the segment that the run continues with."""
+        """Newest segment, which the run continues with."""
         return self.segments[-1]
 
     @property
     def plan_id(self) -> str:
-        """Return the newest segment's id."""
+        """Id of the newest segment."""
         return self.newest.plan_id
 
     @property
     def settings(self) -> PlanSettings:
-        """Return the newest segment's settings."""
+        """Settings of the newest segment."""
         return self.newest.settings
 
     @property
     def num_rows(self) -> int:
-        """Return the number of training rows of the whole run."""
+        """Number of training rows in the run."""
         return self.newest.base_row + self.newest.num_rows
 
     @property
     def num_steps(self) -> int:
-        """Return the number of optimizer steps of the whole run."""
+        """Number of optimizer steps in the run."""
         return self.newest.end_step
 
     @property
     def evaluation(self) -> Rows:
-        """Return the newest segment's evaluation rows."""
+        """Evaluation rows of the newest segment."""
         return self.newest.evaluation
 
     def held_out(self) -> NDArray[np.bool_]:
-        """Return for each document whether every segment that includes it holds it out; bool [documents]."""
+        """Return a mask of the documents that are held out by every segment that includes them; bool [documents]."""
         marks = np.empty(0, dtype=np.bool_)
         for segment in self.segments:
             added = sum(source.num_documents for source in segment.sources) - marks.size
@@ -108,27 +108,27 @@ class Plan:
 
     @property
     def leaves_out_rows(self) -> bool:
-        """Return whether rows of bad steps are left out, so that the run has fewer steps than first planned."""
+        """Whether rows of bad steps are left out, which gives the run fewer steps than first planned."""
         return any(segment.branch is not None and segment.branch.skipped is not None for segment in self.segments)
 
     def stage_of_step(self, step: int) -> int:
-        """Return the number of the stage that trains ``step``; the last stage for a step beyond the end."""
+        """Return the number of the stage that contains ``step``, or of the last stage if ``step`` is beyond the end."""
         return self.segments[self.segment_of_step(min(step, self.num_steps))].stage_number
 
     def through_stage(self, number: int) -> Plan:
-        """Return the plan up to the end of a stage, which is all that the stage needs."""
+        """Return the plan up to the end of a stage, without later segments."""
         return Plan(segments=tuple(one for one in self.segments if one.stage_number <= number))
 
     def stage_start(self, number: int) -> int:
-        """Return the number of optimizer steps before a stage."""
+        """Return the number of optimizer steps completed before a stage."""
         return next(segment.base_step for segment in self.segments if segment.stage_number == number)
 
     def at_step(self, step: int) -> Plan:
-        """Return the plan up to the stage that a run is in after ``step`` completed steps."""
+        """Return the plan up to the stage that a run has reached after ``step`` completed steps."""
         return self.through_stage(max(one.stage_number for one in self.segments if one.base_step <= step))
 
     def sources_after(self, step: int) -> frozenset[str]:
-        """Return the fingerprints of the corpora that the steps after ``step`` or the newest segment use."""
+        """Return the fingerprints of the corpora used by the newest segment or by any step after ``step``."""
         ends = [*(segment.base_step for segment in self.segments[1:]), None]
         return frozenset(
             source.fingerprint
@@ -139,19 +139,19 @@ class Plan:
         )
 
     def segment_of_step(self, step: int) -> int:
-        """Return the number of the segment that trains ``step``."""
+        """Return the index of the segment that contains ``step``."""
         if not 1 <= step <= self.num_steps:
             raise ValueError(f"step {step} is not in [1, {self.num_steps}] of plan {self.plan_id}")
         return max(number for number, segment in enumerate(self.segments) if segment.base_step < step)
 
     def segment_of_row(self, row: int) -> int:
-        """Return the number of the segment that a row belongs to."""
+        """Return the index of the segment that contains a row."""
         if not 0 <= row < self.num_rows:
             raise IndexError(f"row {row} is not in [0, {self.num_rows}) of plan {self.plan_id}")
         return max(number for number, segment in enumerate(self.segments) if segment.base_row <= row)
 
     def step_rows(self, step: int) -> range:
-        """Return the global rows that ``step`` trains."""
+        """Return the global numbers of the rows that ``step`` trains on."""
         number = self.segment_of_step(step)
         segment = self.segments[number]
         size = segment.settings.rows_per_step
@@ -159,58 +159,58 @@ class Plan:
         return range(first, min(first + size, segment.base_row + segment.train.num_rows))
 
     def stats(self, rows: range) -> RowStats:
-        """Return the token counts of rows of one step."""
+        """Return the token counts of rows that belong to one step."""
         segment = self.segments[self.segment_of_row(rows.start)]
         return segment.train.stats(rows.start - segment.base_row, rows.stop - segment.base_row)
 
     def pieces(self, row: int) -> tuple[Piece, ...]:
-        """Return the pieces of a row."""
+        """Return the pieces of documents in a row."""
         segment = self.segments[self.segment_of_row(row)]
         return segment.train.pieces(row - segment.base_row)
 
     def row_tokens(self, row: int) -> int:
-        """Return the padded length of a row."""
+        """Return the length of a row in tokens, including padding."""
         return int(self.stats(range(row, row + 1)).padded_tokens(self.settings.pad_multiple)[0])
 
     def step_tokens(self, step: int) -> int:
-        """Return the supervised tokens of a step: the denominator of its loss."""
+        """Return the number of supervised tokens in a step, which is the denominator of the step's loss."""
         return int(self.stats(self.step_rows(step)).supervised.sum(dtype=np.int64))
 
     def step_schedule(self, step: int, dp_size: int) -> MicroBatches:
-        """Return the row of each micro-batch and data-parallel rank; None is a zero-weight filler."""
+        """Return the row of each micro-batch and data-parallel rank. None stands for a zero-weight filler row."""
         rows = self.step_rows(step)
         token_cost = self.segments[self.segment_of_step(step)].settings.token_cost
         return assign_rows(rows, self.stats(rows).cost(token_cost), dp_size)
 
     def evaluation_schedule(self, dp_size: int) -> MicroBatches:
-        """Return the evaluation row of each micro-batch and data-parallel rank; None is a filler."""
+        """Return the evaluation row of each micro-batch and data-parallel rank. None stands for a filler row."""
         num_rows = self.evaluation.num_rows
         costs = self.evaluation.stats(0, num_rows).cost(self.settings.token_cost)
         return assign_rows(range(num_rows), costs, dp_size)
 
     def most_rows_per_step(self, first_step: int) -> int:
-        """Return the largest number of rows of any step from ``first_step`` on."""
+        """Return the largest number of rows in any step from ``first_step`` on."""
         first = self.segment_of_step(first_step) if first_step <= self.num_steps else len(self.segments) - 1
         return max(segment.settings.rows_per_step for segment in self.segments[first:])
 
     def stage_end(self, step: int) -> int:
-        """Return the end of the stage (without stages, of the run) as planned when ``step`` was trained."""
+        """Return the last step of the stage (of the run if it has no stages), as planned when ``step`` was trained."""
         return self.segments[self.segment_of_step(step)].end_step
 
     def run_end(self, step: int) -> int:
-        """Return the end of the run as planned when ``step`` was trained."""
+        """Return the last step of the run, as planned when ``step`` was trained."""
         return next((end for last, end in self.earlier_ends if step <= last), self.num_steps)
 
     def cursor(self, step: int) -> Cursor:
-        """Return the position after ``step`` completed steps; 0 for the beginning."""
+        """Return the data position after ``step`` completed steps; 0 is the start of the run."""
         number = self.segment_of_step(max(step, 1)) if self.num_steps else 0
         return self._cursor_in(number, step)
 
     def check_cursor(self, cursor: Cursor) -> None:
-        """Refuse a cursor that is not a position of this plan.
+        """Refuse a cursor that is not a position in this plan.
 
         Raises:
-            UserError: It belongs to another plan, or its fields are inconsistent.
+            UserError: The cursor belongs to another plan, or its fields are inconsistent.
         """
         known = {segment.plan_id for segment in self.segments}
         if cursor.plan_id not in known:
@@ -219,7 +219,7 @@ class Plan:
                 f"{self.plan_id}; data, seed and context can't change on resume: start a new run under another "
                 "run.name, or branch this run with `ray-ulysses train --branch`"
             )
-        # A step and a segment of this plan determine all other fields.
+        # In this plan, the step and the segment determine all other fields of a cursor.
         ends = [*(segment.base_step for segment in self.segments[1:]), self.num_steps]
         is_known = cursor.segment < len(ends) and (
             self.segments[cursor.segment].base_step <= cursor.step <= ends[cursor.segment]

@@ -1,7 +1,7 @@
-"""Segments of a plan in an object store, written by the planning process and copied to the disk of each reading node.
+"""Plan segments in an object store: written by the planning process, and copied to the disk of each node that reads.
 
-A committed segment never changes, so a copy is named by the hash of ``plan.json``, which holds the size and the
-checksums of every other file. A copy appears atomically; a reader that finds it damaged or gone copies it again.
+A committed segment never changes. A copy is named by the hash of ``plan.json``, which records the size and the
+checksums of every other file. Copies appear atomically. A reader that finds a copy damaged or missing replaces it.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _KEPT_S = 14 * 24 * 3600.0
 
 
 def committed_segments(directory: Place, header: str) -> dict[int, str]:
-    """Return the folders of the committed segments, by number.
+    """Return the folder names of the committed segments, by segment number.
 
     ``header`` is the name of the file that commits a segment.
 
     Raises:
-        NotAPlainFileError: The directory contains a link.
+        NotAPlainFileError: The directory contains a symbolic link.
         RunError: The storage does not answer.
     """
     try:
-        # Listed from the parent folder, since the root of a store has no name.
+        # Listed from the parent folder, since the root of a store has no name of its own.
         keys = open_store(directory.parent).list(directory.name)
     except NotAPlainFileError:
         raise
@@ -52,12 +52,12 @@ def committed_segments(directory: Place, header: str) -> dict[int, str]:
 
 
 def fetch_segment(directory: ObjectLocation, folder: str, header: str, *, anew: bool = False) -> Path:
-    """Return this node's copy of a committed segment, making it if there is none.
+    """Return this node's copy of a committed segment, and copy the segment first if necessary.
 
-    With ``anew``, replace a damaged copy. Its path is given by the content of the header and does not change.
+    ``anew`` replaces a damaged copy. The copy's path is a hash of the header file, so it does not change.
 
     Raises:
-        RunError: The store does not answer or lacks a file, or the node's disk can't hold the copy.
+        RunError: The store does not answer or a file is missing, or the copy does not fit on the node's disk.
     """
     place = directory / folder
     store = open_store(place)
@@ -91,10 +91,10 @@ def fetch_segment(directory: ObjectLocation, folder: str, header: str, *, anew: 
 def put_segment(directory: ObjectLocation, folder: str, header: str, write: Callable[[Path], None]) -> Path:
     """Write a segment on this node, upload it to an object store, and return this node's copy.
 
-    ``write`` writes the segment into a new folder. The header, which commits it, is uploaded last.
+    ``write`` writes the segment into a new folder. The header file, which commits the segment, is uploaded last.
 
     Raises:
-        RunError: The store or this node's disk can't hold it; nothing is committed.
+        RunError: The store or this node's disk can't store the segment. The segment is not committed.
     """
     place = directory / folder
     store = open_store(place)
@@ -119,7 +119,6 @@ def put_segment(directory: ObjectLocation, folder: str, header: str, write: Call
 
 
 def _put(place: ObjectLocation, store: Store, header: str, local: Path) -> None:
-    """Upload the files of a segment, the header last."""
     try:
         for path in sorted(local.iterdir()):
             if path.name != header:
@@ -143,7 +142,7 @@ def _copies() -> Path:
 
 @contextmanager
 def _filled(copy: Path) -> Iterator[Path]:
-    """Yield a new folder; afterwards, move it to ``copy``, or its files if a copy exists."""
+    """Yield a new folder, then rename it to ``copy``; if ``copy`` exists already, replace its files instead."""
     copy.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=copy.parent, prefix="copying-", ignore_cleanup_errors=True) as name:
         temporary = Path(name)
@@ -154,7 +153,7 @@ def _filled(copy: Path) -> Iterator[Path]:
         try:
             temporary.rename(copy)
         except OSError:
-            # A copy from a faster process, or a damaged one, exists; replaced by file, it stays readable all the time.
+            # ``copy`` was made by a faster process, or is damaged. Replaced file by file, it is readable at all times.
             for path in files:
                 path.replace(copy / path.name)
 

@@ -1,11 +1,11 @@
-"""A plan on disk: one directory per segment, committed by its ``plan.json``, which is written last.
+"""Stores a plan on disk: one directory per segment, committed by its ``plan.json``, which is written last.
 
-``plan.json`` holds a checksum of itself and the checksums of everything in the Parquet files. The plan's id is a hash
-of all of it except the sources' paths, so no change of a plan goes unnoticed.
+``plan.json`` contains its own checksum and the checksums of all Parquet data. The plan id is a hash of everything in
+``plan.json`` except the sources' paths, so every change of a plan is detected.
 
-``rows.parquet`` holds the token counts of each row in training order; ``pieces.parquet`` holds the pieces, row by row
-in the order in which rows closed. Both have row groups of 65,536 entries, so the group of an entry is known without
-an index, and any row is read in about a millisecond. Each read compares the group with its checksum in ``plan.json``.
+``rows.parquet`` stores the token counts of each row in training order. ``pieces.parquet`` stores the pieces, row by
+row, in the order in which rows were closed. Both files have row groups of 65,536 entries, so an entry is located
+without an index, and a row is read in about a millisecond. Each read verifies the checksum of the row group.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ log = get_logger(__name__)
 
 
 class UnreadablePlanError(UserError):
-    """A file of a plan can't be read."""
+    """A plan file can't be read."""
 
 
 def _unreadable(path: Place, reason: object) -> UnreadablePlanError:
@@ -84,20 +84,20 @@ def _unreadable(path: Place, reason: object) -> UnreadablePlanError:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _FileFacts:
-    """A file's entry in ``plan.json``."""
+    """Entry of a file in ``plan.json``."""
 
     __pydantic_config__ = KNOWN_FIELDS_ONLY
 
     num_bytes: Whole
     footer_crc32: Whole
-    """CRC-32 of the footer, which locates everything else in the file."""
+    """CRC-32 of the footer, which locates all other data in the file."""
     checksums: str
-    """Checksums of the row groups."""
+    """Row group checksums."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Header:
-    """The content of ``plan.json`` without its checksum."""
+    """Content of ``plan.json`` without its checksum."""
 
     __pydantic_config__ = KNOWN_FIELDS_ONLY
 
@@ -113,7 +113,7 @@ class _Header:
     files: dict[str, _FileFacts]
 
     def checksums(self) -> Checksums:
-        """Return the checksums of the segment; KeyError if a file is missing."""
+        """Return the segment's checksums; KeyError if a file is missing in ``files``."""
         return Checksums(**{name: self.files[f"{name}.parquet"].checksums for name in Checksums.__slots__})
 
 
@@ -125,18 +125,18 @@ def write_segment(
     remainder: Remainder | None = None,
     stage: StagePart | None = None,
 ) -> Segment:
-    """Plan a segment straight to disk and read it back; keep an existing one that was made from the same inputs.
+    """Plan a segment directly to disk and read it back. An existing segment made from the same inputs is reused.
 
     Args:
-        directory: The plan's directory, a local path or in an object store.
+        directory: The plan's directory, as a local path or in an object store.
         number: The segment's number.
         documents: The documents to plan.
         settings: The settings of the segment.
-        remainder: What the run has left to train; ``None`` for segment 0.
+        remainder: The run's untrained remainder; ``None`` for segment 0.
         stage: The part of a stage to plan; ``None`` in a run without stages.
 
     Raises:
-        UserError: A segment of that number exists with other inputs, or no plan is possible.
+        UserError: The segment exists with other inputs, or no plan is possible.
     """
     folder = directory / f"segment-{number:04d}"
     if is_file(folder / PLAN_FILE):
@@ -144,7 +144,7 @@ def write_segment(
         branch, length = remainder.branch if remainder else None, stage.length if stage else None
         if not found.is_made_of(settings, documents.sources, branch, length):
             raise UserError(
-                f"{folder}: already holds plan {found.plan_id}, made from other data, settings or steps; nothing was "
+                f"{folder}: contains plan {found.plan_id}, made from other data, settings or steps; nothing was "
                 "overwritten. Data, seed and context can't change in a run: use another run.name, or branch the run "
                 "with `ray-ulysses train --branch`"
             )
@@ -152,7 +152,7 @@ def write_segment(
     write = partial(_write_files, documents=documents, settings=settings, remainder=remainder, stage=stage)
     if isinstance(folder, ObjectLocation):
         return _read_segment(put_segment(folder.parent, folder.name, PLAN_FILE, write))
-    # A folder without plan.json was left by a planner that was killed.
+    # A folder without plan.json was left behind by a planner that was killed.
     run_dir = folder.parent.parent
     run_dir.mkdir(parents=True, exist_ok=True)
     LocalStore(run_dir).delete(f"{directory.name}/{folder.name}")
@@ -216,25 +216,25 @@ class _ColumnsWriter:
         self._writer.add(pa.Table.from_arrays(columns, schema=self._schema))
 
     def close(self, checksums: str) -> None:
-        """Write pending entries and the footer, which differs whenever the checksums differ."""
+        """Write pending entries and a footer that includes a checksum of ``checksums``."""
         self._writer.close(zlib.crc32(checksums.encode()))
 
 
 def load_plan(directory: Place) -> Plan:
-    """Open a plan without reading its rows; a plan in an object store is first copied to this node.
+    """Open a plan without reading its rows. A plan in an object store is first copied to this node.
 
     Raises:
-        UserError: It is missing, of another version, unreadable, or its segments are not consecutive.
-        RunError: An object store does not answer.
+        UserError: The plan is missing, unreadable or of another version, or its segments are not consecutive.
+        RunError: The object store does not answer.
     """
     plan = load_plan_if_any(directory)
     if plan is None:
-        raise UserError(f"{directory}: holds no plan ({PLAN_FILE} is missing)")
+        raise UserError(f"{directory}: contains no plan ({PLAN_FILE} is missing)")
     return plan
 
 
 def load_plan_if_any(directory: Place) -> Plan | None:
-    """Open a plan like `load_plan`; return None if the directory has no committed segment."""
+    """Open a plan like `load_plan`, or return None if the directory contains no committed segment."""
     folders = _folders(directory)
     if not folders:
         return None
@@ -244,13 +244,13 @@ def load_plan_if_any(directory: Place) -> Plan | None:
         found = _open_segment(folder)
         end, num_kept = segments[-1].end_step if segments else 0, len(segments)
         while segments and (found.branch is None or found.branch.plan_id != segments[-1].plan_id):
-            # A branch replaces planned stages that have not begun, never trained steps.
+            # A branch may replace planned stages that have not begun, but never trained steps.
             last = segments[-1]
             if found.branch is None or last.stage_number == 0 or last.base_step < found.branch.step:
                 raise _unreadable(folder / PLAN_FILE, f"it does not continue plan {segments[-1].plan_id}")
             segments.pop()
         if found.branch is not None and (len(segments) < num_kept or found.stage_number == segments[-1].stage_number):
-            # Steps before a branch keep the learning rate of their schedule, which may end with the run.
+            # Steps before a branch keep their learning rate, and the schedule may depend on the run's original end.
             step = found.branch.step
             ends = [*((min(last, step), earlier) for last, earlier in ends), (step, end)]
         segments.append(found)
@@ -258,12 +258,11 @@ def load_plan_if_any(directory: Place) -> Plan | None:
 
 
 def num_segments(directory: Place) -> int:
-    """Return the number of segments committed in the directory, including replaced ones."""
+    """Return the number of committed segments in the directory, including replaced ones."""
     return len(_folders(directory))
 
 
 def _folders(directory: Place) -> list[Place]:
-    """Return the folders of committed segments, in order."""
     folders: list[Place] = []
     committed = committed_segments(directory, PLAN_FILE)
     while (name := committed.get(len(folders))) is not None:
@@ -272,7 +271,7 @@ def _folders(directory: Place) -> list[Place]:
 
 
 def _open_segment(folder: Place) -> Segment:
-    """Read a segment from its folder or from this node's copy of it."""
+    """Read a segment from its folder, or from this node's copy if the folder is in an object store."""
     if not isinstance(folder, ObjectLocation):
         return _read_segment(folder)
     fetch = partial(fetch_segment, folder.parent, folder.name, PLAN_FILE)
@@ -284,7 +283,7 @@ def _open_segment(folder: Place) -> Segment:
     try:
         return _read_segment(renew(), renew)
     except UnreadablePlanError as error:
-        raise UserError(f"{folder}: is damaged: {error}") from error
+        raise UserError(f"{folder}: the stored segment is damaged: {error}") from error
 
 
 def _read_segment(folder: Path, renew: Callable[[], object] | None = None) -> Segment:
@@ -310,7 +309,7 @@ def _read_segment(folder: Path, renew: Callable[[], object] | None = None) -> Se
     )
     if segment.plan_id != header.plan_id:
         raise UserError(
-            f"{folder}: {PLAN_FILE} names plan {header.plan_id}, but its fields give {segment.plan_id}: they were "
+            f"{folder}: {PLAN_FILE} records plan {header.plan_id}, but its fields hash to {segment.plan_id}: they were "
             "changed since the plan was made; restore the file, or start a new run under another run.name"
         )
     return segment
@@ -323,11 +322,11 @@ def _read_header(folder: Path) -> _Header:
         version = fields.get("planner_version")
         if version != PLANNER_VERSION:
             raise UserError(
-                f"{folder}: the plan was made by planner version {version}, this is version {PLANNER_VERSION}; "
+                f"{folder}: the plan was made by planner version {version}, but this is version {PLANNER_VERSION}; "
                 "continue with the version that made it, or start a new run under another run.name"
             )
         if fields.pop(_CHECKSUM, None) != stable_hash(fields):
-            raise ContentError("its checksum is wrong: it was changed since the plan was made")
+            raise ContentError("the checksum is wrong: the file was changed since the plan was made")
         header = checked(adapter(_Header), fields)
         header.checksums()
     except KeyError as error:
@@ -338,23 +337,23 @@ def _read_header(folder: Path) -> _Header:
 
 
 def _read_fragments(path: Path, facts: _FileFacts) -> tuple[Fragments, NDArray[np.bool_]]:
-    """Return all fragments, and a mask of the waiting ones."""
+    """Return all fragments, and a mask that marks the waiting fragments."""
     try:
         _check_file(path, facts)
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             table = file.read()
         document, start, length, waits = columns = [table.column(name).to_numpy() for name in _FRAGMENT_COLUMNS]
         if checksums_of([columns]) != facts.checksums:
-            raise OSError("its content does not match its checksums")
+            raise OSError("the content does not match the checksums")
     except (*READ_ERRORS, KeyError) as error:
         raise _unreadable(path, error) from error
     return Fragments(document=document, start=start, length=length), waits
 
 
 class _GroupFile(Generic[Entries]):
-    """A file of entries that is read by row group; each group is checked, and recently used groups are cached.
+    """A file of entries, read by row group. Each group is verified, and recently used groups are cached.
 
-    Opening it reads only the footer. ``renew`` replaces the segment's files if they are this node's copies.
+    Opening the file reads only the footer. ``renew`` replaces the segment's files if they are this node's copies.
     """
 
     def __init__(self, path: Path, facts: _FileFacts, kind: type[Entries], renew: Callable[[], object] | None) -> None:
@@ -375,7 +374,7 @@ class _GroupFile(Generic[Entries]):
             raise OSError(f"row group {number} does not match its checksum")
 
     def take(self, places: slice) -> Entries:
-        """Return the entries of a slice, which may extend past the end."""
+        """Return the entries in a slice, which may extend past the end."""
         parts: list[Entries] = []
         first, stop = places.start, min(places.stop, self.size)
         try:
@@ -399,21 +398,21 @@ class _GroupFile(Generic[Entries]):
         try:
             return self._reader.group(number)
         except READ_ERRORS as error:
-            raise OSError(f"{error}, even after it was copied again") from error
+            raise OSError(f"{error}, even after the file was copied again") from error
 
 
 def _check_file(path: Path, facts: _FileFacts) -> None:
-    """Raise OSError if a file was replaced or truncated; reads only its footer."""
+    """Raise OSError if a file was replaced or truncated. Only the footer is read."""
     with open_regular(path, path.parents[2]) as file:
         found = os.fstat(file.fileno()).st_size
     if found != facts.num_bytes:
-        raise OSError(f"it has {found} bytes, expected {facts.num_bytes}")
+        raise OSError(f"the file has {found} bytes, expected {facts.num_bytes}")
     if _footer_crc32(path) != facts.footer_crc32:
-        raise OSError("its footer does not match its checksum")
+        raise OSError("the footer does not match its checksum")
 
 
 def _footer_crc32(path: Path) -> int:
-    """Return the CRC-32 of a Parquet file's footer, including its length and the magic number."""
+    """Return the CRC-32 of a Parquet file's footer, footer length and magic number."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - _TAIL_BYTES))

@@ -1,13 +1,13 @@
-"""Plans every row of a run before its first step, from document lengths and a seed alone.
+"""Plans every row of a run before the first step, from the document lengths and a seed alone.
 
-Documents are drawn in a seeded order, split and packed, and the rows are put into training order. Only the lengths and
-a few numbers per row are held in memory, so a hundred million documents fit on a laptop.
+Documents are drawn in a seeded order, split and packed, and the rows are put into training order. Memory holds only the
+lengths and a few numbers per row, so planning a hundred million documents is possible on a laptop.
 
-Without weights, an epoch takes every document of every source once. With weights, it takes all of the source that is
-scarcest for its weight, and tokens of the others in proportion to their weights. The remainders of documents that were
-begun count towards these tokens, and are taken even if they exceed them. From a source that is taken in part, the least
-used documents come first, in a seeded order: no document is taken twice before all others were taken once, even across
-changes of the run's data, and none twice in one epoch.
+Without weights, an epoch takes every document of every source once. With weights, it takes every document of the source
+that is smallest relative to its weight, and tokens of the other sources in proportion to their weights. Remainders of
+partly trained documents count towards these tokens, and are taken even beyond them. If an epoch takes only part of a
+source, it takes the least used documents first, in a seeded order: no document is taken twice before every other one
+was taken once, even across changes of the run's data, and none is taken twice in one epoch.
 """
 
 from __future__ import annotations
@@ -51,27 +51,27 @@ _MAX_CAPACITY = 2**31 - 1
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Remainder:
-    """The untrained remainder of an epoch when a plan is branched."""
+    """Untrained remainder of an epoch at the step where a plan is branched."""
 
     branch: Branch
-    """Where the new segment begins."""
+    """Position at which the new segment begins."""
     taken: NDArray[np.bool_]
-    """[documents], true if this epoch has trained some of the document."""
+    """[documents], true if this epoch has trained on part of the document."""
     fragments: Fragments
-    """Untrained parts of documents that the new segment takes up."""
+    """Untrained parts of documents that the new segment trains on."""
     waiting: Fragments
-    """Other untrained parts: of sources that are not used, or of documents that the epoch takes whole."""
+    """Untrained parts that the new segment does not train on: sources that are unused, documents taken completely."""
     planned: NDArray[np.bool_] | None
-    """[documents], true for those that the epoch had planned and not begun; None if the epoch has not begun."""
+    """[documents], true if the epoch planned the document but has not begun it; None if the epoch has not begun."""
     keeps: bool
-    """Whether, with weights, the epoch continues with exactly ``planned``, since nothing that selects them changed."""
+    """Whether the epoch of a weighted run continues with exactly ``planned``, since the selection did not change."""
     uses: NDArray[np.uint32]
-    """[documents], how often each was taken in the epochs so far, including this one."""
+    """[documents], how often each document was taken in the epochs so far, including this one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagePart:
-    """The part of a stage that a segment plans: all after ``steps_done`` steps and ``tokens_done`` document tokens."""
+    """The part of a stage planned by a segment: the rest after ``steps_done`` steps and ``tokens_done`` tokens."""
 
     length: StageLength
     steps_done: int = 0
@@ -86,21 +86,21 @@ def build_segment(
     *,
     take_pieces: Callable[[Pieces], None] | None = None,
 ) -> Segment:
-    """Plan every row from the documents' lengths.
+    """Plan every row of a segment from the document lengths.
 
     Args:
         documents: The documents to plan.
         settings: The settings of the segment.
-        remainder: What the run has left to train; ``None`` for a new run.
+        remainder: The run's untrained remainder; ``None`` for a new run.
         stage: The part of a stage to plan; ``None`` in a run without stages.
-        take_pieces: Called with the pieces of training rows, in the order in which rows close.
+        take_pieces: Called with the pieces of training rows, in the order in which the rows are closed.
 
     Returns:
-        The segment, whose training rows have token counts but no pieces. Equal arguments give equal segments on every
+        The segment. Its training rows have token counts but no pieces. Equal arguments give equal segments on every
         machine.
 
     Raises:
-        UserError: The settings allow no plan, or leave a split without documents.
+        UserError: The settings allow no plan, or leave no documents for training or for evaluation.
     """
     _check(documents, settings, remainder)
     lengths = np.ascontiguousarray(documents.lengths, dtype=np.uint32)
@@ -113,18 +113,18 @@ def build_segment(
             way = f"end it there (run.stop_step={branch.step}), or " if branch.step else ""
             raise UserError(
                 f"rows {branch.skipped[0]} to {branch.skipped[1] - 1} can't be left out: the run has no other rows to "
-                f"train after step {branch.step}; {way}branch it (train --branch) with more data.epochs"
+                f"train on after step {branch.step}; {way}branch it (train --branch) and increase data.epochs"
             )
         if planning.unlabelled_rows:
             raise UserError(
                 f"data: none of the {planning.unlabelled_rows} planned rows has a label (data.overlong="
                 f"{settings.overlong}, data.context_tokens={settings.context_tokens}); if the labels are at the end of "
-                "documents, use data.overlong=split or a longer context"
+                "documents, set data.overlong=split or increase data.context_tokens"
             )
         raise UserError(
-            f"data: none of the {lengths.size} documents is left to train on ({num_held} are held out by "
-            f"data.eval_fraction={settings.eval_fraction}, {num_without} have fewer than 2 tokens); "
-            "use a smaller fraction, a larger corpus, or more data.epochs"
+            f"data: none of the {lengths.size} documents is left for training ({num_held} are held out by "
+            f"data.eval_fraction={settings.eval_fraction}, {num_without} have fewer than 2 tokens); decrease "
+            "data.eval_fraction, add documents to the corpus, or increase data.epochs"
         )
     planned_stage = None if stage is None else _planned_stage(stage, branch.step if branch else 0, train, settings)
     fragments, waiting = (
@@ -175,7 +175,7 @@ class _Planning:
         self.unlabelled_rows = 0
         self.checksums = GroupChecksums()
         self.source_tokens: list[tuple[int, ...]] = []
-        # How often each document was taken so far; None without weights.
+        # Number of times that each document was taken so far; None without weights.
         self._uses: NDArray[np.uint32] | None = None
         if any(source.weight for source in documents.sources):
             self._uses = remainder.uses.copy() if remainder else np.zeros(lengths.size, dtype=np.uint32)
@@ -199,13 +199,13 @@ class _Planning:
         return Rows(entries=RowStats.join(parts), all_pieces=None), tuple(infos)
 
     def evaluation(self) -> tuple[Rows, int, int]:
-        """Return the evaluation rows, the number of documents held out, and the number without a target."""
+        """Return the evaluation rows, and the numbers of held-out documents and of documents without a target."""
         settings = self._settings
         drawing = Drawing(self._lengths, self._bases, settings)
         num_held, num_without, num_usable = drawing.count_documents()
         if settings.eval_fraction > 0 and settings.eval_rows > 0 and num_usable == 0:
             raise UserError(
-                f"data.eval_fraction={settings.eval_fraction}: holds out none of the {self._lengths.size} documents; "
+                f"data.eval_fraction={settings.eval_fraction}: none of the {self._lengths.size} documents is held out; "
                 "use a larger fraction, 0 for no evaluation, or a corpus with more documents"
             )
         stats: list[RowStats] = []
@@ -241,10 +241,10 @@ class _Planning:
         )
 
     def _epoch_drawing(self, epoch: int, begun: Remainder | None) -> tuple[Drawing, Fragments]:
-        """Return the drawing of the documents that an epoch takes, and the fragments to draw with them."""
+        """Return the drawing of the documents that an epoch takes, and the fragments to draw together with them."""
         taken, planned, fragments, keeps = None, None, Fragments.empty(), False
         if begun is not None:
-            # A document with a planned fragment is not also taken whole in the same epoch.
+            # A document with a planned fragment is not taken again in full in the same epoch.
             fragments, keeps = begun.fragments, begun.keeps
             taken = begun.taken.copy()
             taken[fragments.document] = True
@@ -257,10 +257,10 @@ class _Planning:
     def _chosen(
         self, drawing: Drawing, epoch: int, fragments: Fragments, planned: NDArray[np.bool_] | None, *, keeps: bool
     ) -> Drawing:
-        """Choose an epoch's documents by the sources' weights, count their uses, and return their drawing.
+        """Choose an epoch's documents by the sources' weights, count their uses, and return a drawing of them.
 
-        ``planned`` [documents] marks those that the epoch had planned and not begun, if a branch continues it. They are
-        chosen if a source in use has nothing left, which ends the epoch with them, or if the epoch ``keeps`` them.
+        If a branch continues the epoch, ``planned`` [documents] marks the documents that it planned but has not begun.
+        They are chosen if the epoch ``keeps`` them, or if a weighted source has no tokens left, which ends the epoch.
         """
         assert self._uses is not None, "some source has a weight"
         sources = self._documents.sources
@@ -293,14 +293,14 @@ class _Planning:
         return taken
 
     def _packed(self, blocks: Iterator[Pieces]) -> Iterator[tuple[Pieces, RowStats, int]]:
-        """Yield for each block the pieces and token counts of closed rows with a label, and the number without one."""
+        """Yield, per block, the pieces and token counts of closed rows with labels, and the number without labels."""
         packer = Packer(self._settings.packing, self._settings.capacity)
         for block in blocks:
             yield self._labelled(*packer.add(block, is_last=False))
         yield self._labelled(*packer.add(Pieces.empty(), is_last=True))
 
     def _labelled(self, pieces: Pieces, sizes: Int64Array) -> tuple[Pieces, RowStats, int]:
-        """Leave out rows without a label, which train nothing: a step of such rows only would have no loss."""
+        """Drop rows without labels: a step with only such rows would have no loss."""
         rows = self._row_stats(pieces, sizes)
         has_label = rows.supervised > 0
         if has_label.all():
@@ -308,7 +308,7 @@ class _Planning:
         return pieces.take(np.repeat(has_label, sizes)), rows.take(has_label), sizes.size - int(has_label.sum())
 
     def _train_rows(self, blocks: Iterator[Pieces]) -> Iterator[RowStats]:
-        """Yield the token counts of the rows that each block closed, and pass on their pieces."""
+        """Yield the token counts of the rows closed by each block, and pass their pieces to ``take_pieces``."""
         for pieces, rows, num_unlabelled in self._packed(blocks):
             self.unlabelled_rows += num_unlabelled
             if rows.size and self._take_pieces is not None:
@@ -325,7 +325,7 @@ class _Planning:
             first = pieces.start + 1
             labels = self._documents.spans.count(pieces.document, first, first + labels)
         return RowStats(
-            # Set once all rows are known; until then it takes no memory.
+            # Filled in once all rows are known; the broadcast array takes no memory.
             first_piece=np.broadcast_to(np.int64(0), sizes.shape),
             num_pieces=sizes.astype(np.int32),
             document_tokens=np.add.reduceat(pieces.length, starts).astype(np.int32),
@@ -334,21 +334,21 @@ class _Planning:
         )
 
     def _order(self, rows: RowStats, epoch: int, first_row: int) -> Int64Array:
-        # Rows close in an order that depends on their fill and keeps pieces of a document together, so shuffle them.
+        # Rows are shuffled because the closing order depends on their fill and keeps a document's pieces together.
         settings = self._settings
         order = Permutation.seeded(rows.size, settings.seed, epoch, _ROW_STREAM).elements(0, rows.size)
         if settings.balance_steps > 1:
             costs = rows.cost(settings.token_cost)[order]
             order = order[balance_windows(costs, settings.rows_per_step, settings.balance_steps, first_row)]
         if settings.row_order == "costliest":
-            # The other rows keep their order, since losses of steps that are sorted by cost are not comparable.
+            # The other rows keep their order, since losses of steps sorted by cost are not comparable.
             first = np.argsort(-rows.cost(settings.token_cost), kind="stable")[: settings.rows_per_step]
             order = np.concatenate([first, order[~np.isin(order, first)]])
         return order
 
 
 def _planned_stage(part: StagePart, base_step: int, train: Rows, settings: PlanSettings) -> PlannedStage:
-    """Return the stage with its end step; UserError if its data end earlier, or if it is past its end."""
+    """Return the stage with its end step; UserError if the stage's data end earlier or its length is used up."""
     length, name = part.length, f"stages.{part.length.number}"
     num_steps = steps = -(-train.num_rows // settings.rows_per_step)
     if length.steps is not None:
@@ -360,16 +360,16 @@ def _planned_stage(part: StagePart, base_step: int, train: Rows, settings: PlanS
         steps = int(np.searchsorted(ends, left)) + 1 if left > 0 else 0
     if steps > num_steps:
         raise UserError(
-            f"{name}: the stage's data end after {part.steps_done + num_steps} steps; shorten the stage, or add "
-            "documents or data.epochs"
+            f"{name}: the stage's data end after {part.steps_done + num_steps} steps; shorten the stage, add "
+            "documents, or increase data.epochs"
         )
     if steps < 1:
-        raise UserError(f"{name}: the stage has already trained {part.steps_done} steps; make it longer")
+        raise UserError(f"{name}: the stage has already trained {part.steps_done} steps; make the stage longer")
     return PlannedStage(length=length, end_step=base_step + steps)
 
 
 def _with_first_pieces(rows: RowStats, num_pieces: int) -> RowStats:
-    """Set ``first_piece`` of rows whose pieces follow ``num_pieces`` others."""
+    """Set ``first_piece`` for rows whose pieces are preceded by ``num_pieces`` others."""
     first_piece = np.cumsum(rows.num_pieces, dtype=np.int64)
     first_piece -= rows.num_pieces
     first_piece += num_pieces
@@ -382,13 +382,13 @@ def _check(documents: PlanInput, settings: PlanSettings, remainder: Remainder | 
         raise UserError(f"data.epochs={settings.epochs}: the run is already in epoch {epoch}; use at least {epoch}")
     if settings.capacity < 1:
         raise UserError(
-            f"data.context_tokens={settings.context_tokens}: is shorter than pad_multiple={settings.pad_multiple}, "
-            f"of which every row's length is a multiple; use at least {settings.pad_multiple}"
+            f"data.context_tokens={settings.context_tokens}: is less than pad_multiple={settings.pad_multiple}, and "
+            f"every row's length is a multiple of pad_multiple; use at least {settings.pad_multiple}"
         )
     if settings.capacity > _MAX_CAPACITY:
-        raise UserError(f"data.context_tokens={settings.context_tokens}: is too long; use at most {_MAX_CAPACITY}")
+        raise UserError(f"data.context_tokens={settings.context_tokens}: is too large; use at most {_MAX_CAPACITY}")
     num_documents = documents.lengths.size
     if num_documents > _MAX_DOCUMENTS:
         raise UserError(
-            f"data: a plan holds at most {_MAX_DOCUMENTS} documents, the sources have {num_documents}; remove some"
+            f"data: a plan has at most {_MAX_DOCUMENTS} documents, but the sources have {num_documents}; remove some"
         )

@@ -1,6 +1,6 @@
-"""Packed rows: the pieces of documents that a row holds, and its token counts.
+"""Packed rows: the pieces of documents in each row, and the row's token counts.
 
-Millions of rows are held as tables of NumPy columns, without a Python object per row.
+Millions of rows are represented as tables of NumPy columns, without a Python object per row.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Entries = TypeVar("Entries", covariant=True)
 
 
 class Columns:
-    """Base of frozen dataclasses whose fields are arrays of equal length."""
+    """Base class of frozen dataclasses whose fields are arrays of equal length."""
 
     __slots__ = ()
     MEMORY: ClassVar[np.dtype[Any]]
@@ -31,7 +31,7 @@ class Columns:
 
     @classmethod
     def make(cls, columns: Sequence[NDArray[Any]]) -> Self:
-        """Return a table of these columns, converted to their in-memory dtypes."""
+        """Return a table with the given columns, converted to their in-memory dtypes."""
         table: Any = cls
         names = cls.MEMORY.names or ()
         return table(  # type: ignore[no-any-return]
@@ -40,7 +40,7 @@ class Columns:
 
     @classmethod
     def empty(cls, size: int = 0) -> Self:
-        """Return a table of ``size`` uninitialized entries."""
+        """Return a table with ``size`` uninitialized entries."""
         return cls.make([np.empty(size, dtype=cls.MEMORY[name]) for name in cls.MEMORY.names or ()])
 
     @classmethod
@@ -53,20 +53,20 @@ class Columns:
 
     @property
     def columns(self) -> tuple[NDArray[Any], ...]:
-        """Return the arrays in field order."""
+        """Arrays in field order."""
         return tuple(getattr(self, name) for name in self.MEMORY.names or ())
 
     @property
     def size(self) -> int:
-        """Return the number of entries."""
+        """Number of entries."""
         return int(self.columns[0].size)
 
     def take(self, places: NDArray[Any] | slice) -> Self:
-        """Return the entries at the places, which are indexes, a mask or a slice; a slice gives a view."""
+        """Return the entries at ``places``, given as indices, a mask or a slice. A slice returns a view."""
         return self.make([column[places] for column in self.columns])
 
     def stored(self) -> tuple[NDArray[Any], ...]:
-        """Return the columns with their on-disk dtypes."""
+        """Return the columns, converted to their on-disk dtypes."""
         names = self.STORED.names or ()
         return tuple(
             column.astype(self.STORED[name], copy=False) for name, column in zip(names, self.columns, strict=True)
@@ -75,7 +75,7 @@ class Columns:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Pieces(Columns):
-    """Parts of documents, one per entry."""
+    """Table of parts of documents, one entry per part."""
 
     MEMORY = np.dtype([("document", "i8"), ("start", "i8"), ("length", "i8"), ("has_next", "?")])
     STORED = np.dtype([("document", "<u4"), ("start", "<i8"), ("length", "<i4"), ("has_next", "?")])
@@ -83,14 +83,14 @@ class Pieces(Columns):
     start: Int64Array
     length: Int64Array
     has_next: NDArray[np.bool_]
-    """Whether the document continues, so that the last token has a label."""
+    """Whether the document continues after the piece, so that the last token has a label."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Fragments(Columns):
-    """Parts of documents that a change of the run's data left untrained, drawn instead of the whole documents.
+    """Table of document parts that a change of the run's data left untrained. A fragment is drawn like a document.
 
-    If a part stops before the document's end, the next token is its last label.
+    If a fragment ends before its document does, the next token of the document is the fragment's last label.
     """
 
     MEMORY = STORED = np.dtype([("document", "<i8"), ("start", "<i8"), ("length", "<i8")])
@@ -101,24 +101,24 @@ class Fragments(Columns):
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class Piece:
-    """A part of a document in a row."""
+    """A part of a document, placed in a row."""
 
     document: int
     start: int
-    """Index of the first token in the document."""
+    """Index of the piece's first token in the document."""
     length: int
     has_next_label: bool
-    """Whether the document continues, so that the last token has a label."""
+    """Whether the document continues after the piece, so that the last token has a label."""
 
     @property
     def num_labels(self) -> int:
-        """Return the number of tokens that are followed by another one in the document."""
+        """Number of tokens in the piece that have a next token in the document."""
         return self.length if self.has_next_label else self.length - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RowStats(Columns):
-    """Token counts of rows, one entry per row."""
+    """Table of token counts, one entry per row."""
 
     MEMORY = STORED = np.dtype(
         [
@@ -130,17 +130,17 @@ class RowStats(Columns):
         ]
     )
     first_piece: Int64Array
-    """Index of the row's first piece among all pieces."""
+    """Index of the row's first piece in the table of all pieces."""
     num_pieces: NDArray[np.int32]
     document_tokens: NDArray[np.int32]
-    """Tokens of the row's pieces, without padding."""
+    """Tokens in the row's pieces, without padding."""
     supervised: NDArray[np.int32]
-    """Tokens with a label."""
+    """Number of tokens with a label."""
     sum_squares: Int64Array
-    """Sum of the squared lengths of the row's pieces."""
+    """Sum of the squared piece lengths in the row."""
 
     def padded_tokens(self, pad_multiple: int) -> Int64Array:
-        """Return each row's length: its document tokens, padded to a multiple."""
+        """Return the length of each row: document tokens, padded to a multiple of ``pad_multiple``."""
         return -(-self.document_tokens.astype(np.int64) // pad_multiple) * pad_multiple
 
     def cost(self, token_cost: int) -> Int64Array:
@@ -153,30 +153,30 @@ class Table(Protocol[Entries]):
 
     @property
     def size(self) -> int:
-        """Return the number of entries."""
+        """Number of entries."""
         ...
 
     def take(self, places: slice) -> Entries:
-        """Return the entries of a slice, which may extend past the end."""
+        """Return the entries in a slice, which may extend past the end."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Rows:
-    """The rows of one split, numbered from 0."""
+    """Rows of one split, numbered from 0."""
 
     entries: Table[RowStats]
-    """Token counts of the rows in training order."""
+    """Token counts of the rows, in training order."""
     all_pieces: Table[Pieces] | None
-    """The pieces of all rows, in the order in which rows closed during packing; None if they were not kept."""
+    """Pieces of all rows, in the order in which rows were closed during packing; None if the plan was made without."""
 
     @property
     def num_rows(self) -> int:
-        """Return the number of rows."""
+        """Number of rows."""
         return self.entries.size
 
     def stats(self, first: int, stop: int) -> RowStats:
-        """Return the token counts of the rows ``[first, stop)``; UserError if their file can't be read."""
+        """Return the token counts of the rows ``[first, stop)``; UserError if the file can't be read."""
         return self.entries.take(slice(first, stop))
 
     def stats_blocks(self) -> Iterator[RowStats]:
@@ -185,12 +185,12 @@ class Rows:
             yield self.stats(first, first + GROUP_ROWS)
 
     def closed_pieces(self, first: int = 0, stop: int | None = None) -> Pieces:
-        """Return the pieces ``[first, stop)`` of all rows, in the order in which rows closed; all by default."""
+        """Return pieces ``[first, stop)``, by default all, in the order in which rows were closed."""
         assert self.all_pieces is not None, "this plan was made without pieces"
         return self.all_pieces.take(slice(first, self.all_pieces.size if stop is None else stop))
 
     def pieces(self, row: int) -> tuple[Piece, ...]:
-        """Return the pieces of a row in order."""
+        """Return the pieces of a row, in order."""
         stats = self.stats(row, row + 1)
         first = int(stats.first_piece[0])
         found = self.closed_pieces(first, first + int(stats.num_pieces[0]))
@@ -201,10 +201,10 @@ class Rows:
 
 
 class GroupChecksums:
-    """Accumulates blocks of entries of any size into one checksum per ``GROUP_ROWS`` entries.
+    """Computes one checksum per ``GROUP_ROWS`` entries from blocks of any size.
 
-    The checksums cover values, not a file's bytes, so they do not depend on the library that writes the file, and are
-    known before it is written.
+    The checksums cover values instead of file bytes, so they do not depend on the Parquet library, and are known before
+    the file is written.
     """
 
     def __init__(self) -> None:
@@ -213,7 +213,7 @@ class GroupChecksums:
         self._size = 0
 
     def add(self, columns: Sequence[NDArray[Any]]) -> None:
-        """Append entries, as columns with their on-disk dtypes."""
+        """Append entries, given as columns with their on-disk dtypes."""
         at, stop = 0, columns[0].size
         while at < stop:
             part = slice(at, min(stop, at + GROUP_ROWS - self._size))
@@ -228,7 +228,7 @@ class GroupChecksums:
                 self._close()
 
     def text(self) -> str:
-        """Return the checksums, eight hexadecimal digits each; the last group may be short."""
+        """Return all checksums, eight hexadecimal digits each. The last group may have fewer entries."""
         if self._size:
             self._close()
         return "".join(self._closed)
@@ -240,7 +240,7 @@ class GroupChecksums:
 
 
 def checksums_of(blocks: Iterable[Sequence[NDArray[Any]]]) -> str:
-    """Return the group checksums of entries that come in blocks."""
+    """Return the group checksums of entries that are given in blocks."""
     found = GroupChecksums()
     for columns in blocks:
         found.add(columns)
@@ -248,6 +248,6 @@ def checksums_of(blocks: Iterable[Sequence[NDArray[Any]]]) -> str:
 
 
 def fragment_columns(fragments: Fragments, waiting: Fragments) -> tuple[NDArray[Any], ...]:
-    """Return fragments as stored: those that a segment takes up, then the waiting ones, and a flag for the latter."""
+    """Return stored columns: the fragments, then the waiting fragments, and a column that marks the waiting ones."""
     joined = Fragments.join([fragments, waiting])
     return (*joined.columns, np.arange(joined.size) >= fragments.size)

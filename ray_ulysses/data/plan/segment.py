@@ -1,4 +1,4 @@
-"""A segment of a plan: the rows planned with one set of settings."""
+"""A segment of a plan: consecutive rows planned with one set of settings."""
 
 from __future__ import annotations
 
@@ -20,70 +20,70 @@ RowOrder = Literal["shuffled", "costliest"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanSettings:
-    """Everything that a plan depends on, except the corpora."""
+    """All inputs of a plan except the corpora."""
 
     __pydantic_config__ = KNOWN_FIELDS_ONLY
 
     seed: Whole
-    """Determines the order of documents and rows, and the evaluation split."""
+    """Seed of the document order, the row order, and the evaluation split."""
     context_tokens: Whole
-    """Longest sequence."""
+    """Maximum sequence length."""
     pad_multiple: Whole
-    """Every row's length is a multiple of this, so that every allowed layout can slice it."""
+    """Divisor of every row's length, chosen so that every allowed layout can slice the row."""
     rows_per_step: Whole
-    """Rows per global batch, regardless of the world size."""
+    """Rows per optimizer step, at any world size."""
     epochs: Whole = 1
-    """Passes over the training documents, each in its own order."""
+    """Passes over the training documents, each in a different order."""
     packing: Packing = "best_fit"
     overlong: Overlong = "split"
-    """What to do with documents that have more targets than a row holds."""
+    """Treatment of documents that have more targets than fit into a row."""
     balance_steps: Whole = 1
-    """Number of steps that exchange rows, so that rows of similar cost share a step; 1 for no exchange."""
+    """Number of steps that exchange rows, so that rows of similar cost share a step. 1 disables the exchange."""
     token_cost: Whole = 0
-    """Cost of a token outside attention in squared tokens; a row costs ``sum(length * (length + token_cost))``."""
+    """Cost of a token outside attention, in squared tokens. A row costs ``sum(length * (length + token_cost))``."""
     eval_fraction: Number = 0.0
-    """Fraction of the documents that is held out of training."""
+    """Fraction of the documents held out for evaluation."""
     eval_rows: Whole = 8
-    """Maximum rows per evaluation."""
+    """Maximum number of rows per evaluation."""
     row_order: RowOrder = "shuffled"
-    """Order of an epoch's rows: shuffled, or shuffled after a first step of the most expensive rows."""
+    """Order of an epoch's rows. ``costliest`` puts the most expensive rows into the first step, shuffles the others."""
 
     @property
     def capacity(self) -> int:
-        """Return the maximum tokens per row: the context rounded down to the pad multiple."""
+        """Maximum tokens per row: ``context_tokens`` rounded down to ``pad_multiple``."""
         return self.context_tokens // self.pad_multiple * self.pad_multiple
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Branch:
-    """The position at which a segment replaces the previous one."""
+    """Position at which a segment replaces the previous segment."""
 
     __pydantic_config__ = KNOWN_FIELDS_ONLY
 
     plan_id: str
-    """The segment that is replaced."""
+    """Plan id of the replaced segment."""
     step: Whole
-    """Optimizer steps completed."""
+    """Number of optimizer steps completed before the branch."""
     row: Whole
-    """Rows trained on."""
+    """Number of rows trained before the branch."""
     epoch: Whole
     """Epoch of the next row."""
     skipped: tuple[Whole, Whole] | None = None
-    """Rows ``(first, end)`` of the replaced segment that are left out of its epoch."""
+    """Rows ``[first, end)`` of the replaced segment that the branch leaves out of the epoch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageLength:
-    """The length of a stage of a run."""
+    """Length of a stage."""
 
     __pydantic_config__ = KNOWN_FIELDS_ONLY
 
     number: Whole
-    """Number of the stage, from 0."""
+    """Index of the stage, from 0."""
     steps: Whole | None = None
-    """Optimizer steps, if given."""
+    """Length in optimizer steps, if set."""
     tokens: Whole | None = None
-    """Document tokens, if given; the stage ends with the step that reaches them."""
+    """Length in document tokens, if set. The stage ends with the step that reaches this number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,27 +94,27 @@ class PlannedStage:
 
     length: StageLength
     end_step: Whole
-    """Optimizer steps of the run completed when the stage ends."""
+    """Number of the run's completed optimizer steps at the end of the stage."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpochInfo:
-    """One epoch of a segment."""
+    """Rows of one epoch in a segment."""
 
     __pydantic_config__ = KNOWN_FIELDS_ONLY
 
     epoch: Whole
-    """Number in the run, from 0."""
+    """Index of the epoch in the run, from 0."""
     first_row: Whole
-    """First row in the segment."""
+    """Index of the epoch's first row in the segment."""
     num_rows: Whole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Totals:
-    """Totals of a segment over the training rows of all its epochs.
+    """Totals of a segment over the training rows of all epochs.
 
-    Documents that were split, truncated or dropped as too long are counted once per epoch.
+    Documents that were split, truncated or dropped for their length are counted once per epoch.
     """
 
     __pydantic_config__ = KNOWN_FIELDS_ONLY
@@ -122,62 +122,62 @@ class Totals:
     num_documents: Whole
     held_out_documents: Whole
     skipped_documents: Whole
-    """Documents of fewer than two tokens, which have nothing to predict."""
+    """Documents with fewer than two tokens, which have no target."""
     split_documents: Whole
     truncated_documents: Whole
     dropped_documents: Whole
     lost_tokens: Whole
-    """Tokens of truncated and dropped documents that are neither input nor label."""
+    """Tokens of truncated and dropped documents that are used neither as input nor as label."""
     unlabelled_rows: Whole
-    """Rows that were left out because none of their tokens has a label."""
+    """Rows left out because none of their tokens has a label."""
     tokens: Whole
-    """Tokens of the rows, without padding."""
+    """Tokens in training rows, without padding."""
     supervised: Whole
-    """Tokens with a label."""
+    """Number of tokens with a label."""
     padding_tokens: Whole
-    """Tokens that pad rows to the pad multiple."""
+    """Padding tokens in training rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checksums:
-    """Checksums of a segment's files, eight hexadecimal digits per group of entries."""
+    """Checksums of a segment's files: eight hexadecimal digits per group of entries."""
 
     rows: str
-    """Of the training rows' token counts."""
+    """Checksums of the training rows' token counts."""
     pieces: str
-    """Of their pieces."""
+    """Checksums of the training rows' pieces."""
     evaluation_rows: str
     evaluation_pieces: str
     fragments: str
-    """Of all fragments, including waiting ones."""
+    """Checksums of all fragments, including waiting ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Segment:
-    """A part of a plan, made with one set of settings."""
+    """A part of a plan, planned with one set of settings."""
 
     plan_id: str = field(init=False)
-    """Hash of planner version, settings, the sources' content, branch, stage, epochs, totals, and all checksums."""
+    """Hash of the planner version, settings, source contents, branch, stage, epochs, totals, and all checksums."""
     settings: PlanSettings
     sources: tuple[PlannedSource, ...]
-    """Its corpora; those of earlier segments come first, in their order."""
+    """Corpora of the segment. The corpora of earlier segments come first, in the same order."""
     branch: Branch | None
-    """Where it replaces the previous segment; None for the first."""
+    """Position at which the segment replaces the previous one; None for the first segment."""
     stage: PlannedStage | None = None
-    """None in a run without stages."""
+    """Stage of the segment; None in a run without stages."""
     epochs: tuple[EpochInfo, ...]
     fragments: Fragments
-    """Parts of documents that earlier segments left untrained and this one takes up."""
+    """Parts of documents that earlier segments left untrained and this segment trains on."""
     waiting: Fragments
-    """Parts that this one does not take up: the source is not used, or the document is taken whole."""
+    """Untrained parts that this segment does not train on: the source is unused, or the complete document is taken."""
     totals: Totals
     checksums: Checksums
     train: Rows
-    """Training rows, numbered from 0 in this segment."""
+    """Training rows, numbered from 0 within the segment."""
     evaluation: Rows
-    """Evaluation rows, none of whose documents is in ``train``."""
+    """Evaluation rows. Their documents never occur in ``train``."""
     source_tokens: tuple[tuple[int, ...], ...] = ()
-    """Tokens that each epoch takes from each source; empty without weights, or if the segment was read from disk."""
+    """Tokens taken from each source, per epoch. Empty without weights, or if the segment was read from disk."""
 
     def __post_init__(self) -> None:
         content: dict[str, Any] = {
@@ -189,7 +189,7 @@ class Segment:
             "totals": asdict(self.totals),
             "checksums": asdict(self.checksums),
         }
-        # Rarely used fields are hashed only if they are used, so that they do not change the ids of other plans.
+        # Rarely used fields are hashed only if they are set, so that adding them did not change existing plan ids.
         if self.settings.row_order == "shuffled":
             del content["settings"]["row_order"]
         if self.branch is not None and self.branch.skipped is None:
@@ -200,26 +200,26 @@ class Segment:
 
     @property
     def base_step(self) -> int:
-        """Return the number of steps completed before its first."""
+        """Number of steps completed before the segment."""
         return self.branch.step if self.branch else 0
 
     @property
     def base_row(self) -> int:
-        """Return the number of rows trained on before its first."""
+        """Number of rows trained before the segment."""
         return self.branch.row if self.branch else 0
 
     @property
     def end_step(self) -> int:
-        """Return the number of steps completed at the end of its stage or, without stages, after all its rows."""
+        """Number of steps completed at the end of the segment's stage or, without stages, after the segment's rows."""
         if self.stage is not None:
             return self.stage.end_step
         return self.base_step - (-self.train.num_rows // self.settings.rows_per_step)
 
     @property
     def measured(self) -> str:
-        """Return the identity of the data of loss measurements: its evaluation rows, or its corpora if it has none.
+        """Hash of the data behind loss measurements: the evaluation rows or, without evaluation, the corpora.
 
-        More epochs and skipped rows do not change it.
+        Adding epochs or skipping rows does not change the hash.
         """
         of_rows = (self.checksums.evaluation_rows, self.checksums.evaluation_pieces)
         used = [source for source in self.sources if source.is_used]
@@ -229,17 +229,17 @@ class Segment:
 
     @property
     def num_rows(self) -> int:
-        """Return the number of rows that its steps train: all, unless its stage ends earlier."""
+        """Number of rows that the segment's steps train on. Rows after the end of the stage are excluded."""
         return min(self.train.num_rows, (self.end_step - self.base_step) * self.settings.rows_per_step)
 
     @property
     def stage_number(self) -> int:
-        """Return the number of its stage, 0 in a run without stages."""
+        """Index of the segment's stage; 0 in a run without stages."""
         return self.stage.length.number if self.stage else 0
 
     @property
     def fill(self) -> float:
-        """Return the fraction of the training rows' capacity that document tokens fill."""
+        """Fraction of the training rows' capacity that is filled with document tokens."""
         return self.totals.tokens / (self.train.num_rows * self.settings.capacity)
 
     def is_made_of(
@@ -249,19 +249,19 @@ class Segment:
         branch: Branch | None,
         length: StageLength | None = None,
     ) -> bool:
-        """Return whether the segment was made from these inputs, regardless of the sources' paths."""
+        """Return whether the segment was made from these inputs. The sources' paths may differ."""
         ours, theirs = ([source.identity for source in one] for one in (self.sources, sources))
         own = self.stage.length if self.stage else None
         return (self.settings, ours, self.branch, own) == (settings, theirs, branch, length)
 
     def epoch_of(self, row: int) -> int:
-        """Return the epoch of a row of the segment; the last epoch for a row beyond the end."""
+        """Return the epoch of a row in the segment, or the last epoch if the row is beyond the end."""
         return next(info.epoch for info in reversed(self.epochs) if row >= info.first_row)
 
     def costs(self) -> Int64Array:
-        """Return the cost of every training row in squared tokens; int64 [rows]."""
+        """Return the cost of each training row in squared tokens; int64 [rows]."""
         return self.train.stats(0, self.num_rows).cost(self.settings.token_cost)
 
     def step_times(self, dp_size: int) -> StepTimes:
-        """Predict the balance of the steps on ``dp_size`` data-parallel ranks."""
+        """Predict how well the steps are balanced over ``dp_size`` data-parallel ranks."""
         return step_times(self.costs(), self.settings.rows_per_step, dp_size)

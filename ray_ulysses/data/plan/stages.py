@@ -1,6 +1,6 @@
-"""Plans the segments of a run: of its stages, one after another before the first step, and of branches.
+"""Plans the segments of a run: one per stage, all before the first step, and one per branch.
 
-A segment starts from what earlier segments leave untrained of their epoch.
+A segment starts from the untrained remainder of the current epoch.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from ray_ulysses.errors import UserError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagePlan:
-    """The inputs of a stage's plan."""
+    """Inputs for planning a stage."""
 
     name: str
-    """Used in errors."""
+    """Stage name, for errors."""
     settings: PlanSettings
     shares: tuple[tuple[str, float | None], ...]
     """Path and weight of each corpus."""
     length: StageLength | None
-    """None for the only stage of a run without stages."""
+    """Length of the stage; None for the only stage of a run without stages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class NewSegment:
-    """A segment that is not stored yet, and its inputs."""
+    """A planned segment that is not stored yet, with the inputs of its plan."""
 
     segment: Segment
     corpora: CorpusSet
     remainder: Remainder | None
-    """What the run has left to train when it begins; None for the first segment."""
+    """The run's untrained remainder at the start of the segment; None for the first segment."""
     part: StagePart | None
-    """The part of its stage that it plans; None in a run without stages."""
+    """The part of a stage that the segment plans; None in a run without stages."""
 
 
 def num_made(plan: Plan, stages: Sequence[StagePlan], num_done: int = 0) -> int | None:
-    """Return how many of the run's first stages a plan covers, or None if it was made from other stages.
+    """Return the number of leading stages that a plan covers, or None if the plan was made from other stages.
 
-    The corpora of the first ``num_done`` stages, which were trained to the end, may be gone; UserError if another
+    The corpora of the first ``num_done`` stages, which are fully trained, may be missing. Raises UserError if any other
     corpus can't be opened.
     """
     newest = {segment.stage_number: segment for segment in plan.segments}
@@ -71,19 +71,19 @@ def num_made(plan: Plan, stages: Sequence[StagePlan], num_done: int = 0) -> int 
 def plan_stages(
     stages: Sequence[StagePlan], before: Plan | None = None, step: int = 0, skipped: range | None = None
 ) -> tuple[Plan, tuple[NewSegment, ...]]:
-    """Plan the current stage of a run from a step on, and all later stages.
+    """Plan the rest of a run's current stage, and all later stages.
 
     Args:
         stages: All stages of the run.
-        before: The part of the plan to keep, whose newest segment holds the step; None for a new run.
-        step: Optimizer steps completed.
-        skipped: Rows of the plan after that step to leave out.
+        before: The part of the plan to keep. Its newest segment contains ``step``. None for a new run.
+        step: Number of completed optimizer steps.
+        skipped: Rows after that step to leave out of the plan.
 
     Returns:
         The plan and its new segments.
 
     Raises:
-        UserError: A corpus can't be used, or a stage's data end before the stage.
+        UserError: A corpus can't be used, or a stage has less data than its length requires.
     """
     number = before.newest.stage_number if before else 0
     part = None if (length := stages[number].length) is None else StagePart(length=length)
@@ -94,7 +94,7 @@ def plan_stages(
 
 
 def plan_rest(stages: Sequence[StagePlan], before: Plan) -> tuple[Plan, tuple[NewSegment, ...]]:
-    """Plan the stages that a plan does not cover yet; returns the plan and its new segments."""
+    """Plan the stages that a plan does not cover yet, and return the extended plan and its new segments."""
     return _continued(before, [], stages)
 
 
@@ -131,13 +131,13 @@ def _next(
             raise
         raise UserError(f"stage {stage.name!r}: {error}") from error
     if not is_last:
-        # The next stage needs these pieces to find what this one leaves untrained.
+        # These pieces determine what the segment leaves untrained, which is an input of the next stage.
         segment = replace(segment, train=replace(segment.train, all_pieces=Pieces.join(kept)))
     return NewSegment(segment=segment, corpora=corpora, remainder=remainder, part=part)
 
 
 def _part_after(plan: Plan, step: int, length: StageLength) -> StagePart:
-    """Return the part of the plan's newest stage that is left after ``step``."""
+    """Return the part of the plan's newest stage that remains after ``step``."""
     number = plan.newest.stage_number
     tokens = 0
     segments = [one for one in plan.segments if one.stage_number == number]
@@ -149,16 +149,16 @@ def _part_after(plan: Plan, step: int, length: StageLength) -> StagePart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Done:
-    """The rows of a segment that are not planned again."""
+    """Rows of a segment that are not planned again."""
 
     trained: int
-    """Number of the segment's first rows that were trained."""
+    """Number of leading rows that were trained."""
     skipped: range
     """Later rows that are left out; may be empty."""
 
     @property
     def end(self) -> int:
-        """Return the row from which every row is planned again."""
+        """Return the first row after which all rows are planned again."""
         return max(self.trained, self.skipped.stop)
 
     def holds(self, first: int, num_rows: int) -> NDArray[np.bool_]:
@@ -169,18 +169,18 @@ class _Done:
 def remainder_after(
     plan: Plan, step: int, sources: Sequence[PlannedSource], settings: PlanSettings, skipped: range | None = None
 ) -> Remainder:
-    """Return the untrained remainder of the epoch that a run is in.
+    """Return the untrained remainder of a run's current epoch.
 
     Args:
         plan: The run's plan.
         step: Step of the newest committed checkpoint.
-        sources: The sources of the new segment: the plan's in their order, then new ones.
+        sources: The sources of the new segment: those of the plan, in the same order, then new ones.
         settings: The settings of the new segment.
-        skipped: Rows of the plan after that step to leave out.
+        skipped: Rows after that step to leave out of the plan.
 
     Raises:
-        UserError: The step is before the newest segment, the sources changed their order, or ``skipped`` has rows of
-            another epoch.
+        UserError: The step is before the newest segment, the order of the sources changed, or ``skipped`` includes rows
+            of another epoch.
     """
     newest = plan.newest
     if step < newest.base_step:
@@ -190,11 +190,11 @@ def remainder_after(
         )
     places = [(source.fingerprint, source.num_documents) for source in newest.sources]
     if [(source.fingerprint, source.num_documents) for source in sources][: len(places)] != places:
-        raise UserError("data.sources: a run's corpora must keep their order; add new ones at the end")
+        raise UserError("data.sources: the corpora of a run must keep their order; add new corpora at the end")
     cursor = plan.cursor(step)
     epoch = cursor.epoch
     if newest.branch is not None and step == newest.base_step:
-        # The cursor belongs to the previous segment, which may have ended an epoch earlier.
+        # The cursor belongs to the previous segment, whose last epoch may be an earlier one.
         epoch = newest.branch.epoch
     local = cursor.next_row - newest.base_row
     left_out = range(0) if skipped is None else _left_out(newest, local, epoch, skipped)
@@ -215,7 +215,7 @@ def remainder_after(
         for segment, done in trained:
             _count_uses(segment, done, uses)
     left, planned = _left_of(newest, epoch, trained[-1][1], taken)
-    # Without weights, an epoch takes documents whole that it has not begun.
+    # Without weights, an epoch takes complete documents that it has not begun.
     source = np.searchsorted(first_documents(sources), left.document, side="right") - 1
     is_used = np.asarray([one.is_used for one in sources])[source]
     is_weighted = np.asarray([one.weight is not None for one in sources])[source]
@@ -238,40 +238,40 @@ def remainder_after(
 
 
 def _keeps(newest: Segment, sources: Sequence[PlannedSource], settings: PlanSettings) -> bool:
-    """Return whether a new segment takes the documents that the epoch had planned, since no selection changed."""
+    """Return whether a new segment takes the documents that the epoch planned, since the selection did not change."""
     known = [source.weight for source in newest.sources]
     weights = [*known, *[0.0] * (len(sources) - len(known))]
-    # Weights select documents by the tokens that they count for.
+    # With weights, the selection depends on the number of tokens counted per document.
     counts = {_tokens_counted(newest.settings), _tokens_counted(settings)}
     return len(counts) == 1 and [source.weight for source in sources] == weights
 
 
 def _tokens_counted(settings: PlanSettings) -> tuple[str, int] | None:
-    """Return the settings that decide how many tokens a document counts for; None if only its length does."""
+    """Return the settings that limit the tokens counted per document, or None if a document's full length counts."""
     return (settings.overlong, settings.capacity) if settings.overlong in ("truncate", "drop") else None
 
 
 def _left_out(newest: Segment, local: int, epoch: int, skipped: range) -> range:
-    """Return the rows to leave out, numbered in the segment; UserError unless all are of epoch ``epoch``."""
+    """Return the rows to leave out, numbered within the segment; UserError unless all belong to epoch ``epoch``."""
     found = range(skipped.start - newest.base_row, skipped.stop - newest.base_row)
     assert local <= found.start < found.stop <= newest.train.num_rows, "only rows not trained yet can be left out"
     first, last = newest.epoch_of(found[0]), newest.epoch_of(found[-1])
     if first != last:
         raise UserError(
-            f"rows {skipped.start} to {skipped.stop - 1} can't be left out: an epoch ends between them, and rows of "
-            "only one epoch can be left out; branch the run (train --branch) with another data.rows_per_step, whose "
-            "steps end elsewhere"
+            f"rows {skipped.start} to {skipped.stop - 1} can't be left out: they belong to two epochs, and rows of "
+            "only one epoch can be left out; branch the run (train --branch) with another value of data.rows_per_step, "
+            "which moves the end of each step"
         )
     if last != epoch:
         raise UserError(
             f"rows {skipped.start} to {skipped.stop - 1} can't be left out: they belong to epoch {last + 1}, but the "
-            f"newest checkpoint to epoch {epoch + 1}; save more often (checkpoint.every_steps)"
+            f"newest checkpoint belongs to epoch {epoch + 1}; save more often (checkpoint.every_steps)"
         )
     return found
 
 
 def _skipped_before(plan: Plan, number: int) -> range:
-    """Return the rows that segment ``number`` left out of the segment before it, numbered in the latter."""
+    """Return the rows that segment ``number`` left out of the previous segment, numbered within the previous one."""
     before, branch = plan.segments[number - 1], plan.segments[number].branch
     if branch is None or branch.skipped is None:
         return range(0)
@@ -279,7 +279,7 @@ def _skipped_before(plan: Plan, number: int) -> range:
 
 
 def _begun(segment: Segment, epoch: int, done: _Done, num_documents: int) -> NDArray[np.bool_]:
-    """Return which documents the segment has begun to train in the epoch; bool [documents]."""
+    """Return a mask of the documents that the segment has begun to train on in the epoch; bool [documents]."""
     begun = np.zeros(num_documents, dtype=np.bool_)
     for pieces, is_trained in _pieces_of_epoch(segment, epoch, done):
         begun[pieces.document[is_trained]] = True
@@ -287,13 +287,13 @@ def _begun(segment: Segment, epoch: int, done: _Done, num_documents: int) -> NDA
 
 
 def _count_uses(segment: Segment, done: _Done, uses: NDArray[np.uint32]) -> None:
-    """Add to ``uses`` the documents that the segment has begun, once per epoch."""
+    """Increment ``uses`` for each document that the segment has begun, once per epoch."""
     for info in segment.epochs:
         if info.first_row >= done.end:
             break
         begun = _begun(segment, info.epoch, done, uses.size)
         if info is segment.epochs[0]:
-            # An earlier segment has begun and counted these.
+            # An earlier segment has begun these documents and counted them already.
             begun[segment.fragments.document] = False
         uses += begun
 
@@ -301,7 +301,7 @@ def _count_uses(segment: Segment, done: _Done, uses: NDArray[np.uint32]) -> None
 def _left_of(
     segment: Segment, epoch: int, done: _Done, taken: NDArray[np.bool_]
 ) -> tuple[Fragments, NDArray[np.bool_]]:
-    """Return the fragments that a segment leaves untrained, and which whole documents the epoch had planned."""
+    """Return the fragments that a segment leaves untrained, and a mask of the complete documents still planned."""
     is_split = taken.copy()
     if epoch == segment.epochs[0].epoch:
         is_split[segment.fragments.document] = True
@@ -315,25 +315,25 @@ def _left_of(
 
 
 def _unplanned(segment: Segment, done: _Done, num_documents: int) -> Fragments:
-    """Return the segment's fragments that it made no pieces of, and waiting ones whose documents it did not begin."""
+    """Return the given fragments that became no pieces, and the waiting fragments whose documents were not begun."""
     given, waiting = segment.fragments, segment.waiting
     is_planned = np.zeros(given.size, dtype=np.bool_)
     if given.size:
         starts = _places(given.document, given.start)
         for pieces, _ in _pieces_of_epoch(segment, segment.epochs[0].epoch, done):
-            # Any piece counts, since a fragment's first piece is left out if it has no label.
+            # Any piece counts: a fragment's first piece may be missing because it has no label.
             at = np.searchsorted(starts, _places(pieces.document, pieces.start), side="right") - 1
             ends = given.start[at] + given.length[at]
             is_planned[at[(at >= 0) & (given.document[at] == pieces.document) & (pieces.start < ends)]] = True
     is_begun = np.zeros(num_documents, dtype=np.bool_)
     for info in segment.epochs if waiting.size else ():
         is_begun |= _begun(segment, info.epoch, done, num_documents)
-    # A given fragment without a piece was too long for the segment, or has no label.
+    # A given fragment became no piece if it was too long for the segment or has no label.
     return _joined([given.take(~is_planned), waiting.take(~is_begun[waiting.document])])
 
 
 def _joined(parts: Sequence[Fragments]) -> Fragments:
-    """Concatenate fragments, sort them, and merge those that are adjacent in a document."""
+    """Concatenate and sort fragments, and merge those that are adjacent in a document."""
     found = Fragments.join(parts)
     if not found.size:
         return found
@@ -347,18 +347,18 @@ def _joined(parts: Sequence[Fragments]) -> Fragments:
 
 
 def _places(document: Int64Array, start: Int64Array) -> NDArray[np.uint64]:
-    """Return one number per token position, ordered by document and position."""
+    """Return a sort key for each token position, ordered by document, then by position."""
     return document.astype(np.uint64) << np.uint64(32) | start.astype(np.uint64)
 
 
 def _pieces_of_epoch(segment: Segment, epoch: int, done: _Done) -> Iterator[tuple[Pieces, NDArray[np.bool_]]]:
-    """Yield blocks of the pieces of an epoch's rows, and for each piece whether its row is done."""
+    """Yield the pieces of an epoch's rows in blocks, each with a mask of the pieces whose row is done."""
     info = next((info for info in segment.epochs if info.epoch == epoch), None)
     if info is None or not info.num_rows:
         return
     stats = segment.train.stats(info.first_row, info.first_row + info.num_rows)
     is_trained = done.holds(info.first_row, info.num_rows)
-    # Rows are in training order, pieces in the order in which rows closed.
+    # Rows are stored in training order, pieces in closing order.
     order = np.argsort(stats.first_piece, kind="stable")
     flags = np.repeat(is_trained[order], stats.num_pieces[order])
     first = int(stats.first_piece[order[0]])

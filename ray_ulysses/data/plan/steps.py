@@ -1,4 +1,4 @@
-"""Orders rows and assigns the rows of a step to ranks, so that ranks and micro-batches have balanced costs."""
+"""Orders rows, and assigns each step's rows to ranks, so that ranks and micro-batches have similar costs."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _STEP_BLOCK = 4096
 def assign_rows(rows: Sequence[int], costs: Sequence[int] | Int64Array, dp_size: int) -> MicroBatches:
     """Assign the rows of one step to the data-parallel ranks.
 
-    Rows are sorted by cost, the most expensive first (ties by row), and divided into micro-batches of ``dp_size``, so
-    that ranks that wait for one another in a micro-batch have rows of nearly equal cost. Every second micro-batch is
-    assigned in reverse, so that no rank gets the most expensive row of every micro-batch.
+    Rows are sorted by descending cost (ties by row) and divided into micro-batches of ``dp_size`` rows, so that ranks
+    that wait for each other in a micro-batch have rows of similar cost. Every second micro-batch is assigned in
+    reverse, so that no rank always gets the most expensive row.
 
     Returns:
         ``result[micro_batch][dp_rank]``: a row, or None for a zero-weight filler row.
@@ -34,25 +34,25 @@ def assign_rows(rows: Sequence[int], costs: Sequence[int] | Int64Array, dp_size:
 
 
 def num_micro_batches(num_rows: int, dp_size: int) -> int:
-    """Return the number of micro-batches of a step of ``num_rows`` rows."""
+    """Return the number of micro-batches in a step of ``num_rows`` rows."""
     return -(-num_rows // dp_size)
 
 
 def balance_windows(costs: Int64Array, rows_per_step: int, num_steps: int, first_row: int = 0) -> Int64Array:
-    """Return an order in which rows of similar cost share a step, and the steps of a window have similar costs.
+    """Reorder rows so that rows of similar cost share a micro-batch and the steps of a window have similar costs.
 
-    The rows of ``num_steps`` steps are sorted by cost and divided into ``num_steps ** 2`` groups of neighbors. Each
-    step takes one group of every stratum of ``num_steps`` groups, alternating forwards and backwards. A step still
-    holds rows of all costs, but those that share a micro-batch are closer in cost.
+    The rows of ``num_steps`` steps are sorted by cost and divided into ``num_steps ** 2`` groups of neighbors. Of every
+    ``num_steps`` consecutive groups, each step takes one, alternating forwards and backwards. A step still has rows of
+    all costs, but rows that share a micro-batch are closer in cost.
 
     Args:
-        costs: Cost of each row, in the shuffled order.
+        costs: Cost of each row, in shuffled order.
         rows_per_step: Rows per step.
         num_steps: Steps per window.
-        first_row: Number of rows of the run before these, so that windows end where steps end.
+        first_row: Number of earlier rows in the run, which aligns the windows with steps.
 
     Returns:
-        The indexes in ``costs``, in the new order.
+        Indices into ``costs``, in the new order.
     """
     window = rows_per_step * num_steps
     order = np.arange(costs.size, dtype=np.int64)
@@ -65,7 +65,7 @@ def balance_windows(costs: Int64Array, rows_per_step: int, num_steps: int, first
 
 
 def _spread(costs: Int64Array, skipped: int, rows_per_step: int, num_steps: int) -> Int64Array:
-    """Return the order of one window, whose first ``skipped`` places belong to other rows."""
+    """Return the order of one window's rows. The first ``skipped`` positions of the window belong to other rows."""
     ranked = np.argsort(-costs, kind="stable")
     window = rows_per_step * num_steps
     size = -(-rows_per_step // num_steps)
@@ -83,23 +83,23 @@ def _spread(costs: Int64Array, skipped: int, rows_per_step: int, num_steps: int)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTimes:
-    """Balance of the steps of a plan, by cost alone."""
+    """Balance of a plan's steps, predicted from row costs alone."""
 
     imbalance: float
-    """Time of all steps over their time with perfectly balanced ranks; 1.0 is optimal."""
+    """Total time of all steps, relative to perfectly balanced ranks; 1.0 is optimal."""
     bound: float
-    """The lowest imbalance that any assignment of each step's rows could reach: a step lasts at least as long as the
-    mean over its ranks, and as its most expensive row."""
+    """Lower limit of ``imbalance`` for any assignment of rows within their steps: a step takes at least the mean time
+    of its ranks and at least the time of its most expensive row."""
     fast: float
-    """The 10th percentile of step times over their mean."""
+    """10th percentile of the step times, relative to their mean."""
     slow: float
-    """The 90th percentile of step times over their mean."""
+    """90th percentile of the step times, relative to their mean."""
 
 
 def step_times(costs: Int64Array, rows_per_step: int, dp_size: int) -> StepTimes:
-    """Predict the balance of the steps from the cost of every row, in training order.
+    """Predict the balance of the steps from each row's cost, in training order.
 
-    A micro-batch lasts as long as its most expensive row.
+    A micro-batch is assumed to take as long as its most expensive row.
     """
     total = float(costs.sum(dtype=np.float64))
     if total == 0.0:
@@ -109,7 +109,7 @@ def step_times(costs: Int64Array, rows_per_step: int, dp_size: int) -> StepTimes
         part = costs[first : first + rows_per_step * _STEP_BLOCK]
         steps = np.zeros((-(-part.size // rows_per_step), rows_per_step), dtype=np.int64)
         steps.reshape(-1)[: part.size] = part
-        # In descending order the most expensive row of each micro-batch is every dp_size-th one.
+        # In descending order, every dp_size-th row is the most expensive row of a micro-batch.
         highest = -np.sort(-steps, axis=1)[:, ::dp_size]
         times.append(highest.sum(axis=1, dtype=np.float64))
         bounds.append(np.maximum(steps.sum(axis=1, dtype=np.float64) / dp_size, highest[:, 0]))

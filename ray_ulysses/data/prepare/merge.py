@@ -1,7 +1,7 @@
-"""Merges the units of a preparation: writes the sidecars from their notes and commits the corpus.
+"""Merges the units of a preparation: combines their notes into the sidecar files and commits the corpus.
 
-Units that are ranges of one JSONL file number their lines from 1; the merge adds the lines before each range. Notes are
-read unit by unit; only the digests of all documents, 16 bytes each, are held at once, to find repeats.
+If a JSONL file is divided into several units, each unit numbers its lines from 1, and the merge adds the preceding
+lines. Notes are read unit by unit, but the digests of all documents (16 bytes each) are in memory, to find duplicates.
 """
 
 from __future__ import annotations
@@ -79,13 +79,12 @@ def merge(
     others: Sequence[Corpus] = (),
     retry: RetryPolicy = RETRY,
 ) -> CorpusInfo:
-    """Write the sidecars, the quarantine and, last, ``corpus.json``; repeating it writes the same files.
+    """Write the sidecar files, the quarantine file and, last, ``corpus.json``. A repetition writes the same files.
 
-    Documents that are in ``others`` are left out. All files that ``corpus.json`` names are durable before it is
-    published.
+    Documents that occur in ``others`` are excluded. All files listed in ``corpus.json`` are durable before the commit.
 
     Raises:
-        UserError: No document is left, or a JSONL file holds no JSON object.
+        UserError: No document is left, or a JSONL file contains no JSON object.
         READ_ERRORS: The notes can't be read, or the corpus can't be written.
     """
     refuse_files_without_objects([result.lines for result in results])
@@ -96,16 +95,16 @@ def merge(
     repeated = _repeated_documents(out, units, repeats, others)
     num_quarantined, reasons = _write_quarantine(out, results, rejected, repeated)
     if not any((repeated < 0).any() for repeated in repeats):
-        # The shards hold only repeated documents.
+        # The shards contain only duplicates.
         shutil.rmtree(out / SHARDS_DIRECTORY, ignore_errors=True)
         if not num_quarantined:
-            raise UserError("the sources hold no document: their files are empty")
+            raise UserError("the sources contain no document: the files are empty")
         common = "; ".join(f"{reason} ({count})" for reason, count in reasons[:3])
         with (out / QUARANTINE_FILE).open(encoding="utf-8") as lines:
             first = Rejected(**json.loads(next(lines)))
         where = f"{first.source} at {first.offset}" if first.offset else first.source
         raise UserError(
-            f"the sources hold no usable document: {num_quarantined} were left out: {common}; the first is {where}: "
+            f"the sources contain no usable document: {num_quarantined} were left out: {common}; the first is {where}: "
             f"{first.reason}"
         )
     documents = _write_documents(out, units, repeats)
@@ -135,7 +134,7 @@ def merge(
         turn_ends=tuple(sorted({token for unit in units for token in unit.turn_ends})),
         **documents,
     )
-    # The files were synced when written; syncing the folders makes their names durable.
+    # The files were synced when written. Syncing the folders makes the file names durable.
     for directory in (out / SHARDS_DIRECTORY, out):
         sync(directory)
     write_text(out / CORPUS_FILE, json.dumps(info.to_json(), indent=2) + "\n")
@@ -143,10 +142,10 @@ def merge(
 
 
 def remove_working_files(out: Path, info: CorpusInfo) -> None:
-    """Remove a preparation's working files: notes, temporary files, and shards that belong to no unit.
+    """Remove a preparation's working files: notes, temporary files, and shards of units that no longer exist.
 
-    Such shards come from source files that were removed before an interrupted preparation was resumed. Errors are
-    ignored, since the files are harmless and the next preparation removes them.
+    Such shards remain if source files were removed before an interrupted preparation was resumed. Errors are ignored,
+    since the files are harmless and the next preparation removes them.
     """
     store = LocalStore(out)
     for path in working_files(out, info):
@@ -155,7 +154,7 @@ def remove_working_files(out: Path, info: CorpusInfo) -> None:
 
 
 def working_files(out: Path, info: CorpusInfo) -> list[Path]:
-    """Return the files in a complete corpus that its preparation left and that do not belong to it."""
+    """Return the files in a complete corpus's directory that the preparation left behind."""
     shards = {shard.name for shard in info.shards}
     found = [path for path in (out / UNITS_DIRECTORY, out / PREPARATION_FILE) if path.exists()]
     for folder in (out, out / SHARDS_DIRECTORY):
@@ -165,7 +164,7 @@ def working_files(out: Path, info: CorpusInfo) -> list[Path]:
 
 
 def entropy_nats(counts: NDArray[np.int64]) -> float:
-    """Return the Shannon entropy, in nats, of a distribution given by its counts."""
+    """Return the Shannon entropy in nats of the distribution with the given counts."""
     positive = counts[counts > 0].astype(np.float64)
     shares = positive / positive.sum()
     return float(-(shares * np.log(shares)).sum())
@@ -182,7 +181,7 @@ def _notes(out: Path, unit: UnitResult, columns: Sequence[str] | None = None) ->
 def _kept_notes(
     out: Path, units: Sequence[UnitResult], repeats: Sequence[NDArray[np.int64]], columns: Sequence[str]
 ) -> Iterator[tuple[int, pa.Table]]:
-    """Yield the number of each unit's first document, and the notes of its documents that are kept."""
+    """Yield, for each unit, the number of its first document and the notes of the documents that are not repeats."""
     first = 0
     for unit, repeated in zip(units, repeats, strict=True):
         kept = _notes(out, unit, columns).filter(pa.array(repeated < 0))
@@ -193,7 +192,7 @@ def _kept_notes(
 def _repeats(
     out: Path, units: Sequence[UnitResult], others: Sequence[Corpus], duplicates: Duplicates
 ) -> list[NDArray[np.int64]]:
-    """Return for each document the number of the document in ``others`` or the units that it repeats, or -1."""
+    """Return, for each document, the number of the document that it repeats in ``others`` or the units, or -1."""
     if duplicates == "keep" and not others:
         return [np.full(unit.num_documents, -1, dtype=np.int64) for unit in units]
 
@@ -212,7 +211,7 @@ def _repeats(
 def _repeated_documents(
     out: Path, units: Sequence[UnitResult], repeats: Sequence[NDArray[np.int64]], others: Sequence[Corpus]
 ) -> Iterator[Rejected]:
-    """Yield the repeated documents, with the location of the first occurrence as the reason."""
+    """Yield the repeated documents. The reason states where the content occurred first."""
     sizes = [*(corpus.num_documents for corpus in others), *(repeated.size for repeated in repeats)]
     begins = np.cumsum([0, *sizes])
 
@@ -239,7 +238,7 @@ def _repeated_documents(
 
 
 def _write_documents(out: Path, units: Sequence[UnitResult], repeats: Sequence[NDArray[np.int64]]) -> dict[str, Any]:
-    """Write the document table and the index, and return their fields of ``corpus.json``."""
+    """Write the document table and the index, and return the values for ``corpus.json``."""
     columns = [*DOCUMENT_SCHEMA.names, "first_token"]
     num_documents, num_tokens, largest, crc32, first_of_shard = 0, 0, 0, 0, 0
     with atomic_file(out / DOCUMENTS_FILE) as temporary, atomic_file(out / INDEX_FILE) as index_temporary:
@@ -268,7 +267,7 @@ def _write_documents(out: Path, units: Sequence[UnitResult], repeats: Sequence[N
 
 
 def _write_spans(out: Path, units: Sequence[UnitResult], repeats: Sequence[NDArray[np.int64]]) -> SpansInfo:
-    """Write every document's spans; a fully supervised document gets one span."""
+    """Write the label spans of all documents. A fully supervised document gets one span."""
     num_spans, num_supervised, crc32 = 0, 0, 0
     smallest, largest = math.inf, 0.0
     schema = WEIGHTED_SPANS_SCHEMA if any(unit.has_weights for unit in units) else SPANS_SCHEMA
@@ -298,7 +297,7 @@ def _write_spans(out: Path, units: Sequence[UnitResult], repeats: Sequence[NDArr
 def _unit_spans(
     notes: pa.Table,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]:
-    """Return document (from 0), start, stop and weight of each span of a unit's documents."""
+    """Return the document (from 0), start, stop and weight of each label span in a unit."""
     starts_of = notes.column("span_starts").combine_chunks()
     is_whole = starts_of.is_null().to_numpy(zero_copy_only=False)
     counts = np.where(is_whole, 1, starts_of.value_lengths().fill_null(0).to_numpy(zero_copy_only=False))
@@ -317,7 +316,7 @@ def _unit_spans(
 def _write_quarantine(
     out: Path, results: Sequence[UnitResult], rejected: Sequence[Rejected], repeated: Iterator[Rejected]
 ) -> tuple[int, tuple[tuple[str, int], ...]]:
-    """Write all documents that were left out to one file; return their number, and that of the most common reasons."""
+    """Write all excluded documents to the quarantine file; return their number and the most common reasons."""
     reasons: Counter[str] = Counter()
     with atomic_file(out / QUARANTINE_FILE) as temporary, temporary.open("w", encoding="utf-8") as file:
         for group in (rejected, repeated):
@@ -341,7 +340,7 @@ def _entropies(
     tokenizer: TokenizerInfo,
     retry: RetryPolicy,
 ) -> tuple[float | None, float | None]:
-    """Return the entropy of the raw bytes and of the token ids over the kept documents."""
+    """Return the unigram entropies, in nats, of the raw bytes and of the token ids in the documents that are kept."""
     known = [unit.token_counts for unit in units if unit.token_counts is not None]
     if len(known) < len(units):
         return None, None

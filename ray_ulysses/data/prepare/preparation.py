@@ -1,6 +1,6 @@
-"""Prepares a corpus: lists the units of work, resumes an earlier preparation, and commits the result.
+"""Prepares a corpus: lists the units of work, resumes an interrupted preparation, and commits the corpus.
 
-The units may run anywhere, for example as Ray tasks (``ray_ulysses.cluster.prepare_job``).
+The units may be processed anywhere, for example in Ray tasks (``ray_ulysses.cluster.prepare_job``).
 """
 
 from __future__ import annotations
@@ -39,44 +39,44 @@ LOCK_FILE = ".prepare.lock"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrepareRequest:
-    """The options of ``prepare``."""
+    """Options of ``prepare``."""
 
     sources: SourceSpec
     out: Path
-    """Directory of the corpus."""
+    """Output directory of the corpus."""
     tokenizer: str = "bytes"
     """``bytes``, or the directory or hub id of a Hugging Face tokenizer."""
     encoding: EncodingOptions = field(default_factory=EncodingOptions)
     duplicates: Duplicates = "quarantine"
-    """``quarantine`` leaves out documents whose content occurred before; ``keep`` keeps them."""
+    """Whether to ``quarantine`` (exclude) or ``keep`` documents whose content occurred before."""
     without: tuple[str, ...] = ()
-    """Corpora to train on together with this one; their documents are left out."""
+    """Other corpora of the same run; documents that occur in them are excluded."""
     unit_bytes: int = DEFAULT_UNIT_BYTES
-    """Input bytes per unit, about the size of a shard."""
+    """Input bytes per unit, roughly the size of a shard."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preparation:
-    """A preparation and its units of work."""
+    """A preparation with its units of work."""
 
     request: PrepareRequest
-    """The options, with absolute paths."""
+    """Options, with absolute paths."""
     encoder: DocumentEncoder = field(repr=False)
     units: tuple[Unit, ...]
     rejected: tuple[Rejected, ...]
-    """Files that were left out without reading them."""
+    """Files that were excluded without being read."""
     options: str
-    """Identifies the request."""
+    """Hash of the options."""
     signature: str
-    """Identifies the request and the units."""
+    """Hash of the options and the units."""
     done: tuple[UnitResult, ...] = ()
-    """Results of the units that an earlier run finished."""
+    """Results of the units that an earlier command finished."""
     is_complete: bool = False
-    """Whether the corpus already exists."""
+    """Whether the corpus exists already."""
 
     @property
     def pending(self) -> tuple[Unit, ...]:
-        """Return the unfinished units."""
+        """Units that are not finished yet."""
         finished = {result.index for result in self.done}
         return tuple(unit for unit in self.units if unit.index not in finished)
 
@@ -86,17 +86,17 @@ class PrepareProgress:
     """Progress of a preparation."""
 
     units_done: int
-    """Finished units, including those of earlier runs."""
+    """Finished units, including those of earlier commands."""
     num_units: int
     documents: int
     """Documents stored so far."""
     tokens: int
     rejected: int
-    """Documents left out so far; repeated ones are found at the end."""
+    """Documents excluded so far. Duplicates are found only at the end."""
     bytes_done: int
     """Input bytes of the finished units."""
     num_bytes: int
-    """Input bytes of all units: stored bytes for files that are read whole, else uncompressed bytes."""
+    """Input bytes of all units: stored bytes for files that are read as one unit, uncompressed bytes otherwise."""
 
 
 ProgressCallback = Callable[[PrepareProgress], None]
@@ -106,23 +106,23 @@ def listed(request: PrepareRequest, retry: RetryPolicy = RETRY) -> Preparation:
     """Check a request and list its units, without writing anything.
 
     Raises:
-        UserError: A source, an option or the tokenizer can't be used, or there is nothing to read.
-        RunError: A storage did not answer in time.
+        UserError: A source, an option or the tokenizer can't be used, or the sources are empty.
+        RunError: The storage did not answer in time.
     """
     return retry.call_or_fail("the sources", lambda: _listed(request))
 
 
 @contextmanager
 def claimed(found: Preparation, retry: RetryPolicy = RETRY, *, is_scratch: bool = False) -> Iterator[Preparation]:
-    """Lock the output directory of a preparation until the block ends.
+    """Lock the output directory of a preparation until the ``with`` block ends.
 
-    Nothing that exists is overwritten, except that another preparation is deleted if the directory ``is_scratch``. A
-    request that fails before it writes a shard leaves nothing behind.
+    Existing files are never overwritten, with one exception: if ``is_scratch``, another preparation in the directory is
+    deleted. A preparation that fails before a shard is written leaves nothing behind.
 
     Raises:
-        UserError: The directory holds another corpus, another unfinished preparation or other files, or another process
-            is preparing there.
-        RunError: A storage did not answer in time.
+        UserError: The directory contains another corpus, another unfinished preparation or other files, or another
+            process is preparing a corpus there.
+        RunError: The storage did not answer in time.
     """
     out = found.request.out
     if is_scratch and retry.call_or_fail(out, lambda: _holds_other(found)):
@@ -135,7 +135,7 @@ def claimed(found: Preparation, retry: RetryPolicy = RETRY, *, is_scratch: bool 
     made = retry.call_or_fail(out, lambda: [folder for folder in (out, *out.parents) if not folder.exists()])
     try:
         with directory_lock(out, retry=retry):
-            # Checked again, since the previous holder of the lock may have finished the corpus.
+            # Checked again, since the previous owner of the lock may have finished the corpus.
             if retry.call_or_fail(out, lambda: _is_complete(found)):
                 yield replace(found, is_complete=True)
                 return
@@ -144,7 +144,7 @@ def claimed(found: Preparation, retry: RetryPolicy = RETRY, *, is_scratch: bool 
                 yield replace(found, done=retry.call_or_fail(out, lambda: _finished_units(found)))
             except BaseException as error:
                 with suppress(OSError):
-                    # Tasks may still run after any error except a UserError, which is raised once all have ended.
+                    # A UserError is raised once all tasks have ended; after other errors, tasks may still be running.
                     if not (_has_output(out) if isinstance(error, UserError) else (out / SHARDS_DIRECTORY).exists()):
                         _clear(out)
                 raise
@@ -158,11 +158,11 @@ def claimed(found: Preparation, retry: RetryPolicy = RETRY, *, is_scratch: bool 
 def finish(preparation: Preparation, results: tuple[UnitResult, ...], retry: RetryPolicy = RETRY) -> Corpus:
     """Merge the units' notes and commit the corpus by writing ``corpus.json``.
 
-    ``preparation`` comes from ``claimed``; ``results`` has one result per unit, in any order.
+    ``preparation`` must come from ``claimed``; ``results`` has one result per unit, in any order.
 
     Raises:
-        UserError: No document is left, or a JSONL file holds no JSON object.
-        RunError: The corpus can't be written; a ``StorageAwayError`` if its storage did not answer in time.
+        UserError: No document is left, or a JSONL file contains no JSON object.
+        RunError: The corpus can't be written. ``StorageAwayError`` if the storage did not answer in time.
     """
     ordered = tuple(sorted(results, key=lambda result: result.index))
     assert [r.index for r in ordered] == [u.index for u in preparation.units], "every unit must have one result"
@@ -180,14 +180,14 @@ def finish(preparation: Preparation, results: tuple[UnitResult, ...], retry: Ret
         retry=retry,
     )
     info = retry.call_or_fail(request.out, merge_units)
-    # The corpus is committed; the next preparation removes files that can't be removed now.
+    # The corpus is committed. Files that can't be removed now are removed by the next preparation.
     with suppress(OSError):
         remove_working_files(request.out, info)
     return Corpus.open(request.out, retry=retry)
 
 
 def progress_of(preparation: Preparation, results: Sequence[UnitResult]) -> PrepareProgress:
-    """Return the progress given the results so far, including those of earlier runs."""
+    """Return the progress of a preparation, given all results so far, including those of earlier commands."""
     finished = {result.index for result in results}
     return PrepareProgress(
         units_done=len(results),
@@ -204,16 +204,16 @@ def _listed(request: PrepareRequest) -> Preparation:
     request = _with_absolute_paths(request)
     for name, path in (("--out", str(request.out)), ("--tokenizer", request.tokenizer)):
         if path_text(path) != path:
-            raise UserError(f"{name}={path_text(path)}: its name is not UTF-8, which a corpus can't store; rename it")
+            raise UserError(f"{name}={path_text(path)}: the name is not UTF-8, so a corpus can't store it; rename it")
     fields = request.sources.fields
     fields.check(request.sources.kind)
     encoder = load_encoder(request.tokenizer, request.encoding)
     if fields.kind == "messages":
-        # Refuse a missing chat template now instead of in the first task.
+        # Refuse a missing chat template immediately instead of in the first task.
         _ = encoder.chat
     elif request.encoding.chat_settings:
         option = f"--{request.encoding.chat_settings[0].replace('_', '-')}"
-        raise UserError(f"{option}: counts for chats only; leave it out, or set --messages-field")
+        raise UserError(f"{option}: applies to chats only; remove it, or set --messages-field")
     units, rejected = list_units(request.sources, request.unit_bytes, request.out)
     if not units:
         paths = ", ".join(map(path_text, request.sources.paths))
@@ -224,7 +224,7 @@ def _listed(request: PrepareRequest) -> Preparation:
             )
         raise UserError(
             f"source={paths}: no file matches --pattern={request.sources.pattern!r} "
-            f"(--kind={request.sources.kind}), or none that does has rows; nothing was written"
+            f"(--kind={request.sources.kind}), or none of the matching files has rows; nothing was written"
         )
     refuse_missing_fields(units)
     others = _other_corpora(request, encoder.tokenizer.info)
@@ -241,7 +241,7 @@ def _finished_units(preparation: Preparation) -> tuple[UnitResult, ...]:
 
 
 def _with_absolute_paths(request: PrepareRequest) -> PrepareRequest:
-    """Make existing paths absolute, since workers have another current directory; keep hub ids."""
+    """Make existing paths absolute, since workers have another working directory; leave hub ids unchanged."""
     paths = tuple(_absolute(path) for path in request.sources.paths)
     return replace(
         request,
@@ -258,7 +258,6 @@ def _absolute(path: str) -> str:
 
 
 def _other_corpora(request: PrepareRequest, tokenizer: TokenizerInfo, retry: RetryPolicy = RETRY) -> tuple[Corpus, ...]:
-    """Open the corpora whose documents are left out."""
     others = []
     for path in request.without:
         try:
@@ -267,8 +266,8 @@ def _other_corpora(request: PrepareRequest, tokenizer: TokenizerInfo, retry: Ret
             raise UserError(f"--without{str(error).removeprefix('data.path')}") from error
         if corpus.info.tokenizer.fingerprint != tokenizer.fingerprint:
             raise UserError(
-                f"--without={path}: was prepared with the tokenizer {corpus.info.tokenizer.name}, not "
-                f"{tokenizer.name}; the corpora of a run need the same tokenizer"
+                f"--without={path}: was prepared with the tokenizer {corpus.info.tokenizer.name} instead of "
+                f"{tokenizer.name}; all corpora of a run must have the same tokenizer"
             )
         others.append(corpus)
     return tuple(others)
@@ -288,28 +287,28 @@ def _options_signature(request: PrepareRequest, encoder: DocumentEncoder, others
 
 
 def _is_complete(preparation: Preparation) -> bool:
-    """Return whether the same corpus already exists; UserError if the directory holds anything else."""
+    """Return whether the same corpus exists already; UserError if the directory contains anything else."""
     out = preparation.request.out
     if out.exists() and not out.is_dir():
-        raise UserError(f"--out={out}: is a file; name a directory")
+        raise UserError(f"--out={out}: is a file; specify a directory")
     if (out / CORPUS_FILE).is_file():
         if _field(out / CORPUS_FILE, "signature") == preparation.signature:
             return True
         raise UserError(
-            f"--out={out}: already holds a corpus of other sources, options or source files, or of another version; "
+            f"--out={out}: contains a corpus made from other sources, options or source files, or by another version; "
             "nothing was overwritten. Choose another directory, or delete this one first"
         )
     if (out / PREPARATION_FILE).is_file():
         if _field(out / PREPARATION_FILE, "options") != preparation.options and _has_output(out):
             raise UserError(
-                f"--out={out}: holds an unfinished preparation with other sources or options; "
+                f"--out={out}: contains an unfinished preparation with other sources or options; "
                 "nothing was overwritten. Choose another directory, or delete this one first"
             )
         return False
-    # A preparation that was killed before it claimed the directory leaves only these.
+    # A preparation that was killed before it claimed the directory leaves only files with these names.
     ours = (LOCK_FILE, TEMPORARY_PREFIX)
     if out.is_dir() and not all(path.name.startswith(ours) for path in out.iterdir()):
-        raise UserError(f"--out={out}: is not empty and holds no corpus; choose another directory")
+        raise UserError(f"--out={out}: is not empty and contains no corpus; choose another directory")
     return False
 
 
@@ -323,7 +322,7 @@ def _holds_other(preparation: Preparation) -> bool:
 def _remove_leftovers(out: Path, retry: RetryPolicy) -> None:
     """Remove the working files of a preparation that was killed after it committed the corpus.
 
-    If the directory can't be written, or another process is doing the same, the files stay and do no harm.
+    If the directory is not writable, or another process removes the same files, they stay, which does no harm.
     """
     info = Corpus.open(out, retry=retry).info
     with suppress(UserError, OSError):
@@ -341,7 +340,6 @@ def _claim(preparation: Preparation) -> None:
 
 
 def _has_output(out: Path) -> bool:
-    """Return whether a preparation finished a unit with documents."""
     return next((out / SHARDS_DIRECTORY).glob("shard-*"), None) is not None
 
 
@@ -360,10 +358,10 @@ def _field(path: Path, name: str) -> object:
 
 @contextmanager
 def directory_lock(directory: Path, retry: RetryPolicy = RETRY) -> Iterator[None]:
-    """Lock a directory for one preparation; the lock file is removed afterwards.
+    """Lock a directory for one preparation. The lock file is removed afterwards.
 
     Raises:
-        UserError: Another process, which the error names, is preparing there, or the directory can't be written.
+        UserError: Another process is preparing a corpus in the directory, or the directory is not writable.
         StorageAwayError: The storage did not answer in time.
     """
     path = directory / LOCK_FILE
@@ -372,17 +370,17 @@ def directory_lock(directory: Path, retry: RetryPolicy = RETRY) -> Iterator[None
     try:
         yield
     finally:
-        # Unlinked while locked: a process that has opened it finds the name gone once it gets the lock.
+        # Unlinked while locked: a process that opened the file before finds it unlinked once it has the lock.
         # If unlinking fails, the next preparation locks the same file.
         with suppress(OSError):
             path.unlink()
-        # The lock is released with the descriptor, even if closing fails.
+        # Closing the descriptor releases the lock even if ``close`` reports an error.
         with suppress(OSError):
             os.close(descriptor)
 
 
 def _take(path: Path, note: bytes) -> int:
-    """Take the lock, write its owner to the file, and return the descriptor that holds it."""
+    """Take the lock, write the owner to the lock file, and return the open descriptor."""
     try:
         make_folders(path.parent)
         descriptor = lock_file(path)
@@ -403,7 +401,7 @@ def _take(path: Path, note: bytes) -> int:
             raise
         if isinstance(error, NoLocksError):
             raise UserError(
-                f"--out={path.parent}: its file system does not support locks ({error.strerror}); mount it with locks, "
+                f"--out={path.parent}: the file system does not support locks ({error.strerror}); mount it with locks, "
                 "or choose another directory"
             ) from error
         raise UserError(

@@ -1,6 +1,6 @@
-"""Prepares one unit: writes its documents as one shard, with notes for the merge.
+"""Prepares one unit: writes the unit's documents to a shard, with notes for the merge.
 
-The unit's JSON file is written last, so that a unit counts as done only if all its other files exist.
+The unit's JSON file is written last, so that a unit counts as finished only if all its other files exist.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ NOTES_SCHEMA = pa.schema(
     [
         ("length", pa.int64()),
         ("max_token_id", pa.int64()),
-        # In the shard.
+        # Position in the shard.
         ("first_token", pa.int64()),
         ("source", pa.string()),
         ("offset", pa.int64()),
         ("id", pa.string()),
         ("content", pa.binary(16)),
-        # Null if one span covers the document.
+        # Null if a single span covers the document.
         ("span_starts", pa.list_(pa.int64())),
         ("span_stops", pa.list_(pa.int64())),
-        # Null if all are 1.
+        # Null if all weights are 1.
         ("span_weights", pa.list_(pa.float32())),
     ]
 )
@@ -61,42 +61,42 @@ NOTES_SCHEMA = pa.schema(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitResult:
-    """The result of one unit."""
+    """Result of one unit."""
 
     index: int
     signature: str
-    """Identifies the unit's content, the tokenizer and the encoding of documents."""
+    """Hash of the unit's content, the tokenizer, and the encoding options."""
     shard: ShardInfo | None
-    """The written shard; None if the unit held no usable document."""
+    """Shard that was written, or None if the unit contains no usable document."""
     num_documents: int
-    """Documents written."""
+    """Number of documents written."""
     num_tokens: int
     num_rejected: int
-    """Documents left out."""
+    """Number of documents excluded."""
     has_spans: bool
     """Whether any document is partly supervised or has a loss weight."""
     has_weights: bool
     turn_ends: tuple[int, ...]
-    """The special tokens that end supervised spans."""
+    """Special tokens that end supervised spans."""
     token_counts: tuple[int, ...] | None
-    """Occurrences of each id; None unless the byte tokenizer is used."""
+    """Number of occurrences of each token id, or None unless the byte tokenizer is used."""
     lines: LineCounts | None
-    """Line counts of the unit's file or range; None if the unit has no lines."""
+    """Line counts of the unit's file or range, or None if the source format has no lines."""
     num_chats: int = 0
-    """Conversations written."""
+    """Number of conversations written."""
     num_chat_documents: int = 0
-    """Documents made from the conversations."""
+    """Number of documents made from conversations."""
     num_open_turns: int = 0
-    """Supervised turns that no special token ends."""
+    """Number of supervised turns that do not end with a special token."""
 
 
 def unit_file(out: Path, index: int, suffix: str) -> Path:
-    """Return the path of a unit's notes with the given suffix."""
+    """Return the path of a unit's notes file with the given suffix."""
     return out / UNITS_DIRECTORY / f"unit-{index:05d}.{suffix}"
 
 
 def unit_signature(unit: Unit, encoder: DocumentEncoder) -> str:
-    """Return the identity of a unit's content, format and encoding, by which a finished unit is reused."""
+    """Return a hash of a unit's content, format and encoding. A finished unit with the same hash is reused."""
     parts = [str(FORMAT_VERSION), unit.signature, encoder.tokenizer.info.fingerprint, encoder.fingerprint]
     if unit.kind != "text" and unit.fields.kind == "messages":
         parts.append(encoder.chat.fingerprint)
@@ -104,7 +104,7 @@ def unit_signature(unit: Unit, encoder: DocumentEncoder) -> str:
 
 
 def finished_unit(out: Path, unit: Unit, encoder: DocumentEncoder) -> UnitResult | None:
-    """Return the result of a unit that an earlier run finished with the same content, or None.
+    """Return the result of a unit that an earlier command finished with the same content, or None.
 
     Raises:
         OSError: The storage does not answer.
@@ -113,7 +113,7 @@ def finished_unit(out: Path, unit: Unit, encoder: DocumentEncoder) -> UnitResult
         result = checked(adapter(UnitResult), parse_json(read_regular(unit_file(out, unit.index, "json"), out)))
         if result.signature != unit_signature(unit, encoder):
             return None
-        # These were written before the result, but a power failure may not preserve that order.
+        # These files are written before the result, but a power failure may not preserve that order.
         for suffix in ("parquet", "quarantine.jsonl"):
             open_regular(unit_file(out, unit.index, suffix), out).close()
         if result.shard is not None:
@@ -128,13 +128,13 @@ def finished_unit(out: Path, unit: Unit, encoder: DocumentEncoder) -> UnitResult
 
 
 def write_unit(out: Path, unit: Unit, encoder: DocumentEncoder, retry: RetryPolicy = RETRY) -> UnitResult:
-    """Read, tokenize and store one unit; repeating it writes the same files.
+    """Read, tokenize and store one unit. A repetition writes the same files.
 
-    The unit starts over if the storage of the sources or of the corpus stops answering.
+    If the storage of the sources or of the corpus stops answering, the unit is processed again from the start.
 
     Raises:
         UserError: A file of the unit can't be read, or changed while it was read.
-        RunError: The corpus can't be written; ``StorageAwayError`` if a storage did not answer in time.
+        RunError: The corpus can't be written. ``StorageAwayError`` if the storage did not answer in time.
     """
     return retry.call_or_fail(f"unit {unit.index} of {out}", lambda: _write_unit(out, unit, encoder))
 
@@ -178,7 +178,7 @@ def _write_unit(out: Path, unit: Unit, encoder: DocumentEncoder) -> UnitResult:
 
 
 class _Collected:
-    """The notes of a unit, collected while it is read."""
+    """Notes of a unit, collected while the unit is read."""
 
     def __init__(self, encoder: DocumentEncoder) -> None:
         self.rejected: list[Rejected] = []
@@ -188,14 +188,14 @@ class _Collected:
         self.lines: LineCounts | None = None
         self.num_chats = self.num_chat_documents = self.num_open_turns = 0
         self._encoder = encoder
-        # Plain texts are encoded in batches; rejected documents among them are kept to preserve the order.
+        # Texts are encoded in batches. Rejected documents wait with the texts around them, to preserve the order.
         self._texts: list[RawDocument | Rejected] = []
         self._num_characters = 0
         info = encoder.tokenizer.info
         self.counts = np.zeros(info.vocab_size, dtype=np.int64) if info.kind == "bytes" else None
 
     def add(self, document: RawDocument | Rejected | LineCounts, writer: FlatWriter) -> None:
-        """Tokenize and store a document, note why it is left out, or note the number of lines."""
+        """Tokenize and store a document, or record a rejected document or the line count."""
         if isinstance(document, LineCounts):
             self.lines = document
             return
@@ -264,7 +264,6 @@ class _Collected:
             self.write_texts(writer)
 
     def _write_long(self, document: RawDocument, writer: FlatWriter) -> None:
-        """Tokenize and store a text part by part."""
         text, largest, first = str(document.content), 0, writer.num_items
         try:
             for ids in self._encoder.encode_parts(text):
@@ -290,7 +289,7 @@ class _Collected:
         self.rejected.append(Rejected(source=document.source, offset=document.offset, reason=reason))
 
     def _extend(self, documents: Sequence[RawDocument], **columns: list[Any]) -> None:
-        """Add rows of documents; without span columns, one span of weight 1 covers each document."""
+        """Append one row per document. Without span columns, a single span of weight 1 covers each document."""
         columns |= {name: [getattr(one, name) for one in documents] for name in ("source", "offset", "id")}
         for name, column in self.columns.items():
             column.extend(columns.get(name) or [None] * len(documents))

@@ -1,4 +1,4 @@
-"""Uploads a prepared corpus to an object store; ``corpus.json`` is uploaded last and commits it."""
+"""Uploads a prepared corpus to an object store; ``corpus.json`` is uploaded last and commits the corpus."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ _PARALLEL_FILES = 4
 
 
 class CorpusUpload:
-    """The upload of one corpus to a folder of an object store.
+    """Upload of one corpus to a folder in an object store.
 
-    It may be killed and repeated: the folder belongs to the sources and options that first wrote to it, so a file of
-    the right size is the right file.
+    The upload may be interrupted and repeated. The first upload reserves the folder for its sources and options, so a
+    file of the right size is known to be the right file.
 
     Args:
         store: The folder.
-        name: Its location, for errors.
-        signature: The signature of sources and options in ``corpus.json``.
+        name: The folder's location, for errors.
+        signature: Signature of the sources and options, as in ``corpus.json``.
     """
 
     def __init__(self, store: Store, name: str, signature: str) -> None:
         self._store, self._name, self._signature = store, name, signature
 
     def is_complete(self) -> bool:
-        """Return whether the folder holds this corpus.
+        """Return whether the folder contains the complete corpus.
 
         Raises:
-            UserError: The folder holds another corpus, or a part of one.
+            UserError: The folder contains another corpus, or a part of one.
             RunError: The store does not answer.
         """
         with _storing(self._name):
@@ -56,15 +56,15 @@ class CorpusUpload:
             return True
 
     def run(self, directory: Path, say: Callable[[str], None]) -> None:
-        """Upload a corpus unless the folder already holds it.
+        """Upload the corpus unless the folder already contains it.
 
         Args:
-            directory: The corpus, which has the signature.
+            directory: Directory of the prepared corpus with this upload's signature.
             say: Called with progress messages.
 
         Raises:
-            UserError: The folder holds another corpus, or a part of one.
-            RunError: The store can't be read or written; uploaded files stay, and a repetition continues.
+            UserError: The folder contains another corpus, or a part of one.
+            RunError: The store can't be read or written. Uploaded files stay, and a repeated upload continues.
         """
         if self.is_complete():
             return
@@ -74,7 +74,7 @@ class CorpusUpload:
                 self._store.create(PREPARATION_FILE, [claim])
             except AlreadyExistsError:
                 self._check(self._signature_in(PREPARATION_FILE) or self._signature)
-            # The largest files first.
+            # Largest files first.
             shards = [f"{SHARDS_DIRECTORY}/{shard.name}" for shard in Corpus.open(directory).info.shards]
             others = (DOCUMENTS_FILE, INDEX_FILE, SPANS_FILE, QUARANTINE_FILE)
             keys = [*shards, *(name for name in others if (directory / name).is_file())]
@@ -87,7 +87,7 @@ class CorpusUpload:
             with ThreadPoolExecutor(_PARALLEL_FILES) as pool:
                 for number, _ in enumerate(pool.map(copy, missing), 1):
                     say(f"copying the corpus: {number} of {len(missing)} files")
-            # Another upload of the same corpus may have been faster.
+            # Another upload of the same corpus may have finished first.
             with suppress(AlreadyExistsError):
                 self._store.create(CORPUS_FILE, [(directory / CORPUS_FILE).read_bytes()])
             self._check(self._signature_in(CORPUS_FILE) or self._signature)
@@ -95,7 +95,7 @@ class CorpusUpload:
             self._store.delete(PREPARATION_FILE)
 
     def _signature_in(self, key: str) -> str | None:
-        """Return the signature in a file; None if the file does not exist."""
+        """Return the signature stored in a file, or None if the file does not exist."""
         try:
             content = self._store.read_whole(key)
         except FileNotFoundError:
@@ -108,8 +108,8 @@ class CorpusUpload:
     def _check(self, signature: str) -> None:
         if signature != self._signature:
             raise UserError(
-                f"--out={self._name}: holds a corpus of other sources, options or source files, or a part of one; "
-                "nothing was overwritten. Choose another folder, or delete this one first"
+                f"--out={self._name}: contains a corpus made from other sources, options or source files, or a part of "
+                "one; nothing was overwritten. Choose another folder, or delete this one first"
             )
 
 
@@ -119,6 +119,6 @@ def _storing(name: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise RunError(
-            f"{name}: can't be written or read ({error}); make it reachable and run the same command again, which "
-            "continues"
+            f"{name}: can't be written or read ({error}); make the storage reachable and run the same command again, "
+            "which continues"
         ) from error

@@ -1,7 +1,7 @@
-"""Blocks of rows that are streamed to a rank: the request, the table that answers it, and its parts.
+"""Blocks of rows that are streamed to a rank: the request, and the table that answers the request.
 
-Only tokens and their label weights are sent, in blocks of several rows. Everything else about a slice follows from the
-plan, and is computed by the same code as in ``DirectSource``.
+Only tokens and their label weights are sent, in blocks of several rows. All other parts of a slice are computed from
+the plan, by the same code as in ``DirectSource``.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _SCHEMA = pa.schema(
         ("row", pa.int64()),
         ("token_bytes", pa.int64()),
         ("tokens", pa.large_binary()),
-        # For corpora without loss weights: a bit per token, or null if every token may be a label.
+        # For corpora without loss weights: one bit per token, or null if every token may be a label.
         ("labels", pa.large_binary()),
-        # For corpora with loss weights: fp32 per token.
+        # For corpora with loss weights: one fp32 value per token.
         ("weights", pa.large_binary()),
         ("error", pa.string()),
     ]
@@ -38,7 +38,7 @@ _SCHEMA = pa.schema(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Slot:
-    """The part of a row that a rank receives."""
+    """The part of a row that one rank receives."""
 
     row: int
     ranges: NDArray[np.int64]
@@ -46,28 +46,28 @@ class Slot:
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of tokens of all ranges."""
+        """Number of tokens in all ranges."""
         return int(self.ranges[:, 2].sum())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
-    """The request for a block, pickled so that only the reading process decodes it."""
+    """Request for a block, pickled so that only the reading process decodes the ranges."""
 
     num_rows: int
     num_bytes: int
-    """Maximum bytes of tokens and loss weights in the answer."""
+    """Maximum size of the tokens and loss weights in the answer, in bytes."""
     request: bytes
-    """The corpora and the slots; see `opened`."""
+    """Pickled corpora and slots; see `opened`."""
 
     def opened(self) -> tuple[tuple[PlannedSource, ...], tuple[Slot, ...]]:
-        """Decode the corpora and the slots."""
+        """Decode and return the corpora and the slots."""
         return pickle.loads(self.request)  # type: ignore[no-any-return]
 
 
 def requested(sources: Sequence[PlannedSource], slots: Sequence[Slot]) -> Block:
-    """Return the request for slots."""
-    # At most 4 bytes per id, and 4 per loss weight.
+    """Return the request for a block that contains ``slots``."""
+    # At most 4 bytes per token id, and 4 bytes per loss weight.
     bytes_per_token = 4 + 4 * any(source.has_weights for source in sources)
     return Block(
         num_rows=len(slots),
@@ -77,10 +77,10 @@ def requested(sources: Sequence[PlannedSource], slots: Sequence[Slot]) -> Block:
 
 
 class Streams(Protocol):
-    """Reads blocks of slots somewhere on the cluster."""
+    """Reads blocks in other processes of the cluster."""
 
     def read(self, blocks: Sequence[Block], stopped: threading.Event) -> Generator[pa.Table, None, None]:
-        """Yield the tables that ``pack`` makes of the blocks, in order; closing the generator ends the stream.
+        """Yield the table that ``pack`` makes of each block, in order. Closing the generator ends the stream.
 
         Args:
             blocks: The requests.
@@ -93,9 +93,9 @@ class Streams(Protocol):
 
 
 def pack(store: TokenStore, slots: Sequence[Slot]) -> pa.Table:
-    """Read slots into a block; a slot that can't be read is replaced by its error."""
+    """Read slots into a block. A slot that can't be read is replaced by an error message."""
     tokens, labels, weights, errors = zip(*(_packed(store, slot) for slot in slots), strict=True)
-    # Copied only once, into the block: another copy would cost about as much as reading.
+    # Tokens are copied once, into the block. A second copy would cost about as much as reading.
     joined = np.concatenate([part for parts in tokens for part in parts] or [np.empty(0, dtype="<u2")])
     joined = joined.astype(joined.dtype.newbyteorder("<"), copy=False)
     ends = joined.itemsize * np.cumsum([0, *(sum(part.size for part in parts) for parts in tokens)], dtype=np.int64)
@@ -112,24 +112,24 @@ def pack(store: TokenStore, slots: Sequence[Slot]) -> pa.Table:
 
 
 class Received:
-    """A received slot, as a `TokenStore` whose tokens are read once and in order."""
+    """A received slot, presented as a `TokenStore` whose tokens are read once and in order."""
 
     def __init__(
         self, row: int, tokens: NDArray[Any], weights: NDArray[np.float32] | None, *, has_weights: bool, error: str
     ) -> None:
-        """Take the tokens of all ranges and their weights as labels, or the error of reading them."""
+        """Create a slot from the tokens of all ranges and their label weights, or from the error of reading them."""
         self.row, self.tokens, self.has_weights, self.error = row, tokens, has_weights, error
         self._weights, self._place = weights, 0
 
     @property
     def num_left(self) -> int:
-        """Return the number of tokens that were not read."""
+        """Number of tokens that were not read yet."""
         return int(self.tokens.size) - self._place
 
     def read(self, document: int, start: int, length: int) -> NDArray[np.integer]:
         """Return the next ``length`` tokens."""
         if length > self.num_left:
-            raise RunError(f"row {self.row} came with too few tokens; set data.engine=local and report it")
+            raise RunError(f"row {self.row} arrived with too few tokens; set data.engine=local and report this error")
         self._place += length
         return self.tokens[self._place - length : self._place]
 
@@ -137,12 +137,12 @@ class Received:
         """Do nothing, since all tokens have arrived."""
 
     def label_weights(self, document: int, first: int, last: int) -> NDArray[np.float32] | None:
-        """Return the weights of the tokens read last."""
+        """Return the label weights of the tokens that were read last."""
         return None if self._weights is None else self._weights[self._place - (last - first) : self._place]
 
 
 def unpack(block: pa.Table) -> Iterator[Received]:
-    """Yield the slots of a block."""
+    """Yield the slots in a block."""
     columns = [block.column(name) for name in _SCHEMA.names]
     for row, token_bytes, tokens, labels, weights, error in zip(*columns, strict=True):
         ids = np.frombuffer(tokens.as_buffer(), dtype=f"<u{token_bytes.as_py()}")
@@ -155,7 +155,7 @@ def unpack(block: pa.Table) -> Iterator[Received]:
 
 
 def _packed(store: TokenStore, slot: Slot) -> tuple[list[NDArray[np.integer]], bytes | None, bytes | None, str]:
-    """Return the tokens of each range, label bits or weights of all, and the error if they can't be read."""
+    """Return the tokens per range, the label bits or weights of all ranges, and the error if reading failed."""
     ranges = slot.ranges.tolist()
     tokens, weights = [], []
     try:

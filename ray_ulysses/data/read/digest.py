@@ -1,8 +1,8 @@
-"""Digests of the model's inputs: 64-bit sums that do not depend on order, restarts or layout.
+"""Digests of the model's inputs: 64-bit sums that do not depend on the row order, on restarts, or on the layout.
 
-A slice's checksum is a sum over its positions, so the checksums of a row's slices add up to the row's, regardless of
-their number. A row's digest combines that sum with the row's number, and the digests of rows add up to the run's. All
-sums are modulo 2**64; unlike XOR, a sum does not cancel a row that was trained twice.
+A slice's checksum is a sum over token positions, so the checksum of a row is the sum over its slices, for any number of
+slices. A row's digest combines the checksum with the row's number, and a run's digest is the sum over its rows. All
+sums are modulo 2**64. Unlike XOR, a sum does not cancel a row that was trained twice.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def checksum(
     labels: NDArray[np.int64],
     position_ids: NDArray[np.int64],
 ) -> int:
-    """Return the checksum of a contiguous part of a row, from the model's input arrays [tokens].
+    """Return the checksum of a contiguous part of a row, computed from the model's input arrays [tokens].
 
-    The part begins at ``first_position`` of the row. The checksums of a row's parts add up modulo 2**64.
+    ``first_position`` is the position of the part in the row. The checksums of a row's parts add up modulo 2**64.
     """
     places = np.arange(first_position, first_position + input_ids.size, dtype=np.uint64)
-    # Mixing after each value detects a token and a label that were swapped.
+    # Mixing after each array detects a token and a label that were swapped.
     mixed = mix(places)
     for values in (input_ids, labels, position_ids):
         mixed = mix(mixed ^ values.astype(np.int64, copy=False).view(np.uint64))
@@ -39,7 +39,7 @@ def checksum(
 
 
 def slice_checksum(row_slice: RowSlice) -> int:
-    """Return the checksum of a slice; a row's slices add up to the same sum for any split."""
+    """Return the checksum of a slice. The checksums of a row's slices have the same sum for every way to slice it."""
     return ranges_checksum(
         row_slice.ranges, row_slice.input_ids, row_slice.labels, row_slice.position_ids, row_slice.label_weights
     )
@@ -52,9 +52,9 @@ def ranges_checksum(
     position_ids: NDArray[np.int64],
     label_weights: NDArray[np.float32] | None = None,
 ) -> int:
-    """Return the checksum of the ranges ``(start, stop)`` of a row, whose tokens are concatenated in the arrays.
+    """Return the checksum of a row's ranges ``(start, stop)``, whose tokens are concatenated in the arrays.
 
-    Weights of 1 add nothing, so an array of ones gives the same sum as no array.
+    Label weights of 1 contribute nothing, so an array of ones gives the same checksum as no array.
     """
     total, place = 0, 0
     for start, stop in ranges:
@@ -67,7 +67,7 @@ def ranges_checksum(
 
 
 def _weights_checksum(first_position: int, weights: NDArray[np.float32]) -> int:
-    """Return the checksum of the weights other than 1 and their positions in the row."""
+    """Return the checksum of all weights other than 1 and their positions in the row."""
     places = np.flatnonzero(weights != 1)
     bits = weights[places].astype("<f4").view(np.uint32).astype(np.uint64)
     mixed = mix(mix((places + first_position).astype(np.uint64) ^ _WEIGHTS) ^ bits)
@@ -75,22 +75,22 @@ def _weights_checksum(first_position: int, weights: NDArray[np.float32]) -> int:
 
 
 def row_digest(row: int, row_checksum: int) -> int:
-    """Return a row's digest from the sum of its slices' checksums; 0 for a filler."""
+    """Return the digest of a row, given the sum of its slices' checksums; 0 for a filler row."""
     if row < 0:
         return 0
     return mix_int(mix_int(row) ^ (row_checksum % MODULUS))
 
 
 def add_digests(*digests: int) -> int:
-    """Return the sum modulo 2**64."""
+    """Return the sum of digests modulo 2**64."""
     return sum(digests) % MODULUS
 
 
 def to_int64(value: int) -> int:
-    """Return the signed integer with the same 64 bits; int64 sums of such integers wrap to the same digest."""
+    """Return the signed integer with the same 64 bits. int64 sums of such integers wrap to the same digest."""
     return value - MODULUS if value >= _SIGN else value
 
 
 def from_int64(value: int) -> int:
-    """Return the digest with the same 64 bits as a signed integer."""
+    """Return the digest that has the same 64 bits as a signed integer."""
     return value % MODULUS

@@ -1,4 +1,4 @@
-"""Reads a rank's slice of a row: tokens, labels shifted inside documents, and positions."""
+"""Reads a rank's slice of a row: tokens, labels shifted within each document, and positions."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ Split = Literal["train", "evaluation"]
 
 
 class TokenStore(Protocol):
-    """A source of tokens; a ``Corpus`` is one."""
+    """A source of tokens, such as a ``Corpus``."""
 
     def read(self, document: int, start: int, length: int) -> NDArray[np.integer]:
-        """Return ``length`` tokens of a document from ``start``, in any integer dtype that holds them."""
+        """Return ``length`` tokens of a document, starting at token ``start``, in any integer dtype that fits them."""
         ...
 
     def fetch(self, ranges: Sequence[tuple[int, int, int]]) -> None:
-        """Fetch token ranges ``(document, start, length)`` concurrently, so that `read` does not wait for each."""
+        """Fetch token ranges ``(document, start, length)`` concurrently, so that later reads return at once."""
         ...
 
     @property
     def has_weights(self) -> bool:
-        """Return whether any token has a loss weight other than 1."""
+        """Whether any token has a loss weight other than 1."""
         ...
 
     def label_weights(self, document: int, first: int, last: int) -> NDArray[np.float32] | None:
-        """Return the loss weight of each token ``[first, last)`` of a document as a label; None if all are 1.
+        """Return the loss weight of each token ``[first, last)`` of a document as a label, or None if all are 1.
 
         The weight is 0 where a token may not be a label.
         """
@@ -46,45 +46,45 @@ class TokenStore(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RowSlice:
-    """One rank's part of a row: one range of its tokens, or two on a ring."""
+    """One rank's part of a row: one contiguous range of tokens, or two ranges with ring attention."""
 
     row: int
-    """Global number of the row; -1 for a zero-weight filler."""
+    """Global number of the row, or -1 for a zero-weight filler row."""
     sp_rank: int
     sp_size: int
     ring_size: int = 1
     row_tokens: int
-    """Length of the whole row, including padding."""
+    """Length of the complete row in tokens, including padding."""
     document_lengths: tuple[int, ...]
-    """Lengths of the whole row's pieces, in order, without padding."""
+    """Lengths of all pieces in the complete row, in order, without padding."""
     input_ids: NDArray[np.int64]
-    """[row_tokens // sp_size]; padding is token 0."""
+    """Token ids, [row_tokens // sp_size]. Padding is token 0."""
     labels: NDArray[np.int64]
-    """The same shape: the next token of the same document, or -100 if there is none or it may not be a label."""
+    """Labels, of the same shape: the next token of the document, or -100 if there is none or it may not be a label."""
     position_ids: NDArray[np.int64]
-    """The same shape: from 0 in each piece, and from 0 in the padding."""
+    """Positions, of the same shape, counted from 0 in each piece and in the padding."""
     label_weights: NDArray[np.float32] | None = None
-    """The same shape: the factor on each label's loss, 1 where there is no label. None if and only if no corpus has
-    loss weights."""
+    """Factor on each label's loss, of the same shape; 1 where there is no label. None if and only if no corpus has loss
+    weights."""
 
     @property
     def is_filler(self) -> bool:
-        """Return whether the slice only fills a micro-batch, with zero weight."""
+        """Whether the slice belongs to a zero-weight row that only fills a micro-batch."""
         return self.row == FILLER_ROW
 
     @property
     def ranges(self) -> tuple[tuple[int, int], ...]:
-        """Return the token ranges ``(start, stop)`` of the row that the slice holds, in slice order."""
+        """Token ranges ``(start, stop)`` of the row that are in this slice, in slice order."""
         return held_ranges(self.row_tokens, self.sp_rank, self.sp_size, self.ring_size)
 
     @property
     def num_supervised(self) -> int:
-        """Return the number of labels in this slice."""
+        """Number of labels in this slice."""
         return int((self.labels != IGNORE_INDEX).sum())
 
     @property
     def supervised_weight(self) -> float:
-        """Return the sum of the weights of the labels in this slice."""
+        """Sum of the label weights in this slice."""
         if self.label_weights is None:
             return float(self.num_supervised)
         return float(self.label_weights[self.labels != IGNORE_INDEX].sum(dtype=np.float64))
@@ -99,7 +99,7 @@ def slice_row(
     sp_size: int,
     ring_size: int = 1,
 ) -> RowSlice:
-    """Read slice ``sp_rank`` of ``sp_size`` of a row, and only the tokens that it needs.
+    """Read slice ``sp_rank`` of ``sp_size`` of a row. Only the tokens of this slice are read.
 
     ``row_tokens`` is the padded length of the row, a multiple of ``row_multiple(sp_size, ring_size)``.
     """
@@ -107,8 +107,8 @@ def slice_row(
     if row_tokens % multiple:
         ring = f" with parallel.ring_size={ring_size}" if ring_size > 1 else ""
         raise ValueError(
-            f"row {row} has {row_tokens} tokens, not a multiple of the {multiple} that "
-            f"parallel.sp_size={sp_size}{ring} needs"
+            f"row {row} has {row_tokens} tokens, which is not a multiple of {multiple}, as required by "
+            f"parallel.sp_size={sp_size}{ring}"
         )
     length = sum(piece.length for piece in pieces)
     assert length <= row_tokens, f"row {row} holds {length} tokens, more than its {row_tokens}"
@@ -155,7 +155,7 @@ def slice_row(
 def slice_ranges(
     pieces: Sequence[Piece], row_tokens: int, sp_rank: int, sp_size: int, ring_size: int = 1
 ) -> list[tuple[int, int, int]]:
-    """Return the ranges that ``slice_row`` reads, in order: document, first token and number of tokens."""
+    """Return the ranges that ``slice_row`` reads, in order: document, first token, and number of tokens."""
     return [
         (piece.document, piece.start + inside, max(count, min(count, piece.num_labels - inside) + 1))
         for first, last in held_ranges(row_tokens, sp_rank, sp_size, ring_size)
@@ -164,11 +164,11 @@ def slice_ranges(
 
 
 def _held_parts(pieces: Sequence[Piece], first: int, last: int) -> Iterator[tuple[Piece, int, int, int]]:
-    """Yield the parts of pieces in the tokens ``[first, last)`` of a row.
+    """Yield the parts of pieces that lie in the tokens ``[first, last)`` of a row.
 
     Yields:
-        The piece, the part's first token in it, its number of tokens, and its offset in the range. Reading takes one
-        more token, if there is one, as the last token's label.
+        The piece, the index of the part's first token in the piece, the number of tokens, and the part's offset in the
+        range. Reading a part takes one more token, if the piece has one: the label of the part's last token.
     """
     begin = 0
     for piece in pieces:
@@ -186,12 +186,12 @@ class RowReader:
 
     @property
     def sources(self) -> tuple[PlannedSource, ...]:
-        """Return the corpora of a reader whose store is a `CorpusSet`."""
+        """Corpora of the store, which must be a `CorpusSet`."""
         assert isinstance(self._store, CorpusSet)
         return self._store.sources
 
     def read(self, split: Split, row: int, sp_rank: int, sp_size: int, ring_size: int = 1) -> RowSlice:
-        """Return one slice of one row.
+        """Return one slice of a row.
 
         Raises:
             UserError: A shard can't be read.
@@ -205,6 +205,6 @@ class RowReader:
         return slice_row(self._store, row, row_tokens, pieces, sp_rank, sp_size, ring_size)
 
     def filler(self, sp_rank: int, sp_size: int, ring_size: int = 1) -> RowSlice:
-        """Return a slice of a row of the shortest length, all padding, which has zero weight in every sum."""
+        """Return a slice of a filler row: padding only, of the minimum length, with zero weight in every sum."""
         pad_multiple = self._plan.settings.pad_multiple
         return slice_row(self._store, FILLER_ROW, pad_multiple, (), sp_rank, sp_size, ring_size)

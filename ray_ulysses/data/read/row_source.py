@@ -14,23 +14,23 @@ from ray_ulysses.errors import RunError
 T = TypeVar("T")
 
 ROW_SHARE = 0.8
-"""Fraction of ``elastic.collective_timeout_s`` for which a rank waits for a row, so that it reports the cause before
-the other ranks time out in a collective."""
+"""Fraction of ``elastic.collective_timeout_s`` for which a rank waits for a row, so that the rank reports the cause
+before the other ranks time out in a collective."""
 CLOSE_TIMEOUT_S = 5.0
-"""How long ``close`` waits for a pending read, which may hang if the storage does not answer."""
+"""How long ``close`` waits for a pending read, in seconds. A read hangs if the storage does not answer."""
 _POLL_S = 0.1
 
 
 class LateError(RunError):
-    """No value came in time."""
+    """No value arrived in time."""
 
 
 class ReadAhead(Generic[T]):
-    """Runs ``values`` in a thread, at most ``depth`` values ahead (at least one)."""
+    """Iterates over ``values`` in a thread, at most ``depth`` (at least one) values ahead of the consumer."""
 
     def __init__(self, values: Iterator[T], depth: int) -> None:
         self._values = values
-        # An exception in the queue was raised by reading the next value.
+        # An exception in the queue takes the place of the value whose reading raised it.
         self._queue: queue.Queue[T | Exception] = queue.Queue(maxsize=max(1, depth))
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ray-ulysses-read-ahead", daemon=True)
@@ -38,31 +38,31 @@ class ReadAhead(Generic[T]):
 
     @property
     def is_ready(self) -> bool:
-        """Return whether `next` would return at once."""
+        """Whether `next` would return immediately."""
         return not self._queue.empty()
 
     def next(self, timeout_s: float | None = None) -> T:
-        """Return the next value, or raise the exception of reading it.
+        """Return the next value, or raise the exception that was raised while reading it.
 
         Args:
-            timeout_s: How long to wait; None waits forever, which is meant for local reads only.
+            timeout_s: Maximum wait in seconds. None waits forever and is meant for local reads only.
 
         Raises:
-            LateError: No value came in time.
-            RunError: No value is left.
+            LateError: No value arrived in time.
+            RunError: No values are left.
         """
         try:
             value = self._queue.get(timeout=timeout_s)
         except queue.Empty:
             raise LateError(f"no row arrived for {timeout_s:g} s") from None
         if isinstance(value, Exception):
-            # Kept, so that another call raises the error again instead of waiting forever.
+            # Put back, so that the next call raises the error again instead of waiting forever.
             self._queue.put(value)
             raise value
         return value
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Stop the thread and wait (at most ``timeout_s``) until it no longer reads."""
+        """Stop the thread, and wait up to ``timeout_s`` seconds until it has stopped reading."""
         self._stop.set()
         self._thread.join(timeout_s)
 
@@ -75,7 +75,7 @@ class ReadAhead(Generic[T]):
         except Exception as error:
             self._put(error)
         finally:
-            # Closed here, so that its resources, such as a stream, are released in the thread that used them.
+            # Closed in this thread, so that resources such as a stream are released in the thread that used them.
             if isinstance(self._values, Generator):
                 self._values.close()
 
@@ -90,10 +90,10 @@ class ReadAhead(Generic[T]):
 
 
 class DirectSource:
-    """Reads a rank's slices, one per micro-batch, from any step on, in this process."""
+    """Reads a rank's slices in this process, one per micro-batch, starting at any step."""
 
     num_direct: int | None = None
-    """Slices of the last step that were read directly, before the stream started; None if rows are not streamed."""
+    """Number of the last step's slices that were read directly before the stream started; None without a stream."""
     _late = "the storage of the corpora does not answer: repair it"
 
     def __init__(
@@ -119,7 +119,7 @@ class DirectSource:
     def step(self, step: int) -> Iterator[RowSlice]:
         """Yield this rank's slices of ``step`` (from 1), one per micro-batch.
 
-        After the first step, every rank must request the steps in order.
+        After the first call, every rank must request consecutive steps.
 
         Raises:
             UserError: A shard can't be read.
@@ -129,14 +129,14 @@ class DirectSource:
         if self._ahead is None or self._next_step != step:
             self.close()
             self._ahead = ReadAhead(self._slices_from(step), self._prefetch_rows)
-        # Until the last slice is yielded the position is unknown, so a repeated step starts over.
+        # The position is unknown until the last slice is yielded, so repeating a step restarts the reads.
         self._next_step = 0
         for _ in schedule:
             yield self._next(step)
         self._next_step = step + 1
 
     def close(self) -> None:
-        """Stop reading ahead, which may be repeated; the next step starts over."""
+        """Stop reading ahead; may be called repeatedly. The next step restarts the reads."""
         if self._ahead is not None:
             self._ahead.close(CLOSE_TIMEOUT_S)
             self._ahead = None
@@ -156,7 +156,7 @@ class DirectSource:
         return map(self._read, self._rows_from(first_step))
 
     def _rows_from(self, first_step: int) -> Iterator[int | None]:
-        """Yield this rank's row of each micro-batch from ``first_step``; None for a filler."""
+        """Yield this rank's row for each micro-batch from ``first_step`` on; None stands for a filler row."""
         for step in range(first_step, self._plan.num_steps + 1):
             for micro_batch in self._plan.step_schedule(step, self._dp_size):
                 yield micro_batch[self._dp_rank]

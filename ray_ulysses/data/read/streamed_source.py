@@ -1,6 +1,6 @@
-"""Streams a rank's rows, which any node of the cluster may read; they are bytewise equal to ``DirectSource``'s.
+"""Streams a rank's rows, read by any node of the cluster. The slices are bytewise equal to those of ``DirectSource``.
 
-Each rank has its own stream, so that no rank waits for another. Each row carries its number, which is checked.
+Each rank has its own stream, so that no rank waits for another. Each row is sent with its number, which is checked.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from ray_ulysses.data.read.row_source import CLOSE_TIMEOUT_S, DirectSource, Late
 from ray_ulysses.errors import RunError, UserError
 
 BLOCK_TOKENS = 1 << 22
-"""Tokens per block, unless one row has more: enough to make a block's fixed cost small."""
+"""Maximum tokens per block, unless a single row has more. Large blocks make the fixed cost per block negligible."""
 
 FIRST_BLOCK_TOKENS = 1 << 17
-"""Tokens of a window's first block, since its first row waits for all of it; each next block has four times as many."""
+"""Maximum tokens in a window's first block, for which the first row waits; the limit is quadrupled with each block."""
 
 MAX_BLOCKS = 64
-"""Blocks per window: Ray Data takes milliseconds and tens of kilobytes per block before the first one arrives."""
+"""Maximum blocks per window. Ray Data takes milliseconds and tens of kB per block before the first block arrives."""
 
 MAX_ROWS = 128
-"""Rows per block, however short: looking up a row in the plan takes a millisecond, before the block is read."""
+"""Maximum rows per block. Looking up a row in the plan takes a millisecond, all before the block is read."""
 
 _MAX_WINDOW_ROWS = 1024
 _MAX_RANGES = 1 << 20
@@ -44,22 +44,22 @@ class _Handover:
     may_start: threading.Event = field(default_factory=threading.Event)
     stopped: threading.Event = field(default_factory=threading.Event)
     num_direct: int = 0
-    """Rows that were read directly, including fillers; the stream skips them."""
+    """Number of rows that were read directly, including fillers. The stream skips these rows."""
     untrained: set[int] = field(default_factory=set)
     """Rows that were read directly and not trained yet."""
 
 
 class StreamedSource(DirectSource):
-    """Streams a rank's rows; until the first block arrives, rows are read directly.
+    """Streams a rank's rows. Until the first block arrives, rows are read directly.
 
     Args:
-        reader: Reads rows of the corpora, which every node must be able to reach.
+        reader: Reads rows of the corpora, which every node must be able to access.
         plan: The run's plan.
         streams: Reads the blocks.
-        block_tokens: Tokens per block, unless a row has more.
+        block_tokens: Maximum tokens per block, unless a single row has more.
         max_blocks: Maximum blocks per window.
-        waits_for_first_step: Whether the stream starts only after the first step, the slowest one, since it would
-            compete with it for CPUs.
+        waits_for_first_step: Whether to start the stream only after the first step. The first step is the slowest one,
+            and the stream would compete with it for CPUs.
         options: Options of `DirectSource`.
     """
 
@@ -88,12 +88,12 @@ class StreamedSource(DirectSource):
         self._handover = _Handover()
 
     def close(self) -> None:
-        """Stop the stream and reading ahead; the next step starts over."""
+        """Stop the stream and reading ahead. The next step restarts both."""
         self._handover.stopped.set()
         super().close()
 
     def step(self, step: int) -> Iterator[RowSlice]:
-        """Yield this rank's slices of a step like `DirectSource.step`."""
+        """Yield this rank's slices of a step, like `DirectSource.step`."""
         if self._next_step == step:
             self._handover.may_start.set()
         self.num_direct = 0
@@ -129,7 +129,7 @@ class StreamedSource(DirectSource):
             assert stream is not None
             for _ in itertools.chain([row], rows):
                 number, slot, received = stream.next()
-                # The stream had these ready before the last rows were read directly.
+                # Skip rows that the stream had ready, but that were read directly in the meantime.
                 while number < handover.num_direct:
                     number, slot, received = stream.next()
                 yield self._read(None) if slot is None else self._slice(slot.row, received)
@@ -141,14 +141,14 @@ class StreamedSource(DirectSource):
     def _received(
         self, first_step: int, handover: _Handover
     ) -> Generator[tuple[int, Slot | None, Received | None], None, None]:
-        """Yield number, slot (None for a filler) and tokens of each micro-batch that was not read directly."""
+        """Yield the number, slot (None for a filler) and tokens of each micro-batch that was not read directly."""
         for window in self._windows(first_step, handover):
-            # Fillers are not sent.
+            # Fillers are not requested.
             slots = [[slot for _, slot in block if slot is not None] for block in window]
             blocks = [requested(self._sources, block) for block in slots if block]
             with closing(self._streams.read(blocks, handover.stopped)) as tables:
                 received = itertools.chain.from_iterable(map(unpack, tables))
-                # A filler must not count as the stream's first row.
+                # Wait for the first real row: a filler must not count as the first row from the stream.
                 received = itertools.chain(list(itertools.islice(received, 1)), received)
                 for number, slot in itertools.chain.from_iterable(window):
                     one = None if slot is None else next(received, None)
@@ -156,7 +156,7 @@ class StreamedSource(DirectSource):
                         yield number, slot, one
 
     def _windows(self, first_step: int, handover: _Handover) -> Iterator[list[list[tuple[int, Slot | None]]]]:
-        """Yield windows, the blocks of numbered slots that are streamed at once; a slot is None for a filler."""
+        """Yield windows: the blocks of numbered slots that are requested together. A slot is None for a filler."""
         window: list[list[tuple[int, Slot | None]]] = []
         block: list[tuple[int, Slot | None]] = []
         block_tokens = num_rows = num_ranges = 0
@@ -192,8 +192,8 @@ class StreamedSource(DirectSource):
         found = None if received is None else received.row
         if received is None or found != row:
             raise RunError(
-                f"expected row {row}, received {'nothing' if found is None else f'row {found}'}: Ray Data did not "
-                "keep the order of its blocks; set data.engine=local and report it"
+                f"expected row {row}, received {'nothing' if found is None else f'row {found}'}: Ray Data changed the "
+                "order of the blocks; set data.engine=local and report this error"
             )
         if received.error:
             raise UserError(received.error)
@@ -201,6 +201,6 @@ class StreamedSource(DirectSource):
         found_slice = slice_row(received, row, row_tokens, pieces, self._sp_rank, self._sp_size, self._ring_size)
         if received.num_left:
             raise RunError(
-                f"row {row} came with {received.num_left} tokens too many; set data.engine=local and report it"
+                f"row {row} arrived with {received.num_left} extra tokens; set data.engine=local and report this error"
             )
         return found_slice

@@ -79,7 +79,9 @@ def test_what_failed_before_does_not_block_the_right_command(tmp_path: Path, s3:
         prepare(one, s3.uri(prefix), exclude=["*.parquet"])
     good: dict[str, Any] = {"exclude": ["*.parquet", "*.jsonl"]}
     prepare(one, s3.uri(prefix), **good)
-    with pytest.raises(UserError, match=r"holds a corpus of other sources, options or source files, or a part of one"):
+    with pytest.raises(
+        UserError, match=r"contains a corpus made from other sources, options or source files, or a part of one"
+    ):
         prepare(other, s3.uri(prefix))
     said = prepare(one, s3.uri(prefix), **good)
     assert said[0].endswith(" already holds this corpus")

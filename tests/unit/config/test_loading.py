@@ -64,7 +64,7 @@ def test_all_errors_of_a_file_come_at_once(tmp_path: Path) -> None:
         *("bad.yaml:4", "--set", "run.storage", "run.seed", "run.stop_step", "run.namee", "model.init"),
         *("data.context_tokens", "optimiser", "parallel.sp_size"),
     ]
-    assert str(caught.value).startswith(f"{file}: 10 problems\n  - bad.yaml:4='data': the key is given twice")
+    assert str(caught.value).startswith(f"{file}: 10 problems\n  - bad.yaml:4='data': the key occurs twice")
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def _bomb(line: str, levels: int) -> str:
         ("a: !!python/name:os.system", "not valid YAML"),
         (_bomb("a{n}: &a{n} [*a{below}, *a{below}, *a{below}, *a{below}]\n", 30), "more than 10,000 values"),
         (_bomb("a{n}: &a{n} {{<<: [*a{below}, *a{below}]}}\n", 30), "more than 10,000 values"),
-        ("run: &a\n  name: *a\n", "an alias may not occur inside"),
+        ("run: &a\n  name: *a\n", "an alias must not occur inside"),
         ("run: " + "[" * 900 + "]" * 900, "nested deeper than 50 levels"),
         ("[" * 100_000, "nested deeper than 50 levels"),
         ("a:\n" + "  - 1\n" * 20_000, "more than 10,000 values"),

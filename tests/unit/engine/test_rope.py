@@ -143,7 +143,7 @@ def test_a_larger_base_keeps_the_scaling_that_the_model_has() -> None:
 
 
 def test_the_positions_of_a_part_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"model\.part=text exports into a copy of the whole checkpoint"):
+    with pytest.raises(ConfigError, match=r"model\.part=text exports into a copy of the complete checkpoint"):
         config_of(LLAMA, ROPES["yarn"], part="text", init="pretrained", path="/model")
 
 

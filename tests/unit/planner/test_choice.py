@@ -117,5 +117,5 @@ def test_a_resume_chooses_again_where_the_stored_choice_does_not_fit_any_more() 
 
 
 def test_a_plan_needs_a_limit() -> None:
-    with pytest.raises(ConfigError, match=r"memory\.device_gib: memory\.plan=auto needs a limit"):
+    with pytest.raises(ConfigError, match=r"memory\.device_gib: memory\.plan=auto requires a memory limit"):
         parse_config(config_of(plan="auto").model_dump(mode="json"))

@@ -285,7 +285,7 @@ def test_a_plan_whose_header_is_missing_is_none(config: Config) -> None:
     assert isinstance(run_dir, ObjectLocation) and num_segments(run_dir / PLAN_FOLDER)
     open_store(run_dir).delete(f"{PLAN_FOLDER}/segment-0000/{PLAN_FILE}")
     assert not num_segments(run_dir / PLAN_FOLDER)
-    with pytest.raises(UserError, match="holds no plan"):
+    with pytest.raises(UserError, match="contains no plan"):
         load_plan(run_dir / PLAN_FOLDER)
     # As if its planner had been killed.
     prepare_attempt(config, "session")

@@ -84,9 +84,9 @@ def sealed(fields: dict[str, Any], **changes: Any) -> str:
     ("text_of", "said"),
     [
         *((lambda _, text=text: text, r"corpus\.json") for text in ("", "[]", "{}", '{"format_version": 5}')),
-        (lambda fields: json.dumps({**fields, "format_version": 7}), "format 7, this version reads 5"),
-        (lambda fields: json.dumps({**fields, "max_token_id": 1}), "do not match its checksum"),
-        (lambda fields: sealed(fields, num_documents=29), "do not match its fingerprint"),
+        (lambda fields: json.dumps({**fields, "format_version": 7}), "format 7, but this version reads 5"),
+        (lambda fields: json.dumps({**fields, "max_token_id": 1}), "do not match the checksum"),
+        (lambda fields: sealed(fields, num_documents=29), "do not match the fingerprint"),
     ],
     ids=["nothing", "list", "no fields", "version alone", "another format", "edited", "edited and sealed"],
 )
@@ -103,7 +103,7 @@ def test_a_broken_or_edited_corpus_json_is_named(
     ("change", "said"),
     [
         (lambda info: {"num_documents": 0, "index": replace(info.index, num_items=0)}, "the corpus is empty"),
-        (lambda info: {"index": replace(info.index, num_items=2)}, "its index has 2 values for 30 documents"),
+        (lambda info: {"index": replace(info.index, num_items=2)}, "the index has 2 values for 30 documents"),
         *((lambda _, dtype=dtype: {"dtype": dtype}, f"dtype='{dtype}'") for dtype in ("float32", "uint8", "uint32")),
     ],
     ids=["empty", "index", "float32", "uint8", "uint32"],
@@ -141,7 +141,7 @@ def test_a_file_replaced_by_a_sound_one_of_the_same_size_is_noticed(tmp_path: Pa
     assert len(theirs) == (corpus.path / name).stat().st_size
     (corpus.path / name).write_bytes(theirs)
     for read in (lambda: Corpus.open(corpus.path).check_files(), lambda: Corpus.open(corpus.path).read(0, 0, 2)):
-        with pytest.raises(UserError, match=r"it was replaced by another file of the same size"):
+        with pytest.raises(UserError, match=r"the file was replaced by another of the same size"):
             read()
 
 
@@ -202,18 +202,18 @@ def with_column(corpus: Corpus, name: str, values: pa.Array) -> pa.Table:
 def test_documents_that_are_not_those_of_corpus_json_are_refused(corpus: Corpus) -> None:
     table, crc32 = pq.read_table(corpus.path / "documents.parquet"), corpus.info.lengths_crc32
     swapped = with_column(corpus, "length", pa.array(table.column("length").to_numpy()[::-1]))
-    with pytest.raises(UserError, match=r"documents\.parquet .*its document lengths do not match"):
+    with pytest.raises(UserError, match=r"documents\.parquet .*the document lengths do not match"):
         _ = Corpus.open(write_documents(corpus, swapped, crc32)).lengths
-    with pytest.raises(UserError, match=r"documents\.parquet .*replaced by another file"):
+    with pytest.raises(UserError, match=r"documents\.parquet .*replaced by another one"):
         Corpus.open(write_documents(corpus, swapped, None))
-    with pytest.raises(UserError, match=r"documents\.parquet .*it has 29 documents, expected 30"):
+    with pytest.raises(UserError, match=r"documents\.parquet .*the file has 29 documents, expected 30"):
         Corpus.open(write_documents(corpus, table.slice(1), crc32))
 
 
 @pytest.mark.parametrize("column", ["length", "source", "content"])
 def test_documents_with_another_column_are_refused(corpus: Corpus, column: str) -> None:
     table = with_column(corpus, column, pa.array(["x"] * 30, pa.large_string()).cast(pa.large_binary()))
-    with pytest.raises(UserError, match=r"documents\.parquet .*its columns do not match"):
+    with pytest.raises(UserError, match=r"documents\.parquet .*the columns do not match"):
         Corpus.open(write_documents(corpus, table, corpus.info.lengths_crc32))
 
 
@@ -235,7 +235,7 @@ def test_a_length_that_no_shard_can_hold_is_refused(corpus: Corpus, false: int) 
 
 def test_more_tokens_than_the_shards_hold_are_refused(corpus: Corpus) -> None:
     longest = max(shard.num_tokens for shard in corpus.info.shards)
-    with pytest.raises(UserError, match=r"corpus\.json .*num_tokens is \d+, but its shards hold"):
+    with pytest.raises(UserError, match=r"corpus\.json .*num_tokens is \d+, but the shards contain"):
         Corpus.open(forge(corpus, [longest] * corpus.num_documents))
 
 
@@ -250,7 +250,7 @@ def test_a_false_entry_of_the_index_is_refused_when_its_document_is_read(
     writer.add(entries)
     forged = Corpus.open(store_info(corpus, index=writer.close()))
     length = int(forged.lengths[7])
-    with pytest.raises(UserError, match=r"documents\.index can't be used \(its entry for document 7 is wrong"):
+    with pytest.raises(UserError, match=r"documents\.index can't be used \(the entry for document 7 is wrong"):
         forged.read(7, 0, length)
     assert forged.read(8, 0, 1).tolist() == other
 
@@ -263,7 +263,7 @@ def test_spans_of_documents_that_do_not_exist_are_refused(tmp_path: Path, place:
     documents = table.column("document").to_numpy().copy()
     documents[place] = number
     write_spans(corpus, table.set_column(0, "document", pa.array(documents)), statistics=["document"])
-    with pytest.raises(UserError, match=r"spans\.parquet can't be used \(its spans are not ordered"):
+    with pytest.raises(UserError, match=r"spans\.parquet can't be used \(the spans are not ordered"):
         _ = Corpus.open(corpus.path).spans
 
 
@@ -280,5 +280,5 @@ def write_spans(corpus: Corpus, table: pa.Table, statistics: Sequence[str]) -> N
 def test_spans_without_the_bounds_of_their_groups_are_refused(tmp_path: Path) -> None:
     corpus = prompts(tmp_path / "one", "abcdefgh")
     write_spans(corpus, pq.read_table(corpus.path / "spans.parquet"), statistics=[])
-    with pytest.raises(UserError, match=r"spans\.parquet can't be used \(its footer lacks the smallest"):
+    with pytest.raises(UserError, match=r"spans\.parquet can't be used \(the footer lacks the minimum"):
         Corpus.open(corpus.path)

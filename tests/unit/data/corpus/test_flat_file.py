@@ -88,10 +88,10 @@ def test_damaged_checksums_another_file_and_another_size_are_noticed_when_it_is_
     info = write(tmp_path / "f", values)
     clean = (tmp_path / "f").read_bytes()
     (tmp_path / "f").write_bytes(clean[:-1] + bytes([clean[-1] ^ 1]))
-    with pytest.raises(DamagedFileError, match="replaced by another file of the same size, or its checksums are dam"):
+    with pytest.raises(DamagedFileError, match="replaced by another of the same size, or its checksums are dam"):
         opened(tmp_path / "f", info)
     write(tmp_path / "f", numbers(9000, seed=1))
-    with pytest.raises(DamagedFileError, match="replaced by another file of the same size"):
+    with pytest.raises(DamagedFileError, match="replaced by another of the same size"):
         opened(tmp_path / "f", info)
     for content in (clean[:-1], clean + b"\0", b""):
         (tmp_path / "f").write_bytes(content)
@@ -106,7 +106,7 @@ def test_a_file_that_is_truncated_while_it_is_open_is_an_error(tmp_path: Path) -
     file.read(0, 40_000)
     os.truncate(tmp_path / "f", 10_001)
     assert np.array_equal(file.read(0, 4096), values[:4096])
-    with pytest.raises(DamagedFileError, match="it ends at byte 10001"):
+    with pytest.raises(DamagedFileError, match="the file ends at byte 10001"):
         file.read(4000, 2000)
 
 
@@ -215,9 +215,9 @@ def test_a_storage_that_comes_back_is_waited_for_and_the_file_opened_anew(
 def test_what_is_away_for_long_damaged_or_missing_is_named(three, monkeypatch: pytest.MonkeyPatch) -> None:
     paths, infos, _ = three
     files = several(paths, [*infos[:2], replace(infos[2], blocks_crc32=1)], policy_of(SleepingClock()))
-    with pytest.raises(UserError, match="c: it was replaced by another file"):
+    with pytest.raises(UserError, match="c: the file was replaced by another"):
         files.check()
-    with pytest.raises(UserError, match="c: it was replaced by another file"):
+    with pytest.raises(UserError, match="c: the file was replaced by another"):
         files.read(5000, 1)
     content = bytearray(paths[0].read_bytes())
     content[8192] ^= 1

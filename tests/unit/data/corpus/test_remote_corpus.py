@@ -169,7 +169,7 @@ def test_a_copy_that_is_killed_is_no_corpus_and_goes_on(local: Corpus, s3: S3Ser
         if not broken.has_failed:
             break
         num_failed += 1
-        with pytest.raises(UserError, match=r"does not exist|is not a prepared corpus|its preparation is not finished"):
+        with pytest.raises(UserError, match=r"does not exist|is not a prepared corpus|the preparation is not finished"):
             Corpus.open(s3.uri(prefix))
     assert num_failed >= 3
     assert copy(local, s3.uri(prefix)) == [], "it is there"
@@ -186,7 +186,7 @@ def test_another_corpus_or_a_part_of_one_is_not_written_over(
     with pytest.raises(RunError, match="run the same command again, which continues"):
         CorpusUpload(broken, str(folder), local.info.signature).run(local.path, lambda said: None)
     for _ in range(2):
-        with pytest.raises(UserError, match=f"--out=s3://bucket/{prefix}: holds a corpus of other sources"):
+        with pytest.raises(UserError, match=f"--out=s3://bucket/{prefix}: contains a corpus made from other sources"):
             copy(other, s3.uri(prefix))
         copy(local, s3.uri(prefix))
     check_content(Corpus.open(s3.uri(prefix)))

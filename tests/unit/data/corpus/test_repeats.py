@@ -103,7 +103,7 @@ def test_a_corpus_is_prepared_without_what_others_hold(folder: Path, duplicates:
     assert same[3:] == (["copied/text-0002"] if duplicates == "quarantine" else [])
     assert corpus.info.reasons == (("the same content as another", corpus.info.num_quarantined),)
     assert begin(request).is_complete
-    with pytest.raises(UserError, match=r"already holds a corpus of other sources, options"):
+    with pytest.raises(UserError, match=r"contains a corpus made from other sources, options"):
         begin(replace(request, without=(str(one.path),)))
 
 
@@ -131,6 +131,8 @@ def test_a_corpus_to_leave_out_that_cannot_be_used_is_refused_before_any_work(fo
         begin(request_of(folder, "one", without=(str(folder / "nowhere"),)))
     tokenizer = str(fast_tokenizer(folder / "tokenizer"))
     other = prepare_local(request_of(folder, "two", tokenizer=tokenizer))
-    with pytest.raises(UserError, match=r"^--without=.*two-corpus: was prepared with the tokenizer .*, not bytes;"):
+    with pytest.raises(
+        UserError, match=r"^--without=.*two-corpus: was prepared with the tokenizer .* instead of bytes;"
+    ):
         begin(request_of(folder, "one", without=(str(other.path),)))
     assert not (folder / "one-corpus").exists()

@@ -140,7 +140,9 @@ def test_a_step_in_which_an_epoch_ends_can_not_be_left_out_from_any_checkpoint()
     end = plan.newest.epochs[1].first_row
     bad, local = end // 3 + 1, end % 3
     assert local, "a step holds the end of the first epoch and the start of the second"
-    said = rf"rows {end - local} to {end - local + 2} can't be left out: an epoch ends .* data\.rows_per_step"
+    said = (
+        rf"rows {end - local} to {end - local + 2} can't be left out: they belong to two epochs, .* data\.rows_per_step"
+    )
     with pytest.raises(UserError, match=said):
         skip(plan, bad - 1, corpora, change, plan.step_rows(bad))
 
@@ -152,7 +154,7 @@ def test_the_last_step_of_a_run_can_not_be_left_out_and_the_run_may_end_before_i
     with pytest.raises(UserError, match=rf"rows {rows[0]} to {rows[-1]} can't be left out.*run\.stop_step={step}"):
         skip(plan, step, corpora, SETTINGS, rows)
     whole = replace(SETTINGS, rows_per_step=1000)
-    with pytest.raises(UserError, match=r"no other rows to train after step 0; branch it"):
+    with pytest.raises(UserError, match=r"no other rows to train on after step 0; branch it"):
         skip(begin(corpora, whole), 0, corpora, whole, range(begin(corpora, whole).num_rows))
 
 
@@ -175,13 +177,13 @@ def test_rows_that_are_left_out_are_trained_in_no_later_segment_of_their_epoch_a
         epoch = max(plan.cursor(saved).epoch, plan.newest.branch.epoch if plan.newest.branch else 0)
         if plan.newest.epoch_of(rows[-1] - plan.newest.base_row) != epoch:
             straddles = plan.newest.epoch_of(rows[0] - plan.newest.base_row) != 1
-            words = "an epoch ends between them" if straddles else "they belong to epoch 2"
+            words = "they belong to two epochs" if straddles else "they belong to epoch 2"
             with pytest.raises(UserError, match=f"can't be left out: {words}"):
                 skip(plan, saved, corpora, change, rows)
             break
         dropped = labels_of(plan, rows)
         if epoch == epochs - 1 and saved == bad - 1 and rows.stop == plan.num_rows:
-            with pytest.raises(UserError, match=f"no other rows to train after step {saved}"):
+            with pytest.raises(UserError, match=f"no other rows to train on after step {saved}"):
                 skip(plan, saved, corpora, change, rows)
             break
         plan = skip(plan, saved, corpora, change, rows)
@@ -354,7 +356,7 @@ def test_weights_hold_where_rows_of_another_length_change_what_documents_count_f
 def test_a_plan_with_nothing_left_is_refused() -> None:
     corpora = Corpora((corpus(np.random.default_rng(0), 20),), (None,))
     plan = begin(corpora)
-    with pytest.raises(UserError, match="is left to train on"):
+    with pytest.raises(UserError, match="is left for training"):
         branch(plan, plan.num_steps, corpora, replace(SETTINGS, context_tokens=64))
 
 
@@ -369,7 +371,7 @@ def test_sources_keep_their_places() -> None:
     corpora = Corpora(((20,) * 9, (30,) * 9), (None, None))
     plan = begin(corpora)
     swapped = tuple(reversed(corpora.documents.sources))
-    with pytest.raises(UserError, match=r"a run's corpora must keep their order"):
+    with pytest.raises(UserError, match=r"the corpora of a run must keep their order"):
         remainder_after(plan, 2, swapped, SETTINGS)
 
 
@@ -416,7 +418,7 @@ def test_epochs_below_the_one_that_runs_are_refused() -> None:
 
 
 def test_a_row_beyond_32_bits_is_refused() -> None:
-    with pytest.raises(UserError, match=r"data.context_tokens=4294967296: is too long; use at most 2147483647"):
+    with pytest.raises(UserError, match=r"data.context_tokens=4294967296: is too large; use at most 2147483647"):
         begin(Corpora(((20,),), (None,)), replace(SETTINGS, context_tokens=2**32))
 
 

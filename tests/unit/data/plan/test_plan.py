@@ -223,10 +223,10 @@ def test_a_corpus_whose_labels_are_all_cut_off_is_refused() -> None:
 @pytest.mark.parametrize(
     ("lengths", "change", "text"),
     [
-        ([9], {"context_tokens": 7}, "data.context_tokens=7: is shorter than pad_multiple=8"),
-        ([9], {"eval_fraction": 0.01}, "holds out none of the 1 documents; use a larger fraction"),
-        ([1, 1], {}, "none of the 2 documents is left to train on"),
-        ([], {}, "none of the 0 documents is left to train on"),
+        ([9], {"context_tokens": 7}, "data.context_tokens=7: is less than pad_multiple=8"),
+        ([9], {"eval_fraction": 0.01}, "none of the 1 documents is held out; use a larger fraction"),
+        ([1, 1], {}, "none of the 2 documents is left for training"),
+        ([], {}, "none of the 0 documents is left for training"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(lengths: list[int], change: dict[str, float], text: str) -> None:

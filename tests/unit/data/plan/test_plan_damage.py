@@ -131,10 +131,10 @@ def test_an_edited_plan_is_refused_even_with_a_checksum_to_match(tmp_path: Path,
     path, header = stored_header(tmp_path)
     EDITS[edit](header)
     path.write_text(json.dumps(header))
-    with pytest.raises(UserError, match=r"plan\.json: .*its checksum is wrong"):
+    with pytest.raises(UserError, match=r"plan\.json: .*the checksum is wrong"):
         load_plan(tmp_path)
     seal(path, header)
-    with pytest.raises(UserError, match=r"plan\.json names plan [0-9a-f]{16}, but its fields give [0-9a-f]{16}"):
+    with pytest.raises(UserError, match=r"plan\.json records plan [0-9a-f]{16}, but its fields hash to [0-9a-f]{16}"):
         load_plan(tmp_path)
 
 
@@ -170,7 +170,7 @@ def test_where_the_sources_lie_is_no_part_of_the_id_and_is_covered_by_the_checks
     before = load_plan(tmp_path).plan_id
     header["sources"][0]["path"] = "/elsewhere"
     path.write_text(json.dumps(header))
-    with pytest.raises(UserError, match="its checksum is wrong"):
+    with pytest.raises(UserError, match="the checksum is wrong"):
         load_plan(tmp_path)
     seal(path, header)
     assert load_plan(tmp_path).plan_id == before

@@ -84,7 +84,7 @@ def test_writing_again_changes_nothing_and_another_plan_is_refused(tmp_path: Pat
     write(tmp_path)
     before = {path.name: path.read_bytes() for path in (tmp_path / FOLDER).iterdir()}
     write(tmp_path)
-    with pytest.raises(UserError, match=r"already holds plan .*; nothing was overwritten"):
+    with pytest.raises(UserError, match=r"contains plan .*; nothing was overwritten"):
         write(tmp_path, replace(SETTINGS, seed=4))
     assert {path.name: path.read_bytes() for path in (tmp_path / FOLDER).iterdir()} == before
 
@@ -103,7 +103,7 @@ def test_a_file_of_another_plan_is_refused(tmp_path: Path, name: str) -> None:
     write(tmp_path / "plan")
     shutil.copy(tmp_path / "other" / FOLDER / name, tmp_path / "plan" / FOLDER / name)
     with pytest.raises(
-        UserError, match=rf"{name}: the plan can't be read \((its footer does not match|it has \d+ bytes)"
+        UserError, match=rf"{name}: the plan can't be read \((the footer does not match|the file has \d+ bytes)"
     ):
         load_plan(tmp_path / "plan")
 
@@ -112,11 +112,11 @@ def test_a_plan_of_another_version_is_refused(tmp_path: Path) -> None:
     write(tmp_path)
     path = tmp_path / FOLDER / "plan.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "planner_version": 99}))
-    with pytest.raises(UserError, match=r"made by planner version 99, this is version 4"):
+    with pytest.raises(UserError, match=r"made by planner version 99, but this is version 4"):
         load_plan(tmp_path)
 
 
 def test_a_missing_plan_is_said(tmp_path: Path) -> None:
     assert not num_segments(tmp_path)
-    with pytest.raises(UserError, match=r"holds no plan"):
+    with pytest.raises(UserError, match=r"contains no plan"):
         load_plan(tmp_path)

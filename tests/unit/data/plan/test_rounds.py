@@ -160,7 +160,7 @@ def run_of_edits(seed: int) -> tuple[Plan, Oracle]:
         try:
             longer = branch(plan, step, grown, settings)
         except UserError as error:
-            if "left to train on" not in str(error) and "no tokens left for epoch" not in str(error):
+            if "left for training" not in str(error) and "no tokens left for epoch" not in str(error):
                 raise
             continue
         oracle.check(plan.newest, longer.newest.base_row - plan.newest.base_row)

@@ -129,7 +129,7 @@ def test_a_killed_preparation_goes_on_where_it_was(tmp_path: Path, monkeypatch: 
     # A process that is gone removes neither.
     (request.out / LOCK_FILE).touch()
     (request.out / "shards" / f"{TEMPORARY_PREFIX}3").write_text("torn")
-    with pytest.raises(UserError, match="its preparation is not finished"):
+    with pytest.raises(UserError, match="the preparation is not finished"):
         Corpus.open(request.out)
     assert pending(request)[0] == 3
     corpus = prepare_local(request, seen.append)
@@ -221,12 +221,12 @@ def test_what_a_directory_holds_is_not_written_over(tmp_path: Path) -> None:
     begin(replace(request, unit_bytes=2000))
     assert (request.out / "preparation.json").is_file()
     write_unit(request.out, begin(request).units[0], BYTES)
-    refuse("holds an unfinished preparation", replace(request, unit_bytes=2000), other)
+    refuse("contains an unfinished preparation", replace(request, unit_bytes=2000), other)
     corpus, before = prepare_local(request), snapshot(request.out)
     assert begin(request).is_complete and prepare_local(request).fingerprint == corpus.fingerprint
     assert snapshot(request.out) == before
     (tmp_path / "texts" / "text-0003.txt").write_text("changed")
-    refuse("already holds a corpus of other sources", request, other)
+    refuse("contains a corpus made from other sources", request, other)
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_what_a_directory_holds_is_not_written_over(tmp_path: Path) -> None:
     [
         ("a.txt", b"one", {"pattern": "*.py"}, "no file matches --pattern"),
         ("pipe", None, {}, r"all 1 files were left out \(the first: .*/pipe, not a regular file\)"),
-        ("rows.jsonl", b"\n", {}, "their files are empty"),
+        ("rows.jsonl", b"\n", {}, "the files are empty"),
         ("a.txt", b"\xff", {}, r"1 were left out: not UTF-8 \(1\); the first is .*a\.txt"),
         ("bad.parquet", b"PAR1 not really", {}, r"bad\.parquet: the Parquet file can't be read"),
         ("rows.json", b'{"text": ""}', {"fields": RowFields(text="text")}, "no usable document"),

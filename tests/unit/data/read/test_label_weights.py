@@ -109,7 +109,7 @@ def test_a_forged_weight_is_noticed(tmp_path: Path) -> None:
     pq.write_table(forged.replace_schema_metadata(notes), path)
     spans = replace(corpus.info.spans, num_bytes=path.stat().st_size)  # type: ignore[type-var]
     (corpus.path / "corpus.json").write_text(json.dumps(replace(corpus.info, spans=spans).to_json()))
-    with pytest.raises(UserError, match=r"its spans do not match corpus\.json"):
+    with pytest.raises(UserError, match=r"the spans do not match corpus\.json"):
         _ = Corpus.open(corpus.path).spans
     with pytest.raises(UserError, match="row group 0 has changed"):
         weights_of(Corpus.open(corpus.path), 0)

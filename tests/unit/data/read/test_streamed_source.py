@@ -179,8 +179,8 @@ def with_tokens(change: Callable[[bytes], bytes]) -> Callable[[list[pa.Table]], 
     [
         (lambda tables: tables[::-1], r"expected row \d+, received row \d+"),
         (lambda tables: tables[:1], r"expected row \d+, received nothing"),
-        (with_tokens(lambda tokens: b""), r"row \d+ came with too few tokens"),
-        (with_tokens(lambda tokens: tokens + b"ab"), r"row \d+ came with 1 tokens too many"),
+        (with_tokens(lambda tokens: b""), r"row \d+ arrived with too few tokens"),
+        (with_tokens(lambda tokens: tokens + b"ab"), r"row \d+ arrived with 1 extra tokens"),
     ],
     ids=["misordered", "lost", "cut", "longer"],
 )

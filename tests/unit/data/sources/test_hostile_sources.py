@@ -49,7 +49,7 @@ def test_names_that_are_not_utf8_are_read_and_shown_with_their_bytes(tmp_path: P
     assert names == [r"d\xe9/vertr\xe4ge.txt", r"rows\xff.jsonl", r"cells\xfe.parquet"]
     left_out = [json.loads(line)["source"] for line in (corpus.path / "quarantine.jsonl").read_text().splitlines()]
     assert [Path(name).name for name in left_out] == [r"rows\xff.jsonl", r"cells\xfe.parquet"]
-    with pytest.raises(UserError, match=r"^--out=.*/out\\xff: its name is not UTF-8"):
+    with pytest.raises(UserError, match=r"^--out=.*/out\\xff: the name is not UTF-8"):
         begin(PrepareRequest(sources=SourceSpec(paths=(str(tmp_path / "in"),)), out=tmp_path / "out\udcff"))
     (tmp_path / "in" / "bad\udcff.parquet").write_text("PAR1 not really")
     with pytest.raises(UserError, match=r"^source=.*/bad\\xff.parquet: the Parquet file"):
@@ -208,7 +208,7 @@ def test_random_columns_of_parquet_are_stored_or_named(tmp_path: Path) -> None:
         except UserError as error:
             outcome = str(error)
         if outcome:
-            assert "the sources hold no usable document: 4 were left out: " in outcome
+            assert "the sources contain no usable document: 4 were left out: " in outcome
         else:
             assert corpus.num_documents + corpus.info.num_quarantined == 4
 

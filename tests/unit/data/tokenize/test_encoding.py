@@ -127,17 +127,17 @@ def test_other_options_or_another_template_make_another_corpus(tmp_path: Path) -
         EncodingOptions(eos="none"),
         EncodingOptions(chat_template=CHATML + " "),
     ):
-        with pytest.raises(UserError, match="already holds a corpus"):
+        with pytest.raises(UserError, match="contains a corpus"):
             again(encoding=options)
     (directory / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
-    with pytest.raises(UserError, match="already holds a corpus"):
+    with pytest.raises(UserError, match="contains a corpus"):
         again()
 
 
 def test_options_of_chats_without_chats_are_refused(tmp_path: Path) -> None:
     split, last = EncodingOptions(turns="split"), EncodingOptions(train_on="last")
     for options, name in ((split, "turns"), (last, "train-on")):
-        with pytest.raises(UserError, match=f"^--{name}: counts for chats only"):
+        with pytest.raises(UserError, match=f"^--{name}: applies to chats only"):
             prepare_rows(tmp_path, [{"text": "a"}], encoding=options)
     with pytest.raises(UserError, match=r"^--turns: --tokenizer=bytes"):
         prepare_rows(tmp_path, [{"m": CONVERSATION}], encoding=split, messages_field="m")

@@ -253,7 +253,7 @@ def test_spans_that_are_damaged_missing_or_others_are_refused(tmp_path: Path) ->
         refuse(reason)
 
     pq.write_table(table, path)
-    refuse_other("replaced by another file")
+    refuse_other("replaced by another one")
     writer = RowGroupWriter(path, SPANS_SCHEMA, checksum=table_crc32, statistics=["document"])
     writer.add(table)
     writer.close(spans.content_crc32)
