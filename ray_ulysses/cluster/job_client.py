@@ -279,7 +279,6 @@ class _Wait:
         self._began = self._bounded_from = time.monotonic()
 
     def restart(self) -> None:
-        """Restart the time limit after an answer."""
         self._bounded_from = time.monotonic()
 
     def go_on(self, reason: str, way_out: str) -> None:

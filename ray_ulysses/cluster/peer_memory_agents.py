@@ -61,7 +61,6 @@ class _Agent:
         self._contact = Contact(address=agent.start(), limit_bytes=limit, token=token)
 
     def contact(self) -> Contact:
-        """Return the agent's connection details."""
         return self._contact
 
 

@@ -107,7 +107,6 @@ class _Watch:
 
     @property
     def workers(self) -> int:
-        """World size of the newest attempt."""
         sizes = [event.world_size for event in self.events if isinstance(event, AttemptStarted)]
         return sizes[-1] if sizes else 0
 

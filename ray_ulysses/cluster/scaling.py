@@ -233,7 +233,7 @@ class WorkerScaling(ScalingPolicy):
             return False
         if self._joining.are_awaited and not self._joining.have_joined(group, now):
             return self._joining.are_awaited
-        # The head learns late of a lost node, and a worker that dies there aborts the start of all. A stopped node
+        # The head learns of a lost node late, and a worker that dies there aborts the start of all. A stopped node
         # accepts connections, but starts a worker only after it has been resumed.
         answering = {node: room[node] for node in reachable(nodes)}
         others = {node: answering[node] for node in answering.keys() - group.silent}
@@ -307,7 +307,7 @@ def _present(group: Group) -> Counter[str]:
 
 
 def reachable(nodes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the nodes whose Ray accepts a connection. The cluster's head learns late of a lost node."""
+    """Return the nodes whose Ray accepts a connection. The cluster's head learns of a lost node late."""
     if not nodes:
         return {}
     with ThreadPoolExecutor(max_workers=min(32, len(nodes))) as pool:

@@ -82,7 +82,7 @@ class RayStreams:
                         if is_first:
                             is_first = self._is_cold = False
                             starting.close()
-                            # Reference cycles in Ray Data keep the blocks of a stream that was closed early alive.
+                            # Reference cycles in Ray Data keep alive the blocks of a stream that was closed early.
                             gc.collect()
                         while refs:
                             yield _fetched(refs.popleft(), stopped)
@@ -185,7 +185,6 @@ class _Pace(ExecutionCallback):
         return None if bundle is None else deque(entry.ref for entry in bundle.blocks)
 
     def close(self) -> None:
-        """End the execution."""
         self._is_closed = True
         self._changed.set()
 

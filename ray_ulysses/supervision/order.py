@@ -21,7 +21,7 @@ MOST_BYTES = 1 << 17
 """Longest message, in bytes, which fits the kernel's default socket buffers."""
 _MOST_FDS = 6
 STACKS_SIGNAL = signal.SIGUSR2
-"""Makes a child dump the stacks of its threads."""
+"""Signal that makes a child dump its threads' stacks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

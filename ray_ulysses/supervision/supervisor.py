@@ -448,7 +448,6 @@ class Supervisor:
             self._launched.kill()
 
     def _forget_launcher(self) -> int:
-        """End the launcher, if it is running, and return its exit code."""
         launched, self._launched = self._launched, None
         if launched is None:
             return 0
