@@ -40,7 +40,9 @@ class Node:
     draining: bool = False
     cut_until: float = -1.0
     memory: dict[int, int] = field(default_factory=dict)
-    """Steps that it keeps in memory, each with the number of nodes that kept it together."""
+    """Number of nodes that keep the state of a step together, by step."""
+    partner: Node | None = None
+    """Node that keeps a copy of this node's part."""
 
 
 @dataclass
@@ -63,9 +65,12 @@ class Worker:
     alive: bool = True
     heard_at: float = 0.0
     known_at: float = 0.0
-    """When the coordinator last heard of it."""
+    """When the coordinator last heard of the worker."""
     ended: set[tuple[int, int]] = field(default_factory=set)
-    """Generations whose end it has reported."""
+    """Generations whose end the worker has reported."""
+
+    def end(self) -> None:
+        self.alive, self.child = False, None
 
 
 @dataclass
@@ -189,7 +194,7 @@ class Simulation:
         """End all workers, and start others after a while, as Ray Train does."""
         self.restarts += 1
         for worker in self.workers.values():
-            worker.alive, worker.child = False, None
+            worker.end()
         self.group, self.num_joining = None, 0
         self.at(self.draw.uniform(2.0, 30.0), self.start_group)
 
@@ -238,15 +243,13 @@ class Simulation:
             if worker.alive and worker.node.cut_until < self.now:
                 worker.known_at = worker.heard_at = self.now
             elif worker.alive and self.now - worker.heard_at > CUT_S:
-                worker.alive, worker.child = False, None
-        if self.group is not None:
-            for worker in self.workers.values():
-                gone = not worker.alive and self.now - worker.known_at > TICK_S
-                has_joined = worker.number in self.group.workers
-                if has_joined and (gone or self.now - worker.known_at > SILENCE_S):
-                    self.see(self.group_number, reform.WorkerLost(worker=worker.number, what="silent"))
-        if self.group is not None:
-            self.see(self.group_number, reform.Tick())
+                worker.end()
+        for worker in self.workers.values() if self.group is not None else ():
+            gone = not worker.alive and self.now - worker.known_at > TICK_S
+            silent = gone or self.now - worker.known_at > SILENCE_S
+            if self.group is not None and worker.number in self.group.workers and silent:
+                self.see(self.group_number, reform.WorkerLost(worker=worker.number, what="silent"))
+        self.see(self.group_number, reform.Tick())
         self.end_forgotten()
         if self.group is not None and self.group.phase == "short" and not self.num_joining:
             self.fill()
@@ -287,7 +290,7 @@ class Simulation:
             return
         for number, worker in self.workers.items():
             if number in group.workers and group.workers[number].is_lost and worker.node.cut_until < self.now:
-                worker.alive, worker.child = False, None
+                worker.end()
         if group.phase == "gathering" and not all(worker.alive for worker in self.workers.values()):
             self.restart()
 
@@ -334,7 +337,7 @@ class Simulation:
     # Training.
 
     def step_all(self) -> None:
-        """Let each generation whose children are all there train a step; there may be cut-off ones of before."""
+        """Let each generation whose children are all there train a step; older cut-off generations may exist."""
         by_generation: dict[tuple[int, int], list[Worker]] = {}
         for worker in self.workers.values():
             if worker.alive and worker.child is not None:
@@ -380,15 +383,13 @@ class Simulation:
         for node in self.nodes:
             node.memory = {step: len(nodes)} if node in nodes else {}
         for node, partner in zip(nodes, [*nodes[1:], nodes[0]], strict=True):
-            node.__dict__["partner"] = partner
+            node.partner = partner
 
     def choose(self, alive: list[Node]) -> int:
-        """Return the newest state that is whole: of each node's part one copy is left."""
-        steps = {step for node in self.nodes for step in node.memory}
-        for step in sorted(steps, reverse=True):
+        """Return the newest complete state: one copy of each node's part is left."""
+        for step in sorted({step for node in self.nodes for step in node.memory}, reverse=True):
             holders = [node for node in self.nodes if step in node.memory]
-            whole = all(node in alive or node.__dict__["partner"] in alive for node in holders)
-            if whole and step > self.committed:
+            if step > self.committed and all(node in alive or node.partner in alive for node in holders):
                 self.loads_from_memory += 1
                 return step
         return self.committed
@@ -425,7 +426,7 @@ class Simulation:
         if kind == "worker" or child is not None:
             self.note(kind, worker.node.name, worker.number)
         if kind == "worker":
-            worker.alive, worker.child = False, None
+            worker.end()
         elif child is not None and kind == "hang":
             child.hung = True
             group = self.group_number
@@ -443,7 +444,7 @@ class Simulation:
         node.alive, node.draining, node.memory = False, False, {}
         for worker in self.workers.values():
             if worker.node is node:
-                worker.alive, worker.child = False, None
+                worker.end()
         self.at(self.draw.uniform(30.0, 90.0), lambda: self.bring_back(node))
 
     def bring_back(self, node: Node) -> None:

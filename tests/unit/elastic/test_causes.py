@@ -39,11 +39,7 @@ CAUSES = [
     ValueError("Connection closed by peer is what a user wrote"),
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
     RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
-    IndexError("index out of range in self"),
-    UserError("data.path: no such corpus"),
     CheckpointError("No space left on device"),
-    RunError("the loss of rows 0 to 5 is nan"),
-    KeyError("weight"),
     # What rows or a program do on a GPU.
     RuntimeError("CUDA error: device-side assert triggered"),
     RuntimeError("CUDA error: an illegal memory access was encountered"),
@@ -69,34 +65,30 @@ def test_an_error_is_classified_by_what_it_says(errors: list[BaseException], kin
     assert [(str(error), raised(3, error).kind) for error in errors] == [(str(error), kind) for error in errors]
 
 
-def test_the_cause_is_found_among_its_consequences_whatever_the_order() -> None:
+def test_the_cause_is_found_among_its_consequences_in_any_order() -> None:
     rng = random.Random(0)
-    for _ in range(600):
+    for _ in range(300):
         world = rng.randrange(2, 9)
-        culprit = rng.randrange(world)
-        is_lost = rng.random() < 0.5
-        error = rng.choice(CAUSES)
+        culprit, is_lost, error = rng.randrange(world), rng.random() < 0.5, rng.choice(CAUSES)
         own = lost(culprit, RAY_DUMP) if is_lost else raised(culprit, error)
         others = [raised(rank, rng.choice(CONSEQUENCES)) for rank in range(world) if rank != culprit]
         # Some ranks have not ended yet.
         errors = [own, *rng.sample(others, rng.randrange(world))]
         rng.shuffle(errors)
         cause = root_cause(errors)
-        assert cause.rank == culprit
-        if is_lost:
-            assert (cause.kind, cause.reason) == ("lost", f"lost worker {culprit} (killed by signal 9)")
-        else:
-            assert cause.kind == "raised"
-            assert cause.reason.startswith(f"worker {culprit} raised {type(error).__name__}")
-        assert "\n" not in cause.reason and cause.hint
+        reason = "lost worker {} (killed by signal 9)" if is_lost else f"worker {{}} raised {type(error).__name__}"
+        assert (cause.rank, cause.kind) == (culprit, "lost" if is_lost else "raised")
+        assert cause.reason.startswith(reason.format(culprit)) and "\n" not in cause.reason and cause.hint
 
 
-def test_workers_that_were_lost_together_are_named_together() -> None:
+def test_workers_that_were_lost_together_are_named_together_in_one_short_line() -> None:
     node = "The actor died because its node has died. Node Id: 0123"
     errors = [raised(0, GLOO), *(lost(rank, node) for rank in (3, 2))]
     assert root_cause(errors).reason == "lost workers 2, 3 (its node died)"
     many = [lost(rank, node) for rank in range(64)]
     assert root_cause(many).reason == "lost 64 workers, 0 to 63 (its node died)"
+    long = root_cause([raised(0, ValueError("a" * 10_000 + "\nb"))])
+    assert len(long.reason) < 500 and "\n" not in long.reason
 
 
 @pytest.mark.parametrize(
@@ -129,7 +121,7 @@ frame #1: <unknown function> + 0x145c0 (0x7f in libtorch.so)
 """
 
 
-def test_a_gpu_that_has_failed_is_the_cause_and_named_with_its_node() -> None:
+def test_a_failed_gpu_or_network_is_named_with_its_node_and_the_hint_fits_the_cause() -> None:
     own = replace(raised(3, DEVICES[0]), node="n1/10.0.0.1")
     cause = root_cause([raised(0, GLOO), raised(1, ValueError("what?")), own])
     assert (cause.kind, cause.rank, cause.node) == ("device", 3, "n1/10.0.0.1")
@@ -137,25 +129,30 @@ def test_a_gpu_that_has_failed_is_the_cause_and_named_with_its_node() -> None:
     assert "nvidia-smi" in cause.hint and "n1/10.0.0.1" in cause.hint
     # The ranks that compute rightly report the broken one as a peer.
     assert raised(0, BrokenRanksError("the self-test failed", {3})).kind == "consequence"
-
-
-def test_a_process_that_nccls_watchdog_has_ended_is_a_consequence_or_lost_its_gpu_and_says_why() -> None:
-    assert process_end(-6, WATCHDOG.format("CUDA error: uncorrectable ECC error encountered"))[0] == "device"
-    kind, what = process_end(-6, WATCHDOG.format("NCCL error: remote process exited"))
-    assert kind == "consequence" and "\n" not in what and "frame #" not in what
-    assert "signal 6" in what and "remote process exited" in what
+    own = replace(raised(5, dist.DistBackendError(NCCL)), node="n2")
+    cause = root_cause([raised(0, GLOO), own, raised(7, dist.DistBackendError("NCCL error: remote process exited"))])
+    assert (cause.kind, cause.rank, cause.node) == ("consequence", 5, "n2")
+    assert "worker 5 on n2" in cause.reason and "network of n2" in cause.hint and "NCCL_DEBUG" in cause.hint
+    cause = root_cause([raised(2, GLOO), raised(1, GLOO)])
+    assert (cause.kind, cause.rank) == ("consequence", 1) and "elastic.collective_timeout_s" in cause.hint
+    assert "parallel.sp_size" in root_cause([raised(1, torch.OutOfMemoryError("CUDA out of memory."))]).hint
 
 
 @pytest.mark.parametrize(
-    ("code", "stderr", "what"),
+    ("code", "stderr", "kind", "what"),
     [
-        (-11, "", "killed by signal 11"),
-        (-11, "a\nb\nc\n\nd\n", "killed by signal 11; the last lines of its stderr: b | c | d"),
-        (1, "no module\n", "ended with exit code 1; the last lines of its stderr: no module"),
+        (-11, "", "lost", "killed by signal 11"),
+        (-11, "a\nb\nc\n\nd\n", "lost", "killed by signal 11; the last lines of its stderr: b | c | d"),
+        (1, "no module\n", "lost", "ended with exit code 1; the last lines of its stderr: no module"),
+        # NCCL's watchdog ends processes whose peer or GPU has failed.
+        (-6, WATCHDOG.format("NCCL error: remote process exited"), "consequence", "remote process exited"),
+        (-6, WATCHDOG.format("CUDA error: uncorrectable ECC error encountered"), "device", "killed by signal 6"),
     ],
 )
-def test_the_end_of_a_process_is_told_with_its_last_words(code: int, stderr: str, what: str) -> None:
-    assert process_end(code, stderr) == ("lost", what)
+def test_the_end_of_a_process_is_told_with_its_last_words(code: int, stderr: str, kind: str, what: str) -> None:
+    found, text = process_end(code, stderr)
+    assert found == kind and "\n" not in text and "frame #" not in text
+    assert text == what if kind == "lost" else what in text
 
 
 def test_a_process_that_aborts_is_not_the_cause_where_another_one_is_gone() -> None:
@@ -164,21 +161,6 @@ def test_a_process_that_aborts_is_not_the_cause_where_another_one_is_gone() -> N
     for errors in itertools.permutations([aborted, lost(2, RAY_DUMP), raised(1, ValueError("what?"))]):
         assert root_cause(errors).reason == "lost worker 2 (killed by signal 9)"
     assert root_cause([aborted]).rank == 0
-
-
-def test_consequences_alone_and_a_long_error_make_one_line_and_a_hint_that_fits() -> None:
-    cause = root_cause([raised(2, GLOO), raised(1, GLOO)])
-    assert (cause.kind, cause.rank) == ("consequence", 1) and "elastic.collective_timeout_s" in cause.hint
-    cause = root_cause([raised(0, ValueError("a" * 10_000 + "\nb"))])
-    assert len(cause.reason) < 500 and "\n" not in cause.reason
-    assert "parallel.sp_size" in root_cause([raised(1, torch.OutOfMemoryError("CUDA out of memory."))]).hint
-
-
-def test_of_ranks_whose_collective_failed_the_one_with_an_error_of_its_own_network_is_named() -> None:
-    own = replace(raised(5, dist.DistBackendError(NCCL)), node="n2")
-    cause = root_cause([raised(0, GLOO), own, raised(7, dist.DistBackendError("NCCL error: remote process exited"))])
-    assert (cause.kind, cause.rank, cause.node) == ("consequence", 5, "n2")
-    assert "worker 5 on n2" in cause.reason and "network of n2" in cause.hint and "NCCL_DEBUG" in cause.hint
 
 
 DAY = 86400.0
@@ -204,9 +186,3 @@ def test_failures_count_without_progress_within_the_window(
     past: list[tuple[float, int]], now: float, step: int | None, count: int
 ) -> None:
     assert failures_that_count([failed(*one) for one in past], now=now, step=step, window_s=DAY) == count
-
-
-def test_a_month_of_lost_workers_ends_no_run() -> None:
-    past = [failed(day * DAY / 2, 100 * day) for day in range(30)]
-    for day in range(1, 31):
-        assert failures_that_count(past[:day], now=day * DAY / 2, step=100 * day, window_s=DAY) == 0

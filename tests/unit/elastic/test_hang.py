@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 from hypothesis import given
@@ -26,6 +27,12 @@ def progress(rank: int, idle_s: float, phase: Phase = "step", micro_batch: int =
     return RankProgress(rank=rank, phase=phase, step=7, micro_batch=micro_batch, idle_s=idle_s, state=state)
 
 
+def hanging(ranks: Sequence[RankProgress], *steps: float) -> tuple[tuple[int, ...], str]:
+    """Return the ranks that hang, and the description of the hang."""
+    found = find_hang(ranks, steps, LIMITS)
+    return ((), "") if found is None else (found.ranks, str(found))
+
+
 def test_the_bound_of_a_step_is_learned_from_the_run() -> None:
     assert step_bound_s([], LIMITS) == 600.0
     assert step_bound_s([1.0] * 50, LIMITS) == 30.0
@@ -47,56 +54,42 @@ def test_the_bound_depends_on_the_newest_steps_alone(
     assert sum(5 * seconds > bound_s for seconds in newest) * 100 <= len(newest)
 
 
-def test_a_rank_whose_row_has_not_come_has_the_time_of_the_source_of_rows() -> None:
+def test_a_rank_whose_row_has_not_arrived_has_the_time_of_the_row_source() -> None:
     """The source gives up earlier, with a better reason."""
     waits = replace(progress(1, 1200.0, micro_batch=0), waits_for_row=True)
     others = [progress(0, 1300.0), progress(2, 1300.0)]
-    assert find_hang([waits, *others], [1.0], LIMITS) is None
-    found = find_hang([replace(waits, idle_s=1201.0), *others], [1.0], LIMITS)
-    assert found is not None and found.ranks == (1,) and "its row has not arrived" in str(found)
+    assert hanging([waits, *others], 1.0) == ((), "")
+    ranks, text = hanging([replace(waits, idle_s=1201.0), *others], 1.0)
+    assert ranks == (1,) and "its row has not arrived" in text
     # Those that wait for it do so in a collective; one that computes at the same place as another counts as it did.
-    assert find_hang([replace(waits, waits_for_row=False), *others], [1.0], LIMITS) is not None
-    assert find_hang([progress(0, 40.0), replace(progress(1, 40.0), waits_for_row=True)], [1.0], LIMITS) is None
+    assert hanging([replace(waits, waits_for_row=False), *others], 1.0)[0] == (1,)
+    assert hanging([progress(0, 40.0), replace(progress(1, 40.0), waits_for_row=True)], 1.0) == ((), "")
 
 
-def test_the_rank_that_the_others_wait_for_is_named() -> None:
+def test_the_ranks_that_the_others_wait_for_are_named_after_the_time_that_their_phase_has() -> None:
     ranks = [progress(0, 40.0), progress(1, 41.0, micro_batch=0), progress(2, 40.0)]
-    found = find_hang(ranks, [1.0], LIMITS)
-    assert found is not None and found.ranks == (1,)
-    assert str(found) == (
-        "rank 1 has not moved for 41 s in step 7 (micro-batches done: 0), and the others wait; 30 s are allowed"
-    )
-    assert find_hang(ranks, [9.0], LIMITS) is None
-
-
-def test_a_rank_that_still_evaluates_saves_or_starts_is_given_the_time_for_that() -> None:
+    text = "rank 1 has not moved for 41 s in step 7 (micro-batches done: 0), and the others wait; 30 s are allowed"
+    assert hanging(ranks, 1.0) == ((1,), text)
+    assert hanging(ranks, 9.0) == hanging([], 1.0) == ((), "")
     waiting = [replace(progress(rank, 800.0, micro_batch=0), step=8) for rank in (1, 2)]
-    for phase, limit_s in (("evaluation", 900.0), ("save", 3600.0)):
-        assert find_hang([progress(0, 800.0, phase), *waiting], [1.0], LIMITS) is None
-        found = find_hang([progress(0, limit_s + 1, phase), *waiting], [1.0], LIMITS)
-        assert found is not None and found.ranks == (0,) and f"the {phase} " in str(found)
-    start = progress(0, 500.0, "start")
-    assert find_hang([start, *waiting], [], LIMITS) is None
-    found = find_hang([replace(start, idle_s=601.0), *waiting], [], LIMITS)
-    assert found is not None and found.ranks == (0,)
+    phases: tuple[tuple[Phase, float], ...] = (("evaluation", 900.0), ("save", 3600.0), ("start", 600.0))
+    for phase, limit_s in phases:
+        steps = () if phase == "start" else (1.0,)
+        assert hanging([progress(0, limit_s - 1, phase), *waiting], *steps) == ((), "")
+        found, text = hanging([progress(0, limit_s + 1, phase), *waiting], *steps)
+        assert found == (0,) and f"the {phase}" in text
+    assert hanging([progress(rank, 31.0) for rank in range(2)], 1.0)[0] == (0, 1)
+    many = hanging([progress(rank, 31.0, micro_batch=int(rank == 20)) for rank in range(21)], 1.0)[1]
+    assert "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more" in many
 
 
 def test_a_stopped_process_is_named_before_those_that_wait_with_it() -> None:
     ranks = [progress(0, 3.0), progress(1, 3.0, state="T"), progress(2, 3.0, micro_batch=0)]
-    found = find_hang(ranks, [1.0], LIMITS)
-    assert found is not None and found.ranks == (1,)
-    assert "stopped by a signal" in str(found)
-    assert find_hang([replace(one, idle_s=1.0) for one in ranks], [1.0], LIMITS) is None
+    found, text = hanging(ranks, 1.0)
+    assert found == (1,) and "stopped by a signal" in text
+    assert hanging([replace(one, idle_s=1.0) for one in ranks], 1.0) == ((), "")
     # A debugger's.
-    assert find_hang([replace(one, state="t") for one in ranks], [1.0], LIMITS) is None
-
-
-def test_nobody_is_blamed_where_all_are_at_the_same_place() -> None:
-    found = find_hang([progress(rank, 31.0) for rank in range(2)], [1.0], LIMITS)
-    assert found is not None and found.ranks == (0, 1)
-    many = find_hang([progress(rank, 31.0, micro_batch=int(rank == 20)) for rank in range(21)], [1.0], LIMITS)
-    assert many is not None and "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more" in str(many)
-    assert find_hang([], [1.0], LIMITS) is None
+    assert hanging([replace(one, state="t") for one in ranks], 1.0) == ((), "")
 
 
 @given(RANKS, st.lists(SECONDS, max_size=20), st.randoms(), st.floats(0, 1e5))

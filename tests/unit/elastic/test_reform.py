@@ -1,7 +1,8 @@
-"""Who trains after a fault: the coordinator's reducer, event by event and on random histories."""
+"""Which workers train after a fault: the coordinator's reducer, event by event and on random histories."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -9,35 +10,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from ray_ulysses.elastic import reform
 from ray_ulysses.elastic.causes import RankError
 from ray_ulysses.elastic.placement import WorkerRange
-from ray_ulysses.elastic.reform import (
-    CAUSE_S,
-    END_S,
-    MOST_FAILED_FORMS,
-    Action,
-    ChildEnded,
-    Event,
-    Finish,
-    GiveUp,
-    Group,
-    Joined,
-    Judge,
-    Judged,
-    MoveAsked,
-    NodesUnusable,
-    NoReplacement,
-    Place,
-    RanksHung,
-    Report,
-    Start,
-    Stop,
-    Supervised,
-    Tick,
-    WorkerLost,
-    end_bound_s,
-    reduce,
-)
+from ray_ulysses.elastic.reform import CAUSE_S, END_S, Action, Event, Finish, GiveUp, Joined, Judge, Start, Stop, Tick
 from tests.breadth import examples
 
 KILLED = RankError(rank=0, kind="lost", what="killed by signal 9")
@@ -45,92 +21,105 @@ PEER = RankError(rank=0, kind="consequence", what="RuntimeError: Connection clos
 BUG = RankError(rank=0, kind="raised", what="ValueError: boom")
 ECC = RankError(rank=0, kind="device", what="AcceleratorError: CUDA error: unspecified launch failure")
 NCCL = RankError(rank=0, kind="consequence", what="DistBackendError: NCCL error, unhandled system error")
+Workers = tuple[int, ...] | None
 
 
 class Coordinated:
     """A group on nodes a, b, ... of two workers each, sp_size 2, and a clock that the test moves."""
 
-    def __init__(self, workers: int = 4, least: int = 2, most: int | None = None, **fields: Any) -> None:
+    def __init__(
+        self, workers: int = 4, least: int = 2, most: int | None = None, *, joined: bool = True, **fields: Any
+    ) -> None:
         self.now = 0.0
         wanted = WorkerRange(least=least, most=most or workers, sp_size=2)
-        self.group = Group(wanted=wanted, workers={number: Supervised() for number in range(workers)}, **fields)
+        self.group = reform.Group(wanted=wanted, workers=dict.fromkeys(range(workers), reform.Supervised()), **fields)
+        if joined:
+            self.join(*range(workers))
 
     def see(self, event: Event) -> tuple[Action, ...]:
-        self.group, actions = reduce(self.group, event, self.now)
+        self.group, actions = reform.reduce(self.group, event, self.now)
         return actions
+
+    def see_all(self, events: Iterable[Event]) -> tuple[Action, ...]:
+        return tuple(action for event in events for action in self.see(event))
 
     def join(self, *workers: int) -> tuple[Action, ...]:
-        actions: tuple[Action, ...] = ()
-        for worker in workers:
-            actions += self.see(Joined(worker=worker, place=place(worker)))
-        return actions
+        return self.see_all(Joined(worker=worker, place=place(worker)) for worker in workers)
 
-    def end(self, *workers: int, **report: Any) -> tuple[Action, ...]:
-        actions: tuple[Action, ...] = ()
-        for worker in workers:
-            generation, port = self.group.generation, 9000 + worker
-            actions += self.see(ChildEnded(worker=worker, generation=generation, port=port, report=Report(**report)))
-        return actions
+    def end(self, *workers: int, **fields: Any) -> tuple[Action, ...]:
+        report = reform.Report(**fields)
+        return self.see_all(
+            reform.ChildEnded(worker=worker, generation=self.group.generation, port=9000 + worker, report=report)
+            for worker in workers
+        )
 
     def lose(self, *workers: int, silent_s: float = 0.0) -> tuple[Action, ...]:
-        actions: tuple[Action, ...] = ()
-        for worker in workers:
-            actions += self.see(WorkerLost(worker=worker, what="gone", silent_s=silent_s))
-        return actions
+        return self.see_all(reform.WorkerLost(worker=worker, what="gone", silent_s=silent_s) for worker in workers)
 
     def drain(self, nodes: str, dead: str = "") -> None:
-        self.see(NodesUnusable(nodes=frozenset(nodes + dead), draining=frozenset(nodes)))
+        self.see(reform.NodesUnusable(nodes=frozenset(nodes + dead), draining=frozenset(nodes)))
+
+    def tick(self, seconds: float) -> tuple[Action, ...]:
+        self.now += seconds
+        return self.see(Tick())
 
     def stop_rest(self, *, stepped: bool = True) -> tuple[Action, ...]:
         supervised = self.group.workers
         running = (one for one in self.group.members if supervised[one].is_there and supervised[one].report is None)
         return self.end(*running, stepped=stepped)
 
-    def fail(self, error: RankError, *workers: int, step: int = 5) -> Judge:
-        """End workers by an error in a step, and the others on request."""
-        self.end(*workers, error=error, step=step, stepped=step > 1)
-        actions = self.stop_rest(stepped=step > 1)
-        if not actions:
-            self.now += CAUSE_S
-            actions = self.see(Tick())
-        (judge,) = actions
+    def judge(self, *, stepped: bool = True, wait_s: float = 0.0) -> Judge:
+        """Stop the other children, wait for a cause, and return the question to the judge."""
+        (judge,) = self.stop_rest(stepped=stepped) or self.tick(wait_s)
         assert isinstance(judge, Judge)
         return judge
 
+    def fail(self, error: RankError, *workers: int, step: int = 5) -> Judge:
+        """End workers with an error in a step."""
+        self.end(*workers, error=error, step=step, stepped=step > 1)
+        return self.judge(stepped=step > 1, wait_s=CAUSE_S)
+
     def go_on(self, *, may_continue: bool = True) -> tuple[Action, ...]:
-        return self.see(Judged(generation=self.group.generation, may_continue=may_continue))
+        return self.see(reform.Judged(generation=self.group.generation, may_continue=may_continue))
+
+    def recover(self) -> Workers:
+        self.judge()
+        return members(self.go_on())
 
 
-def place(worker: int) -> Place:
-    return Place(node="abcdefgh"[worker // 2], host=f"10.0.0.{worker // 2}", port=8000 + worker)
+def place(worker: int) -> reform.Place:
+    return reform.Place(node="abcdefgh"[worker // 2], host=f"10.0.0.{worker // 2}", port=8000 + worker)
 
 
-def training(**options: Any) -> Coordinated:
-    one = Coordinated(**options)
-    one.join(*one.group.workers)
-    return one
-
-
-def members(actions: tuple[Action, ...]) -> tuple[int, ...] | None:
-    """Return who was started, sorted; None if nobody was."""
+def members(actions: tuple[Action, ...]) -> Workers:
+    """Return the workers that were started, sorted, or None."""
     return next((tuple(sorted(action.members)) for action in actions if isinstance(action, Start)), None)
 
 
-def test_children_start_when_all_workers_have_joined_in_rays_order() -> None:
-    one = Coordinated()
+def test_children_start_in_rays_order_when_all_workers_have_joined() -> None:
+    one = Coordinated(joined=False)
     assert one.join(3, 0, 2) == ()
     assert one.join(1) == (Start(generation=1, members=(0, 1, 2, 3), host="10.0.0.0", port=8000),)
 
 
-def test_a_child_that_is_killed_stops_all_and_the_same_workers_form_again() -> None:
-    one = training()
+def test_workers_that_never_join_are_given_up() -> None:
+    one = Coordinated(joined=False, gather_until=300.0)
+    assert one.join(0) == one.tick(299.0) == ()
+    (action,) = one.tick(1.0)
+    assert isinstance(action, GiveUp) and "elastic.worker_start_timeout_s" in action.reason and one.group.gave_up
+
+
+def test_a_killed_child_stops_all_and_the_same_workers_form_again() -> None:
+    one = Coordinated()
     assert one.end(1, error=KILLED, step=7, stepped=True) == (Stop(generation=1),)
-    judge = one.stop_rest()
-    assert judge == (Judge(generation=1, errors=(replace(KILLED, rank=1),), is_final=False),)
+    assert one.judge() == Judge(generation=1, errors=(replace(KILLED, rank=1),), is_final=False)
     (start,) = one.go_on()
     # Each supervisor listens at another port for each generation.
     assert start == Start(generation=2, members=(0, 1, 2, 3), host="10.0.0.0", port=9000, is_tested=True)
     assert one.group.failed_forms == 0
+    late = reform.ChildEnded(worker=0, generation=1, report=reform.Report(error=BUG), port=1)
+    assert one.see(late) == one.see(reform.Judged(generation=1, may_continue=False)) == ()
+    assert one.group.phase == "training" and one.group.generation == 2
 
 
 @pytest.mark.parametrize(
@@ -142,116 +131,104 @@ def test_a_child_that_is_killed_stops_all_and_the_same_workers_form_again() -> N
         pytest.param(6, [(0,), (2,)], (4, 5), id="two halves"),
     ],
 )
-def test_lost_workers_leave_the_whole_groups_of_the_others(
+def test_the_next_generation_has_the_complete_groups_of_the_remaining_workers(
     workers: int, losses: list[tuple[int, ...]], left: tuple[int, ...]
 ) -> None:
-    one = training(workers=workers)
+    one = Coordinated(workers=workers)
     for lost in losses:
         assert one.lose(*lost)[0] == Stop(generation=one.group.generation)
-        (judge,) = one.stop_rest()
-        assert isinstance(judge, Judge) and len(judge.errors) == len(lost)
+        assert len(one.judge().errors) == len(lost)
         started = one.go_on()
     assert members(started) == left
 
 
-def test_too_few_workers_are_left_to_ray_where_none_can_be_started() -> None:
-    one = training(least=4)
-    assert one.see(NoReplacement()) == () and one.group.phase == "training"
+def test_too_few_workers_are_left_to_ray_if_no_replacement_can_start() -> None:
+    one = Coordinated(least=4)
+    assert one.see(reform.NoReplacement()) == () and one.group.phase == "training"
     one.lose(0)
-    one.stop_rest()
-    assert one.go_on() == () and one.group.phase == "short"
-    (action,) = one.see(NoReplacement())
+    assert one.recover() is None and one.group.phase == "short"
+    (action,) = one.see(reform.NoReplacement())
     assert isinstance(action, GiveUp) and one.group.gave_up and one.group.phase == "ended"
     assert one.see(Tick()) == one.lose(1) == ()
 
 
-def test_too_few_workers_wait_for_those_that_take_the_places_of_lost_ones_but_not_for_ever() -> None:
-    one = training(least=4, gather_s=60.0)
+def test_too_few_workers_wait_for_replacements_within_a_limit() -> None:
+    one = Coordinated(least=4, gather_s=60.0)
     one.lose(0, 2)
-    one.stop_rest()
-    one.go_on()
-    one.now += 59.0
-    assert one.see(Joined(worker=4, place=place(0))) == one.see(Tick()) == ()
+    assert one.recover() is None
+    assert one.see(Joined(worker=4, place=place(0))) == one.tick(59.0) == ()
     assert members(one.see(Joined(worker=5, place=place(2)))) == (1, 3, 4, 5)
     one.lose(5)
-    one.stop_rest()
-    one.go_on()
-    one.now += 59.0
-    assert one.see(Tick()) == ()
-    one.now += 2.0
-    (action,) = one.see(Tick())
+    assert one.recover() is None and one.tick(59.0) == ()
+    (action,) = one.tick(2.0)
     assert isinstance(action, GiveUp)
 
 
 @pytest.mark.parametrize(("draining", "dead", "left"), [("a", "b", (0, 1)), ("", "ab", None)], ids=["drains", "dead"])
-def test_a_node_that_drains_serves_again_where_the_others_are_lost(
-    draining: str, dead: str, left: tuple[int, ...] | None
-) -> None:
+def test_a_draining_node_serves_again_if_the_others_are_lost(draining: str, dead: str, left: Workers) -> None:
     """It is alive until its deadline, which comes later than replacements need to join."""
-    one = training()
+    one = Coordinated()
     one.drain("a")
     one.lose(2, 3)
-    one.stop_rest()
+    one.judge()
     one.drain(draining, dead)
     assert members(one.go_on()) == left
     if left:
-        # Its loss was announced all the same.
         one.lose(0)
-        assert one.group.lost[0].kind == "preempted"
+        assert one.group.lost[0].kind == "preempted", "its loss was announced all the same"
 
 
 def test_a_node_is_silent_once_its_last_worker_falls_silent_until_another_joins() -> None:
-    one = training(workers=6)
+    one = Coordinated(workers=6)
     for worker, silent_s in enumerate((0.0, 5.0, 5.0, 0.0, 5.0)):
         one.lose(worker, silent_s=silent_s)
-    assert one.group.silent == {"a"}, "of b the last one was lost with a sign, and of c one is left"
+    assert one.group.silent == {"a"}, "the last worker of b was lost with a sign, and a worker of c is left"
     one.see(Joined(worker=6, place=place(0)))
     assert not one.group.silent
     one.lose(6)
     assert not one.group.silent, "the node has answered since"
 
 
-def test_workers_that_join_complete_the_groups_of_a_node_that_drains() -> None:
-    one = training(least=4)
+def test_workers_that_join_complete_the_groups_of_a_draining_node() -> None:
+    one = Coordinated(least=4)
     one.drain("a")
     one.lose(2, 3)
-    one.stop_rest()
-    assert one.go_on() == () and one.group.phase == "short"
+    assert one.recover() is None and one.group.phase == "short"
     one.see(Joined(worker=4, place=place(2)))
     assert members(one.see(Joined(worker=5, place=place(3)))) == (0, 1, 4, 5)
 
 
-def test_a_failure_that_may_not_continue_is_left_to_ray() -> None:
-    one = training()
+def test_a_final_failure_is_left_to_ray() -> None:
+    one = Coordinated()
     one.end(2, error=BUG, is_final=True)
-    (judge,) = one.stop_rest()
-    assert isinstance(judge, Judge) and judge.is_final
-    assert isinstance(one.go_on(may_continue=False)[0], GiveUp)
+    assert one.judge().is_final and isinstance(one.go_on(may_continue=False)[0], GiveUp)
 
 
-def test_an_error_at_the_same_step_twice_is_final_and_at_another_step_is_not() -> None:
-    one = training()
+def test_an_error_is_final_if_it_returns_at_the_same_step() -> None:
+    one = Coordinated()
     finals = []
     for step, gib in ((5, 78.25), (6, 78.25), (6, 78.5)):
-        # Measured numbers in its text differ.
+        # Measured numbers in the text differ.
         error = replace(BUG, what=f"OutOfMemoryError: step {step} ran out of memory: {gib} GiB were allocated")
         finals.append(one.fail(error, 1, step=step).is_final)
         one.go_on()
     assert finals == [False, False, True]
 
 
-def test_the_same_error_before_the_first_step_is_bounded_by_the_attempts_without_a_step() -> None:
-    """A storage that is away for a while gives it twice."""
-    one = training()
-    for _ in range(MOST_FAILED_FORMS):
-        assert not one.fail(BUG, 1, step=0).is_final
-        (action,) = one.go_on()
-    assert isinstance(action, GiveUp)
+def test_generations_that_fail_before_their_first_step_are_bounded() -> None:
+    """An unreachable storage fails two attempts in the same way, and an error of the network may change its node."""
+    for error, workers in ((BUG, (1, 1)), (NCCL, (0, 2))):
+        one = Coordinated()
+        assert len(workers) == reform.MOST_FAILED_FORMS
+        for worker in workers:
+            assert not one.fail(error, worker, step=0).is_final and not one.group.broken
+            (action,) = one.go_on()
+        assert isinstance(action, GiveUp)
 
 
 @pytest.mark.parametrize("step", [0, 5])
-def test_a_node_whose_gpu_has_failed_is_left_for_good_and_its_rows_are_not_at_fault(step: int) -> None:
-    one = training(workers=6)
+def test_a_node_whose_gpu_has_failed_is_left_for_good(step: int) -> None:
+    one = Coordinated(workers=6)
     judge = one.fail(ECC, 3, step=step)
     assert judge.errors == (replace(ECC, rank=3),) and not judge.is_final
     assert members(one.go_on()) == (0, 1, 4, 5) and one.group.broken == {"b"}
@@ -259,9 +236,9 @@ def test_a_node_whose_gpu_has_failed_is_left_for_good_and_its_rows_are_not_at_fa
     assert members(one.go_on()) == (0, 1, 4, 5)
 
 
-def test_a_device_error_that_returns_on_another_node_is_the_rows_or_the_programs_if_at_the_same_step() -> None:
+def test_a_device_error_that_returns_on_another_node_is_the_programs_if_at_the_same_step() -> None:
     for step, is_final, broken in ((5, True, "b"), (6, False, "bc")):
-        one = training(workers=6)
+        one = Coordinated(workers=6)
         one.fail(ECC, 3)
         one.go_on()
         judge = one.fail(ECC, 4, step=step)
@@ -269,8 +246,8 @@ def test_a_device_error_that_returns_on_another_node_is_the_rows_or_the_programs
         assert judge.errors == (replace(ECC, rank=2, kind="raised" if is_final else "device"),)
 
 
-def test_device_errors_on_several_nodes_at_once_leave_none_of_them() -> None:
-    one = training()
+def test_device_errors_on_several_nodes_or_beside_a_lost_process_exclude_no_node() -> None:
+    one = Coordinated()
     finals = []
     for _ in range(2):
         judge = one.fail(ECC, 1, 2)
@@ -278,17 +255,14 @@ def test_device_errors_on_several_nodes_at_once_leave_none_of_them() -> None:
         finals.append(judge.is_final)
         one.go_on()
     assert finals == [False, True]
-
-
-def test_a_device_that_fails_beside_a_lost_process_is_not_blamed() -> None:
-    one = training()
+    one = Coordinated()
     one.end(0, error=KILLED, step=5, stepped=True)
     one.fail(ECC, 3)
     assert not one.group.broken
 
 
 def test_a_run_that_needs_the_broken_node_waits_for_another() -> None:
-    one = training(least=4, gather_s=60.0)
+    one = Coordinated(least=4, gather_s=60.0)
     one.fail(ECC, 0)
     # That it drains too, and could serve until it goes, changes nothing.
     one.drain("a")
@@ -297,8 +271,8 @@ def test_a_run_that_needs_the_broken_node_waits_for_another() -> None:
 
 
 @pytest.mark.parametrize("step", [0, 1, 5], ids=["forming", "first step", "later"])
-def test_an_error_of_one_nodes_network_that_returns_leaves_that_node(step: int) -> None:
-    one = training(workers=6)
+def test_a_node_whose_network_fails_twice_is_left(step: int) -> None:
+    one = Coordinated(workers=6)
     judge = one.fail(NCCL, 2, step=step)
     assert judge.errors == (replace(NCCL, rank=2),) and not judge.is_final and not one.group.broken
     assert members(one.go_on()) == (0, 1, 2, 3, 4, 5)
@@ -307,17 +281,8 @@ def test_an_error_of_one_nodes_network_that_returns_leaves_that_node(step: int) 
     assert members(one.go_on()) == (0, 1, 4, 5)
 
 
-def test_an_error_of_the_network_that_changes_its_node_is_bounded() -> None:
-    one = training()
-    for worker in (0, 2):
-        one.fail(NCCL, worker, step=0)
-        assert not one.group.broken
-        (action,) = one.go_on()
-    assert isinstance(action, GiveUp)
-
-
-def test_workers_are_tested_again_with_one_that_has_joined_or_until_they_have_trained_a_step() -> None:
-    one = training(most=6)
+def test_workers_are_tested_again_with_a_new_one_and_until_they_have_trained_a_step() -> None:
+    one = Coordinated(most=6)
     starts = []
     for joined, step in (((), 0), ((), 5), ((4, 5), 5), ((), 5)):
         one.join(*joined)
@@ -326,81 +291,64 @@ def test_workers_are_tested_again_with_one_that_has_joined_or_until_they_have_tr
     assert [start.is_tested for start in starts if isinstance(start, Start)] == [False, True, False, True]
 
 
-def test_the_cause_of_consequences_is_waited_for_and_not_for_ever() -> None:
-    one = training()
+def test_the_cause_of_consequences_is_waited_for_within_a_limit() -> None:
+    one = Coordinated()
     one.end(0, error=PEER)
     assert one.stop_rest() == (), "a node that died is noticed a moment later"
-    one.now = CAUSE_S - 0.1
-    assert one.see(Tick()) == ()
+    assert one.tick(CAUSE_S - 0.1) == ()
     (judge,) = one.lose(3)
     assert isinstance(judge, Judge) and {error.kind for error in judge.errors} == {"consequence", "lost"}
-    assert [error.kind for error in training().fail(PEER, 0).errors] == ["consequence"]
+    assert [error.kind for error in Coordinated().fail(PEER, 0).errors] == ["consequence"]
 
 
 def test_ranks_that_hang_are_ended_and_their_workers_stay() -> None:
-    one = training()
-    assert one.see(RanksHung(generation=0, ranks=(1,), what="late")) == ()
-    assert one.see(RanksHung(generation=1, ranks=(1,), what="not moved")) == (Stop(generation=1),)
-    (judge,) = one.stop_rest()
-    assert isinstance(judge, Judge) and judge.errors == (RankError(rank=1, kind="lost", what="not moved"),)
+    one = Coordinated()
+    assert one.see(reform.RanksHung(generation=0, ranks=(1,), what="late")) == ()
+    assert one.see(reform.RanksHung(generation=1, ranks=(1,), what="not moved")) == (Stop(generation=1),)
+    assert one.judge().errors == (RankError(rank=1, kind="lost", what="not moved"),)
     assert members(one.go_on()) == (0, 1, 2, 3)
 
 
 def test_a_supervisor_that_does_not_stop_its_child_is_lost() -> None:
-    one = training()
+    one = Coordinated()
     one.end(0, error=KILLED)
     one.end(1, 2)
-    one.now = 2 * END_S - 0.1
-    assert one.see(Tick()) == ()
-    one.now = 2 * END_S
-    (judge,) = one.see(Tick())
+    assert one.tick(2 * END_S - 0.1) == ()
+    (judge,) = one.tick(0.1)
     assert isinstance(judge, Judge) and [error.rank for error in judge.errors] == [0, 3]
     assert members(one.go_on()) == (0, 1)
-
-
-def test_a_child_that_holds_much_memory_may_take_longer_to_end() -> None:
-    """A rank of a million tokens has 72 GiB of activations in host memory, which the kernel takes back page by page."""
-    one = training(end_s=end_bound_s(72 << 30))
+    # A rank of a million tokens has 72 GiB of activations in host memory, which the kernel takes back page by page.
+    one = Coordinated(end_s=reform.end_bound_s(72 << 30))
     one.end(0, error=KILLED)
     one.end(1, 2)
-    one.now = 50.0
-    assert one.see(Tick()) == ()
+    assert one.tick(50.0) == ()
     (judge,) = one.end(3)
     assert isinstance(judge, Judge) and [error.rank for error in judge.errors] == [0]
 
 
-def test_reports_of_a_generation_that_is_over_change_nothing() -> None:
-    one = training()
-    one.fail(KILLED, 1)
-    one.go_on()
-    late = ChildEnded(worker=0, generation=1, report=Report(error=BUG), port=1)
-    assert one.see(late) == one.see(Judged(generation=1, may_continue=False)) == ()
-    assert one.group.phase == "training" and one.group.generation == 2
-
-
 @pytest.mark.parametrize("status", ["finished", "stopped"])
-def test_an_attempt_ends_when_every_member_has_also_if_a_move_was_asked_before(status: str) -> None:
-    one = training()
+def test_an_attempt_ends_when_every_member_has_even_after_a_request_to_move(status: str) -> None:
+    one = Coordinated()
     one.drain("a")
-    one.see(MoveAsked())
+    one.see(reform.MoveAsked())
     assert one.end(0, 1, 2, status=status) == ()
     assert one.end(3, status=status) == (Finish(status=status),)
 
 
-def test_members_that_were_asked_to_move_go_on_without_the_node_that_leaves() -> None:
-    one = training()
+def test_members_that_were_asked_to_move_go_on_without_the_draining_node() -> None:
+    one = Coordinated()
     one.drain("a")
-    one.see(MoveAsked())
+    one.see(reform.MoveAsked())
     stop, start = one.end(0, 1, 2, 3, status="resized")
-    assert stop == Stop(generation=1), "whoever stays behind holds no memory"
+    assert stop == Stop(generation=1), "a worker that stays behind holds no memory"
     assert members((start,)) == (2, 3)
     # Asked to grow, they end: Ray starts workers on the nodes that have joined.
     assert one.end(2, 3, status="resized") == (Finish(status="resized"),)
 
 
 @pytest.mark.parametrize("unusable", ["", "ab"], ids=["usable", "all nodes are to go"])
-def test_the_end_of_a_stage_begins_the_next_on_the_same_workers_and_ends_the_failures_in_a_row(unusable: str) -> None:
-    one = training()
+def test_the_next_stage_begins_on_the_same_workers_and_forgets_failures(unusable: str) -> None:
+    one = Coordinated()
     one.fail(BUG, 1, step=0)
     one.go_on()
     one.drain("", unusable)
@@ -413,45 +361,33 @@ def test_the_end_of_a_stage_begins_the_next_on_the_same_workers_and_ends_the_fai
 
 
 def test_workers_that_join_later_are_members_of_the_next_generation() -> None:
-    one = training(most=8)
+    one = Coordinated(most=8)
     assert one.join(4, 5, 6) == () and one.group.members == (0, 1, 2, 3)
-    one.see(MoveAsked())
+    one.see(reform.MoveAsked())
     stop, start = one.end(0, 1, 2, 3, status="resized")
     assert stop == Stop(generation=1)
-    assert members((start,)) == (0, 1, 2, 3, 4, 5), "whole groups only"
+    assert members((start,)) == (0, 1, 2, 3, 4, 5), "complete groups only"
     one.join(7)
     one.lose(4)
-    one.stop_rest()
-    assert members(one.go_on()) == (0, 1, 2, 3, 6, 7)
+    assert one.recover() == (0, 1, 2, 3, 6, 7)
 
 
 def test_a_draining_node_that_dies_is_a_preemption() -> None:
-    one = training()
+    one = Coordinated()
     one.drain("b")
     one.lose(2, 3)
-    (judge,) = one.stop_rest()
-    assert isinstance(judge, Judge) and {error.kind for error in judge.errors} == {"preempted"}
+    assert {error.kind for error in one.judge().errors} == {"preempted"}
 
 
 @pytest.mark.parametrize("phase", ["training", "stopping", "judging"])
-def test_a_move_is_only_asked_of_members_that_train(phase: str) -> None:
-    one = training()
+def test_only_members_that_train_are_asked_to_move(phase: str) -> None:
+    one = Coordinated()
     if phase != "training":
         one.end(1, error=KILLED, stepped=True)
     if phase == "judging":
         one.stop_rest()
-    one.see(MoveAsked())
+    one.see(reform.MoveAsked())
     assert one.group.phase == phase and one.group.moves is (phase == "training")
-
-
-def test_workers_that_never_join_are_given_up() -> None:
-    one = Coordinated(gather_until=300.0)
-    one.join(0)
-    one.now = 299.0
-    assert one.see(Tick()) == ()
-    one.now = 300.0
-    (action,) = one.see(Tick())
-    assert isinstance(action, GiveUp) and "elastic.worker_start_timeout_s" in action.reason and one.group.gave_up
 
 
 _EVENTS = st.one_of(
@@ -469,33 +405,34 @@ _EVENTS = st.one_of(
 @example([("end", 0, KILLED, None, 0), ("yes",), ("tick", 0.1)])
 @settings(max_examples=examples(300), deadline=None)
 def test_on_any_history_one_generation_trains_and_it_is_never_stuck(history: list[tuple[Any, ...]]) -> None:
-    one = training(workers=8, most=12)
+    one = Coordinated(workers=8, most=12)
     running: set[int] = set(range(8))
     """Workers whose children may be alive, as only their supervisors know."""
     for event in history:
         generation, actions = one.group.generation, []
         match event:
             case ("end", worker, error, status, past):
-                report = Report(error=error, status=None if error else status)
-                actions += one.see(ChildEnded(worker=worker, generation=generation + past, report=report, port=1))
+                report = reform.Report(error=error, status=None if error else status)
+                actions += one.see(
+                    reform.ChildEnded(worker=worker, generation=generation + past, report=report, port=1)
+                )
                 if past == 0:
                     running.discard(worker)
             case ("join", worker):
                 actions += one.see(Joined(worker=worker, place=place(worker)))
             case ("lost", worker):
-                actions += one.see(WorkerLost(worker=worker, what="gone"))
+                actions += one.see(reform.WorkerLost(worker=worker, what="gone"))
                 running.discard(worker)
             case ("unusable", nodes, draining):
-                actions += one.see(NodesUnusable(nodes=nodes, draining=draining))
+                actions += one.see(reform.NodesUnusable(nodes=nodes, draining=draining))
             case ("nobody",):
-                actions += one.see(NoReplacement())
+                actions += one.see(reform.NoReplacement())
             case ("move",):
-                actions += one.see(MoveAsked())
+                actions += one.see(reform.MoveAsked())
             case ("tick", seconds):
-                one.now += seconds
-                actions += one.see(Tick())
+                actions += one.tick(seconds)
             case (verdict,):
-                actions += one.see(Judged(generation=generation, may_continue=verdict == "yes"))
+                actions += one.see(reform.Judged(generation=generation, may_continue=verdict == "yes"))
         for action in actions:
             if isinstance(action, Start):
                 assert action.generation == generation + 1
@@ -508,12 +445,11 @@ def test_on_any_history_one_generation_trains_and_it_is_never_stuck(history: lis
                 dead = (one.group.unusable - one.group.draining) | one.group.broken
                 assert all(at is not None and at.node not in dead for at in nodes)
                 running = set(action.members)
-    # Whatever happened: supervisors that answer, and a judge that does, lead to an end or to children that train.
+    # Supervisors that answer, and a judge that does, lead to an end or to children that train.
     if one.group.phase == "stopping":
         one.stop_rest()
-        one.now += 2 * END_S + CAUSE_S
-        one.see(Tick())
+        one.tick(2 * END_S + CAUSE_S)
     if one.group.phase == "judging":
-        one.see(Judged(generation=one.group.generation, may_continue=True))
-    one.see(NoReplacement())
+        one.see(reform.Judged(generation=one.group.generation, may_continue=True))
+    one.see(reform.NoReplacement())
     assert one.group.phase in ("training", "ended")

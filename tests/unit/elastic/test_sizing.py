@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -19,9 +20,7 @@ from ray_ulysses.elastic.placement import (
 WANTED = WorkerRange(least=2, most=8, sp_size=2)
 
 
-def start(
-    seen: Sizing, free: dict[str, int], total: dict[str, int], now: float
-) -> tuple[Sizing, dict[str, int] | None]:
+def start(seen: Sizing, free: dict[str, int], total: dict[str, int], now: float) -> tuple[Sizing, Any]:
     return decide_placement(seen, free=free, total=total, wanted=WANTED, now=now)
 
 
@@ -31,7 +30,7 @@ def resize(
     return decide_resize(seen, placed=placed, room=room, wanted=WANTED, now=now, grow_interval_s=interval_s)
 
 
-def test_room_that_is_about_to_be_free_is_waited_for_a_moment() -> None:
+def test_resources_that_are_about_to_be_free_are_waited_for_a_moment_and_too_few_without_end() -> None:
     free, total = {"a": 4, "b": 0}, {"a": 4, "b": 4}
     assert start(Sizing(), total, total, 0.0) == (Sizing(), total), "all of it is free"
     seen, placed = start(Sizing(), free, total, 10.0)
@@ -40,38 +39,27 @@ def test_room_that_is_about_to_be_free_is_waited_for_a_moment() -> None:
     assert placed is None
     assert start(seen, {"a": 4, "b": 4}, total, 10.0 + SETTLE_S - 0.1)[1] == {"a": 4, "b": 4}
     assert start(seen, free, total, 10.0 + SETTLE_S) == (Sizing(), {"a": 4})
-
-
-def test_too_little_room_is_waited_for_without_end() -> None:
     seen, placed = start(Sizing(), {"a": 1}, {"a": 1}, 0.0)
     assert placed is None
-    # Who waits for how long is the watch's affair; when room comes, it is taken once it is steady.
     seen, placed = start(seen, {"a": 1, "b": 0}, {"a": 1, "b": 6}, 1e6)
     assert placed is None
     assert start(seen, {"a": 1, "b": 6}, {"a": 1, "b": 6}, 1e6 + 1)[1] == {"b": 6}
 
 
-def test_a_run_grows_onto_nodes_that_stay() -> None:
-    seen, found = resize(Sizing(), {"a": 4}, {"a": 4, "b": 4}, 100.0)
-    assert found is None
-    seen, found = resize(seen, {"a": 4}, {"a": 4, "b": 4}, 100.0 + SETTLE_S)
-    assert found == Resize(workers=8, must=False) and seen == Sizing(grew_at=100.0 + SETTLE_S)
-
-
-def test_a_node_that_comes_and_goes_restarts_nothing() -> None:
-    seen, _ = resize(Sizing(), {"a": 4}, {"a": 4, "b": 4}, 0.0)
-    seen, found = resize(seen, {"a": 4}, {"a": 4}, SETTLE_S - 1.0)
+def test_a_run_grows_onto_nodes_that_stay_and_considers_it_once_per_interval() -> None:
+    small, large = {"a": 4}, {"a": 4, "b": 4}
+    seen, _ = resize(Sizing(), small, large, 0.0)
+    # The node goes, and comes back.
+    seen, found = resize(seen, small, small, SETTLE_S - 1.0)
     assert (seen, found) == (Sizing(), None)
-    assert resize(seen, {"a": 4}, {"a": 4, "b": 4}, SETTLE_S)[1] is None
-
-
-def test_growth_is_considered_once_per_interval() -> None:
-    seen = Sizing(grew_at=0.0)
-    for now in (1.0, 599.0):
-        seen, found = resize(seen, {"a": 4}, {"a": 4, "b": 4}, now)
+    seen, found = resize(seen, small, large, SETTLE_S)
+    assert found is None
+    seen, found = resize(seen, small, large, 2 * SETTLE_S)
+    assert found == Resize(workers=8, must=False) and seen == Sizing(grew_at=2 * SETTLE_S)
+    for later_s in (1.0, 599.0, 600.0):
+        seen, found = resize(seen, small, large, 2 * SETTLE_S + later_s)
         assert found is None
-    seen, found = resize(seen, {"a": 4}, {"a": 4, "b": 4}, 600.0)
-    assert resize(seen, {"a": 4}, {"a": 4, "b": 4}, 600.0 + SETTLE_S)[1] == Resize(workers=8, must=False)
+    assert resize(seen, small, large, 3 * SETTLE_S + 600.0)[1] == Resize(workers=8, must=False)
 
 
 def test_nodes_that_drain_one_after_the_other_cost_one_restart() -> None:
