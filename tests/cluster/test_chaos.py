@@ -52,6 +52,23 @@ class Death:
     ended: bool
 
 
+def wait_for_death(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Wait until processes have ended; return those that have not. A parent may never collect a zombie."""
+    deadline = time.monotonic() + timeout_s
+    while alive := [one for one in processes if is_alive(one)]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    return alive
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 class Chaos:
     """A run whose processes die."""
 
@@ -153,8 +170,7 @@ class Chaos:
         if mark is None:
             # Before psutil collects the exit code of this child: Popen would take it for 0 then.
             self.command.process.wait(timeout=30)
-        _, alive = psutil.wait_procs(victims, timeout=30)
-        assert not alive
+        assert wait_for_death(victims, timeout_s=30) == []
         self.wait_for(lambda: self.newest_attempt() > death.attempt)
         ended = self.command.process.poll() is not None
         self.deaths.append(replace(death, ended=ended))
@@ -162,8 +178,8 @@ class Chaos:
         if ended:
             assert self.command.process.returncode != 0, self.command.text
             # Agents of a raylet that was killed may live on for a while; what trains may not.
-            _, alive = psutil.wait_procs([one for one in descendants if one in trainers], timeout=60)
-            assert not alive, f"{alive} outlive the command that started them"
+            alive = wait_for_death([one for one in descendants if one in trainers], timeout_s=60)
+            assert alive == [], f"{alive} outlive the command that started them"
             self.layout = self.random.choice(LAYOUTS)
             self.begin(400)
 
