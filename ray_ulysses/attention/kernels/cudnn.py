@@ -200,7 +200,7 @@ def _keeps_last_dim(device: torch.device) -> bool:
 
 def _refuses(demand: Demand) -> str | None:
     if demand.has_softcap:
-        return "it has no soft-capping"
+        return "it does not support soft-capping"
     if demand.has_window:
         return "it supports sliding windows only through a mask, with which dQ can be NaN (pytorch#196678)"
     if max(demand.head_size, demand.value_size) > _MAX_HEAD_SIZE:

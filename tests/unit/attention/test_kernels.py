@@ -122,17 +122,17 @@ def test_the_definition_is_a_softmax_over_visible_tokens(window: int | None) -> 
 def test_auto_takes_the_fastest_that_can_and_says_why_not_the_others() -> None:
     entry, reason = choose_kernel("auto", demand())
     assert entry.name == "sdpa"
-    assert "flash_attn: it needs" in reason
+    assert "flash_attn: it requires" in reason
     entry, reason = choose_kernel("auto", demand(has_softcap=True))
     assert entry.name == "math"
-    assert "sdpa: it has no soft-capping" in reason
+    assert "sdpa: it does not support soft-capping" in reason
 
 
 @pytest.mark.parametrize(
     ("name", "asked", "text"),
     [
         ("sdpa", {"has_softcap": True}, "'sdpa' .*soft-capping; use auto or math"),
-        *((name, {}, f"'{name}' .*it needs .*use auto or sdpa, math") for name in ("flash_attn", "varlen", "cudnn")),
+        *((name, {}, f"'{name}' .*it requires .*use auto or sdpa, math") for name in ("flash_attn", "varlen", "cudnn")),
         ("fast", {}, "'fast' is unknown; use auto, "),
     ],
     ids=["unable", "flash_attn", "varlen", "cudnn", "unknown"],

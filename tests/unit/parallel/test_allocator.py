@@ -11,21 +11,20 @@ import pytest
 from ray_ulysses.parallel.gpu_environment import ALLOCATOR, expand_segments
 
 
-def test_segments_grow_by_default() -> None:
-    environment: dict[str, str] = {}
+@pytest.mark.parametrize(
+    ("environment", "wanted"),
+    [({}, "expandable_segments:True"), *(({name: "backend:cudaMallocAsync"}, None) for name in ALLOCATOR)],
+)
+def test_segments_grow_unless_the_user_configured_the_allocator(
+    environment: dict[str, str], wanted: str | None
+) -> None:
+    before = dict(environment)
     expand_segments(environment)
-    assert environment == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert environment == (before if wanted is None else {"PYTORCH_ALLOC_CONF": wanted})
 
 
-@pytest.mark.parametrize("name", ALLOCATOR)
-def test_what_the_user_has_set_under_either_name_stays(name: str) -> None:
-    environment = {name: "backend:cudaMallocAsync"}
-    expand_segments(environment)
-    assert environment == {name: "backend:cudaMallocAsync"}
-
-
-def test_torch_reads_it_after_its_import() -> None:
-    """A canary: when torch 2.13 reads the variable is written nowhere."""
+def test_torch_reads_the_variable_after_its_import() -> None:
+    """Canary: torch 2.13 does not document when it reads the variable."""
     script = (
         "import os, torch; from ray_ulysses.parallel.gpu_environment import expand_segments; "
         "expand_segments(os.environ); "

@@ -52,13 +52,13 @@ def test_parts_of_a_plan_make_the_whole(heads: tuple[int, int], share: float, pa
         assert all(piece.first_kv == piece.groups[0][0] for piece in pieces if piece.groups)
 
 
-def test_more_ranks_than_heads_are_refused() -> None:
-    with pytest.raises(
-        UserError, match=r"4 attention heads are not enough for 8 ranks.*set parallel.ring_size so that"
-    ):
-        assign_heads(4, 2, 8)
-
-
-def test_groups_that_are_not_whole_are_refused() -> None:
-    with pytest.raises(UserError, match="3 key-value heads, which do not divide its 8 query heads"):
-        assign_heads(8, 3, 2)
+@pytest.mark.parametrize(
+    ("kv_heads", "heads", "ranks", "text"),
+    [
+        (2, 4, 8, r"4 attention heads are not enough for 8 ranks.*set parallel\.ring_size"),
+        (3, 8, 2, "3 key-value heads, "),
+    ],
+)
+def test_heads_that_ranks_cannot_share_are_refused(kv_heads: int, heads: int, ranks: int, text: str) -> None:
+    with pytest.raises(UserError, match=text):
+        assign_heads(heads, kv_heads, ranks)

@@ -40,41 +40,30 @@ def test_only_a_mesh_without_groups_goes_to_another_process(world: WorldMaker) -
         pickle.dumps(SequenceMesh.from_group(dist.group.WORLD))
 
 
-def test_a_group_without_torch_distributed_is_refused() -> None:
+def test_impossible_meshes_are_refused(world: WorldMaker) -> None:
     with pytest.raises(UserError, match=r"sp_group requires torch\.distributed; call init_process_group"):
         SequenceMesh.from_group(object())  # type: ignore[arg-type]
-
-
-def test_a_ring_that_does_not_divide_the_group_is_refused(world: WorldMaker) -> None:
     with pytest.raises(UserError, match=r"parallel\.ring_size=2 does not divide parallel\.sp_size=1; use 1, or remove"):
         SequenceMesh.from_group(None, ring_size=2)
     world(1, 6)
-    with pytest.raises(UserError, match=r"ring_size=4 does not divide parallel\.sp_size=6; use 1, 2, 3, 6, or remove"):
-        SequenceMesh.from_group(dist.group.WORLD, ring_size=4)
+    refused: list[tuple[str, Callable[[], object]]] = [
+        (r"ring_size=0 .* use 1, 2, 3, 6, or", lambda: SequenceMesh.from_group(dist.group.WORLD, ring_size=0)),
+        (r"ring_size=4 .* use 1, 2, 3, 6, or", lambda: SequenceMesh.from_group(dist.group.WORLD, ring_size=4)),
+        (r"sp_group=None is ambiguous .* 6 ranks; pass .*WORLD .* or dist\.", lambda: SequenceMesh.from_group(None)),
+        ("does not contain rank 1; ", lambda: SequenceMesh.from_group(dist.new_group([2, 3]))),
+        ("the layout has 12 ranks, .* has 6", lambda: SequenceMesh.from_layout(RING)),
+    ]
+    for text, make in refused:
+        with pytest.raises(UserError, match=text):
+            make()
 
 
 def test_no_group_in_a_world_of_one_is_the_world(world: WorldMaker) -> None:
     world(0, 1)
-    mesh = SequenceMesh.from_group(None)
-    assert (mesh.sp_size, mesh.world_size) == (1, 1)
-    assert mesh.group("sp") is dist.group.WORLD
+    assert SequenceMesh.from_group(None).group("sp") is dist.group.WORLD
 
 
-def test_no_group_in_a_world_of_several_is_ambiguous(world: WorldMaker) -> None:
-    world(1, 4)
-    with pytest.raises(UserError, match=r"sp_group=None is ambiguous in a world of 4 ranks; pass .*WORLD .* or dist\."):
-        SequenceMesh.from_group(None)
-
-
-def test_the_group_of_other_ranks_is_refused(world: WorldMaker) -> None:
-    world(1, 4)
-    with pytest.raises(UserError, match=r"does not contain rank 1; on each rank, pass the group"):
-        SequenceMesh.from_group(dist.new_group([2, 3]))
-
-
-@pytest.mark.parametrize(
-    ("layout", "rank"), [(LEVEL, rank) for rank in range(6)] + [(RING, rank) for rank in range(12)]
-)
+@pytest.mark.parametrize(("layout", "rank"), [(LEVEL, 0), (LEVEL, 4), (RING, 0), (RING, 8), (RING, 11)])
 def test_each_rank_of_a_layout_gets_its_own_groups(world: WorldMaker, layout: ParallelLayout, rank: int) -> None:
     world(rank, layout.world_size)
     mesh = SequenceMesh.from_layout(layout)
@@ -130,9 +119,3 @@ def test_a_mesh_of_one_kind_makes_no_group_of_its_own(
         assert mesh.group(only) is mesh.group("sp")
         with pytest.raises(UserError, match=f"no group for role '{other}'"):
             mesh.group(other)
-
-
-def test_a_layout_of_another_world_is_refused(world: WorldMaker) -> None:
-    world(0, 4)
-    with pytest.raises(UserError, match=r"the layout has 6 ranks, but the default process group has 4"):
-        SequenceMesh.from_layout(ParallelLayout(world_size=6, sp_size=3))

@@ -1,4 +1,4 @@
-"""What NCCL says of the transports between ranks is read from its log, which is in memory."""
+"""Transports between ranks are parsed from NCCL's log, which is in memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from ray_ulysses.parallel.gpu_environment import keep_nccl_log, nccl_log, transp
 # The form of NCCL 2.28's lines.
 LOG = """node-1:71:204 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB [RO]; OOB eth0:10.0.0.1<0>
 node-1:71:204 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM/read
-node-1:71:204 [0] NCCL INFO Channel 01/0 : 0[0] -> 1[1] via P2P/CUMEM/read
 node-1:71:204 [0] NCCL INFO Channel 00/1 : 0[0] -> 8[0] [send] via NET/IB/0/GDRDMA comm 0x55d4 nRanks 16
 node-1:71:204 [0] NCCL INFO Channel 01/1 : 0[0] -> 8[0] [send] via NET/IB/2(3)/GDRDMA
 node-1:71:204 [0] NCCL INFO Channel 02/1 : 0[0] -> 9[1] [send] via NET/AWS Libfabric/1
@@ -22,21 +21,15 @@ node-1:71:204 [0] NCCL INFO Connected all rings
 
 
 def test_transports_are_named_once_and_without_their_devices() -> None:
-    assert transports(LOG) == (
-        "NET/AWS Libfabric",
-        "NET/IB/GDRDMA",
-        "NET/Socket",
-        "P2P/CUMEM/read",
-        "SHM/direct/direct",
-    )
+    wanted = "NET/AWS Libfabric", "NET/IB/GDRDMA", "NET/Socket", "P2P/CUMEM/read", "SHM/direct/direct"
+    assert transports(LOG) == wanted
     assert transports("NCCL INFO Bootstrap : Using eth0:10.0.0.1<0>") == ()
 
 
-def test_the_log_is_written_into_memory_and_read_again() -> None:
+def test_the_log_is_written_to_memory_and_read() -> None:
     environment: dict[str, str] = {}
     keep_nccl_log(environment)
     assert (environment["NCCL_DEBUG"], environment["NCCL_DEBUG_SUBSYS"]) == ("INFO", "INIT")
-    # NCCL opens it like this.
     with open(environment["NCCL_DEBUG_FILE"], "w") as file:
         file.write(LOG)
     assert nccl_log(environment) == LOG
@@ -44,7 +37,7 @@ def test_the_log_is_written_into_memory_and_read_again() -> None:
 
 
 @pytest.mark.parametrize("file", [{}, {"NCCL_DEBUG_FILE": "/nonexistent/%h.%p"}])
-def test_a_log_that_the_user_wants_elsewhere_stays_there(file: dict[str, str]) -> None:
+def test_a_log_that_the_user_configured_is_not_changed(file: dict[str, str]) -> None:
     environment = {"NCCL_DEBUG": "WARN"} | file
     keep_nccl_log(environment)
     assert environment == {"NCCL_DEBUG": "WARN"} | file

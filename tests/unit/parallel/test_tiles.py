@@ -17,39 +17,26 @@ def test_an_automatic_tile_of_the_loss_is_small(tokens: int, vocab_size: int) ->
 
 
 @pytest.mark.parametrize(
-    ("setting", "tokens", "vocab_size", "tile"),
+    ("found", "tile"),
     [
-        ("auto", 131_072, 128_256, 512),
-        ("auto", 1_024, 32_000, 128),
-        ("auto", 256, 264, 256),
-        ("off", 8_192, 32_000, 8_192),
-        (100, 8_192, 32_000, 100),
-        # Rows differ in length: a shorter one is one tile.
-        (100, 60, 32_000, 60),
-        ("auto", 0, 32_000, 1),
+        (loss_tile_tokens("auto", 131_072, 128_256), 512),
+        (loss_tile_tokens("auto", 1_024, 32_000), 128),
+        (loss_tile_tokens("auto", 256, 264), 256),
+        (loss_tile_tokens("off", 8_192, 32_000), 8_192),
+        (loss_tile_tokens(100, 8_192, 32_000), 100),
+        (loss_tile_tokens(100, 60, 32_000), 60),
+        (loss_tile_tokens("auto", 0, 32_000), 1),
+        (mlp_tile_tokens("auto", 16_384, 14_336), 4_096),
+        (mlp_tile_tokens("off", 16_384, 14_336), 16_384),
+        (mlp_tile_tokens(20_000, 16_384, 14_336), 16_384),
+        (norm_tile_vectors("auto", 131_072, 4096, 4096), 4096),
+        (norm_tile_vectors("off", 131_072, 4096, 4096), 131_072),
+        (norm_tile_vectors(100, 512, 4096, 4096), 100),
+        # Heads: as many values as in hidden states.
+        (norm_tile_vectors("auto", 131_072 * 32, 128, 4096), 131_072),
+        (norm_tile_vectors(100, 131_072 * 32, 128, 4096), 3200),
+        (norm_tile_vectors("off", 0, 128, 4096), 1),
     ],
 )
-def test_the_tokens_of_a_tile_of_the_loss(setting: int | str, tokens: int, vocab_size: int, tile: int) -> None:
-    assert loss_tile_tokens(setting, tokens, vocab_size) == tile  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(("setting", "tile"), [("auto", 4_096), ("off", 16_384), (100, 100), (20_000, 16_384)], ids=str)
-def test_the_tokens_of_a_tile_of_an_mlp(setting: int | str, tile: int) -> None:
-    assert mlp_tile_tokens(setting, 16_384, 14_336) == tile  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("setting", "vectors", "width", "tile"),
-    [
-        ("auto", 131_072, 4096, 4096),
-        ("auto", 4096, 4096, 4096),
-        ("off", 131_072, 4096, 131_072),
-        (100, 512, 4096, 100),
-        # Heads: as many values as of hidden states.
-        ("auto", 131_072 * 32, 128, 131_072),
-        (100, 131_072 * 32, 128, 3200),
-        ("off", 0, 128, 1),
-    ],
-)
-def test_a_tile_of_a_norm_has_this_number_of_vectors(setting: int | str, vectors: int, width: int, tile: int) -> None:
-    assert norm_tile_vectors(setting, vectors, width, 4096) == tile  # type: ignore[arg-type]
+def test_a_tile_has_this_size(found: int, tile: int) -> None:
+    assert found == tile

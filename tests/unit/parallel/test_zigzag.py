@@ -1,14 +1,12 @@
-"""Which tokens of a row a rank holds: every token once, and on a ring the same work for all."""
+"""The ranges of a row on each rank, and the groups of Ulysses and ring ranks."""
 
 from __future__ import annotations
 
 import itertools
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ray_ulysses.errors import UserError
 from ray_ulysses.parallel.layout import ParallelLayout, automatic_ring_size, held_ranges, row_multiple
 
 splits = st.tuples(st.integers(1, 7), st.integers(1, 7))
@@ -26,8 +24,13 @@ def test_the_ranges_of_all_ranks_partition_the_row(split: tuple[int, int], units
         assert sum(stop - start for start, stop in ranges) == row_tokens // sp_size
         assert 1 <= len(ranges) <= 2
         assert all(start < stop for start, stop in ranges)
-        # In the order of the row, and two ranges that touch are one.
+        # In row order, with adjacent ranges merged.
         assert all(one[1] < other[0] for one, other in itertools.pairwise(ranges))
+
+
+def test_a_rank_has_parts_of_an_early_and_a_late_chunk() -> None:
+    assert [held_ranges(16, rank, 2, 2) for rank in range(2)] == [((0, 4), (12, 16)), ((4, 12),)]
+    assert [held_ranges(24, rank, 6, 2) for rank in range(3)] == [((0, 4),), ((4, 6), (18, 20)), ((20, 24),)]
 
 
 @given(split=splits, units=st.integers(1, 5))
@@ -41,14 +44,6 @@ def test_ring_ranks_have_equal_work_under_a_causal_mask(split: tuple[int, int], 
             # Token t attends to t + 1 tokens.
             work[rank // ulysses_size] += sum(range(start + 1, stop + 1))
     assert set(work) == {row_tokens * (row_tokens + 1) // 2 // ring_size}
-
-
-def test_the_chunks_in_the_middle_of_a_row_touch() -> None:
-    assert held_ranges(16, 0, 2, 2) == ((0, 4), (12, 16))
-    assert held_ranges(16, 1, 2, 2) == ((4, 12),)
-    assert [held_ranges(16, rank, 4, 2) for rank in range(4)] == [((0, 4),), ((12, 16),), ((4, 8),), ((8, 12),)]
-    # Three Ulysses ranks: the one in the middle has the end of the first chunk and the start of the second.
-    assert [held_ranges(24, rank, 6, 2) for rank in range(3)] == [((0, 4),), ((4, 6), (18, 20)), ((20, 24),)]
 
 
 @given(num_heads=st.integers(1, 48), sp_size=st.integers(1, 200))
@@ -78,12 +73,3 @@ def test_ulysses_and_ring_groups_hold_every_rank_once_and_cross_in_one(split: tu
         assert {layout.dp_rank(other) for other in (*ulysses, *ring)} == {layout.dp_rank(rank)}
         ring_rank, ulysses_rank = divmod(layout.sp_rank(rank), ulysses_size)
         assert ulysses[ulysses_rank] == rank == ring[ring_rank]
-
-
-@pytest.mark.parametrize("ring_size", [0, 4, 5])
-def test_a_ring_that_does_not_divide_its_group_is_refused(ring_size: int) -> None:
-    with pytest.raises(
-        UserError,
-        match=rf"parallel\.ring_size={ring_size} does not divide parallel\.sp_size=6; use 1, 2, 3, 6, or leave it out",
-    ):
-        ParallelLayout(world_size=6, sp_size=6, ring_size=ring_size)
