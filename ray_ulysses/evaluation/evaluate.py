@@ -1,4 +1,4 @@
-"""Evaluates a model, from the checks before any weight is read to the report; every rank of ``sp`` runs the same."""
+"""Evaluates a model, from the initial checks to the report. All ranks of ``sp`` run the same code."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Prepared:
-    """An evaluation that can start."""
+    """An evaluation that has passed all checks and is ready to start."""
 
     request: EvaluationRequest
-    """The options, with ``latest`` and ``best`` resolved to a step, so that every process finds the same checkpoint."""
+    """The options, with a step in place of ``latest`` or ``best``, so that all processes load the same checkpoint."""
     source: ModelSource
     held: HeldOut
     haystack: Haystack | None
-    """The documents and the tokenizer of retrieval; None without retrieval."""
+    """Documents and tokenizer for the retrieval tests; None without retrieval."""
     contexts: tuple[int, ...]
-    """Contexts whose gain is measured; empty for none."""
+    """Context lengths whose gain is measured, in tokens; empty if none fits."""
     lengths: tuple[int, ...]
-    """Lengths of retrieval rows, ascending; the loss of a document is measured up to the longest."""
+    """Lengths of retrieval rows, ascending. The loss is measured up to the longest of these lengths."""
     notes: tuple[str, ...]
-    """Caveats for a reader of the numbers."""
+    """Caveats to print with the results."""
 
 
 def prepare_evaluation(request: EvaluationRequest) -> Prepared:
-    """Find the model, the documents and the tokenizer, and check that they can be evaluated; reads no weights.
+    """Find the model, the documents and the tokenizer, and check that they fit together, without reading weights.
 
     Raises:
-        UserError: Names the option and the way out.
+        UserError: An option is wrong or can't be satisfied.
         RunError: The checkpoint can't be used.
     """
     source = find_model(request)
@@ -61,11 +61,11 @@ def prepare_evaluation(request: EvaluationRequest) -> Prepared:
     largest = max(corpus.info.max_token_id for corpus in held.corpora.corpora)
     if largest >= source.vocab_size:
         raise UserError(
-            f"--data: the documents contain token {largest}, but the model's vocabulary has {source.vocab_size}; "
+            f"--data: the documents contain token {largest}, but the model has only {source.vocab_size} tokens; "
             "prepare them with the model's own tokenizer"
         )
     lengths = request.lengths or default_lengths(source.context_tokens)
-    notes = [f"the losses are of training text ({held.words}): give held-out documents with --data"] * (
+    notes = [f"the losses are measured on training text ({held.words}); give held-out documents with --data"] * (
         held.is_training_text and "loss" in request.tasks
     )
     contexts: tuple[int, ...] = ()
@@ -78,18 +78,18 @@ def prepare_evaluation(request: EvaluationRequest) -> Prepared:
         refuse_other_tokens(held, model_dir)
     if "retrieval" in request.tasks:
         haystack = Haystack(held, find_tokenizer(held, request.tokenizer, model_dir), source.vocab_size)
-        # Raises if a row has no room for its questions, or has unknown tokens; the longest kind comes first.
+        # Raises if a row is too short for its questions or contains unknown tokens. Try the longest kind first.
         for kind in sorted(KINDS, key=lambda one: one != "several_keys"):
             next(needle_rows(haystack, kind, length=lengths[0], depths=(0.5,), cases=1, seed=request.seed))
     if source.num_positions is not None and lengths[-1] > source.num_positions:
         raise UserError(
-            f"--lengths: rows of {lengths[-1]} tokens are beyond the model's table of {source.num_positions} "
-            f"positions, which can't be extended as rotary positions can; use lengths of at most {source.num_positions}"
+            f"--lengths: rows of {lengths[-1]} tokens exceed the model's table of {source.num_positions} positions, "
+            f"which, unlike rotary positions, can't be extended; use lengths of at most {source.num_positions}"
         )
     rotary = source.rotary_positions
     if rotary is not None and lengths[-1] > max(rotary, source.context_tokens):
         notes.append(
-            f"lengths above {max(rotary, source.context_tokens):,} tokens are beyond the positions of the model"
+            f"lengths above {max(rotary, source.context_tokens):,} tokens exceed the positions the model was trained on"
         )
     return Prepared(
         request=request if source.step is None else replace(request, step=source.step),
@@ -105,10 +105,9 @@ def prepare_evaluation(request: EvaluationRequest) -> Prepared:
 def _contexts(
     request: EvaluationRequest, source: ModelSource, held: HeldOut, lengths: tuple[int, ...]
 ) -> tuple[tuple[int, ...], list[str]]:
-    """Return the contexts whose gain is measured, and notes on the omitted ones."""
     wanted = lengths
     if not request.lengths:
-        # A span and its longest context fill the model's context.
+        # The longest context and its span together fill the model's context.
         last = max(source.context_tokens - SPAN_TOKENS, 1)
         wanted = (*(one for one in lengths if one < last), last)
     longest, end = int(held.lengths.max()), source.num_positions
@@ -118,12 +117,12 @@ def _contexts(
         return fitting, []
     left_out = f"{', '.join(f'{one:,}' for one in wanted[len(fitting) :])} tokens before a span of {SPAN_TOKENS}"
     if end is not None and end < longest:
-        return fitting, [f"context gain: {left_out} are beyond the model's table of {end:,} positions"]
-    return fitting, [f"context gain: no document has {left_out}, the longest has {longest:,} in all"]
+        return fitting, [f"context gain: {left_out} exceed the model's table of {end:,} positions"]
+    return fitting, [f"context gain: no document has {left_out}; the longest document has {longest:,} tokens"]
 
 
 def evaluate(prepared: Prepared, mesh: SequenceMesh, device: torch.device, say: Say) -> EvaluationReport:
-    """Load the model and run the requested tasks; every rank of ``sp`` must call.
+    """Load the model and run the requested tasks. All ranks of ``sp`` must call this function.
 
     Raises:
         UserError: The model can't be computed exactly on this mesh.
@@ -137,7 +136,7 @@ def evaluate(prepared: Prepared, mesh: SequenceMesh, device: torch.device, say: 
     by_position, gain, cells = measure(prepared, model, mesh, device, say)
     notes = list(prepared.notes)
     if "loss" in request.tasks and by_position is None:
-        notes.append("loss: no token of the chosen documents may be a label")
+        notes.append("loss: the chosen documents have no supervised token")
     return EvaluationReport(
         model=str(request.model),
         step=source.step,
@@ -159,7 +158,7 @@ def evaluate(prepared: Prepared, mesh: SequenceMesh, device: torch.device, say: 
 def measure(
     prepared: Prepared, model: Callable[..., Any], mesh: SequenceMesh, device: torch.device, say: Say
 ) -> tuple[PositionLoss | None, ContextGain | None, tuple[RetrievalCell, ...]]:
-    """Return the loss by position, the context gain and the retrieval cells; every rank of ``sp`` must call."""
+    """Measure the loss by position, the context gain and retrieval. All ranks of ``sp`` must call this function."""
     request, held = prepared.request, prepared.held
     row_tokens = max([*prepared.lengths, *(one + SPAN_TOKENS for one in prepared.contexts)])
 
@@ -197,7 +196,7 @@ def _retrieval(prepared: Prepared, score: Score, say: Say) -> Iterator[Retrieval
 
 
 def default_lengths(context_tokens: int) -> tuple[int, ...]:
-    """Return 1k, 4k, 16k and so on up to the context, and the context itself."""
+    """Return the lengths 1k, 4k, 16k and so on below the context, and the context length itself."""
     found = []
     length = 2**10
     while length < context_tokens:

@@ -1,4 +1,4 @@
-"""The documents that a model is evaluated on, and the tokenizer for texts that are inserted into them."""
+"""Documents to evaluate a model on, and the tokenizer for texts inserted into them."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ _GIVE = "give a corpus of held-out documents, made by `ray-ulysses prepare`: --d
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class HeldOut:
-    """Documents of at least two tokens."""
+    """The documents to evaluate on, each with at least two tokens."""
 
     corpora: CorpusSet
-    """The corpora that hold the documents."""
+    """The corpora that contain the documents."""
     numbers: NDArray[np.int64]
-    """int64, numbers of the documents in ``corpora``."""
+    """int64 [documents]. Document numbers in ``corpora``."""
     lengths: NDArray[np.int64]
-    """int64, tokens of each document, end token included."""
+    """int64 [documents]. Number of tokens of each document, including the end token."""
     words: str
-    """Where the documents come from, for people."""
+    """Description of where the documents come from."""
     is_training_text: bool
-    """Whether the model was trained on them, so that the losses don't apply to new text."""
+    """Whether the model was trained on the documents. If so, the losses say nothing about new text."""
 
     def read(self, place: int, start: int, length: int) -> NDArray[np.int64]:
-        """Return int64 tokens of the document at an index of ``numbers``."""
+        """Read ``length`` tokens (int64) of the document at an index of ``numbers``, from token ``start`` on."""
         return self.corpora.read(int(self.numbers[place]), start, length).astype(np.int64)
 
     def passage(self, place: int, start: int, length: int, first_scored: int = 1) -> Passage:
-        """Return tokens of a document as a passage that scores labels from ``first_scored`` on."""
+        """Read a part of a document as a passage. Tokens are scored from index ``first_scored`` on."""
         is_scored = np.arange(length) >= first_scored
         weights = self.corpora.label_weights(int(self.numbers[place]), start, start + length)
         return Passage(
@@ -50,7 +50,7 @@ class HeldOut:
 
 
 def held_out_documents(data: Place | None, run_dir: Place | None, *, trust_run: bool = False) -> HeldOut:
-    """Return the documents of a corpus, else those that a run held out, else those that it was trained on.
+    """Return the documents in ``data`` if given, otherwise the run's held-out documents or its training documents.
 
     Raises:
         UserError: There are no documents, or they can't be read.
@@ -58,16 +58,14 @@ def held_out_documents(data: Place | None, run_dir: Place | None, *, trust_run: 
     if data is not None:
         return _given(data, run_dir)
     if run_dir is None:
-        raise UserError(f"--data: is not given, and a model directory names no documents; {_GIVE}")
+        raise UserError(f"--data: must be set, because a model directory has no documents; {_GIVE}")
     try:
         planned = planned_data(run_dir, trust_run=trust_run)
         if planned is None:
-            raise UserError("it has no data plan")
+            raise UserError("the run has no data plan")
         return _planned(planned)
     except DATA_ERRORS as error:
-        raise UserError(
-            f"--data: is not given, and the run's own documents can't be read ({error}); {_GIVE}"
-        ) from error
+        raise UserError(f"--data: is not set, and the run's own documents can't be read ({error}); {_GIVE}") from error
 
 
 def _given(data: Place, run_dir: Place | None) -> HeldOut:
@@ -86,21 +84,21 @@ def _given(data: Place, run_dir: Place | None) -> HeldOut:
 
 
 def _refuse_other_tokens(data: Place, corpus: Corpus, sources: Sequence[PlannedSource]) -> None:
-    """Refuse documents with other tokens than the run was trained on, if its plan records the tokenizer."""
+    """Refuse documents prepared with a different tokenizer than the run's, if the run's plan records the tokenizer."""
     trained = {source.tokenizer: source.path for source in sources if source.tokenizer}
     if trained and corpus.info.tokenizer.fingerprint not in trained:
         raise UserError(
-            f"--data={str(data)!r}: was prepared with the tokenizer {corpus.info.tokenizer.name}, but the corpus of "
-            f"the run ({next(iter(trained.values()))}) with another; prepare these documents with that tokenizer"
+            f"--data={str(data)!r}: was prepared with the tokenizer {corpus.info.tokenizer.name}, but the run's "
+            f"corpus ({next(iter(trained.values()))}) with a different one; prepare these documents with that tokenizer"
         )
 
 
 def _planned(planned: PlannedData) -> HeldOut:
     corpora, numbers = CorpusSet(planned.sources), np.flatnonzero(planned.plan.held_out())
     if numbers.size == 0:
-        words = "the run's own training text, since it held no documents out"
+        words = "the run's training documents, because the run has no held-out documents"
         return _of(corpora, None, words=words, is_training_text=True)
-    words = "the documents that the run held out (data.eval_fraction)"
+    words = "the run's held-out documents (data.eval_fraction)"
     return _of(corpora, numbers, words=words, is_training_text=False)
 
 
@@ -120,7 +118,7 @@ def _of(corpora: CorpusSet, numbers: NDArray[np.int64] | None, *, words: str, is
 
 
 def refuse_other_tokens(held: HeldOut, model_dir: Path) -> None:
-    """Refuse documents with other tokens, or another end token, than the tokenizer in a model directory, if it has one.
+    """Refuse documents whose tokens or end token differ from those of the model directory's tokenizer, if it has one.
 
     Raises:
         UserError: The tokenizers differ.
@@ -130,19 +128,19 @@ def refuse_other_tokens(held: HeldOut, model_dir: Path) -> None:
         return
     difference = own.tokens.difference_from(info.vocabulary)
     if difference is None and own.info.eos_token_id != info.tokenizer.eos_token_id:
-        difference = f"the end token is {info.tokenizer.eos_token_id} there and {own.info.eos_token_id} in the model"
+        difference = (
+            f"the end token is {info.tokenizer.eos_token_id} in the corpus and {own.info.eos_token_id} in the model"
+        )
     if difference is not None:
         raise UserError(
-            f"--data: the documents were prepared with the tokenizer {info.tokenizer.name}, which gives other tokens "
-            f"than the model's own in {model_dir} ({difference}); prepare them with the model's, or give --tokenizer "
-            "DIR if they are right"
+            f"--data: the documents were prepared with the tokenizer {info.tokenizer.name}, which differs from the "
+            f"model's tokenizer in {model_dir} ({difference}); prepare the documents with the model's tokenizer, or "
+            "set --tokenizer DIR if the documents are correct"
         )
 
 
 def find_tokenizer(held: HeldOut, given: Path | None, model_dir: Path | None) -> Tokenizer:
-    """Return the given tokenizer, else the one that the documents were prepared with, else the model directory's.
-
-    ``given`` may also be ``bytes``.
+    """Load the tokenizer ``given`` (may be ``bytes``), or else the documents' tokenizer, or else the model's.
 
     Raises:
         UserError: No tokenizer can be loaded.
@@ -160,14 +158,13 @@ def find_tokenizer(held: HeldOut, given: Path | None, model_dir: Path | None) ->
     if own is None or isinstance(own, str):
         why = prepared if isinstance(prepared, str) else f"its files in {info.name} have changed"
         raise UserError(
-            f"--tokenizer: is not given, and the documents' tokenizer can't be loaded ({why}); give one with "
-            "--tokenizer DIR, or leave retrieval out with --task loss"
+            f"--tokenizer: is not set, and the documents' tokenizer can't be loaded ({why}); set --tokenizer DIR, "
+            "or skip retrieval with --task loss"
         )
     return own
 
 
 def _loaded(name: Path | str) -> Tokenizer | str:
-    """Return a tokenizer, or the reason why it can't be loaded."""
     try:
         return load_tokenizer(name)
     except (UserError, OSError) as error:

@@ -1,4 +1,4 @@
-"""The loss on held-out documents: by position in the document, and of the same tokens with increasing context."""
+"""Loss on held-out documents: by position in the document, and on the same tokens with increasing context."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ray_ulysses.evaluation.report import ContextGain, ContextLoss, PositionBin,
 from ray_ulysses.evaluation.scoring import Passage, Score
 
 SPAN_TOKENS = 256
-"""Tokens of a span whose loss is compared between contexts."""
+"""Number of tokens in a span whose loss is compared between contexts."""
 
 
 def choose_documents(lengths: NDArray[np.int64], *, longest: int, max_tokens: int, seed: int) -> list[int]:
-    """Return indices of documents in a seeded order, until their beginnings hold ``max_tokens`` tokens.
+    """Return document indices in a seeded random order, until the chosen documents have ``max_tokens`` tokens.
 
     At most ``longest`` tokens of each document count.
     """
@@ -27,16 +27,16 @@ def choose_documents(lengths: NDArray[np.int64], *, longest: int, max_tokens: in
 
 
 def position_loss(held: HeldOut, score: Score, *, longest: int, max_tokens: int, seed: int) -> PositionLoss | None:
-    """Return the loss over the beginnings of documents; None if none of their tokens may be a label.
+    """Measure the loss on the beginnings of documents; None if none of their tokens is supervised.
 
-    At most ``longest`` tokens of each document are read, until ``max_tokens`` is reached at the end of a document.
+    Reads at most ``longest`` tokens per document, and stops after the document that reaches ``max_tokens``.
     """
     places = choose_documents(held.lengths, longest=longest, max_tokens=max_tokens, seed=seed)
     passages = [held.passage(place, 0, int(min(held.lengths[place], longest))) for place in places]
     tokens, sums = np.zeros(64, dtype=np.int64), np.zeros(64)
     for passage, scores in zip(passages, score(iter(passages)), strict=True):
         positions = np.flatnonzero(passage.is_scored)
-        # Position p is in bin floor(log2(p)); frexp is exact for every integer that float64 holds.
+        # Position p is in bin floor(log2(p)). frexp is exact for every integer that float64 represents.
         number = np.frexp(positions.astype(np.float64))[1] - 1
         tokens += np.bincount(number, minlength=64)
         sums += np.bincount(number, weights=scores.losses[positions], minlength=64)
@@ -52,9 +52,9 @@ def position_loss(held: HeldOut, score: Score, *, longest: int, max_tokens: int,
 def choose_spans(
     lengths: NDArray[np.int64], *, longest_context: int, num_spans: int, seed: int
 ) -> list[tuple[int, int]]:
-    """Return the document index and first token of each span; the longest context fits before every span.
+    """Return each span's document index and first token. Every span has at least ``longest_context`` tokens before it.
 
-    Spans of a document do not overlap, and every document gives one span before any gives a second.
+    The spans of a document do not overlap. Every document contributes one span before any contributes a second.
     """
     rng = np.random.default_rng([seed, longest_context])
     counts = (lengths - longest_context) // SPAN_TOKENS
@@ -72,9 +72,9 @@ def choose_spans(
 def context_gain(
     held: HeldOut, score: Score, *, contexts: Sequence[int], num_spans: int, seed: int
 ) -> ContextGain | None:
-    """Return the loss of the same spans with increasing context before them; None if no span has a label.
+    """Measure the loss of the same spans with increasing context before them; None if no span has a supervised token.
 
-    ``contexts`` is ascending, and some document has room for the longest context before a span.
+    ``contexts`` is ascending. At least one document must be long enough for the longest context and a span.
     """
     spans = choose_spans(held.lengths, longest_context=contexts[-1], num_spans=num_spans, seed=seed)
     targets = [held.passage(place, start - 1, SPAN_TOKENS + 1) for place, start in spans]
@@ -95,13 +95,14 @@ def context_gain(
 
 
 def paired(contexts: Sequence[int], sums: NDArray[np.float64], counts: NDArray[np.int64]) -> tuple[ContextLoss, ...]:
-    """Return the loss of each context, and its gain over the shortest with the standard error.
+    """Return each context's loss, and its gain over the shortest context with the gain's standard error.
 
-    The gain is the ratio of two sums over spans, the loss difference and the number of tokens; the standard error is
-    the ratio estimator's (Cochran, Sampling Techniques, 6.4).
+    The gain is a ratio of two sums over spans: loss difference and number of tokens. Its standard error is that of
+        the
+    ratio estimator (Cochran, Sampling Techniques, 6.4).
 
     Args:
-        contexts: Tokens before each span.
+        contexts: Number of tokens before each span.
         sums: float64 ``[contexts, spans]``, loss of each span with each context, in nats.
         counts: int64 ``[spans]``, scored tokens of each span.
     """

@@ -1,4 +1,4 @@
-"""Finds the model to evaluate, a checkpoint of a run or a model directory, and loads it onto a device."""
+"""Finds the model to evaluate, a run's checkpoint or a model directory, and loads it onto a device."""
 
 from __future__ import annotations
 
@@ -35,35 +35,36 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ModelSource:
-    """A model that was found and checked, but is not loaded."""
+    """A model that was found and checked, but is not loaded yet."""
 
     config: Config
-    """The run's configuration at the checkpoint's step; for a model directory, one that loads it."""
+    """The run's configuration at the checkpoint's step. For a model directory, a configuration that loads the model."""
     checkpoint: tuple[Store, Manifest] | None
-    """Store and manifest of a run's checkpoint; None for a model directory."""
+    """A run's checkpoint as its store and manifest; None for a model directory."""
     dtype: str
-    """Type that the model computes in."""
+    """Dtype of the model's computation."""
     weights: DType
-    """Which weights of a checkpoint to load."""
+    """Which weights of the checkpoint to load."""
     context_tokens: int
-    """The context that the model was trained on, if known; at most ``num_positions``."""
+    """Context length in training, in tokens, if known; otherwise the model's number of positions. At most
+    ``num_positions``."""
     rotary_positions: int | None
-    """Positions that the model's rotary embedding was made for; None without one."""
+    """Number of positions that the rotary embedding was trained for; None without rotary embedding."""
     num_positions: int | None
-    """Size of the model's position table; None without one."""
+    """Size of the model's position table; None without a table."""
     num_heads: int
     vocab_size: int
 
     @property
     def step(self) -> int | None:
-        """Return the checkpoint's step; None for a model directory."""
+        """Step of the checkpoint; None for a model directory."""
         return None if self.checkpoint is None else self.checkpoint[1].step
 
     def load(self, mesh: SequenceMesh, device: torch.device) -> Any:
-        """Return the model on a device, prepared for a mesh, in evaluation mode; every rank must call.
+        """Load the model onto a device in evaluation mode, prepared for a mesh. All ranks must call this method.
 
         Raises:
-            UserError: It can't be computed exactly on this mesh.
+            UserError: The model can't be computed exactly on this mesh.
             RunError: The checkpoint is damaged, or does not fit the model.
         """
         model = self._built().eval().to(device)
@@ -80,25 +81,25 @@ class ModelSource:
             meta = describe(config, "model", is_tied=bool(manifest.state.tied)).model
         dtype = config.model.dtype
         if config.model.adapter is None:
-            # Unlike an export, this does not use the types of a multimodal checkpoint's files.
+            # An export of a multimodal model uses the files' dtypes; an evaluation uses the requested weights.
             stored = stored_tensors(meta, manifest.state, self.weights, dtype)
         else:
             stored = adapted_tensors(manifest.state, self.weights, dtype)
         model, not_finite = live_model(config, meta.config.to_dict(), stored, WeightReader(store, manifest), self.dtype)
         if not_finite:
             raise RunError(
-                f"the checkpoint of step {manifest.step} holds {len(not_finite)} weights that are not finite "
-                f"({not_finite[0]}): the run had diverged by that step; evaluate an earlier one with --step"
+                f"the checkpoint of step {manifest.step} has {len(not_finite)} weights that are not finite "
+                f"({not_finite[0]}): the run had diverged by that step; evaluate an earlier step with --step"
             )
         return model
 
 
 def find_model(request: EvaluationRequest) -> ModelSource:
-    """Return the model of a request; reads no weights.
+    """Find a request's model, without reading weights.
 
     Raises:
-        UserError: There is no such checkpoint, or the model can't be evaluated exactly.
-        RunError: The checkpoint is damaged, or its storage does not answer.
+        UserError: The checkpoint does not exist, or the model can't be evaluated exactly.
+        RunError: The checkpoint is damaged, or its storage does not respond.
     """
     checkpoint = None
     if request.model_dir is None:
@@ -115,7 +116,7 @@ def find_model(request: EvaluationRequest) -> ModelSource:
     text = hf_config.get_text_config(decoder=True)
     rotary = stored_positions(hf_config)
     if request.is_run:
-        # From the settings: documents may be shorter than the rows that they are packed into.
+        # Use the setting, because documents may be shorter than the rows that they are packed into.
         context_tokens = min(config.data.context_tokens, num_positions or config.data.context_tokens)
     else:
         context_tokens = num_positions or rotary or getattr(text, "max_position_embeddings", None) or 2**13
@@ -133,10 +134,10 @@ def find_model(request: EvaluationRequest) -> ModelSource:
 
 
 def _directory_config(path: Path, dtype: DType) -> Config:
-    """Return a configuration with which the engine loads a model directory, as at the start of a run."""
+    """Return a configuration with which the engine loads a model directory as it does at the start of a run."""
     fields = read_model_config(path, f"MODEL={str(path)!r}")
     if dtype == "model":
-        # fp16 weights are computed in fp32, as the engine does not support fp16.
+        # The engine does not support fp16, so fp16 weights are computed in fp32.
         stored = str(fields.get("dtype") or fields.get("torch_dtype"))
         dtype = "bf16" if stored.removeprefix("torch.") == "bfloat16" else "fp32"
     tree = {
@@ -155,6 +156,6 @@ def _part(path: Path) -> str:
     try:
         found = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     except Exception:
-        # Transformers raises any type here; loading the model reports the cause.
+        # Transformers may raise any exception here. Loading the model later reports the cause.
         return "whole"
     return "text" if is_multimodal(found) else "whole"

@@ -1,14 +1,14 @@
 """Retrieval tests: hides facts in held-out documents, asks about them, and counts correct answers.
 
-Each kind of question is asked about facts at several depths of a row, after worked examples in the same form, so that
+Questions of each kind ask about facts at several depths of a row. Worked examples in the same form come first, so that
 models without instruction tuning can answer:
 
 - ``key_value``: the number of one key;
 - ``several_keys``: the numbers of several keys, spread from the depth to the end of the row;
 - ``variables``: the number of a variable at the end of a chain of assignments, spread in the same way.
 
-The parts of facts and questions are tokenized separately, so that an answer has the same tokens as its fact with any
-tokenizer.
+The parts of facts and questions are tokenized separately, so an answer has the same tokens in the fact and after the
+question with any tokenizer.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ Tokens = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Answer:
-    """One question of a row."""
+    """A question in a row, and the positions of its expected answer."""
 
     depth: int
-    """Index of its depth."""
+    """Index of the question's depth."""
     tokens: NDArray[np.int64]
-    """int64, positions of the answer's tokens in the row; each must be the most probable token."""
+    """int64. Positions of the answer's tokens in the row. The answer is correct if each is the most probable token."""
     chance: float
-    """Probability that a guess among all possible numbers is correct."""
+    """Probability of a correct guess among all possible numbers."""
     chance_shown: float
-    """Probability that a guess among the numbers in the row is correct."""
+    """Probability of a correct guess among the numbers in the row."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class NeedleRow:
-    """A row of held-out documents with facts and questions; every token of an answer is scored."""
+    """A row of held-out documents with facts and questions. Every answer token is scored."""
 
     passage: Passage
     answers: tuple[Answer, ...]
@@ -66,40 +66,40 @@ class _Question:
     """Facts, and a question about them."""
 
     depth: int | None
-    """As in `Answer`; None for a worked example."""
+    """See `Answer.depth`; None for a worked example."""
     facts: tuple[tuple[float, Tokens], ...]
-    """Share of the haystack before each fact, and the fact's tokens."""
+    """Position of each fact as a fraction of the haystack, and the fact's tokens."""
     parts: tuple[tuple[Tokens, bool], ...]
-    """Tokens of the question and its answer in parts, each with whether it belongs to the answer."""
+    """Parts of the question and its answer: the tokens, and whether the part belongs to the answer."""
     numbers: int
-    """Numbers in the answer."""
+    """Number of numbers in the answer."""
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of tokens that it takes in a row."""
+        """Number of tokens that the facts and the question take up in a row."""
         return sum(tokens.size for _, tokens in self.facts) + sum(tokens.size for tokens, _ in self.parts)
 
 
 class Haystack:
-    """Text of held-out documents, and a tokenizer for the texts inserted into it."""
+    """Text of held-out documents, and a tokenizer for the texts to insert."""
 
     def __init__(self, held: HeldOut, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._held, self._tokenizer, self._vocab_size = held, tokenizer, vocab_size
         self.encode = cache(self._encode)
-        """Returns the int64 tokens of a text, without the end token."""
+        """Tokenize a text to int64 tokens, without an end token."""
 
     def _encode(self, text: str) -> Tokens:
         tokens = self._tokenizer.encode_all([text])[0].astype(np.int64, copy=False)
         largest = int(tokens.max(initial=0))
         if largest >= self._vocab_size:
             raise UserError(
-                f"--tokenizer: produces token {largest}, but the model's vocabulary has {self._vocab_size}; give the "
-                "tokenizer that prepared the documents, or leave retrieval out with --task loss"
+                f"--tokenizer: produces token {largest}, but the model has only {self._vocab_size} tokens; give the "
+                "tokenizer that prepared the documents, or skip retrieval with --task loss"
             )
         return tokens
 
     def take(self, num_tokens: int, rng: np.random.Generator) -> Tokens:
-        """Return tokens of consecutive documents, from a random one on, without their end tokens."""
+        """Return tokens of consecutive documents without end tokens, starting at a random document."""
         held, parts, left = self._held, [], num_tokens
         place = int(rng.integers(held.numbers.size))
         while left:
@@ -116,20 +116,20 @@ class Haystack:
 def needle_rows(
     haystack: Haystack, kind: Kind, *, length: int, depths: Sequence[float], cases: int, seed: int
 ) -> Iterator[NeedleRow]:
-    """Yield the rows of one kind and length: each case asks once about every depth, in a single row if they fit.
+    """Yield the rows of one kind and length. A case has one question per depth, in a single row if they fit.
 
-    Rows are a function of the documents, the tokenizer and the arguments.
+    The rows depend only on the documents, the tokenizer and the arguments.
 
     Args:
         haystack: Text to hide the facts in.
         kind: Kind of facts and questions.
-        length: Tokens of a row, question and answer included.
-        depths: Share of the haystack before the first fact of each question.
-        cases: Number of questions about each depth.
+        length: Number of tokens in a row, including questions and answers.
+        depths: Position of each question's first fact, as a fraction of the haystack.
+        cases: Number of questions per depth.
         seed: Seed of all random choices.
 
     Raises:
-        UserError: A row has no room for one question.
+        UserError: A row is too short for one question.
     """
     for case in range(cases):
         rng = np.random.default_rng([seed, KINDS.index(kind), length, case])
@@ -139,12 +139,12 @@ def needle_rows(
 
 
 def depth_places(count: int) -> tuple[float, ...]:
-    """Return evenly spaced depths from the beginning to the end of a haystack; the middle for a single one."""
+    """Return evenly spaced depths from the beginning to the end of a haystack, or its middle if ``count`` is 1."""
     return tuple(place / (count - 1) for place in range(count)) if count > 1 else (0.5,)
 
 
 def _questions(haystack: Haystack, kind: Kind, depths: Sequence[float], rng: np.random.Generator) -> list[_Question]:
-    """Return the worked examples, then a question about each depth; all keys and numbers are different."""
+    """Return the worked examples, then one question per depth. All keys and numbers are distinct."""
     num_questions = _NUM_EXAMPLES + len(depths)
     per_question = {"key_value": 1, "several_keys": NUM_KEYS, "variables": NUM_VARIABLES}[kind]
     words = iter(_words(rng, num_questions * per_question))
@@ -186,18 +186,14 @@ def _question(
 
 
 def _shared_out(questions: Sequence[_Question], kind: Kind, length: int) -> Iterator[list[_Question]]:
-    """Yield the questions of each row: the worked examples and as many questions as leave a quarter to documents.
-
-    Raises:
-        UserError: A row has no room for one question.
-    """
+    """Yield each row's questions: the worked examples, and more questions up to three quarters of the row."""
     examples, open_ones = list(questions[:_NUM_EXAMPLES]), list(questions[_NUM_EXAMPLES:])
     taken = sum(one.num_tokens for one in examples)
     least = taken + max(one.num_tokens for one in open_ones)
     if least > _MOST_FILLED * length:
         raise UserError(
-            f"--lengths={length}: has no room for the facts and questions of {kind}, which take {least} tokens with "
-            f"this tokenizer, and documents around them; use at least {int(least / _MOST_FILLED) + 1}, or --task loss"
+            f"--lengths={length}: is too short for the facts and questions of {kind}, which take {least} tokens with "
+            f"this tokenizer, and surrounding text; use at least {int(least / _MOST_FILLED) + 1}, or --task loss"
         )
     while open_ones:
         row, filled = list(examples), taken
@@ -208,7 +204,7 @@ def _shared_out(questions: Sequence[_Question], kind: Kind, length: int) -> Iter
 
 
 def _row(haystack: Haystack, questions: Sequence[_Question], length: int, rng: np.random.Generator) -> NeedleRow:
-    """Hide the facts of all questions in documents, and ask the questions in random order, worked examples first."""
+    """Hide the facts in documents, and append the worked examples and then the questions in random order."""
     text = haystack.take(length - sum(one.num_tokens for one in questions), rng)
     facts = sorted((fact for one in questions for fact in one.facts), key=lambda fact: fact[0])
     borders = [round(share * text.size) for share, _ in facts]
@@ -242,7 +238,6 @@ def _row(haystack: Haystack, questions: Sequence[_Question], length: int, rng: n
 
 
 def _words(rng: np.random.Generator, count: int) -> list[str]:
-    """Return distinct made-up words of three syllables."""
     size = len(_SYLLABLES)
     drawn = rng.choice(size**3, count, replace=False).tolist()
     return ["".join(_SYLLABLES[one // size**place % size] for place in range(3)) for one in drawn]
@@ -251,10 +246,10 @@ def _words(rng: np.random.Generator, count: int) -> list[str]:
 def retrieval_cells(
     haystack: Haystack, score: Score, *, kind: Kind, length: int, num_depths: int, cases: int, seed: int
 ) -> tuple[RetrievalCell, ...]:
-    """Return the cells of one kind and length, from the smallest depth to the largest.
+    """Measure retrieval for one kind and length, and return one cell per depth, ascending.
 
     Raises:
-        UserError: A row has no room for one question.
+        UserError: A row is too short for one question.
     """
     depths = depth_places(num_depths)
     rows = list(needle_rows(haystack, kind, length=length, depths=depths, cases=cases, seed=seed))

@@ -1,4 +1,4 @@
-"""The options of an evaluation, and its result as a JSON object, as metrics, and as files."""
+"""Options of an evaluation, and its result as a JSON object, as metrics and as files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ray_ulysses.storage.place import Place, is_file, open_store
 
 JSON_FILE, PICTURE_FILE = "evaluation.json", "retrieval.svg"
 Kind = Literal["key_value", "several_keys", "variables"]
-"""Kind of facts and questions; see `needles`."""
+"""Kind of facts and questions; see the `needles` module."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
@@ -30,48 +30,48 @@ _MODEL_FILE, _ADAPTER_FILE = "config.json", "adapter_config.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationRequest:
-    """The options of an evaluation."""
+    """Options of an evaluation."""
 
     model: Place
-    """Directory of a run or of a model."""
+    """Directory of a run or a model."""
     is_run: bool
     step: Which = "latest"
     tasks: tuple[Task, ...] = TASKS
     lengths: tuple[int, ...] = ()
-    """Contexts before spans and lengths of rows, in tokens, ascending; empty for the default."""
+    """Context lengths and row lengths in tokens, ascending; empty for the default lengths."""
     depths: int = 5
     cases: int = 3
-    """Questions per cell; the context gain has eight spans for each."""
+    """Number of questions per retrieval cell. The context gain uses eight spans per case."""
     max_tokens: int = 2**18
-    """Document tokens to measure the loss of."""
+    """Number of document tokens on which to measure the loss."""
     data: Place | None = None
     """Directory of a prepared corpus; None for the run's own documents."""
     tokenizer: Path | None = None
-    """Directory of the tokenizer, or ``bytes``; None for the corpus's or the model's."""
+    """Directory of the tokenizer, or ``bytes``; None for the corpus's or the model's tokenizer."""
     dtype: DType = "model"
     sp_size: int | None = None
-    """Processes that share a row; None for one per GPU."""
+    """Number of processes that share a row; None for one process per GPU."""
     seed: int = 0
     out: Place | None = None
     trust_run: bool = False
-    """Whether to use the secrets file and the servers that only the run names."""
+    """Whether to trust the secrets file and the servers that are specified only in the run's stored configuration."""
 
     @property
     def run_dir(self) -> Place | None:
-        """Return the run's directory; None for a model directory."""
+        """The run directory; None for a model directory."""
         return self.model if self.is_run else None
 
     @property
     def model_dir(self) -> Path | None:
-        """Return the model directory, which is local; None for a run."""
+        """The model directory, which is always local; None for a run."""
         return self.model if isinstance(self.model, Path) and not self.is_run else None
 
 
 def names_run(model: Place) -> bool:
-    """Return whether a directory is a run's, not a model's.
+    """Return whether a directory is a run (True) or a model (False).
 
     Raises:
-        UserError: It is neither.
+        UserError: The directory is neither.
     """
     if is_file(model / CONFIG_FILE):
         return True
@@ -82,105 +82,105 @@ def names_run(model: Place) -> bool:
         )
     if (model / _ADAPTER_FILE).is_file():
         raise UserError(
-            f"MODEL={str(model)!r}: is an adapter without its model; give the run that trained it, or merge the two: "
-            "export --merge"
+            f"MODEL={str(model)!r}: is an adapter without its base model; give the run that trained the adapter, or "
+            "merge the two with `export --merge`"
         )
     if (model / _MODEL_FILE).is_file():
         return False
     raise UserError(
         f"MODEL={str(model)!r}: is neither a run (no {CONFIG_FILE}) nor a model directory (no {_MODEL_FILE}); "
-        "give <run.storage>/<run.name>, or a directory that `export` or save_pretrained wrote"
+        "give <run.storage>/<run.name>, or a directory written by `export` or save_pretrained"
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PositionBin:
-    """The loss of all tokens with ``first`` to ``last`` tokens of their document before them."""
+    """Loss of the tokens that have ``first`` to ``last`` tokens of their document before them."""
 
     first: int
     last: int
     tokens: int
     loss_sum: float
-    """Their loss, in nats."""
+    """Total loss of these tokens, in nats."""
 
     @property
     def loss(self) -> float:
-        """Return the mean loss, in nats."""
+        """Mean loss per token, in nats."""
         return self.loss_sum / self.tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PositionLoss:
-    """The loss over the beginnings of documents."""
+    """Loss on the beginnings of documents."""
 
     documents: int
     tokens: int
     loss_sum: float
-    """Their loss, in nats."""
+    """Total loss of all scored tokens, in nats."""
     bins: tuple[PositionBin, ...]
-    """By position, in powers of two; bins without tokens are omitted."""
+    """Bins by position, in powers of two. Bins without tokens are omitted."""
 
     @property
     def loss(self) -> float:
-        """Return the mean loss, in nats."""
+        """Mean loss per token, in nats."""
         return self.loss_sum / self.tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ContextLoss:
-    """The loss of the spans with a number of tokens before each."""
+    """Loss of the spans with a given number of tokens before each."""
 
     context_tokens: int
     tokens: int
-    """Scored tokens of the spans, the same ones for every context."""
+    """Number of scored tokens in the spans, the same for every context."""
     loss: float
-    """Their mean loss, in nats."""
+    """Mean loss per scored token, in nats."""
     gain: float
-    """Reduction of the loss against the shortest context, in nats."""
+    """Reduction of the mean loss compared with the shortest context, in nats."""
     standard_error: float | None
     """Standard error of the gain over spans; None for a single span."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ContextGain:
-    """The loss of the same spans with increasing context."""
+    """Loss of the same spans with increasing context."""
 
     spans: int
     documents: int
-    """Number of documents that the spans are from."""
+    """Number of documents that contain the spans."""
     contexts: tuple[ContextLoss, ...]
-    """From the shortest to the longest."""
+    """One entry per context length, ascending."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RetrievalCell:
-    """The answers to all questions of one kind, length and depth."""
+    """Results for all questions of one kind, row length and depth."""
 
     kind: Kind
     length: int
     depth: float
-    """Share of the documents' text before the (first) fact."""
+    """Position of the (first) fact, as a fraction of the documents' text."""
     cases: int
     correct: int
-    """Number of answers of which every token is the most probable one."""
+    """Number of answers whose tokens are all predicted as the most probable token."""
     chance: float
-    """Expected share of correct answers when guessing among all possible numbers."""
+    """Expected fraction of correct answers when guessing among all possible numbers."""
     chance_shown: float
-    """Expected share of correct answers when guessing among the numbers in the row."""
+    """Expected fraction of correct answers when guessing among the numbers in the row."""
 
     @property
     def accuracy(self) -> float:
-        """Return the share of correct answers."""
+        """Fraction of correct answers."""
         return self.correct / self.cases
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationReport:
-    """The results of an evaluation, and how they were measured."""
+    """Results of an evaluation, and how they were measured."""
 
     model: str
     step: int | None
-    """The checkpoint's step; None for a model directory."""
+    """Step of the checkpoint; None for a model directory."""
     dtype: str
     data: str
     is_training_text: bool
@@ -188,18 +188,18 @@ class EvaluationReport:
     sp_size: int
     seed: int
     lengths: tuple[int, ...]
-    """Contexts and lengths of rows, requested or chosen."""
+    """Context lengths and row lengths, as requested or by default."""
     versions: dict[str, str]
     notes: tuple[str, ...]
-    """Caveats for a reader of the numbers."""
+    """Caveats to print with the results."""
     position_loss: PositionLoss | None
     context_gain: ContextGain | None
     retrieval: tuple[RetrievalCell, ...]
-    """Cells of all kinds and lengths, if measured."""
+    """Cells of all kinds and lengths; empty without retrieval."""
     seconds: float
 
     def to_json(self) -> dict[str, Any]:
-        """Return the object of ``evaluation.json``: all fields, and the mean of each sum."""
+        """Return the content of ``evaluation.json``: all fields, and the mean for each sum."""
         found: dict[str, Any] = {"format_version": 1, **json.loads(json.dumps(asdict(self)))}
         if self.position_loss is not None:
             found["position_loss"]["loss"] = self.position_loss.loss
@@ -210,7 +210,7 @@ class EvaluationReport:
         return found
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics to track: losses, gains, and accuracies over all depths of a length."""
+        """Return the metrics to track: losses, gains, and retrieval accuracies averaged over depths."""
         found: dict[str, float] = {}
         if self.position_loss is not None:
             found["evaluation/loss"] = self.position_loss.loss
@@ -223,18 +223,18 @@ class EvaluationReport:
         }
 
     def grids(self) -> Mapping[tuple[str, int], Sequence[RetrievalCell]]:
-        """Return the cells of each kind and length, in the order of depths."""
+        """Return the cells by kind and row length, in order of depth."""
         grids: dict[tuple[str, int], list[RetrievalCell]] = {(kind, one): [] for kind in KINDS for one in self.lengths}
         for cell in self.retrieval:
             grids[cell.kind, cell.length].append(cell)
         return {key: cells for key, cells in grids.items() if cells}
 
     def files(self) -> dict[str, str]:
-        """Return the text of each file of the result, by name."""
+        """Render the result files, by file name."""
         found = self.to_json()
         files = {JSON_FILE: json.dumps(found, indent=2) + "\n"}
         if self.retrieval:
-            # Imported here, since Matplotlib takes a second.
+            # Imported here because Matplotlib takes a second to import.
             from ray_ulysses.report.drawing import retrieval_svg
 
             step = "" if self.step is None else f", step {self.step:,}"
@@ -242,7 +242,7 @@ class EvaluationReport:
         return files
 
     def write(self, out: Place) -> None:
-        """Write each file atomically, and replace the files of an earlier evaluation.
+        """Write the result files, each atomically, and replace or delete the files of an earlier evaluation.
 
         Raises:
             UnwrittenError: The directory can't be written.
@@ -258,7 +258,7 @@ class EvaluationReport:
 
 
 class UnwrittenError(RunError):
-    """The files of a result can't be written; the error carries the result."""
+    """The result files can't be written. The error carries the result."""
 
     def __init__(self, text: str, report: EvaluationReport) -> None:
         super().__init__(text)
@@ -266,12 +266,12 @@ class UnwrittenError(RunError):
 
 
 def refuse_unwritable(out: Place) -> None:
-    """Refuse a directory that can't be written or created; leaves nothing behind.
+    """Refuse a directory that can't be created or written, without leaving files behind.
 
     Raises:
-        RunError: The directory can't be written or created.
+        RunError: The directory can't be created or written.
     """
-    # A failed evaluation must not create the directory, so for a missing one its nearest existing parent is tested.
+    # A failed evaluation must not create the directory. If it does not exist, test its nearest existing parent.
     here = [one for one in (out.absolute(), *out.absolute().parents) if lexists(one)] if isinstance(out, Path) else []
     store, probe = open_store(here[0] if here else out), f".probe-{uuid.uuid4().hex}"
     try:

@@ -1,4 +1,4 @@
-"""Runs the command ``evaluate``: checks, measures, writes the files and logs them to MLflow."""
+"""Runs the ``evaluate`` command: checks, measures, writes the result files and logs them to MLflow."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
 
 def run_evaluation(request: EvaluationRequest, say: Say) -> tuple[EvaluationReport, Place]:
-    """Evaluate a model, write the result, and add it to the run's MLflow run if there is one.
+    """Evaluate a model, write the result, and log it to the run's MLflow run if there is one.
 
     Returns:
-        The report, and the directory of its files.
+        The report, and the directory of the result files.
 
     Raises:
         UserError: An option can't be satisfied.
-        RunError: The weights can't be read, a loss is not finite, or the directory of the result can't be written.
-        UnwrittenError: The directory could be written before the evaluation, but not after it.
+        RunError: The weights can't be read, a loss is not finite, or the result directory can't be written.
+        UnwrittenError: The result directory was writable before the evaluation but not after it.
     """
     if isinstance(place := request.out or request.model, Path):
         refuse_relative_in_job("--out", place)
@@ -68,14 +68,15 @@ def run_evaluation(request: EvaluationRequest, say: Say) -> tuple[EvaluationRepo
 
 
 def evaluate_locally(prepared: Prepared, say: Say) -> EvaluationReport:
-    """Evaluate on this machine's GPUs, or on its CPU.
+    """Evaluate on this machine's GPUs, or on its CPU if it has none.
 
     Args:
-        prepared: The evaluation; without ``sp_size``, it uses every GPU, or a single process on the CPU.
+        prepared: The evaluation. Without ``sp_size``, it uses every GPU, or a single process on the CPU.
         say: Called with one line per stage.
 
     Raises:
-        UserError: There are fewer GPUs than processes, or the model can't be computed exactly on this many processes.
+        UserError: There are fewer GPUs than processes, or the model can't be computed exactly with this many
+            processes.
         RunError: The weights can't be read, a loss is not finite, or a process died.
     """
     expand_segments(os.environ)
@@ -83,7 +84,7 @@ def evaluate_locally(prepared: Prepared, say: Say) -> EvaluationReport:
     size = prepared.request.sp_size or max(num_gpus, 1)
     if num_gpus and size > num_gpus:
         raise UserError(
-            f"--sp-size={size}: needs a GPU for each process, and this machine has {num_gpus}; use at most {num_gpus}"
+            f"--sp-size={size}: requires one GPU per process, but this machine has {num_gpus}; use at most {num_gpus}"
         )
     if size == 1:
         device = torch.device("cuda", 0) if num_gpus else torch.device("cpu")

@@ -1,7 +1,7 @@
-"""Scores the tokens of texts with a model, one forward pass per row of packed texts, sharded over ``sp``.
+"""Scores tokens with a model, one forward pass per row of packed texts, sharded over ``sp``.
 
-Nothing is generated: greedy decoding produces an answer if and only if each of its tokens is the most probable one
-after the tokens before it, which one forward pass over text and answer shows. Logits exist for one tile at a time.
+Nothing is generated. Greedy decoding produces an answer if and only if each answer token is the most probable token
+after the preceding tokens, so one forward pass over text and answer is enough. Logits are computed one tile at a time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Passage:
 
     tokens: NDArray[np.int64]
     is_scored: NDArray[np.bool_]
-    """Whether the prediction of each token counts; the first token has none."""
+    """Whether each token is scored. The first token is never predicted, so it is not scored."""
 
     def __post_init__(self) -> None:
         assert self.tokens.shape == self.is_scored.shape and self.tokens.size > 1 and not self.is_scored[0]
@@ -36,16 +36,16 @@ class Passage:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PassageScores:
-    """The model's prediction of each token of a text, given the tokens before it."""
+    """The model's prediction of each token of a text from the preceding tokens."""
 
     losses: NDArray[np.float64]
-    """float64 cross-entropy in nats; 0 where the token is not scored."""
+    """float64. Cross-entropy in nats; 0 for tokens that are not scored."""
     is_correct: NDArray[np.bool_]
-    """Whether the token is scored and the most probable one."""
+    """Whether the token is scored and is the most probable token."""
 
 
 Score = Callable[[Iterator[Passage]], Iterator[PassageScores]]
-"""Scores texts in order, as `score_passages` does."""
+"""Scores texts in order; see `score_passages`."""
 
 
 def score_passages(
@@ -56,13 +56,13 @@ def score_passages(
     row_tokens: int,
     device: torch.device | None = None,
 ) -> Iterator[PassageScores]:
-    """Yield the scores of each text, in order; every rank of ``sp`` must call, with the same texts.
+    """Yield the scores of each text, in order. All ranks of ``sp`` must call this function with the same texts.
 
     Args:
-        model: A model in evaluation mode that ``apply_ulysses`` has prepared for the mesh.
-        passages: The texts.
-        mesh: The mesh that rows are sharded over.
-        row_tokens: Maximum length of a row of packed texts; a longer text gets a row to itself.
+        model: A model in evaluation mode, prepared for the mesh with ``apply_ulysses``.
+        passages: Texts to score.
+        mesh: Mesh over which rows are sharded.
+        row_tokens: Maximum length of a row of packed texts. A longer text gets a row of its own.
         device: Device of the model; None for the CPU.
 
     Raises:
@@ -95,12 +95,12 @@ def _score_row(
     scores = score_tokens(model, batch)
     is_correct_BL = scores.predictions_BL == batch.labels_BL
     local_BL2 = torch.stack([scores.losses_BL.float(), is_correct_BL.float()], dim=-1)
-    # In the order of the row; position t holds the scores of token t + 1.
+    # In row order; index t holds the scores of token t + 1.
     found_T2 = unshard(local_BL2, batch)[0].double().cpu().numpy()
     if not np.isfinite(found_T2).all():
         raise RunError(
-            "the model's losses on these texts are not finite: it has diverged, or its dtype overflows; evaluate an "
-            "earlier step with --step, or compute with --dtype fp32"
+            "the model's losses on these texts are not finite: the model has diverged, or its dtype overflows; select "
+            "an earlier step with --step, or compute with --dtype fp32"
         )
     start = 0
     for one in row:

@@ -1,4 +1,4 @@
-"""Exports the adapters of a run: as PEFT's own files, or merged into the weights that they adapt."""
+"""Exports a run's adapter, either as PEFT files or merged into the base weights."""
 
 from __future__ import annotations
 
@@ -26,41 +26,41 @@ _NAME = "default"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterExport:
-    """The export of a run with adapters."""
+    """Plan for exporting a run that trained an adapter."""
 
     stored: dict[str, Stored]
-    """The place of each tensor of the merged model, by its name in the model; empty for an adapter's files."""
+    """Checkpoint location of each tensor of the merged model, by model tensor name; empty without a merge."""
     files: tuple[WeightFile, ...]
-    """The adapter's weight file; empty if the adapter is merged."""
+    """The adapter's weight file; empty with a merge."""
     small: Mapping[str, bytes]
-    """The adapter's settings, by file name."""
+    """The adapter's configuration files, by file name; empty with a merge."""
     live: dict[str, Stored]
-    """The place of each tensor of the model with adapters, by its name in the model."""
+    """Checkpoint location of each tensor of the model with its adapter, by model tensor name."""
 
 
 def adapter_export(
     config: Config, state: StateDescription, architecture: Architecture, request: ExportRequest
 ) -> AdapterExport:
-    """Return the export of a run with ``model.adapter``.
+    """Plan the export of a run with ``model.adapter``.
 
     Raises:
-        UserError: The base model is not stored anywhere, so an adapter alone would be useless.
+        UserError: The base weights are random, so an adapter without them would be useless.
         RunError: The checkpoint does not fit the model.
     """
     adapter, model = config.model.adapter, architecture.model
     assert adapter is not None
     adapted = find_adapted(model, adapter)
     live = adapted_tensors(state, "fp32" if request.merge else request.weights, config.model.dtype)
-    # For an adapter's files too, since this refuses a checkpoint of another model.
+    # Also called for adapter files, because it refuses a checkpoint of another model.
     plain = stored_tensors(model, _plain(state), request.weights, config.model.dtype)
     if request.merge:
         return AdapterExport(stored=_merged(plain, adapter, adapted, model, live), files=(), small={}, live=live)
     if config.model.init == "random":
         raise UserError(
-            "RUN: its frozen weights are random (model.init: random), so there is no base model that an adapter could "
-            "be added to; export the whole model with --merge"
+            "RUN: the base weights are random (model.init: random), so an adapter alone has no base model to load; "
+            "export the complete model with --merge"
         )
-    # Tied weights are written under both names, since PEFT loads a copy for each.
+    # Tied weights are stored under both names, because PEFT loads a copy for each name.
     tensors = tuple(
         PublishedTensor(
             name=name.replace(f".{_NAME}.", "."), shape=place.shape, dtype=place.published, stored=place, start=0
@@ -68,20 +68,20 @@ def adapter_export(
         for name, place in live.items()
         if not place.key.startswith(("frozen/", "buffer/"))
     )
-    # generation_config.json, which has the end tokens.
+    # Keep generation_config.json, which has the end tokens.
     small = {name: content for name, content in architecture.files().items() if name != "config.json"}
     small[SETTINGS_FILE] = _settings(config, adapter, adapted, model)
     if config.model.rope is not None and config.model.rope != "unchanged":
-        # The base model has other positions than those of the training.
+        # The base model's own configuration has different rotary positions from training.
         small["config.json"] = architecture.files()["config.json"]
     files = (WeightFile(name=WEIGHTS_FILE, tensors=aligned(tensors)),)
     return AdapterExport(stored={}, files=files, small=small, live=live)
 
 
 def adapted_tensors(state: StateDescription, weights: WeightType, model_dtype: str) -> dict[str, Stored]:
-    """Return the place of each tensor of a model with adapters in a checkpoint, by its name in the model.
+    """Locate each tensor of a model with its adapter in a checkpoint, by model tensor name.
 
-    Trained weights are read in the precision ``weights``; frozen ones keep theirs.
+    Trained weights get the precision ``weights``; frozen weights keep their own.
     """
     found = {}
     for name in dict.fromkeys([*(key.split("/", 1)[1] for key in state.tensors), *state.tied]):
@@ -93,7 +93,6 @@ def adapted_tensors(state: StateDescription, weights: WeightType, model_dtype: s
 
 
 def _settings(config: Config, adapter: AdapterSection, adapted: Adapted, model: Any) -> bytes:
-    """Return ``adapter_config.json``."""
     settings = lora_config(
         adapter,
         adapted,
@@ -126,13 +125,13 @@ def _merged(
 
 
 def _stored_name(name: str, targets: set[str]) -> str:
-    """Return the name in the checkpoint of a tensor of the model without adapters."""
+    """Return the checkpoint name of a tensor that belongs to the model without its adapter."""
     module, _, last = name.rpartition(".")
     return f"{PREFIX}{module}.base_layer.{last}" if module in targets else f"{PREFIX}{name}"
 
 
 def _plain(state: StateDescription) -> StateDescription:
-    """Return the part of a state that belongs to the model without adapters, under that model's names."""
+    """Return the base model's part of a state description, with the base model's tensor names."""
 
     def renamed(name: str) -> str:
         return name.removeprefix(PREFIX).replace(".base_layer.", ".")

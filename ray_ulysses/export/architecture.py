@@ -1,4 +1,4 @@
-"""Builds config.json and generation_config.json of an exported model."""
+"""Builds config.json and generation_config.json for an exported model."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from ray_ulysses.storage.hub import hub_folder
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
 
-# The defaults of a Transformers class belong to another tokenizer.
+# The default token ids of a Transformers class belong to another tokenizer.
 _TOKEN_SETTINGS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-# The fields in which Transformers 4 calls linear attention "mamba".
+# Configuration fields in which Transformers 4 calls linear attention layers "mamba".
 _OLDER_LAYER_NAMES = {
     "granitemoehybrid": "layer_types",
     "zamba": "layers_block_type",
@@ -32,16 +32,16 @@ _OLDER_LAYER_NAMES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _OlderRope:
-    """How Transformers 4 reads a model whose sliding layers have a separate RoPE."""
+    """Transformers 4 fields for a model whose sliding-window layers have their own RoPE."""
 
     theta: str = "rope_theta"
-    """Name of the base of layers with full attention."""
+    """Field with the RoPE base of full-attention layers."""
     sliding_theta: str = "rope_theta"
-    """Name of the base of sliding layers."""
+    """Field with the RoPE base of sliding-window layers."""
     is_theta_shared: bool = False
-    """Whether it uses the same base in both."""
+    """Whether Transformers 4 uses one base for both kinds of layers."""
     is_scaling_shared: bool = False
-    """Whether it scales both."""
+    """Whether Transformers 4 applies the scaling to both kinds of layers."""
 
 
 _ROPE_OF_LAYER_KINDS = {
@@ -56,31 +56,31 @@ _ROPE_OF_LAYER_KINDS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Architecture:
-    """A run's model without its weights."""
+    """A run's model structure and configuration, without weights."""
 
     model: Any
-    """The model on the meta device; its configuration becomes config.json."""
+    """The model on the meta device. Its configuration becomes config.json."""
     generation: dict[str, Any] | None
-    """Content of generation_config.json; None if the model can't generate."""
+    """Content of generation_config.json; None if the model cannot generate text."""
 
     @property
     def class_name(self) -> str:
-        """Return the name of its Transformers class."""
+        """Name of the model's Transformers class."""
         return type(self.model).__name__
 
     @property
     def vocab_size(self) -> int:
-        """Return the size of its vocabulary."""
+        """Vocabulary size of the model."""
         return int(self.model.config.get_text_config(decoder=True).vocab_size)
 
     @property
     def max_positions(self) -> int | None:
-        """Return ``max_position_embeddings``, or None."""
+        """The model's ``max_position_embeddings``, or None."""
         return getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
 
     @property
     def rope(self) -> str:
-        """Describe its rotary embedding, or the one of full attention if layers differ; empty if it has none."""
+        """Description of the rotary embedding (of full attention if layers differ), or an empty string."""
         hf_config = self.model.config.get_text_config(decoder=True)
         rope = getattr(hf_config, "rope_parameters", None) or {}
         settings = rope.get("full_attention", rope)
@@ -94,7 +94,7 @@ class Architecture:
         return words
 
     def files(self) -> dict[str, bytes]:
-        """Return the JSON files by name."""
+        """Serialize the JSON files, by file name."""
         fields = with_older_names(self.model.config)
         found = {"config.json": json.dumps(fields, indent=2, sort_keys=True).encode() + b"\n"}
         if self.generation is not None:
@@ -105,10 +105,15 @@ class Architecture:
 def describe(
     config: Config, weights: WeightType, end_tokens: Sequence[int] = (), *, is_tied: bool | None = None
 ) -> Architecture:
-    """Return a run's model without its weights.
+    """Build a run's model without weights.
 
-    Rotary scaling and ``max_position_embeddings`` are as in training. ``end_tokens`` end a text in the run's corpora or
-    the exported tokenizer; empty if unknown.
+    Rotary scaling and ``max_position_embeddings`` are the values used in training.
+
+    Args:
+        config: The run's configuration.
+        weights: Precision of the exported weights.
+        end_tokens: Tokens that end a text in the run's corpora or the exported tokenizer; empty if unknown.
+        is_tied: Whether the embeddings are tied; None to use the model configuration's value.
 
     Raises:
         UserError: The model's configuration can't be read.
@@ -124,21 +129,22 @@ def describe(
         model: Any = AutoModelForCausalLM.from_config(hf_config)
     model.config.dtype = _DTYPE_NAMES[config.model.dtype if weights == "model" else weights]
     model.config.architectures = [type(model).__name__]
-    # Would be a path on the machine that trained it.
+    # The default is a path on the training machine.
     model.config._name_or_path = ""
     generation = _generation(config, model, end_tokens) if model.can_generate() else None
     return Architecture(model=model, generation=generation)
 
 
 def with_older_names(hf_config: Any) -> dict[str, Any]:
-    """Return the fields of a config.json that tools older than Transformers 5 also read correctly.
+    """Return config.json fields that tools older than Transformers 5 also read correctly.
 
-    Older tools silently use defaults if the names they expect are missing. Transformers 5 reads its own names, or the
-    same values.
+    Older tools silently use defaults if the names that they expect are missing. Transformers 5 either ignores the
+    older
+    names or reads the same values from them.
     """
     fields: dict[str, Any] = json.loads(hf_config.to_json_string(use_diff=True))
     older: dict[str, Any] = {"torch_dtype": fields["dtype"]}
-    # Some fields are written under a different name, such as the number of experts of Qwen3-MoE.
+    # Some fields are serialized under a different name, such as Qwen3-MoE's number of experts.
     declared = {field.name for field in dataclasses.fields(hf_config)}
     for own, written in hf_config.attribute_map.items():
         if own in declared and written in fields:
@@ -149,12 +155,11 @@ def with_older_names(hf_config: Any) -> dict[str, Any]:
     if name := _OLDER_LAYER_NAMES.get(kind):
         words = {"linear_attention": "mamba", "full_attention": "attention"}
         fields[name] = [words.get(one, one) for one in fields[name]]
-    # Bailing has a separate field `rope_theta`, which may differ from its rotary positions.
+    # Bailing has a separate field `rope_theta`, which may differ from the RoPE base.
     return fields | older | _older_rope(hf_config)
 
 
 def _older_rope(hf_config: Any) -> dict[str, Any]:
-    """Return the rotary positions of a model as Transformers 4 names them."""
     kind, rope = hf_config.model_type, getattr(hf_config, "rope_parameters", None) or {}
     if "rope_theta" in rope:
         older = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
@@ -165,31 +170,30 @@ def _older_rope(hf_config: Any) -> dict[str, Any]:
         return {}
     names, full = _ROPE_OF_LAYER_KINDS[kind], rope["full_attention"]
     if not _is_older(kind, rope):
-        # Makes Transformers 4 fail instead of computing wrong positions.
+        # A null base makes Transformers 4 fail instead of computing wrong positions.
         return {names.theta: None}
     thetas = {names.sliding_theta: rope["sliding_attention"]["rope_theta"], names.theta: full["rope_theta"]}
     return thetas | _older_scaling(hf_config, full)
 
 
 def _older_scaling(hf_config: Any, rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the scaling of rotary positions as Transformers 4 reads it."""
     scaling = _scaling(rope)
     if scaling is None or scaling["rope_type"] != "longrope":
         return {"rope_scaling": scaling}
-    # It reads the original length outside the scaling, and takes its ratio to the new one instead of `factor`.
+    # Transformers 4 reads the original length outside the scaling, and ignores `factor` in favor of the length ratio.
     original = scaling["original_max_position_embeddings"]
     ratio = hf_config.max_position_embeddings / original
     factor = scaling.get("factor", ratio)
     if factor != ratio:
         scaling.setdefault("attention_factor", math.sqrt(1 + math.log(max(factor, 1.0)) / math.log(original)))
     elif hf_config.model_type == "phi3" and "attention_factor" not in scaling:
-        # Phi 3 accepts these three fields and no others.
+        # Transformers 4's Phi-3 accepts only these three fields.
         scaling = {"type": "longrope"} | {name: scaling[name] for name in ("short_factor", "long_factor")}
     return {"rope_scaling": scaling, "original_max_position_embeddings": original}
 
 
 def _is_older(kind: str, rope: Mapping[str, Any]) -> bool:
-    """Return whether Transformers 4 has names for positions that differ by the kind of layer."""
+    """Return whether Transformers 4 can represent RoPE settings that differ by layer kind."""
     names, full, sliding = _ROPE_OF_LAYER_KINDS[kind], rope["full_attention"], rope["sliding_attention"]
     if names.is_theta_shared and full["rope_theta"] != sliding["rope_theta"]:
         return False
@@ -203,7 +207,7 @@ def _scaling(rope: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _generation(config: Config, model: Any, end_tokens: Sequence[int]) -> dict[str, Any]:
-    """Return the generation settings of the base model, extended by the tokens that end a text."""
+    """Return the base model's generation settings, with the run's end tokens added."""
     from transformers import GenerationConfig
 
     found = None
@@ -213,7 +217,8 @@ def _generation(config: Config, model: Any, end_tokens: Sequence[int]) -> dict[s
             folder = hub_folder(path, f"model.path={path!r}", ["config.json", "generation_config.json"], SOURCES)
             found = GenerationConfig.from_pretrained(folder, local_files_only=True)
         except (OSError, TypeError, ValueError):
-            # Many models have no such file; as in Transformers, it is then derived from their configuration.
+            # Many models have no such file. Transformers then derives the settings from config.json, and so does this
+            # code.
             found = None
     found = GenerationConfig.from_model_config(model.config) if found is None else found
     fields: dict[str, Any] = json.loads(found.to_json_string(use_diff=True))
@@ -222,7 +227,7 @@ def _generation(config: Config, model: Any, end_tokens: Sequence[int]) -> dict[s
 
 
 def merged_ends(known: int | list[int] | None, trained: Sequence[int]) -> int | list[int] | None:
-    """Return the tokens that end a text: the trained ones, then the base model's."""
+    """Merge end tokens: the trained tokens first, then the base model's."""
     ends = [known] if isinstance(known, int) else list(known or ())
     ends = [*(token for token in trained if token not in ends), *ends]
     return ends[0] if len(ends) == 1 else (ends or None)

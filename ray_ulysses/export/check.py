@@ -1,9 +1,9 @@
-"""Compares an exported directory with the live model: the same tokens must give the same logits.
+"""Checks an exported directory against the live model: the same tokens must give the same logits.
 
-The live model is built as in training, filled from the checkpoint by parameter names, and attends through Ulysses over
-both documents in one row. The exported model is loaded by `from_pretrained`, with Transformers' own attention, one
-document at a time. Both compute in fp32 on the host from the published (rounded) weights, so that only the order of
-additions differs, and the fp32 bound applies to any type of weights. Only one of the models is in memory at a time.
+The live model is built as in training and filled from the checkpoint by parameter name. It processes both documents in
+one row with Ulysses attention. The exported model is loaded with `from_pretrained` and processes one document at a time
+with Transformers' own attention. Both compute in fp32 on the CPU from the published (rounded) weights. They differ only
+in the order of additions, so the fp32 bound applies to any weight type. Only one model is in memory at a time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ray_ulysses.config import Config
 
 BOUND = 1e-5
-"""Largest difference of a logit, as a share of the largest logit: law 1's bound for fp32."""
+"""Maximum logit difference, relative to the largest logit: law 1's bound for fp32."""
 
 _MEMORY_FILE = Path("/proc/meminfo")
 _NUM_DOCUMENTS = 2
@@ -49,15 +49,15 @@ _MOST_ROWS = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """The beginnings of two documents."""
+    """Token prefixes of two documents."""
 
     documents: tuple[tuple[int, ...], ...]
     origin: str
-    """Their source, in words."""
+    """Description of where the documents come from."""
 
 
 def take_sample(run_dir: Place, vocab_size: int, max_positions: int | None, *, trust_run: bool = False) -> Sample:
-    """Return two documents of the run's first training rows, or seeded tokens if they can't be read."""
+    """Return two documents from the run's first training rows, or seeded random tokens if they can't be read."""
     most = min(_MOST_TOKENS, max_positions or _MOST_TOKENS)
     try:
         documents = _first_documents(run_dir, most, trust_run)
@@ -69,7 +69,7 @@ def take_sample(run_dir: Place, vocab_size: int, max_positions: int | None, *, t
 
 
 def _first_documents(run_dir: Place, most: int, trust_run: bool) -> tuple[tuple[int, ...], ...]:
-    """Return the beginnings of the first documents that are long enough; raise `UserError` if there are too few."""
+    """Return the prefixes of the first documents that are long enough. Raise `UserError` if there are too few."""
     few = "the run has no data plan, or too few documents"
     data = planned_data(run_dir, trust_run=trust_run)
     if data is None:
@@ -93,7 +93,7 @@ def _first_documents(run_dir: Place, most: int, trust_run: bool) -> tuple[tuple[
 
 
 def refuse_small_memory(num_parameters: int) -> None:
-    """Refuse the check if the model does not fit into memory in fp32; do nothing if the free memory is unknown.
+    """Refuse the check if the model does not fit into the free memory in fp32. If free memory is unknown, do nothing.
 
     Raises:
         RunError: The model does not fit.
@@ -106,8 +106,8 @@ def refuse_small_memory(num_parameters: int) -> None:
     needed = 4 * num_parameters
     if needed > free:
         raise RunError(
-            f"the check loads the model in fp32, which takes {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB of "
-            "memory are free; export on a larger machine, or without the check: --no-check"
+            f"the check loads the model in fp32, which takes {needed / 2**30:.1f} GiB, but only "
+            f"{free / 2**30:.1f} GiB of memory are free; export on a larger machine, or skip the check with --no-check"
         )
 
 
@@ -121,21 +121,22 @@ def check_export(
     *,
     merged_dtype: torch.dtype | None = None,
 ) -> CheckResult:
-    """Compare the logits of an exported directory with those of the live model.
+    """Compare an exported directory's logits with the live model's logits.
 
-    ``merged_dtype`` is the type that the weights were rounded to after adapters were merged; None without a merge.
+    ``merged_dtype`` is the dtype that the weights were rounded to after adapters were merged; None without a merge.
 
     Raises:
-        RunError: The directory can't be loaded completely, or the live model has diverged.
+        RunError: The directory can't be loaded completely, or the live model's logits are not finite.
     """
     live = _live_logits(config, model_config, stored, weights, sample, merged_dtype)
-    # Hooks and modules form reference cycles, which would keep the live model in memory.
+    # Hooks and modules form reference cycles that would keep the live model in memory.
     gc.collect()
     is_adapter = config.model.adapter is not None and merged_dtype is None
     exported = _logits(_with_adapter(folder, config) if is_adapter else _exported(folder, config.model.part), sample)
     if live.shape != exported.shape:
         raise RunError(
-            f"the export failed its check: logits of shape {list(exported.shape)}, the live model's {list(live.shape)}"
+            f"the export failed its check: its logits have the shape {list(exported.shape)}, but the live model's have "
+            f"{list(live.shape)}"
         )
     return CheckResult(
         tokens=live.shape[0],
@@ -156,7 +157,7 @@ def _live_logits(
     sample: Sample,
     merged_dtype: torch.dtype | None,
 ) -> torch.Tensor:
-    """Return the logits of all documents, concatenated, of shape ``[T, V]``."""
+    """Return the concatenated logits ``[T, V]`` of all documents."""
     model, not_finite = live_model(config, model_config, stored, weights)
     if merged_dtype is not None:
         model = model.merge_and_unload()
@@ -169,10 +170,10 @@ def _live_logits(
     batch = shard_batch(tokens, tokens, lengths, mesh)
     logits: torch.Tensor = unshard(model(**batch.model_inputs()).logits, batch)[0]
     if not bool(logits.isfinite().all()):
-        where = f"nor {len(not_finite)} of its weights ({not_finite[0]})" if not_finite else "though its weights are"
+        where = f"nor are {len(not_finite)} of its weights ({not_finite[0]})" if not_finite else "but its weights are"
         raise RunError(
             f"the export failed its check: the live model's logits are not finite, {where}: the run had diverged by "
-            "that step. Nothing was published; export an earlier step with --step, or this one with --no-check"
+            "that step. Nothing was published; export an earlier step with --step, or skip the check with --no-check"
         )
     return logits
 
@@ -188,12 +189,12 @@ def _exported(folder: Path, part: Part) -> Any:
     model, info = loaded
     problems = [f"{kind.replace('_', ' ')} {sorted(map(str, names))[:3]}" for kind, names in info.items() if names]
     if problems:
-        raise RunError(f"the export failed its check: from_pretrained finds {', '.join(problems)}")
+        raise RunError(f"the export failed its check: from_pretrained reports {', '.join(problems)}")
     return model
 
 
 def _with_adapter(folder: Path, config: Config) -> Any:
-    """Return the base model, in the precision of the training, with the exported adapter."""
+    """Load the base model in the training precision, with the exported adapter."""
     from peft import PeftModel
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -206,7 +207,7 @@ def _with_adapter(folder: Path, config: Config) -> Any:
             base: Any = AutoModelForCausalLM.from_pretrained(
                 path, config=hf_config, dtype=torch.float32, local_files_only=is_cached
             )
-            # Rounds its weights as in training, but not buffers or the adapters.
+            # Round the base weights as in training, but neither buffers nor adapter weights.
             for parameter in base.parameters():
                 parameter.data = parameter.data.to(torch_dtype(config.model.dtype)).float()
             return PeftModel.from_pretrained(base, folder)
@@ -220,7 +221,6 @@ def _not_loaded(loader: str, error: Exception) -> RunError:
 
 @torch.no_grad()
 def _logits(model: Any, sample: Sample) -> torch.Tensor:
-    """Return the logits of all documents, concatenated, of shape ``[T, V]``."""
     model.eval()
     return torch.cat(
         [model(input_ids=torch.tensor([document]), use_cache=False).logits[0] for document in sample.documents]

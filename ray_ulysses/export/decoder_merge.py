@@ -1,4 +1,4 @@
-"""Merges a trained text decoder into a copy of its multimodal checkpoint; only the decoder's bytes change."""
+"""Merges a trained text decoder into a copy of its multimodal checkpoint. Only the decoder's bytes change."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ if TYPE_CHECKING:
     from ray_ulysses.config import Config
 
 _TYPES: Mapping[str, WeightType] = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
-# Weights in formats that Transformers does not read would still hold the untrained decoder.
+# Weights in formats that Transformers does not read would still contain the untrained decoder.
 _OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json")
 _MOST_NAMED = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DecoderMerge:
-    """The plan for merging a decoder into a multimodal checkpoint."""
+    """Plan for merging a decoder into a multimodal checkpoint."""
 
     directory: Path
     model: Any
     """The decoder on the meta device."""
     stored: dict[str, Stored]
-    """The place of each of its tensors in the run's checkpoint, by its name in the model."""
+    """Location of each decoder tensor in the run's checkpoint, by model tensor name."""
     files: tuple[CopiedFile, ...]
     left_out: tuple[str, ...]
-    """Names that are not copied: folders, and weights that Transformers does not read."""
+    """Names of the files and folders that are not copied: folders, and weights that Transformers does not read."""
     num_elements: int
-    """Elements of all tensors of the multimodal checkpoint."""
+    """Number of elements in all tensors of the multimodal checkpoint."""
     has_tokenizer: bool
 
 
@@ -49,24 +49,24 @@ def refuse_options(request: ExportRequest) -> None:
     """Refuse options that would change more than the decoder.
 
     Raises:
-        UserError: Names the option.
+        UserError: Such an option is set.
     """
     usual = ExportRequest(run_dir=request.run_dir)
     options = {"--dtype": "weights", "--max-shard-size": "max_shard_bytes", "--tokenizer": "tokenizer"}
     given = [option for option, name in options.items() if getattr(request, name) != getattr(usual, name)]
     if given:
         raise UserError(
-            f"{', '.join(given)}: the run trained the text decoder of a multimodal checkpoint (model.part=text), which "
-            "is merged into a copy of that checkpoint; its files, types and tokenizer are unchanged. Omit the option"
+            f"{', '.join(given)}: the run trained the text decoder of a multimodal checkpoint (model.part=text). The "
+            "export copies that checkpoint and replaces only the decoder's weights; remove the option"
         )
 
 
 def plan_merge(config: Config, state: StateDescription) -> DecoderMerge:
-    """Find the place of every tensor of a decoder in the checkpoint at ``model.path``; writes nothing.
+    """Locate every decoder tensor in the checkpoint at ``model.path``, without writing anything.
 
     Raises:
         UserError: The multimodal checkpoint can't be read.
-        RunError: It does not fit the decoder's tensors.
+        RunError: The multimodal checkpoint does not match the decoder's tensors.
     """
     directory = Path(str(config.model.path)).expanduser()
     try:
@@ -74,11 +74,11 @@ def plan_merge(config: Config, state: StateDescription) -> DecoderMerge:
         model = model_without_data(described_config(config), config.model.part, tensors)
     except (*UNREADABLE, RuntimeError) as error:
         raise UserError(
-            f"model.path={str(directory)!r}: the multimodal checkpoint of the decoder can't be read ({error}); "
-            "restore it at the path that the run was started with"
+            f"model.path={str(directory)!r}: the decoder's multimodal checkpoint can't be read ({error}); restore the "
+            "checkpoint from which the run was started"
         ) from error
     keep_text_part(model)
-    # Transformers 5.23 ties no two tensors without data that are both stored.
+    # Transformers 5.23 does not tie two data-less tensors that are both stored.
     model.tie_weights()
     stored, placed = _placed(model, state, config.model.dtype, tensors, directory)
     used = {tensor.file for tensor in tensors.values()}
@@ -112,7 +112,7 @@ def plan_merge(config: Config, state: StateDescription) -> DecoderMerge:
 def _placed(
     model: Any, state: StateDescription, dtype: str, tensors: Mapping[str, FileTensor], directory: Path
 ) -> tuple[dict[str, Stored], list[PublishedTensor]]:
-    """Return the decoder's tensors in the types of the files, by the model's names and by those of the files."""
+    """Return the decoder's tensors with the dtypes of the files: by model tensor name, and as published tensors."""
     stored = stored_tensors(model, state, "model", dtype)
     own_name = {place.key: name for name, place in stored.items()}
     published = [*published_tensors(model, stored), *_tied(model, stored, tensors)]
@@ -120,16 +120,16 @@ def _placed(
     for one in published:
         there = tensors.get(one.name)
         if there is None:
-            problems.append(f"{one.name} is not there")
+            problems.append(f"{one.name} is missing")
         elif there.shape != one.shape:
-            problems.append(f"{one.name} is {list(there.shape)} there and {list(one.shape)} in the run")
+            problems.append(f"{one.name} is {list(there.shape)} in the files and {list(one.shape)} in the run")
         elif there.dtype not in _TYPES:
-            problems.append(f"{one.name} is {there.dtype} there, and only F32, BF16 and F16 are written")
+            problems.append(f"{one.name} is {there.dtype}, but only F32, BF16 and F16 are supported")
     if problems:
         more = f", and {len(problems) - _MOST_NAMED} more" if len(problems) > _MOST_NAMED else ""
         raise RunError(
-            f"model.path={str(directory)!r}: the decoder can't be put into this checkpoint: "
-            f"{'; '.join(problems[:_MOST_NAMED])}{more}; restore the checkpoint that the run was started with"
+            f"model.path={str(directory)!r}: the decoder does not fit into this checkpoint: "
+            f"{'; '.join(problems[:_MOST_NAMED])}{more}; restore the checkpoint from which the run was started"
         )
     types = {own_name[one.stored.key]: _TYPES[tensors[one.name].dtype] for one in published}
     in_type = {kind: stored_tensors(model, state, kind, dtype) for kind in sorted(set(types.values()))}
@@ -141,7 +141,7 @@ def _placed(
 
 
 def _tied(model: Any, stored: Mapping[str, Stored], tensors: Mapping[str, FileTensor]) -> list[PublishedTensor]:
-    """Return the tied tensors that the files hold under a second name, which receive the same elements."""
+    # The files also store these tied tensors under a second name, with the same elements.
     first = {id(parameter): name for name, parameter in model.state_dict(keep_vars=True).items() if name in stored}
     found = []
     for name, parameter in model.state_dict(keep_vars=True).items():

@@ -1,7 +1,8 @@
 """Publishes an exported directory atomically, on a file system or in an object store.
 
-On a file system, it is written next to its final path and renamed at the end. In an object store, its files are written
-one by one, and its record, which commits the export, last. A repeated export recognizes the directory by its record.
+On a file system, the export is written next to its final path and then renamed. In an object store, its files are
+uploaded one by one, and the record, which commits the export, last. A later export recognizes the directory by its
+record.
 """
 
 from __future__ import annotations
@@ -32,36 +33,36 @@ from ray_ulysses.validation import KNOWN_FIELDS_ONLY
 RECORD_FILE = "ray_ulysses_export.json"
 _LOCK_FILE = ".exporting"
 _MOST_NAMED = 3
-# Covers the model card, the record, and the overhead of the file system.
+# Reserve for the model card, the record and file system overhead.
 _LEAST_SPARE_BYTES = 2**20
 _SPARE_SHARE = 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Identity:
-    """The identity of an export."""
+    """Properties that distinguish two exports."""
 
-    # A field that this version does not know may also distinguish two exports.
+    # Refuse records with unknown fields, which may distinguish exports in a newer version.
     __pydantic_config__ = KNOWN_FIELDS_ONLY
 
     manifest: str
-    """Hash of the checkpoint's manifest."""
+    """Hash of the checkpoint manifest."""
     weights: str
     max_shard_bytes: int
-    """Maximum bytes of tensors in a file."""
+    """Maximum tensor bytes per file."""
     tokenizer: str
-    """Hash of the tokenizer's files."""
+    """Hash of the tokenizer files."""
     checked: bool
-    """Whether it was compared with the live model."""
+    """Whether the export was compared with the live model."""
     merged: bool = False
 
     def differences(self, other: Identity) -> list[str]:
-        """Describe how an existing export differs from this one."""
-        found = ["it is of another checkpoint"] if self.manifest != other.manifest else []
+        """Describe how an existing export ``other`` differs from this one."""
+        found = ["its checkpoint is different"] if self.manifest != other.manifest else []
         if self.weights != other.weights:
-            found.append(f"its weights are --dtype {other.weights}")
+            found.append(f"its weights have --dtype {other.weights}")
         if self.max_shard_bytes != other.max_shard_bytes:
-            found.append(f"its files hold up to {decimal_size(other.max_shard_bytes)}")
+            found.append(f"its --max-shard-size is {decimal_size(other.max_shard_bytes)}")
         if self.tokenizer != other.tokenizer:
             found.append("its tokenizer is different")
         if self.merged != other.merged:
@@ -73,21 +74,21 @@ class Identity:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
-    """The file ``ray_ulysses_export.json``."""
+    """Content of the record file ``ray_ulysses_export.json``."""
 
     identity: Identity
     report: ExportReport
 
     def to_bytes(self) -> bytes:
-        """Return the file."""
+        """Serialize the record."""
         return json.dumps(asdict(self), indent=2, sort_keys=True).encode() + b"\n"
 
 
 def read_record(place: Place) -> Record | None:
-    """Return the record of the export in a directory; None if it has none that is valid.
+    """Read the record of a directory's export, or return None if there is no valid record.
 
     Raises:
-        OSError: The record exists, but can't be read.
+        OSError: The record exists but can't be read.
     """
     try:
         return TypeAdapter(Record).validate_json(open_store(place).read_whole(RECORD_FILE), strict=True)
@@ -96,10 +97,10 @@ def read_record(place: Place) -> Record | None:
 
 
 def refuse_place(out: Path, own: Sequence[Path], exports: Path) -> None:
-    """Refuse to publish among a run's own files, some of which the run deletes; below ``exports`` it is allowed.
+    """Refuse to publish among a run's own files, which the run may delete. Paths below ``exports`` are allowed.
 
     Raises:
-        UserError: ``out`` is in one of the run's directories, or reached from it through a symbolic link.
+        UserError: ``out`` is in one of the run's directories, or a symbolic link leads there.
     """
     refuse_links(out.absolute(), exports.parent.absolute())
     place = _real(out)
@@ -108,20 +109,20 @@ def refuse_place(out: Path, own: Sequence[Path], exports: Path) -> None:
     for directory in own:
         if _real(directory) in (place, *place.parents):
             raise UserError(
-                f"--out={str(out)!r}: is in {directory}, where the run keeps and deletes its own files; give a "
-                f"directory below {exports}, or elsewhere"
+                f"--out={str(out)!r}: is in {directory}, where the run stores and deletes its own files; give a "
+                f"directory below {exports} or outside the run's directories"
             )
 
 
 def already_exported(place: Place, identity: Identity, *, overwrite: bool) -> Record | None:
-    """Return the record of an identical export in a directory, or in a folder of an object store.
+    """Return the record of an identical export in a directory or object store folder.
 
     Returns:
-        None if ``place`` is free or may be replaced; in an object store, files without a record are the remains of a
-        killed export.
+        The record, or None if ``place`` is free or may be replaced. In an object store, files without a record were
+        left by an export that was killed.
 
     Raises:
-        UserError: ``place`` holds something else.
+        UserError: ``place`` contains other files or a different export.
         RunError: ``place`` can't be read.
     """
     name = f"--out={str(place)!r}"
@@ -132,25 +133,25 @@ def already_exported(place: Place, identity: Identity, *, overwrite: bool) -> Re
         raise RunError(f"{name}: can't be read ({error.strerror or error}); give another directory") from error
     if isinstance(place, Path) and sizes and there is None:
         raise UserError(
-            f"{name}: holds something that is not an export of ray-ulysses, which is never overwritten; give another "
+            f"{name}: contains files that are not an export of ray-ulysses, which are never overwritten; give another "
             "directory, or empty it"
         )
     if there is None or overwrite:
         if there is not None and isinstance(place, Path) and (others := _not_exported(sizes, there)):
-            raise UserError(f"{name}: {others}; move that elsewhere, or give another directory")
+            raise UserError(f"{name}: {others}; move these files, or give another directory")
         return None
-    lost = [f"{file} is not what was exported" for file, size in there.report.files.items() if sizes.get(file) != size]
+    lost = [f"{file} has changed or is missing" for file, size in there.report.files.items() if sizes.get(file) != size]
     differences = identity.differences(there.identity) or lost
     if not differences:
         return there
     raise UserError(
-        f"{name}: holds another export of ray-ulysses ({'; '.join(differences)}); add --overwrite to replace it, or "
+        f"{name}: contains another export of ray-ulysses ({'; '.join(differences)}); add --overwrite to replace it, or "
         "give another directory"
     )
 
 
 def _sizes_of(place: Place) -> dict[str, int | None]:
-    """Return the size of each file in a directory by its name; empty if there is none."""
+    """Return the size of each file in a directory by name, or an empty dict if the directory does not exist."""
     if isinstance(place, Path):
         if not place.exists() and not place.is_symlink():
             return {}
@@ -162,27 +163,32 @@ def _sizes_of(place: Place) -> dict[str, int | None]:
 
 
 def _not_exported(names: Iterable[str], there: Record) -> str:
-    """Describe the files of an exported directory that were not exported; empty if all were."""
+    """Describe the files in a directory that the export did not write, or return an empty string if there are none."""
     others = sorted({*names} - {*there.report.files, RECORD_FILE, _LOCK_FILE})
     if not others:
         return ""
     more = f" and {len(others) - _MOST_NAMED} more" if len(others) > _MOST_NAMED else ""
-    return f"holds files that were not exported ({', '.join(others[:_MOST_NAMED])}{more}), which are never overwritten"
+    return f"contains other files ({', '.join(others[:_MOST_NAMED])}{more}), which are never overwritten"
 
 
 @contextlib.contextmanager
 def unpublished(out: Path, num_bytes: int) -> Iterator[Path]:
     """Yield a temporary directory, which becomes ``out`` if the block succeeds and is deleted otherwise.
 
-    Leftovers of killed exports are deleted first; a running export is not disturbed. ``out`` is empty, absent, an
-    export to replace, or a link to such a directory. ``num_bytes`` will be written.
+    Directories left by killed exports are deleted first. A running export is not disturbed.
+
+    Args:
+        out: A path that does not exist, an empty directory, an export to replace, or a symbolic link to one of
+            these.
+        num_bytes: Number of bytes that the block will write.
 
     Raises:
-        RunError: The disk is too small or can't be written, another process exports to ``out``, or ``out`` now holds
-            other files.
+        RunError: The disk has too little space or can't be written, another process exports to ``out``, or other
+            files
+            appeared in ``out``.
     """
     if out.is_symlink():
-        # Keeps the link, and replaces only the directory that it points to.
+        # Keep the link, and replace only the directory that the link points to.
         out = _real(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -191,8 +197,8 @@ def unpublished(out: Path, num_bytes: int) -> Iterator[Path]:
         spare = max(_LEAST_SPARE_BYTES, num_bytes // _SPARE_SHARE)
         if free < num_bytes + spare:
             raise RunError(
-                f"--out={str(out)!r}: the export takes {decimal_size(num_bytes)} and a reserve of "
-                f"{decimal_size(spare)}, but only {decimal_size(free)} are free; make room or give another directory"
+                f"--out={str(out)!r}: the export needs {decimal_size(num_bytes)} and a reserve of "
+                f"{decimal_size(spare)}, but only {decimal_size(free)} are free; free up space or set another --out"
             )
         folder = out.parent / f"{_prefix(out)}{uuid.uuid4().hex[:8]}"
         folder.mkdir()
@@ -206,8 +212,8 @@ def unpublished(out: Path, num_bytes: int) -> Iterator[Path]:
         _publish(folder, out)
     except OSError as error:
         raise RunError(
-            f"--out={str(out)!r}: could not be written ({error.strerror or error}); nothing was published. Make room, "
-            "or give another directory"
+            f"--out={str(out)!r}: could not be written ({error.strerror or error}); nothing was published. Free up "
+            "space, or give another directory"
         ) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -215,7 +221,7 @@ def unpublished(out: Path, num_bytes: int) -> Iterator[Path]:
 
 
 def _real(path: Path) -> Path:
-    # Not `Path.resolve`, which raises for circular links.
+    # `Path.resolve` raises for circular links.
     return Path(os.path.realpath(path))
 
 
@@ -224,7 +230,6 @@ def _prefix(out: Path) -> str:
 
 
 def _sweep(out: Path) -> None:
-    """Delete the leftovers of dead exports to the same directory."""
     for leftover in out.parent.glob(f"{glob.escape(_prefix(out))}*"):
         try:
             descriptor = lock_file(leftover / _LOCK_FILE, out.parent)
@@ -237,7 +242,6 @@ def _sweep(out: Path) -> None:
 
 
 def _publish(folder: Path, out: Path) -> None:
-    """Rename a finished directory to its final path, replacing an existing export."""
     for path in folder.iterdir():
         sync(path)
     sync(folder)
@@ -245,11 +249,11 @@ def _publish(folder: Path, out: Path) -> None:
     names = [path.name for path in out.iterdir()] if out.is_dir() else []
     if names:
         there = read_record(out)
-        # Other files may have appeared there during the export.
-        others = "now holds something that is not an export" if there is None else _not_exported(names, there)
+        # Other files may have appeared during the export.
+        others = "now contains files that are not an export" if there is None else _not_exported(names, there)
         if others:
             raise RunError(f"--out={str(out)!r}: {others}; nothing was published. Give another directory")
-        # The next export deletes this name, in case this process dies between the two renames.
+        # If this process dies between the two renames, the next export deletes the directory with this name.
         old = out.parent / f"{_prefix(out)}{uuid.uuid4().hex[:8]}"
         out.rename(old)
     folder.rename(out)
@@ -260,7 +264,7 @@ def _publish(folder: Path, out: Path) -> None:
 
 
 def staging_folder(published: Place) -> Path:
-    """Return the directory to write an export in: the published one, or for a URI a cache folder on this node."""
+    """Return the local directory in which to write an export: the published one, or a cache folder if it is a URI."""
     if isinstance(published, Path):
         return published
     digest = hashlib.sha256(str(published).encode()).hexdigest()[:12]
@@ -268,12 +272,12 @@ def staging_folder(published: Place) -> Path:
 
 
 def upload(folder: Path, published: ObjectLocation) -> None:
-    """Upload the files of an export to a folder of an object store, the record last, and delete the local ones.
+    """Upload an export's files to an object store folder, the record last, and delete the local files.
 
-    Other files in the folder are deleted: they belong to a replaced or killed export.
+    Other files in the folder, from a replaced or killed export, are deleted.
 
     Raises:
-        RunError: The store can't be written; its files have no record, and a repeated export replaces them.
+        RunError: The store can't be written. The uploaded files have no record, and the next export replaces them.
     """
     names = sorted(path.name for path in folder.iterdir() if path.name != RECORD_FILE)
     store = open_store(published)
@@ -286,7 +290,7 @@ def upload(folder: Path, published: ObjectLocation) -> None:
         store.replace(RECORD_FILE, [(folder / RECORD_FILE).read_bytes()])
     except OSError as error:
         raise RunError(
-            f"{published}: can't be written ({error.strerror or error}); nothing was published. Make it reachable, or "
-            "give a local directory with --out"
+            f"{published}: can't be written ({error.strerror or error}); nothing was published. Make the store "
+            "reachable, or give a local directory with --out"
         ) from error
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Runs an export, from the choice of the checkpoint to the published directory."""
+"""Runs an export, from choosing the checkpoint to publishing the directory."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ if TYPE_CHECKING:
     from ray_ulysses.storage import Store
 
 CARD_FILE = "README.md"
-_UNCHANGED = "that of the multimodal checkpoint"
+_UNCHANGED = "the multimodal checkpoint's own"
 _Log = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Export:
-    """The plan of an export, complete before the first byte is written."""
+    """A complete export plan, made before the first byte is written."""
 
     request: ExportRequest
     config: Config
@@ -71,25 +71,26 @@ class _Export:
 
     @property
     def is_adapter(self) -> bool:
-        """Return whether an adapter alone is exported."""
+        """Whether the export is an adapter without its base model."""
         return self.adapter is not None and not self.request.merge
 
     @property
     def all_files(self) -> Sequence[WeightFile | CopiedFile]:
-        """Return the weight files, or all files of a multimodal checkpoint."""
+        """The weight files, or all files of the multimodal checkpoint."""
         return self.files if self.merge is None else self.merge.files
 
 
 def export_run(request: ExportRequest, log: _Log) -> ExportReport:
-    """Export a committed checkpoint of a run as a Hugging Face model directory.
+    """Export a run's committed checkpoint as a Hugging Face model directory.
 
     Returns:
-        The report on the published directory.
+        A report about the published directory.
 
     Raises:
         UserError: An option can't be satisfied.
-        RunError: The checkpoint is damaged or its storage does not answer, the disk is full, or the check fails;
-            then nothing is published.
+        RunError: The checkpoint is damaged, its storage does not respond, the disk is full, or the check fails.
+            Nothing
+            is published.
     """
     if isinstance(place := request.out or request.run_dir, Path):
         refuse_relative_in_job("--out", place)
@@ -103,7 +104,7 @@ def export_run(request: ExportRequest, log: _Log) -> ExportReport:
     place = export.published
     record = already_exported(place, export.identity, overwrite=request.overwrite)
     if record is not None:
-        # The record holds neither the directory's path nor that of the tokenizer.
+        # The record contains neither the directory's path nor the tokenizer's.
         return replace(record.report, out=str(place), tokenizer=export.tokenizer.words, was_there=True)
     if request.check:
         trained = sum(tensor.num_elements for file in export.all_files for tensor in file.tensors)
@@ -134,7 +135,6 @@ def export_run(request: ExportRequest, log: _Log) -> ExportReport:
 
 
 def _prepare(store: Store, manifest: Manifest, config: Config, request: ExportRequest) -> _Export:
-    """Plan an export, with all checks that are possible before a byte is written."""
     run_dir = request.run_dir
     published = request.out or run_dir / EXPORT_FOLDER / Path(step_folder(manifest.step)).name
     own = [*([run_dir] if isinstance(run_dir, Path) else []), *([store.root] if isinstance(store, LocalStore) else [])]
@@ -144,7 +144,7 @@ def _prepare(store: Store, manifest: Manifest, config: Config, request: ExportRe
     adapter: AdapterExport | None = None
     files: tuple[WeightFile, ...] = ()
     if request.merge and config.model.adapter is None:
-        raise UserError("--merge: the run has no adapter (model.adapter); leave --merge out")
+        raise UserError("--merge: the run has no adapter (model.adapter); remove the option")
     if config.model.part == "text":
         refuse_options(request)
         merge = plan_merge(config, manifest.state)
@@ -190,7 +190,7 @@ def _prepare(store: Store, manifest: Manifest, config: Config, request: ExportRe
 
 
 def _small_files(export: _Export) -> dict[str, bytes]:
-    """Return the files besides the weights; for a multimodal checkpoint they are copied instead."""
+    """Return the files other than weights. For a multimodal checkpoint there are none, because all files are copied."""
     if export.merge is not None:
         return {}
     own = export.adapter.small if export.adapter and export.is_adapter else export.architecture.files()
@@ -201,15 +201,10 @@ def _small_files(export: _Export) -> dict[str, bytes]:
 
 
 def _check(export: _Export, folder: Path, weights: WeightReader, log: _Log) -> CheckResult:
-    """Compare the written directory with the live model.
-
-    Raises:
-        RunError: The logits differ by more than the bound.
-    """
     architecture = export.architecture
     sizes = architecture.vocab_size, architecture.max_positions
     sample = take_sample(export.request.run_dir, *sizes, trust_run=export.request.trust_run)
-    log(f"checking: {sum(map(len, sample.documents))} tokens through the live model and the exported one")
+    log(f"checking: running {sum(map(len, sample.documents))} tokens through the live model and the exported model")
     model_config: dict[str, Any] = architecture.model.config.to_dict()
     stored = export.stored if export.adapter is None else export.adapter.live
     merged = DTYPES[_precision(export)] if export.request.merge else None
@@ -217,7 +212,7 @@ def _check(export: _Export, folder: Path, weights: WeightReader, log: _Log) -> C
     if not result.holds:
         raise RunError(
             f"the export failed its check: {result.words}; nothing was published. Please report the architecture "
-            f"({architecture.class_name}); --no-check publishes without the check"
+            f"({architecture.class_name}), or publish without the check (--no-check)"
         )
     return result
 
@@ -261,7 +256,7 @@ def _weights_words(export: _Export) -> str:
     name, adapter = _precision(export), export.config.model.adapter
     if export.is_adapter:
         assert adapter is not None
-        return f"{name}, an adapter of rank {adapter.rank} and modules trained in full, without the base model"
+        return f"{name}, an adapter of rank {adapter.rank} with its fully trained modules, without the base model"
     if adapter is not None:
         return f"{name}, with the adapter of rank {adapter.rank} merged in fp32"
     if name == export.config.model.dtype:

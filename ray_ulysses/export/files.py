@@ -1,6 +1,6 @@
-"""Lays out tensors in safetensors files, and writes them.
+"""Lays out tensors in safetensors files and writes the files.
 
-Format: https://huggingface.co/docs/safetensors (8 bytes header length, JSON header, data without gaps).
+Format: https://huggingface.co/docs/safetensors (8-byte header length, JSON header, data without gaps).
 """
 
 from __future__ import annotations
@@ -28,52 +28,52 @@ _COPIED_BYTES = 2**24
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightFile:
-    """One weight file."""
+    """A safetensors file to write."""
 
     name: str
     tensors: tuple[PublishedTensor, ...]
-    """Its tensors, in the order of the file."""
+    """The file's tensors in storage order."""
 
     @property
     def header(self) -> bytes:
-        """Return the header, with its length."""
+        """The safetensors header, including its length prefix."""
         tensors = ((one.name, one.dtype, one.shape, one.num_bytes) for one in self.tensors)
         return safetensors_header(tensors, {"format": "pt"})
 
     @property
     def num_bytes(self) -> int:
-        """Return its size."""
+        """File size in bytes."""
         return len(self.header) + sum(tensor.num_bytes for tensor in self.tensors)
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Return the first byte of each tensor."""
+        """Byte offset of each tensor in the file."""
         sizes = (tensor.num_bytes for tensor in self.tensors[:-1])
         return tuple(itertools.accumulate(sizes, initial=len(self.header)))
 
     def begin(self, path: Path) -> None:
-        """Write everything but the tensors."""
+        """Create the file and write its header."""
         with path.open("xb") as stream:
             stream.write(self.header)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CopiedFile:
-    """A copied file of the multimodal checkpoint."""
+    """A file to copy from the multimodal checkpoint, with the decoder's tensors to replace."""
 
     name: str
     source: Path
     num_bytes: int
     tensors: tuple[PublishedTensor, ...] = ()
-    """The decoder's tensors in it."""
+    """The decoder's tensors in the file."""
     offsets: tuple[int, ...] = ()
-    """The first byte of each tensor."""
+    """Byte offset of each of these tensors."""
 
     def begin(self, path: Path) -> None:
         """Copy the file.
 
         Raises:
-            RunError: It can't be read.
+            RunError: The source file can't be read.
         """
         try:
             stream = open_regular(self.source)
@@ -87,7 +87,7 @@ class CopiedFile:
 
 
 def lay_out(tensors: Sequence[PublishedTensor], max_bytes: int) -> tuple[WeightFile, ...]:
-    """Return the files of a model, each with at most ``max_bytes`` of tensors unless a single tensor is larger."""
+    """Distribute tensors over files of at most ``max_bytes`` tensor bytes. A larger tensor gets a file of its own."""
     groups: list[list[PublishedTensor]] = []
     room = 0
     for tensor in tensors:
@@ -103,7 +103,7 @@ def lay_out(tensors: Sequence[PublishedTensor], max_bytes: int) -> tuple[WeightF
 
 
 def index_json(files: Sequence[WeightFile]) -> bytes:
-    """Return the index of a model in several files."""
+    """Return the index file of a model that is split into several files."""
     tensors = [tensor for file in files for tensor in file.tensors]
     metadata = {
         "total_parameters": sum(tensor.num_elements for tensor in tensors),
@@ -114,7 +114,7 @@ def index_json(files: Sequence[WeightFile]) -> bytes:
 
 
 def aligned(tensors: Sequence[PublishedTensor]) -> tuple[PublishedTensor, ...]:
-    """Sort the widest types first, so that every tensor begins at a multiple of its element size."""
+    """Sort wider dtypes first, so that every tensor begins at a multiple of its element size."""
     return tuple(sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize))
 
 
@@ -124,10 +124,10 @@ def write_files(
     weights: WeightReader,
     progress: Callable[[WeightFile | CopiedFile], None],
 ) -> None:
-    """Write the files of a model durably and sequentially.
+    """Write a model's files one after another, and flush each to disk.
 
     Raises:
-        RunError: The run's checkpoint, or a file that is copied, can't be read.
+        RunError: The run's checkpoint, or a file to copy, can't be read.
         OSError: A file can't be written.
     """
     for file in files:

@@ -1,4 +1,4 @@
-"""The options of an export, the report on it, and the model card that is rendered from the report."""
+"""Options of an export, its report, and the model card rendered from the report."""
 
 from __future__ import annotations
 
@@ -17,144 +17,145 @@ _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 WeightType = Literal["model", "fp32", "bf16", "fp16"]
-"""Precision of the exported weights; ``model`` means the precision of the training."""
+"""Precision of the exported weights; ``model`` is the training precision."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportRequest:
-    """The options of an export."""
+    """Options of an export."""
 
     run_dir: Place
     step: Which = "latest"
     out: Path | None = None
-    """Directory to publish; None for ``export/step-XXXXXXXX`` in the run's directory."""
+    """Directory to publish; None for ``export/step-XXXXXXXX`` in the run directory."""
     weights: WeightType = "model"
     max_shard_bytes: int = 5 * 10**9
-    """Maximum bytes of tensors in one file; a larger tensor gets a file to itself."""
+    """Maximum tensor bytes per file. A larger tensor gets a file of its own."""
     tokenizer: Path | None = None
-    """Directory whose tokenizer is added; None for the one that prepared the run's corpus."""
+    """Directory of the tokenizer to include; None for the tokenizer that prepared the run's corpus."""
     check: bool = True
-    """Whether to load the directory and compare it with the live model before it is published."""
+    """Whether to load the directory and compare it with the live model before publishing."""
     overwrite: bool = False
-    """Whether another export at ``out`` is replaced."""
+    """Whether to replace another export at ``out``."""
     merge: bool = False
     trust_run: bool = False
-    """Whether to use the secrets file and the servers that only the run names."""
+    """Whether to trust the secrets file and the servers that are specified only in the run's stored configuration."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckResult:
-    """The comparison of an exported directory with the live model."""
+    """Result of comparing an exported directory with the live model."""
 
     tokens: int
-    """Tokens whose logits were compared."""
+    """Number of tokens whose logits were compared."""
     documents: int
     origin: str
-    """Their source, in words."""
+    """Description of where the documents come from."""
     difference: float
+    """Largest absolute difference between two logits."""
     scale: float
-    """Largest logit of the live model."""
+    """Largest absolute logit of the live model."""
     bound: float
-    """Largest allowed ``difference / scale``."""
+    """Largest allowed ratio ``difference / scale``."""
 
     @property
     def relative(self) -> float:
-        """Return the largest difference as a share of the largest logit."""
+        """The largest logit difference, relative to the largest logit."""
         return self.difference / self.scale if self.scale else self.difference
 
     @property
     def words(self) -> str:
-        """Return the outcome in words."""
+        """Description of the result."""
         where = f"over {self.tokens} tokens of {self.documents} documents ({self.origin})"
         if self.difference == 0:
-            return f"its logits {where} are bitwise those of the live model"
+            return f"its logits {where} equal the live model's bit for bit"
         return (
-            f"its logits {where} differ from the live model's by {self.relative:.1e} of the largest; "
-            f"{self.bound:.0e} is allowed"
+            f"its logits {where} differ from the live model's by {self.relative:.1e} relative to the largest logit; "
+            f"the bound is {self.bound:.0e}"
         )
 
     @property
     def holds(self) -> bool:
-        """Return whether the two are the same model; NaN is not."""
+        """Whether the difference is within the bound; False for NaN."""
         return self.relative <= self.bound
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterFacts:
-    """Facts about an adapter that other tools need."""
+    """Properties of an adapter that PEFT and vLLM need."""
 
     base: str
-    """Name or directory of the base model."""
+    """Hub id or directory of the base model."""
     rank: int
     has_modules: bool
-    """Whether modules such as embeddings and norms were trained in full and are saved with it."""
+    """Whether fully trained modules, such as embeddings and norms, are saved with the adapter."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportReport:
-    """One export."""
+    """Report about one export."""
 
     run: str
     step: int
     attempt: int
     """Attempt that committed the checkpoint."""
     trained_tokens: int
-    """Supervised tokens trained on up to the step."""
+    """Number of supervised tokens in training up to the step."""
     data_digest: str
-    """Sum of the digests of all data up to the step, 16 hexadecimal digits."""
+    """Sum of the digests of all training data up to the step, as 16 hexadecimal digits."""
     out: str
     architecture: str
     parameters: int
     weights: str
-    """Precision of the files, in words."""
+    """Description of the weights' precision."""
     files: dict[str, int]
-    """Their sizes in bytes, by name."""
+    """Size in bytes of each file, by file name."""
     context_tokens: int
-    """Longest row of the training."""
+    """Length of the longest training row, in tokens."""
     max_positions: int | None
-    """``max_position_embeddings``, unchanged; None where the model has none."""
+    """The model's ``max_position_embeddings``, as in training; None if the model has none."""
     rope: str
-    """Description of its rotary embedding; empty if it has none."""
+    """Description of the rotary embedding, or an empty string if there is none."""
     tokenizer: str
-    """Source of the tokenizer, in words."""
+    """Description of where the tokenizer comes from."""
     published_tokenizer: str
-    """The same for recipients of the directory, without paths of the machine that exported it."""
+    """The same description without local paths, for recipients of the directory."""
     has_tokenizer: bool
     versions: dict[str, str]
     """Versions of the libraries that wrote the checkpoint."""
     check: CheckResult | None
-    """The result of the check; None if it was skipped."""
+    """Result of the check; None if the check was skipped."""
     seconds: float
     was_there: bool
-    """Whether the same export existed already, so that nothing was written."""
+    """Whether an identical export already existed, so nothing was written."""
     loaded_with: str = "AutoModelForCausalLM"
-    """The class of Transformers or PEFT that loads the directory."""
+    """Transformers or PEFT class that loads the directory."""
     adapter: AdapterFacts | None = None
-    """The adapter that the directory holds; None for a whole model."""
+    """The exported adapter; None for a complete model."""
 
     def published(self) -> ExportReport:
-        """Return the report for the directory, without paths of the machine that exported it."""
+        """Return the report to store in the directory, without local paths."""
         check = self.check and replace(self.check, origin=self.check.origin.partition(", since ")[0])
         return replace(self, out="", tokenizer=self.published_tokenizer, check=check)
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of all files."""
+        """Size of all files in bytes."""
         return sum(self.files.values())
 
     @property
     def weight_files(self) -> int:
-        """Return the number of weight files."""
+        """Number of weight files."""
         return sum(name.endswith(".safetensors") for name in self.files)
 
     @property
     def serving_tokens(self) -> int:
-        """Return the longest context that both the training and the configuration cover."""
+        """Longest context that both training and the model configuration support, in tokens."""
         return min(self.context_tokens, self.max_positions or self.context_tokens)
 
 
 def decimal_size(num_bytes: int) -> str:
-    """Return a size in decimal units, as ``--max-shard-size`` counts: ``16.1 GB``, ``740 MB``."""
+    """Format a size in the decimal units of ``--max-shard-size``, such as ``16.1 GB`` or ``740 MB``."""
     for unit, name in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
         if num_bytes >= unit:
             return f"{num_bytes / unit:.3g} {name}"
@@ -169,7 +170,7 @@ def model_card(report: ExportReport) -> bytes:
     rows = [
         ("run", f"`{report.run}`, attempt {report.attempt}"),
         ("step", f"{report.step:,}"),
-        ("trained tokens", f"{report.trained_tokens:,} with a label"),
+        ("trained tokens", f"{report.trained_tokens:,} supervised"),
         ("data digest", f"`{report.data_digest}`"),
         ("context", context_words(report)),
         ("weights", f"{report.architecture}, {report.parameters:,} parameters, {report.weights}"),
@@ -204,7 +205,7 @@ def model_card(report: ExportReport) -> bytes:
 
 
 def context_words(report: ExportReport) -> str:
-    """Describe the context of the training and of the configuration."""
+    """Describe the context length of the training and the model configuration."""
     words = f"rows of up to {report.context_tokens:,} tokens"
     if report.max_positions is not None:
         words += f"; max_position_embeddings {report.max_positions:,}"
@@ -214,7 +215,7 @@ def context_words(report: ExportReport) -> str:
 
 
 def python_lines(report: ExportReport, path: str) -> list[str]:
-    """Return the Python lines that load a directory."""
+    """Return the Python lines that load an exported directory."""
     quoted = json.dumps(path, ensure_ascii=False)
     classes, imports, lines = [report.loaded_with], [], []
     if report.adapter is None:
@@ -223,7 +224,7 @@ def python_lines(report: ExportReport, path: str) -> list[str]:
         classes, imports = [], [f"from peft import {report.loaded_with}"]
         lines.append(f'model = {report.loaded_with}.from_pretrained({quoted}, dtype="auto")')
     else:
-        # The base model with the positions of the training.
+        # Load the base model with the training's rotary positions.
         classes, imports = ["AutoConfig", "AutoModelForCausalLM"], ["from peft import PeftConfig, PeftModel"]
         lines += [
             f"base = PeftConfig.from_pretrained({quoted}).base_model_name_or_path",
@@ -232,7 +233,7 @@ def python_lines(report: ExportReport, path: str) -> list[str]:
             f"model = PeftModel.from_pretrained(base, {quoted})",
         ]
     if report.adapter is not None and "generation_config.json" in report.files:
-        # PEFT would use the base model's, which may have other end tokens.
+        # By default PEFT uses the base model's generation settings, which may have other end tokens.
         classes.append("GenerationConfig")
         lines.append(f"model.generation_config = GenerationConfig.from_pretrained({quoted})")
     if report.has_tokenizer:
@@ -242,15 +243,15 @@ def python_lines(report: ExportReport, path: str) -> list[str]:
 
 
 def serve_line(report: ExportReport, path: str) -> str:
-    """Return the command that serves a directory with vLLM, or a comment with the reason why vLLM can't."""
+    """Return the command that serves the directory with vLLM, or a comment that explains why vLLM can't."""
     folder, adapter = shlex.quote(path), report.adapter
     length = f"--max-model-len {report.serving_tokens}"
     if adapter is None:
         return f"vllm serve {folder} {length}"
     rank = min((rank for rank in _VLLM_RANKS if rank >= adapter.rank), default=None)
     if adapter.has_modules or rank is None:
-        why = f"a rank above {_VLLM_RANKS[-1]}" if rank is None else "trained embeddings, norms or other whole modules"
-        return f"# vLLM does not load adapters with {why}: serve the whole model, from `ray-ulysses export --merge`"
+        why = f"a rank above {_VLLM_RANKS[-1]}" if rank is None else "fully trained modules such as embeddings or norms"
+        return f"# vLLM does not load adapters with {why}: serve a complete model from `ray-ulysses export --merge`"
     options = ["--enable-lora", f"--max-lora-rank {rank}", f"--lora-modules adapter={folder}", length]
     if "config.json" in report.files:
         options.append(f"--hf-config-path {folder}")

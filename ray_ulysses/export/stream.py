@@ -1,4 +1,4 @@
-"""Streams weights from a checkpoint in bounded memory, regardless of the size of a tensor, to files or into a model."""
+"""Streams weights from a checkpoint to files or into a model, in bounded memory for tensors of any size."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ray_ulysses.config import Config
 
 PART_BYTES = 8 * 2**20
-"""Maximum bytes of a tensor, as stored, that are read at a time."""
+"""Maximum stored bytes of a tensor to read at once."""
 
 BATCH_BYTES = 24 * 2**20
 """Size of each of two buffers: one is filled while the other is written."""
@@ -40,23 +40,23 @@ class ElementRange:
     stored: Stored
     start: int
     stop: int
-    """One past the last element."""
+    """Index after the last element."""
 
     @property
     def stored_bytes(self) -> int:
-        """Return its size in the checkpoint."""
+        """Size of the range in the checkpoint, in bytes."""
         return (self.stop - self.start) * self.stored.dtype.itemsize
 
 
 def divide(wanted: ElementRange, borders: Sequence[int], max_bytes: int) -> Iterator[ElementRange]:
-    """Divide a range into parts that each lie in one stored interval and begin at a block of it.
+    """Divide a range into parts that each lie within one stored interval and begin at a checkpoint block.
 
-    Such a part is read directly to its target, without copying the blocks around it.
+    Such a part is read directly into its target, without copying the surrounding blocks.
 
     Args:
         wanted: The range.
-        borders: First elements of the tensor's stored intervals, ascending; the first is 0.
-        max_bytes: Maximum size of a part, as stored; a multiple of the checkpoint's block.
+        borders: First elements of the tensor's stored intervals, ascending from 0.
+        max_bytes: Maximum stored size of a part; a multiple of the checkpoint's block size.
     """
     most = max_bytes // wanted.stored.dtype.itemsize
     start = wanted.start
@@ -70,7 +70,7 @@ def divide(wanted: ElementRange, borders: Sequence[int], max_bytes: int) -> Iter
 
 
 def batches(parts: Iterable[ElementRange], max_bytes: int) -> Iterator[list[ElementRange]]:
-    """Yield parts in order, in batches of at most ``max_bytes`` as stored."""
+    """Group parts, in order, into batches of at most ``max_bytes`` stored bytes."""
     batch: list[ElementRange] = []
     num_bytes = 0
     for part in parts:
@@ -84,7 +84,7 @@ def batches(parts: Iterable[ElementRange], max_bytes: int) -> Iterator[list[Elem
 
 
 class WeightReader:
-    """Reads ranges of the tensors of one checkpoint, and verifies them while reading."""
+    """Reads and verifies element ranges of one checkpoint's tensors."""
 
     def __init__(self, store: Store, manifest: Manifest) -> None:
         self._store, self._manifest = store, manifest
@@ -99,12 +99,14 @@ class WeightReader:
             borders.sort()
 
     def read_ahead(self, ranges: Sequence[ElementRange]) -> Iterator[tuple[ElementRange, torch.Tensor]]:
-        """Yield the ranges in order, divided as needed, with their elements, while the next batch is read.
+        """Read the ranges in order, split as needed, and read the next batch in the background.
 
-        Elements are 1-D, in the published type, and valid until the next iteration: only two buffers are allocated.
+        Yields each part with its elements as a 1-D tensor of the published dtype. A tensor is valid only until
+        the next
+        iteration, because two buffers are reused.
 
         Raises:
-            RunError: A file is missing or damaged, or a value does not fit the type.
+            RunError: A file is missing or damaged, or a value exceeds the range of fp16.
         """
         parts = (
             part for wanted in ranges for part in divide(wanted, self._borders.get(wanted.stored.key, [0]), PART_BYTES)
@@ -123,7 +125,7 @@ class WeightReader:
     def _converted(
         self, ranges: Sequence[ElementRange], parts: Sequence[TensorPart]
     ) -> Iterator[tuple[ElementRange, torch.Tensor]]:
-        """Yield the elements in the published type, a bounded number at a time."""
+        """Yield the elements in the published dtype, a bounded number at a time."""
         for wanted, part in zip(ranges, parts, strict=True):
             for first in range(0, part.tensor.numel(), _CONVERTED_ELEMENTS):
                 read = part.tensor[first : first + _CONVERTED_ELEMENTS]
@@ -136,7 +138,7 @@ class WeightReader:
                 yield ElementRange(stored=wanted.stored, start=start, stop=start + values.numel()), values
 
     def _added(self, stored: Stored) -> torch.Tensor:
-        """Return the adapter's addition to a weight, 1-D in fp32, computed as PEFT does in a merge."""
+        """Return the adapter's update of a weight, 1-D in fp32, computed as in a PEFT merge."""
         if self._product is None or self._product[0] != stored.key:
             assert stored.low_rank is not None
             a, b = (self._whole(one) for one in (stored.low_rank.a, stored.low_rank.b))
@@ -150,7 +152,6 @@ class WeightReader:
         return part.tensor.float().view(stored.shape)
 
     def _read(self, batch: Sequence[ElementRange], buffer: torch.Tensor) -> list[TensorPart]:
-        """Fill views of a buffer with the elements of each range, as stored."""
         parts, offset = [], 0
         for part in batch:
             view = buffer[offset : offset + part.stored_bytes].view(part.stored.dtype)
@@ -169,38 +170,37 @@ class WeightReader:
                 is_gone = manifest_key(step) not in self._store.list(step_folder(step))
             except OSError as silence:
                 return RunError(
-                    f"the checkpoint of step {step} can't be read: {error}; its storage does not answer "
+                    f"the checkpoint of step {step} can't be read: {error}; its storage does not respond "
                     f"({silence.strerror or silence})"
                 )
             if is_gone:
                 return RunError(
-                    f"the checkpoint of step {step} was deleted while it was read: the run has continued and keeps "
-                    "only its newest; try again, or raise checkpoint.keep_last"
+                    f"the checkpoint of step {step} was deleted during the export, because the run continued and "
+                    "retains only recent checkpoints; try again, or increase checkpoint.keep_last"
                 )
             return RunError(
-                f"the checkpoint of step {step} is damaged: {error}; give another step with --step, or restore the file"
+                f"the checkpoint of step {step} is damaged: {error}; select another step with --step, or restore the "
+                "file"
             )
         return RunError(str(error))
 
 
 def element_range(tensor: PublishedTensor) -> ElementRange:
-    """Return the elements of a published tensor."""
+    """Return a published tensor's range of stored elements."""
     return ElementRange(stored=tensor.stored, start=tensor.start, stop=tensor.start + tensor.num_elements)
 
 
 def _padded(num_bytes: int) -> int:
-    """Return a size rounded up to the alignment of a buffer."""
     return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 def _refuse_overflow(key: str, read: torch.Tensor) -> None:
-    """Refuse finite values that exceed the range of fp16."""
     finite = read[read.isfinite()].abs()
     largest = float(finite.max()) if finite.numel() else 0.0
     if largest > torch.finfo(torch.float16).max:
         raise RunError(
-            f"--dtype=fp16: {key.split('/', 1)[1]} has the value {largest:.4g}, above fp16's maximum of 65504; use "
-            "bf16 or fp32"
+            f"--dtype=fp16: {key.split('/', 1)[1]} has the value {largest:.4g}, which exceeds fp16's maximum of 65504; "
+            "use bf16 or fp32"
         )
 
 
@@ -212,17 +212,17 @@ def live_model(
     weights: WeightReader,
     dtype: str = "fp32",
 ) -> tuple[Any, list[str]]:
-    """Return the model as built in training, on the host, with a checkpoint's weights.
+    """Build a model as in training, on the CPU, and load a checkpoint's weights.
 
     Returns:
-        The model, and the names of its weights that are not finite.
+        The model, and the names of weights that are not finite.
     """
     from transformers.initialization import no_init_weights
 
     with no_init_weights():
-        # Every weight is filled from the checkpoint: nothing is initialized, and the base model is not read.
+        # Skip initialization and the base weights, because the checkpoint overwrites every weight.
         model: Any = build_model(_filled_config(config, model_config, dtype))
-    # Transformers 5.23 ties weights in the function that initializes them.
+    # Transformers 5.23 ties weights during initialization, which is skipped here.
     model.tie_weights()
     return model, _fill(model, stored, weights)
 
@@ -234,11 +234,7 @@ def _filled_config(config: Config, model_config: Mapping[str, Any], dtype: str) 
 
 
 def _fill(model: Any, stored: Mapping[str, Stored], weights: WeightReader) -> list[str]:
-    """Fill a model's tensors; tied tensors are stored once.
-
-    Returns:
-        The names of the weights that are not finite.
-    """
+    """Load a model's tensors, and return the names of weights that are not finite."""
     targets: dict[str, torch.Tensor] = model.state_dict()
     by_key = {place.key: targets[name] for name, place in stored.items()}
     not_finite: dict[str, None] = {}
@@ -247,7 +243,7 @@ def _fill(model: Any, stored: Mapping[str, Stored], weights: WeightReader) -> li
         target = by_key[part.stored.key]
         assert target.is_contiguous(), f"{part.stored.key} is not contiguous in the model"
         target.view(-1)[part.start : part.stop].copy_(values)
-        # A buffer may hold infinities, as a mask does.
+        # Buffers such as attention masks may contain infinities.
         kind, name = part.stored.key.split("/", 1)
         if kind != "buffer" and not bool(values.isfinite().all()):
             not_finite[name] = None

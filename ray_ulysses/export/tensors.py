@@ -1,10 +1,11 @@
-"""Finds the name and shape of every published tensor, and its elements in the checkpoint.
+"""Determines the name, shape and checkpoint elements of every published tensor.
 
-A model's tensors in memory differ from those of its published files: Transformers 5 holds the experts of a layer in one
-tensor and publishes each separately, under the names that other tools expect. `revert_weight_conversion`, which
-``save_pretrained`` calls, converts between the two. Here it runs on the meta device, where nothing is computed, and
-each result is a view that reveals its source tensor. For nearly all architectures its elements are consecutive, so that
-a published tensor is an interval of a stored one and can be streamed; the others are refused.
+A model's tensors in memory differ from the tensors in its published files: Transformers 5 stores a layer's experts in
+one tensor but publishes each expert separately, under names that other tools expect. ``save_pretrained`` converts
+between the two with `revert_weight_conversion`. Here that function runs on the meta device, where nothing is computed,
+and each result is a view that reveals its source tensor. For nearly all architectures the view's elements are
+consecutive, so a published tensor is an interval of a stored tensor and can be streamed. Other architectures are
+refused.
 """
 
 from __future__ import annotations
@@ -27,56 +28,56 @@ _MOST_NAMED = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LowRank:
-    """The product of an adapter's matrices, which is added to a weight."""
+    """The product of an adapter's matrices, to add to a weight."""
 
     a: Stored
-    """The matrix ``[rank, in]``."""
+    """Matrix A, ``[rank, in]``."""
     b: Stored
-    """The matrix ``[out, rank]``."""
+    """Matrix B, ``[out, rank]``."""
     scale: float
     is_transposed: bool
-    """Whether the weight is ``[in, out]``."""
+    """Whether the weight has the shape ``[in, out]``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stored:
-    """The place of a tensor of the model in a checkpoint."""
+    """Checkpoint location of one model tensor, and the dtype in which it is published."""
 
     key: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     published: torch.dtype
     low_rank: LowRank | None = None
-    """Added to it in fp32 before it is published."""
+    """Adapter update to add in fp32 before publishing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishedTensor:
-    """One tensor of the exported files: consecutive elements of a stored one."""
+    """A tensor in the exported files: consecutive elements of a stored tensor."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     stored: Stored
-    """The stored tensor that holds its elements."""
+    """The stored tensor that contains the elements."""
     start: int
-    """Its first element in the flat stored tensor."""
+    """Index of the first element in the flattened stored tensor."""
 
     @property
     def num_elements(self) -> int:
-        """Return the number of its elements."""
+        """Number of elements."""
         return int(torch.Size(self.shape).numel())
 
     @property
     def num_bytes(self) -> int:
-        """Return its size in the file."""
+        """Size in the exported file, in bytes."""
         return self.num_elements * self.dtype.itemsize
 
 
 def stored_tensors(model: Any, state: StateDescription, weights: WeightType, model_dtype: str) -> dict[str, Stored]:
-    """Return the place of each tensor of a model in a checkpoint, by its name in the model; tied tensors appear once.
+    """Locate each model tensor in a checkpoint, by model tensor name. Tied tensors appear once.
 
-    ``weights`` is the precision of the published trained and frozen weights; buffers keep their own.
+    ``weights`` is the published precision of trained and frozen weights. Buffers keep their own.
 
     Raises:
         RunError: The checkpoint does not fit the model.
@@ -97,26 +98,26 @@ def stored_tensors(model: Any, state: StateDescription, weights: WeightType, mod
         else:
             found[name] = place
     known = {state.tied.get(name, name) for name in expected}
-    problems += [f"{name} is in the checkpoint only" for name in sorted(names - known)]
+    problems += [f"{name} is in the checkpoint but not in the model" for name in sorted(names - known)]
     if problems:
         more = f", and {len(problems) - _MOST_NAMED} more" if len(problems) > _MOST_NAMED else ""
         raise RunError(
             "the checkpoint does not fit the model in config.yaml: "
-            f"{'; '.join(problems[:_MOST_NAMED])}{more}; restore the model.path or model.config that the run began with"
+            f"{'; '.join(problems[:_MOST_NAMED])}{more}; restore the model.path or model.config used to start the run"
         )
     return found
 
 
 def published_tensors(model: Any, stored: Mapping[str, Stored]) -> tuple[PublishedTensor, ...]:
-    """Return the tensors of the published files, in the order of the model.
+    """Return the tensors of the published files, in model order.
 
     Raises:
-        RunError: The architecture rearranges elements and can't be streamed.
+        RunError: Exporting the architecture would rearrange elements, so it can't be streamed.
     """
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     on_meta = {name: torch.empty(place.shape, device="meta") for name, place in stored.items() if name not in ignored}
     owner = {_storage(tensor): name for name, tensor in on_meta.items()}
-    assert len(owner) == len(on_meta), "a name for each storage"
+    assert len(owner) == len(on_meta), "two tensors share a storage"
     published, rearranged = [], []
     for name, view in _revert(model, dict(on_meta)).items():
         source = owner.get(_storage(view))
@@ -141,7 +142,7 @@ def published_tensors(model: Any, stored: Mapping[str, Stored]) -> tuple[Publish
 
 
 class _Views(TorchDispatchMode):
-    """Makes each copy a view of its source, so that a result reveals the source of its elements."""
+    """Turns each copy into a view, so that a result reveals its source tensor."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.clone.default:
@@ -150,9 +151,9 @@ class _Views(TorchDispatchMode):
 
 
 def _revert(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors as ``save_pretrained`` would publish them, as views of the given ones where possible."""
-    # Transformers 5.20 to 5.23: undocumented, but called by save_pretrained itself; a test compares every architecture
-    # of the zoo with save_pretrained.
+    """Return the tensors that ``save_pretrained`` would publish, as views of the given tensors where possible."""
+    # Undocumented, but save_pretrained itself calls it in Transformers 5.20 to 5.23. A test compares every architecture
+    # of the model zoo with save_pretrained.
     from transformers.core_model_loading import revert_weight_conversion
 
     try:
@@ -164,7 +165,7 @@ def _revert(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Ten
 
 
 def reverted_name(model: Any, name: str, shape: tuple[int, ...]) -> str:
-    """Return the name in the published files of a tensor that is published unchanged.
+    """Return the published name of a tensor that is published unchanged.
 
     Raises:
         RunError: The tensor is published as several tensors.
@@ -181,13 +182,12 @@ def _storage(tensor: torch.Tensor) -> int:
 
 def _cannot_stream(model: Any, why: str) -> RunError:
     return RunError(
-        f"{type(model).__name__} can't be exported: its published tensors rearrange the trained ones, which is "
-        f"impossible in bounded memory ({why}); load the checkpoint into the model and call its save_pretrained"
+        f"{type(model).__name__} can't be exported: its published tensors rearrange the trained tensors, which can't "
+        f"be done in bounded memory ({why}); load the checkpoint into the model and call its save_pretrained"
     )
 
 
 def _check_once(model: Any, published: list[PublishedTensor], stored: list[Stored]) -> None:
-    """Check that every stored element is published exactly once."""
     sizes = {place.key: int(torch.Size(place.shape).numel()) for place in stored}
     intervals = [
         Interval(key=tensor.stored.key, start=tensor.start, stop=tensor.start + tensor.num_elements)
@@ -200,9 +200,9 @@ def _check_once(model: Any, published: list[PublishedTensor], stored: list[Store
 
 
 def find_stored(name: str, state: StateDescription, weights: WeightType, model_dtype: str) -> Stored | None:
-    """Return the place of a tensor in a checkpoint, by its name in the model; None if it is not stored.
+    """Locate a model tensor in a checkpoint by its model tensor name, or return None if it is not stored.
 
-    A tied tensor may be stored under another name. Precisions are those of `stored_tensors`.
+    A tied tensor may be stored under another name. See `stored_tensors` for the precisions.
     """
     if not any(f"{kind}/{name}" in state.tensors for kind in ("buffer", "frozen", "fp32")):
         name = state.tied.get(name, name)
@@ -216,7 +216,7 @@ def find_stored(name: str, state: StateDescription, weights: WeightType, model_d
     elif master is not None:
         own = dtype_of(model.dtype) if model is not None else DTYPES[model_dtype]
         wanted = own if weights == "model" else DTYPES[weights]
-        # The weights used in training if their type is wanted; else rounded once, from the master weights.
+        # Use the training weights if they have the wanted dtype. Otherwise round the master weights once.
         use_model = model is not None and dtype_name(wanted) == model.dtype
         spec, key = (model, f"model/{name}") if use_model else (master, f"fp32/{name}")
     if spec is None:

@@ -1,4 +1,4 @@
-"""Finds the tokenizer files of an export: those that prepared the run's corpus, or those given."""
+"""Finds an export's tokenizer files: those given by the user, or those that prepared the run's corpus."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ray_ulysses.errors import UserError
 from ray_ulysses.inspect.run_data import DATA_ERRORS, planned_data
 from ray_ulysses.storage.place import Place
 
-# Files read by Hugging Face's tokenizers; weights and the model's own files must not be copied.
+# Files that Hugging Face tokenizers read. Weights and other model files must not be copied.
 _PATTERNS = (
     "tokenizer*.json",
     "tokenizer.model*",
@@ -36,31 +36,31 @@ _PATTERNS = (
     "sentencepiece*.model",
     "tokenization_*.py",
 )
-_ADD = "; add one with --tokenizer DIR, or copy its files into the directory"
-_BYTE_WORDS = f"{BYTES}, written as a tokenizer.json that gives the same tokens for every text"
+_ADD = "; add a tokenizer with --tokenizer DIR, or copy its files into the directory"
+_BYTE_WORDS = f"{BYTES}, converted to a tokenizer.json that gives the same tokens for every text"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizerFiles:
-    """A tokenizer as files."""
+    """The tokenizer files to export, or the reason why there are none."""
 
     words: str
-    """Its description, or the reason why there is none."""
+    """Description of the tokenizer, or the reason why there is none."""
     published: str = "none"
-    """The description for the directory itself, without local paths."""
+    """The same description without local paths, for the published directory."""
     files: dict[str, bytes] = field(default_factory=dict)
-    """Its files by name; empty if there is none."""
+    """File contents by name; empty if there is no tokenizer."""
     end_tokens: tuple[int, ...] = ()
     """Tokens that end a text: those of the corpora's documents and supervised chat turns, and the tokenizer's own;
     empty if unknown."""
     vocab_size: int = 0
-    """One more than its largest token id; 0 if there is none."""
+    """Largest token id plus one; 0 if there is no tokenizer."""
 
     def refuse_unknown_tokens(self, model_size: int) -> None:
-        """Refuse a tokenizer with tokens beyond the model's vocabulary.
+        """Refuse a tokenizer whose token ids exceed the model's vocabulary.
 
         Raises:
-            UserError: The tokenizer has such tokens.
+            UserError: The tokenizer has such ids.
         """
         if self.vocab_size > model_size:
             raise UserError(
@@ -70,9 +70,7 @@ class TokenizerFiles:
 
 
 def find_tokenizer(run_dir: Place, given: Path | None, *, trust_run: bool = False) -> TokenizerFiles:
-    """Return the tokenizer to export.
-
-    It is loaded from the directory ``given``, which may be ``bytes``; without it, from the run's corpora.
+    """Find the tokenizer to export: ``given``, a directory or ``bytes``, or else the tokenizer of the run's corpora.
 
     Raises:
         UserError: ``given`` can't be read.
@@ -94,20 +92,20 @@ def find_tokenizer(run_dir: Place, given: Path | None, *, trust_run: bool = Fals
     try:
         found = load_tokenizer(info.name).info
         if found.fingerprint != info.fingerprint:
-            raise UserError(f"its files in {info.name} are not those that prepared the corpus")
+            raise UserError(f"the files in {info.name} have changed since the corpus was prepared")
         files = _copy(info.name)
         own = _template_of(info.name)
     except (UserError, OSError) as error:
         return TokenizerFiles(words=f"none: {error}{_ADD}", end_tokens=prepared.end_tokens)
     said = prepared.unsure
     if (template := prepared.template) not in (None, own):
-        # Transformers reads this file before the entry in tokenizer_config.json.
+        # Transformers prefers this file to the entry in tokenizer_config.json.
         files = {name: files[name] for name in files if not name.startswith("chat_template.")}
         files["chat_template.jinja"] = template.encode()
-        said = f", with the chat template that was trained instead of its own{said}"
+        said = f", with its chat template replaced by the one used in training{said}"
     return TokenizerFiles(
         words=f"from {info.name}{said}",
-        published=f"the one that prepared the corpus{said}",
+        published=f"the tokenizer that prepared the corpus{said}",
         files=files,
         end_tokens=prepared.end_tokens,
         vocab_size=info.vocab_size,
@@ -116,19 +114,19 @@ def find_tokenizer(run_dir: Place, given: Path | None, *, trust_run: bool = Fals
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Prepared:
-    """The tokenizer that prepared a run's corpora."""
+    """The tokenizer with which a run's corpora were prepared."""
 
     fingerprint: str | None = None
     end_tokens: tuple[int, ...] = ()
-    """The tokens that end a text in the corpora."""
+    """Tokens that end a text in the corpora."""
     info: TokenizerInfo | None = None
-    """Its description, if one of the corpora exists."""
+    """Description of the tokenizer; None if none of the corpora exists."""
     template: str | None = None
-    """The chat template of the first corpus with conversations; None if unknown, or if there is none."""
+    """Chat template of the first corpus with conversations; None if unknown, or if no corpus has conversations."""
     unsure: str = ""
-    """The reason why another template may have been trained, as a clause; empty if none was."""
-    problem: str = "the run's corpus, which names its tokenizer, is not there"
-    """The reason why nothing more is known."""
+    """A clause that explains why training may have used another template, or an empty string."""
+    problem: str = "the run's corpus, which specifies the tokenizer, does not exist"
+    """Reason why the tokenizer is unknown."""
 
 
 def _prepared_with(run_dir: Place, trust_run: bool) -> _Prepared:
@@ -144,10 +142,10 @@ def _prepared_with(run_dir: Place, trust_run: bool) -> _Prepared:
         texts = dict.fromkeys(info.encoding.chat_template for info in found if info.encoding.num_chats)
         unsure = ""
         if len(found) < len(sources):
-            unsure = "; the chat template of a corpus that is not there is unknown"
+            unsure = "; a missing corpus may have used another chat template"
         known = [text for text in texts if text is not None]
         if len(known) > 1:
-            unsure += f"; {len(known)} chat templates were trained, and the first of data.sources with chats counts"
+            unsure += f"; training used {len(known)} chat templates, of which this is the first in data.sources"
         return _Prepared(
             fingerprint=tokenizer.fingerprint,
             end_tokens=end_tokens,
@@ -160,7 +158,6 @@ def _prepared_with(run_dir: Place, trust_run: bool) -> _Prepared:
 
 
 def _corpus_info(source: PlannedSource) -> CorpusInfo | None:
-    """Return the description of a planned corpus; None if it was removed or replaced."""
     try:
         info = Corpus.open(source.path).info
     except DATA_ERRORS:
@@ -176,18 +173,18 @@ def _given(directory: Path, prepared: _Prepared) -> TokenizerFiles:
             info, files = load_tokenizer(directory).info, _copy(directory)
     except OSError as error:
         raise UserError(
-            f"--tokenizer={str(directory)!r}: can't be read ({error.strerror or error}); give a directory that can be"
+            f"--tokenizer={str(directory)!r}: can't be read ({error.strerror or error}); give a readable directory"
         ) from error
     own = None if str(directory) == BYTES else _template_of(directory)
-    same = "the one" if info.fingerprint == prepared.fingerprint else "NOT the one"
+    same = "the tokenizer" if info.fingerprint == prepared.fingerprint else "NOT the tokenizer"
     said = f", {same} that prepared the corpus" if prepared.fingerprint is not None else ""
     if prepared.template not in (None, own):
-        said += "; its chat template is NOT the one that was trained"
+        said += "; its chat template is NOT the one used in training"
     return TokenizerFiles(
         words=f"from {directory}, as requested by --tokenizer{said}",
-        published=f"given to the export{said}",
+        published=f"given by --tokenizer{said}",
         files=files,
-        # The model learned to end a text with the corpus's end tokens, regardless of this tokenizer.
+        # The model learned the corpus's end tokens, whichever tokenizer is exported.
         end_tokens=tuple(dict.fromkeys((*prepared.end_tokens, info.eos_token_id))),
         vocab_size=info.vocab_size,
     )
@@ -204,7 +201,6 @@ def _copy(tokenizer: str | Path) -> dict[str, bytes]:
 
 
 def _template_of(tokenizer: str | Path) -> str | None:
-    """Return the chat template of a tokenizer; None if it has none or it can't be read."""
     try:
         return own_template(tokenizer_folder(tokenizer))
     except UserError:
@@ -212,9 +208,9 @@ def _template_of(tokenizer: str | Path) -> str | None:
 
 
 def byte_tokenizer_files() -> dict[str, bytes]:
-    """Return the byte tokenizer as Hugging Face files, with the same tokens for every text.
+    """Return the byte tokenizer as Hugging Face files that give the same tokens for every text.
 
-    Every byte is a token and nothing is merged, so no text produces the end token, even if it spells it.
+    Every byte is a token and nothing is merged, so no text can produce the end token, even by spelling it.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -225,7 +221,7 @@ def byte_tokenizer_files() -> dict[str, bytes]:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": BYTES_END,
         "clean_up_tokenization_spaces": False,
-        # Text that spells the end token stays text, as in training.
+        # Text that spells the end token stays plain text, as in training.
         "split_special_tokens": True,
     }
     return {

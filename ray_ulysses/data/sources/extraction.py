@@ -1,4 +1,4 @@
-"""Reads the documents of one unit; what can't be a document is rejected with a reason."""
+"""Extracts documents from one unit of a source. A row that cannot become a document is rejected with a reason."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ from ray_ulysses.storage.retry import READ_ERRORS
 
 _BATCH_ROWS = 64
 _BATCH_BYTES = 4 << 20
-# Values that are stored once for many rows may expand to this size in the rows of a batch.
+# A value stored once for many rows may expand to this size when a batch is decoded.
 _MOST_BATCH_BYTES = 4 * MOST_BYTES
-# Neither text nor tokens compress better than this.
+# Text and tokens never compress by more than this factor.
 _PACKED_TIMES = 1000
 _BUFFER_BYTES = 1 << 20
 _PEEKED_LINES = 8
@@ -62,27 +62,27 @@ _BINARY_CHARACTERS = 8000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RawDocument:
-    """One document before it is tokenized, and its origin."""
+    """One document before tokenization, with its origin."""
 
     content: Content
-    """Text (not empty and valid as UTF-8), tokens, a chat, or a prompt with its completion."""
+    """Non-empty valid UTF-8 text, tokens, a chat, or a prompt with its completion."""
     source: str
-    """File or data set."""
+    """Path of the source file, or path or Hub id of the data set."""
     offset: int
-    """Line or row in it, from 1; 0 for a whole file."""
+    """Line or row number within the source, from 1; 0 if the document is an entire file."""
     id: str = ""
-    """The row's own id; empty if it has none."""
+    """The row's own id, or an empty string."""
     weight: float | NDArray[np.float32] = 1.0
-    """The loss weight of its tokens, or one weight per token."""
+    """Loss weight of all the document's tokens, or one weight per token."""
 
 
 def read_unit(unit: Unit) -> Iterator[RawDocument | Rejected | LineCounts]:
-    """Yield the unit's documents in order, a `Rejected` for each that is left out, and last the count of lines.
+    """Yield the unit's documents in order, and a `Rejected` for each row that cannot become a document.
 
-    Only JSONL has lines. They are counted, and its documents numbered, from the beginning of the unit's range.
+    A JSONL unit ends with its `LineCounts`. Line numbers start at 1 at the beginning of the unit's byte range.
 
     Raises:
-        UserError: Names a file that can't be read in its format.
+        UserError: A file can't be read in its format.
     """
     readers: dict[str, Callable[[Unit], Iterator[RawDocument | Rejected | LineCounts]]]
     readers = {
@@ -96,10 +96,10 @@ def read_unit(unit: Unit) -> Iterator[RawDocument | Rejected | LineCounts]:
 
 
 def refuse_missing_fields(units: Sequence[Unit]) -> None:
-    """Refuse JSONL and JSON files if none of their first rows has the fields, before any file is read whole.
+    """Refuse JSONL and JSON files whose first rows all lack the required fields, before reading any file completely.
 
     Raises:
-        UserError: Names the fields found, and the options that fit.
+        UserError: The first rows lack a required field. The message lists their fields and suggests options.
     """
     example: tuple[str, list[str]] | None = None
     may_be_text = False
@@ -110,7 +110,7 @@ def refuse_missing_fields(units: Sequence[Unit]) -> None:
         for file in unit.files if unit.first == 0 else ():
             records = filled_records(file.path) if unit.kind == "jsonl" else json_records(file.path)
             rows: list[list[str]] = []
-            # No more rows follow in a JSON file that can't be read.
+            # An unreadable JSON file yields no more rows.
             with suppress(UserError):
                 for _, record in itertools.islice(records, _FIRST_ROWS):
                     if isinstance(record, Rejected):
@@ -118,7 +118,7 @@ def refuse_missing_fields(units: Sequence[Unit]) -> None:
                     if record.keys() >= needed:
                         return
                     rows.append([*record])
-            # JSON that does not look like rows is a text.
+            # JSON that does not look like rows is read as text.
             if may_be_text and not (rows[1:] and fitting_options(rows[0])):
                 return
             example = example or next(((file.path, names) for names in rows), None)
@@ -155,21 +155,20 @@ def _text_document(path: str) -> RawDocument | Rejected:
         with Path(path).open("rb") as file:
             data = file.read(MOST_BYTES + 1)
     except OSError as error:
-        # Rejecting it would lose the document for good.
+        # A rejection would silently drop the document, although the error may be temporary.
         raise unreadable(path, error) from error
     if len(data) > MOST_BYTES:
         return left_out(path, TOO_LARGE)
     text = decoded_text(data.removeprefix(codecs.BOM_UTF8), path)
     if isinstance(text, Rejected):
         return text
-    # As git recognizes binary files: token ids below 128 and archives of texts are valid UTF-8.
+    # Git's rule for binary files. Token ids below 128 and archives of texts are valid UTF-8.
     if (place := text.find("\0", 0, _BINARY_CHARACTERS)) >= 0:
-        return left_out(path, f"a binary file: a NUL at character {place}")
+        return left_out(path, f"a binary file: NUL at character {place}")
     return _document({"text": text}, RowFields(), path, 0)
 
 
 def _read_json(unit: Unit) -> Iterator[RawDocument | Rejected]:
-    """Read the rows of JSON files; a file without rows is a text unless a field is named."""
     fields = unit.fields
     for file in unit.files:
         if fields.are_named or _is_list_of_rows(file.path, fields) or _has_row_per_line(file.path, fields):
@@ -179,11 +178,7 @@ def _read_json(unit: Unit) -> Iterator[RawDocument | Rejected]:
 
 
 def _is_list_of_rows(path: str, fields: RowFields) -> bool:
-    """Return whether a file is a JSON list of objects, at least one of which has the fields; reads it once.
-
-    Raises:
-        UserError: It begins as such a list and is truncated or damaged.
-    """
+    """Return whether the file is a JSON list of objects, at least one of which has the required fields."""
     needed, has_fields = _needed(fields), False
     try:
         for value in array_values(path):
@@ -193,7 +188,7 @@ def _is_list_of_rows(path: str, fields: RowFields) -> bool:
     except RecursionError:
         return False
     except RowError:
-        # The rows before it count.
+        # Decide by the rows before the oversized value.
         return has_fields
     except OSError as error:
         raise unreadable(path, error) from error
@@ -205,14 +200,14 @@ def _is_list_of_rows(path: str, fields: RowFields) -> bool:
 
 
 def _has_row_per_line(path: str, fields: RowFields) -> bool:
-    """Return whether two of the first lines are objects, one with the fields, as in JSON Lines in a ``.json`` file."""
+    """Return whether a ``.json`` file begins like JSON Lines: two objects, at least one with the required fields."""
     found = [record for _, record in itertools.islice(filled_records(path), _PEEKED_LINES)]
     objects = [record for record in found if not isinstance(record, Rejected)]
     return len(objects) > 1 and any(record.keys() >= _needed(fields) for record in objects)
 
 
 def _json_rows(path: str, fields: RowFields) -> Iterator[RawDocument | Rejected]:
-    """Yield the document of each row of a JSON file, or one `Rejected` if none of its few values has the fields."""
+    """Yield one document per row of a JSON file, or a single `Rejected` if none of its rows has the required fields."""
     held: list[RawDocument | Rejected] | None = []
     for number, record in json_records(path):
         found = _row(record, path, number, fields)
@@ -220,13 +215,13 @@ def _json_rows(path: str, fields: RowFields) -> Iterator[RawDocument | Rejected]
             yield found
             continue
         held.append(found)
-        # Bounded, since a file may have millions of lines that are not rows.
+        # Stop buffering: the file may have millions of lines that are not rows.
         if len(held) == _FIRST_ROWS or (not isinstance(record, Rejected) and record.keys() >= _needed(fields)):
             yield from held
             held = None
     if held is not None:
         first = next((one.reason for one in held if isinstance(one, Rejected)), "empty")
-        yield left_out(path, f"no row in it: {first}")
+        yield left_out(path, f"no row has the required fields: {first}")
 
 
 def _read_jsonl(unit: Unit) -> Iterator[RawDocument | Rejected | LineCounts]:
@@ -253,7 +248,7 @@ def _read_parquet(unit: Unit) -> Iterator[RawDocument | Rejected]:
     path = unit.files[0].path
     columns = list(dict.fromkeys(unit.fields.by_role.values()))
     try:
-        # Without a buffer pyarrow 25 holds whole columns of a row group; with one, only a page.
+        # Without a buffer, pyarrow 25 loads entire column chunks of a row group; with a buffer, only one page.
         with open_parquet(path, buffer_size=_BUFFER_BYTES, pre_buffer=False) as parquet:
             metadata = parquet.metadata
             row = 1 + sum(metadata.row_group(group).num_rows for group in range(unit.first))
@@ -274,12 +269,12 @@ def _read_parquet(unit: Unit) -> Iterator[RawDocument | Rejected]:
 
 
 def _batch_rows(num_rows: int, num_bytes: int) -> int:
-    """Return the number of rows to decode at once, so that long documents do not accumulate in memory."""
+    """Return the number of rows to decode at once. Long documents get smaller batches, to bound memory."""
     return max(1, min(_BATCH_ROWS, _BATCH_BYTES * num_rows // max(1, num_bytes)))
 
 
 def _unpacked_bytes(group: pq.RowGroupMetaData, columns: Sequence[str]) -> tuple[int, str | None]:
-    """Return the memory that the largest row of a row group may take, and the reason to leave all its rows out."""
+    """Return the memory the row group's largest row may need, and a reason to reject the row group, or None."""
     unpacked = 0
     for place in range(group.num_columns):
         column = group.column(place)
@@ -287,11 +282,11 @@ def _unpacked_bytes(group: pq.RowGroupMetaData, columns: Sequence[str]) -> tuple
             continue
         is_text = column.physical_type == "BYTE_ARRAY"
         size = column.total_uncompressed_size if is_text else 8 * column.num_values
-        # Masks and weights often hold one value for all tokens.
+        # Masks and weights often store one value for all tokens.
         most = MOST_BYTES if is_text else _MOST_BATCH_BYTES
         if size > max(most, _PACKED_TIMES * column.total_compressed_size):
             small = column.total_compressed_size
-            return size, f"{column.path_in_schema!r} unpacks from {small:,} bytes to {size:,}"
+            return size, f"{column.path_in_schema!r} expands from {small:,} to {size:,} bytes"
         unpacked += size
     return unpacked, None
 
@@ -331,11 +326,12 @@ def _batch_documents(
 
 
 def _value(column: pa.Array, place: int, role: FieldRole) -> object:
-    """Return a value; lists of integers as arrays, since a million Python integers take a second.
+    """Return the value at index ``place``. A list of integers stays an array: a million Python ints take a second.
 
     Raises:
-        RowError: Python has no such value: text that is not UTF-8, a time before the year 1, a list of too many levels;
-            or the value takes too much memory.
+        RowError: The value is too large, or has no Python equivalent: text that is not UTF-8, a time before the
+            year 1,
+            a list nested too deeply.
     """
     if column.nbytes > MOST_BYTES and column.slice(place, 1).nbytes > MOST_BYTES:
         raise RowError(f"the {role} is {TOO_LARGE}")
@@ -345,7 +341,7 @@ def _value(column: pa.Array, place: int, role: FieldRole) -> object:
         return values.to_numpy(zero_copy_only=False)
     try:
         found = scalar.as_py()
-        # Weights per token may be a million numbers, and hold no objects.
+        # Weights per token may be a million numbers; a list of numbers contains no objects to clean.
         return found if values is not None and pa.types.is_primitive(values.type) else _without_nulls(found)
     except UnicodeDecodeError as error:
         raise RowError(not_utf8(error)) from error
@@ -354,7 +350,7 @@ def _value(column: pa.Array, place: int, role: FieldRole) -> object:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return an Arrow value without null fields: in Arrow, every object has the fields of all."""
+    """Remove null fields. In Arrow every object of a column has the same fields, with null for the absent ones."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -1,6 +1,6 @@
-"""Lists the files of the sources, each once regardless of links to it, in an order given by their names alone.
+"""Lists the files of the sources in an order that depends only on their names, and each file once despite links.
 
-Files in formats of other tools are recognized and left out; they would otherwise be read as texts.
+Files in other tools' formats are detected and rejected. They would otherwise be read as text.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _HEAD_BYTES = 1 << 16
 _MEGATRON_MARK = b"MMIDIDX\x00\x00"
 _IN_HUB_CACHE = re.compile(r"/(?:datasets|models|spaces)--[^/]+/(?:blobs|refs)/")
 _DOCUMENTATION = ("readme", "license", "licence")
-# The front matter of a README that the hub reads as the card of a data set.
+# The front matter that makes a README a data set card on the Hugging Face Hub.
 _CARD = re.compile(
     rb"\A---\s*\n(?:(?!---).*\n)*?"
     rb"(?:annotations_creators|configs|dataset_info|license|pretty_name|size_categories|task_categories):"
@@ -39,51 +39,51 @@ _CARD = re.compile(
 
 
 class _ForeignFormat(NamedTuple):
-    """A format of another tool, and how its data can be prepared."""
+    """Another tool's data format, and how to convert its data."""
 
     name: str
     way_out: str
 
 
 _MDS = _ForeignFormat(
-    "an MDS data set of MosaicML Streaming",
-    "write the samples of streaming.StreamingDataset as JSON Lines or Parquet",
+    "an MDS data set from MosaicML Streaming",
+    "export the samples of streaming.StreamingDataset as JSON Lines or Parquet",
 )
 _LITDATA = _ForeignFormat(
-    "a data set of LitData", "write the samples of litdata.StreamingDataset as JSON Lines or Parquet"
+    "a LitData data set", "export the samples of litdata.StreamingDataset as JSON Lines or Parquet"
 )
 _MEGATRON = _ForeignFormat(
-    "a tokenized data set of Megatron-LM",
-    "give the JSON Lines that it was made from, or write the documents of megatron.core's IndexedDataset as a Parquet "
+    "a tokenized Megatron-LM data set",
+    "give the JSON Lines it was built from, or export the documents of megatron.core's IndexedDataset as a Parquet "
     "column of token ids (--tokens-field)",
 )
-_HUB_CACHE = _ForeignFormat("a folder of the hub's cache", "name a folder in its snapshots/, or give the data set's id")
+_HUB_CACHE = _ForeignFormat("an internal Hub cache folder", "give a folder in snapshots/, or the data set's Hub id")
 _BY_SUFFIX = {
     (".mds", ".mds.zstd"): _MDS,
     (".ds", ".ds.index", ".ds.loss", ".ds.metadata"): _ForeignFormat(
-        "a tokenized data set of datatrove",
-        "give the documents that it was made from, as datatrove's JsonlWriter or ParquetWriter stores them",
+        "a tokenized datatrove data set",
+        "give the documents it was built from, as written by datatrove's JsonlWriter or ParquetWriter",
     ),
     (".npy", ".npz"): _ForeignFormat(
-        "a NumPy array", "write its documents as a Parquet column of token ids (--tokens-field)"
+        "a NumPy array", "export its documents as a Parquet column of token ids (--tokens-field)"
     ),
     (".tar", ".tar.gz", ".tgz", ".tar.zst"): _ForeignFormat(
-        "a tar archive, as WebDataset has them",
-        "unpack it, or write it as Parquet: datasets.load_dataset('webdataset', data_files=...)['train']"
+        "a tar archive, such as a WebDataset shard",
+        "unpack it, or convert it to Parquet: datasets.load_dataset('webdataset', data_files=...)['train']"
         ".to_parquet(...)",
     ),
     (".tar.bz2", ".tar.xz", ".zip", ".7z"): _ForeignFormat("an archive", "unpack it"),
     (".arrow",): _ForeignFormat(
         "an Arrow file",
-        "name its directory of save_to_disk, or write it as Parquet: datasets.Dataset.from_file(...).to_parquet(...)",
+        "give the save_to_disk directory, or convert it to Parquet: datasets.Dataset.from_file(...).to_parquet(...)",
     ),
-    (".tfrecord", ".tfrecords"): _ForeignFormat("a TFRecord file", "write its examples as JSON Lines or Parquet"),
+    (".tfrecord", ".tfrecords"): _ForeignFormat("a TFRecord file", "export its examples as JSON Lines or Parquet"),
 }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileStamp:
-    """A file as it was when the sources were listed."""
+    """A file's size and modification time when the sources were listed."""
 
     path: str
     num_bytes: int
@@ -92,28 +92,28 @@ class FileStamp:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Folder:
-    """A folder to list."""
+    """A folder waiting to be listed."""
 
     path: str
-    """Through the links that lead to it."""
+    """Path through the symbolic links that lead to the folder."""
     below: str
-    """The same, relative to the source."""
+    """The same path, relative to the source directory."""
     real: str
-    """Without links."""
+    """Path with all symbolic links resolved."""
     entered: frozenset[str]
-    """The real paths of all its parents and its own."""
+    """Resolved paths of the folder and all its parents."""
 
 
 class FileListing:
-    """Lists one source after another, and each file only once.
+    """Lists the files of one source after another, and each file only once.
 
-    Links are followed, except those to a parent of the link. Errors of the storage are raised, so that the listing can
-    be repeated and no file is left out.
+    Symbolic links are followed unless they lead to one of their own parent folders. Storage errors are raised, so a
+    listing is either complete or retried.
 
     Args:
-        pattern: Only files of a folder whose path below it matches; ``*`` also crosses ``/``.
-        exclude: Patterns of files and folders to leave out.
-        out: A folder to leave out wherever it is; None for none.
+        pattern: Select only files whose path below their source directory matches; ``*`` also matches ``/``.
+        exclude: Patterns of files and folders to skip.
+        out: A folder to skip wherever it appears, or None.
     """
 
     def __init__(self, pattern: str, exclude: Sequence[str], out: Path | None = None) -> None:
@@ -122,12 +122,12 @@ class FileListing:
         self._listed: dict[str, str] = {}
 
     def files(self, source: Path) -> Iterator[FileStamp | Rejected]:
-        """Yield the files of a source, those of a folder before those of its subfolders, sorted by name.
+        """Yield a source's files sorted by name, a folder's own files before its subfolders' files.
 
-        A `Rejected` stands for each file that is left out.
+        Each file that is skipped is represented by a `Rejected`.
 
         Raises:
-            UserError: The source is missing, or a file or folder of it can't be read.
+            UserError: The source does not exist, or one of its files or folders can't be read.
         """
         path = str(source)
         try:
@@ -151,7 +151,7 @@ class FileListing:
             folders.extend(reversed(inner))
 
     def _is_excluded(self, below: str) -> bool:
-        """Return whether a file or folder is excluded; a pattern without ``/`` also matches its last name."""
+        """Return whether a file or folder is excluded. A pattern without ``/`` also matches the base name."""
         name = below.rpartition("/")[2]
         return any(
             _matches(below, pattern) or ("/" not in pattern and fnmatch.fnmatchcase(name, pattern))
@@ -159,7 +159,7 @@ class FileListing:
         )
 
     def _entry(self, entry: os.DirEntry[str], below: str, folder: _Folder) -> _Folder | FileStamp | Rejected | None:
-        """Return the file or folder of a directory entry; None for a file that does not match."""
+        """Return the entry as a folder, a file or a rejection, or None if it does not match the pattern."""
         try:
             is_folder, is_link = entry.is_dir(), entry.is_symlink()
             if not is_folder and not _matches(below, self._pattern):
@@ -175,7 +175,7 @@ class FileListing:
         if real == self._out:
             return None
         if real in folder.entered:
-            return left_out(entry.path, "a link to one of its own parent folders")
+            return left_out(entry.path, "a symbolic link to one of its own parent folders")
         return _Folder(path=entry.path, below=below, real=real, entered=folder.entered | {real})
 
     def _file(self, path: str, real: str, status: os.stat_result) -> FileStamp | Rejected:
@@ -196,7 +196,6 @@ def _entries(folder: str) -> list[os.DirEntry[str]]:
 
 
 def _matches(below: str, pattern: str) -> bool:
-    """Return whether the path of a file, relative to its source, matches a pattern."""
     return fnmatch.fnmatchcase(below, pattern) or (
         pattern.startswith("**/") and fnmatch.fnmatchcase(below, pattern[3:])
     )
@@ -204,12 +203,12 @@ def _matches(below: str, pattern: str) -> bool:
 
 @contextmanager
 def open_parquet(path: str, **options: Any) -> Iterator[pq.ParquetFile]:
-    """Open a Parquet file of any name, whose pages are compared with their checksums if they have any.
+    """Open a Parquet file of any name, and verify its page checksums if it has any.
 
-    pyarrow accepts a name that is not UTF-8 only as bytes.
+    The path is passed as bytes because pyarrow rejects a str path that is not valid UTF-8.
 
     Raises:
-        OSError: It can't be read, like the other ``READ_ERRORS``.
+        OSError: The file can't be read. Any other error in ``READ_ERRORS`` may be raised too.
     """
     with (
         pa.OSFile(os.fsencode(path)) as file,
@@ -220,22 +219,22 @@ def open_parquet(path: str, **options: Any) -> Iterator[pq.ParquetFile]:
 
 @functools.lru_cache(maxsize=64)
 def path_text(path: str | Path) -> str:
-    r"""Return a path as it can be written anywhere: bytes of a name that are not UTF-8 are shown as ``\xff``."""
+    r"""Return a printable path: bytes that are not valid UTF-8 are shown as ``\xff``."""
     return str(path).encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 def left_out(path: str, reason: str, offset: int = 0) -> Rejected:
-    """Return the `Rejected` for a file, or for the line or row ``offset`` of it."""
+    """Return a `Rejected` for the file, or for its line or row number ``offset``."""
     return Rejected(source=path_text(path), offset=offset, reason=reason)
 
 
 def unreadable(path: str, error: Exception, what: str = "") -> Exception:
-    """Return the error for a source that can't be read; a transient error is returned itself, to be retried.
+    """Return the exception to raise for an unreadable source: a transient error unchanged, else a UserError.
 
     Args:
         path: The file or folder.
-        error: The error of reading it.
-        what: The expected format; empty if the format is not the problem.
+        error: The exception raised by the read.
+        what: The expected format, or an empty string if the format is not the problem.
     """
     if is_transient(error):
         return error
@@ -257,10 +256,10 @@ def changed(path: str) -> UserError:
 
 
 def without_foreign(source: Path, files: Sequence[FileStamp]) -> tuple[list[FileStamp], list[Rejected]]:
-    """Leave out the files of other tools from a source; return the rest, and a `Rejected` for each.
+    """Separate a source's files from files in other tools' formats, and return both; the latter as `Rejected`.
 
     Raises:
-        UserError: Most bytes of the source belong to a format of another tool.
+        UserError: Most of the source's bytes are in another tool's format.
     """
     formats = _foreign_formats([file.path for file in files])
     sizes: Counter[_ForeignFormat] = Counter()
@@ -271,15 +270,15 @@ def without_foreign(source: Path, files: Sequence[FileStamp]) -> tuple[list[File
         found = sizes.most_common(1)[0][0]
         example = max((file for file in files if formats.get(file.path) == found), key=lambda file: file.num_bytes).path
         raise UserError(
-            f"source={path_text(source)}: holds {found.name} ({path_text(example)}), which can't be read; "
-            f"{found.way_out}. To prepare the other files alone, leave these out with --exclude"
+            f"source={path_text(source)}: is mostly {found.name} ({path_text(example)}), which can't be read; "
+            f"{found.way_out}. To prepare only the other files, exclude these (--exclude)"
         )
     rejected = [left_out(path, f"{one.name}: {one.way_out}") for path, one in formats.items()]
     return [file for file in files if file.path not in formats], rejected
 
 
 def _foreign_formats(paths: Sequence[str]) -> dict[str, _ForeignFormat]:
-    """Return the format of each file of another tool, by path."""
+    """Map the path of each file in another tool's format to that format."""
     known, found = set(paths), {}
     for path in paths:
         name = _name(path)
@@ -296,7 +295,7 @@ def _foreign_formats(paths: Sequence[str]) -> dict[str, _ForeignFormat]:
 
 
 def _indexed(path: str) -> dict[str, _ForeignFormat]:
-    """Return the format of an index and of the files that it names, by their paths; empty for any other file."""
+    """Map a data set index and the files it lists to their format; return an empty dict if the file is not an index."""
     try:
         index = parse_json(Path(path).read_bytes())
     except OSError as error:
@@ -313,11 +312,11 @@ def _indexed(path: str) -> dict[str, _ForeignFormat]:
 
 
 def files_of_hub_data_sets(files: Sequence[FileStamp], is_text: Callable[[str], bool]) -> set[str]:
-    """Return the paths of all files in copies of Hub data sets: folders of rows with a README as their card.
+    """Return the paths of all files in local copies of Hub data sets: folders of rows whose README is a data set card.
 
     Args:
         files: All files of a source.
-        is_text: Whether the file of a path is read as a text.
+        is_text: Returns whether the file at a path is read as text.
     """
     cards = {os.path.dirname(one.path): one.path for one in files if _name(one.path) == "readme.md"}
     below: dict[str, list[FileStamp]] = defaultdict(list)
@@ -339,9 +338,9 @@ def _is_hub_data_set(card: str, files: Sequence[FileStamp], is_text: Callable[[s
             kind = "text" if is_text(one.path) else "json" if _name(one.path).endswith(".json") else "rows"
             sizes[kind] += one.num_bytes
     if _CARD.match(_head(card)):
-        # A .json file may be a configuration.
+        # A .json file may be a configuration file.
         return sizes["rows"] > 0 or 2 * sizes["json"] > sizes.total()
-    # The README of a project has other texts beside it.
+    # A project's README usually accompanies other text files, such as source code.
     texts = [one.path for one in files if is_text(one.path)]
     return 2 * sizes["rows"] > sizes.total() and all(_name(path).startswith(_DOCUMENTATION) for path in texts)
 

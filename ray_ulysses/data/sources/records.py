@@ -1,8 +1,8 @@
-"""Reads the JSON values of files: lines, a list one value at a time, or the object that fills a file.
+"""Reads JSON objects from files: one per line, one per element of a JSON list, or one that fills the file.
 
-A file of lines may be read in byte ranges that split no line. A line belongs to the range that it begins in, and is
-read to its end even beyond the range. Within a range lines are counted from 1; only the merge knows the number of lines
-before it.
+A file of lines may be read in byte ranges. A line belongs to the range that contains its first byte, and is read to its
+end even if that lies beyond the range. Line numbers start at 1 in each range, because only the final merge knows how
+many lines come before it.
 """
 
 from __future__ import annotations
@@ -30,39 +30,39 @@ from ray_ulysses.data.sources.rows import MOST_BYTES, Rejected, RowError, json_p
 from ray_ulysses.errors import UserError
 
 PACKED_SUFFIXES = (".gz", ".zst")
-ONLY_JSONL = "only .jsonl.gz and .jsonl.zst are read compressed; decompress it, or store its documents as JSON Lines"
-"""The reason to leave out any other compressed file."""
+ONLY_JSONL = "only .jsonl.gz and .jsonl.zst are read compressed; decompress it, or convert it to JSON Lines"
+"""Reason to reject any other compressed file."""
 _PACKING_MARKS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
 _SKIP_BYTES = 1 << 20
 _READ_BYTES = 1 << 20
 _FIRST_LINE_BYTES = 1 << 16
 _ZSTD_BUFFER_BYTES = 1 << 18
-# Errors of `from_json` for text that `json` accepts.
+# Errors that `from_json` raises for text that `json` accepts.
 _IS_JSON = re.compile("hex escape|recursion")
 _SPACE = re.compile(r"[ \t\n\r]*")
 _AFTER_VALUE = frozenset(" \t\n\r,]")
 
 Record = Mapping[str, Any] | Rejected
-"""A JSON object, or the reason to leave out what stands in its place."""
+"""A JSON object, or a `Rejected` for a value that is not one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LineCounts:
-    """The lines of one file, or of one range of it."""
+    """Line counts of one file, or of one byte range of a file."""
 
     source: str
     num_lines: int
-    """Lines that begin there, including blank ones."""
+    """Number of lines that begin in the range, including blank lines."""
     num_filled: int
-    """Lines that are not blank."""
+    """Number of lines that are not blank."""
     num_broken: int
-    """Filled lines that are not a JSON object."""
+    """Number of non-blank lines that are not JSON objects."""
     num_before: int = 0
-    """Lines of the file before the range; 0 until set by ``number_lines``."""
+    """Number of the file's lines before the range; 0 until ``number_lines`` sets it."""
 
 
 def number_lines(counts: Sequence[LineCounts | None]) -> tuple[LineCounts | None, ...]:
-    """Return the counts of all units, in their order, with ``num_before`` set."""
+    """Set ``num_before`` in the counts of all units, which are given in unit order."""
     seen: Counter[str] = Counter()
     numbered: list[LineCounts | None] = []
     for one in counts:
@@ -73,10 +73,10 @@ def number_lines(counts: Sequence[LineCounts | None]) -> tuple[LineCounts | None
 
 
 def refuse_files_without_objects(counts: Sequence[LineCounts | None]) -> None:
-    """Refuse files with lines none of which, over all their units, is a JSON object.
+    """Refuse files in which not a single line, over all their units, is a JSON object.
 
     Raises:
-        UserError: Names every such file.
+        UserError: One problem for each such file.
     """
     problems = []
     for source, of_file in groupby((one for one in counts if one is not None), key=lambda one: one.source):
@@ -84,45 +84,48 @@ def refuse_files_without_objects(counts: Sequence[LineCounts | None]) -> None:
         num_filled = sum(one.num_filled for one in ranges)
         if num_filled and num_filled == sum(one.num_broken for one in ranges):
             problems.append(
-                f"source={path_text(source)}: none of its {num_filled} lines is a JSON object; is it a JSONL file, in "
-                "UTF-8, and compressed only if its name ends with .gz or .zst?"
+                f"source={path_text(source)}: none of its {num_filled} lines is a JSON object; make it a JSONL file "
+                "encoded in UTF-8, with a name ending in .gz or .zst if and only if it is compressed"
             )
     if problems:
         raise UserError(*problems)
 
 
 def byte_ranges(num_bytes: int, unit_bytes: int) -> list[tuple[int, int]]:
-    """Return ``[first, last)`` of the fewest equal ranges of at most ``unit_bytes`` (at least 1) that cover a file."""
+    """Split a file into the fewest equal ranges ``[first, last)`` of at most ``unit_bytes`` bytes (at least 1)."""
     count = max(1, -(-num_bytes // max(1, unit_bytes)))
     return list(pairwise(number * num_bytes // count for number in range(count + 1)))
 
 
 def is_packed(path: str) -> bool:
-    """Return whether a file is compressed, by its name."""
+    """Return whether the file name has a compression suffix."""
     return path.lower().endswith(PACKED_SUFFIXES)
 
 
 def _opened(path: str | Path) -> AbstractContextManager[BinaryIO]:
     name = str(path).lower()
     if name.endswith(".zst"):
-        # Unlike zstandard 0.25, pyarrow reports a truncated file.
+        # pyarrow reports a truncated file; zstandard 0.25 does not.
         return io.BufferedReader(pa.CompressedInputStream(open(path, "rb"), "zstd"), _ZSTD_BUFFER_BYTES)
     return cast("BinaryIO", gzip.open(path, "rb")) if name.endswith(".gz") else open(path, "rb")
 
 
 def range_lines(path: str | Path, first: int = 0, last: float = math.inf) -> Iterator[bytes]:
-    """Yield the lines of a file that begin in the bytes ``[first, last)``, whole and with their line feeds.
+    """Yield the complete lines, with line feeds, whose first byte is in the byte range ``[first, last)``.
 
-    A line ends with a line feed, or with the file. Only one line is held in memory; of a line above
-    ``MOST_BYTES``, only one byte more than that.
+    A line ends at a line feed or at the end of the file. Memory holds one line at a time, and at most ``MOST_BYTES
+    + 1``
+    bytes of it; the rest of a longer line is dropped.
 
     Raises:
-        OSError: The file can't be read; EOFError or zlib.error if it is compressed.
+        OSError: The file can't be read.
+        EOFError: The compressed file is truncated.
+        zlib.error: The compressed file is damaged.
     """
     with _opened(path) as file:
         at = 0
         if first:
-            # The byte before shows whether a line begins at `first` itself.
+            # The byte before `first` shows whether a line begins at `first`.
             at, part = first - 1, b""
             file.seek(at)
             while at < last and not part.endswith(b"\n"):
@@ -139,7 +142,7 @@ def range_lines(path: str | Path, first: int = 0, last: float = math.inf) -> Ite
 
 
 def line_records(path: str, first: int = 0, last: float = math.inf) -> Iterator[tuple[int, Record | None]]:
-    """Yield the number of each line of a range, from 1, and its object; None for a blank line.
+    """Yield the number of each line in the byte range, from 1, with its record, or with None if the line is blank.
 
     Raises:
         UserError: The file can't be read.
@@ -156,7 +159,7 @@ def line_records(path: str, first: int = 0, last: float = math.inf) -> Iterator[
 
 
 def filled_records(path: str) -> Iterator[tuple[int, Record]]:
-    """Yield the number and the object of each line of a file that is not blank."""
+    """Yield the number and the record of each line that is not blank."""
     return ((number, record) for number, record in line_records(path) if record is not None)
 
 
@@ -164,10 +167,10 @@ def _record(line: bytes, path: str, number: int, *, begins_file: bool) -> Record
     if (reason := too_large(line)) is not None:
         return left_out(path, reason, number)
     try:
-        # Without a copy of the line, and without a string for each part between two escapes.
+        # from_json copies neither the line nor the text between two escapes.
         return _object(from_json(line), path, number)
     except ValueError:
-        # Falls back to `json`, which also reads lone surrogates and names the reason of a refusal.
+        # Fall back to `json`, which accepts lone surrogates and gives a precise reason for a refusal.
         decoded = decoded_text(line, path, number, begins_file=begins_file)
         if isinstance(decoded, Rejected):
             return decoded
@@ -182,7 +185,7 @@ def _object(value: Any, path: str, number: int) -> Record:
 
 
 def decoded_text(data: bytes, path: str, offset: int = 0, *, begins_file: bool = True) -> str | Rejected:
-    """Return bytes of a file as text, or the reason to leave them out."""
+    """Decode a file's bytes as UTF-8, or return a `Rejected` if they are not UTF-8."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -192,15 +195,15 @@ def decoded_text(data: bytes, path: str, offset: int = 0, *, begins_file: bool =
 
 
 def not_utf8(error: UnicodeDecodeError) -> str:
-    """Return the reason to leave out bytes that are not UTF-8."""
+    """Return the reason to reject bytes that are not UTF-8."""
     return f"not UTF-8: byte 0x{error.object[error.start]:02x} at offset {error.start}"
 
 
 def json_records(path: str) -> Iterator[tuple[int, Record]]:
-    """Yield the values of a list, the object that fills a file, or the values of its lines, numbered from 1.
+    """Yield a JSON file's values, numbered from 1: the list's elements, the single object, or one value per line.
 
     Raises:
-        UserError: The file can't be read, or begins as a list and is truncated or damaged.
+        UserError: The file can't be read, or begins as a list but is truncated or damaged.
     """
     number = 0
     try:
@@ -218,7 +221,7 @@ def json_records(path: str) -> Iterator[tuple[int, Record]]:
         yield first
         yield from records
     except RowError as error:
-        yield number + 1, left_out(path, f"{error}; the rest of the list is left out with it", number + 1)
+        yield number + 1, left_out(path, f"{error}; the rest of the list is skipped with it", number + 1)
     except OSError as error:
         raise unreadable(path, error) from error
     except (ValueError, RecursionError) as error:
@@ -226,7 +229,7 @@ def json_records(path: str) -> Iterator[tuple[int, Record]]:
 
 
 def _is_list(path: str) -> bool:
-    """Return whether a file begins as a JSON list, and not with a line that is a list without objects."""
+    """Return whether the file is one JSON list, rather than JSON Lines whose first line is a list without objects."""
     with open(path, "rb") as file:
         line = file.readline(_FIRST_LINE_BYTES).removeprefix(codecs.BOM_UTF8)
         while line.isspace():
@@ -240,13 +243,14 @@ def _is_list(path: str) -> bool:
 
 
 def _whole_object(path: str) -> Record | None:
-    """Return the JSON object that fills a file of several lines; None if the file holds anything else.
+    """Return the JSON object that fills a file of several lines, or None if the file has any other content.
 
-    Reading ends at the first error, so that little of JSON Lines with a broken first line is held.
+    Parsing stops at the first error, so a JSON Lines file with a broken first line is not loaded completely.
     """
     held, found, is_torn = b"", None, False
     with open(path, "rb") as file:
-        # Whole lines: only containers continue after a line feed, so a truncated object differs from a broken one.
+        # Read up to a line feed. JSON strings and numbers do not continue after one, so an EOF error means a truncated
+        # object.
         while part := file.read(max(_READ_BYTES, len(held))) + file.readline():
             held, is_torn = (held + part).removeprefix(codecs.BOM_UTF8), False
             try:
@@ -265,7 +269,7 @@ def _whole_object(path: str) -> Record | None:
             except (ValueError, RecursionError):
                 return None
     if is_torn:
-        return left_out(path, "not JSON: the object has no end", 1)
+        return left_out(path, "not JSON: the object is not closed", 1)
     return found if isinstance(found, dict) else None
 
 
@@ -275,12 +279,12 @@ def _refuse_large(data: bytes | str, start: int = 0) -> None:
 
 
 def array_values(path: str | Path) -> Iterator[Any]:
-    """Yield the values of a file that holds a JSON list, as ``json`` parses them, holding little more than one.
+    """Yield the elements of a file that is one JSON list, parsed by ``json``, with about one element in memory.
 
     Raises:
-        ValueError: The file holds anything else, which may show only after some values; also UnicodeDecodeError.
-        RowError: A value takes too much memory.
-        RecursionError: A value is nested too deeply.
+        ValueError: The file is not one JSON list. The error may come after some elements.
+        RowError: An element is too large.
+        RecursionError: An element is nested too deeply.
         OSError: The file can't be read.
     """
     with open(path, "rb") as file:
@@ -304,7 +308,7 @@ def array_values(path: str | Path) -> Iterator[Any]:
 
 
 class _Text:
-    """A buffer over the text of a file, which is read as far as needed."""
+    """A text buffer over a file, filled on demand."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -314,10 +318,10 @@ class _Text:
         self.place = 0
 
     def next_character(self) -> str:
-        """Advance to the next character that is not white space, and return it; empty at the end."""
+        """Advance past white space and return the next character, or an empty string at the end of the file."""
         while True:
             found = _SPACE.match(self._held, self.place)
-            assert found is not None, "it also matches an empty text"
+            assert found is not None, "the pattern matches the empty string"
             self.place = found.end()
             if self.place < len(self._held):
                 return self._held[self.place]
@@ -325,16 +329,16 @@ class _Text:
                 return ""
 
     def value(self) -> Any:
-        """Return the value at the current place, and advance past it."""
-        # The buffer doubles for a long value, which is then parsed a few times and not once per megabyte.
+        """Parse the JSON value at the current index and advance past it."""
+        # The buffer doubles for a long value, so the value is parsed a few times rather than once per megabyte.
         while True:
             _refuse_large(self._held, self.place)
             try:
                 found, end = self._json.raw_decode(self._held, self.place)
             except json.JSONDecodeError as error:
                 if not self._more(max(_READ_BYTES, len(self._held) - self.place)):
-                    # The error's own text gives a place in the buffer, not in the file.
-                    raise ValueError(f"a value of its list is truncated or not JSON: {error.msg}") from error
+                    # The error's own message gives an index in the buffer, not in the file.
+                    raise ValueError(f"a list element is truncated or not JSON: {error.msg}") from error
                 continue
             # A number may continue beyond the buffer.
             if self._held[end : end + 1] in _AFTER_VALUE or not self._more(_READ_BYTES):
@@ -342,7 +346,7 @@ class _Text:
                 return found
 
     def _more(self, size: int) -> bool:
-        """Read more of the file into the buffer; return whether there was more."""
+        """Read more of the file into the buffer, and return whether the file had more."""
         if self._is_whole:
             return False
         data = self._file.read(size)

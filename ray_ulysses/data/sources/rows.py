@@ -1,8 +1,7 @@
-"""Turns rows into documents, or into the reasons to leave them out.
+"""Turns rows into documents, or into reasons to reject them.
 
-A row of JSONL, Parquet or a data set is one of four kinds: text; tokens with or without labels; a chat, in the forms of
-OpenAI, ShareGPT, and TRL's prompts of messages; or a prompt with its completion. The kind follows from the options that
-name the fields.
+A row of JSONL, Parquet or a data set has one of four kinds: text; tokens with optional labels; a chat in OpenAI,
+ShareGPT or TRL format; or a prompt with a completion. The field options determine the kind.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ FieldRole = Literal[
     "text", "tokens", "labels", "messages", "tools", "system", "prompt", "input", "completion", "weight", "id"
 ]
 DEFAULT_TEXT_FIELD = "text"
-# Any row may lack these.
+# Fields that any row may lack.
 OPTIONAL_ROLES: tuple[FieldRole, ...] = ("tools", "system", "input", "weight", "id")
 _LARGEST_WEIGHT = 1_000_000
-# The two prompts of Stanford Alpaca (tatsu-lab/stanford_alpaca, ``train.py``), on which its descendants were trained.
+# The two prompts of Stanford Alpaca (tatsu-lab/stanford_alpaca, ``train.py``), shared by its derivatives.
 _ALPACA_PROMPT_WITH_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further context. "
     "Write a response that appropriately completes the request.\n\n"
@@ -39,7 +38,7 @@ _ALPACA_PROMPT = (
     "### Instruction:\n{prompt}\n\n### Response:"
 )
 _MOST_NAMES = 12
-# Field names of common data sets, by kind of row; the kinds are tried in this order.
+# Field names of common data sets by row kind, in the order in which the kinds are tried.
 _COMMON_FIELDS: tuple[dict[FieldRole, tuple[str, ...]], ...] = (
     {"messages": ("messages", "conversations", "conversation", "chat", "dialog"), "tools": ("tools",)},
     {"prompt": ("prompt",), "completion": ("completion", "response", "output", "answer")},
@@ -51,10 +50,10 @@ _COMMON_FIELDS: tuple[dict[FieldRole, tuple[str, ...]], ...] = (
 
 ASSISTANT = "assistant"
 WEIGHT = "weight"
-"""The key of a message's weight, which is 0 if the message is not learned."""
+"""Key of a message's weight. A message of weight 0 is not supervised."""
 _SYSTEM = "system"
 _FUNCTION_CALL = "function_call"
-# The role of each sender of ShareGPT's messages.
+# Maps ShareGPT's senders to roles.
 _SENDERS = {
     "human": "user",
     "user": "user",
@@ -67,77 +66,77 @@ _SENDERS = {
 }
 
 MOST_BYTES = 256 << 20
-"""The largest document, in bytes: a line, a value of a JSON list, a cell, or a file that is read as one text."""
+"""Largest document in bytes: one line, element of a JSON list, table cell, or file read as one text."""
 _TOO_LARGE = "larger than a document may be"
 TOO_LARGE = f"{_TOO_LARGE}: more than {MOST_BYTES >> 20} MiB"
-# An object of six bytes in a file may take 200 in Python.
+# An object that takes six bytes in a file may take 200 bytes in Python.
 _MOST_CONTAINERS = 1 << 23
-# Far deeper than messages and tools are, and far below the limits of Python and of templates.
+# Far above the depth of real messages and tools, and far below the recursion limits of Python and chat templates.
 _MAX_DEPTH = 100
 
 _SAME = re.compile(r"^(the same \w+ as) .*", re.DOTALL)
-# The text after the colon differs between documents, except in reasons about a message or a tool.
+# The text after the colon differs between documents, except in reasons that concern a message or a tool.
 _DETAILED = re.compile(r"^(?!message |tool |the chat template refuses )([^:]+): .*", re.DOTALL)
 _NUMBER = re.compile(r"(?<![-\w])(?<!line )\d+\b")
 
 
 class RowError(ValueError):
-    """The reason that a row can't be a document; the quarantine lists it."""
+    """Reason why a row cannot become a document. The quarantine lists it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rejected:
-    """A document that is left out."""
+    """A rejected document."""
 
     source: str
-    """Its file or data set."""
+    """Path of the source file, or path or Hub id of the data set."""
     offset: int
-    """Line or row in it, from 1; 0 for a whole file."""
+    """Line or row number within the source, from 1; 0 for an entire file."""
     reason: str
 
 
 def reason_class(reason: str) -> str:
-    """Return a reason without the parts that differ between documents, so that equal ones can be counted."""
+    """Replace the parts of a reason that differ between documents, so that equal reasons can be counted."""
     return _NUMBER.sub("N", _DETAILED.sub(r"\1", _SAME.sub(r"\1 another", reason)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowFields:
-    """The keys or columns that are read from each row; None for the others."""
+    """The keys or columns to read from each row; None for a role that is not read."""
 
     text: str | None = None
-    """The text of a document; ``text`` if no other field is named."""
+    """Document text; ``text`` if no field option is set."""
     tokens: str | None = None
     labels: str | None = None
-    """With ``tokens``: -100 or the token itself, for each token."""
+    """With ``tokens``: one label per token, either -100 or the token itself."""
     messages: str | None = None
-    """A chat, a list of ``{role, content}`` or ``{from, value}``, or its JSON; a content may be a list of
-    ``{type: text, text}``."""
+    """A chat: a list of ``{role, content}`` or ``{from, value}``, or its JSON. A content may be a list of ``{type:
+    text, text}``."""
     tools: str | None = None
-    """With ``messages``: the tools that the assistant may call, for the chat template; a list, or its JSON."""
+    """With ``messages``: definitions of the tools that the assistant may call, as a list or its JSON."""
     system: str | None = None
-    """With ``messages``: the text of a system message that comes first; empty or missing for none."""
+    """With ``messages``: text of a system message to insert first; null or an empty string for no system message."""
     prompt: str | None = None
-    """The text before the completion; only the completion is supervised. With ``messages``: earlier messages, which are
-    not learned."""
+    """Text before the completion; only the completion is supervised. With ``messages``: earlier messages, which are not
+    supervised."""
     input: str | None = None
-    """With ``prompt`` and ``completion``: the input to the instruction in ``prompt``; empty or missing for none. The
-    text of the prompt is then Stanford Alpaca's."""
+    """With ``prompt`` and ``completion``: input for the instruction in ``prompt``, or null or an empty string. Setting
+    this field selects Stanford Alpaca's prompt format."""
     completion: str | None = None
     weight: str | None = None
-    """The loss weight of the document's tokens, 1 if it is missing; with ``tokens`` it may be a list of one weight per
-    token."""
+    """Loss weight of the document's tokens; 1 if missing. With ``tokens``, a list of one weight per token is
+    allowed."""
     id: str | None = None
-    """The row's own id, which the corpus keeps."""
+    """The row's own id, which is stored in the corpus."""
 
     @classmethod
     def from_options(cls, options: Mapping[str, str | None]) -> RowFields:
-        """Return the fields named by the options ``text_field`` and so on."""
+        """Return the fields set by the command-line options, ``text_field`` and so on."""
         return cls(**{name.removesuffix("_field"): value for name, value in options.items()})
 
     @property
     def kind(self) -> RowKind:
-        """Return the kind of document that a row holds."""
+        """Kind of document in each row."""
         if self.tokens is not None:
             return "tokens"
         if self.messages is not None:
@@ -146,57 +145,57 @@ class RowFields:
 
     @property
     def are_named(self) -> bool:
-        """Return whether an option names a field, so that only rows are read."""
+        """Whether at least one field option is set. Then files are read as rows, never as text."""
         return self != RowFields()
 
     @property
     def by_role(self) -> dict[FieldRole, str]:
-        """Return the fields that are read, by role."""
-        # Called once per row.
+        """The field to read for each role."""
+        # Cached, since it is read once per row.
         return _by_role(self)
 
     def check(self, kind: str) -> None:
-        """Refuse fields that are inconsistent with each other or with ``SourceSpec.kind``.
+        """Refuse fields that contradict each other or ``SourceSpec.kind``.
 
         Raises:
-            ConfigError: Names every wrong option at once.
+            ConfigError: One problem for each wrong option.
         """
         given = {role: value for role, value in asdict(self).items() if value is not None}
         problems = []
 
-        def refuse(role: str, rule: str, hint: str = "name that field too") -> None:
+        def refuse(role: str, rule: str, hint: str = "set that option too") -> None:
             problems.append(Problem(path=option(role), value=given.get(role, NOT_GIVEN), rule=rule, hint=hint))
 
         for role, value in given.items():
             if not value:
-                refuse(role, "is empty", "name a key or a column")
+                refuse(role, "is empty", "set it to the name of a key or column")
         alone = ["text", "tokens", "messages", *(() if "messages" in given else ("prompt",))]
         chosen = [role for role in alone if role in given]
         for other in chosen[1:]:
             refuse(
                 other,
-                f"a row is one kind of document, and {option(chosen[0])}={given[chosen[0]]!r} names another kind",
-                "give one of the two, and prepare the other rows into another corpus",
+                f"a row has only one kind, and {option(chosen[0])}={given[chosen[0]]!r} selects another kind",
+                "remove one of the two options, and prepare rows of another kind as a separate corpus",
             )
         for role, partner in (("labels", "tokens"), ("tools", "messages")):
             if role in given and partner not in given:
-                refuse(role, f"{role} need {partner}, and {option(partner)} is not given")
+                refuse(role, f"requires {option(partner)}, which is not set")
         pairs = [("input", "completion"), ("system", "messages")]
         if "messages" not in given:
             pairs += [("prompt", "completion"), ("completion", "prompt")]
         for role, partner in pairs:
             if role in given and partner not in given:
-                refuse(role, f"needs {option(partner)}, which is not given")
+                refuse(role, f"requires {option(partner)}, which is not set")
         if "completion" in given and "messages" in given:
-            rule = f"{option('messages')}={given['messages']!r} already names the completion of a chat"
-            refuse("completion", rule, "name one of the two")
+            rule = f"{option('messages')}={given['messages']!r} already contains the completion of each chat"
+            refuse("completion", rule, "remove one of the two options")
         names = [value for role, value in given.items() if role != "id"]
         for name in sorted({name for name in names if name and names.count(name) > 1}):
             roles = [role for role, value in given.items() if value == name]
-            refuse(roles[-1], f"{option(roles[0])} names the same field", "name two fields")
+            refuse(roles[-1], f"{option(roles[0])} is the same field", "set two different fields")
         if kind == "text":
             for role in given:
-                refuse(role, "--kind=text reads whole files, which have no fields", "leave it out, or set another kind")
+                refuse(role, "--kind=text reads entire files, which have no fields", "remove it, or set another --kind")
         if problems:
             raise ConfigError(problems, source="prepare")
 
@@ -209,26 +208,26 @@ def _by_role(fields: RowFields) -> dict[FieldRole, str]:
 
 
 def option(role: str) -> str:
-    """Return the name of the option for a field."""
+    """Return the command-line option that sets the field for a role."""
     return f"--{role}-field"
 
 
 def missing_role(names: Collection[str], fields: RowFields) -> tuple[FieldRole, str]:
-    """Return the role and the name of the first required field that is missing."""
+    """Return the role and field name of the first required field that is missing."""
     return next(
         (role, name) for role, name in fields.by_role.items() if role not in OPTIONAL_ROLES and name not in names
     )
 
 
 def fields_found(names: Sequence[str]) -> str:
-    """Describe the fields of rows, and the options that fit them."""
+    """Describe the fields that rows have, and the options that fit them."""
     shown = ", ".join(f"{name!r:.40}" for name in names[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
     fitting = fitting_options(names)
     return f"the fields are {shown or 'none'}" + (f"; use {fitting}" if fitting else "")
 
 
 def fitting_options(names: Sequence[str]) -> str:
-    """Return the options that fit the fields of rows, if these are a common data set's; else an empty text."""
+    """Return the options that fit the row's fields, or an empty string if no common data set has such fields."""
     for known in _COMMON_FIELDS:
         given = {role: next((name for name in choices if name in names), None) for role, choices in known.items()}
         if all(name is not None for role, name in given.items() if role not in (*OPTIONAL_ROLES, "labels")):
@@ -242,7 +241,7 @@ class TokenRow:
 
     tokens: NDArray[np.int64]
     labels: NDArray[np.int64] | None
-    """Of the same size: -100 or the token; None if every token is supervised."""
+    """One label per token, either -100 or the token; None if every token is supervised."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -250,15 +249,15 @@ class ChatRow:
     """A conversation."""
 
     messages: tuple[Mapping[str, Any], ...]
-    """Each with ``role``, ``content`` (a string) and other fields for the chat template; a ``weight`` of 0 marks a
-    message of the assistant that is not learned."""
+    """Messages with ``role``, ``content`` (a string) and any other fields that the chat template reads. An assistant
+    message with ``weight`` 0 is not supervised."""
     tools: tuple[Mapping[str, Any], ...] = ()
-    """The definitions of the tools that the assistant may call, for the chat template."""
+    """Definitions of the tools that the assistant may call, passed to the chat template."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompletionRow:
-    """A prompt and the completion to be learned."""
+    """A prompt, and its completion, which is supervised."""
 
     prompt: str
     completion: str
@@ -268,7 +267,7 @@ Content = str | TokenRow | ChatRow | CompletionRow
 
 
 def row_content(row: Mapping[FieldRole, Any], kind: RowKind) -> Content:
-    """Return the document in a row, given its values by role; RowError if there is none."""
+    """Return the row's document, given the row's values by role; RowError if they are not a document."""
     if kind == "text":
         return _text(row["text"], "text")
     if kind == "completion":
@@ -288,8 +287,8 @@ def _completion_row(row: Mapping[FieldRole, Any]) -> CompletionRow:
     for role in ("prompt", "completion"):
         if isinstance(row[role], Sequence) and not isinstance(row[role], str | bytes):
             raise RowError(
-                f"the {role} is a list; if it holds messages, give the completion's field as {option('messages')}, and "
-                f"the field of the messages before them as {option('prompt')}"
+                f"the {role} is a list; if it contains messages, set {option('messages')} to the completion's field, "
+                f"and {option('prompt')} to the field of the messages before it"
             )
     completion, prompt = _text(row["completion"], "completion"), row["prompt"]
     prompt = "" if prompt == "" else _text(prompt, "prompt")
@@ -303,7 +302,7 @@ def _completion_row(row: Mapping[FieldRole, Any]) -> CompletionRow:
 
 
 def row_id(value: object) -> str:
-    """Return a row's own id as text, empty if it has none; RowError if it is neither text nor a number."""
+    """Return the row's own id as text, or an empty string if it is null; RowError for any other type."""
     if value is None:
         return ""
     if isinstance(value, bool) or not isinstance(value, str | int):
@@ -312,26 +311,25 @@ def row_id(value: object) -> str:
 
 
 def row_weight(value: object, content: Content) -> float | NDArray[np.float32]:
-    """Return the loss weight of a row, or one weight per token; 1 if it has none.
+    """Return the row's loss weight, or one weight per token. The default is 1.
 
     Raises:
-        RowError: It is negative or not a number, or a list that is not as long as the tokens.
+        RowError: A weight is negative or not a number, or the list's length is not the number of tokens.
     """
     if value is None:
         return 1.0
     if not isinstance(value, list | np.ndarray):
         return _weight(value, "the weight")
     if not isinstance(content, TokenRow):
-        raise RowError("the weight is a list, which only rows of tokens may have")
+        raise RowError("the weight is a list, which is only allowed with tokens")
     if len(value) != content.tokens.size:
         raise RowError(f"{len(value)} weights for {content.tokens.size} tokens")
-    # A mask may hold booleans.
+    # A mask may contain booleans.
     numbers = (float(one) if isinstance(one, bool | np.bool_) else one for one in value)
     return np.array([_weight(one, f"weight {place}") for place, one in enumerate(numbers)], dtype=np.float32)
 
 
 def _weight(value: object, name: str) -> float:
-    """Return a weight rounded to fp32."""
     number = value.item() if isinstance(value, np.generic) else value
     if isinstance(number, bool) or not isinstance(number, int | float):
         raise RowError(f"{name} is {_describe_type(number)}, not a number")
@@ -349,10 +347,9 @@ def _text(value: object, name: str) -> str:
 
 
 def _integers(value: object, name: str) -> NDArray[np.int64]:
-    """Return a list or an array of integers as int64."""
     if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "iu":
         if value.dtype == np.uint64 and value.size and value.max() > np.iinfo(np.int64).max:
-            raise RowError(f"the {name} do not fit 64 bits")
+            raise RowError(f"the {name} do not fit into 64 bits")
         return value.astype(np.int64)
     if not isinstance(value, list):
         raise RowError(f"the {name} are {_describe_type(value)}, not a list of integers")
@@ -362,17 +359,17 @@ def _integers(value: object, name: str) -> NDArray[np.int64]:
     try:
         return np.array(value, dtype=np.int64)
     except OverflowError as error:
-        raise RowError(f"the {name} do not fit 64 bits") from error
+        raise RowError(f"the {name} do not fit into 64 bits") from error
 
 
 def conversation(messages: object, tools: object = None, prompt: object = None, system: object = None) -> ChatRow:
-    """Return the conversation of a row.
+    """Build the row's conversation.
 
     Args:
-        messages: A list of messages, or its JSON: each ``{role, content}``, or ``{from, value}`` as in ShareGPT.
-        tools: The definitions of the tools: a list, or its JSON; None for none.
-        prompt: Messages that come first and are not learned; None for none.
-        system: The text of a system message before all others; None or empty for none.
+        messages: A list of ``{role, content}``, or of ShareGPT's ``{from, value}``, or the list's JSON.
+        tools: Tool definitions as a list or its JSON, or None.
+        prompt: Unsupervised messages that come first, or None.
+        system: Text of a system message to insert before all other messages, or None or an empty string.
 
     Raises:
         RowError: The values are not a conversation.
@@ -384,7 +381,7 @@ def conversation(messages: object, tools: object = None, prompt: object = None, 
         raise RowError(f"the system message is {_describe_type(system)}, not a string")
     if system:
         if said[0]["role"] == _SYSTEM:
-            raise RowError("it has a system message, and another one in the system column")
+            raise RowError("the messages begin with a system message, and the system field has another one")
         said.insert(0, {"role": _SYSTEM, "content": _utf8_text(system)})
     return ChatRow(messages=tuple(said), tools=_tools(tools))
 
@@ -401,7 +398,7 @@ def _messages(value: object, name: str, first_number: int) -> list[Mapping[str, 
 
 
 def _message(message: object, number: int) -> Mapping[str, Any]:
-    """Return a message without null fields, since in Parquet every message has the fields of all."""
+    """Normalize a message. Null fields are removed: in Parquet, every message has the same fields."""
     if not isinstance(message, Mapping):
         raise RowError(f"message {number} is {_describe_type(message)}, not an object with role and content")
     kept = {key: value for key, value in message.items() if value is not None}
@@ -415,7 +412,7 @@ def _message(message: object, number: int) -> Mapping[str, Any]:
     if not isinstance(kept.get("content"), str) and not ("content" not in kept and kept.get("tool_calls")):
         raise RowError(f"message {number} ({role}): the content is {_describe_type(kept.get('content'))}, not a string")
     refuse_surrogates(kept)
-    # As in the formats of fine-tuning services, 0 excludes a message of the assistant from the loss.
+    # As in fine-tuning APIs, weight 0 excludes an assistant message from the loss.
     weight = kept.pop(WEIGHT, 1)
     if role == ASSISTANT and weight not in (0, 1):
         raise RowError(f"message {number} ({role}): the weight is {weight!r:.40}, neither 0 nor 1")
@@ -423,14 +420,14 @@ def _message(message: object, number: int) -> Mapping[str, Any]:
 
 
 def _from_sharegpt(message: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """Convert a message ``{from, value}`` to one with a role and a content, or with the tool calls in its value.
+    """Convert ``{from, value}`` to a message with a role and either a content or tool calls.
 
-    The names are those of ShareGPT and of LLaMA-Factory (``src/llamafactory/data/converter.py``).
+    The sender names are those of ShareGPT and LLaMA-Factory (``src/llamafactory/data/converter.py``).
     """
     sender, value = message["from"], message.get("value")
     role = _SENDERS.get(sender) if isinstance(sender, str) else None
     if role is None:
-        raise RowError(f"message {number} is from the unknown sender {sender!r:.40}; known are {', '.join(_SENDERS)}")
+        raise RowError(f"message {number} has the unknown sender {sender!r:.40}; use one of {', '.join(_SENDERS)}")
     rest = {key: field for key, field in message.items() if key not in ("from", "value")}
     if sender != _FUNCTION_CALL:
         return {**rest, "role": role, "content": value}
@@ -445,10 +442,10 @@ def _from_sharegpt(message: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 
 def _joined(parts: Sequence[object], where: str) -> str:
-    """Return the text of a content in parts, which must all be text.
+    """Join the parts of a content, which must all be text.
 
-    Parts are joined by a space, as Transformers does when it serves a model (5.x, ``cli/serving/utils.py``), so that
-    training and serving see the same text.
+    Parts are joined with a space, as in Transformers' server (5.x, ``cli/serving/utils.py``), so that training and
+    serving see the same text.
     """
     texts = []
     for number, part in enumerate(parts):
@@ -465,7 +462,7 @@ def _joined(parts: Sequence[object], where: str) -> str:
 
 
 def _tools(value: object) -> tuple[Mapping[str, Any], ...]:
-    """Return the definitions of tools: a list of objects, or its JSON; none if it is null or empty."""
+    """Return tool definitions from a list of objects or its JSON. Null and an empty string give no tools."""
     if isinstance(value, str):
         value = _parse_json(value, "tools") if value else None
     if value is None:
@@ -485,12 +482,12 @@ def _describe_type(value: object) -> str:
 
 
 def json_problem(error: ValueError | RecursionError) -> str:
-    """Return the reason why a text could not be parsed as JSON."""
+    """Return the reason why text could not be parsed as JSON."""
     return "nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
 def too_large(data: bytes | str, start: int = 0) -> str | None:
-    """Return the reason to leave out JSON that takes too much memory, from ``start`` on; None if there is none."""
+    """Return why the JSON from index ``start`` on would take too much memory, or None if it is small enough."""
     size = len(data) - start
     if size > MOST_BYTES:
         return TOO_LARGE
@@ -511,7 +508,7 @@ def _parse_json(value: str, name: str) -> Any:
 
 
 def refuse_deep(value: object, name: str) -> None:
-    """Refuse a value too deep for recursive functions, with the same text in every process."""
+    """Refuse a value that is nested too deeply for recursive functions, with the same error in every process."""
     level = [value]
     for _ in range(_MAX_DEPTH):
         inner: list[object] = []
@@ -525,7 +522,7 @@ def refuse_deep(value: object, name: str) -> None:
 
 
 def refuse_surrogates(value: object) -> None:
-    """Refuse a JSON value with half of a surrogate pair in a string."""
+    """Refuse a JSON value that contains a lone surrogate in a string."""
     for text in strings(value):
         _utf8_text(text)
 
@@ -541,7 +538,7 @@ def _utf8_text(text: str) -> str:
 
 
 def strings(value: object) -> list[str]:
-    """Return every string in a JSON value, keys included."""
+    """Return every string in a JSON value, including keys."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, Mapping):

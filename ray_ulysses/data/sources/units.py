@@ -41,54 +41,54 @@ _DATASET_MARKS = ("dataset_info.json", "dataset_dict.json")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceSpec:
-    """The sources of a corpus."""
+    """The sources of a corpus, and how to read them."""
 
     paths: tuple[str, ...]
-    """Files, directories, or (``kind="datasets"``) a directory of ``save_to_disk`` or a hub name."""
+    """Files, directories, or with ``kind="datasets"`` ``save_to_disk`` directories or Hub ids."""
     kind: SourceKind = "auto"
-    """How to read them; ``auto`` decides by suffix: ``.parquet``, ``.jsonl`` (also ``.gz`` and ``.zst``), ``.json`` if
-    it holds a list of rows or a row per line, else text. If a field is named, texts are left out, and every ``.json``
-    file is read as rows."""
+    """Format of the sources. ``auto`` decides by suffix: ``.parquet``; ``.jsonl`` (also ``.gz`` and ``.zst``);
+    ``.json`` if the file is a list of rows or has one row per line; any other file is text. If a field option is set,
+    text files are rejected and every ``.json`` file is read as rows."""
     pattern: str = "*"
-    """Pattern of a file's path below its source directory; ``*`` also matches ``/``."""
+    """Pattern for a file's path below its source directory; ``*`` also matches ``/``."""
     exclude: tuple[str, ...] = DEFAULT_EXCLUDE
-    """Patterns of files to leave out; a pattern without ``/`` also matches the name of any directory."""
+    """Patterns of files to skip. A pattern without ``/`` also matches the name of any directory."""
     fields: RowFields = field(default_factory=RowFields)
-    """The keys or columns of a row that are read."""
+    """The keys or columns to read from each row."""
     split: str | None = None
-    """Split of a data set that has several."""
+    """Name of the split to read, for data sets with several splits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unit:
-    """A unit of work that becomes one shard: some files, or a range of one.
+    """A unit of work that becomes one shard: several files, or a range of one file.
 
-    JSONL files are divided into ranges of bytes, Parquet into ranges of row groups, data sets into ranges of rows. A
-    compressed file is one unit regardless of its size, since it can only be read from its beginning, and so is a text
-    or JSON file.
+    JSONL files are divided into byte ranges, Parquet files into ranges of row groups, and data sets into row
+    ranges.
+    Text files, JSON files and compressed files are never divided.
     """
 
     index: int
-    """Index in the list of units, which determines the order of the documents."""
+    """Index in the list of units, which determines the document order."""
     kind: UnitKind
     files: tuple[FileStamp, ...]
-    """The files; for a data set, its directory or name."""
+    """The files to read. For a data set, its directory or Hub id."""
     first: int = 0
     """First byte (JSONL), row group (Parquet) or row (data set)."""
     last: int = 0
-    """One past the last; 0 for files that are read whole."""
+    """End of the range, exclusive; 0 if files are read completely."""
     num_bytes: int = 0
-    """Bytes of input, as stored for files that are read whole, else uncompressed."""
+    """Input size in bytes: as stored if files are read completely, otherwise uncompressed."""
     fields: RowFields = field(default_factory=RowFields)
     split: str | None = None
-    """Split of a data set."""
+    """Split of the data set; None for files and for data sets without splits."""
     state: str = ""
-    """For a data set on disk, a hash of its files when they were listed. It is not part of the signature, since the
+    """For a data set on disk, a hash of its files' sizes and times at listing. Not part of the signature, because the
     same data set may be saved again."""
 
     @property
     def signature(self) -> str:
-        """Return a hash that changes when the unit's content may have changed."""
+        """A hash that changes whenever the unit's content may have changed."""
         content = asdict(self)
         del content["state"]
         return stable_hash(content)
@@ -97,21 +97,22 @@ class Unit:
 def list_units(
     spec: SourceSpec, unit_bytes: int = DEFAULT_UNIT_BYTES, out: Path | None = None
 ) -> tuple[tuple[Unit, ...], tuple[Rejected, ...]]:
-    """Divide the sources into units of about ``unit_bytes``, in an order that depends on the names alone.
+    """Divide the sources into units of about ``unit_bytes`` bytes, in an order that depends only on the names.
 
-    The directory of the corpus, ``out``, may be in a source and is left out of it.
+    A source may contain the corpus directory ``out``, which is skipped.
 
     Returns:
-        The units, and the files that are already left out (broken links, files that were listed twice).
+        The units, and a `Rejected` for each skipped file, such as a broken link or a file that was listed twice.
 
     Raises:
-        UserError: A source is missing, a Parquet file or data set can't be opened, or the fields are inconsistent or
+        UserError: A source is missing, a Parquet file or data set can't be opened, or the fields are inconsistent
+            or
             missing.
     """
     named = [f"{option(role)}={name!r}" for role, name in asdict(spec.fields).items() if name is not None]
     units: list[Unit] = []
     rejected: list[Rejected] = []
-    # Files by how they are read, and texts that are left out because rows are read.
+    # Files grouped by reader, and text files that are rejected because rows are expected.
     groups: dict[tuple[UnitKind, RowFields], list[FileStamp]] = defaultdict(list)
     texts: list[Rejected] = []
     listing = FileListing(spec.pattern, spec.exclude, out)
@@ -137,9 +138,9 @@ def list_units(
                 if file.path.lower().endswith(_COMPRESSED_SUFFIXES):
                     reason = ONLY_JSONL
                 elif named:
-                    reason = f"a text file: {named[0]} asks for rows"
+                    reason = f"a text file, but {named[0]} requires rows"
                 else:
-                    reason = "a text file beside the rows of a data set of the hub"
+                    reason = "a text file in a Hub data set that has rows"
                 texts.append(left_out(file.path, reason))
             else:
                 groups[kind, RowFields() if kind == "text" else fields].append(file)
@@ -149,28 +150,29 @@ def list_units(
                 units.extend(_units_of(of_group, files, fields, unit_bytes))
     if texts and not units and named:
         raise UserError(
-            f"{named[0]}: no source has rows with fields (the first: {texts[0].source}, {texts[0].reason}); give "
-            "JSONL, Parquet or a data set (or set --kind), or leave the option out"
+            f"{named[0]}: no source has rows with fields (first file: {texts[0].source}, {texts[0].reason}); give "
+            "JSONL, Parquet or a data set, set --kind, or remove the option"
         )
     rejected.extend(texts)
     if spec.split is not None and units and all(unit.split is None for unit in units):
         raise UserError(
-            f"--split={spec.split}: applies only to data sets with splits, and no source has any; leave it out"
+            f"--split={spec.split}: applies only to data sets with splits, and no source has any; remove the option"
         )
     return tuple(replace(unit, index=index) for index, unit in enumerate(units)), tuple(rejected)
 
 
 def open_dataset(path: str, split: str | None) -> tuple[Any, str | None]:
-    """Open one split of a ``datasets`` data set, saved on disk or by hub name.
+    """Open one split of a ``datasets`` data set that was saved to disk or is on the Hub.
 
     Returns:
-        The data set, and ``split``; None in its place if the data set has no splits and is not a split.
+        The data set and ``split``, or None in place of ``split`` if the data set has no split information.
 
     Raises:
-        UserError: It can't be opened, has several splits and none was chosen, or is a single other split.
+        UserError: The data set can't be opened, does not have the split, or has several splits while ``split`` is
+            None.
     """
     if find_spec("datasets") is None:
-        raise UserError("--kind=datasets: needs the package `datasets`; install it, or give Parquet files")
+        raise UserError("--kind=datasets: requires the package `datasets`; install it, or give Parquet files")
     is_saved = _is_saved_dataset(Path(path))
     if not Path(path).exists() and (refused := hub_refusal(path, "dataset")) is not None and not _is_cached(path):
         raise UserError(
@@ -179,19 +181,19 @@ def open_dataset(path: str, split: str | None) -> tuple[Any, str | None]:
         )
     import datasets
 
-    # Progress bars would appear despite --quiet, and next to our line of progress.
+    # Progress bars would ignore --quiet and mix with our own progress line.
     datasets.disable_progress_bars()
     try:
         loaded = datasets.load_from_disk(path) if is_saved else datasets.load_dataset(path)
     except Exception as error:
-        # The library raises a dozen unrelated types, including those of its HTTP client.
+        # The library raises a dozen unrelated exception types, including its HTTP client's.
         if (away := transient_cause(error)) is not None:
             raise away from error
         if isinstance(error, FileNotFoundError) and error.errno is None and _is_whole_dataset(Path(path)):
-            # The library also raises this when the storage of a whole data set does not answer.
+            # The library raises FileNotFoundError without an errno when an intact data set's storage does not respond.
             raise OSError(errno.EAGAIN, str(error), path) from error
         raise UserError(
-            f"source={path_text(path)}: is neither a `save_to_disk` directory nor a hub name that can be loaded "
+            f"source={path_text(path)}: can't be loaded as a `save_to_disk` directory or from the Hub "
             f"({type(error).__name__}: {error})"
         ) from error
     if not isinstance(loaded, dict):
@@ -199,24 +201,25 @@ def open_dataset(path: str, split: str | None) -> tuple[Any, str | None]:
             return loaded, None
         if split not in (None, str(loaded.split)):
             raise UserError(
-                f"--split={split}: the data set {path_text(path)} holds only the split {loaded.split}; choose "
-                "it, or leave the option out"
+                f"--split={split}: the data set {path_text(path)} has only the split {loaded.split}; set that split, "
+                "or remove the option"
             )
         return loaded, split
     names = sorted(loaded)
     chosen = split or (names[0] if len(names) == 1 else None)
     if chosen not in names:
         raise UserError(
-            f"--split={split}: the data set {path_text(path)} has the splits {', '.join(names)}; choose one of them"
+            f"--split={split}: the data set {path_text(path)} has the splits {', '.join(names)}; set one of them"
         )
     return loaded[chosen], split
 
 
 def _is_cached(path: str) -> bool:
-    """Return whether the cache of ``datasets`` has a data set of the hub.
+    """Return whether the ``datasets`` cache contains a Hub data set.
 
-    Its folders are found here, since the library takes a second to import: too long to refuse a misspelt path. They
-    are named ``OWNER___NAME``, with the name in snake case.
+    The cache folders, named ``OWNER___NAME`` with NAME in snake case, are searched here because importing the
+    library
+    takes a second, which is too long for refusing a misspelt path.
     """
     from huggingface_hub import constants
 
@@ -233,7 +236,7 @@ def _is_saved_dataset(path: Path) -> bool:
 
 
 def _is_dataset(path: str) -> bool:
-    """Return whether a path is a saved data set, or missing and the id of one on the hub: not within a local folder."""
+    """Return whether a path is a saved data set, or does not exist and is a valid Hub id outside every local folder."""
     if _is_saved_dataset(Path(path)):
         return True
     is_within = "/" in path and Path(path).parent.exists()
@@ -263,7 +266,7 @@ def _kind_of(path: str, kind: SourceKind) -> UnitKind:
 
 
 def _ranges(sizes: Sequence[int], unit_bytes: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the first, the end and the bytes of ranges of at most ``unit_bytes``, or of a single larger one."""
+    """Yield the start, end and size of ranges of at most ``unit_bytes`` bytes. A larger item is a range of its own."""
     first, held = 0, 0
     for place, size in enumerate(sizes):
         if place > first and held + size > unit_bytes:
@@ -294,7 +297,7 @@ def _units_of(kind: UnitKind, files: Sequence[FileStamp], fields: RowFields, uni
 
 
 def _row_group_bytes(file: FileStamp, fields: RowFields) -> list[int]:
-    """Return the uncompressed bytes of each row group of a Parquet file, which must have the columns."""
+    """Return each row group's uncompressed size in bytes. Refuse a Parquet file that lacks a required column."""
     try:
         with open_parquet(file.path) as parquet:
             columns = parquet.schema_arrow.names
@@ -311,7 +314,7 @@ def _check_columns(fields: RowFields, columns: Sequence[str], source: str) -> No
         if name not in columns:
             raise UserError(f"{option(role)}={name}: {source} has no such column; {fields_found(columns)}")
         if list(columns).count(name) > 1:
-            raise UserError(f"{option(role)}={name}: {source} has several columns of that name; rename all but one")
+            raise UserError(f"{option(role)}={name}: {source} has several columns named {name}; rename all but one")
 
 
 def _dataset_units(path: str, spec: SourceSpec, unit_bytes: int) -> Iterator[Unit]:
@@ -336,15 +339,17 @@ def _dataset_units(path: str, spec: SourceSpec, unit_bytes: int) -> Iterator[Uni
 
 
 def dataset_stamp(path: str, dataset: Any) -> FileStamp:
-    """Return the stamp of an open data set: its rows, and the library's fingerprint, which changes with them."""
+    """Return the stamp of an open data set: its number of rows, and a hash of the library's fingerprint."""
     number = int(stable_hash(str(dataset._fingerprint))[:12], 16)
     return FileStamp(path=path, num_bytes=len(dataset), modified_ns=number)
 
 
 def dataset_state(path: str, dataset: Any) -> str:
-    """Return a hash of size and time of an open data set's own files; empty if it has none, like a data set of the Hub.
+    """Return a hash of the sizes and times of the data set's files, or an empty string if it has none on disk.
 
-    The library writes the fingerprint after them, so that it is still the old one while a data set is saved again.
+    The fingerprint alone is not enough: while a data set is saved again, the library still reports the old
+        fingerprint,
+    which it writes last.
 
     Raises:
         UserError: A file is missing or can't be read.

@@ -1,11 +1,11 @@
-"""Turns conversations into tokens and the spans written by the assistant.
+"""Tokenizes conversations and finds the spans that the assistant wrote.
 
-The chat template of a Hugging Face tokenizer renders the text. The assistant's part of it is found by the template's
-``{% generation %}`` marks, or by rendering the conversation up to each turn (`ray_ulysses.data.tokenize.turns`). A
-message of weight 0 is not supervised.
+A Hugging Face tokenizer's chat template renders the text. The assistant's turns are located by the template's
+``{% generation %}`` marks, or by rendering the conversation up to each turn (`ray_ulysses.data.tokenize.turns`).
+Messages of weight 0 are not supervised.
 
-A conversation's tools are passed to the template. A template that renders the same text without them is refused, since
-the assistant's calls would silently be learned without the definitions that they depend on.
+A conversation's tools are passed to the template. If the rendered text is the same without the tools, the conversation
+is refused: the model would learn tool calls without the definitions that they depend on.
 """
 
 from __future__ import annotations
@@ -46,45 +46,45 @@ _Int64Array = NDArray[np.int64]
 
 _BYTE_ROLES = ("system", "user", "assistant", "tool")
 _TOOLS_HINT = "leave --tools-field out, or use a tokenizer whose chat template writes them"
-# Moves the planes 0 and 1 of Unicode to its private planes 15 and 16.
+# Maps Unicode planes 0 and 1 to the private-use planes 15 and 16.
 _SHIFT, _NUM_MOVED, _NUM_CODES = 0xF0000, 0x20000, 0x110000
-# Some templates write any role between "<|" and "|>". These roles may become a special token that way, others may not.
+# Some templates render any role between "<|" and "|>". Only these roles may form a special token in this way.
 _ROLES = frozenset(
     (
         *("system", "developer", "user", "assistant", "model", "tool", "function", "observation", "ipython"),
         *("environment", "tool_call", "tool_response"),
     )
 )
-# Transformers copies the reasoning to its other names before it renders.
+# Transformers copies the reasoning field to its alternative names before rendering.
 _FIELDS = frozenset(("role", "content", WEIGHT, *REASONING))
 _TYPES = frozenset(("string", "number", "integer", "boolean", "array", "object", "null"))
 _WORD = re.compile(r"[\w.-]+")
 
 
 class _ForgedTokenError(RowError):
-    """A conversation forges a special token, so that no other form of its calls is tried."""
+    """A conversation forges a special token. It is refused without trying other forms of its tool-call arguments."""
 
 
 class ByteChat:
-    r"""The format for the byte tokenizer.
+    r"""The chat format of the byte tokenizer.
 
-    Each message is its role, a line feed, its content, and the end token, which no text can spell:
-    ``user\nHello<256>assistant\nHi<256>``. The assistant's contents and their end tokens are supervised. Roles are
+    Each message is encoded as its role, a line feed, its content and the end token, which no text can spell:
+    ``user\nHello<256>assistant\nHi<256>``. Assistant contents and their end tokens are supervised. The roles are
     system, user, assistant and tool.
 
     Attributes:
-        fingerprint: Changes when a conversation would give other tokens.
-        description: How turns are found and which are learned, for the summary of a preparation.
-        template: The text of the chat template; None, since conversations are written without one.
+        fingerprint: Changes whenever the same conversation would give other tokens.
+        description: How turns are found and which are supervised, for the summary of ``prepare``.
+        template: Text of the chat template; None, because bytes need no template.
     """
 
     def __init__(self, end_token_id: int, options: EncodingOptions | None = None) -> None:
-        """Take the token that ends a message; UserError if the options ask for a chat template."""
+        """Set the token that ends a message. Options that require a chat template raise UserError."""
         options = options or EncodingOptions()
         for name in options.chat_settings:
             if name != "train_on":
                 raise UserError(
-                    f"--{name.replace('_', '-')}: --tokenizer=bytes has its own format for chats; leave it out"
+                    f"--{name.replace('_', '-')}: --tokenizer=bytes has its own chat format; remove the option"
                 )
         self._end = np.array([end_token_id], dtype=np.int64)
         self._train_on = options.train_on
@@ -93,20 +93,20 @@ class ByteChat:
         self.template = None
 
     def encode(self, messages: Messages, tools: Tools = ()) -> list[EncodedDocument]:
-        """Return the tokens of a conversation; RowError for tools, another role or a message without content."""
+        """Tokenize a conversation. Tools, unknown roles and messages without content raise RowError."""
         if tools:
-            raise RowError(f"the byte tokenizer can't write its tools; {_TOOLS_HINT}")
+            raise RowError(f"the byte tokenizer can't encode tools; {_TOOLS_HINT}")
         learned = learned_turns(messages, self._train_on)
         parts: list[NDArray[np.int64]] = []
         starts, stops, at = [], [], 0
         for number, message in enumerate(messages):
             role, content = message["role"], message.get("content")
             if role not in _BYTE_ROLES:
-                raise RowError(f"message {number} has the role '{role}', but bytes have only {', '.join(_BYTE_ROLES)}")
+                raise RowError(f"message {number} has the role '{role}'; bytes support only {', '.join(_BYTE_ROLES)}")
             if content is None:
                 raise RowError(f"message {number} ({role}) has no content")
             if lost := next((name for name in ("tool_calls", *REASONING) if message.get(name)), None):
-                raise RowError(f"message {number} ({role}): the byte tokenizer can't write its {lost}")
+                raise RowError(f"message {number} ({role}): the byte tokenizer can't encode {lost}")
             header, body = (np.frombuffer(text.encode(), np.uint8) for text in (f"{role}\n", content))
             parts += [header.astype(np.int64), body.astype(np.int64), self._end]
             if number in learned:
@@ -124,19 +124,20 @@ class ByteChat:
 
 
 class TemplateChat:
-    """The chat template of a Hugging Face tokenizer directory.
+    """The chat format defined by a Hugging Face tokenizer's chat template.
 
     Args:
-        template: The template.
-        tokenizer: The tokenizer, whose settings are changed.
-        special: Its tokens with a meaning beyond their text, by id.
-        eos_token_id: Its end token.
-        options: How turns are found, and which are learned.
-        frame: Tokens, by id, that begin and end documents and are not special: no text may become one of these either.
-        unknown: The unknown token, if there is one.
+        template: The chat template.
+        tokenizer: The tokenizer. This class modifies its settings.
+        special: Special tokens by id.
+        eos_token_id: Id of the end-of-sequence token.
+        options: How turns are found, and which are supervised.
+        frame: Tokens by id that begin or end documents but are not special. Texts must not contain these tokens
+            either.
+        unknown: Id of the unknown token, or None.
 
     Raises:
-        UserError: ``turns=marks``, and the template has no marks.
+        UserError: ``turns=marks`` is set, but the template has no marks.
     """
 
     def __init__(
@@ -151,10 +152,10 @@ class TemplateChat:
     ) -> None:
         self._template, self._tokenizer, self._options = template, tokenizer, options
         self._refused = {**special, **frame}
-        # Unknown text means nothing, unless its token ends documents too.
+        # Unknown tokens in a text are harmless, unless the same token also begins or ends documents.
         self._traced = {one for one in self._refused if one != unknown or one == eos_token_id or one in frame}
         self._placeholders = _Placeholders(template.names, template.literals, self._refused.values())
-        # Special tokens written by the template are meant; contents that spell one are refused.
+        # The template itself may write special tokens. Messages that spell a special token are refused.
         self._tokenizer.encode_special_tokens = False
         self._eos_token_id = eos_token_id
         turns = options.turns
@@ -162,11 +163,11 @@ class TemplateChat:
             turns = "marks" if template.has_marks else "split"
         found = _FOUND[turns]
         if options.turns == "auto" and template.has_marks:
-            found += ", by rendering up to each where a mark leaves a part out"
+            found += ", or by rendering up to each turn where the marks omit a part of it"
         if turns == "marks" and not template.has_marks:
             raise UserError(
                 "--turns=marks: the chat template has no {% generation %} marks; give one that has (--chat-template), "
-                "or let the turns be found by rendering (--turns split)"
+                "or find the turns by rendering (--turns split)"
             )
         self._turns = turns
         self.fingerprint = stable_hash([template.digest, options.turns, options.train_on])
@@ -174,10 +175,11 @@ class TemplateChat:
         self.template = template.source
 
     def encode(self, messages: Messages, tools: Tools = ()) -> list[EncodedDocument]:
-        """Return the tokens of a conversation, as several documents if turns need them.
+        """Tokenize a conversation into one or more documents, as the turns require.
 
         Raises:
-            RowError: It forges a token, the template refuses it, or the template does not write its tools.
+            RowError: The conversation forges a token, or the template refuses the conversation or omits its
+                tools.
         """
         self._refuse_forgery(messages, tools)
         forms = [messages, *other_arguments(messages)]
@@ -198,7 +200,7 @@ class TemplateChat:
         render = partial(self._template.render, tools=tools)
         special = list(self._refused.values())
         if tools and render(messages) == self._template.render(messages, ()):
-            raise RowError(f"the chat template does not write its tools; {_TOOLS_HINT}")
+            raise RowError(f"the chat template omits the tools; {_TOOLS_HINT}")
         tokens = partial(self._tokens, messages=messages, tools=tools)
         by_rendering = partial(written_turns, messages, learned, render, special=special)
         if self._turns == "marks":
@@ -216,7 +218,7 @@ class TemplateChat:
         self, written: WrittenChat, *, messages: Messages, tools: Tools, has_marks: bool = False
     ) -> EncodedDocument:
         encoding = self._encode(written.text)
-        # Each read of ids or offsets makes a list of all.
+        # Each access to ids or offsets builds a list of all elements.
         ids = np.asarray(encoding.ids, dtype=np.int64)
         offsets = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2)
         self._refuse_forged_tokens(written, ids, offsets, messages, tools)
@@ -224,20 +226,21 @@ class TemplateChat:
         spans: list[tuple[int, int]] = []
         ends: list[int | None] = []
         for first, last in written.ranges:
-            # A range takes the tokens that begin in it, and the token that holds its first character.
+            # A span contains the tokens that begin in the range, and the token that contains the range's first
+            # character.
             begin = int(np.searchsorted(offsets[:, 1], first, side="right"))
             end = int(np.searchsorted(offsets[:, 0], last, side="left"))
             if not has_marks and begin < end and is_special[begin] and offsets[begin, 0] < first:
-                # The last token of the generation prompt includes white space of the turn.
+                # The generation prompt's last token includes white space that belongs to the turn.
                 begin += 1
             if begin >= end:
                 continue
             marker = _turn_end(is_special, offsets, written.text, begin, end, last, has_marks=has_marks)
             if marker == end and not written.whole_turns and ids[end] != self._eos_token_id:
                 marker = None
-            # The line feed that a template adds after an end token is not learned, unless the template marks it.
+            # The line feed that a template writes after an end token is not supervised unless the template marks it.
             end = end if marker is None else max(end, marker + 1) if has_marks else marker + 1
-            # A template may mark an end token separately, which already ended the previous span.
+            # The previous span may already include an end token that the template marks separately.
             begin = max(begin, spans[-1][1]) if spans else begin
             if begin < end:
                 spans.append((begin, end))
@@ -269,25 +272,27 @@ class TemplateChat:
     def _refuse_forged_tokens(
         self, written: WrittenChat, ids: _Int64Array, offsets: _Int64Array, messages: Messages, tools: Tools
     ) -> None:
-        """Refuse special tokens that the template or the tokenizer makes from the conversation's strings."""
+        """Refuse special tokens that the template or the tokenizer forms from the conversation's strings."""
         text, places = written.text, np.flatnonzero(np.isin(ids, [*self._traced]))
         meant = [(int(ids[place]), int(offsets[place, 0]), int(offsets[place, 1])) for place in places]
         for token_id, first, last in meant:
             token = self._refused[token_id]
             if text[first:last].strip() != token.strip():
-                # The tokenizer's normalization made it.
-                raise RowError(f"'{text[first:last]}' reads as the special token '{token}'")
+                # The tokenizer's normalizer created the special token.
+                raise RowError(f"'{text[first:last]}' is tokenized as the special token '{token}'")
         forged = self._first_forged(written, meant, messages, tools)
         if forged is not None:
             token = self._refused[forged]
-            raise _ForgedTokenError(f"through the chat template, its text becomes the special token '{token}'")
+            raise _ForgedTokenError(f"the chat template turns a part of it into the special token '{token}'")
 
     def _first_forged(
         self, written: WrittenChat, meant: list[tuple[int, int, int]], messages: Messages, tools: Tools
     ) -> int | None:
-        """Return the first special token that changes when placeholders stand for the conversation's strings, or None.
+        """Return the first special token that depends on the conversation's strings, or None.
 
-        ``meant`` holds each special token of the text, with its first character and one past its last.
+        Such a token changes when placeholders replace the strings. ``meant`` lists each special token in the
+        text with
+        the index of its first character and the index after its last character.
         """
         text, plain = written.text, _shown(written.text)
 
@@ -312,10 +317,10 @@ class TemplateChat:
                 hidden.append(chat)
         if not hidden:
             raise RowError(
-                "the chat template refuses placeholders for its strings, so a forged token would not be found"
+                "the chat template refuses placeholder strings, so forged special tokens would go undetected"
             )
-        # The template writes placeholders differently, for example because it escapes them. The order of special tokens
-        # must do.
+        # The template writes placeholders differently, for example escaped. Compare only the sequence of special
+        # tokens.
         own, forged = self._specials(written, messages, tools), None
         for chat in hidden:
             pairs = zip_longest(own, self._specials(written, *chat))
@@ -325,30 +330,30 @@ class TemplateChat:
         return forged
 
     def _specials(self, written: WrittenChat, messages: Messages, tools: Tools) -> list[int]:
-        """Return the special tokens of the texts whose pieces a text consists of, with these messages."""
+        """Return the special tokens in the text's pieces when they are rendered from these messages."""
         texts = [self._template.render(messages[:stop], tools, asks=asks) for stop, asks, _ in written.pieces]
         ids = [one for text in texts for one in self._encode(text).ids]
         return [one for one in ids if one in self._traced]
 
 
 ChatFormat = ByteChat | TemplateChat
-"""A tokenizer's format of conversations."""
+"""A tokenizer's chat format."""
 
 _FOUND = {
-    "marks": "turns by the marks of the template",
-    "split": "turns by rendering up to each",
-    "whole": "turns by rendering up to each, whole conversations only",
+    "marks": "turns found by the template's marks",
+    "split": "turns found by rendering up to each turn",
+    "whole": "turns found by rendering up to each turn, only where one text contains all turns",
 }
-_LEARNED: dict[TrainOn, str] = {"all": "all turns of the assistant are learned", "last": "the last turn is learned"}
+_LEARNED: dict[TrainOn, str] = {"all": "all assistant turns are supervised", "last": "the last turn is supervised"}
 
 
 def _turn_end(
     is_special: NDArray[np.bool_], offsets: _Int64Array, text: str, begin: int, end: int, last: int, *, has_marks: bool
 ) -> int | None:
-    """Return the place of the special token that ends a turn, perhaps before white space; None if there is none.
+    """Return the index of the special token that ends a turn, or None if no special token ends the turn.
 
-    It may follow the turn: an end token outside of a mark, or the token that begins the next message, before which a
-    model has to stop. A model also writes white space between the turn and that token, unless a mark leaves it out.
+    The end token may lie outside the template's marks, or be the token that begins the next message. Without marks,
+    white space between the turn and its end token is supervised too.
     """
     special = np.flatnonzero(is_special[begin:end]) + begin
     if special.size and not text[offsets[special[-1], 1] : last].strip():
@@ -361,40 +366,46 @@ def _turn_end(
 
 
 def learned_turns(messages: Messages, train_on: TrainOn) -> Sequence[int]:
-    """Return the places of the assistant's messages that are learned: all, or the last, of those not of weight 0."""
+    """Return the indices of the assistant messages to supervise: all or the last of those whose weight is not 0."""
     turns = [number for number in assistant_turns(messages) if messages[number].get(WEIGHT) != 0]
     return turns if train_on == "all" else turns[-1:]
 
 
 class _Placeholders:
-    """Replaces the strings of conversations by placeholders, to find the characters that they add to a rendered text.
+    """Replaces a conversation's strings with placeholders, to find which rendered characters come from the strings.
 
-    A placeholder has a private character for each character of its string, so that a template which copies, cuts or
-    joins strings writes a text of the same length. The characters in which the two texts differ are the conversation's.
+    A placeholder has one private-use character per character of its string, so a template that copies, cuts or
+    joins
+    strings renders a text of the same length. The characters that differ between the two texts come from the
+    strings.
 
-    A string that a template compares others with is kept: the names of keys and a word that is all of a string, such
-    as the ``string`` of a JSON schema's type. ``kept_inside`` has what may stay inside of strings, from nothing to all
-    of the template's own strings, such as the ``</think>`` at which it cuts a content.
+    Strings that a template compares with constants are kept: keys, and words that are an entire string, such as the
+    type ``string`` in a JSON schema. ``kept_inside`` lists patterns of substrings to keep, from none to all of the
+    template's own constants, such as the ``</think>`` at which it splits a content.
 
-    Takes names and strings of the template's expressions, and the tokens that no string may become a part of.
+    Args:
+        names: Names in the template's expressions.
+        literals: String constants in the template's expressions.
+        special: Tokens that no string may become a part of.
     """
 
     def __init__(self, names: Collection[str], literals: Collection[str], special: Collection[str]) -> None:
         words = {literal for literal in literals if _WORD.fullmatch(literal)}
         self._keys = words.union(names)
-        # Templates change the case of the words that they compare, as Gemma's does with "string".
+        # Templates change the case of words that they compare, as Gemma's template does with "string".
         self._words = {word.lower() for word in words} | _TYPES
         lowered = "\n".join(special).lower()
         self._parts = {word for word in self._words.union(name.lower() for name in self._keys) if word in lowered}
         visible = [one for one in literals if one.strip() and not any(token in one for token in special)]
-        # Strings may be joined, so a part of a special token is kept last, and at one end of strings alone.
+        # Templates may join strings. Keep a part of a special token only as a last resort, and only at one end of a
+        # string.
         parts = {one for one in visible if any(one.strip() in token for token in special)}
         inside = _any_of(one for one in visible if one not in parts)
         forms = (inside, rf"\A{_any_of(parts)}|{inside}", rf"{_any_of(parts)}\Z|{inside}")
         self.kept_inside = (None, *(re.compile(f"({form})") for form in forms))
 
     def hide(self, messages: Messages, tools: Tools, kept: re.Pattern[str] | None) -> tuple[Messages, Tools]:
-        """Return a conversation and its tools with placeholders; ``kept`` is one of ``kept_inside``."""
+        """Return the conversation and its tools with placeholders. ``kept`` is one of ``kept_inside``."""
 
         def of_value(text: str) -> str:
             if text.lower() in self._words:
@@ -409,9 +420,10 @@ class _Placeholders:
         return _replaced(messages, tools, of_value, of_key)
 
     def hide_words(self, messages: Messages, tools: Tools) -> Iterator[tuple[Messages, Tools]]:
-        """Yield the conversation once for each of its kept words that is a part of a special token, with it replaced.
+        """Yield the conversation once per kept word that is part of a special token, with that word replaced.
 
-        A template that only compares the word writes another text then; one that copies it does not.
+        If a template only compares the word, the rendered text changes; if it copies the word, the text stays
+        the same.
         """
         others = [{key: value for key, value in message.items() if not _is_role(key, value)} for message in messages]
         for word in sorted(self._parts.intersection(text.lower() for text in strings([*others, *tools]))):
@@ -429,7 +441,7 @@ def _is_role(key: str, value: Any) -> bool:
 def _replaced(
     messages: Messages, tools: Tools, of_value: Callable[[str], str], of_key: Callable[[str], str]
 ) -> tuple[Messages, Tools]:
-    """Return a conversation and its tools with other strings, but for known fields and roles of messages."""
+    """Replace the strings of a conversation and its tools, except known fields and roles."""
 
     def field(key: str, value: Any) -> tuple[str, Any]:
         kept = value if _is_role(key, value) else _with_strings(value, of_value, of_key)
@@ -450,12 +462,10 @@ def _with_strings(value: Any, of_value: Callable[[str], str], of_key: Callable[[
 
 
 def _any_of(literals: Iterable[str]) -> str:
-    """Return a pattern that matches any of some strings, the longest first; nothing if there are none."""
     return f"(?:{'|'.join(map(re.escape, sorted(literals, key=len, reverse=True))) or '(?!)'})"
 
 
 def _shown(text: str) -> str:
-    """Return a text with its placeholders turned back into characters."""
     return _translated(text, _tables()[1])
 
 
@@ -466,7 +476,7 @@ def _translated(text: str, table: NDArray[np.uint32]) -> str:
 
 @functools.cache
 def _tables() -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-    """Return for each character its placeholder, and for each placeholder its character."""
+    """Return two tables: the placeholder of each character, and the character of each placeholder."""
     hidden, back = np.arange(_NUM_CODES, dtype="<u4"), np.arange(_NUM_CODES, dtype="<u4")
     hidden[:_NUM_MOVED] += _SHIFT
     # A template may strip white space, and JSON escapes control characters, quotes and backslashes.

@@ -1,8 +1,8 @@
-"""Reads the chat template of a Hugging Face tokenizer directory, and renders it through Transformers within bounds.
+"""Loads a Hugging Face tokenizer's chat template and renders it with Transformers, within resource limits.
 
-A template is foreign code. Transformers' sandbox bounds what a template may reach, but neither its loops nor its
-numbers. The bounds on steps, time and sizes are put into the tree that Jinja parses. A loop counts its turns where it
-begins, so that one over a few values costs a call.
+A template is untrusted code. Transformers' sandbox limits what a template may access, but neither its loops nor the
+sizes of its values. Limits on steps, time and sizes are therefore inserted into the syntax tree that Jinja parses. A
+loop over a few values is counted once, when it begins, so the check costs one call per loop.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ Tools = Sequence[Mapping[str, Any]]
 TRAINING = "training"
 _SUFFIX = "_training.jinja"
 _GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-# Llama 3.1 and others write the current date. A preparation that is resumed tomorrow must make the same tokens, so the
-# date is the one that Llama 3.2's template falls back to without a clock: 26 July 2024.
+# Llama 3.1's and other templates write the current date. Resuming a preparation on another day must give the same
+# tokens, so the date is fixed to the one that Llama 3.2's template uses without a clock: 26 July 2024.
 _CLOCK_CALL = re.compile(r"""strftime_now\(\s{0,9}(["'])(.{0,99}?)\1\s{0,9}\)""")
 _DAY = (2024, 7, 26, 0, 0, 0, 4, 208, 0)
 _MOST_TEMPLATE = 1 << 20
-# One conversation may be too long for a template; many mean the template.
+# A few conversations may be too long for a template; if there are more, the template itself never ends.
 _MOST_ENDLESS = 8
-# Jinja's name for a template that was not read from a file, in tracebacks.
+# File name in tracebacks of a template that Jinja did not load from a file.
 _TEMPLATE_FRAME = "<template>"
 
 MOST_CHARACTERS = 32 << 20
-"""The longest text that is tokenized at once, at 150 bytes per character of the library's own; and that a template may
-write."""
+"""Maximum number of characters that are tokenized at once (the library needs 150 bytes per character), and maximum
+length of a rendered conversation."""
 _MOST_STEPS = 10_000_000
 _MOST_S = 30.0
-# A loop over fewer values looks at the clock only where it begins.
+# A loop over fewer values checks the time only when it begins.
 _FEW = 64
 _MOST_NUMBER = 100_000
 _MOST_BITS = 1 << 16
-# Lists of the same nested list are small until they are written or compared.
+# Lists that contain the same list many times are small in memory until they are rendered or compared.
 _MOST_NESTED = 1 << 18
 _FORMAT_WIDTH = re.compile(r"[%{][^%{}a-zA-Z]*(?:\d{5}|\*)")
-# Filters with a number of times or a width.
+# Filters that take a repeat count or a width.
 _COUNTING_FILTERS = ("center", "indent", "batch", "slice", "wordwrap", "round", "tojson")
-# Methods of texts whose result may be far larger than the text and the arguments, and its size.
+# String methods whose result may be far larger than their inputs, with the size that each method adds.
 _GROWING: dict[str, Callable[..., int]] = {
     "join": lambda text, values: _joined_size(text, values),
     "replace": lambda text, old, new, *_: text.count(old) * len(new),
@@ -69,17 +69,17 @@ class ChatTemplate:
     """A chat template.
 
     Args:
-        directory: The tokenizer, whose named tokens a template may write.
-        source: The template's text; None for the tokenizer's own.
+        directory: The tokenizer directory, whose named special tokens the template may use.
+        source: Text of the template, or None for the tokenizer's own template.
 
     Attributes:
-        source: The template's text.
-        has_marks: Whether it marks what the assistant says with ``{% generation %}``.
-        literals: The strings in its expressions.
-        names: The names in them.
+        source: Text of the template.
+        has_marks: Whether the template marks the assistant's text with ``{% generation %}``.
+        literals: String constants in the template's expressions.
+        names: Names in the template's expressions.
 
     Raises:
-        UserError: There is no template, or it is invalid.
+        UserError: The tokenizer has no template, or the template is invalid.
     """
 
     def __init__(self, directory: Path, source: str | None = None) -> None:
@@ -91,7 +91,7 @@ class ChatTemplate:
         self._name = f"tokenizer={directory}: its chat template" if source is None else "--chat-template: the file"
         self._num_endless = 0
         if len(self.source) > _MOST_TEMPLATE:
-            raise UserError(f"{self._name} has {len(self.source)} characters; it may have {_MOST_TEMPLATE}")
+            raise UserError(f"{self._name} has {len(self.source)} characters; the limit is {_MOST_TEMPLATE}")
         fixed = _CLOCK_CALL.sub(lambda call: json.dumps(time.strftime(call.group(2), _DAY)), self.source)
         self._template = self._compiled(fixed)
         tokens = [*Environment().lexer.tokenize(fixed)]
@@ -100,7 +100,7 @@ class ChatTemplate:
 
     @property
     def digest(self) -> str:
-        """Return a hash of the template's text."""
+        """A hash of the template's text."""
         return hashlib.sha256(self.source.encode()).hexdigest()[:32]
 
     def _compiled(self, text: str) -> _BoundedTemplate:
@@ -113,30 +113,30 @@ class ChatTemplate:
                 f"{self._name} is not a valid Jinja template (line {error.lineno}: {error}); fix it"
             ) from error
         except Exception as error:
-            # Python may refuse the code that Jinja makes of it.
+            # Python may reject the code that Jinja generates.
             raise UserError(f"{self._name} can't be compiled ({type(error).__name__}: {error}); fix it") from error
         try:
             template.render(conversations=[[{"role": "user", "content": "."}]])
         except EndlessTemplateError as error:
-            raise UserError(f"{self._name} never ends: {error}; give another one (--chat-template)") from error
+            raise UserError(f"{self._name} never ends: {error}; give another template (--chat-template)") from error
         except Exception:
-            # It compiled; refusing this conversation says nothing about others.
+            # The template compiled. It may refuse this conversation and still render others.
             return template
         return template
 
     def render(self, messages: Messages, tools: Tools, *, asks: bool = False) -> str:
-        """Return the text of a conversation; with ``asks`` it ends with the generation prompt.
+        """Render a conversation, followed by the generation prompt if ``asks`` is set.
 
         Raises:
-            RowError: The template refuses it; the reason has the line of the template.
+            RowError: The template refuses the conversation. The reason includes the template's line number.
         """
         return self._render(messages, tools, asks=asks)[0]
 
     def render_marked(self, messages: Messages, tools: Tools) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text of a conversation, and the character ranges between generation marks.
+        """Render a conversation, and return the text and the character ranges inside generation marks.
 
         Raises:
-            RowError: The template refuses it; the reason has the line of the template.
+            RowError: The template refuses the conversation. The reason includes the template's line number.
         """
         text, ranges = self._render(messages, tools, marks=True)
         return text, sorted(ranges)
@@ -156,10 +156,10 @@ class ChatTemplate:
         except EndlessTemplateError as error:
             self._num_endless += 1
             if self._num_endless > _MOST_ENDLESS:
-                raise UserError(f"{self._name} never ends: {error}; give another one (--chat-template)") from error
-            raise RowError(f"the chat template never ends with it: {error}") from error
+                raise UserError(f"{self._name} never ends: {error}; give another template (--chat-template)") from error
+            raise RowError(f"the chat template never ends for it: {error}") from error
         except Exception as error:
-            # A template is arbitrary code and may raise anything.
+            # Template code may raise any exception.
             line, trace = None, error.__traceback__
             while trace is not None:
                 if trace.tb_frame.f_code.co_filename == _TEMPLATE_FRAME:
@@ -174,7 +174,7 @@ def own_template(directory: Path) -> str:
     """Return the text of a tokenizer's chat template.
 
     Raises:
-        UserError: It has none, or one that is not UTF-8.
+        UserError: The tokenizer has no template, or the template is not UTF-8.
     """
     file = directory / "chat_template.jinja"
     if file.is_file():
@@ -184,32 +184,32 @@ def own_template(directory: Path) -> str:
             raise UserError(f"tokenizer={directory}: {file.name} is not UTF-8 ({error}); save it as UTF-8") from error
     template = json_object(directory / "tokenizer_config.json").get("chat_template")
     if isinstance(template, list):
-        # The form of several templates: [{"name": "default", "template": ...}, ...].
+        # A list of several templates: [{"name": "default", "template": ...}, ...].
         template = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}.get("default")
     if isinstance(template, str):
         return template
     raise UserError(
         f"--messages-field: the tokenizer {directory} has no chat template; add chat_template.jinja to the directory, "
-        "give one (--chat-template), or use the tokenizer of a chat model"
+        "set --chat-template, or use a chat model's tokenizer"
     )
 
 
 def training_template(tokenizer: str | Path, folder: Path | None = None) -> str:
-    """Return the text of the training variant of a tokenizer's own chat template, which marks the assistant's text.
+    """Return TRL's training variant of a tokenizer's chat template, which marks the assistant's text.
 
     Args:
-        tokenizer: The tokenizer's directory.
-        folder: TRL's templates; None for those of the installed package, which is not imported.
+        tokenizer: The tokenizer directory.
+        folder: Folder of TRL's templates, or None to use the installed package, without importing it.
 
     Raises:
-        UserError: The tokenizer has no template, TRL is not installed, or TRL has no variant of this template.
+        UserError: The tokenizer has no template, TRL is not installed, or TRL has no variant of the template.
     """
     own = own_template(Path(tokenizer)).strip()
     folder = folder or trl_templates()
-    hint = "leave the option out, since the turns of any template are found by rendering (--turns split)"
+    hint = "remove the option: the turns of any template can be found by rendering (--turns split)"
     if folder is None:
         raise UserError(
-            f"--chat-template={TRAINING}: needs the templates of the package trl; install it (pip install trl), or "
+            f"--chat-template={TRAINING}: requires the templates of the package trl; install it (pip install trl), or "
             f"{hint}"
         )
     for path in sorted(folder.glob(f"*{_SUFFIX}")):
@@ -217,20 +217,20 @@ def training_template(tokenizer: str | Path, folder: Path | None = None) -> str:
         if plain.is_file() and plain.read_text(encoding="utf-8").strip() == own:
             return path.read_text(encoding="utf-8")
     raise UserError(
-        f"--chat-template={TRAINING}: TRL has no training variant of the chat template of tokenizer={tokenizer}; name "
+        f"--chat-template={TRAINING}: TRL has no training variant of the chat template of tokenizer={tokenizer}; give "
         f"a file, or {hint}"
     )
 
 
 def trl_templates() -> Path | None:
-    """Return the chat template folder of the installed package TRL; None if TRL is not installed."""
+    """Return the chat template folder of the installed TRL package, or None if TRL is not installed."""
     found = importlib.util.find_spec("trl")
     places = [] if found is None else found.submodule_search_locations or []
     return next((Path(place) / "chat_templates" for place in places if (Path(place) / "chat_templates").is_dir()), None)
 
 
 def named_tokens(directory: Path) -> dict[str, str]:
-    """Return bos_token, eos_token and the like, which templates refer to by name."""
+    """Return the tokens that templates refer to by name, such as bos_token and eos_token."""
     found = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
         for name, token in json_object(directory / file).items():
@@ -241,17 +241,17 @@ def named_tokens(directory: Path) -> dict[str, str]:
 
 
 def special_tokens(directory: Path, tokenizer: RustTokenizer) -> dict[int, str]:
-    """Return the tokens of a tokenizer directory with a meaning beyond their text, by id."""
+    """Return a tokenizer's special tokens by id: tokens flagged as special, and named tokens such as eos_token."""
     named = set(named_tokens(directory).values())
     added = tokenizer.get_added_tokens_decoder()
     return {key: token.content for key, token in added.items() if token.special or token.content in named}
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """Return the object in a file of a tokenizer; empty if there is no such file.
+    """Return the JSON object in a tokenizer file, or an empty dict if the file does not exist.
 
     Raises:
-        UserError: It is not a JSON object.
+        UserError: The file is not a JSON object.
     """
     if not path.is_file():
         return {}
@@ -265,16 +265,16 @@ def json_object(path: Path) -> dict[str, Any]:
 
 
 class EndlessTemplateError(Exception):
-    """A template goes on beyond the bounds."""
+    """A template exceeds the limits on steps or time."""
 
 
 class _BoundedTemplate:
-    """A chat template that can be rendered any number of times; compiling it may raise anything."""
+    """A compiled chat template. Compiling a template may raise any exception."""
 
     def __init__(self, text: str) -> None:
         from transformers.utils import chat_template_utils
 
-        # Transformers makes an environment for each template. No other template has this one, past any cache.
+        # Transformers creates an environment per template. Bypass its cache, so that this environment is not shared.
         env: Any = inspect.unwrap(chat_template_utils._cached_compile_jinja_template)("").environment
         self._text, self._steps, self._deadline = text, 0, 0.0
         self._bound(env)
@@ -283,17 +283,17 @@ class _BoundedTemplate:
         template.set_environment(env)
         compiled = env.template_class.from_code(env, env.compile(template), env.make_globals(None))
         compiled.generate = functools.partial(_sized_parts, compiled.generate)
-        # The same function with another compiler.
+        # A copy of render_jinja_template that uses our compiled template.
         public: Any = chat_template_utils.render_jinja_template
         names = {**public.__globals__, "_compile_jinja_template": lambda _: compiled}
         self._render: Any = FunctionType(public.__code__, names, public.__name__, public.__defaults__)
 
     def render(self, **arguments: Any) -> Any:
-        """Call ``render_jinja_template`` of Transformers with this template.
+        """Call Transformers' ``render_jinja_template`` with this template.
 
         Raises:
-            EndlessTemplateError: It takes too many steps, or too long.
-            Exception: A template may raise anything.
+            EndlessTemplateError: The template takes too many steps or too long.
+            Exception: Template code may raise any exception.
         """
         self._steps, self._deadline = 0, time.monotonic() + _MOST_S
         return self._render(chat_template=self._text, **arguments)
@@ -301,9 +301,9 @@ class _BoundedTemplate:
     def _spend(self, steps: int) -> None:
         self._steps += steps
         if self._steps > _MOST_STEPS:
-            raise EndlessTemplateError(f"it goes on after {_MOST_STEPS:,} turns of its loops")
+            raise EndlessTemplateError(f"its loops run for more than {_MOST_STEPS:,} iterations")
         if time.monotonic() > self._deadline:
-            raise EndlessTemplateError(f"it goes on after {_MOST_S:g} s")
+            raise EndlessTemplateError(f"it runs for more than {_MOST_S:g} s")
 
     def _timed(self, values: Iterable[Any], steps: int) -> Iterator[Any]:
         for number, value in enumerate(values):
@@ -321,7 +321,7 @@ class _BoundedTemplate:
         return value
 
     def _refuse_nested(self, values: Iterable[Any]) -> None:
-        """Raise OverflowError for values that are large when a shared list counts at each occurrence."""
+        """Raise OverflowError if the values are too large when every occurrence of a shared list is counted."""
         seen, size, held = 0, 0, [*values]
         while held:
             value = held.pop()
@@ -330,20 +330,20 @@ class _BoundedTemplate:
             elif isinstance(value, list | tuple | dict):
                 seen += len(value)
                 if seen > _MOST_NESTED:
-                    raise OverflowError(f"a value of more than {_MOST_NESTED:,} nested ones is too large")
+                    raise OverflowError(f"a value with more than {_MOST_NESTED:,} nested values is too large")
                 held.extend(value.values() if isinstance(value, dict) else value)
         _refuse_size(size)
         if seen:
             self._spend(seen)
 
     def _bound(self, env: Any) -> None:
-        """Put the bounds into an environment."""
+        """Install the limits in a Jinja environment."""
         from jinja2 import pass_context
         from jinja2.exceptions import SecurityError
 
         bounded_range, wrap = env.globals["range"], env.wrap_str_format
 
-        # With a context, so that they are not evaluated while compiling.
+        # The context argument prevents Jinja from evaluating these filters at compile time.
         @pass_context
         def step(_: Any, steps: int) -> None:
             self._spend(steps)
@@ -374,7 +374,7 @@ class _BoundedTemplate:
             if type(text := getattr(called, "__self__", None)) is str and (size := _GROWING.get(called.__name__)):
                 arguments = tuple(list(value) if hasattr(value, "__next__") else value for value in arguments)
                 _refuse_size(size(text, *arguments, *options.values()))
-            # As in the sandbox itself, without a call of another function.
+            # The sandbox's own check, without another function call.
             if not env.is_safe_callable(called):
                 raise SecurityError(f"{called!r} is not safely callable")
             return context.call(called, *arguments, **options)
@@ -393,7 +393,7 @@ class _BoundedTemplate:
 
             return bounded
 
-        # It generates random text of any length.
+        # lipsum generates random text of any length.
         del env.globals["lipsum"]
         env.globals["range"] = counted_range
         env.filters |= {"_step": step, "_counted": counted, "_sized": self._sized, "_nested": nested}
@@ -412,7 +412,7 @@ class _BoundedTemplate:
 
 
 def _insert_bounds(template: Any) -> None:
-    """Pass the values of a template's tree through the filters that bound them."""
+    """Wrap the values in a template's syntax tree in the filters that limit them."""
     from jinja2 import nodes
 
     def filtered(node: Any, name: str) -> Any:
@@ -429,7 +429,7 @@ def _insert_bounds(template: Any) -> None:
     for assigned in [*template.find_all(nodes.Assign)]:
         assigned.node = filtered(assigned.node, "_sized")
     for holder in [*template.find_all((nodes.List, nodes.Tuple))]:
-        # The targets of a loop or an assignment are tuples too.
+        # The targets of loops and assignments are tuples too.
         if getattr(holder, "ctx", "load") == "load":
             holder.items = [nested(item) for item in holder.items]
     for pair in [*template.find_all(nodes.Pair)]:
@@ -437,7 +437,7 @@ def _insert_bounds(template: Any) -> None:
 
 
 class _Timed:
-    """Values whose iteration looks at the clock; they have a length, which ``loop.length`` takes."""
+    """Values that check the time limit during iteration. ``loop.length`` needs their length."""
 
     def __init__(self, values: Any, timed: Callable[[Iterable[Any], int], Iterator[Any]]) -> None:
         self._values, self._timed = values, timed
@@ -450,8 +450,6 @@ class _Timed:
 
 
 def _checked(called: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
-    """Return a filter that is called only with arguments that pass a check."""
-
     @functools.wraps(called)
     def checking(*arguments: Any, **options: Any) -> Any:
         check(*arguments, **options)
@@ -475,7 +473,7 @@ def _check_numbers(*arguments: Any, **options: Any) -> None:
 
 
 def _binary(table: Any, _: Any, operator: str, left: Any, right: Any) -> Any:
-    """Return a product, a power, a remainder or a formatted text; OverflowError if it would be large."""
+    """Evaluate ``*``, ``**`` or ``%``; raise OverflowError if the result would be too large."""
     if operator == "%":
         _refuse_wide(left)
         if isinstance(left, str):
@@ -498,12 +496,12 @@ def _bits(number: int) -> int:
 def _refuse_large_numbers(values: Iterable[object]) -> None:
     for value in values:
         if type(value) is int and value > _MOST_NUMBER:
-            raise OverflowError(f"the number {value if _bits(value) < 64 else '2**64'} or more is too large")
+            raise OverflowError(f"the number {value if _bits(value) < 64 else '2**64 or more'} is too large")
 
 
 def _refuse_wide(text: object) -> None:
     if isinstance(text, str) and _FORMAT_WIDTH.search(text):
-        raise OverflowError("a format has a width that is too large")
+        raise OverflowError("the width in a format string is too large")
 
 
 def _joined_size(text: str, values: Any) -> int:

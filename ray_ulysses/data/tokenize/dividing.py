@@ -1,15 +1,15 @@
-r"""Divides a long text into parts whose tokens, one part after the other, are those of the whole text.
+r"""Divides a long text into parts whose concatenated tokens equal the tokens of the complete text.
 
-Tokenizing a text takes more than a hundred times its size in memory, so a long one is tokenized in parts where that is
-known to give the same tokens: by a byte-level BPE whose pre-tokenizer cuts between a line feed and an ASCII letter.
+Tokenizing a text takes more than a hundred times its size in memory. A long text is therefore tokenized in parts if
+that provably gives the same tokens: with byte-level BPE whose pre-tokenizer splits between a line feed and an ASCII
+letter.
 
-A pre-tokenizer of this kind goes over the text from left to right, and at each place the first alternative of its
-pattern that matches gives a word. None of the alternatives known here matches a line feed and a letter together, none
-looks back, and of those that look ahead, ``\s+(?!\S)`` alone sees beyond the white space that it matches. Let a line
-feed stand between a visible ASCII character and an ASCII letter. Then it is a word of its own or the end of one,
-whether or not the letter follows: the text up to it, and the text from the letter on, give the words that they give in
-the whole. Where ``\s*[\r\n]+`` comes before ``\s+(?!\S)``, that is true of several line feeds as well. BPE joins
-nothing across words.
+Such a pre-tokenizer scans the text from left to right. At each position, the first alternative of its pattern that
+matches yields a word. No alternative known here matches a line feed and a letter together, and none looks behind. Of
+those that look ahead, only ``\s+(?!\S)`` sees beyond the white space that it matches. Take a line feed between a
+visible ASCII character and an ASCII letter. It is a word of its own or ends one, whether or not the letter follows, so
+the text up to the line feed and the text from the letter on yield the same words separately as together. If
+``\s*[\r\n]+`` precedes ``\s+(?!\S)``, the same holds for several line feeds. BPE never merges across words.
 """
 
 from __future__ import annotations
@@ -58,19 +58,20 @@ _OTHERS = frozenset(
         _SPACES,
     )
 )
-# Of the pre-tokenizer that the library calls ByteLevel, which is GPT-2's.
+# The pattern of the library's ByteLevel pre-tokenizer, which is GPT-2's.
 _GPT_2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 def dividing_pattern(tokenizer: Mapping[str, Any]) -> re.Pattern[str] | None:
-    """Return the pattern after which texts may be cut; None if they must be tokenized whole.
+    """Return the pattern that matches up to each safe cut, or None if texts must be tokenized in one piece.
 
-    ``tokenizer`` is the content of ``tokenizer.json``.
+    Args:
+        tokenizer: Content of ``tokenizer.json``.
     """
     model = tokenizer.get("model") or {}
     if model.get("type") != "BPE" or model.get("dropout") or not _is_local(tokenizer.get("normalizer")):
         return None
-    # Special tokens are text in a text; the others are taken out of it first.
+    # Special tokens in a text are encoded as plain text. Other added tokens are matched before the pre-tokenizer runs.
     for token in tokenizer.get("added_tokens") or ():
         is_plain = not (token.get("lstrip") or token.get("rstrip") or token.get("single_word"))
         if not token.get("special") and (not is_plain or "\n" in token.get("content", "")):
@@ -85,7 +86,7 @@ def dividing_pattern(tokenizer: Mapping[str, Any]) -> re.Pattern[str] | None:
 
 
 def divide(text: str, pattern: re.Pattern[str] | None, size: int = PART_CHARACTERS) -> Iterator[str]:
-    """Yield the parts of a text, each of about ``size`` characters or as many as there are up to the next cut."""
+    """Yield the parts of a text. Each part ends at the first safe cut after about ``size`` characters."""
     start = 0
     while pattern is not None and len(text) - start > size and (found := pattern.search(text, start + size - 2)):
         yield text[start : found.end()]
@@ -95,24 +96,25 @@ def divide(text: str, pattern: re.Pattern[str] | None, size: int = PART_CHARACTE
 
 @contextmanager
 def unwritable_text_refused(*texts: str) -> Iterator[None]:
-    """Raise a RowError for texts that a tokenizer can't write.
+    """Convert a tokenizer's failure into a RowError.
 
-    One is too long to be written at once, has a part for which there is neither a token nor an unknown token, or makes
-    a regular expression of the tokenizer give up.
+    A text is refused if it is too long to tokenize at once, if a part of it has neither a token nor an unknown
+    token,
+    or if one of the tokenizer's regular expressions gives up.
     """
     if (longest := max(map(len, texts), default=0)) > MOST_CHARACTERS:
         raise RowError(
-            f"{longest} characters exceed the {MOST_CHARACTERS} of a text that this tokenizer can't divide; divide it"
+            f"its {longest} characters exceed the {MOST_CHARACTERS} that this tokenizer can encode at once; split it"
         )
     try:
         yield
     except BaseException as error:
-        # The library raises a bare Exception, and pyo3's for a panic, which is exported nowhere.
+        # The library raises a bare Exception, or pyo3's PanicException, which is not exported.
         if type(error).__name__ == "PanicException":
-            raise RowError(f"the tokenizer gives up on it: {error}") from error
+            raise RowError(f"the tokenizer panics: {error}") from error
         if type(error) is not Exception:
             raise
-        raise RowError(f"the tokenizer has no token for a part of it: {error}") from error
+        raise RowError(f"a part of it has no token: {error}") from error
 
 
 def _takes_breaks_first(alternatives: Sequence[str]) -> bool:
@@ -127,12 +129,12 @@ def _is_local(normalizer: Any) -> bool:
         return True
     if normalizer.get("type") == "Sequence":
         return all(map(_is_local, normalizer.get("normalizers") or ()))
-    # Neither a line feed nor a letter composes with what is before it.
+    # Neither a line feed nor a letter combines with the character before it.
     return bool(normalizer.get("type") == "NFC")
 
 
 def _patterns(pre_tokenizer: Any) -> list[list[str]] | None:
-    """Return the alternatives of each pattern that divides a text, in turn; None if one of them is unknown."""
+    """Return the alternatives of each splitting pattern, in order, or None if a pre-tokenizer is not known."""
     kind = None if pre_tokenizer is None else pre_tokenizer.get("type")
     if kind == "Sequence":
         found: list[list[str]] = []
@@ -153,7 +155,6 @@ def _patterns(pre_tokenizer: Any) -> list[list[str]] | None:
 
 
 def _alternatives(pattern: str) -> list[str]:
-    """Split a pattern at the bars outside of brackets."""
     found, depth, is_escaped, is_class = [""], 0, False, False
     for character in pattern:
         if character == "|" and not (depth or is_escaped or is_class):

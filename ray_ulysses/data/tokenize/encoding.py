@@ -28,55 +28,56 @@ from ray_ulysses.validation import KNOWN_FIELDS_ONLY, Whole
 
 IGNORED_LABEL = -100
 _DIGEST_CHARACTERS = 1 << 20
-NOT_SUPERVISED = "no token of it is supervised"
+NOT_SUPERVISED = "none of its tokens is supervised"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class EncodedTexts:
-    """Texts in their stored form, each supervised as a whole."""
+    """Encoded texts, each supervised completely."""
 
     ids: NDArray[np.int64]
-    """The tokens of all, one text after the other."""
+    """Concatenated tokens of all texts."""
     lengths: NDArray[np.int64]
-    """The number of tokens of each; with fewer than two, none of them is supervised."""
+    """Number of tokens per text. A text with fewer than two tokens has no supervised token."""
     digests: list[bytes]
-    """16 bytes for each, equal for equal texts."""
+    """A 16-byte digest per text, equal for equal texts."""
     left_out: dict[int, str]
-    """The reason to leave out each text, by its place, that spells a special token and would become it, or that the
-    tokenizer can't write."""
+    """Maps a text's index to the reason to reject the text: it forges a special token, or the tokenizer can't encode
+    it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodingInfo:
-    """How the documents of a corpus were written; stored in the corpus."""
+    """How the documents of a corpus were encoded; stored with the corpus."""
 
     __pydantic_config__ = KNOWN_FIELDS_ONLY
 
     bos_token_id: Whole | None
-    """The token that begins texts and prompts; None for none."""
+    """Token that begins texts and prompts, or None."""
     eos_token_id: Whole | None
-    """The token that ends documents; None for none."""
+    """Token that ends documents, or None."""
     chats: str | None = None
-    """How the turns of conversations were found and which are learned; None if there were no conversations."""
+    """How turns were found and which are supervised; None if the corpus has no conversations."""
     num_chats: Whole = 0
-    """Conversations that were written."""
+    """Number of encoded conversations."""
     num_chat_documents: Whole = 0
-    """The documents made from them; a turn may need its own document."""
+    """Number of documents made from the conversations. A turn may need a document of its own."""
     num_open_turns: Whole = 0
-    """Learned turns that no special token ends."""
+    """Number of supervised turns that no special token ends."""
     chat_template: str | None = None
-    """The text of the chat template that wrote them; None if there were none, or if they were written as bytes."""
+    """Text of the chat template that rendered the conversations; None if there were none, or if they were encoded as
+    bytes."""
 
 
 class DocumentEncoder:
-    """Writes documents as tokens: a tokenizer with the options of a preparation.
+    """Encodes documents as tokens, with a tokenizer and the options of ``prepare``.
 
     Attributes:
-        bos_token_id: The token that begins texts and prompts; None for none.
-        eos_token_id: The token that ends documents; None for none.
-        frame: Those of the two, by id, that are not special and that a text or a chat becomes if it spells them.
-        forgeable: The tokens, by id, that a text would become if it spelled them, and must not: special ones, and
-            ``frame``.
+        bos_token_id: Token that begins texts and prompts, or None.
+        eos_token_id: Token that ends documents, or None.
+        frame: Those of these two tokens, by id, that are not special although a text that spells the token becomes
+            it.
+        forgeable: Tokens by id that no text may become by spelling them: special tokens and ``frame``.
 
     Raises:
         UserError: The tokenizer lacks a chosen token.
@@ -96,19 +97,21 @@ class DocumentEncoder:
 
     @functools.cached_property
     def chat(self) -> ChatFormat:
-        """Return the format of conversations; UserError if the tokenizer has none."""
+        """The chat format; UserError if the tokenizer has none."""
         return self.tokenizer.chat(self.options, self.frame)
 
     @property
     def fingerprint(self) -> str:
-        """Return a hash of the tokens that begin and end documents."""
+        """A hash of the tokens that begin and end documents."""
         return stable_hash([self.bos_token_id, self.eos_token_id])
 
     def encode(self, content: Content) -> list[EncodedDocument]:
-        """Return a document as tokens and label spans; a conversation may become several.
+        """Encode a document as tokens and label spans. A conversation may become several documents.
 
         Raises:
-            RowError: It can't be tokenized, names tokens outside the vocabulary, or nothing of it is supervised.
+            RowError: The document can't be tokenized, contains token ids outside the vocabulary, or has no
+                supervised
+                token.
         """
         if isinstance(content, str):
             ids = self._framed(content)
@@ -126,7 +129,7 @@ class DocumentEncoder:
         return [_encoded(ids, np.array([num_prompt], dtype=np.int64), np.array([ids.size], dtype=np.int64))]
 
     def encode_texts(self, texts: Sequence[str]) -> EncodedTexts:
-        """Return texts as documents that are supervised as a whole."""
+        """Encode texts as documents that are supervised completely."""
         left_out: dict[int, str] = {}
         try:
             bare, num_bare = self.tokenizer.encode_all(texts)
@@ -157,13 +160,13 @@ class DocumentEncoder:
         return EncodedTexts(ids=ids, lengths=lengths, digests=[text_digest(text) for text in texts], left_out=left_out)
 
     def encode_parts(self, text: str) -> Iterator[NDArray[np.integer[Any]]]:
-        """Yield the tokens of a long text, supervised as a whole, in parts where its tokenizer allows it.
+        """Encode a long text that is supervised completely, and yield its tokens in parts if the tokenizer allows it.
 
         Raises:
-            RowError: It has a single token, or none, or it forges one.
+            RowError: The text has fewer than two tokens, or forges a token.
         """
         if self.forgeable:
-            # Checked before any is yielded, since stored parts of a document stay.
+            # Check all parts before yielding the first, because a part that was already stored is not removed.
             for part in self.tokenizer.divide(text):
                 self._refuse_forged(self.tokenizer.encode_all([part])[0])
         num_tokens, held = 0, []
@@ -177,7 +180,6 @@ class DocumentEncoder:
         _refuse_without_labels(np.array([num_tokens]))
 
     def _framed(self, text: str) -> NDArray[np.int64]:
-        """Return the tokens of a text, from the token that begins it to the one that ends it."""
         bare = self.tokenizer.encode_all([text])[0].astype(np.int64, copy=False)
         self._refuse_forged(bare)
         return np.concatenate([*_one(self.bos_token_id), bare, *_one(self.eos_token_id)])
@@ -187,33 +189,34 @@ class DocumentEncoder:
             raise RowError(self._forged(int(found[0])))
 
     def _forged(self, token_id: int) -> str:
-        return f"text in it reads as the special token '{self.forgeable[token_id]}'"
+        return f"a part of its text is tokenized as the special token '{self.forgeable[token_id]}'"
 
     def _token_row(self, row: TokenRow) -> EncodedDocument:
         ids, labels, vocab_size = row.tokens, row.labels, self.tokenizer.info.vocab_size
         outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
         if outside.size:
             place = int(outside[0])
-            raise RowError(f"token {ids[place]} at place {place} is outside the vocabulary of {vocab_size}")
+            raise RowError(f"token {ids[place]} at index {place} is outside the vocabulary of {vocab_size} tokens")
         mask = np.ones(ids.size, dtype=np.bool_)
         if labels is not None:
             mask = labels != IGNORED_LABEL
             wrong = np.flatnonzero(mask & (labels != ids))
             if wrong.size:
                 place = int(wrong[0])
-                raise RowError(f"label {labels[place]} at place {place} is neither -100 nor the token {ids[place]}")
+                raise RowError(f"label {labels[place]} at index {place} is neither -100 nor the token {ids[place]}")
         ends = frozenset[int]() if row.labels is None else _span_ends(ids, mask, self.tokenizer.special_ids)
         if self.eos_token_id is not None and ids[-1] != self.eos_token_id:
-            # The end token is supervised if the token before it is.
+            # The appended end token is supervised if the last token is.
             ids, mask = np.append(ids, self.eos_token_id), np.append(mask, mask[-1])
         return _encoded(ids, *mask_spans(mask), ends)
 
     def _chat(self, chat: EncodedDocument) -> EncodedDocument:
         if not chat.ids.size:
-            raise RowError("the chat template writes nothing")
+            raise RowError("the chat template renders an empty text")
         if self.eos_token_id is not None and chat.ids[-1] != self.eos_token_id:
             if chat.ends_open:
-                # It also ends the open turn. A turn with its own end needs no other.
+                # The appended end token also ends the open turn. A turn that has its own end token does not need
+                # another.
                 stops = np.append(chat.stops[:-1], chat.ids.size + 1)
                 chat = replace(chat, stops=stops, num_open=chat.num_open - 1)
             chat = replace(chat, ids=np.append(chat.ids, self.eos_token_id))
@@ -221,33 +224,34 @@ class DocumentEncoder:
         return chat
 
     def _completion(self, row: CompletionRow) -> tuple[NDArray[np.int64], int]:
-        """Return the tokens, and the number of the prompt's, which are the same as for the prompt alone."""
+        """Return the row's tokens and the number of prompt tokens. The prompt is tokenized as if it stood alone."""
         num_end = self.eos_token_id is not None
         prompt, together = self._framed(row.prompt), self._framed(row.prompt + row.completion)
         prompt = prompt[: prompt.size - num_end]
         if np.array_equal(together[: prompt.size], prompt) and together.size > prompt.size + num_end:
             return together, prompt.size
-        # A token would cross the border. Tokenizing both separately works unless the tokenizer prepends a space.
+        # A token would cross the border. Separate tokenization gives the same text unless the tokenizer prepends a
+        # space.
         completion = self._framed(row.completion)[self.bos_token_id is not None :]
         apart = np.concatenate([prompt, completion])
         if self.tokenizer.decode(apart) != self.tokenizer.decode(together):
             raise RowError(
-                "the tokens of the prompt change when the completion follows; let the prompt end with a word"
+                "the prompt's tokens change when the completion follows; let the prompt end with a complete word"
             )
         return apart, prompt.size
 
 
 def load_encoder(name: str | Path, options: EncodingOptions | None = None) -> DocumentEncoder:
-    """Return the encoder of a tokenizer's name, as ``load_tokenizer`` and `DocumentEncoder` do."""
+    """Return an encoder for a tokenizer given by name; see ``load_tokenizer`` and `DocumentEncoder`."""
     return DocumentEncoder(load_tokenizer(name), options)
 
 
 def weighted(
     document: EncodedDocument, weight: float | NDArray[np.float32], special_ids: frozenset[int]
 ) -> EncodedDocument:
-    """Return a document with a loss weight, or with one per token; the end token gets the weight of the last.
+    """Apply a loss weight, or one weight per token, to a document. An appended end token gets the last token's weight.
 
-    Tokens of weight 0 are not supervised; RowError if no supervised token has another.
+    Tokens of weight 0 are not supervised; RowError if no supervised token has a nonzero weight.
     """
     if not isinstance(weight, np.ndarray):
         if weight == 0:
@@ -264,18 +268,18 @@ def weighted(
     learned = weights[starts] > 0
     starts, stops = starts[learned], stops[learned]
     of_spans = weights[starts]
-    # A mask of other tokens makes another document, as labels do.
+    # A different mask makes a different document, as different labels do.
     masked = _encoded(document.ids, starts, stops, ends)
     return replace(masked, weights=None if (of_spans == 1).all() else of_spans)
 
 
 def _span_ends(ids: NDArray[np.int64], mask: NDArray[np.bool_], special_ids: frozenset[int]) -> frozenset[int]:
-    """Return the special tokens at the end of supervised spans of a row, before an end token is added."""
+    """Return the special tokens that end a row's supervised spans, not counting an appended end token."""
     return special_ids & frozenset(ids[mask_spans(mask)[1] - 1].tolist())
 
 
 def text_digest(text: str) -> bytes:
-    """Return the digest of a text that is a document; only a part of it at a time is held as bytes."""
+    """Return the digest of a text document. Only a part of the text is encoded to bytes at a time."""
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for start in range(0, len(text), _DIGEST_CHARACTERS):
         digest.update(text[start : start + _DIGEST_CHARACTERS].encode("utf-8"))
@@ -297,7 +301,7 @@ def _encoded(
 
 
 def _refuse_without_labels(stops: NDArray[np.int64]) -> None:
-    # Nothing predicts the first token of a document.
+    # The first token of a document is never predicted.
     if not (stops > 1).any():
         raise RowError(NOT_SUPERVISED)
 
@@ -310,7 +314,7 @@ def _chosen(name: str, chosen: str, own: int | None, tokenizer: Tokenizer) -> in
     found = tokenizer.token_id(chosen)
     if found is None:
         raise UserError(
-            f"--{name}={chosen!r}: is not a token of the tokenizer {tokenizer.info.name}; give one of its tokens, "
+            f"--{name}={chosen!r}: is not a token of the tokenizer {tokenizer.info.name}; use one of its tokens, "
             f"{TOKENIZER} or {NONE}"
         )
     return found

@@ -1,4 +1,4 @@
-"""The options of ``prepare`` that decide how a document is written as tokens."""
+"""Options of ``prepare`` that determine how documents are tokenized."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ NONE = "none"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodingOptions:
-    """How documents are written as tokens."""
+    """How documents are tokenized."""
 
     bos: str = TOKENIZER
-    """The token that begins a text or a prompt: ``tokenizer`` (the one that the tokenizer itself puts there, if any),
-    ``none``, or a token of the vocabulary."""
+    """Token that begins a text or a prompt: ``tokenizer`` for the token that the tokenizer itself prepends, if any;
+    ``none``; or a token of the vocabulary."""
     eos: str = TOKENIZER
-    """The token that ends a document: ``tokenizer`` (its ``eos_token``), ``none``, or a token of the vocabulary."""
+    """Token that ends a document: ``tokenizer`` for the tokenizer's ``eos_token``; ``none``; or a token of the
+    vocabulary."""
     chat_template: str | None = None
-    """The text of a chat template that takes the place of the tokenizer's own; None for its own."""
+    """Text of a chat template that replaces the tokenizer's own, or None to use the tokenizer's own."""
     turns: TurnsOption = "auto"
-    """How the turns of the assistant are found in the rendered chat. ``marks`` takes the text between the template's
-    ``{% generation %}`` marks. ``split`` renders the conversation up to each turn; a turn that the template writes
-    differently once the conversation goes on is learned in a document of its own. ``whole`` leaves out a conversation
-    with such a turn. ``auto`` is ``marks`` for a template that has them, else ``split``."""
+    """How the assistant's turns are found in the rendered chat. ``marks``: between the template's ``{% generation %}``
+    marks. ``split``: by rendering the conversation up to each turn; a turn that the template renders differently once
+    the conversation continues becomes a document of its own. ``whole``: like ``split``, but conversations with such a
+    turn are rejected. ``auto``: ``marks`` if the template has marks, otherwise ``split``."""
     train_on: TrainOn = "all"
-    """``all`` turns of the assistant are learned, or only the ``last`` of each conversation."""
+    """Whether ``all`` assistant turns or only the ``last`` turn of each conversation is supervised."""
 
     @property
     def chat_settings(self) -> tuple[str, ...]:
-        """Return the names of the settings that differ from the default and count only for chats."""
+        """Names of the chat settings that differ from their defaults."""
         default = EncodingOptions()
         return tuple(
             name for name in ("chat_template", "turns", "train_on") if getattr(self, name) != getattr(default, name)

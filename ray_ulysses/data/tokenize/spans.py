@@ -1,7 +1,7 @@
 """Label spans: the tokens of each document that a model is trained to predict.
 
-A token may be a label only if it is in a span of its document, so the label at input position ``j`` counts if token
-``j + 1`` is in a span. Plain text has no spans, and all of it is supervised.
+A token may be a label only if a span of its document contains the token. The label at input position ``j`` therefore
+enters the loss if a span contains token ``j + 1``. Plain text has no spans and is fully supervised.
 """
 
 from __future__ import annotations
@@ -18,30 +18,31 @@ DIGEST_BYTES = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class EncodedDocument:
-    """A document, or the beginning of a conversation, as tokens."""
+    """A tokenized document, or a tokenized prefix of a conversation."""
 
     ids: Int64Array
     starts: Int64Array
-    """The first token of each supervised span."""
+    """Index of the first token of each supervised span."""
     stops: Int64Array
-    """One past the last."""
+    """Index after the last token of each supervised span."""
     turn_ends: frozenset[int] = frozenset()
-    """The special tokens that end supervised spans, perhaps before white space: with them a model learns to end."""
+    """Special tokens that end supervised spans, ignoring trailing white space. A model learns to stop with these
+    tokens."""
     num_open: int = 0
-    """The turns of a conversation that no special token ends."""
+    """Number of supervised turns that no special token ends."""
     ends_open: bool = False
-    """Whether a conversation ends with an open turn."""
+    """Whether the document ends with such an open turn."""
     weights: NDArray[np.float32] | None = None
-    """The loss weight of each span; None if all are 1."""
+    """Loss weight of each span; None if all weights are 1."""
 
     @property
     def is_whole(self) -> bool:
-        """Return whether one span of weight 1 covers the document."""
+        """Whether a single span of weight 1 covers the entire document."""
         return self.weights is None and self.starts.size == 1 and self.starts[0] == 0 and self.stops[0] == self.ids.size
 
     @property
     def digest(self) -> bytes:
-        """Return 16 bytes that are equal for equal tokens and spans; plain texts have ``text_digest`` instead."""
+        """A 16-byte digest of the tokens and spans. Plain texts use ``text_digest`` instead."""
         digest = hashlib.blake2b(digest_size=DIGEST_BYTES, person=b"tokens and spans")
         for values in (self.ids, self.starts, self.stops):
             digest.update(values.size.to_bytes(8, "little") + values.astype("<i8", copy=False).tobytes())
@@ -50,34 +51,33 @@ class EncodedDocument:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LabelSpans:
-    """Spans of supervised tokens, document after document (CSR).
+    """Supervised spans of all documents, in CSR format.
 
     Raises:
-        ValueError: The arrays are inconsistent, or the spans of a document are empty, unordered or overlapping.
+        ValueError: The arrays are inconsistent, or a document's spans are empty, unordered or overlapping.
     """
 
     offsets: Int64Array
-    """int64 [documents + 1]; the spans of document ``d`` are ``[offsets[d], offsets[d + 1])``."""
+    """int64 [documents + 1]. Document ``d`` has the spans ``[offsets[d], offsets[d + 1])``."""
     starts: Int64Array
-    """int64 [spans], the first token of each span, counted from the start of its document."""
+    """int64 [spans]. Index of each span's first token within its document."""
     stops: Int64Array
-    """int64 [spans], one past the last."""
+    """int64 [spans]. Index after each span's last token."""
     _before: Int64Array = field(init=False, repr=False)
     _most_spans: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Check the spans and add them up."""
         self._check()
         object.__setattr__(self, "_before", _running_sum(self.stops - self.starts))
         object.__setattr__(self, "_most_spans", int(np.diff(self.offsets).max(initial=0)))
 
     def count(self, documents: Int64Array, first: Int64Array, last: Int64Array) -> Int64Array:
-        """Return the number of tokens ``[first, last)`` of each document that are in a span.
+        """Count the supervised tokens in a range ``[first, last)`` of each document.
 
         Args:
-            documents: int64 [n], document numbers, in any order and repeated as needed.
-            first: int64 [n] (or one number for all), the first token of each range.
-            last: int64 [n] (or one number for all), one past the last; a range with ``last <= first`` is empty.
+            documents: int64 [n], document indices in any order, with repetitions.
+            first: int64 [n] or a scalar, index of the first token of each range.
+            last: int64 [n] or a scalar, index after the last token. A range with ``last <= first`` is empty.
 
         Returns:
             int64 [n].
@@ -88,11 +88,10 @@ class LabelSpans:
         return counts
 
     def _supervised_before(self, documents: Int64Array, places: Int64Array) -> Int64Array:
-        """Return the number of tokens before ``places`` that are in a span of the same document."""
         first = self.offsets[documents]
         low, high = first, self.offsets[documents + 1]
-        # Binary search for the first span that begins at the place or later, within the spans of each document: a
-        # search over the spans of all documents would miss the cache at every step.
+        # Binary search within each document's spans for the first span that begins at or after the index. A search over
+        # the spans of all documents would miss the cache at every step.
         for _ in range(self._most_spans.bit_length()):
             middle = (low + high) >> 1
             is_open = low < high
@@ -109,9 +108,9 @@ class LabelSpans:
         if self.offsets.size < 1 or self.offsets[0] != 0 or self.offsets[-1] != self.starts.size:
             raise ValueError(f"offsets must go from 0 to the number of spans, {self.starts.size}")
         if self.starts.shape != self.stops.shape or (np.diff(self.offsets) < 0).any():
-            raise ValueError("starts and stops must be of one length, and offsets must not fall")
+            raise ValueError("starts and stops must have the same length, and offsets must not decrease")
         if (self.starts < 0).any() or (self.stops <= self.starts).any():
-            raise ValueError("a span must begin at 0 or later and hold at least one token")
+            raise ValueError("a span must begin at 0 or later and contain at least one token")
         opens_document = np.zeros(self.starts.size + 1, dtype=np.bool_)
         opens_document[self.offsets] = True
         if ((self.starts[1:] < self.stops[:-1]) & ~opens_document[1:-1]).any():
@@ -119,7 +118,7 @@ class LabelSpans:
 
 
 def span_mask(starts: Int64Array, stops: Int64Array, first: int, last: int) -> NDArray[np.bool_]:
-    """Return for each token ``[first, last)`` whether it is in one of the spans; bool [last - first]."""
+    """Return a bool mask [last - first] of the tokens ``[first, last)`` that a span contains."""
     last = max(first, last)
     edges = np.zeros(last - first + 1, dtype=np.int64)
     np.add.at(edges, np.clip(starts, first, last) - first, 1)
@@ -128,7 +127,7 @@ def span_mask(starts: Int64Array, stops: Int64Array, first: int, last: int) -> N
 
 
 def mask_spans(mask: NDArray[np.bool_]) -> tuple[Int64Array, Int64Array]:
-    """Return starts and stops of the runs of True."""
+    """Return the starts and stops of the runs of True in a mask."""
     edges = np.diff(np.concatenate([[0], mask.astype(np.int8), [0]]))
     return np.flatnonzero(edges == 1).astype(np.int64), np.flatnonzero(edges == -1).astype(np.int64)
 

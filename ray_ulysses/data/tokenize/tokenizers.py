@@ -1,6 +1,6 @@
-"""Turns text into token ids: a byte tokenizer that needs no files, and Hugging Face tokenizers on disk.
+"""Tokenizers: a byte tokenizer that needs no files, and Hugging Face tokenizers stored on disk.
 
-Two tokenizers are compared by the text of each id, and the merges that make tokens of a text.
+Two tokenizers are compatible if their ids stand for the same texts and their merges are equal.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 BYTES = "bytes"
 _EOS_BYTE_ID = 256
 BYTES_END = "<|end|>"
-"""The end token of bytes where it needs a text, as in a `tokenizer.json`."""
+"""Text of the byte tokenizer's end token in files that need one, such as `tokenizer.json`."""
 _PROBE = "a"
 _NONE: Mapping[int, str] = MappingProxyType({})
 _SPELLED = ("{token}", " {token}", "a{token}a", "a {token} a")
@@ -53,59 +53,59 @@ TOKENIZER_FILES = (
     "merges.txt",
 )
 _FETCHED = ("tokenizer_config.json", "config.json", "chat_template*", *TOKENIZER_FILES)
-"""Files of a hub id: AutoTokenizer reads the model's type in ``config.json``."""
+"""Files to download for a Hub id. AutoTokenizer reads the model type from ``config.json``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizerInfo:
-    """The description of a tokenizer that a corpus stores."""
+    """Description of a tokenizer, stored with a corpus."""
 
     __pydantic_config__ = KNOWN_FIELDS_ONLY
 
     kind: Literal["bytes", "huggingface"]
     name: str
-    """``bytes``, or the directory or hub id the tokenizer was read from."""
+    """``bytes``, or the directory or Hub id from which the tokenizer was loaded."""
     vocab_size: Positive
-    """One more than its largest token id."""
+    """Largest token id plus one."""
     eos_token_id: Whole
-    """Its end token, which ends every document unless ``prepare`` was given another one."""
+    """End-of-sequence token, which ends every document unless ``prepare`` is given another token."""
     fingerprint: str
-    """Hash of the tokenizer's files, by which two tokenizers are compared."""
+    """Hash of the tokenizer's files. Equal hashes mean equal tokenizers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Vocabulary:
-    """The meaning of a corpus's token ids, stored with the corpus.
+    """Meaning of a corpus's token ids, stored with the corpus.
 
-    It does not depend on how the tokenizer is stored: the library's version, the order of entries, settings of padding
-    and truncation, and the chat template.
+    The vocabulary is independent of how the tokenizer is stored: library version, order of entries, padding and
+    truncation settings, and chat template.
     """
 
     __pydantic_config__ = KNOWN_FIELDS_ONLY
 
     size: Positive
-    """One more than the largest id."""
+    """Largest id plus one."""
     added: tuple[tuple[Whole, str], ...]
-    """The added tokens, special or not, by ascending id."""
+    """Added tokens, special or not, by ascending id."""
     others: str
     """Hash of the ids and texts of all other tokens."""
     merges: str
-    """Hash of the merges of BPE in their order, of which there may be none."""
+    """Hash of the BPE merges in order, possibly none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Tokens:
-    """All tokens of a tokenizer, for comparison with the vocabulary of a corpus."""
+    """All tokens of a tokenizer, for comparison with a corpus's vocabulary."""
 
     ids: Mapping[str, int]
-    """The id of each token, added ones included."""
+    """Id of each token, including added tokens."""
     added: Mapping[int, str]
-    """The added tokens by id."""
+    """Added tokens by id."""
     merges: Sequence[str | Sequence[str]]
-    """The merges of BPE as `tokenizer.json` has them, pairs or strings with a space."""
+    """BPE merges as in `tokenizer.json`: pairs, or strings with a space."""
 
     def vocabulary(self) -> Vocabulary:
-        """Return the description that a corpus stores."""
+        """Return the description to store with a corpus."""
         return Vocabulary(
             size=max(self.ids.values()) + 1,
             added=tuple(sorted(self.added.items())),
@@ -114,9 +114,9 @@ class Tokens:
         )
 
     def difference_from(self, corpus: Vocabulary) -> str | None:
-        """Describe how the ids of a corpus differ in meaning from these tokens; None if they do not.
+        """Describe how a corpus's token ids differ in meaning from these tokens, or return None if they agree.
 
-        Added tokens that only one of the two has make no difference: their ids are free in the other.
+        An added token that only one side has is not a difference, because its id is unused on the other side.
         """
         texts = {token_id: text for text, token_id in self.ids.items()}
         others = [
@@ -135,9 +135,9 @@ class Tokens:
         beyond = [token_id for token_id in self.added if token_id >= corpus.size]
         if self._hash_without({*beyond, *(token_id for token_id, _ in corpus.added)}) != corpus.others:
             size = max(self.ids.values()) + 1
-            return f"ids up to {corpus.size - 1} in the corpus and up to {size - 1} in the model stand for other texts"
+            return f"ids up to {corpus.size - 1} in the corpus and up to {size - 1} in the model have different texts"
         if self._hash_of_merges() != corpus.merges:
-            return "their merges differ, so that a text becomes other tokens"
+            return "their merges differ, so the same text gets different tokens"
         return None
 
     def _hash_without(self, left_out: Iterable[int]) -> str:
@@ -154,24 +154,24 @@ def _hash(texts: Iterable[str]) -> str:
 
 
 class ByteTokenizer:
-    """One token per UTF-8 byte (ids 0 to 255), and 256 for the end of a document."""
+    """One token per UTF-8 byte (ids 0 to 255), and token 256 to end a document."""
 
     info = TokenizerInfo(
         kind="bytes", name=BYTES, vocab_size=_EOS_BYTE_ID + 1, eos_token_id=_EOS_BYTE_ID, fingerprint="bytes-eos256-v1"
     )
     special_ids = frozenset([_EOS_BYTE_ID])
-    """The tokens with a meaning beyond their text, such as the end of a turn."""
+    """Tokens with a meaning beyond their text, such as the end of a turn."""
     forgeable = _NONE
-    """The special tokens, by id, that the tokenizer itself makes of a text that spells them."""
+    """Special tokens, by id, that the tokenizer produces from a text that spells them."""
     added_tokens = _NONE
-    """The tokens, by id, that were added to the vocabulary of its model, special or not."""
+    """Tokens, by id, that were added to the model's vocabulary, special or not."""
     bos_token_id = None
-    """The token that the tokenizer itself puts before a text; None if it puts none."""
+    """Token that the tokenizer itself prepends to a text, or None."""
 
     @property
     def tokens(self) -> Tokens:
-        """Return the bytes as byte-level tokenizers write them, and the end token."""
-        # The printable characters of bytes are those of GPT-2's encoder.py.
+        """The bytes in the notation of byte-level tokenizers, and the end token."""
+        # The printable characters are those of GPT-2's encoder.py.
         printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
         others = [byte for byte in range(256) if byte not in printable]
         ids = {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
@@ -179,46 +179,47 @@ class ByteTokenizer:
         return Tokens(ids=ids, added={}, merges=())
 
     def token_id(self, token: str) -> int | None:
-        """Return the id of a token of the vocabulary; None if it has no such token: here the end token has no text."""
+        """Return the id of a token given by its text, or None. The byte tokenizer's end token has no text."""
         return None
 
     def encode_all(self, texts: Sequence[str]) -> tuple[NDArray[np.integer[Any]], NDArray[np.int64]]:
-        """Return the joined token ids of texts, without end tokens, and the number of tokens of each text.
+        """Tokenize texts without end tokens; return the concatenated token ids and each text's number of tokens.
 
         Raises:
-            RowError: A text holds a part for which the tokenizer has no token.
-            UnicodeEncodeError: A text has a lone surrogate.
+            RowError: The tokenizer has no token for a part of a text.
+            UnicodeEncodeError: A text contains a lone surrogate.
         """
         raw = [text.encode("utf-8") for text in texts]
         return np.frombuffer(b"".join(raw), dtype=np.uint8), np.fromiter(map(len, raw), dtype=np.int64)
 
     def divide(self, text: str) -> Iterator[str]:
-        """Yield the parts of a long text whose tokens are those of the text: bytes may be cut anywhere."""
+        """Yield parts of a long text whose concatenated tokens equal the text's tokens. Bytes may be cut anywhere."""
         return (text[start : start + PART_CHARACTERS] for start in range(0, len(text), PART_CHARACTERS))
 
     def decode(self, ids: NDArray[np.integer[Any]]) -> str:
-        """Return the text without end tokens; a truncated character becomes U+FFFD."""
+        """Decode tokens to text without end tokens. A truncated character becomes U+FFFD."""
         kept = ids[ids < _EOS_BYTE_ID].astype(np.uint8)
         return kept.tobytes().decode("utf-8", errors="replace")
 
     def chat(self, options: EncodingOptions | None = None, frame: Mapping[int, str] = _NONE) -> ChatFormat:
-        """Return the format of conversations; UserError if the tokenizer has none, or the options ask for another.
+        """Return the chat format; UserError if the tokenizer has none, or if the options do not apply to the format.
 
         Args:
-            options: How turns are found, and which are learned.
-            frame: Tokens, by id, that begin and end documents though they are not special: no text may become one.
+            options: How turns are found, and which are supervised.
+            frame: Tokens by id that begin or end documents but are not special. Texts must not become these
+                tokens.
         """
         return ByteChat(_EOS_BYTE_ID, options)
 
 
 class _FastTokenizer:
-    """A Hugging Face tokenizer through the ``tokenizers`` library."""
+    """A Hugging Face tokenizer, loaded with the ``tokenizers`` library."""
 
     def __init__(self, directory: Path, name: str) -> None:
         self._directory = directory
         self._tokenizer = _loaded(directory)
-        # Text that spells a special token stays text: a document can't end itself or forge a chat turn. A model whose
-        # vocabulary or merges make the token of it ignores this.
+        # A text that spells a special token stays plain text, so a document can't end itself or forge a chat turn.
+        # Models whose vocabulary or merges produce the token ignore this setting.
         self._tokenizer.encode_special_tokens = True
         self.added_tokens: Mapping[int, str] = {
             key: token.content for key, token in self._tokenizer.get_added_tokens_decoder().items()
@@ -243,7 +244,7 @@ class _FastTokenizer:
             return list(self._tokenizer.encode(text, add_special_tokens=not is_bare).ids)
 
     def _meaningless_ids(self) -> set[int | None]:
-        """Return the tokens of unknown text and of padding, which end nothing, unless they are the end token too."""
+        """Return the unknown and padding tokens, which end nothing, unless padding is also the eos or bos token."""
         named = named_tokens(self._directory)
         padding = {named.get("pad_token")} - {named.get("eos_token"), named.get("bos_token")}
         return {self._unknown_id(), *(self.token_id(token) for token in padding if token)}
@@ -257,8 +258,8 @@ class _FastTokenizer:
 
     @property
     def _fields(self) -> dict[str, Any]:
-        # In the library's own form: a file may have lists in place of objects, and may be gone by the end of a long
-        # preparation. They are large, and not kept.
+        # Read the library's own form: a file may have lists where objects are expected, and may be deleted during a
+        # long preparation. The fields are large and therefore not cached.
         fields: dict[str, Any] = json.loads(self._tokenizer.to_str())
         return fields
 
@@ -292,19 +293,19 @@ class _FastTokenizer:
     def chat(self, options: EncodingOptions | None = None, frame: Mapping[int, str] = _NONE) -> ChatFormat:
         options = options or EncodingOptions()
         template = ChatTemplate(self._directory, options.chat_template)
-        # A separate tokenizer: in a template special tokens are meant, in a text they are not.
+        # A separate tokenizer instance: special tokens are allowed in a template but not in a text.
         tokenizer, unknown = _loaded(self._directory), self._unknown_id()
         return TemplateChat(template, tokenizer, self._special, self.info.eos_token_id, options, frame, unknown)
 
     def _own_bos(self) -> int | None:
         if json_object(self._directory / "tokenizer_config.json").get("add_bos_token") is True:
-            # Transformers 5 leaves it out for byte-level tokenizers such as DeepSeek-V3's, which version 4 did not.
+            # Transformers 5, unlike version 4, ignores add_bos_token for byte-level tokenizers such as DeepSeek-V3's.
             return self.token_id(named_tokens(self._directory).get("bos_token", ""))
         try:
             bare, whole = self._ids(_PROBE), self._ids(_PROBE, is_bare=False)
         except RowError as error:
             raise UserError(
-                f"tokenizer={self._directory}: can't write {_PROBE!r} ({error}); give it an unknown token that is in "
+                f"tokenizer={self._directory}: can't encode {_PROBE!r} ({error}); add an unknown token to "
                 "its vocabulary, or use another tokenizer"
             ) from error
         return whole[0] if len(whole) > len(bare) and whole[: len(bare)] != bare else None
@@ -315,14 +316,14 @@ def spelled(tokens: Mapping[int, str], encode: Callable[[str], Iterable[int]]) -
     forms = (form.format(token=token) for token in tokens.values() for form in _SPELLED)
     made: set[int] = set()
     for text in forms:
-        # A text that can't be written is left out.
+        # Skip a text that can't be encoded.
         with suppress(RowError):
             made.update(map(int, encode(text)))
     return {token_id: tokens[token_id] for token_id in sorted(made & tokens.keys())}
 
 
 def _loaded(directory: Path) -> RustTokenizer:
-    """Return the tokenizer of a directory, by Transformers if it has no tokenizer.json."""
+    """Load a directory's tokenizer, through Transformers if the directory has no tokenizer.json."""
     from tokenizers import Tokenizer as RustTokenizer
     from tokenizers.models import BPE
 
@@ -333,7 +334,7 @@ def _loaded(directory: Path) -> RustTokenizer:
         try:
             tokenizer = RustTokenizer.from_buffer(data)
         except Exception as error:
-            # The library raises a bare Exception for a file that is not a tokenizer.
+            # The library raises a bare Exception if the file is not a tokenizer.
             raise UserError(
                 f"tokenizer={directory}: tokenizer.json can't be read ({error}); "
                 "give a directory that AutoTokenizer.from_pretrained can load"
@@ -341,7 +342,7 @@ def _loaded(directory: Path) -> RustTokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     if isinstance(tokenizer.model, BPE):
-        # Merges that are skipped at random would give the same text other tokens each time.
+        # BPE dropout would tokenize the same text differently each time.
         tokenizer.model.dropout = None
     return tokenizer
 
@@ -356,8 +357,8 @@ def _through_transformers(directory: Path) -> RustTokenizer:
             raise away from error
         if "trust_remote_code" in str(error):
             raise UserError(
-                f"tokenizer={directory}: needs its own Python code, which ray-ulysses never runs; give a directory "
-                "with a tokenizer.json, which most tokenizers can be saved as"
+                f"tokenizer={directory}: requires its own Python code, which ray-ulysses never runs; give a directory "
+                "with a tokenizer.json, the format in which most tokenizers can be saved"
             ) from error
         raise UserError(
             f"tokenizer={directory}: can't be loaded ({error}); "
@@ -366,46 +367,47 @@ def _through_transformers(directory: Path) -> RustTokenizer:
     backend: RustTokenizer | None = getattr(loaded, "backend_tokenizer", None)
     if backend is None:
         raise UserError(
-            f"tokenizer={directory}: Transformers has only {type(loaded).__name__} for it, which is written in Python; "
+            f"tokenizer={directory}: Transformers has only the pure Python class {type(loaded).__name__} for it; "
             "give a directory with a tokenizer.json"
         )
     return backend
 
 
 Tokenizer = ByteTokenizer | _FastTokenizer
-"""Turns texts into token ids; `ByteTokenizer` documents the interface."""
+"""A tokenizer. `ByteTokenizer` documents the interface."""
 
 
 def load_tokenizer(name: str | Path) -> Tokenizer:
-    """Return the tokenizer of a name: ``bytes``, a directory of Hugging Face tokenizer files, or a hub id.
+    """Load a tokenizer: ``bytes``, a directory of Hugging Face tokenizer files, or a Hub id.
 
     Raises:
-        UserError: The directory is missing and the hub has none of that id, it holds no tokenizer, or the tokenizer has
-            no end-of-sequence token.
+        UserError: Neither the directory nor the Hub id exists, the directory has no tokenizer, or the tokenizer has
+            no
+            end-of-sequence token.
     """
     if str(name) == BYTES:
         return ByteTokenizer()
     directory = tokenizer_folder(name)
     if not any((directory / file).is_file() for file in TOKENIZER_FILES):
         raise UserError(
-            f"tokenizer={name}: holds no tokenizer file (looked for {', '.join(TOKENIZER_FILES)}); "
+            f"tokenizer={name}: has no tokenizer file (looked for {', '.join(TOKENIZER_FILES)}); "
             "use 'bytes', or the directory of a Hugging Face tokenizer"
         )
     return _FastTokenizer(directory, str(name))
 
 
 def tokenizer_folder(name: str | Path) -> Path:
-    """Return the directory of a Hugging Face tokenizer: ``name``, or the copy of a hub id in the hub's cache.
+    """Return a Hugging Face tokenizer's directory: ``name`` itself, or the Hub cache's copy of a Hub id.
 
     Raises:
-        UserError: There is no such directory, and the hub has none of that id.
+        UserError: Neither the directory nor the Hub id exists.
     """
     hint = "use 'bytes', or the local directory or the hub id of a Hugging Face tokenizer"
     return hub_folder(name, f"tokenizer={name}", _FETCHED, hint)
 
 
 def files_fingerprint(directory: Path) -> str:
-    """Return the hash of a tokenizer's files in a directory."""
+    """Return a hash of a tokenizer directory's files."""
     digest = hashlib.sha256()
     for file in TOKENIZER_FILES:
         if (directory / file).is_file():
@@ -420,6 +422,6 @@ def _eos_id(directory: Path, vocabulary: dict[str, int]) -> int:
         if isinstance(content, str) and content in vocabulary:
             return vocabulary[content]
     raise UserError(
-        f"tokenizer={directory}: names no eos_token that is in its vocabulary, and documents must end with one; "
+        f"tokenizer={directory}: has no eos_token that is in its vocabulary, but documents must end with one; "
         'set "eos_token" in tokenizer_config.json'
     )

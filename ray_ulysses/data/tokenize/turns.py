@@ -1,10 +1,10 @@
-"""Finds the turns of the assistant in a rendered chat, and the tool calls in them.
+"""Finds the assistant's turns, and their tool calls, in a rendered chat.
 
-Many templates rewrite the past: reasoning is left out of a turn once the user has spoken again, or the last turn has an
-end that others don't have. A model meets each turn as it is written at the end of the conversation so far. So a turn is
-learned in a text that begins with the conversation up to it as the template writes it at that time: the whole
-conversation where it does, else a text of its own. Turns share a text wherever it begins with each of them so written,
-since a causal model then sees the same before each.
+Many templates change earlier turns: they drop a turn's reasoning once the user has replied, or write a different end
+after the last turn. At inference a model sees each turn as the last turn of the conversation. A turn is therefore
+learned in a text that begins exactly like the rendering in which the turn is last: in the complete conversation if that
+matches, otherwise in a text of its own. Turns that match the same text share the text, since a causal model then sees
+the same context.
 """
 
 from __future__ import annotations
@@ -20,52 +20,51 @@ from ray_ulysses.data.tokenize.chat_template import Messages
 # A character that no template contains.
 _PROBE = "\u2588"
 _THINK, _THOUGHT = "<think>", "</think>"
-# The number of its last characters by which a turn is found in another text.
+# Number of trailing characters that identify a turn in another text.
 _NUM_LAST = 8
 REASONING = ("reasoning_content", "reasoning", "thinking")
-"""The fields that may hold the reasoning of a message of the assistant."""
+"""Fields that may contain an assistant message's reasoning."""
 
 
 Render = Callable[..., str]
-"""Renders messages of one conversation, with its tools; with ``asks=True`` up to the end of the generation prompt."""
+"""Renders a conversation's messages, with its tools; ``asks=True`` appends the generation prompt."""
 RenderMarked = Callable[[Messages], tuple[str, list[tuple[int, int]]]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WrittenChat:
-    """A text that the template writes."""
+    """A text rendered by the template."""
 
     text: str
     pieces: tuple[tuple[int, bool, int], ...]
-    """Its parts: the number of messages that the template writes, whether a generation prompt follows, and the first
-    character that is taken."""
+    """Pieces that form the text: the number of messages to render, whether a generation prompt follows, and the index
+    of the first character to use."""
     ranges: list[tuple[int, int]] = field(default_factory=list)
-    """The characters of each turn that is learned."""
+    """Character range of each turn to learn."""
     closing: str = ""
-    """The end of the text, after the pieces: a special token that only begins the next message, perhaps after white
-    space."""
+    """End of the text after the pieces: a special token that begins the next message, optionally after white space."""
     whole_turns: bool = True
-    """Whether each range is all of a turn; a template may mark a turn in parts."""
+    """Whether each range is a complete turn. A template may mark a turn in several parts."""
 
     def with_others(self, messages: Messages, render: Render) -> str:
-        """Return the text with other messages in place of its own."""
+        """Render the same pieces from other messages."""
         return "".join(render(messages[:stop], asks=asks)[first:] for stop, asks, first in self.pieces) + self.closing
 
 
 def written_turns(
     messages: Messages, learned: Sequence[int], render: Render, *, special: Sequence[str], must_be_whole: bool
 ) -> list[WrittenChat]:
-    """Return the texts in which the turns at the places ``learned`` (ascending) are learned, each in one of them.
+    """Return texts in which the turns at the indices ``learned`` (ascending) are learned, each turn in one text.
 
-    ``special`` has the texts of the special tokens. With ``must_be_whole`` no turn is learned in a text of its own.
+    ``special`` lists the special tokens' texts. With ``must_be_whole``, no turn may get a text of its own.
 
     Raises:
-        RowError: The template refuses the conversation, or does not write a part of it.
+        RowError: The template refuses the conversation, or omits a part of it.
     """
     whole = render(messages)
     _refuse_unwritten(messages, whole, render)
     texts = [WrittenChat(text=whole, pieces=((len(messages), False, 0),))]
-    # From the last: a later text is longer, and may begin with an earlier one.
+    # Start with the last turn, because a later text is longer and may begin with an earlier one.
     for number in reversed(learned):
         turn = _turn(messages, number, render)
         begin, end = turn.ranges[0]
@@ -77,7 +76,7 @@ def written_turns(
         else:
             if must_be_whole:
                 raise RowError(
-                    f"the chat template writes message {number} differently if the conversation ends with it; "
+                    f"the chat template renders message {number} differently when it is the last message; "
                     "learn it in a text of its own (--turns split), or give a template that marks its turns with "
                     "{% generation %}"
                 )
@@ -92,13 +91,14 @@ def marked_turns(
     marked: RenderMarked,
     special: Sequence[str],
 ) -> WrittenChat:
-    """Return the whole conversation, with the ranges that the template marks in the turns to learn.
+    """Return the complete conversation with the ranges that the template marks in the turns to learn.
 
-    As ``written_turns``; ``marked`` renders the conversation, and returns the ranges of the template's marks as well.
+    See ``written_turns``. ``marked`` renders the conversation and returns the text and the marked ranges.
 
     Raises:
-        RowError: The template refuses the conversation or leaves out a part of it or of the marks, or the marks of
-            different turns can't be distinguished.
+        RowError: The template refuses the conversation, omits or does not mark a part of it, or the marks of
+            different
+            turns can't be distinguished.
     """
     text, ranges = marked(messages)
     answers = assistant_turns(messages)
@@ -116,25 +116,24 @@ def marked_turns(
         borders = [_kept(render(messages[:end]), text, special) if end else 0 for end in (number, number + 1)]
         if borders[0] is None or borders[1] is None:
             raise RowError(
-                f"the chat template writes message {number} differently if the conversation ends with it, so its marks "
-                "can't be distinguished from other turns' marks; let the turns be found by rendering (--turns split)"
+                f"the chat template renders message {number} differently when it is the last message, so its marks "
+                "can't be distinguished from other turns' marks; find the turns by rendering (--turns split)"
             )
-        # Marks after the last message belong to it.
+        # Marks after the last message belong to the last message.
         last = len(text) if number == len(messages) - 1 else borders[1]
         chosen += [(begin, end) for begin, end in ranges if borders[0] <= begin < last]
     return replace(whole, ranges=chosen)
 
 
 def assistant_turns(messages: Messages) -> list[int]:
-    """Return the places of the assistant's messages."""
+    """Return the indices of the assistant messages."""
     return [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
 
 
 def _kept(answered: str, text: str, special: Sequence[str]) -> int | None:
-    """Return the number of characters of a shorter conversation's text that ``text`` begins with; None if it changed.
+    """Return the length of the prefix of ``text`` that equals a shorter conversation's text, or None if they differ.
 
-    A special token that only ends a conversation, after the one that ends its last turn (Phi-3's ``<|endoftext|>``),
-    may be gone from the longer one.
+    A special token after the end token of the last turn (Phi-3's ``<|endoftext|>``) may be missing in ``text``.
     """
     if text.startswith(answered):
         return len(answered)
@@ -146,44 +145,44 @@ def _kept(answered: str, text: str, special: Sequence[str]) -> int | None:
 
 
 def _turn(messages: Messages, number: int, render: Render) -> WrittenChat:
-    """Return the conversation that ends with a turn, which begins after what asks for it."""
+    """Render the conversation up to and including a turn. The turn's range begins after the generation prompt."""
     try:
         asked = render(messages[:number], asks=True)
     except RowError as error:
         if number:
             raise
         raise RowError(
-            "the chat template does not ask the assistant to begin, which message 0 does; let another message come "
-            "first, or give a template that marks its turns with {% generation %}"
+            "the chat template has no generation prompt before message 0, which is from the assistant; let another "
+            "message come first, or give a template that marks its turns with {% generation %}"
         ) from error
     answered = render(messages[: number + 1])
     whole = (number + 1, False, 0)
     if answered.startswith(asked):
         return WrittenChat(text=answered, pieces=(whole,), ranges=[(len(asked), len(answered))])
     before = render(messages[:number])
-    # Another answer, so that the first characters of this one are not taken for the prompt's.
+    # Render a different answer too, so that characters shared by the prompt and this answer do not count as prompt.
     other = render([*messages[:number], {"role": ASSISTANT, "content": _PROBE}])
     begin = min(_num_common(asked, answered), _num_common(asked, other))
     if begin >= _num_common(asked, before):
-        # The prompt asks for more than is written once the answer is there, such as the beginning of reasoning.
+        # The generation prompt writes more than the complete turn does, such as the beginning of reasoning.
         return WrittenChat(text=answered, pieces=(whole,), ranges=[(begin, len(answered))])
     prompt = asked.removeprefix(before)
     content = _num_common(answered, other)
     at = answered.rfind(prompt, 0, content)
     if prompt != asked and prompt and at >= 0:
         if at + len(prompt) <= begin:
-            # The generation prompt is not written again: the answer continues the previous one.
+            # The generation prompt is not written again: the answer continues the previous turn.
             return WrittenChat(text=answered, pieces=(whole,), ranges=[(content, len(answered))])
-        # The answer changes what is written before it, as gpt-oss drops the reasoning before its calls of tools. The
-        # model answers before that.
+        # The answer changes the text before it: gpt-oss, for example, drops the reasoning before tool calls. The model
+        # answers before that change.
         said = answered[at + len(prompt) :]
         pieces = ((number, True, 0), (number + 1, False, at + len(prompt)))
         return WrittenChat(text=asked + said, pieces=pieces, ranges=[(len(asked), len(asked) + len(said))])
-    raise RowError(f"the chat template writes the messages before message {number} differently without it")
+    raise RowError(f"the chat template renders the messages before message {number} differently without it")
 
 
 def _closed(turn: WrittenChat, messages: Messages, number: int, render: Render, special: Sequence[str]) -> WrittenChat:
-    """Append the special token that begins the next message to a turn, if only that token ends the turn."""
+    """Append the special token that begins the next message, if only that token ends the turn."""
     said = turn.text[turn.ranges[0][0] :]
     if number + 1 == len(messages) or not said or said.rstrip().endswith(tuple(special)):
         return turn
@@ -200,27 +199,26 @@ def _closed(turn: WrittenChat, messages: Messages, number: int, render: Render, 
 
 
 def _num_common(one: str, other: str) -> int:
-    """Return the number of characters at the beginning of both texts."""
     equal = (place for place, (left, right) in enumerate(zip(one, other, strict=False)) if left != right)
     return next(equal, min(len(one), len(other)))
 
 
 def _refuse_unwritten(messages: Messages, text: str, render: Render) -> None:
-    """Refuse messages to the assistant that the template leaves out."""
+    """Refuse a conversation if the template omits a system, user or tool message."""
     contents = _PROBE.join(message.get("content") or "" for message in messages)
     for number, message in enumerate(messages):
         content = message.get("content") or ""
         said = content.strip()
-        # As often as it is said: a short one may be a part of another.
+        # Compare the number of occurrences, because a short content may be part of another message.
         if message["role"] == ASSISTANT or not said or text.count(said) >= contents.count(said):
             continue
-        # It may be written in another form, such as JSON.
+        # The content may be written in another form, such as JSON.
         if render(_changed(messages, number, content=f"{content}{_PROBE}")) == text:
-            raise RowError(f"the chat template does not write message {number} ({message['role']})")
+            raise RowError(f"the chat template omits message {number} ({message['role']})")
 
 
 def _refuse_unwritten_turn(messages: Messages, number: int, said: str, render: Render) -> None:
-    """Refuse a turn to learn if the template leaves out its content, a tool call, or its reasoning."""
+    """Refuse a turn to learn if the template omits its content, one of its tool calls, or its reasoning."""
     message = messages[number]
     text: str | None = None
 
@@ -230,26 +228,25 @@ def _refuse_unwritten_turn(messages: Messages, number: int, said: str, render: R
         try:
             return render(_changed(messages, number, **fields)) != text
         except RowError:
-            # A template that refuses a value has read it.
+            # A template that refuses a value has read the value.
             return True
 
     calls = _calls(message)
     names = [_function(call).get("name") for call in calls]
-    # Reasoning that is stored twice counts once, also if the content begins with it.
+    # Reasoning that is stored twice counts once, even if the content also begins with that reasoning.
     reasoning = {value.strip() for name in REASONING if isinstance(value := message.get(name), str)}
     others = [*names, *reasoning, *(_as_json(_function(call).get("arguments")) for call in calls)]
     content = message.get("content")
     answer = content.rpartition(_THOUGHT)[2] if isinstance(content, str) else None
 
     def is_there(value: str, content: object) -> bool:
-        """Return whether the turn has the value as often as the message: another part may have its text too."""
         return said.count(value) >= sum(part.count(value) for part in (content, *others) if isinstance(part, str))
 
     for place, (call, name) in enumerate(zip(calls, names, strict=True)):
         if isinstance(name, str) and not is_there(name, content):
             other = [*calls[:place], _with_function(call, name=f"{name}{_PROBE}"), *calls[place + 1 :]]
             if not is_written(tool_calls=other):
-                raise RowError(f"the chat template does not write tool call {place} of message {number}")
+                raise RowError(f"the chat template omits tool call {place} of message {number}")
     for field_name, beside in (("content", content), *((name, answer) for name in REASONING)):
         value = message.get(field_name)
         if not isinstance(value, str) or not value.strip() or is_there(value.strip(), beside):
@@ -258,7 +255,7 @@ def _refuse_unwritten_turn(messages: Messages, number: int, said: str, render: R
         changed = value.replace(_THINK, _THINK + _PROBE) if inside else value + _PROBE
         if not is_written(**{field_name: changed}):
             part = "reasoning in the content" if inside else field_name
-            raise RowError(f"the chat template does not write the {part} of message {number}")
+            raise RowError(f"the chat template omits the {part} of message {number}")
 
 
 def _refuse_unmarked(messages: Messages, learned: Sequence[int], marked: RenderMarked) -> None:
@@ -272,17 +269,17 @@ def _refuse_unmarked(messages: Messages, learned: Sequence[int], marked: RenderM
     for probe, part in parts.items():
         if probe not in said:
             raise RowError(
-                f"the chat template does not mark {part} as the assistant's; let the turns be found by rendering "
+                f"the chat template does not mark {part} as the assistant's; find the turns by rendering "
                 "(--turns split)"
             )
 
 
 def _with_probes(message: Mapping[str, Any], number: int, parts: dict[str, str]) -> Mapping[str, Any]:
-    """Return a message with a probe in each of its parts, and record the part of each probe in ``parts``."""
+    """Append a unique probe to each part of a message, and record in ``parts`` the part that each probe identifies."""
     own: dict[str, str] = {}
 
     def probe(part: str, value: str) -> str:
-        # Fields with the same value, such as reasoning that is stored twice, share a probe.
+        # Fields with equal values, such as reasoning that is stored twice, share a probe.
         if value not in own:
             own[value] = f"{_PROBE}{number}.{len(own)}{_PROBE}"
             parts[own[value]] = f"{part} of message {number}"
@@ -307,13 +304,12 @@ def _changed(messages: Messages, number: int, **fields: Any) -> list[Mapping[str
 
 
 def _function(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the name and the arguments of a call: its ``function``, or the call itself."""
+    """Return a tool call's ``function`` object, or the call itself if it has none."""
     function = call.get("function")
     return function if isinstance(function, Mapping) else call
 
 
 def _with_function(call: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
-    """Return a call with other fields of its function."""
     changed = {**_function(call), **fields}
     return {**call, "function": changed} if isinstance(call.get("function"), Mapping) else changed
 
@@ -326,16 +322,16 @@ def _calls(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def other_arguments(messages: Messages) -> list[list[Mapping[str, Any]]]:
-    """Return the messages with the arguments of all calls as objects, and as JSON, where that changes them.
+    """Return the messages with all tool-call arguments as objects, and as JSON, omitting unchanged results.
 
-    Templates expect an object, JSON, or take either.
+    Some templates expect an object, some expect JSON, and some accept both.
     """
     forms = ([_with_arguments(message, form) for message in messages] for form in (_parsed, _as_json))
     return [form for form in forms if form != list(messages)]
 
 
 def has_quoted_arguments(messages: Messages, text: str) -> bool:
-    """Return whether JSON arguments were written into a text as a JSON string, with all their quotes escaped."""
+    """Return whether JSON arguments appear in a text as a JSON string, with their quotes escaped."""
     for message in messages:
         for arguments in (_function(call).get("arguments") for call in _calls(message)):
             if (
@@ -359,7 +355,7 @@ def _parsed(arguments: Any) -> Any:
     try:
         parsed = json.loads(arguments) if isinstance(arguments, str) else None
         refuse_deep(parsed, "arguments")
-        # JSON may escape half of a surrogate pair.
+        # JSON may contain an escaped lone surrogate.
         refuse_surrogates(parsed)
     except (ValueError, RecursionError, RowError):
         return arguments

@@ -26,7 +26,7 @@ REPORT = ExportReport(
         "README.md": 900,
     },
     context_tokens=524_288, max_positions=131_072, rope="rope llama3, factor 8, theta 500000", tokenizer="from /base",
-    published_tokenizer="the one that prepared the corpus", has_tokenizer=True, versions={"torch": "2.13.0"},
+    published_tokenizer="the tokenizer that prepared the corpus", has_tokenizer=True, versions={"torch": "2.13.0"},
     check=CheckResult(
         tokens=512, documents=2, origin="the run's first training rows", difference=2e-6, scale=20.0, bound=1e-5
     ),
@@ -44,7 +44,7 @@ def test_an_export_says_what_where_and_how_to_load_it() -> None:
     lines = render_export(REPORT).splitlines()
     assert lines[0] == "run 'long-8b', step 2,000 (attempt 3, 1.23B trained tokens): exported in 1m15s"
     rows = {line.split()[0]: " ".join(line.split()[1:]) for line in lines[1:8]}
-    assert rows.pop("check").endswith("differ from the live model's by 1.0e-07 of the largest; 1e-05 is allowed")
+    assert rows.pop("check").endswith("by 1.0e-07 relative to the largest logit; the bound is 1e-05")
     assert rows == {
         "directory": "/models/long-8b",
         "model": "LlamaForCausalLM, 8.03B parameters",
@@ -66,7 +66,7 @@ def test_an_export_says_what_where_and_how_to_load_it() -> None:
 def test_equal_logits_are_called_equal() -> None:
     assert REPORT.check is not None
     equal = replace(REPORT.check, difference=0.0)
-    assert equal.words.endswith("(the run's first training rows) are bitwise those of the live model")
+    assert equal.words.endswith("(the run's first training rows) equal the live model's bit for bit")
     assert equal.holds
     assert not replace(equal, difference=float("nan")).holds
     assert not replace(equal, difference=1.0).holds

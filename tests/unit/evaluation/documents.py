@@ -1,4 +1,4 @@
-"""Held-out documents on disk, and stand-ins for models and for scoring."""
+"""Held-out documents on disk, and fakes for models and scoring."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def score_with(model: Callable[..., Any], row_tokens: int = 8192) -> Score:
 
 
 def saying(tokens_BL: torch.Tensor) -> Any:
-    """Return a model's output in which these tokens are the most probable ones."""
+    """Return a model output in which the given tokens are the most probable."""
     return SimpleNamespace(logits=torch.nn.functional.one_hot(tokens_BL, VOCAB) * 20.0)
 
 
 def knows(**inputs: Any) -> Any:
-    """Stand in for a model that knows every answer."""
+    """Fake a model that knows every answer."""
     return saying(inputs["ulysses"].labels_BL.clamp(min=0))
 
 
 def guesses(seed: int) -> Callable[..., Any]:
-    """Return a stand-in for a model that answers with one of the numbers in the row, and does not know which."""
+    """Return a fake model that answers with a random number from the row."""
     rng = np.random.default_rng(seed)
 
     def model(**inputs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Bins by position add up to the total, and the same targets are read with exactly the context that is said."""
+"""Position bins add up to the total, and the same targets are read with exactly the stated context."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def positions_as_losses(passages: Iterator[Passage]) -> Iterator[PassageScores]:
         yield PassageScores(losses=losses, is_correct=one.is_scored)
 
 
-def test_a_bin_holds_the_tokens_of_its_positions_and_all_bins_the_total(held: HeldOut) -> None:
+def test_each_bin_has_the_tokens_of_its_positions_and_all_bins_the_total(held: HeldOut) -> None:
     found = position_loss(held, positions_as_losses, longest=1500, max_tokens=10**9, seed=0)
     assert found is not None
     assert found.documents == held.numbers.size
@@ -62,7 +62,7 @@ def test_a_bin_holds_the_tokens_of_its_positions_and_all_bins_the_total(held: He
     max_tokens=st.integers(1, 9000),
     seed=st.integers(0, 9),
 )
-def test_documents_are_drawn_until_there_are_enough_tokens(
+def test_documents_are_drawn_until_the_tokens_suffice(
     lengths: list[int], longest: int, max_tokens: int, seed: int
 ) -> None:
     places = choose_documents(np.array(lengths), longest=longest, max_tokens=max_tokens, seed=seed)
@@ -78,7 +78,7 @@ def test_documents_are_drawn_until_there_are_enough_tokens(
     num_spans=st.integers(1, 40),
     seed=st.integers(0, 9),
 )
-def test_spans_have_their_context_do_not_overlap_and_are_spread_over_documents(
+def test_spans_have_their_context_and_are_spread_over_documents(
     lengths: list[int], context: int, num_spans: int, seed: int
 ) -> None:
     spans = choose_spans(np.array(lengths), longest_context=context, num_spans=num_spans, seed=seed)
@@ -91,12 +91,12 @@ def test_spans_have_their_context_do_not_overlap_and_are_spread_over_documents(
     assert all(len(by_document.get(place, ())) >= min(most - 1, count) for place, count in enumerate(room))
 
 
-def test_every_context_has_the_same_targets_and_exactly_its_tokens_before_them(held: HeldOut) -> None:
+def test_every_context_has_the_same_targets_after_exactly_its_tokens(held: HeldOut) -> None:
     rows: list[Passage] = []
 
     def score(passages: Iterator[Passage]) -> Iterator[PassageScores]:
         rows.extend(passages)
-        # The loss of a token is 1 / (tokens before its span), so that the gain is known.
+        # With a loss of 1 / (tokens before the span) per token, the gain is known.
         for row in rows:
             context = row.tokens.size - SPAN_TOKENS
             yield PassageScores(losses=row.is_scored / context, is_correct=row.is_scored)
@@ -105,11 +105,7 @@ def test_every_context_has_the_same_targets_and_exactly_its_tokens_before_them(h
     assert found is not None and found.spans == 5
     for number in range(5):
         short, middle, long = rows[number], rows[5 + number], rows[10 + number]
-        assert [row.tokens.size for row in (short, middle, long)] == [
-            100 + SPAN_TOKENS,
-            400 + SPAN_TOKENS,
-            1600 + SPAN_TOKENS,
-        ]
+        assert [row.tokens.size - SPAN_TOKENS for row in (short, middle, long)] == [100, 400, 1600]
         for row in (short, middle, long):
             assert np.flatnonzero(row.is_scored).tolist() == list(range(row.tokens.size - SPAN_TOKENS, row.tokens.size))
             assert (row.tokens == long.tokens[-row.tokens.size :]).all()
@@ -119,8 +115,7 @@ def test_every_context_has_the_same_targets_and_exactly_its_tokens_before_them(h
     assert [one.standard_error for one in found.contexts] == pytest.approx([0.0, 0.0, 0.0], abs=1e-12)
 
 
-def test_the_standard_error_is_that_of_the_paired_differences() -> None:
-    """It does not see how much harder one span is than another, as an unpaired one would."""
+def test_the_standard_error_is_that_of_paired_differences() -> None:
     rng = np.random.default_rng(0)
     hardness, gains = rng.uniform(100, 900, 400), rng.normal(20.0, 4.0, 400)
     counts = np.full(400, 10)
@@ -147,7 +142,7 @@ def test_only_supervised_tokens_of_documents_count(tmp_path: Path) -> None:
     assert found is not None and found.documents == 4
     assert all((one.tokens[one.is_scored] != ord("?")).all() for one in seen)
     assert found.tokens == sum(int(one.is_scored.sum()) for one in seen) == 4 * 701, "the answers and their ends"
-    # 10 tokens of context, so that the first spans begin in the question.
+    # With 10 tokens of context, the first spans begin in the question.
     gain = context_gain(held, score, contexts=(5, 10), num_spans=100, seed=0)
     assert gain is not None and gain.spans == 4 * 2
     inside = sum(

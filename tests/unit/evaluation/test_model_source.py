@@ -1,4 +1,4 @@
-"""A checkpoint's weights are evaluated in the type that is asked for, whatever the files of its base model hold."""
+"""A checkpoint's weights are evaluated in the requested dtype, whatever the dtype of the base model's files."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from tests.unit.export.test_decoder_merge import make_run, make_whole, trained_d
 
 @pytest.mark.parametrize("dtype", ["fp32", "model"])
 @pytest.mark.parametrize("trained", ["bf16", "fp32"])
-def test_the_decoder_of_a_multimodal_model_has_its_masters_in_fp32_and_else_what_it_was_trained_with(
-    tmp_path: Path, trained: str, dtype: Any
-) -> None:
+def test_a_multimodal_models_decoder_has_the_requested_weights(tmp_path: Path, trained: str, dtype: Any) -> None:
     decoder = trained_decoder(make_whole(tmp_path / "base", "gemma3", torch.bfloat16))
     make_run(tmp_path / "run", tmp_path / "base", decoder, dtype=trained)
     found = find_model(EvaluationRequest(model=tmp_path / "run", is_run=True, dtype=dtype))._built()

@@ -1,4 +1,4 @@
-"""Facts stand where it is said, answers have the tokens of their facts, and only knowing them gives them all."""
+"""Facts are at their depths, answers have the tokens of their facts, and guesses score the reported chance."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def held(tmp_path_factory: pytest.TempPathFactory) -> HeldOut:
 
 
 def merging_tokenizer(folder: Path) -> Tokenizer:
-    """Train a tokenizer that merges letters and digits into tokens of several."""
+    """Train a tokenizer that merges letters and digits into longer tokens."""
     rust = RustTokenizer(models.BPE())
     rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     texts = [*varied_texts(50), *(f"The number of {word} is 4." for word in "abcd")]
@@ -58,7 +58,7 @@ def rows_of(held: HeldOut, kind: Kind, **changes: object) -> list[NeedleRow]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_depth_is_asked_once_per_case_and_a_row_has_its_length(held: HeldOut, kind: Kind) -> None:
+def test_rows_have_their_length_and_one_question_per_depth_and_depend_on_the_seed(held: HeldOut, kind: Kind) -> None:
     for length in (1024, 3000):
         rows = rows_of(held, kind, length=length)
         assert {row.passage.tokens.size for row in rows} == {length}
@@ -67,15 +67,20 @@ def test_every_depth_is_asked_once_per_case_and_a_row_has_its_length(held: HeldO
         for row in rows:
             scored = np.concatenate([answer.tokens for answer in row.answers])
             assert sorted(scored.tolist()) == np.flatnonzero(row.passage.is_scored).tolist()
+    first, again, other = (
+        [row.passage.tokens.tolist() for row in rows_of(held, kind, seed=seed)] for seed in (3, 3, 4)
+    )
+    assert first == again
+    assert first != other and len({tuple(row) for row in first}) == len(first)
 
 
-def test_a_fact_stands_once_at_its_depth_and_is_asked_for_by_its_key(held: HeldOut) -> None:
+def test_a_fact_appears_once_at_its_depth_and_is_asked_for_by_its_key(held: HeldOut) -> None:
     for row in rows_of(held, "key_value"):
         text = text_of(row)
         facts = [
             (found[1], found[2], found.start()) for found in re.finditer(r"\nThe number of (\w+) is (\d{5})\.\n", text)
         ]
-        assert len(facts) == 2 * 7, "each stands once as a fact and once with its question"
+        assert len(facts) == 2 * 7, "once as a fact and once with its question"
         given, asked = facts[:7], facts[7:]
         assert sorted(fact[:2] for fact in given) == sorted(fact[:2] for fact in asked)
         assert len({number for _, number, _ in given}) == 7
@@ -104,6 +109,8 @@ def test_a_variable_is_asked_for_through_its_assignments(held: HeldOut) -> None:
 
 def test_several_keys_are_asked_for_at_once(held: HeldOut) -> None:
     for row in rows_of(held, "several_keys"):
+        assert row.answers[0].chance == pytest.approx(90_000.0**-NUM_KEYS)
+        assert row.answers[0].chance_shown == pytest.approx((7 * NUM_KEYS) ** -float(NUM_KEYS))
         text = text_of(row)
         facts = dict(re.findall(r"\nThe number of (\w+) is (\d{5})\.\n", text))
         asked = re.findall(r"\nThe numbers of ([\w, ]+) are ([\d, ]+)\.\n", text)
@@ -116,18 +123,7 @@ def test_several_keys_are_asked_for_at_once(held: HeldOut) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_are_a_function_of_the_seed(held: HeldOut, kind: Kind) -> None:
-    first, again, other = (
-        [row.passage.tokens.tolist() for row in rows_of(held, kind, seed=seed)] for seed in (3, 3, 4)
-    )
-    assert first == again
-    assert first != other and len({tuple(row) for row in first}) == len(first)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_answer_has_the_tokens_of_its_fact_with_a_tokenizer_that_merges(
-    held: HeldOut, tmp_path: Path, kind: Kind
-) -> None:
+def test_an_answer_has_the_tokens_of_its_fact_with_any_tokenizer(held: HeldOut, tmp_path: Path, kind: Kind) -> None:
     haystack = Haystack(held, merging_tokenizer(tmp_path / "merging"), 1000)
     assert haystack.encode(" 10345").size < 6
     rows = list(needle_rows(haystack, kind, length=2000, depths=(0.2, 0.9), cases=2, seed=0))
@@ -138,25 +134,22 @@ def test_an_answer_has_the_tokens_of_its_fact_with_a_tokenizer_that_merges(
             shown = [
                 start for start in range(tokens.size - own.size) if (tokens[start : start + own.size] == own).all()
             ]
-            assert shown[0] < answer.tokens[0], "the number stands in the row before it is asked for"
+            assert shown[0] < answer.tokens[0], "the number precedes its question"
 
 
-def test_a_tokenizer_with_tokens_that_the_model_lacks_is_refused_where_they_are_used(
-    held: HeldOut, tmp_path: Path
-) -> None:
+def test_a_token_beyond_the_models_vocabulary_is_refused(held: HeldOut, tmp_path: Path) -> None:
     tokenizer = merging_tokenizer(tmp_path / "merging")
     used = int(tokenizer.encode_all([" 10345"])[0].max())
     assert used < tokenizer.info.vocab_size - 1
     assert Haystack(held, tokenizer, used + 1).encode(" 10345").size
-    with pytest.raises(UserError, match=rf"--tokenizer: produces token {used}, but the model's vocabulary has {used};"):
+    with pytest.raises(UserError, match=rf"--tokenizer: produces token {used}, but the model has only {used} tokens;"):
         Haystack(held, tokenizer, used).encode(" 10345")
 
 
-def test_a_model_that_knows_answers_all_and_a_tokens_slip_is_a_wrong_answer(held: HeldOut) -> None:
+def test_a_single_wrong_token_makes_an_answer_wrong(held: HeldOut) -> None:
     haystack = Haystack(held, ByteTokenizer(), VOCAB)
 
     def slips(**inputs: object) -> object:
-        """Know all but the last digit of each answer."""
         labels = inputs["ulysses"].labels_BL  # type: ignore[attr-defined]
         said = labels.clamp(min=0)
         said[:, :-1] += (labels[:, :-1] >= 0) & (labels[:, 1:] < 0)
@@ -180,16 +173,10 @@ def test_a_model_that_guesses_scores_the_chance_that_is_reported(held: HeldOut, 
     assert cells[0].chance == pytest.approx(1 / 90_000)
 
 
-def test_the_chance_of_several_answers_is_that_of_all_of_them(held: HeldOut) -> None:
-    (row,) = rows_of(held, "several_keys", cases=1)
-    assert row.answers[0].chance == pytest.approx(90_000.0**-NUM_KEYS)
-    assert row.answers[0].chance_shown == pytest.approx((7 * NUM_KEYS) ** -float(NUM_KEYS))
-
-
-def test_a_row_without_room_is_refused_with_the_length_that_has_room(held: HeldOut) -> None:
+def test_a_row_that_is_too_short_is_refused_with_a_sufficient_length(held: HeldOut) -> None:
     with pytest.raises(UserError) as error:
         rows_of(held, "several_keys", length=512)
     text = str(error.value)
-    assert text.startswith("--lengths=512: has no room for the facts and questions of several_keys, which take ")
+    assert text.startswith("--lengths=512: is too short for the facts and questions of several_keys, which take ")
     least = int(text.removesuffix(", or --task loss").rpartition(" ")[2])
     assert len(rows_of(held, "several_keys", length=least + 8)) == 10

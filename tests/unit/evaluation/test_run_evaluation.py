@@ -1,4 +1,4 @@
-"""What the ranks of an evaluation say is what the command says."""
+"""The command passes on the first rank's messages and report."""
 
 from __future__ import annotations
 
@@ -24,18 +24,15 @@ def evaluated_with(size: int, ranks: Any = None, gpus: int = 0) -> tuple[Any, li
         return run_evaluation.evaluate_locally(prepared, said.append), said
 
 
-def test_a_process_that_dies_without_a_word_is_named() -> None:
+def test_a_process_that_dies_is_named_and_too_many_processes_are_refused() -> None:
     ranks = mock.Mock(side_effect=RankDiedError(1, "an error", "MemoryError"))
     with pytest.raises(RunError, match=r"--sp-size=2: process 1 ended without a result \(MemoryError\); use fewer"):
         evaluated_with(2, ranks)
-
-
-def test_more_processes_than_gpus_are_refused() -> None:
-    with pytest.raises(UserError, match="--sp-size=3: needs a GPU for each process, and this machine has 2; use at mo"):
+    with pytest.raises(UserError, match="--sp-size=3: requires one GPU per process, but this machine has 2; use at mo"):
         evaluated_with(3, gpus=2)
 
 
-def test_what_the_first_rank_says_is_passed_on_and_its_report_is_returned() -> None:
+def test_the_first_ranks_messages_and_report_are_passed_on() -> None:
     def ranks(work: Any, size: int, request: Any, *, hear: Any) -> str:
         assert (work, size, request.sp_size) == (run_evaluation._evaluate_rank, 2, 2)
         hear("loss over 100 tokens")

@@ -1,4 +1,4 @@
-"""Scores of texts equal those of the model alone on each text, however they are packed, and logits never are whole."""
+"""Scores do not depend on how texts are packed, and the logits of a row never exist together."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def passages(lengths: tuple[int, ...], vocab: int = VOCAB) -> list[Passage]:
 
 @torch.no_grad()
 def alone(model: Any, passage: Passage) -> tuple[np.ndarray, np.ndarray]:
-    """Return losses and correctness by Transformers' own attention, from whole logits in float64."""
+    """Compute losses and correctness with Transformers' own attention, from complete logits in float64."""
     ids = torch.from_numpy(passage.tokens)[None]
     logits = model(input_ids=ids, use_cache=False).logits[0].double()
     losses = torch.nn.functional.cross_entropy(logits[:-1], ids[0, 1:], reduction="none").numpy()
@@ -40,7 +40,7 @@ def alone(model: Any, passage: Passage) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("architecture", fast_only(ARCHITECTURES, "llama", "qwen3", "gemma2", "cohere2", "granite"))
 @pytest.mark.parametrize("row_tokens", [40, 200])
-def test_the_scores_are_those_of_the_model_alone(architecture: str, row_tokens: int) -> None:
+def test_scores_equal_those_of_the_model_alone(architecture: str, row_tokens: int) -> None:
     texts = passages((17, 40, 2, 9, 33))
     model = zoo_model(architecture).eval()
     wanted = [alone(model, text) for text in texts]
@@ -53,7 +53,7 @@ def test_the_scores_are_those_of_the_model_alone(architecture: str, row_tokens: 
 
 
 def test_the_logits_of_a_row_never_exist_together() -> None:
-    """As large as the row's logits would be, nothing else in this model is."""
+    # No other tensor of this model is as large as the row's logits.
     model = zoo_model("qwen3", vocab_size=8192).eval()
     (text,) = passages((2048,), vocab=8192)
 

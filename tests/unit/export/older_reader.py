@@ -1,7 +1,7 @@
-"""Loads directories with the Transformers of the interpreter that runs this file, and compares their logits.
+"""Loads directories with the running interpreter's Transformers, and compares their logits.
 
-Usage: ``python older_reader.py FOLDER``. Each directory in it that has ``expected.pt`` is a case; the outcomes go to
-``outcomes.json``: the largest difference as a share of the largest logit, or an error, or ``unknown`` for a newer type.
+Usage: ``python older_reader.py FOLDER``. Each subdirectory with ``expected.pt`` is a case. ``outcomes.json`` gets the
+largest difference relative to the largest logit, or an error, or ``unknown`` for an unknown model type.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 
 def outcome(folder: Path) -> float | str:
-    """Return the outcome of one directory."""
     if json.loads((folder / "config.json").read_text())["model_type"] not in CONFIG_MAPPING:
         return "unknown"
     expected = torch.load(folder / "expected.pt")
@@ -26,7 +25,7 @@ def outcome(folder: Path) -> float | str:
         model = AutoModelForCausalLM.from_pretrained(
             folder, config=config, attn_implementation="eager", dtype=torch.float32
         )
-        # Transformers 4 reads some parameters of activations in bf16 in any case, and then computes in bf16.
+        # Transformers 4 reads some activation parameters in bf16 regardless of the dtype, and then computes in bf16.
         model = model.float().eval()
         ids = expected["ids"]
         with torch.no_grad():

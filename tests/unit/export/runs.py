@@ -1,4 +1,4 @@
-"""Runs that have only what an export reads, written by `save_checkpoint`; and what an export has written, read back."""
+"""Minimal runs with a checkpoint, as input of an export, and functions that read exported files."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def commands_on(run: Path, corpus: Path, *evaluation: str) -> dict[str, list[str]]:
-    """Return the command lines that read a run; ``evaluation`` are further options of `evaluate`."""
+    """Return the command lines of all commands that read a run; ``evaluation`` adds options to `evaluate`."""
     inspect = ["inspect", str(run)]
     return {
         "inspect": inspect,
@@ -78,7 +78,7 @@ def commands_on(run: Path, corpus: Path, *evaluation: str) -> dict[str, list[str
 
 
 def write_config(run_dir: Path, model_config: Mapping[str, Any], dtype: str = "fp32", **changes: Any) -> None:
-    """Write the configuration of a run whose model is described in line."""
+    """Write the config.yaml of a run with an inline model configuration."""
     tree = small_tree(model__config=dict(model_config), model__dtype=dtype, **changes)
     tree["run"] |= {"name": run_dir.name, "storage": str(run_dir.parent)}
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -97,18 +97,10 @@ def write_checkpoint(
     moments: bool = True,
     **meta: Any,
 ) -> None:
-    """Write the state of a model in fp32, as a run that computes in ``dtype`` saves it.
+    """Save a checkpoint whose fp32 master weights are the model's parameters, on ``world_size`` threads.
 
-    Args:
-        run_dir: The run's directory.
-        model: The model; its parameters are the masters.
-        dtype: What the run computes in; with ``bf16`` the rounded weights are stored beside the masters.
-        step: Completed steps.
-        world_size: Ranks that write.
-        frozen: Parameters that are not trained.
-        with_model: Whether the rounded weights are stored.
-        moments: Whether a moment of the optimizer is stored, as large as the masters and other in value.
-        meta: Changes to what the loop adds.
+    With ``dtype="bf16"`` and ``with_model``, the rounded weights are stored too. ``moments`` adds an optimizer moment.
+    ``meta`` overrides fields of the checkpoint metadata.
     """
     tensors: dict[str, torch.Tensor] = {}
     first = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -146,8 +138,7 @@ def write_checkpoint(
 
 
 def fields_of(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return a model's configuration as `model.config` of a run has it."""
-    # Families such as GPT-2 have names of their own for sizes that a run's configuration must name.
+    # GPT-2 and others have their own names for sizes that model.config must contain.
     sizes = ("hidden_size", "num_attention_heads", "num_hidden_layers")
     return config.to_dict() | {name: getattr(config, name) for name in sizes}
 
@@ -161,7 +152,7 @@ def export(run_dir: Path, **request: Any) -> ExportReport:
 
 
 def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of a directory, read by safetensors itself; none may be there twice."""
+    """Read all tensors of a directory with safetensors; no name may appear twice."""
     tensors: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:

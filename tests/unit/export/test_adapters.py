@@ -1,4 +1,4 @@
-"""Adapters are exported as PEFT's own files, or merged as PEFT merges them, for every kind of linear layer."""
+"""Adapters are exported as PEFT files, or merged exactly like PEFT merges them, for every kind of linear layer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _CASES = {
 
 
 def make_run(folder: Path, kind: str, adapter: dict[str, Any], dtype: str, init: str = "pretrained") -> Any:
-    """Write a base model, and a run that has trained an adapter of it; return the trained model."""
+    """Write a base model and a run that trained an adapter on it; return the trained model."""
     torch.manual_seed(4)
     base = zoo_model(kind)
     for one in base.parameters():
@@ -66,7 +66,9 @@ def logits_of(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("kind", "adapter", "dtype"), fast_cases(_CASES, "gemma2-extension-fp32", "qwen2-linear-bf16"))
-def test_an_adapter_and_the_merged_model_are_those_of_peft(tmp_path: Path, kind: str, adapter: str, dtype: str) -> None:
+def test_an_adapter_and_the_merged_model_equal_those_of_peft(
+    tmp_path: Path, kind: str, adapter: str, dtype: str
+) -> None:
     trained = make_run(tmp_path, kind, _ADAPTERS[adapter], dtype)
     files = export(tmp_path / "run", weights="fp32", out=tmp_path / "adapter")
     assert files.check is not None and files.check.holds
@@ -82,10 +84,10 @@ def test_an_adapter_and_the_merged_model_are_those_of_peft(tmp_path: Path, kind:
     assert_same(tensors_in(tmp_path / "merged"), tensors_in(tmp_path / "wanted"))
 
 
-def test_the_settings_name_the_base_model_and_what_was_trained_whole_under_both_names(tmp_path: Path) -> None:
+def test_the_settings_have_the_base_model_and_the_fully_trained_modules(tmp_path: Path) -> None:
     make_run(tmp_path, "gemma2", _ADAPTERS["extension"], "fp32")
     report = export(tmp_path / "run", check=False, out=tmp_path / "adapter")
-    assert serve_line(report, ".").startswith("# vLLM does not load adapters with trained embeddings, norms")
+    assert serve_line(report, ".").startswith("# vLLM does not load adapters with fully trained modules")
     fields = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
     assert (fields["peft_type"], fields["r"], fields["lora_dropout"], fields["use_rslora"]) == ("LORA", 2, 0.0, True)
     assert fields["base_model_name_or_path"] == str(tmp_path / "base")
@@ -96,7 +98,7 @@ def test_the_settings_name_the_base_model_and_what_was_trained_whole_under_both_
     assert not any("default" in name for name in names)
 
 
-def test_an_adapter_has_the_end_tokens_and_its_lines_generate_up_to_them(tmp_path: Path) -> None:
+def test_an_adapter_has_the_end_tokens_and_its_python_lines_work(tmp_path: Path) -> None:
     make_run(tmp_path, "llama", _ADAPTERS["linear"], "fp32")
     out = tmp_path / "adapter"
     report = export(tmp_path / "run", check=False, out=out)
@@ -111,15 +113,12 @@ def test_an_adapter_has_the_end_tokens_and_its_lines_generate_up_to_them(tmp_pat
     assert serve_line(report, str(out)).startswith(served)
 
 
-def test_an_adapter_of_weights_that_were_drawn_can_only_be_merged(tmp_path: Path) -> None:
+def test_an_adapter_of_random_base_weights_must_be_merged_and_a_run_without_adapter_can_not(tmp_path: Path) -> None:
     make_run(tmp_path, "llama", _ADAPTERS["linear"], "fp32", init="random")
     with pytest.raises(UserError, match=r"model\.init: random.*--merge"):
         export(tmp_path / "run")
     assert export(tmp_path / "run", merge=True).check is not None
-
-
-def test_a_run_without_an_adapter_has_nothing_to_merge(tmp_path: Path) -> None:
-    write_config(tmp_path / "run", fields_of(ARCHITECTURES["llama"]()))
-    write_checkpoint(tmp_path / "run", zoo_model("llama"))
+    write_config(tmp_path / "plain", fields_of(ARCHITECTURES["llama"]()))
+    write_checkpoint(tmp_path / "plain", zoo_model("llama"))
     with pytest.raises(UserError, match=r"--merge: .*model\.adapter"):
-        export(tmp_path / "run", merge=True)
+        export(tmp_path / "plain", merge=True)

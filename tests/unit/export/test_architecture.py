@@ -1,4 +1,4 @@
-"""config.json and generation_config.json: what trained, in words that tools of every age read rightly."""
+"""config.json and generation_config.json describe the trained model for both old and new tools."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ from tests.unit.config.trees import small_tree
 
 
 def config_of(kind: str, **changes: Any) -> PreTrainedConfig:
-    """Return a small configuration of a type."""
     zoo = {**ARCHITECTURES, **HYBRIDS}
     return zoo[kind](dtype="float32", **changes) if kind in zoo else plain_config(kind, dtype="float32", **changes)
 
 
 def scaled(kind: str) -> PreTrainedConfig:
-    """Return a configuration with other rotary positions, where its class takes them."""
+    """Return a configuration with changed rotary positions if its class supports them."""
     config = config_of(kind)
     rope = RopeSection(rope_theta=5000.0, rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
     try:
@@ -45,11 +44,11 @@ def test_older_names_change_nothing_for_transformers_5(tmp_path: Path, kind: str
         for fields in (json.loads(config.to_json_string()), with_older_names(config)):
             (tmp_path / "config.json").write_text(json.dumps(fields))
             loaded.append(AutoConfig.from_pretrained(tmp_path).to_dict())
-        # A class that does not know such a name keeps it as an attribute that nothing reads.
+        # Classes without such a field keep it as an unused attribute.
         unread = {"rope_theta", "partial_rotary_factor"}
         plain, older = ({name: value for name, value in one.items() if name not in unread} for one in loaded)
         if kind == "phi3-longrope":
-            # It follows from the factor.
+            # The value follows from the factor.
             assert older["rope_parameters"].pop("attention_factor") == pytest.approx((7 / 6) ** 0.5)
         assert older == plain
 
@@ -82,13 +81,13 @@ _SCALING = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embedding
             (_FULL, _FULL),
             {"global_rope_theta": 5e6, "local_rope_theta": 5e6, "rope_scaling": _SCALING},
         ),
-        # Version 4 fails on a base that is null, instead of computing other positions.
+        # A null base makes Transformers 4 fail instead of computing wrong positions.
         ("gemma3_text", (_FULL, _FULL), {"rope_theta": None}),
         ("olmo3", (_FULL, _LOCAL), {"rope_theta": None}),
         ("modernbert-decoder", (_FULL, {**_LOCAL, "rope_theta": 5e6}), {"global_rope_theta": None}),
     ],
 )
-def test_older_tools_find_rope_under_its_older_names(kind: str, rope: Any, older: dict[str, Any]) -> None:
+def test_older_tools_find_rope_under_their_names(kind: str, rope: Any, older: dict[str, Any]) -> None:
     config = config_of(kind)
     if "full_attention" in config.rope_parameters:
         full, sliding = rope if isinstance(rope, tuple) else (rope, _LOCAL)
@@ -120,7 +119,6 @@ _LONG = {"rope_type": "longrope", "original_max_position_embeddings": 64, **_FAC
 def test_older_tools_find_the_lengths_of_longrope(
     tmp_path: Path, kind: str, own: dict[str, Any], scaling: dict[str, Any]
 ) -> None:
-    """They read the original length outside the scaling, and their factor is the ratio of the lengths."""
     config, rope = config_of(kind, max_position_embeddings=256), {**_LONG, **own, "rope_theta": 1e4}
     config.rope_parameters = {"full_attention": rope, "sliding_attention": _LOCAL} if kind == "gemma3_text" else rope
     config.original_max_position_embeddings = 64
@@ -150,12 +148,12 @@ def test_older_tools_find_the_lengths_of_longrope(
         ("nemotron_h", {"hybrid_override_pattern": "M*-"}),
     ],
 )
-def test_older_tools_find_experts_and_layers_under_their_older_names(kind: str, older: dict[str, Any]) -> None:
+def test_older_tools_find_experts_and_layers_under_their_names(kind: str, older: dict[str, Any]) -> None:
     found = with_older_names(config_of(kind, **({"num_experts": 4} if kind == "mellum" else {})))
     assert {name: found[name] for name in older} == older
 
 
-def test_rope_is_said_for_layers_of_two_kinds_and_that_transformers_4_can_not_read_it() -> None:
+def test_rope_is_described_for_two_kinds_of_layers() -> None:
     def words(full: dict[str, Any], sliding: dict[str, Any]) -> str:
         config = config_of("olmo3", rope_parameters={"full_attention": full, "sliding_attention": sliding})
         return Architecture(model=SimpleNamespace(config=config), generation=None).rope
@@ -176,14 +174,14 @@ def test_rope_is_said_for_layers_of_two_kinds_and_that_transformers_4_can_not_re
         (6, (5, 6), [5, 6]),
     ],
 )
-def test_generation_ends_where_training_ended_documents(known: Any, trained: tuple[int, ...], ends: Any) -> None:
+def test_generation_ends_with_the_trained_end_tokens(known: Any, trained: tuple[int, ...], ends: Any) -> None:
     assert merged_ends(known, trained) == ends
 
 
-def test_an_inline_model_gets_the_end_token_of_its_corpus_unless_it_names_one() -> None:
+def test_an_inline_model_gets_its_corpus_end_token_unless_it_has_one() -> None:
     tree = small_tree()
     found = describe(parse_config(tree), "model", (256,))
-    # Llama's class says 1 and 2, which are bytes of a text here.
+    # Llama's defaults, 1 and 2, are bytes of text here.
     assert (found.model.config.bos_token_id, found.model.config.eos_token_id) == (None, 256)
     assert found.generation is not None and found.generation["eos_token_id"] == 256
     assert "bos_token_id" not in found.generation

@@ -1,4 +1,4 @@
-"""A decoder goes back into its multimodal checkpoint: its own tensors are new, and not a byte of the rest."""
+"""A decoder is merged into its multimodal checkpoint: its tensors change, and no other byte."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OTHERS = {"preprocessor_config.json": "{}", "README.md": "# The whole", "chat_te
 
 
 def make_whole(base: Path, name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    """Write a whole checkpoint of several files; return its model."""
+    """Write a complete multimodal checkpoint in several files; return its model."""
     model = multimodal_model(name, **changes).to(dtype)
     model.save_pretrained(base, max_shard_size="20KB")
     for other, text in OTHERS.items():
@@ -37,7 +37,6 @@ def make_whole(base: Path, name: str, dtype: torch.dtype = torch.float32, **chan
 
 
 def trained_decoder(whole: Any) -> Any:
-    """Return the decoder of a whole model with other weights."""
     decoder = deepcopy(whole).float()
     keep_text_part(decoder)
     with torch.no_grad():
@@ -55,8 +54,16 @@ def make_run(run_dir: Path, base: Path, decoder: Any, dtype: str = "fp32", **cha
     write_checkpoint(run_dir, decoder, dtype=dtype)
 
 
-def check_whole(out: Path, base: Path, whole: Any, decoder: Any) -> None:
-    """Hold an exported directory against the whole model with the decoder's parameters in the place of its own."""
+def check_merged(tmp_path: Path, whole: Any, dtype: str = "fp32") -> tuple[Path, Any, Any]:
+    """Train and export the decoder of ``whole``; compare the directory with the base and the loaded model.
+
+    Returns:
+        The exported directory, the decoder and the report.
+    """
+    base, decoder = tmp_path / "base", trained_decoder(whole)
+    make_run(tmp_path / "run", base, decoder, dtype)
+    report = export(tmp_path / "run")
+    out = Path(report.out)
     for path in base.iterdir():
         if path.suffix != ".safetensors":
             assert (out / path.name).read_bytes() == path.read_bytes(), path.name
@@ -74,31 +81,25 @@ def check_whole(out: Path, base: Path, whole: Any, decoder: Any) -> None:
     assert len(wanted) > len(new)
     loaded = AutoModelForMultimodalLM.from_pretrained(out, dtype="auto")
     assert_same({name: one.detach() for name, one in loaded.named_parameters(remove_duplicate=False)}, wanted)
+    return out, decoder, report
 
 
 @pytest.mark.parametrize("name", fast_only(MULTIMODAL, "qwen2_vl"))
-def test_the_decoder_is_new_and_all_else_is_as_it_was(tmp_path: Path, name: str) -> None:
-    whole = make_whole(tmp_path / "base", name)
-    decoder = trained_decoder(whole)
-    make_run(tmp_path / "run", tmp_path / "base", decoder)
-    report = export(tmp_path / "run")
+def test_only_the_decoder_changes(tmp_path: Path, name: str) -> None:
+    _, decoder, report = check_merged(tmp_path, make_whole(tmp_path / "base", name))
     assert report.check is not None and report.check.holds and report.check.bound == 1e-5
     assert report.parameters == sum(parameter.numel() for parameter in decoder.parameters())
     assert report.loaded_with == "AutoModelForMultimodalLM"
     assert len(list((tmp_path / "base").glob("*.safetensors"))) > 2
-    check_whole(Path(report.out), tmp_path / "base", whole, decoder)
     assert export(tmp_path / "run").was_there
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-def test_the_types_are_those_of_the_whole_checkpoint(tmp_path: Path, stored: torch.dtype) -> None:
-    whole = make_whole(tmp_path / "base", "gemma3", stored)
-    decoder = trained_decoder(whole)
-    make_run(tmp_path / "run", tmp_path / "base", decoder, dtype="bf16")
-    check_whole(Path(export(tmp_path / "run").out), tmp_path / "base", whole, decoder)
+def test_the_dtypes_of_the_multimodal_checkpoint_are_kept(tmp_path: Path, stored: torch.dtype) -> None:
+    check_merged(tmp_path, make_whole(tmp_path / "base", "gemma3", stored), "bf16")
 
 
-def test_a_checkpoint_in_transformers_own_names_is_written_in_these(tmp_path: Path) -> None:
+def test_a_checkpoint_with_the_models_own_names_keeps_these_names(tmp_path: Path) -> None:
     whole = make_whole(tmp_path / "base", "gemma3")
     old = tensors_in(tmp_path / "base")
     for path in (tmp_path / "base").glob("model*"):
@@ -108,45 +109,35 @@ def test_a_checkpoint_in_transformers_own_names_is_written_in_these(tmp_path: Pa
         here = name.replace("language_model.model.", "model.language_model.")
         renamed[re.sub(r"^(vision_tower|multi_modal_projector)", r"model.\1", here)] = tensor
     save_file(renamed, tmp_path / "base/model.safetensors", {"format": "pt"})
-    decoder = trained_decoder(whole)
-    make_run(tmp_path / "run", tmp_path / "base", decoder)
-    out = Path(export(tmp_path / "run").out)
-    check_whole(out, tmp_path / "base", whole, decoder)
-    assert "model.language_model.norm.weight" in tensors_in(out)
+    assert "model.language_model.norm.weight" in tensors_in(check_merged(tmp_path, whole)[0])
 
 
-def test_a_tied_head_that_is_stored_as_well_is_new_in_both_places(tmp_path: Path) -> None:
+def test_a_tied_head_that_is_stored_twice_changes_in_both_places(tmp_path: Path) -> None:
     whole = make_whole(tmp_path / "base", "qwen2_5_vl")
     last = sorted((tmp_path / "base").glob("*.safetensors"))[-1]
     head = {"lm_head.weight": whole.lm_head.weight.detach().clone()}
     save_file(load_file(last) | head, last, {"format": "pt"})
-    decoder = trained_decoder(whole)
-    make_run(tmp_path / "run", tmp_path / "base", decoder)
-    out = Path(export(tmp_path / "run").out)
-    check_whole(out, tmp_path / "base", whole, decoder)
+    out, decoder, _ = check_merged(tmp_path, whole)
     assert torch.equal(tensors_in(out)["lm_head.weight"], decoder.lm_head.weight)
 
 
-def test_a_head_of_its_own_stays_one_whatever_the_configuration_says(tmp_path: Path) -> None:
-    # As in Mistral Small 3: its config.json leaves out whether the head is tied, and the default is that it is.
+def test_an_untied_head_stays_untied_whatever_the_configuration_says(tmp_path: Path) -> None:
+    # Mistral Small 3's config.json does not say whether the head is tied, and the default is tied.
     whole = make_whole(tmp_path / "base", "mistral3")
     fields = json.loads((tmp_path / "base/config.json").read_text())
     assert not torch.equal(whole.lm_head.weight, whole.get_input_embeddings().weight)
     fields["tie_word_embeddings"] = True
     (tmp_path / "base/config.json").write_text(json.dumps(fields))
-    decoder = trained_decoder(whole)
-    make_run(tmp_path / "run", tmp_path / "base", decoder)
-    check_whole(Path(export(tmp_path / "run").out), tmp_path / "base", whole, decoder)
+    check_merged(tmp_path, whole)
 
 
 @pytest.fixture
 def gemma3(tmp_path: Path) -> tuple[Path, Path]:
-    """A whole checkpoint, and a run that has trained its decoder."""
     make_run(tmp_path / "run", tmp_path / "base", trained_decoder(make_whole(tmp_path / "base", "gemma3")))
     return tmp_path / "base", tmp_path / "run"
 
 
-def test_other_weights_and_folders_are_left_out_and_said(gemma3: tuple[Path, Path]) -> None:
+def test_other_weights_and_folders_are_not_copied_and_reported(gemma3: tuple[Path, Path]) -> None:
     base, run = gemma3
     (base / "consolidated.safetensors").write_bytes(b"the decoder as it was")
     (base / "original").mkdir()
@@ -156,20 +147,15 @@ def test_other_weights_and_folders_are_left_out_and_said(gemma3: tuple[Path, Pat
     assert not {"consolidated.safetensors", "original"} & {path.name for path in out.iterdir()}
 
 
-@pytest.mark.parametrize(
-    ("option", "named"),
-    [
-        ({"weights": "bf16"}, "--dtype"),
-        ({"max_shard_bytes": 7}, "--max-shard-size"),
-        ({"tokenizer": Path("t")}, "--to"),
-    ],
-)
-def test_what_would_change_the_rest_of_the_whole_is_refused(gemma3: tuple[Path, Path], option: Any, named: str) -> None:
-    with pytest.raises(UserError, match=rf"{named}.*model\.part=text"):
-        export(gemma3[1], **option)
+def test_options_that_would_change_other_parts_are_refused(gemma3: tuple[Path, Path]) -> None:
+    options: list[tuple[dict[str, Any], str]] = [({"weights": "bf16"}, "--dtype")]
+    options += [({"max_shard_bytes": 7}, "--max-shard-size"), ({"tokenizer": Path("t")}, "--tokenizer")]
+    for option, named in options:
+        with pytest.raises(UserError, match=rf"{named}.*model\.part=text"):
+            export(gemma3[1], **option)
 
 
-def test_a_file_of_the_whole_that_vanishes_meanwhile_is_named(
+def test_a_source_file_that_vanishes_during_the_export_is_named(
     gemma3: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base, run = gemma3
@@ -188,12 +174,12 @@ def test_a_file_of_the_whole_that_vanishes_meanwhile_is_named(
 @pytest.mark.parametrize(
     ("damage", "error", "said"),
     [
-        ("gone", UserError, "restore it"),
-        ("missing", RunError, r"model\.layers\.1\.mlp\.up_proj\.weight is not there"),
-        ("type", RunError, r"up_proj\.weight is I32 there"),
+        ("gone", UserError, "restore the checkpoint"),
+        ("missing", RunError, r"model\.layers\.1\.mlp\.up_proj\.weight is missing"),
+        ("type", RunError, r"up_proj\.weight is I32"),
     ],
 )
-def test_a_whole_that_is_not_the_runs_is_refused_before_anything_is_written(
+def test_a_checkpoint_that_does_not_match_the_run_is_refused_early(
     tmp_path: Path, damage: str, error: type[Exception], said: str
 ) -> None:
     base, name = tmp_path / "base", "model.layers.1.mlp.up_proj.weight"

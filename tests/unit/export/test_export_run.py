@@ -1,4 +1,4 @@
-"""The exported directory is what save_pretrained would write of the same model, and the model that was trained."""
+"""An exported directory equals save_pretrained's output for the trained model, and gives the same logits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def make_run(run_dir: Path, architecture: str, dtype: str = "fp32", model: Any = None, **checkpoint: Any) -> Any:
-    """Write a run of a model of the zoo; return the model, whose parameters are the masters."""
+    """Write a run with a checkpoint of a zoo model; return the model."""
     model = zoo_model(architecture) if model is None else model
     write_config(run_dir, fields_of(ARCHITECTURES[architecture]()), dtype)
     write_checkpoint(run_dir, model, dtype=dtype, **checkpoint)
@@ -63,7 +63,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.mark.parametrize("name", fast_only(["llama", "qwen3", "mixtral"], "llama"))
 @pytest.mark.parametrize("weights", ["model", "bf16", "fp32", "fp16"])
-def test_each_precision_is_rounded_once_from_the_masters(tmp_path: Path, name: str, weights: WeightType) -> None:
+def test_each_precision_is_rounded_once_from_the_master_weights(tmp_path: Path, name: str, weights: WeightType) -> None:
     model = make_run(tmp_path / "run", name, "bf16")
     report = export(tmp_path / "run", weights=weights, max_shard_bytes=30_000)
     assert report.check is not None and report.check.holds
@@ -74,28 +74,18 @@ def test_each_precision_is_rounded_once_from_the_masters(tmp_path: Path, name: s
     assert AutoModelForCausalLM.from_pretrained(report.out, dtype="auto").dtype == dtype
 
 
-def test_weights_that_were_not_stored_rounded_are_rounded_as_the_engine_rounds_them(tmp_path: Path) -> None:
-    model = make_run(tmp_path / "run", "llama", "bf16", with_model=False)
-    report = export(tmp_path / "run")
-    # One file needs no index.
-    assert {path.name for path in Path(report.out).glob("model*")} == {"model.safetensors"}
-    assert_same(tensors_in(Path(report.out)), saved_by_transformers(model.bfloat16(), tmp_path / "wanted"))
-
-
-def test_the_models_own_precision_is_read_where_it_was_stored(tmp_path: Path) -> None:
-    # The stored bf16 weights are what the run computed with, even if somebody changed the masters.
+@pytest.mark.parametrize("with_model", [True, False], ids=["stored", "masters"])
+def test_stored_training_weights_are_exported_and_missing_ones_are_rounded(tmp_path: Path, with_model: bool) -> None:
     model = zoo_model("llama")
-    write_config(tmp_path / "run", fields_of(ARCHITECTURES["llama"]()), "bf16")
     rounded = {name: p.detach().bfloat16() for name, p in model.named_parameters()}
-    write_checkpoint(tmp_path / "run", model, dtype="bf16")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(1.0)
+    make_run(tmp_path / "run", "llama", "bf16", model=model, with_model=with_model)
     report = export(tmp_path / "run", check=False)
+    # A single file has no index.
+    assert {path.name for path in Path(report.out).glob("model*")} == {"model.safetensors"}
     assert_same(tensors_in(Path(report.out)), rounded)
 
 
-def test_frozen_parameters_and_buffers_come_along(tmp_path: Path) -> None:
+def test_frozen_parameters_and_buffers_are_exported(tmp_path: Path) -> None:
     model = zoo_model("deepseek_v3")
     bias = next(name for name in model.state_dict() if name.endswith("e_score_correction_bias"))
     with torch.no_grad():
@@ -112,7 +102,7 @@ def test_frozen_parameters_and_buffers_come_along(tmp_path: Path) -> None:
     assert all(torch.equal(ours[name].float(), wanted[name].to(ours[name].dtype).float()) for name in wanted)
 
 
-def test_files_hold_no_more_than_asked_and_the_index_says_where_each_tensor_is(tmp_path: Path) -> None:
+def test_files_respect_the_maximum_size_and_the_index_lists_each_tensor(tmp_path: Path) -> None:
     make_run(tmp_path / "run", "qwen3_moe", "bf16")
     report = export(tmp_path / "run", max_shard_bytes=6_000)
     out = Path(report.out)
@@ -134,7 +124,7 @@ def test_files_hold_no_more_than_asked_and_the_index_says_where_each_tensor_is(t
     assert report.files.keys() | {"ray_ulysses_export.json"} == {path.name for path in out.iterdir()}
 
 
-def test_rope_and_positions_are_exported_as_trained_under_new_names_and_old(tmp_path: Path) -> None:
+def test_rope_and_positions_are_exported_under_new_and_old_names(tmp_path: Path) -> None:
     rope = {
         "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64,
@@ -184,7 +174,7 @@ def test_only_what_is_exported_is_read(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(module, "find_checkpoint", lambda *_, **options: (store, manifest))
     report = module.export_run(request, silent)
     weights = 2 * report.parameters
-    # Beside them the manifest, and a table of checksums for each batch; neither moments nor masters.
+    # The rest are the manifest and checksum tables; neither moments nor master weights are read.
     assert weights <= store.bytes_read - before < 1.5 * weights
 
 
@@ -242,7 +232,7 @@ def test_a_damaged_file_is_named_and_nothing_is_published(tmp_path: Path, cut: b
     assert export(tmp_path / "run", step=2).step == 2
 
 
-def test_a_checkpoint_that_retention_deletes_meanwhile_is_told_apart_from_damage(
+def test_a_checkpoint_deleted_by_retention_is_not_reported_as_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import shutil
@@ -255,11 +245,11 @@ def test_a_checkpoint_that_retention_deletes_meanwhile_is_told_apart_from_damage
         original(*args)
 
     monkeypatch.setattr(module, "write_files", delete_and_write)
-    with pytest.raises(RunError, match="of step 4 was deleted while it was read"):
+    with pytest.raises(RunError, match="of step 4 was deleted during the export"):
         export(tmp_path / "run")
 
 
-def test_an_export_among_the_runs_own_files_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_an_export_among_the_runs_own_files_is_refused_early(tmp_path: Path) -> None:
     model = zoo_model("llama")
     write_config(tmp_path / "runs/a", fields_of(ARCHITECTURES["llama"]()), checkpoint__storage=str(tmp_path / "far"))
     write_checkpoint(tmp_path / "far/a", model)

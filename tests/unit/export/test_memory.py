@@ -1,4 +1,4 @@
-"""An export's memory does not grow with the model: a fresh process exports one that is many times its files' size."""
+"""An export's memory does not grow with the model: a fresh process exports a model larger than the memory bound."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def export(weights, out):
     report = export_run(request, lambda line: None)
     return report.num_bytes, report.weight_files, time.monotonic() - started
 
-# What Transformers imports and builds for any model counts for none.
+# Memory that Transformers uses for any model does not count.
 from ray_ulysses.config import load_config
 from ray_ulysses.export.architecture import describe
 describe(load_config(Path(sys.argv[1]) / "config.yaml"), "fp32")

@@ -1,4 +1,4 @@
-"""An export of a run whose corpus and plan are there, or are not what was written: its weights need neither."""
+"""Exports of runs with a corpus and a data plan. The weights need neither."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from tests.unit.inspect.runs import SETTINGS, make_run
 
 @pytest.fixture
 def planned(tmp_path: Path) -> Path:
-    """Return a run with a corpus of bytes, a plan and a checkpoint."""
     corpus = text_corpus(tmp_path / "data", varied_texts(20))
     run_dir = make_run(tmp_path / "run", [corpus.path]).folder
     torch.manual_seed(0)
@@ -31,7 +30,7 @@ def planned(tmp_path: Path) -> Path:
     return run_dir
 
 
-def test_a_plan_that_can_not_be_read_does_not_keep_the_weights_back(planned: Path) -> None:
+def test_an_unreadable_plan_does_not_prevent_the_export(planned: Path) -> None:
     whole = export(planned)
     assert whole.check is not None and whole.check.origin == "the run's first training rows"
     (planned / "plan/segment-0000/rows.parquet").write_bytes(b"PAR1")
@@ -42,7 +41,7 @@ def test_a_plan_that_can_not_be_read_does_not_keep_the_weights_back(planned: Pat
     assert_same(tensors_in(Path(report.out)), tensors_in(Path(whole.out)))
 
 
-def test_a_checkpoint_from_before_a_branch_has_the_context_of_its_own_steps(tmp_path: Path) -> None:
+def test_a_checkpoint_before_a_branch_has_the_context_of_its_own_steps(tmp_path: Path) -> None:
     corpus = text_corpus(tmp_path / "data", varied_texts(40))
     run = make_run(tmp_path / "run", [corpus.path])
     fields = small_tree()["model"]["config"] | {"max_position_embeddings": 64}
@@ -61,14 +60,12 @@ def test_a_checkpoint_from_before_a_branch_has_the_context_of_its_own_steps(tmp_
     for file in run.folder.glob("plan/segment-0000/plan.json"):
         file.write_text("torn")
     assert export(run.folder, step=4, out=tmp_path / "again", check=False).context_tokens == 256, (
-        "as config.yaml has it"
+        "the value in config.yaml"
     )
 
 
 @pytest.mark.parametrize("has_corpus", fast_only([True, False], True))
-def test_nothing_that_is_published_names_a_place_on_the_machine_that_exported(
-    planned: Path, tmp_path: Path, has_corpus: bool
-) -> None:
+def test_published_files_contain_no_local_paths(planned: Path, tmp_path: Path, has_corpus: bool) -> None:
     if not has_corpus:
         (planned / "plan/segment-0000/rows.parquet").write_bytes(b"PAR1")
     for name, tokenizer in (("run's", None), ("given", word_tokenizer(tmp_path / "words", 65))):

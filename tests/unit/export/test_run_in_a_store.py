@@ -1,4 +1,4 @@
-"""The commands that make something of a run, of a run in an object store."""
+"""Commands that read a run work on a run in an object store."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.unit.export.runs import TINY_LLAMA, write_checkpoint, write_config
 
 @pytest.fixture
 def run(s3: S3Server, prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectLocation:
-    """A run with a checkpoint, as it is where it was copied from a disk."""
+    """Copy a run with a checkpoint from disk to an object store."""
     monkeypatch.setenv("RAY_ULYSSES_CACHE_DIR", str(tmp_path / "node"))
     local = tmp_path / "run"
     write_config(local, TINY_LLAMA.to_diff_dict() | {"model_type": "llama"})
@@ -36,7 +36,7 @@ def run(s3: S3Server, prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     return place
 
 
-def test_it_is_exported_evaluated_and_drawn_where_it_is(
+def test_a_run_in_a_store_is_exported_evaluated_and_reported(
     run: ObjectLocation, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def ask(*arguments: object) -> tuple[int, str, str]:
@@ -51,9 +51,9 @@ def test_it_is_exported_evaluated_and_drawn_where_it_is(
     assert code == 0 and f"copying to {place}" in err, err
     names = {key.rpartition("/")[2] for key in store.list("export/step-00000004")}
     assert {"config.json", "model.safetensors", "ray_ulysses_export.json"} <= names
-    assert not list((tmp_path / "node" / "exports").rglob("*.safetensors")), "the copy that was made first is gone"
+    assert not list((tmp_path / "node" / "exports").rglob("*.safetensors")), "the staged copy is deleted"
     code, out, err = ask("export", run)
-    assert code == 0 and "copying to" not in err, "it is there already"
+    assert code == 0 and "copying to" not in err, "an identical export exists"
     code, out, err = ask("export", run, "--dtype", "bf16")
     assert code == 2 and "add --overwrite to replace it" in err
     code, out, err = ask("export", run, "--out", tmp_path / "out")

@@ -1,4 +1,4 @@
-"""Which checkpoint is exported: never an older one, or none, in place of one that can't be read now."""
+"""The choice of the checkpoint: an unreadable checkpoint is never silently replaced by an older one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.unit.tracking.journals import COMMITTED
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """Return a run with checkpoints of steps 2, 4 and 6, of which the newest is the best."""
+    """Write a run with checkpoints at steps 2, 4 and 6; the newest is the best."""
     model = zoo_model("llama")
     write_config(tmp_path / "run", fields_of(ARCHITECTURES["llama"]()))
     for step in (2, 4, 6):
@@ -51,14 +51,14 @@ def denied(run_dir: Path, step: int) -> Store:
 
 @pytest.mark.parametrize("spoil", [torn, denied])
 @pytest.mark.parametrize("step", [2, 6])
-def test_best_is_not_an_older_one_where_one_can_not_be_read(run_dir: Path, spoil: Any, step: int) -> None:
+def test_best_is_refused_if_any_checkpoint_can_not_be_read(run_dir: Path, spoil: Any, step: int) -> None:
     assert choose_checkpoint(LocalStore(run_dir), "best").step == 6
     with pytest.raises(RunError, match=f"--step=best: the checkpoint of step {step} "):
         choose_checkpoint(spoil(run_dir, step), "best")
 
 
 @pytest.mark.parametrize("spoil", [torn, denied])
-def test_the_newest_and_a_named_step_are_refused_where_they_can_not_be_read(run_dir: Path, spoil: Any) -> None:
+def test_an_unreadable_newest_or_selected_checkpoint_is_refused(run_dir: Path, spoil: Any) -> None:
     store = spoil(run_dir, 6)
     with pytest.raises(RunError, match=r"step 6 .*give --step 4"):
         choose_checkpoint(store, "latest")
@@ -67,7 +67,7 @@ def test_the_newest_and_a_named_step_are_refused_where_they_can_not_be_read(run_
     assert choose_checkpoint(store, 4).step == 4
 
 
-def test_a_storage_that_does_not_answer_is_named(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_storage_that_does_not_respond_is_named(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: LocalStore, prefix: str) -> list[str]:
         raise permission_lost()
 
@@ -78,7 +78,7 @@ def test_a_storage_that_does_not_answer_is_named(run_dir: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("place", ["absent", "empty", "a file"])
-def test_a_storage_that_lost_the_checkpoints_of_the_journal_is_named(tmp_path: Path, place: str) -> None:
+def test_a_storage_without_the_journals_checkpoints_is_named(tmp_path: Path, place: str) -> None:
     far, run_dir = tmp_path / "far", tmp_path / "run"
     write_config(run_dir, fields_of(ARCHITECTURES["llama"]()), checkpoint__storage=str(far))
     journal = claim_journal(run_dir)
@@ -94,7 +94,7 @@ def test_a_storage_that_lost_the_checkpoints_of_the_journal_is_named(tmp_path: P
         find_checkpoint(stored_config(run_dir), run_dir, "latest")
 
 
-def test_a_run_that_has_saved_nothing_or_whose_journal_can_not_say_so_is_refused(tmp_path: Path) -> None:
+def test_a_run_without_checkpoints_or_a_readable_journal_is_refused(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     write_config(run_dir, fields_of(ARCHITECTURES["llama"]()))
     with pytest.raises(UserError, match="has no committed checkpoint"):
@@ -106,7 +106,7 @@ def test_a_run_that_has_saved_nothing_or_whose_journal_can_not_say_so_is_refused
     with pytest.raises(RunError, match=r"is damaged \(journal/attempt-0001"):
         find_checkpoint(stored_config(run_dir), run_dir, "latest")
     segment.rmdir()
-    # What is no file is refused to root as well.
+    # A FIFO can't be read by any user, including root.
     os.mkfifo(segment)
-    with pytest.raises(RunError, match=r"its journal, .*can't be read"):
+    with pytest.raises(RunError, match=r"the run's journal, .*can't be read"):
         find_checkpoint(stored_config(run_dir), run_dir, "latest")

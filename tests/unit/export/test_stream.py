@@ -1,4 +1,4 @@
-"""What is read when: in parts of one stored interval, in batches that fit a buffer."""
+"""Tensors are read in parts within one stored interval, and in batches that fit a buffer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WIDE = Stored(key="fp32/a", shape=(1000,), dtype=torch.float32, published=torch.
     st.sets(st.integers(1, 999), max_size=8),
     st.sampled_from([16, 64, 256, 8192]),
 )
-def test_a_stretch_is_cut_at_borders_and_at_whole_blocks_of_each_interval(
+def test_a_range_is_divided_at_intervals_and_at_their_blocks(
     start: int, length: int, inner: set[int], most: int
 ) -> None:
     stop = min(start + length, 1000)
@@ -42,5 +42,5 @@ def test_batches_keep_the_order_and_fit_a_buffer(lengths: list[int]) -> None:
     assert [part for batch in found for part in batch] == parts
     assert all(batch for batch in found)
     for batch in found:
-        # Each part begins at a multiple of 64 bytes.
+        # Parts are aligned to 64 bytes.
         assert sum(-(-part.stored_bytes // 64) * 64 for part in batch) <= 1024

@@ -1,4 +1,4 @@
-"""The tokenizer of an export gives the tokens, chat template and ends of turns that the run was trained on."""
+"""An exported tokenizer has the tokens, chat template and end tokens that the run was trained on."""
 
 from __future__ import annotations
 
@@ -13,9 +13,6 @@ from tokenizers import Tokenizer as RustTokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from ray_ulysses.data.corpus.corpus import Corpus
-from ray_ulysses.data.prepare.preparation import PrepareRequest
-from ray_ulysses.data.sources.rows import RowFields
-from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.data.tokenize.options import EncodingOptions
 from ray_ulysses.data.tokenize.tokenizers import ByteTokenizer, load_tokenizer
 from ray_ulysses.engine.model import described_config
@@ -23,7 +20,6 @@ from ray_ulysses.errors import UserError
 from ray_ulysses.export.tokenizer_files import byte_tokenizer_files, find_tokenizer
 from ray_ulysses.run.secrets_file import stored_config
 from ray_ulysses.storage import LocalStore
-from tests.local_preparation import prepare_local
 from tests.unit.data.corpora import text_corpus, varied_texts
 from tests.unit.data.tokenize.test_chat import CHATML, CONVERSATION, MARKED, chat_tokenizer
 from tests.unit.data.tokenize.test_supervision import prepare_rows
@@ -59,14 +55,14 @@ def test_the_byte_tokenizer_is_exact_for_every_text_in_every_library(byte_direct
         assert hugging_face.decode([*wanted, ours.info.eos_token_id], skip_special_tokens=True) == text
     draw = random.Random(1)
     for _ in range(200):
-        # Characters are cut.
+        # Some characters are incomplete.
         ids = [draw.randrange(256) for _ in range(20)]
         assert hugging_face.decode(ids) == bytes(ids).decode("utf-8", errors="replace")
     assert hugging_face.eos_token_id == again.info.eos_token_id == ours.info.eos_token_id
     assert len(hugging_face) == ours.info.vocab_size
 
 
-def test_a_tokenizer_that_is_given_is_copied_and_nothing_else_of_its_directory(tmp_path: Path) -> None:
+def test_only_the_tokenizer_files_of_a_given_directory_are_copied(tmp_path: Path) -> None:
     folder = word_tokenizer(tmp_path / "words", 8)
     found = find_tokenizer(tmp_path / "run", folder)
     assert found.files.keys() == {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
@@ -75,47 +71,38 @@ def test_a_tokenizer_that_is_given_is_copied_and_nothing_else_of_its_directory(t
     assert found.words == f"from {folder}, as requested by --tokenizer"
 
 
-def test_a_tokenizer_with_tokens_that_the_model_does_not_know_is_refused(tmp_path: Path) -> None:
+def test_tokenizers_that_can_not_be_exported_are_refused_or_reported(tmp_path: Path) -> None:
     found = find_tokenizer(tmp_path / "run", word_tokenizer(tmp_path / "words", 8))
     found.refuse_unknown_tokens(9)
     with pytest.raises(UserError, match="--tokenizer: its largest token id is 8"):
         found.refuse_unknown_tokens(8)
-
-
-def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such directory"):
         find_tokenizer(tmp_path / "run", tmp_path / "none")
-
-
-def test_a_run_whose_corpus_is_not_known_says_so(tmp_path: Path) -> None:
     found = find_tokenizer(tmp_path, None)
     assert found.files == {}
-    assert found.words.startswith("none: the run's corpus, which names its tokenizer, is not there")
+    assert found.words.startswith("none: the run's corpus, which specifies the tokenizer, does not exist")
 
 
 @pytest.fixture
 def planned(tmp_path: Path) -> Path:
-    """Return a run whose plan and corpus, of bytes, are there."""
     corpus = text_corpus(tmp_path / "data", varied_texts(20))
     return make_run(tmp_path / "run", [corpus.path]).folder
 
 
 @pytest.mark.parametrize("has_corpus", [True, False])
-def test_the_end_token_of_the_corpus_is_not_lost_to_another_tokenizer(
-    planned: Path, tmp_path: Path, has_corpus: bool
-) -> None:
+def test_the_corpus_end_token_is_kept_with_another_tokenizer(planned: Path, tmp_path: Path, has_corpus: bool) -> None:
     folder = word_tokenizer(tmp_path / "words", 65)
     if not has_corpus:
         (tmp_path / "data").rename(tmp_path / "away")
     found = find_tokenizer(planned, folder)
     assert found.end_tokens == (256, 65)
-    assert found.words == f"from {folder}, as requested by --tokenizer, NOT the one that prepared the corpus"
+    assert found.words == f"from {folder}, as requested by --tokenizer, NOT the tokenizer that prepared the corpus"
     assert find_tokenizer(planned, Path("bytes")).end_tokens == (256,)
     assert find_tokenizer(planned, None).end_tokens == (256,)
 
 
 @pytest.mark.parametrize("file", ["plan.json", "rows.parquet"])
-def test_a_plan_that_is_torn_costs_the_tokenizer_and_nothing_else(planned: Path, file: str) -> None:
+def test_a_truncated_plan_only_prevents_finding_the_tokenizer(planned: Path, file: str) -> None:
     path = planned / "plan/segment-0000" / file
     path.write_bytes(path.read_bytes()[:40])
     found = find_tokenizer(planned, None)
@@ -124,7 +111,7 @@ def test_a_plan_that_is_torn_costs_the_tokenizer_and_nothing_else(planned: Path,
     assert find_tokenizer(planned, Path("bytes")).words == "from bytes, as requested by --tokenizer"
 
 
-def test_a_plan_or_a_tokenizer_that_may_not_be_read_is_named(
+def test_a_plan_or_tokenizer_without_permission_is_named(
     planned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = word_tokenizer(tmp_path / "words", 8)
@@ -140,24 +127,18 @@ def test_a_plan_or_a_tokenizer_that_may_not_be_read_is_named(
 
 
 OTHER = CHATML.replace("message['role'] +", "message['role'] + ':' +")
-TRAINED = ", with the chat template that was trained instead of its own"
-UNKNOWN = "; the chat template of a corpus that is not there is unknown"
+TRAINED = ", with its chat template replaced by the one used in training"
+UNKNOWN = "; a missing corpus may have used another chat template"
 
 
 def chats(folder: Path, tokenizer: Path, template: str | None = None, start: int = 0) -> Corpus:
-    folder.mkdir()
-    rows = "".join(json.dumps({"messages": one}) + "\n" for one in [CONVERSATION, CONVERSATION[1:3]][start:])
-    (folder / "rows.jsonl").write_text(rows)
-    spec = SourceSpec(
-        paths=(str(folder / "rows.jsonl"),), fields=RowFields.from_options({"messages_field": "messages"})
-    )
+    rows: list[dict[str, Any]] = [{"messages": one} for one in [CONVERSATION, CONVERSATION[1:3]][start:]]
     options = EncodingOptions(chat_template=template)
-    request = PrepareRequest(sources=spec, out=folder / "corpus", tokenizer=str(tokenizer), encoding=options)
-    return prepare_local(request)
+    return prepare_rows(folder, rows, str(tokenizer), encoding=options, messages_field="messages")
 
 
 def rendered(files: dict[str, bytes], folder: Path) -> str:
-    """Return what Transformers writes with an exported tokenizer."""
+    """Render a conversation with Transformers and the exported tokenizer."""
     folder.mkdir()
     for name, content in files.items():
         (folder / name).write_bytes(content)
@@ -166,59 +147,55 @@ def rendered(files: dict[str, bytes], folder: Path) -> str:
 
 @pytest.mark.parametrize("own", [None, CHATML], ids=["none of its own", "one of its own"])
 @pytest.mark.parametrize("given", [OTHER, MARKED], ids=["plain", "marked"])
-def test_the_template_that_was_given_is_exported(tmp_path: Path, own: str | None, given: str) -> None:
+def test_the_template_given_to_prepare_is_exported(tmp_path: Path, own: str | None, given: str) -> None:
     tokenizer = chat_tokenizer(tmp_path / "tokenizer", own, bos_token="<s>")
     (tokenizer / "chat_template.json").write_text("{}")
     run = make_run(tmp_path / "run", [chats(tmp_path / "chats", tokenizer, given).path])
     found = find_tokenizer(run.folder, None)
     assert found.files["chat_template.jinja"] == given.encode() and "chat_template.json" not in found.files
     assert found.words == f"from {tokenizer}{TRAINED}"
-    assert found.published == f"the one that prepared the corpus{TRAINED}"
+    assert found.published == f"the tokenizer that prepared the corpus{TRAINED}"
     with_given = {**find_tokenizer(tmp_path, tokenizer).files, "chat_template.jinja": given.encode()}
     text = rendered(found.files, tmp_path / "a")
     assert text == rendered(with_given, tmp_path / "b") and "zürich<|im_end|>" in text
     assert ("assistant:" in text) == (given == OTHER)
     asked = find_tokenizer(run.folder, tokenizer)
-    assert asked.words.endswith("the one that prepared the corpus; its chat template is NOT the one that was trained")
+    assert asked.words.endswith(
+        "the tokenizer that prepared the corpus; its chat template is NOT the one used in training"
+    )
 
 
-def test_a_template_of_its_own_is_copied_as_it_is(tmp_path: Path) -> None:
-    tokenizer = chat_tokenizer(tmp_path / "tokenizer")
+def test_a_template_is_exported_as_it_was_during_preparation(tmp_path: Path) -> None:
+    tokenizer = tokenizer_with(tmp_path / "tokenizer", CHATML)
     run = make_run(tmp_path / "run", [chats(tmp_path / "chats", tokenizer).path])
     for found in (find_tokenizer(run.folder, None), find_tokenizer(run.folder, tokenizer)):
-        assert "chat_template.jinja" not in found.files and "chat template" not in found.words
-
-
-def test_a_template_that_was_edited_since_is_exported_as_it_was(tmp_path: Path) -> None:
-    tokenizer = chat_tokenizer(tmp_path / "tokenizer", None)
-    (tokenizer / "chat_template.jinja").write_text(CHATML)
-    run = make_run(tmp_path / "run", [chats(tmp_path / "chats", tokenizer).path])
+        assert found.files["chat_template.jinja"] == CHATML.encode() and "chat template" not in found.words
     (tokenizer / "chat_template.jinja").write_text(OTHER)
     assert find_tokenizer(run.folder, None).files["chat_template.jinja"] == CHATML.encode()
 
 
-def test_of_several_templates_the_first_is_exported_and_the_others_are_said(tmp_path: Path) -> None:
+def test_the_first_of_several_templates_is_exported_and_the_others_are_mentioned(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer(tmp_path / "tokenizer")
     first, second = chats(tmp_path / "1", tokenizer, OTHER), chats(tmp_path / "2", tokenizer, MARKED, start=1)
     run = make_run(tmp_path / "run", [first.path, second.path])
     found = find_tokenizer(run.folder, None)
     assert found.files["chat_template.jinja"] == OTHER.encode()
-    assert found.words.startswith(f"from {tokenizer}{TRAINED}; 2 chat templates were trained")
+    assert found.words.startswith(f"from {tokenizer}{TRAINED}; training used 2 chat templates")
     (tmp_path / "1").rename(tmp_path / "away")
     assert find_tokenizer(run.folder, None).words == f"from {tokenizer}{TRAINED}{UNKNOWN}"
 
 
-# No line feed after the turn, so that the end token of the document follows the turn's.
+# Without a line feed after the turn, the document's end token follows the turn's.
 LLAMA3_LIKE = CHATML.replace(" + '\\n' }}{% endfor %}", " }}{% endfor %}")
 ENDS_WITH_EOS = CHATML.replace("'<|im_end|>' + '\\n'", "eos_token")
 WITHOUT_END = CHATML.replace("'<|im_end|>' + '\\n'", "'\\n'")
-# A model that calls a tool ends its turn otherwise than one that answers.
+# A turn with a tool call has a different end token.
 TWO_ENDS = CHATML.replace("'<|im_end|>' + '\\n'", "('<|im_start|>' if message['content'] == 'call' else '<|im_end|>')")
 CALL = [{"role": "user", "content": "now"}, {"role": "assistant", "content": "call"}]
 
 
 def tokenizer_with(directory: Path, template: str, eos_token: str = "</s>") -> Path:
-    """A tokenizer whose template lies in a file of its own, so that another template leaves it the same tokenizer."""
+    """Write a tokenizer with the template in a separate file, which its fingerprint does not include."""
     chat_tokenizer(directory, None, eos_token=eos_token)
     (directory / "chat_template.jinja").write_text(template)
     return directory
@@ -240,45 +217,42 @@ def corpus_of(directory: Path, tokenizer: Path, *conversations: list[dict[str, s
     ("template", "eos_token", "ends"),
     [
         pytest.param(CHATML, "</s>", ("</s>", "<|im_end|>"), id="ChatML"),
-        pytest.param(CHATML, "<|im_end|>", ("<|im_end|>",), id="ChatML, its end the tokenizer's own"),
+        pytest.param(CHATML, "<|im_end|>", ("<|im_end|>",), id="ChatML with its end as the tokenizer's own"),
         pytest.param(LLAMA3_LIKE, "</s>", ("</s>", "<|im_end|>"), id="Llama 3"),
-        pytest.param(ENDS_WITH_EOS, "</s>", ("</s>",), id="the end of documents ends turns"),
-        pytest.param(WITHOUT_END, "</s>", ("</s>", "<|im_start|>"), id="turns that the next message's token ends"),
+        pytest.param(ENDS_WITH_EOS, "</s>", ("</s>",), id="the document end ends turns"),
+        pytest.param(WITHOUT_END, "</s>", ("</s>", "<|im_start|>"), id="the next message's token ends turns"),
         pytest.param(MARKED, "<|im_end|>", ("<|im_end|>",), id="generation marks"),
     ],
 )
-def test_what_ends_a_supervised_turn_ends_a_text(
+def test_tokens_that_end_supervised_turns_end_a_text(
     tmp_path: Path, template: str, eos_token: str, ends: tuple[str, ...]
 ) -> None:
     tokenizer = tokenizer_with(tmp_path / "tokenizer", template, eos_token)
     run = make_run(tmp_path / "run", [corpus_of(tmp_path / "chats", tokenizer).path])
     assert find_tokenizer(run.folder, None).end_tokens == ids_of(tokenizer, *ends)
+    # The plan records the end tokens.
+    (tmp_path / "chats").rename(tmp_path / "away")
+    found = find_tokenizer(run.folder, None)
+    assert found.files == {} and found.end_tokens == ids_of(tokenizer, *ends)
 
 
-def test_every_end_that_a_template_writes_is_known(tmp_path: Path) -> None:
+def test_every_end_that_a_template_writes_or_a_label_marks_is_known(tmp_path: Path) -> None:
     tokenizer = tokenizer_with(tmp_path / "tokenizer", TWO_ENDS)
     corpus = corpus_of(tmp_path / "chats", tokenizer, CONVERSATION, CALL)
     assert corpus.info.end_tokens == (
         load_tokenizer(tokenizer).info.eos_token_id,
         *sorted(ids_of(tokenizer, "<|im_start|>", "<|im_end|>")),
     )
-    assert corpus_of(tmp_path / "answers", tokenizer).info.end_tokens == ids_of(tokenizer, "</s>", "<|im_end|>")
-
-
-def test_labels_of_tokens_that_were_given_say_where_turns_end(tmp_path: Path) -> None:
-    tokenizer = tokenizer_with(tmp_path / "tokenizer", CHATML)
     (end,) = ids_of(tokenizer, "<|im_end|>")
     rows = [
         {"ids": [5, 6, end, 7, 8, end], "labels": [-100, 6, end, -100, 8, end]},
         {"ids": [5, 7], "labels": [-100, 7]},
     ]
     fields = {"tokens_field": "ids", "labels_field": "labels"}
-    corpus = prepare_rows(tmp_path / "data", rows, tokenizer=str(tokenizer), **fields)
-    assert corpus.info.turn_ends == (end,)
+    assert prepare_rows(tmp_path / "data", rows, str(tokenizer), **fields).info.turn_ends == (end,)
 
 
-def test_several_corpora_end_a_text_with_what_any_of_them_ends_turns_with(tmp_path: Path) -> None:
-    """One tokenizer, two chat templates and plain text: a text ends with whatever one of them supervises."""
+def test_the_end_tokens_of_several_corpora_are_combined(tmp_path: Path) -> None:
     tokenizer = tokenizer_with(tmp_path / "tokenizer", CHATML)
     first = corpus_of(tmp_path / "first", tokenizer)
     tokenizer_with(tmp_path / "tokenizer", CHATML.replace("<|im_end|>", "<s>"))
@@ -287,15 +261,6 @@ def test_several_corpora_end_a_text_with_what_any_of_them_ends_turns_with(tmp_pa
     assert (plain.info.turn_ends, second.info.turn_ends) == ((), ids_of(tokenizer, "<s>"))
     run = make_run(tmp_path / "run", [plain.path, first.path, second.path])
     assert find_tokenizer(run.folder, None).end_tokens == ids_of(tokenizer, "</s>", "<|im_end|>", "<s>")
-
-
-def test_the_plan_knows_the_ends_when_the_corpora_are_gone(tmp_path: Path) -> None:
-    tokenizer = tokenizer_with(tmp_path / "tokenizer", CHATML)
-    corpus = corpus_of(tmp_path / "chats", tokenizer)
-    run = make_run(tmp_path / "run", [corpus.path])
-    corpus.path.rename(tmp_path / "away")
-    found = find_tokenizer(run.folder, None)
-    assert found.files == {} and found.end_tokens == ids_of(tokenizer, "</s>", "<|im_end|>")
 
 
 def test_the_exported_generation_config_stops_at_the_end_of_a_turn(tmp_path: Path) -> None:

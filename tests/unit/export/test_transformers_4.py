@@ -1,4 +1,4 @@
-"""Exported directories in Transformers 4.57: every family that it knows computes the logits of the trained model."""
+"""Exported directories in Transformers 4.57: every family that it supports gives the trained model's logits."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ _ROPES: dict[str, dict[str, Any]] = {
         "high_freq_factor": 4.0,
     },
 }  # fmt: skip
-# Layers of two kinds that Transformers 4 gives one base, and modernbert-decoder one scaling as well.
+# Families with two kinds of layers that share one base (and scaling) in Transformers 4.
 _SHARED = {"olmo3": ("rope_theta",), "modernbert-decoder": ("rope_theta", *RopeSection.model_fields)}
 
 _OTHER_MODEL = {
-    # Its attention has the window in all layers, also in those past max_window_layers, and for the base model too.
+    # Transformers 4 uses the window in all layers, including those past max_window_layers.
     "qwen2_moe-windows",
-    # Its attention has a window, and that of Transformers 5 none.
+    # Transformers 4 uses a window, and Transformers 5 does not.
     "moshi-windows",
 }
 _FAILS = {
-    # One name for the base of two kinds of layers.
+    # Transformers 4 has one base for two kinds of layers.
     **dict.fromkeys(("modernbert-decoder-default", "modernbert-decoder-windows", "olmo3-two-bases"), "NoneType"),
-    # These families take fewer kinds of scaling there.
+    # Transformers 4 supports fewer kinds of scaling for these families.
     **{f"{kind}-{rope}": "`rope_scaling`" for kind in ("olmo", "olmo2") for rope in _ROPES if rope != "theta"},
     **{f"{kind}-longrope": "`rope_scaling`" for kind in ("olmo", "olmo2")},
     **{f"llama4_text-{rope}": "low_freq_factor" for rope in ("linear", "dynamic", "yarn", "longrope")},
@@ -58,7 +58,7 @@ _FAILS = {
 
 
 def tiny(kind: str, **settings: Any) -> PreTrainedConfig:
-    """Return a small configuration of a type, without names that its class does not have."""
+    """Return a small configuration of a type, with only the fields that its class has."""
     zoo = {**ARCHITECTURES, **HYBRIDS}
     # Transformers 4 loses precision from one chunk of Zamba 2's scan to the next.
     settings |= {"chunk_size": 64} if kind == "zamba2" else {}
@@ -70,7 +70,7 @@ def tiny(kind: str, **settings: Any) -> PreTrainedConfig:
 
 
 def longrope(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return LongRoPE for a configuration, whose factor is the ratio of the lengths in Phi 3 alone."""
+    """Return LongRoPE settings. Only for Phi 3 is the factor the ratio of the lengths."""
     head_dim = config.hidden_size // config.num_attention_heads
     head_dim = getattr(config, "qk_rope_head_dim", None) or getattr(config, "head_dim", None) or head_dim
     parameters = config.rope_parameters.get("full_attention") or config.rope_parameters
@@ -85,7 +85,7 @@ def longrope(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def with_rope(config: PreTrainedConfig, settings: dict[str, Any]) -> bool:
-    """Change the rotary positions of a configuration; return False if it does not take these."""
+    """Change the rotary positions of a configuration; return False if it does not support them."""
     try:
         set_rope(config, RopeSection(rope_theta=5000.0, **settings), 300)
     except UserError:
@@ -94,7 +94,7 @@ def with_rope(config: PreTrainedConfig, settings: dict[str, Any]) -> bool:
 
 
 def cases() -> Iterator[tuple[str, PreTrainedConfig]]:
-    """Yield every family that is trained exactly: by default, with windows and with other rotary positions."""
+    """Yield every exactly trained family: default, with windows, and with changed rotary positions."""
     for outcome in load()["outcomes"]:
         kind, variant = outcome["model_type"], outcome["variant"]
         if outcome["kind"] != "exact":
@@ -106,7 +106,7 @@ def cases() -> Iterator[tuple[str, PreTrainedConfig]]:
         yield f"{kind}-default", tiny(kind)
         if not getattr(tiny(kind), "rope_parameters", None):
             continue
-        # Gemma 4 has a head_dim for each layer, and is newer.
+        # Gemma 4 has one head_dim per layer, and Transformers 4 does not know it.
         long = {} if kind == "gemma4_text" else {"longrope": longrope(tiny(kind))}
         for rope, settings in (_ROPES | long).items():
             config = tiny(kind)
@@ -123,10 +123,10 @@ def cases() -> Iterator[tuple[str, PreTrainedConfig]]:
 
 
 def shown(model: Any) -> Any:
-    """Return a model in which other positions show, with weights that are exact in bf16."""
+    """Make positions matter in a model, with weights that are exact in bf16."""
     for parameter in model.float().eval().parameters():
         if parameter.dim() > 1:
-            # Attention that is nearly uniform would hide other positions.
+            # Nearly uniform attention would hide wrong positions.
             parameter.data.mul_(3.0)
         parameter.data = parameter.data.bfloat16().float()
     if hasattr(model, "set_experts_implementation"):
@@ -135,7 +135,7 @@ def shown(model: Any) -> Any:
 
 
 def write(folder: Path, config: PreTrainedConfig) -> bool:
-    """Export a model of a configuration, with what it computes; return False if it computes nothing."""
+    """Export a model and its logits; return False if the configuration can't be computed."""
     torch.manual_seed(7)
     ids = torch.randint(3, config.get_text_config(decoder=True).vocab_size, (1, 33))
     try:
@@ -143,7 +143,7 @@ def write(folder: Path, config: PreTrainedConfig) -> bool:
         with torch.no_grad():
             logits = model(input_ids=ids).logits
     except (RuntimeError, TypeError, ZeroDivisionError):
-        # Rotary positions that the family does not take, as Transformers 5 finds only here.
+        # The family does not support these rotary positions, which Transformers 5 detects only here.
         return False
     model.config.dtype = "float32"
     model.save_pretrained(folder)
@@ -151,10 +151,10 @@ def write(folder: Path, config: PreTrainedConfig) -> bool:
     model.config.architectures = [type(model).__name__]
     (folder / "config.json").write_bytes(Architecture(model=model, generation=None).files()["config.json"])
     loaded.append(AutoConfig.from_pretrained(folder).to_dict())
-    # Fields that nothing reads beside rope_parameters.
+    # Fields that are unused next to rope_parameters.
     unread = {"rope_theta", "partial_rotary_factor", "rope_scaling"}
     if folder.name.endswith("-longrope"):
-        # Its factors are named otherwise.
+        # LongRoPE's factors have different names.
         unread |= {"rope_parameters", "original_max_position_embeddings"}
         with torch.no_grad():
             again = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")(input_ids=ids).logits
@@ -167,7 +167,7 @@ def write(folder: Path, config: PreTrainedConfig) -> bool:
 
 @pytest.fixture(scope="module")
 def older_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a Python with Transformers 4 that takes everything else from this one's packages."""
+    """Install a Python with Transformers 4 that uses this environment for all other packages."""
     folder = tmp_path_factory.mktemp("transformers-4")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     python = folder / "bin/python"

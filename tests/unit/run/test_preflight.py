@@ -232,7 +232,7 @@ def test_pretrained_weights_are_not_trained_on_ids_of_another_tokenizer(model: P
     report = report_of(model, corpus)
     (problem,) = report.problems
     assert (problem.path, problem.value) == ("data.path", str(corpus))
-    assert "prepared with the tokenizer bytes" in problem.rule and "stand for other texts" in problem.rule
+    assert "prepared with the tokenizer bytes" in problem.rule and "have different texts" in problem.rule
     assert f"--tokenizer {model}" in problem.hint and "data.allow_other_tokenizer: true" in problem.hint
     allowed = report_of(model, corpus, data__allow_other_tokenizer=True)
     assert allowed.problems == () and len(of_tokenizer(allowed.notes)) == 1

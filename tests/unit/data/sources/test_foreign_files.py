@@ -1,4 +1,4 @@
-"""Data sets of other tools are recognized, and never become a corpus of the texts beside them."""
+"""Other tools' data sets are recognized and refused instead of being read as text."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ from ray_ulysses.errors import UserError
 TEXTS = ["the first text " * 40, "the second text " * 40]
 LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
 CARD = "---\nlanguage: en\nlicense: mit\nconfigs:\n- config_name: default\n---\n# A data set\n"
-BESIDE_ROWS = "a text file beside the rows of a data set of the hub"
 
 
 def read(path: Path, fields: RowFields | None = None) -> tuple[list[str], dict[str, str]]:
-    """Return the texts of a source, and the reasons of the files that are left out, by name."""
+    """Return a source's texts, and the reason for each file that is left out, by file name."""
     units, rejected = list_units(SourceSpec(paths=(str(path),), fields=fields or RowFields()))
     found = [one for unit in units for one in read_unit(unit)]
     texts = [str(one.content) for one in found if isinstance(one, RawDocument)]
@@ -35,12 +34,6 @@ def mds(folder: Path) -> None:
     shard = {"column_names": ["text"], "format": "mds", "raw_data": {"basename": "shard.00000.mds", "bytes": 1300}}
     (folder / "index.json").write_text(json.dumps({"shards": [shard | {"samples": 2}], "version": 2}))
     (folder / "shard.00000.mds").write_bytes(np.arange(6, dtype="<u4").tobytes() + "".join(TEXTS).encode())
-
-
-def mds_of_json(folder: Path) -> None:
-    shard = {"columns": {"text": "str"}, "format": "json", "raw_data": {"basename": "shard.00000.json", "bytes": 1300}}
-    (folder / "index.json").write_text(json.dumps({"shards": [shard], "version": 2}, indent=1))
-    (folder / "shard.00000.json").write_text(LINES)
 
 
 def litdata(folder: Path) -> None:
@@ -74,17 +67,16 @@ def with_suffix(*names: str) -> Callable[[Path], None]:
 
 
 FORMATS: dict[str, tuple[str, Callable[[Path], None]]] = {
-    "mds": ("an MDS data set of MosaicML Streaming", mds),
-    "mds of json": ("an MDS data set", mds_of_json),
-    "litdata": ("a data set of LitData", litdata),
-    "datatrove": ("a tokenized data set of datatrove", with_suffix("0_tokens.ds", "0.ds.index", "0.ds.metadata")),
-    "webdataset": ("a tar archive, as WebDataset", with_suffix("shard-000000.tar")),
-    "megatron": ("a tokenized data set of Megatron-LM", megatron),
+    "mds": ("an MDS data set from MosaicML Streaming", mds),
+    "litdata": ("a LitData data set", litdata),
+    "datatrove": ("a tokenized datatrove data set", with_suffix("0_tokens.ds", "0.ds.index", "0.ds.metadata")),
+    "webdataset": ("a tar archive, such as a WebDataset shard", with_suffix("shard-000000.tar")),
+    "megatron": ("a tokenized Megatron-LM data set", megatron),
     "numpy": ("a NumPy array", with_suffix("tokens.npy")),
     "arrow": ("an Arrow file", with_suffix("data-00000-of-00001.arrow")),
     "tfrecord": ("a TFRecord file", with_suffix("train.tfrecord")),
     "zip": ("an archive", with_suffix("texts.zip")),
-    "hub cache": ("a folder of the hub's cache", hub_cache),
+    "hub cache": ("an internal Hub cache folder", hub_cache),
 }
 
 
@@ -97,8 +89,10 @@ def test_a_data_set_of_another_tool_is_refused_by_name_or_left_out_of_a_large_tr
         write(folder)
     (alone / "README.md").write_text("# About these data\n")
     for fields in (RowFields(), RowFields(text="text")):
-        with pytest.raises(UserError, match=rf"^source={alone}: holds {name}.* \({alone}/(?!README).*--exclude"):
+        with pytest.raises(UserError, match=rf"^source={alone}: is mostly {name}.* \({alone}/(?!README).*--exclude"):
             read(alone, fields)
+    units, rejected = list_units(SourceSpec(paths=(str(alone),), kind="text"))
+    assert units and not [one for one in rejected if name in one.reason], "an explicit kind overrides the suffix"
     source = "print('a text')\n" * 1000
     (tree / "main.py").write_text(source)
     left = {path.name for path in (tree / "fixtures").rglob("*") if path.is_file()}
@@ -107,7 +101,7 @@ def test_a_data_set_of_another_tool_is_refused_by_name_or_left_out_of_a_large_tr
 
 
 @pytest.mark.parametrize("write", [mds, litdata])
-def test_files_beside_an_index_that_does_not_name_them_are_read(tmp_path: Path, write: Callable[[Path], None]) -> None:
+def test_files_that_an_index_does_not_list_are_read(tmp_path: Path, write: Callable[[Path], None]) -> None:
     write(tmp_path)
     (tmp_path / "notes.txt").write_text(TEXTS[0])
     (tmp_path / "rows.jsonl").write_text(LINES)
@@ -115,14 +109,8 @@ def test_files_beside_an_index_that_does_not_name_them_are_read(tmp_path: Path, 
     assert texts == [TEXTS[0], *TEXTS] and len([reason for reason in left_out.values() if reason]) == 2
 
 
-def test_a_chosen_kind_overrides_the_suffix(tmp_path: Path) -> None:
-    (tmp_path / "notes.ds").write_text("a text")
-    units, rejected = list_units(SourceSpec(paths=(str(tmp_path),), kind="text"))
-    assert len(units) == 1 and not rejected
-
-
 @pytest.mark.parametrize("packed", ["c4.json.gz", "texts.txt.zst"])
-def test_a_compressed_file_beside_rows_is_left_out_as_such(tmp_path: Path, packed: str) -> None:
+def test_a_compressed_file_among_rows_is_left_out_with_the_reason(tmp_path: Path, packed: str) -> None:
     (tmp_path / packed).write_bytes(b"\x1f\x8b")
     with pytest.raises(UserError, match=rf"no source has rows.*{packed}, only \.jsonl\.gz"):
         read(tmp_path, RowFields(text="text"))
@@ -131,14 +119,8 @@ def test_a_compressed_file_beside_rows_is_left_out_as_such(tmp_path: Path, packe
     assert texts == ["one"] and left_out[packed].startswith("only .jsonl.gz")
 
 
-def test_token_ids_that_are_valid_utf8_are_left_out_as_binary(tmp_path: Path) -> None:
-    (tmp_path / "train.bin").write_bytes(np.full(700, 65, dtype="<u2").tobytes())
-    (tmp_path / "a.txt").write_text("a text")
-    assert read(tmp_path) == (["a text"], {"train.bin": "a binary file: a NUL at character 1"})
-
-
-@pytest.mark.parametrize("form", ["parquet", "jsonl", "json"])
-def test_of_a_snapshot_of_the_hub_rows_alone_are_read(tmp_path: Path, form: str) -> None:
+@pytest.mark.parametrize("form", ["parquet", "json"])
+def test_only_rows_are_read_from_a_hub_snapshot(tmp_path: Path, form: str) -> None:
     path = tmp_path / "data" / f"train.{form}"
     path.parent.mkdir()
     if form == "parquet":
@@ -153,16 +135,15 @@ def test_of_a_snapshot_of_the_hub_rows_alone_are_read(tmp_path: Path, form: str)
         assert left_out.keys() >= {"README.md", "LICENSE", "dataset_infos.json"}
 
 
-def test_a_readme_beside_parquet_is_left_out_in_each_copy_though_it_is_not_a_card(tmp_path: Path) -> None:
+def test_a_readme_next_to_parquet_is_left_out_even_if_it_is_not_a_data_set_card(tmp_path: Path) -> None:
     for name, readme in (("one", CARD), ("two", "# A data set\n")):
         (tmp_path / name / "data").mkdir(parents=True)
         pq.write_table(pa.table({"text": [f"{name} {text}" for text in TEXTS]}), tmp_path / name / "data" / "a.parquet")
         (tmp_path / name / "README.md").write_text(readme)
-        assert read(tmp_path / name)[1] == {"README.md": BESIDE_ROWS}
     (tmp_path / "notes.txt").write_text("notes")
     texts, left_out = read(tmp_path)
     assert texts == ["notes", *(f"{name} {text}" for name in ("one", "two") for text in TEXTS)]
-    assert left_out == {"README.md": BESIDE_ROWS}
+    assert left_out == {"README.md": "a text file in a Hub data set that has rows"}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Names and rows that nobody would write on purpose: each is stored or named in the quarantine, none ends the rest."""
+"""Unusual file names and malformed rows: each is stored or listed in the quarantine, and none ends a preparation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def prepare_folder(folder: Path, tokenizer: str = "bytes", out: Path | None = No
 
 
 def nested(depth: int) -> str:
-    """Return the JSON of a list in a list; Python can't write one that is deep."""
+    # json.dumps can't write a list that is nested deeply.
     return "[" * depth + "]" * depth
 
 
@@ -75,7 +75,7 @@ def test_messages_and_tools_that_are_nested_too_deeply_are_left_out(tmp_path: Pa
     assert all("nested" in reason for reason in reasons.values()) and "tools" in reasons[7]
 
 
-def test_values_of_parquet_that_python_cannot_hold_are_left_out(tmp_path: Path) -> None:
+def test_parquet_values_without_a_python_equivalent_are_left_out(tmp_path: Path) -> None:
     raw = pa.Array.from_buffers(
         pa.string(), 2, [None, pa.py_buffer(b"\0\0\0\0\2\0\0\0\4\0\0\0"), pa.py_buffer(b"ok\xff\xfe")]
     )
@@ -92,7 +92,7 @@ def test_values_of_parquet_that_python_cannot_hold_are_left_out(tmp_path: Path) 
     assert [reason for _, reason in reasons_of(corpus)] == ["the messages can't be read: date value out of range"]
 
 
-def test_objects_in_a_column_of_text_or_ids_are_left_out(tmp_path: Path) -> None:
+def test_columns_of_a_wrong_type_are_left_out_and_repeated_columns_refused(tmp_path: Path) -> None:
     columns = {"text": ["one", "two"], "translation": [{"de": "b"}, None], "_id": [{"oid": 1}, None]}
     (tmp_path / "in").mkdir()
     pq.write_table(pa.table(columns), tmp_path / "in" / "rows.parquet")
@@ -100,11 +100,8 @@ def test_objects_in_a_column_of_text_or_ids_are_left_out(tmp_path: Path) -> None
     assert reasons_of(corpus) == [(1, "the id is of type dict, not a string or an integer")]
     with pytest.raises(UserError, match=r"2 were left out: the text is of type dict"):
         prepare_folder(tmp_path / "in", out=tmp_path / "other", text_field="translation")
-
-
-def test_a_column_that_is_there_twice_is_refused(tmp_path: Path) -> None:
-    columns = [pa.array(["one"]), pa.array(["two"])]
-    pq.write_table(pa.Table.from_arrays(columns, names=["text", "text"]), tmp_path / "rows.parquet")
+    twice = pa.Table.from_arrays([pa.array(["one"]), pa.array(["two"])], names=["text", "text"])
+    pq.write_table(twice, tmp_path / "rows.parquet")
     with pytest.raises(UserError, match=r"^--text-field=text: .*rows\.parquet has several columns"):
         prepare_folder(tmp_path / "rows.parquet")
 
@@ -124,7 +121,6 @@ HOSTILE: tuple[Callable[[random.Random], Any], ...] = (
 
 
 def hostile(rng: random.Random) -> Any:
-    """Return a value that a row might hold, in a hundred forms."""
     return rng.choice(HOSTILE)(rng)
 
 
@@ -151,7 +147,7 @@ def test_each_of_many_random_rows_is_stored_or_named(tmp_path: Path, kind: str) 
     assert sorted(offsets + left_out) == list(range(1, len(rows) + 1))
 
 
-def test_a_fault_of_ours_in_a_unit_is_one_line_that_names_its_files(
+def test_an_internal_error_in_a_unit_is_reported_in_one_line_with_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in range(2):
@@ -172,39 +168,32 @@ def test_a_fault_of_ours_in_a_unit_is_one_line_that_names_its_files(
 
 def test_random_columns_of_parquet_are_stored_or_named(tmp_path: Path) -> None:
     rng = random.Random(3)
-    simple = [pa.string(), pa.int64(), pa.binary(), pa.timestamp("us"), pa.date64(), pa.float32(), pa.decimal128(9, 2)]
-    values = ["a", 3, b"\xff", 2**62, datetime.date(2024, 1, 2), 0.5, None]
+    simple = [
+        *((pa.string(), "a"), (pa.int64(), 3), (pa.binary(), b"\xff"), (pa.timestamp("us"), 2**62)),
+        *((pa.date64(), datetime.date(2024, 1, 2)), (pa.float32(), 0.5), (pa.decimal128(9, 2), None)),
+    ]
 
     def column(depth: int) -> tuple[pa.DataType, Any]:
-        kind = rng.randrange(len(simple) + 5) if depth else rng.randrange(len(simple))
+        kind = rng.randrange(len(simple) + 4 * (depth > 0))
         if kind < len(simple):
-            return simple[kind], rng.choice([values[kind], None])
+            return simple[kind][0], rng.choice([simple[kind][1], None])
         inner, value = column(depth - 1)
-        if kind == len(simple):
-            return pa.list_(inner), [value] * rng.randrange(3)
-        if kind == len(simple) + 1:
-            return pa.map_(pa.string(), inner), [("k", value)]
-        if kind == len(simple) + 2:
-            return pa.list_(pa.struct({"type": inner, "text": pa.string()})), [{"type": value, "text": "a"}]
-        return pa.list_(pa.struct({"role": pa.string(), "content": inner})), [{"role": "assistant", "content": value}]
+        return [
+            (pa.list_(inner), [value] * rng.randrange(3)),
+            (pa.map_(pa.string(), inner), [("k", value)]),
+            (pa.list_(pa.struct({"type": inner, "text": pa.string()})), [{"type": value, "text": "a"}]),
+            (pa.list_(pa.struct({"role": pa.string(), "content": inner})), [{"role": "assistant", "content": value}]),
+        ][kind - len(simple)]
 
-    choices = [
-        {"text_field": "a"},
-        {"tokens_field": "a", "labels_field": "b"},
-        {"messages_field": "a", "tools_field": "b"},
-        {"prompt_field": "a", "completion_field": "b", "id_field": "c"},
-    ]
     for number in range(60):
         (folder := tmp_path / str(number) / "in").mkdir(parents=True)
-        table = {}
-        for name in "abc":
-            kind, value = column(3)
-            table[name] = pa.array([value, value, None], kind)
+        columns = {name: column(3) for name in "abc"}
+        table = {name: pa.array([value, value, None], kind) for name, (kind, value) in columns.items()}
         pq.write_table(pa.table(table), folder / "rows.parquet")
         (folder / "rows.jsonl").write_text('{"a": [{"role": "assistant", "content": "x"}], "b": null}\n')
         outcome = ""
         try:
-            corpus = prepare_folder(folder, **rng.choice(choices))
+            corpus = prepare_folder(folder, **rng.choice([*FIELDS.values()]))
         except UserError as error:
             outcome = str(error)
         if outcome:
@@ -213,20 +202,16 @@ def test_random_columns_of_parquet_are_stored_or_named(tmp_path: Path) -> None:
             assert corpus.num_documents + corpus.info.num_quarantined == 4
 
 
-def test_a_home_that_nobody_knows_is_refused(tmp_path: Path) -> None:
+def test_the_home_directory_of_an_unknown_user_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a text")
-    plain = PrepareRequest(
-        sources=SourceSpec(paths=(str(tmp_path / "a.txt"),)), out=tmp_path / "out", tokenizer="bytes"
-    )
-    for request in (
-        replace(plain, sources=SourceSpec(paths=("~nobody-at-all/a",))),
-        replace(plain, out=Path("~nobody-at-all/out")),
-        replace(plain, tokenizer="~nobody-at-all/tokenizer"),
-        replace(plain, without=("~nobody-at-all/corpus",)),
+    plain = PrepareRequest(sources=SourceSpec(paths=(str(tmp_path / "a.txt"),)), out=tmp_path / "out")
+    for change in (
+        {"sources": SourceSpec(paths=("~nobody-at-all/a",))},
+        {"out": Path("~nobody-at-all/out")},
+        {"tokenizer": "~nobody-at-all/tokenizer"},
+        {"without": ("~nobody-at-all/corpus",)},
     ):
-        with pytest.raises(
-            UserError, match="refers to the home directory of a user that does not exist on this machine; use"
-        ):
-            begin(request)
+        with pytest.raises(UserError, match="home directory of a user that does not exist on this machine"):
+            begin(replace(plain, **change))
     with pytest.raises(UserError, match="refers to the home directory"):
         Corpus.open("~nobody-at-all/corpus")

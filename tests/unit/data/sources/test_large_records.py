@@ -1,4 +1,4 @@
-"""Records that take too much memory: each is left out with its place, and the records beside it are kept."""
+"""Records that need too much memory are left out with their line or row number, and their neighbors are kept."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ PIECE = b"x" * (1 << 20)
 
 
 def zstd_of(*parts: tuple[bytes, int]) -> bytes:
-    """Return zstd of repeated pieces, never holding more than one."""
+    """Compress repeated pieces without building the complete data in memory."""
     packer = zstandard.ZstdCompressor().compressobj()
     return b"".join(packer.compress(piece) for piece, times in parts for _ in range(times)) + packer.flush()
 
 
 def found_in(file: Path, fields: RowFields | None = None) -> list[tuple[int, str]]:
-    """Return the place of each document and its text, or the reason to leave it out."""
     units, _ = list_units(SourceSpec(paths=(str(file),), fields=fields or RowFields()))
     found = [one for unit in units for one in read_unit(unit)]
     return [
@@ -76,7 +75,7 @@ def test_a_row_group_that_unpacks_beyond_any_text_is_left_out(tmp_path: Path) ->
     pq.write_table(large_table(), tmp_path / "rows.parquet", row_group_size=1, compression="zstd")
     (_, a), (place, reason), (_, b) = found_in(tmp_path / "rows.parquet")
     assert (a, place, b) == ("a", 2, "b")
-    assert "'text' unpacks from" in reason
+    assert "'text' expands from" in reason
 
 
 def test_a_large_cell_of_parquet_that_is_not_packed_is_left_out(tmp_path: Path) -> None:
@@ -89,4 +88,4 @@ def test_a_list_that_is_stored_as_one_value_is_left_out(tmp_path: Path) -> None:
     tokens = pa.ListArray.from_arrays(pa.array([0, 3, 140 << 20]), pa.array(np.zeros(140 << 20, np.int32)))
     pq.write_table(pa.table({"tokens": tokens}), tmp_path / "rows.parquet", row_group_size=1)
     _, (place, reason) = found_in(tmp_path / "rows.parquet", RowFields(tokens="tokens"))
-    assert place == 2 and "'tokens.list.element' unpacks from" in reason
+    assert place == 2 and "'tokens.list.element' expands from" in reason

@@ -1,4 +1,4 @@
-"""A JSONL file in many units is the same corpus as in one."""
+"""A JSONL file divided into many units gives the same corpus as the file in one unit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.errors import UserError
 from tests.breadth import examples
 from tests.local_preparation import prepare_local
-from tests.unit.data.corpora import begin
 
 WHOLE = 1 << 30
 
@@ -42,7 +41,7 @@ def prepare_file(
 
 
 def stored_tokens(corpus: Corpus) -> tuple[int, int]:
-    """Return number and CRC-32 of all tokens of all shards in their order, those of repeated documents included."""
+    """Return the number and the CRC-32 of all stored tokens, including those of repeated documents."""
     num_tokens, crc32 = 0, 0
     for shard in corpus.info.shards:
         num_tokens += shard.num_tokens
@@ -51,7 +50,7 @@ def stored_tokens(corpus: Corpus) -> tuple[int, int]:
 
 
 def described(corpus: Corpus) -> dict[str, Any]:
-    """Return all that a corpus is, but for the borders of its shards."""
+    """Return the content of a corpus, without its division into shards."""
     documents = pq.read_table(corpus.path / "documents.parquet")
     info = corpus.info
     spans = None if info.spans is None else (info.spans.num_spans, info.spans.content_crc32)
@@ -66,7 +65,7 @@ def described(corpus: Corpus) -> dict[str, Any]:
 
 
 def outcome(path: Path, out: Path, unit_bytes: int) -> dict[str, Any] | str:
-    """Return the corpus, or the error, which must not depend on the units either."""
+    """Return the corpus or the error, neither of which may depend on the units."""
     try:
         return described(prepare_file(path, out, unit_bytes))
     except UserError as error:
@@ -93,7 +92,7 @@ LINES = st.one_of(
 @example(lines=[b"{broken"] * 9 + [b'{"text": "last"}'], ending=b"\r\n", is_ended=True, unit_bytes=10)
 @example(lines=['\ufeff{"text": "漢"}'.encode()] * 4, ending=b"\n", is_ended=True, unit_bytes=12)
 @example(lines=[b'{"text": ""}', b"\x1f\x8b"], ending=b"\n", is_ended=False, unit_bytes=1)
-def test_any_file_in_any_units_is_the_file_as_one(
+def test_a_file_gives_the_same_corpus_in_any_units(
     lines: list[bytes], ending: bytes, is_ended: bool, unit_bytes: int
 ) -> None:
     with tempfile.TemporaryDirectory() as directory:
@@ -117,7 +116,7 @@ def test_every_line_belongs_to_one_range(data: bytes, unit_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("duplicates", ["quarantine", "keep"])
-def test_repeats_are_named_by_the_lines_of_the_file(tmp_path: Path, duplicates: Duplicates) -> None:
+def test_repeats_are_reported_by_their_line_in_the_file(tmp_path: Path, duplicates: Duplicates) -> None:
     path = tmp_path / "rows.jsonl"
     rows = [{"p": f"prompt {number % 7}", "c": "answer" * (number % 3 + 1)} for number in range(40)]
     path.write_text("\n\n".join(json.dumps(row) for row in rows))
@@ -129,14 +128,7 @@ def test_repeats_are_named_by_the_lines_of_the_file(tmp_path: Path, duplicates: 
         assert (last["offset"], last["reason"]) == (79, f"the same content as {path} at 37")
 
 
-def test_compressed_files_stay_one_unit(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl.gz"
-    path.write_bytes(gzip.compress(b"".join(b'{"text": "%d"}\n' % number for number in range(1000))))
-    request = request_of(path, tmp_path / "out", 100, "quarantine")
-    assert [(unit.first, unit.last) for unit in begin(request).units] == [(0, 0)]
-
-
-def test_a_range_without_an_object_is_no_reason_to_doubt_the_file(tmp_path: Path) -> None:
+def test_a_file_with_one_json_object_in_any_of_its_ranges_is_accepted(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("plain text\n" * 50 + '{"text": "good"}\n' + "plain text\n" * 50)
     corpus = prepare_file(path, tmp_path / "out", 60)
@@ -145,7 +137,7 @@ def test_a_range_without_an_object_is_no_reason_to_doubt_the_file(tmp_path: Path
 
 
 @pytest.mark.parametrize("unit_bytes", [5, WHOLE])
-def test_files_without_one_json_object_are_named_all_at_once(tmp_path: Path, unit_bytes: int) -> None:
+def test_all_files_without_a_json_object_are_reported_at_once(tmp_path: Path, unit_bytes: int) -> None:
     tree = tmp_path / "tree"
     tree.mkdir()
     rows = "".join(json.dumps({"text": f"row {number}"}) + "\n" for number in range(2))
@@ -163,7 +155,7 @@ def test_files_without_one_json_object_are_named_all_at_once(tmp_path: Path, uni
         prepare_file(tree, tmp_path / "out", unit_bytes)
     assert [str(one).split(":")[0] for one in caught.value.args] == [f"source={tree}/{name}.jsonl" for name in "acef"]
     assert not (tmp_path / "out" / "corpus.json").exists()
-    # The files are mended, and only what was wrong is read again.
+    # Once the files are corrected, the preparation succeeds.
     for name in "acef":
         (tree / f"{name}.jsonl").write_text(json.dumps({"text": name}))
     assert prepare_file(tree, tmp_path / "out", unit_bytes).num_documents == 5

@@ -1,4 +1,4 @@
-"""Rows and the options that name their fields: each row becomes a document of its kind, or says why it is none."""
+"""Rows and their field options: each row becomes a document of its kind, or is rejected with a reason."""
 
 from __future__ import annotations
 
@@ -68,9 +68,7 @@ SHAREGPT = [
         (RowFields(prompt="p", input="i", completion="c", id="p"), "auto", []),
     ],
 )
-def test_all_options_that_do_not_go_together_are_refused_at_once(
-    fields: RowFields, kind: str, refused: list[str]
-) -> None:
+def test_all_contradicting_options_are_refused_at_once(fields: RowFields, kind: str, refused: list[str]) -> None:
     try:
         fields.check(kind)
         found = []
@@ -79,22 +77,24 @@ def test_all_options_that_do_not_go_together_are_refused_at_once(
     assert found == [f"--{role}-field" for role in refused]
 
 
-def test_fields_for_sources_that_have_none_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(UserError, match="--messages-field='m'"):
-        list_units(SourceSpec(paths=(str(tmp_path),), fields=RowFields(messages="m")))
-
-
 def test_rows_become_documents_of_their_kind() -> None:
     tokens = row_content({"tokens": [1, 2], "labels": [-100, 2]}, "tokens")
     assert isinstance(tokens, TokenRow) and tokens.labels is not None
     assert (tokens.tokens.tolist(), tokens.labels.tolist()) == ([1, 2], [-100, 2])
     array = row_content({"tokens": np.array([3, 4], dtype=np.uint16)}, "tokens")
     assert isinstance(array, TokenRow) and array.tokens.dtype == np.int64 and array.labels is None
+    for mask in ([False, True], [0, 1]):
+        assert np.array_equal(row_weight(mask, array), [0, 1])
     chat = row_content({"messages": [{**HELLO, "name": None}]}, "messages")
     assert chat == ChatRow(messages=(HELLO,))
-    completion = row_content({"prompt": "", "completion": "c"}, "completion")
-    assert completion == CompletionRow(prompt="", completion="c")
+    tools = [{"name": "f", "parameters": {"a": {"type": "int"}, "b": None, "required": ["a"]}, "strict": False}]
+    for value, expected in ((tools, tools), (json.dumps(tools), tools), *((one, []) for one in (None, "", "[]"))):
+        row = row_content({"messages": [HELLO], "tools": value}, "messages")
+        assert isinstance(row, ChatRow) and list(row.tools) == expected
+    assert row_content({"prompt": "", "completion": "c"}, "completion") == CompletionRow(prompt="", completion="c")
+    assert [row_id(value) for value in ("a-1", 17, None)] == ["a-1", "17", ""]
+    with pytest.raises(RowError, match="type list"):
+        row_id([1])
 
 
 def said(sender: str, value: object) -> dict[str, Any]:
@@ -149,7 +149,7 @@ NOT_DOCUMENTS: list[tuple[Any, dict[str, Any], str]] = [
 ]
 
 
-def test_what_is_no_document_says_why() -> None:
+def test_a_row_that_is_not_a_document_is_rejected_with_the_reason() -> None:
     for kind, row, reason in NOT_DOCUMENTS:
         with pytest.raises(RowError, match=reason):
             row_content(row, kind)
@@ -160,6 +160,8 @@ def test_every_form_of_a_conversation_is_the_same_conversation() -> None:
     assert conversation(SHAREGPT) == conversation(json.dumps(SHAREGPT)) == expected
     assert conversation(json.dumps(OPENAI[2:]), prompt=json.dumps(OPENAI[:2])) == expected
     assert conversation(OPENAI[1:], prompt=None, system="s") == expected
+    found = conversation(OPENAI[4:], prompt=OPENAI[:4])
+    assert [message.get("weight") for message in found.messages] == [None, None, 0, None, None]
     names = [("user", "u"), ("function_call", [{"name": "f", "arguments": "{}"}]), ("tool", "t")]
     shared = [{"from": sender, "value": value} for sender, value in names]
     assert conversation([*shared, {"from": "assistant", "value": "a", "weight": 0}]).messages == (
@@ -170,12 +172,7 @@ def test_every_form_of_a_conversation_is_the_same_conversation() -> None:
     )
 
 
-def test_what_the_assistant_said_in_a_prompt_is_not_learned() -> None:
-    found = conversation(OPENAI[4:], prompt=OPENAI[:4])
-    assert [message.get("weight") for message in found.messages] == [None, None, 0, None, None]
-
-
-def test_an_instruction_is_put_into_the_prompt_of_alpaca_with_its_input_or_without() -> None:
+def test_an_instruction_becomes_alpacas_prompt_with_or_without_its_input() -> None:
     row: dict[Any, Any] = {"prompt": "Add.", "input": "1 2", "completion": "3"}
     with_input = (
         "Below is an instruction that describes a task, paired with an input that provides further context. "
@@ -190,30 +187,11 @@ def test_an_instruction_is_put_into_the_prompt_of_alpaca_with_its_input_or_witho
         assert row_content({**row, "input": given}, "completion") == CompletionRow(prompt=prompt, completion="3")
 
 
-def test_a_loss_mask_of_booleans_is_one_of_numbers() -> None:
-    content = row_content({"tokens": [5, 6, 7]}, "tokens")
-    for mask in ([False, True, True], [0, 1, 1]):
-        assert np.array_equal(row_weight(mask, content), [0, 1, 1])
-
-
 def test_parts_of_text_are_joined_as_transformers_joins_them() -> None:
     texts = [{"type": "text", "text": text, "image_url": None} for text in ("see", " this ", "")]
     for content, expected in ((texts, "see  this  "), (texts[:1], "see"), ([], "")):
         row = row_content({"messages": [{"role": "user", "content": content}]}, "messages")
         assert row == ChatRow(messages=({"role": "user", "content": expected},))
-
-
-def test_tools_are_a_list_or_its_json_or_nothing() -> None:
-    tools = [{"name": "f", "parameters": {"a": {"type": "int"}, "b": None, "required": ["a"]}, "strict": False}]
-    for value, expected in ((tools, tools), (json.dumps(tools), tools), *((one, []) for one in (None, "", "[]"))):
-        row = row_content({"messages": [HELLO], "tools": value}, "messages")
-        assert isinstance(row, ChatRow) and list(row.tools) == expected
-
-
-def test_a_rows_own_id_is_text() -> None:
-    assert [row_id(value) for value in ("a-1", 17, None)] == ["a-1", "17", ""]
-    with pytest.raises(RowError, match="type list"):
-        row_id([1])
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
@@ -230,8 +208,8 @@ def test_every_form_of_one_conversation_gives_the_same_tokens_and_spans(tmp_path
     assert digests == [digests[0]] * len(rows)
 
 
-def test_a_null_is_left_out_where_parquet_filled_it_in_and_kept_where_json_lines_have_it(tmp_path: Path) -> None:
-    """A column of structs gives each call the arguments of all, null where a call has none of that name."""
+def test_nulls_added_by_parquet_are_removed_and_nulls_in_json_are_kept(tmp_path: Path) -> None:
+    # A column of structs gives each call the arguments of all calls, with null for those it lacks.
 
     def asking(name: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
         call = {"type": "function", "function": {"name": name, "arguments": arguments}}
@@ -268,20 +246,18 @@ def test_a_null_is_left_out_where_parquet_filled_it_in_and_kept_where_json_lines
         ("a b", ""),
     ],
 )
-def test_the_options_that_fit_the_fields_of_rows_are_named(names: str, options: str) -> None:
+def test_options_that_fit_the_fields_are_suggested(names: str, options: str) -> None:
     assert fitting_options(names.split()) == options
 
 
 @pytest.mark.parametrize("name", ["chats.jsonl.gz", "list.json"])
-def test_rows_without_the_field_are_refused_before_they_are_read_with_the_option_that_fits(
-    tmp_path: Path, name: str
-) -> None:
+def test_rows_without_the_field_are_refused_early_with_the_option_that_fits(tmp_path: Path, name: str) -> None:
     rows = [{"id": number, "messages": [HELLO]} for number in range(3)]
     text = json.dumps(rows) if name == "list.json" else "\n".join(map(json.dumps, rows))
     (tmp_path / name).write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
     request = PrepareRequest(sources=SourceSpec(paths=(str(tmp_path / name),)), out=tmp_path / "out")
     with pytest.raises(UserError, match=r"^--text-field=text: .*use --messages-field messages"):
         listed(request)
-    # Beside other documents they are left out and listed.
+    # Among other documents the rows are rejected one by one.
     (tmp_path / "a.txt").write_text("a text")
     assert listed(replace(request, sources=SourceSpec(paths=(str(tmp_path),)))).units

@@ -1,8 +1,7 @@
-"""Chat templates of strangers: each ends within its bounds, and with an error in words."""
+"""Untrusted chat templates stop at the resource limits, with a readable error."""
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -96,51 +95,41 @@ def own(folder: Path, template: str) -> ChatTemplate:
 
 @named(ENDLESS)
 @pytest.mark.usefixtures("_few_steps")
-def test_an_endless_template_is_refused_before_anything_is_prepared(tmp_path: Path, template: str) -> None:
-    with pytest.raises(UserError, match="its chat template never ends: it goes on after 200,000 turns"):
+def test_an_endless_template_is_refused_when_it_is_loaded(tmp_path: Path, template: str) -> None:
+    with pytest.raises(UserError, match="its chat template never ends: its loops run for more than 200,000 iterations"):
         own(tmp_path, template)
 
 
 @pytest.mark.usefixtures("_few_steps")
-def test_a_template_that_is_endless_for_some_conversations_leaves_them_out_and_then_ends(tmp_path: Path) -> None:
+def test_a_template_that_is_endless_for_some_conversations_rejects_them_and_is_then_refused(tmp_path: Path) -> None:
     template = own(tmp_path, LATER + ENDLESS["nested loops"] + "{% endif %}{{ messages[0].content }}")
     for _ in range(8):
-        with pytest.raises(RowError, match="the chat template never ends with it"):
+        with pytest.raises(RowError, match="the chat template never ends for it"):
             template.render(CHAT, ())
     assert template.render(CHAT[:1], ()) == "the fox?"
     with pytest.raises(UserError, match="its chat template never ends"):
         template.render(CHAT, ())
-
-
-@pytest.mark.usefixtures("_few_steps")
-def test_two_templates_of_the_same_text_count_their_own_turns(tmp_path: Path) -> None:
+    # Each template counts its own iterations, although Transformers caches templates of the same text.
     one, other = own(tmp_path, RANGE + "{% endfor %}"), own(tmp_path, RANGE + "{% endfor %}")
     for _ in range(4):
         assert (one.render(CHAT, ()), other.render(CHAT, ())) == ("", "")
 
 
-def test_a_template_with_the_real_bounds_ends_in_seconds(tmp_path: Path) -> None:
-    began = time.monotonic()
-    with pytest.raises(UserError, match="never ends"):
-        own(tmp_path, ENDLESS["nested loops"])
-    assert time.monotonic() - began < 60
-
-
-def test_time_ends_a_template_of_few_and_slow_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_with_few_slow_steps_reaches_the_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     template = own(tmp_path, LATER + "{% for a in range(9999) %}{% endfor %}{% endif %}")
     monkeypatch.setattr(chat_template, "_MOST_S", -1.0)
-    with pytest.raises(RowError, match="goes on after -1 s"):
+    with pytest.raises(RowError, match="runs for more than -1 s"):
         template.render(CHAT, ())
 
 
 @named(LARGE)
-def test_a_template_that_makes_something_large_leaves_its_conversation_out(tmp_path: Path, template: str) -> None:
+def test_a_conversation_is_rejected_if_the_template_makes_a_large_value(tmp_path: Path, template: str) -> None:
     with pytest.raises(RowError, match=r"the chat template refuses it( in line 1)?: OverflowError"):
         own(tmp_path, template).render(CHAT, ())
 
 
 @named(RAISING)
-def test_a_template_that_raises_leaves_its_conversation_out(tmp_path: Path, template: str) -> None:
+def test_a_conversation_is_rejected_if_the_template_raises(tmp_path: Path, template: str) -> None:
     with pytest.raises(RowError, match="the chat template refuses it"):
         own(tmp_path, template).render(CHAT, ())
 
@@ -151,7 +140,7 @@ def test_a_template_that_can_not_be_compiled_is_refused(tmp_path: Path, template
         own(tmp_path, template)
 
 
-def test_loops_have_their_length_and_ends(tmp_path: Path) -> None:
+def test_values_and_loops_behave_as_without_limits(tmp_path: Path) -> None:
     text = (
         "{% for a in x recursive %}{{ loop.length }}{{ loop.revindex }}{{ 'l' if loop.last }}{% else %}none{% endfor %}"
     )
@@ -159,9 +148,6 @@ def test_loops_have_their_length_and_ends(tmp_path: Path) -> None:
         found = own(tmp_path, f"{{% set x = range({size}) | list %}}" + text).render(CHAT, ())
         turns = [f"{size}{size - turn}{'l' if turn == size - 1 else ''}" for turn in range(size)]
         assert found == ("".join(turns) or "none")
-
-
-def test_lists_and_objects_of_a_template_keep_their_values(tmp_path: Path) -> None:
     text = (
         "{% for (a, b), (c, d) in [((1, messages[0].role), [2, 'x'])] %}{{ a }}{{ b }}{{ c }}{{ d }}{% endfor %}"
         "{% set c, d = messages[0].role, {'e': messages[1].role} %}{{ c in ['user', d.e] }}{{ d.e }}"

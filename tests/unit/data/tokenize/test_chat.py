@@ -26,7 +26,7 @@ MARKED = (
 )
 TOOLS = [{"type": "function", "function": {"name": "jump", "parameters": {"type": "object", "required": ["height"]}}}]
 TOOL_BLOCK = "{% if tools %}{{ '<|im_start|>tools\n' + (tools | tojson) + '<|im_end|>\n' }}{% endif %}"
-# As templates of thinking models do: only the last turn keeps what it thought.
+# Like templates of reasoning models: only the last turn keeps its reasoning.
 FORGETFUL = CHATML.replace(
     "message['content'] +", "('<think>' if loop.last and message['role'] == 'assistant' else '') + message['content'] +"
 )
@@ -40,7 +40,7 @@ CONVERSATION = [
 
 
 def chat_tokenizer(directory: Path, template: str | None = CHATML, **config: Any) -> Path:
-    """The byte-level BPE tokenizer of these tests, with ChatML's tokens and a chat template."""
+    """Write a byte-level BPE tokenizer with ChatML's tokens and a chat template."""
     from tokenizers import AddedToken, Tokenizer
 
     path = fast_tokenizer(directory) / "tokenizer.json"
@@ -66,8 +66,6 @@ def supervised(tokenizer: Tokenizer, chat: EncodedDocument) -> list[str]:
 
 @pytest.fixture
 def chat_of(tmp_path: Path) -> Callable[..., tuple[Tokenizer, ChatFormat]]:
-    """Returns a tokenizer with a template, and its format of chats."""
-
     def load(template: str | None = CHATML, **options: Any) -> tuple[Tokenizer, ChatFormat]:
         folder = tmp_path / f"tokenizer-{len(list(tmp_path.iterdir()))}"
         tokenizer = load_tokenizer(chat_tokenizer(folder, template))
@@ -96,15 +94,15 @@ def test_the_assistants_turns_and_their_end_tokens_are_supervised_and_tools_are_
     assert (one.ids == tokenizer.info.eos_token_id).sum() == len(CONVERSATION)
 
 
-def test_tools_that_are_not_written_or_spell_a_special_token_are_refused(chat_of: ChatOf) -> None:
+def test_tools_that_are_omitted_or_spell_a_special_token_are_refused(chat_of: ChatOf) -> None:
     for chat in (chat_of(CHATML)[1], ByteTokenizer().chat()):
-        with pytest.raises(RowError, match=r"write its tools; leave --tools-field out"):
+        with pytest.raises(RowError, match=r"(omits the|can't encode) tools; leave --tools-field out"):
             chat.encode(CONVERSATION, TOOLS)
     with pytest.raises(RowError, match=r"^tool 1 spells the special token '<\|im_end\|>'$"):
         chat_of(TOOL_BLOCK + CHATML)[1].encode(CONVERSATION, [*TOOLS, {"name": "f", "description": "a<|im_end|>"}])
 
 
-def test_a_template_in_a_file_of_its_own_comes_first(tmp_path: Path) -> None:
+def test_a_template_file_has_priority(tmp_path: Path) -> None:
     directory = chat_tokenizer(tmp_path, "{{ bos_token }}{{ messages[0]['content'] }}")
     before = load_tokenizer(directory).chat()
     (directory / "chat_template.jinja").write_text(CHATML)
@@ -116,7 +114,7 @@ def test_a_template_in_a_file_of_its_own_comes_first(tmp_path: Path) -> None:
     assert several.chat().fingerprint == tokenizer.chat().fingerprint
 
 
-def test_a_template_writes_its_tokenizers_named_tokens_and_not_the_day_of_preparation(chat_of: ChatOf) -> None:
+def test_a_template_gets_the_named_tokens_and_a_fixed_date(chat_of: ChatOf) -> None:
     day = "{{ strftime_now('%d %b %Y') + '|' + strftime_now(\"%Y-%m-%d\") }}"
     tokenizer, chat = chat_of("{{ bos_token }}" + day + CHATML)
     one = only(chat.encode(CONVERSATION[1:3]))
@@ -140,7 +138,7 @@ UNMARKED = {
 @pytest.mark.parametrize("left_out", UNMARKED)
 def test_a_part_of_a_turn_outside_the_marks_is_learned_by_rendering(chat_of: ChatOf, left_out: str) -> None:
     template, part, said = UNMARKED[left_out]
-    # The second turn says what the first one says.
+    # The second turn contains the first turn's text.
     messages: list[dict[str, Any]] = [*CONVERSATION[:4], {"role": "assistant", "content": " jumps\nzürich"}]
     if left_out == "a call":
         messages[2] = {**messages[2], "tool_calls": [CALL]}
@@ -150,20 +148,7 @@ def test_a_part_of_a_turn_outside_the_marks_is_learned_by_rendering(chat_of: Cha
     assert supervised(tokenizer, only(chat.encode(messages))) == [said, " jumps\nzürich<|im_end|>"]
 
 
-@pytest.mark.parametrize(
-    ("part", "said"),
-    [({"tool_calls": [CALL]}, "tool call 0"), ({"reasoning_content": "jump"}, "reasoning_content")],
-    ids=["call", "reasoning"],
-)
-def test_a_part_that_is_not_written_is_missed_although_the_content_has_its_text(
-    chat_of: ChatOf, part: dict[str, Any], said: str
-) -> None:
-    messages = [*CONVERSATION[:2], {**CONVERSATION[2], **part}]
-    with pytest.raises(RowError, match=f"does not write .*{said}"):
-        chat_of(CHATML)[1].encode(messages)
-
-
-def test_reasoning_that_the_content_begins_with_is_stored_twice_and_written_once(chat_of: ChatOf) -> None:
+def test_reasoning_that_the_content_repeats_is_rendered_once(chat_of: ChatOf) -> None:
     turn = {**CONVERSATION[2], "reasoning_content": "jump", "content": "<think>jump</think> jumps"}
     tokenizer, chat = chat_of(CHATML)
     assert supervised(tokenizer, only(chat.encode([*CONVERSATION[:2], turn]))) == [
@@ -171,8 +156,8 @@ def test_reasoning_that_the_content_begins_with_is_stored_twice_and_written_once
     ]
 
 
-def test_marks_that_are_not_known_from_those_of_other_turns_are_not_used(chat_of: ChatOf) -> None:
-    # The last turn of the assistant is written with a mark of reasoning.
+def test_ambiguous_marks_are_not_used(chat_of: ChatOf) -> None:
+    # The template adds a reasoning tag to the last turn.
     forgetful = MARKED.replace("{% generation %}", "{% if loop.last %}{{ '<think>' }}{% endif %}{% generation %}")
     weighted = [*CONVERSATION[:4], {**CONVERSATION[4], "weight": 0}]
     with pytest.raises(RowError, match=r"so its marks"):
@@ -183,25 +168,20 @@ def test_marks_that_are_not_known_from_those_of_other_turns_are_not_used(chat_of
     assert "dog" not in tokenizer.decode(one.ids)
 
 
-@pytest.mark.parametrize(
-    ("number", "message"),
-    [
+def test_a_message_that_spells_a_special_token_is_refused(chat_of: ChatOf) -> None:
+    chat = chat_of()[1]
+    for number, message in (
         (0, {"role": "user", "content": "hi<|im_start|>\nassistant"}),
-        (0, {"role": "user", "content": "<s>"}),
         (1, {"role": "assistant", "content": "</s>"}),
         (1, {"role": "<s>", "content": "x"}),
-    ],
-)
-def test_a_message_that_spells_a_special_token_is_refused(
-    chat_of: ChatOf, number: int, message: dict[str, Any]
-) -> None:
-    said = [*CONVERSATION[1:3]]
-    said[number] = message
-    with pytest.raises(RowError, match=rf"^message {number} .* spells the special token"):
-        chat_of()[1].encode(said)
+    ):
+        said = [*CONVERSATION[1:3]]
+        said[number] = message
+        with pytest.raises(RowError, match=rf"^message {number} .* spells the special token"):
+            chat.encode(said)
 
 
-def test_a_content_that_normalization_makes_a_special_token_is_refused(tmp_path: Path) -> None:
+def test_a_content_that_normalizes_to_a_special_token_is_refused(tmp_path: Path) -> None:
     from tokenizers import AddedToken, Tokenizer, normalizers
 
     path = chat_tokenizer(tmp_path) / "tokenizer.json"
@@ -209,7 +189,7 @@ def test_a_content_that_normalization_makes_a_special_token_is_refused(tmp_path:
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.add_special_tokens([AddedToken("<|tool|>", special=True, normalized=True)])
     tokenizer.save(str(path))
-    with pytest.raises(RowError, match=r"'<\|TOOL\|>' reads as the special token '<\|tool\|>'"):
+    with pytest.raises(RowError, match=r"'<\|TOOL\|>' is tokenized as the special token '<\|tool\|>'"):
         load_tokenizer(tmp_path).chat().encode([{"role": "user", "content": "a <|TOOL|> b"}, CONVERSATION[2]])
 
 
@@ -217,13 +197,20 @@ SILENT = CHATML.replace("in messages", "in messages if message['role'] not in ('
 THOUGHTLESS = CHATML.replace("message['content'] +", "message['content'].split('</think>')[-1] +")
 STRICT = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('user first') }}{% endif %}" + CHATML
 LOST: dict[str, tuple[str, list[dict[str, Any]], str]] = {
-    # Another message says the same.
+    # Another message has the same content.
     "system": (SILENT, [{"role": "system", "content": "fox"}, *CONVERSATION[1:3]], r"message 0 \(system\)$"),
     "tool": (SILENT, [*CONVERSATION[1:3], {"role": "tool", "content": "7"}], r"message 2 \(tool\)$"),
     "call": (
         CHATML,
         [CONVERSATION[1], {"role": "assistant", "content": "", "tool_calls": [CALL]}],
         "tool call 0 of message 1$",
+    ),
+    # The content contains the name of the call, or the reasoning.
+    "call as content": (CHATML, [*CONVERSATION[:2], {**CONVERSATION[2], "tool_calls": [CALL]}], "omits tool call 0"),
+    "reasoning as content": (
+        CHATML,
+        [*CONVERSATION[:2], {**CONVERSATION[2], "reasoning_content": "jump"}],
+        "omits the reasoning_content",
     ),
     "reasoning": (
         THOUGHTLESS,
@@ -235,13 +222,13 @@ LOST: dict[str, tuple[str, list[dict[str, Any]], str]] = {
 
 
 @pytest.mark.parametrize("case", LOST)
-def test_what_the_template_leaves_out_or_refuses_is_named(chat_of: ChatOf, case: str) -> None:
+def test_parts_that_the_template_omits_or_refuses_are_reported(chat_of: ChatOf, case: str) -> None:
     template, messages, reason = LOST[case]
     with pytest.raises(RowError, match=reason):
         chat_of(template)[1].encode(messages)
 
 
-def test_arguments_are_written_in_the_form_that_the_template_takes(chat_of: ChatOf) -> None:
+def test_arguments_have_the_form_that_the_template_accepts(chat_of: ChatOf) -> None:
     for form in ("c.function.arguments | tojson", "'' + c.function.arguments"):
         written = f"{{% for c in message.tool_calls %}}{{{{ {form} }}}}{{{{ c.function.name }}}}{{% endfor %}}"
         tokenizer, chat = chat_of(CHATML.replace("in messages %}", "in messages %}" + written))
@@ -258,20 +245,15 @@ def test_a_tokenizer_without_a_usable_chat_template_is_refused(chat_of: ChatOf, 
 
 
 def test_bytes_have_a_format_that_no_text_can_forge() -> None:
-    chat = only(ByteTokenizer().chat().encode([*CONVERSATION[1:3], {"role": "tool", "content": ""}]))
+    encode = ByteTokenizer().chat().encode
+    chat = only(encode([*CONVERSATION[1:3], {"role": "tool", "content": ""}]))
     assert chat.ids.tolist() == [*b"user\nthe fox?", 256, *b"assistant\n jumps\n", 256, *b"tool\n", 256]
     assert [chat.ids[a:b].tolist() for a, b in zip(chat.starts, chat.stops, strict=True)] == [[*b" jumps\n", 256]]
-
-
-@pytest.mark.parametrize(
-    ("message", "lost"),
-    [
+    for message, lost in (
         ({"role": "assistant", "content": "", "tool_calls": [CALL]}, "tool_calls"),
         ({"role": "assistant", "content": "", "thinking": "hm"}, "thinking"),
         ({"role": "root", "content": "x"}, "root"),
         ({"role": "assistant"}, "content"),
-    ],
-)
-def test_what_bytes_can_not_write_is_refused(message: dict[str, Any], lost: str) -> None:
-    with pytest.raises(RowError, match=rf"^message 1 .*{lost}"):
-        ByteTokenizer().chat().encode([CONVERSATION[1], message])
+    ):
+        with pytest.raises(RowError, match=rf"^message 1 .*{lost}"):
+            encode([CONVERSATION[1], message])

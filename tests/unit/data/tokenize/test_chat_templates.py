@@ -1,4 +1,4 @@
-"""Templates of published models, which rewrite what was said before, on a grid of conversations."""
+"""Published chat templates, some of which rewrite earlier turns, on a grid of conversations."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ SPECIAL = re.compile(r"<[|｜][^<>|｜ ]+[|｜]>")
 ENDS = {"gptoss": "<|return|>", "phi3": "<|endoftext|>", "deepseekv3": "<｜end▁of▁sentence｜>", "glm4moe": "<|user|>"}
 CITY = {"type": "object", "properties": {"city": {"type": "string", "description": "where"}}, "required": ["city"]}
 WEATHER = {"type": "function", "function": {"name": "weather", "description": "now", "parameters": CITY}}
-NO_TOOLS = "the chat template does not write its tools; leave --tools-field out, or use a tokenizer whose chat template"
-NO_REASONING = "the chat template does not write the reasoning_content of message"
+NO_TOOLS = "the chat template omits the tools; leave --tools-field out, or use a tokenizer whose chat template"
+NO_REASONING = "the chat template omits the reasoning_content of message"
 Turn = tuple[int, bool, bool, bool]
 GRID: tuple[Turn, ...] = tuple(itertools.product((1, 2, 3), (False, True), (False, True), (False, True)))
 
@@ -50,7 +50,7 @@ def talk(turns: int, calls: bool, thinks: bool, system: bool) -> list[dict[str, 
 
 
 def tokenizer_of(directory: Path, template: str, special: Collection[str], end: str) -> Path:
-    """A small tokenizer with a template, whose special tokens it knows."""
+    """Write a small tokenizer with a chat template and the template's special tokens."""
     from tokenizers import Tokenizer
 
     path = str(fast_tokenizer(directory) / "tokenizer.json")
@@ -66,14 +66,12 @@ def tokenizer_of(directory: Path, template: str, special: Collection[str], end: 
 
 
 def directory_of(tmp_path: Path, name: str) -> Path:
-    """A tokenizer with a template of this folder."""
     text = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
     end = ENDS.get(name.removesuffix("_training"), "<|im_end|>")
     return tokenizer_of(tmp_path / name, text, {"<|im_end|>", "<|endoftext|>", "<｜end▁of▁sentence｜>"}, end)
 
 
 def without_today(template: str) -> str:
-    """Return a template with the day that we write, where Transformers would write today's."""
     return re.sub(r"strftime_now\([^)]*\)", "'2024-07-26'", template)
 
 
@@ -82,7 +80,7 @@ def spans_of(tokens: EncodedDocument) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("name", fast_only(PUBLISHED, "qwen3", "phi3", "deepseekv3"))
-def test_every_turn_is_learned_once_after_what_asks_for_it(tmp_path: Path, name: str) -> None:
+def test_every_turn_is_learned_once_after_its_prompt(tmp_path: Path, name: str) -> None:
     directory = directory_of(tmp_path, name)
     tokenizer, template = load_tokenizer(directory), ChatTemplate(directory)
     chat = tokenizer.chat()
@@ -100,7 +98,7 @@ def test_every_turn_is_learned_once_after_what_asks_for_it(tmp_path: Path, name:
         for one in documents:
             for start, stop in spans_of(one):
                 before, said = tokenizer.decode(one.ids[:start]), tokenizer.decode(one.ids[start:stop])
-                # The turn whose prompt stands before the span; DeepSeek-V3 asks for reasoning that it does not write.
+                # Find the turn whose prompt precedes the span. DeepSeek-V3's prompt opens reasoning that it drops.
                 asked = {number: render(messages[:number], asks=True) for number in answers}
                 (number,) = [
                     number for number, prompt in asked.items() if before in (prompt, prompt.removesuffix("<think>\n"))
@@ -122,20 +120,22 @@ def test_every_turn_is_learned_once_after_what_asks_for_it(tmp_path: Path, name:
 
 
 @pytest.mark.parametrize(("name", "num_documents"), [("qwen3", 2), ("gptoss", 2), ("phi3", 1)])
-def test_turns_share_a_document_where_the_template_keeps_them(tmp_path: Path, name: str, num_documents: int) -> None:
+def test_turns_share_a_document_if_the_template_never_changes_them(
+    tmp_path: Path, name: str, num_documents: int
+) -> None:
     tokenizer = load_tokenizer(directory_of(tmp_path, name))
     messages = talk(2, calls=False, thinks=name != "phi3", system=True)
-    whole = tokenizer.chat(EncodingOptions(turns="whole"))
     assert len(tokenizer.chat().encode(messages)) == num_documents
+    whole = tokenizer.chat(EncodingOptions(turns="whole"))
     if num_documents == 1:
         assert len(whole.encode(messages)) == 1
-        return
-    with pytest.raises(RowError, match=r"writes message 2 differently .*\(--turns split\)"):
-        whole.encode(messages)
+    else:
+        with pytest.raises(RowError, match=r"renders message 2 differently .*\(--turns split\)"):
+            whole.encode(messages)
 
 
 @pytest.mark.parametrize("name", fast_only([f"{name}_training" for name in PUBLISHED], "gptoss_training"))
-def test_marked_turns_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+def test_marked_turns_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
     from transformers import AutoTokenizer
 
     directory = directory_of(tmp_path, name)
@@ -153,8 +153,7 @@ def test_marked_turns_are_those_of_transformers(tmp_path: Path, name: str) -> No
         try:
             assert [one.ids.tolist() for one in by_marks.encode(messages, tools)] == [documents[0].ids.tolist()]
         except RowError as error:
-            # A mark leaves out reasoning that is to be learned, perhaps what a later turn says again; these turns are
-            # found by rendering.
+            # The marks omit reasoning, so these turns are found by rendering.
             unmarked.add(re.sub(r" \d.*", "", str(error)))
             continue
         found = reference.apply_chat_template(
@@ -167,7 +166,7 @@ def test_marked_turns_are_those_of_transformers(tmp_path: Path, name: str) -> No
         assert found["assistant_masks"] == mask.tolist(), turn
         compared += 1
     assert compared >= 6 and any(mask)
-    assert unmarked <= {NO_REASONING, NO_REASONING.replace("write", "mark")}
+    assert unmarked <= {NO_REASONING, NO_REASONING.replace("omits", "does not mark")}
 
 
 @pytest.mark.parametrize("name", ["qwen3", "phi3_training"])
@@ -181,7 +180,7 @@ def test_only_the_last_turn_is_learned_on_request(tmp_path: Path, name: str) -> 
     assert all(f"question {turn}?" in text and f"answer {turn}." in text for turn in range(3))
 
 
-def test_a_template_of_ones_own_takes_the_place_of_the_tokenizers(tmp_path: Path) -> None:
+def test_a_given_template_replaces_the_tokenizers_own(tmp_path: Path) -> None:
     directory = directory_of(tmp_path, "qwen3")
     source = (TEMPLATES / "qwen3_training.jinja").read_text(encoding="utf-8")
     own, given = load_tokenizer(directory).chat(), load_tokenizer(directory).chat(EncodingOptions(chat_template=source))
@@ -196,11 +195,11 @@ def test_a_template_of_ones_own_takes_the_place_of_the_tokenizers(tmp_path: Path
             load_tokenizer(directory).chat(options)
 
 
-def test_a_conversation_that_the_assistant_begins_is_learned_by_marks_or_left_out_for_this_reason(
+def test_a_conversation_that_the_assistant_begins_requires_marks(
     tmp_path: Path,
 ) -> None:
     begins = [{"role": "assistant", "content": "yes?"}, *talk(1, calls=False, thinks=False, system=False)]
-    with pytest.raises(RowError, match=r"^the chat template does not ask the assistant to begin"):
+    with pytest.raises(RowError, match=r"^the chat template has no generation prompt before message 0"):
         load_tokenizer(directory_of(tmp_path, "qwen3")).chat().encode(begins)
     (tokens,) = load_tokenizer(directory_of(tmp_path, "qwen3_training")).chat().encode(begins)
     assert len(spans_of(tokens)) == 2

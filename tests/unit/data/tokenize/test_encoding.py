@@ -1,4 +1,4 @@
-"""The tokens that begin and end documents, and the options that decide how documents are written."""
+"""Tokens that begin and end documents, and the options that determine how documents are tokenized."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BOS, EOS = 0, 1
 
 
 def bos_tokenizer(directory: Path, processor: str | None = "<s> $A", **config: Any) -> Path:
-    """A tokenizer that puts tokens around a text, as those of Llama 3 and Gemma do."""
+    """Write a tokenizer that adds tokens around a text, like those of Llama 3 and Gemma."""
     from tokenizers import Tokenizer, processors
 
     fast_tokenizer(directory, {"eos_token": "</s>", "bos_token": "<s>", **config})
@@ -52,11 +52,11 @@ def test_a_text_begins_as_the_tokenizer_itself_begins_it(tmp_path: Path, process
     expected = AutoTokenizer.from_pretrained(directory)("the fox")["input_ids"]
     assert found.ids.tolist() == [*expected, *([] if expected[-1] == EOS else [EOS])]
     assert (found.ids[0] == BOS) == begins and found.is_whole
-
-
-def test_the_settings_of_an_old_tokenizer_begin_a_text(tmp_path: Path) -> None:
-    assert load_encoder(bos_tokenizer(tmp_path / "a", None, add_bos_token=True)).bos_token_id == BOS
-    assert load_encoder(bos_tokenizer(tmp_path / "b", None, add_bos_token=False)).bos_token_id is None
+    if processor is None:
+        # The setting of Transformers 4.
+        for value, bos in ((True, BOS), (False, None)):
+            made = bos_tokenizer(tmp_path / str(value), None, add_bos_token=value)
+            assert load_encoder(made).bos_token_id == bos
 
 
 def test_the_tokens_around_a_document_are_chosen(tmp_path: Path) -> None:
@@ -75,9 +75,7 @@ def test_the_tokens_around_a_document_are_chosen(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("row", [("the quick", " fox"), ("th", "e fox"), ("", "fox")], ids=["whole", "inside", "empty"])
-def test_a_prompt_keeps_the_tokens_that_it_has_alone_and_they_are_not_learned(
-    tmp_path: Path, row: tuple[str, str]
-) -> None:
+def test_a_prompt_keeps_its_own_tokens_which_are_not_supervised(tmp_path: Path, row: tuple[str, str]) -> None:
     directory, (prompt, completion) = bos_tokenizer(tmp_path), row
     tokenizer = load_tokenizer(directory)
     for options in (EncodingOptions(), EncodingOptions(eos="none"), EncodingOptions(bos="none")):
@@ -90,7 +88,7 @@ def test_a_prompt_keeps_the_tokens_that_it_has_alone_and_they_are_not_learned(
         assert tokenizer.decode(found.ids[len(begins) : found.ids.size - len(ends)]) == prompt + completion
 
 
-def test_a_corpus_records_and_says_how_its_documents_were_written(tmp_path: Path) -> None:
+def test_a_corpus_records_how_its_documents_were_tokenized(tmp_path: Path) -> None:
     tokenizer = str(bos_tokenizer(tmp_path / "tokenizer"))
     prepared = {
         name: prepare_rows(tmp_path / name, [{"text": "the fox"}], tokenizer, encoding=options)
@@ -121,11 +119,8 @@ def test_other_options_or_another_template_make_another_corpus(tmp_path: Path) -
     again = partial(prepare_rows, tmp_path, [{"m": CONVERSATION}], str(directory), messages_field="m")
     again()
     for options in (
-        EncodingOptions(turns="whole"),
-        EncodingOptions(train_on="last"),
-        EncodingOptions(bos="<s>"),
-        EncodingOptions(eos="none"),
-        EncodingOptions(chat_template=CHATML + " "),
+        *(EncodingOptions(turns="whole"), EncodingOptions(train_on="last"), EncodingOptions(bos="<s>")),
+        *(EncodingOptions(eos="none"), EncodingOptions(chat_template=CHATML + " ")),
     ):
         with pytest.raises(UserError, match="contains a corpus"):
             again(encoding=options)
@@ -145,7 +140,7 @@ def test_options_of_chats_without_chats_are_refused(tmp_path: Path) -> None:
     assert corpus.info.spans is not None and corpus.info.spans.num_spans == 1
 
 
-def test_the_options_reach_the_request_and_a_template_is_read(tmp_path: Path) -> None:
+def test_the_options_reach_the_request_and_a_template_file_is_read(tmp_path: Path) -> None:
     (tmp_path / "t.jinja").write_text("é{{ messages }}")
     given: dict[str, Any] = {"kind": "auto", "pattern": "*", "split": None, "duplicates": "keep", "tokenizer": "bytes"}
     given |= {"sources": ["a"], "out": tmp_path / "out", "exclude": None, "without": None}
@@ -159,7 +154,7 @@ def test_the_options_reach_the_request_and_a_template_is_read(tmp_path: Path) ->
             _request(chat_template=template, **given, **options)
 
 
-def test_a_loss_mask_makes_the_same_document_as_labels_and_another_than_other_masks() -> None:
+def test_a_loss_mask_gives_the_same_document_as_equal_labels() -> None:
     encoder, tokens = load_encoder("bytes"), np.array([65, 66, 67, 256])
     (plain,) = encoder.encode(TokenRow(tokens=tokens, labels=None))
     (labeled,) = encoder.encode(TokenRow(tokens=tokens, labels=np.array([-100, -100, 67, 256])))
@@ -173,7 +168,7 @@ def test_a_loss_mask_makes_the_same_document_as_labels_and_another_than_other_ma
     assert weighted(plain, np.full(4, 0.5, dtype=np.float32), special).digest == plain.digest
 
 
-def test_a_loss_mask_ends_turns_as_labels_do_wherever_an_end_token_is_added(tmp_path: Path) -> None:
+def test_a_loss_mask_ends_turns_as_labels_do(tmp_path: Path) -> None:
     encoder = load_encoder(chat_tokenizer(tmp_path), EncodingOptions(eos="</s>"))
     end = encoder.tokenizer.token_id("<|im_end|>")
     assert end is not None

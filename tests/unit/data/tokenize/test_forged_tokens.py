@@ -1,4 +1,4 @@
-"""Texts that spell special tokens, with tokenizers whose own vocabulary or merges make these of them."""
+"""Texts that spell special tokens, with tokenizers whose own vocabulary or merges produce these tokens from text."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from ray_ulysses.data.prepare import unit_writer
 from ray_ulysses.data.sources.rows import ChatRow, CompletionRow, RowError
 from ray_ulysses.data.tokenize.encoding import load_encoder
 from ray_ulysses.data.tokenize.options import EncodingOptions
-from ray_ulysses.data.tokenize.tokenizers import load_tokenizer
 from tests.unit.data.tokenize.test_supervision import prepare_rows, reasons_of
 from tests.unit.data.tokenize.test_tokenizers import fast_tokenizer
 
-FORGED = "text in it reads as the special token '</s>'"
+FORGED = "a part of its text is tokenized as the special token '</s>'"
 
 
 def forgeable_tokenizer(directory: Path, kind: str) -> Path:
-    """A tokenizer that makes its end token of a text that spells it, as T5's does."""
+    """Write a tokenizer that, like T5's, produces its end token from a text that spells the token."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     letters = [chr(code) for code in range(97, 123)]
@@ -43,7 +42,7 @@ def forgeable_tokenizer(directory: Path, kind: str) -> Path:
 
 
 def with_end(directory: Path, *, special: bool = False, normalizer: Any = None) -> tuple[str, int]:
-    """Return a tokenizer with a token ``<end>`` that is not its end token, and its id."""
+    """Return a tokenizer directory with an added token ``<end>`` that is not the end token, and the token's id."""
     from tokenizers import AddedToken, Tokenizer
 
     path = str(fast_tokenizer(directory) / "tokenizer.json")
@@ -63,9 +62,9 @@ def _length(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.usefixtures("_length")
 @pytest.mark.parametrize("kind", ["unigram", "bpe"])
-def test_a_document_that_would_become_a_special_token_is_left_out(tmp_path: Path, kind: str) -> None:
+def test_a_document_that_forges_a_special_token_is_rejected(tmp_path: Path, kind: str) -> None:
     directory = forgeable_tokenizer(tmp_path / "tokenizer", kind)
-    # Unknown characters and what pads are no forgery.
+    # Unknown characters and padding tokens are not a forgery.
     texts = ["he said so", "he said </s> and", "", "what? 7", "end</s>", "a <pad> b"]
     corpus = prepare_rows(tmp_path, [{"text": text} for text in texts], str(directory))
     assert [corpus.source(document).offset for document in range(corpus.num_documents)] == [1, 4, 6]
@@ -74,15 +73,11 @@ def test_a_document_that_would_become_a_special_token_is_left_out(tmp_path: Path
         assert np.flatnonzero(corpus.read(document, 0, length) == 1).tolist() == [length - 1]
 
 
-def test_a_completion_that_would_end_itself_is_left_out(tmp_path: Path) -> None:
+def test_a_completion_that_forges_its_end_token_is_rejected(tmp_path: Path) -> None:
     encoder = load_encoder(forgeable_tokenizer(tmp_path / "tokenizer", "unigram"))
     for row in (CompletionRow(prompt="a </s>", completion=" b"), CompletionRow(prompt="a", completion=" </s> b")):
         with pytest.raises(RowError, match=f"^{FORGED}$"):
             encoder.encode(row)
-
-
-def test_most_tokenizers_make_no_special_token_of_text(tmp_path: Path) -> None:
-    assert load_tokenizer(fast_tokenizer(tmp_path)).forgeable == {} == load_tokenizer("bytes").forgeable
 
 
 @pytest.mark.usefixtures("_length")
@@ -90,7 +85,7 @@ def test_most_tokenizers_make_no_special_token_of_text(tmp_path: Path) -> None:
 def test_a_text_can_not_forge_a_chosen_end_token_that_is_not_special(tmp_path: Path, special: bool) -> None:
     directory, number = with_end(tmp_path / "tokenizer", special=special)
     rows = [{"text": text} for text in ("he said so", "he said <end> and")]
-    # Another end token than the chosen one leaves text alone.
+    # The token may be spelled if it is not the chosen end token.
     for name, options, num_kept in (
         ("own", EncodingOptions(), 2),
         ("chosen", EncodingOptions(eos="<end>"), 2 if special else 1),
@@ -112,7 +107,7 @@ def test_a_chat_can_not_forge_a_chosen_end_token_that_is_not_special(tmp_path: P
     def answered(content: str) -> ChatRow:
         return ChatRow(messages=({"role": "user", "content": "who?"}, {"role": "assistant", "content": content}))
 
-    # The template's own ends are meant.
+    # The template itself may write the token.
     (chat,) = encoder.encode(answered("he said so"))
     assert np.count_nonzero(chat.ids == number) == 2
     for forged in ("he said <end> and", "he said \uff1cend\uff1e and"):

@@ -1,4 +1,4 @@
-"""Rows of every kind, from the user's file to the label spans of the corpus."""
+"""Rows of every kind, from the source file to the corpus's label spans."""
 
 from __future__ import annotations
 
@@ -46,11 +46,8 @@ def prepare_rows(
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     else:
         pq.write_table(pa.Table.from_pylist(list(rows)), path)
-    spec, encoding = (
-        SourceSpec(paths=(str(path),), fields=RowFields.from_options(fields)),
-        encoding or EncodingOptions(),
-    )
-    return prepare_local(PrepareRequest(sources=spec, out=directory / "corpus", tokenizer=tokenizer, encoding=encoding))
+    spec, options = SourceSpec(paths=(str(path),), fields=RowFields.from_options(fields)), encoding or EncodingOptions()
+    return prepare_local(PrepareRequest(sources=spec, out=directory / "corpus", tokenizer=tokenizer, encoding=options))
 
 
 def tokens_of(corpus: Corpus, document: int) -> list[int]:
@@ -58,7 +55,6 @@ def tokens_of(corpus: Corpus, document: int) -> list[int]:
 
 
 def supervised_of(corpus: Corpus, document: int) -> list[int]:
-    """Return the tokens that may be labels."""
     weights = corpus.label_weights(document, 0, int(corpus.lengths[document]))
     assert weights is not None and corpus.spans is not None
     mask = weights > 0
@@ -81,7 +77,7 @@ def reasons_of(corpus: Corpus) -> list[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
-def test_tokens_are_taken_as_they_are_and_labels_become_spans(tmp_path: Path, form: str) -> None:
+def test_tokens_are_stored_unchanged_and_labels_become_spans(tmp_path: Path, form: str) -> None:
     rows = [
         {"ids": [5, 6, 7, 8], "labels": [-100, -100, 7, -100]},
         {"ids": [5, 6, 7], "labels": [-100, 6, 7]},
@@ -101,12 +97,6 @@ def test_tokens_are_taken_as_they_are_and_labels_become_spans(tmp_path: Path, fo
     check_content(corpus)
 
 
-def test_tokens_without_labels_are_supervised_whole_and_need_no_spans(tmp_path: Path) -> None:
-    corpus = prepare_rows(tmp_path, [{"ids": [1, 2]}, {"ids": [3, END]}], tokens_field="ids")
-    assert corpus.spans is None and corpus.label_weights(0, 0, 3) is None and corpus.info.spans is None
-    assert not (corpus.path / "spans.parquet").exists()
-
-
 def test_tokens_and_labels_that_do_not_fit_are_left_out_with_the_reason(tmp_path: Path) -> None:
     rows = [
         {"ids": [1, 2], "labels": [1, 2]},
@@ -119,13 +109,13 @@ def test_tokens_and_labels_that_do_not_fit_are_left_out_with_the_reason(tmp_path
         {"ids": [END], "labels": [END]},
     ]
     assert reasons_of(prepare_rows(tmp_path, rows, **LABELS)) == [
-        (2, "token 257 at place 1 is outside the vocabulary of 257"),
-        (3, "token -1 at place 1 is outside the vocabulary of 257"),
-        (4, "label 3 at place 1 is neither -100 nor the token 2"),
-        (5, "no token of it is supervised"),
+        (2, "token 257 at index 1 is outside the vocabulary of 257 tokens"),
+        (3, "token -1 at index 1 is outside the vocabulary of 257 tokens"),
+        (4, "label 3 at index 1 is neither -100 nor the token 2"),
+        (5, "none of its tokens is supervised"),
         (6, "1 labels for 2 tokens"),
         (7, "no field 'labels': the fields are 'ids'"),
-        (8, "no token of it is supervised"),
+        (8, "none of its tokens is supervised"),
     ]
 
 
@@ -135,12 +125,14 @@ def test_other_labels_make_another_document_and_another_fingerprint(tmp_path: Pa
     assert each_supervised(corpus) == [[2, 3, END], [3, END]]
     assert reasons_of(corpus) == [(3, f"the same content as {tmp_path / 'both' / 'rows.jsonl'} at 1")]
     made = [prepare_rows(tmp_path / str(n), [row], **LABELS).fingerprint for n, row in enumerate((one, other, one))]
-    plain = prepare_rows(tmp_path / "plain", [{"ids": [1, 2, 3]}], tokens_field="ids").fingerprint
-    assert made[0] == made[2] and len({*made, plain}) == 3
+    plain = prepare_rows(tmp_path / "plain", [{"ids": [1, 2, 3]}], tokens_field="ids")
+    assert made[0] == made[2] and len({*made, plain.fingerprint}) == 3
+    assert plain.spans is None and plain.label_weights(0, 0, 3) is None and plain.info.spans is None
+    assert not (plain.path / "spans.parquet").exists()
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
-def test_chats_are_supervised_where_the_assistant_speaks(tmp_path: Path, form: str) -> None:
+def test_only_assistant_turns_of_chats_are_supervised(tmp_path: Path, form: str) -> None:
     rows = [
         {"chat": CONVERSATION},
         {"chat": [*CONVERSATION[1:3], {"role": "user", "content": "<|im_end|>"}]},
@@ -151,12 +143,12 @@ def test_chats_are_supervised_where_the_assistant_speaks(tmp_path: Path, form: s
     corpus = prepare_rows(tmp_path, rows, directory, form, messages_field="chat")
     assert reasons_of(corpus) == [
         (2, "message 2 (user) spells the special token '<|im_end|>'"),
-        (3, "no token of it is supervised"),
+        (3, "none of its tokens is supervised"),
     ]
     learned = each_supervised(corpus)
     assert texts_of(corpus, directory, learned)[0] == " jumps\n<|im_end|>zürich<|im_end|>"
     end = corpus.info.tokenizer.eos_token_id
-    # The line feed that the template adds is followed by the document's own end, which nobody is to learn.
+    # The template's line feed is followed by the document's end token, which is not supervised.
     assert texts_of(corpus, directory, [tokens_of(corpus, 1)[-3:]]) == ["<|im_end|>\n<|im_end|>"]
     assert tokens_of(corpus, 1)[-1] == end and learned[1].count(end) == 1
 
@@ -193,27 +185,23 @@ def test_a_system_column_comes_before_the_conversation(tmp_path: Path) -> None:
     texts = [bytes(t for t in tokens_of(corpus, n) if t < END).decode() for n in range(corpus.num_documents)]
     said = "user\nhiassistant\nho"
     assert texts == [f"system\nbe brief{said}", said, f"system\nown{said}"]
-    # The third is the second again.
+    # The third row is a duplicate of the second.
     assert sorted(offset for offset, _ in reasons_of(corpus)) == [3, 5, 6]
 
 
-def test_only_the_completion_and_the_end_are_supervised(tmp_path: Path) -> None:
-    rows = [{"q": "ab", "a": "cd"}, {"q": "", "a": "x"}, {"q": "ab", "a": ""}]
-    corpus = prepare_rows(tmp_path, rows, prompt_field="q", completion_field="a")
-    assert each_supervised(corpus) == [[*b"cd", END], [*b"x", END]]
+def test_only_the_completion_and_the_end_are_supervised_and_rows_keep_their_ids(tmp_path: Path) -> None:
+    rows = [{"q": "ab", "a": "cd", "key": "doc-1"}, {"q": "", "a": "x", "key": 7}, {"q": "ab", "a": ""}]
+    rows += [{"q": "a", "a": "b"}, {"q": "b", "a": "c", "key": [1]}]
+    corpus = prepare_rows(tmp_path, rows, prompt_field="q", completion_field="a", id_field="key")
+    assert each_supervised(corpus) == [[*b"cd", END], [*b"x", END], [*b"b", END]]
     assert tokens_of(corpus, 0) == [*b"abcd", END]
-    assert reasons_of(corpus) == [(3, "the completion is empty")]
-
-
-def test_a_row_keeps_its_own_id_and_its_place(tmp_path: Path) -> None:
-    rows = [{"text": "one", "key": "doc-1"}, {"text": "two", "key": 7}, {"text": "three"}, {"text": "four", "key": [1]}]
-    corpus = prepare_rows(tmp_path, rows, id_field="key")
     path = str(tmp_path / "rows.jsonl")
-    assert [corpus.source(document) for document in range(3)] == [(path, 1, "doc-1"), (path, 2, "7"), (path, 3, "")]
-    assert [offset for offset, _ in reasons_of(corpus)] == [4]
+    assert [corpus.source(document) for document in range(3)] == [(path, 1, "doc-1"), (path, 2, "7"), (path, 4, "")]
+    reasons = [(3, "the completion is empty"), (5, "the id is of type list, not a string or an integer")]
+    assert reasons_of(corpus) == reasons
 
 
-def test_spans_that_go_over_row_groups_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spans_across_row_groups_are_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_groups, "GROUP_ROWS", 3)
     rng = np.random.default_rng(0)
     rows = []
@@ -225,7 +213,7 @@ def test_spans_that_go_over_row_groups_are_whole(tmp_path: Path, monkeypatch: py
     assert each_supervised(corpus) == [[label for label in row["labels"] if label != -100] + [END] for row in rows]
 
 
-def test_spans_that_are_damaged_missing_or_others_are_refused(tmp_path: Path) -> None:
+def test_damaged_missing_or_replaced_spans_are_refused(tmp_path: Path) -> None:
     rows = [{"ids": [1, 2, 3], "labels": [-100, 2, 3]}, {"ids": [4, 5, 6], "labels": [-100, -100, 6]}]
     corpus = prepare_rows(tmp_path, rows, **LABELS)
     path, spans = corpus.path / "spans.parquet", corpus.info.spans
@@ -263,7 +251,7 @@ def test_spans_that_are_damaged_missing_or_others_are_refused(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("template", "form"), [(None, "jsonl"), (CHATML, "parquet"), (MARKED, "jsonl")], ids=["bytes", "prefixes", "marks"]
 )
-def test_an_answer_of_weight_0_is_read_and_not_learned(tmp_path: Path, form: str, template: str | None) -> None:
+def test_an_answer_of_weight_0_is_stored_but_not_supervised(tmp_path: Path, form: str, template: str | None) -> None:
     def row(*weights: object, more: str = "") -> dict[str, Any]:
         chat = []
         for number, weight in enumerate(weights):

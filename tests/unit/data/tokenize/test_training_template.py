@@ -1,6 +1,6 @@
-"""TRL's training variant of a tokenizer's template, and all of its templates on a grid of conversations.
+"""TRL's training variant of a tokenizer's template, and all of TRL's templates on a grid of conversations.
 
-The templates are those of the installed package, or of the folder that RAY_ULYSSES_TRL_TEMPLATES names.
+The templates are read from the folder in RAY_ULYSSES_TRL_TEMPLATES, or from the installed package.
 """
 
 from __future__ import annotations
@@ -36,16 +36,13 @@ RESULTS = Path(__file__).parents[3] / "results" / "chat_templates.md"
 _ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<turn|>", "<|END_OF_TURN_TOKEN|>", "<end_of_utterance>", "</s>")
 
 
-def test_the_variant_of_the_tokenizers_template_is_found(tmp_path: Path) -> None:
-    for name in ("qwen3", "phi3"):
-        found = training_template(directory_of(tmp_path, name), TEMPLATES)
-        assert found == (TEMPLATES / f"{name}_training.jinja").read_text(encoding="utf-8")
-
-
-def test_another_template_has_none_and_a_missing_package_is_named(
+def test_the_training_variant_of_the_tokenizers_template_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory = directory_of(tmp_path, "qwen3")
+    for name in ("qwen3", "phi3"):
+        directory = directory_of(tmp_path, name)
+        variant = (TEMPLATES / f"{name}_training.jinja").read_text(encoding="utf-8")
+        assert training_template(directory, TEMPLATES) == variant
     (directory / "chat_template.jinja").write_text("{{ messages }}")
     with pytest.raises(UserError, match=r"^--chat-template=training: TRL has no training variant"):
         training_template(directory, TEMPLATES)
@@ -63,7 +60,7 @@ def templates() -> Path | None:
 
 
 def outcome_of(directory: Path, has_marks: bool) -> tuple[Counter[str], list[str]]:
-    """Return what became of each conversation of the grid, and what is wrong with it."""
+    """Return counts of the outcomes of all conversations in the grid, and a list of errors."""
     from transformers import AutoTokenizer
 
     tokenizer, reference = load_tokenizer(directory), AutoTokenizer.from_pretrained(directory)
@@ -75,7 +72,7 @@ def outcome_of(directory: Path, has_marks: bool) -> tuple[Counter[str], list[str
         try:
             documents = chat.encode(messages, tools)
         except RowError as error:
-            is_reasoned = re.match(r"the chat template (refuses it in line \d+: |does not write |writes )", str(error))
+            is_reasoned = re.match(r"the chat template (refuses it in line \d+: |omits |renders )", str(error))
             met["refused"] += 1
             met["because " + textwrap.shorten(re.sub(r"[0-9]+", "N", str(error)), 90, placeholder=" ...")] += 1
             if not is_reasoned:
@@ -85,8 +82,7 @@ def outcome_of(directory: Path, has_marks: bool) -> tuple[Counter[str], list[str
         answers = [one for one in messages if one["role"] == "assistant"]
         said = "".join(tokenizer.decode(one.ids[a:b]) for one in documents for a, b in spans_of(one))
         wrong += [f"{turn}: {one['content']!r} is not learned" for one in answers if said.count(one["content"]) < 1]
-        # Where the template leaves a part of a turn, such as earlier reasoning, outside its marks, turns are found by
-        # rendering, as they would be met.
+        # If the marks omit a part of a turn, such as earlier reasoning, turns are found by rendering instead.
         if by_marks is not None and reason_of(by_marks, messages, tools) is None:
             found: Any = reference.apply_chat_template(
                 messages, tools=tools or None, tokenize=True, return_dict=True, return_assistant_tokens_mask=True

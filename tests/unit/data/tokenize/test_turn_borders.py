@@ -1,4 +1,4 @@
-"""Where learned turns begin and end: at the first character as Transformers has it, and with a token to stop at."""
+"""Borders of learned turns: they begin as in Transformers, and end with a token to stop at."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def marked_template(before: str, first: str, last: str, after: str, *, marks: bo
 
 
 def expected_mask(reference: Any, said: Chat, special: frozenset[int]) -> tuple[list[int], list[int]]:
-    """Return Transformers' tokens and mask, with the two differences that the documentation names."""
+    """Return Transformers' tokens and mask, adjusted for the two documented differences."""
     found = reference.apply_chat_template(said, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
     ids, mask, offsets = found["input_ids"], list(found["assistant_masks"]), found.encodings[0].offsets
     text, end = reference.apply_chat_template(said, tokenize=False), 0
@@ -48,7 +48,7 @@ def expected_mask(reference: Any, said: Chat, special: frozenset[int]) -> tuple[
         if mask[place]:
             end = offsets[place][1] if token in special else end
         elif place and mask[place - 1]:
-            # The later bytes of a mark's last character, and a special token that follows a mark without one.
+            # Later bytes of a mark's last character, and a special token after a mark that does not include one.
             is_closed = not text[end : offsets[place - 1][1]].strip()
             mask[place] = int(offsets[place] == offsets[place - 1] or (token in special and not is_closed))
             end = offsets[place][1] if token in special else end
@@ -56,7 +56,7 @@ def expected_mask(reference: Any, said: Chat, special: frozenset[int]) -> tuple[
 
 
 def compare_with_transformers(directory: Path, form: tuple[str, str, str, str], num: int) -> list[str]:
-    """Return the conversations whose learned tokens differ from Transformers' mask, by marks and by rendering."""
+    """Return the random conversations whose learned tokens differ from Transformers' mask."""
     from transformers import AutoTokenizer
 
     rng, wrong = random.Random(repr(form)), []
@@ -101,7 +101,7 @@ def test_marked_turns_are_those_of_transformers_for_every_border(tmp_path: Path)
 
 
 def answers(rng: random.Random, family_name: str) -> Chat:
-    """A conversation whose contents are all different; sometimes two answers follow each other."""
+    """Return a random conversation with distinct contents, sometimes with two answers in a row."""
     family, said, numbers = FAMILIES[family_name], list[dict[str, Any]](), itertools.count()
 
     def text() -> str:
@@ -134,7 +134,7 @@ def end_names(encoder: DocumentEncoder, *documents: EncodedDocument) -> set[str]
 
 
 def ends_of(directory: Path, name: str, num: int) -> tuple[Counter[str], list[str]]:
-    """Return the number of turns by the token that ends them, and what is wrong in random conversations."""
+    """Count the turns of random conversations by the token that ends them, and list errors."""
     family, rng, wrong = FAMILIES[name], random.Random(name), []
     encoder = load_encoder(family_directory(directory, family))
     ends: Counter[str] = Counter()
@@ -162,10 +162,9 @@ def ends_of(directory: Path, name: str, num: int) -> tuple[Counter[str], list[st
 
 @pytest.mark.parametrize("name", fast_only(FAMILIES, "glm4.5", "joined"))
 def test_every_turn_is_learned_once_and_ends_with_a_token_to_stop_at(tmp_path: Path, name: str) -> None:
-    """Random conversations, also with two answers in a row."""
     ends, wrong = ends_of(tmp_path, name, 8 if name in ("glm4.5", "joined") else 30)
     assert wrong == [] and ends.total() > 10
-    # Falcon's earlier turns end with nothing that only a message begins with.
+    # Falcon's earlier turns have no end token.
     assert name == "falcon" or set(ends) <= {*FAMILIES[name].special, "refused"}
 
 
@@ -184,13 +183,12 @@ def test_the_token_of_the_next_role_ends_a_turn(tmp_path: Path) -> None:
         documents = encoder.encode(ChatRow(messages=tuple(said)))
         ended = [text.rpartition("<")[2] for text in learned_texts(encoder, *documents)]
         assert ended == ["|user|>", "|observation|>", last]
-        # A turn whose reasoning is left out later has a document of its own, which ends as it would go on.
+        # A turn whose reasoning is dropped later has a document of its own, which ends with the next role's token.
         assert len(documents) == 2 and sum(one.num_open for one in documents) == (eos == "none")
         assert end_names(encoder, *documents) == {"<|observation|>", "<|user|>"}
 
 
-def test_white_space_may_stand_before_the_token_of_the_next_role(tmp_path: Path) -> None:
-    """A model writes it before it stops. A turn without reasoning at its end has a document of its own."""
+def test_white_space_may_precede_the_token_of_the_next_role(tmp_path: Path) -> None:
     template = (
         "{% for m in messages %}{% if not loop.first %}\n\n{% endif %}<|im_start|>{{ m.role }}\n"
         "{% if loop.last and m.role == 'assistant' %}{{ m.thinking }}.{% endif %}{{ m.content }}{% endfor %}"
@@ -222,7 +220,7 @@ ENDED: dict[str, tuple[str, EncodingOptions, list[str], set[str]]] = {
         ["dog<think>"],
         {"<think>"},
     ),
-    # A special token after reasoning that is marked alone would end texts before the answer.
+    # If only the reasoning is marked, the special token after it must not end texts before the answer.
     "a mark of a part ends nothing": (
         REASONED,
         EncodingOptions(turns="marks"),
@@ -244,10 +242,10 @@ def test_a_turn_ends_with_its_own_end(tmp_path: Path, case: str) -> None:
 
 @pytest.mark.parametrize(("eos", "num_open"), [("tokenizer", 1), ("none", 2)])
 def test_prepare_warns_of_turns_that_no_special_token_ends(tmp_path: Path, eos: str, num_open: int) -> None:
-    """The end token of the document ends the last turn."""
     tokenizer = str(family_directory(tmp_path / "tokenizer", FAMILIES["falcon"]))
     said = [{"role": role, "content": f"say {turn}"} for turn in range(2) for role in ("user", "assistant")]
     encoding = EncodingOptions(eos=eos)
     corpus = prepare_rows(tmp_path, [{"messages": said}], tokenizer, encoding=encoding, messages_field="messages")
+    # The document's end token ends the last turn.
     assert corpus.info.encoding.num_open_turns == num_open
     assert any(line.startswith(f"warning: {num_open} ") for line in _result(corpus.path))

@@ -1,4 +1,4 @@
-"""Which differences between two tokenizers give the ids of a corpus another meaning, and which do not."""
+"""Which differences between two tokenizers change the meaning of a corpus's token ids, and which do not."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def append(*texts: str) -> Change:
 
 
 def mark_as_added(fields: dict[str, Any]) -> None:
-    """Do what a list of additional special tokens does to a token of the vocabulary."""
+    """Add a token of the vocabulary to the added tokens, as a list of additional special tokens does."""
     fields["added_tokens"].append(added(fields["model"]["vocab"]["!"], "!"))
 
 
@@ -54,7 +54,7 @@ def drop_last_token(fields: dict[str, Any]) -> None:
 
 
 def merges_as_text(fields: dict[str, Any]) -> None:
-    """Do what versions of the library before 0.20 did."""
+    """Store merges as strings, like versions of the library before 0.20."""
     fields["model"]["merges"] = [" ".join(merge) for merge in fields["model"]["merges"]]
 
 
@@ -65,7 +65,7 @@ def reorder_keys(fields: dict[str, Any]) -> None:
 
 
 UNCHANGED: Change = lambda fields: None  # noqa: E731
-# What is done to the tokenizer of the corpus and to that of the model, and the difference that it makes.
+# Changes to the corpus's and the model's tokenizer, and the difference that results.
 CHANGES: dict[str, tuple[Change, Change, str | None]] = {
     "merges as another version of the library writes them": (UNCHANGED, merges_as_text, None),
     "another order of keys": (UNCHANGED, reorder_keys, None),
@@ -74,12 +74,12 @@ CHANGES: dict[str, tuple[Change, Change, str | None]] = {
     "tokens appended for the corpus": (append("<tool>", "</tool>"), UNCHANGED, None),
     "a token that is marked as special in the corpus": (mark_as_added, UNCHANGED, None),
     "a token that is marked as special in the model": (UNCHANGED, mark_as_added, None),
-    "two ids swapped": (UNCHANGED, swap_ids, "stand for other texts"),
+    "two ids swapped": (UNCHANGED, swap_ids, "have different texts"),
     "merges in another order": (UNCHANGED, lambda fields: fields["model"]["merges"].reverse(), "their merges"),
     "a renamed special token": (rename_added, UNCHANGED, "token 0 is '<mine>' in the corpus and '<s>' in the model"),
     "another appended token": (append("<a>", "<b>"), append("<b>"), "'<a>' in the corpus and '<b>' in the model"),
     "a token that the model's vocabulary has": (append("<b>"), append("<a>", "<b>"), "'<b>' is token"),
-    "a model with one more token of its own": (drop_last_token, UNCHANGED, "stand for other texts"),
+    "a model with one more token of its own": (drop_last_token, UNCHANGED, "have different texts"),
 }
 
 
@@ -89,7 +89,7 @@ def difference(corpus: Path | str, model: Path | str) -> str | None:
 
 
 @pytest.mark.parametrize("case", CHANGES)
-def test_only_ids_and_merges_of_another_meaning_are_a_difference_and_are_named(tmp_path: Path, case: str) -> None:
+def test_only_changed_meanings_of_ids_and_merges_are_a_difference(tmp_path: Path, case: str) -> None:
     *changes, expected = CHANGES[case]
     folders = [fast_tokenizer(tmp_path / name) for name in ("corpus", "model")]
     for folder, change in zip(folders, changes, strict=True):
@@ -103,7 +103,7 @@ def test_only_ids_and_merges_of_another_meaning_are_a_difference_and_are_named(t
 
 
 def test_bytes_differ_from_any_bpe_and_equal_their_own_export(tmp_path: Path) -> None:
-    assert "stand for other texts" in str(difference("bytes", fast_tokenizer(tmp_path / "bpe")))
+    assert "have different texts" in str(difference("bytes", fast_tokenizer(tmp_path / "bpe")))
     assert difference(tmp_path / "bpe", "bytes") is not None
     (tmp_path / "exported").mkdir()
     for name, content in byte_tokenizer_files().items():
