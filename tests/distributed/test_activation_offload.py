@@ -128,6 +128,7 @@ def counted_run(rank: int, world_size: int, config: Config, session: str) -> tup
     return out.call_count, back.call_count
 
 
+@pytest.mark.slow
 def test_a_run_with_activations_in_host_memory_is_the_run_without(tmp_path: Path) -> None:
     corpus = make_corpus(tmp_path / "data", ("bisect.py", "cmd.py"))
     model = make_config(tmp_path, corpus).model_dump(mode="json")["model"]["config"]

@@ -64,6 +64,7 @@ def _targets(plan: Plan, steps: range) -> Counter[tuple[int, int]]:
     return Counter((piece.document, piece.start + at + 1) for piece in pieces for at in range(piece.num_labels))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_without_the_rows_of_a_bad_step(tmp_path: Path) -> None:
     corpus = make_corpus(tmp_path, ("bisect.py", "cmd.py"))
     config = config_for(tmp_path, corpus, checkpoint__every_steps=2, elastic__bad_steps="skip", run__stop_step=None)

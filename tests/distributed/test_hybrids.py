@@ -58,6 +58,7 @@ def test_every_hybrid_equals_one_process_on_each_document(
     hold([SeamCase(architecture=name, ulysses_size=ulysses_size, accumulation=num_rows) for name in names], 300)
 
 
+@pytest.mark.slow
 def test_partitioned_parameters_are_gathered_through_the_module() -> None:
     # One row each, of different numbers of documents: a gather per document would hang.
     case = SeamCase(architecture="qwen3_next", ulysses_size=2, dp_size=2, zero_stage=3, accumulation=2, kept="both")

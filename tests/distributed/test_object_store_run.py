@@ -73,6 +73,7 @@ def on_a_disk(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> RunHist
     return read_history(config.run_dir)
 
 
+@pytest.mark.slow
 def test_killed_and_gone_on_with_elsewhere_it_is_the_run_of_a_disk(
     s3: S3Server, corpus: Path, tmp_path: Path, on_a_disk: RunHistory, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -121,6 +121,7 @@ def test_thirty_steps_are_those_of_a_plain_loop(
     check_steps(config, wanted)
 
 
+@pytest.mark.slow
 def test_the_optimizer_that_is_offloaded_from_a_gpu_decays_weights_and_not_gradients(
     corpus: Path, wanted: list[tuple[float, float, float]], tmp_path: Path
 ) -> None:

@@ -74,6 +74,7 @@ def test_every_kind_of_attention_equals_that_of_one_process(ulysses_size: int) -
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 def test_the_text_part_of_a_multimodal_model_trains_as_the_whole_does_on_text() -> None:
     hold([SeamCase(architecture=name, ulysses_size=2) for name in MULTIMODAL])
 
@@ -101,6 +102,7 @@ def test_a_ring_equals_one_process(layout: tuple[int, int]) -> None:
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 def test_the_loss_over_tiles_equals_that_of_one_process() -> None:
     two: dict[str, Any] = {"ulysses_size": 2, "zero_stage": 3}
     experts: dict[str, Any] = {"tile": 5, "mlp_tile": 3, "kept": "both"}

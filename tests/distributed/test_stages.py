@@ -24,7 +24,6 @@ from ray_ulysses.tracking.events import StepDone
 from ray_ulysses.tracking.history import RunHistory, read_history
 from ray_ulysses.tracking.mlflow_client import open_client
 from ray_ulysses.trainer import loop
-from tests.breadth import fast_cases
 from tests.distributed.harness import run_ranks_to_outcomes
 from tests.distributed.plain_steps import plain_optimizer, plain_step
 from tests.distributed.run_case import (
@@ -41,7 +40,7 @@ from tests.distributed.supervised import SupervisedRun
 from tests.polling import wait_until
 from tests.unit.tracking.journals import read_events
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(600)]
 TIMEOUT_S = 200.0
 BORDERS = (4, 7)
 LAST_STEP = 10
@@ -184,7 +183,6 @@ def watched_worker(rank: int, world_size: int, config: Config, session: str, fol
     return run_worker(rank, world_size, config, session, watch=watch)
 
 
-@pytest.mark.slow
 def test_each_step_has_the_context_the_frequencies_and_the_loss_of_its_stage(
     corpora: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -243,7 +241,7 @@ KILLS: dict[str, tuple[Kill, int]] = {
 }
 
 
-@pytest.mark.parametrize(("kill", "resumed"), fast_cases(KILLS))
+@pytest.mark.parametrize(("kill", "resumed"), KILLS.values(), ids=KILLS)
 def test_a_run_that_is_killed_in_or_between_stages_is_the_one_that_was_not(
     unbroken: Config, corpora: tuple[Path, Path], tmp_path: Path, kill: Kill, resumed: int
 ) -> None:
@@ -270,7 +268,6 @@ def killed_and_resumed(corpora: tuple[Path, Path], folder: Path, kill: Kill, res
     return ours
 
 
-@pytest.mark.slow
 def test_a_damaged_border_costs_no_failure(unbroken: Config, corpora: tuple[Path, Path], tmp_path: Path) -> None:
     config = config_of(tmp_path, corpora, checkpoint__every_steps=2, checkpoint__keep_last=3)
     assert train(config, "first") == ("stage", 4)
@@ -285,7 +282,6 @@ def test_a_damaged_border_costs_no_failure(unbroken: Config, corpora: tuple[Path
     assert [one.reason for one in history.attempts] == ["stage"] * 3 + ["finished"]
 
 
-@pytest.mark.slow
 def test_the_recipe_runs_at_a_thousandth_of_its_size(corpora: tuple[Path, Path], tmp_path: Path) -> None:
     recipe = load_config(Path(__file__).parents[2] / "configs" / "llama3-8b_8xh100_sp8-stages_1m.yaml")
     given = []
