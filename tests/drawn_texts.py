@@ -28,7 +28,7 @@ def docstrings(file: Path) -> Iterator[Text]:
             match one:
                 case ast.Expr(value=ast.Constant(value=str(text))):
                     yield f"{_place(file, one.lineno)} ({documented})", text
-                case ast.AnnAssign(target=target):
+                case ast.AnnAssign(target=target) | ast.Assign(targets=[target]):
                     documented = ast.unparse(target)
 
 
@@ -36,7 +36,7 @@ def errors(file: Path) -> Iterator[Text]:
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
             texts = [_rendered(one) for one in node.exc.args]
-            text = " ".join(one for one in texts if one is not None)
+            text = "; ".join(one for one in texts if one is not None)
             if len(text.split()) >= _MIN_WORDS:
                 yield _place(file, node.lineno), text
 
