@@ -274,13 +274,13 @@ def history_json(history: RunHistory, plan_history: PlanHistory) -> Iterator[str
 
 
 def _totals(history: RunHistory) -> list[tuple[str, str]]:
-    goodput = "-" if history.goodput is None else percent(history.goodput)
+    share = history.goodput
     return [
         ("tokens", f"{count(history.tokens)} ({history.tokens:,})"),
         ("rows consumed", f"{history.rows_consumed:,}"),
         ("data digest", history.data_digest),
         ("lost steps", f"{history.lost_steps:,} (discarded by a failure and trained again)"),
-        ("goodput", f"{goodput} of the time was spent on steps that count"),
+        ("goodput", "-" if share is None else f"{percent(share)} of the time was spent on steps that count"),
     ]
 
 
