@@ -241,7 +241,7 @@ class _Planning:
         )
 
     def _epoch_drawing(self, epoch: int, begun: Remainder | None) -> tuple[Drawing, Fragments]:
-        """Return the drawing of the documents that an epoch takes, and the fragments to draw together with them."""
+        """Return a `Drawing` of the documents that an epoch takes, and the fragments to draw together with them."""
         taken, planned, fragments, keeps = None, None, Fragments.empty(), False
         if begun is not None:
             # A document with a planned fragment is not taken again in full in the same epoch.

@@ -168,7 +168,7 @@ class Rows:
     entries: Table[RowStats]
     """Token counts of the rows, in training order."""
     all_pieces: Table[Pieces] | None
-    """Pieces of all rows, in the order in which rows were closed during packing; None if the plan was made without."""
+    """Pieces of all rows, in the order in which rows were closed during packing; None if the pieces were not stored."""
 
     @property
     def num_rows(self) -> int:

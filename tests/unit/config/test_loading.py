@@ -7,7 +7,7 @@ import pytest
 
 from ray_ulysses.config import load_config, parse_config
 from ray_ulysses.config.schema import section_models, setting_paths
-from ray_ulysses.errors import ConfigError, Problem, UserError
+from ray_ulysses.errors import ConfigError, Problem
 from tests.unit.config.trees import small_tree
 
 
@@ -26,18 +26,17 @@ def test_the_stored_configuration_holds_every_setting_and_loads_into_an_equal_on
     assert {f"{section}.{name}" for section, values in stored.items() for name in values} == set(setting_paths())
 
 
-def test_every_setting_is_documented_and_a_default_says_why() -> None:
+def test_every_setting_and_default_is_documented() -> None:
     for section, model in section_models().items():
         assert model.__doc__
         for name, info in model.model_fields.items():
             text = info.description
             assert text, f"{section}.{name} has no docstring"
             has_reason = info.is_required() or name == "ring_size" or "Default" in text or "null" in text
-            assert has_reason, f"{section}.{name} does not say its default's reason"
+            assert has_reason, f"the description of {section}.{name} does not mention the default"
 
 
-def test_what_each_node_and_each_worker_opens_becomes_absolute() -> None:
-    """A worker has a working directory of its own, in which a relative database or swap folder is another one."""
+def test_paths_that_workers_open_become_absolute() -> None:
     tree = small_tree(memory__nvme_path="swap", tracking__uri="sqlite:///mlflow.db", checkpoint__storage="kept")
     config = parse_config(tree).with_absolute_paths(Path("/home/me"))
     assert (config.run.storage, config.data.path) == ("/home/me/runs", "/home/me/runs/corpus")
@@ -47,7 +46,7 @@ def test_what_each_node_and_each_worker_opens_becomes_absolute() -> None:
         assert parse_config(small_tree(tracking__uri=uri)).with_absolute_paths(Path("/home/me")).tracking.uri == uri
 
 
-def test_all_errors_of_a_file_come_at_once(tmp_path: Path) -> None:
+def test_all_errors_of_a_file_are_reported_at_once(tmp_path: Path) -> None:
     file = tmp_path / "bad.yaml"
     file.write_text(
         "run: {name: first, namee: again, seed: yes}\n"
@@ -103,7 +102,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(path: str, nearest: str
             f"cluster.address={url}"
             for url in ("foo://", "http://head:8265", "ray://10.0.0.1:10001", ":6379", "head:port", "a head:6379")
         ),
-        # What would exhaust a machine.
+        # Values that would exhaust a machine's memory.
         *("data.epochs=1000000000", "data.rows_per_step=1000000000", "data.balance_steps=100000000"),
         *("parallel.sp_size=1000000007", "cluster.workers=1000000000"),
     ],
@@ -111,6 +110,8 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(path: str, nearest: str
 def test_a_bad_value_is_refused_by_its_path_with_the_way_out(override: str) -> None:
     (problem,) = problems_of(small_tree(), override)
     assert problem.path == override.partition("=")[0] and problem.rule and problem.hint
+    if problem.path == "data.balance_steps":
+        assert str(problem) == "data.balance_steps=100000000: must be at most 1024; use 1024 or less"
 
 
 @pytest.mark.parametrize(
@@ -125,13 +126,8 @@ def test_a_bad_value_is_refused_by_its_path_with_the_way_out(override: str) -> N
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_bad_value_inside_another_is_named_by_its_place(changes: dict[str, Any], path: str) -> None:
+def test_a_bad_nested_value_is_reported_with_its_path(changes: dict[str, Any], path: str) -> None:
     assert [problem.path for problem in problems_of(small_tree(**changes))] == [path]
-
-
-def test_a_problem_is_said_with_value_rule_and_way_out() -> None:
-    (problem,) = problems_of(small_tree(), "data.balance_steps=100000000")
-    assert str(problem) == "data.balance_steps=100000000: must be at most 1024; use 1024 or less"
 
 
 @pytest.mark.parametrize(
@@ -147,19 +143,16 @@ def test_an_address_or_directory_that_may_exist_is_taken(override: str) -> None:
 
 
 @pytest.mark.parametrize("tree", [[], 3, "run"])
-def test_a_file_without_sections_is_refused(tree: object) -> None:
+def test_a_file_without_sections_is_refused(tree: object, tmp_path: Path) -> None:
     (problem,) = problems_of(tree)
     assert "sections such as run, model and data" in str(problem)
+    with pytest.raises(ConfigError, match=r"none\.yaml"):
+        load_config(tmp_path / "none.yaml")
 
 
 @pytest.mark.parametrize("tree", [None, {}, {"run": None, "model": None}])
-def test_an_empty_file_is_told_each_setting_that_it_needs(tree: object) -> None:
+def test_each_required_setting_of_an_empty_file_is_reported(tree: object) -> None:
     assert [problem.path for problem in problems_of(tree)] == [
         *("run.name", "run.storage", "data.context_tokens", "data.rows_per_step", "cluster.workers"),
         *("model.path", "data.path"),
     ]
-
-
-def test_a_missing_file_is_the_users_error_and_names_the_file(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"none\.yaml"):
-        load_config(tmp_path / "none.yaml")

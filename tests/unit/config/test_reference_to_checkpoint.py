@@ -1,4 +1,4 @@
-"""What ``model.resume_from`` may say, and what it means."""
+"""Valid and invalid forms of ``model.resume_from``."""
 
 from __future__ import annotations
 
@@ -19,33 +19,23 @@ from tests.unit.config.trees import small_tree
 
 
 @pytest.mark.parametrize(
-    ("text", "location", "which"),
+    ("text", "run", "which"),
     [
         ("runs/demo", "runs/demo", "latest"),
-        ("runs/demo@best", "runs/demo", "best"),
         ("runs/demo@00000200", "runs/demo", 200),
-        ("runs/me@home@latest", "runs/me@home", "latest"),
+        ("runs/me@home@best", "runs/me@home", "best"),
         ("runs/demo/checkpoints/step-00000200/", "runs/demo", 200),
-        ("s3://bucket/runs/demo", "s3://bucket/runs/demo", "latest"),
         ("abfs://container@account/runs/demo@5", "abfs://container@account/runs/demo", 5),
         ("s3://b/demo?endpoint_override=127.0.0.1:9000@40", "s3://b/demo?endpoint_override=127.0.0.1:9000", 40),
         ("s3://b/demo/checkpoints/step-00000040?scheme=http", "s3://b/demo?scheme=http", 40),
-    ],
-)
-def test_a_run_is_named_by_where_it_lies(text: str, location: str, which: Which) -> None:
-    assert parse_reference(text) == RunReference(location=location, which=which)
-
-
-@pytest.mark.parametrize(
-    ("text", "run", "which"),
-    [
         ("mlflow:demo", "demo", "latest"),
-        ("mlflow:demo/best", "demo", "best"),
         ("mlflow:a run with spaces/40", "a run with spaces", 40),
     ],
 )
-def test_a_run_is_named_by_what_mlflow_calls_it(text: str, run: str, which: Which) -> None:
-    assert parse_reference(text) == MlflowReference(run=run, which=which)
+def test_a_checkpoint_is_identified_by_location_or_through_mlflow(text: str, run: str, which: Which) -> None:
+    is_mlflow = text.startswith("mlflow:")
+    expected = MlflowReference(run=run, which=which) if is_mlflow else RunReference(location=run, which=which)
+    assert parse_reference(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -56,7 +46,7 @@ def test_a_run_is_named_by_what_mlflow_calls_it(text: str, run: str, which: Whic
         "mlflow:a/b/40",
     ],
 )
-def test_a_text_that_names_no_checkpoint_is_refused_with_the_hint(text: str) -> None:
+def test_an_invalid_reference_is_refused_with_the_valid_forms(text: str) -> None:
     with pytest.raises(ReferenceProblem) as caught:
         parse_reference(text)
     assert str(caught.value).startswith(f"model.resume_from={text!r}: ")
@@ -77,7 +67,7 @@ def test_a_text_that_names_no_checkpoint_is_refused_with_the_hint(text: str) -> 
         ("s3://bucket/runs?endpoint_override=my host:9", "endpoint_override"),
     ],
 )
-def test_a_place_without_a_store_is_a_problem_of_the_setting_and_no_secret_is_repeated(text: str, said: str) -> None:
+def test_an_invalid_location_is_reported_for_the_setting_without_secrets(text: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_config(small_tree(model__resume_from=text, cluster__workers=0))
     assert [problem.path for problem in caught.value.problems] == ["model.resume_from", "cluster.workers"]
@@ -89,7 +79,7 @@ def test_a_place_without_a_store_is_a_problem_of_the_setting_and_no_secret_is_re
 
 
 @given(st.text("abz019./-_:", min_size=1), st.one_of(st.integers(0, 10**9), st.sampled_from(["latest", "best"])))
-def test_what_is_written_is_read_back(place: str, which: Which) -> None:
+def test_a_reference_is_parsed_from_its_own_text(place: str, which: Which) -> None:
     run = RunReference(location=place, which=which)
     if not place.startswith("mlflow:"):
         assume(not place.partition(":")[2].startswith("/"))

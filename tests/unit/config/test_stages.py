@@ -1,4 +1,4 @@
-"""The configuration of each stage, and what is refused before one begins."""
+"""The configuration of each stage, and the rules for stages."""
 
 from __future__ import annotations
 
@@ -45,7 +45,6 @@ def test_a_stage_has_its_own_settings_and_the_runs_for_the_rest() -> None:
     assert middle.model.rope is not None and last.model.rope is None
     assert last.data_sources == (("a", 1.0), ("b", 3.0)) and last.schedule.warmup_steps == 5
     assert not any(one.stages for one in (first, middle, last))
-    assert {resume_fingerprint(one) for one in (first, middle, last)} >= {resume_fingerprint(last)}
     assert resume_fingerprint(middle) != resume_fingerprint(last)
 
 
@@ -73,24 +72,17 @@ def test_a_run_whose_stages_all_have_corpora_needs_none_of_its_own() -> None:
         ([{"name": "a b"}], "stages.0.name"),
     ],
 )
-def test_what_stages_may_not_say_is_refused_by_name(stages: list[dict[str, Any]], path: str) -> None:
+def test_an_invalid_stage_is_refused_by_its_setting(stages: list[dict[str, Any]], path: str) -> None:
     with pytest.raises(ConfigError) as error:
         config(*stages)
     assert path in [problem.path for problem in error.value.problems]
 
 
-def test_stages_are_not_those_of_another_run_or_of_a_part_of_a_model() -> None:
+def test_stages_are_refused_with_another_runs_state_or_a_part_of_a_model() -> None:
     assert "model.resume_state='all': continues another run" in refused(model__resume_from="other")
     config(model__resume_from="other", model__resume_state="weights")
     text = refused({"name": "a", "rope": {"rope_theta": 1e6}}, model__part="text", model__path="m")
     assert "stages.0.rope: changes the text decoder's positions" in text
-
-
-def test_any_change_of_the_stages_is_a_branch() -> None:
-    changed = [dict(STAGES[0], steps=11), *STAGES[1:]]
-    (problem,) = resume_conflicts(config(), config(*changed))
-    assert problem.path == "stages" and "--branch" in str(problem)
-    assert resume_conflicts(config(), config(*changed), branch=True) == ()
 
 
 @pytest.mark.parametrize(
@@ -109,16 +101,19 @@ def test_any_change_of_the_stages_is_a_branch() -> None:
         ([STAGES[0], STAGES[1], dict(STAGES[2], schedule={"warmup_steps": 5})], 2, None),
     ],
 )
-def test_a_branch_changes_the_data_of_the_present_and_all_that_is_to_come(
+def test_a_branch_may_change_the_data_of_the_current_stage_and_later_stages(
     changed: list[dict[str, Any]], num_begun: int, words: str | None
 ) -> None:
     problems = [str(problem) for problem in stage_conflicts(config(), config(*changed), num_begun)]
     assert len(problems) == (0 if words is None else 1)
     assert words is None or problems[0].startswith(words)
+    (problem,) = resume_conflicts(config(), config(*changed))
+    assert problem.path == "stages" and "--branch" in str(problem)
+    assert resume_conflicts(config(), config(*changed), branch=True) == ()
 
 
 def test_a_stage_that_has_begun_keeps_a_schedule_of_its_own() -> None:
-    """Without it, the run's equal schedule would be counted from the run's first step."""
+    """An equal schedule of the run would count steps from the start of the run."""
     own = [STAGES[0], dict(STAGES[1], schedule={"warmup_steps": 5}), STAGES[2]]
     without = [STAGES[0], {name: value for name, value in own[1].items() if name != "schedule"}, STAGES[2]]
     (problem,) = stage_conflicts(config(*own), config(*without), 2)

@@ -99,7 +99,7 @@ def test_a_model_of_text_only_has_no_text_part(tmp_path: Path) -> None:
 
 
 def test_the_text_part_needs_the_directory_of_its_whole() -> None:
-    with pytest.raises(ConfigError, match=r"model\.path.*into a copy of the complete checkpoint.*give the directory"):
+    with pytest.raises(ConfigError, match=r"model\.path.*into a copy of the complete checkpoint.*the directory"):
         parse_config(small_tree(model__part="text"))
     with pytest.raises(UserError, match=r"model\.path='owner/name': no such directory; .* download the model"):
         report_run(config_of(Path("owner/name")), Path("/"))
