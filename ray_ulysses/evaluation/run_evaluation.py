@@ -75,8 +75,7 @@ def evaluate_locally(prepared: Prepared, say: Say) -> EvaluationReport:
         say: Called with one line per stage.
 
     Raises:
-        UserError: There are fewer GPUs than processes, or the model can't be computed exactly with this many
-            processes.
+        UserError: There are fewer GPUs than processes, or the model can't be computed exactly with this many processes.
         RunError: The weights can't be read, a loss is not finite, or a process died.
     """
     expand_segments(os.environ)

@@ -138,8 +138,7 @@ def describe(
 def with_older_names(hf_config: Any) -> dict[str, Any]:
     """Return config.json fields that tools older than Transformers 5 also read correctly.
 
-    Older tools silently use defaults if the names that they expect are missing. Transformers 5 either ignores the
-    older
+    Older tools silently use defaults if the names that they expect are missing. Transformers 5 either ignores the older
     names or reads the same values from them.
     """
     fields: dict[str, Any] = json.loads(hf_config.to_json_string(use_diff=True))

@@ -178,13 +178,11 @@ def unpublished(out: Path, num_bytes: int) -> Iterator[Path]:
     Directories left by killed exports are deleted first. A running export is not disturbed.
 
     Args:
-        out: A path that does not exist, an empty directory, an export to replace, or a symbolic link to one of
-            these.
+        out: A path that does not exist, an empty directory, an export to replace, or a symbolic link to one of these.
         num_bytes: Number of bytes that the block will write.
 
     Raises:
-        RunError: The disk has too little space or can't be written, another process exports to ``out``, or other
-            files
+        RunError: The disk has too little space or can't be written, another process exports to ``out``, or other files
             appeared in ``out``.
     """
     if out.is_symlink():

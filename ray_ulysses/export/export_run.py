@@ -88,8 +88,7 @@ def export_run(request: ExportRequest, log: _Log) -> ExportReport:
 
     Raises:
         UserError: An option can't be satisfied.
-        RunError: The checkpoint is damaged, its storage does not respond, the disk is full, or the check fails.
-            Nothing
+        RunError: The checkpoint is damaged, its storage does not respond, the disk is full, or the check fails. Nothing
             is published.
     """
     if isinstance(place := request.out or request.run_dir, Path):

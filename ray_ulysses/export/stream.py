@@ -101,8 +101,7 @@ class WeightReader:
     def read_ahead(self, ranges: Sequence[ElementRange]) -> Iterator[tuple[ElementRange, torch.Tensor]]:
         """Read the ranges in order, split as needed, and read the next batch in the background.
 
-        Yields each part with its elements as a 1-D tensor of the published dtype. A tensor is valid only until
-        the next
+        Yields each part with its elements as a 1-D tensor of the published dtype. A tensor is valid only until the next
         iteration, because two buffers are reused.
 
         Raises:

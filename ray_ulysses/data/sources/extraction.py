@@ -329,8 +329,7 @@ def _value(column: pa.Array, place: int, role: FieldRole) -> object:
     """Return the value at index ``place``. A list of integers stays an array: a million Python ints take a second.
 
     Raises:
-        RowError: The value is too large, or has no Python equivalent: text that is not UTF-8, a time before the
-            year 1,
+        RowError: The value is too large, or has no Python equivalent: text that is not UTF-8, a time before the year 1,
             a list nested too deeply.
     """
     if column.nbytes > MOST_BYTES and column.slice(place, 1).nbytes > MOST_BYTES:

@@ -113,9 +113,8 @@ def _opened(path: str | Path) -> AbstractContextManager[BinaryIO]:
 def range_lines(path: str | Path, first: int = 0, last: float = math.inf) -> Iterator[bytes]:
     """Yield the complete lines, with line feeds, whose first byte is in the byte range ``[first, last)``.
 
-    A line ends at a line feed or at the end of the file. Memory holds one line at a time, and at most ``MOST_BYTES
-    + 1``
-    bytes of it; the rest of a longer line is dropped.
+    A line ends at a line feed or at the end of the file. Only one line is in memory at a time. A longer line than
+    ``MOST_BYTES`` is truncated one byte beyond that limit.
 
     Raises:
         OSError: The file can't be read.

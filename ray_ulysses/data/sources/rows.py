@@ -110,8 +110,8 @@ class RowFields:
     labels: str | None = None
     """With ``tokens``: one label per token, either -100 or the token itself."""
     messages: str | None = None
-    """A chat: a list of ``{role, content}`` or ``{from, value}``, or its JSON. A content may be a list of ``{type:
-    text, text}``."""
+    """A chat: a list of ``{role, content}`` or ``{from, value}``, or the list's JSON. A content may be a list of
+    ``{type: text, text}``."""
     tools: str | None = None
     """With ``messages``: definitions of the tools that the assistant may call, as a list or its JSON."""
     system: str | None = None

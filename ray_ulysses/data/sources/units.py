@@ -63,8 +63,7 @@ class SourceSpec:
 class Unit:
     """A unit of work that becomes one shard: several files, or a range of one file.
 
-    JSONL files are divided into byte ranges, Parquet files into ranges of row groups, and data sets into row
-    ranges.
+    JSONL files are divided into byte ranges, Parquet files into ranges of row groups, and data sets into row ranges.
     Text files, JSON files and compressed files are never divided.
     """
 
@@ -105,8 +104,7 @@ def list_units(
         The units, and a `Rejected` for each skipped file, such as a broken link or a file that was listed twice.
 
     Raises:
-        UserError: A source is missing, a Parquet file or data set can't be opened, or the fields are inconsistent
-            or
+        UserError: A source is missing, a Parquet file or data set can't be opened, or the fields are inconsistent or
             missing.
     """
     named = [f"{option(role)}={name!r}" for role, name in asdict(spec.fields).items() if name is not None]
@@ -168,8 +166,7 @@ def open_dataset(path: str, split: str | None) -> tuple[Any, str | None]:
         The data set and ``split``, or None in place of ``split`` if the data set has no split information.
 
     Raises:
-        UserError: The data set can't be opened, does not have the split, or has several splits while ``split`` is
-            None.
+        UserError: The data set can't be opened, lacks the split, or has several splits while ``split`` is None.
     """
     if find_spec("datasets") is None:
         raise UserError("--kind=datasets: requires the package `datasets`; install it, or give Parquet files")
@@ -217,8 +214,7 @@ def open_dataset(path: str, split: str | None) -> tuple[Any, str | None]:
 def _is_cached(path: str) -> bool:
     """Return whether the ``datasets`` cache contains a Hub data set.
 
-    The cache folders, named ``OWNER___NAME`` with NAME in snake case, are searched here because importing the
-    library
+    The cache folders, named ``OWNER___NAME`` with NAME in snake case, are searched here because importing the library
     takes a second, which is too long for refusing a misspelt path.
     """
     from huggingface_hub import constants

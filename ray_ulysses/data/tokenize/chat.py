@@ -132,8 +132,7 @@ class TemplateChat:
         special: Special tokens by id.
         eos_token_id: Id of the end-of-sequence token.
         options: How turns are found, and which are supervised.
-        frame: Tokens by id that begin or end documents but are not special. Texts must not contain these tokens
-            either.
+        frame: Tokens by id that begin or end documents but are not special. Texts must not contain these tokens either.
         unknown: Id of the unknown token, or None.
 
     Raises:
@@ -178,8 +177,7 @@ class TemplateChat:
         """Tokenize a conversation into one or more documents, as the turns require.
 
         Raises:
-            RowError: The conversation forges a token, or the template refuses the conversation or omits its
-                tools.
+            RowError: The conversation forges a token, or the template refuses the conversation or omits its tools.
         """
         self._refuse_forgery(messages, tools)
         forms = [messages, *other_arguments(messages)]
@@ -290,8 +288,7 @@ class TemplateChat:
     ) -> int | None:
         """Return the first special token that depends on the conversation's strings, or None.
 
-        Such a token changes when placeholders replace the strings. ``meant`` lists each special token in the
-        text with
+        Such a token changes when placeholders replace the strings. ``meant`` lists each special token in the text with
         the index of its first character and the index after its last character.
         """
         text, plain = written.text, _shown(written.text)
@@ -374,10 +371,8 @@ def learned_turns(messages: Messages, train_on: TrainOn) -> Sequence[int]:
 class _Placeholders:
     """Replaces a conversation's strings with placeholders, to find which rendered characters come from the strings.
 
-    A placeholder has one private-use character per character of its string, so a template that copies, cuts or
-    joins
-    strings renders a text of the same length. The characters that differ between the two texts come from the
-    strings.
+    A placeholder has one private-use character per character of its string, so a template that copies, cuts or joins
+    strings renders a text of the same length. The characters that differ between the two texts come from the strings.
 
     Strings that a template compares with constants are kept: keys, and words that are an entire string, such as the
     type ``string`` in a JSON schema. ``kept_inside`` lists patterns of substrings to keep, from none to all of the
@@ -422,8 +417,7 @@ class _Placeholders:
     def hide_words(self, messages: Messages, tools: Tools) -> Iterator[tuple[Messages, Tools]]:
         """Yield the conversation once per kept word that is part of a special token, with that word replaced.
 
-        If a template only compares the word, the rendered text changes; if it copies the word, the text stays
-        the same.
+        If a template only compares the word, the rendered text changes; if it copies the word, the text stays the same.
         """
         others = [{key: value for key, value in message.items() if not _is_role(key, value)} for message in messages]
         for word in sorted(self._parts.intersection(text.lower() for text in strings([*others, *tools]))):

@@ -98,8 +98,7 @@ def divide(text: str, pattern: re.Pattern[str] | None, size: int = PART_CHARACTE
 def unwritable_text_refused(*texts: str) -> Iterator[None]:
     """Convert a tokenizer's failure into a RowError.
 
-    A text is refused if it is too long to tokenize at once, if a part of it has neither a token nor an unknown
-    token,
+    A text is refused if it is too long to tokenize at once, if a part of it has neither a token nor an unknown token,
     or if one of the tokenizer's regular expressions gives up.
     """
     if (longest := max(map(len, texts), default=0)) > MOST_CHARACTERS:

@@ -75,8 +75,7 @@ class DocumentEncoder:
     Attributes:
         bos_token_id: Token that begins texts and prompts, or None.
         eos_token_id: Token that ends documents, or None.
-        frame: Those of these two tokens, by id, that are not special although a text that spells the token becomes
-            it.
+        frame: The bos and eos token, by id, if they are not special but a text that spells the token becomes it.
         forgeable: Tokens by id that no text may become by spelling them: special tokens and ``frame``.
 
     Raises:
@@ -109,8 +108,7 @@ class DocumentEncoder:
         """Encode a document as tokens and label spans. A conversation may become several documents.
 
         Raises:
-            RowError: The document can't be tokenized, contains token ids outside the vocabulary, or has no
-                supervised
+            RowError: The document can't be tokenized, contains token ids outside the vocabulary, or has no supervised
                 token.
         """
         if isinstance(content, str):

@@ -206,8 +206,7 @@ class ByteTokenizer:
 
         Args:
             options: How turns are found, and which are supervised.
-            frame: Tokens by id that begin or end documents but are not special. Texts must not become these
-                tokens.
+            frame: Tokens by id that begin or end documents but are not special. Texts must not become these tokens.
         """
         return ByteChat(_EOS_BYTE_ID, options)
 
@@ -381,8 +380,7 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
     """Load a tokenizer: ``bytes``, a directory of Hugging Face tokenizer files, or a Hub id.
 
     Raises:
-        UserError: Neither the directory nor the Hub id exists, the directory has no tokenizer, or the tokenizer has
-            no
+        UserError: Neither the directory nor the Hub id exists, the directory has no tokenizer, or the tokenizer has no
             end-of-sequence token.
     """
     if str(name) == BYTES:

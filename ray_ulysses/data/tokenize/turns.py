@@ -96,8 +96,7 @@ def marked_turns(
     See ``written_turns``. ``marked`` renders the conversation and returns the text and the marked ranges.
 
     Raises:
-        RowError: The template refuses the conversation, omits or does not mark a part of it, or the marks of
-            different
+        RowError: The template refuses the conversation, omits or does not mark a part of it, or the marks of different
             turns can't be distinguished.
     """
     text, ranges = marked(messages)
