@@ -17,7 +17,7 @@ def block_of(number: int, size: int = BLOCK_BYTES) -> bytes:
     return random.Random(number).randbytes(size)
 
 
-def test_blocks_are_found_by_any_cache_of_the_folder_and_of_their_own_file_only(tmp_path: Path) -> None:
+def test_blocks_are_found_by_any_cache_of_the_folder_until_they_are_dropped(tmp_path: Path) -> None:
     numbers = (0, 1, SEGMENT_BLOCKS - 1, SEGMENT_BLOCKS, 3 * SEGMENT_BLOCKS + 7)
     cache = BlockCache(tmp_path, GIB)
     for number in numbers:
@@ -28,26 +28,19 @@ def test_blocks_are_found_by_any_cache_of_the_folder_and_of_their_own_file_only(
     assert again.get("a", 5) == block_of(5, 100), "the last block of a file is shorter"
     assert again.get("a", 2) is None and again.get("a", 9 * SEGMENT_BLOCKS) is None and again.get("b", 0) is None
     assert sum(path.stat().st_blocks * 512 for path in tmp_path.rglob("*")) < 12 * BLOCK_BYTES, "not sparse"
+    assert cache.drop("a", [1, 2]) and cache.get("a", 1) is None and not cache.drop("a", [1])
 
 
 def test_a_block_that_was_not_written_whole_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pwrite = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda file, content, place: pwrite(file, content[: len(content) // 2], place))
-    cache = BlockCache(tmp_path, GIB)
-    cache.put("a", 0, block_of(0))
-    monkeypatch.undo()
+    pwrite, cache = os.pwrite, BlockCache(tmp_path, GIB)
+    with monkeypatch.context() as cut:
+        cut.setattr(os, "pwrite", lambda file, content, place: pwrite(file, content[: len(content) // 2], place))
+        cache.put("a", 0, block_of(0))
     assert cache.get("a", 0) is None
     cache.put("a", 0, block_of(0))
     (segment,) = tmp_path.rglob("*.blocks")
     os.truncate(segment, 1000)
     assert cache.get("a", 0) is None
-
-
-def test_a_damaged_block_is_dropped(tmp_path: Path) -> None:
-    cache = BlockCache(tmp_path, GIB)
-    cache.put("a", 1, block_of(1))
-    assert cache.drop("a", [1, 2]) and cache.get("a", 1) is None
-    assert not cache.drop("a", [1])
 
 
 def test_the_segments_that_were_not_used_for_long_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +51,7 @@ def test_the_segments_that_were_not_used_for_long_make_room(tmp_path: Path, monk
         cache.put("a", number * SEGMENT_BLOCKS, block_of(number))
         for path in tmp_path.rglob("*.blocks"):
             os.utime(path, (path.stat().st_atime, path.stat().st_mtime - 100))
-        # The first one is read now and then, and so it stays.
+        # The first block is read now and then, so its segment stays.
         monkeypatch.setattr(cache, "_touched", {})
         assert cache.get("a", 0) == block_of(0)
         size = sum(path.stat().st_blocks * 512 for path in tmp_path.rglob("*.blocks"))
@@ -67,24 +60,17 @@ def test_the_segments_that_were_not_used_for_long_make_room(tmp_path: Path, monk
     assert cache.get("a", SEGMENT_BLOCKS) is None
 
 
-def test_a_disk_that_takes_nothing_costs_only_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_disk_that_takes_nothing_costs_only_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
-    cache = BlockCache(tmp_path / "file", GIB)
-    cache.put("a", 0, b"x")
-    cache.put("a", 1, b"x")
-    assert cache.get("a", 0) is None
-    assert len(caplog.records) == 1, "said once"
-    nothing = BlockCache(None, GIB)
-    nothing.put("a", 0, b"x")
-    assert nothing.get("a", 0) is None and not nothing.drop("a", [0])
+    for cache, num_warnings in ((BlockCache(None, GIB), 0), (BlockCache(tmp_path / "file", GIB), 1)):
+        for block in (0, 1):
+            cache.put("a", block, b"x")
+        assert cache.get("a", 0) is None and not cache.drop("a", [0]) and len(caplog.records) == num_warnings
 
 
 def test_the_environment_says_where_and_how_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ULYSSES_CACHE_DIR", str(tmp_path))
-    cache = node_cache()
-    cache.put("a", 0, b"x")
+    node_cache().put("a", 0, b"x")
     assert list(tmp_path.glob("blocks/*/*.blocks"))
     monkeypatch.setenv("RAY_ULYSSES_CACHE_GIB", "0")
     assert node_cache().get("a", 0) is None

@@ -4,59 +4,63 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from ray_ulysses.errors import UserError
-from ray_ulysses.storage import LocalStore
-from ray_ulysses.storage.atomic import write_all
+from ray_ulysses.storage import LocalStore, sweep_temporaries
+from ray_ulysses.storage.atomic import TEMPORARY_PREFIX, write_all
+from ray_ulysses.storage.lock import LockOwner, lock_file, read_owner, write_note
 from tests.stores import permission_lost
+from tests.unit.storage.short_reads import read_little
 
 
-def test_files_being_written_are_not_listed_and_an_unreadable_folder_is_not_empty(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_temporaries_and_unreadable_folders_are_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = LocalStore(tmp_path)
     store.create("b/1", [b""])
     (tmp_path / "b" / ".writing-1234").write_bytes(b"half")
     assert store.list("b") == ["b/1"]
-    monkeypatch.setattr(os, "scandir", _raise_permission_lost)
+    monkeypatch.setattr(os, "scandir", Mock(side_effect=permission_lost()))
     with pytest.raises(PermissionError):
         store.list("b")
 
 
-def _raise_permission_lost(*_: object) -> None:
-    raise permission_lost()
-
-
-def test_a_file_system_without_links_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_links(*_: object, **__: object) -> None:
-        raise OSError(errno.EPERM, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", no_links)
-    with pytest.raises(UserError, match="does not support hard links"):
-        LocalStore(tmp_path).create("a", [b""])
+@pytest.mark.parametrize(
+    ("call", "number", "kind", "text"),
+    [
+        ("os.link", errno.EPERM, UserError, "does not support hard links"),
+        ("ray_ulysses.storage.local.sync", errno.EIO, OSError, "Input/output error"),
+    ],
+    ids=["without links", "whose name may not last"],
+)
+def test_a_file_that_can_not_be_published_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int, kind: type[Exception], text: str
+) -> None:
+    monkeypatch.setattr(call, Mock(side_effect=OSError(number, os.strerror(number))))
+    with pytest.raises(kind, match=text):
+        LocalStore(tmp_path).create("key", [b"x"])
     assert os.listdir(tmp_path) == []
 
 
-def test_a_short_write_is_gone_on_with() -> None:
-    content = b""
+def test_a_short_write_is_continued() -> None:
+    written = bytearray()
 
     class TakesSeven(io.RawIOBase):
-        """A file of which the kernel takes at most seven bytes at a time."""
-
         def write(self, chunk: Any) -> int:
-            nonlocal content
-            content += bytes(chunk[:7])
+            written.extend(chunk[:7])
             return min(len(chunk), 7)
 
-    assert write_all(TakesSeven(), memoryview(bytes(range(100)))) == 100
-    assert content == bytes(range(100))
+    content = bytes(range(100))
+    assert write_all(TakesSeven(), memoryview(content)) == 100 and written == content
 
 
 _LIMITED = """
@@ -75,19 +79,113 @@ print(store.create("new", [b"n" * 100_000]))
 
 
 def test_a_quota_that_cuts_a_write_short_leaves_nothing(tmp_path: Path) -> None:
-    """The kernel takes the first part of the write and refuses the rest."""
-    done = subprocess.run(
-        [sys.executable, "-c", _LIMITED, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
-    )
+    """The kernel accepts the first part of the write and refuses the rest."""
+    command = [sys.executable, "-c", _LIMITED, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.stderr == ""
     assert done.stdout.splitlines() == ["File too large []"] * 2 + ["100000"]
 
 
-def test_a_file_whose_name_may_not_last_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(name: str, folder: int) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
+CONTENT = bytes(range(256)) * 5
 
-    monkeypatch.setattr("ray_ulysses.storage.local.sync", broken)
-    with pytest.raises(OSError, match="Input/output error"):
-        LocalStore(tmp_path).create("key", [b"x"])
-    assert os.listdir(tmp_path) == []
+
+@pytest.mark.parametrize("most", [1, 100, 1279])
+def test_a_read_is_complete_despite_short_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    store = LocalStore(tmp_path)
+    store.create("a", [CONTENT])
+    read_little(monkeypatch, most)
+    with store.open("a") as file:
+        for start, size in ((0, 1280), (0, 0), (3, 100), (3, 101), (0, 1), (1279, 1)):
+            assert file.read_at(start, size) == CONTENT[start : start + size]
+            file.seek(start)
+            assert file.read(size) == CONTENT[start : start + size]
+            assert file.tell() == start + size
+        file.seek(1000)
+        assert file.read(281) == file.read_at(1000, 281) == CONTENT[1000:]
+        assert file.read(1) == file.read_at(1280, 1) == file.read_at(5000, 1) == b""
+    assert store.read_whole("a") == CONTENT
+
+
+_WRITER = """
+import sys
+from ray_ulysses.storage import LocalStore
+def chunks():
+    yield b"half"
+    print("writing", flush=True)
+    sys.stdin.readline()
+    yield b"whole"
+LocalStore(sys.argv[1]).create("a/b/key", chunks())
+print("written", flush=True)
+"""
+
+
+def _start_writer(root: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", _WRITER, str(root)]
+    writer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert writer.stdout.readline() == "writing\n"
+    return writer
+
+
+def _make_old(root: Path) -> list[Path]:
+    """Let every temporary file look untouched for a week."""
+    found = sorted(root.rglob(f"{TEMPORARY_PREFIX}*"))
+    for path in found:
+        os.utime(path, (time.time() - 7 * 86400,) * 2)
+    return found
+
+
+def test_a_live_writer_s_file_stays_however_old(tmp_path: Path) -> None:
+    writer = _start_writer(tmp_path)
+    try:
+        assert len(_make_old(tmp_path)) == 1
+        writer.send_signal(signal.SIGSTOP)
+        assert sweep_temporaries(tmp_path) == ()
+        writer.send_signal(signal.SIGCONT)
+        assert writer.communicate("\n", timeout=20)[0] == "written\n"
+    finally:
+        writer.kill()
+        writer.wait(timeout=10)
+    assert LocalStore(tmp_path).list("a") == ["a/b/key"]
+    assert list(tmp_path.rglob(f"{TEMPORARY_PREFIX}*")) == []
+
+
+def test_a_killed_writer_s_file_goes_once_it_has_settled_and_finished_files_stay(tmp_path: Path) -> None:
+    writer = _start_writer(tmp_path)
+    writer.kill()
+    writer.communicate(timeout=10)
+    store = LocalStore(tmp_path)
+    store.create("a/key", [b"1"])
+    store.replace("a/other", [b"2"])
+    assert sweep_temporaries(tmp_path) == () == sweep_temporaries(tmp_path / "absent")
+    (left,) = _make_old(tmp_path)
+    (tmp_path / f"{TEMPORARY_PREFIX}link").symlink_to(tmp_path / "a" / "key")
+    assert sweep_temporaries(tmp_path, settle_s=-1.0) == (left,)
+    assert store.list("a") == ["a/key", "a/other"] and list((tmp_path / "a" / "b").iterdir()) == []
+
+
+NOTE = {"host": "node-1", "pid": 7, "since": 0.0}
+
+
+def test_a_note_is_read_back_and_a_damaged_one_names_nobody(tmp_path: Path) -> None:
+    owner = LockOwner(**NOTE)
+    wrong = [json.dumps({**NOTE, **field}).encode() for field in ({"since": 1e300}, {"pid": -1})]
+    for number, note in enumerate([owner.to_note(run="demo"), b"", b"{", b"\xff", *wrong]):
+        write_note(lock_file(tmp_path / str(number)), note)
+        assert read_owner(tmp_path / str(number)) == (owner if number == 0 else None)
+
+
+def test_a_lock_file_deleted_in_between_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, real_open = tmp_path / "lock", os.open
+    path.write_text("")
+
+    def delete_after_opening(name: object, *args: object, **folder: int) -> int:
+        descriptor = real_open(name, *args, **folder)
+        if name == path.name:
+            monkeypatch.setattr(os, "open", real_open)
+            path.unlink()
+        return int(descriptor)
+
+    monkeypatch.setattr(os, "open", delete_after_opening)
+    assert os.path.samestat(os.fstat(lock_file(path)), path.stat())
+    with pytest.raises(BlockingIOError):
+        lock_file(path)

@@ -6,6 +6,7 @@ import errno
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -14,22 +15,15 @@ from ray_ulysses.storage import LocalStore, check_storage, open_store
 from tests.s3_server import FaultyProxy, S3Server
 
 
-def test_a_good_directory_passes_and_stays_empty(tmp_path: Path) -> None:
+def test_a_good_place_passes_and_stays_empty(s3: S3Server, prefix: str, tmp_path: Path) -> None:
     check_storage(tmp_path / "new" / "storage")
     assert os.listdir(tmp_path / "new" / "storage") == []
-
-
-def test_a_path_under_a_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("kept")
-    with pytest.raises(UserError, match=r"run\.storage='.*/file/x': can't write to this location .Not a directory"):
-        check_storage(tmp_path / "file" / "x")
-    assert (tmp_path / "file").read_text() == "kept"
+    check_storage(s3.uri(prefix), setting="checkpoint.storage")
+    assert s3.client().list_objects_v2(Bucket="bucket", Prefix=prefix).get("Contents") is None
 
 
 @pytest.mark.parametrize("is_known", [False, True])
-def test_a_store_where_two_writers_win_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_known: bool
-) -> None:
+def test_a_store_with_two_winners_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_known: bool) -> None:
     monkeypatch.setattr(LocalStore, "create", LocalStore.replace)
     with pytest.raises(UserError, match="two writers"):
         check_storage(tmp_path, is_known=is_known)
@@ -37,21 +31,15 @@ def test_a_store_where_two_writers_win_is_refused(
 
 
 @pytest.mark.parametrize(("call", "reason"), [("link", "does not support hard links"), ("fsync", "Permission denied")])
-def test_a_file_system_that_refuses_a_call_is_refused_by_the_setting_that_gave_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, reason: str
-) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(errno.EPERM if call == "link" else errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(os, call, refuse)
+def test_a_failing_call_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, reason: str) -> None:
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(UserError, match=r"^checkpoint\.storage='.*/file/x': .*Not a directory"):
+        check_storage(tmp_path / "file" / "x", setting="checkpoint.storage")
+    error = OSError(errno.EPERM if call == "link" else errno.EACCES, "Permission denied")
+    monkeypatch.setattr(os, call, Mock(side_effect=error))
     with pytest.raises(UserError, match=rf"^checkpoint\.storage='.*{reason}") as refused:
         check_storage(tmp_path, setting="checkpoint.storage")
-    assert "run.storage" not in str(refused.value) and os.listdir(tmp_path) == []
-
-
-def test_a_good_bucket_passes_and_stays_empty(s3: S3Server, prefix: str) -> None:
-    check_storage(s3.uri(prefix), setting="checkpoint.storage")
-    assert s3.client().list_objects_v2(Bucket="bucket", Prefix=prefix).get("Contents") is None
+    assert "run.storage" not in str(refused.value) and os.listdir(tmp_path) == ["file"]
 
 
 def test_a_server_that_ignores_conditional_puts_is_refused(s3: S3Server, proxy: FaultyProxy, prefix: str) -> None:
@@ -82,9 +70,7 @@ def test_a_bucket_that_can_not_be_used_is_refused(s3: S3Server, prefix: str, is_
         ("replace", lambda self, key, chunks: 0, "old content of a replaced file"),
     ],
 )
-def test_a_store_that_does_not_do_what_it_says_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, lie: Any, text: str
-) -> None:
+def test_lies_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, lie: Any, text: str) -> None:
     monkeypatch.setattr(LocalStore, method, lie)
     with pytest.raises(UserError, match=rf"run\.storage='.*': .*{text}"):
         check_storage(tmp_path)
