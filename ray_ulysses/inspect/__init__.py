@@ -1,1 +1,1 @@
-"""Inspects what a run trained on: single rows, the history of its plan, its checkpoints, and the proof of law 3."""
+"""Inspects a run's rows, plan history and checkpoints, and verifies that each planned row was trained once (law 3)."""

@@ -1,4 +1,4 @@
-"""Judges what the trial run of ``check`` has shown, line by line (pure)."""
+"""Evaluates the trial run of ``ray-ulysses check`` and builds its report."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 from ray_ulysses.tracking.events import StepDone
 
 OUT_OF_MEMORY = "ran out of memory"
-"""What the failure of a step without memory says."""
+"""Text in the error of a step that runs out of memory."""
 _GIB = 2**30
 _WARM_STEPS = 3
-"""Steps at the beginning whose speed does not count."""
+"""Number of first steps that are excluded from the speed measurement."""
 _MOST_OF_PLANNED = 1.1
 _LEAST_OF_MODELLED = 0.5
 _SPREADS = 3.0
@@ -25,74 +25,78 @@ _CAUSES = {
     "not finite": "finite",
     "elastic.loss_spike_mads": "loss",
 }
-"""What the failure of each line says; other failures are told by how far the trial came."""
+"""Text in a failure's message, mapped to the report line that fails. Other failures are attributed by progress."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """What a trial run was to do, and what it did."""
+    """The plan and the outcome of a trial run."""
 
     num_steps: int
-    """Steps after which it was to save and to load."""
+    """Number of steps before the trial saves and loads a checkpoint."""
     row_tokens: int
     longest_row: int
-    """Tokens of its longest row, the first that was trained."""
+    """Tokens in the longest row, which is trained first."""
     step_tokens: Sequence[int]
-    """Tokens of documents of each of its steps, padding excluded."""
+    """Document tokens per step, excluding padding."""
     steps: Sequence[StepDone]
-    """The steps of its first attempt."""
+    """Steps of the first attempt."""
     again: Sequence[StepDone]
-    """The steps of its second attempt, which loaded the checkpoint."""
+    """Steps of the second attempt, which loaded the checkpoint."""
     committed: Sequence[int]
+    """Steps of the committed checkpoints."""
     unsaved: str | None
-    """Why a checkpoint could not be saved; None if all could."""
+    """Why saving a checkpoint failed; None if no save failed."""
     loaded_step: int | None
-    """Step of the state that the second attempt has loaded; None if there was no second one."""
+    """Step that the second attempt resumed from; None if there was no second attempt."""
     failure: str | None
     tolerance: float
     """Largest relative difference between the losses of the same step before and after the checkpoint."""
     has_gpu: bool
     planned_bytes: int
-    """Memory of a rank as planned."""
+    """Planned memory per rank, in bytes."""
     limit_gib: float | None
-    """Memory that there is, in GiB; None if unknown."""
+    """Available memory per rank, in GiB; None if unknown."""
     most_of_limit: float
+    """Largest allowed fraction of `limit_gib`."""
     modelled_s: float | None
-    """Modelled seconds of a step with the rows of the trial; None where it is not modelled."""
+    """Modelled duration of a step of the trial, in seconds; None if there is no model for it."""
     is_pretrained: bool
-    """Whether the weights were trained before, so that the loss may stay where it is."""
+    """Whether training starts from pretrained weights, so that the loss need not fall."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckLine:
-    """One line of the report."""
+    """A line of the report: one check."""
 
     name: str
     holds: bool | None
-    """Whether it is as it should be; None where there is nothing to compare with, or it was not reached."""
+    """Whether the check passed; None if it was not reached or has nothing to compare with."""
     found: str
+    """The observation."""
     rule: str
+    """The expectation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckReport:
-    """The report."""
+    """The report of a trial run."""
 
     name: str
     lines: tuple[CheckLine, ...]
 
     @property
     def failed(self) -> tuple[CheckLine, ...]:
-        """The lines that do not hold."""
+        """Lines whose check failed."""
         return tuple(line for line in self.lines if line.holds is False)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as plain values."""
+        """Return the report as JSON-serializable values."""
         return {"name": self.name, "holds": not self.failed, "lines": [asdict(line) for line in self.lines]}
 
 
 def judge(name: str, trial: Trial) -> CheckReport:
-    """Return the report on a trial run: what ended it early fails the one line that it belongs to."""
+    """Return the report of a trial run. A failure of the trial fails only the line that it is attributed to."""
     judges = (_documents, _trained, _memory, _as_planned, _finite, _falling, _speed, _written, _loaded)
     lines, cause = [judged(trial) for judged in judges], _cause(trial)
     lines = [replace(one, holds=False, found=str(trial.failure)) if one.name == cause else one for one in lines]
@@ -100,7 +104,7 @@ def judge(name: str, trial: Trial) -> CheckReport:
 
 
 def _cause(trial: Trial) -> str | None:
-    """Return the name of the line that the failure belongs to; None if there was none."""
+    """Return the name of the report line to which the trial's failure is attributed, or None without a failure."""
     if trial.failure is None:
         return None
     for words, line in _CAUSES.items():
@@ -113,15 +117,15 @@ def _cause(trial: Trial) -> str | None:
 
 
 def _documents(trial: Trial) -> CheckLine:
-    """The self-test compares a packed row with its documents one by one, before the first step of the attempt."""
+    # The self-test compares a packed row with its separate documents, before the first step of the attempt.
     found = "the self-test passed on the live devices" if trial.steps else _NOT_REACHED
-    rule = "attention and gradients of packed documents are those of each alone"
+    rule = "packed documents have the same attention and gradients as separate documents"
     return CheckLine(name="documents apart", holds=True if trial.steps else None, found=found, rule=rule)
 
 
 def _trained(trial: Trial) -> CheckLine:
     found = f"{len(trial.steps)} steps, {trial.longest_row:,} of {trial.row_tokens:,} tokens in the first row"
-    rule = f"{trial.num_steps + 1} steps, the costliest rows in the first"
+    rule = f"{trial.num_steps + 1} steps, with the most expensive rows in the first"
     is_done = len(trial.steps) > trial.num_steps
     return CheckLine(name="trains", holds=None if trial.failure and not is_done else is_done, found=found, rule=rule)
 
@@ -129,7 +133,7 @@ def _trained(trial: Trial) -> CheckLine:
 def _memory(trial: Trial) -> CheckLine:
     peak, limit = _peak_gib(trial), trial.limit_gib
     if peak is None or limit is None:
-        found = _NOT_REACHED if peak is None else f"{peak:.2f} GiB; memory.device_gib is not given"
+        found = _NOT_REACHED if peak is None else f"{peak:.2f} GiB; memory.device_gib is not set"
         return CheckLine(name="memory", holds=None, found=found, rule=f"at most {trial.most_of_limit:.0%} of a GPU")
     share = peak / limit
     rule = f"at most {trial.most_of_limit:.0%}"
@@ -140,8 +144,8 @@ def _memory(trial: Trial) -> CheckLine:
 def _as_planned(trial: Trial) -> CheckLine:
     peak, planned = _peak_gib(trial), trial.planned_bytes / _GIB
     if peak is None or not trial.has_gpu:
-        what = _NOT_REACHED if peak is None else f"{peak:.2f} GiB resident, libraries included"
-        return CheckLine(name="memory as planned", holds=None, found=what, rule=f"{planned:.2f} GiB by plan, on a GPU")
+        what = _NOT_REACHED if peak is None else f"{peak:.2f} GiB resident, including libraries"
+        return CheckLine(name="memory as planned", holds=None, found=what, rule=f"planned {planned:.2f} GiB on a GPU")
     rule = f"at most {_MOST_OF_PLANNED:g} x the planned {planned:.2f} GiB"
     found = f"{peak:.2f} GiB ({peak / planned:.2f} x)"
     return CheckLine(name="memory as planned", holds=peak <= _MOST_OF_PLANNED * planned, found=found, rule=rule)
@@ -154,10 +158,10 @@ def _finite(trial: Trial) -> CheckLine:
 
 
 def _falling(trial: Trial) -> CheckLine:
-    """The first step, whose rows were chosen by their cost, is left out: the others are a fair sample of the rows."""
+    # Exclude the first step: its rows were selected by cost, the others' rows are a representative sample.
     losses = [one.loss for one in trial.steps[1:] if math.isfinite(one.loss)]
     part = len(losses) // 3
-    rule = "does not rise beyond the spread of its steps" if trial.is_pretrained else "falls"
+    rule = "does not rise beyond its variation" if trial.is_pretrained else "falls"
     if part < 2 or (trial.failure is not None and len(trial.steps) <= trial.num_steps):
         return CheckLine(name="loss", holds=None, found=_NOT_REACHED, rule=rule)
     first, last = losses[:part], losses[-part:]
@@ -176,14 +180,14 @@ def _speed(trial: Trial) -> CheckLine:
     rate = sum(tokens for _, tokens in timed) / sum(one for one, _ in timed)
     found = f"{rate:,.0f} tokens/s, {seconds:.2f} s per step"
     if trial.modelled_s is None:
-        return CheckLine(name="speed", holds=None, found=found, rule="not modelled (cluster.device, GPUs and bf16)")
+        return CheckLine(name="speed", holds=None, found=found, rule="no model (needs cluster.device, GPUs and bf16)")
     rule = f"at most {1 / _LEAST_OF_MODELLED:g} x the modelled {trial.modelled_s:.2f} s"
     holds = seconds <= trial.modelled_s / _LEAST_OF_MODELLED
     return CheckLine(name="speed", holds=holds, found=f"{found} ({seconds / trial.modelled_s:.2f} x)", rule=rule)
 
 
 def _written(trial: Trial) -> CheckLine:
-    rule = "whole on the configured storage"
+    rule = "complete on the configured storage"
     if trial.num_steps in trial.committed:
         return CheckLine(name="checkpoint written", holds=True, found=f"step {trial.num_steps} is committed", rule=rule)
     holds = None if trial.failure is not None else False
@@ -192,14 +196,14 @@ def _written(trial: Trial) -> CheckLine:
 
 
 def _loaded(trial: Trial) -> CheckLine:
-    rule = f"the step after it has the same loss, to {trial.tolerance:g}"
+    rule = f"the next step has the same loss, within {trial.tolerance:g}"
     before = {one.step: one.loss for one in trial.steps}
     after = {one.step: one.loss for one in trial.again}
     both = [(before[step], after[step]) for step in before.keys() & after.keys()]
     if trial.num_steps not in trial.committed or (trial.failure is not None and not both):
         return CheckLine(name="checkpoint loaded", holds=None, found=_NOT_REACHED, rule=rule)
     if trial.loaded_step != trial.num_steps or not both:
-        return CheckLine(name="checkpoint loaded", holds=False, found="no attempt has loaded it", rule=rule)
+        return CheckLine(name="checkpoint loaded", holds=False, found="no attempt loaded it", rule=rule)
     differences = [abs(a - b) / max(abs(a), 1e-12) for a, b in both]
     holds = all(one <= trial.tolerance for one in differences)
     return CheckLine(name="checkpoint loaded", holds=holds, found=f"differs by {max(differences):.1e}", rule=rule)

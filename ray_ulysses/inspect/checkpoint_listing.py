@@ -1,4 +1,4 @@
-"""Lists every checkpoint folder of a run with its content, its condition, and the retention rules that keep it."""
+"""Lists a run's checkpoint folders with their content, condition and retention rules."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ from ray_ulysses.tracking.steps import Entry
 CheckpointCondition = Literal[
     "whole", "damaged", "unreadable", "superseded", "foreign", "set_aside", "being_written", "not_committed"
 ]
-"""``whole`` and ``damaged`` are judged by the files' sizes; ``unreadable`` can't be read now; ``superseded`` was
-committed by a dead attempt after its successor had resumed before that step; ``foreign`` was written by another
-version; ``set_aside`` was found damaged and moved out of the way; the last two have no manifest."""
+"""``whole`` and ``damaged`` are decided by file sizes. ``unreadable``: can't be read now; ``superseded``: committed by
+an old attempt after a newer attempt had resumed from an earlier step; ``foreign``: written by another version;
+``set_aside``: found damaged and set aside. The last two have no manifest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SetAside:
-    """A checkpoint of a step that was found damaged and moved out of the way."""
+    """A damaged checkpoint that was set aside."""
 
     attempt: int
     reason: str
     at: float | None
-    """When, in seconds since the epoch; None if it is not in the journal."""
+    """Time of the event, in seconds since the epoch; None if it is not in the journal."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointReport:
-    """One checkpoint folder; unknown values are None or empty."""
+    """A checkpoint folder. Unknown values are None or empty."""
 
     step: int
     path: str
@@ -65,22 +65,22 @@ class CheckpointReport:
     dp_size: int | None = None
     zero_stage: int | None = None
     num_bytes: int = 0
-    """Size of the manifest and the files that it names; without a manifest, of all files."""
+    """Size of the manifest and the files listed in it; without a manifest, size of all files."""
     leftover_bytes: int = 0
-    """Size of the other files: leftovers of dead attempts, and notes."""
+    """Size of all other files: notes, and files left by dead attempts."""
     written_at: float | None = None
-    """When its state was captured, in seconds since the epoch."""
+    """Time at which the training state was copied, in seconds since the epoch."""
     reason: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
     stage: str = ""
     measured: str = ""
-    """Identity of what its metrics were measured on: those of equal ones compare."""
+    """Identity of the data that the metrics were measured on; metrics with different identities are not comparable."""
     plan_id: str = ""
     kept: tuple[str, ...] = ()
-    """The retention rules that keep it."""
+    """Retention rules that keep the checkpoint."""
     set_aside: tuple[SetAside, ...] = ()
     is_swept: bool = False
-    """Whether a later commit deletes its shards, which no manifest names; only for an uncommitted folder."""
+    """Whether the next commits delete the shards of this folder, which is not committed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,19 +91,19 @@ class CheckpointListing:
     location: str
     checkpoints: tuple[CheckpointReport, ...]
     resumes_from: int | None
-    """Step that the next attempt resumes from, judged by the files' sizes; None for none."""
+    """Step that the next attempt resumes from, according to file sizes; None if there is no such checkpoint."""
     unless: tuple[int, ...] = ()
-    """Newer steps that can't be read now; the next attempt uses the newest that is readable by then."""
+    """Newer steps that can't be read now. If they are readable by then, the next attempt uses the newest of them."""
     refusal: str | None = None
-    """Why the next attempt would refuse to start; None if it would not."""
+    """Why the next attempt would refuse to start, or None if it would start."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the object that ``inspect RUN --checkpoints --json`` prints."""
+        """Return the output of ``inspect RUN --checkpoints --json``."""
         return plain_json(asdict(self))
 
 
 def plain_json(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return a JSON object, in which numbers that are not finite become their names."""
+    """Return JSON-serializable fields, with non-finite numbers as strings."""
     found: dict[str, Any] = json.loads(json.dumps(fields), parse_constant=str)
     return found
 
@@ -111,15 +111,15 @@ def plain_json(fields: dict[str, Any]) -> dict[str, Any]:
 def list_checkpoints(
     run_dir: Place, events: Sequence[Entry] | None = None, *, trust_run: bool = False
 ) -> CheckpointListing:
-    """Return every checkpoint folder of a run; changes nothing, and reads no shard.
+    """List a run's checkpoint folders without reading shards.
 
     Args:
-        run_dir: The run's directory; its configuration may name another store.
-        events: Its journal, if it has been read already.
-        trust_run: As of `open_run_storage`.
+        run_dir: The run's directory. Its configuration may specify another checkpoint store.
+        events: The run's journal, if it has already been read.
+        trust_run: See `open_run_storage`.
 
     Raises:
-        UserError: The configuration names a store that can't be opened.
+        UserError: The configured store can't be opened.
         RunError: The store can't be listed.
     """
     storage = open_run_storage(run_dir, trust_run=trust_run)
@@ -146,7 +146,7 @@ def list_checkpoints(
 
 
 def _start(reports: Sequence[CheckpointReport], committed: Sequence[int], location: str) -> Start:
-    """Return where the next attempt starts, judged by the files' sizes."""
+    """Return where the next attempt would start, according to file sizes."""
     whole = max((report.step for report in reports if report.condition == "whole"), default=None)
     passed = [
         Damage(step=report.step, reason=report.why or "", kind=report.condition)
@@ -164,7 +164,7 @@ def _report(
     events: Sequence[Entry],
     writing: int | None,
 ) -> CheckpointReport:
-    """Return the report on a folder whose files have these sizes; ``writing`` is the attempt of a live process."""
+    """Return the report of a folder, given its file sizes. ``writing`` is the attempt of a live process, if any."""
 
     def time_of(kind: type[CheckpointCommitted | CheckpointSetAside], attempt: int) -> float | None:
         found = (one for one in events if isinstance(one, kind) and (one.step, one.attempt) == (step, attempt))
@@ -220,7 +220,7 @@ def _report(
 def _committed(
     store: Store, step: int, files: dict[str, int | None], lineage: Lineage
 ) -> tuple[CheckpointCondition | None, str | None, Manifest | None]:
-    """Return a committed checkpoint's condition, the reason, and its manifest if readable; no condition without one."""
+    """Return a checkpoint's condition (None if not committed), the reason, and the manifest if it can be read."""
     if MANIFEST_FILE not in files:
         return None, None, None
     found = read_committed(store, step)
@@ -231,7 +231,7 @@ def _committed(
     if isinstance(found, Manifest):
         return "whole", None, found
     if _is_gone(store, manifest_key(step)):
-        # Retention deletes the manifest first: files that are missing from then on are no damage.
+        # Retention deletes the manifest first, so files that are missing afterwards are not damage.
         del files[MANIFEST_FILE]
         return None, None, None
     try:
@@ -243,19 +243,19 @@ def _committed(
 def _uncommitted(
     notes: Mapping[int, Mapping[str, Any]], attempts: set[int], writing: int | None
 ) -> tuple[CheckpointCondition, str]:
-    """Return the condition of a folder without a manifest, in which these attempts have shards (pure)."""
+    """Return the condition, and the reason, of a folder without a manifest; ``attempts`` have shards in the folder."""
     if writing in attempts:
-        return "being_written", f"attempt {writing} has not committed it yet"
+        return "being_written", f"attempt {writing} has not committed this checkpoint yet"
     if notes:
         return "set_aside", _reason(notes[max(notes)])
     if not attempts:
-        return "not_committed", "no attempt wrote anything in it; move it out of the run's checkpoints"
+        return "not_committed", "no attempt wrote this folder; move it out of the run's checkpoints"
     who = ", ".join(str(attempt) for attempt in sorted(attempts))
-    return "not_committed", f"left by attempt {who}, which ended before the commit; a later commit deletes it"
+    return "not_committed", f"left by attempt {who}, which ended before the commit; a later commit deletes this folder"
 
 
 def _noted_manifest(notes: Mapping[int, Mapping[str, Any]]) -> Manifest | None:
-    """Return the manifest of a checkpoint that was set aside, from its newest note."""
+    """Return the manifest stored in the newest note of a checkpoint that was set aside."""
     text = notes[max(notes)].get("manifest") if notes else None
     try:
         return Manifest.from_bytes(text.encode()) if isinstance(text, str) else None
@@ -282,11 +282,11 @@ def _read_note(store: Store, key: str) -> Mapping[str, Any]:
 
 
 def _reason(note: Mapping[str, Any]) -> str:
-    return str(note.get("reason", "its note can't be read"))
+    return str(note.get("reason", "the note with the reason can't be read"))
 
 
 def _with_reasons(reports: Sequence[CheckpointReport], storage: RunStorage, lineage: Lineage) -> list[CheckpointReport]:
-    """Add the retention rules that keep each checkpoint, if there is a configuration."""
+    """Add the retention rules that keep each checkpoint, if the run's configuration is known."""
     if storage.config is None:
         return list(reports)
     rules = keep_rules(storage.config)
@@ -300,7 +300,7 @@ def _with_reasons(reports: Sequence[CheckpointReport], storage: RunStorage, line
     if not committed:
         return list(reports)
     reasons = keep_reasons(committed, newest=max(committed), rules=rules)
-    # Retention keeps what it can't read, since a rule may need it. Without a manifest the layout is unknown.
+    # Retention keeps a checkpoint whose manifest can't be read, because a rule may apply to it.
     unread = {report.step for report in reports if report.committed and report.dp_size is None}
     return [
         replace(report, kept=reasons.get(report.step, ("unread manifest",) if report.step in unread else ()))

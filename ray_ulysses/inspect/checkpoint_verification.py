@@ -1,4 +1,4 @@
-"""Verifies a checkpoint: its manifest, the coverage of its tensors, and every byte of every file."""
+"""Verifies a checkpoint: its manifest, its tensor coverage, and every byte of every file."""
 
 from __future__ import annotations
 
@@ -25,51 +25,50 @@ from ray_ulysses.storage.place import Place
 _NUM_THREADS = 4
 
 Watch = Callable[[int, int], None]
-"""Called with the bytes read so far and the bytes to read, by one thread at a time."""
+"""Called with the number of bytes read so far and in total, by one thread at a time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileVerdict:
-    """The verification of one file of a checkpoint."""
+    """Verification result of one checkpoint file."""
 
     file: str
     num_bytes: int
     num_tensors: int
     problem: str | None
-    """The damage, with the tensor and the bytes; None if it is intact."""
+    """The damage, with tensor and byte range; None if the file is intact."""
     is_unread: bool = False
-    """Whether the only problem is that it can't be read now."""
+    """Whether the file can't be read now, so that damage is unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointVerdict:
-    """The verification of a checkpoint, of which every byte was read."""
+    """Verification result of a checkpoint."""
 
     name: str
     location: str
     step: int
     path: str
     problem: str | None
-    """The problem of the whole checkpoint (its manifest, the coverage of its tensors, or that it is not part of the
-    run); None for none."""
+    """Problem with the checkpoint rather than a file (manifest, tensor coverage, or not part of the run), or None."""
     kind: Literal["damaged", "unreadable", "superseded", "foreign"] = "damaged"
     attempt: int | None = None
-    """The attempt that wrote it; None, like the following, if the manifest can't be read."""
+    """The attempt that wrote the checkpoint; None if the manifest can't be read."""
     world_size: int | None = None
     num_tensors: int = 0
     num_elements: int = 0
-    """Elements of its state, each of which is stored exactly once."""
+    """Number of elements in the state; each is stored exactly once."""
     files: tuple[FileVerdict, ...] = ()
     seconds: float = 0.0
 
     @property
     def is_whole(self) -> bool:
-        """True if it can be loaded."""
+        """Whether the checkpoint can be loaded."""
         return self.problem is None and all(file.problem is None for file in self.files)
 
     @property
     def condition(self) -> CheckpointCondition:
-        """Its condition; only bytes that were read and differ from what was written make it ``damaged``."""
+        """Condition of the checkpoint: ``damaged`` only if a file is missing or its content is wrong."""
         bad = [file for file in self.files if file.problem is not None]
         if any(not file.is_unread for file in bad):
             return "damaged"
@@ -78,7 +77,7 @@ class CheckpointVerdict:
         return "whole" if self.problem is None else self.kind
 
     def to_json(self) -> dict[str, Any]:
-        """Return the object that ``inspect RUN --verify-checkpoint STEP --json`` prints."""
+        """Return the output of ``inspect RUN --verify-checkpoint STEP --json``."""
         fields = asdict(self)
         del fields["kind"]
         return {"whole": self.is_whole, "condition": self.condition, **plain_json(fields)}
@@ -92,17 +91,17 @@ def verify_checkpoint(
     watch: Watch = lambda done, total: None,
     trust_run: bool = False,
 ) -> CheckpointVerdict:
-    """Read every byte of a committed checkpoint and compare it with its checksums; changes nothing.
+    """Read every byte of a committed checkpoint and compare it with the checksums.
 
     Args:
-        run_dir: The run's directory; its configuration may name another store.
-        which: The checkpoint's step, or the newest that is part of the run, damaged or not.
-        clock: Measures the duration.
-        watch: Called as bytes are read.
-        trust_run: As of `open_run_storage`.
+        run_dir: The run's directory. Its configuration may specify another checkpoint store.
+        which: Step of the checkpoint, or "latest" for the newest that is part of the run, even if it is damaged.
+        clock: Clock that measures the duration.
+        watch: Progress callback.
+        trust_run: See `open_run_storage`.
 
     Raises:
-        UserError: The step is not committed or was deleted meanwhile, or the store can't be opened.
+        UserError: The step is not committed, or was deleted during the verification, or the store can't be opened.
         RunError: The store can't be listed.
     """
     started = clock.monotonic()
@@ -121,7 +120,9 @@ def verify_checkpoint(
     )
     verdict = _read(storage.store, verdict, lineage, watch)
     if not verdict.is_whole and _is_gone(storage.store, step):
-        raise UserError(f"--verify-checkpoint={step}: retention deleted it while it was read; give another step")
+        raise UserError(
+            f"--verify-checkpoint={step}: the checkpoint was deleted by the retention policy; choose another step"
+        )
     return replace(verdict, seconds=clock.monotonic() - started)
 
 
@@ -130,8 +131,8 @@ def _read(store: Store, verdict: CheckpointVerdict, lineage: Lineage, watch: Wat
     if isinstance(manifest, Damage):
         return replace(verdict, problem=manifest.reason, kind=manifest.kind)
     problem = (
-        f"attempt {manifest.attempt} committed it after a later attempt had started before step {manifest.step}: it is "
-        "not part of the run, and is never loaded"
+        f"attempt {manifest.attempt} committed this checkpoint after a later attempt had resumed from an earlier step; "
+        "the checkpoint is not part of the run and is never loaded"
     )
     return replace(
         verdict,
@@ -149,12 +150,12 @@ def _is_gone(store: Store, step: int) -> bool:
     try:
         return step not in committed_steps(store)
     except OSError:
-        # The verdict then names the files that could not be read.
+        # The verdict reports the files that could not be read.
         return False
 
 
 def _read_files(store: Store, manifest: Manifest, watch: Watch) -> tuple[FileVerdict, ...]:
-    """Read all files, a few at a time to hide the latency of the storage."""
+    """Read all files, several in parallel to hide the storage latency."""
     total = sum(shard.num_bytes for shard in manifest.shards)
     lock, done = threading.Lock(), 0
 
@@ -177,7 +178,7 @@ def _read_file(store: Store, folder: str, shard: ShardEntry, tell: Callable[[int
     except FileNotFoundError:
         problem = f"{shard.file} is missing"
     except OSError as error:
-        problem, is_unread = f"{shard.file} can't be read ({error.strerror or error}), perhaps only for now", True
+        problem, is_unread = f"{shard.file} can't be read ({error.strerror or error}), possibly only temporarily", True
     except ShardDamage as damage:
         problem = str(damage)
     return FileVerdict(

@@ -1,4 +1,4 @@
-"""Checks law 3 from journals, manifests and plans: every planned row was trained once, and two runs the same."""
+"""Checks law 3 from journals, manifests and plans: each planned row was trained once, identically in two runs."""
 
 from __future__ import annotations
 
@@ -43,15 +43,17 @@ Answer = Literal["same", "same_so_far", "different", "other_plan"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """A claim that does not hold."""
+    """A violation that a check found."""
 
     kind: Kind
     step: int | None
-    """The affected step, or the first of them; None if it concerns no step."""
+    """The first affected step; None if no step is affected."""
     where: str
-    """The place, in words."""
+    """The affected step, rows or checkpoint, in words."""
     what: str
+    """The observed difference."""
     meaning: str
+    """The consequence for the run."""
 
     def __str__(self) -> str:
         return f"{self.where}: {self.what}; {self.meaning}"
@@ -59,37 +61,37 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """The comparison of two runs' data, step by step."""
+    """Step-by-step comparison of the data of two runs."""
 
     other: str
+    """Name of the other run."""
     answer: Answer
-    """``same`` in every step; ``same_so_far`` if one of the two has trained further; ``different`` from
-    ``first_different_step`` on; ``other_plan`` if they share no step of one plan, or have continued by different
-    plans."""
+    """``same``: equal in every step; ``same_so_far``: equal, but one run has trained further; ``different``: different
+    data from ``first_different_step`` on; ``other_plan``: different plans from ``first_different_step`` on."""
     common_steps: int
-    """Steps of one plan that both have trained."""
+    """Number of steps that both runs trained by the same plan."""
     own_steps: int
     other_steps: int
     first_different_step: int | None
-    """The first step whose rows, supervised tokens, digest or plan differ; None if none."""
+    """The first step whose rows, supervised tokens, digest or plan differ; None if there is no difference."""
 
 
 def check_journal(plan: Plan, trained: TrainedSteps) -> list[Finding]:
-    """Compare the steps of a journal with the plan (pure)."""
+    """Compare the steps of a journal with the plan."""
     wrong = list(_wrong_rows(plan, trained.steps))
     return [
         *_other_plans(plan, trained),
         *_missing_steps(plan, trained),
         *_repeated_steps(trained),
         *wrong,
-        # Steps with their planned rows can't overlap.
+        # Steps can overlap only if some of them trained the wrong rows.
         *(_coverage(trained) if wrong else ()),
         *_wrong_tokens(plan, trained.steps),
     ]
 
 
 def rows_text(first: int, stop: int) -> str:
-    """Return a range of rows in words."""
+    """Describe a range of rows, excluding ``stop``."""
     return f"row {first}" if stop - first == 1 else f"rows {first} to {stop - 1}"
 
 
@@ -101,8 +103,8 @@ def _other_plans(plan: Plan, trained: TrainedSteps) -> Iterator[Finding]:
             kind="other_plan",
             step=first,
             where=f"attempt {attempt}, from step {first} on",
-            what=f"trained by plan {' > '.join(plan_ids)}, the run's plan is {' > '.join(ids)}",
-            meaning="its rows are not those of the stored plan, which has replaced its own",
+            what=f"trained by plan {' > '.join(plan_ids)}, but the run's plan is {' > '.join(ids)}",
+            meaning="the attempt's plan was replaced, and its rows are not those of the stored plan",
         )
 
 
@@ -116,7 +118,7 @@ def _missing_steps(plan: Plan, trained: TrainedSteps) -> Iterator[Finding]:
                 step=first,
                 where=f"step {first}" if first == last else f"steps {first} to {last}",
                 what=f"the journal has no record of training {_planned_rows(plan, first, last)}",
-                meaning="the data that they trained on is no longer proven, which every later state contains",
+                meaning="the data of these steps can't be verified, although every later state depends on them",
             )
         before = step.step
 
@@ -136,8 +138,8 @@ def _repeated_steps(trained: TrainedSteps) -> Iterator[Finding]:
             kind="repeated_step",
             step=step.step,
             where=step_name(step),
-            what=f"was trained, and then {by}, which had not resumed before it",
-            meaning=f"{rows_text(*step.rows)} went into the model's state twice",
+            what=f"was trained, and then {by} without a resume from an earlier step",
+            meaning=f"{rows_text(*step.rows)} contributed to the model twice",
         )
 
 
@@ -146,13 +148,13 @@ def _wrong_rows(plan: Plan, steps: Iterable[StepDone]) -> Iterator[Finding]:
         found = rows_text(*step.rows) if step.rows[1] > step.rows[0] else "no row"
         if step.step > plan.num_steps:
             what = f"trained {found}, but the plan ends after step {plan.num_steps} and {plan.num_rows} rows"
-            meaning = "it trained on data that were not planned"
+            meaning = "the step trained on data that is not in the plan"
         else:
             planned = plan.step_rows(step.step)
             if (planned.start, planned.stop) == step.rows:
                 continue
-            what = f"trained {found}, the plan assigns it {rows_text(planned.start, planned.stop)}"
-            meaning = "the batch of the step is not the planned one"
+            what = f"trained {found}, but the plan assigns {rows_text(planned.start, planned.stop)}"
+            meaning = "the step's batch is not the planned batch"
         yield Finding(kind="wrong_rows", step=step.step, where=step_name(step), what=what, meaning=meaning)
 
 
@@ -168,15 +170,15 @@ def _coverage(trained: TrainedSteps) -> Iterator[Finding]:
                 step=step.step,
                 where=overlap,
                 what=f"trained by {step_name(last)} and by {step_name(step)}",
-                meaning="they count twice, although every row may be trained on only once per epoch",
+                meaning="these rows contributed twice, although each row may be trained only once per epoch",
             )
         elif first > reached:
             yield Finding(
                 kind="untrained_rows",
                 step=step.step,
                 where=rows_text(reached, first),
-                what=f"trained by no step, though {step_name(step)} trained beyond them",
-                meaning="the model has not been trained on their tokens",
+                what=f"not trained by any step, although {step_name(step)} trained later rows",
+                meaning="the model was not trained on these tokens",
             )
         if stop > reached:
             reached, last = stop, step
@@ -192,8 +194,8 @@ def _wrong_tokens(plan: Plan, steps: Iterable[StepDone]) -> Iterator[Finding]:
                 kind="tokens",
                 step=step.step,
                 where=step_name(step),
-                what=f"counted {step.tokens:,} supervised tokens, the plan has {planned:,}",
-                meaning="its loss was divided by another number than planned, or some of its labels were different",
+                what=f"counted {step.tokens:,} supervised tokens, but the plan has {planned:,}",
+                meaning="the loss was divided by the wrong token count, or some labels were wrong",
             )
 
 
@@ -205,14 +207,14 @@ def compare_runs(
     other_plan: Plan,
     other_steps: Sequence[StepDone],
 ) -> tuple[Comparison, list[Finding]]:
-    """Compare the steps of two runs that count (pure).
+    """Compare the data of two runs, step by step.
 
     Args:
         plan: The run's plan.
-        steps: Its steps, ascending.
-        other: Name of the other run, for texts.
+        steps: The run's steps that count, ascending.
+        other: Name of the other run, for messages.
         other_plan: The other run's plan.
-        other_steps: The other run's steps, ascending.
+        other_steps: The other run's steps that count, ascending.
     """
     diverged = _first_step_of_other_plan(plan, other_plan)
     theirs = {step.step: step for step in other_steps}
@@ -243,7 +245,7 @@ def compare_runs(
 
 
 def _first_step_of_other_plan(plan: Plan, other: Plan) -> int | None:
-    """Return the first step for which the ids of the two plans differ; None if they are the same."""
+    """Return the first step at which the ids of the two plans differ, or None if the plans are the same."""
     pairs = zip(plan.segments, other.segments, strict=False)
     same = sum(1 for _ in takewhile(lambda pair: pair[0].plan_id == pair[1].plan_id, pairs))
     if same == len(plan.segments) == len(other.segments):
@@ -253,17 +255,17 @@ def _first_step_of_other_plan(plan: Plan, other: Plan) -> int | None:
 
 def _different(step: StepDone, other_step: StepDone, other: str) -> Finding:
     if step.rows != other_step.rows:
-        what = f"trained {rows_text(*step.rows)}, {other} trained {rows_text(*other_step.rows)}"
+        what = f"trained {rows_text(*step.rows)}, but {other} trained {rows_text(*other_step.rows)}"
     elif step.digest != other_step.digest:
-        what = f"received data of digest {step.digest:016x}, {other} of {other_step.digest:016x}"
+        what = f"received data with digest {step.digest:016x}, but {other} received {other_step.digest:016x}"
     else:
-        what = f"counted {step.tokens:,} supervised tokens, {other} {other_step.tokens:,}"
+        what = f"counted {step.tokens:,} supervised tokens, but {other} counted {other_step.tokens:,}"
     return Finding(
         kind="comparison",
         step=step.step,
-        where=f"{step_name(step)}, the first that differs",
+        where=f"{step_name(step)}, the first difference",
         what=what,
-        meaning="from this step on the two runs were not trained on the same data",
+        meaning="from this step on, the two runs were trained on different data",
     )
 
 
@@ -273,33 +275,34 @@ def _other_plan(plan: Plan, other_plan: Plan, diverged: int, other: str) -> Find
         kind="comparison",
         step=diverged,
         where=f"step {diverged}",
-        what=f"the plan is {ours}, that of {other} is {theirs}",
-        meaning="from this step on the rows differ, and digests can't be compared: corpora, seed, context or "
-        "another data setting differs",
+        what=f"the plan is {ours}, but the plan of {other} is {theirs}",
+        meaning="from this step on, the rows differ and digests can't be compared, because the corpora, the seed, the "
+        "context or another data setting is different",
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
-    """The claims of a manifest, or of a commit in the journal, about the data of a checkpoint."""
+    """A checkpoint's data totals, as recorded in its manifest or in the journal's commit event."""
 
     step: int
     origin: str
+    """The source of the claim, in words."""
     digest: int = 0
-    """Sum of the digests of all steps so far."""
+    """Sum of the digests of all steps up to the checkpoint."""
     tokens: int = 0
     cursor: Mapping[str, Any] | None = None
-    """None is no claim."""
+    """Position in the data; None in a claim from the journal, which does not include the position."""
     problem: str | None = None
-    """Why it can't be read."""
+    """Why the manifest can't be read, or None if it was read."""
 
     def finding(self, kind: Kind, what: str, meaning: str) -> Finding:
-        """Return the finding that it does not hold."""
+        """Return a finding about this claim."""
         return Finding(kind=kind, step=self.step, where=self.origin, what=what, meaning=meaning)
 
 
 def manifest_claims(run_dir: Place, *, trust_run: bool = False) -> list[Claim]:
-    """Return the claim of each committed checkpoint of a run; one that is deleted meanwhile is left out."""
+    """Return the claims of a run's committed checkpoints, without checkpoints that are deleted during the read."""
     store = open_run_storage(run_dir, trust_run=trust_run).store
     claims = for_each_step(committed_steps(store), lambda step: _manifest_claim(store, step))
     return [claim for claim in claims if claim is not None]
@@ -316,12 +319,12 @@ def _manifest_claim(store: Store, step: int) -> Claim | None:
 
 
 def journal_claims(events: Sequence[Entry], trained: TrainedSteps) -> list[Claim]:
-    """Return the claims of the commits in the journal whose steps count, not those of steps thrown away (pure)."""
+    """Return the claims of the journal's commit events, except for commits of discarded steps."""
     attempts = {step.step: step.attempt for step in trained.steps}
     return [
         Claim(
             step=event.step,
-            origin=f"the commit of step {event.step} in the journal of attempt {event.attempt}",
+            origin=f"commit of step {event.step} in the journal of attempt {event.attempt}",
             digest=event.digest,
             tokens=event.tokens,
         )
@@ -331,8 +334,8 @@ def journal_claims(events: Sequence[Entry], trained: TrainedSteps) -> list[Claim
 
 
 def check_claims(plan: Plan, trained: TrainedSteps, claims: Sequence[Claim]) -> list[Finding]:
-    """Compare the claims of checkpoints with the plan and the steps that count (pure)."""
-    meaning = "it is never loaded: a resume uses the checkpoint before it"
+    """Compare checkpoint claims with the plan and the steps that count."""
+    meaning = "this checkpoint is never loaded; a resume uses the previous checkpoint"
     findings = [
         claim.finding("checkpoint_unreadable", claim.problem, meaning) for claim in claims if claim.problem is not None
     ]
@@ -349,7 +352,7 @@ def _check_cursor(plan: Plan, claim: Claim) -> Iterator[Finding]:
     try:
         cursor = Cursor.from_json(dict(claim.cursor))
         plan.check_cursor(cursor)
-        problem = None if cursor.step == claim.step else f"it is of step {cursor.step}"
+        problem = None if cursor.step == claim.step else f"the cursor is for step {cursor.step}"
     except UserError as error:
         problem = str(error)
     if problem is not None:
@@ -359,20 +362,20 @@ def _check_cursor(plan: Plan, claim: Claim) -> Iterator[Finding]:
             step=claim.step,
             where=f"{claim.origin}, data cursor {dict(claim.cursor)}",
             what=f"after step {claim.step} {position} ({problem})",
-            meaning="a run resumed from it would train rows twice, leave some out, or be refused",
+            meaning="a run resumed from this checkpoint would repeat or skip rows, or be refused",
         )
 
 
 def _check_sums(trained: TrainedSteps, claims: Sequence[Claim]) -> Iterator[Finding]:
-    """Compare running sums; a difference that persists from one checkpoint to the next is reported once.
+    """Compare each claim with the running totals of the steps; report a persistent difference only once.
 
-    Missing steps are a finding of their own: the first checkpoint after them adopts the difference that they make, so
-    that the next ones prove the steps between them again.
+    Missing steps are a separate finding. The first checkpoint after them sets a new baseline, so that later checkpoints
+    verify the steps in between again.
     """
     claims = sorted(claims, key=lambda claim: claim.step)
     before = trained.inherited
     digest, tokens, count, place, num_missing = before.digest, before.tokens, before.step, 0, 0
-    # By how much the claims differed last; None after steps that are missing.
+    # The difference at the previous claim; None if steps are missing since then.
     tokens_off: int | None = 0
     digest_off: int | None = 0
     for claim in claims:
@@ -382,8 +385,8 @@ def _check_sums(trained: TrainedSteps, claims: Sequence[Claim]) -> Iterator[Find
         if count != claim.step:
             yield claim.finding(
                 "checkpoint_step",
-                f"holds {claim.step} steps, but no record of step {claim.step} counts in the journal",
-                "the data that its state was trained on can't be proved",
+                f"contains {claim.step} steps, but the journal has no record of step {claim.step} that counts",
+                "the data that this checkpoint was trained on can't be verified",
             )
             continue
         if claim.step - before.step - place != num_missing:
@@ -392,13 +395,13 @@ def _check_sums(trained: TrainedSteps, claims: Sequence[Claim]) -> Iterator[Find
         if tokens_off not in (None, claim.tokens - tokens):
             yield claim.finding(
                 "checkpoint_tokens",
-                f"counts {claim.tokens:,} supervised tokens, the steps of the journal sum to {tokens:,}",
-                "its state was trained on more or fewer tokens than the journal records",
+                f"records {claim.tokens:,} supervised tokens, but the journal's steps sum to {tokens:,}",
+                "this checkpoint was trained on more or fewer tokens than the journal records",
             )
         if digest_off not in (None, (claim.digest - digest) % MODULUS):
             yield claim.finding(
                 "checkpoint_digest",
-                f"has data digest {claim.digest:016x}, the steps of the journal up to it sum to {digest:016x}",
-                "its state was trained on other rows or tokens than the journal records, or one of the two was changed",
+                f"has data digest {claim.digest:016x}, but the journal's steps sum to {digest:016x}",
+                "this checkpoint was trained on other data than the journal records, or one of the two was modified",
             )
         tokens_off, digest_off = claim.tokens - tokens, (claim.digest - digest) % MODULUS

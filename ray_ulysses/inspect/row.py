@@ -26,61 +26,62 @@ from ray_ulysses.tracking.journal_reader import read_entries
 from ray_ulysses.tracking.steps import Entry
 
 TextMode = Literal["cut", "full", "none"]
-"""How much of a row's text is shown."""
+"""How much of a row's text to show: head and tail, all, or nothing."""
 _HEAD_CHARACTERS, _TAIL_CHARACTERS = 320, 160
 _OPEN, _CLOSE = "⟦", "⟧"
-"""Enclose the supervised parts of a document that has others, too."""
+"""Markers around the supervised parts of a document that is only partly supervised."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PieceText:
-    """The text of a piece, shortened in the middle if it is long."""
+    """Text of a piece, without its middle part if it is long."""
 
     head: str
     tail: str
-    """Its end; empty if nothing was left out."""
+    """End of the text; empty if the text is complete in `head`."""
     left_out: int
-    """Number of characters between the two."""
+    """Number of characters omitted between `head` and `tail`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowCorpus:
-    """One corpus of a row's documents."""
+    """A corpus that contains documents of a row."""
 
     path: str
-    """The path where it is searched."""
+    """Path at which the corpus is expected."""
     fingerprint: str
     problem: str | None
+    """Why the corpus can't be read, or None if it can."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowPiece:
-    """One piece of a row, and its document; the source and labels are None if the corpus can't be read."""
+    """A piece of a row, and its document. Source and labels are None if the corpus can't be read."""
 
     document: int
-    """Number of the document in the plan, which numbers the documents of all corpora."""
+    """Number of the document across all corpora of the plan."""
     corpus_document: int
-    """Its number in its own corpus."""
+    """Number of the document in its corpus."""
     start: int
-    """First token of the piece in the document."""
+    """Index of the piece's first token in the document."""
     length: int
     goes_on: bool
-    """Whether the document continues beyond it, so that its last token has a label."""
+    """Whether the document continues after the piece, so that the piece's last token has a label."""
     corpus: str
     labels: tuple[tuple[int, int], ...] | None = None
-    """Supervised ranges of the document in this piece, each as first token and the token after the last."""
+    """Supervised token ranges in document coordinates, each as (first token, token after the last)."""
     source: str | None = None
     offset: int | None = None
-    """Line or row in it, from 1; 0 for a whole file."""
+    """Line or row in the source, starting at 1; 0 if the document is an entire file."""
     id: str | None = None
     text: PieceText | None = None
-    """Its text; None if it was not requested or can't be decoded."""
+    """Text of the piece; None if it was not requested or can't be decoded."""
     text_problem: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimesTrained:
-    """A step that trained a row."""
+    """A step, and its attempt, that trained a row."""
 
     step: int
     attempt: int
@@ -88,47 +89,47 @@ class TimesTrained:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowReport:
-    """The report on a row."""
+    """Report on a row."""
 
     run: str
     row: int
     planned_step: int
     trained: tuple[TimesTrained, ...]
-    """The steps that trained it and count: one, once the run has reached it."""
+    """Steps that trained the row and count: exactly one, once the run has reached the row."""
     thrown_away: tuple[TimesTrained, ...]
-    """Steps that trained it and were thrown away, because an attempt resumed before them."""
+    """Steps that trained the row but were discarded, because an attempt resumed from an earlier step."""
     segment: int
     plan_id: str
     epoch: int
     row_tokens: int
-    """Its length, including padding."""
+    """Length of the row in tokens, including padding."""
     tokens: int
     padding: int
     supervised: int
     cost: int
-    """Sum of ``length * (length + token_cost)`` over its pieces."""
+    """Sum of ``length * (length + token_cost)`` over the row's pieces."""
     corpora: tuple[RowCorpus, ...]
     pieces: tuple[RowPiece, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the object that ``ray-ulysses inspect RUN --row N --json`` prints."""
+        """Return the output of ``ray-ulysses inspect RUN --row N --json``."""
         return asdict(self)
 
 
 def report_row(
     run_dir: Place, row: int, *, corpora: Sequence[Place] = (), text: TextMode = "cut", trust_run: bool = False
 ) -> RowReport:
-    """Return the report on a row; a missing corpus or tokenizer leaves out only what it would provide.
+    """Return a report on a row. If a corpus or tokenizer is missing, only the fields that need it are omitted.
 
     Args:
         run_dir: The run's directory.
-        row: Its number over the whole run, from 0.
+        row: Number of the row in the run, starting at 0.
         corpora: Current directories of corpora that are no longer at their planned paths.
         text: How much of the text to show.
-        trust_run: As of `find_sources`.
+        trust_run: See `find_sources`.
 
     Raises:
-        UserError: This is not a run directory, there is no plan, the plan has no such row, or ``corpora`` are wrong.
+        UserError: ``run_dir`` is not a run directory, the plan or the row does not exist, or ``corpora`` are wrong.
     """
     check_run(run_dir)
     plan = open_plan(run_dir)
@@ -167,7 +168,7 @@ def _check_row(plan: Plan, entries: Sequence[Entry], row: int) -> None:
     done = f"; rows 0 to {trained.steps[-1].rows[1] - 1} are trained so far" if trained.steps else ""
     raise UserError(
         f"--row={row}: the plan {plan.plan_id} has rows 0 to {plan.num_rows - 1} in {plan.num_steps} steps{done}; "
-        "give one of them"
+        "choose one of these rows"
     )
 
 
@@ -178,10 +179,10 @@ def _times(steps: Sequence[StepDone]) -> tuple[TimesTrained, ...]:
 def _pieces(
     store: CorpusSet, pieces: Sequence[Piece], mode: TextMode
 ) -> tuple[tuple[RowCorpus, ...], tuple[RowPiece, ...]]:
-    """Return the corpora of some pieces, and the pieces with their sources and texts."""
+    """Return the corpora of a row's pieces, and the pieces with their sources and texts."""
     bases = first_documents(store.sources)
     corpora: dict[int, RowCorpus] = {}
-    # Of thousands of pieces each tokenizer is loaded, or fails to load, only once.
+    # A row can have thousands of pieces; load each tokenizer only once, even if loading fails.
     load = cache(_tokenizer)
     found = []
     for piece in pieces:
@@ -218,7 +219,6 @@ def _corpus(store: CorpusSet, number: int, document: int) -> RowCorpus:
 def _source_fields(
     store: CorpusSet, piece: Piece, mode: TextMode, load: Callable[[TokenizerInfo], Tokenizer | UserError]
 ) -> dict[str, Any]:
-    """Return the fields of a piece that are read from its corpus."""
     corpus, local = store.locate(piece.document)
     try:
         source = corpus.source(local)
@@ -240,7 +240,7 @@ def _source_fields(
 
 
 def _labels(corpus: Corpus, document: int, piece: Piece) -> tuple[tuple[int, int], ...]:
-    """Return the ranges of a document that are labels in a piece; a document's first token is not a label."""
+    """Return the token ranges that are labels in a piece. A document's first token is never a label."""
     first = piece.start + 1
     weights = corpus.label_weights(document, first, first + piece.num_labels)
     if weights is None:
@@ -250,7 +250,7 @@ def _labels(corpus: Corpus, document: int, piece: Piece) -> tuple[tuple[int, int
 
 
 def _tokenizer(info: TokenizerInfo) -> Tokenizer | UserError:
-    """Return the tokenizer that prepared a corpus, or why it can't be used."""
+    """Return the tokenizer that prepared a corpus, or the error if it can't be used."""
     try:
         tokenizer = load_tokenizer(info.name)
     except UserError as error:
@@ -258,13 +258,13 @@ def _tokenizer(info: TokenizerInfo) -> Tokenizer | UserError:
     if tokenizer.info.fingerprint == info.fingerprint:
         return tokenizer
     return UserError(
-        f"tokenizer={info.name}: its files are not those that prepared the corpus (fingerprint "
-        f"{tokenizer.info.fingerprint}, the corpus has {info.fingerprint}); restore them to see the text"
+        f"tokenizer={info.name}: the tokenizer has fingerprint {tokenizer.info.fingerprint}, but the corpus was "
+        f"prepared with {info.fingerprint}; restore the original tokenizer files to see the text"
     )
 
 
 def shortened(text: str) -> PieceText:
-    """Return head and tail of a text, or all of it if hardly anything would be left out (pure)."""
+    """Return the head and the tail of a text, or the complete text if little would be omitted."""
     left_out = len(text) - _HEAD_CHARACTERS - _TAIL_CHARACTERS
     if left_out <= _TAIL_CHARACTERS:
         return PieceText(head=text, tail="", left_out=0)
@@ -272,9 +272,9 @@ def shortened(text: str) -> PieceText:
 
 
 def _marked(tokens: NDArray[np.integer], labels: Sequence[tuple[int, int]], tokenizer: Tokenizer) -> str:
-    """Return the text of tokens, with marks around the supervised ranges (pure)."""
+    """Decode tokens, with markers around the supervised ranges."""
     parts, at = [], 0
-    # A document that continues beyond the piece has one more label, whose token is in the next piece.
+    # If the document continues after the piece, the last label's token is in the next piece.
     for first, last in ((first, last) for first, last in labels if first < tokens.size):
         parts += [tokenizer.decode(tokens[at:first]), _OPEN, tokenizer.decode(tokens[first:last]), _CLOSE]
         at = last

@@ -1,4 +1,4 @@
-"""Reads the rows of a run again from plan and corpus, and compares their digests with those of the journal."""
+"""Reads a run's rows again from plan and corpus, and compares their digests with the journal."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _MOST_THREADS = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """The result of reading every trained row again."""
+    """Totals of the trained rows that were read again."""
 
     steps: int
-    """Steps whose rows could be read."""
+    """Number of steps whose rows could all be read."""
     rows: int
     tokens: int
-    """Tokens of these rows, including padding."""
+    """Number of tokens in the rows, including padding."""
     digest: int
 
 
@@ -38,7 +38,7 @@ class ReadingProgress:
     rows: int
     num_rows: int
     tokens: int
-    """Tokens of the rows read so far, including padding."""
+    """Number of tokens in the rows read so far, including padding."""
 
 
 Watch = Callable[[ReadingProgress], None]
@@ -46,7 +46,7 @@ Watch = Callable[[ReadingProgress], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Row:
-    """Digest and padded length of a row, or why it can't be read."""
+    """Digest and padded length of a row, or the reason why the row can't be read."""
 
     digest: int = 0
     tokens: int = 0
@@ -54,18 +54,18 @@ class _Row:
 
 
 def check_rows(plan: Plan, reader: RowReader, steps: Sequence[StepDone], watch: Watch) -> tuple[Reading, list[Finding]]:
-    """Read every row of some steps and compare the digest of each step with the journal's.
+    """Read the rows of all given steps and compare each step's digest with the journal.
 
     Only a few rows are in memory at a time.
 
     Args:
         plan: The run's plan.
-        reader: Reads its rows.
-        steps: Steps that count; those beyond the plan are left out.
-        watch: Called after each row.
+        reader: Reader of the plan's rows.
+        steps: Steps that count. Steps after the end of the plan are skipped.
+        watch: Progress callback, called after each row.
 
     Raises:
-        StorageAwayError: The storage did not answer within the retry time.
+        StorageAwayError: The storage stayed unavailable for the retry time.
     """
     planned = [step for step in steps if step.step <= plan.num_steps]
     num_rows = sum(len(plan.step_rows(step.step)) for step in planned)
@@ -95,7 +95,7 @@ def check_rows(plan: Plan, reader: RowReader, steps: Sequence[StepDone], watch: 
 
 
 def _read_rows(reader: RowReader, numbers: Iterable[int]) -> Iterator[_Row]:
-    """Yield the digest of each row in order, read by threads, since reading and hashing release the GIL."""
+    """Yield the rows' digests in order. Threads are used because reading and hashing release the GIL."""
     num_threads = min(_MOST_THREADS, os.cpu_count() or 1)
     pending: deque[Future[_Row]] = deque()
     with ThreadPoolExecutor(num_threads, thread_name_prefix="ray-ulysses-verify") as threads:
@@ -121,13 +121,13 @@ def _read_row(reader: RowReader, number: int) -> _Row:
 
 def _unreadable(step: StepDone, problems: Sequence[tuple[int, str]]) -> Finding:
     row, problem = problems[0]
-    more = f", nor {len(problems) - 1} more of the step" if len(problems) > 1 else ""
+    more = f", and neither can {len(problems) - 1} other rows of the step" if len(problems) > 1 else ""
     return Finding(
         kind="unreadable_rows",
         step=step.step,
         where=step_name(step),
         what=f"row {row} can't be read{more}: {problem}",
-        meaning="the data that the model received in this step are not proved",
+        meaning="the data that the model received in this step can't be verified",
     )
 
 
@@ -137,8 +137,8 @@ def _different(plan: Plan, step: StepDone, found: int) -> Finding:
         kind="digest",
         step=step.step,
         where=f"{step_name(step)}, {rows_text(planned.start, planned.stop)}",
-        what=f"the model received data of digest {step.digest:016x}, plan and corpus have {found:016x}",
+        what=f"the model received data with digest {step.digest:016x}, but plan and corpus yield {found:016x}",
         meaning=(
-            "a token, label or position of these rows differed from the plan, or corpus or journal were changed since"
+            "a token, label or position in these rows was wrong, or the corpus or the journal was modified afterwards"
         ),
     )

@@ -1,4 +1,4 @@
-"""Opens what a run has stored: its plan with its history, its corpora at their current paths, and its checkpoints."""
+"""Opens a run's stored data: its plan and plan history, its corpora at their current paths, and its checkpoints."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 
 DATA_ERRORS = (UlyssesError, OSError)
-"""Raised for a plan or a corpus that is missing, damaged or away."""
+"""Errors raised if a plan or a corpus is missing, damaged or unavailable."""
 
 
 def open_plan(run_dir: Place, argument: str = "RUN") -> Plan:
-    """Return the plan of a run.
+    """Return a run's data plan.
 
     Args:
         run_dir: The run's directory.
-        argument: Its name on the command line, for the text of an error.
+        argument: Name of the command-line argument that specified the directory, for error messages.
 
     Raises:
-        UserError: There is none yet, or it can't be read.
+        UserError: The run has no plan yet, or the plan can't be read.
     """
     folder = run_dir / PLAN_FOLDER
     plan = load_plan_if_any(folder)
     if plan is None:
         raise UserError(
-            f"{argument}={str(run_dir)!r}: has no data plan yet ({folder} holds none); `ray-ulysses train` writes "
-            "it before the first step"
+            f"{argument}={str(run_dir)!r}: the run has no data plan yet (in {folder}); `ray-ulysses train` writes "
+            "the plan before the first step"
         )
     return plan
 
@@ -60,17 +60,18 @@ def find_sources(
 ) -> tuple[PlannedSource, ...]:
     """Return the plan's corpora at their current paths.
 
-    A corpus is searched in ``given``, then at its planned path, then at the paths in the run's configuration, which a
-    resume keeps up to date.
+    Each corpus is searched for in ``given``, then at its planned path, then at the paths in the run's configuration,
+    which a resume updates.
 
     Args:
         run_dir: The run's directory.
-        plan: Its plan.
-        given: Directories of corpora, identified by their content.
-        trust_run: Whether corpora are looked for on servers that only the run names.
+        plan: The run's plan.
+        given: Corpus directories, identified by their content.
+        trust_run: Whether to contact servers that are specified only by the run's files.
 
     Raises:
-        UserError: One of ``given`` can't be opened, or is not in the plan; or only the run names a corpus's server.
+        UserError: A directory in ``given`` can't be opened or is not in the plan, or an untrusted run specifies a
+            corpus on a server.
     """
     sources = {source.fingerprint: source for source in plan.newest.sources}
     found = {}
@@ -82,8 +83,8 @@ def find_sources(
         if fingerprint not in sources:
             known = "; ".join(f"{source.path} ({source.fingerprint})" for source in plan.newest.sources)
             raise UserError(
-                f"--corpus {path}: holds corpus {fingerprint}, which is not in the plan: {known}; give the "
-                "current directory of one of those"
+                f"--corpus {path}: contains corpus {fingerprint}, which is not in the plan ({known}); specify the "
+                "current directory of a planned corpus"
             )
         found[fingerprint] = str(path)
     refusals = {} if trust_run else {source.path: _refusal(source.path, run_dir) for source in sources.values()}
@@ -104,13 +105,13 @@ def find_sources(
 
 
 def _refusal(path: str, run_dir: Place) -> UnnamedServerError | None:
-    """Return the error for a corpus on a server that only the run names."""
+    """Return an error if the corpus is on a server that only the run's files specify, otherwise None."""
     try:
         refuse_server(path, f"a corpus of {run_dir / PLAN_FOLDER}", (run_dir,))
     except UnnamedServerError as error:
         return error
     except UserError:
-        pass  # Reported where it is opened.
+        pass  # Opening the corpus reports this error.
     return None
 
 
@@ -118,7 +119,7 @@ def _is_there(path: str) -> bool:
     try:
         return corpus_exists(path)
     except (UserError, RunError):
-        # Reported where it is opened.
+        # Opening the corpus reports this error.
         return True
 
 
@@ -126,12 +127,12 @@ def _fingerprint_or_none(path: str) -> str | None:
     try:
         return Corpus.open(path).fingerprint
     except (UserError, RunError):
-        # Not a missing corpus; those are reported by their own paths.
+        # This path is only a guess for a missing corpus, which is reported with its planned path.
         return None
 
 
 def _configured(run_dir: Place) -> tuple[str, ...]:
-    """Return the corpora in the run's configuration; none if it can't be read."""
+    """Return the corpus paths in the run's configuration; empty if the configuration can't be read."""
     try:
         return corpus_paths(stored_config(run_dir))
     except ConfigError:
@@ -147,11 +148,11 @@ class PlannedData:
 
 
 def planned_data(run_dir: Place, *, trust_run: bool = False) -> PlannedData | None:
-    """Return the data of a run; None if it has no plan.
+    """Return a run's plan and corpora, or None if the run has no plan.
 
     Raises:
-        UserError: The plan can't be read; the text is only the reason.
-        UnnamedServerError: As of `find_sources`.
+        UserError: The plan can't be read. The message contains no advice.
+        UnnamedServerError: See `find_sources`.
     """
     try:
         plan = load_plan_if_any(run_dir / PLAN_FOLDER)
@@ -165,9 +166,9 @@ def planned_data(run_dir: Place, *, trust_run: bool = False) -> PlannedData | No
 
 
 def with_planned_context(config: Config, run_dir: Place, step: int) -> Config:
-    """Return a configuration with the context that a step was planned with, which a branch may have changed since.
+    """Set ``data.context_tokens`` to the value that a step was planned with, before any later branch of the plan.
 
-    It is returned as it is if there is no plan that can be read.
+    If there is no readable plan, the configuration is returned unchanged.
     """
     try:
         plan = load_plan_if_any(run_dir / PLAN_FOLDER)
@@ -180,7 +181,7 @@ def with_planned_context(config: Config, run_dir: Place, step: int) -> Config:
 
 
 def unreadable_plan(error: Exception) -> UserError:
-    """Return the error for a plan that can't be read, without the hint, which is for training."""
+    """Return an error for a plan that can't be read, without the original advice, which applies to training."""
     if isinstance(error.__cause__, OSError) and error.__cause__.filename:
         error = error.__cause__
     if isinstance(error, OSError):
@@ -193,55 +194,54 @@ def unreadable_plan(error: Exception) -> UserError:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceRecord:
-    """One corpus of a segment."""
+    """A corpus of a plan segment."""
 
     path: str
-    """Its path when the segment was planned."""
+    """Path of the corpus when the segment was planned."""
     weight: float | None
-    """Its share of an epoch's tokens relative to the others; None if all of it is used."""
+    """Weight of the corpus in the data mix; None if all of its tokens are used."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SegmentRecord:
-    """One segment of a plan."""
+    """A segment of a data plan."""
 
     plan_id: str
     """Id of the segment."""
     segment: int
-    """Its number, from 0."""
+    """Index of the segment, starting at 0."""
     base_step: int
-    """Steps completed before its first."""
+    """Number of completed steps at which the segment begins."""
     base_row: int
-    """Rows trained on before its first."""
+    """Index of the segment's first row in the run."""
     context_tokens: int
-    """Tokens of the longest row."""
+    """Maximum number of tokens in a row."""
     rows_per_step: int
-    """Rows of a global batch."""
+    """Number of rows in a global batch."""
     packing: str
-    """The packing method."""
+    """Packing method."""
     sources: tuple[SourceRecord, ...]
-    """Its corpora."""
+    """Corpora of the segment."""
     stage: str | None = None
-    """Name of its stage, or the stage's number from 0 where the configuration does not tell; None in a run without
-    stages."""
+    """Name of the segment's stage, or its index if the configuration can't be read; None in a run without stages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanHistory:
-    """Every segment of a run's plan."""
+    """The segments of a run's data plan."""
 
     segments: tuple[SegmentRecord, ...] = ()
     problem: str | None = None
-    """Why it can't be read; None otherwise."""
+    """Why the plan can't be read, or None if it can."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return its keys in ``ray-ulysses inspect RUN --json``."""
+        """Return the plan's entries in the output of ``ray-ulysses inspect RUN --json``."""
         fields: dict[str, Any] = {"plan": [asdict(segment) for segment in self.segments]}
         return fields if self.problem is None else {**fields, "plan_problem": self.problem}
 
 
 def read_plan_history(run_dir: Place) -> PlanHistory:
-    """Return the history of a run's data plan; a plan that can't be read is reported as its problem."""
+    """Return the history of a run's data plan. If the plan can't be read, the result has a `problem`."""
     try:
         plan = load_plan_if_any(run_dir / PLAN_FOLDER)
     except (UlyssesError, OSError) as error:
@@ -271,32 +271,32 @@ def read_plan_history(run_dir: Place) -> PlanHistory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunStorage:
-    """The checkpoint store of a run."""
+    """A run's checkpoint store."""
 
     store: Store
     location: str
     config: Config | None
-    """The run's configuration; None if its directory has none that can be read."""
+    """The run's configuration; None if it is missing or can't be read."""
 
 
 def open_run_storage(run_dir: Place, *, trust_run: bool = False) -> RunStorage:
-    """Return the checkpoint store of a run; checkpoints in its directory move with it.
+    """Open a run's checkpoint store.
 
-    If its configuration can't be read, a warning is logged, and the store is the run's directory.
+    If the run's configuration can't be read, log a warning and use the run's directory.
 
     Args:
-        run_dir: The run's directory.
-        trust_run: Whether its file of secrets and its servers are used.
+        run_dir: The run's directory, which may have been moved together with its checkpoints.
+        trust_run: Whether to use the secrets file and the servers that the run's configuration specifies.
 
     Raises:
-        UserError: The configuration names a store that can't be opened, or on a server that only it names.
+        UserError: The configured store can't be opened, or an untrusted run specifies a server.
     """
     config, file = None, run_dir / CONFIG_FILE
     try:
         config = stored_config(run_dir, trust_run=trust_run) if is_file(file) else None
     except ConfigError as error:
         problem = error.problems[0] if error.problems else error
-        _log.warning("%s can't be read (%s): checkpoints are searched in its folder", file, problem)
+        _log.warning("%s can't be read (%s); looking for checkpoints in the run's directory", file, problem)
     if config is None:
         return RunStorage(store=open_store(run_dir), location=str(run_dir.absolute()), config=None)
     location = stored_checkpoints(config, run_dir, trust_run=trust_run)
@@ -306,15 +306,15 @@ def open_run_storage(run_dir: Place, *, trust_run: bool = False) -> RunStorage:
 def read_run(run_dir: Place, journal: Journal | None = None, *, trust_run: bool = False) -> RunHistory:
     """Return the history of a run, including its checkpoints.
 
-    Args:
-        run_dir: Its directory.
-        journal: Its journal, if it has been read already.
-        trust_run: As of `open_run_storage`.
+    Logs a warning if the storage is unavailable, or contains none of the checkpoints in the journal.
 
-    Logs a warning if the storage does not answer, or lacks all checkpoints that the journal records.
+    Args:
+        run_dir: The run's directory.
+        journal: The run's journal, if it has already been read.
+        trust_run: See `open_run_storage`.
 
     Raises:
-        UserError: The configuration names a store that can't be opened.
+        UserError: The configured store can't be opened.
         OSError: The journal can't be read.
     """
     storage = open_run_storage(run_dir, trust_run=trust_run)

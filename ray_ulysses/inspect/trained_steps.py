@@ -1,4 +1,4 @@
-"""The steps of a journal that count, checked with the plan by which each attempt trained."""
+"""Classifies the steps of a journal by whether they count, given each attempt's plan."""
 
 from __future__ import annotations
 
@@ -13,41 +13,43 @@ from ray_ulysses.tracking.steps import Entry, Steps, inherited_steps, step_of, s
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainedSteps:
-    """The steps of a run."""
+    """The steps of a run, by whether they count."""
 
     steps: tuple[StepDone, ...]
+    """Steps that count."""
     superseded: tuple[StepDone, ...]
-    """Those that the next attempt will throw away, because the plan was branched before them."""
+    """Steps that the next attempt will discard, because the plan was branched at an earlier step."""
     lost: tuple[StepDone, ...]
+    """Steps that were discarded because an attempt resumed from an earlier step."""
     repeated: tuple[StepDone, ...]
-    """Those that were trained again without a resume before them."""
+    """Earlier records of steps that were recorded twice without a resume in between."""
     other_plans: Mapping[int, tuple[str, ...]]
-    """The plan ids of each attempt whose steps count although it trained by a plan that is not the run's."""
+    """Plan ids of attempts whose steps count although they trained by a plan other than the run's, by attempt."""
     inherited: InheritedSteps = field(default_factory=InheritedSteps)
 
     @property
     def digest(self) -> int:
-        """Return the sum of the digests of the steps that count."""
+        """Sum of the digests of the steps that count and of the inherited steps."""
         return add_digests(self.inherited.digest, *(step.digest for step in self.steps))
 
     @property
     def tokens(self) -> int:
-        """Return the supervised tokens of the steps that count."""
+        """Number of supervised tokens in the steps that count and in the inherited steps."""
         return self.inherited.tokens + sum(step.tokens for step in self.steps)
 
 
 def step_name(step: StepDone) -> str:
-    """Return a step and its attempt in words."""
+    """Describe a step and its attempt."""
     return f"step {step.step} of attempt {step.attempt}"
 
 
 def trained_steps(entries: Sequence[Entry], plan: Plan, *, row: int | None = None) -> TrainedSteps:
-    """Return the steps of a journal (pure).
+    """Classify the steps of a journal.
 
     Args:
         entries: The run's journal.
         plan: The run's current plan.
-        row: Only the steps that trained this row of it; None for all.
+        row: Select only steps that trained this row; None selects all steps.
     """
     counted = steps_that_count(entries)
     ids = tuple(segment.plan_id for segment in plan.segments)
@@ -72,7 +74,7 @@ def trained_steps(entries: Sequence[Entry], plan: Plan, *, row: int | None = Non
 
 
 def _is_superseded(step: StepDone, plans: Mapping[int, tuple[str, ...]], ids: tuple[str, ...], plan: Plan) -> bool:
-    """Return whether the plan was branched before a step and no attempt has continued on the branch yet."""
+    """Return whether the plan was branched before a step, but no attempt has trained on the branch yet."""
     known = plans.get(step.attempt, ids)
     if known != ids[: len(known)] or len(known) == len(ids):
         return False

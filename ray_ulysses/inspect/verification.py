@@ -1,4 +1,4 @@
-"""Verifies a run: compares its journal, checkpoints and rows with its plan."""
+"""Verifies a run by comparing its journal, checkpoints and rows with its plan."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from ray_ulysses.tracking.journal_reader import read_entries, read_journal
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verification:
-    """The verification that every planned row was trained on exactly once, with its planned tokens."""
+    """Result of verifying that each planned row was trained exactly once, with its planned tokens."""
 
     name: str
     status: str
     plan_ids: tuple[str, ...]
     last_step: int
-    """The last step that counts, or that was inherited from another run."""
+    """The last step that counts, or the last inherited step if there is none."""
     planned_steps: int
     steps: int
     rows: int
@@ -45,22 +45,22 @@ class Verification:
     data_digest: str
     lost_steps: int
     num_manifests: int
-    """Manifests that were compared with journal and plan."""
+    """Number of manifests compared with the journal and the plan."""
     num_commits: int
-    """Commits in the journal that were compared with the steps."""
+    """Number of the journal's commit events compared with the steps."""
     reading: Reading | None
-    """The result of reading every row again; None if that was left out."""
+    """Totals of the rows that were read again; None if reading was skipped."""
     findings: tuple[Finding, ...]
     notes: tuple[str, ...]
     comparison: Comparison | None
 
     @property
     def holds(self) -> bool:
-        """Return whether there are no findings."""
+        """Whether the verification passed."""
         return not self.findings
 
     def to_json(self) -> dict[str, Any]:
-        """Return the object that ``ray-ulysses inspect RUN --verify --json`` prints."""
+        """Return the output of ``ray-ulysses inspect RUN --verify --json``."""
         fields = asdict(self)
         for name in ("plan_ids", "findings", "notes"):
             fields[name] = list(fields[name])
@@ -78,25 +78,25 @@ def verify_run(
     watch: Watch = lambda progress: None,
     trust_run: bool = False,
 ) -> Verification:
-    """Verify that a run trained every planned row once, with its planned tokens; changes nothing.
+    """Verify that a run trained each planned row exactly once, with its planned tokens.
 
     A run in progress is verified up to its latest step.
 
     Args:
         run_dir: The run's directory.
-        other: Another run, whose data are compared step by step.
-        read: Whether to read every trained row again from the corpus.
+        other: Directory of another run whose data is compared step by step.
+        read: Whether to read each trained row again from the corpus.
         corpora: Current directories of corpora that are no longer at their planned paths.
-        watch: Called after each row that was read.
-        trust_run: Whether files of secrets and servers that only the run names are used.
+        watch: Progress callback, called after each row.
+        trust_run: Whether to use the secrets file and the servers that are specified only by the run's files.
 
     Raises:
         UserError: A directory is not a run directory, there is no plan, or a corpus can't be opened.
-        StorageAwayError: The storage did not answer within the retry time.
+        StorageAwayError: The storage stayed unavailable for the retry time.
     """
     check_run(run_dir)
     plan = open_plan(run_dir)
-    # Manifests before the journal: a step is in the journal before a checkpoint that contains it is committed.
+    # Read manifests before the journal: steps are journaled before a checkpoint that contains them is committed.
     claims = manifest_claims(run_dir, trust_run=trust_run)
     journal = read_journal(run_dir)
     trained = trained_steps(journal.entries, plan)
@@ -141,11 +141,11 @@ def verify_run(
 
 def _read(store: CorpusSet, plan: Plan, trained: TrainedSteps, watch: Watch) -> tuple[Reading, list[Finding]]:
     try:
-        # Opened before the first row, so that a missing corpus is reported immediately.
+        # Open all corpora first, so that a missing corpus is reported immediately.
         _ = store.corpora
         reader = RowReader(store, plan)
     except UserError as error:
-        way_out = "give its current directory with --corpus PATH, or skip reading it with --no-read"
+        way_out = "specify the current directory of the corpus with --corpus PATH, or skip reading with --no-read"
         raise UserError(str(error), way_out) from error
     return check_rows(plan, reader, trained.steps, watch)
 
@@ -156,16 +156,16 @@ def _notes(plan: Plan, trained: TrainedSteps) -> list[str]:
         notes.append("no step that counts has been trained yet, so there is nothing to verify")
     if trained.inherited.step:
         notes.append(
-            f"steps 1 to {trained.inherited.step} were inherited from {trained.inherited.origin}, and are proved by "
+            f"steps 1 to {trained.inherited.step} were inherited from {trained.inherited.origin}; verify them with "
             "that run's journal"
         )
     if trained.superseded:
         first, last = trained.superseded[0].step, trained.superseded[-1].step
         notes.append(
-            f"the plan was branched after step {first - 1}, and no attempt has continued from there yet: it will throw "
-            f"away steps {first} to {last}, which were left out"
+            f"the plan was branched after step {first - 1}, but no attempt has trained on the branch yet; the next "
+            f"attempt will discard steps {first} to {last}, which were not verified"
         )
     beyond = [step.step for step in trained.steps if step.step > plan.num_steps]
     if beyond:
-        notes.append(f"steps from {beyond[0]} on are beyond the plan and were not read again")
+        notes.append(f"steps from {beyond[0]} on are after the end of the plan and were not read again")
     return notes

@@ -1,1 +1,1 @@
-"""The parts of a rehearsal that do not touch a cluster: schedules of faults, the cost of each fault, and checks."""
+"""The parts of a rehearsal that do not need a cluster: fault schedules, the cost of each fault, and checks."""

@@ -1,4 +1,4 @@
-"""Checks the runs of a rehearsal: rows, losses, recoveries, and the share of the time in steps that count."""
+"""Checks the runs of a rehearsal: rows, losses, recoveries and goodput (ETTR)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ray_ulysses.tracking.journal_reader import read_entries
 from ray_ulysses.tracking.steps import ungroup_steps
 
 TOLERANCES = {"fp32": 1e-5, "bf16": 1e-2}
-"""Largest relative difference that rounding causes in a step's loss on another number of workers, by dtype."""
+"""Largest relative loss difference that rounding causes at a different number of workers, by dtype."""
 _SAMPLES = 8
 
 
@@ -32,18 +32,18 @@ def report_rehearsal(
     setting: Sequence[str] = (),
     problems: Iterable[str] = (),
 ) -> RehearsalReport:
-    """Return the report of a rehearsal, from the journals of its runs; reads every trained row again to verify it.
+    """Return the report of a rehearsal, based on the journals of its runs and a complete verification of their rows.
 
     Args:
         run_dir: Directory of the run with faults.
         planned: The planned faults.
-        injected: The faults that happened.
-        unbroken: Directory of the run without faults; None without one.
-        tolerance: Largest allowed relative difference of a loss.
+        injected: The injected faults.
+        unbroken: Directory of the run without faults, or None if there is no such run.
+        tolerance: Largest allowed relative difference between losses of the same step.
         most: Maximum number of workers of the run.
-        min_ettr: Smallest allowed share of the time in steps that count; None for any.
-        setting: The cluster, the command and the machine, in words.
-        problems: Problems found before.
+        min_ettr: Smallest allowed fraction of time in steps that count, or None to skip this check.
+        setting: Description of the cluster, the command and the machine.
+        problems: Problems found earlier, which are included in the report.
     """
     history, events = read_history(run_dir), list(ungroup_steps(read_entries(run_dir)))
     found = recoveries(events, injected, most=most)
@@ -79,26 +79,26 @@ def report_rehearsal(
 
 
 def relative_difference(ours: float, theirs: float) -> float:
-    """Return the difference of two losses as a share of the second."""
+    """Return the absolute difference of two losses, relative to the second loss."""
     return abs(ours / theirs - 1.0) if theirs else abs(ours)
 
 
 def compare_losses(pairs: Iterable[tuple[int, float, float]]) -> LossComparison:
-    """Return the largest relative difference of pairs of losses.
+    """Return the largest relative difference among pairs of losses.
 
     Args:
-        pairs: Step and the two losses.
+        pairs: (step, loss, loss to compare with).
     """
     differences = [(relative_difference(ours, theirs), step) for step, ours, theirs in pairs]
     if not differences:
         return LossComparison()
-    # NaN counts as the largest difference.
+    # NaN is larger than any other difference.
     largest, step = max(differences, key=lambda one: (math.isnan(one[0]), one[0]))
     return LossComparison(steps=len(differences), largest=largest, at_step=step)
 
 
 def count_rows(ranges: Iterable[tuple[int, int]]) -> tuple[int, int]:
-    """Return how many rows before the last one are in no range, and how many are in more than one."""
+    """Return the number of rows missing from the ranges, and the number of repeated rows, up to the last row."""
     reached = lost = repeated = 0
     for first, stop in sorted(ranges):
         lost += max(0, first - reached)
@@ -108,7 +108,7 @@ def count_rows(ranges: Iterable[tuple[int, int]]) -> tuple[int, int]:
 
 
 def _pairs_of_retrained(events: Iterable[Event]) -> Iterator[tuple[int, float, float]]:
-    """Yield the losses of each step that was trained by two attempts, one after the other."""
+    """Yield (step, new loss, previous loss) for each step that was trained again."""
     losses: dict[int, float] = {}
     for event in events:
         if isinstance(event, StepDone):
@@ -120,7 +120,7 @@ def _pairs_of_retrained(events: Iterable[Event]) -> Iterator[tuple[int, float, f
 def _samples(
     ours: Mapping[int, float], others: Mapping[int, float], found: Sequence[Recovery], events: Sequence[Event]
 ) -> tuple[tuple[int, float, float], ...]:
-    """Return the losses of the first step after each recovery, and of a few steps at equal distances."""
+    """Return the losses of the first step after each recovery, and of a few evenly spaced steps."""
     both = sorted(ours.keys() & others.keys())
     if not both:
         return ()
@@ -140,18 +140,18 @@ def _problems(
         if not one.is_over:
             yield f"the run did not recover from {one.injected.fault} ({one.injected.what})"
     if report.rows_lost or report.rows_repeated:
-        yield f"{report.rows_lost} rows were lost, and {report.rows_repeated} repeated"
+        yield f"{report.rows_lost} rows were lost, and {report.rows_repeated} rows were repeated"
     yield from map(str, verified.findings)
     if not verified.steps:
         yield "no step was trained"
-    for name, compared in (("steps that were trained again", report.retrained), ("the unbroken run", report.unbroken)):
+    for name, compared in (("its first training", report.retrained), ("the unbroken run", report.unbroken)):
         if compared is not None and not compared.largest <= report.tolerance:
             yield (
-                f"the loss of step {compared.at_step} differs from that of {name} by {compared.largest:.1e}; at most "
-                f"{report.tolerance:.0e} is rounding"
+                f"the loss of step {compared.at_step} differs from {name} by {compared.largest:.1e}; rounding explains "
+                f"at most {report.tolerance:.0e}"
             )
     if report.unbroken is not None and not report.unbroken.steps:
         yield "no step could be compared with the unbroken run"
     if min_ettr is not None and (report.ettr or 0.0) < min_ettr:
         share = f"{100 * (report.ettr or 0.0):.1f}%"
-        yield f"{share} of the time went into steps that count; at least {100 * min_ettr:g}% is required"
+        yield f"{share} of the time was spent in steps that count; at least {100 * min_ettr:g}% is required"

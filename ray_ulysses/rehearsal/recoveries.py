@@ -1,4 +1,4 @@
-"""Measures the cost of each fault of a rehearsal from the run's journal: seconds to the next step, and lost steps."""
+"""Measures the cost of each fault in a rehearsal from the run's journal: time to the next step, and lost steps."""
 
 from __future__ import annotations
 
@@ -13,50 +13,50 @@ from ray_ulysses.tracking.events import AttemptEnded, AttemptStarted, Event, Pha
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InjectedFault:
-    """A fault that has happened."""
+    """A fault that was injected."""
 
     fault: Fault
     at: float
-    """When it happened, in seconds since the epoch."""
+    """Time of the injection, in seconds since the epoch."""
     what: str
-    """Its target, in words."""
+    """Description of the target."""
     node: str | None = None
     """Address of the lost node; None if no node was lost."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recovery:
-    """The recovery from a fault; times are seconds after it."""
+    """The recovery from a fault. Times are in seconds after the injection."""
 
     injected: InjectedFault
     attempt: int | None = None
-    """The attempt that continued after it; None if the run went on in the same one."""
+    """The attempt that continued after the fault; None if the fault did not end the attempt."""
     detected_s: float | None = None
-    """When the failure was detected."""
+    """Time at which the failure was detected."""
     formed_s: float | None = None
-    """When the ranks of the next attempt had joined."""
+    """Time at which all ranks of the next attempt had joined."""
     loaded_s: float | None = None
-    """When their state was loaded."""
+    """Time at which the ranks had loaded the training state."""
     first_step_s: float | None = None
-    """When their first step had ended."""
+    """Time at which the first step after the fault completed."""
     pause_s: float | None = None
-    """Seconds between the last step before the fault and the first step after it."""
+    """Time from the last step before the fault to the first step after it."""
     lost_steps: int | None = None
-    """Completed steps that were trained again."""
+    """Number of completed steps that were trained again."""
     workers: tuple[int | None, int | None] = (None, None)
-    """World size before and after."""
+    """World size before and after the fault."""
     is_shared: bool = False
-    """Whether the same attempt also followed the previous fault."""
+    """Whether an earlier fault has the same `attempt`."""
 
     @property
     def is_over(self) -> bool:
-        """Whether the run trains again, or was never interrupted."""
+        """Whether the run resumed training, or was never interrupted."""
         return self.first_step_s is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossComparison:
-    """Losses of steps that were trained twice."""
+    """Comparison of losses of the same steps."""
 
     steps: int = 0
     largest: float = 0.0
@@ -67,49 +67,49 @@ class LossComparison:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RehearsalReport:
-    """The results of a rehearsal."""
+    """Results of a rehearsal."""
 
     name: str
     run_dir: str
     setting: tuple[str, ...]
-    """The cluster, the command and the machine, in words."""
+    """Description of the cluster, the command and the machine."""
     steps: int
-    """Completed steps."""
+    """Number of completed steps."""
     seconds: float
-    """Time that its commands ran."""
+    """Total time that the run's commands ran."""
     ettr: float | None
-    """Share of that time that went into steps that count, from 0 to 1; None if there are no steps."""
+    """Effective training time ratio: fraction of `seconds` spent in steps that count; None if there are no steps."""
     rows: int
     rows_lost: int
-    """Rows before the last trained one that no step has trained."""
+    """Number of rows that no step trained, up to the last trained row."""
     rows_repeated: int
-    """Rows that more than one step has trained."""
+    """Number of rows that were trained more than once."""
     data_digest: str
     """Sum of the digests of the rows that the model received."""
     recoveries: tuple[Recovery, ...]
     retrained: LossComparison
-    """Steps that were trained again after a fault, compared with the first time."""
+    """Steps that were trained again after a fault, compared with their first training."""
     unbroken: LossComparison | None
-    """All steps compared with a run without faults; None if there was none."""
+    """All steps, compared with a run without faults; None if there is no such run."""
     samples: tuple[tuple[int, float, float], ...]
-    """Step, loss, and loss of the unbroken run, for some steps."""
+    """(step, loss, loss of the unbroken run) for selected steps."""
     tolerance: float
-    """Largest allowed relative difference of a loss."""
+    """Largest allowed relative difference between losses of the same step."""
     problems: tuple[str, ...]
-    """Every check that failed."""
+    """Failed checks."""
 
     @property
     def holds(self) -> bool:
-        """Whether every check passed."""
+        """Whether all checks passed."""
         return not self.problems
 
     @property
     def lost_steps(self) -> int:
-        """Steps that were trained and thrown away."""
+        """Total number of completed steps that were trained again."""
         return sum(one.lost_steps or 0 for one in self.recoveries)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the object to store."""
+        """Return the report as stored in the rehearsal's JSON file."""
         return {"holds": self.holds, "lost_steps": self.lost_steps, **asdict(self)}
 
 
@@ -118,7 +118,7 @@ class _Attempt:
     """An attempt that has started."""
 
     formed: float | None
-    """When its ranks had joined; None if unknown."""
+    """Time at which all ranks had joined; None if unknown."""
     started: AttemptStarted
     steps: list[StepDone] = field(default_factory=list)
 
@@ -131,11 +131,11 @@ class _Attempt:
 def recoveries(
     events: Iterable[Event], injected: Sequence[InjectedFault], *, most: int | None = None
 ) -> tuple[Recovery, ...]:
-    """Return the recovery from each fault, as far as the journal records it.
+    """Return the recovery from each fault. Fields that the journal does not record are None.
 
     Args:
         events: The run's journal.
-        injected: The faults that happened, in order.
+        injected: The injected faults, in order.
         most: Maximum number of workers of the run; None if unknown.
     """
     formed: dict[int, float] = {}
@@ -156,7 +156,7 @@ def recoveries(
     for fault in injected:
         one = _recovery(fault, in_order, sorted(ends), most)
         is_shared = one.attempt is not None and any(one.attempt == other.attempt for other in found)
-        # The cost was counted with the previous fault.
+        # The lost steps are already counted for the earlier fault.
         found.append(replace(one, is_shared=True, lost_steps=0) if is_shared else one)
     return tuple(found)
 
@@ -164,13 +164,13 @@ def recoveries(
 def _recovery(
     injected: InjectedFault, attempts: Sequence[_Attempt], ends: Sequence[float], most: int | None
 ) -> Recovery:
-    """Return the recovery from a fault: by the first attempt that started after it and trained a step."""
+    """Return the recovery from a fault: the first later attempt that completed a step."""
     was = next((one for one in reversed(attempts) if one.started.time <= injected.at), None)
     world = None if was is None else was.started.world_size
     grows = injected.fault.kind == "add-node"
     is_needless = injected.fault.kind == "kill-agent" or (grows and world is not None and world == most)
     if is_needless or (was is not None and _trains_elsewhere(was, injected.node)):
-        # Training continues.
+        # The fault does not interrupt training.
         later = (step.time - injected.at for one in attempts for step in one.steps if step.time > injected.at)
         return Recovery(injected=injected, first_step_s=min(later, default=None), lost_steps=0, workers=(world, world))
     for before, one in pairwise(attempts):
@@ -197,6 +197,6 @@ def _recovery(
 
 
 def _trains_elsewhere(attempt: _Attempt, node: str | None) -> bool:
-    """Return whether a lost node had no ranks of an attempt, for example because its workers had yet to join."""
+    """Return whether a lost node had no ranks of an attempt, for example because its workers had not joined yet."""
     ranks = attempt.started.rank_nodes
     return node is not None and not any(rank.endswith(f"/{node}") for rank in ranks)

@@ -1,4 +1,4 @@
-"""Schedules of faults: parses them, checks that a run can survive them, and draws random ones."""
+"""Parses fault schedules, checks that a run can survive them, and generates random schedules."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ MEANINGS: Mapping[FaultKind, str] = {
     "crash-worker": "a training process crashes (SIGSEGV)",
     "stop-worker": "a training process is stopped (SIGSTOP)",
     "kill-agent": "an agent that holds peer memory is killed",
-    "kill-driver": "the command is killed (SIGKILL), and started again at once",
+    "kill-driver": "the command is killed (SIGKILL) and restarted immediately",
     "kill-node": "a node is lost without notice",
-    "drain-node": "a node is drained, and lost at its deadline",
+    "drain-node": "a node is drained, and lost at the drain deadline",
     "add-node": "a lost node is replaced",
 }
 LOSES_A_NODE: tuple[FaultKind, ...] = ("kill-node", "drain-node")
@@ -42,18 +42,18 @@ _LIKELIHOOD: Mapping[FaultKind, int] = {
     "drain-node": 4,
     "add-node": 8,
 }
-"""Weights of the kinds that are possible at a time, relative to one another."""
+"""Relative weight of each kind in random schedules."""
 
 _TIME = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")
-_FORM = "write a time and a kind, such as '40s kill-node, 1m30s drain-node'"
+_FORM = "specify a time and a kind, such as '40s kill-node, 1m30s drain-node'"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """One fault."""
+    """A scheduled fault."""
 
     at_s: float
-    """Seconds after the run's first step."""
+    """Time of the fault, in seconds after the run's first step."""
     kind: FaultKind
 
     def __str__(self) -> str:
@@ -65,16 +65,17 @@ class FaultTargets:
     """The cluster that faults are injected into."""
 
     rooms: tuple[int, ...]
-    """Workers that fit on each node that may be lost, in whole sequence-parallel groups."""
+    """For each node that may be lost, the number of workers that fit, in complete sequence-parallel groups."""
     elsewhere: int
-    """Workers that fit on the other nodes."""
+    """Number of workers that fit on all other nodes."""
     least: int
+    """Minimum number of workers (``cluster.workers.min``)."""
     impossible: Mapping[FaultKind, str] = field(default_factory=dict)
-    """Why a kind of fault can't happen there, by kind."""
+    """Kinds of faults that can't be injected into this cluster, with the reason."""
 
 
 def parse_seconds(text: str) -> float | None:
-    """Return a duration such as ``90s``, ``1m30s``, ``2h`` or ``90`` in seconds; None if the text is not a duration."""
+    """Parse a duration such as ``90s``, ``1m30s``, ``2h`` or ``90`` to seconds; return None if it is invalid."""
     if re.fullmatch(r"\d+(\.\d+)?", text):
         return float(text)
     found = _TIME.fullmatch(text)
@@ -84,10 +85,10 @@ def parse_seconds(text: str) -> float | None:
 
 
 def parse_faults(text: str) -> tuple[tuple[Fault, ...], tuple[str, ...]]:
-    """Return the faults of a text in the order of their times, and the problems of the text.
+    """Parse a schedule. Return the faults, ordered by time, and the problems found.
 
     Args:
-        text: Faults such as ``40s kill-node``, separated by commas or line breaks; a # begins a comment.
+        text: Faults such as ``40s kill-node``, separated by commas or line breaks; ``#`` starts a comment.
     """
     faults, problems = [], []
     lines = (line.partition("#")[0] for line in text.splitlines())
@@ -105,16 +106,16 @@ def parse_faults(text: str) -> tuple[tuple[Fault, ...], tuple[str, ...]]:
         else:
             faults.append(Fault(at_s=at_s, kind=kind))
     if not faults and not problems:
-        problems.append(f"it names no fault: {_FORM}")
+        problems.append(f"the schedule contains no fault: {_FORM}")
     return tuple(sorted(faults, key=lambda fault: fault.at_s)), tuple(problems)
 
 
 def schedule_problems(faults: Sequence[Fault], targets: FaultTargets) -> tuple[str, ...]:
-    """Return a problem for each fault that can't happen or would leave the run without enough workers.
+    """Return a problem for each fault that can't be injected or would leave too few workers for the run.
 
     Args:
-        faults: The faults, in the order of their times.
-        targets: The cluster; the largest remaining node is assumed to be lost first.
+        faults: The faults, ordered by time.
+        targets: The cluster. The largest remaining node is assumed to be lost first.
     """
     problems = []
     left, lost = sorted(targets.rooms), []
@@ -127,12 +128,12 @@ def schedule_problems(faults: Sequence[Fault], targets: FaultTargets) -> tuple[s
                 lost.append(left.pop())
                 continue
             problems.append(
-                f"{fault}: there would be room for {room} workers, and the run needs {targets.least} "
-                "(cluster.workers.min); put an add-node before it, lower cluster.workers.min, or use more nodes"
+                f"{fault}: only {room} workers would still fit, but the run needs {targets.least} "
+                "(cluster.workers.min); insert an add-node before, lower cluster.workers.min, or use more nodes"
             )
         elif fault.kind == "add-node":
             if not lost:
-                problems.append(f"{fault}: no node is missing at that time; put a kill-node or drain-node before it")
+                problems.append(f"{fault}: no node is missing at that time; insert a kill-node or drain-node before")
                 continue
             left = sorted([*left, lost.pop()])
     return tuple(problems)
@@ -141,14 +142,14 @@ def schedule_problems(faults: Sequence[Fault], targets: FaultTargets) -> tuple[s
 def random_schedule(
     seed: int, *, every_s: float, for_s: float, targets: FaultTargets, kinds: Collection[FaultKind] = KINDS
 ) -> tuple[Fault, ...]:
-    """Return random faults that a run can survive; the same arguments give the same faults.
+    """Generate a random schedule that a run can survive. The result is deterministic.
 
     Args:
-        seed: Seed of the random choices.
-        every_s: Mean time between two faults, in seconds; each interval is 0.5 to 1.5 times that.
-        for_s: Time of the last possible fault, in seconds after the run's first step.
+        seed: Random seed.
+        every_s: Mean time between faults, in seconds. Each interval is 0.5 to 1.5 times this value.
+        for_s: Latest time of a fault, in seconds after the run's first step.
         targets: The cluster.
-        kinds: Kinds to draw from; those that are impossible at a time are skipped.
+        kinds: Kinds of faults to choose from. Kinds that are impossible at a given time are skipped.
     """
     draw = random.Random(seed)
     faults: tuple[Fault, ...] = ()

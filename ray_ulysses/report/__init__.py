@@ -1,1 +1,1 @@
-"""Pictures of what a run did: one HTML file that needs no network and no server."""
+"""Renders a run's plan and README as text, and its report as a self-contained HTML page with plots."""

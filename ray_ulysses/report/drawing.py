@@ -1,6 +1,6 @@
-"""Draws curves as SVG, in colors that follow the page's theme, light or dark, and are safe for the color-blind.
+"""Draws plots as SVG, in a colorblind-safe palette that follows the page's light or dark theme.
 
-A curve of a million points is reduced to a picture's resolution without losing an extreme.
+A curve with a million points is downsampled to the plot's resolution without losing extreme values.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 COLUMNS = 480
-"""Columns of a picture: a curve keeps at most four points in each."""
-# Placeholders for variables of the page's style sheet, which has a light and a dark theme.
+"""Horizontal resolution of a plot. A curve has at most four points per column."""
+# Placeholder colors, replaced by CSS variables that the page defines for its light and dark themes.
 FOREGROUND, GRID = "#010101", "#020202"
 SERIES = tuple(f"#0300{number:02x}" for number in range(1, 9))
 _VARIABLES = {FOREGROUND: "fg", GRID: "grid"} | {color: f"c{number}" for number, color in enumerate(SERIES, 1)}
@@ -54,29 +54,29 @@ _STYLE: dict[Any, Any] = {
 
 @contextmanager
 def style() -> Iterator[None]:
-    """Draw in the style of the report within the block."""
+    """Apply the report's Matplotlib style within the block."""
     with matplotlib.rc_context(_STYLE):
         yield
 
 
 def new_figure(x_label: str, y_label: str, *, width: float = 5.4) -> tuple[Figure, Axes]:
-    """Return an empty figure and its axes; labels give the unit."""
+    """Return an empty figure and its axes. Labels should include units."""
     figure = Figure(figsize=(width, 3.0), layout="constrained")
     axes = figure.subplots()
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
-    # Ticks between two steps have no meaning.
+    # Fractional steps have no meaning.
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=x_label == "step"))
     return figure, axes
 
 
 def count_axis(axes: Axes, which: str) -> None:
-    """Format the ticks of an axis with k, M and G."""
+    """Format an axis's tick labels with the suffixes k, M and G."""
     (axes.xaxis if which == "x" else axes.yaxis).set_major_formatter(EngFormatter(sep=""))
 
 
 def curve(axes: Axes, x: Floats, y: Floats, label: str, color: str, *, marker: str = "") -> None:
-    """Draw a curve with all of its extremes; values that are not finite become crosses at the bottom."""
+    """Draw a downsampled curve that preserves extreme values. Non-finite values are drawn as crosses at the bottom."""
     columns, values = thin(x, y)
     dot = marker or ("." if 0 < len(columns) <= 60 else "")
     axes.plot(columns, values, color=color, label=label, marker=dot, markersize=7 if marker else 4)
@@ -86,7 +86,7 @@ def curve(axes: Axes, x: Floats, y: Floats, label: str, color: str, *, marker: s
 
 
 def stack(axes: Axes, edges: Floats, parts: Iterable[tuple[str, str, Floats]]) -> None:
-    """Draw stacked shares of a whole, each with a label and a color."""
+    """Draw stacked fractions. ``parts`` contains (label, color, one fraction per interval of ``edges``)."""
     bottom = np.zeros(len(edges) - 1)
     for label, color, share in parts:
         axes.stairs(bottom + share, edges, baseline=bottom, fill=True, color=color, linewidth=0, label=label)
@@ -101,14 +101,14 @@ def plain(label: str) -> str:
 
 
 def log_if_wide(axes: Axes, y: Floats, ratio: float = 100.0) -> None:
-    """Use a logarithmic scale for positive values that differ by more than a ratio."""
+    """Use a logarithmic y-axis if all finite values are positive and max/min exceeds ``ratio``."""
     values = y[np.isfinite(y)]
     if len(values) and values.min() > 0 and values.max() > ratio * values.min():
         axes.set_yscale("log")
 
 
 def legend(axes: Axes) -> None:
-    """Draw the legend above the picture, where it covers nothing."""
+    """Draw the legend above the plot if there are several labels."""
     handles, labels = axes.get_legend_handles_labels()
     unique = dict(zip(labels, handles, strict=True))
     if len(unique) > 1:
@@ -118,7 +118,7 @@ def legend(axes: Axes) -> None:
 
 
 def same_limits(figures: Sequence[Figure]) -> None:
-    """Give one picture of several runs the same scale and limits, so that the runs can be compared."""
+    """Set the same scale and axis limits in the corresponding plots of several runs."""
     axes = [figure.axes[0] for figure in figures]
     if len({one.get_yscale() for one in axes}) > 1:
         for one in axes:
@@ -130,7 +130,7 @@ def same_limits(figures: Sequence[Figure]) -> None:
 
 
 def to_svg(figure: Figure, title: str) -> str:
-    """Return a figure as an SVG element of a page, with its title for screen readers."""
+    """Render a figure as an inline SVG element, with ``title`` as its label for screen readers."""
     text = io.StringIO()
     metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     FigureCanvasSVG(figure).print_svg(text, metadata=metadata)  # type: ignore[no-untyped-call]
@@ -144,10 +144,10 @@ def to_svg(figure: Figure, title: str) -> str:
 
 
 def retrieval_grids(cells: Sequence[Mapping[str, Any]]) -> Figure:
-    """Draw the share of correct answers by depth and length, a grid for each kind of question.
+    """Draw the retrieval accuracy by depth and row length, with one grid per kind of question.
 
     Args:
-        cells: ``retrieval`` of `EvaluationReport.to_json`.
+        cells: The ``retrieval`` field of `EvaluationReport.to_json`.
     """
     kinds = list(dict.fromkeys(cell["kind"] for cell in cells))
     lengths = sorted({cell["length"] for cell in cells})
@@ -169,14 +169,14 @@ def retrieval_grids(cells: Sequence[Mapping[str, Any]]) -> Figure:
         axes.set_yticks(np.arange(len(depths)) + 0.5, [f"{depth:.0%}" for depth in depths])
         axes.invert_yaxis()
         axes.grid(visible=False)
-        axes.set_xlabel("tokens of the row")
+        axes.set_xlabel("row length in tokens")
         axes.set_ylabel("depth" if number == 0 else "")
     return figure
 
 
 def retrieval_svg(cells: Sequence[Mapping[str, Any]], model: str) -> str:
-    """Return the picture of `retrieval_grids` as a standalone SVG file, in the light theme."""
-    title = f"Share of right answers: {model}"
+    """Render `retrieval_grids` as a standalone SVG file in the light theme."""
+    title = f"Retrieval accuracy: {model}"
     with style():
         figure = retrieval_grids(cells)
         figure.suptitle(plain(title))
@@ -186,15 +186,15 @@ def retrieval_svg(cells: Sequence[Mapping[str, Any]], model: str) -> str:
 
 
 def thin(x: Floats, y: Floats, columns: int = COLUMNS) -> tuple[Floats, Floats]:
-    """Return the first, lowest, highest and last point of each column of a picture, in their order.
+    """Downsample a curve to the first, lowest, highest and last point of each column, in their original order.
 
-    A line through them covers the same pixels as one through all points, so that no spike is lost. Points whose value
-    is not finite are left out; `not_finite` returns them.
+    A line through these points covers the same pixels as a line through all points. Points with a non-finite value are
+    omitted; see `not_finite`.
 
     Args:
-        x: Ascending.
-        y: The values, one for each of ``x``.
-        columns: Columns of equal width between the lowest and the highest ``x``.
+        x: Ascending x-coordinates.
+        y: Values, with the same length as ``x``.
+        columns: Number of equally wide columns.
     """
     finite = np.isfinite(x) & np.isfinite(y)
     x, y = x[finite], y[finite]
@@ -202,20 +202,20 @@ def thin(x: Floats, y: Floats, columns: int = COLUMNS) -> tuple[Floats, Floats]:
         return x, y
     column, starts = _columns(x, columns)
     ends = np.append(starts[1:], len(x)) - 1
-    # By column and then by value: the lowest of a column comes first, and the highest last.
+    # Sort by column, then by value: each column's lowest point comes first, and its highest point last.
     order = np.lexsort((y, column))
     keep = np.unique(np.concatenate((starts, ends, order[starts], order[ends])))
     return x[keep], y[keep]
 
 
 def not_finite(x: Floats, y: Floats, columns: int = COLUMNS) -> Floats:
-    """Return where a value is infinite or not a number, at most once for each column of a picture."""
+    """Return the x-coordinates of non-finite values, at most one per column if there are many."""
     found = x[np.isfinite(x) & ~np.isfinite(y)]
     return found if len(found) <= columns else found[_columns(found, columns)[1]]
 
 
 def _columns(x: Floats, columns: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the column of each of ascending values, and the place of the first value of each column."""
+    """Return the column of each x-coordinate, and the index of each column's first point. ``x`` must ascend."""
     width = (x[-1] - x[0]) or 1.0
     column = np.minimum(((x - x[0]) / width * columns).astype(np.int64), columns - 1)
     return column, np.flatnonzero(np.append(True, np.diff(column) > 0))

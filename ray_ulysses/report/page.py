@@ -1,4 +1,4 @@
-"""Renders the pictures and facts of a run, or of two side by side, as one self-contained HTML page."""
+"""Renders the report of one run, or of two runs side by side, as a self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -40,7 +40,12 @@ pre{overflow-x:auto;font-size:.8rem;margin:8px 0}summary{cursor:pointer}li{overf
 
 
 def render_report(run_dir: Place, beside: Place | None = None, *, trust_run: bool = False) -> str:
-    """Return the report of a run as an HTML page.
+    """Render the report of a run as an HTML page.
+
+    Args:
+        run_dir: The run's directory.
+        beside: Directory of a second run to compare with.
+        trust_run: Whether to use the secrets file and the servers that are specified only by the runs' files.
 
     Raises:
         OSError: A journal can't be read.
@@ -64,7 +69,7 @@ def render_report(run_dir: Place, beside: Place | None = None, *, trust_run: boo
 
 
 def _sections(picture: Picture, records: Sequence[RunRecord]) -> list[str]:
-    """Return a section for each run: its picture, or the reason why there is none."""
+    """Return a section per run, which contains the plot or the reason why there is no plot."""
     found: list[Figure | str] = []
     for record in records:
         try:
@@ -72,8 +77,8 @@ def _sections(picture: Picture, records: Sequence[RunRecord]) -> list[str]:
         except NothingToDrawError as error:
             found.append(str(error))
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            # A damaged plan or evaluation must not cost the other pictures.
-            found.append(f"can't be drawn: {type(error).__name__}: {error}")
+            # A damaged plan or evaluation must not prevent the other plots.
+            found.append(f"drawing failed: {type(error).__name__}: {error}")
     drawn = [figure for figure in found if isinstance(figure, Figure)]
     for one in drawn:
         if len(records) > 1 and len(one.axes) == 1:
@@ -96,7 +101,7 @@ def _sections(picture: Picture, records: Sequence[RunRecord]) -> list[str]:
 
 
 def _facts(record: RunRecord) -> str:
-    """Return the run's main facts, and a list of what can't be shown."""
+    """Return a section with the run's status and totals, and with the parts that can't be shown."""
     history, spent, num_attempts = record.history, record.history.time_spent, len(record.history.attempts)
     goodput = "" if history.goodput is None else f" · goodput {percent(history.goodput)}"
     lines = [
@@ -145,7 +150,7 @@ def _attempts(record: RunRecord) -> str:
 
 def _checkpoints(record: RunRecord) -> str:
     if record.listing is None:
-        return _section("Checkpoints", '<p class="dim">They can\'t be listed.</p>')
+        return _section("Checkpoints", '<p class="dim">The checkpoints can\'t be listed.</p>')
     times = {one.step: one for one in record.events(CheckpointCommitted)}
     rows = []
     for one in record.listing.checkpoints:
@@ -172,7 +177,7 @@ def _data(record: RunRecord) -> str:
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Return a table with at most `_MOST_ROWS` rows, the newest ones."""
+    """Return a table of the last `_MOST_ROWS` rows."""
     note = f'<p class="dim">The last {_MOST_ROWS} of {len(rows):,}.</p>' if len(rows) > _MOST_ROWS else ""
     head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
     lines = ("".join(f"<td>{escape(str(cell))}</td>" for cell in row) for row in rows[-_MOST_ROWS:])

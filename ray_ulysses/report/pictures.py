@@ -1,4 +1,4 @@
-"""The pictures of a report: each is drawn from a run's record, or gives the reason why there is nothing to draw."""
+"""The plots of a report. Each is drawn from a run's record, or raises `NothingToDrawError`."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from ray_ulysses.tracking.steps import Rows
 Whole = NDArray[np.integer]
 _LEAST_LABELLED = 0.1
 _BINS = 240
-# Rows whose pieces are in memory at once.
+# Maximum number of rows whose pieces are in memory at a time.
 _ROWS_AT_ONCE = 1 << 16
-# One spike must not flatten the rest of the curve.
+# Above this max/min ratio, the loss axis is logarithmic, so that a spike does not flatten the rest of the curve.
 _LOSS_RATIO = 15.0
 _PARTS = {
     "steps that count": (("steps_s",), SERIES[0]),
@@ -56,19 +56,19 @@ _PARTS = {
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A picture of a report."""
+    """A plot of a report."""
 
     title: str
     draw: Callable[[RunRecord], Figure]
-    """Draws it; raises `NothingToDrawError`."""
+    """Draws the plot; raises `NothingToDrawError`."""
     note: str
-    """One sentence on how to read it."""
+    """Explanation shown below the plot."""
     is_shared: bool = True
-    """Whether two runs get the same axes."""
+    """Whether the plots of two runs have the same axis limits."""
 
 
 def loss_picture(record: RunRecord) -> Figure:
-    """Draw the loss, the evaluations and the steps that were trained again, with attempts, stages and branches."""
+    """Draw training loss, evaluation loss and replayed steps, with attempts, stages and plan branches."""
     figure, axes = _over_tokens(record, "loss in nats per token", is_wide=True)
     figure.set_size_inches(11.0, 4.0)
     if len(record.lost):
@@ -87,13 +87,13 @@ def loss_picture(record: RunRecord) -> Figure:
 
 
 def _over_tokens(record: RunRecord, y_label: str, *, is_wide: bool = False) -> tuple[Figure, Axes]:
-    """Return an empty picture over the supervised tokens with shaded attempts, which a wide one labels.
+    """Return an empty plot over supervised tokens with shaded attempts, which are labelled if the plot is wide.
 
     Raises:
-        NothingToDrawError: No step is completed yet.
+        NothingToDrawError: No step has completed yet.
     """
     if not len(record.kept):
-        raise NothingToDrawError("no step is completed yet")
+        raise NothingToDrawError("no step has completed yet")
     figure, axes = new_figure("supervised tokens", y_label, width=11.0 if is_wide else 5.4)
     _attempts(axes, record, has_labels=is_wide)
     count_axis(axes, "x")
@@ -101,7 +101,7 @@ def _over_tokens(record: RunRecord, y_label: str, *, is_wide: bool = False) -> t
 
 
 def _attempts(axes: Axes, record: RunRecord, *, has_labels: bool) -> None:
-    """Shade every other attempt, and label it with its number of ranks."""
+    """Shade every second attempt, and label wide attempts with their number and layout."""
     starts = {one.attempt: one for one in record.events(AttemptStarted)}
     numbers = record.kept["attempt"]
     firsts = np.flatnonzero(np.append(True, numbers[1:] != numbers[:-1]))
@@ -140,15 +140,19 @@ def _stages_and_branches(axes: Axes, record: RunRecord) -> None:
         )
     if not segments:
         for event in record.events(RowsSkipped):
-            axes.axvline(float(record.tokens_at(event.step)), color=SERIES[5], linestyle="--", label="rows left out")
+            axes.axvline(float(record.tokens_at(event.step)), color=SERIES[5], linestyle="--", label="rows skipped")
 
 
 def _columns(
     y_label: str, labels: Mapping[str, str], missing: str = "the journal has no value", *, from_zero: bool = False
 ) -> Callable[[RunRecord], Figure]:
-    """Return a function that draws optional columns of the steps over tokens.
+    """Return a function that draws optional step fields over tokens.
 
-    ``missing`` is shown for a run that has none of them.
+    Args:
+        y_label: Label of the y-axis.
+        labels: Legend labels, by field of `STEP_ROW`.
+        missing: Message for a run that has none of the fields.
+        from_zero: Whether the y-axis begins at zero.
     """
 
     def draw(record: RunRecord) -> Figure:
@@ -196,21 +200,21 @@ def _speed(record: RunRecord) -> Figure:
 def _memory(record: RunRecord) -> Figure:
     there = ~np.isnan(record.kept["peak_memory_gib"])
     if not there.any():
-        raise NothingToDrawError("the journal has no measured memory")
+        raise NothingToDrawError("the journal has no memory measurements")
     figure, axes = _over_tokens(record, "memory of rank 0 in GiB")
     curve(axes, record.tokens[there], record.kept["peak_memory_gib"][there], "measured peak", SERIES[0])
     if record.planned_gib is not None:
         axes.axhline(record.planned_gib, color=SERIES[1], linestyle="--", label="planned")
     limits = [one.device_gib for one in record.events(AttemptStarted) if one.device_gib is not None]
     if limits:
-        axes.axhline(limits[-1], color=SERIES[3], linestyle=":", label="of the device")
+        axes.axhline(limits[-1], color=SERIES[3], linestyle=":", label="device memory")
     axes.set_ylim(bottom=0)
     legend(axes)
     return figure
 
 
 def time_shares(record: RunRecord) -> tuple[Floats, dict[str, Floats]]:
-    """Return the edges of equal parts of a run's time, and the share of each use in each; the rest is idle."""
+    """Divide a run's time into equal intervals. Return their edges, and the fraction of each category per interval."""
     line = record.timeline
     edges = np.linspace(line.begin, line.end, _BINS + 1)
     width = np.diff(edges)
@@ -249,7 +253,7 @@ def _time(record: RunRecord) -> Figure:
 def _saves(record: RunRecord) -> Figure:
     saved = [one for one in record.events(CheckpointCommitted) if one.seconds is not None]
     if not saved:
-        raise NothingToDrawError("no checkpoint is committed")
+        raise NothingToDrawError("no checkpoint has been committed")
     figure, axes = new_figure("step", "seconds")
     saved.sort(key=lambda one: one.step)
     steps = np.array([one.step for one in saved], dtype=np.float64)
@@ -264,7 +268,7 @@ def _saves(record: RunRecord) -> Figure:
 
 
 def step_fill(record: RunRecord) -> tuple[Floats, Floats]:
-    """Return the steps that count and the share of their rows' capacity that holds tokens of documents."""
+    """Return the steps that count, and the fraction of their row capacity that is filled with document tokens."""
     steps, shares = [], []
     for segment, trained in _trained(record):
         tokens = segment.train.stats(0, segment.num_rows).document_tokens
@@ -276,7 +280,7 @@ def step_fill(record: RunRecord) -> tuple[Floats, Floats]:
 
 
 def step_imbalance(record: RunRecord) -> tuple[Floats, Floats]:
-    """Return the steps that count and the cost of the slowest ranks of their micro-batches over the mean."""
+    """Return the steps that count, and the slowest ranks' cost over the mean cost, summed over micro-batches."""
     dp_sizes = {one.attempt: one.dp_size for one in record.events(AttemptStarted)}
     steps, found = [], []
     for segment, trained in _trained(record):
@@ -288,7 +292,7 @@ def step_imbalance(record: RunRecord) -> tuple[Floats, Floats]:
             first = (part["first_row"] - segment.base_row)[:, None] + np.arange(size)
             inside = first < (part["end_row"] - segment.base_row)[:, None]
             ranked = -np.sort(-np.where(inside, costs[np.minimum(first, len(costs) - 1)], 0.0), axis=1)
-            # In descending order the most expensive row of each micro-batch is every dp_size-th one.
+            # In descending order of cost, every dp_size-th row is the most expensive row of a micro-batch.
             slowest, total = ranked[:, ::dp_size].sum(axis=1), ranked.sum(axis=1)
             steps.append(part["step"])
             found.append(np.divide(slowest * dp_size, total, out=np.ones(len(part)), where=total > 0))
@@ -296,10 +300,10 @@ def step_imbalance(record: RunRecord) -> tuple[Floats, Floats]:
 
 
 def mix_shares(record: RunRecord) -> tuple[Floats, Floats]:
-    """Return the share of each corpus in the tokens of the trained rows, over equal ranges of steps.
+    """Return each corpus's fraction of the trained tokens, over equal ranges of steps.
 
     Returns:
-        The ranges' edges, [ranges + 1], and the shares, [ranges, corpora], NaN where no step that counts is known.
+        The edges of the ranges, [ranges + 1], and the fractions, [ranges, corpora]. Ranges without steps are NaN.
     """
     trained = list(_trained(record))
     first, last = (int(edge(record.kept["step"])) for edge in (np.min, np.max))
@@ -325,10 +329,10 @@ def mix_shares(record: RunRecord) -> tuple[Floats, Floats]:
 
 
 def mix_picture(record: RunRecord) -> Figure:
-    """Draw what share of the tokens came from each corpus."""
+    """Draw each corpus's fraction of the trained tokens."""
     edges, shares = mix_shares(record)
     if shares.shape[1] < 2:
-        raise NothingToDrawError("there is one corpus only")
+        raise NothingToDrawError("there is only one corpus")
     sources = max((segment.sources for segment, _ in _trained(record)), key=len)
     figure, axes = new_figure("step", "share of the tokens")
     order = np.argsort(-np.nansum(shares, axis=0), kind="stable")
@@ -342,7 +346,7 @@ def mix_picture(record: RunRecord) -> Figure:
 
 
 def fill_picture(record: RunRecord) -> Figure:
-    """Draw how full the rows of each step were."""
+    """Draw the fill of each step's rows."""
     steps, shares = step_fill(record)
     figure, axes = new_figure("step", "share of the capacity")
     curve(axes, steps, shares, "fill", SERIES[0])
@@ -350,7 +354,7 @@ def fill_picture(record: RunRecord) -> Figure:
 
 
 def imbalance_picture(record: RunRecord) -> Figure:
-    """Draw how unevenly the rows of each step were divided among data-parallel ranks."""
+    """Draw the load imbalance between data-parallel ranks, per step."""
     steps, found = step_imbalance(record)
     order = np.argsort(steps, kind="stable")
     figure, axes = new_figure("step", "slowest ranks / mean")
@@ -359,9 +363,9 @@ def imbalance_picture(record: RunRecord) -> Figure:
 
 
 def _trained(record: RunRecord) -> Iterator[tuple[Segment, Rows]]:
-    """Yield each segment of the plan with the steps that trained it."""
+    """Yield each segment of the plan with the steps that trained its rows."""
     if record.plan is None or not len(record.kept):
-        raise NothingToDrawError("no data plan, or no step yet")
+        raise NothingToDrawError("there is no data plan, or no step has completed yet")
     segments = record.plan.segments
     bounds = [*(one.base_step for one in segments), np.iinfo(np.int64).max]
     found = False
@@ -372,11 +376,11 @@ def _trained(record: RunRecord) -> Iterator[tuple[Segment, Rows]]:
             found = True
             yield segment, record.kept[inside]
     if not found:
-        raise NothingToDrawError("the plan has none of the trained rows")
+        raise NothingToDrawError("the plan does not contain the trained rows")
 
 
 def _pieces(segment: Segment) -> Iterator[tuple[Whole, Whole, Whole]]:
-    """Yield the row, the number of the corpus and the tokens of every piece of a segment's rows, in parts."""
+    """Yield (row, corpus index, number of tokens) arrays over the pieces of a segment, in batches."""
     stats = segment.train.stats(0, segment.train.num_rows)
     order = np.argsort(stats.first_piece, kind="stable")
     bases = first_documents(segment.sources)
@@ -389,7 +393,7 @@ def _pieces(segment: Segment) -> Iterator[tuple[Whole, Whole, Whole]]:
 
 
 def _names(sources: Sequence[PlannedSource]) -> list[str]:
-    """Return the shortest ends of the corpora's paths that are all different."""
+    """Return the shortest path suffixes that distinguish the corpora."""
     paths = [PurePosixPath(source.path).parts for source in sources]
     for number in range(1, max(map(len, paths))):
         names = ["/".join(parts[-number:]) for parts in paths]
@@ -399,9 +403,9 @@ def _names(sources: Sequence[PlannedSource]) -> list[str]:
 
 
 def position_picture(record: RunRecord) -> Figure:
-    """Draw the loss by the number of tokens before, on a logarithmic axis."""
+    """Draw the loss by token position in the document, on a logarithmic axis."""
     bins = _part(record, "position_loss")["bins"]
-    figure, axes = new_figure("tokens of the document before", "loss in nats per token")
+    figure, axes = new_figure("preceding tokens in the document", "loss in nats per token")
     first = np.array([one["first"] for one in bins], dtype=np.float64)
     curve(axes, first, np.array([one["loss"] for one in bins], dtype=np.float64), "loss", SERIES[0], marker="o")
     axes.set_xscale("symlog", base=2, linthresh=1.0)
@@ -410,7 +414,7 @@ def position_picture(record: RunRecord) -> Figure:
 
 
 def gain_picture(record: RunRecord) -> Figure:
-    """Draw how much lower the loss is with more context, with its standard error."""
+    """Draw the loss reduction by context length, with standard errors."""
     contexts = _part(record, "context_gain")["contexts"]
     figure, axes = new_figure("tokens of context", "gain in nats per token")
     axes.errorbar(
@@ -422,14 +426,14 @@ def gain_picture(record: RunRecord) -> Figure:
         capsize=3,
     )
     axes.set_xscale("symlog", base=2, linthresh=1.0)
-    # Ticks at the measured lengths, which need not be powers of two.
+    # Place ticks at the measured lengths, which may not be powers of two.
     axes.set_xticks([one["context_tokens"] for one in contexts])
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     return figure
 
 
 def retrieval_picture(record: RunRecord) -> Figure:
-    """Draw the share of correct answers by depth and length, a grid for each kind of question."""
+    """Draw the retrieval accuracy by depth and row length."""
     return retrieval_grids(_part(record, "retrieval"))
 
 
@@ -438,7 +442,7 @@ def _part(record: RunRecord, name: str) -> Any:
         raise NothingToDrawError("no evaluation: run `ray-ulysses evaluate RUN`")
     found = record.evaluation.get(name)
     if not found:
-        raise NothingToDrawError("the newest evaluation did not measure it")
+        raise NothingToDrawError("the newest evaluation does not include this measurement")
     return found
 
 
@@ -446,39 +450,37 @@ PICTURES = (
     Picture(
         "Loss",
         loss_picture,
-        "Attempts are shaded by turns; above each: its number, and its ranks as data-parallel × sequence-parallel.",
+        "Every second attempt is shaded. Labels: attempt number, and ranks as data-parallel × sequence-parallel.",
     ),
     Picture(
         "Where the time went",
         _time,
-        "Where nothing is drawn, no command ran. Detection includes the step that was cut off; of saves, what training "
-        "waits for is drawn.",
+        "Gaps: no command ran. Detection includes the interrupted step. Saves include only the time that blocked "
+        "training.",
         False,
     ),
     Picture(
         "Z-loss and router loss",
         added_losses_picture,
-        "Each with its coefficient, as the gradient has it beside the loss.",
+        "Multiplied by their coefficients, as added to the loss.",
     ),
     Picture("Learning rate", _columns("learning rate", {"learning_rate": "learning rate"}), ""),
     Picture("Gradient norm", _columns("norm before clipping", {"grad_norm": "norm before clipping"}), ""),
     Picture("Speed", _speed, ""),
     Picture("MFU", _columns("share of peak FLOP/s", {"mfu": "share of peak FLOP/s"}), ""),
     Picture(
-        "Seconds of a step",
-        _columns("seconds", {"seconds": "step", "saving_seconds": "stall by a checkpoint"}, from_zero=True),
-        "A step includes the wait for its rows.",
+        "Step time",
+        _columns("seconds", {"seconds": "step", "saving_seconds": "checkpoint stall"}, from_zero=True),
+        "Includes the wait for the step's rows.",
     ),
-    Picture("Memory", _memory, "Allocated on a GPU; on a CPU the whole process, while the plan counts tensors."),
+    Picture("Memory", _memory, "GPU: allocated memory. CPU: the entire process, while the plan includes only tensors."),
     Picture("Saving", _saves, ""),
     Picture(
-        "Data mix over steps", mix_picture, "Share of each corpus in the tokens of the rows, by the data plan.", False
+        "Data mix over steps", mix_picture, "Each corpus's fraction of the tokens, according to the data plan.", False
     ),
-    Picture("Fill", fill_picture, "Share of the rows' capacity that holds tokens of documents."),
-    Picture("Imbalance", imbalance_picture, "Cost of the slowest ranks over the mean; 1 is the optimum."),
+    Picture("Fill", fill_picture, "Fraction of the row capacity that is filled with document tokens."),
+    Picture("Imbalance", imbalance_picture, "Cost of the slowest ranks over the mean cost; 1 is ideal."),
     Picture("Loss by position", position_picture, "From the newest `ray-ulysses evaluate`."),
-    Picture("Gain by context", gain_picture, "How much lower the loss of the same spans is with more context."),
-    Picture(
-        "Retrieval", retrieval_picture, "Share of right answers, by depth of the fact and length of the row.", False
-    ),
+    Picture("Gain by context", gain_picture, "Reduction of the same spans' loss when more context is available."),
+    Picture("Retrieval", retrieval_picture, "Accuracy by depth of the fact and length of the row.", False),
 )

@@ -1,4 +1,4 @@
-"""Renders the text of ``ray-ulysses plan``."""
+"""Renders the output of ``ray-ulysses plan``."""
 
 from __future__ import annotations
 
@@ -28,14 +28,16 @@ _FLOPS = ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"))
 
 
 def render_plan(report: PlanReport, price: float | None = None) -> str:
-    """Return the text of a run's plan, section by section, and whether the run can start.
+    """Render a run's plan as text, including whether the run can start.
 
-    ``price`` is the price of a GPU per hour, in any currency.
+    Args:
+        report: The plan.
+        price: Price per GPU-hour, in any currency; None omits the cost.
     """
     lines = [f"plan of run {report.name!r}", "", *_model(report), ""]
     if report.stages:
         lines += ["stages", *_stages(report.stages), ""]
-        lines += [f"what follows is of the last stage, {report.stages[-1].name}", ""]
+        lines += [f"the sections below describe the last stage, {report.stages[-1].name}", ""]
     lines += [*_layout(report), "", *_data(report), ""]
     lines += [*_time(report, price), ""]
     lines += _memory(report)
@@ -48,7 +50,7 @@ def render_plan(report: PlanReport, price: float | None = None) -> str:
         for problem in report.problems:
             lines += wrapped(f"- {problem}", _WIDTH)
     elif report.corpus.is_made_up:
-        lines.append(f"ready to start, once a corpus is prepared in {report.corpus.path}")
+        lines.append(f"ready to start after a corpus is prepared in {report.corpus.path}")
     else:
         lines.append("ready to start")
     return as_text(lines)
@@ -72,7 +74,6 @@ def _model(report: PlanReport) -> list[str]:
 
 
 def _mlp(shape: ModelShape) -> str:
-    """Return the width of a layer's MLP, or its experts."""
     experts = shape.experts
     if experts is None:
         return f"MLP {shape.intermediate_size}"
@@ -140,12 +141,12 @@ def _made_up_data(report: PlanReport) -> list[str]:
     corpus, data = report.corpus, report.data
     tokens = data.rows_per_step * data.row_tokens
     said = (
-        f"no corpus is prepared in {corpus.path}: {corpus.num_documents:,} documents of made-up lengths, up to "
-        f"{corpus.longest_document:,} tokens, are assumed; model, layout and memory do not depend on them"
+        f"no corpus is prepared in {corpus.path}; assuming {corpus.num_documents:,} synthetic documents of up to "
+        f"{corpus.longest_document:,} tokens, which do not affect model, layout and memory"
     )
     rows = [
         ("rows", f"of up to {data.row_tokens:,} tokens (multiples of {data.pad_multiple})"),
-        ("steps", f"of {data.rows_per_step} rows, up to {tokens:,} tokens; their number depends on the corpus"),
+        ("steps", f"of {data.rows_per_step} rows, up to {tokens:,} tokens; the number of steps depends on the corpus"),
         *_costs(data),
     ]
     return ["data", *wrapped(said, _WIDTH, "  ", "  "), *facts(rows)]
@@ -210,11 +211,11 @@ def _data(report: PlanReport) -> list[str]:
 def _time(report: PlanReport, price: float | None) -> list[str]:
     modelled, world = report.step_time, report.layout.world_size
     if modelled is None:
-        said = "time: not modelled; it needs cluster.device, GPUs, bf16, and an optimizer that is not on NVMe"
+        said = "time: not modelled; the model requires cluster.device, GPUs, bf16, and an optimizer that is not on NVMe"
         return [said]
     width = max(len(term.name) for term in modelled.terms)
     lines = [
-        f"time per step: {modelled.seconds:.3g} s on {world} {modelled.device}, a model and not a measurement; "
+        f"time per step: {modelled.seconds:.3g} s on {world} {modelled.device}, modelled, not measured; "
         f"MFU {modelled.mfu:.0%}, HFU {modelled.hfu:.0%}"
     ]
     for term in modelled.terms:
@@ -225,12 +226,12 @@ def _time(report: PlanReport, price: float | None) -> list[str]:
     where = " of all stages" if report.stages else ""
     what = "  one step" if steps is None else f"  {steps:,} steps{where}: {duration(total_s)} without faults and saves"
     if price is not None:
-        what += f"; {total_s / 3600 * world * price:,.2f} at {price:g} per GPU and hour"
+        what += f"; {total_s / 3600 * world * price:,.2f} at {price:g} per GPU-hour"
     return [*lines, what] if steps is not None or price is not None else lines
 
 
 def _left(report: PlanReport) -> list[tuple[int, float]]:
-    """Return the steps of each stage until the run stops, and the modelled seconds of one."""
+    """Return (remaining steps until the run stops, modelled seconds per step) of each stage."""
     stop = report.data.stop_step
     if not report.stages:
         seconds = 0.0 if report.step_time is None else report.step_time.seconds
@@ -259,16 +260,16 @@ def _memory(report: PlanReport) -> list[str]:
 
 def _peer_memory(kept: PeerMemoryFacts | None) -> list[str]:
     if kept is None:
-        return ["peer memory: turned off (elastic.peer_memory); a failure costs the steps since the newest checkpoint"]
-    limit = "a third of what is free" if kept.limit_gib is None else f"{kept.limit_gib:g} GiB (elastic.peer_memory_gib)"
+        return ["peer memory: disabled (elastic.peer_memory); a failure loses the steps since the newest checkpoint"]
+    limit = "a third of free memory" if kept.limit_gib is None else f"{kept.limit_gib:g} GiB (elastic.peer_memory_gib)"
     seconds = f"{kept.save_s:.1f} s" if kept.save_s >= 1 else "a second"
     rows = [
-        ("memory per node", f"{size(kept.kept_bytes)} for each worker on it; at most {limit} per node"),
-        ("network", f"{size(kept.sent_bytes)} per worker for each state, to the partner node"),
-        ("how often", f"after every step of more than about {seconds} (at 1 GiB/s per worker), else less"),
-        ("a lost node costs", "a step or two then; a single node can only make up for lost processes"),
+        ("memory per node", f"{size(kept.kept_bytes)} for each worker on the node; at most {limit} per node"),
+        ("network", f"{size(kept.sent_bytes)} per worker for each copy, to the partner node"),
+        ("frequency", f"after each step longer than about {seconds} (at 1 GiB/s per worker), otherwise less often"),
+        ("cost of a lost node", "one or two steps; a single node can only recover lost processes"),
     ]
-    return ["peer memory: the newest state on each worker's node and on a partner node", *facts(rows)]
+    return ["peer memory: a copy of the newest state on each worker's node and on a partner node", *facts(rows)]
 
 
 def _title(term: MemoryTerm) -> str:

@@ -1,6 +1,6 @@
-"""Draws the report of a run and stores it in MLflow at the end of the training command, in a separate process.
+"""Stores a run's report in MLflow at the end of the training command.
 
-That process runs ``python -m ray_ulysses.report.publish RUN``.
+The report is rendered in a separate process, which runs ``python -m ray_ulysses.report.publish RUN``.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from ray_ulysses.tracking.mlflow_tracker import TrackingIdentity, is_tracked
 
 _log = get_logger(__name__)
 _LONGEST_S = 30.0
-# Seconds; a report takes megabytes, so it needs longer than metrics do.
+# Timeout in seconds. A report has several megabytes, so its upload takes longer than that of metrics.
 _UPLOAD_S = "60"
 
 
 @contextmanager
 def published(run_dir: Place, before: Callable[[], object], *, command: Sequence[str] = ()) -> Iterator[None]:
-    """Publish the report of a run at the end of the block, unless it is interrupted; a failure is only a warning.
+    """Publish the run's report when the block ends, except on KeyboardInterrupt. A failure only logs a warning.
 
     Args:
         run_dir: The run's directory.
-        before: Called before the report is drawn, while the caller waits.
-        command: Command that publishes the report; empty for this module's.
+        before: Called before the report is rendered, for example to inform the user about the wait.
+        command: Command that publishes the report; empty for the default.
     """
     is_due = True
     try:
@@ -39,7 +39,7 @@ def published(run_dir: Place, before: Callable[[], object], *, command: Sequence
         is_due = False
         raise
     finally:
-        # The report is stored in the run's MLflow run, if there is one.
+        # Without an MLflow run there is nowhere to store the report.
         if is_due and is_tracked(run_dir):
             before()
             _publish(run_dir, command)
@@ -55,20 +55,20 @@ def _publish(run_dir: Place, command: Sequence[str]) -> None:
     except OSError as error:
         reason = str(error)
     except subprocess.TimeoutExpired:
-        reason = f"it did not finish within {_LONGEST_S:g} s"
+        reason = f"rendering and upload did not finish within {_LONGEST_S:g} s"
     except subprocess.CalledProcessError as error:
         lines = error.stderr.decode(errors="replace").strip().splitlines()
-        reason = lines[-1] if lines else f"its process ended with {error.returncode}"
-    _log.warning("the report could not be stored in MLflow (%s); `ray-ulysses report` draws it", reason)
+        reason = lines[-1] if lines else f"exit code {error.returncode}"
+    _log.warning("the report could not be stored in MLflow (%s); run `ray-ulysses report` to create it", reason)
 
 
 def redraw(run_dir: Place, *, trust_run: bool = False) -> None:
-    """Update the report of a run where one exists: its ``report.html``, and MLflow's copy.
+    """Update a run's existing reports: ``report.html`` in the run's directory, and the copy in MLflow.
 
     Raises:
-        OSError: The run can't be read, or the file can't be written.
-        RunError: The storage does not answer.
-        ArtifactError: MLflow did not store it.
+        OSError: The run can't be read, or ``report.html`` can't be written.
+        RunError: The storage is unavailable.
+        ArtifactError: MLflow did not store the report.
     """
     from ray_ulysses.report.page import render_report
     from ray_ulysses.run.secrets_file import stored_config
@@ -87,20 +87,20 @@ def redraw(run_dir: Place, *, trust_run: bool = False) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Publish the report of a run once; return the exit code."""
+    """Publish a run's report and return the exit code."""
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", _UPLOAD_S)
-    # Imported here, since they take a second that the training command should not spend.
+    # Import these here, because they take a second, and the training command imports this module.
     from ray_ulysses.report.page import render_report
     from ray_ulysses.run.secrets_file import stored_config
     from ray_ulysses.tracking.mlflow_results import ArtifactError, store_text
 
     run_dir = place_of(arguments[0])
     try:
-        # The training command has written its own configuration there, but until it has reached its MLflow server,
-        # tracking.json may be another run's.
+        # The training command wrote the configuration, so it can be trusted. But tracking.json may belong to another
+        # run until the command has connected to its MLflow server.
         config, identity = stored_config(run_dir, trust_run=True), TrackingIdentity.load(run_dir)
         if identity is None or identity.uri != config.tracking_uri:
-            raise ArtifactError("MLflow has no run for it yet")
+            raise ArtifactError("the run has no MLflow run yet")
         text = render_report(run_dir, trust_run=True)
         store_text(run_dir, REPORT_FILE, text, trust_run=True, allow_http=config.tracking.allow_http)
     except (ArtifactError, OSError, UlyssesError) as error:

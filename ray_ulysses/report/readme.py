@@ -1,4 +1,4 @@
-"""Renders README.md of a run's directory: its facts, and the commands for it."""
+"""Renders the README.md of a run's directory: key facts, and commands to work with the run."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from ray_ulysses.storage.place import Place
 from ray_ulysses.tracking.metric_units import METRIC_UNITS
 
 _TRUST = """
-If the run is yours, add `--trust-run` to `inspect` and `export`: without it they don't use the servers and the file of
-secrets that only `config.yaml` names.
+If the run is yours, add `--trust-run` to `inspect` and `export`. Without this option, they don't use the servers and
+the secrets file that are specified only in `config.yaml`.
 """
 
 
 def render_readme(report: PlanReport, run_dir: Place, storage: str, *, needs_trust: bool) -> str:
-    """Return the text, in Markdown; MLflow shows it as the description of the run.
+    """Return the README in Markdown. MLflow shows it as the run's description.
 
     Args:
         report: The run's plan.
-        run_dir: Its directory.
-        storage: Location of its checkpoints.
-        needs_trust: Whether the commands that read it need ``--trust-run``.
+        run_dir: The run's directory.
+        storage: Location of the run's checkpoints.
+        needs_trust: Whether commands that read the run need ``--trust-run``.
     """
     data, layout, shape = report.data, report.layout, report.shape
     metrics = "\n".join(f"| `{one.name}` | {one.unit} | {one.meaning} |" for one in METRIC_UNITS)
     folder = shlex.quote(str(run_dir))
-    # A command reads its configuration from a path.
+    # Commands accept a local path only, so for a remote directory the user's own file is assumed.
     config = f"{folder}/{CONFIG_FILE}" if isinstance(run_dir, Path) else CONFIG_FILE
     trust = _TRUST if needs_trust else ""
     return f"""# {report.name}
 
-A training run of ray-ulysses: a {shape.model_type} model of {count(shape.num_parameters)} parameters, on rows of
-{data.row_tokens:,} tokens, {data.rows_per_step:,} rows per step, {data.num_steps:,} steps planned.
+A ray-ulysses training run: a {shape.model_type} model with {count(shape.num_parameters)} parameters, rows of
+{data.row_tokens:,} tokens, {data.rows_per_step:,} rows per step, {data.num_steps:,} planned steps.
 
 | | |
 |---|---|
@@ -45,16 +45,16 @@ A training run of ray-ulysses: a {shape.model_type} model of {count(shape.num_pa
 | data plan | `{data.plan_id}` |
 | workers when this was written | {layout.world_size} = dp {layout.dp_size} x sp {layout.sp_size} |
 
-`config.yaml` has every setting, `plan.txt` the plan and its memory estimate, `journal/` everything that happened.
+`config.yaml` contains all settings, `plan.txt` the plan with its memory estimate, and `journal/` the run's events.
 
 ```console
-ray-ulysses inspect {folder}                  # what happened, and where the time went
+ray-ulysses inspect {folder}                  # history, and time by category
 ray-ulysses inspect {folder} --checkpoints    # checkpoints to resume from
-ray-ulysses train {config}        # resumes, or reports that it is complete
-ray-ulysses export {folder}                   # a Hugging Face model directory of the newest checkpoint
+ray-ulysses train {config}        # resume the run, unless it is complete
+ray-ulysses export {folder}                   # convert the newest checkpoint to a Hugging Face model directory
 ```
 {trust}
-| metric in the trackers | unit | meaning |
+| tracker metric | unit | meaning |
 |---|---|---|
 {metrics}
 """

@@ -1,4 +1,4 @@
-"""Reads the content of a run's report, as far as the run's directory has it."""
+"""Reads the content of a run's report; parts that can't be read are reported as missing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
 class NothingToDrawError(ValueError):
-    """A run has nothing to draw in a picture; the error's text is shown instead."""
+    """A run has no data for a plot. The error message is shown instead of the plot."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,46 +40,46 @@ class RunRecord:
     history: RunHistory
     journal: Journal
     kept: Rows
-    """The steps that count, ascending; each once."""
+    """Steps that count, ascending and without duplicates."""
     lost: Rows
-    """The steps that were thrown away because an attempt resumed before them."""
+    """Steps that were discarded because an attempt resumed from an earlier step."""
     inherited_tokens: int
-    """Supervised tokens of the steps that the run inherited from another one."""
+    """Number of supervised tokens in the steps inherited from another run."""
     timeline: Timeline
     plan: Plan | None
     listing: CheckpointListing | None
     evaluation: Mapping[str, Any] | None
-    """The newest result of ``ray-ulysses evaluate``."""
+    """Newest result of ``ray-ulysses evaluate``."""
     planned_gib: float | None
-    """Planned memory per rank."""
+    """Planned memory per rank, in GiB."""
     texts: Mapping[str, str]
-    """Texts that describe it, by file name."""
+    """Texts that describe the run, by file name."""
     missing: Sequence[str]
-    """Parts that can't be shown, each with the reason."""
+    """Descriptions of the parts that can't be shown, with reasons."""
 
     @cached_property
     def tokens(self) -> Floats:
-        """Return the supervised tokens up to the end of each step that counts."""
+        """Cumulative number of supervised tokens at the end of each step that counts."""
         found: Floats = self.inherited_tokens + np.cumsum(self.kept["tokens"], dtype=np.float64)
         return found
 
     def tokens_at(self, steps: Any) -> Floats:
-        """Return the tokens up to the end of steps, interpolated where a step has no record that counts."""
+        """Return the cumulative number of supervised tokens at the end of the given steps, interpolated if needed."""
         known = np.append(0.0, self.kept["step"].astype(np.float64))
         found: Floats = np.interp(steps, known, np.append(float(self.inherited_tokens), self.tokens))
         return found
 
     def events(self, kind: type[_Kind]) -> list[_Kind]:
-        """Return the events of a kind, in order."""
+        """Return the run's events of a kind, in order."""
         return [entry for entry in self.journal.entries if isinstance(entry, kind)]
 
 
 def read_record(run_dir: Place, *, trust_run: bool = False) -> RunRecord:
-    """Read a run, which may be running, broken or without a step.
+    """Read the record of a run, which may be running, damaged or without steps.
 
     Raises:
-        UserError: Its checkpoints are on a server that only the run names.
-        OSError: Its journal can't be read.
+        UserError: The checkpoints are on a server that is specified only by an untrusted run.
+        OSError: The journal can't be read.
     """
     missing: list[str] = []
     journal = read_journal(run_dir)
@@ -106,7 +106,7 @@ def read_record(run_dir: Place, *, trust_run: bool = False) -> RunRecord:
 
 
 def _try(missing: list[str], what: str, read: Callable[[], _Found]) -> _Found | None:
-    """Return the result of ``read``, or None and add the reason to ``missing``: a report shows the rest."""
+    """Return the result of ``read``. If it fails, add the reason to ``missing`` and return None."""
     try:
         return read()
     except FileNotFoundError as error:
@@ -120,7 +120,7 @@ def _planned_gib(run_dir: Place) -> float:
     try:
         return float(read_plan_facts(run_dir)["memory"]["device_bytes"]) / 2**30
     except (KeyError, TypeError) as error:
-        raise ValueError(f"{PLAN_FACTS_FILE} does not hold it") from error
+        raise ValueError(f"{PLAN_FACTS_FILE} does not contain it") from error
 
 
 def _newest_evaluation(run_dir: Place) -> Mapping[str, Any]:
@@ -130,5 +130,5 @@ def _newest_evaluation(run_dir: Place) -> Mapping[str, Any]:
         raise UserError("`ray-ulysses evaluate RUN` has not been run")
     found = parse_json(store.read_whole(keys[-1]))
     if not isinstance(found, dict) or found.get("format_version") != 1:
-        raise ValueError(f"{run_dir / keys[-1]}: is not an evaluation of this version")
+        raise ValueError(f"{run_dir / keys[-1]}: the file is not an evaluation, or was written by another version")
     return found

@@ -1,4 +1,4 @@
-"""Formats counts, sizes, times, columns and paragraphs for people."""
+"""Formats counts, sizes, times, tables and paragraphs as human-readable text."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _GIB = 1 << 30
 
 
 def count(number: float) -> str:
-    """Format a count with three digits and its unit: ``950``, ``12.3k``, ``8.03B``."""
+    """Format a count with three significant digits and a unit: ``950``, ``12.3k``, ``8.03B``."""
     for scale, unit in _COUNT_UNITS:
-        # Rounding must not give "1000k" instead of "1.00M".
+        # Choose the unit after rounding: "1.00M", not "1000k".
         if abs(number) >= scale * 0.9995:
             value = number / scale
             digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
@@ -23,7 +23,7 @@ def count(number: float) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """Format a size with three digits: in GiB, or in MiB below 0.1 GiB."""
+    """Format a size with three significant digits, in GiB or, below 0.1 GiB, in MiB."""
     value, unit = num_bytes / _GIB, "GiB"
     if value < 0.0995:
         value, unit = value * 1024, "MiB"
@@ -47,29 +47,29 @@ def duration(seconds: float) -> str:
 
 
 def minutes(seconds: float) -> str:
-    """Format a time after a start in minutes and seconds: ``1:05``."""
+    """Format an elapsed time in minutes and seconds: ``1:05``."""
     whole = round(seconds)
     return f"{whole // 60}:{whole % 60:02d}"
 
 
 def percent(share: float) -> str:
-    """Format a fraction as a percentage with two decimals, so that 99.99% is not shown as 100%."""
+    """Format a fraction as a percentage with two decimals."""
     return f"{100 * share:.2f}%"
 
 
 def as_text(lines: Iterable[str]) -> str:
-    """Join lines; line breaks within a line are marked, so that foreign text can't start a line."""
+    """Join lines. Line breaks within a line are marked, so that untrusted text can't start a new line."""
     return "\n".join(map(indented, lines))
 
 
 def facts(rows: Sequence[tuple[str, str]], indent: str = "  ") -> list[str]:
-    """Return one line per name and value, with the values aligned."""
+    """Return a line for each (name, value), with aligned values."""
     width = max((len(name) for name, _ in rows), default=0)
     return [f"{indent}{name:<{width}}  {one_line(value)}".rstrip() for name, value in rows]
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], indent: str = "  ") -> list[str]:
-    """Return lines of aligned columns; the last column is left-aligned, the others are right-aligned."""
+    """Return a table's lines. The last column is left-aligned, all other columns are right-aligned."""
     lines = [list(header), *[[one_line(cell) for cell in row] for row in rows]]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     last = len(header) - 1
@@ -81,7 +81,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], indent: str = " 
 
 
 def wrapped(text: str, width: int | None, first: str = "  ", others: str = "    ") -> list[str]:
-    """Wrap a text to lines of ``width`` characters (None: one line); paths stay whole, so that they can be copied."""
+    """Wrap a text at ``width`` characters (None: no wrapping), without breaking paths, so that they can be copied."""
     if width is None:
         return [first + text]
     return textwrap.wrap(

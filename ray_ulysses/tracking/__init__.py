@@ -1,1 +1,1 @@
-"""Records of a run: the journal, which is the truth, and the tracker, which shows it."""
+"""The record of a run: the journal, which is authoritative, and the trackers, which display it."""

@@ -1,7 +1,7 @@
-"""The events of a journal: one frozen class per kind, which is the schema of its line.
+"""The schema of the journal: one frozen class per event kind.
 
-Readers ignore unknown fields and kinds, which a later version may have written: a new one must be one that an older
-version can do without. docs/journal.md is generated from this file.
+Readers ignore unknown fields and event kinds. Add only fields and kinds that an older version can safely ignore.
+docs/journal.md is generated from this file.
 """
 
 from __future__ import annotations
@@ -17,179 +17,179 @@ from ray_ulysses.validation import Digest, Number, Positive, Seconds, Whole
 
 def _ascending(rows: tuple[int, int]) -> tuple[int, int]:
     if rows[0] > rows[1]:
-        raise ValueError("must end at or after its beginning")
+        raise ValueError("must not end before it begins")
     return rows
 
 
 RESIZED = "resized"
-"""Reason of an attempt that ended so that its command can continue with another number of workers."""
+"""End reason of an attempt whose command continues with a different number of workers."""
 STAGE = "stage"
-"""Reason of an attempt that ended with its stage, so that its command continues with the next one."""
+"""End reason of an attempt that completed its stage and whose command continues with the next stage."""
 STOP_REASONS = ("stopped", "finished", RESIZED, STAGE)
-"""First words of the reasons of an attempt that ended because it was meant to."""
+"""Prefixes of the end reasons of attempts that ended as intended."""
 CONTINUED = (RESIZED, STAGE)
-"""Those of them after which the command begins another attempt."""
+"""End reasons after which the same command starts another attempt."""
 
 RowRange = Annotated[tuple[Whole, Whole], AfterValidator(_ascending)]
-"""The first row and the row after the last."""
+"""Half-open range of data rows: the first row, and the row after the last."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InheritedSteps:
-    """The steps before a run's own, trained by the run whose checkpoint it continues; none by default."""
+    """Totals of the steps that a run inherits from another run's checkpoint (`model.resume_from`)."""
 
     step: Whole = 0
-    """The last of them."""
+    """The last inherited step."""
     tokens: Whole = 0
-    """Supervised tokens that they trained on."""
+    """Supervised tokens in the inherited steps."""
     rows: Whole = 0
-    """Rows that they trained on."""
+    """Data rows in the inherited steps."""
     digest: Digest = 0
-    """Sum of their data digests."""
+    """Sum of the data digests of the inherited steps."""
     origin: str = ""
-    """The checkpoint that contains them."""
+    """The checkpoint that the run continues from."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the object in the journal's ``attempt_started``."""
+        """Return the ``taken_over`` object of an ``attempt_started`` event."""
         return {**asdict(self), "digest": f"{self.digest:016x}"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Event:
-    """The fields of every event."""
+    """Fields common to all events."""
 
     time: Seconds
-    """When it happened, in seconds since the epoch."""
+    """Time of the event, in seconds since the epoch."""
     attempt: Positive
-    """The attempt that recorded it, from 1."""
+    """Number of the attempt that the event belongs to, starting at 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommandEvent(_Event):
-    """An event that names the command it belongs to."""
+    """An event that records which command it belongs to."""
 
     session: str | None = None
     """Id of the command."""
     command_started: Seconds | None = None
-    """When the command started."""
+    """Time at which the command started."""
     workers_asked: Seconds | None = None
-    """When the command requested its workers."""
+    """Time at which the command requested its workers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseStarted(CommandEvent):
-    """An attempt has started a phase before its first step."""
+    """An attempt entered a new phase of its start, before its first step."""
 
     event: Literal["phase"] = "phase"
     phase: str
-    """The phase, in words."""
+    """Description of the phase."""
     part: str | None = None
-    """The part of a start or a recovery that its time belongs to: `build` or `load`."""
+    """Category that the phase's time is accounted to: `build` or `load`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptStarted(CommandEvent):
-    """An attempt has its ranks and its state, and is ready to train."""
+    """All ranks of an attempt have started and loaded the training state."""
 
     event: Literal["attempt_started"] = "attempt_started"
     world_size: Positive
     """Number of ranks."""
     sp_size: Positive
-    """Number of ranks that share a row."""
+    """Sequence-parallel size: number of ranks that share a row."""
     dp_size: Positive
-    """Number of rows in flight at once."""
+    """Data-parallel size: number of rows that are trained in parallel."""
     ring_size: Positive = 1
-    """Size of the ring within `sp_size`; 1 without one."""
+    """Size of the ring within `sp_size`; 1 if ring attention is not used."""
     nodes: tuple[str, ...]
-    """Names of the nodes, each once."""
+    """Names of the nodes, without duplicates."""
     rank_nodes: tuple[str, ...]
-    """The node of each rank."""
+    """Name of each rank's node."""
     resumed_step: Whole
-    """Completed steps of the state that it started from."""
+    """Number of completed steps in the state that the attempt resumed from."""
     resumed_from: str | None
-    """Its source: the folder of a checkpoint, `peer memory, step N`, or another run's checkpoint; None at step 0."""
+    """Source of that state: a checkpoint folder, `peer memory, step N`, or another run's checkpoint; None at step 0."""
     last_step: Whole
-    """The step at which it will end."""
+    """The step at which the attempt will end."""
     run_last_step: Whole | None = None
-    """The step at which the run will end, if a later stage trains it."""
+    """The step at which the run will end, if a later stage trains that step."""
     taken_over: InheritedSteps | None = None
-    """The steps before the run's own, from `model.resume_from`."""
+    """Totals of the steps that the run inherits through `model.resume_from`."""
     plan_ids: tuple[str, ...]
-    """Ids of the segments of its data plan."""
+    """Ids of the data plan's segments."""
     stage: str | None = None
-    """Name of the stage that it trains; None in a run without stages."""
+    """Name of the stage that the attempt trains; None in a run without stages."""
     device_gib: Number | None = None
     """Memory of rank 0's GPU, in GiB; None on a CPU."""
     streams: bool = False
-    """Whether Ray Data streams its rows."""
+    """Whether Ray Data streams the rows to the ranks."""
     versions: dict[str, str]
-    """Versions of ray-ulysses, Python and libraries; for information only."""
+    """Versions of ray-ulysses, Python and the libraries. Informational."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """Settings of the model, the data, the optimizer, the schedule and the stages, by dotted path."""
+    """Settings of the model, data, optimizer, schedule and stages, by dotted path."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamStarted(_Event):
-    """Every rank now receives its rows from Ray Data instead of reading them itself."""
+    """All ranks switched from reading rows directly to receiving them from Ray Data."""
 
     event: Literal["stream_started"] = "stream_started"
     step: Positive
-    """The first step whose rows all came through the stream."""
+    """The first step whose rows all came from Ray Data."""
     direct_rows: Whole
-    """Rows that the attempt's ranks had read themselves; of a shared row the share of its ranks that did."""
+    """Number of rows read directly until then. If only some of a row's ranks read it, that fraction is counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepDone(_Event):
-    """An optimizer step is completed.
+    """An optimizer step completed.
 
-    Its line also has ``tokens_per_s`` and ``world_size``, for information only.
+    The journal line contains two further informational fields, ``tokens_per_s`` and ``world_size``.
     """
 
     event: Literal["step"] = "step"
     step: Whole
-    """Completed steps, from 1."""
+    """Number of completed steps, including this step."""
     loss: float
-    """Mean loss over its supervised tokens, in nats."""
+    """Mean loss over the step's supervised tokens, in nats."""
     tokens: Whole
     """Number of supervised tokens."""
     rows: RowRange
-    """The first row that it trained on, and the row after the last."""
+    """The first row of the step, and the row after the last."""
     digest: Digest
     """Sum of the digests of the rows that the model received."""
     seconds: Seconds
-    """Its duration."""
+    """Duration of the step."""
     saving_seconds: Seconds = 0.0
-    """How long checkpoints blocked training since the previous step."""
+    """Time that checkpoints blocked training since the previous step."""
     learning_rate: Number | None = None
-    """Its learning rate."""
+    """Learning rate of the step."""
     grad_norm: float | None = None
-    """Norm of its gradient before clipping."""
+    """Gradient norm before clipping."""
     peak_memory_gib: Number | None = None
-    """Peak memory of rank 0 so far, in GiB: allocated on a GPU, resident on a CPU."""
+    """Peak memory of rank 0 since the attempt started, in GiB: allocated on a GPU, resident on a CPU."""
     mfu: Number | None = None
-    """Share of the peak FLOP/s that was reached; None if the device's peak is unknown."""
+    """Model FLOPs utilization, from 0 to 1; None if the device's peak FLOP/s is unknown."""
     z_loss: float | None = None
-    """Mean z-loss over its supervised tokens, times its coefficient. Not part of `loss`."""
+    """Mean z-loss over the supervised tokens, times its coefficient. Not included in `loss`."""
     router_loss: float | None = None
-    """Mean load-balancing loss over its supervised tokens, times its coefficient. Not part of `loss`."""
+    """Mean load-balancing loss over the supervised tokens, times its coefficient. Not included in `loss`."""
     system: dict[str, float] | None = None
-    """Load of rank 0's node by metric, for steps that are logged to trackers (`tracking.system_metrics`)."""
+    """System metrics of rank 0's node; only in steps that are logged to trackers (`tracking.system_metrics`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluated(_Event):
-    """The model was evaluated after a step."""
+    """An evaluation of the model completed."""
 
     event: Literal["evaluation"] = "evaluation"
     step: Whole
-    """Completed steps."""
+    """Number of completed steps."""
     loss: float
-    """Mean loss over the supervised tokens of the evaluation, in nats."""
+    """Mean loss over the supervised tokens of the evaluation rows, in nats."""
     tokens: Whole
-    """Number of these tokens."""
+    """Number of supervised tokens in the evaluation rows."""
     seconds: Seconds = 0.0
-    """Its duration."""
+    """Duration of the evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -197,229 +197,229 @@ class CheckpointEvent(_Event):
     """An event that describes a committed checkpoint."""
 
     step: Whole
-    """Completed steps that it holds."""
+    """Number of completed steps in the checkpoint."""
     path: str
-    """Its folder, relative to the root of the checkpoint store."""
+    """Folder of the checkpoint, relative to the root of the checkpoint store."""
     world_size: Positive
-    """Number of ranks that wrote it."""
+    """Number of ranks that wrote the checkpoint."""
     digest: Digest
-    """Sum of the data digests of all steps so far."""
+    """Sum of the data digests of all steps up to the checkpoint."""
     tokens: Whole
-    """Supervised tokens of all steps so far."""
+    """Number of supervised tokens in all steps up to the checkpoint."""
     next_row: Whole
-    """The row after the last trained one."""
+    """The row after the last row trained on."""
     reason: str = ""
-    """What triggered it: `steps`, `minutes`, `end`, `stage`, `stop`, `request`, `resize`, `preemption` or `retry`."""
+    """Trigger: `steps`, `minutes`, `end`, `stage`, `stop`, `request`, `resize`, `preemption` or `retry`."""
     sp_size: Positive = 1
     """Number of ranks that shared a row."""
     ring_size: Positive = 1
     """Size of the ring within `sp_size`."""
     zero_stage: Whole | None = None
-    """ZeRO stage of the ranks that wrote it."""
+    """ZeRO stage that the checkpoint was written with."""
     cursor: dict[str, Any] = field(default_factory=dict)
-    """Its position in the data."""
+    """Position in the data at which training resumes."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Its `loss` and, if it was evaluated, its `eval_loss`."""
+    """Metrics at the checkpoint's step: `loss` and, if an evaluation ran at that step, `eval_loss`."""
     parent: str | None = None
-    """The checkpoint that its attempt resumed from."""
+    """The checkpoint that the writing attempt resumed from."""
     written_at: Seconds = 0.0
-    """When the state was copied."""
+    """Time at which the training state was copied."""
     stage: str = ""
-    """Name of the stage that trained it; empty in a run without stages."""
+    """Name of the stage that wrote the checkpoint; empty in a run without stages."""
     measured: str = ""
-    """Identity of the data that its metrics were measured on."""
+    """Identity of the data that the metrics were measured on; metrics with different identities are not comparable."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointCommitted(CheckpointEvent):
-    """A checkpoint was committed; its sums let a reader check the steps up to it."""
+    """A checkpoint was committed. Readers can check the preceding steps against its totals."""
 
     event: Literal["checkpoint_committed"] = "checkpoint_committed"
     seconds: Seconds | None = None
-    """From the request to the commit."""
+    """Time from the request to the commit."""
     stall_seconds: Seconds | None = None
-    """How long it blocked training."""
+    """Time that the checkpoint blocked training."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointsFound(CheckpointEvent):
-    """An attempt or a command has found the committed checkpoints of the run; the newest is described.
+    """An attempt or a command listed the committed checkpoints. The event describes the newest checkpoint.
 
-    The attempt that wrote it may have died before it recorded the commit. Earlier commits are in the journal, which is
-    synced before each commit.
+    The attempt that wrote the newest checkpoint may have died before it recorded the commit. All earlier commits are in
+    the journal, which is synced before each commit.
     """
 
     event: Literal["checkpoints_found"] = "checkpoints_found"
     written_by: Positive
-    """The attempt that wrote the newest."""
+    """The attempt that wrote the newest checkpoint."""
     steps: tuple[Whole, ...]
     """The steps of all committed checkpoints, ascending."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointDeleted(_Event):
-    """Retention has deleted a checkpoint."""
+    """A checkpoint was deleted by the retention policy."""
 
     event: Literal["checkpoint_deleted"] = "checkpoint_deleted"
     step: Whole
-    """Its step."""
+    """Step of the checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointSetAside(_Event):
-    """A checkpoint was skipped on resume, and is no longer part of the run."""
+    """A checkpoint was skipped on resume and is no longer part of the run."""
 
     event: Literal["checkpoint_set_aside"] = "checkpoint_set_aside"
     step: Whole
-    """Its step."""
+    """Step of the checkpoint."""
     reason: str
-    """Why it was skipped."""
+    """Why the checkpoint was skipped."""
     kind: str = "damaged"
-    """`damaged`, `unreadable`, `superseded` (written too late by an older attempt) or `foreign` (of another
-    version)."""
+    """`damaged`, `unreadable`, `superseded` (written by an older attempt after a newer attempt had started) or
+    `foreign` (written by another version)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointFailed(_Event):
-    """A checkpoint could not be saved."""
+    """Saving a checkpoint failed."""
 
     event: Literal["checkpoint_failed"] = "checkpoint_failed"
     step: Whole
-    """Its step."""
+    """Step of the checkpoint."""
     reason: str
-    """The error."""
+    """The error message."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreemptionNoticed(_Event):
-    """A node will be preempted."""
+    """A worker received a notice that its node will be preempted."""
 
     event: Literal["preemption_notice"] = "preemption_notice"
     step: Whole | None = None
-    """Completed steps when the notice was read."""
+    """Number of completed steps when the notice was received."""
     deadline: Number | None = None
-    """When the node will be gone."""
+    """Time at which the node will shut down, in seconds since the epoch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EndEvent(CommandEvent):
-    """The end of an attempt, a start or a command; the supervisor of a failed attempt fills in all fields."""
+    """The end of an attempt, a start or a command. For a failed attempt, the supervisor sets all fields."""
 
     kind: str = ""
-    """Kind of failure: `preempted`, `lost` (a process is gone), `device`, `raised`, `consequence` (of another rank's
-    end), `start` or `controller`; empty otherwise."""
+    """Kind of failure: `preempted`, `lost` (a process died), `device`, `raised`, `consequence` (caused by another
+    rank's failure), `start` or `controller`; empty if nothing failed."""
     reason: str
-    """The reason, in one line."""
+    """The reason for the end, in one line."""
     rank: Whole | None = None
     """The rank on which the failure started."""
     node: str | None = None
     """The node of that rank."""
     committed_step: Whole | None = None
-    """The newest committed step."""
+    """Step of the newest committed checkpoint."""
     memory_step: Whole | None = None
-    """The newest step whose state was whole in peer memory; None without one."""
+    """The newest step with a complete copy in peer memory; None if there is none."""
     lost_steps: Whole | None = None
-    """Steps that were trained beyond the newer of the two."""
+    """Number of steps trained after both `committed_step` and `memory_step`."""
     way_out: str = ""
-    """What to do about it."""
+    """Advice to the user."""
     failure: Positive | None = None
-    """Number of failures so far that count, including this one; None if this one does not count."""
+    """Number of failures counted against `elastic.max_failures`, including this failure; None if it is not counted."""
     max_failures: Whole = 0
-    """Number of failures that the run survives (`elastic.max_failures`)."""
+    """Value of `elastic.max_failures`, the number of failures that the run tolerates."""
     restarts: bool | None = None
-    """Whether the workers are started again; None if undecided."""
+    """Whether the workers are restarted; None if undecided."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartFailed(EndEvent):
-    """A command could not start its workers; recorded beside the newest attempt, perhaps of an earlier command."""
+    """A command failed to start its workers. Recorded under the newest attempt, even one from an earlier command."""
 
     event: Literal["start_failed"] = "start_failed"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFailed(EndEvent):
-    """A failure has ended a command; recorded beside the newest attempt."""
+    """A command ended with a failure. Recorded under the newest attempt."""
 
     event: Literal["run_failed"] = "run_failed"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BadStep(_Event):
-    """A step whose loss or gradient is not finite, or whose loss spikes, has ended the attempt."""
+    """A step with a non-finite loss or gradient, or with a loss spike, ended the attempt."""
 
     event: Literal["bad_step"] = "bad_step"
     step: Positive
-    """The step, from 1."""
+    """Number of the step, starting at 1."""
     rows: RowRange
-    """Its first row, and the row after the last."""
+    """The first row of the step, and the row after the last."""
     plan_id: str
-    """Id of the segment of the data plan that the rows belong to."""
+    """Id of the data-plan segment that contains the rows."""
     reason: str
-    """What is wrong with the step."""
+    """Description of the problem."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowsSkipped(_Event):
-    """The rows of a bad step are left out from now on, by a branch of the plan."""
+    """The data plan was branched to skip the rows of a bad step."""
 
     event: Literal["rows_skipped"] = "rows_skipped"
     step: Whole
-    """Completed steps where the branch begins."""
+    """Number of completed steps at which the branch begins."""
     rows: RowRange
-    """The first skipped row of the plan before the branch, and the row after the last."""
+    """The first skipped row, and the row after the last, as numbered before the branch."""
     plan_id: str
     """Id of the branch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerWarned(_Event):
-    """A worker has a warning for the user."""
+    """A worker issued a warning to the user."""
 
     event: Literal["warning"] = "warning"
     text: str
-    """The warning."""
+    """Text of the warning."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunHung(_Event):
-    """Ranks made no progress for longer than ``elastic.hang_timeout_s``, and the attempt was ended."""
+    """The attempt was terminated because ranks made no progress for longer than ``elastic.hang_timeout_s``."""
 
     event: Literal["hang"] = "hang"
     text: str
-    """Which ranks, where, and for how long."""
+    """The ranks that hang, where they hang, and for how long."""
     stacks: dict[str, str]
-    """Stacks of every rank's threads before the end and the end of its stderr, by rank; empty if unavailable."""
+    """Thread stacks and last lines of stderr before the termination, by rank; empty if unavailable."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptEnded(EndEvent):
-    """An attempt has ended; the last such record of an attempt counts.
+    """An attempt ended. If an attempt has several of these records, the last one is authoritative.
 
-    ``reason`` begins with ``stopped``, ``finished``, ``resized`` or ``stage`` if that was intended.
+    If the end was intended, ``reason`` begins with ``stopped``, ``finished``, ``resized`` or ``stage``.
     """
 
     event: Literal["attempt_ended"] = "attempt_ended"
     saving_seconds: Seconds = 0.0
-    """How long checkpoints blocked training since the last step."""
+    """Time that checkpoints blocked training since the last step."""
     fault_at: Seconds | None = None
-    """When the failure happened, or the last sign of life before it; None if unknown."""
+    """Time of the failure, or of the last sign of life before the failure; None if unknown."""
     detected_at: Seconds | None = None
-    """When the failure was noticed; None means at the time of this record."""
+    """Time at which the failure was detected; None means the time of this event."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFinished(_Event):
-    """The run has trained its last step."""
+    """The run completed its last step."""
 
     event: Literal["run_finished"] = "run_finished"
     step: Whole
-    """That step."""
+    """The last step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommandEnded(CommandEvent):
-    """A command has ended."""
+    """A command ended."""
 
     event: Literal["command_ended"] = "command_ended"
 
@@ -450,5 +450,5 @@ Event = (
 
 @functools.cache
 def event_adapter() -> TypeAdapter[Event]:
-    """Return the validator of events, which takes milliseconds to build."""
+    """Return the cached event validator, which takes milliseconds to build."""
     return TypeAdapter(Annotated[Event, Field(discriminator="event")])

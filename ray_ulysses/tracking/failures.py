@@ -1,7 +1,7 @@
-"""Records failures in the journal and describes them: those that a run survived, and the one that ended it.
+"""Records failures in the journal and describes them, both recovered and fatal ones.
 
-The supervisor of the workers writes them beside the main file of the attempt: ``attempt_ended`` with a rank,
-``start_failed`` if no attempt had started, and ``run_failed`` when a command ends by a failure.
+The workers' supervisor records failures in a separate journal file: ``attempt_ended`` with a rank, ``start_failed`` if
+no attempt had started, and ``run_failed`` if a failure ends the command.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from ray_ulysses.tracking.journal_files import attempt_numbers
 from ray_ulysses.tracking.journal_reader import read_head_and_tail
 
 TAG_PREFIX = "failure."
-"""Prefix of a tracker's tags about a failure, which are deleted when the run resumes."""
+"""Prefix of the tracker tags that describe a failure. They are deleted when the run resumes."""
 
 
 def failure_fields(failure: EndEvent) -> dict[str, Any]:
-    """Return the fields of a failure in the journal and in ``inspect --json``."""
+    """Return the fields that describe a failure in the journal and in ``inspect --json``."""
     return {name: getattr(failure, name) for name in ("session", *EndEvent.__annotations__)}
 
 
 def failure_tags(failure: EndEvent) -> dict[str, str]:
-    """Return a tracker's tags for a failure."""
+    """Return the tracker tags that describe a failure."""
     shown = ("reason", "rank", "node", "committed_step", "lost_steps", "way_out")
     return {f"{TAG_PREFIX}{name}": str(value) for name in shown if (value := getattr(failure, name)) is not None}
 
 
 def describe_failure(failure: EndEvent) -> str:
-    """Describe a failure in one line: its reason, what happens next, and what it cost."""
+    """Describe a failure in one line: the reason, whether the run restarts, and how many steps were lost."""
     words = [failure.reason]
     if failure.restarts:
         step, memory_step = failure.committed_step, failure.memory_step
@@ -56,24 +56,24 @@ def describe_failure(failure: EndEvent) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NewestAttempt:
-    """The newest attempt, as far as the start and the end of its journal tell."""
+    """Facts about the newest attempt, read from the start and the end of its journal file."""
 
     attempt: int
-    """Its number."""
+    """Number of the attempt."""
     session: str | None
-    """Id of its command; None if it had not started to train."""
+    """Id of the attempt's command; None before ``attempt_started``."""
     nodes: tuple[str, ...]
-    """The node of each rank, by rank."""
+    """Name of each rank's node, by rank."""
     last_step: int | None
-    """The last step that it completed, or the one that it resumed from; None if unknown."""
+    """Last completed step, or `resumed_step` if the attempt completed none; None if unknown."""
     resumed_step: int | None
-    """The step from which it began; None if it had not started to train."""
+    """Step that the attempt resumed from; None before ``attempt_started``."""
     has_ended: bool = False
-    """Whether it recorded its own end."""
+    """Whether the attempt recorded its own end."""
 
 
 def newest_attempt(run_dir: Place) -> NewestAttempt | None:
-    """Return the newest attempt; None if there has been none."""
+    """Return the newest attempt, or None if there is none."""
     numbers = attempt_numbers(run_dir)
     if not numbers:
         return None
@@ -92,22 +92,22 @@ def newest_attempt(run_dir: Place) -> NewestAttempt | None:
 
 
 def command_failures(events: Sequence[Event], session: str) -> list[AttemptEnded | StartFailed]:
-    """Return the failures of a command in the order of their times."""
+    """Return a command's failures, ordered by time."""
     ends = [event for event in events if isinstance(event, AttemptEnded | StartFailed) and event.restarts is not None]
     return sorted((event for event in ends if event.session == session), key=lambda event: event.time)
 
 
 def record_hang(run_dir: Place, text: str, stacks: Mapping[int, str], *, writer: str) -> None:
-    """Write into the newest attempt's journal that ranks of it hang.
+    """Record in the newest attempt's journal that ranks hang. Does nothing if there is no attempt.
 
     Args:
         run_dir: The run's directory.
-        text: Which ranks, where, and for how long.
-        stacks: The stacks of each rank's threads, by rank.
-        writer: Name of the writer, which has a journal file of its own.
+        text: The ranks that hang, where they hang, and for how long.
+        stacks: Thread stacks, by rank.
+        writer: Name of the writer, which selects its journal file.
 
     Raises:
-        OSError: It can't be written.
+        OSError: The journal can't be written.
     """
     newest = newest_attempt(run_dir)
     if newest is not None:
@@ -117,15 +117,15 @@ def record_hang(run_dir: Place, text: str, stacks: Mapping[int, str], *, writer:
 
 
 def record_failure(run_dir: Place, failure: AttemptEnded | StartFailed | RunFailed, *, writer: str) -> None:
-    """Write a failure into its attempt's journal.
+    """Record a failure in its attempt's journal.
 
     Args:
         run_dir: The run's directory.
-        failure: What happened.
-        writer: Name of the writer, which has a journal file of its own.
+        failure: The failure.
+        writer: Name of the writer, which selects its journal file.
 
     Raises:
-        OSError: It can't be written.
+        OSError: The journal can't be written.
     """
     if isinstance(run_dir, Path):
         (run_dir / JOURNAL_FOLDER).mkdir(exist_ok=True)

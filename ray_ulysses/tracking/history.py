@@ -1,4 +1,4 @@
-"""The history of a run, read from its journal and the folders of its checkpoints."""
+"""Builds the history of a run from its journal and its checkpoint folders."""
 
 from __future__ import annotations
 
@@ -47,98 +47,98 @@ _Kind = TypeVar("_Kind")
 
 _STREAM_STARTS_S = 60.0
 _STREAM_STARTS_ROWS = 20
-"""An attempt that ends earlier, or with fewer rows per rank, may have done so while its stream was starting: rows of
-the first step, and those that were read ahead, are read directly however soon it is there."""
+"""An attempt with a shorter duration, or with fewer rows per rank, may have ended before its stream could start: the
+first step's rows and the prefetched rows are always read directly."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptRecord:
-    """One attempt of a run that came to train; an attempt that died before has a number and no record."""
+    """An attempt that started to train. Attempts that died earlier have a number but no record."""
 
     attempt: int
-    """Its number."""
+    """Number of the attempt."""
     world_size: int
     """Number of ranks."""
     sp_size: int
-    """Number of ranks that share a row."""
+    """Sequence-parallel size: number of ranks that share a row."""
     dp_size: int
-    """Number of rows in flight at once."""
+    """Data-parallel size: number of rows that are trained in parallel."""
     ring_size: int = 1
-    """Size of the ring within `sp_size`; 1 without one."""
+    """Size of the ring within `sp_size`; 1 if ring attention is not used."""
     resumed_from: str | None = None
-    """Source of the state that it started from, as in `attempt_started`."""
+    """Source of the state that the attempt resumed from, as in `attempt_started`."""
     first_step: int | None
-    """The first step that it completed."""
+    """First step that the attempt completed."""
     last_step: int | None
-    """The last step that it completed."""
+    """Last step that the attempt completed."""
     reason: str | None
-    """Why it ended; None while it runs, or if its end was not recorded."""
+    """Why the attempt ended; None while it runs, or if its end was not recorded."""
     rank: int | None = None
-    """The rank on which the failure that ended it started."""
+    """The rank on which the failure started, if a failure ended the attempt."""
     node: str | None = None
     """The node of that rank."""
     seconds_to_first_step: float | None
-    """To the end of its first step, from the start of its command or the end of the attempt before it."""
+    """Time until the first step completed, since the command started or since the previous attempt ended."""
     stage: str | None = None
-    """Name of the stage that it trained; None in a run without stages."""
+    """Name of the stage that the attempt trained; None in a run without stages."""
     stream_step: int | None = None
-    """The first step whose rows all came through Ray Data; None if there was none."""
+    """The first step whose rows all came from Ray Data; None if there is no such step."""
     direct_rows: int | None = None
-    """Rows that the ranks read themselves before it, or all if there was none; None with `data.engine: local`."""
+    """Number of rows that the ranks read directly, without Ray Data; None with `data.engine: local`."""
     lacks_stream: bool = False
-    """Whether it trained for a minute and 20 rows per rank without its stream ever starting."""
+    """Whether Ray Data delivered no rows although the attempt trained for a minute and on 20 rows per rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointRecord:
-    """One checkpoint folder."""
+    """A checkpoint folder."""
 
     step: int
-    """Completed steps that it holds."""
+    """Number of completed steps in the checkpoint."""
     path: str
-    """Its folder, relative to the root of the checkpoint store."""
+    """Folder of the checkpoint, relative to the root of the checkpoint store."""
     committed: bool
-    """Whether it has a manifest; a folder without one is never loaded."""
+    """Whether the folder contains a manifest. A folder without a manifest is never loaded."""
     world_size: int | None
-    """Number of ranks that wrote it."""
+    """Number of ranks that wrote the checkpoint; None if unknown or not committed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunHistory:
-    """The history of a run up to now, by the steps that count: those in the state of the newest attempt."""
+    """The history of a run so far. A step counts if the newest attempt's training state includes it."""
 
     name: str
     """Name of the run."""
     status: Status
-    """State of the run."""
+    """Status of the run."""
     step: int
-    """Completed steps that count."""
+    """Number of completed steps that count."""
     tokens: int
-    """Supervised tokens of these steps."""
+    """Number of supervised tokens in these steps."""
     steps: Steps
-    """These steps, ascending; a replayed step appears once, as it was last trained."""
+    """The steps that count, ascending. A replayed step appears once, with its last record."""
     attempts: tuple[AttemptRecord, ...]
-    """Every attempt, in order."""
+    """All attempts, in order."""
     checkpoints: tuple[CheckpointRecord, ...]
-    """Every checkpoint folder, ascending."""
+    """All checkpoint folders, by ascending step."""
     rows_consumed: int
-    """Rows that these steps trained on."""
+    """Number of data rows in the steps that count."""
     data_digest: str
-    """Sum of the data digests of these steps, 16 digits."""
+    """Sum of the data digests of the steps that count, as 16 hexadecimal digits."""
     lost_steps: int
-    """Steps that were thrown away because an attempt resumed before them."""
+    """Number of steps that were discarded because an attempt resumed from an earlier step."""
     goodput: float | None
-    """Share of `time_spent` that went into steps that count."""
+    """Fraction of `time_spent` that was spent in steps that count."""
     time_spent: TimeSpent = field(default_factory=TimeSpent)
-    """Where the time of the run's commands went."""
+    """Breakdown of the time that the run's commands took."""
     failure: RunFailed | None = None
-    """The failure that has ended the run."""
+    """The failure that ended the run, if any."""
     missing_steps: tuple[tuple[int, int], ...] = ()
-    """First and last of each range of steps without a record; empty in a sound run."""
+    """First and last step of each range of steps without a record; empty in a healthy run."""
     damaged_records: tuple[str, ...] = ()
-    """Each damaged line of the journal, in words; empty in a sound run."""
+    """Description of each damaged journal line; empty in a healthy run."""
     diagnostics: tuple[str, ...] = ()
-    """Files left by profiles, out-of-memory errors and hangs, relative to the run's directory."""
+    """Files written by the profiler, or after out-of-memory errors and hangs, relative to the run's directory."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that ``ray-ulysses inspect RUN --json`` prints."""
@@ -166,12 +166,12 @@ def read_history(
 
     Args:
         run_dir: ``<storage>/<name>``.
-        is_held: False if nobody trains it, whoever holds the run; None asks who does.
-        store: The store of its checkpoints; None for the run's directory.
-        journal: Its journal, if it has been read already.
+        is_held: False if the run is known not to be training, even if its lock is held; None checks the lock.
+        store: The run's checkpoint store; None for the run's directory.
+        journal: The run's journal, if it has already been read.
 
     Raises:
-        OSError: The store can't be listed.
+        OSError: The journal can't be read or the checkpoint store can't be listed.
     """
     run_dir = place_of(run_dir)
     journal = read_journal(run_dir) if journal is None else journal
@@ -190,13 +190,13 @@ def build_history(
     checkpoints: Sequence[CheckpointRecord] = (),
     owner: LockOwner | None = None,
 ) -> RunHistory:
-    """Return the history of a run (pure).
+    """Build the history of a run.
 
     Args:
-        name: The run's name.
-        journal: Its journal.
-        checkpoints: Its checkpoint folders.
-        owner: The live process that trains it; None without one.
+        name: Name of the run.
+        journal: The run's journal.
+        checkpoints: The run's checkpoint folders.
+        owner: The live process that trains the run; None if there is none.
     """
     counted = steps_that_count(journal.entries)
     kept = counted.kept
@@ -226,10 +226,10 @@ def build_history(
 
 
 def _by_attempt(entries: Iterable[Entry]) -> list[list[Entry]]:
-    """Return the entries of each attempt that started, in order."""
+    """Return the entries of each attempt that started to train, in order."""
     attempts: dict[int, list[Entry]] = {}
     for event in group_steps(entries):
-        # These belong to no attempt: they are recorded beside the newest one, which may be days old.
+        # These belong to a command, not to the attempt that they are recorded under, which may be days old.
         if not isinstance(event, StartFailed | RunFailed):
             attempts.setdefault(event.attempt, []).append(event)
     return [attempt for attempt in attempts.values() if _first(attempt, AttemptStarted) is not None]
@@ -240,24 +240,24 @@ def _first(attempt: Iterable[Entry], kind: type[_Kind]) -> _Kind | None:
 
 
 def _end(attempt: Sequence[Entry]) -> AttemptEnded | None:
-    """Return the last end recorded: the supervisor, which writes last, knows more than a single worker."""
+    """Return the last recorded end. The supervisor writes last, and knows more than a single worker."""
     return _first(reversed(attempt), AttemptEnded)
 
 
 def _last(events: Iterable[Entry], *kinds: type[Event]) -> Event | None:
-    """Return the last event of the newest attempt that has one of some kinds."""
+    """Return the newest event of the given kinds, ordered by attempt and time."""
     found = (event for event in events if isinstance(event, kinds))
     return max(found, key=lambda event: (event.attempt, event.time), default=None)
 
 
 def _has_ended(owner: LockOwner, events: Iterable[Entry]) -> bool:
-    """Return whether the command that holds the run has recorded its end: it draws its last report while it does."""
+    """Return whether the command that owns the run's lock recorded its end; it still renders the report after that."""
     last = _last(events, AttemptStarted, RunFailed, CommandEnded)
     return last is not None and not isinstance(last, AttemptStarted) and last.time >= owner.since
 
 
 def _last_failure(events: Iterable[Entry]) -> RunFailed | None:
-    """Return the failure that has ended the run, unless another attempt started after it."""
+    """Return the failure that ended the run, or None if another attempt started after the failure."""
     last = _last(events, AttemptStarted, RunFinished, RunFailed)
     return last if isinstance(last, RunFailed) else None
 
@@ -295,7 +295,7 @@ def _attempt_record(attempt: Sequence[Entry], before: Sequence[Entry] | None) ->
 
 
 def _start_time(attempt: Sequence[Entry], before: Sequence[Entry] | None) -> float:
-    """Return when the wait for an attempt began: at the end of the previous one, or with its command."""
+    """Return when the wait for an attempt began: when the previous attempt ended, or when its command started."""
     session = _session(attempt)
     if before is not None and session is not None and _session(before) == session:
         return max(entry.end_time if isinstance(entry, StepGroup) else entry.time for entry in before)
@@ -311,7 +311,7 @@ def _session(attempt: Iterable[Entry]) -> str | None:
 
 def _status(attempts: Sequence[Sequence[Entry]], owner: LockOwner | None) -> Status:
     finished = _first(attempts[-1], RunFinished) if attempts else None
-    # The command that has finished it holds it a while longer; a later one trains it further.
+    # The command that finished the run keeps the lock for a while. An owner that came later trains the run further.
     if finished is not None and (owner is None or owner.since <= finished.time):
         return "finished"
     if owner is not None:
@@ -322,13 +322,13 @@ def _status(attempts: Sequence[Sequence[Entry]], owner: LockOwner | None) -> Sta
     if ended is None:
         return "interrupted"
     if ended.reason in CONTINUED:
-        # The next attempt of its command has not begun to write.
+        # The command's next attempt has not recorded anything yet.
         return "interrupted"
     return "stopped" if ended.reason.startswith(STOP_REASONS) else "failed"
 
 
 def finished_step(entries: Iterable[Entry]) -> int | None:
-    """Return the step at which a run finished (pure); None if its last attempt did not finish it.
+    """Return the step at which a run finished, or None if its newest attempt did not finish the run.
 
     Args:
         entries: The run's journal.
@@ -340,16 +340,16 @@ def finished_step(entries: Iterable[Entry]) -> int | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pace:
-    """How fast the newest attempt of a run trains and starts."""
+    """Training speed and start-up time of a run's newest attempt."""
 
     seconds_left: float
-    """Until the run's last step, at the duration of the newest one."""
+    """Estimated time until the run's last step, based on the newest step's duration."""
     start_s: float
-    """From its command's start, or from the end of the attempt before it, to the end of its first step."""
+    """Time until the first step completed, since the command started or since the previous attempt ended."""
 
 
 def run_pace(run_dir: Place) -> Pace | None:
-    """Return the pace of the newest attempt; None before the end of its first step."""
+    """Return the pace of the newest attempt, or None before its first step completes."""
     numbers = attempt_numbers(run_dir)
     if not numbers:
         return None
@@ -374,7 +374,7 @@ def _world_sizes(journal: Journal) -> dict[int, int]:
 
 
 def _read_checkpoints(store: Store, world_sizes: Mapping[int, int]) -> list[CheckpointRecord]:
-    """Return the folders under ``checkpoints/``; `checkpoint.choice` decides whether they are intact."""
+    """Return the folders under ``checkpoints/``, without verifying their content (see `checkpoint.choice`)."""
     steps, committed = set(), set()
     for key in store.list(CHECKPOINT_FOLDER):
         match = CHECKPOINT_KEY.match(key)
@@ -387,7 +387,7 @@ def _read_checkpoints(store: Store, world_sizes: Mapping[int, int]) -> list[Chec
             step=step,
             path=step_folder(step),
             committed=step in committed,
-            # Reading a manifest takes a while.
+            # Prefer the journal, because reading a manifest is slow.
             world_size=(world_sizes.get(step) or _world_size(store, step)) if step in committed else None,
         )
         for step in sorted(steps)
@@ -395,7 +395,6 @@ def _read_checkpoints(store: Store, world_sizes: Mapping[int, int]) -> list[Chec
 
 
 def _world_size(store: Store, step: int) -> int | None:
-    """Return the world size in a checkpoint's manifest, if it can be read."""
     try:
         world_size = from_json(store.read_whole(manifest_key(step)))["world_size"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -1,14 +1,14 @@
-"""Writes a run's journal: one JSON object per line and event, one file per attempt and writer.
+"""Writes a run's journal: one JSON object per event and line, one file per attempt and writer.
 
-``journal/attempt-0003.jsonl`` belongs to the third attempt, which claims its number by creating the file. A second
-writer (the controller beside rank 0) appends to a file of its own, ``attempt-0003.controller.jsonl``, because two hosts
-can't safely append to one file on NFS. The schema is documented in docs/journal.md.
+``journal/attempt-0003.jsonl`` belongs to the third attempt, which claims its number by creating the file. Any other
+writer, such as the controller, appends to its own file, ``attempt-0003.controller.jsonl``, because two hosts can't
+safely append to one file on NFS. The schema is documented in docs/journal.md.
 
-An object store can't append: there a file is segments that are never changed. Records wait in memory until a segment of
-them is put: by `SegmentedJournal.sync`, at once for a record that recovery reads, and every few seconds by
-`SegmentedJournal.tend`. A process that dies loses the records of its last seconds. Recovery never needs these: whatever
-state it can start from, in storage or in the memory of peers, was committed after a `sync`, so that the journal holds
-every step up to it, and the steps beyond it are trained and recorded again.
+An object store does not support appends, so a journal file is stored there as a sequence of immutable segments. Records
+are buffered in memory and uploaded as a segment by `SegmentedJournal.sync`, which runs immediately for durable records
+and every few seconds otherwise (`SegmentedJournal.tend`). A process that dies loses the last few seconds of records.
+Recovery never needs them: every state that a run can resume from, in storage or in peer memory, is committed after a
+`sync`, so the journal contains all steps up to that state. Later steps are trained and recorded again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ JournalWriter: TypeAlias = "AttemptJournal | SegmentedJournal"
 
 PUT_EVERY_S = 3.0
 MERGED_SEGMENTS = 256
-# Unsynced records are also kept in memory: a few thousand steps at most.
+# Unsynced records are buffered in memory; this is the size of a few thousand steps.
 _MAX_UNSYNCED_BYTES = 2**20
 _MOST_KEPT_BYTES = 16 * 2**20
 _LOOK_EVERY_S = 30.0
@@ -47,16 +47,16 @@ _MOST_TRIES = 1000
 
 
 def claim_journal(run_dir: Place, clock: Clock | None = None, *, after: int = 0) -> JournalWriter:
-    """Start the journal of a new attempt under the first free number.
+    """Claim the next free attempt number and open the new attempt's journal.
 
     Args:
         run_dir: The run's directory.
-        clock: Source of the records' times.
-        after: The number is larger than this, since attempts may be known that left no journal here.
+        clock: Clock that timestamps the records.
+        after: Lower bound (exclusive) for the number, for attempts that are known but have no journal in this place.
 
     Raises:
-        UserError: The journal's folder can't be written.
-        RunError: It does not answer.
+        UserError: The journal folder can't be written.
+        RunError: The storage is temporarily unavailable.
     """
     try:
         if isinstance(run_dir, Path):
@@ -70,13 +70,13 @@ def claim_journal(run_dir: Place, clock: Clock | None = None, *, after: int = 0)
         folder = f"{open_store(run_dir).name}/{JOURNAL_FOLDER}"
         text = f"run.storage: the journal {folder} can't be written ({error.strerror or error})"
         if is_transient(error):
-            # Another attempt may meet it again.
-            raise RunError(f"{text}; make it reachable, and start the same command again") from error
-        raise UserError(f"{text}; make it writable or set another run.storage") from error
+            # The cause may be gone when the user tries again.
+            raise RunError(f"{text}; make the storage reachable and run the same command again") from error
+        raise UserError(f"{text}; make the folder writable or change run.storage") from error
 
 
 def _claim(run_dir: Place, attempt: int) -> bool:
-    """Create the main file of an attempt, and return whether its number was free."""
+    """Create an attempt's main file. Return False if the number is already taken."""
     name = journal_file_name(attempt)
     if not isinstance(run_dir, Path):
         return create_if_absent(open_store(run_dir), segment_key(name, 0), b"")
@@ -90,13 +90,13 @@ def _claim(run_dir: Place, attempt: int) -> bool:
 def open_journal(
     run_dir: Place, attempt: int, *, writer: str | None = None, clock: Clock | None = None
 ) -> JournalWriter:
-    """Continue the journal of an attempt that has been claimed, perhaps by another process.
+    """Open the journal of an attempt whose number has been claimed, possibly by another process.
 
     Args:
         run_dir: The run's directory.
-        attempt: The claimed number.
-        writer: Name of this writer, which gets a file of its own; None for the attempt's main file.
-        clock: Source of the records' times.
+        attempt: The attempt's number.
+        writer: Name of this writer, which selects its journal file; None for the attempt's main file.
+        clock: Clock that timestamps the records.
     """
     if not isinstance(run_dir, Path):
         from ray_ulysses.storage.object_store import ObjectStore
@@ -104,22 +104,22 @@ def open_journal(
         return SegmentedJournal(ObjectStore(run_dir, retry_s=_RETRY_S), attempt, writer=writer, clock=clock)
     path = run_dir / JOURNAL_FOLDER / journal_file_name(attempt, writer)
     if path.is_dir():
-        # Of a run that was copied from an object store, whose segments stay as they are.
+        # The run was copied from an object store. Its segments stay unchanged; new records go to a separate file.
         path = path.with_name(journal_file_name(attempt, f"{writer or 'main'}-here"))
     return AttemptJournal(path, attempt, clock)
 
 
 class AttemptJournal:
-    """Appends events to one journal file of an attempt; each is handed to the kernel before `append` returns.
+    """Appends events to one journal file of an attempt; `append` returns once the kernel has accepted the record.
 
-    A record that the disk does not accept is kept in memory and written before the next one. Every byte has a fixed
+    A record that the disk does not accept is kept in memory and written before the next record. Every byte has a fixed
     offset: partial writes are completed in place, and bytes that a failed sync may have dropped are written again at
     the same offset. No record is torn, duplicated or reordered. A file has one writer, which may use several threads.
 
     Attributes:
-        attempt: The attempt's number, from 1.
-        path: The journal file.
-        is_gone: Whether the file had been deleted or moved away when `tend` last looked.
+        attempt: Number of the attempt, starting at 1.
+        path: Path of the journal file.
+        is_gone: Whether the last call of `tend` found that the file had been deleted or moved.
     """
 
     def __init__(self, path: Path, attempt: int, clock: Clock | None = None) -> None:
@@ -131,34 +131,34 @@ class AttemptJournal:
         self._stream = os.fdopen(descriptor, "r+b", buffering=0)
         # The file is `_num_durable` bytes, then `_tail`, of which the kernel has accepted the first `_num_taken` bytes.
         self._num_durable = self._stream.seek(0, os.SEEK_END)
-        # A writer may have died in the middle of a line; the rest of it must not swallow the next record.
+        # A writer may have died in the middle of a line. Without a newline, the next record would be lost with it.
         self._tail = bytearray(b"\n" if _is_torn(self._stream.fileno(), self._num_durable) else b"")
         self._num_taken = 0
         self._lock = threading.Lock()
         self._sync_lock = threading.Lock()
 
     def append(self, event: Mapping[str, Any]) -> None:
-        """Write one event; ``time`` (seconds since the epoch) and ``attempt`` are added.
+        """Append an event, with ``time`` (seconds since the epoch) and ``attempt`` added.
 
         Args:
-            event: ``event`` is its kind; the other fields are those of its class in `tracking.events`, and more. A loss
-                that is not finite is stored as a string ("nan", "inf"), since JSON has no such number.
+            event: The event's kind as ``event``, the fields of its class in `tracking.events`, and optional extra
+                fields. Non-finite numbers are encoded as strings ("nan", "inf"), since JSON cannot represent them.
 
         Raises:
-            OSError: The disk does not accept it now. It is kept, and written first by the next call of any method.
+            OSError: The disk did not accept the record. It stays buffered, and the next call of any method retries.
         """
         found, line = encode_record({"time": self._clock.now(), "attempt": self.attempt, **event})
         self.append_line(line, durable=is_durable(found))
 
     def append_line(self, line: bytes, *, durable: bool) -> None:
-        """Write an encoded event, as `append` does.
+        """Append an encoded event.
 
         Args:
-            line: The event as `encode_record` returns it.
-            durable: Whether it must survive a power failure when this returns.
+            line: A line from `encode_record`.
+            durable: Whether to sync the file to disk before returning.
 
         Raises:
-            OSError: As `append`.
+            OSError: See `append`.
         """
         with self._lock:
             self._check_open()
@@ -168,7 +168,7 @@ class AttemptJournal:
             self.sync()
 
     def tend(self) -> None:
-        """Look whether the file was deleted or moved away; called between appends and every few seconds."""
+        """Update `is_gone`; the writer calls this method every few seconds."""
         try:
             self.is_gone = not os.path.samestat(os.lstat(self.path), os.fstat(self._stream.fileno()))
         except FileNotFoundError:
@@ -178,17 +178,17 @@ class AttemptJournal:
 
     @property
     def num_waiting_bytes(self) -> int:
-        """Return the size of the records that the disk has not accepted yet."""
+        """Size of the records that the disk has not accepted yet, in bytes."""
         with self._lock:
             return len(self._tail) - self._num_taken
 
     def sync(self) -> None:
-        """Make all records survive a power failure; call this before committing a checkpoint.
+        """Sync all records to disk. Callers must do this before they commit a checkpoint.
 
         Raises:
-            OSError: Some records are not on the disk; the next call writes them again.
+            OSError: Some records may not be on disk. The next call writes them again.
         """
-        # One thread at a time: the kernel reports a failed sync once, and it must reach the thread that waits for it.
+        # One thread at a time: the kernel reports a failed sync only once, and the waiting thread must get the error.
         with self._sync_lock:
             with self._lock:
                 self._check_open()
@@ -199,7 +199,7 @@ class AttemptJournal:
                 os.fsync(self._stream.fileno())
             except OSError:
                 with self._lock:
-                    # The kernel may have dropped what it had accepted.
+                    # The kernel may have dropped bytes that it had accepted.
                     self._num_taken = 0
                 raise
             with self._lock:
@@ -208,10 +208,10 @@ class AttemptJournal:
                 self._num_taken -= num_taken
 
     def close(self) -> None:
-        """Close the file; closing twice does nothing.
+        """Sync and close the file. Does nothing if the file is already closed.
 
         Raises:
-            OSError: The records counted by `num_waiting_bytes` could not be written, and are lost.
+            OSError: The disk did not accept the remaining `num_waiting_bytes`, which are lost.
         """
         if self._stream.closed:
             return
@@ -222,44 +222,43 @@ class AttemptJournal:
                 self._stream.close()
 
     def _check_open(self) -> None:
-        """Raise `OSError` where the stream would raise `ValueError`: a late record is lost, which is not a bug."""
+        """Raise `OSError` if the file is closed; the stream's `ValueError` would look like a bug."""
         if self._stream.closed:
             raise OSError(errno.EBADF, "the journal is already closed", str(self.path))
 
     def _write(self) -> None:
-        """Hand everything to the kernel; the caller holds the lock."""
+        """Pass all buffered bytes to the kernel. The caller must hold `_lock`."""
         while self._num_taken < len(self._tail):
             offset = self._num_durable + self._num_taken
-            # A disk that is nearly full accepts a part, and reports an error only for the next write.
+            # A nearly full disk accepts only part of the data, and reports an error on the next write.
             self._num_taken += os.pwrite(self._stream.fileno(), self._tail[self._num_taken :], offset)
 
 
 def _is_torn(descriptor: int, size: int) -> bool:
-    """Return whether a file of this size ends in the middle of a line."""
     return size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
 
 
 class SegmentedJournal:
     """Appends events to one journal file of an attempt in an object store; see `AttemptJournal`.
 
-    A file has one writer, which may use several threads. A segment is put under a number that nobody has taken, with
-    the same bytes until that succeeds, so that no record is torn, repeated or out of order.
+    A file has one writer, which may use several threads. Each segment is uploaded under a free number, and retried with
+    the same bytes until the upload succeeds, so that no record is torn, duplicated or reordered.
 
     Attributes:
-        attempt: The attempt's number, from 1.
-        path: The journal file, for errors.
-        is_gone: Whether it had been deleted when `tend` last looked.
+        attempt: Number of the attempt, starting at 1.
+        path: Location of the journal file, for error messages.
+        is_gone: Whether the last check in `tend` found that the file had been deleted.
     """
 
     def __init__(self, store: ObjectStore, attempt: int, *, writer: str | None = None, clock: Clock | None = None):
-        """Continue a file behind its last segment."""
+        """Open a file for appending after its last segment."""
         self.attempt, self._name = attempt, journal_file_name(attempt, writer)
         self.path = f"{store.name}/{JOURNAL_FOLDER}/{self._name}"
         self._store, self._clock = store, clock if clock is not None else SystemClock()
         there = segmented_files(store, store.sizes(f"{JOURNAL_FOLDER}/{self._name}")).get(self._name)
         segments = () if there is None else there.segments
         self._next = segments[-1].last + 1 if segments else 1
-        # What is being put, until it is there, and what waits behind it.
+        # The segment that is being uploaded, and the records that come after it.
         self._sealed = b""
         self._waiting = bytearray()
         self._merging: list[bytes] = []
@@ -270,16 +269,16 @@ class SegmentedJournal:
         self._lock, self._put_lock = threading.Lock(), threading.Lock()
 
     def append(self, event: Mapping[str, Any]) -> None:
-        """Record one event; see `AttemptJournal.append`.
+        """Append an event; see `AttemptJournal.append`.
 
         Raises:
-            OSError: The store does not accept records now. It is kept, and put first by the next call of any method.
+            OSError: The last upload failed. The record stays buffered, and the next `sync` or `tend` retries.
         """
         found, line = encode_record({"time": self._clock.now(), "attempt": self.attempt, **event})
         self.append_line(line, durable=is_durable(found))
 
     def append_line(self, line: bytes, *, durable: bool) -> None:
-        """Record an encoded event; see `AttemptJournal.append_line`."""
+        """Append an encoded event; see `AttemptJournal.append_line`."""
         with self._lock:
             self._check_open()
             self._waiting += line
@@ -292,15 +291,15 @@ class SegmentedJournal:
 
     @property
     def num_waiting_bytes(self) -> int:
-        """Return the size of the records that the store has not accepted yet."""
+        """Size of the records that the store has not accepted yet, in bytes."""
         with self._lock:
             return len(self._sealed) + len(self._waiting)
 
     def tend(self) -> None:
-        """Put what has waited for some seconds, merge segments, and look whether the file was deleted, as each is due.
+        """Do periodic work when it is due: upload buffered records, merge segments, and update `is_gone`.
 
         Raises:
-            OSError: The store does not accept records now.
+            OSError: The upload failed.
         """
         now = self._clock.monotonic()
         if now - self._put_at >= PUT_EVERY_S:
@@ -312,10 +311,10 @@ class SegmentedJournal:
             self._look()
 
     def sync(self) -> None:
-        """Put all records; call this before committing a checkpoint.
+        """Upload all records. Callers must do this before they commit a checkpoint.
 
         Raises:
-            OSError: Some are not stored; the next call puts them.
+            OSError: Some records are not uploaded. The next call retries.
         """
         with self._put_lock:
             with self._lock:
@@ -329,10 +328,10 @@ class SegmentedJournal:
             self._failure = None
 
     def close(self) -> None:
-        """Put the rest and end; closing twice does nothing.
+        """Upload the remaining records and close the journal. Does nothing if the journal is already closed.
 
         Raises:
-            OSError: The records counted by `num_waiting_bytes` could not be put, and are lost.
+            OSError: The store did not accept the remaining `num_waiting_bytes`, which are lost.
         """
         if self._is_closed:
             return
@@ -347,7 +346,7 @@ class SegmentedJournal:
             raise OSError(errno.EBADF, "the journal is already closed", self.path)
 
     def _seal(self) -> bool:
-        """Fix what the next segment holds, unless it is fixed already; return whether there is anything to put."""
+        """Fix the bytes of the next segment, unless one is pending. Return whether there is a segment to upload."""
         with self._lock:
             if not self._sealed:
                 self._sealed = bytes(self._waiting)
@@ -355,13 +354,13 @@ class SegmentedJournal:
             return bool(self._sealed)
 
     def _put(self) -> None:
-        """Put the sealed bytes under the next free number."""
+        """Upload the sealed bytes under the next free number."""
         for _ in range(_MOST_TRIES):
             key = segment_key(self._name, self._next)
             try:
                 self._store.create(key, [self._sealed])
             except AlreadyExistsError:
-                # An earlier try of ours arrived after all, or what another process of this writer had on its way.
+                # An earlier try succeeded after all, or another process of this writer used the number.
                 if self._store.read_whole(key) != self._sealed:
                     with self._lock:
                         self._next += 1
@@ -372,10 +371,10 @@ class SegmentedJournal:
                 self._sealed = b""
                 self._next += 1
             return
-        raise OSError(errno.EIO, f"{_MOST_TRIES} segments that are not this writer's lie behind its own", self.path)
+        raise OSError(errno.EIO, f"{_MOST_TRIES} segments of another writer follow the last segment", self.path)
 
     def _look(self) -> None:
-        """See whether the segment is there that claimed the attempt."""
+        """Set `is_gone` if the segment that claimed the attempt no longer exists."""
         try:
             self._store.size(segment_key(self._name, 0))
         except FileNotFoundError:
@@ -384,7 +383,7 @@ class SegmentedJournal:
             return
 
     def _merge(self) -> None:
-        """Put one segment in the place of many, so that a long attempt can be listed and read."""
+        """Replace many segments with one, so that a long attempt stays quick to list and read."""
         with self._lock:
             merged, first = list(self._merging), self._merging_from
         if len(merged) < MERGED_SEGMENTS and sum(map(len, merged)) < _MOST_KEPT_BYTES:
@@ -398,5 +397,5 @@ class SegmentedJournal:
                 del self._merging[: len(merged)]
                 self._merging_from = last + 1
         if len(merged) > 1:
-            # Those that can't be deleted are skipped by whoever reads.
+            # Readers skip segments that could not be deleted.
             self._store.delete_files([segment_key(self._name, number) for number in range(first, last + 1)])

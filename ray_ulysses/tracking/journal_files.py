@@ -1,10 +1,10 @@
-"""Finds and opens the files of a run's journal: files in a directory, or sequences of segments in an object store.
+"""Finds and opens a run's journal files: files in a directory, or sequences of segments in an object store.
 
-An object store can't append. There a journal file ``journal/attempt-0003.jsonl`` is a folder of segments, each of
-which holds whole lines and is never changed: ``00000000.jsonl`` (empty) claims the attempt's number, ``00000001.jsonl``
-and so on follow, and ``00000001-00000256.jsonl`` takes the place of the segments it names. In this order they are the
-file. A run that was copied from one kind of place to the other is read as it was written, and goes on as it is written
-where it is now.
+An object store does not support appends. There, the journal file ``journal/attempt-0003.jsonl`` is a folder of
+immutable segments that contain complete lines. The empty ``00000000.jsonl`` claims the attempt's number,
+``00000001.jsonl`` and so on follow, and ``00000001-00000256.jsonl`` replaces the segments with these numbers. Joined in
+this order, the segments are the file. If a run is copied between a directory and an object store, its existing files
+are read in their old format, and new records are written in the format of the new storage.
 """
 
 from __future__ import annotations
@@ -33,43 +33,42 @@ class JournalSegment:
     """A segment of a journal file."""
 
     key: str
-    """Its key in the run's store."""
+    """Key of the segment in the run's store."""
     first: int
-    """Its number, or the first of those whose place it takes."""
+    """First segment number that the segment covers; a merged segment covers several."""
     last: int
-    """The last of these numbers."""
+    """Last segment number that the segment covers."""
     num_bytes: int
-    """Its size."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SegmentedFile:
-    """A journal file in an object store, as it was when it was listed."""
+    """A journal file in an object store, as of its last listing."""
 
     store: Store
     """The run's store."""
     name: str
-    """Name of the file, as it would be in a directory."""
+    """Name of the file, such as ``attempt-0003.jsonl``."""
     segments: tuple[JournalSegment, ...]
-    """Its segments, in order."""
+    """Segments of the file, in order."""
     missing: int | None = None
-    """The number of the first segment that is missing before a later one; None if there is none."""
+    """Number of the first missing segment that later segments follow; None if there is no gap."""
     unreadable: str | None = None
-    """The key of a segment that can't be opened now; None if there is none."""
+    """Key of a segment that can't be opened; None if there is no such segment."""
 
     @property
     def num_bytes(self) -> int:
-        """Its size; raises OSError if a segment can't be opened."""
+        """Size of the file in bytes; raises OSError if a segment can't be opened."""
         if self.unreadable is not None:
-            raise OSError(errno.EIO, "the journal's segment can't be opened", self.unreadable)
+            raise OSError(errno.EIO, "the journal segment can't be opened", self.unreadable)
         return sum(segment.num_bytes for segment in self.segments)
 
     def open(self) -> BinaryIO:
-        """Return a stream of the whole file; raises OSError if a segment can't be opened."""
+        """Return a stream over all segments; raises OSError if a segment can't be opened."""
         return io.BufferedReader(_SegmentStream(self))
 
     def listed_again(self) -> SegmentedFile:
-        """Return the file as it is now."""
+        """List the file's segments again and return the result."""
         found = segmented_files(self.store, self.store.sizes(JOURNAL_FOLDER))
         return found.get(self.name, SegmentedFile(store=self.store, name=self.name, segments=()))
 
@@ -79,11 +78,11 @@ JournalFile = Path | SegmentedFile
 
 
 def journal_files(run_dir: Place | str, retry_s: float = READ_RETRY_S) -> Iterator[tuple[int, JournalFile]]:
-    """Yield (attempt, file) of each journal file in reading order: by attempt, its main file first.
+    """Yield the run's journal files as (attempt, file): by ascending attempt, with each attempt's main file first.
 
     Args:
         run_dir: The run's directory.
-        retry_s: How long an object store that is away is asked again, in seconds.
+        retry_s: How long to retry while an object store is unavailable, in seconds.
     """
     place = place_of(run_dir)
     store = open_store(place, retry_s=retry_s)
@@ -96,7 +95,7 @@ def journal_files(run_dir: Place | str, retry_s: float = READ_RETRY_S) -> Iterat
     else:
         segmented = segmented_files(store, store.sizes(JOURNAL_FOLDER))
         if any(file.missing is not None for file in segmented.values()):
-            # Segments may have been merged between two pages of the list.
+            # Segments may have been merged between two pages of the listing.
             segmented = segmented_files(store, store.sizes(JOURNAL_FOLDER))
         files.update(segmented)
     found = []
@@ -109,12 +108,12 @@ def journal_files(run_dir: Place | str, retry_s: float = READ_RETRY_S) -> Iterat
 
 
 def attempt_numbers(run_dir: Place | str) -> tuple[int, ...]:
-    """Return the numbers of all attempts of a run that have a journal, ascending."""
+    """Return the numbers of all attempts that have a journal file, ascending."""
     return tuple(sorted({attempt for attempt, _ in journal_files(run_dir)}))
 
 
 def is_main_file(name: str) -> bool:
-    """Return whether a journal file of this name is an attempt's main one, not that of another writer beside it."""
+    """Return whether a journal file name denotes an attempt's main file, rather than another writer's file."""
     return name.count(".") == 1
 
 
@@ -122,23 +121,23 @@ def open_journal_file(file: JournalFile) -> BinaryIO:
     """Open a journal file for reading.
 
     Raises:
-        NotAPlainFileError: It is a pipe, a socket or a device, or there is a link on the way.
-        OSError: It can't be opened.
+        NotAPlainFileError: The file is a pipe, a socket or a device, or its path contains a symbolic link.
+        OSError: The file can't be opened.
     """
     return open_regular(file, file.parent.parent) if isinstance(file, Path) else file.open()
 
 
 def why_no_file(file: JournalFile) -> str | None:
-    """Return why nothing can be read in place of a journal file; other obstacles are errors of opening it."""
+    """Return why a journal file must not be opened, or None if it may; opening it may still raise OSError."""
     if not isinstance(file, Path):
         return None
     if file.is_symlink():
-        return "it is a link, which is not followed"
-    return "a folder is in place of the file" if file.is_dir() else None
+        return "the file is a symbolic link, which is not followed"
+    return "the path is a folder, not a file" if file.is_dir() else None
 
 
 def _entries(folder: Path, run_dir: Path) -> list[Path]:
-    """Return what is in the folder of a journal; nothing if it is absent."""
+    """Return the paths in a journal folder, or an empty list if the folder does not exist."""
     try:
         with opened_folder(run_dir, run_dir) as above, entered(folder, above) as descriptor:
             return [folder / name for name in os.listdir(descriptor)]
@@ -147,11 +146,11 @@ def _entries(folder: Path, run_dir: Path) -> list[Path]:
 
 
 def segmented_files(store: Store, sizes: Mapping[str, int | None]) -> dict[str, SegmentedFile]:
-    """Return the journal files that a listing of a store holds, by name (pure).
+    """Return the journal files in a store's listing, by name.
 
     Args:
-        store: The store, which the files keep.
-        sizes: The size of each file, by key; None for one that can't be opened.
+        store: The store that the files will be read from.
+        sizes: The listing: the size of each object by key, or None for an object that can't be opened.
     """
     by_file: dict[str, list[JournalSegment]] = {}
     unreadable: dict[str, str] = {}
@@ -170,9 +169,9 @@ def segmented_files(store: Store, sizes: Mapping[str, int | None]) -> dict[str, 
 
 
 def _in_order(store: Store, name: str, segments: Sequence[JournalSegment]) -> SegmentedFile:
-    """Return a file of the segments that are not replaced by longer ones."""
+    """Build a file from its segments, leaving out segments that a merged segment covers."""
     kept: list[JournalSegment] = []
-    # Segment 0 claims an attempt; the file of another writer begins with 1.
+    # Only a main file has segment 0, which claims the attempt; other writers' files begin with segment 1.
     begins = 0 if is_main_file(name) else 1
     reached, missing = -1, None
     for segment in sorted(segments, key=lambda one: (one.first, -one.last)):
@@ -187,7 +186,7 @@ def _in_order(store: Store, name: str, segments: Sequence[JournalSegment]) -> Se
 
 
 class _SegmentStream(io.RawIOBase):
-    """Reads the segments of a file one after another, several at once from the store."""
+    """A stream over a file's segments, which are prefetched from the store in parallel."""
 
     def __init__(self, file: SegmentedFile) -> None:
         self._position, self._fetched = 0, dict[str, bytes]()
@@ -202,13 +201,13 @@ class _SegmentStream(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move to a place and return it."""
+        """Set the stream position and return it."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
         self._position = max(base + offset, 0)
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        """Read what is left of the segment at this place, as far as it fits."""
+        """Read the rest of the current segment, up to the size of the buffer."""
         found = self._segment_at(self._position)
         if found is None:
             return 0
@@ -216,7 +215,7 @@ class _SegmentStream(io.RawIOBase):
         try:
             content = self._content(segment)
         except FileNotFoundError:
-            # A longer segment has taken its place since. The bytes stay where they are in the file.
+            # A merged segment has replaced this one since the listing. The offsets in the file are unchanged.
             self._take(self._file.listed_again())
             found = self._segment_at(self._position)
             if found is None:
@@ -232,7 +231,7 @@ class _SegmentStream(io.RawIOBase):
         self._file, self._size = file, file.num_bytes
 
     def _segment_at(self, position: int) -> tuple[int, JournalSegment] | None:
-        """Return the segment that holds a place, and where it begins; None beyond the end."""
+        """Return the segment at a file position and the segment's start, or None beyond the end."""
         start = 0
         for segment in self._file.segments:
             if start <= position < start + segment.num_bytes:
@@ -246,7 +245,7 @@ class _SegmentStream(io.RawIOBase):
         return self._fetched[segment.key]
 
     def _fetch(self, segment: JournalSegment) -> dict[str, bytes]:
-        """Return the content of a segment and of some that follow it."""
+        """Fetch a segment and some of its successors; return their contents by key."""
         wanted, num_bytes = [segment], segment.num_bytes
         for after in self._file.segments[self._file.segments.index(segment) + 1 :]:
             num_bytes += after.num_bytes
@@ -258,6 +257,6 @@ class _SegmentStream(io.RawIOBase):
         for one, content in zip(wanted, contents, strict=True):
             if len(content) != one.num_bytes:
                 raise OSError(
-                    f"journal segment {one.key} has {len(content)} bytes, and was listed with {one.num_bytes}"
+                    f"journal segment {one.key} has {len(content)} bytes, but was listed with {one.num_bytes} bytes"
                 )
         return {one.key: content for one, content in zip(wanted, contents, strict=True)}

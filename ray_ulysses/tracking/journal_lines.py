@@ -1,6 +1,6 @@
-"""The lines of a journal file: how an event is written, and how a line is checked and read.
+"""Encodes events as journal lines, and checks and parses journal lines.
 
-A line is a JSON object whose first member is the CRC-32 of everything that follows it:
+A line is a JSON object whose first member is the CRC-32 of the rest of the line:
 ``{"crc32": "1c291ca3", "time": 1700000000.0, ...}``.
 """
 
@@ -20,7 +20,7 @@ from ray_ulysses.validation import ContentError, faults_text, read_json
 
 _HEAD_BYTES = len('{"crc32": "01234567", ')
 
-# Recovery reads these, so they must survive a power failure.
+# Recovery depends on these events, so they must survive a power failure.
 _DURABLE = {
     "attempt_started",
     "checkpoint_committed",
@@ -35,25 +35,25 @@ _DURABLE = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DamagedRecord:
-    """A line of a journal that is not what was written, or a whole journal file that can't be read."""
+    """A damaged journal line, or a journal file that can't be read at all."""
 
     file: str
     """Name of the journal file."""
     line: int | None
-    """Number of the line, from 1; 0 for the whole file, None for a line of a file whose lines were not counted."""
+    """Line number, starting at 1; 0 for the entire file, None if the file's lines were not counted."""
     reason: str
-    """What is wrong with it."""
+    """Description of the damage."""
 
     def __str__(self) -> str:
-        line = ", near an end of it" if self.line is None else f", line {self.line}" if self.line else ""
-        return f"journal/{self.file}{line}: {self.reason}; it was left out"
+        line = ", near an end of the file" if self.line is None else f", line {self.line}" if self.line else ""
+        return f"journal/{self.file}{line}: {self.reason}; ignored"
 
 
 def encode_record(fields: Mapping[str, Any]) -> tuple[Event, bytes]:
-    """Return an event as it will be read back, and its line in a journal file, with checksum and line end.
+    """Return an event as readers will parse it, and its journal line with checksum and newline.
 
     Args:
-        fields: The event's fields, and more.
+        fields: The event's fields, and optional extra fields.
     """
     line = encode_event(fields)
     try:
@@ -64,12 +64,12 @@ def encode_record(fields: Mapping[str, Any]) -> tuple[Event, bytes]:
 
 
 def is_durable(event: Event) -> bool:
-    """Return whether an event must survive a power failure as soon as it is recorded."""
+    """Return whether an event must be synced to disk as soon as it is recorded."""
     return event.event in _DURABLE
 
 
 def encode_event(fields: Mapping[str, Any]) -> bytes:
-    """Return an event as a JSON object; numbers that JSON does not have become their names ("nan", "inf")."""
+    """Encode an event as a JSON object, with non-finite numbers as strings ("nan", "inf")."""
     return json.dumps(_writable(fields), allow_nan=False).encode()
 
 
@@ -77,7 +77,7 @@ def _writable(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, str):
-        # Lone surrogates, as in undecodable file names in the texts of errors, are rejected by readers.
+        # Readers reject lone surrogates, which come from undecodable file names in error messages.
         return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, Mapping):
         return {key: _writable(item) for key, item in value.items()}
@@ -87,12 +87,12 @@ def _writable(value: Any) -> Any:
 
 
 def with_checksum(line: bytes) -> bytes:
-    """Return a line, which is a JSON object with members, with its checksum in front of them."""
+    """Insert a checksum as the first member of a JSON object, which must not be empty."""
     return _head(line[1:]) + line[1:]
 
 
 def has_checksum(line: bytes) -> bool:
-    """Return whether a line, without its line end, begins with the checksum of its rest."""
+    """Return whether a line, without its newline, begins with the correct checksum."""
     return line[:_HEAD_BYTES] == _head(line[_HEAD_BYTES:])
 
 
@@ -101,17 +101,17 @@ def _head(rest: bytes) -> bytes:
 
 
 def parse_line(line: bytes, attempt: int) -> Event | None:
-    """Return the event of a line; None if a later version has written one of a kind unknown to this version.
+    """Parse a line; return None for an event kind that this version does not know.
 
     Args:
-        line: The line, without its line end.
+        line: The line, without its newline.
         attempt: The attempt that the journal file belongs to.
 
     Raises:
-        ContentError: The line is damaged; the text explains how.
+        ContentError: The line is damaged. The message describes the damage.
     """
     if not has_checksum(line):
-        raise ContentError("its checksum is wrong")
+        raise ContentError("the checksum is wrong")
     try:
         event = event_adapter().validate_json(line)
     except ValidationError as error:
@@ -119,5 +119,5 @@ def parse_line(line: bytes, attempt: int) -> Event | None:
             return None
         raise ContentError(faults_text(error)) from None
     if event.attempt != attempt:
-        raise ContentError(f"attempt is {event.attempt}, but the journal file is that of attempt {attempt}")
+        raise ContentError(f"attempt is {event.attempt}, but the journal file belongs to attempt {attempt}")
     return event

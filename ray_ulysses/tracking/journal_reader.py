@@ -1,6 +1,6 @@
-"""Reads a run's journal, whole, only the ends of its long files, or as it grows; every line is checked.
+"""Reads a run's journal: completely, only the beginnings and ends of long files, or incrementally as the journal grows.
 
-The steps of a long file are parsed a block at a time by pyarrow: a run has a million of them.
+Every line is checked. Steps of long files are parsed in blocks with pyarrow, because a run can have a million steps.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from ray_ulysses.tracking.steps import (
 from ray_ulysses.validation import YEAR_10000_S, ContentError
 
 END_BYTES = 2**17
-"""Bytes at the beginning and at the end of a long file that `read_ends` reads: hundreds of steps."""
+"""Bytes to read at each end of a long file if only the ends are requested; enough for hundreds of steps."""
 _BLOCK_BYTES = 2**20
 _FEW_STEPS = 128
-"""So many steps are parsed one by one, faster than pyarrow is imported."""
-# In a text the quotation marks would be escaped.
+"""Up to this many steps, parsing one by one is faster than importing pyarrow."""
+# This cannot match inside a JSON string, where the quotation marks are escaped.
 _STEP_MARK = b'"event": "step"'
 _ASK_EVERY_S = 1.5
 _RETRY_S = 1.0
@@ -59,44 +59,38 @@ class Journal:
     """The content of a run's journal."""
 
     entries: tuple[Entry, ...]
-    """The attempts in order, of each its main file before what others recorded, by time."""
+    """Entries ordered by attempt. Within an attempt, its main file comes first, then other writers' entries by time."""
     damaged: tuple[DamagedRecord, ...]
-    """The damaged lines, in the same order."""
+    """Damaged lines, in reading order."""
 
 
 class JournalFileReader:
-    """Reads a journal file from front to back, and continues where it stopped when the file has grown."""
+    """Reads a journal file from front to back. When the file has grown, the next call continues at the last offset."""
 
     def __init__(self, file: JournalFile, attempt: int) -> None:
-        """Read nothing yet.
-
-        Args:
-            file: The journal file.
-            attempt: Its attempt.
-        """
         self._file, self._attempt = file, attempt
         self._offset = 0
-        # None once lines were skipped.
+        # None after lines were skipped, because line numbers are then unknown.
         self._num_lines: int | None = 0
 
     def continue_in(self, file: JournalFile) -> JournalFileReader:
-        """Read on in the same file as it was listed anew, and return itself."""
+        """Continue with a newer listing of the same file; return `self`."""
         self._file = file
         return self
 
     def read(self, *, ends_only: bool = False, stop: int | None = None) -> Iterator[Entry | DamagedRecord]:
-        """Yield what was added since the last call; a folder or dead link in its place is one damaged record.
+        """Yield the entries added since the last call. A folder or a symbolic link yields one damaged record.
 
-        A last line without a line end that is not a whole record is left out: its writer is still writing it, or died.
+        An incomplete last line without a newline is skipped: its writer is still writing the line, or died.
 
         Args:
-            ends_only: Whether the first call skips the middle of a long file, and in its ends all steps but the first
-                and the last.
-            stop: The end of a line to read up to; None reads to the end of the file.
+            ends_only: Whether the first call reads only the beginning and the end of a long file, and returns only the
+                first and the last step in them.
+            stop: Offset of the end of a line at which to stop; None reads to the end of the file.
 
         Raises:
             NotAPlainFileError: The file is a pipe, a socket or a device.
-            OSError: It can't be read.
+            OSError: The file can't be read.
         """
         reason = why_no_file(self._file)
         if reason is not None:
@@ -112,20 +106,20 @@ class JournalFileReader:
             while lines := _read_lines(stream, min(_BLOCK_BYTES, end - self._offset)):
                 yield from self._parse(lines)
                 if not lines[-1].endswith(b"\n"):
-                    # Its rest, if it is written now, must not be read as a line of its own.
+                    # If the writer completes the line now, its rest must not be parsed as a separate line.
                     return
 
     def read_singly(self) -> Iterator[tuple[Event, int]]:
-        """Yield each event that was added since the last call, and the offset behind it; damaged lines are left out.
+        """Yield each event added since the last call, with the offset after its line; damaged lines are skipped.
 
         Raises:
-            OSError: As of `read`.
+            OSError: See `read`.
         """
         if why_no_file(self._file) is not None:
             return
         size = self._file.stat().st_size if isinstance(self._file, Path) else self._file.num_bytes
         if size == self._offset:
-            # The files of earlier attempts do not grow, and are not opened at each look.
+            # Do not open the files of earlier attempts at every poll; they no longer grow.
             return
         with open_journal_file(self._file) as stream:
             stream.seek(self._offset)
@@ -142,13 +136,13 @@ class JournalFileReader:
         size = stream.tell()
         stream.seek(0)
         head = stream.readlines(END_BYTES)
-        # From the byte before, so that a line which begins exactly there is not taken for the rest of another.
+        # Start one byte early. Otherwise a line that begins exactly here would be dropped as the rest of another line.
         stream.seek(max(stream.tell(), size - END_BYTES) - 1)
         stream.readline()
         begin, tail = stream.tell(), stream.readlines()
         if tail and not tail[-1].endswith(b"\n"):
             tail.pop()
-        # Damaged steps are not left out, so that they are named.
+        # Do not skip damaged steps, so that they are reported.
         steps = [line for line in (*head, *tail) if _STEP_MARK in line and has_checksum(line.removesuffix(b"\n"))]
         left_out = {*steps} - {*steps[:1], *steps[-1:]}
         self._num_lines = None
@@ -156,7 +150,7 @@ class JournalFileReader:
         self._offset = begin + sum(map(len, tail))
 
     def _parse(self, lines: Sequence[bytes]) -> Iterator[Entry | DamagedRecord]:
-        """Yield the entries of some lines, and count them as read."""
+        """Yield the entries of consecutive lines, and advance the offset and the line number."""
         steps: list[bytes] = []
         for line in lines:
             text = line.removesuffix(b"\n")
@@ -169,7 +163,7 @@ class JournalFileReader:
                     return
                 if text:
                     yield from self._parse_line(text, self._num_lines)
-                # Empty lines count: one separates a line whose writer died from the next record.
+                # Empty lines have numbers too. One of them terminates a torn line after its writer died.
                 self._count(1)
             self._offset += len(line)
         yield from self._parse_steps(steps)
@@ -205,7 +199,7 @@ class JournalFileReader:
 
 
 def _read_lines(stream: BinaryIO, num_bytes: int) -> list[bytes]:
-    """Read whole lines until they have so many bytes; unlike `readlines`, not another one if that is where one ends."""
+    """Read lines until they contain `num_bytes`. `readlines` would read one more line if the limit is a line's end."""
     lines: list[bytes] = []
     while num_bytes > 0 and (line := stream.readline()):
         lines.append(line)
@@ -214,17 +208,17 @@ def _read_lines(stream: BinaryIO, num_bytes: int) -> list[bytes]:
 
 
 def _is_being_written(line: bytes, text: bytes) -> bool:
-    """Return whether a line, whose text is without its line end, lacks both that and a part of its record."""
-    # The line end of a whole record may be damaged; a writer never leaves one byte in its place.
+    """Return whether a line (`text` without its newline) has no newline and an incomplete record."""
+    # A complete record whose newline was damaged is not torn: a writer never replaces the newline with another byte.
     return text is line and not has_checksum(text) and not has_checksum(text[:-1])
 
 
 def parse_steps(lines: Sequence[bytes], attempt: int) -> Rows | None:
-    """Return the steps of some lines; None if one of them has to be parsed by itself, such as one with a loss of "nan".
+    """Parse step lines in bulk; return None if one needs the slow parser, for example because its loss is "nan".
 
     Args:
-        lines: Lines of steps with right checksums.
-        attempt: The attempt that they must belong to.
+        lines: Step lines with correct checksums.
+        attempt: The attempt that the steps must belong to.
     """
     import pyarrow as pa
     from pyarrow import json
@@ -261,7 +255,7 @@ def parse_steps(lines: Sequence[bytes], attempt: int) -> Rows | None:
 
 
 def _are_valid(rows: Rows, attempt: int) -> bool:
-    """Return whether rows have the values that the fields of `StepDone` may have."""
+    """Return whether all values are valid for the fields of `StepDone`."""
     return bool(
         (rows["attempt"] == attempt).all()
         and all((rows[name] >= 0).all() for name in ("step", "tokens", "first_row"))
@@ -279,12 +273,12 @@ def read_entries(run_dir: Place | str, *, ends_only: bool = False) -> tuple[Entr
 
 
 def read_journal(run_dir: Place | str, *, ends_only: bool = False) -> Journal:
-    """Read a run's journal; changes nothing.
+    """Read a run's journal.
 
     Args:
         run_dir: The run's directory.
-        ends_only: Whether of a long file only the beginning and the end are read, and of its steps the first and the
-            last are returned: enough to know each attempt's start and end, at once.
+        ends_only: Whether to read only the beginning and the end of each long file, and to return only the first and
+            the last of its steps. This is fast, and sufficient to find each attempt's start and end.
 
     Raises:
         NotAPlainFileError: A journal file is a pipe, a socket or a device.
@@ -302,13 +296,13 @@ def read_journal(run_dir: Place | str, *, ends_only: bool = False) -> Journal:
                     entries.append(found)
             if is_main_file(path.name):
                 num_main = len(entries)
-        # Several commands may have recorded beside an attempt, each in several files.
+        # Several commands may have recorded events under this attempt, each in several files.
         entries[num_main:] = sorted(entries[num_main:], key=lambda entry: entry.time)
     return Journal(entries=tuple(entries), damaged=tuple(damaged))
 
 
 def read_side_files(run_dir: Place | str) -> list[Event]:
-    """Return the events that other writers recorded beside the attempts' main files, in order; they are always few.
+    """Return the few events that are not in the attempts' main files, in reading order.
 
     Raises:
         OSError: A journal file can't be read.
@@ -319,7 +313,7 @@ def read_side_files(run_dir: Place | str) -> list[Event]:
 
 
 def read_head_and_tail(run_dir: Place | str, attempt: int) -> list[Event]:
-    """Return the events of the beginning and the end of an attempt's main file, with its first and its last step."""
+    """Return the events at the beginning and the end of an attempt's main file, with only its first and last step."""
     path = next((path for number, path in journal_files(run_dir) if number == attempt), None)
     if path is None or not is_main_file(path.name):
         return []
@@ -332,15 +326,15 @@ def in_reading_order(
     read: Callable[[int, JournalFile], Iterable[_Read]],
     time_of: Callable[[_Read], float],
 ) -> Iterator[_Read]:
-    """Yield what is read of each journal file: attempt after attempt, and what others recorded behind its main file.
+    """Read journal files attempt by attempt, and yield the main file's items before those from other writers.
 
-    Others record after the workers: their files are read first, so that no earlier record of a worker is yielded after
-    theirs.
+    Other writers record after the workers. Their files are read first, because an item that a worker records during
+    the read must not be missed and then yielded after a later item.
 
     Args:
-        files: As `journal_files` gives them.
-        read: Reads a file of an attempt.
-        time_of: Returns when something was recorded, by which what others recorded is sorted.
+        files: Files from `journal_files`.
+        read: Reads the items of an attempt's file.
+        time_of: Returns an item's time, the sort key for other writers' items.
     """
     for attempt, found in groupby(files, key=lambda one: one[0]):
         listed = [file for _, file in found]
@@ -352,21 +346,21 @@ def in_reading_order(
 
 
 class JournalTail:
-    """Reads what was added to a run's journal since the last call; of what was there before, the ends of long files."""
+    """Polls a run's journal for new entries; the first poll reads only the beginnings and ends of long files."""
 
     def __init__(self, run_dir: Place | str) -> None:
-        """Start before the first record; the directory need not exist yet."""
+        """Start before the first entry. The directory does not need to exist yet."""
         self._run_dir = place_of(run_dir)
         self._readers: dict[str, JournalFileReader] = {}
         self._looked_at = -math.inf
 
     def poll(self, *, at_once: bool = False) -> list[Entry]:
-        """Return the entries that have been completed since the last call, `in_reading_order`.
+        """Return the entries recorded since the last call, `in_reading_order`.
 
-        An incomplete line, and a file or folder that can't be read now, are left for the next call.
+        Incomplete lines, and files or folders that can't be read now, are left for the next call.
 
         Args:
-            at_once: Whether an object store is asked even if it was asked a moment ago.
+            at_once: Whether to list an object store even if it was listed a moment ago.
         """
         if not isinstance(self._run_dir, Path):
             now = time.monotonic()

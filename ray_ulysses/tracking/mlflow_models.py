@@ -1,11 +1,11 @@
-"""Records checkpoints in MLflow, each as a logged model of type ``checkpoint`` of the run that wrote it.
+"""Records each checkpoint in MLflow as a logged model of type ``checkpoint``, linked to the run that wrote it.
 
-Its tags hold its location and its ``state``, and are ``latest`` and ``best`` on one checkpoint of a run each: aliases
-belong to registered models, and MLflow reserves that of the name "latest". Its description repeats location and state,
-since a model's page does not show tags. In lists a usable checkpoint is ``Ready``, a damaged one ``Failed``, and one
-that was deleted or superseded has no status.
-Its parameters are columns that MLflow can sort and compare. Its metrics are named ``checkpoint_<name>``, since MLflow
-adds a model's metrics to its run's curves too. Every call may be repeated without creating anything twice.
+A model's tags contain the checkpoint's location and ``state``. One checkpoint per run is tagged ``latest``, and one
+``best``; aliases are not used because they belong to registered models, and MLflow reserves the alias "latest". The
+description repeats location and state, because a model's page does not show tags. In lists, a usable checkpoint is
+``Ready``, a damaged one ``Failed``, and a deleted or superseded one has no status.
+Parameters are shown as columns that MLflow can sort and compare. Metrics are named ``checkpoint_<name>``, because
+MLflow adds a model's metrics to its run's curves. All calls are idempotent.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
     from mlflow.entities import LoggedModel, Run
 
 KEY_TAG = "ray_ulysses.key"
-"""A tag that every run of ray-ulysses has, and no other run."""
+"""Tag that identifies the MLflow runs created by ray-ulysses."""
 MARKS = ("latest", "best")
-"""What names one checkpoint of a run at a time, and moves to another as the run goes on."""
+"""Tags that one checkpoint per run has at a time; they move to newer or better checkpoints."""
 BEST_BY = ("eval_loss", "loss")
-"""The metrics that tell the best checkpoint; of a run that was never evaluated, the second."""
+"""Metrics that select the best checkpoint, in order of precedence."""
 
 CheckpointState = Literal["committed", "superseded", "deleted", "damaged"]
-"""A ``superseded`` checkpoint was committed again by a later attempt, retention removed a ``deleted`` one, and a
-``damaged`` one was set aside."""
+"""``superseded``: a later attempt committed the step again; ``deleted``: removed by the retention policy; ``damaged``:
+set aside."""
 MODEL_TYPE = "checkpoint"
 METRIC_PREFIX = "checkpoint_"
 DESCRIPTION = "mlflow.note.content"
-"""The tag that MLflow shows as a model's description, in Markdown."""
+"""Tag that MLflow renders as the model's description, in Markdown."""
 
 _STATE_MARK = "⚠ "
 _STATUS: Mapping[CheckpointState, str] = {
@@ -50,7 +50,7 @@ _STATUS: Mapping[CheckpointState, str] = {
     "deleted": "UNSPECIFIED",
     "damaged": "FAILED",
 }
-"""Shown in MLflow's lists as a green check, nothing, or a red cross. A model being recorded is ``PENDING``."""
+"""MLflow shows these as a green check, nothing, or a red cross. A model that is being recorded is ``PENDING``."""
 _MODELS_PER_PAGE = 1000
 _RUN_ID = re.compile(r"^[0-9a-f]{32}$")
 _MOST = 1000
@@ -60,58 +60,60 @@ _PARAM_CHARACTERS = 500
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrackedCheckpoint:
-    """A checkpoint as recorded by the tracker; `store` and `step` suffice to load it."""
+    """A checkpoint as recorded in MLflow; `store` and `step` are sufficient to load it."""
 
     model_id: str
-    """The tracker's id of the checkpoint."""
+    """Id of the checkpoint's logged model."""
     is_complete: bool
-    """Whether everything about it was recorded."""
+    """Whether the checkpoint was recorded completely."""
     step: int
     attempt: int
     state: CheckpointState
     path: str
-    """Its folder, a path or a URI."""
+    """Checkpoint folder, a path or a URI."""
     store: str
-    """Root of its store, a path or a URI."""
+    """Root of the checkpoint store, a path or a URI."""
     cursor: Mapping[str, Any]
-    """Position in the data."""
+    """Position in the data at which training resumes."""
     metrics: Mapping[str, float]
     stage: str = ""
     measured: str = ""
-    """Identity of what its metrics were measured on."""
+    """Identity of the data that the metrics were measured on."""
     marks: tuple[str, ...] = ()
-    """Those of `MARKS` that it carries."""
+    """Tags from `MARKS` that the checkpoint has."""
 
     def is_of(self, step: int, attempt: int | None) -> bool:
-        """Return whether it is this step of this attempt; None matches any attempt."""
+        """Return whether step and attempt match; None matches any attempt."""
         return self.step == step and attempt in (None, self.attempt)
 
 
 def usable(tracked: Iterable[TrackedCheckpoint]) -> list[TrackedCheckpoint]:
-    """Return the checkpoints that can be loaded, the latest last (pure)."""
+    """Return the checkpoints that can be loaded, ordered by attempt and step."""
     live = (one for one in tracked if one.is_complete and one.state == "committed")
     return sorted(live, key=lambda one: (one.attempt, one.step))
 
 
 def best_tracked(live: Sequence[TrackedCheckpoint]) -> TrackedCheckpoint | None:
-    """Return the checkpoint of the newest stage and data with the lowest finite loss, the newest of several (pure).
+    """Return the checkpoint with the lowest finite loss, among those of the newest checkpoint's stage and data.
+
+    Ties go to the newest checkpoint.
 
     Args:
-        live: Checkpoints as `usable` returns them.
+        live: Checkpoints from `usable`.
     """
     compared = [one for one in live if (one.stage, one.measured) == (live[-1].stage, live[-1].measured)]
     for name in BEST_BY:
         rated = [one for one in compared if math.isfinite(one.metrics.get(name, math.nan))]
         if rated:
-            # Training losses and evaluation losses are not compared: a checkpoint without an evaluation is left out.
+            # Training and evaluation losses are not comparable, so checkpoints without an evaluation are left out.
             return min(reversed(rated), key=lambda one: one.metrics[name])
     return None
 
 
 def mark_moves(tracked: Iterable[TrackedCheckpoint]) -> tuple[tuple[str, str | None, tuple[str, ...]], ...]:
-    """Return how marks must move, as (mark, model to set it on, models to take it from); nothing for one that holds.
+    """Return the marks to move, as (mark, model that gets the mark or None, models that lose the mark).
 
-    A mark is set on its new checkpoint before it is taken from the others, so that a reader finds one at any time.
+    Set each mark before removing it from other checkpoints, so that readers always find at least one.
     """
     tracked = tuple(tracked)
     live = usable(tracked)
@@ -130,19 +132,19 @@ class CheckpointModels:
     """Records the checkpoints of one MLflow run."""
 
     def __init__(self, client: MlflowClient, *, experiment_id: str, run_id: str, run_tags: Mapping[str, str]) -> None:
-        """Send nothing to MLflow yet.
+        """Create the recorder without sending anything.
 
         Args:
-            client: The connection.
-            experiment_id: Experiment of the run.
-            run_id: The run.
-            run_tags: Tags that name the run and the store of its checkpoints, added to every checkpoint.
+            client: MLflow client.
+            experiment_id: Id of the run's experiment.
+            run_id: Id of the MLflow run.
+            run_tags: Tags added to every checkpoint, which identify the run and its checkpoint store.
         """
         self._client, self._experiment_id, self._run_id = client, experiment_id, run_id
         self._run_tags = dict(run_tags)
 
     def update(self, update: CheckpointEvent | GoneCheckpoint) -> None:
-        """Record an update."""
+        """Record an update, then move the marks."""
         if isinstance(update, CheckpointEvent):
             self.commit(update)
         else:
@@ -150,7 +152,7 @@ class CheckpointModels:
         self._move_marks()
 
     def commit(self, checkpoint: CheckpointEvent) -> None:
-        """Record a committed checkpoint; it supersedes one of the same step by an earlier attempt."""
+        """Record a committed checkpoint, which supersedes earlier attempts' checkpoints of the same step."""
         of_step = self._tracked(f" AND name='{_name(checkpoint.step)}'")
         own = next((one for one in of_step if one.is_of(checkpoint.step, checkpoint.attempt)), None)
         others = [one for one in of_step if own is None or one.model_id != own.model_id]
@@ -165,13 +167,13 @@ class CheckpointModels:
             self._point_run_at(checkpoint)
 
     def take_away(self, gone: GoneCheckpoint) -> None:
-        """Record that a checkpoint must not be used any more, if MLflow has it."""
+        """Mark a checkpoint as no longer usable, if MLflow has a record of it."""
         for one in self._tracked(f" AND name='{_name(gone.step)}'"):
             if one.is_of(gone.step, gone.attempt) and (gone.attempt is not None or one.state == "committed"):
                 self._set_state(one.model_id, gone.state, gone.reason)
 
     def _record(self, checkpoint: CheckpointEvent, own: TrackedCheckpoint | None, state: CheckpointState) -> None:
-        """Create a checkpoint's model, or complete the one that an earlier process began."""
+        """Create a checkpoint's model, or complete the model if an earlier process died while recording it."""
         from mlflow.entities import LoggedModelOutput
 
         description = _description(checkpoint, self._run_tags.get("run_name", ""), self._run_id)
@@ -198,15 +200,15 @@ class CheckpointModels:
                 synchronous=True,
                 model_id=model_id,
             )
-        # MLflow rejects an output that it has already, as after a delivery whose answer was lost.
+        # MLflow rejects an existing output, which happens if the response to an earlier delivery was lost.
         outputs = self._client.get_run(self._run_id).outputs
         if outputs is None or model_id not in {output.model_id for output in outputs.model_outputs}:
             self._client.log_outputs(self._run_id, [LoggedModelOutput(model_id=model_id, step=checkpoint.step)])
-        # Last: until then the model counts as incomplete.
+        # Finalize last: until then the model is incomplete.
         self._finalize(model_id, state)
 
     def _set_state(self, model_id: str, state: CheckpointState, reason: str) -> None:
-        """Set a checkpoint's state, also in front of its description, which the user may have edited."""
+        """Set a checkpoint's state, and prefix the description, which the user may have edited, with the state."""
         text = str(self._client.get_logged_model(model_id).tags.get(DESCRIPTION, ""))
         if text.startswith(_STATE_MARK):
             text = text.partition("\n\n")[2]
@@ -214,7 +216,7 @@ class CheckpointModels:
         tags = {
             "state": state,
             "state_reason": reason,
-            DESCRIPTION: f"{_STATE_MARK}**{state.capitalize()}, not to be loaded**{why}\n\n{text}",
+            DESCRIPTION: f"{_STATE_MARK}**{state.capitalize()}, do not load**{why}\n\n{text}",
         }
         tags = {name: value[:_TAG_CHARACTERS] for name, value in tags.items()}
         self._client.set_logged_model_tags(model_id, tags)
@@ -226,7 +228,7 @@ class CheckpointModels:
         self._client.finalize_logged_model(model_id, LoggedModelStatus(_STATUS[state]))
 
     def _point_run_at(self, checkpoint: CheckpointEvent) -> None:
-        """Let the run's tags name its newest checkpoint, unless this one is older and was recorded late."""
+        """Point the run's tags at a checkpoint, unless they already point at a newer checkpoint."""
         tags = self._client.get_run(self._run_id).data.tags
         newest = (_number(tags.get("checkpoint.attempt")) or 0, _number(tags.get("checkpoint.step")) or 0)
         if (checkpoint.attempt, checkpoint.step) < newest:
@@ -235,7 +237,7 @@ class CheckpointModels:
         self._tag_run({name: own.get(name, "") for name in ("step", "attempt", "path", "digest")})
 
     def _move_marks(self) -> None:
-        """Let the tags ``latest`` and ``best`` be on one usable checkpoint each, and the run's tags name the best."""
+        """Move the tags ``latest`` and ``best``, and point the run's tags at the best checkpoint."""
         tracked = self._tracked("")
         for mark, new, old in mark_moves(tracked):
             if new is not None:
@@ -248,7 +250,6 @@ class CheckpointModels:
             self._tag_run({"best.step": str(best.step), "best.path": best.path, **losses})
 
     def _tag_run(self, values: Mapping[str, str]) -> None:
-        """Set tags of the run about its checkpoints."""
         from mlflow.entities import RunTag
 
         tags = [RunTag(f"checkpoint.{name}", value[:_TAG_CHARACTERS]) for name, value in values.items()]
@@ -261,13 +262,13 @@ class CheckpointModels:
 def tracked_checkpoints(
     client: MlflowClient, experiment_id: str, run_id: str, condition: str = ""
 ) -> list[TrackedCheckpoint]:
-    """Return all checkpoints of a run in MLflow, in any state.
+    """Return all checkpoints that MLflow has for a run, in any state.
 
     Args:
-        client: The connection.
-        experiment_id: Experiment of the run.
-        run_id: The run.
-        condition: Further condition of MLflow's filter, such as `` AND name='step-00000010'``.
+        client: MLflow client.
+        experiment_id: Id of the run's experiment.
+        run_id: Id of the MLflow run.
+        condition: Additional filter in MLflow's syntax, such as `` AND name='step-00000010'``.
     """
     models = _search(client, experiment_id, f"source_run_id='{run_id}'{condition}")
     found = map(_tracked_checkpoint, models)
@@ -287,7 +288,7 @@ def _search(client: MlflowClient, experiment_id: str, query: str) -> Iterator[Lo
 
 
 def _tracked_checkpoint(model: LoggedModel) -> TrackedCheckpoint | None:
-    """Return a model's checkpoint; None for a model that the user logged to the run."""
+    """Return the checkpoint that a model represents, or None for a model that the user logged to the run."""
     tags = model.tags
     step, attempt = _number(tags.get("step")), _number(tags.get("attempt"))
     if step is None or attempt is None:
@@ -341,20 +342,20 @@ def _topology(checkpoint: CheckpointEvent) -> dict[str, int]:
 
 
 def _description(checkpoint: CheckpointEvent, run_name: str, run_id: str) -> str:
-    """Return what the page of a checkpoint says to a person."""
+    """Return the description shown on a checkpoint's page."""
     layout = ", ".join(f"{name} {value}" for name, value in _topology(checkpoint).items())
     zero = f", ZeRO {checkpoint.zero_stage}" if checkpoint.zero_stage is not None else ""
     lines = [
         f"Checkpoint after step {checkpoint.step:,} of run `{run_name}`, written by attempt {_text(checkpoint.attempt)}"
         f" ({layout}{zero}).",
         f"Files: `{checkpoint.path}`",
-        f"Start another run from it: `model.resume_from: mlflow:{run_id}/{checkpoint.step}`",
+        f"To start another run from this checkpoint: `model.resume_from: mlflow:{run_id}/{checkpoint.step}`",
     ]
     return "\n\n".join(lines)
 
 
 def _params(checkpoint: CheckpointEvent) -> dict[str, str]:
-    """Return what MLflow shows as columns of a checkpoint and compares between two of them."""
+    """Return a checkpoint's parameters, which MLflow shows as columns and in comparisons."""
     params = {
         "step": str(checkpoint.step),
         "attempt": _text(checkpoint.attempt),
@@ -382,7 +383,7 @@ def _number(text: str | None) -> int | None:
 
 
 def _json(text: str | None) -> dict[str, Any]:
-    """Return a tag's JSON object; empty if it was truncated or edited."""
+    """Parse a tag as a JSON object; return an empty one if the tag was truncated or edited."""
     try:
         value = from_json(text or "{}")
     except ValueError:
@@ -392,17 +393,17 @@ def _json(text: str | None) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MlflowRun:
-    """One MLflow run."""
+    """An MLflow run."""
 
     run_id: str
     name: str
     experiment_id: str
     experiment: str
-    """Name of its experiment."""
+    """Name of the experiment."""
     started: float
-    """When it was created, in seconds since the epoch."""
+    """Creation time, in seconds since the epoch."""
     step: int | None
-    """Step of its newest checkpoint; None without one."""
+    """Step of the newest checkpoint; None if there is no checkpoint."""
 
     def __str__(self) -> str:
         when = datetime.datetime.fromtimestamp(self.started, datetime.UTC)
@@ -411,10 +412,10 @@ class MlflowRun:
 
 
 class MlflowRuns:
-    """The runs of all experiments; every method queries MLflow and raises its errors."""
+    """The runs of all experiments. Every method queries MLflow and propagates its errors."""
 
     def __init__(self, uri: str, *, allow_http: bool = False) -> None:
-        """Read the experiments at a tracking URI; ``allow_http`` as of `open_client`."""
+        """List the experiments at a tracking URI. See `open_client` for ``allow_http``."""
         self._client = open_client(uri, allow_http=allow_http)
         self._experiments: dict[str, str] = {}
         token = None
@@ -426,7 +427,7 @@ class MlflowRuns:
                 return
 
     def find(self, run: str) -> list[MlflowRun]:
-        """Return the runs with an id or a name, newest first; those of ray-ulysses take precedence."""
+        """Return the runs with the given id or name, newest first. Other tools' runs are a fallback."""
         if _RUN_ID.match(run):
             by_id = self._search(f"attributes.run_id = '{run}'", 1)
             if by_id:
@@ -438,7 +439,7 @@ class MlflowRuns:
         return self._runs([one for one in found if KEY_TAG in one.data.tags] or found)
 
     def newest(self, number: int) -> list[MlflowRun]:
-        """Return the newest runs of ray-ulysses."""
+        """Return the newest ray-ulysses runs, at most ``number``."""
         return self._runs(self._search(f"tags.`{KEY_TAG}` LIKE '%'", number))
 
     def checkpoints(self, run: MlflowRun) -> list[TrackedCheckpoint]:

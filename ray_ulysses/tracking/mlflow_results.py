@@ -1,8 +1,8 @@
-"""Adds what was made of a run, its evaluations and its report, to its MLflow run, apart from the tracker.
+"""Adds evaluations and reports to a run's MLflow run, outside of the tracker.
 
-The run's ``tracking.json`` names the MLflow run, and somebody else may have written it. So only a server that the
-environment names gets a request with the user's credentials, and no database is opened but the one beside the run;
-there, only the MLflow run that has the key of this run is changed.
+The run's ``tracking.json`` specifies the MLflow run, but another user may have written that file. Therefore credentials
+are sent only to the server in ``MLFLOW_TRACKING_URI``, the only database that is opened is the one next to the run, and
+only an MLflow run with this run's key is changed.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ if TYPE_CHECKING:
 
 
 class ArtifactError(Exception):
-    """MLflow did not take a file."""
+    """Storing a file as an MLflow artifact failed."""
 
 
 def store_text(run_dir: Place, name: str, text: str, *, trust_run: bool = False, allow_http: bool = False) -> None:
-    """Store a text in place of the artifact with that name.
+    """Store a text as an artifact of the run's MLflow run, replacing an existing artifact of this name.
 
     Args:
-        run_dir: The run's directory, which names its MLflow run.
+        run_dir: The run's directory.
         name: Path of the artifact.
-        text: Its content.
-        trust_run: Whether any server or database is used that the run names.
-        allow_http: As of `open_client`, if the run is trusted.
+        text: Content of the artifact.
+        trust_run: Whether to use any server or database that the run's ``tracking.json`` specifies.
+        allow_http: See `open_client`; has an effect only with ``trust_run``.
 
     Raises:
-        ArtifactError: MLflow has no such run, or doesn't answer, its artifact store refuses the file, or only the run
-            names the server.
+        ArtifactError: The MLflow run does not exist, MLflow or its artifact store fails, or the server is specified
+            only by an untrusted run.
     """
     identity = TrackingIdentity.load(run_dir)
     if identity is None or identity.run_id is None:
-        raise ArtifactError("MLflow has no run for it yet")
+        raise ArtifactError("the run has no MLflow run yet")
     try:
         client = _client(identity, run_dir, trust_run=trust_run, allow_http=allow_http)
         client.log_text(identity.run_id, text, name)
@@ -54,7 +54,7 @@ def store_text(run_dir: Place, name: str, text: str, *, trust_run: bool = False,
         raise ArtifactError(str(error)) from error
     except Exception as error:  # MLflow and its artifact stores raise errors of many libraries
         shown = without_secret(identity.uri)
-        raise ArtifactError(f"{shown} did not take {name} ({str(error).replace(identity.uri, shown)})") from error
+        raise ArtifactError(f"{shown} did not store {name} ({str(error).replace(identity.uri, shown)})") from error
 
 
 def track_evaluation(
@@ -66,18 +66,18 @@ def track_evaluation(
     trust_run: bool = False,
     allow_http: bool = False,
 ) -> str:
-    """Log metrics and texts; does nothing if the run was never tracked.
+    """Log an evaluation's metrics and files to the run's MLflow run. Does nothing if the run was never tracked.
 
     Args:
-        run_dir: The run's directory, which names its MLflow run.
-        step: Step of the checkpoint that was evaluated.
-        metrics: Values by name.
-        files: Texts by path of the artifact.
-        trust_run: As of `store_text`.
-        allow_http: As of `store_text`.
+        run_dir: The run's directory.
+        step: Step of the evaluated checkpoint.
+        metrics: Values by metric name.
+        files: Texts by artifact path.
+        trust_run: See `store_text`.
+        allow_http: See `store_text`.
 
     Returns:
-        Why MLflow did not take all of it; empty if it did, or there was nothing to tell.
+        The error if logging failed, otherwise an empty string.
     """
     try:
         identity = TrackingIdentity.load(run_dir)
@@ -94,16 +94,16 @@ def track_evaluation(
     except UserError as error:
         return str(error)
     except Exception as error:
-        # Of any type and from any depth of MLflow: an outage must not cost the result, which is written already.
+        # MLflow raises errors of any type. An outage must not fail the evaluation, whose result is already saved.
         return without_secret(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason'}")
     return ""
 
 
 def _client(identity: TrackingIdentity, run_dir: Place, *, trust_run: bool, allow_http: bool) -> MlflowClient:
-    """Return a client of the MLflow that a run names.
+    """Return a client for the MLflow server or database that a run was tracked in.
 
     Raises:
-        UserError: Only the run names it, or the MLflow run there is of another run.
+        UserError: The server is specified only by an untrusted run, or the MLflow run belongs to another run.
     """
     if trust_run:
         return open_client(identity.uri, allow_http=allow_http)
@@ -113,7 +113,7 @@ def _client(identity: TrackingIdentity, run_dir: Place, *, trust_run: bool, allo
     shared = None if is_server else _shared_folder(identity.uri, run_dir)
     if not is_server and shared is None:
         raise UnnamedServerError(
-            f"{shown}: only the run names this MLflow; set MLFLOW_TRACKING_URI to its address, or {TRUST_RUN}"
+            f"{shown}: this server is specified only by the run; set MLFLOW_TRACKING_URI to its address, or {TRUST_RUN}"
         )
     client = open_client(identity.uri, way_out=f", and {TRUST_RUN}")
     found = client.get_run(str(identity.run_id))
@@ -122,12 +122,12 @@ def _client(identity: TrackingIdentity, run_dir: Place, *, trust_run: bool, allo
         place = urlsplit(str(found.info.artifact_uri))
         is_own &= place.scheme == "file" and Path(unquote(place.path)).resolve().is_relative_to(shared / "mlartifacts")
     if not is_own:
-        raise UserError(f"{shown}: the MLflow run {identity.run_id} there is not of this run; {TRUST_RUN}")
+        raise UserError(f"{shown}: its MLflow run {identity.run_id} belongs to another run; {TRUST_RUN}")
     return client
 
 
 def _shared_folder(uri: str, run_dir: Place) -> Path | None:
-    """Return the folder that holds a run's directory, if a URI names the database there, the default of its runs."""
+    """Return the run directory's parent folder if the URI is the default database in it, otherwise None."""
     database = sqlite_path(uri)
     if not isinstance(run_dir, Path) or database is None or "?" in uri or database.name != "mlflow.db":
         return None

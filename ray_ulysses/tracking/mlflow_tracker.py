@@ -1,7 +1,7 @@
-"""Tracks a run in MLflow, as one MLflow run across all of its attempts.
+"""Tracks a run in MLflow. All attempts of the run share one MLflow run.
 
-MLflow is used only in the files ``mlflow_*``, and imported only by the tracker's own thread, so that neither importing
-the package nor training waits for it.
+Only the files ``mlflow_*`` use MLflow, and only the tracker's thread imports it, so that neither importing the package
+nor training waits for MLflow.
 """
 
 from __future__ import annotations
@@ -45,46 +45,47 @@ _DESCRIPTION_TAG, _DESCRIPTION_FILE = "mlflow.note.content", "README.md"
 
 _REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_ALREADY_EXISTS")
 _MLFLOW_STATUS = {"finished": "FINISHED", "stopped": "FINISHED", "failed": "FAILED"}
-"""A run that was stopped on request ended as intended; ``KILLED`` would show it as a failure."""
+"""MLflow status by attempt status. A stop on request is not ``KILLED``, which MLflow displays as a failure."""
 _UI_ADDRESS = "http://127.0.0.1:5000"
-"""The default address of ``mlflow ui``."""
+"""Default address of ``mlflow ui``."""
 _TRAINING = "?workflowType=machine_learning"
-"""Otherwise MLflow 3 shows the page as that of an application of language models, with runs as "evaluation runs"."""
+"""Query that selects the training view; otherwise MLflow 3 shows its GenAI view, with runs as "evaluation runs"."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrackingIdentity:
-    """The MLflow run of a run directory, stored in ``tracking.json``."""
+    """Identifies the MLflow run of a run directory; stored in ``tracking.json``."""
 
     uri: str
-    """Tracking URI of the run."""
+    """Tracking URI."""
     experiment: str
     """Name of the experiment."""
     key: str
-    """A tag of the run, stored before the run is created, so that a death in between creates no second run."""
+    """Tag value that identifies the MLflow run. It is stored before the MLflow run is created, so that a process that
+    dies in between does not cause a second MLflow run."""
     run_id: str | None = None
-    """MLflow's id of the run; None before it is created."""
+    """Id of the MLflow run; None until the MLflow run is created."""
     experiment_id: str | None = None
-    """MLflow's id of the experiment; None before the run is created."""
+    """Id of the MLflow experiment; None until the MLflow run is created."""
 
     @classmethod
     def load(cls, run_dir: Place) -> TrackingIdentity | None:
-        """Load it from a run directory; None if the run was never tracked."""
+        """Load the identity from a run directory, or return None if the run was never tracked."""
         try:
             return read_json(TypeAdapter(cls), open_store(run_dir).read_whole(TRACKING_FILE))
         except FileNotFoundError:
             return None
         except ContentError as error:
-            _logger.warning("%s is damaged (%s): a new MLflow run is created", run_dir / TRACKING_FILE, error)
+            _logger.warning("%s is damaged (%s); creating a new MLflow run", run_dir / TRACKING_FILE, error)
             return None
 
     def save(self, run_dir: Place) -> None:
-        """Store it in a run directory, atomically even at a power failure."""
+        """Store the identity in a run directory, atomically even if power fails."""
         open_store(run_dir, must_exist=True).replace(TRACKING_FILE, [json.dumps(asdict(self)).encode()])
 
 
 def is_tracked(run_dir: Place) -> bool:
-    """Return whether MLflow has a run for this directory."""
+    """Return whether the run directory has an MLflow run."""
     try:
         identity = TrackingIdentity.load(run_dir)
     except OSError:
@@ -94,26 +95,26 @@ def is_tracked(run_dir: Place) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MlflowPage:
-    """The way to a run's metrics."""
+    """Where to view a run's metrics."""
 
     command: str | None
-    """The command that shows a database in a browser; None if a server does."""
+    """Command that serves a database to the browser; None if a server is used."""
     url: str | None
-    """The page of the run's metrics; before the run is created, that of the server, if any."""
+    """Address of the run's metrics page, or of the server until the MLflow run is created; None if unknown."""
     is_run: bool
-    """Whether the page is that of the run."""
+    """Whether `url` or `command` leads to an existing MLflow run."""
 
     def in_words(self) -> str:
-        """Return command and URL on one line."""
+        """Return command and URL in one line."""
         return ", then ".join(part for part in (self.command, self.url) if part is not None)
 
 
 def mlflow_page(uri: str, run_dir: Place) -> MlflowPage:
-    """Return the way to the metrics of a run.
+    """Return where to view a run's metrics.
 
     Args:
-        uri: Its tracking URI; a password in it is not shown.
-        run_dir: Its directory, which names its MLflow run once there is one.
+        uri: Tracking URI. A password in the URI is redacted.
+        run_dir: The run's directory, which stores the id of the MLflow run.
     """
     shown = without_secret(uri)
     is_server = uri.startswith(("http://", "https://"))
@@ -121,7 +122,7 @@ def mlflow_page(uri: str, run_dir: Place) -> MlflowPage:
     try:
         identity = TrackingIdentity.load(run_dir)
     except OSError:
-        # Showing the page must not fail because the storage does not answer now.
+        # Showing the page must not fail because the storage is unavailable.
         identity = None
     path = None
     if identity is not None and identity.uri == uri and None not in (identity.run_id, identity.experiment_id):
@@ -136,17 +137,17 @@ def mlflow_page(uri: str, run_dir: Place) -> MlflowPage:
 
 
 class MlflowSink(Sink):
-    """Delivers updates to one MLflow run; only the tracker's thread may use it.
+    """Delivers updates to one MLflow run; used only by the tracker's thread.
 
-    Parameters are recorded once, metrics without repeated steps, and every checkpoint; see `mlflow_models`.
+    Parameters are logged once, and metrics once per step. For checkpoints see `mlflow_models`.
 
     Args:
-        uri: Tracking URI: ``sqlite:///...`` or the address of a server.
-        experiment: Name of the experiment, created if absent.
-        run_name: Name of the run in MLflow.
-        run_dir: The run's directory, which stores the MLflow run's id.
-        location: Path or URI of the store of its checkpoints.
-        allow_http: As of `open_client`.
+        uri: Tracking URI: ``sqlite:///...`` or a server's address.
+        experiment: Name of the experiment, which is created if it does not exist.
+        run_name: Name of the MLflow run.
+        run_dir: The run's directory, which stores the id of the MLflow run.
+        location: Path or URI of the checkpoint store.
+        allow_http: See `open_client`.
     """
 
     def __init__(
@@ -160,18 +161,18 @@ class MlflowSink(Sink):
         self._experiment_id = ""
 
     def connect(self) -> str:
-        """Continue the run that the run directory names, or create one, and return its id.
+        """Find or create the MLflow run, and return its id.
 
         Raises:
             UserError: The experiment was deleted, or credentials would be sent without encryption.
-            Exception: Any error of MLflow if it can't be reached.
+            Exception: Any MLflow error, for example if the server is unreachable.
         """
         self._client = open_client(self._uri, allow_http=self._allow_http)
         self._experiment_id = self._find_experiment()
         identity = TrackingIdentity.load(self._run_dir)
         if identity is not None and (identity.uri, identity.experiment) != (self._uri, self._experiment):
             _logger.warning(
-                "the run was tracked at %s, experiment %r; it continues in a new MLflow run at %s, experiment %r",
+                "the run was tracked at %s, experiment %r; continuing in a new MLflow run at %s, experiment %r",
                 *(without_secret(identity.uri), identity.experiment, without_secret(self._uri), self._experiment),
             )
             identity = None
@@ -194,14 +195,14 @@ class MlflowSink(Sink):
         return run_id
 
     def existing_marks(self) -> Mapping[str, int]:
-        """Return the largest step of each metric that the run already has."""
-        # Of each metric the run has the point of the largest step, in whatever order they came; a whole history has
-        # as many points as the run has steps.
+        """Return the largest step that the MLflow run has of each metric."""
+        # The run's data contains each metric's point with the largest step, regardless of arrival order. A metric's
+        # full history would have one point per step.
         newest = self._client.get_run(self._run_id).data.to_proto().metrics
         return {point.key: point.step for point in newest}
 
     def deliver(self, updates: Sequence[Update]) -> None:
-        """Send updates in order, the metrics of consecutive steps together.
+        """Send updates in order, batching the metrics of consecutive steps.
 
         Raises:
             RefusedUpdate: MLflow rejects an update as invalid.
@@ -228,7 +229,7 @@ class MlflowSink(Sink):
                 case checkpoint:
                     self._models.update(checkpoint)
         except MlflowException as error:
-            # For a run that was deleted everything is refused; the next connection creates another one.
+            # If the MLflow run was deleted, all updates are refused, and the next connection creates a new run.
             if error.error_code in _REFUSALS and _is_active(self._client.get_run(self._run_id).info):
                 raise RefusedUpdate(str(error)) from error
             raise
@@ -241,14 +242,14 @@ class MlflowSink(Sink):
             try:
                 location = _artifact_root(self._uri)
                 return str(self._client.create_experiment(self._experiment, artifact_location=location))
-            except MlflowException:  # another run has created it in the meantime
+            except MlflowException:  # another process created the experiment in the meantime
                 found = self._client.get_experiment_by_name(self._experiment)
                 if found is None:
                     raise
         if not _is_active(found):
             raise UserError(
-                f"tracking.experiment={self._experiment!r} was deleted in MLflow; restore it (`mlflow experiments "
-                f"restore --experiment-id {found.experiment_id}`), or set another name"
+                f"tracking.experiment={self._experiment!r} was deleted in MLflow; restore the experiment (`mlflow "
+                f"experiments restore --experiment-id {found.experiment_id}`), or use another name"
             )
         return str(found.experiment_id)
 
@@ -261,13 +262,13 @@ class MlflowSink(Sink):
             except MlflowException as error:
                 if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                     raise
-                _logger.warning("MLflow no longer has the run %s: a new one is created", identity.run_id)
+                _logger.warning("MLflow run %s no longer exists; creating a new MLflow run", identity.run_id)
                 return None
             if _is_active(run.info) and run.data.tags.get(KEY_TAG) == identity.key:
                 return identity.run_id
-            # The directory may be somebody else's, and name any run.
-            why = "is not of this run" if _is_active(run.info) else "was deleted"
-            _logger.warning("the MLflow run %s %s: a new one is created", identity.run_id, why)
+            # Another user may have written the directory's files, which can contain any MLflow run's id.
+            why = "belongs to another run" if _is_active(run.info) else "was deleted"
+            _logger.warning("MLflow run %s %s; creating a new MLflow run", identity.run_id, why)
             return None
         query = f"tags.`{KEY_TAG}` = '{identity.key}'"
         runs = self._client.search_runs([self._experiment_id], filter_string=query, max_results=1)
@@ -282,7 +283,7 @@ class MlflowSink(Sink):
         return str(run.info.run_id)
 
     def _log_start(self, began: AttemptBegan) -> None:
-        """Set the tags and log new parameters; a changed one becomes a tag, since MLflow allows no changes."""
+        """Set tags and log new parameters. A changed parameter becomes a tag, since MLflow parameters are immutable."""
         from mlflow.entities import Param, RunTag
 
         known = self._client.get_run(self._run_id).data.params
@@ -301,7 +302,7 @@ class MlflowSink(Sink):
         self._client.update_run(self._run_id, status="RUNNING")
 
     def _log_end(self, over: AttemptOver) -> None:
-        """Record how the run ended; a tag says whether it was stopped, which MLflow's status does not show."""
+        """Record how the run ended. A tag records whether it was stopped, which MLflow's status cannot express."""
         if over.metrics:
             self._log_steps([StepMetrics(time=over.time, step=over.step or 0, metrics=over.metrics)])
         step = f" at step {over.step}" if over.step else ""
@@ -311,10 +312,10 @@ class MlflowSink(Sink):
         self._client.set_terminated(self._run_id, status=_MLFLOW_STATUS[over.status])
 
     def _log_files(self, began: AttemptBegan) -> None:
-        """Store texts as artifacts of the run, and its README as the description unless there is one.
+        """Store the run's files as artifacts, and its README as the description unless the run has a description.
 
         Raises:
-            RefusedUpdate: The artifact store fails while MLflow answers: the metrics must not wait for it.
+            RefusedUpdate: The artifact store fails although MLflow is available. Metrics must not wait for that store.
         """
         description = began.files.get(_DESCRIPTION_FILE)
         if description is not None and _DESCRIPTION_TAG not in self._client.get_run(self._run_id).data.tags:
@@ -323,7 +324,7 @@ class MlflowSink(Sink):
             for name, text in began.files.items():
                 self._client.log_text(self._run_id, text, name)
         except Exception as error:
-            # If MLflow itself is unavailable, this raises too, and both are tried again.
+            # If MLflow itself is unavailable, this call raises too, and the update is retried.
             self._client.get_run(self._run_id)
             raise RefusedUpdate(f"the run's files can't be stored as artifacts ({error})") from error
 
@@ -341,12 +342,12 @@ class MlflowSink(Sink):
 
 
 def _is_active(info: RunInfo | Experiment) -> bool:
-    """Return whether a run or an experiment was not deleted."""
+    """Return whether a run or an experiment exists and was not deleted."""
     return str(info.lifecycle_stage) == "active"
 
 
 def _artifact_root(uri: str) -> str | None:
-    """Return the artifact folder for an SQLite file: beside it, where MLflow would use the working directory."""
+    """Return the artifact folder next to an SQLite database; MLflow's default would be in the working directory."""
     database = sqlite_path(uri)
     return None if database is None else (database.absolute().parent / "mlartifacts").as_uri()
 

@@ -1,8 +1,8 @@
-"""Accounts for a run's time: steps that count, startup, recovery, checkpoints and other parts.
+"""Breaks down a run's time into steps that count, startup, recovery, checkpoints and other categories.
 
-The time of a run is that of its commands, each from its start to its last record in the journal. Every moment belongs
-to exactly one part of `TimeSpent`, so that they add up; the time between two commands, when nothing ran, is separate.
-The same account as spans between two moments is a `Timeline`, so that it can be drawn.
+A run's time is the sum over its commands, each from its start to its last journal record. Every moment belongs to
+exactly one category of `TimeSpent`, so the categories add up to the total. The time between two commands, when nothing
+runs, is separate. A `Timeline` contains the same breakdown as time spans, for drawing.
 """
 
 from __future__ import annotations
@@ -29,77 +29,77 @@ from ray_ulysses.tracking.steps import Entry, StepGroup, group_steps
 Moments = NDArray[np.float64]
 _Spans = dict[str, list[tuple[Moments, Moments]]]
 _Mark = tuple[float, str]
-"""A moment, and the part that the time belongs to from then on."""
+"""A time, and the category that begins then."""
 
 _DIVIDED = {"startup_s": "starts", "waiting_s": "starts", "recovery_s": "recovery"}
-"""The parts that are divided further, and the field of `TimeSpent` that holds the division."""
+"""Categories with a further breakdown, mapped to the field of `TimeSpent` that contains the breakdown."""
 _PARTS_OF_PHASES = {"build": "build_s", "load": "load_s"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartTime:
-    """The time from a command's start, or from the last step before a failure, to the next step, in seconds."""
+    """Breakdown of the time from a command's start, or from the last step before a failure, to the next step."""
 
     cut_off_s: float = 0.0
-    """After the last completed step of an attempt, until it failed."""
+    """From an attempt's last completed step to its failure."""
     detect_s: float = 0.0
-    """From a failure until it was noticed."""
+    """From a failure to its detection."""
     form_s: float = 0.0
-    """Until the ranks of the next attempt had joined."""
+    """Starting the next attempt's ranks, until all ranks have joined."""
     load_s: float = 0.0
     """Choosing, loading and verifying a checkpoint."""
     build_s: float = 0.0
-    """Everything else: configuration, plan, self-test, model, and the wait for the first rows."""
+    """Configuration, plan, self-test, model, and the wait for the first rows."""
     unknown_s: float = 0.0
-    """Time that the journal does not assign."""
+    """Time that the journal does not attribute to a category."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeSpent:
-    """The time of all commands of a run, in seconds, by its use."""
+    """Time of all commands of a run by category, in seconds."""
 
     steps_s: float = 0.0
-    """In steps that count, including the wait for their rows."""
+    """Steps that count, including the wait for their rows."""
     lost_steps_s: float = 0.0
-    """In steps that were lost to a failure and trained again."""
+    """Steps that were lost to a failure and trained again."""
     startup_s: float = 0.0
-    """From the start of a command to its first step, without `waiting_s`."""
+    """From a command's start to its first step, excluding `waiting_s`."""
     waiting_s: float = 0.0
-    """Until a command that has not completed a step had its workers: nodes, processes, process group."""
+    """Wait for workers (nodes, processes, process group) before a command's first step."""
     recovery_s: float = 0.0
-    """From the last completed step of an attempt that failed to the first step of the next one."""
+    """From a failed attempt's last completed step to the next attempt's first step."""
     stages_s: float = 0.0
-    """From the end of a stage to the first step of the next one, in the same command."""
+    """From the end of a stage to the next stage's first step, in the same command."""
     saves_s: float = 0.0
-    """While a checkpoint blocked training."""
+    """Time that checkpoints blocked training."""
     evaluation_s: float = 0.0
-    """In evaluations."""
+    """Evaluations."""
     other_s: float = 0.0
-    """Between steps for other reasons, and at the end of a command."""
+    """Other pauses between steps, and the end of each command."""
     between_commands_s: float = 0.0
-    """From the last record of a command to the start of the next one; not part of the total."""
+    """From a command's last record to the next command's start; not part of the total."""
     starts: StartTime = field(default_factory=StartTime)
-    """The division of ``startup_s`` and ``waiting_s``."""
+    """Breakdown of ``startup_s`` and ``waiting_s``."""
     recovery: StartTime = field(default_factory=StartTime)
-    """The division of ``recovery_s``."""
+    """Breakdown of ``recovery_s``."""
 
     @property
     def total_s(self) -> float:
-        """Sum of all parts: how long commands ran."""
+        """Time that commands ran: the sum of all categories except `between_commands_s`."""
         return float(sum(getattr(self, name) for name in _PARTS)) - self.between_commands_s
 
     @property
     def goodput(self) -> float | None:
-        """Share of the time that went into steps that count; None before the first of them."""
+        """Fraction of `total_s` that was spent in steps that count; None before the first step."""
         return round(self.steps_s / self.total_s, 4) if self.steps_s > 0 else None
 
     def to_json(self) -> dict[str, float | dict[str, float]]:
-        """Return the parts and their sum, rounded to milliseconds."""
+        """Return the categories and their total, rounded to milliseconds."""
         divided = {name: _rounded(asdict(getattr(self, name))) for name in dict.fromkeys(_DIVIDED.values())}
         return {**_rounded({"total_s": self.total_s, **{name: getattr(self, name) for name in _PARTS}}), **divided}
 
     def metrics(self) -> dict[str, float]:
-        """Return the parts, their sum and the goodput by the names of their metrics."""
+        """Return the categories, their total and the goodput, by metric name."""
         metrics: dict[str, float] = {}
         for name, value in self.to_json().items():
             if isinstance(value, dict):
@@ -118,24 +118,24 @@ def _rounded(parts: dict[str, float]) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Timeline:
-    """The time of a run's commands by its use, in seconds since the epoch."""
+    """Time spans of a run's commands by category, in seconds since the epoch."""
 
     spans: dict[str, tuple[Moments, Moments]]
-    """The beginnings and ends of the spans of each part of `TimeSpent`, ascending; the parts of a start or a recovery
-    have the names of `StartTime`. Steps that were lost later are still in ``steps_s``."""
+    """Start and end times of the spans of each category, ascending. Starts and recoveries are split into the categories
+    of `StartTime`. Steps that were lost later are still in ``steps_s``."""
 
     @property
     def begin(self) -> float:
-        """Return the beginning of the first span; 0 without one."""
+        """Start of the first span, or 0 if there are no spans."""
         return min((float(begins[0]) for begins, _ in self.spans.values()), default=0.0)
 
     @property
     def end(self) -> float:
-        """Return the end of the last span; 0 without one."""
+        """End of the last span, or 0 if there are no spans."""
         return max((float(ends.max()) for _, ends in self.spans.values()), default=0.0)
 
     def seconds_between(self, part: str, edges: Moments) -> Moments:
-        """Return the seconds of a part between each two neighbors of ``edges``, which ascend."""
+        """Return the seconds of a category within each interval between consecutive ``edges``, which must ascend."""
         if part not in self.spans:
             return np.zeros(len(edges) - 1)
         begins, ends = self.spans[part]
@@ -146,36 +146,35 @@ class Timeline:
 
 @dataclass(slots=True)
 class _StartTimeline:
-    """The uses of a command's time since its last step, as its events tell."""
+    """Categories of a command's time since its last step, derived from its events."""
 
     _marks: list[_Mark] = field(default_factory=list)
     _end_of_attempt: list[_Mark] = field(default_factory=list)
     _has_stepped: bool = False
 
     def begin(self, at: float, part: str, *, has_stepped: bool = False) -> None:
-        """Forget everything before a moment.
+        """Discard everything before a time.
 
         Args:
-            at: The moment.
-            part: The part that the time belongs to from then on.
+            at: The time.
+            part: The category that begins then.
             has_stepped: Whether the attempt has just completed a step.
         """
         self._marks, self._end_of_attempt, self._has_stepped = [(at, part)], [], has_stepped
 
     def note(self, at: float, part: str) -> None:
-        """Note the part that the time belongs to from a moment on."""
+        """Add the category that begins at a time."""
         self._marks.append((at, part))
 
     def phase(self, event: PhaseStarted) -> None:
-        """Note the part of a phase."""
         self.note(event.time, _PARTS_OF_PHASES.get(event.part or "", "unknown_s"))
 
     def attempt_ended(self, event: AttemptEnded, last_record: float) -> None:
-        """Note that the attempt has ended; of several records of a failure, the first that says when it was counts.
+        """Add the end of the attempt. If a failure was recorded several times, the last record with `fault_at` wins.
 
         Args:
-            event: The record.
-            last_record: The time of the record before it.
+            event: The record of the end.
+            last_record: Time of the previous record.
         """
         detected = event.time if event.detected_at is None else event.detected_at
         if event.reason.startswith(STOP_REASONS):
@@ -189,12 +188,12 @@ class _StartTimeline:
             self._end_of_attempt = [(min(last_record, detected), "unknown_s"), (detected, "form_s")]
 
     def attempt_vanished(self, last_record: float) -> None:
-        """Note that another attempt has begun, and that the last record of this one may not be its end."""
+        """Add the end of an attempt without an end record, because another attempt has started."""
         if not self._end_of_attempt:
             self._end_of_attempt = [(last_record, "unknown_s")]
 
     def split(self, begin: float, end: float) -> Iterator[tuple[str, float]]:
-        """Yield the parts of an interval and their seconds, which add up to its length."""
+        """Split an interval into categories; yield each with its seconds, which add up to the interval's length."""
         marks = self._marks
         if self._end_of_attempt:
             first = self._end_of_attempt[0][0]
@@ -209,7 +208,7 @@ class _StartTimeline:
 
 @dataclass(slots=True)
 class _Command:
-    """One ``train`` command up to its last record; its time is accounted for up to ``at``."""
+    """A ``train`` command up to its last record. Its time is accounted for up to ``at``."""
 
     at: float
     end: float
@@ -219,21 +218,21 @@ class _Command:
     attempt_has_stepped: bool = False
     ended_well: bool = False
     pause: str = "recovery_s"
-    """The part that the time until the next attempt's first step belongs to, after the command's own first."""
+    """Category of the time until the next attempt's first step, once the command has completed a step."""
     evaluation_s: float = 0.0
 
 
 @dataclass(slots=True)
 class TimeLedger:
-    """Accounts for a run's time, one event after the other in the journal's order."""
+    """Accounts for a run's time, event by event, in journal order."""
 
     _spent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_PARTS, 0.0))
     _divided: dict[str, dict[str, float]] = field(
         default_factory=lambda: {name: asdict(StartTime()) for name in _DIVIDED.values()}
     )
     _spans: _Spans | None = None
-    """The spans that are accounted for, where they are kept."""
-    # Of the steps that count so far: their numbers, and what they took.
+    """The spans accounted for so far; None if only totals are needed."""
+    # Numbers and durations of the steps that count so far.
     _steps: array[int] = field(default_factory=lambda: array("q"))
     _seconds: array[float] = field(default_factory=lambda: array("d"))
     _session: str | None = None
@@ -246,7 +245,7 @@ class TimeLedger:
 
     def _add(self, event: Entry) -> None:
         if isinstance(event, RunFinished):
-            # A later command may have recorded it for an attempt that died.
+            # A later command may have recorded this event for an attempt that died.
             return
         command = self._command_of(event)
         if event.attempt != command.attempt:
@@ -276,8 +275,8 @@ class TimeLedger:
         command.end = max(command.end, event.end_time if isinstance(event, StepGroup) else event.time)
 
     def spent(self) -> TimeSpent:
-        """Return the time up to the latest event, by its use."""
-        # A copy is closed: the rest of the newest command is accounted for as what it turns out to be.
+        """Return the time up to the latest event, by category."""
+        # Close a copy, because later events may still change the category of the newest command's open time.
         ended = replace(
             self,
             _spent=dict(self._spent),
@@ -295,7 +294,7 @@ class TimeLedger:
             self._advance(self._command, self._command.end, _open_part(self._command))
 
     def _command_of(self, event: Entry) -> _Command:
-        """Return the command of an event; an event that names none belongs to the previous command."""
+        """Return the command of an event. An event without a session belongs to the current command."""
         before = self._command
         own = event if isinstance(event, CommandEvent) else None
         session = self._session if own is None or own.session is None else own.session
@@ -319,7 +318,7 @@ class TimeLedger:
         if command.attempt_has_stepped:
             self._add_pause(command, first.saving_seconds, begin)
         else:
-            # Where the record of the attempt's start is damaged.
+            # Has an effect only if the record of the attempt's start is damaged.
             self._resume(first.step - 1)
             self._advance(command, begin, command.pause if command.has_stepped else "startup_s")
         command.has_stepped = command.attempt_has_stepped = True
@@ -329,7 +328,7 @@ class TimeLedger:
         command.start.begin(command.at, "unknown_s", has_stepped=True)
 
     def _resume(self, step: int) -> None:
-        """Count the time of the steps beyond the one that an attempt resumes from as lost."""
+        """Move the time of the steps after ``step``, which an attempt resumed from, to the lost steps."""
         is_lost = np.array(self._steps) > step
         if is_lost.any():
             seconds = np.array(self._seconds)
@@ -340,7 +339,7 @@ class TimeLedger:
             self._seconds = array("d", seconds[~is_lost].tobytes())
 
     def _advance_through(self, command: _Command, group: StepGroup) -> NDArray[np.float64]:
-        """Account for all steps of a group except the first; return the seconds of each."""
+        """Account for all steps of a group except the first; return the duration of each step."""
         rows = group.rows[1:]
         if not len(rows):
             return np.zeros(0)
@@ -364,14 +363,14 @@ class TimeLedger:
             self._spans.setdefault(part, []).append((np.atleast_1d(begins), np.atleast_1d(ends)))
 
     def _add_pause(self, command: _Command, saving_s: float, until: float) -> None:
-        """Account for the time between a step and the next one, or the end of the attempt."""
+        """Account for the time between a step and the next step or the attempt's end."""
         self._advance(command, min(until, command.at + saving_s), "saves_s")
         self._advance(command, min(until, command.at + command.evaluation_s), "evaluation_s")
         self._advance(command, until, "other_s")
         command.evaluation_s = 0.0
 
     def _advance(self, command: _Command, to: float, part: str) -> float:
-        """Account for the time up to a moment, as none if the clock went back."""
+        """Account for the time up to ``to``, and return its seconds: 0 if the clock went backwards."""
         at, seconds = command.at, max(0.0, to - command.at)
         self._spent[part] += seconds
         shares = command.start.split(at, at + seconds) if part in _DIVIDED else [(part, seconds)]
@@ -385,20 +384,12 @@ class TimeLedger:
 
 
 def time_spent(entries: Iterable[Entry]) -> TimeSpent:
-    """Return the time of a run by its use (pure).
-
-    Args:
-        entries: The run's journal.
-    """
+    """Return the time that a run's journal accounts for, by category."""
     return _ledger(entries, None).spent()
 
 
 def run_timeline(entries: Iterable[Entry]) -> Timeline:
-    """Return the time of a run by its use, as spans (pure).
-
-    Args:
-        entries: The run's journal.
-    """
+    """Return the time that a run's journal accounts for, as spans."""
     found: _Spans = {}
     _ledger(entries, found).close()
     return Timeline(spans={part: spans for part, ones in found.items() if (spans := _joined(ones)) is not None})
@@ -412,14 +403,14 @@ def _ledger(entries: Iterable[Entry], spans: _Spans | None) -> TimeLedger:
 
 
 def _open_part(command: _Command) -> str:
-    """Return the part that the time from a command's last accounted moment to its end belongs to."""
+    """Return the category of a command's time after ``at``."""
     if command.ended_well or command.attempt_has_stepped:
         return "other_s"
     return command.pause if command.has_stepped else "startup_s"
 
 
 def _joined(found: list[tuple[Moments, Moments]]) -> tuple[Moments, Moments] | None:
-    """Return the spans that have a length in ascending order; None if there are none."""
+    """Return all non-empty spans, ascending, or None if there are none."""
     begins = np.concatenate([one for one, _ in found])
     ends = np.concatenate([one for _, one in found])
     order = np.flatnonzero(ends > begins)

@@ -1,7 +1,4 @@
-"""The steps of a journal as rows of a table, and those of them that count: a run has a million.
-
-One object per step would take too much memory and time.
-"""
+"""Steps of a journal as rows of a NumPy table, because one object per step is too slow for a million steps."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from numpy.typing import NDArray
 from ray_ulysses.tracking.events import AttemptStarted, Event, InheritedSteps, StepDone
 
 Rows = NDArray[np.void]
-"""One-dimensional, of `STEP_ROW`."""
+"""One-dimensional array of dtype `STEP_ROW`."""
 
 STEP_ROW = np.dtype(
     [
@@ -39,7 +36,7 @@ STEP_ROW = np.dtype(
         ("router_loss", "<f8"),
     ]
 )
-"""All fields of `StepDone`; one that is None is not a number."""
+"""All numeric fields of `StepDone`; NaN represents None."""
 
 _Other = TypeVar("_Other")
 OPTIONAL_FIELDS = ("learning_rate", "grad_norm", "peak_memory_gib", "mfu", "z_loss", "router_loss")
@@ -48,24 +45,24 @@ _MAX_STEPS = 4096
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepGroup:
-    """Steps of one attempt that follow one another in its journal, with no other event between them."""
+    """Consecutive steps in an attempt's journal, with no other event between them."""
 
     rows: Rows
-    """At least one step, in the journal's order."""
+    """At least one step, in journal order."""
 
     @property
     def attempt(self) -> int:
-        """The attempt that trained them."""
+        """The attempt that trained the steps."""
         return int(self.rows["attempt"][0])
 
     @property
     def time(self) -> float:
-        """Time at which the first step was completed."""
+        """Time at which the first step completed."""
         return float(self.rows["time"][0])
 
     @property
     def end_time(self) -> float:
-        """Time at which the last step was completed."""
+        """Time at which the last step completed."""
         return float(self.rows["time"].max())
 
     @property
@@ -80,11 +77,11 @@ class StepGroup:
 
 
 Entry = Event | StepGroup
-"""The form in which a journal is read: its events in order, with consecutive steps in groups."""
+"""An event, or a group of consecutive steps."""
 
 
 def group_steps(entries: Iterable[Entry | _Other]) -> Iterator[Entry | _Other]:
-    """Yield a journal's entries, and anything else between them, with steps gathered into groups of bounded size."""
+    """Gather consecutive steps into groups of bounded size, and yield everything else unchanged."""
     steps: list[StepDone] = []
     for entry in entries:
         belongs = isinstance(entry, StepDone) and (not steps or steps[-1].attempt == entry.attempt)
@@ -100,7 +97,7 @@ def group_steps(entries: Iterable[Entry | _Other]) -> Iterator[Entry | _Other]:
 
 
 def ungroup_steps(entries: Iterable[Entry | _Other]) -> Iterator[Event | _Other]:
-    """Yield a journal's events, and anything else between them, one by one."""
+    """Replace each group of steps by its steps, and yield everything else unchanged."""
     for entry in entries:
         if isinstance(entry, StepGroup):
             yield from map(step_of, entry.rows)
@@ -109,7 +106,7 @@ def ungroup_steps(entries: Iterable[Entry | _Other]) -> Iterator[Event | _Other]
 
 
 def step_of(row: Any) -> StepDone:
-    """Return the event that a row of `STEP_ROW` holds."""
+    """Return the event of a row of dtype `STEP_ROW`."""
     attempt, time, step, loss, tokens, first_row, end_row, digest, seconds, saving_seconds, *optional = row.item()
     there = {name: value for name, value in zip(OPTIONAL_FIELDS, optional, strict=True) if value == value}
     return StepDone(
@@ -127,7 +124,7 @@ def step_of(row: Any) -> StepDone:
 
 
 def step_rows(steps: Sequence[StepDone]) -> Rows:
-    """Return steps as rows."""
+    """Convert steps to rows; see `step_of`."""
     return np.array([_row(step) for step in steps], dtype=STEP_ROW)
 
 
@@ -148,10 +145,9 @@ def _row(step: StepDone) -> tuple[Any, ...]:
 
 
 class Steps(Sequence[StepDone]):
-    """Steps of a run, stored as rows of a table; each becomes an object when it is accessed."""
+    """Steps of a run, stored as table rows and converted to objects on access."""
 
     def __init__(self, rows: Rows | None = None) -> None:
-        """Take rows of `STEP_ROW`; none by default."""
         self.rows = np.empty(0, STEP_ROW) if rows is None else rows
 
     def __len__(self) -> int:
@@ -177,33 +173,33 @@ class Steps(Sequence[StepDone]):
 
     @property
     def tokens(self) -> int:
-        """Their supervised tokens."""
+        """Number of supervised tokens in the steps."""
         return _total(self.rows["tokens"])
 
     @property
     def num_rows(self) -> int:
-        """Rows of data that they trained on."""
+        """Number of data rows in the steps."""
         return _total(self.rows["end_row"] - self.rows["first_row"])
 
     @property
     def digest(self) -> int:
-        """Sum of their data digests, modulo 2**64."""
+        """Sum of the steps' data digests, modulo 2**64."""
         return int(self.rows["digest"].sum())
 
     def missing_after(self, step: int) -> tuple[tuple[int, int], ...]:
-        """Return the first and last of each range of steps beyond ``step`` that is missing here; the steps ascend."""
+        """Return the first and last step of each gap after ``step``; the steps must ascend."""
         reached = np.append(step, self.rows["step"][self.rows["step"] > step])
         places = np.flatnonzero(np.diff(reached) > 1)
         return tuple((int(reached[place]) + 1, int(reached[place + 1]) - 1) for place in places)
 
     def json_lines(self) -> Iterator[str]:
-        """Yield the object of each step in ``inspect --json``; an unknown loss is null, and infinity "inf"."""
+        """Yield each step's JSON object for ``inspect --json``, with NaN as null and infinity as "inf"."""
         floats, integers = ("loss", "seconds", "learning_rate", "grad_norm"), ("step", "tokens", "attempt")
         for begin in range(0, len(self.rows), _MAX_STEPS):
             part = self.rows[begin : begin + _MAX_STEPS]
             columns = (*map(_numbers, map(part.__getitem__, floats)), *(part[name].tolist() for name in integers))
             ranges = part["first_row"].tolist(), part["end_row"].tolist()
-            # A template takes a third of the time of `json.dumps` of each object.
+            # A template is three times as fast as calling `json.dumps` for each object.
             for loss, seconds, rate, norm, step, tokens, attempt, first, end in zip(*columns, *ranges, strict=True):
                 yield (
                     f'{{"step": {step}, "loss": {loss}, "tokens": {tokens}, "rows": [{first}, {end}], '
@@ -212,33 +208,33 @@ class Steps(Sequence[StepDone]):
 
 
 def _numbers(column: NDArray[np.float64]) -> list[float | str]:
-    """Return numbers as they are, and what stands for others in JSON."""
+    """Return finite numbers unchanged, and the JSON text of non-finite ones."""
     values: list[float] = column.tolist()
     return [x if math.isfinite(x) else "null" if math.isnan(x) else f'"{x}"' for x in values]
 
 
 def _total(column: NDArray[Any]) -> int:
-    """Return the exact sum of non-negative integers, however large it is."""
+    """Return the exact sum of non-negative integers, which may exceed 64 bits."""
     return (int((column >> 32).sum()) << 32) + int((column & 0xFFFFFFFF).sum())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CountedSteps:
-    """The steps of a journal."""
+    """The steps of a journal, divided into those that count and those that do not."""
 
     kept: Steps
-    """Those that count, ascending."""
+    """Steps that count, ascending."""
     lost: Steps
-    """Those that were thrown away because an attempt resumed before them, in the order of the journal."""
+    """Steps that were discarded because an attempt resumed from an earlier step, in journal order."""
     repeated: Steps
-    """Those that were recorded again without a resume before them; the last record of a step is kept. Empty in a sound
-    run."""
+    """Earlier records of steps that were recorded twice without a resume in between; empty in a healthy run."""
 
 
 def steps_that_count(entries: Iterable[Entry]) -> CountedSteps:
-    """Separate the steps of a run that count from the others (pure).
+    """Separate the steps that count from the others.
 
-    An attempt that resumed at step r starts from the state after r steps, which contains no step beyond r.
+    An attempt that resumed at step r starts from the state after r steps, so all earlier records of later steps are
+    lost.
 
     Args:
         entries: The run's journal.
@@ -249,7 +245,7 @@ def steps_that_count(entries: Iterable[Entry]) -> CountedSteps:
         if not isinstance(entry, AttemptStarted | StepGroup):
             continue
         if entry.attempt != attempt:
-            # Where the record of an attempt's start is damaged, its first step shows where it resumed.
+            # If the record of the attempt's start is damaged, the first step implies the resumed step.
             resumed = entry.resumed_step if isinstance(entry, AttemptStarted) else entry.first.step - 1
             attempts.append((resumed, []))
             attempt = entry.attempt
@@ -275,7 +271,7 @@ def _joined(parts: Sequence[Rows]) -> Rows:
 
 
 def _last_of_each(rows: Rows) -> tuple[Rows, Rows]:
-    """Return the last row of each step, ascending, and the others."""
+    """Return the last row of each step, by ascending step, and the remaining rows."""
     if bool((np.diff(rows["step"]) > 0).all()):
         return rows, rows[:0]
     _, places = np.unique(rows["step"][::-1], return_index=True)
@@ -284,11 +280,7 @@ def _last_of_each(rows: Rows) -> tuple[Rows, Rows]:
 
 
 def inherited_steps(entries: Iterable[Entry]) -> InheritedSteps:
-    """Return the steps of another run that the newest attempts build on (pure).
-
-    Args:
-        entries: The run's journal.
-    """
+    """Return the totals of the steps inherited from another run, according to the run's journal."""
     found = InheritedSteps()
     for event in entries:
         if isinstance(event, AttemptStarted):

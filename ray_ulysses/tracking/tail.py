@@ -1,7 +1,7 @@
-"""Delivers a run's journal to a tracker: a thread outside of the training path follows it, with a cursor of its own.
+"""Delivers a run's journal to trackers. Each tracker has a thread that follows the journal, outside the training path.
 
-The cursor is a file in the run's directory, written after each delivered batch. So an outage of a tracker is lag and
-nothing else, and a tracker that is added later is told of the run from its first step.
+Each tracker's position in the journal is a cursor file in the run's directory, updated after each delivered batch. A
+tracker outage therefore only delays delivery, and a tracker that is added later receives the run from its first step.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _READ_RETRY_S = 1.0
 
 
 class RefusedUpdate(Exception):
-    """The tracker will never accept this update, no matter how often it is sent."""
+    """The tracker rejected an update permanently; retrying cannot succeed."""
 
 
 class PartlyDelivered(Exception):
-    """The tracker took some updates for good and failed at the next, for the reason that is the cause.
+    """The tracker accepted some updates and failed at the next one. ``__cause__`` is the error.
 
     Attributes:
-        num_taken: How many it took.
+        num_taken: Number of accepted updates, which must not be sent again.
     """
 
     def __init__(self, num_taken: int) -> None:
@@ -50,50 +50,56 @@ class PartlyDelivered(Exception):
 
 
 class Sink(Protocol):
-    """The receiver of updates, such as a tracking server; used by one thread."""
+    """A receiver of updates, such as a tracking server. A sink is used by only one thread."""
 
     def connect(self) -> str:
-        """Open or continue the run; raises when the receiver can't be reached, ``UserError`` until somebody acts.
+        """Open or continue the run in the receiver.
 
         Returns:
-            The identity of what the run is recorded in there. If it has changed since, all is delivered again.
+            Identity of the receiver's record of the run. If the identity changes, all updates are delivered again.
+
+        Raises:
+            UserError: The connection fails until the user fixes the cause.
+            Exception: The receiver can't be reached.
         """
         ...
 
     def existing_marks(self) -> Mapping[str, int]:
-        """Return the largest step of each metric that the receiver already has, as far as it can be asked."""
+        """Return the largest step that the receiver has of each metric; empty if the receiver can't tell."""
         return {}
 
     def deliver(self, updates: Sequence[Update]) -> None:
-        """Send updates in order; ``RefusedUpdate`` drops an update, any other exception is retried.
+        """Send updates in order. Delivery must be idempotent, because updates are repeated if a response is lost.
 
-        ``PartlyDelivered`` says that the first updates are not to be sent again. Any other update may be repeated after
-        a lost answer, before a later one, and must then change nothing.
+        Raises:
+            RefusedUpdate: An update is invalid and will be dropped.
+            PartlyDelivered: Only the first updates were accepted; the rest is retried.
+            Exception: Any other failure; all updates are retried.
         """
         ...
 
 
 End = tuple[str, int]
-"""A journal file, and the offset in it behind a delivered event."""
+"""Name of a journal file, and the offset after a delivered event."""
 ReadUpdates = Callable[[], Iterator[tuple[Update, End | None]]]
-"""Yields each update of a run since its last call, with the end of its event; None if more updates of it follow. After
-an error it is not called any more."""
+"""Yields the updates since the last call, each with its event's end, or None if more updates of the same event follow.
+Must not be called again after an error."""
 
 
 @dataclass(kw_only=True, slots=True)
 class _Cursor:
-    """The content of a cursor's file."""
+    """Content of a cursor file."""
 
     record: str = ""
-    """What `Sink.connect` returned."""
+    """Identity returned by `Sink.connect`."""
     files: dict[str, Whole] = field(default_factory=dict)
-    """How much of each journal file was delivered, in bytes."""
+    """Number of bytes delivered from each journal file, by name."""
 
 
 class Tail:
-    """Follows a run's journal and delivers it to a sink; never raises into the caller.
+    """Follows a run's journal in a thread and delivers updates to a sink. Delivery errors never reach the caller.
 
-    Updates are sent once, retried forever, and waited for briefly at the end.
+    Failed deliveries are retried until the end of the run, which waits only briefly for the rest.
     """
 
     def __init__(
@@ -107,16 +113,16 @@ class Tail:
         poll_s: float = 1.0,
         batch_updates: int = 200,
     ) -> None:
-        """Open nothing before `start`.
+        """Prepare the thread without opening the journal or the sink.
 
         Args:
-            name: The tracker's name, for its cursor and for people.
+            name: The tracker's name, for the cursor file and for messages.
             sink: The receiver.
-            run_dir: The run's directory, which holds the cursor.
-            open_source: Opens the updates behind what a cursor says was delivered of each journal file.
-            retry_s: First and longest pause after a failed delivery; each pause doubles the one before.
-            poll_s: Pause before the journal is read again.
-            batch_updates: Most updates sent together.
+            run_dir: The run's directory, which contains the cursor file.
+            open_source: Opens a source of updates, given the number of bytes delivered from each journal file.
+            retry_s: Initial and maximum delay after a failed delivery, with exponential backoff.
+            poll_s: Interval at which the journal is polled.
+            batch_updates: Maximum number of updates per delivery.
         """
         self._name, self._sink, self._open_source = name, sink, open_source
         self._store, self._key = open_store(run_dir, must_exist=True), cursor_key(name)
@@ -124,7 +130,7 @@ class Tail:
         self._cursor: _Cursor | None = None
         self._source: ReadUpdates | None = None
         self._news: Iterator[tuple[Update, End | None]] = iter(())
-        # What was read and not delivered yet.
+        # Updates that were read but not delivered yet.
         self._pending: list[tuple[Update, End | None]] = []
         self._existing: Mapping[str, int] = {}
         self._is_connected = False
@@ -133,35 +139,35 @@ class Tail:
         self._warned: set[str] = set()
 
     def start(self) -> None:
-        """Begin to deliver, first what earlier commands left."""
+        """Start the thread, which first delivers any backlog from earlier commands."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End once everything that is in the journal now is delivered."""
+        """Let the thread end once it has delivered everything recorded so far."""
         self._stop.set()
 
     def wait(self, limit_s: float) -> bool:
-        """Wait for the end after `stop`, and give up after a time; return whether it ended before."""
+        """Wait for the thread after `stop`. After `limit_s` seconds, give up and return False."""
         self._thread.join(limit_s)
         if self._thread.is_alive():
             self._given_up.set()
             self._warn_once(
                 "drain",
-                f"{self._name} could not be reached in time; what it lacks stays in the run's journal and is sent when "
-                "the run is started again, even a finished one",
+                f"{self._name} could not be reached in time; undelivered updates stay in the run's journal and are "
+                "sent when the run is started again, even if the run is finished",
             )
         return not self._given_up.is_set()
 
     def _follow(self) -> None:
-        """Deliver until stopped and nothing is left; the pause after a failure doubles up to a limit."""
+        """Deliver until `stop` is called and no updates are left."""
         pause = self._retry_s[0]
         while not self._given_up.is_set():
-            # Before the journal is read: what was recorded until then is delivered.
+            # Check before reading the journal, so that everything recorded before `stop` is delivered.
             stopping = self._stop.is_set()
             try:
                 if self._deliver_batch():
                     pause = self._retry_s[0]
-                    # The next outage is another one.
+                    # Warn again at the next outage.
                     self._warned -= {"away", "journal"}
                 elif stopping:
                     return
@@ -169,28 +175,28 @@ class Tail:
                     self._stop.wait(self._poll_s)
                 continue
             except _JournalAwayError as error:
-                self._warn_once("journal", f"the run's journal can't be read now, and {self._name} waits ({error})")
+                self._warn_once("journal", f"the run's journal can't be read; updates to {self._name} wait ({error})")
             except UserError as error:
                 self._is_connected = False
-                self._warn_once(str(error), f"{error}; until then, its updates wait in the run's journal")
+                self._warn_once(str(error), f"{error}; until then, updates wait in the run's journal")
                 if stopping:
                     return
-            except Exception as error:  # an outage of a tracker never stops training
+            except Exception as error:  # a tracker outage must never stop training
                 self._is_connected = False
                 self._warn_once(
-                    "away", f"{self._name} does not answer, its updates wait in the run's journal ({_short(error)})"
+                    "away", f"{self._name} is unavailable; updates wait in the run's journal ({_short(error)})"
                 )
             (self._given_up if stopping else self._stop).wait(min(pause, 1.0) if stopping else pause)
             pause = min(2 * pause, self._retry_s[1])
 
     def _deliver_batch(self) -> bool:
-        """Deliver what is read next; return False if there is nothing."""
+        """Deliver the next batch; return False if there are no updates."""
         self._refill()
         if not self._pending:
             return False
         if not self._is_connected:
             self._connect()
-            # The source may have been opened anew.
+            # `_connect` may have reset the source.
             self._refill()
         num = _batch_size([update for update, _ in self._pending])
         fresh = [
@@ -218,7 +224,7 @@ class Tail:
                     self._sink.deliver([update])
             except RefusedUpdate as error:
                 text = _short(error)
-                self._warn_once(f"refused {text}", f"{self._name} refuses an update, which is left out: {text}")
+                self._warn_once(f"refused {text}", f"{self._name} refused an update, which is dropped: {text}")
             self._acknowledge(1)
             if self._given_up.is_set():
                 return
@@ -230,16 +236,16 @@ class Tail:
         self._is_connected = True
         assert self._cursor is not None
         if self._cursor.record not in ("", record):
-            # It has nothing of the run yet.
+            # The receiver has a new, empty record of the run.
             self._cursor, self._source, self._pending = _Cursor(), None, []
         self._cursor.record = record
 
     def _refill(self) -> None:
-        """Read more of the journal if nothing is pending.
+        """Read more updates from the journal if none are pending.
 
         Raises:
-            UserError: It can't be read until somebody acts.
-            _JournalAwayError: It can't be read now.
+            UserError: The journal can't be read until the user fixes the cause.
+            _JournalAwayError: The journal can't be read now.
         """
         if self._pending:
             return
@@ -253,10 +259,10 @@ class Tail:
                 self._news = self._source()
                 self._pending = list(islice(self._news, self._batch))
         except Exception as error:
-            # What was read in part is read again.
+            # Read the partly read batch again.
             self._source = None
             if isinstance(error, UserError):
-                # Such as a pipe in place of a file: nothing changes until somebody acts.
+                # For example, a journal file was replaced by a pipe.
                 raise
             raise _JournalAwayError(_short(error)) from error
 
@@ -266,11 +272,11 @@ class Tail:
         except FileNotFoundError:
             pass
         except ContentError as error:
-            _log.warning("%s is damaged (%s): the whole run is delivered again", self._key, error)
+            _log.warning("%s is damaged (%s); delivering the entire run again", self._key, error)
         return _Cursor()
 
     def _acknowledge(self, num: int) -> None:
-        """Move the cursor behind the first pending updates; once given up, the next process delivers them again."""
+        """Advance the cursor past the first pending updates, unless `wait` gave up: then they are delivered again."""
         if self._given_up.is_set():
             return
         assert self._cursor is not None
@@ -279,11 +285,11 @@ class Tail:
         try:
             self._store.replace(self._key, [json.dumps(asdict(self._cursor)).encode()])
         except OSError as error:
-            # The receiver is well: connecting again would not help, and what it has is not sent again.
+            # The receiver works, so do not reconnect. This process does not send these updates again.
             self._warn_once(
                 "cursor",
-                f"{self._store.name}/{self._key} can't be written ({error}): if that lasts, the next command sends "
-                f"updates to {self._name} again",
+                f"{self._store.name}/{self._key} can't be written ({error}); unless a later write succeeds, the next "
+                f"command sends updates to {self._name} again",
             )
 
     def _warn_once(self, key: str, text: str) -> None:
@@ -298,11 +304,11 @@ class _JournalAwayError(Exception):
 
 @contextmanager
 def following(tails: Sequence[Tail], drain_s: float = 20.0) -> Iterator[None]:
-    """Deliver while a block runs, and for a bounded time after it; no tracker waits for another.
+    """Deliver updates to all trackers in parallel, during the ``with`` block and for a bounded time after it.
 
     Args:
-        tails: The tails of the run's trackers.
-        drain_s: Longest time to wait at the end.
+        tails: Tails of the run's trackers.
+        drain_s: Maximum time to wait at the end, in seconds.
     """
     for tail in tails:
         tail.start()
@@ -317,7 +323,7 @@ def following(tails: Sequence[Tail], drain_s: float = 20.0) -> Iterator[None]:
 
 
 class JournalSource:
-    """Reads updates from a run's journal, behind what was delivered before."""
+    """Reads the undelivered updates from a run's journal."""
 
     def __init__(
         self,
@@ -326,12 +332,12 @@ class JournalSource:
         translation: Translation,
         describe: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
-        """Read nothing yet.
+        """Create the source without reading the journal.
 
         Args:
             run_dir: The run's directory.
-            delivered: How much of each journal file was delivered, in bytes.
-            translation: Translates its events; at its beginning.
+            delivered: Number of bytes delivered from each journal file, by name.
+            translation: A new translation, which has not seen any event.
             describe: Returns the texts that describe the run, by file name.
         """
         self._run_dir, self._delivered = run_dir, dict(delivered)
@@ -339,7 +345,7 @@ class JournalSource:
         self._readers: dict[str, JournalFileReader] = {}
 
     def read(self) -> Iterator[tuple[Update, End | None]]:
-        """Yield the updates, as of `ReadUpdates`; raises OSError if the journal can't be read now."""
+        """Yield the updates; see `ReadUpdates`. Raises OSError if the journal can't be read."""
         files = journal_files(self._run_dir, _READ_RETRY_S)
         for entry, end in in_reading_order(files, self._entries, lambda one: one[0].time):
             if end is None:
@@ -352,7 +358,7 @@ class JournalSource:
                 yield update, end if number == len(updates) else None
 
     def _entries(self, attempt: int, file: JournalFile) -> Iterator[tuple[Entry, End | None]]:
-        """Yield what was added to a file; what was delivered before in groups of steps, and without an end."""
+        """Yield a file's new events with their ends, preceded once by the delivered entries with None."""
         reader = self._readers.get(file.name)
         if reader is None:
             reader = self._readers[file.name] = JournalFileReader(file, attempt)
@@ -364,10 +370,10 @@ class JournalSource:
 
 
 def _batch_size(updates: Sequence[Update]) -> int:
-    """Return how many updates are sent together: up to one of a checkpoint, or an end alone (pure).
+    """Return the number of updates to send together. A batch ends after a checkpoint update; an end is sent alone.
 
-    After a lost answer an update of a checkpoint is sent again, and must not find changes of a later one. The end of an
-    attempt waits for the receiver, and may fail after all else was taken, which must then not be sent again.
+    A checkpoint update may be repeated after a lost response, and must not run after a later checkpoint's update. The
+    end of an attempt waits for the receiver and may fail, and the updates before it must not be sent again then.
     """
     for number, update in enumerate(updates):
         if isinstance(update, AttemptOver):
@@ -378,7 +384,7 @@ def _batch_size(updates: Sequence[Update]) -> int:
 
 
 def _unsent(update: Update, existing: Mapping[str, int]) -> Update | None:
-    """Return an update without the metrics that the receiver already has; None if nothing is left (pure)."""
+    """Return an update without the metrics that the receiver already has, or None if nothing remains."""
     if not isinstance(update, StepMetrics):
         return update
     fresh = {name: value for name, value in update.metrics.items() if update.step > existing.get(name, -1)}

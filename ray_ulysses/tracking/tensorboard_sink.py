@@ -1,4 +1,4 @@
-"""Writes a run as TensorBoard event files, with tensorboardX, which needs neither TensorBoard nor TensorFlow."""
+"""Writes TensorBoard event files with tensorboardX, which requires neither TensorBoard nor TensorFlow."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ if TYPE_CHECKING:
 
 
 class TensorBoardSink(Sink):
-    """Delivers updates to event files in one directory, a new file per command; TensorBoard shows them as one run.
+    """Delivers updates to event files in one directory, one file per connection; TensorBoard shows them as one run.
 
-    A command that died between a delivery and its acknowledgement leaves points that come twice, which are drawn over
-    one another.
+    If a command dies between a delivery and its acknowledgement, some points are written twice and overlap in the plot.
 
     Args:
-        directory: Where the files are.
+        directory: Directory of the event files.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -33,12 +32,12 @@ class TensorBoardSink(Sink):
         self._writer: EventsWriter | None = None
 
     def connect(self) -> str:
-        """Begin a new event file; raises OSError if the directory can't be written."""
-        # Not `SummaryWriter`, whose thread writes later and keeps errors to itself.
+        """Create a new event file. Raises OSError if the directory can't be written."""
+        # `SummaryWriter` writes asynchronously and hides errors.
         from tensorboardX.event_file_writer import EventsWriter
 
         if self._writer is not None:
-            # Of an earlier failure: what it did not take is delivered again.
+            # This writer failed earlier. Its unwritten updates are delivered again.
             with suppress(OSError, ValueError):
                 self._writer.close()
         self._directory.parent.mkdir(parents=True, exist_ok=True)
@@ -47,7 +46,7 @@ class TensorBoardSink(Sink):
         return "event files"
 
     def deliver(self, updates: Sequence[Update]) -> None:
-        """Write updates in order and flush them to the disk; raises OSError."""
+        """Write updates in order and flush the file; raises OSError."""
         from tensorboardX.proto.event_pb2 import Event as FileEvent
 
         assert self._writer is not None
@@ -60,7 +59,7 @@ class TensorBoardSink(Sink):
 
 
 def _summaries(update: Update) -> Iterator[tuple[float, int, Any]]:
-    """Yield an update's curves and texts, as TensorBoard's own messages, with their time and step."""
+    """Yield an update's curves and texts as TensorBoard messages, each with its time and step."""
     from tensorboardX import summary
 
     match update:
@@ -93,6 +92,6 @@ def _curves(metrics: Mapping[str, float]) -> Iterator[Any]:
 
 
 def _table(rows: Mapping[str, object]) -> str:
-    """Return a table in Markdown, which TensorBoard renders."""
+    """Return a Markdown table, which TensorBoard renders."""
     cells = ((str(name), str(value).replace("|", "\\|").replace("\n", " ")) for name, value in rows.items())
     return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in cells)])

@@ -1,4 +1,4 @@
-"""Translates a run's journal into what its trackers are told of the run (pure)."""
+"""Translates a run's journal events into updates for its trackers."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ from ray_ulysses.tracking.run_time import TimeLedger
 from ray_ulysses.tracking.steps import OPTIONAL_FIELDS, Entry, StepGroup
 
 RunStatus = Literal["finished", "stopped", "failed"]
-"""The end of an attempt: every planned step done, stopped on request or at a stop step, or ended by an error."""
+"""How an attempt ended: all planned steps done, stopped on request or at a stop step, or ended by an error."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptBegan:
-    """The run begins, or continues."""
+    """An attempt started to train."""
 
     time: float
     params: Mapping[str, object] = field(default_factory=dict)
-    """Settings of the whole run, by dotted path."""
+    """Settings of the run, by dotted path."""
     tags: Mapping[str, object] = field(default_factory=dict)
-    """Facts that may differ between attempts, such as the world size and the versions of libraries."""
+    """Values that may differ between attempts, such as the world size and library versions."""
     files: Mapping[str, str] = field(default_factory=dict)
     """Texts that describe the run, by file name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepMetrics:
-    """Metrics of a completed optimizer step; none is NaN."""
+    """Metrics of a completed optimizer step, without NaN values."""
 
     time: float
     step: int
@@ -55,20 +55,19 @@ class StepMetrics:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GoneCheckpoint:
-    """A committed checkpoint that must not be used any more."""
+    """A committed checkpoint that must no longer be used."""
 
     step: int
     attempt: int | None
-    """The attempt that wrote it; None if unknown."""
+    """The attempt that wrote the checkpoint; None if unknown."""
     state: Literal["deleted", "damaged", "superseded"]
-    """``superseded`` because an attempt resumed before it, or as in `mlflow_models.CheckpointState`."""
+    """See `mlflow_models.CheckpointState`; also ``superseded`` if an attempt resumed from an earlier step."""
     reason: str = ""
-    """The reason, in words."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptOver:
-    """An attempt has ended, and none follows it in its command unless the run changes its size or its stage."""
+    """An attempt ended, and its command starts no other attempt except to resize the run or to train the next stage."""
 
     time: float
     status: RunStatus
@@ -78,29 +77,29 @@ class AttemptOver:
 
 
 Update = AttemptBegan | StepMetrics | AttemptOver | CheckpointEvent | GoneCheckpoint
-"""What a tracker is told; of a committed checkpoint with the attempt that wrote it, and its whole path."""
+"""An update for trackers. In a `CheckpointEvent`, `attempt` is the writing attempt, and `path` the absolute path."""
 
 
 class Translation:
-    """Translates the events of a run's journal in their order; the state is a function of the events so far."""
+    """Translates a run's journal events in order. The state depends only on the events so far."""
 
     def __init__(
         self, *, run_dir: str, location: str, log_every_steps: int = 1, tags: Mapping[str, str] | None = None
     ) -> None:
-        """Begin before the first event.
+        """Create a translation that has not seen any event.
 
         Args:
             run_dir: The run's directory.
-            location: Path or URI of the store of its checkpoints.
-            log_every_steps: Every how many steps metrics are told.
+            location: Path or URI of the checkpoint store.
+            log_every_steps: Interval between logged steps.
             tags: The user's tags.
         """
         self._run_dir, self._location = run_dir, location
         self._every, self._tags = log_every_steps, dict(tags or {})
         self._ledger = TimeLedger()
-        # The parts of the time that this attempt has been told to have taken.
+        # The last reported value of each time category in this attempt.
         self._told_time: dict[str, float] = {}
-        # The largest steps that were told: a step that is trained again is not told again.
+        # The largest reported steps: a step that is trained again is not reported again.
         self._logged_step = self._evaluated_step = -1
         self._attempt = self._last_step = 0
         self._world_size = 0
@@ -108,7 +107,7 @@ class Translation:
         self._committed: dict[int, int] = {}
 
     def skip(self, entry: Entry) -> None:
-        """Take an entry into account whose updates were delivered before."""
+        """Update the state for an entry whose updates were delivered before."""
         if isinstance(entry, StepGroup):
             self._ledger.add(entry)
             steps = entry.rows["step"]
@@ -119,7 +118,7 @@ class Translation:
             self.updates(entry)
 
     def updates(self, event: Event) -> list[Update]:
-        """Return what an event tells, in order."""
+        """Return the updates for the next event, in order."""
         self._ledger.add(event)
         return list(self._updates(event))
 
@@ -146,7 +145,7 @@ class Translation:
                 state: Literal["damaged", "superseded"] = "damaged" if event.kind == "damaged" else "superseded"
                 yield from self._gone({event.step}, state, event.reason)
             case RunFinished() | RunFailed() | AttemptEnded() if event.attempt < self._attempt:
-                # Its record arrives late: another attempt has begun, and the run goes on.
+                # A late record: another attempt has started, and the run continues.
                 pass
             case RunFinished():
                 yield self._over(event, "finished", event.step)
@@ -192,18 +191,18 @@ class Translation:
 
     def _ended(self, event: AttemptEnded) -> Iterator[Update]:
         if event.reason.startswith(STOP_REASONS):
-            # The record that the run is finished follows, perhaps by a later command.
+            # After "finished", `run_finished` follows, possibly from a later command.
             if not event.reason.startswith("finished"):
                 yield self._over(event, "stopped", self._last_step)
         elif event.restarts is None:
-            # Recorded by a rank that nobody watches; otherwise the command records whether the run has failed.
+            # Recorded by a rank without a supervisor. With one, the command records whether the run failed.
             yield self._over(event, "failed", self._last_step)
 
     def _over(self, event: Event, status: RunStatus, step: int) -> AttemptOver:
         return AttemptOver(time=event.time, status=status, step=step, metrics=self._time_news())
 
     def _time_news(self) -> dict[str, float]:
-        """Return the parts of the time that have grown since the last call, and the goodput, by their metric names."""
+        """Return the time metrics and the goodput if they changed since the last call."""
         parts = self._ledger.spent().metrics()
         news = {name: value for name, value in parts.items() if value != self._told_time.get(name, 0.0)}
         self._told_time |= news
@@ -217,5 +216,5 @@ class Translation:
         self, steps: set[int], state: Literal["deleted", "damaged", "superseded"], reason: str = ""
     ) -> Iterator[Update]:
         for step in sorted(steps):
-            # By its attempt: told again later, it must not be of a checkpoint that has taken its place.
+            # With the attempt, a repeated update cannot apply to a newer checkpoint of the same step.
             yield GoneCheckpoint(step=step, attempt=self._committed.pop(step, None), state=state, reason=reason)

@@ -1,7 +1,7 @@
-"""Tracks a run in Weights & Biases, as one run of it across all attempts.
+"""Tracks a run in Weights & Biases. All attempts of the run share one W&B run.
 
-W&B's own client sends in the background. What it had not sent when a process was killed stays in the run's directory,
-where ``wandb sync`` finds it; that is also where everything goes with ``WANDB_MODE=offline``.
+W&B's client sends data in the background. If the process is killed, unsent data stays in the run's directory and can be
+sent with ``wandb sync``. With ``WANDB_MODE=offline``, all data stays there.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ _INIT_S = 20.0
 _FINISH_S = 15.0
 _EXIT_S = 5.0
 _SERVICE = "wandb-core"
-# The client takes the first if it is there.
+# The client prefers the first folder if it exists.
 _FOLDERS = (".wandb", "wandb")
 
 
 class WandbSink(Sink):
-    """Delivers updates to one W&B run; only the tracker's thread may use it.
+    """Delivers updates to one W&B run; used only by the tracker's thread.
 
-    Where, as whom and whether to send at once is said by W&B's own variables: ``WANDB_API_KEY``, ``WANDB_ENTITY``,
+    W&B's environment variables select the server, the account and the mode: ``WANDB_API_KEY``, ``WANDB_ENTITY``,
     ``WANDB_BASE_URL`` and ``WANDB_MODE``.
 
     Args:
-        project: Name of the project.
-        run_name: Name of the run in W&B.
-        run_id: W&B's id of the run, the same in every attempt.
-        directory: Where the client keeps its files.
+        project: Name of the W&B project.
+        run_name: Name of the W&B run.
+        run_id: Id of the W&B run, the same for all attempts.
+        directory: Directory for the client's files.
     """
 
     def __init__(self, *, project: str, run_name: str, run_id: str, directory: Path) -> None:
@@ -50,8 +50,8 @@ class WandbSink(Sink):
         self._run: Run | None = None
 
     def connect(self) -> str:
-        """Begin the run, or continue it, and return its id; raises W&B's error if it does not answer or refuses."""
-        # What the client tells its makers about its own errors, to the same server, holds up the end by 20 seconds.
+        """Start or resume the W&B run and return its id. W&B's errors propagate."""
+        # The client's own error reports would delay the exit by 20 seconds if the server is unreachable.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
@@ -67,22 +67,22 @@ class WandbSink(Sink):
             dir=str(self._directory),
             settings=_settings(),
         )
-        # Registered again behind the client's own, which it has to come before; see `_bound_exit`.
+        # Handlers run in reverse order. Register again to run before the handler of the client; see `_bound_exit`.
         atexit.unregister(_bound_exit)
         atexit.register(_bound_exit)
-        # Steps are a metric like any other: those of a replay, and evaluations that come late, are taken too.
+        # W&B's own step must increase. With a step metric, replayed steps and late evaluations are accepted too.
         run.define_metric("*", step_metric="step")
         self._run = run
         return self._run_id
 
     def deliver(self, updates: Sequence[Update]) -> None:
-        """Hand updates to the client, in order.
+        """Pass updates to the client, in order.
 
         Raises:
-            PartlyDelivered: The client failed; its error is the cause.
+            PartlyDelivered: The client failed. ``__cause__`` is the client's error.
         """
         if self._run is None:
-            # An attempt ended before, and these are of the next one: the server was away, or they came late.
+            # `_finish` closed the W&B run, and these updates belong to the next attempt.
             self.connect()
         assert self._run is not None
         for number, update in enumerate(updates):
@@ -94,11 +94,11 @@ class WandbSink(Sink):
     def _hand_over(self, run: Run, update: Update) -> None:
         match update:
             case StepMetrics():
-                # The client records the system itself.
+                # The client records system metrics itself.
                 curves = {name: value for name, value in update.metrics.items() if not name.startswith("system/")}
                 run.log({"step": update.step, **curves})
             case AttemptBegan():
-                # One attempt may have other settings than the one before.
+                # Settings may change between attempts.
                 run.config.update({**update.params, "attempt": dict(update.tags)}, allow_val_change=True)  # type: ignore[no-untyped-call]
                 run.summary["state"] = "running"
                 self._store(run, update.files)
@@ -108,7 +108,7 @@ class WandbSink(Sink):
                 self._finish(run, update)
 
     def _store(self, run: Run, files: Mapping[str, str]) -> None:
-        """Store texts with the run, and its README as its notes unless a person wrote some."""
+        """Store files with the W&B run, and the README as its notes unless the user wrote notes."""
         for name, text in files.items():
             if name == "README.md" and not run.notes:
                 run.notes = text
@@ -122,16 +122,16 @@ class WandbSink(Sink):
         run.summary["state"] = over.status
         for name, value in over.tags.items():
             run.summary[name] = value
-        # A run that was stopped on request ended as intended.
+        # A stop on request is not a failure.
         run.finish(exit_code=int(over.status == "failed"))
         self._run = None
 
 
 def _bound_exit() -> None:
-    """Kill the client's service if it has not ended some seconds from now, when this process ends.
+    """Kill the client's service process if it still runs `_EXIT_S` seconds after this exit handler.
 
-    wandb 0.31 waits at exit, for 20 seconds and more where its server is away, for a service whose records are on the
-    disk.
+    At exit, wandb 0.31 waits for its service for 20 seconds or more if the server is unreachable, although all records
+    are already on disk.
     """
 
     def kill() -> None:
@@ -146,7 +146,7 @@ def _bound_exit() -> None:
 
 
 def _show_checkpoint(run: Run, checkpoint: CheckpointEvent) -> None:
-    # An attempt may resume before the checkpoints of the one before it.
+    # Compare attempts first, because a newer attempt may resume from an earlier step.
     found = {"attempt": checkpoint.attempt, "step": checkpoint.step}
     newest = [run.summary.get(f"checkpoint.{name}") or 0 for name in found]  # type: ignore[no-untyped-call]
     if [*found.values()] >= newest:
@@ -157,7 +157,7 @@ def _settings() -> Settings:
     import wandb
 
     return wandb.Settings(
-        # The terminal belongs to the progress view, and the run's directory holds what it trains with.
+        # Console output would disturb the progress view, and the run's directory already contains the configuration.
         console="off",
         silent=True,
         disable_git=True,

@@ -62,9 +62,9 @@ def test_a_shipped_configuration_is_sized_before_there_is_a_corpus(
     said = " ".join(capsys.readouterr().out.split())
     config = load_config(path, is_users=True).with_absolute_paths(tmp_path)
     assert f"no corpus is prepared in {config.data.path}: " in said
-    assert "documents of made-up lengths, up to" in said
+    assert "synthetic documents of up to" in said
     assert re.search(r"device: [0-9.]+ GiB at its peak", said)
-    assert said.endswith(f"ready to start, once a corpus is prepared in {config.data.path}")
+    assert said.endswith(f"ready to start after a corpus is prepared in {config.data.path}")
     # Nothing that would be read as a property of the user's own data.
     assert not re.search(r"longest document|split documents|token id|stops at step", said)
     assert list(tmp_path.iterdir()) == []

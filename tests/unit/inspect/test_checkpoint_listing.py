@@ -238,7 +238,7 @@ def test_a_folder_that_no_attempt_wrote_is_not_said_to_be_deleted(folder: Path) 
     other.write_bytes(b"exported")
     report = by_step(folder)[8]
     assert (report.condition, report.is_swept) == ("not_committed", False)
-    assert report.why == "no attempt wrote anything in it; move it out of the run's checkpoints"
+    assert report.why == "no attempt wrote this folder; move it out of the run's checkpoints"
 
 
 def test_one_that_retention_deletes_meanwhile_is_not_called_damaged(

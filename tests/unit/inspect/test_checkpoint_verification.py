@@ -110,7 +110,7 @@ def test_one_that_retention_deletes_while_it_is_read_is_said_to_be_gone(folder: 
         LocalStore(folder).delete("checkpoints/step-00000020")
 
     shard(folder, 20).unlink()
-    with pytest.raises(UserError, match="--verify-checkpoint=20: retention deleted it while it was read"):
+    with pytest.raises(UserError, match="--verify-checkpoint=20: the checkpoint was deleted"):
         verify_checkpoint(folder, 20, clock=SystemClock(), watch=delete)
 
 
@@ -126,7 +126,7 @@ def test_one_that_is_fenced_out_is_whole_and_can_not_be_used(folder: Path) -> No
     start_attempt(LocalStore(folder), 2, 10)
     verdict = verify(folder)
     assert (verdict.condition, verdict.is_whole) == ("superseded", False)
-    assert "it is not part of the run, and is never loaded" in str(verdict.problem)
+    assert "the checkpoint is not part of the run and is never loaded" in str(verdict.problem)
     assert [file.problem for file in verdict.files] == [None, None]
     assert verify(folder, 10).is_whole
 

@@ -54,19 +54,19 @@ def test_the_first_step_that_differs_is_named(run: Run, other: Run) -> None:
     other.attempt([other.started(), *other.steps(1, 4), *wrong, *other.steps(7, 8)])
     comparison, (finding,) = compared(run, other)
     assert (comparison.answer, comparison.first_different_step) == ("different", 5)
-    assert finding.startswith("step 5 of attempt 1, the first that differs: received data of digest")
-    assert f"{other.folder} of 0000000000000005" in finding
+    assert finding.startswith("step 5 of attempt 1, the first difference: received data with digest")
+    assert f"{other.folder} received 0000000000000005" in finding
 
 
 def test_other_rows_or_other_tokens_differ_too(run: Run, other: Run, tmp_path: Path, corpus: Path) -> None:
     run.trained(3)
     other.attempt([other.started(), other.step(1), other.step(2, rows=[4, 7]), other.step(3)])
     _, (finding,) = compared(run, other)
-    assert f"trained rows 4 to 7, {other.folder} trained rows 4 to 6" in finding
+    assert f"trained rows 4 to 7, but {other.folder} trained rows 4 to 6" in finding
     third = make_run(tmp_path / "third", [corpus])
     third.attempt([third.started(), third.step(1, tokens=1)])
     _, (finding,) = compared(run, third)
-    assert f"{third.folder} 1;" in finding
+    assert f"{third.folder} counted 1;" in finding
 
 
 def test_another_seed_is_another_plan(run: Run, tmp_path: Path, corpus: Path) -> None:
@@ -76,7 +76,7 @@ def test_another_seed_is_another_plan(run: Run, tmp_path: Path, corpus: Path) ->
     comparison, (finding,) = compared(run, seeded)
     assert (comparison.answer, comparison.common_steps, comparison.first_different_step) == ("other_plan", 0, 1)
     assert run.plan.plan_id in finding and seeded.plan.plan_id in finding
-    assert "corpora, seed, context or another data setting" in finding
+    assert "another data setting is different" in finding
 
 
 def test_a_branch_is_compared_up_to_where_it_parts(run: Run, other: Run, corpus: Path, tmp_path: Path) -> None:
@@ -101,5 +101,5 @@ def test_a_second_run_that_is_none_is_refused(run: Run, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"OTHER=.*is not a run directory"):
         verify_run(run.folder, other=tmp_path, read=False)
     (tmp_path / "empty/journal").mkdir(parents=True)
-    with pytest.raises(UserError, match=r"OTHER=.*has no data plan yet"):
+    with pytest.raises(UserError, match=r"OTHER=.*the run has no data plan yet"):
         verify_run(run.folder, other=tmp_path / "empty", read=False)

@@ -153,7 +153,7 @@ FAULTS: dict[str, tuple[Callable[[Run], None], list[tuple[str, str]]]] = {
     ),
     "the digest of a commit": (
         lambda run: train(run, 1, 2, 3, run.committed(3, digest="00000000000000ff"), 4, 5),
-        [("checkpoint_digest", "the commit of step 3 in the journal of attempt 1")],
+        [("checkpoint_digest", "commit of step 3 in the journal of attempt 1")],
     ),
     "beyond the journal": (_beyond_the_journal, [("checkpoint_step", manifest(5))]),
     "a torn manifest": (_torn_manifest, [("checkpoint_unreadable", manifest(3))]),
@@ -180,7 +180,7 @@ def test_the_steps_after_a_damaged_record_are_proved_by_the_sums_of_later_checkp
         ("checkpoint_digest", 7),
         ("checkpoint_digest", 8),
     ]
-    assert found.notes == ("journal/attempt-0001.jsonl, line 5: its checksum is wrong; it was left out",)
+    assert found.notes == ("journal/attempt-0001.jsonl, line 5: the checksum is wrong; ignored",)
 
 
 def test_steps_beyond_the_plan_are_named_and_the_others_still_read(run: Run) -> None:

@@ -79,8 +79,8 @@ def test_a_run_that_lost_no_row_and_has_its_losses_holds(runs: tuple[Run, Run]) 
     ("changes", "said"),
     [
         ({3: {"rows": [12, 16]}}, "4 rows were lost, and 4 repeated"),
-        ({3: {"loss": 2.1}}, "the loss of step 3 differs from that of steps that were trained again by 5.0e-02"),
-        ({5: {"loss": math.nan}}, "the loss of step 5 differs from that of the unbroken run by nan"),
+        ({3: {"loss": 2.1}}, "the loss of step 3 differs from its first training by 5.0e-02"),
+        ({5: {"loss": math.nan}}, "the loss of step 5 differs from the unbroken run by nan"),
         ({4: {"digest": "00"}}, "step 4 of attempt 2"),
         ({4: None}, "4 rows were lost, and 0 repeated"),
     ],

@@ -42,13 +42,13 @@ def test_uneven_heads_and_copied_key_value_heads_are_said():
 def test_peer_memory_says_what_it_takes_and_how_often():
     text = text_of(make_config(), make_corpus([64] * 9))
     # 106,944 parameters on 4 workers, 14 bytes each, in two copies of two states.
-    assert "memory per node    1.43 MiB for each worker on it; at most a third of what is free per node\n" in text
+    assert "memory per node      1.43 MiB for each worker on the node; at most a third of free memory per node\n" in text
     assert "network            0.36 MiB per worker for each state, to the partner node\n" in text
-    assert "after every step of more than about a second (at 1 GiB/s per worker), else less\n" in text
+    assert "after each step longer than about a second (at 1 GiB/s per worker), otherwise less often\n" in text
     limited = text_of(make_config(elastic={"peer_memory_gib": 3.5}), make_corpus([64] * 9))
     assert "at most 3.5 GiB (elastic.peer_memory_gib) per node\n" in limited
     without = text_of(make_config(elastic={"peer_memory": False}), make_corpus([64] * 9))
-    assert "peer memory: turned off (elastic.peer_memory); a failure costs the steps since the newest" in without
+    assert "peer memory: disabled (elastic.peer_memory); a failure loses the steps since the newest" in without
     assert "MiB  peer memory" in text and "MiB  peer memory" not in without
 
 
@@ -85,7 +85,7 @@ def test_the_time_of_a_step_is_told_term_by_term_and_what_the_run_costs():
     assert report.step_time is not None and report.to_json()["step_time"]["seconds"] == report.step_time.seconds
     text = render_plan(report, 3600.0).partition("\ntime per step: ")[2].partition("\n\n")[0]
     title, *terms, run = text.splitlines()
-    assert title.startswith(f"{report.step_time.seconds:.3g} s on 4 H100, a model and not a measurement; MFU ")
+    assert title.startswith(f"{report.step_time.seconds:.3g} s on 4 H100, modelled, not measured; MFU ")
     assert [line.split(" s  ")[1].split("  ")[0] for line in terms if " s  " in line] == [
         term.name for term in report.step_time.terms
     ]

@@ -60,7 +60,7 @@ def test_a_tracking_json_of_somebody_else_is_not_followed_while_a_run_trains(
     config = parse_config(small_tree(tracking__uri="https://mlflow.example"))
     (tracked(report_run.folder, "http://127.0.0.1:9") / "config.yaml").write_text(config.to_yaml())
     assert publish.main([str(report_run.folder)]) == 1
-    assert capsys.readouterr().err == "MLflow has no run for it yet\n"
+    assert capsys.readouterr().err == "the run has no MLflow run yet\n"
 
 
 def test_a_report_is_drawn_again_in_mlflow(tmp_path: Path, report_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +73,7 @@ def test_a_report_is_drawn_again_in_mlflow(tmp_path: Path, report_run: Run, monk
 
 
 def test_what_mlflow_does_not_take_is_an_error_of_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ArtifactError, match=r"^MLflow has no run for it yet$"):
+    with pytest.raises(ArtifactError, match=r"^the run has no MLflow run yet$"):
         store_text(tmp_path, "report.html", "x")
     away = tracked(tmp_path / "run", "http://someone:secret@127.0.0.1:9")
     with pytest.raises(ArtifactError, match=r"did not take report\.html") as caught:
@@ -110,7 +110,7 @@ def test_a_failure_is_a_warning(tmp_path: Path, noted: Path, caplog: pytest.LogC
     failing = _noting(noted, "import sys; sys.stderr.write('first\\nthe server is away\\n'); sys.exit(1)")
     publish_after(tracked(tmp_path / "run"), failing)
     assert [record.getMessage() for record in caplog.records] == [
-        "the report could not be stored in MLflow (the server is away); `ray-ulysses report` draws it"
+        "the report could not be stored in MLflow (the server is away); run `ray-ulysses report` to create it"
     ]
 
 
@@ -119,4 +119,4 @@ def test_one_that_hangs_does_not_keep_the_command(
 ) -> None:
     monkeypatch.setattr(publish, "_LONGEST_S", 5.0)
     publish_after(tracked(tmp_path / "run"), _noting(noted, "import time; time.sleep(600)"))
-    assert "it did not finish within 5 s" in caplog.text
+    assert "rendering and upload did not finish within 5 s" in caplog.text

@@ -159,7 +159,7 @@ def test_a_broken_run_gives_a_report_that_says_what_is_missing(tmp_path: Path, b
     run = tmp_path / "run"
     if broken == "empty":
         (run / "journal").mkdir(parents=True)
-        assert "no step is completed yet" in render_report(run)
+        assert "no step has completed yet" in render_report(run)
         return
     write_run(run, 20)
     main = run / "journal" / "attempt-0002.jsonl"
@@ -185,7 +185,7 @@ def test_a_broken_run_gives_a_report_that_says_what_is_missing(tmp_path: Path, b
         assert render_report(run).count("can&#x27;t be drawn") == 1
     elif broken == "plan facts":
         (run / "plan-facts.json").write_text("{}")
-        assert "the planned memory: plan-facts.json does not hold it" in render_report(run)
+        assert "the planned memory: plan-facts.json does not contain it" in render_report(run)
     else:
         assert "has no data plan yet" in render_report(run)
 

@@ -107,7 +107,7 @@ def test_a_segment_that_can_not_be_opened_is_not_taken_for_an_empty_one(
     size = LocalStore._size
     monkeypatch.setattr(LocalStore, "_size", lambda self, key: None if "00000001" in key else size(self, key))
     ((_, file),) = journal_files(tmp_path)
-    with pytest.raises(OSError, match=r"the journal's segment can't be opened: '.*/00000001\.jsonl'"):
+    with pytest.raises(OSError, match=r"the journal segment can't be opened: '.*/00000001\.jsonl'"):
         open_journal_file(file)
 
 

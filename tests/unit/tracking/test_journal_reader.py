@@ -109,7 +109,7 @@ def test_a_line_without_a_checksum_is_damage(tmp_path: Path) -> None:
     del fields["crc32"]
     _rewrite(tmp_path, [*lines[:2], json.dumps(fields).encode(), *lines[3:]])
     (record,) = read_journal(tmp_path).damaged
-    assert (record.line, record.reason) == (3, "its checksum is wrong")
+    assert (record.line, record.reason) == (3, "the checksum is wrong")
 
 
 @pytest.mark.parametrize("number", [1, 4, 10])
@@ -124,7 +124,7 @@ def test_a_damaged_step_is_named_and_counts_as_missing(tmp_path: Path, number: i
     _rewrite(tmp_path, lines, attempt)
     history = build_history(name="r", journal=read_journal(tmp_path))
     assert history.damaged_records == (
-        f"journal/attempt-000{attempt}.jsonl, line {line + 1}: its checksum is wrong; it was left out",
+        f"journal/attempt-000{attempt}.jsonl, line {line + 1}: the checksum is wrong; ignored",
     )
     others = [step for step in expected.steps if step.step != number]
     assert (list(history.steps), history.missing_steps) == (others, ((number, number),))
@@ -152,7 +152,7 @@ def test_an_attempt_whose_start_is_lost_still_replaces_the_steps_that_it_trained
     history = build_history(name="r", journal=read_journal(tmp_path))
     assert (history.steps, history.lost_steps, history.tokens) == (expected.steps, 1, expected.tokens)
     (record,) = history.damaged_records
-    assert record == "journal/attempt-0002.jsonl, line 1: its checksum is wrong; it was left out"
+    assert record == "journal/attempt-0002.jsonl, line 1: the checksum is wrong; ignored"
 
 
 @pytest.mark.parametrize("end", [b"", b"{", b'{"crc32": "0123', b'{"time": 12.5, "att'])
@@ -168,7 +168,7 @@ def test_a_record_of_another_attempt_is_damage(tmp_path: Path) -> None:
     lines = _lines(_run(tmp_path))
     _rewrite(tmp_path, [*_lines(tmp_path, 2), lines[1]], attempt=2)
     (record,) = read_journal(tmp_path).damaged
-    assert record.reason == "attempt is 1, but the journal file is that of attempt 2"
+    assert record.reason == "attempt is 1, but the journal file belongs to attempt 2"
 
 
 def test_an_event_of_a_later_version_is_passed_over(tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_what_is_in_place_of_a_journal_file_is_named_and_the_rest_is_read(tmp_pa
             elsewhere.mkdir()
     found = read_journal(tmp_path)
     (record,) = found.damaged
-    assert record.reason.startswith("a folder" if kind == "a folder" else "it is a link")
+    assert ("folder" if kind == "a folder" else "symbolic link") in record.reason
     first = [event for event in ungroup_steps(whole.entries) if event.attempt == 1]
     assert first and list(ungroup_steps(found.entries)) == first
     assert read_head_and_tail(tmp_path, 2) == []

@@ -205,7 +205,7 @@ def test_a_damaged_step_in_an_end_is_named_and_taken_for_no_other(
     _write(tmp_path, 1, lines)
     found = read_journal(tmp_path, ends_only=True)
     assert [one.step for one in ungroup_steps(found.entries) if isinstance(one, StepDone)] == steps
-    assert [one.reason for one in found.damaged] == ["its checksum is wrong"]
+    assert [one.reason for one in found.damaged] == ["the checksum is wrong"]
 
 
 def measure(run_dir: Path, num_steps: int) -> None:

@@ -158,7 +158,7 @@ def test_a_damaged_one_is_told_from_a_deleted_one_and_keeps_its_reason(demo):
         "damaged": "FAILED",
         "deleted": "UNSPECIFIED",
     }
-    assert by_state["damaged"].tags[DESCRIPTION].startswith("⚠ **Damaged, not to be loaded**: a flipped byte\n\n")
+    assert by_state["damaged"].tags[DESCRIPTION].startswith("⚠ **Damaged, do not load**: a flipped byte\n\n")
 
 
 def test_what_a_person_wrote_in_the_description_stays(demo):
@@ -168,7 +168,7 @@ def test_what_a_person_wrote_in_the_description_stays(demo):
     for state in ("damaged", "deleted"):
         demo.models.take_away(GoneCheckpoint(step=10, attempt=1, state=state))
     (model,) = demo.logged()
-    assert model.tags[DESCRIPTION] == "⚠ **Deleted, not to be loaded**\n\nthe one for the paper"
+    assert model.tags[DESCRIPTION] == "⚠ **Deleted, do not load**\n\nthe one for the paper"
 
 
 def test_models_that_somebody_else_logged_to_the_run_are_let_be(demo):

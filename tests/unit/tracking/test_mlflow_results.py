@@ -51,7 +51,7 @@ def test_metrics_and_files_are_those_of_the_runs_mlflow_run(uri: str, client: An
 def test_a_database_elsewhere_is_changed_only_if_the_run_is_trusted(uri: str, client: Any, tmp_path: Path) -> None:
     run_id = _tracked(client, tmp_path, uri, tmp_path / "artifacts")
     said = track_evaluation(tmp_path, 4, METRICS, FILES)
-    assert "only the run names this MLflow" in said and "--trust-run" in said
+    assert "this server is specified only by the run" in said and "--trust-run" in said
     assert client.get_run(run_id).data.metrics == {}
     assert track_evaluation(tmp_path, 4, METRICS, FILES, trust_run=True) == ""
     assert client.get_run(run_id).data.metrics == METRICS
@@ -63,7 +63,7 @@ def test_an_mlflow_run_of_another_run_is_not_changed(
 ) -> None:
     artifacts = {"artifacts": tmp_path, "dots": run_dir.parent / "mlartifacts" / ".." / "elsewhere"}.get(theirs)
     run_id = _tracked(client, run_dir, uri, artifacts, key="another" if theirs == "key" else "k")
-    assert "there is not of this run" in track_evaluation(run_dir, 4, METRICS, FILES)
+    assert "belongs to another run" in track_evaluation(run_dir, 4, METRICS, FILES)
     assert client.get_run(run_id).data.metrics == {}
 
 
@@ -94,7 +94,7 @@ def test_an_empty_address_is_not_that_of_an_empty_environment(
         monkeypatch.setenv("MLFLOW_TRACKING_URI", named)
     (tmp_path / "run").mkdir()
     TrackingIdentity(uri="", experiment="e", key="k", run_id="0" * 32).save(tmp_path / "run")
-    assert "only the run names this MLflow" in track_evaluation(tmp_path / "run", 4, METRICS, FILES)
+    assert "this server is specified only by the run" in track_evaluation(tmp_path / "run", 4, METRICS, FILES)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
@@ -103,7 +103,7 @@ def test_no_database_is_made_and_no_link_to_one_is_followed(uri: str, tmp_path: 
     run_dir.mkdir()
     for _ in range(2):
         TrackingIdentity(uri=f"sqlite:///{database}", experiment="e", key="k", run_id="0" * 32).save(run_dir)
-        assert "only the run names this MLflow" in track_evaluation(run_dir, 4, METRICS, FILES)
+        assert "this server is specified only by the run" in track_evaluation(run_dir, 4, METRICS, FILES)
         assert not database.is_file() or database.is_symlink()
         database.unlink(missing_ok=True)
         database.symlink_to(uri.removeprefix("sqlite:///"))

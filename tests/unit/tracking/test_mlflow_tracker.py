@@ -265,7 +265,7 @@ def test_an_mlflow_run_of_another_run_is_not_continued(uri, client, tmp_path, ca
     replace(run_attempt(uri, tmp_path, [1]), run_id=other).save(tmp_path)
     assert run_attempt(uri, tmp_path, [2]).run_id != other
     assert client.get_run(other).data.metrics == {}
-    assert f"the MLflow run {other} is not of this run" in caplog.text
+    assert f"MLflow run {other} belongs to another run" in caplog.text
 
 
 def test_the_run_that_follows_a_deleted_one_has_the_whole_run(uri, client, tmp_path):

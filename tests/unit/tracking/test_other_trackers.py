@@ -236,7 +236,7 @@ def test_wandb_without_an_account_is_an_outage(
     tracker = wandb_tracker(tmp_path, drain_s=3.0)
     train(tracker, range(1, 4))
     tracker.finish("stopped", 3)
-    assert "wandb does not answer, its updates wait in the run's journal" in caplog.text
+    assert "wandb is unavailable; updates wait in the run's journal" in caplog.text
     import wandb
 
     wandb.teardown()
