@@ -44,7 +44,6 @@ class Trial:
     again: Sequence[StepDone]
     """Steps of the second attempt, which loaded the checkpoint."""
     committed: Sequence[int]
-    """Steps of the committed checkpoints."""
     unsaved: str | None
     """Why saving a checkpoint failed; None if no save failed."""
     loaded_step: int | None
@@ -58,7 +57,6 @@ class Trial:
     limit_gib: float | None
     """Available memory per rank, in GiB; None if unknown."""
     most_of_limit: float
-    """Largest allowed fraction of `limit_gib`."""
     modelled_s: float | None
     """Modelled duration of a step of the trial, in seconds; None if there is no model for it."""
     is_pretrained: bool
@@ -73,9 +71,7 @@ class CheckLine:
     holds: bool | None
     """Whether the check passed; None if it was not reached or has nothing to compare with."""
     found: str
-    """The observation."""
     rule: str
-    """The expectation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

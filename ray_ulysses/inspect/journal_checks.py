@@ -64,7 +64,6 @@ class Comparison:
     """Step-by-step comparison of the data of two runs."""
 
     other: str
-    """Name of the other run."""
     answer: Answer
     """``same``: equal in every step; ``same_so_far``: equal, but one run has trained further; ``different``: different
     data from ``first_different_step`` on; ``other_plan``: different plans from ``first_different_step`` on."""
@@ -287,7 +286,6 @@ class Claim:
 
     step: int
     origin: str
-    """The source of the claim, in words."""
     digest: int = 0
     """Sum of the digests of all steps up to the checkpoint."""
     tokens: int = 0

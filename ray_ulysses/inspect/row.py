@@ -51,7 +51,6 @@ class RowCorpus:
     """Path at which the corpus is expected."""
     fingerprint: str
     problem: str | None
-    """Why the corpus can't be read, or None if it can."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

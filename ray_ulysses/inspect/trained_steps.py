@@ -16,7 +16,6 @@ class TrainedSteps:
     """The steps of a run, by whether they count."""
 
     steps: tuple[StepDone, ...]
-    """Steps that count."""
     superseded: tuple[StepDone, ...]
     """Steps that the next attempt will discard, because the plan was branched at an earlier step."""
     lost: tuple[StepDone, ...]

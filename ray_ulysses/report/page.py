@@ -45,7 +45,7 @@ def render_report(run_dir: Place, beside: Place | None = None, *, trust_run: boo
     Args:
         run_dir: The run's directory.
         beside: Directory of a second run to compare with.
-        trust_run: Whether to use the secrets file and the servers that are specified only by the runs' files.
+        trust_run: See `open_run_storage`.
 
     Raises:
         OSError: A journal can't be read.

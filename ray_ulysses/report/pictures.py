@@ -148,11 +148,7 @@ def _columns(
 ) -> Callable[[RunRecord], Figure]:
     """Return a function that draws optional step fields over tokens.
 
-    Args:
-        y_label: Label of the y-axis.
-        labels: Legend labels, by field of `STEP_ROW`.
-        missing: Message for a run that has none of the fields.
-        from_zero: Whether the y-axis begins at zero.
+    ``missing`` is the message for a run that has none of the fields.
     """
 
     def draw(record: RunRecord) -> Figure:

@@ -30,9 +30,7 @@ _FLOPS = ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"))
 def render_plan(report: PlanReport, price: float | None = None) -> str:
     """Render a run's plan as text, including whether the run can start.
 
-    Args:
-        report: The plan.
-        price: Price per GPU-hour, in any currency; None omits the cost.
+    ``price`` is the price per GPU-hour, in any currency. None omits the cost.
     """
     lines = [f"plan of run {report.name!r}", "", *_model(report), ""]
     if report.stages:

@@ -19,7 +19,7 @@ from ray_ulysses.tracking.mlflow_tracker import TrackingIdentity, is_tracked
 
 _log = get_logger(__name__)
 _LONGEST_S = 30.0
-# Timeout in seconds. A report has several megabytes, so its upload takes longer than that of metrics.
+# HTTP timeout in seconds. Uploading a report takes longer than logging metrics.
 _UPLOAD_S = "60"
 
 

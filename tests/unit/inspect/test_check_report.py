@@ -49,7 +49,7 @@ def failed(**changes: Any) -> list[str]:
     return [line.name for line in judge("run", replace(GOOD, **changes)).failed]
 
 
-def test_a_good_trial_holds_in_every_line() -> None:
+def test_a_good_trial_passes_every_check() -> None:
     report = judge("run", GOOD)
     assert not report.failed and all(line.holds for line in report.lines)
     text = render_check(report)
@@ -91,13 +91,13 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_each_fault_fails_the_line_that_names_it(fault: str) -> None:
+def test_each_fault_fails_its_own_check(fault: str) -> None:
     changes, name = FAULTS[fault]
     assert failed(**changes) == [name]
     assert render_check(judge("run", replace(GOOD, **changes))).endswith(f"FAILED: {name}")
 
 
-def test_what_was_not_reached_says_so_and_fails_nothing() -> None:
+def test_checks_that_were_not_reached_do_not_fail() -> None:
     report = judge("run", replace(GOOD, **ended("worker 1 is lost", 3)))
     found = {line.name: line.found for line in report.lines if line.holds is None}
     assert found == dict.fromkeys(["loss", "speed", "checkpoint written", "checkpoint loaded"], "not reached")
@@ -106,7 +106,7 @@ def test_what_was_not_reached_says_so_and_fails_nothing() -> None:
     }  # fmt: skip
 
 
-def test_the_first_step_of_the_costliest_rows_is_not_held_against_the_others() -> None:
+def test_the_loss_check_excludes_the_first_step_with_the_most_expensive_rows() -> None:
     """Long documents of one kind, say, that are easy to predict."""
     losses = [0.5, *LOSSES[1:]]
     # With it, the first third would be below the last one.
@@ -115,7 +115,7 @@ def test_the_first_step_of_the_costliest_rows_is_not_held_against_the_others() -
     assert failed(steps=steps(losses), again=steps([losses[-1]], attempt=2, first=13)) == []
 
 
-def test_the_loss_of_a_trained_model_may_stay_where_it_is_and_may_not_rise() -> None:
+def test_the_loss_of_a_pretrained_model_may_stay_level_but_not_rise() -> None:
     level = [2.0 + 0.05 * (-1) ** step for step in range(13)]
     stays = {"steps": steps(level), "again": steps([level[-1]], attempt=2, first=13)}
     assert failed(**stays, is_pretrained=True) == []
@@ -126,7 +126,7 @@ def test_the_loss_of_a_trained_model_may_stay_where_it_is_and_may_not_rise() -> 
     assert failed(**rises, is_pretrained=True) == ["loss"]
 
 
-def test_what_can_not_be_compared_is_told_and_fails_nothing() -> None:
+def test_checks_without_a_reference_do_not_fail() -> None:
     report = judge("run", replace(GOOD, has_gpu=False, limit_gib=None, modelled_s=None))
     assert not report.failed
     assert [line.name for line in report.lines if line.holds is None] == ["memory", "memory as planned", "speed"]

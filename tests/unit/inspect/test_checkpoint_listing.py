@@ -10,16 +10,20 @@ import pytest
 
 from ray_ulysses.checkpoint import Damage, Manifest, newest_committed, set_aside
 from ray_ulysses.checkpoint.fence import claim_attempt, start_attempt
+from ray_ulysses.clock import SystemClock
 from ray_ulysses.config import load_config
 from ray_ulysses.errors import RunError
 from ray_ulysses.inspect import checkpoint_listing
 from ray_ulysses.inspect.checkpoint_listing import CheckpointReport, list_checkpoints
+from ray_ulysses.inspect.checkpoint_verification import verify_checkpoint
 from ray_ulysses.inspect.run_data import open_run_storage, read_run
 from ray_ulysses.run.settings import resolve_run
 from ray_ulysses.run.start_point import start_of
 from ray_ulysses.run_names import shard_file, step_folder
 from ray_ulysses.storage import LocalStore, Store, run_claim
+from ray_ulysses.storage.place import open_store, place_of
 from ray_ulysses.tracking.journal import claim_journal
+from tests.s3_server import S3Server
 from tests.stores import CountingStore
 from tests.unit.inspect.saved import WRITTEN, cut, denied, flip, make_folder, make_foreign, manifest, save, shard
 from tests.unit.tracking.journals import COMMITTED
@@ -46,7 +50,7 @@ def record_commits(folder: Path, *steps: int) -> None:
     journal.close()
 
 
-def test_a_checkpoint_says_who_wrote_it_when_why_and_how_large_it_is(folder: Path) -> None:
+def test_a_listed_checkpoint_has_its_origin_layout_and_size(folder: Path) -> None:
     store = make_folder(folder)
     metrics = {"loss": 4.0, "eval_loss": 4.5}
     save(store, 20, attempt=3, world_size=4, ring_size=2, zero_stage=1, metrics=metrics)
@@ -68,7 +72,7 @@ def test_a_checkpoint_says_who_wrote_it_when_why_and_how_large_it_is(folder: Pat
     assert (listing.name, listing.location, listing.resumes_from) == ("demo", str(folder), 20)
 
 
-def test_one_listing_tells_the_sizes_of_all_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_file_sizes_come_from_one_store_listing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On an object store each file that is opened is a request that waits for its answer."""
     store = CountingStore(make_folder(folder))
     for step in (10, 20, 30):
@@ -83,7 +87,7 @@ def test_one_listing_tells_the_sizes_of_all_files(folder: Path, monkeypatch: pyt
     assert shards == {f"{step_folder(20)}/{shard_file(1, 1, 2)}"}, "only where sizes are wrong"
 
 
-def test_it_says_which_rules_keep_each(folder: Path) -> None:
+def test_the_listing_has_the_retention_rules_of_each_checkpoint(folder: Path) -> None:
     changes = {"checkpoint__keep_last": 1, "checkpoint__keep_every_steps": 20, "checkpoint__keep_best": 1}
     store = make_folder(folder, **changes, checkpoint__best_metric="loss")
     for step, loss in ((10, 1.0), (20, 3.0), (30, 4.0), (40, 2.0)):
@@ -92,7 +96,7 @@ def test_it_says_which_rules_keep_each(folder: Path) -> None:
     assert kept == {10: ("best loss",), 20: ("every 20",), 30: (), 40: ("last 1", "every 20")}
 
 
-def test_what_can_not_be_read_is_kept_though_no_rule_wants_it(folder: Path) -> None:
+def test_a_checkpoint_with_an_unreadable_manifest_is_kept(folder: Path) -> None:
     store = make_folder(folder, checkpoint__keep_last=1)
     for step in (10, 20, 30):
         save(store, step)
@@ -102,7 +106,7 @@ def test_what_can_not_be_read_is_kept_though_no_rule_wants_it(folder: Path) -> N
         }  # fmt: skip
 
 
-def test_a_torn_manifest_is_named_and_the_shards_say_who_wrote_it(folder: Path) -> None:
+def test_a_torn_manifest_is_damage_and_the_shards_identify_the_attempt(folder: Path) -> None:
     save(make_folder(folder), 10)
     cut(manifest(folder, 10), 50)
     report = by_step(folder)[10]
@@ -110,7 +114,7 @@ def test_a_torn_manifest_is_named_and_the_shards_say_who_wrote_it(folder: Path) 
     assert (report.attempt, report.world_size, report.dp_size) == (1, 2, None)
 
 
-def test_one_that_was_set_aside_says_why_by_whom_and_when(folder: Path) -> None:
+def test_a_checkpoint_set_aside_has_reason_attempt_and_time(folder: Path) -> None:
     store = make_folder(folder)
     save(store, 20)
     cut(shard(folder, 20), 5)
@@ -133,7 +137,7 @@ def test_one_that_was_set_aside_says_why_by_whom_and_when(folder: Path) -> None:
     assert again.leftover_bytes > 0 and again.num_bytes + again.leftover_bytes == files_bytes(folder, 20)
 
 
-def test_what_a_dead_attempt_committed_too_late_is_fenced_out(folder: Path) -> None:
+def test_a_late_commit_of_a_dead_attempt_is_superseded(folder: Path) -> None:
     store = make_folder(folder)
     save(store, 10, attempt=1)
     save(store, 30, attempt=1)
@@ -145,7 +149,7 @@ def test_what_a_dead_attempt_committed_too_late_is_fenced_out(folder: Path) -> N
     assert list_checkpoints(folder).resumes_from == 20
 
 
-def test_shards_without_a_manifest_are_a_dead_attempts_or_are_being_written(folder: Path) -> None:
+def test_shards_without_a_manifest_are_left_over_or_being_written(folder: Path) -> None:
     store = make_folder(folder)
     claim_attempt(store, 1)
     save(store, 10)
@@ -161,7 +165,7 @@ def test_shards_without_a_manifest_are_a_dead_attempts_or_are_being_written(fold
         assert by_step(folder)[20].condition == "not_committed"
 
 
-def test_a_manifest_that_can_not_be_read_now_is_no_leftover(folder: Path) -> None:
+def test_an_unreadable_manifest_is_not_taken_for_an_uncommitted_checkpoint(folder: Path) -> None:
     store = make_folder(folder)
     save(store, 10)
     save(store, 20)
@@ -206,7 +210,7 @@ def test_the_listing_refuses_what_train_refuses(folder: Path, newest: str, older
 
 
 @pytest.mark.parametrize("is_file", [False, True], ids=["absent", "a-file"])
-def test_checkpoints_that_the_journal_knows_of_and_are_not_there_are_missed(
+def test_missing_checkpoints_that_the_journal_records_are_reported(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, is_file: bool
 ) -> None:
     place = tmp_path / "not-mounted"
@@ -224,14 +228,14 @@ def test_checkpoints_that_the_journal_knows_of_and_are_not_there_are_missed(
     assert str(listing.refusal) in caplog.text
 
 
-def test_what_is_no_longer_part_of_the_run_is_not_missed(folder: Path) -> None:
+def test_a_missing_checkpoint_that_does_not_count_is_not_reported(folder: Path) -> None:
     store = make_folder(folder)
     record_commits(folder, 10)
     start_attempt(store, 2, 0)
     assert list_checkpoints(folder).refusal is None
 
 
-def test_a_folder_that_no_attempt_wrote_is_not_said_to_be_deleted(folder: Path) -> None:
+def test_a_folder_that_no_attempt_wrote_is_not_swept(folder: Path) -> None:
     make_folder(folder)
     other = folder / "checkpoints" / "step-00000008" / "model.safetensors"
     other.parent.mkdir(parents=True)
@@ -241,9 +245,7 @@ def test_a_folder_that_no_attempt_wrote_is_not_said_to_be_deleted(folder: Path) 
     assert report.why == "no attempt wrote this folder; move it out of the run's checkpoints"
 
 
-def test_one_that_retention_deletes_meanwhile_is_not_called_damaged(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_deleted_during_the_listing_is_not_damaged(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(make_folder(folder), 10)
     read_committed = checkpoint_listing.read_committed
 
@@ -256,28 +258,34 @@ def test_one_that_retention_deletes_meanwhile_is_not_called_damaged(
     assert (by_step(folder)[10].condition, by_step(folder)[10].committed) == ("not_committed", False)
 
 
-def test_a_manifest_without_a_time_takes_the_journals(folder: Path) -> None:
+def test_the_journal_supplies_the_time_that_a_manifest_lacks(folder: Path) -> None:
     save(make_folder(folder), 10, written_at=0.0)
     assert by_step(folder)[10].written_at is None
     record_commits(folder, 10)
     assert by_step(folder)[10].written_at is not None
 
 
-def test_checkpoints_are_found_where_the_configuration_says(folder: Path, tmp_path: Path) -> None:
-    make_folder(folder, checkpoint__storage=str(tmp_path / "elsewhere"))
-    save(LocalStore(tmp_path / "elsewhere" / "demo"), 10)
+@pytest.mark.parametrize("kind", ["folder", "object store"])
+def test_checkpoints_are_found_where_the_configuration_says(
+    folder: Path, tmp_path: Path, s3: S3Server, prefix: str, kind: str
+) -> None:
+    place = str(tmp_path / "elsewhere") if kind == "folder" else s3.uri(prefix)
+    make_folder(folder, checkpoint__storage=place)
+    location = place_of(place) / "demo"
+    save(open_store(location), 10)
     listing = list_checkpoints(folder)
-    assert (listing.location, listing.resumes_from) == (str(tmp_path / "elsewhere" / "demo"), 10)
+    assert (listing.location, listing.resumes_from) == (str(location), 10)
     assert [(one.step, one.committed, one.world_size) for one in read_run(folder).checkpoints] == [(10, True, 2)]
+    assert verify_checkpoint(folder, 10, clock=SystemClock()).is_whole
 
 
-def test_a_run_that_was_moved_has_its_checkpoints_with_it(folder: Path, tmp_path: Path) -> None:
+def test_checkpoints_are_found_after_the_run_directory_is_moved(folder: Path, tmp_path: Path) -> None:
     save(make_folder(folder), 10)
     moved = folder.rename(tmp_path / "moved")
     assert list_checkpoints(moved).resumes_from == 10
 
 
-def test_a_storage_that_does_not_answer_is_named(
+def test_an_unavailable_storage_is_reported(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     make_folder(folder)
@@ -295,16 +303,14 @@ def test_a_storage_that_does_not_answer_is_named(
     assert "can't be listed (Input/output error)" in caplog.text
 
 
-def test_a_configuration_that_can_not_be_read_is_said_and_passed_over(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unreadable_configuration_is_a_warning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     save(make_folder(folder), 10)
     (folder / "config.yaml").write_text("no: configuration")
     assert list_checkpoints(folder).resumes_from == 10
     assert f"{folder}/config.yaml can't be read (" in caplog.text
 
 
-def test_nothing_is_changed_by_looking(folder: Path) -> None:
+def test_listing_changes_no_file(folder: Path) -> None:
     store = make_folder(folder)
     save(store, 10)
     save(store, 20)

@@ -34,7 +34,7 @@ def verify(folder: Path, step: int = 20) -> CheckpointVerdict:
     return verify_checkpoint(folder, step, clock=SystemClock())
 
 
-def test_a_whole_one_is_read_to_the_last_byte_and_said_so(folder: Path) -> None:
+def test_an_intact_checkpoint_is_read_completely(folder: Path) -> None:
     told: list[tuple[int, int]] = []
     verdict = verify_checkpoint(folder, 20, clock=SystemClock(), watch=lambda done, total: told.append((done, total)))
     assert verdict.is_whole
@@ -47,7 +47,7 @@ def test_a_whole_one_is_read_to_the_last_byte_and_said_so(folder: Path) -> None:
     assert [done for done, _ in told] == sorted(done for done, _ in told)
 
 
-def test_a_flipped_bit_is_named_by_file_tensor_and_bytes(folder: Path) -> None:
+def test_a_flipped_bit_is_located_by_file_tensor_and_bytes(folder: Path) -> None:
     path = shard(folder, 20)
     position = path.stat().st_size // 2
     flip(path, position)
@@ -71,14 +71,14 @@ def test_a_flipped_bit_is_named_by_file_tensor_and_bytes(folder: Path) -> None:
     ],
     ids=["header", "checksums", "truncated", "missing"],
 )
-def test_other_damage_of_a_file_is_named(folder: Path, damage: Callable[[Path], object], said: str) -> None:
+def test_other_file_damage_is_reported(folder: Path, damage: Callable[[Path], object], said: str) -> None:
     damage(shard(folder, 20))
     verdict = verify(folder)
     assert (verdict.condition, verdict.problem, verdict.files[0].problem) == ("damaged", None, None)
     assert re.match(f"{FILE}:? {said}", str(verdict.files[1].problem))
 
 
-def test_a_file_that_can_not_be_read_now_is_not_called_altered(folder: Path) -> None:
+def test_an_unreadable_file_is_not_reported_as_damaged(folder: Path) -> None:
     with denied(shard(folder, 20)):
         verdict = verify(folder)
     assert "Permission denied" in str(verdict.files[1].problem)
@@ -92,7 +92,7 @@ def test_a_file_that_can_not_be_read_now_is_not_called_altered(folder: Path) -> 
     ("condition", "said"),
     [("unreadable", "Permission denied"), ("foreign", "schema version 99"), ("damaged", "is truncated or is not JSON")],
 )
-def test_a_manifest_is_called_damaged_only_where_it_is(folder: Path, condition: str, said: str) -> None:
+def test_only_a_torn_manifest_is_damaged(folder: Path, condition: str, said: str) -> None:
     path = manifest(folder, 20)
     if condition == "foreign":
         make_foreign(path)
@@ -105,16 +105,16 @@ def test_a_manifest_is_called_damaged_only_where_it_is(folder: Path, condition: 
     assert (verdict.to_json()["condition"], verdict.to_json()["whole"]) == (condition, False)
 
 
-def test_one_that_retention_deletes_while_it_is_read_is_said_to_be_gone(folder: Path) -> None:
+def test_a_checkpoint_deleted_during_the_verification_is_refused(folder: Path) -> None:
     def delete(done: int, total: int) -> None:
         LocalStore(folder).delete("checkpoints/step-00000020")
 
     shard(folder, 20).unlink()
-    with pytest.raises(UserError, match="--verify-checkpoint=20: the checkpoint was deleted"):
+    with pytest.raises(UserError, match="--verify-checkpoint=20: the retention policy deleted it"):
         verify_checkpoint(folder, 20, clock=SystemClock(), watch=delete)
 
 
-def test_a_manifest_that_does_not_name_every_rank_does_not_cover_the_state(folder: Path) -> None:
+def test_a_manifest_without_all_ranks_does_not_cover_the_state(folder: Path) -> None:
     whole = read_manifest(LocalStore(folder), 20)
     manifest(folder, 20).write_bytes(replace(whole, shards=whole.shards[:1]).to_bytes())
     verdict = verify(folder)
@@ -122,7 +122,7 @@ def test_a_manifest_that_does_not_name_every_rank_does_not_cover_the_state(folde
     assert "fp32/weight" in str(verdict.problem)
 
 
-def test_one_that_is_fenced_out_is_whole_and_can_not_be_used(folder: Path) -> None:
+def test_a_superseded_checkpoint_is_intact_but_unusable(folder: Path) -> None:
     start_attempt(LocalStore(folder), 2, 10)
     verdict = verify(folder)
     assert (verdict.condition, verdict.is_whole) == ("superseded", False)
@@ -131,7 +131,7 @@ def test_one_that_is_fenced_out_is_whole_and_can_not_be_used(folder: Path) -> No
     assert verify(folder, 10).is_whole
 
 
-def test_a_step_that_was_not_committed_is_refused_with_those_that_were(folder: Path, tmp_path: Path) -> None:
+def test_an_uncommitted_step_is_refused_with_the_committed_steps(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--verify-checkpoint=30: no checkpoint of step 30 is committed in .*: 10, 20"):
         verify(folder, 30)
     make_folder(tmp_path / "empty")

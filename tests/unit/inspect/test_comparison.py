@@ -39,7 +39,7 @@ def test_two_runs_that_trained_the_same_data_are_the_same(run: Run, other: Run) 
     assert findings == []
 
 
-def test_a_run_that_has_trained_further_is_the_same_so_far(run: Run, other: Run) -> None:
+def test_a_run_that_trained_further_is_the_same_so_far(run: Run, other: Run) -> None:
     run.trained(5)
     other.trained(8)
     comparison, findings = compared(run, other)
@@ -48,7 +48,7 @@ def test_a_run_that_has_trained_further_is_the_same_so_far(run: Run, other: Run)
     assert findings == []
 
 
-def test_the_first_step_that_differs_is_named(run: Run, other: Run) -> None:
+def test_the_first_different_step_is_reported(run: Run, other: Run) -> None:
     run.trained(8)
     wrong = [other.step(step, digest=f"{step:016x}") for step in (5, 6)]
     other.attempt([other.started(), *other.steps(1, 4), *wrong, *other.steps(7, 8)])
@@ -58,7 +58,7 @@ def test_the_first_step_that_differs_is_named(run: Run, other: Run) -> None:
     assert f"{other.folder} received 0000000000000005" in finding
 
 
-def test_other_rows_or_other_tokens_differ_too(run: Run, other: Run, tmp_path: Path, corpus: Path) -> None:
+def test_different_rows_or_token_counts_are_differences(run: Run, other: Run, tmp_path: Path, corpus: Path) -> None:
     run.trained(3)
     other.attempt([other.started(), other.step(1), other.step(2, rows=[4, 7]), other.step(3)])
     _, (finding,) = compared(run, other)
@@ -79,7 +79,7 @@ def test_another_seed_is_another_plan(run: Run, tmp_path: Path, corpus: Path) ->
     assert "another data setting is different" in finding
 
 
-def test_a_branch_is_compared_up_to_where_it_parts(run: Run, other: Run, corpus: Path, tmp_path: Path) -> None:
+def test_runs_are_compared_up_to_a_branch(run: Run, other: Run, corpus: Path, tmp_path: Path) -> None:
     run.trained(5)
     other.trained(5)
     more = text_corpus(tmp_path / "more", varied_texts(20, seed=5)).path
@@ -96,7 +96,7 @@ def test_a_branch_is_compared_up_to_where_it_parts(run: Run, other: Run, corpus:
     assert f"{other.plan.segments[0].plan_id} > {other.plan.plan_id}" in finding
 
 
-def test_a_second_run_that_is_none_is_refused(run: Run, tmp_path: Path) -> None:
+def test_an_invalid_second_run_is_refused(run: Run, tmp_path: Path) -> None:
     run.trained(2)
     with pytest.raises(UserError, match=r"OTHER=.*is not a run directory"):
         verify_run(run.folder, other=tmp_path, read=False)

@@ -31,9 +31,7 @@ def inspect(capsys: pytest.CaptureFixture[str]) -> Inspect:
     return call
 
 
-def test_the_plan_stands_in_text_and_json_beside_what_was_there_before(
-    inspect: Inspect, run: Run, corpus: Path
-) -> None:
+def test_text_and_json_contain_the_plan(inspect: Inspect, run: Run, corpus: Path) -> None:
     run.trained(5)
     run.branch(5, replace(SETTINGS, rows_per_step=3), [corpus])
     code, out, _ = inspect(run.folder)
@@ -50,7 +48,7 @@ def test_the_plan_stands_in_text_and_json_beside_what_was_there_before(
     assert fields["plan"][0]["sources"] == [{"path": str(corpus), "weight": None}]
 
 
-def test_what_explains_a_slow_step_a_lack_of_memory_or_a_hang_is_named(inspect: Inspect, run: Run) -> None:
+def test_diagnostic_files_are_listed(inspect: Inspect, run: Run) -> None:
     run.trained(3)
     assert "diagnostics" not in inspect(run.folder)[1]
     keys = [profile_key(1, 2, 0), memory_snapshot_key(1, 3, 5), *(flight_record_key(2, rank) for rank in range(2))]
@@ -75,7 +73,7 @@ def test_a_row_is_printed_as_text_and_as_json(inspect: Inspect, run: Run) -> Non
     assert {piece["text"]["left_out"] for piece in fields["pieces"]} == {0}
 
 
-def test_verify_exits_with_0_where_all_holds(inspect: Inspect, run: Run, tmp_path: Path, corpus: Path) -> None:
+def test_verify_exits_with_0_for_a_correct_run(inspect: Inspect, run: Run, tmp_path: Path, corpus: Path) -> None:
     run.trained(4, finished=True)
     run.checkpoint(4)
     code, out, err = inspect(run.folder, "--verify")
@@ -91,7 +89,7 @@ def test_verify_exits_with_0_where_all_holds(inspect: Inspect, run: Run, tmp_pat
     assert "trained the same rows and tokens in all 4 steps" in out
 
 
-def test_verify_exits_with_1_where_something_does_not(inspect: Inspect, run: Run, tmp_path: Path, corpus: Path) -> None:
+def test_verify_exits_with_1_on_a_finding(inspect: Inspect, run: Run, tmp_path: Path, corpus: Path) -> None:
     wrong = run.step(2, digest="00000000000000ff")
     run.attempt([run.started(), run.step(1), wrong, run.step(3)])
     code, out, _ = inspect(run.folder, "--verify")
@@ -149,9 +147,7 @@ def test_a_checkpoint_is_verified_and_damage_exits_with_1(inspect: Inspect, tmp_
     assert "no checkpoint of step 30 is committed" in err
 
 
-def test_a_journal_that_can_not_be_read_is_named_and_exits_with_1(
-    inspect: Inspect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreadable_journal_exits_with_1(inspect: Inspect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(make_folder(tmp_path / "saved"), 10)
     (tmp_path / "saved/journal/attempt-0001.jsonl").touch()
 
@@ -169,14 +165,12 @@ def test_a_journal_that_can_not_be_read_is_named_and_exits_with_1(
     ("arguments", "said"),
     [
         (("--row", "0", "--checkpoints"), "--row and --checkpoints: use only one of these options"),
-        (("--verify", "--verify-checkpoint", "3"), "--verify and --verify-checkpoint: use only one of these"),
         (
             ("--verify-checkpoint", "3", "--checkpoints", "--verify"),
             "--verify and --checkpoints and --verify-checkpoint: use only one of these options",
         ),
         (("--verify-checkpoint", "x"), "--verify-checkpoint=x: must be a committed step or latest"),
         (("--row", "99999"), "--row=99999: the plan"),
-        (("--row", "0", "--verify"), "use only one of these options"),
         (("--row", "0", "--text", "some"), "'some' is not one of 'cut', 'full', 'none'"),
         (("--text", "full"), "--text=full: applies only to --row"),
         (("--no-read",), "--no-read: applies only to --verify"),
@@ -188,16 +182,14 @@ def test_a_journal_that_can_not_be_read_is_named_and_exits_with_1(
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_bad_input_exits_with_2_and_says_the_hint(
-    inspect: Inspect, run: Run, arguments: tuple[str, ...], said: str
-) -> None:
+def test_bad_input_exits_with_2_and_advice(inspect: Inspect, run: Run, arguments: tuple[str, ...], said: str) -> None:
     run.trained(2)
     code, out, err = inspect(run.folder, *arguments)
     assert (code, out) == (2, "")
     assert said in err
 
 
-def test_a_run_that_is_none_or_has_no_plan_exits_with_2(inspect: Inspect, tmp_path: Path) -> None:
+def test_a_missing_run_or_plan_exits_with_2(inspect: Inspect, tmp_path: Path) -> None:
     for arguments in ((), ("--verify",), ("--row", 0)):
         code, _, err = inspect(tmp_path, *arguments)
         assert code == 2 and "is not a run directory" in err

@@ -36,11 +36,3 @@ def test_a_plan_that_can_not_be_read_is_a_problem(run: Run, monkeypatch: pytest.
     assert read_plan_history(run.folder) == PlanHistory(problem=str(error))
     with pytest.raises(UserError, match=rf"^the run's data plan can't be read \((plan: )?{error}\)"):
         planned_data(run.folder)
-
-
-def test_a_plan_that_cannot_be_read_is_said(run: Run) -> None:
-    path = run.folder / "plan/segment-0000/plan.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "planner_version": 1}))
-    fields = read_plan_history(run.folder).to_json()
-    assert fields["plan"] == []
-    assert "planner version 1" in fields["plan_problem"]

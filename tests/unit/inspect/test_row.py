@@ -11,7 +11,6 @@ import pytest
 
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.prepare.preparation import PrepareRequest
-from ray_ulysses.data.sources.rows import RowFields
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.errors import UserError
 from ray_ulysses.inspect.row import report_row, shortened
@@ -28,7 +27,7 @@ def long_run(tmp_path: Path, corpus: Path) -> Run:
     return make_run(tmp_path / "long", [corpus], ALL)
 
 
-def test_every_piece_is_told_with_its_file_and_its_text(long_run: Run) -> None:
+def test_each_piece_has_its_source_file_and_text(long_run: Run) -> None:
     texts = {f"text-{number:04d}.txt": text for number, text in enumerate(varied_texts(60))}
     for row in range(long_run.plan.num_rows):
         report = report_row(long_run.folder, row, text="full")
@@ -59,7 +58,7 @@ def test_the_numbers_of_a_row_add_up(run: Run) -> None:
     assert sum(report.supervised for report in reports) == run.plan.newest.totals.supervised
 
 
-def test_a_step_that_was_thrown_away_is_told_apart_from_the_one_that_counts(run: Run) -> None:
+def test_a_discarded_step_is_distinguished_from_the_step_that_counts(run: Run) -> None:
     run.attempt([run.started(), *run.steps(1, 4)])
     run.attempt([run.started(2), *run.steps(3, 3)])
     third, fourth = report_row(run.folder, 8), report_row(run.folder, 12)
@@ -69,7 +68,7 @@ def test_a_step_that_was_thrown_away_is_told_apart_from_the_one_that_counts(run:
     assert [(one.step, one.attempt) for one in fourth.thrown_away] == [(4, 1)]
 
 
-def test_a_row_of_a_branch_names_its_segment_and_the_added_corpus(run: Run, corpus: Path, tmp_path: Path) -> None:
+def test_a_row_of_a_branch_has_its_segment_and_the_added_corpus(run: Run, corpus: Path, tmp_path: Path) -> None:
     more = text_corpus(tmp_path / "more", varied_texts(20, seed=5)).path
     run.attempt([run.started(), *run.steps(1, 5)])
     run.branch(5, replace(SETTINGS, context_tokens=256, rows_per_step=3), [corpus, more])
@@ -85,7 +84,7 @@ def test_a_row_of_a_branch_names_its_segment_and_the_added_corpus(run: Run, corp
     assert all(piece.source is not None and "/more/" in piece.source for piece in added)
 
 
-def test_a_row_of_the_plan_before_a_branch_is_not_taken_for_one_of_the_branch(run: Run, corpus: Path) -> None:
+def test_a_row_trained_before_a_branch_does_not_count_for_the_branch(run: Run, corpus: Path) -> None:
     run.attempt([run.started(), *run.steps(1, 7)])
     run.branch(5, replace(SETTINGS, rows_per_step=3), [corpus])
     report = report_row(run.folder, 20)
@@ -94,22 +93,7 @@ def test_a_row_of_the_plan_before_a_branch_is_not_taken_for_one_of_the_branch(ru
     assert [(one.step, one.attempt) for one in report.thrown_away] == [(6, 1)]
 
 
-def test_lines_and_their_own_ids_are_told(tmp_path: Path) -> None:
-    lines = tmp_path / "rows.jsonl"
-    lines.write_text("".join(json.dumps({"text": f"document {n}", "key": f"id-{n}"}) + "\n" for n in range(9)))
-    out = tmp_path / "corpus"
-    prepare_local(
-        PrepareRequest(sources=SourceSpec(paths=(str(lines),), fields=RowFields(id="key", text="text")), out=out)
-    )
-    run = make_run(tmp_path / "demo", [out])
-    pieces = [piece for row in range(run.plan.num_rows) for piece in report_row(run.folder, row).pieces]
-    assert {(piece.source, piece.offset, piece.id) for piece in pieces} == {
-        (str(lines), number + 1, f"id-{number}") for number in range(9)
-    }
-    assert all(piece.text is not None and piece.text.head.endswith(str(piece.id)[-1]) for piece in pieces)
-
-
-def test_a_missing_corpus_leaves_out_only_what_it_gives(corpus: Path, tmp_path: Path) -> None:
+def test_a_missing_corpus_omits_only_its_own_fields(corpus: Path, tmp_path: Path) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
     shutil.copytree(corpus, old)
     run = make_run(tmp_path / "demo", [old])
@@ -124,7 +108,7 @@ def test_a_missing_corpus_leaves_out_only_what_it_gives(corpus: Path, tmp_path: 
     assert all(piece.text is not None and piece.corpus == str(new) for piece in there.pieces)
 
 
-def test_a_missing_or_changed_tokenizer_leaves_out_the_text_alone(tmp_path: Path) -> None:
+def test_a_missing_or_changed_tokenizer_omits_only_the_text(tmp_path: Path) -> None:
     tokenizer = tmp_path / "tokenizer"
     make_tokenizer(tokenizer)
     sources = tmp_path / "texts"
@@ -157,7 +141,7 @@ def make_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
 
 
-def test_a_row_that_is_not_planned_is_refused_with_the_range(run: Run) -> None:
+def test_an_unplanned_row_is_refused_with_the_valid_range(run: Run) -> None:
     run.attempt([run.started(), *run.steps(1, 3)])
     last, steps = run.plan.num_rows - 1, run.plan.num_steps
     for row in (-1, last + 1):
@@ -169,7 +153,7 @@ def test_a_row_that_is_not_planned_is_refused_with_the_range(run: Run) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 480, 640, 641, 5000])
-def test_a_cut_text_leaves_out_what_it_says(size: int) -> None:
+def test_a_shortened_text_reports_the_omitted_characters(size: int) -> None:
     text = "".join(chr(97 + place % 26) for place in range(size))
     cut = shortened(text)
     assert len(cut.head) + len(cut.tail) + cut.left_out == size
@@ -178,7 +162,7 @@ def test_a_cut_text_leaves_out_what_it_says(size: int) -> None:
 
 
 @pytest.mark.parametrize("context_tokens", [512, 16], ids=["whole documents", "documents in pieces"])
-def test_the_tokens_that_are_supervised_are_marked(tmp_path: Path, context_tokens: int) -> None:
+def test_supervised_tokens_are_marked(tmp_path: Path, context_tokens: int) -> None:
     """Chats in bytes: the labels of all pieces are the assistants' words, and stand between the marks."""
     rows = [
         {

@@ -44,7 +44,7 @@ def manifest(step: int) -> str:
     return f"checkpoints/step-{step:08d}/manifest.json"
 
 
-def test_a_sound_run_holds_and_its_digest_is_found_again(run: Run) -> None:
+def test_a_correct_run_passes_and_its_digest_is_reproduced(run: Run) -> None:
     last = run.plan.num_steps
     train(run, *range(1, 5), run.committed(4), *range(5, last + 1))
     run.checkpoint(4)
@@ -62,7 +62,7 @@ def test_a_sound_run_holds_and_its_digest_is_found_again(run: Run) -> None:
     assert [progress.rows for progress in seen] == list(range(1, run.plan.num_rows + 1))
 
 
-def test_replayed_steps_count_once_and_a_run_in_progress_as_far_as_it_has_come(run: Run) -> None:
+def test_replayed_steps_count_once_in_a_run_in_progress(run: Run) -> None:
     # Trained otherwise by the attempt that was thrown away: what does not count is not held against the run.
     train(run, 1, 2, 3, run.step(4, digest="0" * 16), run.step(5, rows=[0, 4]))
     run.checkpoint(3)
@@ -73,7 +73,7 @@ def test_replayed_steps_count_once_and_a_run_in_progress_as_far_as_it_has_come(r
     assert (found.status, found.steps, found.lost_steps, found.rows) == ("running", 6, 2, 24)
 
 
-def test_a_run_that_has_trained_nothing_has_nothing_wrong(run: Run) -> None:
+def test_a_run_without_steps_passes(run: Run) -> None:
     train(run)
     found = verify_run(run.folder)
     assert (named(found), found.reading, len(found.notes)) == ([], None, 1)
@@ -162,13 +162,13 @@ FAULTS: dict[str, tuple[Callable[[Run], None], list[tuple[str, str]]]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_each_fault_is_named_and_nothing_else(run: Run, fault: str) -> None:
+def test_each_fault_yields_exactly_its_findings(run: Run, fault: str) -> None:
     plant, expected = FAULTS[fault]
     plant(run)
     assert named(verify_run(run.folder, read=False)) == expected
 
 
-def test_the_steps_after_a_damaged_record_are_proved_by_the_sums_of_later_checkpoints(run: Run) -> None:
+def test_checkpoints_after_a_damaged_record_verify_the_later_steps(run: Run) -> None:
     run.trained(8)
     for step in (3, 5, 7, 8):
         run.checkpoint(step, **({"digest": flipped(run.sum(7))} if step == 7 else {}))
@@ -183,7 +183,7 @@ def test_the_steps_after_a_damaged_record_are_proved_by_the_sums_of_later_checkp
     assert found.notes == ("journal/attempt-0001.jsonl, line 5: the checksum is wrong; ignored",)
 
 
-def test_steps_beyond_the_plan_are_named_and_the_others_still_read(run: Run) -> None:
+def test_steps_beyond_the_plan_are_reported_and_other_steps_are_read(run: Run) -> None:
     last = run.plan.num_steps
     beyond = {**run.step(last), "step": last + 1, "rows": [run.plan.num_rows, run.plan.num_rows + 4]}
     train(run, *range(1, last + 1), beyond)
@@ -193,7 +193,7 @@ def test_steps_beyond_the_plan_are_named_and_the_others_still_read(run: Run) -> 
 
 
 @pytest.mark.parametrize("read", [True, False], ids=["read", "no-read"])
-def test_a_digest_that_is_off_by_one_is_named(run: Run, read: bool) -> None:
+def test_a_digest_that_is_off_by_one_is_reported(run: Run, read: bool) -> None:
     train(run, 1, 2, run.step(3, digest=flipped(run.digest(3))), *range(4, 9), run.committed(8))
     for step in (2, 4, 6):
         run.checkpoint(step)
@@ -219,7 +219,7 @@ def forge(corpus: Path, folder: Path, document: int = 20) -> Path:
     return copy
 
 
-def test_a_token_that_the_model_received_otherwise_is_named(run: Run, corpus: Path, tmp_path: Path) -> None:
+def test_a_changed_token_is_found_by_reading(run: Run, corpus: Path, tmp_path: Path) -> None:
     run.trained(run.plan.num_steps)
     run.checkpoint(4)
     found = verify_run(run.folder, corpora=[forge(corpus, tmp_path)])
@@ -235,9 +235,7 @@ def test_a_token_that_the_model_received_otherwise_is_named(run: Run, corpus: Pa
     assert verify_run(run.folder, read=False).holds
 
 
-def test_another_text_of_the_same_lengths_in_the_corpus_place_is_refused(
-    run: Run, corpus: Path, tmp_path: Path
-) -> None:
+def test_a_corpus_with_equal_lengths_but_other_text_is_refused(run: Run, corpus: Path, tmp_path: Path) -> None:
     run.trained(3)
     other = text_corpus(tmp_path / "other", [text[::-1] for text in varied_texts(60)]).path
     moved = tmp_path / "moved"
@@ -252,7 +250,7 @@ def test_another_text_of_the_same_lengths_in_the_corpus_place_is_refused(
         verify_run(run.folder, corpora=[other])
 
 
-def test_rows_of_a_damaged_shard_are_named_and_the_others_still_proved(tmp_path: Path) -> None:
+def test_unreadable_rows_are_reported_and_other_rows_are_verified(tmp_path: Path) -> None:
     corpus = text_corpus(tmp_path / "data", varied_texts(60), unit_bytes=2000).path
     run = make_run(tmp_path / "demo", [corpus])
     run.trained(run.plan.num_steps)
@@ -266,14 +264,14 @@ def test_rows_of_a_damaged_shard_are_named_and_the_others_still_proved(tmp_path:
     assert found.reading.steps == run.plan.num_steps - len(found.findings)
 
 
-def test_the_commit_of_an_attempt_that_was_thrown_away_is_not_held_against_the_run(run: Run) -> None:
+def test_a_commit_of_discarded_steps_is_not_checked(run: Run) -> None:
     train(run, 1, 2, 3, 4, run.committed(4, digest="00000000000000ff"))
     train(run, 3, 4, run.committed(4), resumed=2)
     found = verify_run(run.folder)
     assert (named(found), found.num_commits) == ([], 1)
 
 
-def test_a_branched_run_is_proved_through_its_segments(run: Run, corpus: Path, tmp_path: Path) -> None:
+def test_a_branched_run_is_verified_across_its_segments(run: Run, corpus: Path, tmp_path: Path) -> None:
     more = text_corpus(tmp_path / "more", varied_texts(20, seed=5)).path
     train(run, *range(1, 8))
     run.checkpoint(5)
@@ -290,7 +288,7 @@ def test_a_branched_run_is_proved_through_its_segments(run: Run, corpus: Path, t
     assert found.plan_ids == (before.plan_id, run.plan.plan_id)
 
 
-def test_steps_of_the_plan_before_a_branch_that_was_taken_up_are_named(run: Run, corpus: Path) -> None:
+def test_steps_of_the_old_plan_after_a_branch_are_reported(run: Run, corpus: Path) -> None:
     """An attempt under the branch that resumed beyond it: steps of the plan before stay, and are none of its rows."""
     old = run.plan
     train(run, *range(1, 8))
@@ -301,7 +299,7 @@ def test_steps_of_the_plan_before_a_branch_that_was_taken_up_are_named(run: Run,
     assert {finding.step for finding in found.findings if finding.kind == "wrong_rows"} == {6, 7}
 
 
-def test_a_corpus_that_moved_is_found_where_a_resume_or_the_user_says(corpus: Path, tmp_path: Path) -> None:
+def test_a_moved_corpus_is_found_through_the_configuration_or_the_option(corpus: Path, tmp_path: Path) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
     shutil.copytree(corpus, old)
     run = make_run(tmp_path / "demo", [old])
@@ -318,7 +316,7 @@ def test_a_corpus_that_moved_is_found_where_a_resume_or_the_user_says(corpus: Pa
     assert verify_run(run.folder).holds
 
 
-def test_every_row_of_many_steps_is_read_in_order(tmp_path: Path, corpus: Path) -> None:
+def test_rows_are_read_in_order_by_several_threads(tmp_path: Path, corpus: Path) -> None:
     """More rows than threads hold at once, one a step: each digest meets its own step."""
     run = make_run(tmp_path / "demo", [corpus], replace(SETTINGS, rows_per_step=1, context_tokens=64))
     run.trained(run.plan.num_steps)

@@ -30,13 +30,11 @@ FAULT = Fault(at_s=2.5, kind="kill-node")
         ([(0, 10), (2, 4), (12, 14)], 2, 2),
     ],
 )
-def test_every_row_that_was_lost_or_repeated_is_counted(
-    ranges: list[tuple[int, int]], lost: int, repeated: int
-) -> None:
+def test_lost_and_repeated_rows_are_counted(ranges: list[tuple[int, int]], lost: int, repeated: int) -> None:
     assert count_rows(ranges) == (lost, repeated)
 
 
-def test_the_largest_difference_of_losses_is_found() -> None:
+def test_the_largest_loss_difference_is_found() -> None:
     found = compare_losses([(1, 2.0, 2.0), (2, 1.0, 1.25), (3, 4.0, 4.04)])
     assert (found.steps, found.at_step, found.largest) == (3, 2, pytest.approx(0.2))
     assert compare_losses([]).at_step is None
@@ -65,7 +63,7 @@ def _rehearsed(runs: tuple[Run, Run], again: list[Record] | None = None, **optio
     return report_rehearsal(faulty.folder, **given | options)
 
 
-def test_a_run_that_lost_no_row_and_has_its_losses_holds(runs: tuple[Run, Run]) -> None:
+def test_a_run_without_lost_rows_and_with_equal_losses_passes(runs: tuple[Run, Run]) -> None:
     report = _rehearsed(runs)
     assert report.holds and (report.rows_lost, report.rows_repeated, report.lost_steps) == (0, 0, 1)
     assert report.unbroken is not None and (report.unbroken.steps, report.unbroken.largest) == (6, 0.0)
@@ -78,27 +76,27 @@ def test_a_run_that_lost_no_row_and_has_its_losses_holds(runs: tuple[Run, Run]) 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({3: {"rows": [12, 16]}}, "4 rows were lost, and 4 repeated"),
+        ({3: {"rows": [12, 16]}}, "4 rows were lost, and 4 rows were repeated"),
         ({3: {"loss": 2.1}}, "the loss of step 3 differs from its first training by 5.0e-02"),
         ({5: {"loss": math.nan}}, "the loss of step 5 differs from the unbroken run by nan"),
         ({4: {"digest": "00"}}, "step 4 of attempt 2"),
-        ({4: None}, "4 rows were lost, and 0 repeated"),
+        ({4: None}, "4 rows were lost, and 0 rows were repeated"),
     ],
 )
-def test_what_does_not_hold_is_said(runs: tuple[Run, Run], changes: dict[int, Record | None], said: str) -> None:
+def test_each_failed_check_is_reported(runs: tuple[Run, Run], changes: dict[int, Record | None], said: str) -> None:
     steps = [record | (changes.get(record["step"], {}) or {}) for record in runs[0].steps(3, 6)]
     report = _rehearsed(runs, [record for record in steps if changes.get(record["step"], {}) is not None])
     assert not report.holds and any(said in problem for problem in report.problems), report.problems
     assert "DOES NOT HOLD" in render_report(report) and said in render_report(report)
 
 
-def test_a_fault_that_did_not_happen_or_was_not_survived_is_said(runs: tuple[Run, Run]) -> None:
+def test_missing_faults_and_missing_recoveries_are_reported(runs: tuple[Run, Run]) -> None:
     late = InjectedFault(fault=Fault(at_s=20.0, kind="kill-worker"), at=120.0, what="rank 0 is killed")
     report = _rehearsed(runs, planned=[FAULT, FAULT], injected=[late], problems=["the command ended with 1"])
     assert report.problems[0] == "the command ended with 1" and len(report.problems) == 3
     assert "only 1 of 2 faults" in report.problems[1] and "20s kill-worker" in report.problems[2]
 
 
-def test_too_little_effective_time_is_said(runs: tuple[Run, Run]) -> None:
+def test_a_low_ettr_is_reported(runs: tuple[Run, Run]) -> None:
     (problem,) = _rehearsed(runs, min_ettr=0.99).problems
     assert "at least 99%" in problem

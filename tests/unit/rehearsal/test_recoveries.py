@@ -48,12 +48,12 @@ def test_a_lost_node_costs_the_time_to_the_next_step_and_the_steps_that_are_trai
     assert (one.detected_s, one.formed_s, one.loaded_s, one.first_step_s, one.pause_s) == (0.5, 2.0, 3.0, 4.0, 5.0)
 
 
-def test_a_fault_that_nothing_followed_is_not_over() -> None:
+def test_a_fault_without_a_later_step_has_no_recovery() -> None:
     (one,) = recoveries(LOST, [_inject("kill-worker", 126.0)])
     assert not one.is_over and one.workers == (2, None) and one.lost_steps is None
 
 
-def test_training_goes_on_without_an_agent() -> None:
+def test_the_loss_of_an_agent_does_not_interrupt_training() -> None:
     early, late = recoveries(LOST, [_inject("kill-agent", 104.5), _inject("kill-agent", 130.0)])
     assert (early.attempt, early.first_step_s, early.lost_steps) == (None, 0.5, 0)
     assert not late.is_over
@@ -65,13 +65,13 @@ def test_two_drains_of_one_restart_are_counted_once() -> None:
     assert (first.lost_steps, second.lost_steps) == (1, 0)
 
 
-def test_an_attempt_that_trained_no_step_is_passed_over_and_its_loss_is_not() -> None:
+def test_an_attempt_without_steps_is_skipped_but_lost_steps_are_counted() -> None:
     events = [*LOST[:-11], _ended(2, 115.0), *_started(3, 118, 2, 8), *_steps(3, 119, 9, 12)]
     (one,) = recoveries(events, [_inject("kill-node", 111.0)])
     assert (one.attempt, one.lost_steps, one.first_step_s) == (3, 2, 8.0)
 
 
-def test_a_node_that_joins_is_followed_by_growth_and_not_by_another_recovery() -> None:
+def test_a_new_node_is_matched_with_growth_and_not_with_a_recovery() -> None:
     events = [
         *LOST,
         *_started(3, 130, 2, 20),
@@ -89,13 +89,13 @@ def test_a_node_that_joins_is_followed_by_growth_and_not_by_another_recovery() -
     assert not alone.is_over
 
 
-def test_a_drain_costs_no_step_and_pauses_for_less_than_it_takes() -> None:
+def test_a_drain_loses_no_steps() -> None:
     events = [*_started(1, 100, 4, 0), *_steps(1, 101, 1, 10), *_started(2, 114, 2, 10), *_steps(2, 115, 11, 12)]
     (one,) = recoveries(events, [_inject("drain-node", 104.0)])
     assert (one.lost_steps, one.first_step_s, one.pause_s, one.detected_s) == (0, 11.0, 5.0, None)
 
 
-def test_the_loss_of_a_node_without_ranks_is_no_interruption() -> None:
+def test_the_loss_of_a_node_without_ranks_does_not_interrupt_training() -> None:
     beside, of_ranks = recoveries(
         LOST, [_inject("kill-node", 104.5, "0.0.0.1"), _inject("kill-node", 104.5, "10.0.0.1")]
     )

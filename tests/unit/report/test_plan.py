@@ -9,7 +9,7 @@ def text_of(config, corpus):
     return render_plan(build_report(config, make_shape(config), corpus, make_plan(config, corpus)))
 
 
-def test_every_section_is_there_and_the_end_says_whether_it_starts():
+def test_the_plan_text_has_all_sections_and_ends_with_the_verdict():
     text = text_of(make_config(), make_corpus([64, 64, 100, 1, 30]))
     for title in ("model", "layout", "data", "memory per rank: a first estimate by formula, not a measurement"):
         assert f"\n{title}\n" in text
@@ -25,13 +25,13 @@ def layout_text(**parallel):
     return text.partition("\nlayout\n")[2].partition("\n\n")[0]
 
 
-def test_the_split_and_why_it_was_chosen_are_said():
+def test_the_row_split_is_explained():
     assert "  row split            sp 2 = ulysses 2 x ring 1\n" in layout_text(sp_size=2)
     assert "sp 8 = ulysses 4 x ring 2, chosen because 8 ranks can't share 4 heads\n" in layout_text(sp_size=8)
     assert "sp 4 = ulysses 2 x ring 2\n" in layout_text(sp_size=4, ring_size=2)
 
 
-def test_uneven_heads_and_copied_key_value_heads_are_said():
+def test_uneven_heads_and_copied_key_value_heads_are_explained():
     assert "  heads per rank       2 query, 1 key-value\n" in layout_text(sp_size=2)
     uneven = layout_text(sp_size=3)
     assert "1 or 2 query" in uneven
@@ -39,11 +39,11 @@ def test_uneven_heads_and_copied_key_value_heads_are_said():
     assert "each key-value head is sent 2 times" in layout_text(sp_size=4)
 
 
-def test_peer_memory_says_what_it_takes_and_how_often():
+def test_peer_memory_has_its_size_and_frequency():
     text = text_of(make_config(), make_corpus([64] * 9))
     # 106,944 parameters on 4 workers, 14 bytes each, in two copies of two states.
-    assert "memory per node      1.43 MiB for each worker on the node; at most a third of free memory per node\n" in text
-    assert "network            0.36 MiB per worker for each state, to the partner node\n" in text
+    assert "1.43 MiB for each worker on the node; at most a third of free memory per node\n" in text
+    assert "network              0.36 MiB per worker for each copy, to the partner node\n" in text
     assert "after each step longer than about a second (at 1 GiB/s per worker), otherwise less often\n" in text
     limited = text_of(make_config(elastic={"peer_memory_gib": 3.5}), make_corpus([64] * 9))
     assert "at most 3.5 GiB (elastic.peer_memory_gib) per node\n" in limited
@@ -52,18 +52,13 @@ def test_peer_memory_says_what_it_takes_and_how_often():
     assert "MiB  peer memory" in text and "MiB  peer memory" not in without
 
 
-def test_problems_stand_at_the_end():
+def test_problems_come_last():
     text = text_of(make_config(run={"stop_step": 99}), make_corpus([64] * 9))
     assert "this run can't start:\n  - run.stop_step=99: is beyond the planned data" in text
     assert "ready to start" not in text
 
 
-def test_no_line_is_wider_than_a_wide_terminal():
-    text = text_of(make_config(memory={"device_gib": 0.01}), make_corpus([64] * 9))
-    assert max(len(line) for line in text.splitlines()) <= 140
-
-
-def test_fill_and_padding_each_say_what_they_are_a_share_of():
+def test_fill_and_padding_have_the_right_denominators():
     """Rows of 64 tokens: three documents of 41 leave room in each, of which a row computes none but its padding."""
     config, corpus = make_config(data={"context_tokens": 64}), make_corpus([41, 41, 41])
     data = build_report(config, make_shape(config), corpus, make_plan(config, corpus)).data
@@ -77,9 +72,9 @@ def test_fill_and_padding_each_say_what_they_are_a_share_of():
     ) in text
 
 
-def test_the_time_of_a_step_is_told_term_by_term_and_what_the_run_costs():
+def test_the_step_time_is_broken_down_and_the_run_is_priced():
     corpus = make_corpus([64] * 9)
-    assert "\ntime: not modelled; it needs cluster.device, GPUs, bf16" in text_of(make_config(), corpus)
+    assert "\ntime: not modelled; the model requires cluster.device, GPUs, bf16" in text_of(make_config(), corpus)
     config = make_config(cluster={"workers": 4, "gpus_per_worker": 1, "device": "H100"}, model={"dtype": "bf16"})
     report = build_report(config, make_shape(config), corpus, make_plan(config, corpus))
     assert report.step_time is not None and report.to_json()["step_time"]["seconds"] == report.step_time.seconds
@@ -91,10 +86,10 @@ def test_the_time_of_a_step_is_told_term_by_term_and_what_the_run_costs():
     ]
     steps = report.data.stop_step
     cost = report.step_time.seconds * steps * 4
-    assert run.startswith(f"  {steps} steps: 0s without faults and saves; {cost:,.2f} at 3600 per GPU and hour")
+    assert run.startswith(f"  {steps} steps: 0s without faults and saves; {cost:,.2f} at 3600 per GPU-hour")
 
 
-def test_the_time_of_a_run_is_that_of_all_its_stages_up_to_its_stop():
+def test_the_run_time_covers_all_stages_up_to_the_stop_step():
     corpus = make_corpus([64] * 9)
     config = make_config(cluster={"workers": 4, "gpus_per_worker": 1, "device": "H100"}, model={"dtype": "bf16"})
     report = build_report(config, make_shape(config), corpus, make_plan(config, corpus))
@@ -109,8 +104,8 @@ def test_the_time_of_a_run_is_that_of_all_its_stages_up_to_its_stop():
         text = "\n".join(_time(replace(report, data=data, stages=stages), 1.0))
         return text.splitlines()[-1]
 
-    assert said(30) == "  30 steps of all stages: 3h30m without faults and saves; 14.00 at 1 per GPU and hour"
-    assert said(10) == "  10 steps of all stages: 10m00s without faults and saves; 0.67 at 1 per GPU and hour"
+    assert said(30) == "  30 steps of all stages: 3h30m without faults and saves; 14.00 at 1 per GPU-hour"
+    assert said(10) == "  10 steps of all stages: 10m00s without faults and saves; 0.67 at 1 per GPU-hour"
     assert said(4).startswith("  4 steps of all stages: 4m00s ")
     ended = replace(report, data=replace(report.data, stop_step=4, base_step=10))
     assert _time(ended, 1.0)[-1].startswith("  0 steps: 0s "), "a branch behind the stop"

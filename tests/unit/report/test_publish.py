@@ -54,16 +54,16 @@ def test_the_report_is_an_artifact_of_the_mlflow_run(tmp_path: Path, report_run:
     assert stored.read_text(encoding="utf-8") == render_report(run_dir)
 
 
-def test_a_tracking_json_of_somebody_else_is_not_followed_while_a_run_trains(
-    report_run: Run, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_foreign_tracking_json_is_not_used(report_run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     config = parse_config(small_tree(tracking__uri="https://mlflow.example"))
     (tracked(report_run.folder, "http://127.0.0.1:9") / "config.yaml").write_text(config.to_yaml())
     assert publish.main([str(report_run.folder)]) == 1
     assert capsys.readouterr().err == "the run has no MLflow run yet\n"
 
 
-def test_a_report_is_drawn_again_in_mlflow(tmp_path: Path, report_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_existing_report_in_mlflow_is_updated(
+    tmp_path: Path, report_run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (report_run.folder / "config.yaml").write_text(parse_config(small_tree()).to_yaml())
     stored: list[str] = []
     monkeypatch.setattr(mlflow_results, "store_text", lambda run_dir, name, text, **options: stored.append(text))
@@ -72,11 +72,11 @@ def test_a_report_is_drawn_again_in_mlflow(tmp_path: Path, report_run: Run, monk
     assert not (report_run.folder / "report.html").exists()
 
 
-def test_what_mlflow_does_not_take_is_an_error_of_one_line(tmp_path: Path) -> None:
+def test_a_failed_upload_is_an_error_without_the_password(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match=r"^the run has no MLflow run yet$"):
         store_text(tmp_path, "report.html", "x")
     away = tracked(tmp_path / "run", "http://someone:secret@127.0.0.1:9")
-    with pytest.raises(ArtifactError, match=r"did not take report\.html") as caught:
+    with pytest.raises(ArtifactError, match=r"did not store report\.html") as caught:
         store_text(away, "report.html", "x", trust_run=True)
     assert "secret" not in str(caught.value)
 
@@ -91,14 +91,14 @@ def publish_after(run_dir: Path, command: list[str], error: BaseException | None
     return happened
 
 
-def test_a_command_publishes_at_its_end_and_a_run_that_is_not_tracked_never(tmp_path: Path, noted: Path) -> None:
+def test_only_tracked_runs_are_published(tmp_path: Path, noted: Path) -> None:
     assert publish_after(tracked(tmp_path / "run"), _noting(noted)) == ["trained", "drawing"]
     assert publish_after(tmp_path / "other", _noting(noted)) == ["trained"]
     assert _times(noted) == 1
 
 
 @pytest.mark.parametrize(("error", "times"), [(KeyError("it failed"), 1), (KeyboardInterrupt(), 0)])
-def test_a_run_that_fails_has_its_report_and_an_interrupt_waits_for_none(
+def test_a_failed_run_is_published_and_an_interrupted_run_is_not(
     tmp_path: Path, noted: Path, error: BaseException, times: int
 ) -> None:
     with pytest.raises(type(error)):
@@ -114,7 +114,7 @@ def test_a_failure_is_a_warning(tmp_path: Path, noted: Path, caplog: pytest.LogC
     ]
 
 
-def test_one_that_hangs_does_not_keep_the_command(
+def test_a_hanging_report_does_not_block_the_command(
     tmp_path: Path, noted: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(publish, "_LONGEST_S", 5.0)

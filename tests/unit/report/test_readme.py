@@ -30,7 +30,7 @@ MINIO = "s3://bucket/runs?endpoint_override=minio:9000&scheme=http"
         ({"run": {"storage": MINIO}, "checkpoint": {"storage": MINIO}, "tracking": {"enabled": False}}, False),
     ],
 )
-def test_the_readme_of_a_run_names_the_option_that_its_owner_needs(
+def test_the_readme_mentions_trust_run_only_if_it_is_needed(
     monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], needs: bool
 ) -> None:
     monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)

@@ -18,7 +18,7 @@ def test_no_spike_is_dropped(spike: float, place: int) -> None:
     assert values[columns == place] == [spike]
 
 
-def test_a_picture_keeps_the_extremes_of_every_column_and_the_order() -> None:
+def test_a_thinned_curve_keeps_the_extremes_and_the_order() -> None:
     rng = np.random.default_rng(0)
     x, y = np.cumsum(rng.random(50_000)), rng.standard_normal(50_000)
     columns, values = thin(x, y, columns=64)
@@ -29,7 +29,7 @@ def test_a_picture_keeps_the_extremes_of_every_column_and_the_order() -> None:
         assert (kept.min(), kept.max()) == (inside.min(), inside.max())
 
 
-def test_few_points_stay_as_they_are_and_those_without_a_value_are_told_apart() -> None:
+def test_few_points_are_unchanged_and_non_finite_points_are_separate() -> None:
     x, y = np.arange(5.0), np.array([1.0, np.nan, 3.0, np.inf, 5.0])
     assert [list(one) for one in thin(x, y)] == [[0, 2, 4], [1, 3, 5]]
     assert list(not_finite(x, y)) == [1, 3]

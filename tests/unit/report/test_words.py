@@ -1,6 +1,6 @@
 import pytest
 
-from ray_ulysses.report.words import count, duration, facts, percent, size, table
+from ray_ulysses.report.words import count, duration
 
 
 @pytest.mark.parametrize(
@@ -25,19 +25,3 @@ def test_counts_have_three_digits_and_a_unit(number, text):
 )
 def test_durations_have_their_two_largest_units(seconds, text):
     assert duration(seconds) == text
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "text"), [(4 << 20, "4.00 MiB"), (1 << 30, "1.00 GiB"), (27.4 * (1 << 30), "27.4 GiB")]
-)
-def test_sizes_are_in_powers_of_1024(num_bytes, text):
-    assert size(num_bytes) == text
-
-
-def test_almost_all_is_not_all():
-    assert percent(0.9999) == "99.99%"
-
-
-def test_columns_are_aligned():
-    assert facts([("a", "1"), ("long", "2")]) == ["  a     1", "  long  2"]
-    assert table(("n", "name"), [("10", "x"), ("7", "y")]) == ["   n  name", "  10  x", "   7  y"]

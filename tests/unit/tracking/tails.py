@@ -1,4 +1,4 @@
-"""A tail whose updates a test writes; they survive the process beside its cursor, as a journal does."""
+"""A tail with scripted updates, which are stored next to its cursor and survive the process, like a journal."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from ray_ulysses.run_names import cursor_key
-from ray_ulysses.tracking.events import CheckpointEvent
 from ray_ulysses.tracking.tail import End, Sink, Tail
-from ray_ulysses.tracking.updates import AttemptBegan, AttemptOver, GoneCheckpoint, RunStatus, StepMetrics, Update
+from ray_ulysses.tracking.updates import AttemptBegan, AttemptOver, RunStatus, StepMetrics, Update
 from ray_ulysses.validation import parse_json
 
 
 class Script:
-    """The updates of a file; a step that was told before is left out, as in a run's."""
+    """The updates in a file, without steps that were logged before."""
 
     def __init__(self, path: Path, delivered: Mapping[str, int]) -> None:
         self._path, self._delivered = path, delivered.get("script", 0)
@@ -44,7 +43,7 @@ class Script:
 
 
 class ScriptedTracker:
-    """Tracks attempts that a test plays."""
+    """Tracks scripted attempts."""
 
     def __init__(self, sink: Sink, run_dir: Path, name: str = "mlflow", *, drain_s: float = 60.0, **options: Any):
         self._path, self._cursor = run_dir / f"script-{name}", run_dir / cursor_key(name)
@@ -69,9 +68,6 @@ class ScriptedTracker:
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
         self.log(StepMetrics(time=time.time(), step=step, metrics=metrics))
 
-    def log_checkpoint(self, update: CheckpointEvent | GoneCheckpoint) -> None:
-        self.log(update)
-
     def finish(
         self,
         status: RunStatus,
@@ -87,7 +83,7 @@ class ScriptedTracker:
         return self.tail.wait(self._drain_s)
 
     def catch_up(self) -> bool:
-        """Deliver what is left, without another attempt; return whether all of it was."""
+        """Deliver the backlog without a new attempt; return whether everything was delivered."""
         self.tail.start()
         self.drain()
         return self.is_delivered()

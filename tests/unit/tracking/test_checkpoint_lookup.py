@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import time
 
@@ -18,52 +17,38 @@ from tests.unit.tracking.tails import ScriptedTracker
 ASKED = "model.resume_from='mlflow:demo/x'"
 
 
-def chosen(have, which):
+def evaluated(*losses, **changes):
+    return [tracked(10 * number, metrics={"eval_loss": loss}, **changes) for number, loss in losses]
+
+
+STAGES = [*evaluated((1, 3.0), (2, 1.0), stage="short"), *evaluated((3, 2.0), (4, 2.5), stage="long")]
+DATA = [*evaluated((1, 2.0), (2, 2.2), measured="one"), *evaluated((3, 3.0), measured="other")]
+TRAINED = [tracked(step, metrics={"loss": loss}) for step, loss in ((10, 3.0), (20, 1.0), (30, 2.0))]
+
+
+@pytest.mark.parametrize(
+    ("have", "which", "chosen"),
+    [
+        # Attempt 2 resumed before step 30, which is no longer part of the run.
+        ([tracked(10), tracked(30), tracked(20, 2), tracked(15, 2), tracked(40, 2, "damaged")], "latest", (20, 2)),
+        ([tracked(20, 1, "superseded"), tracked(20, 2), tracked(10)], 20, (20, 2)),
+        (STAGES, "best", (30, 1)),
+        (DATA[:2], "best", (10, 1)),
+        (DATA, "best", (30, 1)),
+        (TRAINED, "best", (20, 1)),
+        ([*TRAINED[:2], tracked(30, metrics={"loss": 2.0, "eval_loss": 5.0})], "best", (30, 1)),
+        ([tracked(10, metrics={"loss": float("nan")}), tracked(20, metrics={"loss": 9.0})], "best", (20, 1)),
+        ([tracked(10, metrics={"loss": 1.0}), tracked(20, metrics={"loss": 1.0})], "best", (20, 1)),
+        *(
+            ([tracked(10), tracked(20, 2, state, metrics={"loss": 0.1})], which, (10, 1))
+            for state in ("deleted", "damaged", "superseded")
+            for which in ("latest", "best")
+        ),
+    ],
+)
+def test_a_usable_checkpoint_is_chosen(have, which, chosen):
     one = choose_tracked(have, which, reference=ASKED)
-    return one.step, one.attempt
-
-
-def test_the_latest_is_of_the_latest_attempt_and_not_of_the_largest_step():
-    # Attempt 2 went back before step 30, which is no longer part of the run.
-    have = [tracked(10), tracked(30), tracked(20, 2), tracked(15, 2), tracked(40, 2, "damaged")]
-    assert chosen(have, "latest") == (20, 2)
-
-
-def test_the_best_is_one_of_the_newest_stage():
-    losses = ((10, 3.0, "short"), (20, 1.0, "short"), (30, 2.0, "long"), (40, 2.5, "long"))
-    have = [tracked(step, metrics={"eval_loss": loss}, stage=stage) for step, loss, stage in losses]
-    assert chosen(have, "best") == (30, 1)
-
-
-def test_checkpoints_compare_with_those_measured_on_the_same_data():
-    losses = ((10, 2.0, "one"), (20, 2.2, "one"), (30, 3.0, "other"))
-    have = [tracked(step, metrics={"eval_loss": loss}, measured=data) for step, loss, data in losses]
-    assert chosen(have[:2], "best") == (10, 1)
-    assert chosen(have, "best") == (30, 1)
-
-
-def test_the_best_is_of_the_lowest_loss_of_evaluation_else_of_training():
-    by_loss = [tracked(step, metrics={"loss": loss}) for step, loss in ((10, 3.0), (20, 1.0), (30, 2.0))]
-    assert chosen(by_loss, "best") == (20, 1)
-    evaluated = tracked(30, metrics={"loss": 2.0, "eval_loss": 5.0})
-    assert chosen([*by_loss[:2], evaluated], "best") == (30, 1)
-    none = float("nan")
-    assert chosen([tracked(10, metrics={"loss": none}), tracked(20, metrics={"loss": 9.0})], "best") == (20, 1)
-    # Of equal ones the newest.
-    assert chosen([tracked(10, metrics={"loss": 1.0}), tracked(20, metrics={"loss": 1.0})], "best") == (20, 1)
-
-
-def test_a_step_is_the_one_that_is_live():
-    have = [tracked(20, 1, "superseded"), tracked(20, 2), tracked(10)]
-    assert chosen(have, 20) == (20, 2)
-
-
-@pytest.mark.parametrize("state", ["deleted", "damaged", "superseded"])
-@pytest.mark.parametrize("which", ["latest", "best", 20])
-def test_what_is_gone_is_not_offered(state, which):
-    gone = tracked(20, 2, state, metrics={"loss": 0.1})
-    with pytest.raises(UserError) if which == 20 else contextlib.nullcontext():
-        assert chosen([tracked(10), gone], which) == (10, 1)
+    assert (one.step, one.attempt) == chosen
 
 
 @pytest.mark.parametrize(
@@ -78,7 +63,7 @@ def test_what_is_gone_is_not_offered(state, which):
     ],
     ids=["none", "deleted", "incomplete", "absent", "damaged", "no-loss"],
 )
-def test_an_error_says_what_there_is(have, which, said):
+def test_an_error_lists_the_available_checkpoints(have, which, said):
     with pytest.raises(UserError, match=f"^{ASKED}: .*{said}"):
         choose_tracked(have, which, reference=ASKED)
 
@@ -89,7 +74,7 @@ def track(uri, run_dir, name, *checkpoints):
     tracker = ScriptedTracker(sink, run_dir)
     tracker.start({}, {})
     for news in checkpoints:
-        tracker.log_checkpoint(news)
+        tracker.log(news)
     tracker.finish("finished")
     return TrackingIdentity.load(run_dir).run_id
 
@@ -108,21 +93,21 @@ def test_a_run_is_found_by_its_name_and_by_its_id(uri, tmp_path):
             find_tracked(run, 30, uri=uri)
 
 
-def test_a_name_that_several_runs_have_is_answered_with_their_ids(uri, tmp_path):
+def test_an_ambiguous_name_is_refused_with_the_ids(uri, tmp_path):
     ids = [track(uri, tmp_path / name, "twice", committed(step)) for name, step in (("a", 10), ("b", 20))]
     with pytest.raises(UserError, match="2 MLflow runs have that name") as caught:
         find_tracked("twice", "latest", uri=uri)
     assert all(f"mlflow:{run_id}/latest" in str(caught.value) for run_id in ids)
 
 
-def test_a_run_of_ours_is_meant_where_others_have_its_name(uri, client, tmp_path):
+def test_a_ray_ulysses_run_takes_precedence_over_foreign_runs(uri, client, tmp_path):
     track(uri, tmp_path / "a", "shared", committed(10))
     client.create_run(client.get_experiment_by_name("lookup").experiment_id, run_name="shared")
     assert find_tracked("shared", "latest", uri=uri).step == 10
 
 
 @pytest.mark.parametrize("name", ["nobody", 'it\'s "both"', "f0" * 16])
-def test_a_name_that_nobody_has_is_answered_with_the_newest_runs(uri, tmp_path, name):
+def test_an_unknown_name_is_refused_with_the_newest_runs(uri, tmp_path, name):
     run_id = track(uri, tmp_path / "a", "somebody", committed(10))
     with pytest.raises(UserError, match=f"its newest runs are:(?s:.*)somebody  {run_id}"):
         find_tracked(name, "latest", uri=uri)
@@ -136,7 +121,7 @@ def test_a_deleted_run_is_not_found(uri, client, tmp_path):
             find_tracked(run, "latest", uri=uri)
 
 
-def test_a_server_that_is_away_is_said_soon_and_without_its_password():
+def test_an_unreachable_server_is_reported_without_its_password():
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))
         uri = f"http://me:secret@127.0.0.1:{reserved.getsockname()[1]}"
@@ -147,7 +132,7 @@ def test_a_server_that_is_away_is_said_soon_and_without_its_password():
     assert "secret" not in str(caught.value)
 
 
-def test_a_database_that_is_not_there_is_refused_and_not_made(tmp_path):
+def test_a_missing_database_is_refused_and_not_created(tmp_path):
     with pytest.raises(UserError, match=r"tracking\.uri"):
         find_tracked("demo", "latest", uri=f"sqlite:///{tmp_path}/mlflow.db")
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""The history: the contract's object, a replayed step once, lost work counted, time that counts."""
+"""The history of a run: its JSON object, its status, its steps and attempts."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from ray_ulysses.storage import LocalStore, LockOwner, run_claim
+from ray_ulysses.storage import LockOwner, run_claim
 from ray_ulysses.tracking.history import RunHistory, build_history, read_history
 from ray_ulysses.tracking.journal import AttemptJournal, claim_journal
-from tests.breadth import examples
+from ray_ulysses.tracking.journal_reader import read_entries
+from ray_ulysses.tracking.run_time import time_spent
 from tests.unit.tracking.journals import COMMITTED, STARTED, journal
 
 
@@ -75,7 +74,6 @@ def test_the_json_is_the_contracts_object(tmp_path: Path) -> None:
         **dict.fromkeys(absent),
     }
     stopped = {"reason": "stopped: SIGTERM"}
-    parts = ("cut_off_s", "detect_s", "form_s", "load_s", "build_s", "unknown_s")
     assert json.loads(json.dumps(read_history(run_dir).to_json())) == {
         "name": "demo",
         "status": "stopped",
@@ -100,36 +98,14 @@ def test_the_json_is_the_contracts_object(tmp_path: Path) -> None:
         # 3 useful seconds; attempt 1 ran 100..104, attempt 2 ran 110..112.5, and the pause was nobody's run.
         "goodput": round(3 / 6.5, 4),
         "failure": None,
-        "time_spent": {
-            **dict.fromkeys(("waiting_s", "recovery_s", "stages_s", "saves_s", "evaluation_s"), 0.0),
-            "total_s": 6.5,
-            "steps_s": 3.0,
-            "lost_steps_s": 1.0,
-            "startup_s": 2.0,
-            "other_s": 0.5,
-            "between_commands_s": 6.0,
-            "starts": {**dict.fromkeys(parts, 0.0), "build_s": 2.0},
-            "recovery": dict.fromkeys(parts, 0.0),
-        },
+        "time_spent": time_spent(read_entries(run_dir)).to_json(),
         "missing_steps": [],
         "damaged_records": [],
         "diagnostics": [],
     }
 
 
-def test_a_pause_inside_one_session_costs_goodput() -> None:
-    records = [
-        _started(1, 0.0, session="s"),
-        _step(1, 1, 2.0),
-        _started(2, 7.0, resumed=1, session="s"),
-        _step(2, 2, 10.0),
-    ]
-    assert _history(records).goodput == 0.2
-    other = [{**record, "session": f"s{record['attempt']}"} for record in records]
-    assert _history(other).goodput == 0.4
-
-
-def test_the_first_step_of_an_attempt_is_waited_for_from_its_command_or_from_the_failure_before_it() -> None:
+def test_the_time_to_the_first_step_begins_with_the_command_or_the_failure() -> None:
     command = {"session": "s", "command_started": 100.0}
     phase = {"event": "phase", "phase": "self-test", "attempt": 1, "time": 130.0, **command}
     records = [phase, _started(1, 150.0, **command), _step(1, 1, 160.0), _step(1, 2, 170.0)]
@@ -173,13 +149,15 @@ _RUN_FAILED = {"event": "run_failed", "attempt": 1, "time": 9.2, "reason": "fail
         ([_started(2, 8.0), _COMMAND_ENDED], 5.0, "running"),
     ],
 )
-def test_the_status_says_where_the_run_stands(tail: list[dict[str, Any]], held: float | None, status: str) -> None:
+def test_the_status_follows_from_the_events_and_the_lock(
+    tail: list[dict[str, Any]], held: float | None, status: str
+) -> None:
     records = [_started(1, 0.0), _step(1, 1, 1.0), *tail]
     owner = None if held is None else LockOwner(host="a", pid=1, since=held)
     assert _history(records, owner=owner).status == status
 
 
-def test_attempts_have_their_own_numbers_where_one_died_before_it_trained() -> None:
+def test_attempt_numbers_skip_an_attempt_that_never_trained() -> None:
     loading = {"event": "phase", "attempt": 2, "time": 2.0, "phase": "loading"}
     records = [_started(1, 0.0), _step(1, 1, 1.0), loading, _started(3, 5.0, resumed=1), _step(3, 2, 6.0)]
     printed = _history(records).to_json()
@@ -193,53 +171,14 @@ def test_a_live_lock_means_running(tmp_path: Path) -> None:
         assert read_history(tmp_path).status == "running"
 
 
-def test_a_missing_record_is_named() -> None:
-    records = [_started(1, 0.0), _step(1, 1, 1.0), _step(1, 3, 2.0)]
-    assert _history(records).missing_steps == ((2, 2),)
-
-
-def test_a_loss_that_is_unknown_is_null_in_json() -> None:
+def test_an_unknown_loss_is_null_in_json() -> None:
     records = [_started(1, 0.0), _step(1, 1, 1.0, loss=float("nan"))]
     printed = json.dumps(_history(records).to_json(), allow_nan=False)
     assert json.loads(printed)["steps"][0]["loss"] is None
 
 
-@settings(max_examples=examples(200))
-@given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 100)), min_size=1, max_size=6))
-def test_whatever_attempts_do_every_kept_step_counts_once(attempts: list[tuple[int, int]]) -> None:
-    """Each attempt does some steps and the next resumes at any earlier step: trained = kept + lost."""
-    records: list[dict[str, Any]] = []
-    at = trained = 0
-    for number, (length, cut) in enumerate(attempts, start=1):
-        at = cut % (at + 1)
-        records.append(_started(number, 10.0 * number, resumed=at))
-        for _ in range(length):
-            at += 1
-            trained += 1
-            records.append(_step(number, at, 10.0 * number + 1))
-    history = _history(records)
-    assert [step.step for step in history.steps] == list(range(1, at + 1))
-    assert [step.rows for step in history.steps] == [(i * 6, i * 6 + 6) for i in range(at)]
-    assert history.lost_steps == trained - at
-    assert history.rows_consumed == at * 6
-    assert history.missing_steps == ()
-
-
-def test_checkpoints_are_read_from_the_store_that_they_lie_in(tmp_path: Path) -> None:
-    folder = tmp_path / "elsewhere" / "checkpoints" / "step-00000007"
-    folder.mkdir(parents=True)
-    (folder / "manifest.json").write_text('{"world_size": 6}')
-    (folder.parent / "attempts").mkdir()
-    (folder.parent / "attempts" / "0001.claimed").write_text("")
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    assert read_history(run_dir, is_held=False).checkpoints == ()
-    (found,) = read_history(run_dir, is_held=False, store=LocalStore(tmp_path / "elsewhere")).checkpoints
-    assert (found.step, found.path, found.committed, found.world_size) == (7, "checkpoints/step-00000007", True, 6)
-
-
 @pytest.mark.parametrize("world_size", ["1e999", "NaN", '"6"', "true", "-6", "9" * 5000])
-def test_a_manifest_that_is_damaged_has_no_world_size(tmp_path: Path, world_size: str) -> None:
+def test_a_damaged_manifest_has_no_world_size(tmp_path: Path, world_size: str) -> None:
     folder = tmp_path / "checkpoints" / "step-00000007"
     folder.mkdir(parents=True)
     (folder / "manifest.json").write_text(f'{{"world_size": {world_size}}}')
@@ -247,7 +186,7 @@ def test_a_manifest_that_is_damaged_has_no_world_size(tmp_path: Path, world_size
     assert (found.committed, found.world_size) == (True, None)
 
 
-def test_an_attempt_says_when_its_stream_started_and_what_its_ranks_read_themselves() -> None:
+def test_an_attempt_has_its_stream_start_and_directly_read_rows() -> None:
     records = [
         _started(1, 0.0, streams=True),
         *(_step(1, step, step) for step in (1, 2)),

@@ -20,24 +20,13 @@ from ray_ulysses.tracking.journal import claim_journal
 from ray_ulysses.tracking.journal_lines import with_checksum
 from ray_ulysses.tracking.journal_reader import read_head_and_tail, read_journal
 from ray_ulysses.tracking.steps import ungroup_steps
-from tests.unit.tracking.journals import COMMITTED, STARTED, read_events
+from tests.unit.tracking.journals import COMMITTED, STARTED, step
 
 _SIZES = {"world_size": 4, "sp_size": 2, "dp_size": 2, "nodes": ["a", "b"]}
 
 
 def _step(number: int) -> dict[str, Any]:
-    return {
-        "event": "step",
-        "loss": 3.0 - number / 7,
-        "grad_norm": 1.25,
-        "seconds": 1.5,
-        "peak_memory_gib": 1.5,
-        "mfu": None,
-        "step": number,
-        "tokens": 1000 + number,
-        "rows": [number * 6 - 6, number * 6],
-        "digest": f"{number * 0x1234567890ABCDEF % 2**64:016x}",
-    }
+    return step(number, grad_norm=1.25, peak_memory_gib=1.5, mfu=None)
 
 
 def _sum(step: int) -> dict[str, Any]:
@@ -57,7 +46,7 @@ def _committed(step: int, **changes: Any) -> dict[str, Any]:
     return {**fields, **_sum(step), **changes}
 
 
-def test_what_was_recorded_beside_an_attempt_is_in_the_order_of_its_times(tmp_path: Path) -> None:
+def test_records_of_other_writers_are_ordered_by_time(tmp_path: Path) -> None:
     run_dir = _run(tmp_path)
     times = {"command": [20.0, 50.0], "controller": [10.0, 40.0]}
     for writer, own in times.items():
@@ -113,7 +102,7 @@ def test_a_line_without_a_checksum_is_damage(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [1, 4, 10])
-def test_a_damaged_step_is_named_and_counts_as_missing(tmp_path: Path, number: int) -> None:
+def test_a_damaged_step_is_reported_and_missing(tmp_path: Path, number: int) -> None:
     """The case that ended every later command of a run: a hexadecimal digit of a digest that is none any more."""
     expected = build_history(name="r", journal=read_journal(_run(tmp_path)))
     attempt = 1 if number < 9 else 2
@@ -146,22 +135,13 @@ def test_a_far_step_makes_one_gap(tmp_path: Path) -> None:
     assert history.to_json()["missing_steps"] == [[1, 10**12 - 1]]
 
 
-def test_an_attempt_whose_start_is_lost_still_replaces_the_steps_that_it_trained_again(tmp_path: Path) -> None:
+def test_an_attempt_without_a_start_record_still_replaces_replayed_steps(tmp_path: Path) -> None:
     expected = build_history(name="r", journal=read_journal(_run(tmp_path)))
     _rewrite(tmp_path, [bytes(60), *_lines(tmp_path, 2)[1:]], attempt=2)
     history = build_history(name="r", journal=read_journal(tmp_path))
     assert (history.steps, history.lost_steps, history.tokens) == (expected.steps, 1, expected.tokens)
     (record,) = history.damaged_records
     assert record == "journal/attempt-0002.jsonl, line 1: the checksum is wrong; ignored"
-
-
-@pytest.mark.parametrize("end", [b"", b"{", b'{"crc32": "0123', b'{"time": 12.5, "att'])
-def test_a_last_line_without_an_end_is_its_writer_s_business(tmp_path: Path, end: bytes) -> None:
-    expected = read_events(_run(tmp_path))
-    path = tmp_path / "journal/attempt-0002.jsonl"
-    path.write_bytes(path.read_bytes() + end)
-    assert read_events(tmp_path) == expected
-    assert read_journal(tmp_path).damaged == ()
 
 
 def test_a_record_of_another_attempt_is_damage(tmp_path: Path) -> None:
@@ -171,7 +151,7 @@ def test_a_record_of_another_attempt_is_damage(tmp_path: Path) -> None:
     assert record.reason == "attempt is 1, but the journal file belongs to attempt 2"
 
 
-def test_an_event_of_a_later_version_is_passed_over(tmp_path: Path) -> None:
+def test_an_event_of_a_later_version_is_ignored(tmp_path: Path) -> None:
     journal = claim_journal(tmp_path)
     journal.append({"event": "preemption_notice", "step": 3, "of_a_later_version": {"node": "a"}})
     journal.close()
@@ -198,7 +178,7 @@ def test_an_event_of_a_later_version_is_passed_over(tmp_path: Path) -> None:
     ],
     ids=["deep", "overflow", "digits", "negative", "bool", "surrogate", "time", "missing", "nul"],
 )
-def test_whatever_a_line_with_a_right_checksum_holds_is_named(tmp_path: Path, text: str, reason: str) -> None:
+def test_invalid_values_with_a_correct_checksum_are_reported(tmp_path: Path, text: str, reason: str) -> None:
     (tmp_path / "journal").mkdir()
     (tmp_path / "journal/attempt-0001.jsonl").write_bytes(with_checksum(text.encode()) + b"\n")
     (record,) = read_journal(tmp_path).damaged
@@ -207,7 +187,7 @@ def test_whatever_a_line_with_a_right_checksum_holds_is_named(tmp_path: Path, te
 
 
 @pytest.mark.parametrize("kind", ["a folder", "a link to a folder", "a link to nothing"])
-def test_what_is_in_place_of_a_journal_file_is_named_and_the_rest_is_read(tmp_path: Path, kind: str) -> None:
+def test_a_folder_or_link_in_place_of_a_journal_file_is_reported(tmp_path: Path, kind: str) -> None:
     whole = read_journal(_run(tmp_path))
     path, elsewhere = tmp_path / "journal/attempt-0002.jsonl", tmp_path / "elsewhere"
     path.unlink()
@@ -248,7 +228,7 @@ def _check_flip(folder: Path, file: Path, content: bytes, bit: int, expected: Ru
 
 
 @pytest.mark.parametrize(("count", "least"), [(300, 280), pytest.param(12_000, 11_500, marks=pytest.mark.slow)])
-def test_no_flipped_bit_changes_a_number_in_silence(tmp_path: Path, count: int, least: int) -> None:
+def test_no_flipped_bit_changes_a_number_silently(tmp_path: Path, count: int, least: int) -> None:
     expected = read_history(_run(tmp_path), is_held=False)
     drawn, outcomes = random.Random(count), {"harmless": 0, "named": 0}
     for _ in range(count):
@@ -259,7 +239,7 @@ def test_no_flipped_bit_changes_a_number_in_silence(tmp_path: Path, count: int, 
     assert outcomes["named"] > least, outcomes
 
 
-def test_a_line_that_a_disk_has_overwritten_is_set_aside_in_time_and_changes_no_step(tmp_path: Path) -> None:
+def test_an_overwritten_line_is_skipped_quickly_and_changes_no_step(tmp_path: Path) -> None:
     expected = build_history(name="r", journal=read_journal(_run(tmp_path)))
     lines = _lines(tmp_path)
     _rewrite(tmp_path, [*lines[:5], lines[5][:100] + bytes(16 << 20), *lines[6:]])

@@ -43,7 +43,7 @@ def demo(client):
     return Demo(client)
 
 
-def test_a_checkpoint_says_what_it_is_where_it_lies_and_where_it_came_from(demo):
+def test_a_committed_checkpoint_has_all_tags_params_and_metrics(demo):
     fields = {"reason": "minutes", "parent": "checkpoints/step-00000010", "zero_stage": 3}
     checkpoint = committed(20, 2, cursor={"plan_id": "0123abcd"}, tokens=99, **fields)
     demo.models.commit(checkpoint)
@@ -81,7 +81,7 @@ def marked(demo, mark):
     return [model.name for model in demo.client.search_logged_models([demo.experiment], filter_string=query)]
 
 
-def test_one_checkpoint_is_the_latest_and_one_the_best_whatever_goes(demo):
+def test_one_usable_checkpoint_each_is_the_latest_and_the_best(demo):
     for step, loss in ((10, 4.0), (20, 3.0), (30, 3.5)):
         demo.models.update(committed(step, metrics={"eval_loss": loss}))
     assert (marked(demo, "latest"), marked(demo, "best")) == (["step-00000030"], ["step-00000020"])
@@ -93,7 +93,7 @@ def test_one_checkpoint_is_the_latest_and_one_the_best_whatever_goes(demo):
     assert demo.tags()["checkpoint.best.step"] == "10"
 
 
-def test_a_mark_is_set_before_it_is_taken_from_another(demo, monkeypatch):
+def test_a_mark_is_set_before_it_is_removed_elsewhere(demo, monkeypatch):
     from mlflow import MlflowClient
 
     demo.models.update(committed(10))
@@ -111,7 +111,7 @@ def test_a_mark_is_set_before_it_is_taken_from_another(demo, monkeypatch):
     assert marked(demo, "latest") == ["step-00000020"]
 
 
-def test_what_is_told_again_changes_nothing(demo):
+def test_repeated_updates_change_nothing(demo):
     gone = GoneCheckpoint(step=10, attempt=1, state="deleted", reason="keep_last")
     for _ in range(3):
         demo.models.commit(committed(10))
@@ -121,7 +121,7 @@ def test_what_is_told_again_changes_nothing(demo):
     assert len(demo.client.get_run(demo.run_id).outputs.model_outputs) == 1
 
 
-def test_one_that_an_earlier_process_began_is_completed_and_not_doubled(demo):
+def test_an_incomplete_model_is_completed_and_not_duplicated(demo):
     demo.client.create_logged_model(
         demo.experiment, name="step-00000010", source_run_id=demo.run_id, tags={"step": "10", "attempt": "1"}
     )
@@ -131,7 +131,7 @@ def test_one_that_an_earlier_process_began_is_completed_and_not_doubled(demo):
     assert (model.status, [metric.value for metric in model.metrics]) == ("READY", [4.9])
 
 
-def test_a_step_that_a_later_attempt_commits_again_is_the_live_one(demo):
+def test_a_later_attempts_commit_supersedes_an_earlier_one(demo):
     for step, attempt in ((10, 1), (20, 1), (15, 2), (20, 2)):
         demo.models.commit(committed(step, attempt))
     assert demo.states() == [(10, 1, "committed"), (15, 2, "committed"), (20, 1, "superseded"), (20, 2, "committed")]
@@ -142,7 +142,7 @@ def test_a_step_that_a_later_attempt_commits_again_is_the_live_one(demo):
     assert (demo.tags()["checkpoint.attempt"], demo.tags()["checkpoint.step"]) == ("2", "20")
 
 
-def test_a_damaged_one_is_told_from_a_deleted_one_and_keeps_its_reason(demo):
+def test_damaged_and_deleted_checkpoints_are_distinguished(demo):
     for step in (10, 20):
         demo.models.commit(committed(step))
     demo.models.take_away(GoneCheckpoint(step=20, attempt=None, state="damaged", reason="a flipped byte"))
@@ -161,7 +161,7 @@ def test_a_damaged_one_is_told_from_a_deleted_one_and_keeps_its_reason(demo):
     assert by_state["damaged"].tags[DESCRIPTION].startswith("⚠ **Damaged, do not load**: a flipped byte\n\n")
 
 
-def test_what_a_person_wrote_in_the_description_stays(demo):
+def test_the_users_description_is_kept(demo):
     demo.models.commit(committed(10))
     (model,) = demo.logged()
     demo.client.set_logged_model_tags(model.model_id, {DESCRIPTION: "the one for the paper"})
@@ -171,13 +171,13 @@ def test_what_a_person_wrote_in_the_description_stays(demo):
     assert model.tags[DESCRIPTION] == "⚠ **Deleted, do not load**\n\nthe one for the paper"
 
 
-def test_models_that_somebody_else_logged_to_the_run_are_let_be(demo):
+def test_models_logged_by_the_user_are_ignored(demo):
     demo.client.create_logged_model(demo.experiment, name="exported", source_run_id=demo.run_id)
     demo.models.update(GoneCheckpoint(step=10, attempt=1, state="deleted"))
     assert demo.states() == []
 
 
-def test_more_checkpoints_than_a_page_holds_are_all_seen(demo, monkeypatch):
+def test_all_pages_of_checkpoints_are_read(demo, monkeypatch):
     monkeypatch.setattr("ray_ulysses.tracking.mlflow_models._MODELS_PER_PAGE", 2)
     for step in range(1, 6):
         demo.models.commit(committed(step))

@@ -36,7 +36,7 @@ def _tracked(client: Any, run_dir: Path, uri: str, artifacts: Path | None = None
     return run_id
 
 
-def test_metrics_and_files_are_those_of_the_runs_mlflow_run(uri: str, client: Any, run_dir: Path) -> None:
+def test_metrics_and_files_are_added_to_the_runs_mlflow_run(uri: str, client: Any, run_dir: Path) -> None:
     run_id = _tracked(client, run_dir, uri)
     way_there = run_dir / ".." / run_dir.name
     assert track_evaluation(way_there, 4, METRICS, FILES) == ""
@@ -51,7 +51,7 @@ def test_metrics_and_files_are_those_of_the_runs_mlflow_run(uri: str, client: An
 def test_a_database_elsewhere_is_changed_only_if_the_run_is_trusted(uri: str, client: Any, tmp_path: Path) -> None:
     run_id = _tracked(client, tmp_path, uri, tmp_path / "artifacts")
     said = track_evaluation(tmp_path, 4, METRICS, FILES)
-    assert "this server is specified only by the run" in said and "--trust-run" in said
+    assert "only the run names the server" in said and "--trust-run" in said
     assert client.get_run(run_id).data.metrics == {}
     assert track_evaluation(tmp_path, 4, METRICS, FILES, trust_run=True) == ""
     assert client.get_run(run_id).data.metrics == METRICS
@@ -85,7 +85,7 @@ def test_no_link_among_the_artifacts_beside_a_run_is_followed(
 
 
 @pytest.mark.parametrize("named", ["", "/", None])
-def test_an_empty_address_is_not_that_of_an_empty_environment(
+def test_an_empty_uri_never_matches_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str | None
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -94,26 +94,26 @@ def test_an_empty_address_is_not_that_of_an_empty_environment(
         monkeypatch.setenv("MLFLOW_TRACKING_URI", named)
     (tmp_path / "run").mkdir()
     TrackingIdentity(uri="", experiment="e", key="k", run_id="0" * 32).save(tmp_path / "run")
-    assert "this server is specified only by the run" in track_evaluation(tmp_path / "run", 4, METRICS, FILES)
+    assert "only the run names the server" in track_evaluation(tmp_path / "run", 4, METRICS, FILES)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_no_database_is_made_and_no_link_to_one_is_followed(uri: str, tmp_path: Path) -> None:
+def test_no_database_is_created_and_no_link_is_followed(uri: str, tmp_path: Path) -> None:
     run_dir, database = tmp_path / "run", tmp_path / "mlflow.db"
     run_dir.mkdir()
     for _ in range(2):
         TrackingIdentity(uri=f"sqlite:///{database}", experiment="e", key="k", run_id="0" * 32).save(run_dir)
-        assert "this server is specified only by the run" in track_evaluation(run_dir, 4, METRICS, FILES)
+        assert "only the run names the server" in track_evaluation(run_dir, 4, METRICS, FILES)
         assert not database.is_file() or database.is_symlink()
         database.unlink(missing_ok=True)
         database.symlink_to(uri.removeprefix("sqlite:///"))
 
 
-def test_an_untracked_run_has_nothing_to_tell(tmp_path: Path) -> None:
+def test_an_untracked_run_logs_nothing(tmp_path: Path) -> None:
     assert track_evaluation(tmp_path, 4, METRICS, FILES) == ""
 
 
-def test_an_outage_is_said_without_the_password(tmp_path: Path) -> None:
+def test_an_outage_is_reported_without_the_password(tmp_path: Path) -> None:
     uri = "http://user:secret@127.0.0.1:9"
     TrackingIdentity(uri=uri, experiment="e", key="k", run_id="0" * 32, experiment_id="0").save(tmp_path)
     said = track_evaluation(tmp_path, 4, METRICS, FILES, trust_run=True)

@@ -23,6 +23,6 @@ def pace_of(folder: Path, **started: Any) -> float:
     return pace.seconds_left
 
 
-def test_what_is_left_of_a_run_of_stages_is_up_to_its_end(tmp_path: Path) -> None:
+def test_the_remaining_time_covers_all_stages(tmp_path: Path) -> None:
     assert pace_of(tmp_path / "one", last_step=11) == 20.0
     assert pace_of(tmp_path / "stage", last_step=11, run_last_step=101, stage="short") == 200.0

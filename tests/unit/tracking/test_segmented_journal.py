@@ -20,35 +20,9 @@ from ray_ulysses.tracking.journal_files import SegmentedFile, attempt_numbers, j
 from ray_ulysses.tracking.journal_lines import encode_record
 from ray_ulysses.tracking.journal_reader import JournalTail, read_head_and_tail, read_journal, read_side_files
 from ray_ulysses.tracking.steps import ungroup_steps
-from tests.s3_server import FaultyProxy, S3Server
-
-
-class _Still:
-    """A clock that stands still until it is moved."""
-
-    def __init__(self) -> None:
-        self.time = 0.0
-
-    def now(self) -> float:
-        return 1.7e9
-
-    def monotonic(self) -> float:
-        return self.time
-
-    def sleep(self, seconds: float) -> None:
-        raise AssertionError
-
-
-def _step(number: int) -> dict[str, Any]:
-    return {
-        "event": "step",
-        "step": number,
-        "loss": 1.0 / number,
-        "tokens": 10,
-        "rows": [number - 1, number],
-        "digest": f"{number:016x}",
-        "seconds": 0.5,
-    }
+from tests.s3_server import S3Server
+from tests.unit.commands.histories import HandClock
+from tests.unit.tracking.journals import step
 
 
 @pytest.fixture
@@ -71,19 +45,17 @@ def _names(run_dir: ObjectLocation) -> list[str]:
 
 
 def _write(journal: SegmentedJournal, *numbers: int) -> None:
-    """Put each step into a segment of its own."""
+    """Upload each step as a separate segment."""
     for number in numbers:
-        journal.append(_step(number))
+        journal.append(step(number))
         journal.sync()
 
 
-def test_its_segments_are_in_order_the_file_that_a_directory_would_hold(
-    run_dir: ObjectLocation, tmp_path: Path
-) -> None:
-    remote, local = claim_journal(run_dir, _Still()), claim_journal(tmp_path, _Still())
+def test_the_joined_segments_equal_the_file_in_a_directory(run_dir: ObjectLocation, tmp_path: Path) -> None:
+    remote, local = claim_journal(run_dir, HandClock()), claim_journal(tmp_path, HandClock())
     for number in range(1, 8):
         for journal in (remote, local):
-            journal.append(_step(number))
+            journal.append(step(number))
         if number % 3 == 0:
             remote.sync()
     remote.close()
@@ -97,64 +69,57 @@ def test_its_segments_are_in_order_the_file_that_a_directory_would_hold(
     assert read_head_and_tail(run_dir, 1) == read_head_and_tail(tmp_path, 1)
 
 
-def test_of_many_that_claim_an_attempt_each_gets_a_number_of_its_own(run_dir: ObjectLocation) -> None:
+def test_concurrent_claims_get_distinct_numbers(run_dir: ObjectLocation) -> None:
     with ThreadPoolExecutor(6) as pool:
         numbers = list(pool.map(lambda _: claim_journal(run_dir).attempt, range(6)))
     assert sorted(numbers) == [1, 2, 3, 4, 5, 6] == list(attempt_numbers(run_dir))
     assert claim_journal(run_dir, after=10).attempt == 11
 
 
-def test_a_step_waits_for_a_sync_and_what_recovery_reads_is_put_at_once(run_dir: ObjectLocation) -> None:
-    journal = claim_journal(run_dir, _Still())
-    journal.append(_step(1))
-    assert _steps(run_dir) == [] and journal.num_waiting_bytes > 0
-    journal.append({"event": "attempt_ended", "reason": "stopped"})
-    assert _steps(run_dir) == [1] and journal.num_waiting_bytes == 0
-    _write(journal, 2)
-    assert _steps(run_dir) == [1, 2]
-
-
-def test_what_waits_is_put_when_it_is_due(run_dir: ObjectLocation) -> None:
-    clock = _Still()
+def test_steps_are_uploaded_when_it_is_due_and_durable_records_at_once(run_dir: ObjectLocation) -> None:
+    clock = HandClock()
     journal, tail = claim_journal(run_dir, clock), JournalTail(run_dir)
     assert tail.poll(at_once=True) == []
-    journal.append(_step(1))
+    journal.append(step(1))
     journal.tend()
     assert _steps(run_dir) == []
-    clock.time += 4.0
+    clock.at += 4.0
     journal.tend()
     assert _steps(run_dir) == [1]
     assert len(tail.poll(at_once=True)) == 1
-    clock.time += 4.0
-    journal.append(_step(2))
+    clock.at += 4.0
+    journal.append(step(2))
     journal.tend()
-    # Asked a moment ago.
+    # The store was listed a moment ago.
     assert tail.poll() == []
     (entry,) = tail.poll(at_once=True)
     assert [event.step for event in ungroup_steps([entry]) if isinstance(event, StepDone)] == [2]
-    journal.close()
+    journal.append(step(3))
+    assert _steps(run_dir) == [1, 2] and journal.num_waiting_bytes > 0
+    journal.append({"event": "attempt_ended", "reason": "stopped"})
+    assert _steps(run_dir) == [1, 2, 3] and journal.num_waiting_bytes == 0
 
 
-def test_another_writer_has_a_file_of_its_own_and_continues_it(run_dir: ObjectLocation) -> None:
-    claim_journal(run_dir, _Still()).close()
+def test_another_writer_continues_its_own_file(run_dir: ObjectLocation) -> None:
+    claim_journal(run_dir, HandClock()).close()
     for text in ("one", "two"):
         journal = open_journal(run_dir, 1, writer="command")
         journal.append({"event": "hang", "text": text, "stacks": {}})
         journal.close()
         journal.close()
         with pytest.raises(OSError, match="already closed"):
-            journal.append(_step(1))
+            journal.append(step(1))
     assert [getattr(event, "text", None) for event in read_side_files(run_dir)] == ["one", "two"]
     assert read_journal(run_dir).damaged == ()
 
 
 @pytest.mark.parametrize("call", range(1, 6))
 @pytest.mark.parametrize("lost", ["request", "answer"])
-def test_whichever_put_fails_no_record_is_lost_torn_or_repeated(
+def test_a_failed_upload_loses_tears_or_repeats_no_record(
     run_dir: ObjectLocation, monkeypatch: pytest.MonkeyPatch, call: int, lost: str
 ) -> None:
-    """The store fails at call n, before or after it has done what it was asked for."""
-    journal = claim_journal(run_dir, _Still())
+    """Call number ``call`` of the store fails, before or after it takes effect."""
+    journal = claim_journal(run_dir, HandClock())
     create, calls, failures = ObjectStore.create, 0, 0
 
     def failing(self: ObjectStore, key: str, chunks: Any) -> int:
@@ -169,12 +134,12 @@ def test_whichever_put_fails_no_record_is_lost_torn_or_repeated(
     monkeypatch.setattr(ObjectStore, "create", failing)
     for number in range(1, 6):
         with nullcontext() if failures == 0 else suppress(OSError):
-            journal.append(_step(number))
+            journal.append(step(number))
         try:
             journal.sync()
         except OSError:
             failures += 1
-            # Until the next one succeeds, each record says that it waits.
+            # Until the next upload succeeds, each append reports the failure.
             with pytest.raises(OSError, match="the store failed"):
                 journal.append({"event": "warning", "text": "waits"})
     journal.sync()
@@ -184,8 +149,8 @@ def test_whichever_put_fails_no_record_is_lost_torn_or_repeated(
     assert [getattr(one, "text", None) for one in events].count("waits") == 1
 
 
-def test_a_put_of_a_dead_process_that_arrives_late_takes_no_place_of_another(run_dir: ObjectLocation) -> None:
-    dead = claim_journal(run_dir, _Still())
+def test_a_late_upload_of_a_dead_process_replaces_no_segment(run_dir: ObjectLocation) -> None:
+    dead = claim_journal(run_dir, HandClock())
     _write(dead, 1)
     successor = open_journal(run_dir, 1)
     _write(dead, 2)
@@ -194,19 +159,17 @@ def test_a_put_of_a_dead_process_that_arrives_late_takes_no_place_of_another(run
     assert successor.num_waiting_bytes == 0
 
 
-def test_a_segment_that_is_missing_is_damage_that_is_named(run_dir: ObjectLocation) -> None:
-    _write(claim_journal(run_dir, _Still()), 1, 2, 3)
+def test_a_missing_segment_is_reported(run_dir: ObjectLocation) -> None:
+    _write(claim_journal(run_dir, HandClock()), 1, 2, 3)
     open_store(run_dir).delete(segment_key(journal_file_name(1), 2))
     found = read_journal(run_dir)
     assert [record.reason for record in found.damaged] == ["its segment 2 is missing"]
     assert [one.step for one in ungroup_steps(found.entries) if isinstance(one, StepDone)] == [1, 3]
 
 
-def test_many_segments_become_one_and_nothing_is_read_twice_or_missed(
-    run_dir: ObjectLocation, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_merged_segments_are_read_exactly_once(run_dir: ObjectLocation, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_module, "MERGED_SEGMENTS", 3)
-    journal = claim_journal(run_dir, _Still())
+    journal = claim_journal(run_dir, HandClock())
     _write(journal, 1, 2, 3)
     ((_, before),) = journal_files(run_dir)
     for number in range(4, 8):
@@ -215,22 +178,22 @@ def test_many_segments_become_one_and_nothing_is_read_twice_or_missed(
     journal._merge()
     assert _names(run_dir) == ["00000000.jsonl", "00000001-00000003.jsonl", "00000004-00000006.jsonl", "00000007.jsonl"]
     assert _steps(run_dir) == [1, 2, 3, 4, 5, 6, 7]
-    # A listing from before the merge still leads to every record.
+    # A listing from before the merge still yields all records.
     assert isinstance(before, SegmentedFile) and len(before.segments) == 4
     with before.open() as stream:
         assert stream.read().count(b"\n") >= 3
-    # Killed between the two: the long segment is there and the short ones are, too.
-    _, line = encode_record({"time": 1.0, "attempt": 1, **_step(99)})
+    # As after a kill between merge and deletion: a merged segment and one of its parts exist.
+    _, line = encode_record({"time": 1.0, "attempt": 1, **step(99)})
     open_store(run_dir).create(segment_key(journal_file_name(1), 2), [line])
     assert _steps(run_dir) == [1, 2, 3, 4, 5, 6, 7]
     again = open_journal(run_dir, 1)
-    again.append(_step(8))
+    again.append(step(8))
     again.close()
     assert _names(run_dir)[-1] == "00000008.jsonl"
 
 
-def test_a_journal_that_was_deleted_is_gone(run_dir: ObjectLocation) -> None:
-    journal = claim_journal(run_dir, _Still())
+def test_a_deleted_journal_is_detected(run_dir: ObjectLocation) -> None:
+    journal = claim_journal(run_dir, HandClock())
     journal._look()
     assert not journal.is_gone
     open_store(run_dir).delete(JOURNAL_FOLDER)
@@ -238,25 +201,7 @@ def test_a_journal_that_was_deleted_is_gone(run_dir: ObjectLocation) -> None:
     assert journal.is_gone
 
 
-def test_a_store_that_is_away_keeps_records_in_memory(s3: S3Server, proxy: FaultyProxy, prefix: str) -> None:
-    place = place_of(s3.uri(prefix, proxy.port))
-    assert isinstance(place, ObjectLocation)
-    store = open_store(place, retry_s=0.2)
-    store.create(segment_key(journal_file_name(1), 0), [b""])
-    journal = SegmentedJournal(store, 1)
-    proxy.fail("503", lambda method, path: method == "PUT", times=10_000)
-    with pytest.raises(OSError, match="failed"):
-        _write(journal, 1)
-    with suppress(OSError):
-        journal.append(_step(2))
-    assert journal.num_waiting_bytes > 0
-    assert _steps(place) == []
-    proxy.heal()
-    journal.close()
-    assert _steps(place) == [1, 2]
-
-
-def test_segments_that_can_not_be_deleted_are_merged_once_and_read_once(
+def test_undeletable_segments_are_merged_and_read_once(
     run_dir: ObjectLocation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def denied(self: ObjectStore, keys: Any) -> None:
@@ -264,7 +209,7 @@ def test_segments_that_can_not_be_deleted_are_merged_once_and_read_once(
 
     monkeypatch.setattr(journal_module, "MERGED_SEGMENTS", 3)
     monkeypatch.setattr(ObjectStore, "delete_files", denied)
-    journal = claim_journal(run_dir, _Still())
+    journal = claim_journal(run_dir, HandClock())
     for number in range(1, 9):
         _write(journal, number)
         with suppress(OSError):
@@ -273,11 +218,11 @@ def test_segments_that_can_not_be_deleted_are_merged_once_and_read_once(
     assert _steps(run_dir) == [*range(1, 9)]
 
 
-def test_a_merge_between_two_pages_of_a_list_is_no_damage(
+def test_a_merge_between_two_listing_pages_is_not_damage(
     run_dir: ObjectLocation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "MERGED_SEGMENTS", 3)
-    journal = claim_journal(run_dir, _Still())
+    journal = claim_journal(run_dir, HandClock())
     _write(journal, 1, 2, 3, 4)
     sizes, merged = ObjectStore.sizes, [False]
 
@@ -292,12 +237,3 @@ def test_a_merge_between_two_pages_of_a_list_is_no_damage(
 
     monkeypatch.setattr(ObjectStore, "sizes", paged)
     assert _steps(run_dir) == [1, 2, 3, 4] and merged[0]
-
-
-@pytest.mark.slow
-def test_a_journal_of_more_segments_than_a_page_of_a_list_is_read_whole(run_dir: ObjectLocation) -> None:
-    journal = claim_journal(run_dir, _Still())
-    _write(journal, *range(1, 2101))
-    assert _steps(run_dir) == [*range(1, 2101)]
-    journal._merge()
-    assert len(_names(run_dir)) == 2 and _steps(run_dir) == [*range(1, 2101)]
