@@ -278,7 +278,7 @@ def _play(run_dir: Place, deaths: Deaths, batch: int) -> Tracker:
 
 
 @pytest.mark.parametrize("batch", [2, 200])
-@pytest.mark.parametrize("kind", ["files", "object store"])
+@pytest.mark.parametrize("kind", ["files", pytest.param("object store", marks=pytest.mark.slow)])
 def test_wherever_a_command_dies_updates_arrive_once_and_in_order(
     kind: str, tmp_path: Path, s3: S3Server, prefix: str, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
