@@ -1,4 +1,4 @@
-"""Small runs as training leaves them, without training: a real corpus and plan, a journal, and manifests."""
+"""Builders for small runs without training: a real corpus and plan, a journal, and manifests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Record = dict[str, Any]
 
 @dataclass
 class Run:
-    """A run directory, and what an attempt would write into it."""
+    """A run directory, and methods to write what an attempt would write."""
 
     folder: Path
     plan: Plan
@@ -36,7 +36,7 @@ class Run:
     digests: dict[tuple[str, int], int] = field(default_factory=dict)
 
     def digest(self, step: int, plan: Plan | None = None) -> int:
-        """What a model receives in a step: read in two slices a row, as two ranks would."""
+        """Digest of the data that a model receives in a step, read in two slices per row like two ranks do."""
         plan = plan or self.plan
         if (plan.plan_id, step) not in self.digests:
             self.digests[plan.plan_id, step] = self._received(step, plan)
@@ -87,7 +87,7 @@ class Run:
         journal.close()
 
     def trained(self, last: int, finished: bool = False) -> None:
-        """Write one attempt that trained up to a step without a fault."""
+        """Write the journal of one attempt that trained up to a step without a fault."""
         end: list[Record] = [{"event": "attempt_ended", "reason": "finished"}, {"event": "run_finished", "step": last}]
         self.attempt([self.started(), *self.steps(1, last), *(end if finished else ())])
 
@@ -105,7 +105,7 @@ class Run:
         return add_digests(*(self.digest(one, plan) for one in range(1, step + 1)))
 
     def checkpoint(self, step: int, plan: Plan | None = None, **changes: Any) -> None:
-        """Commit a checkpoint of no tensors."""
+        """Commit a checkpoint without tensors."""
         manifest = Manifest(
             step=step,
             attempt=1,
@@ -124,7 +124,7 @@ class Run:
         return {**fields, **sums, **changes}
 
     def branch(self, step: int, settings: PlanSettings, corpora: Sequence[Path]) -> Plan:
-        """Branch the plan after a step; returns the plan as it was."""
+        """Branch the plan after a step, and return the previous plan."""
         before = self.plan
         opened = open_sources([(str(path), None) for path in corpora], before.newest.sources)
         remainder = remainder_after(before, step, opened.sources, settings)

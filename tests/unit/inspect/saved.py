@@ -1,4 +1,4 @@
-"""Runs with real checkpoints in them, and ways to damage those."""
+"""Builders for runs with real checkpoints, and ways to damage them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def make_folder(folder: Path, **settings: Any) -> LocalStore:
 
 
 def save(store: Store, step: int, *, attempt: int = 1, world_size: int = 2, **changes: Any) -> None:
-    """Commit a checkpoint from some ranks."""
+    """Commit a checkpoint from ``world_size`` ranks."""
     fields: dict[str, Any] = {
         "sp_size": 2,
         "cursor": {"next_row": step},
@@ -79,12 +79,12 @@ def flip(path: Path, position: int) -> None:
 
 
 def cut(path: Path, num_bytes: int) -> None:
-    """Take the end off a file."""
+    """Truncate a file."""
     path.write_bytes(path.read_bytes()[:-num_bytes])
 
 
 def make_foreign(path: Path) -> None:
-    """Make a manifest one of another version, sound in itself."""
+    """Change the schema version of a manifest, with a correct checksum."""
     values = json.loads(path.read_bytes())
     values["schema_version"] = 99
     path.write_bytes(signed(values))
@@ -92,7 +92,7 @@ def make_foreign(path: Path) -> None:
 
 @contextmanager
 def denied(path: Path) -> Iterator[None]:
-    """Let no store give a file, as for one without the right to read it."""
+    """Deny read access to a file."""
     opened = LocalStore.open
 
     def guarded(store: LocalStore, key: str) -> LocalFile:

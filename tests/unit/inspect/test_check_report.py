@@ -1,4 +1,4 @@
-"""What `check` says of a trial run: every line holds for a good one, and each fault fails its own line."""
+"""The report of a trial run: a good trial passes every check, and each fault fails its own check."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ NO_MEMORY = "run 'self-test-run': step 4 ran out of memory: 78.9 GiB were alloca
 
 
 def ended(failure: str, num_steps: int = 9) -> dict[str, Any]:
-    """Return the changes of a trial that fails before its checkpoint."""
+    """Return changes that make the trial fail before its checkpoint."""
     return {"steps": steps(LOSSES[:num_steps]), **UNSAVED, "failure": failure}
 
 
@@ -107,9 +107,9 @@ def test_checks_that_were_not_reached_do_not_fail() -> None:
 
 
 def test_the_loss_check_excludes_the_first_step_with_the_most_expensive_rows() -> None:
-    """Long documents of one kind, say, that are easy to predict."""
+    """The most expensive rows may contain long documents that are easy to predict."""
     losses = [0.5, *LOSSES[1:]]
-    # With it, the first third would be below the last one.
+    # With the first step, the first third would be below the last third.
     losses[1:] = [3.0 - 0.05 * step for step in range(12)]
     assert sum(losses[:4]) / 4 < sum(losses[-4:]) / 4
     assert failed(steps=steps(losses), again=steps([losses[-1]], attempt=2, first=13)) == []

@@ -1,4 +1,4 @@
-"""Every byte of a checkpoint is read: what is wrong is named by file, tensor and bytes."""
+"""Every byte of a checkpoint is verified; damage is located by file, tensor and bytes."""
 
 from __future__ import annotations
 

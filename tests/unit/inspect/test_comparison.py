@@ -1,4 +1,4 @@
-"""Two runs' data, step by step."""
+"""The data of two runs is compared step by step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.unit.inspect.runs import SETTINGS, Run, make_run
 
 @pytest.fixture
 def other(tmp_path: Path, corpus: Path) -> Run:
-    """A run of the same plan, whose corpus lies elsewhere: that decides no row."""
+    """A run with the same plan and a copy of the corpus at another path."""
     shutil.copytree(corpus, tmp_path / "copy")
     return make_run(tmp_path / "other", [tmp_path / "copy"])
 
@@ -30,21 +30,15 @@ def compared(run: Run, other: Run) -> tuple[Comparison, list[str]]:
     return found.comparison, [str(finding) for finding in found.findings]
 
 
-def test_two_runs_that_trained_the_same_data_are_the_same(run: Run, other: Run) -> None:
+def test_equal_runs_are_the_same_and_a_longer_run_is_the_same_so_far(run: Run, other: Run) -> None:
     run.trained(8)
     other.attempt([other.started(), *other.steps(1, 5)])
+    comparison, findings = compared(run, other)
+    assert (comparison.answer, comparison.common_steps, findings) == ("same_so_far", 5, [])
+    assert (comparison.own_steps, comparison.other_steps) == (8, 5)
     other.attempt([other.started(3), *other.steps(4, 8)])
     comparison, findings = compared(run, other)
     assert (comparison.answer, comparison.common_steps, comparison.first_different_step) == ("same", 8, None)
-    assert findings == []
-
-
-def test_a_run_that_trained_further_is_the_same_so_far(run: Run, other: Run) -> None:
-    run.trained(5)
-    other.trained(8)
-    comparison, findings = compared(run, other)
-    assert (comparison.answer, comparison.common_steps) == ("same_so_far", 5)
-    assert (comparison.own_steps, comparison.other_steps) == (5, 8)
     assert findings == []
 
 
@@ -84,7 +78,7 @@ def test_runs_are_compared_up_to_a_branch(run: Run, other: Run, corpus: Path, tm
     other.trained(5)
     more = text_corpus(tmp_path / "more", varied_texts(20, seed=5)).path
     other.branch(5, replace(SETTINGS, rows_per_step=3), [corpus, more])
-    # Neither has trained beyond: the data are the same so far.
+    # Neither run has trained beyond the branch, so the data is the same so far.
     comparison, findings = compared(run, other)
     assert (comparison.answer, findings) == ("same", [])
     other.attempt([other.started(5), *other.steps(6, 8)])

@@ -1,4 +1,4 @@
-"""``ray-ulysses inspect`` on the command line: what it prints, and its exit codes."""
+"""Output and exit codes of ``ray-ulysses inspect``."""
 
 from __future__ import annotations
 

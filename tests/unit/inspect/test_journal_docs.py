@@ -1,4 +1,4 @@
-"""docs/journal.md is generated from the code, describes what `inspect --json` prints, and reads the journal's lines."""
+"""docs/journal.md is up to date, documents the output of `inspect --json`, and its code reads journal lines."""
 
 from __future__ import annotations
 

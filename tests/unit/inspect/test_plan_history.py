@@ -1,4 +1,4 @@
-"""The history of a run's data plan: one record per segment, and a plan that can't be read hides nothing else."""
+"""The history of a run's data plan: one record per segment, or a problem."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One row of a run: its documents, their files, and the steps that trained it."""
+"""Reports on a row: its documents, their files, and the steps that trained the row."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_a_shortened_text_reports_the_omitted_characters(size: int) -> None:
 
 @pytest.mark.parametrize("context_tokens", [512, 16], ids=["whole documents", "documents in pieces"])
 def test_supervised_tokens_are_marked(tmp_path: Path, context_tokens: int) -> None:
-    """Chats in bytes: the labels of all pieces are the assistants' words, and stand between the marks."""
+    """Byte-tokenized chats: exactly the assistants' words are labels, and appear between the markers."""
     rows = [
         {
             "messages": [

@@ -1,4 +1,4 @@
-"""Law 3 looked at afterwards: each fault that is planted is named, and a sound run has none."""
+"""Verification of law 3: each planted fault is found, and a correct run passes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.unit.inspect.saved import flip
 
 
 def train(run: Run, *steps: int | Record, resumed: int = 0, **started: Any) -> None:
-    """Write an attempt; a number is a step as the plan has it."""
+    """Write an attempt. A number stands for a planned step."""
     records = (run.step(one) if isinstance(one, int) else one for one in steps)
     run.attempt([run.started(resumed, **started), *records])
 
@@ -63,7 +63,7 @@ def test_a_correct_run_passes_and_its_digest_is_reproduced(run: Run) -> None:
 
 
 def test_replayed_steps_count_once_in_a_run_in_progress(run: Run) -> None:
-    # Trained otherwise by the attempt that was thrown away: what does not count is not held against the run.
+    # The discarded attempt trained wrong data, which does not matter because its steps do not count.
     train(run, 1, 2, 3, run.step(4, digest="0" * 16), run.step(5, rows=[0, 4]))
     run.checkpoint(3)
     train(run, 4, 5, 6, resumed=3)
@@ -197,13 +197,13 @@ def test_a_digest_that_is_off_by_one_is_reported(run: Run, read: bool) -> None:
     train(run, 1, 2, run.step(3, digest=flipped(run.digest(3))), *range(4, 9), run.committed(8))
     for step in (2, 4, 6):
         run.checkpoint(step)
-    # The journal's sum is off from step 3 on: said once, at the first checkpoint beyond it.
+    # The journal's sum is wrong from step 3 on, which is reported only at the first later checkpoint.
     expected = [("checkpoint_digest", manifest(4)), ("digest", "step 3 of attempt 1, rows 8 to 11")]
     assert named(verify_run(run.folder, read=read)) == expected[: 1 + read]
 
 
 def forge(corpus: Path, folder: Path, document: int = 20) -> Path:
-    """Copy a corpus and flip one token of a document, every size, footer and checksum being those of the first."""
+    """Copy a corpus and flip one token of a document, with consistent sizes, footers and checksums."""
     copy = folder / "forged"
     shutil.copytree(corpus, copy)
     fields = json.loads((copy / "corpus.json").read_text())
@@ -231,7 +231,7 @@ def test_a_changed_token_is_found_by_reading(run: Run, corpus: Path, tmp_path: P
         if piece.document == 20 and piece.start <= 1 < piece.start + piece.length
     }
     assert {(finding.kind, finding.step) for finding in found.findings} == {("digest", step) for step in holding}
-    # Without reading nothing is wrong: journal and checkpoints agree.
+    # Without reading there is no finding, because journal and checkpoints agree.
     assert verify_run(run.folder, read=False).holds
 
 
@@ -277,7 +277,7 @@ def test_a_branched_run_is_verified_across_its_segments(run: Run, corpus: Path, 
     run.checkpoint(5)
     before = run.branch(5, replace(SETTINGS, context_tokens=256, rows_per_step=3), [corpus, more])
 
-    # Nobody has gone on yet: steps 6 and 7 are of the plan before, and will be thrown away.
+    # No attempt has trained on the branch yet. Steps 6 and 7 belong to the old plan and will be discarded.
     pending = verify_run(run.folder)
     assert (named(pending), pending.steps, len(pending.notes)) == ([], 5, 1)
 
@@ -289,7 +289,7 @@ def test_a_branched_run_is_verified_across_its_segments(run: Run, corpus: Path, 
 
 
 def test_steps_of_the_old_plan_after_a_branch_are_reported(run: Run, corpus: Path) -> None:
-    """An attempt under the branch that resumed beyond it: steps of the plan before stay, and are none of its rows."""
+    """An attempt resumed after the branch point: steps of the old plan still count, but have the wrong rows."""
     old = run.plan
     train(run, *range(1, 8))
     run.branch(5, replace(SETTINGS, rows_per_step=3), [corpus])
@@ -317,7 +317,7 @@ def test_a_moved_corpus_is_found_through_the_configuration_or_the_option(corpus:
 
 
 def test_rows_are_read_in_order_by_several_threads(tmp_path: Path, corpus: Path) -> None:
-    """More rows than threads hold at once, one a step: each digest meets its own step."""
+    """More rows than the threads read at a time, one per step: each digest is matched with its step."""
     run = make_run(tmp_path / "demo", [corpus], replace(SETTINGS, rows_per_step=1, context_tokens=64))
     run.trained(run.plan.num_steps)
     found = verify_run(run.folder)

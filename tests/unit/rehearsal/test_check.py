@@ -1,4 +1,4 @@
-"""What makes a rehearsal fail."""
+"""The checks of a rehearsal."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _timed(records: list[Record], begin: float) -> list[Record]:
 
 
 def _rehearsed(runs: tuple[Run, Run], again: list[Record] | None = None, **options: Any) -> RehearsalReport:
-    """Report on a run that lost its third step to a fault 2.5 s after its first, and trained it again."""
+    """Report on a run that lost its third step to a fault, 2.5 s after the first step, and trained it again."""
     faulty, unbroken = runs
     faulty.attempt(_timed([faulty.started(), *faulty.steps(1, 3)], 99.0))
     faulty.attempt(_timed([faulty.started(2), *(again or faulty.steps(3, 6))], 105.0))

@@ -1,4 +1,4 @@
-"""What a fault cost, as the journal tells it."""
+"""The cost of each fault is measured from the journal."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_new_node_is_matched_with_growth_and_not_with_a_recovery() -> None:
     assert (joins.attempt, joins.workers, joins.lost_steps, joins.pause_s) == (4, (2, 4), 0, 6.0)
     assert (dies.attempt, dies.workers, dies.first_step_s) == (3, (2, 2), 4.0)
     (alone,) = recoveries(events[:-4], [_inject("add-node", 126.0)])
-    # A run that has as many workers as it takes does not grow.
+    # A run with its maximum number of workers does not grow.
     (needless,) = recoveries(LOST, [_inject("add-node", 104.0)], most=4)
     assert needless.is_over and needless.attempt is None and needless.workers == (4, 4)
     assert not alone.is_over

@@ -1,4 +1,4 @@
-"""Schedules of faults: what a text means, what a run could not survive, and what is drawn."""
+"""Fault schedules are parsed, checked and generated."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_an_invalid_schedule_is_refused(text: str, said: str) -> None:
         ("1s kill-node, 2s drain-node", TWO, ["2s drain-node: only 0 workers would still fit, but the run needs 2"]),
         ("1s kill-node", FaultTargets(rooms=(2, 2), elsewhere=0, least=4), ["1s kill-node: only 2"]),
         ("1s kill-node, 2s kill-node", FaultTargets(rooms=(2, 2), elsewhere=2, least=2), []),
-        # The largest node that is left is taken to be the one.
+        # The largest remaining node is assumed to be lost.
         ("1s kill-node", FaultTargets(rooms=(8, 2, 2), elsewhere=0, least=6), ["1s kill-node: only 4"]),
         ("1s add-node", TWO, ["1s add-node: no node is missing at that time; insert a kill-node or drain-node before"]),
         ("1s kill-node", ELSEWHERE, ["1s kill-node: only 2"]),

@@ -1,4 +1,4 @@
-"""Writes the journal of a run of any number of steps, with a fault, a resume on fewer ranks and a spike."""
+"""Writes the journal of a run with a fault, a resume on fewer ranks and a loss spike."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SPIKE = 99.5
 
 
 def write_run(run_dir: Path, num_steps: int, *, added_losses: bool = True) -> Path:
-    """Write a run that has ``num_steps`` steps, the middle one of which has a spike, and return its directory.
+    """Write a run of ``num_steps`` steps, one of which has a loss spike, and return its directory.
 
     Without ``added_losses`` it has neither a z-loss nor a router loss.
     """

@@ -59,7 +59,7 @@ def test_problems_come_last():
 
 
 def test_fill_and_padding_have_the_right_denominators():
-    """Rows of 64 tokens: three documents of 41 leave room in each, of which a row computes none but its padding."""
+    """Rows have 64 tokens. Three documents of 41 leave unused capacity, of which only the padding is computed."""
     config, corpus = make_config(data={"context_tokens": 64}), make_corpus([41, 41, 41])
     data = build_report(config, make_shape(config), corpus, make_plan(config, corpus)).data
     assert (data.num_rows, data.row_tokens) == (3, 64)

@@ -1,4 +1,4 @@
-"""README.md of a run says when commands that read the run need ``--trust-run``."""
+"""A run's README mentions ``--trust-run`` if commands that read the run need it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MINIO = "s3://bucket/runs?endpoint_override=minio:9000&scheme=http"
         ({"checkpoint": {"storage": "s3://bucket/runs"}, "cluster": {"secrets_file": "/secrets.env"}}, True),
         ({"checkpoint": {"storage": MINIO}}, True),
         ({"data": {"path": MINIO}}, True),
-        # RUN itself names the server.
+        # The user specifies the server with RUN.
         ({"run": {"storage": MINIO}, "tracking": {"uri": "http://mlflow:5000"}}, False),
         ({"run": {"storage": MINIO}, "checkpoint": {"storage": MINIO}, "tracking": {"enabled": False}}, False),
     ],

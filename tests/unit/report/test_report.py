@@ -80,7 +80,7 @@ def test_the_timeline_adds_up_to_the_ledger(tmp_path: Path) -> None:
     assert shares["replayed steps"].sum() * width == pytest.approx(1.5 * REPLAYED)
     assert shares["steps that count"].sum() * width == pytest.approx(spent.steps_s, abs=width)
     assert max(np.add.reduce(list(shares.values()))) <= 1 + 1e-9
-    # Between the two commands nothing ran.
+    # Nothing ran between the two commands.
     idle = 1 - np.add.reduce(list(shares.values()))
     assert idle.sum() * width == pytest.approx(spent.between_commands_s, abs=width)
 
@@ -89,7 +89,7 @@ def test_the_page_loads_nothing(tmp_path: Path) -> None:
     page = render_report(write_run(tmp_path / "run", 40))
     assert not re.findall(r"https?://|//[a-z]+\.|<script|@import|<iframe", page)
     assert set(re.findall(r'<link[^>]*href="([^"]*)"', page)) == {"data:,"}
-    # Every color follows the page.
+    # All colors are CSS variables of the page.
     assert not re.findall(r"#0[123]00\w\w|#0[12]0[12]0[12]", page)
     assert "prefers-color-scheme:dark" in page and "width=device-width" in page
     assert page.count("<svg") == 9

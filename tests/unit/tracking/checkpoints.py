@@ -1,4 +1,4 @@
-"""Checkpoints as an attempt tells a tracker of them."""
+"""Builders for checkpoint updates and tracked checkpoints."""
 
 from __future__ import annotations
 

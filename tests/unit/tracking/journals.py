@@ -1,4 +1,4 @@
-"""Events of a journal as tests write them: fields that a test does not care about have defaults."""
+"""Builders for journal events, with defaults for fields that a test does not need."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ray_ulysses.validation import read_json
 
 STARTED: dict[str, Any] = {"rank_nodes": (), "last_step": 100, "plan_ids": ("p",), "versions": {}}
 COMMITTED: dict[str, Any] = {"digest": "0" * 16, "tokens": 0, "next_row": 0}
-"""The fields of some events that few tests care about."""
+"""Required fields of some events that few tests need."""
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "attempt_started": {
         **STARTED,

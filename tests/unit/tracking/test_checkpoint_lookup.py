@@ -1,4 +1,4 @@
-"""A checkpoint found through MLflow alone: the one that is meant, or an error that lists what there is."""
+"""Checkpoints are found through MLflow, or an error lists the available ones."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def test_the_json_is_the_contracts_object(tmp_path: Path) -> None:
         "rows_consumed": 18,
         "data_digest": f"{(1 + 2 + 3) * 2**60:016x}",
         "lost_steps": 1,
-        # 3 useful seconds; attempt 1 ran 100..104, attempt 2 ran 110..112.5, and the pause was nobody's run.
+        # 3 s in steps that count. Attempt 1 ran 100..104, attempt 2 ran 110..112.5; the pause is not counted.
         "goodput": round(3 / 6.5, 4),
         "failure": None,
         "time_spent": time_spent(read_entries(run_dir)).to_json(),
@@ -135,17 +135,17 @@ _RUN_FAILED = {"event": "run_failed", "attempt": 1, "time": 9.2, "reason": "fail
         ([_ended(1, 9.0, "stopped: SIGINT")], 0.0, "running"),
         ([_ended(1, 9.0, "failed: out of memory")], None, "failed"),
         ([_FINISHED], None, "finished"),
-        # The command that has finished it draws its last report; one that extends it has not begun an attempt.
+        # The command that finished the run still renders the report; a later command has not started an attempt.
         ([_FINISHED], 0.0, "finished"),
         ([_FINISHED], 10.0, "running"),
         ([_FINISHED, _started(2, 10.0, resumed=1)], None, "interrupted"),
-        # So do one that was stopped and one that has failed, which have recorded their ends.
+        # The same applies to a command that was stopped or failed and has recorded its end.
         ([_ended(1, 9.0, "stopped: SIGINT"), _COMMAND_ENDED], 0.0, "stopped"),
         ([_ended(1, 9.0, "stopped: SIGINT"), _COMMAND_ENDED], 10.0, "running"),
         ([_RUN_FAILED], 0.0, "failed"),
         ([_RUN_FAILED, _COMMAND_ENDED], 0.0, "failed"),
         ([_RUN_FAILED, _COMMAND_ENDED], 10.0, "running"),
-        # The command before, which had lost the run, records its end late, with an attempt before the newest.
+        # An earlier command that lost the lock records its end late, under an older attempt.
         ([_started(2, 8.0), _COMMAND_ENDED], 5.0, "running"),
     ],
 )

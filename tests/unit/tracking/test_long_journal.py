@@ -1,4 +1,4 @@
-"""The journal of a long run: its steps are parsed many at a time, and its ends suffice to go on with it."""
+"""Long journals: steps are parsed in bulk, and the ends of a file are sufficient to continue a run."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _write(run_dir: Path, attempt: int, lines: Iterable[bytes]) -> None:
 
 
 def test_a_row_holds_every_field_of_a_step() -> None:
-    # The load of the machine is for the trackers, which read steps one by one.
+    # System metrics are used only by trackers, which read steps one by one.
     names = {one.name for one in fields(StepDone)} - {"event", "rows", "system"}
     assert {*STEP_ROW.names} == names | {"first_row", "end_row"}
 
@@ -85,7 +85,7 @@ def test_bulk_parsing_equals_parsing_one_by_one(tmp_path: Path, monkeypatch: pyt
 
 
 def test_steps_with_odd_numbers_are_read_as_they_were_recorded(tmp_path: Path) -> None:
-    """Strings in place of numbers, absent fields, whole numbers for floats, and short digests, among many others."""
+    """Strings instead of numbers, missing fields, integers instead of floats, and short digests, among normal steps."""
     odd = [
         {"loss": float("nan"), "grad_norm": float("inf")},
         {"z_loss": 0.5, "router_loss": float("nan"), "learning_rate": None},
@@ -103,7 +103,7 @@ def test_steps_with_odd_numbers_are_read_as_they_were_recorded(tmp_path: Path) -
     steps = {step.step: step for step in ungroup_steps(found.entries) if isinstance(step, StepDone)}
     for place, changes in enumerate(odd):
         expected = event({"time": 9e5, "attempt": 1, **_step(5000 + place), **changes})
-        # A row has one way to say that a value is unknown.
+        # In a row, NaN is the only unknown value.
         unknown = {"router_loss": None} if place == 1 else {}
         assert repr(steps[5000 + place]) == repr(replace(expected, **unknown))
     assert len(steps) == 3000
@@ -182,7 +182,7 @@ def test_a_file_slightly_longer_than_its_ends_is_read_completely(tmp_path: Path,
         pad = "x" * (1000 - len(encode_record({"time": 1.0, "attempt": 1, **evaluated})[1]))
         return encode_record({"time": 1.0, "attempt": 1, **evaluated, "pad": pad})[1]
 
-    # The first end is a little longer than `END_BYTES`, since it ends with a line.
+    # The first end is slightly longer than `END_BYTES`, because it ends at a line break.
     lines = [line(number + 1) for number in range(2 * END_BYTES // 1000 + 1)]
     assert {*map(len, lines)} == {1000} and 2 * END_BYTES < len(lines) * 1000 < 2 * END_BYTES + 928
     _write(tmp_path, 1, [b"\n" * shift, *lines])
@@ -204,14 +204,14 @@ def test_a_damaged_step_at_the_end_of_a_long_file_is_reported(
 
 
 def measure(run_dir: Path, num_steps: int) -> None:
-    """Print what it takes to open a journal for a new attempt, as the command and rank 0 do, and to read all of it."""
+    """Print the cost of opening a journal for a new attempt, and of reading it completely."""
     cpu = time.process_time()
     assert finished_step(read_entries(run_dir, ends_only=True)) is None
     journal = claim_journal(run_dir)
     opened_s = time.process_time() - cpu
     history = build_history(name="r", journal=read_journal(run_dir))
     assert (history.step, len(history.steps), history.missing_steps) == (num_steps, num_steps, ())
-    # Not `ru_maxrss`, which begins with the size of the process that started this one.
+    # Not `ru_maxrss`, which starts at the size of the parent process.
     (peak_kib,) = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     journal.path.unlink()
     print(
@@ -238,7 +238,7 @@ def test_a_long_journal_is_opened_and_read_within_its_budget(tmp_path: Path) -> 
 
 
 def _random_events(seed: int) -> list[Event]:
-    """Return a journal in which attempts resume anywhere, and now and then a step comes twice or out of order."""
+    """Return a random journal in which attempts resume anywhere, and some steps are repeated or out of order."""
     drawn, events, now, step = random.Random(seed), [], 100.0, 0
     for attempt in range(1, drawn.randint(2, 6)):
         resumed = drawn.randint(0, step)

@@ -1,4 +1,4 @@
-"""Every metric that a run records has a unit, which its description in the trackers gives."""
+"""Every metric that a run logs has exactly one unit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MLflow's database is made whole or not at all."""
+"""MLflow's database is created atomically."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_without_hard_links_mlflow_creates_the_database(tmp_path: Path, monkeypa
 
 
 def _maker(opened: list[str]) -> Callable[[str], None]:
-    """Return a stand-in of MLflow's client that makes the file of a URI without options."""
+    """Return a fake MLflow client, which creates the file only for a URI without options."""
 
     def make(tracking_uri: str) -> None:
         opened.append(tracking_uri)

@@ -1,4 +1,4 @@
-"""Checkpoints in a real MLflow: one model each, told as often as a broken line asks for, and live or gone."""
+"""Checkpoints in a real MLflow database: one model each, idempotent updates, and their states."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_mark_is_set_before_it_is_removed_elsewhere(demo, monkeypatch):
         with pytest.raises(ConnectionError):
             demo.models.update(committed(20))
     assert sorted(marked(demo, "latest")) == ["step-00000010", "step-00000020"]
-    # The update is sent again, as after any lost answer.
+    # The update is sent again, as after a lost response.
     demo.models.update(committed(20))
     assert marked(demo, "latest") == ["step-00000020"]
 
@@ -135,7 +135,7 @@ def test_a_later_attempts_commit_supersedes_an_earlier_one(demo):
     for step, attempt in ((10, 1), (20, 1), (15, 2), (20, 2)):
         demo.models.commit(committed(step, attempt))
     assert demo.states() == [(10, 1, "committed"), (15, 2, "committed"), (20, 1, "superseded"), (20, 2, "committed")]
-    # Delivered late, the first attempt's takes nothing from the second's.
+    # A late delivery from the first attempt does not affect the second attempt's checkpoint.
     demo.models.commit(committed(20, 1))
     demo.models.commit(committed(15, 1))
     assert (15, 1, "superseded") in demo.states() and (15, 2, "committed") in demo.states()
@@ -152,7 +152,7 @@ def test_damaged_and_deleted_checkpoints_are_distinguished(demo):
     assert demo.states() == [(10, 1, "deleted"), (20, 1, "damaged"), (20, 2, "committed")]
     by_state = {model.tags["state"]: model for model in demo.logged()}
     assert by_state["damaged"].tags["state_reason"] == "a flipped byte"
-    # What a person sees in the list, and on the page of one.
+    # The status in MLflow's lists.
     assert {state: str(model.status) for state, model in by_state.items()} == {
         "committed": "READY",
         "damaged": "FAILED",

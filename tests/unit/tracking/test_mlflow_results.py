@@ -1,4 +1,4 @@
-"""An evaluation is added to the run's own MLflow run, and an outage of MLflow is said in a line."""
+"""Evaluations are added to the run's MLflow run, and an outage is reported in one line."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ FILES = {"evaluation/step-00000004/evaluation.json": "{}\n", "evaluation/step-00
 
 @pytest.fixture
 def run_dir(uri: str, tmp_path: Path) -> Path:
-    """A run's directory beside the database."""
+    """A run directory next to the database."""
     folder = Path(uri.removeprefix("sqlite:///")).parent / tmp_path.name
     folder.mkdir()
     return folder
 
 
 def _tracked(client: Any, run_dir: Path, uri: str, artifacts: Path | None = None, key: str = "k") -> str:
-    """Make an MLflow run, and let the directory name it."""
+    """Create an MLflow run, and store its id in the run directory."""
     location = (artifacts or run_dir.parent / "mlartifacts").as_uri()
     experiment = client.create_experiment(uuid.uuid4().hex, artifact_location=location)
     run_id: str = client.create_run(experiment, tags={KEY_TAG: "k"}).info.run_id
@@ -70,7 +70,7 @@ def test_an_mlflow_run_of_another_run_is_not_changed(
 def test_no_link_among_the_artifacts_beside_a_run_is_followed(
     uri: str, client: Any, run_dir: Path, tmp_path: Path
 ) -> None:
-    """MLflow refuses those below the folder of a run's artifacts itself."""
+    """MLflow itself refuses links below the folder of a run's artifacts."""
     artifacts = run_dir.parent / "mlartifacts" / _tracked(client, run_dir, uri) / "artifacts"
     (canary := tmp_path / "canary").mkdir()
     (file := canary / "file").write_text("mine")
@@ -109,11 +109,8 @@ def test_no_database_is_created_and_no_link_is_followed(uri: str, tmp_path: Path
         database.symlink_to(uri.removeprefix("sqlite:///"))
 
 
-def test_an_untracked_run_logs_nothing(tmp_path: Path) -> None:
-    assert track_evaluation(tmp_path, 4, METRICS, FILES) == ""
-
-
 def test_an_outage_is_reported_without_the_password(tmp_path: Path) -> None:
+    assert track_evaluation(tmp_path, 4, METRICS, FILES) == "", "the run is not tracked"
     uri = "http://user:secret@127.0.0.1:9"
     TrackingIdentity(uri=uri, experiment="e", key="k", run_id="0" * 32, experiment_id="0").save(tmp_path)
     said = track_evaluation(tmp_path, 4, METRICS, FILES, trust_run=True)

@@ -1,4 +1,4 @@
-"""A real MLflow server that goes and comes: nothing waits for it, and nothing is lost."""
+"""Outages of a real MLflow server: nothing waits for the server, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _START_S = 120.0
 
 
 class Server:
-    """An MLflow server over one SQLite file, which can be ended and started again."""
+    """An MLflow server with a SQLite file, which can be stopped and restarted."""
 
     def __init__(self, folder, port):
         self.uri = f"http://127.0.0.1:{port}"
@@ -92,7 +92,7 @@ def track(server, run_dir, attempt, *news, drain_s):
     for one in news:
         tracker.log_step(getattr(one, "step", 0) or 1, {"loss": 1.0})
         tracker.log(one)
-    # One request to a server that is away takes up to 3 s, and importing MLflow competes for the interpreter.
+    # A request to an unreachable server takes up to 3 s, and importing MLflow holds the GIL.
     assert time.monotonic() - begin < 10
     return tracker
 
@@ -100,18 +100,18 @@ def track(server, run_dir, attempt, *news, drain_s):
 def test_updates_are_delivered_after_an_outage(server, tmp_path):
     run_dir = tmp_path / "demo"
     run_dir.mkdir()
-    # Away from the start: the first attempt ends before the server has ever been there.
+    # The first attempt ends before the server has ever run.
     track(server, run_dir, 1, committed(10), committed(20), drain_s=0.5).finish("failed")
     with pytest.raises(RunError, match="does not answer"):
         find_tracked("demo", "latest", uri=server.uri)
-    # It comes up in the middle of the second, ...
+    # The server starts in the middle of the second attempt.
     gone = GoneCheckpoint(step=10, attempt=1, state="deleted")
     tracker = track(server, run_dir, 2, committed(30, 2), gone, drain_s=60.0)
     server.start()
     tracker.finish("failed")
     found = find_tracked("demo", "latest", uri=server.uri)
     assert (found.step, found.attempt, found.store) == (30, 2, STORE)
-    # ... and is gone again at the end of the third, which completes the run.
+    # It is down again at the end of the third attempt, which completes the run.
     server.stop()
     track(server, run_dir, 3, committed(40, 3), drain_s=0.5).finish("finished")
     assert not make_tracker(server, run_dir, drain_s=0.5).catch_up()
@@ -131,7 +131,7 @@ def test_updates_are_delivered_after_an_outage(server, tmp_path):
         ("step-00000030", "2", "committed"),
         ("step-00000040", "3", "committed"),
     ]
-    # Over HTTP, too, a checkpoint that retention deleted has no status.
+    # A deleted checkpoint has no status over HTTP either.
     assert {str(model.status) for model in models if model.tags["state"] == "deleted"} == {"UNSPECIFIED"}
     assert {str(model.status) for model in models if model.tags["state"] == "committed"} == {"READY"}
     assert (run.info.status, run.data.tags["state"]) == ("FINISHED", "finished")

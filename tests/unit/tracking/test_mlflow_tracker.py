@@ -1,4 +1,4 @@
-"""One MLflow run for the life of a run: a curve without repeated steps, whatever died in between."""
+"""All attempts share one MLflow run, whose curves have no repeated steps."""
 
 import os
 import time
@@ -266,7 +266,7 @@ def test_a_refused_metric_does_not_block_others(uri, client, tmp_path, caplog):
     tracker.log_step(1, {"a bad name \n?": 1.0})
     tracker.log_step(2, {"loss": 4.8})
     tracker.finish("finished")
-    # Its batch is sent again one by one: what had arrived is neither doubled nor refused.
+    # The batch is sent again update by update, without duplicates or further refusals.
     assert caplog.text.count("refused an update") == 1
     assert curve(client, TrackingIdentity.load(tmp_path).run_id) == expected([1, 2])
 

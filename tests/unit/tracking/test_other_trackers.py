@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases as trackers: what they hold is read again with their own readers."""
+"""TensorBoard and W&B as trackers; the tests parse the files that these trackers write."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_tensorboard_shows_every_step_once_over_all_attempts(tmp_path: Path) -> 
     train(one, range(1, 6))
     one.finish("failed", 5, {"goodput": 0.5})
     again = tensorboard(tmp_path)
-    # Step 5 was lost with the attempt, and is trained again.
+    # Step 5 was lost with the attempt and is trained again.
     train(again, range(5, 9), attempt=2)
     again.finish("finished", 8, {"goodput": 0.75})
     assert points(tmp_path, "loss") == [(step, pytest.approx(1.0 / step)) for step in range(1, 9)]
@@ -118,7 +118,7 @@ def wandb_tracker(run_dir: Path, sink: type[WandbSink] = WandbSink, drain_s: flo
 
 
 def wandb_records(run_dir: Path, folders: str = "offline-run-*") -> list[Any]:
-    """Read what W&B's client stored for ``wandb sync``: a log of LevelDB, behind seven bytes of its own."""
+    """Read the files for ``wandb sync``: a LevelDB log after a header of seven bytes."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     records = []
@@ -147,7 +147,7 @@ def wandb_rows(records: list[Any]) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def wandb_client() -> Iterator[None]:
-    """W&B's client with this test's environment: it reads that once."""
+    """Restart W&B's client, which reads the environment only once."""
     wandb = pytest.importorskip("wandb")
     wandb.teardown()
     yield

@@ -1,4 +1,4 @@
-"""How long a run still takes, from its journal."""
+"""Estimates of a run's remaining time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the time of a run went: every second of a command has one name, and none is counted twice."""
+"""The breakdown of a run's time: every second of a command belongs to exactly one category."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZES = {"world_size": 4, "sp_size": 2, "dp_size": 2, "nodes": ["a"], "resumed_f
 
 
 class Journal:
-    """Records as a run would write them, at times that the test sets."""
+    """Builds a run's journal records, at times that the test sets."""
 
     def __init__(self) -> None:
         self.records: list[dict[str, Any]] = []
@@ -99,7 +99,7 @@ def test_attempts_without_steps_count_as_startup() -> None:
     journal = Journal().claim(1, 10.0, command_started=0.0, workers_asked=0.0)
     journal.put("attempt_ended", 1, 15.0, reason="failed: RunError: x")
     journal.claim(2, 20.0, command_started=0.0, workers_asked=0.0).start(2, 21.0).step(2, 24.0, 1)
-    # The failure was recorded at 15; when it happened is unknown. The state was there at 21.
+    # The failure was recorded at 15, but its time is unknown. The state was loaded at 21.
     starts = StartTime(form_s=10.0 + 5.0, unknown_s=5.0 + 1.0, build_s=2.0)
     assert journal.spent == TimeSpent(waiting_s=10.0 + 10.0, startup_s=3.0, steps_s=1.0, starts=starts)
 
@@ -111,7 +111,7 @@ def test_a_clock_that_goes_backwards_gives_no_negative_time() -> None:
 
 
 def _failed_after_a_step(**failure: float) -> Journal:
-    """Return a run whose attempt completes a step at 15, hangs at 18, is ended at 21 and is back at 33."""
+    """Return a run whose attempt completes a step at 15, hangs at 18, is terminated at 21 and trains again at 33."""
     journal = Journal().claim(1, 10.0, command_started=0.0, workers_asked=5.0).start(1, 12.0)
     journal.step(1, 15.0, 1, seconds=2.0)
     journal.put("attempt_ended", 1, 21.5, session="s", reason="failed: rank 1 stands still", kind="hang", **failure)
@@ -132,16 +132,16 @@ def test_a_recovery_is_broken_down_from_failure_to_next_step() -> None:
 
 
 def test_time_without_records_is_unknown() -> None:
-    # When the failure happened: neither the cut-off step nor the detection is known.
+    # Without the time of the failure, the interrupted step and the detection are unknown.
     spent = _failed_after_a_step(detected_at=21.0).spent
     assert (spent.recovery.unknown_s, spent.recovery.form_s) == (6.0, 3.0)
     spent = _failed_after_a_step().spent
     assert (spent.recovery.unknown_s, spent.recovery.form_s) == (6.5, 2.5)
-    # How long the ranks took to join and to load: an earlier version, of which nobody was left to record the end.
+    # Without the times of joining and loading, and without a recorded end.
     journal = Journal().claim(1, 10.0, command_started=0.0).start(1, 12.0).step(1, 15.0, 1, seconds=2.0)
     spent = journal.claim(2, 20.0, command_started=0.0).start(2, 26.0, resumed=1).step(2, 29.0, 2, seconds=2.0).spent
     assert spent.recovery == StartTime(unknown_s=5.0 + 6.0, build_s=1.0)
-    # A part that a later version has added.
+    # A part added by a later version.
     journal = Journal().claim(1, 10.0, command_started=0.0, workers_asked=0.0)
     journal.put("phase", 1, 11.0, session="s", phase="later", part="warm").start(1, 15.0).step(1, 17.0, 1)
     assert journal.spent.starts == StartTime(form_s=10.0, unknown_s=5.0, build_s=1.0)
@@ -160,7 +160,7 @@ def test_of_two_failure_records_the_one_with_a_time_counts(first_known: bool) ->
 def test_a_failure_ends_the_loading_phase_at_its_time() -> None:
     journal = Journal().claim(1, 10.0, command_started=0.0, workers_asked=0.0)
     journal.put("phase", 1, 12.0, session="s", phase="loading step 1", part="load")
-    # Rank 0 went on after another rank's death.
+    # Rank 0 continued after another rank's death.
     journal.put("phase", 1, 16.0, session="s", phase="building the model", part="build")
     journal.put("attempt_ended", 1, 19.0, session="s", reason="lost worker 1", fault_at=15.0)
     journal.claim(2, 21.0, command_started=0.0, workers_asked=0.0).start(2, 21.0).step(2, 22.0, 1)
@@ -184,7 +184,7 @@ def test_time_between_stages_is_not_recovery_unless_an_attempt_fails() -> None:
     spent = journal.spent
     assert (spent.saves_s, spent.stages_s, spent.recovery_s) == (1.0, 23.0 - 16.0, 0.0)
     assert spent.recovery == StartTime() and spent.metrics()["time_stages_s"] == 7.0
-    # The attempt is lost, and so is the one that begins the next stage after it.
+    # This attempt is lost, and so is the first attempt of the next stage.
     journal.claim(3, 30.0, command_started=0.0).start(3, 30.0, resumed=2).step(3, 32.0, 3, seconds=2.0)
     assert (journal.spent.stages_s, journal.spent.recovery_s) == (7.0, 5.0)
     journal.put("attempt_ended", 3, 32.0, reason="stage")
@@ -194,7 +194,7 @@ def test_time_between_stages_is_not_recovery_unless_an_attempt_fails() -> None:
 
 
 def random_run(draw: random.Random) -> Journal:
-    """Return commands with attempts that die, resume from any step before, evaluate and save, at random.
+    """Return random commands with attempts that die, resume from any earlier step, evaluate and save.
 
     Times are multiples of 1/8 s, so that sums are exact.
     """
@@ -206,7 +206,7 @@ def random_run(draw: random.Random) -> Journal:
         return now
 
     def failed() -> None:
-        """Record a failure, of which some things are known; clocks may differ."""
+        """Record a failure with random known times; clocks may differ."""
         known = {name: max(0.0, now - draw.randint(-8, 40) / 8) for name in ("fault_at", "detected_at")}
         shown = {name: time for name, time in known.items() if draw.random() < 0.5}
         journal.put("attempt_ended", attempt, later(), reason="failed: OSError: y", **shown)

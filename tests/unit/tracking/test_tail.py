@@ -1,4 +1,4 @@
-"""No tracker stops a run: an outage is lag, and no step is ever sent twice."""
+"""Tracker outages only delay delivery, and no step is delivered twice."""
 
 import errno
 import os
@@ -118,7 +118,7 @@ def test_an_abandoned_tracker_delivers_nothing_after_its_successor_starts(tmp_pa
     slow.slow.set()
     first.tail._thread.join(5)
     assert not first.tail._thread.is_alive()
-    # What was under way arrived; its answer was not waited for, so that the next one asks what is there.
+    # The delivery in progress arrived, but its response was ignored, so the next tracker queries the receiver.
     assert slow.kinds() in (["start"], ["start", "step"])
     second = make_tracker(slow, tmp_path)
     second.start()
@@ -171,7 +171,7 @@ def test_a_batch_with_a_read_error_is_read_again(tmp_path):
 
 def test_an_unwritable_cursor_repeats_no_update_and_is_not_an_outage(tmp_path, caplog, monkeypatch):
     sink = FakeSink()
-    # As of a receiver that says nothing of what it has.
+    # The receiver does not report existing metrics.
     sink.existing_marks = dict
 
     def refuse(*_):

@@ -172,7 +172,7 @@ class Died(BaseException):
 
 
 class Deaths:
-    """Kills the process at the write or request of a number, before or after it takes effect."""
+    """Kills the process at the write or request number ``at``, before or after it takes effect."""
 
     def __init__(self, at: int = -1) -> None:
         self.at, self.count = at, 0
@@ -189,7 +189,7 @@ class Deaths:
 
 
 class Tracker(Sink):
-    """Holds what an MLflow server would hold, and the order in which it first came."""
+    """Stores updates like an MLflow server, in the order of arrival."""
 
     def __init__(self) -> None:
         self.points: list[tuple[str, int, float]] = []
@@ -220,7 +220,7 @@ class Tracker(Sink):
 
 
 class MortalStore:
-    """A store whose writes may be the last that a process does."""
+    """A store whose writes may kill the process."""
 
     def __init__(self, store: Any, deaths: Deaths) -> None:
         self._store, self._deaths = store, deaths
@@ -239,11 +239,11 @@ PARTS: list[list[dict[str, Any]]] = [
     [step(4, 2), {"event": "attempt_ended", "attempt": 2, "reason": "finished", "time": 115.0}],
     [{"event": "run_finished", "attempt": 2, "step": 4, "time": 116.0}],
 ]
-"""A journal as it grows from one look of the tail to the next."""
+"""Records that are appended to the journal between two polls of the tail."""
 
 
 def _play(run_dir: Place, deaths: Deaths, batch: int) -> Tracker:
-    """Train and track a run, with a next command whenever one has died."""
+    """Train and track a run, and start another command whenever one has died."""
     sink, journals, time = Tracker(), list[Any](), 100.0
     sink.deaths = deaths
 
@@ -253,7 +253,7 @@ def _play(run_dir: Place, deaths: Deaths, batch: int) -> Tracker:
         )
         one.stop()
         try:
-            # In this thread, so that a death ends it.
+            # Run in this thread, so that `Died` ends the loop.
             one._follow()
         except Died:
             return False
@@ -282,7 +282,7 @@ def _play(run_dir: Place, deaths: Deaths, batch: int) -> Tracker:
 def test_wherever_a_command_dies_updates_arrive_once_and_in_order(
     kind: str, tmp_path: Path, s3: S3Server, prefix: str, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Processes die here, and no machine.
+    # Only processes die here, so syncing to disk is unnecessary.
     monkeypatch.setattr(os, "fsync", lambda _: None)
     top = tmp_path if kind == "files" else place_of(s3.uri(prefix))
     deaths = Deaths()
@@ -295,7 +295,7 @@ def test_wherever_a_command_dies_updates_arrive_once_and_in_order(
     for at in range(1, deaths.count + 1, 1 if kind == "files" else 5):
         sink = _play(top / f"dies-at-{at}", Deaths(at), batch)
         assert len(sink.points) == len({(name, number) for name, number, _ in sink.points}), at
-        # The next command tells a part of the time once more that has not grown.
+        # The next command repeats time metrics that have not changed.
         extra = set(sink.points) - set(whole.points)
         assert all(name.startswith(("time_", "goodput")) for name, _, _ in extra), at
         assert [one for one in sink.points if one not in extra] == whole.points, at
