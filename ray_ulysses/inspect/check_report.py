@@ -199,7 +199,7 @@ def _loaded(trial: Trial) -> CheckLine:
     if trial.num_steps not in trial.committed or (trial.failure is not None and not both):
         return CheckLine(name="checkpoint loaded", holds=None, found=_NOT_REACHED, rule=rule)
     if trial.loaded_step != trial.num_steps or not both:
-        return CheckLine(name="checkpoint loaded", holds=False, found="no attempt loaded it", rule=rule)
+        return CheckLine(name="checkpoint loaded", holds=False, found="no attempt loaded the checkpoint", rule=rule)
     differences = [abs(a - b) / max(abs(a), 1e-12) for a, b in both]
     holds = all(one <= trial.tolerance for one in differences)
     return CheckLine(name="checkpoint loaded", holds=holds, found=f"differs by {max(differences):.1e}", rule=rule)

@@ -120,7 +120,7 @@ def verify_checkpoint(
     )
     verdict = _read(storage.store, verdict, lineage, watch)
     if not verdict.is_whole and _is_gone(storage.store, step):
-        raise UserError(f"--verify-checkpoint={step}: the retention policy deleted it; choose another step")
+        raise UserError(f"--verify-checkpoint={step}: retention deleted this checkpoint; choose another step")
     return replace(verdict, seconds=clock.monotonic() - started)
 
 

@@ -129,11 +129,11 @@ def schedule_problems(faults: Sequence[Fault], targets: FaultTargets) -> tuple[s
                 continue
             problems.append(
                 f"{fault}: only {room} workers would still fit, but the run needs {targets.least} "
-                "(cluster.workers.min); insert an add-node before, lower cluster.workers.min, or use more nodes"
+                "(cluster.workers.min); insert an earlier add-node, lower cluster.workers.min, or use more nodes"
             )
         elif fault.kind == "add-node":
             if not lost:
-                problems.append(f"{fault}: no node is missing at that time; insert a kill-node or drain-node before")
+                problems.append(f"{fault}: no node is missing at that time; insert an earlier kill-node or drain-node")
                 continue
             left = sorted([*left, lost.pop()])
     return tuple(problems)

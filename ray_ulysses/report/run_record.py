@@ -120,7 +120,7 @@ def _planned_gib(run_dir: Place) -> float:
     try:
         return float(read_plan_facts(run_dir)["memory"]["device_bytes"]) / 2**30
     except (KeyError, TypeError) as error:
-        raise ValueError(f"{PLAN_FACTS_FILE} does not contain it") from error
+        raise ValueError(f"{PLAN_FACTS_FILE} has no memory.device_bytes") from error
 
 
 def _newest_evaluation(run_dir: Place) -> Mapping[str, Any]:

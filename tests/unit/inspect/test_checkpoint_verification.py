@@ -110,7 +110,7 @@ def test_a_checkpoint_deleted_during_the_verification_is_refused(folder: Path) -
         LocalStore(folder).delete("checkpoints/step-00000020")
 
     shard(folder, 20).unlink()
-    with pytest.raises(UserError, match="--verify-checkpoint=20: the retention policy deleted it"):
+    with pytest.raises(UserError, match="--verify-checkpoint=20: retention deleted this"):
         verify_checkpoint(folder, 20, clock=SystemClock(), watch=delete)
 
 

@@ -314,13 +314,3 @@ def test_a_moved_corpus_is_found_through_the_configuration_or_the_option(corpus:
         verify_run(run.folder)
     configure(run.folder, new)
     assert verify_run(run.folder).holds
-
-
-def test_rows_are_read_in_order_by_several_threads(tmp_path: Path, corpus: Path) -> None:
-    """More rows than the threads read at a time, one per step: each digest is matched with its step."""
-    run = make_run(tmp_path / "demo", [corpus], replace(SETTINGS, rows_per_step=1, context_tokens=64))
-    run.trained(run.plan.num_steps)
-    found = verify_run(run.folder)
-    assert named(found) == [] and found.reading is not None
-    assert found.reading.rows == run.plan.num_rows > 100
-    assert found.reading.digest == int(found.data_digest, 16)

@@ -65,7 +65,7 @@ def test_an_invalid_schedule_is_refused(text: str, said: str) -> None:
         ("1s kill-node, 2s kill-node", FaultTargets(rooms=(2, 2), elsewhere=2, least=2), []),
         # The largest remaining node is assumed to be lost.
         ("1s kill-node", FaultTargets(rooms=(8, 2, 2), elsewhere=0, least=6), ["1s kill-node: only 4"]),
-        ("1s add-node", TWO, ["1s add-node: no node is missing at that time; insert a kill-node or drain-node before"]),
+        ("1s add-node", TWO, ["1s add-node: no node is missing at that time; insert an earlier "]),
         ("1s kill-node", ELSEWHERE, ["1s kill-node: only 2"]),
         ("1s add-node", ABROAD, ["1s add-node: not here"]),
         ("1s kill-worker, 2s stop-worker, 3s kill-driver, 4s kill-agent", ELSEWHERE, []),

@@ -124,15 +124,6 @@ def test_a_far_step_makes_one_gap(tmp_path: Path) -> None:
     assert history.to_json()["missing_steps"] == [[1, 10**12 - 1]]
 
 
-def test_an_attempt_without_a_start_record_still_replaces_replayed_steps(tmp_path: Path) -> None:
-    expected = build_history(name="r", journal=read_journal(_run(tmp_path)))
-    _rewrite(tmp_path, [bytes(60), *_lines(tmp_path, 2)[1:]], attempt=2)
-    history = build_history(name="r", journal=read_journal(tmp_path))
-    assert (history.steps, history.lost_steps, history.tokens) == (expected.steps, 1, expected.tokens)
-    (record,) = history.damaged_records
-    assert record == "journal/attempt-0002.jsonl, line 1: the checksum is wrong; ignored"
-
-
 def test_a_record_of_another_attempt_is_damage(tmp_path: Path) -> None:
     lines = _lines(_run(tmp_path))
     _rewrite(tmp_path, [*_lines(tmp_path, 2), lines[1]], attempt=2)
