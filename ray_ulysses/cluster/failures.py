@@ -61,7 +61,7 @@ def rank_error(rank: int, error: BaseException) -> RankError:
         error = error.health_check_failure
     if isinstance(error, RayActorError):
         if error.preempted:
-            return RankError(rank=rank, kind="preempted", what="its node was taken away")
+            return RankError(rank=rank, kind="preempted", what="the node was taken away")
         return lost(rank, str(error))
     return raised(rank, error)
 

@@ -158,7 +158,9 @@ def submit(
                 # job ID since the jobs were listed.
                 if "No available agent" not in str(error) and "already exists" not in str(error):
                     raise RunError(f"the Ray cluster rejects the job ({error})") from error
-                wait.go_on("its agents are starting", "check the cluster's nodes (`ray status`), or increase --wait")
+                wait.go_on(
+                    "the cluster's agents are starting", "check the cluster's nodes (`ray status`), or increase --wait"
+                )
             else:
                 return found, earlier
 
@@ -302,7 +304,7 @@ def _reason_not_ready(address: str) -> str | None:
             found = json.load(answer)
         is_ray = isinstance(found, dict) and "ray_version" in found
     except urllib.error.HTTPError as error:
-        return None if error.code in _TO_SIGN_IN else f"it answers with HTTP {error.code}"
+        return None if error.code in _TO_SIGN_IN else f"the server answers with HTTP {error.code}"
     except urllib.error.URLError as error:
         return getattr(error.reason, "strerror", None) or str(error.reason)
     except OSError as error:

@@ -102,7 +102,6 @@ class _Watch:
                 self.say(_recovery_line(one, self.began or 0.0))
 
     def found(self) -> tuple[Recovery, ...]:
-        """Return the recovery from each fault so far."""
         return recoveries(self.events, self.injected, most=self.most)
 
     @property
@@ -234,12 +233,12 @@ def _recovery_line(one: Recovery, began: float) -> str:
     assert one.first_step_s is not None
     at_s = one.injected.at + one.first_step_s - began
     if one.attempt is None:
-        return f"{minutes(at_s):>6}    training goes on"
+        return f"{minutes(at_s):>6}    training continues"
     parts = [("noticed", one.detected_s), ("formed", one.formed_s), ("loaded", one.loaded_s)]
     times = ", ".join(f"{name} after {seconds:.1f} s" for name, seconds in parts if seconds is not None)
     lost = "no step lost" if not one.lost_steps else f"{one.lost_steps} step{'s' * (one.lost_steps != 1)} lost"
     paused = "" if one.pause_s is None else f"; training paused for {one.pause_s:.1f} s"
-    again = f"trains again on {one.workers[1]} workers after {one.first_step_s:.1f} s"
+    again = f"training resumed on {one.workers[1]} workers after {one.first_step_s:.1f} s"
     return f"{minutes(at_s):>6}    {again} ({times}); {lost}{paused}"
 
 
@@ -344,7 +343,7 @@ class FaultInjector:
         Raises:
             RunError: No target appeared in time.
         """
-        began, why = time.monotonic(), "no worker of the run was found"
+        began, why = time.monotonic(), "no worker of the run is running"
         while self._command.is_running and time.monotonic() - began < _TARGET_S:
             try:
                 injected = self._inject(fault)

@@ -125,16 +125,16 @@ def lost(rank: int, text: str) -> RankError:
     if _MEMORY_MONITOR.search(text):
         what = "killed by Ray's memory monitor, because its node ran low on memory"
     elif _NODE_DIED.search(text):
-        what = "its node died"
+        what = "the node died"
     elif silent:
-        what = f"it did not answer for {float(silent[1]):.0f} s"
+        what = f"no answer for {float(silent[1]):.0f} s"
     elif _DISCONNECTED.search(text):
         # Ray knows only that the process is gone and raised no error.
         what = "killed by signal 9"
     elif _UNREACHABLE.search(text):
-        what = "its process can't be reached"
+        what = "the process can't be reached"
     elif _DIED.search(text):
-        what = "its process died, and Ray gives no reason"
+        what = "the process died, and Ray gives no reason"
     else:
         what = _shortened(text)
     return RankError(rank=rank, kind="lost", what=what)
@@ -229,8 +229,8 @@ def _hint(error: RankError) -> str:
         )
     if error.kind == "lost" and "signal" in error.what:
         return (
-            "unless somebody killed the process, the kernel did when memory ran out (see `dmesg` on its node), or the "
-            "process crashed (see the end of its log)"
+            "the kernel may have killed the process when memory ran out (see `dmesg` on its node), or the process may "
+            "have crashed (see the end of its log)"
         )
     if error.kind == "raised":
         return "fix the cause; that worker's log has the full error"

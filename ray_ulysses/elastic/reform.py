@@ -337,7 +337,7 @@ def _stopping(group: Group, now: float) -> tuple[Group, tuple[Action, ...]]:
     if running and waited_s < 2 * group.end_s:
         return group, ()
     for worker in running:
-        group = _worker_lost(group, WorkerLost(worker=worker, what="its supervisor does not answer"))
+        group = _worker_lost(group, WorkerLost(worker=worker, what="the supervisor does not answer"))
     errors = _errors(group)
     if all(error.kind == "consequence" for error in errors) and waited_s < CAUSE_S:
         return group, ()
@@ -460,7 +460,7 @@ def _worker_lost(group: Group, event: WorkerLost) -> Group:
     error = RankError(
         rank=group.members.index(event.worker),
         kind="preempted" if is_announced else "lost",
-        what="its node was taken away" if is_announced else event.what,
+        what="the node was taken away" if is_announced else event.what,
         silent_s=event.silent_s,
     )
     return replace(group, lost={**group.lost, error.rank: error})

@@ -195,7 +195,7 @@ class Coordinator:
             present = self._present
             if connected is not None and present is not None and self._is_present(connected):
                 del present.connections[connected.worker]
-                self._reduce(reform.WorkerLost(worker=connected.worker, what="its process is gone"))
+                self._reduce(reform.WorkerLost(worker=connected.worker, what="the process is gone"))
 
     def _is_present(self, connected: _Connected) -> bool:
         """Return whether a connection belongs to the current group and has not been replaced."""
@@ -293,7 +293,7 @@ class Coordinator:
             unusable, may_continue = await asyncio.wait_for(judged, _JUDGE_S)
         except Exception as error:
             # Ray Train then decides.
-            _log.warning("the failure of a generation could not be judged (%s)", error)
+            _log.warning("could not decide about the failure of a generation (%s)", error)
             group = present.group
             unusable, may_continue = reform.NodesUnusable(nodes=group.unusable, draining=group.draining), False
         if self._present is present:
@@ -352,7 +352,7 @@ class Coordinator:
         del present.connections[connected.worker]
         with contextlib.suppress(OSError):
             connected.writer.transport.abort()
-        what = f"its supervisor was silent for {SILENCE_S:g} s"
+        what = f"the supervisor was silent for {SILENCE_S:g} s"
         self._reduce(reform.WorkerLost(worker=connected.worker, what=what, silent_s=SILENCE_S))
 
     def _drop_connections(self) -> None:

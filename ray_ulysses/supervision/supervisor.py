@@ -260,7 +260,7 @@ class Supervisor:
             if self._child is not None:
                 self._child.close()
                 self._child = None
-            self._error = ChildLostError(f"its supervisor could not start it: {error}")
+            self._error = ChildLostError(f"the supervisor could not start the child: {error}")
             described = self._described("lost", str(self._error))
             channel.send(self._ended(message["generation"], step=0, stepped=False, **described))
 
@@ -396,7 +396,7 @@ class Supervisor:
                 child.stacks_at = None
                 if self._launched is not None and (stderr := self._launched.stderr.end()):
                     # NCCL's watchdog reports its findings there.
-                    text += f"\n\nthe end of its stderr:\n{stderr}"
+                    text += f"\n\nthe last lines of the child's stderr:\n{stderr}"
                 generation = child.order.generation
                 channel.send({"type": "stacks", "generation": generation, "text": text, "left": left or ""})
         if child.kill_at is not None and now >= child.kill_at:
@@ -440,7 +440,6 @@ class Supervisor:
         return self._launched
 
     def _kill_all(self) -> None:
-        """Kill the child and the launcher; `_launcher_ended` handles the rest."""
         if self._child is not None and self._child.pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._child.pid, signal.SIGKILL)
@@ -470,8 +469,8 @@ def _ahead_s(coordinators: float, own: float) -> float:
     return coordinators - own if abs(coordinators - own) > _CLOCKS_AGREE_S else 0.0
 
 
-PROCESS_STOPPED = "its process was stopped (SIGSTOP)"
-LAUNCHER_STOPPED = "its launcher was stopped (SIGSTOP)"
+PROCESS_STOPPED = "the process was stopped (SIGSTOP)"
+LAUNCHER_STOPPED = "the launcher was stopped (SIGSTOP)"
 _STOPPED_S = 1.0
 """A process that stays stopped (SIGSTOP) for this long is treated as failed."""
 

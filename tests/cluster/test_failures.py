@@ -90,7 +90,7 @@ def test_killed_workers_are_told_as_the_cause_until_no_more_are_allowed(tmp_path
     )
     assert told, text
     assert "raylet" not in text and "gloo" not in text and "Traceback" not in text, text
-    assert re.search(r"run 'run' failed: lost worker \d \(its process is gone\)", text), text
+    assert re.search(r"run 'run' failed: lost worker \d \(the process is gone\)", text), text
     assert len(text.splitlines()) < 120
     print(f"the journal had it {seconds:.1f} s after the kill")
     first, second = _failures(config)
@@ -106,7 +106,7 @@ def check_mlflow(config: Config) -> None:
     experiment = client.get_experiment_by_name(config.tracking.experiment)
     (run,) = client.search_runs([experiment.experiment_id])
     assert run.info.status == "FAILED"
-    assert "its process is gone" in run.data.tags["failure.reason"]
+    assert "the process is gone" in run.data.tags["failure.reason"]
 
 
 def _kill_controller() -> None:

@@ -96,7 +96,7 @@ def _libraries(process: int) -> set[str]:
 _TOLD = {
     signal.SIGKILL: "killed by signal 9",
     signal.SIGSEGV: "killed by signal 11",
-    signal.SIGSTOP: "its process was stopped (SIGSTOP)",
+    signal.SIGSTOP: "the process was stopped (SIGSTOP)",
 }
 
 

@@ -92,9 +92,9 @@ class _Handler(QuietHandler):
 
 
 @contextmanager
-def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
-    """Serve on the loopback interface; yield the address."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+def serving(handler: type[BaseHTTPRequestHandler], host: str = "127.0.0.1") -> Iterator[str]:
+    """Serve at an address of this machine, and yield the URL."""
+    server = ThreadingHTTPServer((host, 0), handler)
     server.handle_error = lambda *_: None  # type: ignore[method-assign]  # a client that gave up
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()

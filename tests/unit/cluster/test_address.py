@@ -7,9 +7,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from threading import Thread
+from urllib.parse import urlsplit
 
 import pytest
 from ray._private import worker
@@ -22,26 +20,7 @@ from ray_ulysses.commands import doctor
 from ray_ulysses.commands.doctor import Check
 from ray_ulysses.errors import RunError, UserError
 from tests.distributed.harness import free_port
-
-
-@contextmanager
-def _silent() -> Iterator[int]:
-    """A port that takes connections and never says a word, like a head whose machine hangs."""
-    # Ray takes the name of this machine as its address in the network, so every interface listens.
-    with socket.create_server(("", 0)) as listener:
-        yield listener.getsockname()[1]
-
-
-@contextmanager
-def _web_server() -> Iterator[int]:
-    """A port that speaks HTTP, like a head's dashboard."""
-    server = HTTPServer(("", 0), BaseHTTPRequestHandler)
-    Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield server.server_port
-    finally:
-        server.shutdown()
-        server.server_close()
+from tests.unit.cluster.metadata_fakes import QuietHandler, serving
 
 
 def test_a_port_where_no_ray_answers_is_refused_with_the_reason_and_soon() -> None:
@@ -50,10 +29,12 @@ def test_a_port_where_no_ray_answers_is_refused_with_the_reason_and_soon() -> No
         check_address(closed)
     with pytest.raises(RunError, match="Connection refused"), ray_session(closed, cpus=1):
         pytest.fail("there is no Ray")
-    with _web_server() as port, pytest.raises(RunError, match="no Ray head answers"):
-        check_address(f"127.0.0.1:{port}")
-    with _silent() as port, pytest.raises(RunError, match="no answer within 1 s"):
-        check_address(f"127.0.0.1:{port}", timeout_s=1.0)
+    # Ray takes the name of this machine as its address in the network, so every interface listens.
+    with serving(QuietHandler, "") as address, pytest.raises(RunError, match="no Ray head answers"):
+        check_address(f"127.0.0.1:{urlsplit(address).port}")
+    # A head whose machine hangs accepts connections, and never answers.
+    with socket.create_server(("", 0)) as silent, pytest.raises(RunError, match="no answer within 1 s"):
+        check_address(f"127.0.0.1:{silent.getsockname()[1]}", timeout_s=1.0)
     assert time.monotonic() - started < 20
 
 
@@ -65,7 +46,7 @@ def test_a_port_where_no_ray_answers_is_refused_with_the_reason_and_soon() -> No
         ("head", "host:port"),
     ],
 )
-def test_what_is_no_address_is_the_users_error(target: str, words: str) -> None:
+def test_an_invalid_address_is_the_users_error(target: str, words: str) -> None:
     with pytest.raises(UserError) as refused:
         check_address(target)
     assert f"cluster.address={target!r}" in str(refused.value) and words in str(refused.value)

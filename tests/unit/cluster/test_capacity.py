@@ -36,29 +36,14 @@ def test_the_demand_is_the_configurations(tmp_path: Path) -> None:
     assert Demand.of(resolve_run(make_config(tmp_path, tmp_path, data__engine="local"))).data_cpus == 0.0
 
 
-def test_workers_are_whole() -> None:
-    # Three CPUs in sum, and no node that holds two workers of 1.5.
-    assert places(replace(ONE, cpus=1.5), nodes((2, 0), (2, 0))) == 2
-    # Four GPUs in sum, on a node that has CPUs for one worker.
-    assert places(replace(ONE, gpus=1), nodes((1, 4))) == 1
-    # 0.1 x 30 is not below 3.
-    assert shortfall(replace(ONE, cpus=0.1, wanted=_fixed(30), data_cpus=0.0), nodes((3, 0))) is None
-
-
-def test_the_shortfall_counts_what_is_there_and_what_is_needed() -> None:
+def test_the_shortfall_compares_what_is_needed_with_what_fits_and_the_hint_fits() -> None:
     there = nodes((1, 0), (1, 0), (0, 0))
     assert shortfall(ONE, there) == (
         "cluster.workers=4 needs 1 CPU per worker (cluster.cpus_per_worker); the cluster's 3 nodes "
         "fit 2 workers: 2 with 1 CPU and 0 GPUs (2), 1 with 0 CPUs and 0 GPUs (0)"
     )
-    assert (
-        hint(ONE, there)
-        == "set cluster.workers=2, which fits (a run can resume with any number of workers), or add nodes"
-    )
+    assert hint(ONE, there).startswith("set cluster.workers=2, which fits")
     assert "the cluster's 0 nodes fit 0 workers" in str(shortfall(ONE, []))
-
-
-def test_the_hint_keeps_to_multiples_of_sp_size_and_names_gpus_that_no_node_has() -> None:
     demand = replace(ONE, wanted=WorkerRange(least=16, most=16, sp_size=4))
     assert "cluster.workers=4" in hint(demand, nodes((7, 0)))
     assert "parallel.sp_size=4" in hint(demand, nodes((3, 0)))
@@ -108,22 +93,18 @@ def _place(demand: Demand, node: Node) -> int:
     return number
 
 
-def test_an_elastic_run_leaves_room_for_the_data_stream() -> None:
+def test_an_elastic_run_leaves_cpus_to_the_data_stream_and_says_how_many_workers_that_costs() -> None:
     elastic = replace(ONE, wanted=WorkerRange(least=2, most=8, sp_size=2))
-    # Four workers and a fifth CPU; eight places and no CPU beside them: one place is the stream's.
+    # Four workers and a fifth CPU; eight workers and no spare CPU: one worker makes way for the stream.
     assert shortfall(elastic, nodes((5, 0))) is None
     assert shortfall(elastic, nodes((4, 0), (4, 0))) is None
     assert room_for_workers(elastic, {"a": Node(cpus=3, gpus=0)}) == {"a": 2}
     assert room_for_workers(elastic, {"a": Node(cpus=4, gpus=0), "b": Node(cpus=4, gpus=0)}) == {"a": 4, "b": 3}
-    assert room_for_workers(elastic, {"a": Node(cpus=9, gpus=0)}) == {"a": 9}, "a place is left over"
+    assert room_for_workers(elastic, {"a": Node(cpus=9, gpus=0)}) == {"a": 9}, "a CPU is left over"
     assert room_for_workers(replace(elastic, data_cpus=0.0), {"a": Node(cpus=3, gpus=0)}) == {"a": 3}
     assert room_for_workers(elastic, {}) == {}
     assert "cluster.workers.min=2 " in str(shortfall(elastic, nodes((2, 0))))
     assert "data.engine=local" in hint(elastic, nodes((2, 0)))
-
-
-def test_workers_that_the_data_stream_displaces_are_counted_in_groups() -> None:
-    elastic = replace(ONE, wanted=WorkerRange(least=2, most=8, sp_size=2))
     told = displaced(elastic, nodes((4, 0), (4, 0)))
     assert told is not None and "displaces 2 workers" in told and "cluster.data_cpus=0.25" in told
     for some in (nodes((5, 0), (4, 0)), nodes((9, 0)), nodes((3, 0)), nodes((12, 0)), nodes()):

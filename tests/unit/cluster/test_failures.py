@@ -167,7 +167,7 @@ def test_ray_waits_for_a_judgement_that_is_late(tmp_path: Path, monkeypatch: pyt
     assert [failure.failure for failure in book.failures()] == [None]
 
 
-def test_the_judgement_of_workers_before_is_not_taken_for_that_of_others(tmp_path: Path) -> None:
+def test_the_judgement_of_earlier_workers_is_not_used_for_others_and_a_refusal_ends_the_command(tmp_path: Path) -> None:
     trial = Trial(tmp_path)
     trial.attempt(1)
     book = failure_log(trial.config, "now")
@@ -181,6 +181,8 @@ def test_the_judgement_of_workers_before_is_not_taken_for_that_of_others(tmp_pat
     # Not every one of them has joined.
     judge.leave_to_ray()
     assert judge.make_decision(DEAD) == FailureDecision.RETRY and len(book.failures()) == 2
+    leave_refusal(trial.config.run_dir, "now", "another command has it")
+    assert judge.make_decision(DEAD) == FailureDecision.RAISE
 
 
 @pytest.mark.timeout(40)
@@ -199,26 +201,20 @@ def test_a_failure_is_judged_soon_while_the_store_is_away(tmp_path: Path, monkey
     assert (failure.committed_step, failure.memory_step, failure.failure) == (None, 2, None)
 
 
-def test_the_judge_ends_a_command_that_was_refused(tmp_path: Path) -> None:
-    trial = Trial(tmp_path)
-    trial.attempt(1)
-    judge = FailureJudge(failure_log(trial.config, "now"))
-    assert judge.make_decision(DEAD) == FailureDecision.RETRY
-    leave_refusal(trial.config.run_dir, "now", "another command has it")
-    assert judge.make_decision(DEAD) == FailureDecision.RAISE
-
-
-def test_the_command_starts_the_workers_again_where_ray_can_not(tmp_path: Path) -> None:
-    config = Trial(tmp_path, elastic__max_failures=2).config
-    errors: list[BaseException | None] = [ActorDiedError(), ConnectionError("the raylet is gone"), None]
+def test_the_command_restarts_the_workers_where_ray_can_not_and_charges_each_failure_once(tmp_path: Path) -> None:
+    book = failure_log(Trial(tmp_path, elastic__max_failures=3).config, "now")
+    errors: list[BaseException | None] = [ActorDiedError(), ConnectionError("the raylet is gone"), DEAD, None]
 
     def train_once() -> Ended | None:
         error = errors.pop(0)
+        if error is DEAD:
+            # The controller has judged it.
+            FailureJudge(book).make_decision(DEAD)
         return None if error is None else Ended(error=error, logs=None)
 
-    train_until_done(failure_log(config, "now"), train_once)
+    train_until_done(book, train_once)
     assert not errors
-    assert [event.failure for event in read_events(config.run_dir) if isinstance(event, StartFailed)] == [1, 2]
+    assert [event.failure for event in read_events(book.config.run_dir) if isinstance(event, StartFailed)] == [1, 2, 3]
 
 
 def test_the_command_gives_up_when_its_failures_are_used_up_in_few_lines(tmp_path: Path) -> None:
@@ -229,19 +225,6 @@ def test_the_command_gives_up_when_its_failures_are_used_up_in_few_lines(tmp_pat
     assert len(lines) == 3
     assert lines[0].startswith("run 'run' failed: Ray could not run the workers: ConnectionError: the raylet is gone")
     assert "/logs" in lines[1] and "the same command resumes from step 0" in lines[2]
-
-
-def test_what_the_controller_has_judged_is_not_charged_again(tmp_path: Path) -> None:
-    book = failure_log(Trial(tmp_path, elastic__max_failures=1).config, "now")
-    outcomes: list[Ended | None] = [Ended(error=DEAD, logs=None), None]
-
-    def train_once() -> Ended | None:
-        if len(outcomes) == 2:
-            FailureJudge(book).make_decision(DEAD)
-        return outcomes.pop(0)
-
-    train_until_done(book, train_once)
-    assert not outcomes and len(book.failures()) == 1
 
 
 def test_failures_that_the_journal_refused_count_once_and_in_their_order(
@@ -339,15 +322,6 @@ def test_failures_of_the_day_before_and_of_another_command_do_not_count(tmp_path
         trial.time += later_s
 
 
-def test_a_preemption_is_not_counted_and_what_no_restart_mends_is_final(tmp_path: Path) -> None:
-    trial = Trial(tmp_path, elastic__max_failures=0)
-    trial.attempt(1)
-    for _ in range(5):
-        failure = trial.judge(Cause(kind="preempted", reason="its node was taken away", rank=0, hint="-"))
-        assert failure.restarts and failure.failure is None
-    assert not trial.judge(replace(LOST, is_final=True)).restarts
-
-
 def test_a_failure_before_any_attempt_began_is_told_beside_it_and_not_as_its_end(tmp_path: Path) -> None:
     trial = Trial(tmp_path)
     start = Cause(kind="start", reason="2 workers did not start in time", rank=None, hint="add nodes")
@@ -378,14 +352,17 @@ def test_a_node_whose_gpu_fails_before_any_attempt_began_is_named_in_journal_and
 
 
 @pytest.mark.parametrize("saved", [0, 1])
-def test_an_announced_end_of_a_node_is_a_preemption_where_a_state_was_saved(tmp_path: Path, saved: int) -> None:
-    trial = Trial(tmp_path)
+def test_the_announced_end_of_a_node_is_not_charged_and_a_preemption_if_a_state_was_saved(
+    tmp_path: Path, saved: int
+) -> None:
+    trial = Trial(tmp_path, elastic__max_failures=0)
     trial.attempt(1, 2)
     if saved:
         save(trial.store, saved)
-    failure = trial.judge(Cause(kind="preempted", reason="lost worker 0 (-)", rank=0, hint="-"))
-    assert failure.reason == ("preempted: " if saved else "") + "lost worker 0 (-)"
-    assert failure.restarts and failure.committed_step == saved
+    for _ in range(2):
+        failure = trial.judge(Cause(kind="preempted", reason="lost worker 0 (-)", rank=0, hint="-"))
+        assert failure.reason == ("preempted: " if saved else "") + "lost worker 0 (-)"
+        assert failure.restarts and failure.failure is None and failure.committed_step == saved
     assert read_history(trial.config.run_dir).attempts[0].reason == failure.reason
 
 

@@ -85,13 +85,15 @@ def test_only_nodes_on_which_nobody_else_has_anything_may_be_lost(tables: Tables
     assert losable_nodes([OWN], "key").keys() == set()
 
 
-def test_a_process_of_the_same_number_elsewhere_or_before_is_not_the_command(tables: Tables) -> None:
+def test_only_the_running_command_of_this_machine_gets_a_fault(tables: Tables) -> None:
     others = ({"DriverIPAddress": "host-a"}, {"StartTime": 10_000.0}, {"IsDead": True}, {"DriverPid": 8})
     tables.jobs += [_job(f"0{number}", **fields) for number, fields in enumerate(others, 2)]
     assert _injector()._jobs() == [OWN]
     tables.jobs.append(_job("06"))
     with pytest.raises(RunError, match="01, 06"):
         _injector()._jobs()
+    with pytest.raises(RunError, match="before the command ended"):
+        _injector(is_running=False).inflict(Fault(at_s=1.0, kind="kill-worker"))
 
 
 def test_a_node_counts_as_lost_only_once_it_is(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,8 +113,3 @@ def test_a_node_counts_as_lost_only_once_it_is(tables: Tables, monkeypatch: pyte
         kill()
     tables.nodes[2] = _node(LOST) | {"Alive": False}
     assert kill() > 0
-
-
-def test_a_fault_after_the_commands_end_says_so(tables: Tables) -> None:
-    with pytest.raises(RunError, match="before the command ended"):
-        _injector(is_running=False).inflict(Fault(at_s=1.0, kind="kill-worker"))

@@ -13,15 +13,9 @@ from ray_ulysses.cluster.peer_memory_agents import Contact, NodeMemory
 from ray_ulysses.run_names import IDENTITY_FILE
 from tests.distributed.run_case import make_config
 from tests.polling import wait_until
+from tests.unit.peer_memory.test_agent import SetClock
 
 NODES = {"a": "10.0.0.1"}
-
-
-class _Clock:
-    at = 0.0
-
-    def monotonic(self) -> float:
-        return self.at
 
 
 class Agents:
@@ -71,46 +65,41 @@ def addresses(memory: NodeMemory, *nodes: str) -> Any:
 
 
 def test_an_agent_that_died_is_there_again_for_the_next_generation(tmp_path: Path, agents: Agents) -> None:
-    clock = _Clock()
+    clock = SetClock()
     memory = memory_of(tmp_path, clock)
     memory.prepare(NODES)
     assert addresses(memory, "a") == {"a": "10.0.0.1:7001"}
-    for clock.at in (1.0, 14.0, 15.0, 16.0, 29.0):
+    for clock.time in (1.0, 14.0, 15.0, 16.0, 29.0):
         memory.keep(NODES)
     memory._pool.shutdown(wait=True)
     assert len(agents.keys) == 2, "looked for once in a while only"
     assert addresses(memory, "a") == {"a": "10.0.0.1:7002"}, "without waiting for a failure to start it"
 
 
+@pytest.mark.parametrize("is_on", [True, False])
+def test_agents_are_not_asked_for_while_they_start_or_without_peer_memory(
+    tmp_path: Path, agents: Agents, is_on: bool
+) -> None:
+    clock = SetClock()
+    memory = memory_of(tmp_path, clock, elastic__peer_memory=is_on)
+    agents.may_answer.clear()
+    memory.prepare(NODES)
+    if is_on:
+        wait_until(lambda: agents.keys, "they are being started")
+    clock.time = 100.0
+    memory.keep(NODES)
+    agents.may_answer.set()
+    memory._pool.shutdown(wait=True)
+    assert len(agents.keys) == is_on
+
+
 def test_agents_of_nodes_that_have_died_are_forgotten(tmp_path: Path, agents: Agents) -> None:
-    memory, agents.alive = memory_of(tmp_path, _Clock()), {"a": True, "b": True}
+    memory, agents.alive = memory_of(tmp_path, SetClock()), {"a": True, "b": True}
     memory.prepare({"a": "", "b": ""})
     assert addresses(memory, "a", "b").keys() == {"a", "b"}
     agents.alive["b"] = False
     memory.prepare({"a": ""})
     assert addresses(memory, "a").keys() == {"a"}
-
-
-def test_agents_that_are_being_started_are_not_asked_for_again(tmp_path: Path, agents: Agents) -> None:
-    clock = _Clock()
-    memory = memory_of(tmp_path, clock)
-    agents.may_answer.clear()
-    memory.prepare(NODES)
-    wait_until(lambda: agents.keys, "they are being started")
-    clock.at = 100.0
-    memory.keep(NODES)
-    agents.may_answer.set()
-    memory._pool.shutdown(wait=True)
-    assert len(agents.keys) == 1
-
-
-def test_without_peer_memory_nobody_is_asked(tmp_path: Path, agents: Agents) -> None:
-    clock = _Clock()
-    memory = memory_of(tmp_path, clock, elastic__peer_memory=False)
-    clock.at = 100.0
-    memory.keep(NODES)
-    memory._pool.shutdown(wait=True)
-    assert agents.keys == []
 
 
 def test_a_copy_of_a_run_finds_no_agents_of_the_original(tmp_path: Path, agents: Agents) -> None:

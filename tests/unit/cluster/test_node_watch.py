@@ -18,6 +18,7 @@ from ray_ulysses.cluster import node_watch
 from ray_ulysses.cluster.node_watch import PATIENCE_S, NodeWatchActor, NodeWatches, node_news, watch_nodes
 from ray_ulysses.config.running import ElasticSection
 from ray_ulysses.elastic.notices import CloudNotice, UnexpectedAnswerError
+from tests.unit.peer_memory.test_agent import SetClock
 
 NOON = 43_200.0
 HINT = CloudNotice(what="rebalance recommendation", deadline=None, is_hint=True)
@@ -33,25 +34,14 @@ def test_a_node_is_drained_as_rays_own_command_does() -> None:
     assert isinstance(RuntimeContext.gcs_address, property)
 
 
-class Clock:
-    """A clock that passes only while somebody sleeps."""
-
-    time_s = 0.0
-
-    def now(self) -> float:
-        return self.time_s
-
-    monotonic = now
-
-    def sleep(self, seconds: float) -> None:
-        self.time_s += seconds
+class EndOfScript(Exception): ...
 
 
 class Script:
-    """A metadata service that says one thing after the other, and a Ray that is told; the last word is repeated."""
+    """A metadata service that gives one answer after another, repeating the last, and a Ray that may refuse."""
 
     def __init__(self, *said: CloudNotice | Exception | None, refusals: Sequence[Exception] = ()) -> None:
-        self.said, self.refusals, self.clock = list(said), list(refusals), Clock()
+        self.said, self.refusals, self.clock = list(said), list(refusals), SetClock()
         self.drained: list[tuple[str, float | None]] = []
         self.news = node_news("aws", self.notice, self.drain, self.clock)
 
@@ -67,9 +57,6 @@ class Script:
         if self.refusals:
             raise self.refusals.pop(0)
         self.drained.append((why, deadline))
-
-
-class EndOfScript(Exception): ...
 
 
 def test_a_notice_drains_the_node_once_and_an_earlier_deadline_again() -> None:
@@ -94,19 +81,13 @@ def test_a_head_that_can_not_be_told_is_told_again_and_that_is_said_once(error: 
 def test_a_service_that_is_not_there_is_reported_once_and_asked_rarely() -> None:
     script = Script(*[UnexpectedAnswerError("HTTP 403: ''")] * 40, None, None, None)
     assert "HTTP 403" in next(script.news)
-    assert PATIENCE_S <= script.clock.time_s < PATIENCE_S + 60.0
+    assert PATIENCE_S <= script.clock.time < PATIENCE_S + 60.0
     with pytest.raises(EndOfScript):
         next(script.news)
-    assert script.clock.time_s > 30 * 60.0
-
-
-def test_a_service_that_answers_now_and_then_is_not_reported() -> None:
+    assert script.clock.time > 30 * 60.0
+    # One that answers now and then is not reported.
     script = Script(*[*[TimeoutError()] * 4, None] * 20, NOTICE, NOTICE)
     assert "Ray drains the node" in next(script.news)
-
-
-def test_a_machine_of_no_cloud_ends_its_watch_at_once() -> None:
-    assert NodeWatchActor("none", None, False).next_news() is None
 
 
 class Ray:
@@ -135,28 +116,25 @@ class Ray:
             self.watches.look({node: f"host-{node}" for node in nodes})
 
 
-def test_the_nodes_that_have_workers_are_watched_one_actor_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_nodes_that_have_workers_are_watched_by_one_actor_each(monkeypatch: pytest.MonkeyPatch) -> None:
     ray = Ray(monkeypatch)
     for nodes in ("", "a", "ab"):
         ray.look(nodes)
     assert ray.started == ["a", "b"]
-    ray.answers["b", 1] = "is going to be taken away"
+    ray.answers["b", 1] = "will be taken away"
     ray.look("ab")
-    assert ray.said == ["node host-b is going to be taken away"]
+    assert ray.said == ["node host-b will be taken away"]
     ray.answers |= {("b", 2): "for the second time", ("a", 1): None}
     ray.look("ab")
     assert ray.said[1:] == ["node host-b for the second time"] and ray.started == ["a", "b"]
     ray.look("a")
     ray.look("ab")
     assert ray.started == ["a", "b", "b"]
-
-
-@pytest.mark.parametrize("error", [ActorDiedError(), RpcError("gone")])
-def test_a_watch_that_is_lost_is_not_started_again(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    ray = Ray(monkeypatch)
-    ray.answers["a", 1] = error
-    ray.look("a", times=3)
-    assert (ray.started, ray.said) == (["a"], [])
+    said = [*ray.said]
+    for node, error in {"c": ActorDiedError(), "d": RpcError("gone")}.items():
+        ray.answers[node, 1] = error
+        ray.look(node, times=3)
+    assert ray.started[3:] == ["c", "d"] and ray.said == said, "a watch that is lost is not started again"
 
 
 @pytest.mark.parametrize(
@@ -169,6 +147,7 @@ def test_no_process_is_started_where_nothing_is_to_be_watched(
     monkeypatch.setattr(node_watch, "found_provider", lambda setting: None if setting in ("auto", "none") else setting)
     watches = watch_nodes(ElasticSection(cloud_notices=setting), print, embedded=embedded)
     assert (watches is not None) == watched
+    assert NodeWatchActor("none", None, False).next_news() is None
 
 
 @pytest.mark.parametrize("url", ["ftp://a", "http://", "169.254.169.254", "http://a/b", "http://u:p@a", "http://a b"])

@@ -17,7 +17,7 @@ from ray._common.utils import get_default_ray_temp_dir
 from ray._raylet import AuthenticationMode, AuthenticationTokenLoader, get_authentication_mode
 
 from ray_ulysses.cluster.job_client import connect
-from ray_ulysses.cluster.ray_access import check_address, cluster_token, private_session
+from ray_ulysses.cluster.ray_access import check_address, private_session
 from ray_ulysses.commands.doctor import check_token
 from ray_ulysses.errors import RunError, UserError
 from tests.unit.cluster.metadata_fakes import QuietHandler, serving
@@ -58,7 +58,14 @@ def test_each_session_has_a_token_of_its_own_in_the_environment_alone(home: Path
     assert list(home.iterdir()) == []
 
 
-def test_the_token_of_the_home_directory_is_not_used(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_session_uses_the_token_of_the_environment_but_not_of_the_home_directory(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(home / "missing"))
+    with pytest.raises(UserError, match="RAY_AUTH_TOKEN_PATH"), private_session():
+        pytest.fail("it started")
+    assert "RAY_AUTH_MODE" not in os.environ
+    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH")
     _write(home / ".ray" / "auth_token", "ef" * 32)
     with private_session():
         assert _seen_by_ray() not in (None, "ef" * 32)
@@ -69,13 +76,6 @@ def test_the_token_of_the_home_directory_is_not_used(home: Path, monkeypatch: py
     with private_session():
         assert _seen_by_ray() == "12" * 32
     assert os.environ["RAY_AUTH_TOKEN"] == "12" * 32
-
-
-def test_a_token_file_that_can_not_be_read_is_the_users_error(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(home / "missing"))
-    with pytest.raises(UserError, match="RAY_AUTH_TOKEN_PATH"), private_session():
-        pytest.fail("it started")
-    assert "RAY_AUTH_MODE" not in os.environ
 
 
 def test_a_session_without_a_token_has_to_be_asked_for_and_is_warned_of(
@@ -92,16 +92,6 @@ def test_a_session_without_a_token_has_to_be_asked_for_and_is_warned_of(
     with private_session():
         assert _seen_by_ray() is not None
     assert caplog.records == []
-
-
-def test_a_cluster_gets_the_token_only_if_it_asks_for_one(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _write(home / ".ray" / "auth_token", _RIGHT)
-    with cluster_token("head:6379", asks=True):
-        assert _seen_by_ray() == _RIGHT
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    with cluster_token("head:6379", asks=False):
-        assert _seen_by_ray() is None and os.environ["RAY_AUTH_MODE"] == "disabled"
-    assert os.environ["RAY_AUTH_MODE"] == "token"
 
 
 @pytest.fixture
@@ -220,10 +210,10 @@ def test_a_cluster_that_asks_for_a_token_refuses_a_command_in_words(
 
 @pytest.mark.parametrize("mode", [None, "token"])
 @pytest.mark.parametrize("token", [None, _RIGHT], ids=["open", "closed"])
-def test_the_token_goes_to_a_cluster_that_asks_for_one_and_to_no_other(
-    token: str | None, mode: str | None, monkeypatch: pytest.MonkeyPatch
+def test_the_token_goes_to_a_cluster_that_requires_one_and_to_no_other(
+    token: str | None, mode: str | None, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RAY_AUTH_TOKEN", _RIGHT)
+    _write(home / ".ray" / "auth_token", _RIGHT)
     if mode is not None:
         monkeypatch.setenv("RAY_AUTH_MODE", mode)
     expected = {None} if token is None else {None, f"Bearer {token}"}
@@ -234,6 +224,7 @@ def test_the_token_goes_to_a_cluster_that_asks_for_one_and_to_no_other(
         with pytest.raises(RunError, match="this machine is not one of the 0 nodes"):
             check_address(address)
         assert set(sent) == expected
+    assert os.environ.get("RAY_AUTH_MODE") == mode
 
 
 def test_the_doctor_warns_of_a_cluster_that_takes_jobs_without_a_token() -> None:

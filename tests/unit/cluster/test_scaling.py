@@ -196,6 +196,13 @@ class Scaled:
         pace = Pace(seconds_left=seconds_left, start_s=30.0)
         self.patch.setattr(scaling, "run_pace", lambda _: pace)
 
+    def train_on(self, phase: str, *workers: str, **vacant: int) -> None:
+        """Start, and let members on node a train on or wait in this phase, while workers are as given."""
+        self.start()
+        group = self.members.group
+        group.num_placed, group.members, group.phase = {"a": 2}, range(2), phase
+        group.workers, self.joining.vacant = alive(*workers), Counter(vacant)
+
 
 Runs = Callable[..., Scaled]
 
@@ -234,27 +241,20 @@ def test_a_run_grows_onto_a_node_that_joins_once_the_workers_there_are_ready(sca
     assert run.requested == "resize" and run.members.posted == [MOVE]
 
 
-def test_workers_that_are_lost_are_replaced_where_they_were_while_the_others_train(scaled: Runs) -> None:
-    """Ray Train's group keeps their places; to start the whole group again takes most of a minute."""
+def test_lost_workers_are_replaced_where_they_were_while_the_others_train(scaled: Runs) -> None:
+    """Ray Train's group keeps their places; to start the complete group again takes most of a minute."""
     run = scaled(a=2, b=2)
-    run.start()
-    run.members.group.num_placed, run.members.group.members = {"a": 2}, range(2)
-    # One of a whole group's two, whose other is there and trains no more; another's place is on a node that is gone.
-    run.members.group.workers = alive("a", "a", "B", "b", "C")
-    run.joining.vacant = Counter(b=1, c=1)
+    # One of a group's two is there and trains no more; another's place is on a node that is gone.
+    run.train_on("training", "a", "a", "B", "b", "C", b=1, c=1)
     run.pace(seconds_left=1_000.0)
     run.polls(2, stops=False)
     assert run.joining.placed == {"b": 1} and run.requested is None
     run.joining.are_there = True
     run.poll()
     assert run.requested == "resize" and run.members.posted == [MOVE]
-
-
-def test_workers_that_train_no_more_and_suffice_to_grow_are_members_again(scaled: Runs) -> None:
+    # Workers that train no more, and suffice to grow, are members again.
     run = scaled(a=2, b=2)
-    run.start()
-    run.members.group.num_placed, run.members.group.members = {"a": 2}, range(2)
-    run.pace(seconds_left=1_000.0)
+    run.train_on("training", "a", "a", "b", "b")
     run.polls(2)
     assert run.members.posted == [MOVE] and not run.joining.placed
 
@@ -340,36 +340,27 @@ def test_a_node_that_goes_before_the_others_have_left_it_was_announced(scaled: R
     assert run.members.posted == [unusable("b", draining=True)] and run.requested is None
 
 
-def test_a_group_that_is_short_of_workers_gets_those_that_are_missing_and_no_more(scaled: Runs) -> None:
+def test_a_group_that_is_short_of_workers_gets_the_missing_ones_or_hears_that_none_can_start(scaled: Runs) -> None:
     run = scaled(least=4, a=2, b=2)
-    run.start()
-    run.members.group.phase, run.members.group.workers = "short", alive("a", "a", "b", "B")
-    run.joining.vacant = Counter(b=1)
+    run.train_on("short", "a", "a", "b", "B", b=1)
     run.polls(3, every_s=1.0)
     assert run.joining.placed == {"b": 1} and run.used == [{"b": "host-b"}] and not run.members.posted
     # They have failed, or don't suffice, and no other can be started.
     run.joining.are_there, run.joining.vacant = True, Counter()
     run.poll()
     assert run.members.posted == [reform.NoReplacement()]
-
-
-def test_a_group_that_is_short_of_workers_hears_where_none_can_be_started(scaled: Runs) -> None:
     run = scaled(least=4, a=2, b=2)
-    run.start()
-    run.members.group.phase, run.members.group.workers = "short", alive("a", "a", "B", "B")
-    run.joining.vacant = Counter(b=2)
+    run.train_on("short", "a", "a", "B", "B", b=2)
     del run.cpus["b"], run.free["b"]
     run.poll()
     assert run.members.posted == [reform.NoReplacement()] and not run.joining.placed
 
 
-def test_missing_workers_start_on_a_node_that_fell_silent_only_where_no_other_has_room(scaled: Runs) -> None:
-    """A stopped node takes connections, and a worker that is placed there starts when it goes on, if ever."""
+def test_missing_workers_start_on_a_silent_node_only_if_no_other_has_room(scaled: Runs) -> None:
+    """A stopped node accepts connections, and a worker that is placed there starts when it goes on, if ever."""
     run = scaled(least=4, a=2, b=2, c=2)
-    run.start()
-    group = run.members.group
-    group.phase, group.workers, group.silent = "short", alive("a", "a", "B", "B"), {"b"}
-    run.free, run.joining.vacant = {"a": 0, "b": 0, "c": 2}, Counter(b=2)
+    run.train_on("short", "a", "a", "B", "B", b=2)
+    run.members.group.silent, run.free = {"b"}, {"a": 0, "b": 0, "c": 2}
     run.polls(1, every_s=1.0)
     assert run.joining.placed == {"c": 2} and not run.members.posted
     run.joining.are_awaited, run.free["c"] = False, 0
@@ -430,16 +421,15 @@ def test_a_request_of_the_user_is_never_replaced_or_cleared(scaled: Runs) -> Non
     assert run.start() == ["a", "a"] and run.requested == "stop"
 
 
-def test_workers_that_finish_or_fail_are_left_to_ray_train(scaled: Runs) -> None:
+def test_workers_that_finish_or_fail_are_left_to_ray_train_and_a_resize_or_lack_of_room_is_no_failure(
+    scaled: Runs, tmp_path: Path
+) -> None:
     run = scaled(a=2)
     run.start()
     assert not run.poll(*ended("finished")).errors
     failure = RuntimeError("boom")
     status = run.poll(*ended(RESIZED, 1), WorkerStatus(running=False, error=failure))
     assert status.errors[1] is failure and not is_resize(status.get_worker_group_error())
-
-
-def test_a_resize_and_a_lack_of_room_are_not_judged_as_failures(tmp_path: Path) -> None:
     book: Any = SimpleNamespace(config=make_config(tmp_path, tmp_path))
     statuses = {0: WorkerStatus(running=False, error=scaling.Resized("again"))}
     resized = WorkerGroupPollStatus(worker_statuses=statuses).get_worker_group_error()
@@ -449,7 +439,9 @@ def test_a_resize_and_a_lack_of_room_are_not_judged_as_failures(tmp_path: Path) 
     assert not lacks_room(ControllerError(ValueError())) and not is_resize(timeout)
 
 
-def test_a_head_that_does_not_answer_is_asked_again(scaled: Runs) -> None:
+def test_a_head_that_does_not_answer_is_asked_again_and_an_error_ends_no_controller(
+    scaled: Runs, caplog: pytest.LogCaptureFixture
+) -> None:
     run = scaled(a=2)
 
     def away() -> dict[str, Any]:
@@ -459,11 +451,6 @@ def test_a_head_that_does_not_answer_is_asked_again(scaled: Runs) -> None:
 
     run.patch.setattr(scaling, "steady_nodes", away)
     assert run.start() == ["a", "a"] and run.time_s == 3.0
-
-
-def test_a_look_at_the_nodes_that_fails_ends_no_controller(scaled: Runs, caplog: pytest.LogCaptureFixture) -> None:
-    run = scaled(a=2)
-    run.start()
     run.patch.setattr(scaling, "steady_nodes", lambda: {}["a key of a later Ray"])
     assert not run.poll().errors and "a key of a later Ray" in caplog.text
 
@@ -517,14 +504,8 @@ def test_a_worker_that_failed_counts_as_ended_only_once_that_is_decided(
     watch.after_worker_group_poll_status(WorkerGroupPollStatus(worker_statuses=statuses))
     assert (status.running, status.error) == (running, None)
     assert bool(watch.coordinator.posted) is (error is not None and not is_lost)
-
-
-@pytest.mark.parametrize("phase", ["training", "ended"])
-def test_workers_that_joined_later_train_on_when_all_of_rays_are_lost(phase: str) -> None:
-    """Otherwise Ray would take the run for finished."""
-    watch = watch_of()
-    workers = {0: SimpleNamespace(is_lost=True), 1: SimpleNamespace(is_lost=False)}
-    watch.coordinator.group = SimpleNamespace(phase=phase, gave_up=False, workers=workers)
+    # If all of Ray's workers are lost, workers that joined later train on, and the run is not finished.
+    workers[0].is_lost = True
     polled = WorkerGroupPollStatus(worker_statuses={0: WorkerStatus(running=True, error=GONE)})
     watch.after_worker_group_poll_status(polled)
     assert polled.finished is (phase == "ended") and not polled.errors

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -59,24 +58,6 @@ def run_workers(monkeypatch: pytest.MonkeyPatch, config: Any, claim: Any, fit: C
         SimpleNamespace(console=Console(file=io.StringIO(), width=200), awaits_workers=False),
     )
     return train_job._run_workers(*arguments, signals, [claim])
-
-
-def test_workers_of_a_run_that_was_taken_are_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray Train asks all the while that it waits; what is raised then ends its wait."""
-    config = make_config(tmp_path, tmp_path / "corpus")
-    with run_claim(config.run_dir) as claim:
-
-        def fit(look: Callable[[], None]) -> None:
-            for number in range(1000):
-                look()
-                if number == 2:
-                    (config.run_dir / THEIRS).write_text(THEIR_NOTE)
-                    claim.beat()
-                time.sleep(0.02)
-
-        with pytest.raises(RunError, match="taken over by process 7 on host other"):
-            run_workers(monkeypatch, config, claim, fit)
-    assert "this command ends immediately" in str(refusal(config.run_dir, "one"))
 
 
 @pytest.mark.parametrize("error", [ConnectionError("the head is gone"), RuntimeError("no"), OSError(28, "full")])

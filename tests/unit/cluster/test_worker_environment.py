@@ -49,14 +49,13 @@ def answers(monkeypatch: pytest.MonkeyPatch, found: dict[str, Any], environment:
     return said
 
 
-def test_what_nodes_lack_is_said_by_name_and_node(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_nodes_lack_is_said_by_name_and_node_and_an_unreadable_file_ends_the_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     found = {"10.0.0.2": (["HF_TOKEN"], None), "10.0.0.1": (["HF_TOKEN"], None), "10.0.0.3": ([], None)}
     (text,) = answers(monkeypatch, found, {"HF_TOKEN": "hunter2"})
     assert "HF_TOKEN" in text and "10.0.0.1, 10.0.0.2:" in text and "cluster.secrets_file" in text
     assert answers(monkeypatch, {"10.0.0.1": ([], None)}, {"HF_TOKEN": "hunter2"}) == []
-
-
-def test_a_file_that_a_node_can_not_read_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="mode 0644"):
         answers(monkeypatch, {"10.0.0.1": ([], "mode 0644")}, {"HF_TOKEN": "hunter2"})
 

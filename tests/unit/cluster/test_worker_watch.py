@@ -42,7 +42,7 @@ class Cluster:
         self.watch.check()
 
 
-def test_workers_that_start_in_time_are_not_spoken_of() -> None:
+def test_workers_that_start_in_time_are_not_spoken_of_and_late_ones_end_the_wait() -> None:
     cluster = Cluster()
     cluster.at(0, 2, 0)
     cluster.at(59, 2, 1)
@@ -50,6 +50,13 @@ def test_workers_that_start_in_time_are_not_spoken_of() -> None:
     cluster.at(60, 2, 2)
     cluster.at(10_000, 2, 2)
     assert cluster.watch.is_whole and cluster.said == []
+    # A node that is lost, comes back and is lost again starts the wait again.
+    for second, workers in ((10_040, 1), (10_090, 2), (10_100, 1), (10_159, 1)):
+        cluster.at(second, workers, workers)
+    with pytest.raises(WorkersMissing):
+        cluster.at(10_161, 1, 1)
+    with pytest.raises(WorkersMissing, match=r"0 of cluster\.workers=2 .* all workers fit on the nodes, so other jobs"):
+        Cluster().at(60, 2, 0)
 
 
 def test_a_lost_node_is_awaited_told_once_a_minute_and_given_up_with_its_count() -> None:
@@ -69,42 +76,19 @@ def test_a_lost_node_is_awaited_told_once_a_minute_and_given_up_with_its_count()
     assert f"{cause.reason}; {cause.hint}" == text
 
 
-def test_an_elastic_run_needs_no_more_than_its_fewest_workers() -> None:
+@pytest.mark.parametrize("is_training", [True, False])
+def test_an_elastic_run_that_trains_needs_no_more_than_its_fewest_workers(is_training: bool) -> None:
     cluster = Cluster(demand=replace(DEMAND, wanted=WorkerRange(least=1, most=2, sp_size=1)))
-    cluster.at(1, 1, 0)
+    cluster.is_training = is_training
+    cluster.at(1, 2, 0)
     assert not cluster.watch.is_whole
-    cluster.at(2, 1, 1)
-    assert cluster.watch.is_whole
-    cluster.at(10_000, 1, 1)
-    cluster.at(10_001, 0, 0)
+    cluster.at(2, 2, 1)
+    assert cluster.watch.is_whole is is_training
+    if is_training:
+        cluster.at(10_000, 1, 1)
+        cluster.at(10_001, 0, 0)
     with pytest.raises(WorkersMissing, match=r"cluster\.workers\.min=1"):
         cluster.at(10_061, 0, 0)
-
-
-def test_an_elastic_run_whose_workers_come_up_in_part_is_not_waited_for_without_end() -> None:
-    cluster = Cluster(demand=replace(DEMAND, wanted=WorkerRange(least=1, most=2, sp_size=1)))
-    cluster.is_training = False
-    cluster.at(1, 2, 1)
-    assert not cluster.watch.is_whole
-    with pytest.raises(WorkersMissing):
-        cluster.at(60, 2, 1)
-
-
-def test_a_node_that_comes_back_begins_the_wait_anew() -> None:
-    cluster = Cluster()
-    cluster.at(1, 2, 2)
-    cluster.at(50, 1, 1)
-    cluster.at(100, 2, 2)
-    cluster.at(110, 1, 1)
-    cluster.at(169, 1, 1)
-    with pytest.raises(WorkersMissing):
-        cluster.at(171, 1, 1)
-
-
-def test_workers_that_never_start_on_nodes_that_hold_them_end_the_wait_too() -> None:
-    cluster = Cluster()
-    with pytest.raises(WorkersMissing, match=r"0 of cluster\.workers=2 .* all workers fit on the nodes, so other jobs"):
-        cluster.at(60, 2, 0)
 
 
 def test_the_cluster_is_asked_once_a_second_and_no_answer_changes_nothing() -> None:
@@ -126,17 +110,14 @@ def test_workers_that_the_data_stream_displaces_are_told_once() -> None:
     assert len(cluster.said) == 1
 
 
-@pytest.mark.parametrize(
-    ("least", "started", "words"),
-    [
+def test_the_progress_says_how_many_workers_have_started() -> None:
+    for least, started, words in (
         (4, 0, "waiting for 4 workers (0 started)"),
         (4, 4, "loading libraries on 4 workers"),
         (4, None, "waiting for 4 workers"),
         (1, 0, "waiting for 1 worker (0 started)"),
-    ],
-)
-def test_it_says_how_many_workers_have_started_where_that_is_known(least: int, started: int | None, words: str) -> None:
-    cluster = Cluster(replace(DEMAND, wanted=WorkerRange(least=least, most=least, sp_size=1)))
-    if started is not None:
-        cluster.at(0, least, started)
-    assert cluster.watch.awaited == words
+    ):
+        cluster = Cluster(replace(DEMAND, wanted=WorkerRange(least=least, most=least, sp_size=1)))
+        if started is not None:
+            cluster.at(0, least, started)
+        assert cluster.watch.awaited == words

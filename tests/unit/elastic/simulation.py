@@ -106,25 +106,20 @@ class Simulation:
         self.draw = random.Random(seed)
         # Of its own: the histories without replacements stay as they are.
         self.draw_joining = random.Random(seed) if replaces else None
-        self.num_joining = 0
-        self.replaced = 0
+        self.num_joining = self.replaced = self.count = self.group_number = 0
+        self.restarts = self.reforms = self.loads_from_memory = 0
         self.now = 0.0
         self.queue: list[tuple[float, int, Callable[[], None]]] = []
-        self.count = 0
         self.nodes = [Node(name=f"node-{number:04d}") for number in range(nodes)]
         self.per_node, self.sp_size = per_node, sp_size
         most = nodes * per_node // sp_size * sp_size
         self.wanted = WorkerRange(least=least or sp_size, most=most, sp_size=sp_size)
-        self.group_number = 0
         self.group: reform.Group | None = None
         self.workers: dict[int, Worker] = {}
         self.attempts: list[Attempt] = []
         self.committed = 0
         """Newest step on storage."""
         self.status: str | None = None
-        self.restarts = 0
-        self.reforms = 0
-        self.loads_from_memory = 0
         self.faults_left = faults
         self.happened: list[Happened] = []
         self.training: tuple[tuple[int, int], tuple[str, ...]] | None = None

@@ -84,9 +84,9 @@ def test_the_cause_is_found_among_its_consequences_in_any_order() -> None:
 def test_workers_that_were_lost_together_are_named_together_in_one_short_line() -> None:
     node = "The actor died because its node has died. Node Id: 0123"
     errors = [raised(0, GLOO), *(lost(rank, node) for rank in (3, 2))]
-    assert root_cause(errors).reason == "lost workers 2, 3 (its node died)"
+    assert root_cause(errors).reason == "lost workers 2, 3 (the node died)"
     many = [lost(rank, node) for rank in range(64)]
-    assert root_cause(many).reason == "lost 64 workers, 0 to 63 (its node died)"
+    assert root_cause(many).reason == "lost 64 workers, 0 to 63 (the node died)"
     long = root_cause([raised(0, ValueError("a" * 10_000 + "\nb"))])
     assert len(long.reason) < 500 and "\n" not in long.reason
 

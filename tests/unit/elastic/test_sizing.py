@@ -81,20 +81,6 @@ def test_nothing_is_restarted_where_that_brings_no_more_workers(placed: dict[str
     assert resize(Sizing(since=-100.0), placed, room, 0.0)[1] is None
 
 
-def test_a_run_whose_groups_are_larger_than_a_node_follows_its_nodes() -> None:
-    wanted = WorkerRange(least=8, most=32, sp_size=8)
-    nodes = dict.fromkeys("abcd", 4)
-    # Room that is about to be free is waited for, and then all of it is taken.
-    seen, placed = decide_placement(Sizing(), free=nodes | {"d": 0}, total=nodes, wanted=wanted, now=0.0)
-    assert placed is None
-    seen, placed = decide_placement(seen, free=nodes, total=nodes, wanted=wanted, now=1.0)
-    assert placed == nodes
-    for room, becomes in ({"a": 4, "b": 4, "c": 4}, 8), (nodes | {"e": 4, "f": 4}, 24):
-        seen, found = decide_resize(Sizing(), placed=nodes, room=room, wanted=wanted, now=0.0, grow_interval_s=1.0)
-        seen, found = decide_resize(seen, placed=nodes, room=room, wanted=wanted, now=9.0, grow_interval_s=1.0)
-        assert found == Resize(workers=becomes, must="d" not in room)
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_a_run_ends_up_at_the_size_that_its_nodes_hold(seed: int) -> None:
     """Nodes come, drain and go at random; once they rest, so does the run, at the best size, after few restarts."""

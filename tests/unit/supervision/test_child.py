@@ -4,45 +4,28 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 
-from ray_ulysses.clock import SystemClock
 from ray_ulysses.errors import RunError
 from ray_ulysses.supervision import child
 from ray_ulysses.supervision.child import WATCHDOG, backend_of, choose_free_device, interface_towards
 from tests.unit.fake_cuda import FakeCuda
+from tests.unit.peer_memory.test_agent import SetClock
 
 DEVICE, GIB = torch.device("cuda", 3), 2**30
 FULL = RuntimeError("CUDA error: out of memory")
 
 
-def test_communicators_of_gpus_are_created_with_their_groups() -> None:
-    """Not in the first step, where each rank comes at its own time and an error counts as the step's."""
+def test_communicators_of_gpus_are_created_with_their_groups_and_nccls_watchdog_ends_no_process() -> None:
+    """In the first step, each rank would come at its own time, and an error would count as the step's."""
     assert backend_of(DEVICE) == {"backend": "nccl", "device_id": DEVICE}
     assert backend_of(torch.device("cpu")) == {"backend": "gloo"}
-
-
-def test_nccls_watchdog_ends_no_process() -> None:
-    """Whose end would be one more loss; 0 is `NoHandling` in PyTorch's `ProcessGroupNCCL.hpp`."""
+    # 0 is `NoHandling` in PyTorch's `ProcessGroupNCCL.hpp`.
     assert WATCHDOG == {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
-
-
-class HandClock(SystemClock):
-    """A clock that moves when somebody sleeps."""
-
-    def __init__(self) -> None:
-        self.time = 0.0
-
-    def monotonic(self) -> float:
-        return self.time
-
-    def sleep(self, seconds: float) -> None:
-        self.time += seconds
 
 
 @pytest.fixture
@@ -52,7 +35,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 
 def wait(*held: float | RuntimeError, within_s: float = 10.0) -> float:
     """Wait for a GPU of 80 GiB of which so much is held at each look, and return for how long."""
-    looks, clock = [*held], HandClock()
+    looks, clock = [*held], SetClock()
 
     def memory(device: torch.device) -> tuple[int, int]:
         assert device == DEVICE
@@ -73,45 +56,32 @@ def test_the_memory_of_the_process_before_is_waited_for(cuda: FakeCuda, caplog: 
     assert caplog.text == ""
 
 
-def test_memory_that_is_held_for_good_is_named(cuda: FakeCuda, caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_that_is_held_for_good_is_named_and_another_error_is_not_waited_for(
+    cuda: FakeCuda, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING):
         assert wait(30.0) == pytest.approx(10.0, abs=0.3)
     (record,) = caplog.records
     assert "30.0 of 80.0 GiB of the memory of cuda:3" in record.getMessage()
-
-
-def test_a_device_without_room_for_a_context_is_an_error_that_names_it(cuda: FakeCuda) -> None:
     with pytest.raises(RunError, match="cuda:3"):
         wait(FULL)
-
-
-def test_another_error_is_not_waited_for(cuda: FakeCuda) -> None:
     with pytest.raises(RuntimeError, match="unspecified launch failure"):
         wait(RuntimeError("CUDA error: unspecified launch failure"))
 
 
-def test_the_interface_of_sockets_is_the_one_that_leads_to_the_other_nodes() -> None:
+def test_the_interface_is_the_one_that_leads_to_the_other_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever this node's name says; where a name leads nowhere, gloo chooses."""
     found = interface_towards("127.0.0.1", 29500)
     assert found is not None and "127.0.0.1" in [one.address for one in psutil.net_if_addrs()[found]]
     assert interface_towards("no such host", 29500) is None
-
-
-@pytest.mark.parametrize(
-    ("addresses", "expected"),
-    [
-        ({"docker0": ["172.17.0.1"], "lo": ["127.0.0.1"], "eth0": ["10.0.0.5"]}, "lo"),
-        ({"docker0": ["172.17.0.1"], "eth0": ["10.0.0.5"]}, None),
-        ({"v6": ["::1"], "first": ["127.0.0.1"], "second": ["127.0.0.1"]}, "first"),
-    ],
-    ids=["own", "none", "first"],
-)
-def test_the_interface_is_the_one_with_the_address_of_the_route(
-    monkeypatch: pytest.MonkeyPatch, addresses: Mapping[str, Sequence[str]], expected: str | None
-) -> None:
-    def address(text: str) -> SimpleNamespace:
-        return SimpleNamespace(family=socket.AF_INET6 if ":" in text else socket.AF_INET, address=text)
-
-    given = {name: [address(one) for one in texts] for name, texts in addresses.items()}
-    monkeypatch.setattr(child.psutil, "net_if_addrs", lambda: given)
-    assert interface_towards("127.0.0.1", 29500) == expected
+    for addresses, expected in (
+        ({"docker0": "172.17.0.1", "lo": "127.0.0.1", "eth0": "10.0.0.5"}, "lo"),
+        ({"docker0": "172.17.0.1", "eth0": "10.0.0.5"}, None),
+        ({"v6": "::1", "first": "127.0.0.1", "second": "127.0.0.1"}, "first"),
+    ):
+        given = {
+            name: [SimpleNamespace(family=socket.AF_INET6 if ":" in text else socket.AF_INET, address=text)]
+            for name, text in addresses.items()
+        }
+        monkeypatch.setattr(child.psutil, "net_if_addrs", lambda given=given: given)
+        assert interface_towards("127.0.0.1", 29500) == expected

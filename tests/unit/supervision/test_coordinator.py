@@ -203,21 +203,7 @@ def test_a_rank_that_hangs_is_named_with_every_stack_and_all_are_ended(coordinat
     assert question.errors[0].what == text, "the run's failure says it too"
 
 
-def test_ranks_that_move_on_while_they_are_asked_for_stacks_are_left_alone(
-    coordinator: Coordinator, judge: Judged
-) -> None:
-    one, two = _both(coordinator)
-    for played in (one, two):
-        played.beats(4, idle_s=31.0)
-    one.hears("stacks")
-    for played in (one, two):
-        played.beats(5)
-    for _ in range(12):
-        one.hears("beat")
-    assert not judge.hangs and not judge.asked
-
-
-def test_workers_that_join_after_the_end_give_up(judge: Judged) -> None:
+def test_workers_that_join_after_the_end_hear_of_it(coordinator: Coordinator, judge: Judged) -> None:
     """All of them may be late, where their storage hung; nobody else would tell them."""
     with contextlib.closing(coordinate(judge, gather_s=0.2)) as late:
         to = late.begin({0: "n0", 1: "n1"}, WANTED)
@@ -226,30 +212,16 @@ def test_workers_that_join_after_the_end_give_up(judge: Judged) -> None:
             played = Played(to, number)
             assert "too late" in played.hears("give up")["reason"]
             played.close()
-
-
-def test_a_worker_that_joins_a_run_that_is_done_is_finished_too(coordinator: Coordinator) -> None:
     to = coordinator.begin({0: "n0"}, WANTED)
     first = Played(to, 0)
     first.hears("start")
     first.ends(status="finished")
-    assert first.hears("finish")["status"] == "finished"
-    joined = Played(to, 1)
-    assert joined.hears("finish")["status"] == "finished"
-    joined.close()
+    for played in (first, Played(to, 1)):
+        assert played.hears("finish")["status"] == "finished"
+        played.close()
 
 
-@pytest.mark.parametrize("changes", [{"group": 7}, {"worker": 9}])
-def test_workers_of_another_group_are_not_let_in(coordinator: Coordinator, changes: dict[str, Any]) -> None:
-    to = coordinator.begin({0: "n0", 1: "n1"}, WANTED)
-    other = Played(to, 0, **changes)
-    assert other.socket.recv(100) == b""
-    other.close()
-    group = coordinator.group
-    assert group is not None and not any(worker.is_there for worker in group.workers.values())
-
-
-def test_strangers_are_not_let_in(coordinator: Coordinator) -> None:
+def test_strangers_and_workers_of_another_group_are_not_let_in(coordinator: Coordinator) -> None:
     to = coordinator.begin({0: "n0", 1: "n1"}, WANTED)
     with pytest.raises(PermissionError):
         Played(dataclasses.replace(to, token="guess"), 0)
@@ -261,6 +233,10 @@ def test_strangers_are_not_let_in(coordinator: Coordinator) -> None:
             with contextlib.suppress(ConnectionError):
                 answer = b"".join(iter(lambda one=connection: one.recv(100), b""))
                 assert len(answer) in (0, NONCE_BYTES + PROOF_BYTES)
+    for changes in ({"group": 7}, {"worker": 9}):
+        other = Played(to, 0, **changes)
+        assert other.socket.recv(100) == b""
+        other.close()
     group = coordinator.group
     assert group is not None and not any(worker.is_there for worker in group.workers.values())
     assert Played(to, 0).socket.fileno() > 0

@@ -49,16 +49,14 @@ def numbers(tables: Iterator[pa.Table]) -> list[int]:
     return [table.column("number")[0].as_py() for table in tables]
 
 
-def test_tables_come_in_order_and_a_stream_ends(served: tuple[RemoteStreams, Counting]) -> None:
+def test_tables_come_in_order_a_stream_ends_and_an_error_is_raised_in_the_child(
+    served: tuple[RemoteStreams, Counting],
+) -> None:
     remote, streams = served
     assert numbers(remote.read([("a", 2)], threading.Event())) == [0, 1]
     assert streams.ended == ["a"]
     assert numbers(remote.read([("b", 1)], threading.Event())) == [0]
-
-
-def test_an_error_is_raised_in_the_child(served: tuple[RemoteStreams, Counting]) -> None:
-    remote, _ = served
-    tables = remote.read([("a", 9)], threading.Event())
+    tables = remote.read([("c", 9)], threading.Event())
     assert [next(tables)["number"][0].as_py() for _ in range(3)] == [0, 1, 2]
     with pytest.raises(UserError, match="the shard is broken"):
         next(tables)
