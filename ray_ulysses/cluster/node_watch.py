@@ -132,7 +132,7 @@ class NodeWatchActor:
 
 
 class NodeWatches:
-    """Watches over a run's nodes, which end with the command that owns them.
+    """Actors that watch a run's nodes. They end with the command that owns this object.
 
     Args:
         start: Starts the watch of a node, given the node's ID, and returns an actor with `NodeWatchActor`'s methods.

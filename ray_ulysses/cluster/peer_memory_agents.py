@@ -123,7 +123,7 @@ def is_agent(actor: Mapping[str, Any], run_key: str) -> bool:
 
 
 def _name(run_key: str, node: str) -> str:
-    # The name hides agents of other package versions, which end once their last client disconnects.
+    # Agents of other protocol versions have other names, and end once their last client disconnects.
     return f"{run_key}/{PROTOCOL}/{node}"
 
 
@@ -193,7 +193,7 @@ class NodeMemory:
         agents, token = self._agents_but(gone)
         if not agents:
             return None
-        # A node without an agent stores its state on other nodes.
+        # The workers of a node without an agent store their state on other nodes.
         pairs = partners({node: self._zones.get(node) for node in dict.fromkeys(members) if node in agents})
         return [AgentAddresses(agents=agents, node=node, partner=pairs.get(node), token=token) for node in members]
 

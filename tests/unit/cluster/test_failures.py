@@ -92,38 +92,29 @@ def group_error(failures: dict[int, Exception]) -> WorkerGroupError:
 
 
 @pytest.mark.parametrize(
-    ("failures", "kind", "is_final", "words"),
+    ("error", "kind", "is_final", "words"),
     [
-        ({0: GLOO, 1: KILLED}, "lost", False, "lost worker 1 (killed by signal 9)"),
-        ({0: GLOO, 1: UserExceptionWithTraceback(ValueError("no such row"), "a traceback")}, "raised", False,
-         "worker 1 raised ValueError: no such row"),
-        ({0: GLOO, 1: RayActorError("a", "its node has died", preempted=True)}, "preempted", False, "taken away"),
-        ({0: UserError("no such corpus"), 1: GLOO}, "raised", True, "no such corpus"),
-        ({0: StorageFailedError("the disk is full"), 1: GLOO}, "raised", True, "the disk is full"),
-        ({0: FinalError("NaN"), 1: GLOO}, "raised", True, "NaN"),
+        (group_error({0: GLOO, 1: KILLED}), "lost", False, "lost worker 1 (killed by signal 9)"),
+        (group_error({0: GLOO, 1: UserExceptionWithTraceback(ValueError("no such row"), "a traceback")}), "raised",
+         False, "worker 1 raised ValueError: no such row"),
+        (group_error({0: GLOO, 1: RayActorError("a", "its node has died", preempted=True)}), "preempted", False,
+         "taken away"),
+        (group_error({0: UserError("no such corpus"), 1: GLOO}), "raised", True, "no such corpus"),
+        (group_error({0: StorageFailedError("the disk is full"), 1: GLOO}), "raised", True, "the disk is full"),
+        (group_error({0: FinalError("NaN"), 1: GLOO}), "raised", True, "NaN"),
+        (ControllerError(WorkerGroupStartupTimeoutError(4)), "start", False, "4 workers"),
+        (ControllerError(RayActorError("a", RAY_DUMP)), "start", False, "killed by signal 9"),
+        (ControllerError(RuntimeError("join\nat")), "controller", False, "RuntimeError: join"),
+        (RayActorError("a", RAY_DUMP), "controller", False, "killed by signal 9"),
+        (ConnectionError("the raylet is gone"), "controller", False, "ConnectionError: the raylet is gone"),
     ],
-    ids=["killed", "raised", "preempted", "user-error", "storage", "final"],
 )  # fmt: skip
-def test_the_error_of_one_worker_is_the_cause_and_its_peers_errors_are_not(
-    failures: dict[int, Exception], kind: str, is_final: bool, words: str
+def test_one_error_is_the_cause_in_one_line_and_its_consequences_are_not(
+    error: Exception, kind: str, is_final: bool, words: str
 ) -> None:
-    cause = cause_of(group_error(failures))
-    assert (cause.kind, cause.is_final) == (kind, is_final) and words in cause.reason
-
-
-@pytest.mark.parametrize(
-    ("error", "kind", "words"),
-    [
-        (ControllerError(WorkerGroupStartupTimeoutError(4)), "start", "4 workers"),
-        (ControllerError(RayActorError("a", RAY_DUMP)), "start", "killed by signal 9"),
-        (ControllerError(RuntimeError("init_process_group\nat")), "controller", "RuntimeError: init_process_group"),
-        (RayActorError("a", RAY_DUMP), "controller", "killed by signal 9"),
-        (ConnectionError("the raylet is gone"), "controller", "ConnectionError: the raylet is gone"),
-    ],
-)  # fmt: skip
-def test_what_happens_beside_the_workers_is_one_line_too(error: Exception, kind: str, words: str) -> None:
     cause = cause_of(error)
-    assert cause.kind == kind and words in cause.reason and "\n" not in cause.reason and cause.hint
+    assert (cause.kind, cause.is_final) == (kind, is_final)
+    assert words in cause.reason and "\n" not in cause.reason and cause.hint
 
 
 DEAD = group_error({0: KILLED})
@@ -341,16 +332,6 @@ def test_a_failure_before_any_attempt_began_is_told_beside_it_and_not_as_its_end
     assert history.goodput == 1.0, "the day until the next command is not the attempt's"
 
 
-def test_a_node_whose_gpu_fails_before_any_attempt_began_is_named_in_journal_and_inspect(tmp_path: Path) -> None:
-    trial = Trial(tmp_path)
-    failed = RankError(rank=1, kind="device", what="CUDA error: misaligned address", node="c/10.0.0.3")
-    failure = trial.judge(root_cause([failed]))
-    assert (failure.kind, failure.node, failure.restarts) == ("device", "c/10.0.0.3", True)
-    record_run_failed(trial.config, replace(failure, restarts=False))
-    found = read_history(trial.config.run_dir).failure
-    assert found is not None and found.node == "c/10.0.0.3" and "misaligned address" in found.reason
-
-
 @pytest.mark.parametrize("saved", [0, 1])
 def test_the_announced_end_of_a_node_is_not_charged_and_a_preemption_if_a_state_was_saved(
     tmp_path: Path, saved: int
@@ -377,6 +358,13 @@ def test_an_attempt_ends_once_whoever_tells_it(tmp_path: Path) -> None:
 
 def test_a_run_that_has_failed_says_so_until_it_goes_on(tmp_path: Path) -> None:
     trial = Trial(tmp_path, elastic__max_failures=0)
+    # The node of a GPU that fails before any attempt began is known all the same.
+    failed = RankError(rank=1, kind="device", what="CUDA error: misaligned address", node="c/10.0.0.3")
+    failure = trial.judge(root_cause([failed]))
+    assert (failure.kind, failure.node) == ("device", "c/10.0.0.3")
+    record_run_failed(trial.config, failure)
+    found = read_history(trial.config.run_dir).failure
+    assert found is not None and found.node == "c/10.0.0.3" and "misaligned address" in found.reason
     trial.attempt(*range(1, 8))
     failure = trial.judge(LOST)
     record_run_failed(trial.config, failure)
