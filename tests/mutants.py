@@ -388,7 +388,7 @@ MUTANTS = (
         "trainer/step.py:train_step",
         "row.row % 2 ** 64",
         "steps",
-        "unit/trainer/test_step.py::test_random_draws_belong_to_the_row_and_not_to_its_place",
+        "unit/trainer/test_step.py::test_random_draws_belong_to_the_row_not_its_place",
     ),
     Mutant(
         1,
@@ -628,7 +628,7 @@ MUTANTS = (
         "trainer/record.py:Recorder.sync",
         "self._flush()",
         "pass",
-        "unit/trainer/test_record.py::test_no_checkpoint_relies_on_records_that_are_still_to_be_written",
+        "unit/trainer/test_record.py::test_no_checkpoint_relies_on_unwritten_records",
     ),
     Mutant(
         4,
@@ -700,7 +700,7 @@ MUTANTS = (
         "run/start_point.py:decide_start",
         "if damaged: ...",
         "if False: ...",
-        "unit/trainer/test_resume.py::test_a_run_of_which_nothing_is_whole_does_not_begin_anew_and_nothing_goes",
+        "unit/trainer/test_resume.py::test_only_damaged_states_are_refused",
     ),
     Mutant(
         4,
@@ -780,7 +780,7 @@ MUTANTS = (
         "run/start_point.py:RecoverySources._own_states",
         "newest_committed(self.memory, 'sizes', unless=self.unusable, lineage=lineage)",
         "newest_committed(self.memory, 'sizes', unless=self.unusable)",
-        "unit/trainer/test_resume.py::test_the_storage_alone_says_which_attempts_peer_memory_may_hold",
+        "unit/trainer/test_resume.py::test_the_storage_vetoes_peer_memory",
     ),
     Mutant(
         4,
@@ -788,7 +788,7 @@ MUTANTS = (
         "trainer/resume.py:resume",
         "if chosen is None: ...",
         "if chosen is None and source != 'peer memory': ...",
-        "unit/trainer/test_resume.py::test_a_state_of_peer_memory_that_was_loaded_in_part_is_no_beginning_and_no_obstacle_to_the_next_attempt",
+        "unit/trainer/test_resume.py::test_a_partly_loaded_state_is_no_obstacle_to_the_next_attempt",
     ),
     Mutant(
         4,

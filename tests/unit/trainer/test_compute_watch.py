@@ -1,11 +1,11 @@
-"""Slow ranks are measured now and then, named once, and left only where the configuration allows it."""
+"""Slow ranks are measured periodically, reported once, and excluded only if the configuration allows it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,26 +22,14 @@ EVEN = [1.0, 1.1, 1.2, 1.0]
 
 
 class Ranks:
-    """A watch on rank 0, and what all ranks would measure."""
-
     def __init__(self, run_dir: Path, *, world_size: int = 4, slow: str = "report") -> None:
         self.time_s, self.times, self.warned, self.measured = 0.0, SLOW, list[str](), 0
-        worker = SimpleNamespace(
-            clock=SimpleNamespace(monotonic=lambda: self.time_s),
-            world_size=world_size,
-            device=torch.device("cpu"),
-            session="command",
-            cluster_nodes=("a", "a", "b", "b"),
-        )
-        config = SimpleNamespace(run_dir=run_dir, elastic=SimpleNamespace(slow_ranks=slow))
-        context: Any = SimpleNamespace(
-            worker=worker,
-            run=SimpleNamespace(config=config),
-            nodes=("host-a", "host-a", "host-b", "host-b"),
-            messenger=SimpleNamespace(gather=self._gather),
-        )
-        recorder: Any = SimpleNamespace(warned=self.warned.append, in_background=lambda call: call())
-        self.watch = ComputeWatch(context, recorder)
+        context = Mock(nodes=("host-a", "host-a", "host-b", "host-b"))
+        context.worker.configure_mock(world_size=world_size, session="command", cluster_nodes=("a", "a", "b", "b"))
+        context.worker.clock.monotonic = lambda: self.time_s
+        context.run.config = SimpleNamespace(run_dir=run_dir, elastic=SimpleNamespace(slow_ranks=slow))
+        context.messenger.gather = self._gather
+        self.watch = ComputeWatch(context, Mock(warned=self.warned.append, in_background=lambda call: call()))
 
     def _gather(self, own_s: float) -> list[float]:
         self.measured += 1
@@ -59,32 +47,25 @@ def ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Rank
     return lambda folder=tmp_path, **settings: Ranks(folder, **settings)
 
 
-def test_ranks_are_measured_at_most_every_30_s_and_one_rank_never(ranks: Callable[..., Ranks]) -> None:
+def test_ranks_are_measured_at_most_every_30_s_and_never_during_a_save_or_alone(ranks: Callable[..., Ranks]) -> None:
     some = ranks()
     for some.time_s, due in ((0.0, False), (29.9, False), (30.0, True), (40.0, False), (60.0, True)):
         assert some.watch.is_due() is due
         some.watch.after_step(Flags(compute_due=due))
     assert some.measured == 2
+    some.time_s += WINDOW_S
+    for busy in (Flags(compute_due=True, saving=True), Flags(compute_due=True, memory_busy=True)):
+        some.watch.after_step(busy)
+        assert some.measured == 2 and some.watch.is_due()
     alone = ranks(world_size=1)
     alone.time_s = 1e6
     assert not alone.watch.is_due()
 
 
-@pytest.mark.parametrize("busy", ["saving", "memory_busy"])
-def test_ranks_are_not_measured_beside_a_save(ranks: Callable[..., Ranks], busy: str) -> None:
-    some = ranks()
-    some.time_s = WINDOW_S
-    some.watch.after_step(Flags(compute_due=True, **{busy: True}))
-    assert some.measured == 0 and some.watch.is_due()
-
-
-def test_a_rank_that_stays_slow_is_named_once_and_again_after_it_was_not(
-    ranks: Callable[..., Ranks], tmp_path: Path
-) -> None:
+def test_a_rank_that_stays_slow_is_reported_once_per_period(ranks: Callable[..., Ranks], tmp_path: Path) -> None:
     some = ranks()
     some.windows(WINDOWS - 1)
     assert some.warned == []
-    # A rank that can't measure is left out.
     some.windows(3, [1.0, float("nan"), 1.4, 1.0])
     (warning,) = some.warned
     assert warning.startswith("rank 2 on host-b") and "elastic.slow_ranks=report" in warning
@@ -102,13 +83,10 @@ def test_its_node_is_left_where_the_configuration_says_so(ranks: Callable[..., R
     assert excluded_nodes(tmp_path, "command") == {"b": 1.4}
     some.windows(WINDOWS, [1.5, 1.0, 1.0, 1.0])
     assert excluded_nodes(tmp_path, "command") == {"a": 1.5, "b": 1.4}
-
-
-def test_a_request_that_can_not_be_written_stops_nothing(ranks: Callable[..., Ranks], tmp_path: Path) -> None:
     warnings: list[str] = []
     with warnings_forwarded(warnings.append):
         ranks(tmp_path / "gone", slow="exclude").windows(WINDOWS)
-    assert len(warnings) == 1
+    assert len(warnings) == 1, "a request that can't be written ends nothing"
 
 
 def test_a_measurement_takes_little_time() -> None:

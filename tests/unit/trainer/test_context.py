@@ -1,4 +1,4 @@
-"""The number of an attempt, and the probe of shared storage with ranks as threads and directories as nodes."""
+"""Attempt numbers, and the check of shared storage with ranks as threads and directories as nodes."""
 
 from __future__ import annotations
 
@@ -29,14 +29,9 @@ from tests.unit.checkpoint.fakes import ThreadExchange, on_ranks
 
 def worker_of(rank: int = 0, world_size: int = 1, *, session: str = "now") -> Worker:
     return Worker(
-        rank=rank,
-        local_rank=0,
-        world_size=world_size,
-        node=f"node-{rank}",
-        device=torch.device("cpu"),
-        session=session,
-        make_source=lambda *_: pytest.fail("no rows are read"),
-    )
+        rank=rank, local_rank=0, world_size=world_size, node=f"node-{rank}", device=torch.device("cpu"),
+        session=session, make_source=lambda *_: pytest.fail("no rows are read"),
+    )  # fmt: skip
 
 
 def claim(config: Config, session: str) -> AttemptJournal:
@@ -49,7 +44,7 @@ def command(config: Config, session: str) -> None:
 
 
 def test_a_command_does_not_take_a_run_back_from_the_one_that_took_it_over(tmp_path: Path) -> None:
-    """Ray starts the workers of a command again; another one has begun with the same checkpoints meanwhile."""
+    """Ray restarts a command's workers after another command has started with the same checkpoints."""
     mine, theirs = (
         make_config(tmp_path / name, tmp_path / "corpus", checkpoint__storage=str(tmp_path / "shared"))
         for name in ("mine", "theirs")
@@ -61,22 +56,20 @@ def test_a_command_does_not_take_a_run_back_from_the_one_that_took_it_over(tmp_p
     with pytest.raises(UserError, match="another command has taken over the run"):
         claim(mine, "one")
     assert read_lineage(checkpoint_store(mine)).newest_attempt == 3
-    # A new command, which has claimed the run, may.
     command(mine, "three")
     assert claim(mine, "three").attempt == 4
 
 
 def test_an_attempt_s_number_is_free_in_the_journal_and_beside_the_checkpoints(tmp_path: Path) -> None:
     config = make_config(tmp_path / "runs", tmp_path / "corpus", checkpoint__storage=str(tmp_path / "apart"))
-    store = checkpoint_store(config)
-    assert claim_attempt(store, 5)
+    assert claim_attempt(checkpoint_store(config), 5)
     assert claim(config, "one").attempt == 6
     claim_journal(config.run_dir).close()
     assert claim(config, "one").attempt == 8
 
 
 def probe(directories: list[Path]) -> list[Any]:
-    """Probe from one rank a directory; return None or the error of each."""
+    """Probe with one rank per directory; return each rank's error or None."""
 
     def call(rank: int, messenger: ThreadExchange) -> None:
         probe_storage(directories[rank], worker_of(rank, len(directories)), messenger)
@@ -85,7 +78,6 @@ def probe(directories: list[Path]) -> list[Any]:
 
 
 def refusing(error: int, *, suffix: str = "") -> Callable[..., Any]:
-    """Return a method of a store that fails at keys of a suffix."""
     replace = LocalStore.replace
 
     def call(self: LocalStore, key: str, chunks: Iterable[bytes] = ()) -> None:
@@ -98,16 +90,10 @@ def refusing(error: int, *, suffix: str = "") -> Callable[..., Any]:
 
 @pytest.fixture
 def shared(tmp_path: Path) -> Path:
-    """A directory that a command has announced itself in."""
     folder = tmp_path / "shared"
     folder.mkdir()
     announce_session(folder, "now")
     return folder
-
-
-def test_storage_that_all_nodes_share_passes_and_is_left_clean(shared: Path) -> None:
-    assert probe([shared] * 3) == [None] * 3
-    assert [path.name for path in shared.iterdir()] == ["session"]
 
 
 @pytest.mark.parametrize(
@@ -115,14 +101,12 @@ def test_storage_that_all_nodes_share_passes_and_is_left_clean(shared: Path) -> 
     [
         ("earlier", "node node-1 sees a different run directory than the driver"),
         (None, "node node-1 can't use it"),
-        # A directory that was copied to each node: each reads the session, none sees the others' writes.
+        # The directory was copied to each node, so every node has the session file.
         ("now", "files of node node-1 are not visible on node node-0"),
     ],
     ids=["another", "empty", "copy"],
 )
-def test_a_node_that_sees_another_directory_is_named_on_every_rank(
-    tmp_path: Path, shared: Path, session: str | None, words: str
-) -> None:
+def test_a_node_with_another_directory_is_named(tmp_path: Path, shared: Path, session: str | None, words: str) -> None:
     other = tmp_path / "other"
     other.mkdir()
     if session is not None:
@@ -145,15 +129,12 @@ def test_a_node_that_sees_another_directory_is_named_on_every_rank(
 def test_every_rank_ends_with_the_kind_of_error_that_one_rank_has(
     shared: Path, monkeypatch: pytest.MonkeyPatch, call: str, error: int, kind: type[Exception]
 ) -> None:
-    """A storage that is away ends the attempt and not the run."""
     monkeypatch.setattr(LocalStore, call, refusing(error, suffix="rank-00001" if call == "replace" else ""))
     assert {type(found) for found in probe([shared] * 2)} == {kind}
 
 
-def test_an_attempt_that_is_dying_does_not_erase_the_marks_of_the_next(
-    shared: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of one session; it ends its probe between the next one's marks and rank 0's look at them."""
+def test_a_dying_attempt_keeps_the_next_attempts_marks(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dying attempt of the same session ends its probe before rank 0 lists the next attempt's marks."""
     look, dying = LocalStore.list, []
 
     def late(self: LocalStore, prefix: str) -> list[str]:
@@ -163,14 +144,11 @@ def test_an_attempt_that_is_dying_does_not_erase_the_marks_of_the_next(
         return look(self, prefix)
 
     monkeypatch.setattr(LocalStore, "list", late)
-    assert probe([shared] * 3) == [None] * 3
-    assert dying == [None]
+    assert probe([shared] * 3) == [None] * 3 and dying == [None]
     assert [path.name for path in shared.iterdir()] == ["session"]
 
 
-def test_a_probe_that_can_not_be_deleted_stops_nobody_and_the_next_command_deletes_it(
-    shared: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_probe_that_can_not_be_deleted_stops_nobody(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (shared / "probe-of-mine").mkdir()
     (shared / f"probe-{uuid.uuid4().hex}").mkdir()
     with monkeypatch.context() as patched:

@@ -1,13 +1,13 @@
-"""A step that runs out of memory says the plan, the measurement, the largest terms and what needs less."""
+"""A step that runs out of memory reports the plan, the measurement, the largest terms and settings that help."""
 
 from __future__ import annotations
 
-import contextlib
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -40,41 +40,33 @@ def run_of(**memory: Any) -> Run:
     return Run(config, make_shape(config))
 
 
-def allocation_failure() -> None:
-    """Ask torch for more than any machine has, and get its own error."""
+def fails_with(error: Exception) -> Callable[..., Any]:
+    def fail(*_: object) -> None:
+        raise error
+
+    return fail
+
+
+CUDA = fails_with(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 79 GiB"))
+HOST = fails_with(MemoryError())
+
+
+def allocation(*_: object) -> None:
+    """Make torch raise its own error, by requesting more memory than any machine has."""
     torch.empty(1 << 52)
 
 
-def cuda_failure() -> None:
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79 GiB")
-
-
-def host_failure() -> None:
-    raise MemoryError
-
-
-class Written:
-    """Where the snapshot of an attempt goes."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.profiled = device, lambda *_: contextlib.nullcontext()
-
-    def leave_snapshot(self, step: int, snapshot: Any) -> str | None:
-        return f"diagnostics/attempt-0003/memory/step-{step:08d}-rank-00003.pickle" if snapshot == "state" else None
-
-
 def attempt_of(run: Run, device: str, snapshot: Any = None, *, stage: int = 0) -> Any:
-    on = torch.device(device)
+    written = MagicMock(device=torch.device(device))
+    written.leave_snapshot = lambda step, state: f"memory/step-{step:08d}.pickle" if state == "state" else None
     own = Run(stage_config(run.config, stage), run.shape)
-    context = SimpleNamespace(run=own, worker=SimpleNamespace(device=on, beat=print), diagnostics=Written(on))
     part = SimpleNamespace(ends_the_run=True, run_config=run.config, number=stage)
+    context = MagicMock(run=own, diagnostics=written)
     return SimpleNamespace(context=context, plan=None, stage=part, memory=SimpleNamespace(snapshot=snapshot))
 
 
 @pytest.fixture
 def failed_step(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """Return the text with which an attempt ends whose seventh step fails."""
-
     def step(run: Run, fail: Any, peak_gib: float, device: str = "cuda", **options: Any) -> str:
         monkeypatch.setattr(loop, "_take_step", lambda *_: fail())
         monkeypatch.setattr(diagnostics, "peak_memory_gib", lambda _: peak_gib)
@@ -87,35 +79,27 @@ def failed_step(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
 
 
 def with_the_proposal(run: Run, text: str) -> Config:
-    """Return the configuration with the settings that an error proposes."""
     options = text.partition(": --set ")[2]
     return parse_config(run.config.model_dump(mode="json"), shlex.split(options.replace("--set ", "")))
 
 
-@pytest.mark.parametrize("fail", [allocation_failure, host_failure], ids=["torch", "python"])
-def test_a_host_that_runs_out_beside_its_device_is_measured_against_its_own_plan(
-    failed_step: Callable[..., str], fail: Any
-) -> None:
+@pytest.mark.parametrize("fail", [allocation, HOST], ids=["torch", "python"])
+def test_a_full_host_is_measured_against_its_own_plan(failed_step: Callable[..., str], fail: Any) -> None:
     run = run_of(offload_activations=["layer_inputs", "attention_outputs"])
     planned = configured_memory(run.config, run.shape).host_bytes / GIB
     text = failed_step(run, fail, 200.0, snapshot="state")
     assert text.startswith(f"step 7 ran out of memory: 200 GiB were resident at its peak, {planned:.3g} planned ")
     assert configured_memory(with_the_proposal(run, text), run.shape).host_bytes / GIB <= 0.9 * planned
-
-
-def test_what_is_on_a_full_host_may_come_back_to_the_device(failed_step: Callable[..., str]) -> None:
-    given = run_of(offload_activations=["layer_inputs", "attention_outputs"])
-    settings = {"elastic.peer_memory": False, "checkpoint.host_buffers": 1}
-    run = Run(with_settings(given.config, settings), given.shape)
-    assert failed_step(run, host_failure, 200.0).endswith("--set 'memory.offload_activations=[]'")
+    # Without peer memory and buffers, activations may return to the device.
+    lean = with_settings(run.config, {"elastic.peer_memory": False, "checkpoint.host_buffers": 1})
+    assert failed_step(Run(lean, run.shape), fail, 200.0).endswith("--set 'memory.offload_activations=[]'")
 
 
 def test_a_step_that_runs_out_of_memory_says_all_there_is_to_know(failed_step: Callable[..., str]) -> None:
     run = run_of()
     planned = configured_memory(run.config, run.shape).device_bytes / GIB
-    text = failed_step(run, cuda_failure, 78.5, snapshot="state")
-    snapshot = "diagnostics/attempt-0003/memory/step-00000007-rank-00003.pickle"
-    assert text.startswith(f"step 7 ran out of memory (snapshot: {snapshot}): 78.5 GiB were allocated at its peak, ")
+    text = failed_step(run, CUDA, 78.5, snapshot="state")
+    assert text.startswith("step 7 ran out of memory (snapshot: memory/step-00000007.pickle): 78.5 GiB were allocated ")
     assert f"{planned:.3g} planned (largest: attention outputs, kept 16.1, layer inputs" in text
     assert configured_memory(with_the_proposal(run, text), run.shape).device_bytes / GIB <= 0.9 * planned
     cause = root_cause([raised(3, diagnostics.OutOfMemoryError(text))])
@@ -126,7 +110,7 @@ def test_a_step_that_runs_out_of_memory_says_all_there_is_to_know(failed_step: C
 
 def test_what_was_there_is_the_limit_where_the_plan_needs_more(failed_step: Callable[..., str]) -> None:
     run = run_of(device_gib=None)
-    changed = with_the_proposal(run, failed_step(run, cuda_failure, 24.0))
+    changed = with_the_proposal(run, failed_step(run, CUDA, 24.0))
     assert configured_memory(changed, run.shape).device_bytes <= 24.0 * GIB
 
 
@@ -144,27 +128,22 @@ LEAN = {
 
 @pytest.mark.parametrize("memory", [{}, LEAN], ids=["memory", "ranks"])
 def test_what_is_proposed_to_a_stage_changes_that_stage(failed_step: Callable[..., str], memory: Any) -> None:
-    """An sp size of the run would be overridden by that of the stage, and other stages are not the reason."""
+    """The stage's sp_size overrides the run's, and other stages are not the cause."""
     wide = {"name": "wide", "steps": 9, "sp_size": 1, "context_tokens": 131_072}
     run = staged(wide, {"name": "phase.1", "steps": 9, "sp_size": 2}, {"name": "c"}, **memory)
     planned = configured_memory(stage_config(run.config, 1), run.shape).device_bytes / GIB
-    text = failed_step(run, cuda_failure, planned, stage=1)
+    text = failed_step(run, CUDA, planned, stage=1)
     assert f"{planned:.3g} planned" in text
     before, _, options = text.partition(": --set ")
     assert "parallel." not in options and "workers" not in options
     assert ("stages.1.sp_size=4" in options) == bool(memory) == ("(--branch)" in before)
     changed = stage_config(with_the_proposal(run, text), 1)
     assert configured_memory(changed, run.shape).device_bytes / GIB <= 0.9 * planned
-
-
-def test_a_stage_for_which_nothing_helps_is_named(failed_step: Callable[..., str]) -> None:
-    run = staged({"name": "a", "steps": 9}, {"name": "b", "sp_size": 2}, **LEAN)
-    text = failed_step(run, cuda_failure, 1.0, stage=1)
-    assert "--set" not in text and "a smaller stages.b.context_tokens" in text
+    hopeless = failed_step(staged({"name": "a", "steps": 9}, {"name": "b", "sp_size": 2}, **LEAN), CUDA, 1.0, stage=1)
+    assert "--set" not in hopeless and "stages.b.context_tokens" in hopeless
 
 
 def test_a_process_that_trains_on_a_cpu_is_held_against_device_and_host_terms(failed_step: Callable[..., str]) -> None:
-    """What is measured is all of it: moving a state from one to the other frees nothing."""
     config = run_of(device_gib=None).config
     cluster = config.cluster.model_copy(update={"gpus_per_worker": 0})
     run = Run(config.model_copy(update={"cluster": cluster}), make_shape(config))
@@ -173,20 +152,15 @@ def test_a_process_that_trains_on_a_cpu_is_held_against_device_and_host_terms(fa
         memory = configured_memory(one, run.shape)
         return (WORKER_BYTES + memory.device_bytes + memory.host_bytes) / GIB
 
-    text = failed_step(run, allocation_failure, 200.0, device="cpu")
+    text = failed_step(run, allocation, 200.0, device="cpu")
     assert f"200 GiB were resident at its peak, {taken(run.config):.3g} planned (largest: peer memory " in text
     assert taken(with_the_proposal(run, text)) <= 0.9 * taken(run.config)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shapes differ"), RuntimeError("gloo: connection closed by peer")])
-def test_other_errors_stay_as_they_are(error: RuntimeError, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise error
-
-    monkeypatch.setattr(loop, "_take_step", fail)
-    monkeypatch.setattr(loop, "last_step_of", lambda *_: 10)
+def test_other_errors_stay_as_they_are(error: RuntimeError, failed_step: Callable[..., str]) -> None:
     with pytest.raises(RuntimeError) as found:
-        loop._train(attempt_of(run_of(), "cpu"), None, SimpleNamespace(step=6))  # type: ignore[arg-type]
+        failed_step(run_of(), fails_with(error), 1.0)
     assert found.value is error
 
 
@@ -195,12 +169,12 @@ def test_a_model_that_does_not_fit_while_it_is_built_leaves_its_snapshot_too(mon
     attempt = attempt_of(run_of(), "cuda", "state")
     written, run = attempt.context.diagnostics, attempt.context.run
     with (
-        pytest.raises(diagnostics.OutOfMemoryError, match=r"outside a training step .*step-00000000-rank-00003"),
+        pytest.raises(diagnostics.OutOfMemoryError, match=r"outside a training step .*step-00000000"),
         diagnostics.memory_explained(run, attempt.stage, written, attempt.memory, None),
     ):
-        cuda_failure()
+        CUDA()
 
 
 @pytest.mark.parametrize("snapshot", [None, "a full disk"], ids=["none", "unwritten"])
 def test_a_snapshot_that_was_not_written_is_not_named(failed_step: Callable[..., str], snapshot: Any) -> None:
-    assert "snapshot" not in failed_step(run_of(), cuda_failure, 78.5, snapshot=snapshot)
+    assert "snapshot" not in failed_step(run_of(), CUDA, 78.5, snapshot=snapshot)

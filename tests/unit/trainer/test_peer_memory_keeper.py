@@ -1,4 +1,4 @@
-"""Keeping the state in peer memory: what is kept, what is dropped, and that no failure of it reaches training."""
+"""States in peer memory: which are kept and dropped, and that no failure ends training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from ray_ulysses.checkpoint.choice import committed_steps
 from ray_ulysses.checkpoint.errors import CheckpointError
 from ray_ulysses.checkpoint.fence import claim_attempt, read_lineage
 from ray_ulysses.checkpoint.messenger import SingleRankMessenger
-from ray_ulysses.clock import SystemClock
 from ray_ulysses.peer_memory import AgentAddresses, PeerMemoryAgent, PeerMemoryStore
 from ray_ulysses.peer_memory.files import LentMemory
 from ray_ulysses.run_names import ATTEMPT_FOLDER, CHECKPOINT_FOLDER
@@ -29,20 +28,11 @@ from ray_ulysses.trainer.peer_memory_keeper import PeerMemoryKeeper
 from ray_ulysses.trainer.step import Flags
 from tests.stores import FaultyStore, MemoryStore, SlowStore
 from tests.unit.checkpoint.fakes import META, TENSORS, save, shard_of
-
-
-class HandClock(SystemClock):
-    """A clock that a test moves."""
-
-    def __init__(self) -> None:
-        self.time = 0.0
-
-    def monotonic(self) -> float:
-        return self.time
+from tests.unit.trainer.conftest import HandClock
 
 
 class Loop:
-    """A loop of one rank around a keeper, whose steps take 10 ms of its clock."""
+    """A one-rank loop around a keeper, with steps of 10 ms."""
 
     def __init__(self, memory: Store, *, attempt: int = 2, lent: LentMemory | None = None) -> None:
         self.events: list[tuple[str, int]] = []
@@ -81,8 +71,6 @@ class Loop:
 
 @pytest.fixture(autouse=True)
 def state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand in for the engine's state and what the loop adds to it."""
-
     def source() -> ShardedState:
         shard = shard_of(TENSORS, 0, 1)
         return replace(shard, description=replace(shard.description, optimizer_step=1))
@@ -96,7 +84,6 @@ Loops = Callable[..., Loop]
 
 @pytest.fixture
 def loops() -> Iterator[Loops]:
-    """Make loops that start from a step."""
     made: list[Loop] = []
 
     def make(memory: Store | None = None, *, start: int | None = 0, **options: Any) -> Loop:
@@ -117,10 +104,7 @@ def full(fail_at: int = 1) -> FaultyStore:
 
 @pytest.mark.parametrize("start", [0, 4])
 def test_every_step_is_kept_and_its_predecessor_dropped(loops: Loops, start: int) -> None:
-    """But for the first of a run, in which the optimizer's moments are created.
-
-    After a recovery it matters: a node that was lost took the second copy of what the run started from along.
-    """
+    """The first step of a run is not kept, because it creates the optimizer's moments."""
     memory, first = MemoryStore(), max(start + 1, 2)
     loop = loops(memory, start=start)
     for step in range(start + 1, 9):
@@ -135,10 +119,7 @@ def test_every_step_is_kept_and_its_predecessor_dropped(loops: Loops, start: int
 
 
 @pytest.mark.parametrize("start", [0, 4])
-def test_training_does_not_wait_for_the_memory_of_a_copy(
-    loops: Loops, monkeypatch: pytest.MonkeyPatch, start: int
-) -> None:
-    """It takes seconds for the 14 GB that a rank of an 8B model has on eight GPUs, after each start."""
+def test_training_does_not_wait_for_reserved_memory(loops: Loops, monkeypatch: pytest.MonkeyPatch, start: int) -> None:
     loop, gate = loops(start=None), threading.Event()
     assert loop.keeper._staging is not None
     allocate = loop.keeper._staging._allocate
@@ -159,7 +140,6 @@ def test_a_step_that_ends_while_a_state_is_being_kept_passes_by(loops: Loops) ->
     gate = threading.Event()
     memory = SlowStore(MemoryStore(), gate=gate, kinds=("create",), only=lambda key: key.endswith("manifest.json"))
     loop = loops(memory)
-    # The memory for a copy is made after the first step.
     flags = [loop.step(1), *(loop.step(step, wait=False) for step in range(2, 5))]
     assert [flag.memory_busy for flag in flags] == [True, False, True, True]
     gate.set()
@@ -169,9 +149,7 @@ def test_a_step_that_ends_while_a_state_is_being_kept_passes_by(loops: Loops) ->
     assert loop.kept() == [2, 5]
 
 
-def test_copies_that_always_stop_training_for_long_are_rarer_and_one_that_once_did_is_not_held_against_the_others(
-    loops: Loops, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copies_that_stall_training_are_made_less_often(loops: Loops, monkeypatch: pytest.MonkeyPatch) -> None:
     loop = loops()
     slow: set[int] = {3}
     taken: list[int] = []
@@ -188,7 +166,7 @@ def test_copies_that_always_stop_training_for_long_are_rarer_and_one_that_once_d
     slow.update(range(100))
     for step in range(9, 30):
         loop.step(step)
-    # Five steps apart by now: each copy takes 50 ms, and 10 ms of each step are allowed.
+    # Saves are five steps apart: each copy takes 50 ms, of which 10 ms per step are allowed.
     assert sum(loop.step(step).memory_due for step in range(30, 40)) == 2
 
 
@@ -196,14 +174,12 @@ def test_the_state_that_an_attempt_started_from_is_kept_until_its_successor_is(l
     memory = MemoryStore()
     for step in (3, 4, 7):
         save(memory, step)
-    # What an unfinished save has left.
     memory.create(f"{CHECKPOINT_FOLDER}/step-00000008/attempt-0001/rank-00001-of-00002.safetensors", [b"torn"])
     loop = loops(memory, start=4)
     assert committed_steps(memory) == (4,)
     assert {key.split("/")[1] for key in memory.list(CHECKPOINT_FOLDER)} == {"step-00000004"}
     loop.step(5)
     assert committed_steps(memory) == (5,)
-    # What fences dead attempts there, too.
     assert read_lineage(memory).started_from == {2: 4}
 
 
@@ -220,7 +196,6 @@ def test_an_agent_that_answers_again_is_marked_and_cleared_of_what_it_missed(loo
     loop.step(7)
     assert committed_steps(memory) == (7,)
     assert read_lineage(memory).started_from == {2: 4}
-    # Once is enough: what comes later is its own.
     save(memory, 3, attempt=2)
     loop.step(8)
     assert committed_steps(memory) == (3, 8)
@@ -228,7 +203,7 @@ def test_an_agent_that_answers_again_is_marked_and_cleared_of_what_it_missed(loo
 
 def test_room_is_made_where_an_agent_has_missed_what_was_dropped(loops: Loops) -> None:
     class Full(MemoryStore):
-        """A memory for two states."""
+        """A store with capacity for two states."""
 
         def create(self, key: str, chunks: Iterable[Buffer]) -> int:
             if len({key.split("/")[1] for key in self.list(CHECKPOINT_FOLDER)} - {key.split("/")[1]}) >= 2:
@@ -238,7 +213,6 @@ def test_room_is_made_where_an_agent_has_missed_what_was_dropped(loops: Loops) -
     memory = Full()
     loop = loops(memory, start=4)
     loop.steps(5, 6)
-    # It comes back with states that were dropped, and taken back, elsewhere.
     for step in (3, 9):
         MemoryStore.create(
             memory, f"{CHECKPOINT_FOLDER}/step-{step:08d}/attempt-0002/rank-00000-of-00001.safetensors", []
@@ -250,7 +224,7 @@ def test_room_is_made_where_an_agent_has_missed_what_was_dropped(loops: Loops) -
 
 def test_what_a_newer_attempt_keeps_meanwhile_is_not_dropped(loops: Loops) -> None:
     class Overtaken(MemoryStore):
-        """A memory that a newer attempt takes over just after an older one has asked for its claims."""
+        """A store that a newer attempt takes over just after an older attempt has listed the claims."""
 
         is_due = False
 
@@ -270,9 +244,7 @@ def test_what_a_newer_attempt_keeps_meanwhile_is_not_dropped(loops: Loops) -> No
     assert committed_steps(memory) == (6, 12)
 
 
-def test_a_dead_attempt_keeps_and_drops_nothing_in_memory_that_is_anothers_now(
-    loops: Loops, said: pytest.LogCaptureFixture
-) -> None:
+def test_a_dead_attempt_changes_nothing_of_the_next(loops: Loops, said: pytest.LogCaptureFixture) -> None:
     memory = MemoryStore()
     loop = loops(memory)
     loop.steps(1, 2)
@@ -287,9 +259,7 @@ def test_a_dead_attempt_keeps_and_drops_nothing_in_memory_that_is_anothers_now(
     assert "the checkpoint of step 3 is not committed" in warning
 
 
-def test_failures_are_said_once_tried_again_ever_more_rarely_and_end_nothing(
-    loops: Loops, said: pytest.LogCaptureFixture
-) -> None:
+def test_failures_are_reported_once_and_retried_more_rarely(loops: Loops, said: pytest.LogCaptureFixture) -> None:
     memory = full()
     loop = loops(memory)
     due = [step for step in range(1, 41) if loop.step(step).memory_due and step > 1]
@@ -299,14 +269,11 @@ def test_failures_are_said_once_tried_again_ever_more_rarely_and_end_nothing(
     memory._fail_at = 0
     for step in range(41, 70):
         loop.step(step)
-    # After one that succeeds, every step is.
     assert loop.kept()[-3:] == [67, 68, 69]
 
 
 @pytest.mark.parametrize("dies", [True, False], ids=["with another rank", "without room"])
-def test_a_state_that_could_not_be_kept_leaves_its_predecessor_if_another_rank_has_died(
-    loops: Loops, monkeypatch: pytest.MonkeyPatch, dies: bool
-) -> None:
+def test_the_previous_state_survives_a_failed_save(loops: Loops, monkeypatch: pytest.MonkeyPatch, dies: bool) -> None:
     memory = full(fail_at=0)
     loop = loops(memory)
     loop.steps(1, 2, 3)
@@ -321,16 +288,14 @@ def test_a_state_that_could_not_be_kept_leaves_its_predecessor_if_another_rank_h
     loop.step(4)
     assert loop.kept() == [2, 3] and committed_steps(memory) == (3,)
     assert loop.keeper.has_saved == dies
-    # Training goes on: the ranks had only been too slow.
     loop.step(5)
     assert not loop.keeper.has_saved
 
 
 def test_without_answers_the_attempt_trains_without_peer_memory(loops: Loops, said: pytest.LogCaptureFixture) -> None:
-    memory = FaultyStore(MemoryStore(), fail_at=1, error=OSError(113, "nobody answers"), lasting=True)
-    loop = loops(memory)
+    loop = loops(FaultyStore(MemoryStore(), fail_at=1, error=OSError(113, "no route"), lasting=True))
     assert not any(loop.step(step).memory_due for step in range(1, 10))
-    assert "this attempt does not use peer memory: [Errno 113] nobody answers" in said.text
+    assert "this attempt does not use peer memory: [Errno 113] no route" in said.text
 
 
 def test_a_rank_without_memory_for_a_copy_keeps_all_ranks_from_taking_one(
@@ -348,7 +313,6 @@ def test_a_rank_without_memory_for_a_copy_keeps_all_ranks_from_taking_one(
     loop.clock.time += module._AGAIN_S
     assert all(loop.step(step).memory_busy for step in range(5, 8))
     assert said.text.count("no 9.0 GiB of host memory") == 1
-    # Once there is memory, it is used.
     monkeypatch.setattr(loop.keeper._staging, "reserve", reserve)
     loop.clock.time += module._AGAIN_S
     assert loop.step(8).memory_busy and not loop.step(9).memory_busy
@@ -357,7 +321,6 @@ def test_a_rank_without_memory_for_a_copy_keeps_all_ranks_from_taking_one(
 
 @pytest.fixture
 def near() -> Iterator[tuple[PeerMemoryAgent, PeerMemoryStore]]:
-    """An agent of this node, and the store over it."""
     agent = PeerMemoryAgent("token")
     store = PeerMemoryStore(AgentAddresses(agents={"node": agent.start()}, node="node", partner=None, token="token"))
     yield agent, store
@@ -366,14 +329,11 @@ def near() -> Iterator[tuple[PeerMemoryAgent, PeerMemoryStore]]:
 
 
 def lent_parts(loop: Loop) -> dict[int, int]:
-    """Return the address of the first part in each buffer."""
     assert loop.keeper._staging is not None
     return {number: parts[0].tensor.data_ptr() for number, (_, parts) in loop.keeper._staging._parts.items()}
 
 
-def test_states_that_are_lent_are_kept_in_two_buffers_in_turn(
-    loops: Loops, near: tuple[PeerMemoryAgent, PeerMemoryStore]
-) -> None:
+def test_lent_states_alternate_between_two_buffers(loops: Loops, near: tuple[PeerMemoryAgent, PeerMemoryStore]) -> None:
     agent, store = near
     loop = loops(store, lent=store.lent_memory())
     sizes, addresses = [], []
@@ -383,7 +343,5 @@ def test_states_that_are_lent_are_kept_in_two_buffers_in_turn(
         addresses.append(lent_parts(loop))
         assert list(committed_steps(store)) == ([step] if step > 1 else [])
     assert loop.kept() == [2, 3, 4, 5, 6, 7]
-    # The second buffer is made when the first is needed for longer.
     assert [len(one) for one in addresses] == [1, 2, 2, 2, 2, 2, 2] and addresses[1] == addresses[-1]
-    # One state, and a manifest of about the same size.
     assert max(sizes[1:]) - min(sizes[1:]) < 100

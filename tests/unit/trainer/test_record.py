@@ -1,4 +1,4 @@
-"""What rank 0 records, also while the disk of the journal is full or hangs."""
+"""Rank 0's records, including while the journal's disk is full or hangs."""
 
 from __future__ import annotations
 
@@ -27,31 +27,18 @@ from ray_ulysses.tracking.journal import claim_journal
 from ray_ulysses.tracking.journal_reader import JournalFileReader
 from ray_ulysses.trainer.context import AttemptContext
 from ray_ulysses.trainer.record import Recorder, SystemMeter
-from ray_ulysses.trainer.step import Flags, StepResult
 from ray_ulysses.trainer.worker import Worker
 from tests.distributed.run_case import make_config
 from tests.unit.tracking.journals import read_events
-
-
-class Clock:
-    """A clock that stands still until it is moved."""
-
-    def __init__(self, now: float) -> None:
-        self.time = now
-
-    def now(self) -> float:
-        return self.time
-
-    def monotonic(self) -> float:
-        return self.time
+from tests.unit.trainer.conftest import HandClock
+from tests.unit.trainer.test_step import result
 
 
 class Disk:
-    """A disk that can be full, or answer nothing until it is let go."""
+    """A disk that can be full, or hang until a gate opens."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.is_full = False
-        self.gate = threading.Event()
+        self.is_full, self.gate = False, threading.Event()
         self.gate.set()
         self._patch, self._pwrite = monkeypatch, os.pwrite
         monkeypatch.setattr(os, "pwrite", self.pwrite)
@@ -73,7 +60,6 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 
 def begun(folder: Path, *, begins: bool = True, system: bool = False, engine: str = "local", **fields: Any) -> Recorder:
-    """Return the recorder of an attempt that has begun."""
     changes = {
         "cluster__workers": 1, "parallel__sp_size": 1, "tracking__enabled": system, "data__engine": engine,
         "run__log_every_steps": 1,
@@ -83,14 +69,8 @@ def begun(folder: Path, *, begins: bool = True, system: bool = False, engine: st
         rank=0, local_rank=0, world_size=1, node="n", device=torch.device("cpu"), session="one",
         make_source=lambda *_: None, **fields,
     )  # fmt: skip
-    context = AttemptContext(
-        run=resolve_run(config),
-        worker=worker,
-        attempt=1,
-        nodes=("n",),
-        messenger=SingleRankMessenger(),
-        save_messenger=SingleRankMessenger(),
-    )
+    run, alone = resolve_run(config), SingleRankMessenger()
+    context = AttemptContext(run=run, worker=worker, attempt=1, nodes=("n",), messenger=alone, save_messenger=alone)
     recorder = Recorder(context, claim_journal(config.run_dir))
     if begins:
         begin(recorder)
@@ -105,19 +85,8 @@ def begin(recorder: Recorder) -> None:
 
 def train(recorder: Recorder, *steps: int, direct_rows: int = 0) -> None:
     for step in steps:
-        result = StepResult(
-            loss=1.0,
-            z_loss=0.0,
-            router_loss=0.0,
-            grad_norm=1.0,
-            is_finite=True,
-            bad_rows=(),
-            tokens=2,
-            digest=3,
-            flags=Flags(),
-            direct_rows=direct_rows,
-        )
-        recorder.step_done(step, result, range(step - 1, step), {"loss": 1.0, "seconds": 1.0})
+        found = result(1.0, direct_rows=direct_rows)
+        recorder.step_done(step, found, range(step - 1, step), {"loss": 1.0, "seconds": 1.0})
 
 
 def recorded(folder: Path) -> list[Any]:
@@ -125,25 +94,23 @@ def recorded(folder: Path) -> list[Any]:
 
 
 @pytest.mark.parametrize("system", [True, False])
-def test_the_load_of_the_node_is_recorded_for_trackers(tmp_path: Path, system: bool) -> None:
-    recorder = begun(tmp_path, begins=False, system=system)
-    train(recorder, 1)
-    recorder.sync()
-    ((step, _),) = JournalFileReader(tmp_path / "run/journal/attempt-0001.jsonl", 1).read_singly()
-    assert isinstance(step, StepDone) and (step.system is not None) is system
-    assert step.system is None or "system/system_memory_usage_megabytes" in step.system
-
-
-def test_the_meter_reads_the_load_since_the_reading_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_load_since_the_last_reading_is_recorded_for_trackers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, system: bool
+) -> None:
     counted = SimpleNamespace(bytes_recv=5e6, bytes_sent=7e6)
     monkeypatch.setattr(psutil, "net_io_counters", lambda: counted)
-    meter = SystemMeter(torch.device("cpu"))
+    recorder = begun(tmp_path, system=system)
     counted.bytes_recv, counted.bytes_sent = 8e6, 7.5e6
-    found = meter.read()
-    assert 0 <= found["system/cpu_utilization_percentage"] <= 100
-    assert (found["system/network_receive_megabytes"], found["system/network_transmit_megabytes"]) == (3.0, 0.5)
-    free = psutil.disk_usage(os.sep).free / 1e6
-    assert found["system/disk_available_megabytes"] == pytest.approx(free, rel=0.5)
+    train(recorder, 1)
+    recorder.ended("finished", 1)
+    events = JournalFileReader(tmp_path / "run/journal/attempt-0001.jsonl", 1).read_singly()
+    (found,) = [one.system for one, _ in events if isinstance(one, StepDone)]
+    assert (found is not None) is system
+    if found is not None:
+        assert 0 <= found["system/cpu_utilization_percentage"] <= 100
+        assert (found["system/network_receive_megabytes"], found["system/network_transmit_megabytes"]) == (3.0, 0.5)
+        free = psutil.disk_usage(os.sep).free / 1e6
+        assert found["system/disk_available_megabytes"] == pytest.approx(free, rel=0.5)
 
 
 def test_a_system_that_answers_nothing_costs_no_step_and_no_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,9 +134,7 @@ def test_the_first_step_without_a_row_read_directly_is_recorded_once(tmp_path: P
     assert found == ([(3, 4)] if engine == "ray" else [])
 
 
-def test_training_goes_on_over_a_full_disk_and_no_record_is_missing_afterwards(
-    tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_record_is_lost_over_a_full_disk(tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture) -> None:
     recorder = begun(tmp_path)
     train(recorder, 1, 2)
     disk.is_full = True
@@ -180,7 +145,6 @@ def test_training_goes_on_over_a_full_disk_and_no_record_is_missing_afterwards(
     assert recorded(tmp_path) == ["attempt_started", 1, 2]
     warnings = [record.getMessage() for record in caplog.records if "the journal" in record.getMessage()]
     assert len(warnings) == 1 and "attempt-0001.jsonl" in warnings[0] and "run.storage" in warnings[0]
-    # A checkpoint that counts on these steps must not be committed.
     with pytest.raises(OSError, match="No space left on device"):
         recorder.sync()
     disk.is_full = False
@@ -190,15 +154,8 @@ def test_training_goes_on_over_a_full_disk_and_no_record_is_missing_afterwards(
     assert recorded(tmp_path)[-2:] == ["attempt_ended", 5]
 
 
-def test_an_attempt_whose_beginning_can_not_be_written_does_not_begin(tmp_path: Path, disk: Disk) -> None:
-    recorder = begun(tmp_path, begins=False)
-    disk.is_full = True
-    with pytest.raises(RunError, match=r"attempt-0001\.jsonl can't be written \(No space left on device\)"):
-        begin(recorder)
-
-
 def test_the_time_for_which_training_is_paused_is_of_the_next_step_or_the_end(tmp_path: Path) -> None:
-    clock = Clock(130.0)
+    clock = HandClock(130.0)
     recorder = begun(tmp_path, clock=clock)
     train(recorder, 1)
     with recorder.time.saving():
@@ -211,12 +168,12 @@ def test_the_time_for_which_training_is_paused_is_of_the_next_step_or_the_end(tm
     assert [one.saving_seconds for one in events if isinstance(one, StepDone | AttemptEnded)] == [0.0, 3.0, 1.0]
 
 
-def test_too_many_waiting_records_end_the_run_and_say_what_to_do(
-    tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_many_waiting_records_end_it(tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MOST_WAITING_BYTES", 3 * module._CALL_BYTES)
-    recorder = begun(tmp_path)
+    recorder = begun(tmp_path, begins=False)
     disk.is_full = True
+    with pytest.raises(RunError, match=r"attempt-0001\.jsonl can't be written \(No space left on device\)"):
+        begin(recorder)
     train(recorder, *range(1, 21))
     assert recorder.storage_failure() is None
     train(recorder, *range(21, 100))
@@ -225,9 +182,7 @@ def test_too_many_waiting_records_end_the_run_and_say_what_to_do(
     assert "No space left on device" in str(failure) and "run.storage" in str(failure)
 
 
-def test_training_goes_on_while_the_storage_hangs_and_no_record_is_missing_afterwards(
-    tmp_path: Path, disk: Disk
-) -> None:
+def test_no_record_is_lost_while_the_storage_hangs(tmp_path: Path, disk: Disk) -> None:
     recorder = begun(tmp_path)
     disk.hang()
     train(recorder, *range(1, 200))
@@ -244,7 +199,7 @@ def test_training_goes_on_while_the_storage_hangs_and_no_record_is_missing_after
 def test_a_storage_that_hangs_for_too_long_ends_the_attempt_by_name(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, limit: str
 ) -> None:
-    clock = Clock(100.0)
+    clock = HandClock(100.0)
     recorder = begun(tmp_path, clock=clock)
     disk.hang()
     train(recorder, 1)
@@ -260,16 +215,14 @@ def test_a_storage_that_hangs_for_too_long_ends_the_attempt_by_name(
     failure = recorder.storage_failure()
     assert isinstance(failure, StorageFailedError)
     assert "run.storage has not responded for " in str(failure)
-    # The ranks have agreed to end: an answer in this moment changes nothing.
+    # The ranks have agreed to end, so a late response changes nothing.
     disk.gate.set()
     assert recorder._calls.wait(20.0)
     assert recorder.storage_failure() is failure
     recorder.failed(ValueError("the cause"))
 
 
-def test_no_checkpoint_relies_on_records_that_are_still_to_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_checkpoint_relies_on_unwritten_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background, "PROMPT_S", 0.05)
     recorder = begun(tmp_path)
     entered, found = threading.Event(), []
@@ -282,51 +235,37 @@ def test_no_checkpoint_relies_on_records_that_are_still_to_be_written(
         sync()
 
     monkeypatch.setattr(journal, "sync", watched)
-    # As long as the storage hangs, or until the journal is synced all the same.
+    # Block the journal's thread until the journal is synced, which must not happen before.
     recorder._calls.ask(lambda: entered.wait(0.5))
     train(recorder, 1, 2)
     recorder.sync()
     assert found == [["attempt_started", 1, 2]]
 
 
-def test_an_end_whose_journal_can_not_be_closed_is_an_error_in_words_and_recorded_once(
+def test_an_end_whose_journal_can_not_be_closed_is_recorded_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     recorder = begun(tmp_path)
-
-    def refuse() -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(recorder._journal, "close", refuse)
+    monkeypatch.setattr(recorder._journal, "close", Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO))))
     with pytest.raises(RunError, match=r"attempt-0001\.jsonl .*Input/output error") as ended:
         recorder.ended("finished", 1)
     recorder.failed(ended.value)
-    # Nothing waits for a thread that has ended, nor is an end recorded behind the end.
+    # Nothing waits for the finished thread, and no second end is recorded.
     assert "has not responded" not in caplog.text
     assert [event.event for event in read_events(tmp_path / "run")][1:] == ["attempt_ended", "run_finished"]
 
 
-@pytest.mark.parametrize("is_watched", [True, False])
-def test_an_attempt_that_has_failed_leaves_no_thread(tmp_path: Path, is_watched: bool) -> None:
+@pytest.mark.parametrize("how", ["full", "written", "watched"])
+def test_a_failure_hides_nothing(tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture, how: str) -> None:
     before = set(threading.enumerate())
-    recorder = begun(tmp_path, is_watched=is_watched)
+    recorder = begun(tmp_path, is_watched=how == "watched")
     (thread,) = set(threading.enumerate()) - before
+    disk.is_full = True
+    train(recorder, 1)
+    disk.is_full = how == "full"
     recorder.failed(ValueError("the cause"))
     thread.join(20.0)
     assert not thread.is_alive()
-
-
-@pytest.mark.parametrize("is_full", [True, False], ids=["full", "room"])
-def test_a_failure_writes_what_it_can_and_hides_nothing(
-    tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture, is_full: bool
-) -> None:
-    recorder = begun(tmp_path)
-    disk.is_full = True
-    train(recorder, 1)
-    disk.is_full = is_full
-    recorder.failed(ValueError("the cause"))
-    if is_full:
-        assert recorded(tmp_path) == ["attempt_started"]
-        assert "unwritten records are lost when this process exits" in caplog.text
-    else:
-        assert recorded(tmp_path) == ["attempt_started", 1, "attempt_ended"]
+    ends = {"full": [], "written": [1, "attempt_ended"], "watched": [1]}
+    assert recorded(tmp_path) == ["attempt_started", *ends[how]]
+    assert ("unwritten records are lost when this process exits" in caplog.text) == (how == "full")

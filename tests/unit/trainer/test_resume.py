@@ -1,12 +1,14 @@
-"""Where an attempt starts when its storage does not give everything: retry first, and never a new beginning."""
+"""Where an attempt starts if states are damaged or unreadable: never from the beginning without need."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -30,8 +32,10 @@ from tests.stores import FaultyStore, MemoryStore, permission_lost
 from tests.unit.checkpoint.fakes import TENSORS, save
 from tests.unit.checkpoint.manifests import signed
 from tests.unit.tracking.journals import COMMITTED
+from tests.unit.trainer.conftest import HandClock
 
 NOWHERE = Path("/nowhere/run")
+Tensors = dict[str, torch.Tensor]
 
 
 @dataclass
@@ -40,16 +44,11 @@ class FakeRecorder:
     store: Store
     attempt: int = 2
     passed_over: list[Damage] = field(default_factory=list)
-    phases: list[str] = field(default_factory=list)
-
-    def phase(self, name: str, part: str) -> None:
-        self.phases.append(name)
+    phase: ClassVar[Any] = Mock()
+    checkpoints_found: ClassVar[Any] = Mock()
 
     def checkpoint_set_aside(self, damage: Damage) -> None:
         self.passed_over.append(damage)
-
-    def checkpoints_found(self) -> None:
-        pass
 
 
 def _run(store: Store, run_dir: Path) -> Any:
@@ -58,46 +57,28 @@ def _run(store: Store, run_dir: Path) -> Any:
 
 
 def _journal(run_dir: Path, *steps: int) -> Path:
-    """Write what the first attempt has committed."""
     journal = claim_journal(run_dir)
     for step in steps:
         journal.append({"event": "checkpoint_committed", **COMMITTED, "step": step, "path": "p", "world_size": 2})
     return run_dir
 
 
-class _Clock:
-    """Moves only by sleeping."""
-
-    def __init__(self) -> None:
-        self.waits: list[float] = []
-
-    def now(self) -> float:
-        return sum(self.waits)
-
-    def monotonic(self) -> float:
-        return sum(self.waits)
-
-    def sleep(self, seconds: float) -> None:
-        self.waits.append(seconds)
-
-
 @pytest.fixture(autouse=True)
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    clock = _Clock()
+    clock = HandClock()
     monkeypatch.setattr(FakeRecorder, "clock", clock, raising=False)
     return clock.waits
 
 
 @pytest.fixture(autouse=True)
 def own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take every state for one of the run's settings."""
     monkeypatch.setattr(start_point, "_check_own", lambda *_: None)
 
 
 @pytest.fixture
-def loaded(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
-    """Stand in for the engine, which takes the fp32 tensors and has no use for the others."""
-    taken: dict[str, torch.Tensor] = {}
+def loaded(monkeypatch: pytest.MonkeyPatch) -> Tensors:
+    """Replace the engine by one that loads the fp32 tensors only."""
+    taken: Tensors = {}
 
     def import_state(engine: None, description: StateDescription, fill: Any) -> None:
         taken.clear()
@@ -139,13 +120,6 @@ def _saved(folder: Path) -> LocalStore:
     return store
 
 
-def test_a_short_outage_is_waited_for(tmp_path: Path, waits: list[float]) -> None:
-    flaky = _away(_saved(tmp_path), "open", lasting=False)
-    recorder = FakeRecorder(flaky)
-    assert choose(recorder).step == 20
-    assert waits == [1.0] and recorder.passed_over == []
-
-
 def _flip(store: Store, step: int, key: str | None = "fp32/a") -> None:
     """Flip a byte of rank 0's shard: of a tensor, or of the header."""
     shard = read_manifest(store, step).shards[0]
@@ -166,9 +140,7 @@ def _away(inner: Store, kind: str, *, lasting: bool = True, part: str = "") -> F
     )
 
 
-def test_the_newest_state_of_peer_memory_and_storage_is_taken_and_the_nearest_of_equal_ones(
-    tmp_path: Path, loaded: dict[str, torch.Tensor]
-) -> None:
+def test_the_newest_state_is_taken_and_the_nearest_of_equals(tmp_path: Path, loaded: Tensors) -> None:
     memory, storage = MemoryStore(), _saved(tmp_path)
     seen = []
     for attempt, (place, step) in enumerate(((memory, 15), (memory, 20), (memory, 30), (storage, 40)), start=2):
@@ -186,12 +158,10 @@ def test_the_newest_state_of_peer_memory_and_storage_is_taken_and_the_nearest_of
     ]
 
 
-def test_the_storage_alone_says_which_attempts_peer_memory_may_hold(
-    tmp_path: Path, loaded: dict[str, torch.Tensor], said: pytest.LogCaptureFixture
-) -> None:
+def test_the_storage_vetoes_peer_memory(tmp_path: Path, loaded: Tensors, said: pytest.LogCaptureFixture) -> None:
     memory, storage = MemoryStore(), _saved(tmp_path)
     save(memory, 25, attempt=1)
-    # A later attempt, of which the memory does not know, started before that step.
+    # A later attempt, unknown to peer memory, started before that step.
     start_attempt(storage, 2, 20)
     recorder = FakeRecorder(storage, attempt=3)
     assert resume(recorder, memory).step == 20
@@ -200,108 +170,102 @@ def test_the_storage_alone_says_which_attempts_peer_memory_may_hold(
     assert committed_steps(storage) == (10, 20)
 
 
-@pytest.mark.parametrize("how", ["flipped", "torn manifest", "shard gone", "agents gone", "other settings"])
+def _delete_shards(store: Store, step: int) -> None:
+    store.delete(f"{CHECKPOINT_FOLDER}/step-{step:08d}/attempt-0001")
+
+
+@pytest.mark.parametrize("damage", [_flip, _damage_manifest, _delete_shards, "agents gone", "other settings"])
 def test_what_is_wrong_with_peer_memory_costs_nothing_on_storage(
     tmp_path: Path,
-    loaded: dict[str, torch.Tensor],
-    how: str,
+    loaded: Tensors,
+    damage: Any,
     said: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     memory, storage, kept = MemoryStore(), _saved(tmp_path), {"loss": 1.5}
-    # Of the step that storage has, too.
     for step in (20, 30):
         save(memory, step, metrics=kept)
-        if how == "flipped":
-            _flip(memory, step)
-        elif how == "torn manifest":
-            _damage_manifest(memory, step)
-        elif how == "shard gone":
-            memory.delete(f"{CHECKPOINT_FOLDER}/step-{step:08d}/attempt-0001")
+        if callable(damage):
+            damage(memory, step)
+
+    def refuse(manifest: Any, *_: Any) -> None:
+        if manifest.meta.metrics == kept:
+            raise UserError("was written with a configuration that differs")
+
     asked: Store = memory
-    if how == "agents gone":
+    if damage == "agents gone":
         asked = FaultyStore(memory, fail_at=1, error=OSError(113, "nobody answers"), lasting=True)
-    if how == "other settings":
-
-        def refuse(manifest: Any, *_: Any) -> None:
-            if manifest.meta.metrics == kept:
-                raise UserError("was written with a configuration that differs")
-
+    if damage == "other settings":
         monkeypatch.setattr(start_point, "_check_own", refuse)
     before = storage.list(CHECKPOINT_FOLDER)
     recorder = FakeRecorder(storage)
     position = resume(recorder, asked)
     assert (position.step, position.resumed_from) == (20, "checkpoints/step-00000020")
     assert all(torch.equal(loaded[key], TENSORS[key]) for key in loaded) and len(loaded) == 3
-    assert storage.list(CHECKPOINT_FOLDER) == before
-    assert recorder.passed_over == []
-    assert (
-        "can't read peer memory" if how == "agents gone" else "not using the state of step 30 in peer memory"
-    ) in said.text
+    assert storage.list(CHECKPOINT_FOLDER) == before and recorder.passed_over == []
+    assert ("can't read peer memory" if damage == "agents gone" else "not using the state of step 30") in said.text
 
 
-def test_a_state_of_peer_memory_that_was_loaded_in_part_is_no_beginning_and_no_obstacle_to_the_next_attempt(
-    tmp_path: Path, loaded: dict[str, torch.Tensor]
-) -> None:
+def test_a_partly_loaded_state_is_no_obstacle_to_the_next_attempt(tmp_path: Path, loaded: Tensors) -> None:
     memory = MemoryStore()
     save(memory, 3)
     _flip(memory, 3)
     recorder = FakeRecorder(LocalStore(tmp_path))
-    # The engine holds a part of it: it must not train from step 0 with that.
+    # The engine is partially filled, so it must not train from step 0.
     with pytest.raises(CheckpointError, match=r"could not be loaded completely.*the next attempt starts from step 0"):
         resume(recorder, memory, tmp_path / "run")
     assert resume(recorder, memory, tmp_path / "run").step == 0
 
 
-def test_what_stays_unreadable_is_passed_over_and_kept(tmp_path: Path, waits: list[float]) -> None:
-    inner = _saved(tmp_path)
-    away = _away(inner, "open", part="step-00000020")
-    recorder = FakeRecorder(away)
+def test_outages_are_waited_for_and_what_stays_away_is_kept(tmp_path: Path, waits: list[float]) -> None:
+    store = _saved(tmp_path)
+    recorder = FakeRecorder(_away(store, "open", lasting=False))
+    assert choose(recorder).step == 20
+    assert waits == [1.0] and recorder.passed_over == []
+    recorder = FakeRecorder(_away(store, "open", part="step-00000020"))
     assert choose(recorder).step == 10
-    assert waits == [1.0, 2.0, 2.0]
+    assert waits == [1.0, 1.0, 2.0, 2.0]
     (damage,) = recorder.passed_over
     assert (damage.step, damage.kind) == (20, "unreadable")
-    assert committed_steps(inner) == (10, 20)
+    assert committed_steps(store) == (10, 20)
 
 
-def test_a_run_whose_checkpoints_can_not_be_read_does_not_begin_anew(tmp_path: Path) -> None:
-    inner = _saved(tmp_path)
+def test_a_run_whose_checkpoints_are_of_another_version_or_can_not_be_read_is_refused(tmp_path: Path) -> None:
+    store = _saved(tmp_path)
     for kind in ("open", "list"):
         with pytest.raises(CheckpointError, match="Permission denied"):
-            choose(FakeRecorder(_away(inner, kind)))
-    assert committed_steps(inner) == (10, 20)
+            choose(FakeRecorder(_away(store, kind)))
+    path = store.path("checkpoints/step-00000020/manifest.json")
+    path.write_bytes(signed({**json.loads(path.read_text()), "schema_version": 9}))
+    with pytest.raises(CheckpointError, match="step 20 was written by another version"):
+        choose(FakeRecorder(store))
+    assert committed_steps(store) == (10, 20)
 
 
 def test_a_storage_that_lost_everything_is_not_begun_anew(tmp_path: Path) -> None:
-    """Not mounted, or checkpoint.storage mistyped: the journal knows better."""
+    """The storage is not mounted, or checkpoint.storage is mistyped, as the journal shows."""
     run_dir = _journal(tmp_path / "run", 10, 20)
-    with pytest.raises(CheckpointError, match="the journal records a checkpoint at step 20"):
-        choose(FakeRecorder(LocalStore(tmp_path)), run_dir)
-    assert choose(FakeRecorder(LocalStore(tmp_path)), tmp_path / "fresh") is None
-    # What is left of deleted or unfinished ones is no checkpoint either.
-    store = _saved(tmp_path / "leftovers")
+    # The remains of deleted or unfinished checkpoints do not count.
+    leftovers = _saved(tmp_path / "leftovers")
     for step in (10, 20):
-        store.delete(f"{CHECKPOINT_FOLDER}/step-000000{step}/manifest.json")
-    with pytest.raises(CheckpointError, match="the journal records a checkpoint at step 20"):
-        choose(FakeRecorder(store), run_dir)
+        leftovers.delete(f"{CHECKPOINT_FOLDER}/step-000000{step}/manifest.json")
+    for store in (LocalStore(tmp_path), leftovers):
+        with pytest.raises(CheckpointError, match="the journal records a checkpoint at step 20"):
+            choose(FakeRecorder(store), run_dir)
+    assert choose(FakeRecorder(LocalStore(tmp_path)), tmp_path / "fresh") is None
 
 
-@pytest.mark.parametrize("how", ["torn manifests", "flipped bytes", "both"])
-def test_a_run_of_which_nothing_is_whole_does_not_begin_anew_and_nothing_goes(
-    tmp_path: Path, loaded: dict[str, torch.Tensor], how: str
-) -> None:
+Damages = Callable[[Store, int], None]
+
+
+@pytest.mark.parametrize("newest", [_flip, _damage_manifest], ids=["flipped", "torn"])
+@pytest.mark.parametrize("older", [_flip, _damage_manifest], ids=["flipped", "torn"])
+def test_only_damaged_states_are_refused(tmp_path: Path, loaded: Tensors, older: Damages, newest: Damages) -> None:
     store = _saved(tmp_path)
-    if how == "torn manifests":
-        _damage_manifest(store, 10)
-    else:
-        _flip(store, 10)
-    if how == "flipped bytes":
-        _flip(store, 20, "fp32/b")
-    else:
-        _damage_manifest(store, 20)
+    older(store, 10)
+    newest(store, 20)
     before = store.list(CHECKPOINT_FOLDER)
     recorder = FakeRecorder(store)
-    # However often it is tried.
     for _ in range(2):
         with pytest.raises(CheckpointError, match=r"does not restart from step 0 .*step 20 .*step 10 "):
             resume(recorder)
@@ -310,9 +274,7 @@ def test_a_run_of_which_nothing_is_whole_does_not_begin_anew_and_nothing_goes(
 
 
 @pytest.mark.parametrize("where", ["fp32/a", "frozen/c", None], ids=["loaded", "not loaded", "header"])
-def test_a_flipped_byte_anywhere_makes_the_one_before_be_taken(
-    tmp_path: Path, loaded: dict[str, torch.Tensor], where: str | None
-) -> None:
+def test_a_flipped_byte_selects_the_previous_checkpoint(tmp_path: Path, loaded: Tensors, where: str | None) -> None:
     store = _saved(tmp_path)
     _flip(store, 20, where)
     recorder = FakeRecorder(store)
@@ -324,9 +286,7 @@ def test_a_flipped_byte_anywhere_makes_the_one_before_be_taken(
     assert read_lineage(store).started_from == {2: 10}
 
 
-def test_an_attempt_that_was_overtaken_while_it_looked_changes_nothing(
-    tmp_path: Path, loaded: dict[str, torch.Tensor]
-) -> None:
+def test_an_overtaken_attempt_changes_nothing(tmp_path: Path, loaded: Tensors) -> None:
     store = _saved(tmp_path)
     _damage_manifest(store, 20)
     claim_attempt(store, 3)
@@ -335,9 +295,7 @@ def test_an_attempt_that_was_overtaken_while_it_looked_changes_nothing(
     assert committed_steps(store) == (10, 20) and read_lineage(store).started_from == {}
 
 
-def test_what_can_not_be_set_aside_is_passed_over_and_what_is_damaged_not_waited_for(
-    tmp_path: Path, loaded: dict[str, torch.Tensor], waits: list[float]
-) -> None:
+def test_damage_that_can_not_be_set_aside_is_ignored(tmp_path: Path, loaded: Tensors, waits: list[float]) -> None:
     inner = _saved(tmp_path)
     _damage_manifest(inner, 20)
     assert resume(FakeRecorder(_away(inner, "delete"))).step == 10
@@ -346,23 +304,13 @@ def test_what_can_not_be_set_aside_is_passed_over_and_what_is_damaged_not_waited
     assert read_lineage(inner).started_from == {2: 10}
 
 
-def test_a_storage_that_takes_no_announcement_ends_the_attempt(tmp_path: Path, loaded: dict[str, torch.Tensor]) -> None:
+def test_a_storage_that_takes_no_announcement_ends_the_attempt(tmp_path: Path, loaded: Tensors) -> None:
     with pytest.raises(CheckpointError, match="start of attempt 2 can't be recorded"):
         resume(FakeRecorder(_away(_saved(tmp_path), "create")))
 
 
-def test_a_run_of_another_version_is_refused_and_untouched(tmp_path: Path) -> None:
-    store = _saved(tmp_path)
-    path = store.path("checkpoints/step-00000020/manifest.json")
-    path.write_bytes(signed({**json.loads(path.read_text()), "schema_version": 9}))
-    recorder = FakeRecorder(store)
-    with pytest.raises(CheckpointError, match="step 20 was written by another version"):
-        choose(recorder)
-    assert committed_steps(store) == (10, 20)
-
-
 def _two_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the second stage, which resets the optimizer, begin after step 20."""
+    """Start a second stage, which resets the optimizer, after step 20."""
 
     def stage_at(config: Any, plan: Any, step: int) -> Any:
         number = int(step >= 20)
@@ -371,26 +319,16 @@ def _two_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "stage_at", stage_at)
 
 
-def test_a_stage_that_resets_the_optimizer_takes_no_moments_at_its_border(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loaded: dict[str, torch.Tensor]
-) -> None:
-    begun: list[bool] = []
-
-    def begun_anew(description: StateDescription, *, with_optimizer: bool) -> StateDescription:
-        begun.append(with_optimizer)
-        return description
-
-    monkeypatch.setattr(module, "begun_anew", begun_anew)
+def test_a_stage_may_drop_the_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loaded: Tensors) -> None:
+    begun: list[dict[str, bool]] = []
+    monkeypatch.setattr(module, "begun_anew", lambda description, **options: begun.append(options) or description)
     store = _saved(tmp_path)
     assert resume(FakeRecorder(store)).step == 20 and begun == []
     _two_stages(monkeypatch)
-    assert resume(FakeRecorder(store)).step == 20 and begun == [False]
+    assert resume(FakeRecorder(store)).step == 20 and begun == [{"with_optimizer": False}]
 
 
-def test_a_damaged_border_ends_the_attempt_and_the_next_begins_in_the_stage_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loaded: dict[str, torch.Tensor]
-) -> None:
-    """The engine was built for the stage that can't begin."""
+def test_a_damaged_border_ends_the_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loaded: Tensors) -> None:
     store = _saved(tmp_path)
     _flip(store, 20)
     _two_stages(monkeypatch)

@@ -1,17 +1,16 @@
-"""What a run's self-test tests: the heads, windows and caps that the model's configuration says."""
+"""The self-test's attention settings, its warnings about links, and errors that keep it from running."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from transformers import AutoConfig
 
-from ray_ulysses.config.loading import parse_config
 from ray_ulysses.elastic.causes import raised
 from ray_ulysses.engine.self_test import LinkTime
 from ray_ulysses.errors import RunError
@@ -19,12 +18,9 @@ from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.planner.throughput import link_bandwidth
 from ray_ulysses.trainer import self_test as module
 from ray_ulysses.trainer.self_test import attention_settings, check_start, layer_windows, slow_links
+from tests.unit.attention.models import SIZES
 from tests.unit.planner.runs import LLAMA_3_8B, make_config
 
-SIZES = {
-    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}  # fmt: skip
 ALTERNATING = ["sliding_attention", "full_attention"]
 
 
@@ -45,21 +41,16 @@ def test_each_kind_of_layer_is_tested_with_its_window(fields: dict[str, Any], wi
     assert layer_windows(AutoConfig.for_model(fields.pop("model_type"), **fields)) == windows
 
 
-def _tree(tmp_path: Path, model: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "run": {"name": "run", "storage": str(tmp_path)},
-        "model": {"init": "random", "dtype": "bf16", "config": model},
-        "data": {"path": str(tmp_path), "context_tokens": 64, "rows_per_step": 2},
-        "optimizer": {"lr": 1e-3},
-        "cluster": {"workers": 1},
-    }
+def run_of(model: dict[str, Any]) -> Any:
+    return SimpleNamespace(config=make_config(model), shape=ModelShape.from_config_dict(model))
 
 
-def test_the_model_s_heads_caps_and_dtype_are_tested(tmp_path: Path) -> None:
+def test_the_model_s_heads_caps_and_dtype_are_tested() -> None:
     model = {**SIZES, "model_type": "gemma2", "head_dim": 8, "attn_logit_softcapping": 50.0, "sliding_window": 6}
     fields = dict(model)
     text_config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    found = attention_settings(parse_config(_tree(tmp_path, model)), ModelShape.from_config_dict(model), text_config)
+    run = run_of(model)
+    found = attention_settings(run.config, run.shape, text_config)
     assert (found.num_heads, found.num_kv_heads, found.head_size, found.value_size) == (4, 2, 8, 8)
     assert (found.dtype, found.softcap, found.windows) == (torch.bfloat16, 50.0, (None, 6))
 
@@ -89,7 +80,7 @@ def test_a_link_far_slower_than_planned_is_named_with_its_transport() -> None:
 @pytest.mark.parametrize(("role", "ranks"), [("ulysses", 8), ("shard", 16), ("ring", 2)])
 def test_half_of_what_the_plan_assumes_is_not_far_below_it(role: str, ranks: int) -> None:
     config = cluster_run()
-    # A ring of two goes through the links of all eight that share a row.
+    # A ring of two uses the links of all eight ranks that share a row.
     assumed = link_bandwidth(config, 8 if role == "ring" else ranks) / 1e9
     assert slow_links([link(role, ranks, 0.51 * assumed)], config, NODES) == []
     assert len(slow_links([link(role, ranks, 0.49 * assumed)], config, NODES)) == 1
@@ -106,18 +97,12 @@ def test_half_of_what_the_plan_assumes_is_not_far_below_it(role: str, ranks: int
     ],
     ids=["collective", "GPU", "kernel"],
 )
-def test_what_keeps_it_from_running_is_the_cause_that_it_would_be_in_a_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, kind: str
-) -> None:
-    def fails(*_: object, **__: object) -> None:
-        raise error
-
-    monkeypatch.setattr(module, "run_self_test", fails)
+def test_what_keeps_it_from_running(monkeypatch: pytest.MonkeyPatch, error: Exception, kind: str) -> None:
+    monkeypatch.setattr(module, "run_self_test", Mock(side_effect=error))
     model = {**SIZES, "model_type": "llama", "max_position_embeddings": 64}
-    run: Any = SimpleNamespace(config=parse_config(_tree(tmp_path, model)), shape=ModelShape.from_config_dict(model))
     worker: Any = SimpleNamespace(rank=3, node="n1", device=torch.device("cpu"), clock=None)
-    mesh = zero = SimpleNamespace()
+    anything: Any = SimpleNamespace()
     with pytest.raises(RunError, match="failed to run on rank 3") as caught:
-        check_start(run, worker, mesh, zero, [])  # type: ignore[arg-type]
+        check_start(run_of(model), worker, anything, anything, [])
     found = raised(3, caught.value)
     assert found.kind == kind and str(error) in found.what

@@ -1,11 +1,12 @@
-"""One optimizer step on one process: its sums and digest, what it refuses, and which steps end an attempt."""
+"""One optimizer step on one process: sums, digests, refusals, and steps that end an attempt."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import ANY, Mock
 
 import numpy as np
 import pytest
@@ -46,30 +47,26 @@ VOCAB = 8
 
 
 class SmallStore(MemoryStore):
-    """Documents of a few token values."""
-
     def read(self, document: int, start: int, length: int) -> Any:
         return (super().read(document, start, length) * 7 + document) % VOCAB
 
 
 STORE = SmallStore([30, 12, 9, 41, 22, 17])
-PLAN: Plan = build_plan(
-    STORE.lengths,
-    STORE.fingerprint,
-    PlanSettings(seed=1, context_tokens=24, pad_multiple=8, rows_per_step=3),
-)
+SETTINGS = PlanSettings(seed=1, context_tokens=24, pad_multiple=8, rows_per_step=3)
+PLAN: Plan = build_plan(STORE.lengths, STORE.fingerprint, SETTINGS)
 READER = RowReader(STORE, PLAN)
 
 
 class FakeEngine:
-    """A table of logits as the model; sums gradients as an engine of one rank does."""
+    """A fake engine of one rank whose model is a table of logits."""
 
     def __init__(self, accumulation: int) -> None:
         torch.manual_seed(0)
         self.table = torch.randn(VOCAB, VOCAB, requires_grad=True)
         self.accumulation = accumulation
-        self.micro_steps, self.norm = 0, 1.5
-        self.training = True
+        self.micro_steps, self.norm, self.modes = 0, 1.5, list[str]()
+        self.train, self.eval = partial(self.modes.append, "train"), partial(self.modes.append, "eval")
+        self.get_global_grad_norm, self.zero_optimization_stage = lambda: self.norm, lambda: 3
         self.draws: list[float] = []
 
     def __call__(self, input_ids: torch.Tensor, **inputs: Any) -> Any:
@@ -81,18 +78,6 @@ class FakeEngine:
 
     def step(self) -> None:
         self.micro_steps += 1
-
-    def get_global_grad_norm(self) -> float:
-        return self.norm
-
-    def zero_optimization_stage(self) -> int:
-        return 3
-
-    def train(self) -> None:
-        self.training = True
-
-    def eval(self) -> None:
-        self.training = False
 
 
 @pytest.fixture(scope="module")
@@ -111,61 +96,52 @@ def slices_of(step: int) -> list[RowSlice]:
 
 
 def take(engine: FakeEngine, mesh: SequenceMesh, slices: list[RowSlice], **changes: Any) -> StepResult:
-    arguments: dict[str, Any] = {
-        "rows": PLAN.step_rows(1),
-        "tokens": PLAN.step_tokens(1),
-        "mesh": mesh,
-        "device": DEVICE,
-        "accumulation": len(slices),
-        "seed": 5,
-    }
-    return train_step(engine, slices, **{**arguments, **changes})
+    planned: dict[str, Any] = {"rows": PLAN.step_rows(1), "tokens": PLAN.step_tokens(1), "seed": 5}
+    return train_step(engine, slices, mesh=mesh, device=DEVICE, accumulation=len(slices), **planned | changes)
 
 
-def wanted_step(table: torch.Tensor, z_loss: float = 0.0) -> tuple[float, float, torch.Tensor]:
-    """Return the mean loss and z-loss over all tokens of the first step, and the gradient of their sum."""
-    table = table.detach().clone().requires_grad_()
-    tokens = torch.from_numpy(np.concatenate([one.input_ids for one in slices_of(1)]))
-    labels = torch.from_numpy(np.concatenate([one.labels for one in slices_of(1)]))
+def assert_trained(engine: FakeEngine, found: StepResult, z_loss: float = 0.0) -> None:
+    """Compare a step with the mean losses over all tokens of the first step and the gradient of their sum."""
+    table = engine.table.detach().clone().requires_grad_()
+    tokens, labels = (
+        torch.from_numpy(np.concatenate([getattr(one, name) for one in slices_of(1)]))
+        for name in ("input_ids", "labels")
+    )
     loss = torch.nn.functional.cross_entropy(table[tokens], labels)
     z = z_loss * table[tokens].logsumexp(-1).square()[labels != IGNORE_INDEX].mean()
     (loss + z).backward()
-    assert table.grad is not None
-    return float(loss.detach()), float(z.detach()), table.grad
+    assert found.loss == pytest.approx(float(loss.detach()), rel=1e-6)
+    assert found.z_loss == pytest.approx(float(z.detach()), rel=1e-6)
+    assert table.grad is not None and engine.table.grad is not None
+    assert (engine.table.grad - table.grad).norm() <= 1e-5 * table.grad.norm()
 
 
 def test_the_loss_is_a_mean_over_all_tokens_of_the_step_and_its_gradient_that_of_the_mean(mesh: SequenceMesh) -> None:
     engine = FakeEngine(3)
-    result = take(engine, mesh, slices_of(1), num_direct=lambda: engine.micro_steps)
-    loss, _, gradient = wanted_step(engine.table)
-    assert result.loss == pytest.approx(loss, rel=1e-6)
-    assert result.tokens == PLAN.step_tokens(1)
-    # Rows that were read directly are counted at the end of the step.
-    assert engine.micro_steps == 3 == result.direct_rows
-    assert engine.table.grad is not None
-    assert (engine.table.grad - gradient).norm() <= 1e-5 * gradient.norm()
+    found = take(engine, mesh, slices_of(1), num_direct=lambda: engine.micro_steps)
+    assert_trained(engine, found)
+    assert found.tokens == PLAN.step_tokens(1)
+    assert engine.micro_steps == 3 == found.direct_rows
 
 
 def test_a_z_loss_is_trained_on_and_reported_beside_the_loss(mesh: SequenceMesh) -> None:
     engine = FakeEngine(4)
-    # A filler has no label, and no part in either.
-    result = take(engine, mesh, [*slices_of(1), READER.filler(0, 1)], z_loss=0.1)
-    loss, z_loss, gradient = wanted_step(engine.table, 0.1)
-    assert (result.loss, result.z_loss) == (pytest.approx(loss, rel=1e-6), pytest.approx(z_loss, rel=1e-6))
-    assert engine.table.grad is not None
-    assert (engine.table.grad - gradient).norm() <= 1e-5 * gradient.norm()
+    assert_trained(engine, take(engine, mesh, [*slices_of(1), READER.filler(0, 1)], z_loss=0.1), 0.1)
 
 
 def test_the_digest_is_that_of_the_rows_whatever_their_order_and_fillers_add_nothing(mesh: SequenceMesh) -> None:
     slices = slices_of(1)
     wanted = add_digests(*(row_digest(one.row, slice_checksum(one)) for one in slices))
     filled = [*slices[::-1], READER.filler(0, 1)]
-    assert take(FakeEngine(3), mesh, slices).digest == wanted
-    assert take(FakeEngine(4), mesh, filled).digest == wanted
-    assert take(FakeEngine(4), mesh, filled).loss == pytest.approx(take(FakeEngine(3), mesh, slices).loss, rel=1e-12)
+    plain, padded = take(FakeEngine(3), mesh, slices), take(FakeEngine(4), mesh, filled)
+    assert plain.digest == padded.digest == wanted
+    assert padded.loss == pytest.approx(plain.loss, rel=1e-12)
+    repeated = [slices[0], slices[0], slices[2]]
+    received = sum(one.num_supervised for one in repeated)
+    assert take(FakeEngine(3), mesh, repeated, tokens=received).digest != wanted
 
 
-def test_random_draws_belong_to_the_row_and_not_to_its_place(mesh: SequenceMesh) -> None:
+def test_random_draws_belong_to_the_row_not_its_place(mesh: SequenceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     slices = slices_of(1)
     forward, backward = FakeEngine(3), FakeEngine(3)
     take(forward, mesh, slices)
@@ -176,29 +152,17 @@ def test_random_draws_belong_to_the_row_and_not_to_its_place(mesh: SequenceMesh)
     other_seed = FakeEngine(3)
     take(other_seed, mesh, slices, seed=6)
     assert other_seed.draws != forward.draws
-
-
-def test_random_draws_of_a_gpu_belong_to_the_row_too(monkeypatch: pytest.MonkeyPatch) -> None:
     seeds: list[int] = []
     monkeypatch.setattr(torch.cuda, "manual_seed", seeds.append)
     for device, wanted in (("cpu", []), ("cuda:0", [5])):
         _seed_generators(5, torch.device(device))
-        assert seeds == wanted
-        assert torch.initial_seed() == 5
+        assert seeds == wanted and torch.initial_seed() == 5
 
 
 def test_rows_that_bring_other_tokens_than_planned_end_the_run(mesh: SequenceMesh) -> None:
     planned = PLAN.step_tokens(1)
     with pytest.raises(RunError, match=rf"the plan expects {planned + 1}.*Restore data\.path"):
         take(FakeEngine(3), mesh, slices_of(1), tokens=planned + 1)
-
-
-def test_a_repeated_row_changes_the_digest(mesh: SequenceMesh) -> None:
-    slices = slices_of(1)
-    repeated = [slices[0], slices[0], slices[2]]
-    received = sum(one.num_supervised for one in repeated)
-    right = take(FakeEngine(3), mesh, slices).digest
-    assert take(FakeEngine(3), mesh, repeated, tokens=received).digest != right
 
 
 def test_a_row_whose_loss_is_not_finite_is_named(mesh: SequenceMesh) -> None:
@@ -208,34 +172,31 @@ def test_a_row_whose_loss_is_not_finite_is_named(mesh: SequenceMesh) -> None:
             return SimpleNamespace(logits=logits * float("nan") if len(self.draws) == 2 else logits)
 
     slices = slices_of(1)
-    result = take(BadSecondRow(3), mesh, slices)
-    assert (result.is_finite, result.bad_rows) == (False, (slices[1].row,))
+    found = take(BadSecondRow(3), mesh, slices)
+    assert (found.is_finite, found.bad_rows) == (False, (slices[1].row,))
 
 
 @pytest.mark.parametrize("norm", [float("inf"), float("nan")])
 def test_a_gradient_that_is_not_finite_is_seen_under_a_finite_loss(mesh: SequenceMesh, norm: float) -> None:
     engine = FakeEngine(3)
     engine.norm = norm
-    result = take(engine, mesh, slices_of(1))
-    assert (result.is_finite, result.bad_rows) == (False, ()) and result.loss < 5.0
+    found = take(engine, mesh, slices_of(1))
+    assert (found.is_finite, found.bad_rows) == (False, ()) and found.loss < 5.0
 
 
 def test_the_weights_are_not_updated_before_the_copies_of_the_last_state_are_waited_for(mesh: SequenceMesh) -> None:
-    """Once a step, right before the engine's last micro-batch, which is the one that changes the weights."""
+    """The call comes right before the engine's last micro-step, which updates the weights."""
     engine, seen = FakeEngine(3), []
     take(engine, mesh, slices_of(1), before_update=lambda: seen.append(engine.micro_steps))
     assert seen == [2]
 
 
-def test_evaluation_trains_nothing_and_leaves_the_engine_in_training(mesh: SequenceMesh) -> None:
+def test_evaluation_trains_nothing_leaves_the_engine_in_training_and_has_no_router_loss(mesh: SequenceMesh) -> None:
     engine = FakeEngine(1)
     loss, tokens = evaluate(engine, [*slices_of(1), READER.filler(0, 1)], mesh, DEVICE)
     assert loss == pytest.approx(take(FakeEngine(3), mesh, slices_of(1)).loss, rel=1e-6)
     assert tokens == PLAN.step_tokens(1)
-    assert engine.training and engine.table.grad is None and engine.micro_steps == 0
-
-
-def test_an_evaluation_has_no_router_loss(mesh: SequenceMesh) -> None:
+    assert engine.modes == ["eval", "train"] and engine.table.grad is None and engine.micro_steps == 0
     model: Any = apply_ulysses(zoo_model("mixtral", output_router_logits=True), mesh)
     loss, _ = evaluate(model, slices_of(1), mesh, DEVICE)
     model.config.output_router_logits = False
@@ -261,7 +222,6 @@ def test_a_batch_goes_to_a_gpu_from_pinned_memory_and_without_a_wait() -> None:
 
 
 def place_on_ring(sp_rank: int, sp_size: int, ring_size: int) -> SequenceMesh:
-    """Return the mesh of one rank without process groups."""
     return SequenceMesh(sp_size=sp_size, sp_rank=sp_rank, ring_size=ring_size, world_size=sp_size)
 
 
@@ -297,65 +257,38 @@ def result(loss: float, **fields: Any) -> StepResult:
     return StepResult(loss=loss, flags=Flags(), z_loss=0.0, router_loss=0.0, **{**defaults, **fields})
 
 
-class Guard:
-    """A guard, and the steps that it records as bad."""
-
-    def __init__(self, error: Exception | None = None, **settings: Any) -> None:
-        self.bad: list[Any] = []
-        self.error = error
-        self.guard = StepGuard(ElasticSection(**settings), self.record)
-
-    def record(self, *fields: Any) -> None:
-        self.bad.append(fields)
-        if self.error is not None:
-            raise self.error
-
-    def ends_at(self, found: StepResult, step: int = 7) -> str:
-        """Return the text of the error."""
-        with pytest.raises(BadStepError) as error:
-            self.guard.judge(step, range(12, 18), "p", found)
-        assert isinstance(error.value, FinalError)
-        return str(error.value)
-
-
 @pytest.mark.parametrize(
-    ("bad_steps", "found", "words"),
+    ("bad_steps", "error", "fields", "words"),
     [
-        (
-            "stop",
-            result(NAN, is_finite=False, bad_rows=(14,)),
-            ("of row 14 in rows 12 to 17", "elastic.bad_steps: skip"),
-        ),
-        (
-            "skip",
-            result(NAN, is_finite=False, bad_rows=(12, 13)),
-            ("2 rows (the first is row 12)", "without these rows"),
-        ),
-        ("stop", result(2.5, is_finite=False, grad_norm=INF), ("gradient of rows 12 to 17", "2.5000")),
+        ("stop", None, {"bad_rows": (14,)}, ("of row 14 in rows 12 to 17", "elastic.bad_steps: skip")),
+        ("skip", None, {"bad_rows": (12, 13)}, ("2 rows (the first is row 12)", "without these rows")),
+        ("stop", None, {"loss": 2.5, "grad_norm": INF}, ("gradient of rows 12 to 17", "2.5000")),
+        # A journal that can't be written changes nothing of the error.
+        ("stop", RunError("full"), {"bad_rows": (14,)}, ("of row 14 in rows 12 to 17",)),
     ],
-    ids=["stop", "skip", "gradient"],
+    ids=["stop", "skip", "gradient", "unwritten"],
 )
 def test_a_step_that_is_not_finite_is_recorded_and_its_rows_named(
-    bad_steps: str, found: StepResult, words: tuple[str, str]
+    bad_steps: Any, error: RunError | None, fields: dict[str, Any], words: tuple[str, ...]
 ) -> None:
-    guard = Guard(bad_steps=bad_steps)
-    text = guard.ends_at(found)
-    assert all(word in text for word in words)
-    ((*fields, reason),) = guard.bad
-    assert fields == [7, range(12, 18), "p"] and text.startswith(reason)
-
-
-def test_a_journal_that_can_not_be_written_changes_nothing_of_the_error() -> None:
-    assert "is not finite" in Guard(RunError("full")).ends_at(result(NAN, is_finite=False))
+    record, found = Mock(side_effect=error), result(**{"loss": NAN, "is_finite": False} | fields)
+    with pytest.raises(BadStepError) as bad:
+        StepGuard(ElasticSection(bad_steps=bad_steps), record).judge(7, range(12, 18), "p", found)
+    text = str(bad.value)
+    assert isinstance(bad.value, FinalError) and all(word in text for word in words)
+    record.assert_called_once_with(7, range(12, 18), "p", ANY)
+    assert text.startswith(record.call_args.args[3])
 
 
 @pytest.mark.parametrize("mads", [None, 5.0], ids=["unset", "set"])
 def test_a_spike_is_bad_only_where_it_is_asked_for(mads: float | None) -> None:
-    guard = Guard(loss_spike_mads=mads)
+    record = Mock()
+    guard = StepGuard(ElasticSection(loss_spike_mads=mads), record)
     for step in range(1, 30):
-        guard.guard.judge(step, range(6), "p", result(2.0 + 0.1 * (step % 3)))
+        guard.judge(step, range(6), "p", result(2.0 + 0.1 * (step % 3)))
     if mads is None:
-        guard.guard.judge(30, range(6), "p", result(99.0))
+        guard.judge(30, range(6), "p", result(99.0))
     else:
-        assert "elastic.loss_spike_mads=5 of the last 29" in guard.ends_at(result(3.0), step=30)
-    assert len(guard.bad) == (mads is not None)
+        with pytest.raises(BadStepError, match=r"elastic\.loss_spike_mads=5 of the last 29"):
+            guard.judge(30, range(6), "p", result(3.0))
+    assert record.call_count == (mads is not None)
