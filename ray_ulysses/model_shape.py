@@ -1,4 +1,4 @@
-"""Reads a decoder's sizes from its configuration, with the defaults that model families omit; needs no torch."""
+"""Sizes of a decoder, read from its Hugging Face configuration with the defaults of its family; needs no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ray_ulysses.errors import UserError
 from ray_ulysses.storage.regular import read_regular
 from ray_ulysses.validation import parse_json
 
-# Families that normalize queries and keys with Transformers' own norms, in fp32; a test checks their modules.
+# Families whose query and key norms run in fp32 in Transformers; a test compares this list with Transformers' modules.
 HEAD_NORMS = frozenset((
     "afmoe", "apertus", "beam", "blt", "doge", "dots1", "exaone4", "exaone_moe", "flex_olmo", "flint",
     "gemma3_text", "gemma4_text", "gemma4_unified_text", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3",
@@ -21,7 +21,7 @@ HEAD_NORMS = frozenset((
     "qwen3_5_text", "qwen3_moe", "qwen3_next",
 ))  # fmt: skip
 WHOLE_HEAD_NORMS = frozenset({"cohere"})
-"""Families whose query and key norms, if enabled, have separate weights for each head, and so are not tiled."""
+"""Families whose query and key norms, if enabled, have separate weights for each head and can't be tiled."""
 
 TIED_BY_DEFAULT = frozenset((
     "bert", "bert-generation", "big_bird", "biogpt", "camembert", "cohere", "cohere2", "cohere2_moe",
@@ -31,8 +31,8 @@ TIED_BY_DEFAULT = frozenset((
     "roformer", "smollm3", "starcoder2", "vaultgemma", "xlm-roberta", "xlm-roberta-xl", "xmod", "youtu", "zamba",
     "zamba2",
 ))  # fmt: skip
-"""Families that tie the embedding and the output head if ``tie_word_embeddings`` is omitted, as it is in files on the
-hub; a test compares them with Transformers' classes."""
+"""Families that tie the embedding and the output head if ``tie_word_embeddings`` is omitted, as it often is in files on
+the hub. A test compares this list with Transformers' classes."""
 
 _LINEAR = frozenset({"linear_attention"})
 HYBRID_LAYER_TYPES: Mapping[str, frozenset[str]] = {
@@ -54,11 +54,10 @@ HYBRID_LAYER_TYPES: Mapping[str, frozenset[str]] = {
     "zamba": _LINEAR | {"hybrid"},
     "zamba2": _LINEAR | {"hybrid"},
 }
-"""By model type, the layer types that carry state along the sequence and are computed exactly (see
-`ray_ulysses.attention.mixer_layouts`)."""
+"""Supported recurrent layer types by model type (see `ray_ulysses.attention.mixer_layouts`)."""
 
 
-# Limits by a part of a field's name: far beyond any model, but small enough to plan with in seconds.
+# Maximum value by a substring of the field's name: larger than in any model, but small enough to plan with in seconds.
 _MOST: tuple[tuple[str, int], ...] = (
     ("theta", 1 << 53),
     ("experts_per_tok", 1 << 14),
@@ -79,39 +78,39 @@ _MOST_LEVELS = 20
 _PARTS = ("text_config", "vision_config", "audio_config")
 _REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 
-# Key-value heads where the configuration omits them, as each class of Transformers 5.23 declares them; other families
-# fall back to the number of attention heads.
+# Default number of key-value heads in the configuration classes of Transformers 5.23; other families use the number of
+# attention heads.
 _DEFAULT_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}
 _DEFAULT_HEAD_DIM = {"qwen3": 128}
 _DEFAULT_VALUE_DIM = {"mimo_v2_flash": 128}
 
 EXACT_FAMILIES: tuple[str, ...] = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types whose parameter count is exact; a test compares it with Transformers' own modules."""
+"""Model types whose parameter count is exact; a test compares the count with Transformers' modules."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Experts:
-    """The experts of a layer."""
+    """Sizes of a mixture-of-experts layer; if layers differ, each field has its largest value."""
 
     count: int
-    """Routed experts; if layers differ, the largest number, as for the other fields."""
+    """Number of routed experts."""
     active: int
-    """Routed experts per token."""
+    """Number of routed experts per token."""
     width: int
     """Inner width of a routed expert."""
     shared: int
-    """Total inner width of the experts that every token goes through; 0 if there are none."""
+    """Total inner width of the shared experts, or 0 if there are none."""
     dense_layers: int
-    """Layers that have a dense MLP instead."""
+    """Number of layers that have a dense MLP instead of experts."""
     has_router_loss: bool = False
-    """Whether the routers' load-balancing loss is trained on."""
+    """Whether the training loss includes the routers' load-balancing loss."""
 
     @classmethod
     def from_config_dict(cls, config: Mapping[str, Any], source: str = "model.config") -> Experts | None:
-        """Read the experts from a Hugging Face configuration, by the names that families use; None for dense models.
+        """Read the experts' sizes from a Hugging Face configuration, or return None for a dense model.
 
         Raises:
-            UserError: A size is neither a whole number nor a list with one per layer.
+            UserError: A size is neither an integer nor a list with one integer per layer.
         """
 
         def first(*names: str) -> int:
@@ -137,9 +136,9 @@ class TrainedPart:
     """The trained part of a model with adapters."""
 
     added: int
-    """Parameters of the adapters."""
+    """Number of adapter parameters."""
     trained: int
-    """Trained parameters, the adapters' included."""
+    """Number of trained parameters, including the adapters'."""
     has_embedding: bool
     has_head: bool
 
@@ -155,63 +154,63 @@ class ModelShape:
     """Inner width of the gated MLP; for a model with experts, see ``mlp_width``."""
     num_heads: int
     num_kv_heads: int
-    """Key-value heads; divides ``num_heads``. If layers differ, the largest number; with latent attention, which makes
-    keys and values for each query head, ``num_heads``."""
+    """Number of key-value heads, a divisor of ``num_heads``. If layers differ, the largest number; with latent
+    attention, which computes keys and values for each query head, ``num_heads``."""
     head_dim: int
-    """Width of a query or key head; if layers differ, the largest."""
+    """Width of a query or key head; if layers differ, the largest width."""
     value_dim: int
-    """Width of a value head, and so of a head of attention's output."""
+    """Width of a value head, and of a head in the attention output."""
     attention_width: int
-    """Total width of the query heads of all layers; if values have another width, the mean of both."""
+    """Total width of all layers' query heads; if value heads have another width, the mean of both totals."""
     output_width: int
-    """Total width of attention's output over all layers."""
+    """Total width of all layers' attention outputs."""
     vocab_size: int
     tied_embeddings: bool
     layer_parameters: int
-    """Parameters of one decoder layer."""
+    """Number of parameters per decoder layer."""
     is_exact: bool
-    """Whether the parameter counts are exact (see ``EXACT_FAMILIES``), not those of a Llama-like model."""
+    """Whether the parameter counts are exact (see `EXACT_FAMILIES`) instead of estimates from a Llama-like model."""
     other_parameters: int = 0
-    """Parameters of layers beyond ``layer_parameters`` each, if layers differ."""
+    """Correction of the layers' total parameter count if layers differ."""
     mixer_layers: int = 0
-    """Layers that carry state along the sequence: short convolutions, gated delta nets, Mamba."""
+    """Number of recurrent layers: short convolutions, gated delta nets and Mamba."""
     mixer_sp_sizes: tuple[int, ...] = ()
-    """Sp sizes that can share the heads of those layers, ascending."""
+    """Values of ``parallel.sp_size`` that divide the recurrent layers' heads, ascending."""
     mixer_width: int = 0
-    """Total input width of the output projections of those layers."""
+    """Total input width of the recurrent layers' output projections."""
     mixer_multiply_adds: int = 0
-    """Total multiply-adds per token of the recurrences of those layers, in the forward pass."""
+    """Total multiply-adds per token in the recurrences' forward passes."""
     repeated_parameters: int = 0
-    """Parameters of modules that layers share, once for each use after the first."""
+    """Parameters of modules that several layers share, once for each use after the first."""
     counted_idle: int | None = None
-    """``idle_parameters``, if counted from modules."""
+    """Value of `idle_parameters` if it was counted from the modules."""
     part: TrainedPart | None = None
-    """The trained part; None if everything is trained."""
+    """The trained part, or None if all parameters are trained."""
     has_head_norms: bool = False
     """Whether queries and keys are normalized in fp32."""
     experts: Experts | None = None
-    """The experts of its layers; None if all layers have dense MLPs."""
+    """Sizes of the experts, or None if all layers have dense MLPs."""
     streams: int = 1
-    """Parallel residual streams; Gemma 3n has several."""
+    """Number of parallel residual streams; Gemma 3n has several."""
     attentions: int = 1
-    """Calls of attention per layer; 2 in DiffLlama, which subtracts one from the other."""
+    """Number of attention calls per layer; 2 in DiffLlama, which subtracts one output from the other."""
 
     @property
     def mlp_width(self) -> int:
-        """Values per token inside the MLP of a layer: in all experts that the token goes through."""
+        """Inner width of a layer's MLP per token; with experts, the total over the token's experts."""
         experts = self.experts
         return self.intermediate_size if experts is None else experts.active * experts.width + experts.shared
 
     @property
     def mlp_parameters(self) -> int:
-        """Parameters of the MLP of a layer, with all experts but without the router."""
+        """Number of parameters in a layer's MLP, including all experts but not the router."""
         experts = self.experts
         width = self.intermediate_size if experts is None else experts.count * experts.width + experts.shared
         return 3 * self.hidden_size * width
 
     @property
     def idle_parameters(self) -> int:
-        """Parameters of experts that a token does not go through, of all layers."""
+        """Number of expert parameters in all layers that a token does not use."""
         if self.counted_idle is not None or self.experts is None:
             return self.counted_idle or 0
         layers = max(0, self.num_layers - self.experts.dense_layers)
@@ -219,18 +218,18 @@ class ModelShape:
 
     @property
     def layer_multiply_adds(self) -> int:
-        """Multiply-adds per token of all layers in a forward pass, without attention between tokens."""
+        """Multiply-adds per token of all layers in a forward pass, excluding attention scores and values."""
         used = self.num_parameters - self.idle_parameters + self.repeated_parameters
         return used + self.mixer_multiply_adds - (1 if self.tied_embeddings else 2) * self.embedding_parameters
 
     @property
     def embedding_parameters(self) -> int:
-        """Parameters of the token embedding, which are also those of an untied output head."""
+        """Number of parameters in the token embedding; an untied output head has the same number."""
         return self.vocab_size * self.hidden_size
 
     @property
     def num_parameters(self) -> int:
-        """Every parameter once: layers, final norm, embedding, the output head unless it is tied, and adapters."""
+        """Number of parameters in the layers, final norm, embedding, output head and adapters; tied ones count once."""
         heads = 1 if self.tied_embeddings else 2
         layers = self.num_layers * self.layer_parameters + self.other_parameters
         added = 0 if self.part is None else self.part.added
@@ -238,12 +237,12 @@ class ModelShape:
 
     @property
     def trained_parameters(self) -> int:
-        """Parameters that have a gradient and a state of the optimizer."""
+        """Number of parameters with a gradient and optimizer state."""
         return self.num_parameters if self.part is None else self.part.trained
 
     @property
     def frozen_matrices(self) -> int:
-        """Frozen parameters that multiply: all but an untied input embedding, which is a lookup, and idle experts."""
+        """Number of frozen parameters in matrix products, excluding idle experts and an untied embedding (a lookup)."""
         frozen = self.num_parameters - self.trained_parameters - (0 if self.part is None else self.idle_parameters)
         is_lookup = self.part is not None and not self.part.has_embedding and not self.tied_embeddings
         return frozen - (self.embedding_parameters if is_lookup else 0)
@@ -259,7 +258,7 @@ class ModelShape:
         return self.part is None or self.part.has_embedding
 
     def level_sp_sizes(self) -> tuple[int, ...]:
-        """Return the sp sizes, ascending, with which each rank has equally many heads in each layer without a ring."""
+        """Return the ascending values of ``parallel.sp_size`` that give all ranks equally many heads without a ring."""
         level = (size for size in range(1, self.num_heads + 1) if self.num_heads % size == 0)
         return tuple(size for size in level if not self.mixer_layers or size in self.mixer_sp_sizes)
 
@@ -268,14 +267,14 @@ class ModelShape:
         """Read the sizes from a Hugging Face configuration.
 
         Args:
-            config: The mapping that a ``config.json`` holds, or an inline one with ``model_type``.
-            source: Name of the configuration in errors.
+            config: Content of a ``config.json``, or of the setting ``model.config``.
+            source: Display name of the configuration in errors.
 
         Returns:
-            The model's shape; missing sizes take the defaults of the family's class in Transformers.
+            The model's shape. Optional sizes default to the values of the family's configuration class in Transformers.
 
         Raises:
-            UserError: If a size is missing, is not a positive whole number, or contradicts another one.
+            UserError: A required size is missing, a size is not a positive integer, or two sizes are inconsistent.
         """
         refuse_implausible(config, source)
         config = with_num_layers(config)
@@ -284,16 +283,16 @@ class ModelShape:
         if parts:
             raise UserError(
                 f"{source}: is a multimodal model (it has {', '.join(parts)}); set model.part: text to train its "
-                "text decoder, which is exported back into the whole checkpoint"
+                "text decoder, which is exported back into the complete model"
             )
         missing = [name for name in ("model_type", *_REQUIRED) if config.get(name) is None]
         if missing:
             raise UserError(
-                f"{source}: {', '.join(missing)} missing; a decoder's configuration must give "
+                f"{source}: {', '.join(missing)} missing; a decoder's configuration must define "
                 f"{', '.join(('model_type', *_REQUIRED))}, as on the Hugging Face hub{_nearest_family(model_type)}"
             )
         if not isinstance(model_type, str):
-            raise UserError(f"{source}.model_type={model_type!r}: must be a text such as 'llama'")
+            raise UserError(f"{source}.model_type={model_type!r}: must be a string such as 'llama'")
         sizes = {name: largest_size(config, name, source) for name in _REQUIRED}
         num_heads, hidden, num_layers = sizes["num_attention_heads"], sizes["hidden_size"], sizes["num_hidden_layers"]
         num_kv_heads = _kv_heads(config, model_type, num_heads, source)
@@ -314,7 +313,7 @@ class ModelShape:
             output_width=query_width,
             vocab_size=sizes["vocab_size"],
             tied_embeddings=bool(config.get("tie_word_embeddings", model_type in TIED_BY_DEFAULT)),
-            # Families whose layers differ are an estimate: a layer of the mean width.
+            # If layers differ, estimate the parameters from a layer of the mean width.
             layer_parameters=_layer_parameters(
                 config, model_type, hidden, sizes["intermediate_size"], query_width // num_layers,
                 kv_width // num_layers, head_dim, experts,
@@ -328,60 +327,60 @@ class ModelShape:
 
     @classmethod
     def from_path(cls, path: Path | str) -> ModelShape:
-        """Read the sizes from ``config.json`` of a local model directory.
+        """Read the sizes from the ``config.json`` in a local model directory.
 
         Args:
-            path: The directory.
+            path: Model directory.
 
         Raises:
-            UserError: If there is no such file, it is not a JSON object, or its sizes can't be used.
+            UserError: The file does not exist or is not a JSON object, or its sizes are invalid.
         """
         file = Path(path) / "config.json"
         return cls.from_config_dict(read_model_config(path, f"model.path={str(path)!r}"), source=str(file))
 
 
 def read_model_config(directory: Path | str, setting: str) -> dict[str, Any]:
-    """Return the content of a model directory's ``config.json``, with sizes that a model may have.
+    """Read the ``config.json`` in a model directory and check that its sizes are plausible.
 
     Args:
-        directory: The directory.
-        setting: The setting that names it, for errors.
+        directory: Model directory.
+        setting: Setting and value that specify the directory, for errors.
 
     Raises:
-        UserError: There is no such file, it is not a JSON object, or a size in it is implausible.
+        UserError: The file does not exist, is not a JSON object, or contains an implausible size.
     """
     file = Path(directory) / "config.json"
     try:
         content = parse_json(read_regular(file))
     except FileNotFoundError:
         raise UserError(
-            f"{setting}: there is no {file}; give the directory of a Hugging Face model, which holds config.json, or "
-            "a hub id"
+            f"{setting}: {file} does not exist; set the directory of a Hugging Face model, which contains a "
+            "config.json, or a hub ID"
         ) from None
     except (OSError, ValueError) as error:
         raise UserError(
-            f"{setting}: {file} can't be read as JSON ({error}); restore it from the model's source"
+            f"{setting}: {file} can't be read as JSON ({error}); restore this file from the model's source"
         ) from error
     if not isinstance(content, dict):
-        raise UserError(f"{setting}: {file} must hold a JSON object, not {type(content).__name__}")
+        raise UserError(f"{setting}: {file} must contain a JSON object, not {type(content).__name__}")
     refuse_implausible(content, str(file))
     return content
 
 
 def refuse_implausible(fields: object, source: str, levels: int = _MOST_LEVELS) -> None:
-    """Refuse a configuration with a size beyond any model, before it is used.
+    """Raise an error for a configuration with implausibly large sizes or an implausible structure.
 
     Args:
-        fields: The configuration, or a part of it.
-        source: Its name in errors.
-        levels: How deeply it may be nested.
+        fields: Configuration, or a part of one.
+        source: Display name of `fields` in errors.
+        levels: Maximum nesting depth.
 
     Raises:
-        UserError: Names the field.
+        UserError: A size, the number of values or the nesting depth is too large.
     """
     if isinstance(fields, Mapping | list | tuple):
         if levels == 0 or len(fields) > _MOST_VALUES:
-            raise UserError(f"{source}: has more than {_MOST_VALUES:,} values or {_MOST_LEVELS} levels; correct it")
+            raise UserError(f"{source}: has more than {_MOST_VALUES:,} values or {_MOST_LEVELS} levels; simplify it")
         if not isinstance(fields, Mapping):
             for value in fields:
                 refuse_implausible(value, source, levels - 1)
@@ -400,7 +399,7 @@ def _refuse_large(name: str, value: object, source: str) -> None:
     else:
         values = [value]
     for one in values:
-        # A comparison with NaN is false.
+        # "not <=" instead of ">", because comparisons with NaN are false.
         if isinstance(one, int) and not abs(one) <= (most or _MOST_NUMBER):
             shown = one if abs(one) < 1 << 64 else "a number of more than 64 bits"
             raise UserError(f"{source}.{name}={shown}: no model has more than {most or _MOST_NUMBER:,}; correct it")
@@ -409,7 +408,7 @@ def _refuse_large(name: str, value: object, source: str) -> None:
 
 
 def with_num_layers(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a configuration with ``num_hidden_layers``: for Nemotron-H, Transformers saves only the layers' kinds."""
+    """Add ``num_hidden_layers`` to a Nemotron-H configuration, for which Transformers only saves the layer types."""
     kinds = config.get("layers_block_type")
     if config.get("num_hidden_layers") is not None or not isinstance(kinds, list):
         return config
@@ -417,10 +416,10 @@ def with_num_layers(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def positive_int(config: Mapping[str, Any], name: str, source: str) -> int:
-    """Return a size that a configuration gives.
+    """Return the size `name` from a configuration.
 
     Raises:
-        UserError: It is not a whole number of at least 1.
+        UserError: The size is not an integer of at least 1.
     """
     value = config[name]
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -429,13 +428,13 @@ def positive_int(config: Mapping[str, Any], name: str, source: str) -> int:
 
 
 def largest_size(config: Mapping[str, Any], name: str, source: str) -> int:
-    """Return a size, or the largest if it is given per layer, as Gemma 3n gives the MLP's width."""
+    """Return the size `name`, or its maximum if it is a list with one value per layer, as in Gemma 3n's MLP widths."""
     is_list = isinstance(config[name], list | tuple) and config[name]
     return positive_int({name: _largest(config, name, source)} if is_list else config, name, source)
 
 
 def _largest(config: Mapping[str, Any], name: str, source: str) -> int:
-    """Return a number, or the largest if it is given per layer, as Hunyuan gives ``moe_topk``."""
+    """Return an integer, or the maximum of a list with one integer per layer, such as Hunyuan's ``moe_topk``."""
     value = config[name]
     values: list[int] = list(value) if isinstance(value, list | tuple) else [value]
     if not all(isinstance(one, int) and not isinstance(one, bool) for one in values):
@@ -444,7 +443,7 @@ def _largest(config: Mapping[str, Any], name: str, source: str) -> int:
 
 
 def _nearest_family(model_type: object) -> str:
-    """Return the suggestion for a misspelled model type; a family's name followed by a version is not misspelled."""
+    """Suggest a family for a misspelled model type; a family name followed by a version is not misspelled."""
     near = difflib.get_close_matches(str(model_type).lower(), EXACT_FAMILIES, n=1, cutoff=0.75)
     is_misspelled = near and not str(model_type).startswith(near[0])
     return f" (did you mean model_type '{near[0]}'?)" if is_misspelled else ""
@@ -460,7 +459,7 @@ def _kv_heads(config: Mapping[str, Any], model_type: str, num_heads: int, source
     if num_heads % kv_heads:
         raise UserError(
             f"{source}.num_key_value_heads={kv_heads}: must divide num_attention_heads={num_heads}; "
-            "each key-value head serves a whole group of query heads"
+            "each key-value head serves the same number of query heads"
         )
     return kv_heads
 
@@ -473,13 +472,13 @@ def _head_dim(config: Mapping[str, Any], model_type: str, num_heads: int, hidden
     if hidden % num_heads:
         raise UserError(
             f"{source}.hidden_size={hidden}: is not a multiple of num_attention_heads={num_heads}; "
-            "give head_dim, or sizes that divide"
+            "set head_dim, or use divisible sizes"
         )
     return hidden // num_heads
 
 
 def _with_own_widths(shape: ModelShape, config: Mapping[str, Any], source: str) -> ModelShape:
-    """Return the shape of a family with another value width, several residual streams, or two attentions per layer."""
+    """Adjust the shape for families with other value widths, several residual streams, or two attentions per layer."""
     calls = 2 if shape.model_type == "diffllama" else 1
     query = value = shape.head_dim
     is_latent = config.get("qk_nope_head_dim") is not None
@@ -509,23 +508,23 @@ def _with_own_widths(shape: ModelShape, config: Mapping[str, Any], source: str) 
 def _layer_heads(
     config: Mapping[str, Any], num_layers: int, usual: tuple[int, int], num_heads: int, source: str
 ) -> list[tuple[int, int]]:
-    """Return the key-value heads of each layer and their width, which may differ between layers.
+    """Return the number and width of the key-value heads in each layer.
 
-    Transformers 5.23 stores the differences as ``per_layer_config``, by the layer's number (text or integer); Gemma 4's
-    own files give the sizes of its full-attention layers.
+    If layers differ, Transformers 5.23 stores the differences in ``per_layer_config``, by layer index (a string or an
+    integer). Original Gemma 4 files instead have extra fields for the full-attention layers.
     """
     given = config.get("per_layer_config")
     if isinstance(given, Mapping):
         changes = {_layer_number(number, num_layers, source): change for number, change in given.items() if change}
         for number, change in changes.items():
             if not isinstance(change, Mapping):
-                raise UserError(f"{source}.per_layer_config.{number}={change!r}: must be a mapping of sizes")
+                raise UserError(f"{source}.per_layer_config.{number}={change!r}: must be a mapping of names to sizes")
     else:
         names = {"num_global_key_value_heads": "num_key_value_heads", "global_head_dim": "head_dim"}
         full = {own: config[name] for name, own in names.items() if config.get(name) is not None}
         kinds = config.get("layer_types") or ()
         if not isinstance(kinds, list | tuple):
-            raise UserError(f"{source}.layer_types={kinds!r}: must be a list of kinds, one per layer")
+            raise UserError(f"{source}.layer_types={kinds!r}: must be a list with one type per layer")
         changes = {number: full for number, kind in enumerate(kinds[:num_layers]) if full and kind == "full_attention"}
     layers = [usual] * num_layers
     for number, change in changes.items():
@@ -542,14 +541,14 @@ def _layer_number(number: Any, num_layers: int, source: str) -> int:
 
 
 def _dense_layers(experts: Experts | None, hidden: int, intermediate: int) -> int:
-    """Return the difference in parameters between the layers with a dense MLP and as many layers with experts."""
+    """Return the parameter count of the layers with a dense MLP, minus that of the same number of expert layers."""
     if experts is None:
         return 0
     return experts.dense_layers * (3 * hidden * intermediate - _expert_parameters(experts, hidden))
 
 
 def _expert_parameters(experts: Experts, hidden: int) -> int:
-    """Return the parameters of a layer's experts, each a gated MLP, and of the router that chooses among them."""
+    """Return the number of parameters in a layer's experts (gated MLPs) and router."""
     return 3 * hidden * (experts.count * experts.width + experts.shared) + experts.count * hidden
 
 
@@ -563,12 +562,13 @@ def _layer_parameters(
     head_dim: int,
     experts: Experts | None,
 ) -> int:
-    """Count one layer: q, k, v and o projections, a gated MLP and its norms.
+    """Return the number of parameters in a layer: q, k, v and o projections, gated MLP, and norms.
 
-    Biases as in Transformers 5.23: Qwen2 always has them on q, k and v; Llama and Qwen3 on all four with
-    ``attention_bias``; Llama in the MLP with ``mlp_bias``. Qwen3 normalizes queries and keys per head.
+    The biases follow Transformers 5.23. Qwen2 always has biases in q, k and v. With ``attention_bias``, Llama and Qwen3
+    have biases in all four projections. With ``mlp_bias``, Llama has biases in the MLP. Qwen3 normalizes queries and
+    keys per head.
     """
-    # Families with experts are an estimate.
+    # An estimate for families with experts.
     mlp = 3 * hidden * intermediate if experts is None else _expert_parameters(experts, hidden)
     weights = 2 * hidden * query_width + 2 * hidden * kv_width + mlp
     norms = 2 * hidden + (2 * head_dim if model_type == "qwen3" else 0)
