@@ -266,7 +266,7 @@ class MemoryFiles:
         with self._lock:
             old = self._files.get(key)
             if old is not None and not replace:
-                raise AlreadyExistsError(f"{key} exists already and was not overwritten")
+                raise AlreadyExistsError(f"{key} already exists and was not overwritten")
             if file.pages.num_bytes > _MOST_SLACK * file.own_bytes:
                 self._num_bytes -= file.pages.num_bytes - file.own_bytes
                 file.pages.resize(file.own_bytes)

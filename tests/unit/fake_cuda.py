@@ -1,4 +1,4 @@
-"""Stands in for what threads ask of CUDA, and records which thread has chosen which device."""
+"""A fake of CUDA that records which thread has chosen which device."""
 
 from __future__ import annotations
 
@@ -12,21 +12,17 @@ import torch
 
 
 class FakeCuda:
-    """CUDA as threads see it: whoever touches it on a thread that has chosen no device would open the first GPU.
-
-    Attributes:
-        strays: Threads that touched CUDA without a device, by name.
-        pinned: Sizes of the memory that is pinned, by address.
-    """
+    """Fake of the parts of ``torch.cuda`` that copies of the state use."""
 
     def __init__(self) -> None:
         self.strays: list[str] = []
+        """Names of the threads that used CUDA without choosing a device, and so would have opened the first GPU."""
         self.pinned: dict[int, int] = {}
+        """Size of each pinned memory range, by address."""
         self._own = threading.local()
 
     @classmethod
     def installed(cls, patch: pytest.MonkeyPatch) -> FakeCuda:
-        """Put a fake in the place of the parts of ``torch.cuda`` that copies of the state use."""
         cuda = cls()
         patch.setattr(torch.cuda, "set_device", cuda.set_device)
         patch.setattr(torch.cuda, "device", cuda.device)
@@ -39,35 +35,29 @@ class FakeCuda:
 
     @property
     def chosen(self) -> torch.device | None:
-        """The device that this thread has chosen."""
         return getattr(self._own, "device", None)
 
     def set_device(self, device: torch.device | None) -> None:
-        """Choose the device of this thread."""
         self._own.device = device
 
     @contextlib.contextmanager
     def device(self, device: torch.device) -> Iterator[None]:
-        """Choose the device of this thread within a block."""
         before = self.chosen
         self.set_device(device)
         yield
         self.set_device(before)
 
     def touch(self) -> None:
-        """Do what opens the thread's device."""
         if self.chosen is None:
             self.strays.append(threading.current_thread().name)
 
     def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
-        """Pin memory."""
         assert flags == 0
         self.touch()
         self.pinned[address] = num_bytes
         return 0
 
     def cudaHostUnregister(self, address: int) -> None:
-        """Unpin memory."""
         self.touch()
         del self.pinned[address]
 

@@ -35,31 +35,28 @@ META = CheckpointMeta(
 
 
 class ThreadExchange:
-    """An exchange between threads; one object a rank, made by `thread_exchanges`."""
+    """A `RankMessenger` between threads of one process; one object per rank."""
 
     def __init__(self, rank: int, barrier: threading.Barrier, slots: list[Any]) -> None:
         self._rank, self._barrier, self._slots = rank, barrier, slots
 
-    def gather(self, value: Any) -> list[Any] | None:
-        """Return every rank's value on rank 0."""
+    def _all(self, value: Any) -> list[Any]:
         self._slots[self._rank] = value
         self._barrier.wait()
-        values = list(self._slots) if self._rank == 0 else None
+        values = list(self._slots)
         self._barrier.wait()
         return values
 
+    def gather(self, value: Any) -> list[Any] | None:
+        values = self._all(value)
+        return values if self._rank == 0 else None
+
     def broadcast(self, value: Any) -> Any:
-        """Return rank 0's value."""
-        if self._rank == 0:
-            self._slots[0] = value
-        self._barrier.wait()
-        value = self._slots[0]
-        self._barrier.wait()
-        return value
+        return self._all(value)[0]
 
 
 def on_ranks(world_size: int, call: Callable[[int, ThreadExchange], Any]) -> list[Any]:
-    """Run a call on every rank, each in a thread; return values or the exceptions they raised."""
+    """Run a call on every rank, each in a thread; return its results or exceptions."""
     barrier, slots = threading.Barrier(world_size, timeout=20), [None] * world_size
 
     def guarded(rank: int) -> Any:
@@ -73,7 +70,7 @@ def on_ranks(world_size: int, call: Callable[[int, ThreadExchange], Any]) -> lis
 
 
 def shard_of(tensors: dict[str, torch.Tensor], rank: int, world_size: int) -> ShardedState:
-    """Return what ZeRO-3 would give a rank of these tensors."""
+    """Return the part of these tensors that ZeRO-3 assigns to a rank."""
     parts = []
     for key, tensor in tensors.items():
         start, stop = partition(tensor.numel(), world_size, rank)
@@ -96,7 +93,7 @@ def save(
     retry: int = 0,
     obstacles: dict[int, str] | None = None,
 ) -> list[Any]:
-    """Save these tensors from `world_size` ranks; return each rank's ref or error."""
+    """Save a checkpoint from `world_size` ranks; return each rank's ref or error."""
 
     def call(rank: int, messenger: ThreadExchange) -> CheckpointRef:
         return save_checkpoint(

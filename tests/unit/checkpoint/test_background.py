@@ -1,5 +1,3 @@
-"""Saving in the background: training goes on, a copy is what is written, and a failure is told to every rank."""
-
 from __future__ import annotations
 
 import threading
@@ -100,7 +98,6 @@ def test_two_states_are_held_and_a_third_waits_until_one_is_written(tmp_path: Pa
 
 
 def test_a_failed_save_is_told_and_the_next_one_succeeds(tmp_path: Path) -> None:
-    """A disk that is full for a while costs a checkpoint and not the run."""
     faulty = FaultyStore(LocalStore(tmp_path), fail_at=2, kinds=("chunk",))
     saver, saved, failed = _saver(faulty)
     saver.save(10, _live(), META, timeout_s=5)
@@ -148,12 +145,13 @@ def test_an_error_of_a_callback_is_a_failure_and_ends_no_thread(tmp_path: Path) 
         raise RuntimeError("a bug")
 
     # Without a buffer the live state is written.
-    saver, _, _ = _saver(LocalStore(tmp_path), buffers=0, on_saved=refuse)
+    staging = Staging(0, CPU)
+    staging.reserve(_live().intervals)
+    saver, _, _ = _saver(LocalStore(tmp_path), staging=staging, on_saved=refuse)
     saver.save(10, _live(), META, timeout_s=5)
-    assert saver.wait(10)
+    assert saver.close(10) and staging.num_bytes == 0
     assert str(saver.failure) == "a bug"
     _check_whole(LocalStore(tmp_path), 10)
-    assert saver.close(5)
 
 
 @pytest.mark.parametrize("path", ["leftovers", "dead"])
@@ -191,20 +189,7 @@ def test_retention_does_not_touch_what_ranks_ahead_of_it_are_writing(tmp_path: P
     assert committed_steps(inner) == (20,)
 
 
-def test_a_reserved_buffer_is_the_one_that_is_staged_into() -> None:
-    staging = Staging(2, CPU)
-    staging.reserve(_live().intervals)
-    size = staging.num_bytes
-    assert size >= sum(part.tensor.nbytes for part in _live().parts)
-    staged = staging.stage(_live())
-    assert staged.buffer == 0 and staging.num_bytes == size
-    in_place = Staging(0, CPU)
-    in_place.reserve(_live().intervals)
-    assert in_place.num_bytes == 0
-
-
 def test_the_thread_that_saves_uses_the_ranks_own_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that has chosen no GPU opens the first, where each rank of a node would then hold half a GiB."""
     cuda, third = FakeCuda.installed(monkeypatch), torch.device("cuda", 3)
     torch.cuda.set_device(third)
     saver, saved, _ = _saver(LocalStore(tmp_path), staging=Staging(2, third))

@@ -1,5 +1,3 @@
-"""A fault at every call of a save, one after the other: the checkpoint before stays, the new one is whole or absent."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -109,8 +107,6 @@ def test_an_obstacle_that_one_rank_knows_fails_the_save_on_all(tmp_path: Path) -
 
 
 class _Flipping(HookedStore):
-    """A store that writes another byte than it was given, as a bad link does."""
-
     def create(self, key: str, chunks: Any) -> int:
         if "rank-00001" not in key:
             return super().create(key, chunks)
@@ -127,20 +123,25 @@ def test_bytes_that_change_on_their_way_to_the_disk_are_never_committed(tmp_path
     assert _load_newest(inner) == 10
 
 
-def test_retention_that_fails_at_any_call_leaves_every_checkpoint_whole_or_absent(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lasting", [False, True], ids=["once", "lasting"])
+def test_retention_that_fails_at_any_call_leaves_every_checkpoint_whole_or_absent(
+    tmp_path: Path, lasting: bool
+) -> None:
     for fail_at in range(1, 60):
         inner = LocalStore(tmp_path / str(fail_at))
         for step in (10, 20):
             _save(inner, step)
         (ref, _) = _save(inner, 30)
-        faulty = FaultyStore(inner, fail_at=fail_at, error=permission_lost())
+        faulty = FaultyStore(inner, fail_at=fail_at, error=permission_lost(), lasting=lasting)
+        retention = Retention(faulty, KeepRules(last=1))
         try:
-            Retention(faulty, KeepRules(last=1)).apply(ref)
+            retention.apply(ref)
         except OSError:
             assert faulty.has_failed
         assert _load_newest(inner) == 30
         assert all(newest_committed(inner, unless=range(step + 1, 99)).damaged == () for step in committed_steps(inner))
-        Retention(inner, KeepRules(last=1)).apply(ref)
+        again = retention if faulty.has_failed and not lasting else Retention(inner, KeepRules(last=1))
+        again.apply(ref)
         assert committed_steps(inner) == (30,)
         assert {key.split("/")[1] for key in inner.list("checkpoints")} == {"step-00000030"}
         if not faulty.has_failed:
@@ -151,8 +152,6 @@ def test_retention_that_fails_at_any_call_leaves_every_checkpoint_whole_or_absen
 
 
 class _Hidden(HookedStore):
-    """A store that does not give some files at the moment."""
-
     def __init__(self, inner: LocalStore, hidden: str) -> None:
         super().__init__(inner)
         self._hidden = hidden

@@ -1,5 +1,3 @@
-"""Fences: what a dead attempt writes late is never loaded, and stands in nobody's way."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -15,18 +13,15 @@ from tests.unit.checkpoint.fakes import TENSORS, save
 
 
 def test_the_lineage_is_read_from_names_alone() -> None:
-    keys = ["attempts/0001.claimed", "attempts/0001.from-00000000", "attempts/0003.claimed", "attempts/x", "journal/1"]
-    keys += ["attempts/0002.from-00000030", "attempts/0012.claimed"]
-    lineage = lineage_of(keys)
-    assert lineage.newest_attempt == 12
-    assert lineage.started_from == {1: 0, 2: 30}
+    names = "0001.claimed 0001.from-00000000 0003.claimed x 0002.from-00000030 0012.claimed"
+    lineage = lineage_of(["journal/1", *(f"attempts/{name}" for name in names.split())])
+    assert (lineage.newest_attempt, lineage.started_from) == (12, {1: 0, 2: 30})
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), min_size=1, max_size=12), st.data())
 def test_the_lineage_holds_what_a_replay_of_the_attempts_would_have(
     plan: list[tuple[int, int]], data: st.DataObject
 ) -> None:
-    """Attempts start from any checkpoint that is part of the run and commit steps beyond it, some of them late."""
     started: dict[int, int] = {}
     alive: dict[int, int] = {}
     late: list[tuple[int, int]] = []
@@ -75,6 +70,7 @@ def test_a_commit_that_slipped_through_is_not_part_of_the_run_and_not_in_the_way
     claim_attempt(store, 2)
     start_attempt(store, 2, 10)
     choice = newest_committed(store)
+    # The checkpoint that attempt 2 started from stays part of the run.
     assert choice.manifest is not None and choice.manifest.step == 10
     (damage,) = choice.damaged
     assert damage.kind == "superseded"
@@ -83,11 +79,3 @@ def test_a_commit_that_slipped_through_is_not_part_of_the_run_and_not_in_the_way
     choice = newest_committed(store)
     assert choice.manifest is not None and (choice.manifest.step, choice.manifest.attempt) == (20, 2)
     assert store.read_whole("checkpoints/step-00000020/set-aside-0002.json")
-
-
-def test_what_was_committed_in_time_stays_part_of_the_run(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path)
-    save(store, 20)
-    claim_attempt(store, 2)
-    start_attempt(store, 2, 20)
-    assert newest_committed(store).damaged == ()

@@ -1,5 +1,3 @@
-"""Whatever a foreign run's files name, its store sends no request outside the run's prefix and opens no file there."""
-
 from __future__ import annotations
 
 import contextlib
@@ -20,7 +18,7 @@ from ray_ulysses.storage.location import ObjectLocation
 from ray_ulysses.storage.object_store import ObjectStore
 from ray_ulysses.storage.place import open_store, place_of
 from tests.breadth import fast_only
-from tests.s3_server import BUCKET, FaultyProxy, S3Server, faulty_proxy
+from tests.s3_server import BUCKET, FaultyProxy, S3Server
 from tests.unit.checkpoint.fakes import save
 from tests.unit.checkpoint.manifests import signed
 
@@ -28,25 +26,12 @@ from tests.unit.checkpoint.manifests import signed
 pytestmark = pytest.mark.timeout(1800)
 
 _PARTS = (
-    "..",
-    ".",
-    "",
-    "%2e%2e",
-    "other",
-    "run",
-    "attempt-0001",
-    "\\..",
-    "step-00000002",
-    "\x00",
-    "?x=1",
-    "#x",
-    "../..",
+    *("..", ".", "", "%2e%2e", "other", "run", "attempt-0001", "\\..", "step-00000002", "\x00", "?x=1", "#x", "../.."),
 )
 _SHARD = "rank-00000-of-00002.safetensors"
 
 
 def foreign_names(count: int, seed: int) -> Iterator[str]:
-    """Yield names of files elsewhere: absolute, climbing out, of other prefixes, and such that a URL would change."""
     drawn = random.Random(seed)
     yield from (f"../../../other/{_SHARD}", f"/other/{_SHARD}", f"attempt-0001/../../../../other/{_SHARD}")
     yield from (f"attempt-0001/%2e%2e/%2e%2e/other/{_SHARD}", f"s3://{BUCKET}/other/{_SHARD}", "..", "/", "")
@@ -57,7 +42,6 @@ def foreign_names(count: int, seed: int) -> Iterator[str]:
 
 
 def with_names(content: bytes, name: str) -> bytes:
-    """Return a manifest that names other files for its shards, under a checksum that is right."""
     tree = json.loads(content)
     for number, shard in enumerate(tree["shards"]):
         shard["file"] = name + ("" if number == 0 else f"-{number}")
@@ -65,7 +49,7 @@ def with_names(content: bytes, name: str) -> bytes:
 
 
 def _refused(store: Store) -> str:
-    """Do all that a command does with a checkpoint; return why its manifest was refused."""
+    """Use a checkpoint as commands do; return the reason why its manifest was refused."""
     for call in (
         lambda: newest_committed(store),
         lambda: examine(store, 4),
@@ -85,7 +69,7 @@ def _store(uri: str) -> ObjectStore:
 
 
 def _outside(proxy: FaultyProxy, prefix: str) -> list[str]:
-    """Return the requests that were not about the run; several files are deleted by one request to the bucket."""
+    """Return the requests for keys outside the run; deletions are requests to the bucket itself."""
     found = []
     for one in proxy.exchanges:
         url = urlsplit(one.path)
@@ -93,12 +77,6 @@ def _outside(proxy: FaultyProxy, prefix: str) -> list[str]:
         if not key.startswith(f"{prefix}/run/") and (one.method, url.path) != ("POST", f"/{BUCKET}"):
             found.append(f"{one.method} {one.path}")
     return found
-
-
-@pytest.fixture
-def proxy(s3: S3Server) -> Iterator[FaultyProxy]:
-    with faulty_proxy(s3) as proxy:
-        yield proxy
 
 
 @pytest.mark.parametrize("count", fast_only((0, 500), 0))
@@ -125,21 +103,16 @@ def test_no_call_of_an_object_store_reaches_a_key_outside_its_prefix(
     s3: S3Server, proxy: FaultyProxy, prefix: str, count: int
 ) -> None:
     store = _store(s3.uri(f"{prefix}/run", proxy.port))
-    calls: dict[str, Callable[[str], object]] = {
-        "open": lambda key: store.open(key).read(),
-        "read_whole": store.read_whole,
-        "size": store.size,
-        "modified_at": store.modified_at,
-        "read_ranges": lambda key: store.read_ranges(key, [(0, 1)]),
-        "create": lambda key: store.create(key, [b"x"]),
-        "replace": lambda key: store.replace(key, [b"x"]),
-        "list": store.list,
-        "sizes": store.sizes,
-        "delete": store.delete,
-        "delete_files": lambda key: store.delete_files([key]),
-    }
+    calls: tuple[Callable[[str], object], ...] = (
+        *(store.read_whole, store.size, store.modified_at, store.list, store.sizes, store.delete),
+        lambda key: store.open(key).read(),
+        lambda key: store.read_ranges(key, [(0, 1)]),
+        lambda key: store.create(key, [b"x"]),
+        lambda key: store.replace(key, [b"x"]),
+        lambda key: store.delete_files([key]),
+    )
     for name in foreign_names(count, seed=count):
-        for call in calls.values():
+        for call in calls:
             with contextlib.suppress(OSError, ValueError):
                 call(name)
     assert not _outside(proxy, prefix)

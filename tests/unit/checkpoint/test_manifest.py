@@ -1,9 +1,6 @@
-"""The manifest's file: what was written is read back however it is laid out, and nothing else is taken for one."""
-
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -19,14 +16,7 @@ def test_what_was_written_is_read_back() -> None:
     assert Manifest.from_bytes(MANIFEST.to_bytes()) == MANIFEST
 
 
-def test_the_first_field_is_the_checksum_of_the_file_without_it() -> None:
-    content = MANIFEST.to_bytes()
-    first, rest = content[1:].split(b",", 1)
-    assert first == b'"crc32":%d' % zlib.crc32(b"{" + rest.rstrip(b"\n"))
-
-
 def test_each_call_that_makes_a_manifest_makes_a_shard_of_it_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call holds the interpreter's lock: the training loop waits that long."""
     sizes = []
     make = json.JSONEncoder.encode
 

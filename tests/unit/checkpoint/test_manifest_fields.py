@@ -1,5 +1,3 @@
-"""Every field of a manifest is checked: the checksum says that a file is whole, and not that it makes sense."""
-
 from __future__ import annotations
 
 import contextlib
@@ -27,7 +25,6 @@ WEIGHT, MOMENT = "fp32/layer.weight", "exp_avg/layer.weight"
 HALF = NUM_LARGE // 2
 WRONG: list[tuple[tuple[Any, ...], object, str]] = [
     (("step",), "6", "step"),
-    (("step",), -1, "step"),
     (("step",), True, "step"),
     (("attempt",), math.nan, "attempt"),
     (("attempt",), 0, "attempt"),
@@ -38,64 +35,45 @@ WRONG: list[tuple[tuple[Any, ...], object, str]] = [
     (("ring_size",), None, "ring_size"),
     (("zero_stage",), 4, "zero_stage"),
     (("cursor",), [["next_row", 12]], "cursor"),
-    (("digest",), "hello", "digest"),
-    (("digest",), 255, "digest"),
     (("digest",), "0" * 17, "digest"),
     (("digest",), "00ff\n", "digest"),
     (("tokens",), -1, "tokens"),
     (("config_fingerprint",), None, "config_fingerprint"),
     (("versions", "torch"), 2, "versions.torch"),
-    (("metrics", "loss"), "low", "metrics.loss"),
     (("metrics", "loss"), True, "metrics.loss"),
     (("metrics", "loss"), 10**400, "metrics.loss"),
     (("reason",), 5, "reason"),
-    (("written_at",), math.nan, "written_at"),
     (("written_at",), 1e300, "written_at"),
     (("run",), "\ud800", "run"),
     (("extra",), "none", "extra"),
     (("tensors",), [], "tensors"),
-    (("tensors", WEIGHT, "shape"), "10", f"tensors.{WEIGHT}.shape"),
     (("tensors", WEIGHT, "shape"), [-10], f"tensors.{WEIGHT}.shape[0]"),
     (("tensors", WEIGHT, "shape"), [2**40, 2**40], f"tensors.{WEIGHT}"),
     (("tensors", WEIGHT, "dtype"), "F8", f"tensors.{WEIGHT}.dtype"),
-    (("tensors", WEIGHT, "dtype"), None, f"tensors.{WEIGHT}.dtype"),
     (("tensors", WEIGHT, "dtype"), "F64", "shards[0].bytes"),
     (("tied", "head.weight"), 1, "tied.head.weight"),
     (("optimizer", "step"), -1, "optimizer.step"),
-    (("optimizer", "groups"), {}, "optimizer.groups"),
     (("optimizer", "groups", 1), 5, "optimizer.groups[1]"),
     (("optimizer", "group_of"), {}, "optimizer.group_of does not contain 'layer.weight'"),
     (("optimizer", "group_of", "norm"), 2, "optimizer.group_of.norm"),
-    (("optimizer", "group_of", "norm"), False, "optimizer.group_of.norm"),
     (("counters", "global_steps"), 6.5, "counters.global_steps"),
-    (("shards",), [], "shards"),
     (FIRST, "a shard", "shards[0]"),
     ((*SECOND, "file"), "../../x", "shards[1].file"),
     ((*SECOND, "file"), "/etc/passwd", "shards[1].file"),
     ((*SECOND, "file"), "attempt-0003/../../x", "shards[1].file"),
-    ((*SECOND, "file"), "attempt-0003/./x", "shards[1].file"),
     ((*SECOND, "file"), "attempt-0003/x\0", "shards[1].file"),
-    ((*SECOND, "file"), "attempt-0003/" + "x" * 999, "shards[1].file"),
     ((*SECOND, "file"), "attempt-0001/rank-00001-of-00002.safetensors", "shards[1].file"),
-    ((*SECOND, "file"), 5, "shards[1].file"),
     ((*SECOND, "file"), shard_file(3, 0, 2), "shards[1].file"),
-    ((*FIRST, "bytes"), "12", "shards[0].bytes"),
     ((*FIRST, "bytes"), 12, "shards[0].bytes"),
     ((*FIRST, "header_bytes"), 8, "shards[0].header_bytes"),
-    ((*FIRST, "header_bytes"), 10**30, "shards[0].header_bytes"),
     ((*FIRST, "header_bytes"), 504, "shards[0].bytes"),
     ((*FIRST, "header_xxh3"), 2**64, "shards[0].header_xxh3"),
-    ((*FIRST, "block_sums_xxh3"), None, "shards[0].block_sums_xxh3"),
     ((*FIRST, "interval_fields"), ["key", "stop", "start"], "shards[0].interval_fields[1]"),
-    ((*FIRST, "intervals"), {}, "shards[0].intervals"),
     (ROW, [WEIGHT, -1, 5], "shards[0].intervals[0][1]"),
     (ROW, [WEIGHT, 5, 0], "shards[0].intervals[0]"),
     (ROW, [WEIGHT, 0, 65537], "shards[0].intervals[0]"),
-    (ROW, [WEIGHT, 0.0, float(HALF)], "shards[0].intervals[0][1]"),
     (ROW, ["nobody", 0, 5], "shards[0].intervals[0]"),
-    (ROW, [[], 0, 5], "shards[0].intervals[0][0]"),
     (ROW, [WEIGHT, 0], "shards[0].intervals[0][2]"),
-    (ROW, WEIGHT, "shards[0].intervals[0]"),
     (ROW, [MOMENT, 0, HALF], "shards[0].intervals[1]"),
     (ROW, [WEIGHT, 0, 6], "shards[0].bytes"),
 ]
@@ -108,7 +86,7 @@ def test_a_wrong_field_is_refused_and_named(path: tuple[Any, ...], value: object
     content = signed(replaced(path, value))
     with pytest.raises(ManifestError, match=rf"^the manifest's {re.escape(field)}(?!\w)") as refused:
         Manifest.from_bytes(content)
-    # What stands beside state and shards is refused in the same words by who reads only that.
+    # `read_facts` validates all fields but the state and the shards.
     store = MemoryStore()
     store.create(manifest_key(6), [content])
     same = pytest.raises(ManifestError, match=f"^{re.escape(str(refused.value))}$")
@@ -117,7 +95,7 @@ def test_a_wrong_field_is_refused_and_named(path: tuple[Any, ...], value: object
 
 
 def _is_needed(path: tuple[Any, ...]) -> bool:
-    """Whether a field must be there; what is in some is the loop's, the engine's or the model's business."""
+    """Return whether a field is required: some mappings may have any keys."""
     is_open = path[0] in ("cursor", "extra", "metrics", "versions", "counters", "tied") and len(path) > 1
     return isinstance(path[-1], str) and not is_open and "groups" not in path[:-1] and path[-1] != "buffer/none"
 
@@ -168,8 +146,6 @@ _VALUES = st.recursive(
 def test_any_one_change_is_refused_or_gives_a_manifest_that_holds(
     path: tuple[Any, ...], kind: str, value: Any, other: tuple[Any, ...]
 ) -> None:
-    """With the checksum made right, so that nothing but the fields' own checks stands in its way."""
-
     def change(holder: Any, key: Any) -> None:
         if kind == "remove":
             del holder[key]
@@ -203,6 +179,6 @@ def test_any_one_change_is_refused_or_gives_a_manifest_that_holds(
         assert [shard.header_bytes, *ends] == [*begins, shard.sums_offset]
         assert all(one.num_bytes % read.state.tensors[one.interval.key].item_bytes == 0 for one in shard.intervals)
     held = [stored.interval for shard in read.shards for stored in shard.intervals]
-    # Whether it is all there is looked at by who reads it, which is no part of the file's own truth.
+    # Coverage is checked by the readers, not by the parser.
     with contextlib.suppress(CoverError):
         check_cover({key: spec.num_elements for key, spec in read.state.tensors.items()}, held)

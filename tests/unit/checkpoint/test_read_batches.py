@@ -1,5 +1,3 @@
-"""What is read: whole blocks, each once, hardly more than what is wanted, and every one of them verified."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Read plans of every pair of layouts: what ZeRO-1, 2 or 3 holds at one world is read exactly from another's shards."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -48,8 +46,15 @@ def held(layout: Cut, rank: int, groups: Sizes) -> list[Interval]:
     return intervals
 
 
-def check_pair(saver: Cut, loader: Cut, groups: Sizes) -> None:
-    """Save numbers at one layout, load them at another, and compare every element."""
+_ANY_CUT = st.builds(Cut, world_size=st.integers(1, 20), stage=st.sampled_from((1, 3)))
+_ANY_MODEL = st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=5).map(tuple), min_size=1, max_size=3)
+
+
+@settings(max_examples=examples(300))
+@given(saver=_ANY_CUT, loader=_ANY_CUT, groups=_ANY_MODEL.map(tuple))
+@example(saver=Cut(world_size=8, stage=1), loader=Cut(world_size=3, stage=3), groups=((1708, 672, 924, 336), (28, 28)))
+@example(saver=Cut(world_size=4, stage=3), loader=Cut(world_size=6, stage=1), groups=((3, 1), (2,)))
+def test_any_two_layouts_of_any_model_read_each_other_exactly(saver: Cut, loader: Cut, groups: Sizes) -> None:
     sizes = {f"{n}.{i}": size for n, group in enumerate(groups) for i, size in enumerate(group)}
     whole = {key: np.arange(size) + 1000 * place for place, (key, size) in enumerate(sizes.items())}
     stored = [interval for rank in range(saver.world_size) for interval in held(saver, rank, groups)]
@@ -68,22 +73,3 @@ def check_pair(saver: Cut, loader: Cut, groups: Sizes) -> None:
             np.testing.assert_array_equal(values, whole[interval.key][interval.start : interval.stop])
         # What is needed, and nothing twice.
         assert num_read == sum(interval.stop - interval.start for interval in wanted)
-
-
-_ANY_CUT = st.builds(Cut, world_size=st.integers(1, 20), stage=st.sampled_from((1, 3)))
-_ANY_MODEL = st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=5).map(tuple), min_size=1, max_size=3)
-
-
-@settings(max_examples=examples(300))
-@given(saver=_ANY_CUT, loader=_ANY_CUT, groups=_ANY_MODEL.map(tuple))
-@example(saver=Cut(world_size=8, stage=1), loader=Cut(world_size=3, stage=3), groups=((1708, 672, 924, 336), (28, 28)))
-@example(saver=Cut(world_size=4, stage=3), loader=Cut(world_size=6, stage=1), groups=((3, 1), (2,)))
-def test_any_two_layouts_of_any_model_read_each_other_exactly(saver: Cut, loader: Cut, groups: Sizes) -> None:
-    check_pair(saver, loader, groups)
-
-
-def test_a_partition_of_zero_1_crosses_the_borders_of_parameters() -> None:
-    """Otherwise nothing above would show that a rank may start inside one parameter and end inside another."""
-    ranks = [held(Cut(world_size=2, stage=1), rank, ((5, 7, 4),)) for rank in range(2)]
-    spans = [[(interval.start, interval.stop) for interval in intervals] for intervals in ranks]
-    assert spans == [[(0, 5), (0, 3), (0, 0)], [(0, 0), (3, 7), (0, 4)]]

@@ -1,7 +1,6 @@
-"""Save and load: the same state at any world size, committed or absent, the same error on every rank."""
-
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 from pathlib import Path
@@ -22,13 +21,12 @@ from ray_ulysses.checkpoint import (
 )
 from ray_ulysses.checkpoint.choice import committed_steps
 from ray_ulysses.storage import LocalStore
-from tests.stores import FaultyStore, permission_lost
+from tests.stores import FaultyStore
 from tests.unit.checkpoint.fakes import META, TENSORS, ThreadExchange, on_ranks, save, shard_of
 from tests.unit.fake_cuda import FakeCuda
 
 
 def _loaded(store: LocalStore, step: int, world_size: int) -> dict[str, torch.Tensor]:
-    """Load at a world size and put the ranks' parts together again."""
     manifest = read_manifest(store, step)
     loaded: dict[str, list[torch.Tensor]] = {key: [] for key in TENSORS}
     for rank in range(world_size):
@@ -53,12 +51,9 @@ def test_what_was_saved_is_loaded_bitwise_at_any_world_size(tmp_path: Path, save
 
 
 def test_the_threads_that_load_use_the_ranks_own_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that has chosen no GPU opens the first, where each rank of a node would then hold half a GiB."""
     cuda, store = FakeCuda.installed(monkeypatch), LocalStore(tmp_path)
 
     class OnThirdGpu(torch.Tensor):
-        """A tensor that is said to be on a GPU."""
-
         @property
         def device(self) -> torch.device:  # type: ignore[override]
             return torch.device("cuda", 3)
@@ -86,18 +81,10 @@ def test_a_full_disk_on_one_rank_is_the_same_error_on_every_rank(tmp_path: Path,
     assert all(isinstance(error, CheckpointError) for error in errors) and len({str(error) for error in errors}) == 1
     shard = f"attempt-0001/rank-0000{failing}-of-00003.safetensors"
     assert f"rank {failing}: {shard} could not be written ([Errno 28] No space left" in str(errors[0])
-    assert "start the same command again: it resumes there" in str(errors[0])
+    assert "run the same command again to resume" in str(errors[0])
     assert committed_steps(store) == (10,)
     # What the others had written makes room again.
     assert not [key for key in store.list("checkpoints") if "step-00000020" in key]
-
-
-def test_a_manifest_that_can_not_be_written_is_the_same_error_on_every_rank(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path)
-    denied = FaultyStore(store, fail_at=1, error=permission_lost(), only=lambda key: "manifest" in key, lasting=True)
-    errors = save(store, 20, stores={0: denied})
-    assert len({str(error) for error in errors}) == 1 and isinstance(errors[0], CheckpointError)
-    assert committed_steps(store) == ()
 
 
 def test_a_step_is_committed_once(tmp_path: Path) -> None:
@@ -111,7 +98,6 @@ def test_a_step_is_committed_once(tmp_path: Path) -> None:
 
 
 def test_shards_that_do_not_hold_the_whole_state_are_never_committed(tmp_path: Path) -> None:
-    """A rank that lost a part on the way must not leave a checkpoint that looks whole."""
     store = LocalStore(tmp_path)
 
     def call(rank: int, messenger: ThreadExchange) -> CheckpointRef:
@@ -153,17 +139,15 @@ class _Trap:
         return (os.mkdir, ("sprung",))
 
 
-@pytest.mark.parametrize("which", ["manifest", "shard", "beside"])
-def test_a_planted_pickle_is_never_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str) -> None:
+def test_a_planted_pickle_is_never_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     store = LocalStore(tmp_path / "run")
     save(store, 20)
     folder = tmp_path / "run" / "checkpoints" / "step-00000020"
-    shard = folder / read_manifest(store, 20).shards[0].file
-    targets = {"manifest": folder / "manifest.json", "shard": shard, "beside": folder / ".metadata"}
-    targets[which].write_bytes(pickle.dumps(_Trap()))
-    choice = newest_committed(store)
-    if choice.manifest is not None:
-        load_parts(store, choice.manifest, shard_of(TENSORS, 0, 1).parts)
-    assert (choice.manifest is None) == (which != "beside")
+    manifest = read_manifest(store, 20)
+    for target in (".metadata", manifest.shards[0].file, "manifest.json"):
+        (folder / target).write_bytes(pickle.dumps(_Trap()))
+        assert (newest_committed(store).manifest is None) == (target != ".metadata")
+        with contextlib.suppress(CheckpointError):
+            load_parts(store, manifest, shard_of(TENSORS, 0, 1).parts)
     assert not (tmp_path / "sprung").exists()

@@ -1,5 +1,3 @@
-"""Shards: ordinary safetensors files, streamed, with every byte under a checksum."""
-
 from __future__ import annotations
 
 import json
@@ -74,22 +72,19 @@ def test_a_flip_of_any_byte_is_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize("read_content", [True, False])
 def test_a_short_long_or_missing_file_is_found(tmp_path: Path, read_content: bool) -> None:
     store, entry = _write(tmp_path)
-    folder = "checkpoints/step-00000001"
-    path = store.path(f"{folder}/{entry.file}")
+    path = store.path(f"checkpoints/step-00000001/{entry.file}")
     whole = path.read_bytes()
-    for content in (b"", whole[:-1], whole + b"x"):
-        path.write_bytes(content)
-        assert f"has {len(content)} bytes instead of" in str(
-            find_damage(store, folder, entry, read_content=read_content)
-        )
-    path.unlink()
-    assert find_damage(store, folder, entry, read_content=read_content) == f"{entry.file} is missing"
+    for content in (b"", whole[:-1], whole + b"x", None):
+        path.write_bytes(content or b"")
+        wanted = f"has {len(content)} bytes instead of" if content is not None else "is missing"
+        if content is None:
+            path.unlink()
+        assert wanted in str(find_damage(store, "checkpoints/step-00000001", entry, read_content=read_content))
 
 
 def test_a_checkpoint_is_whole_however_little_its_storage_gives_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel may give fewer bytes than it is asked for, which is no damage."""
     short = LocalStore(tmp_path)
     save(short, 20)
     read_little(monkeypatch, 7)
@@ -110,8 +105,6 @@ def test_a_file_that_ends_while_it_is_read_is_damage_and_no_endless_loop() -> No
     entry = write_shard(store, "c", "s", PARTS)
 
     class EndsEarly(HookedStore):
-        """Says that all is there, and gives the first half of it."""
-
         def open(self, key: str) -> MemoryFile:
             content = self.inner.read_whole(key)
             file = MemoryFile(content[: len(content) // 2])

@@ -30,6 +30,10 @@ def test_a_buffer_holds_whatever_state_is_staged_in_it_next(num_buffers: int) ->
         staging.release(staged.buffer)
     # As much as the largest took, without gaps.
     assert staging.num_bytes <= num_buffers * 4 * (500 + 70 + 9)
+    reserved = Staging(num_buffers, torch.device("cpu"))
+    reserved.reserve(large.intervals)
+    size = reserved.num_bytes
+    assert size > 0 and reserved.stage(large).buffer == 0 and reserved.num_bytes == size
 
 
 def test_buffers_are_pinned_while_they_are_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,3 @@
-"""What nobody loads of a checkpoint is verified as well: once, by all ranks together, each its share."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -28,7 +26,7 @@ def saved(tmp_path: Path) -> tuple[LocalStore, Manifest]:
 
 
 def _loaded(rank: int, world_size: int, *, by_key: bool) -> dict[str, torch.Tensor]:
-    """Return what a rank loads: ZeRO-3 gives each a part of every tensor, ZeRO-1 some tensors whole."""
+    # ZeRO-3 assigns each rank a part of every tensor, ZeRO-1 some complete tensors.
     wanted = {key: tensor for key, tensor in TENSORS.items() if key.startswith("fp32/")}
     if not by_key:
         return wanted

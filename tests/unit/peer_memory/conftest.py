@@ -16,7 +16,7 @@ NODES = ("a", "b", "c")
 
 
 class InFolder(Store):
-    """A store whose keys are those of shards."""
+    """A view of a store in which all keys are keys of shards."""
 
     def __init__(self, inner: Store) -> None:
         self._inner = inner

@@ -22,7 +22,7 @@ MIB = 2**20
 
 
 class SetClock:
-    """A clock that a test moves."""
+    """A clock that only a test advances."""
 
     def __init__(self) -> None:
         self.time = 0.0
@@ -53,7 +53,7 @@ def connected(agent_address: str) -> socket.socket:
 
 
 def num_memfds() -> int:
-    """Return how many pieces of memory with descriptors this process has; a mapped one has two."""
+    """Return the number of this process's memfds; a mapped memfd has two descriptors."""
     found = set()
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):
@@ -62,23 +62,17 @@ def num_memfds() -> int:
     return len(found)
 
 
-def test_a_connection_without_the_runs_token_is_refused() -> None:
-    with running() as (agent, client):
-        client.put("key", [b"secret state"], replace=False)
-        for token in ("another", ""):
-            stranger = AgentClient(client.address, token)
-            with pytest.raises(AgentGoneError, match="token"):
-                stranger.delete("key")
-        assert agent.files.sizes("key") == {"key": 12}
-
-
-def test_an_agent_that_does_not_know_the_token_is_not_used() -> None:
-    """Another run's agent, or a stranger, may listen at the port of an agent that has died."""
-    with running() as (_, client), contextlib.closing(PeerMemoryAgent("another")) as other:
+def test_neither_a_client_nor_an_agent_without_the_runs_token_is_accepted() -> None:
+    # Another run's agent may listen at the port of a dead agent.
+    with running() as (agent, client), contextlib.closing(PeerMemoryAgent("another")) as other:
         taken = AgentClient(other.start(), TOKEN)
         with pytest.raises(AgentGoneError, match="token"):
             taken.put("key", [b"secret state"], replace=False)
         client.put("key", [b"secret state"], replace=False)
+        for token in ("another", ""):
+            with pytest.raises(AgentGoneError, match="token"):
+                AgentClient(client.address, token).delete("key")
+        assert agent.files.sizes("key") == {"key": 12}
         with pytest.raises(OSError, match="token") as refused:
             client.copy("key", taken.address)
         assert refused.value.errno == errno.EHOSTUNREACH
@@ -126,14 +120,8 @@ def test_a_connection_for_which_there_is_no_thread_is_not_the_last_one(monkeypat
         another.close()
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [(), (3, 0, 5), (MIB - 1,) * 9, (2 * MIB, MIB - 1, 17 * MIB, 1)],
-    ids=["nothing", "small", "joined", "mixed"],
-)
-def test_a_file_is_its_chunks_whatever_their_sizes_and_whoever_yields_them_reuses_the_memory(
-    sizes: tuple[int, ...],
-) -> None:
+@pytest.mark.parametrize("sizes", [(), (3, 0, 5), (MIB - 1,) * 9, (2 * MIB, MIB - 1, 17 * MIB, 1)])
+def test_a_file_has_all_chunks_although_their_memory_is_reused(sizes: tuple[int, ...]) -> None:
     memory = bytearray(17 * MIB)
 
     def chunks() -> Iterator[memoryview]:
@@ -233,8 +221,10 @@ def test_an_agent_ends_itself_when_nobody_was_connected_for_a_while(is_used: boo
         if is_used:
             client.put("key", [b"state"], replace=False)
             clock.time = 1000.0
-            # The connection is open: a step may take hours.
+            # The connection is open: a step may take hours. If its node disappears, the kernel ends it in a minute.
             assert not ended.wait(1.5)
+            (connection,) = agent._connections
+            assert 0 < connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 60_000
             client.close()
             wait_until(lambda: not agent._connections, "the connection is closed")
         clock.time += 119.0
@@ -244,11 +234,3 @@ def test_an_agent_ends_itself_when_nobody_was_connected_for_a_while(is_used: boo
         assert agent.files.num_bytes == 0
         with pytest.raises(AgentGoneError, match="does not answer"):
             client.sizes("key")
-
-
-def test_a_receiver_that_is_cut_off_is_given_up_within_a_minute() -> None:
-    with running() as (agent, client):
-        client.greet()
-        wait_until(lambda: agent._connections, "it is accepted")
-        (connection,) = agent._connections
-        assert 0 < connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 60_000

@@ -1,14 +1,9 @@
-"""Connections prove that they know the run's token, which is never sent, before anything else of theirs is read."""
-
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import resource
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -57,7 +52,6 @@ def test_requests_that_were_recorded_on_the_wire_are_refused_when_they_are_sent_
 
 
 def test_a_listener_gets_no_proof_that_it_can_use_elsewhere() -> None:
-    """A stranger answers with what the side that connects has sent, or with what an agent once answered."""
     with running_agent() as (_, address):
         recorder = Recorder(address)
         AgentClient(f"127.0.0.1:{recorder.address[1]}", TOKEN).greet()
@@ -83,8 +77,12 @@ def test_a_peer_that_sends_byte_after_byte_is_given_up_in_time(monkeypatch: pyte
     raise AssertionError("each byte has won more time")
 
 
-def test_silent_peers_make_room_for_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(authentication, "MOST_PENDING", 4)
+@pytest.mark.parametrize("limit", ["connections", "descriptors"])
+def test_silent_peers_make_room_for_new_ones(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    if limit == "connections":
+        monkeypatch.setattr(authentication, "MOST_PENDING", 4)
+    else:
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (16, 16))
     with running_agent() as (_, address), contextlib.ExitStack() as stack:
         silent = [stack.enter_context(socket.create_connection(address, timeout=20.0)) for _ in range(10)]
         for one in silent[:6]:
@@ -95,33 +93,6 @@ def test_silent_peers_make_room_for_new_ones(monkeypatch: pytest.MonkeyPatch) ->
         silent[-1].setblocking(False)
         with pytest.raises(BlockingIOError):
             silent[-1].recv(1)
-
-
-def test_silent_peers_leave_descriptors_for_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process may have 1,024 open by default, and an agent needs some for each file that it keeps."""
-    monkeypatch.setattr(authentication, "HANDSHAKE_S", 60.0)
-    silent = (
-        "import socket, sys\n"
-        "held = [socket.create_connection((sys.argv[1], int(sys.argv[2]))) for _ in range(int(sys.argv[3]))]\n"
-        "print(flush=True)\n"
-        "sys.stdin.read()"
-    )
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = 2 * (max(map(int, os.listdir("/proc/self/fd"))) + 32)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
-    try:
-        with running_agent() as (_, (host, port)), subprocess.Popen(
-            [sys.executable, "-S", "-c", silent, host, str(port), str(most - 8)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        ) as stranger:  # fmt: skip
-            assert stranger.stdout is not None and stranger.stdout.readline()
-            client = AgentClient(f"{host}:{port}", TOKEN)
-            for key in "abcdefgh":
-                client.put(key, [b"state"], replace=False)
-            client.close()
-            stranger.kill()
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_wrong_tokens_are_logged_once_and_then_counted_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:

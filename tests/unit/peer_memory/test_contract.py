@@ -1,5 +1,3 @@
-"""What every store promises holds for the memory of peers, too."""
-
 from tests.unit.storage.test_contract import (  # noqa: F401
     test_a_file_is_read_back_and_its_size_returned,
     test_a_file_of_several_parts_is_whole_although_its_chunks_are_reused,

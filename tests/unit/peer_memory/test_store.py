@@ -48,7 +48,6 @@ def started(agents: Agents, nodes: Iterable[str] = NODES) -> dict[str, str]:
 
 
 def start_again(agents: Agents, node: str, address: str) -> None:
-    """Start an agent at the address of one that has ended."""
     agents[node].close()
     agents[node] = PeerMemoryAgent(TOKEN, port=split_address(address)[1])
     assert agents[node].start() == address
@@ -85,7 +84,9 @@ def test_any_single_agent_may_be_lost(agents: Agents, store_of: StoreOf, lost: s
         assert lost not in store.nodes
 
 
-def test_a_node_and_its_partner_lost_are_said_to_be_missing(agents: Agents, store_of: StoreOf) -> None:
+def test_a_lost_node_and_partner_are_missing_and_without_agents_every_call_fails(
+    agents: Agents, store_of: StoreOf
+) -> None:
     store_of("b").create(SHARD, [b"state"])
     agents["b"].close()
     agents["c"].close()
@@ -93,12 +94,7 @@ def test_a_node_and_its_partner_lost_are_said_to_be_missing(agents: Agents, stor
     with pytest.raises(FileNotFoundError):
         store.open(SHARD)
     assert store.list("checkpoints") == []
-
-
-def test_with_no_agent_left_every_call_says_so(agents: Agents, store_of: StoreOf) -> None:
-    store = store_of("a")
-    for agent in agents.values():
-        agent.close()
+    agents["a"].close()
     calls: list[Callable[[], object]] = [
         lambda: store.list("checkpoints"),
         lambda: store.open(SHARD),
@@ -130,13 +126,9 @@ def test_an_agent_that_dies_while_it_is_written_to_leaves_nothing_and_the_next_f
 
 
 def test_a_partner_that_stops_answering_while_it_copies_is_replaced_by_the_next_node(agents: Agents) -> None:
-    with (
-        breaking_agent(num_answers=1) as broken,
-        store_over({**started(agents, "ac"), "b": broken}) as store,
-    ):
+    with breaking_agent(num_answers=1) as broken, store_over({**started(agents, "ac"), "b": broken}) as store:
         store.create(SHARD, [b"state" * MIB] * 2)
-        assert holders(agents, SHARD) == ["a", "c"]
-        assert store.nodes == ("a", "c")
+        assert holders(agents, SHARD) == ["a", "c"] == list(store.nodes)
 
 
 def test_a_partner_that_was_started_again_at_its_address_gets_the_next_copy(agents: Agents) -> None:
@@ -144,9 +136,11 @@ def test_a_partner_that_was_started_again_at_its_address_gets_the_next_copy(agen
     with store_over(addresses) as store:
         store.create(SHARD, [b"first"])
         start_again(agents, "b", addresses["b"])
-        assert store.create(OTHER_SHARD, [b"second"]) == 6
-        assert store.nodes == ("a", "b")
-        assert holders(agents, OTHER_SHARD) == ["a", "b"]
+        store.create(OTHER_SHARD, [b"second"])
+        assert holders(agents, OTHER_SHARD) == ["a", "b"] == list(store.nodes)
+    # If the port is taken, an agent listens elsewhere.
+    with contextlib.closing(PeerMemoryAgent(TOKEN, port=split_address(addresses["a"])[1])) as other:
+        assert other.start() != addresses["a"]
 
 
 @pytest.mark.parametrize("num_answers", [0, 1], ids=["from the start", "in the middle"])
@@ -166,11 +160,10 @@ def test_of_a_frozen_partner_and_the_agent_that_waits_for_it_the_partner_is_left
 
 def test_an_agent_that_accepts_and_never_answers_is_left_out(agents: Agents) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        address = f"127.0.0.1:{silent.getsockname()[1]}"
-        with store_over({"a": address, **started(agents, "b")}, answer_s=1.0, progress_s=1.0) as store:
+        addresses = {"a": f"127.0.0.1:{silent.getsockname()[1]}", **started(agents, "b")}
+        with store_over(addresses, answer_s=1.0, progress_s=1.0) as store:
             store.create(SHARD, [b"state"])
-            assert store.nodes == ("b",)
-            assert store.read_whole(SHARD) == b"state"
+            assert store.nodes == ("b",) and store.read_whole(SHARD) == b"state"
 
 
 @pytest.mark.parametrize(
@@ -239,18 +232,15 @@ def test_an_agent_is_asked_less_and_less_often_but_for_the_first_half_minute(age
         assert pauses == [5] * 7 + [10, 20, 40]
 
 
-def test_an_agent_whose_port_is_taken_listens_elsewhere(agents: Agents) -> None:
-    taken = agents["a"].start()
-    other = PeerMemoryAgent(TOKEN, port=split_address(taken)[1])
-    assert other.start() != taken
-    other.close()
-
-
-def test_one_copy_alone_is_kept_and_said_once_until_there_were_two(
+def test_a_single_copy_is_logged_once_until_there_were_two_and_never_for_a_single_node(
     agents: Agents, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("ray_ulysses"), "propagate", True)
     clock, addresses = SetClock(), started(agents, "ab")
+    with store_over({"a": addresses["a"]}) as single:
+        single.create(SHARD, [b"state"])
+        assert single.read_whole(SHARD) == b"state"
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     with store_over(addresses, clock=clock) as store:
         for number in range(2):
             agents["b"].close()
@@ -264,13 +254,6 @@ def test_one_copy_alone_is_kept_and_said_once_until_there_were_two(
             store.create(shard(number, 2), [b"state"])
             wait_until(lambda: len(store.nodes) == 2, "it is back")
             store.create(shard(number, 3), [b"state"])
-
-
-def test_a_single_node_keeps_one_copy_without_a_word(agents: Agents, caplog: pytest.LogCaptureFixture) -> None:
-    with store_over(started(agents, "a")) as store:
-        store.create(SHARD, [b"state"])
-        assert store.read_whole(SHARD) == b"state"
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_a_partner_without_room_refuses_the_shard_and_nothing_of_it_stays(agents: Agents) -> None:
@@ -358,7 +341,7 @@ def test_a_manifest_is_seen_by_all_from_its_decision_on_although_its_writer_died
 
 @contextlib.contextmanager
 def breaking_agent(num_answers: int, *, is_frozen: bool = False) -> Iterator[str]:
-    """An agent that answers so many requests and then breaks the connection, or keeps it without a word."""
+    """Run an agent that answers some requests and then closes the connection or stops answering."""
     is_over = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
