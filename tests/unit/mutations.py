@@ -19,7 +19,6 @@ _TOKEN = re.compile(rb'"[^"\n]*"|-?\d+(?:\.\d+)?|[A-Za-z_]+')
 
 
 def mutated(content: bytes, drawn: random.Random, nasty: tuple[bytes, ...] = NASTY) -> bytes:
-    """Return a content with one to three mutations."""
     for _ in range(drawn.choice((1, 1, 1, 2, 3))):
         content = drawn.choice(_KINDS)(content, drawn, nasty)
     return content

@@ -1,5 +1,3 @@
-"""The table of model types is what the sweep stored, and names every type; ``doctor --model`` tells one."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""A wall clock that jumps while a run trains changes no duration."""
-
 from __future__ import annotations
 
 import ast
@@ -37,7 +35,6 @@ _OTHER_PROCESS = (
 
 @pytest.fixture(autouse=True)
 def first_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let this process be the first that asks."""
     monkeypatch.setenv(CLOCK_START, "")
     module._start.cache_clear()
 
@@ -73,7 +70,6 @@ def test_a_machine_that_has_started_anew_has_its_own_time(monkeypatch: pytest.Mo
 
 
 def test_the_wall_clock_is_read_only_where_something_outside_the_package_is_compared_with_it() -> None:
-    """Stamps of files, and the times of Ray and of MLflow; everything else takes a clock."""
     package = Path(ray_ulysses.__file__).parent
     found = {
         str(path.relative_to(package))

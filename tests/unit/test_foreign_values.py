@@ -1,5 +1,3 @@
-"""No value in any JSON or YAML file of a run, its corpus or a model ends a command in a traceback."""
-
 from __future__ import annotations
 
 import json
@@ -26,7 +24,7 @@ _LOSS = ("--lengths", "32", "--max-tokens", "200")
 
 @dataclass(frozen=True)
 class World:
-    """A finished run with the results of every command, its corpus, and a copy of the model that it exported."""
+    """A finished run with the results of every command, its corpus, and a copy of its exported model."""
 
     run: Path
     corpus: Path

@@ -1,5 +1,3 @@
-"""The list of tests that `make test-unit` leaves out."""
-
 from __future__ import annotations
 
 import ast
@@ -11,7 +9,6 @@ _ROOT = Path(__file__).parents[2]
 
 
 def _names_in(file: Path) -> set[str]:
-    """Return the tests that a file defines or imports."""
     body = ast.parse(file.read_text(encoding="utf-8")).body if file.is_file() else []
     imported = {alias.asname or alias.name for node in body if isinstance(node, ast.ImportFrom) for alias in node.names}
     return imported | {node.name for node in body if isinstance(node, ast.FunctionDef)}

@@ -54,7 +54,6 @@ _PROSE = {"source", "note", "reason", "path"}
 
 
 def texts(count: int, seed: int = 0) -> list[str]:
-    """Return texts of uneven length that depend on no library's random numbers."""
     found = []
     for number in range(count):
         key = hashlib.sha256(f"{seed}/{number}".encode())
@@ -68,7 +67,6 @@ def lengths(count: int, longest: int, seed: int = 0) -> np.ndarray[Any, np.dtype
 
 
 def plans(folder: Path) -> Any:
-    """Plans of every packing, of weights, spans, epochs and held-out documents: ids, and every piece of every row."""
     small = PlanSettings(seed=3, context_tokens=64, pad_multiple=8, rows_per_step=4, token_cost=10)
     sources = tuple(
         PlannedSource(path=f"corpus-{number}", fingerprint=f"f{number}", num_documents=300, weight=weight)
@@ -104,12 +102,10 @@ def facts_of(segment: Segment) -> dict[str, Any]:
 
 
 def manifest(folder: Path) -> Any:
-    """The content of a manifest in which every field is used."""
     return without(json.loads(MANIFEST.to_bytes()), {"crc32"})
 
 
 def saved(folder: Path) -> Any:
-    """A state that is saved by three ranks: the manifest, and the bytes of every shard."""
     save(make_folder(folder / "saved"), 7, world_size=3, sp_size=3)
     step = folder / "saved/checkpoints/step-00000007"
     shards = {
@@ -120,7 +116,7 @@ def saved(folder: Path) -> Any:
 
 
 def history(folder: Path) -> Any:
-    """A run with a loss of a node, a branch and a command that resumed it, at times that are set here."""
+    """A run with a lost node, a branch, and a second command that resumed it, at fixed times."""
     run = planned_run(folder)
     clock = iter(range(1_790_000_000, 1_800_000_000, 3))
 
@@ -176,13 +172,12 @@ def planned_run(folder: Path) -> Run:
 
 
 def digests(folder: Path) -> Any:
-    """What a model receives in each step of a plan on disk, read in two slices a row."""
     run = planned_run(folder)
     return {"plan_id": run.plan.newest.plan_id, "steps": [f"{run.digest(step):016x}" for step in range(1, 9)]}
 
 
 def trained(folder: Path) -> Any:
-    """Eight steps on two ranks, in two commands: losses, norms, evaluations, and facts of the last checkpoint."""
+    """Train eight steps on two ranks, in two commands."""
     corpus = text_corpus(folder / "trained-on", texts(40, seed=1)).path
     changes: dict[str, Any] = {
         "run__eval_every_steps": 4,
@@ -205,7 +200,7 @@ def trained(folder: Path) -> Any:
 
 
 def prediction(path: Path, folder: Path) -> Any:
-    """What `plan` predicts for a shipped configuration: the main numbers, and a digest of those of each section."""
+    """Return the main numbers that `plan` predicts for a configuration, and a digest of each section."""
     outcome = CliRunner().invoke(app, ["plan", str(path), "--set", f"run.storage={folder}", "--json", "--quiet"])
     report = json.loads(outcome.stdout)
     sections = without(report, _PROSE)
@@ -237,7 +232,7 @@ def without(value: Any, names: set[str]) -> Any:
 
 
 def machine() -> str:
-    """Return what the order of floating-point sums depends on."""
+    """Return the versions and hardware that the order of floating-point sums depends on."""
     names = (
         line.partition(":")[2].strip()
         for line in Path("/proc/cpuinfo").read_text().splitlines()
@@ -248,7 +243,7 @@ def machine() -> str:
 
 
 def apart(found: Any, stored: Any, place: str = "") -> list[str]:
-    """Return where two trees differ; floats may by the tolerance."""
+    """Return the differences between two trees; floats may differ by `_TOLERANCE`."""
     if isinstance(found, dict) and isinstance(stored, dict) and found.keys() == stored.keys():
         return [line for key in found for line in apart(found[key], stored[key], f"{place}.{key}")]
     if isinstance(found, list) and isinstance(stored, list) and len(found) == len(stored):
@@ -301,7 +296,7 @@ def test_losses_are_what_was_stored_to_the_last_digit(tmp_path: Path) -> None:
 
 
 def write(names: list[str]) -> None:
-    """Store what is computed now; losses of other machines stay."""
+    """Store the current results; keep the losses of other machines."""
     content = json.loads(_STORED.read_text()) if _STORED.exists() else {}
     folder = Path(tempfile.mkdtemp(prefix="oracles-"))
     for name, compute in ORACLES.items():

@@ -1,5 +1,3 @@
-"""The names of a run's files are made and understood in one place."""
-
 from __future__ import annotations
 
 import ast
@@ -35,7 +33,7 @@ _NAMES = {
 }
 
 
-@pytest.mark.parametrize("number", [1, 200, 12_345_678, 123_456_789])
+@pytest.mark.parametrize("number", [1, 123_456_789])
 def test_what_is_written_under_a_name_is_found_by_it(number: int) -> None:
     shard = shard_file(number, 3, 8, retry=1)
     for name in (MANIFEST_FILE, shard, note_key(number, 4).rpartition("/")[2]):

@@ -1,5 +1,3 @@
-"""Every configuration that is shipped can be planned, without a network or a GPU."""
-
 from __future__ import annotations
 
 import json

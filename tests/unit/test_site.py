@@ -1,5 +1,3 @@
-"""The site of docs/: every page has a place, and links lead somewhere there too; `make check` builds it strictly."""
-
 from __future__ import annotations
 
 import importlib.util

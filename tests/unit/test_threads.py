@@ -1,5 +1,3 @@
-"""Each thread that may touch a GPU chooses its rank's own first."""
-
 from __future__ import annotations
 
 import re
