@@ -18,7 +18,6 @@ from ray_ulysses.run.ownership import claim_checkpoints, peer_memory_key, run_id
 from ray_ulysses.run.settings import resolve_run
 from ray_ulysses.run_names import IDENTITY_FILE, OWNER_FILE
 from ray_ulysses.tracking.journal import claim_journal
-from tests.s3_server import S3Server
 from tests.unit.config.trees import small_tree
 from tests.unit.inspect.saved import save
 from tests.unit.tracking.journals import COMMITTED
@@ -26,11 +25,9 @@ from tests.unit.tracking.journals import COMMITTED
 
 @pytest.fixture(params=["path", "s3"])
 def place(request: pytest.FixtureRequest, tmp_path: Path, prefix: str) -> str:
-    """Where checkpoints are kept: a path, and an object store."""
-    if request.param == "path":
-        return str(tmp_path / "place")
-    server: S3Server = request.getfixturevalue("s3")
-    return server.uri(f"{prefix}/place")
+    """A checkpoint storage: a path, or an object store."""
+    is_path = request.param == "path"
+    return str(tmp_path / "place") if is_path else request.getfixturevalue("s3").uri(f"{prefix}/place")
 
 
 def run_in(storage: Path, place: str | None) -> Config:
@@ -58,7 +55,7 @@ def owned_by(config: Config) -> str:
     return str(json.loads(checkpoint_store(config).open(OWNER_FILE).read())["run_dir"])
 
 
-def test_a_second_directory_of_the_same_name_is_refused_with_the_hint(tmp_path: Path, place: str) -> None:
+def test_only_a_moved_or_copied_directory_is_still_the_owner(tmp_path: Path, place: str) -> None:
     first, second = run_in(tmp_path / "a", place), run_in(tmp_path / "b", place)
     claim_checkpoints(resolve_run(first))
     for _ in range(2):
@@ -67,11 +64,6 @@ def test_a_second_directory_of_the_same_name_is_refused_with_the_hint(tmp_path: 
         claim_checkpoints(resolve_run(first))
     text = str(refused.value)
     assert f"checkpoint.storage={place!r}" in text and str(first.run_dir) in text and "model.resume_from=" in text
-
-
-def test_a_directory_that_was_moved_or_copied_is_still_the_owner(tmp_path: Path, place: str) -> None:
-    first = run_in(tmp_path / "a", place)
-    claim_checkpoints(resolve_run(first))
     shutil.copytree(tmp_path / "a", tmp_path / "copy")
     (tmp_path / "a").rename(tmp_path / "moved")
     for storage in ("copy", "moved"):
@@ -80,12 +72,14 @@ def test_a_directory_that_was_moved_or_copied_is_still_the_owner(tmp_path: Path,
 
 def test_a_copied_directory_has_a_peer_memory_of_its_own_and_a_linked_one_has_not(tmp_path: Path) -> None:
     first = run_in(tmp_path / "a", None)
+    claim_checkpoints(resolve_run(first))
+    assert list(first.run_dir.iterdir()) == [], "checkpoints in the run's own directory need no owner"
     key = peer_memory_key(first)
     shutil.copytree(tmp_path / "a", tmp_path / "b", copy_function=shutil.copy2)
     copy = run_in(tmp_path / "b", None)
     assert run_identity(copy) == run_identity(first)
     assert peer_memory_key(copy) != key
-    # A driver that follows a dead one finds what that has left, by whichever name it reaches the directory.
+    # The next driver finds a dead driver's peer memory, by whichever path it reaches the directory.
     (tmp_path / "link").symlink_to(tmp_path / "a")
     assert peer_memory_key(run_in(tmp_path / "link", None)) == key == peer_memory_key(first)
 
@@ -109,35 +103,24 @@ def test_of_directories_that_come_at_once_exactly_one_gets_them(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("commit_noted", [True, False], ids=["noted", "died before it was noted"])
-def test_checkpoints_without_an_owner_are_the_directory_s_whose_journal_records_them(
-    tmp_path: Path, commit_noted: bool
-) -> None:
+def test_checkpoints_without_an_owner_belong_to_the_journal_with_them(tmp_path: Path, commit_noted: bool) -> None:
     place = str(tmp_path / "place")
     first, second = run_in(tmp_path / "a", place), run_in(tmp_path / "b", place)
     train(first, 10)
     assert train(first, 20, commit_noted=commit_noted) == 2
-    # Another run of the same name, whose attempts and steps are the same, kept its checkpoints elsewhere.
-    elsewhere = run_in(tmp_path / "b", str(tmp_path / "elsewhere"))
-    train(elsewhere, 10)
+    # The second directory's own checkpoints, of the same attempt and steps, were stored elsewhere.
+    train(run_in(tmp_path / "b", str(tmp_path / "elsewhere")), 10)
     for config in (second, run_in(tmp_path / "new", place)):
         with pytest.raises(UserError, match="whose journal records them"):
             claim_checkpoints(resolve_run(config))
         assert not (tmp_path / "place" / "first" / OWNER_FILE).exists()
     claim_checkpoints(resolve_run(first))
     assert owned_by(first) == str(first.run_dir)
-
-
-def test_a_journal_that_tells_of_another_checkpoint_of_that_step_claims_nothing(tmp_path: Path) -> None:
-    config = run_in(tmp_path / "a", str(tmp_path / "place"))
-    train(config, 10, digest=11)
+    # A journal that records another digest for the step.
+    other = run_in(tmp_path / "c", str(tmp_path / "third"))
+    train(other, 10, digest=11)
     with pytest.raises(UserError, match="whose journal records them"):
-        claim_checkpoints(resolve_run(config))
-
-
-def test_checkpoints_in_the_run_s_own_directory_need_no_owner(tmp_path: Path) -> None:
-    config = run_in(tmp_path / "a", None)
-    claim_checkpoints(resolve_run(config))
-    assert list(config.run_dir.iterdir()) == []
+        claim_checkpoints(resolve_run(other))
 
 
 def test_a_damaged_owner_and_a_storage_that_is_away_are_refused(tmp_path: Path) -> None:

@@ -29,12 +29,9 @@ def test_a_submission_is_numbered_after_the_newest_of_its_run_and_found_again_by
     assert Submission.from_metadata(after.metadata, job="a-003", status="PENDING") == after
     for other in (None, {}, {"ray_ulysses_run": "a"}):
         assert Submission.from_metadata(other, job="raysubmit_1", status="RUNNING") is None
-
-
-@pytest.mark.parametrize("status", ["PENDING", "RUNNING"])
-def test_a_run_whose_job_has_not_ended_is_not_submitted_again(status: str) -> None:
-    with pytest.raises(UserError, match=rf"run\.name='a': job a-002 .*{status}"):
-        next_submission("a", "/elsewhere/a", [job(number=1, status="FAILED"), job(number=2, status=status)])
+    for status in ("PENDING", "RUNNING"):
+        with pytest.raises(UserError, match=rf"run\.name='a': job a-002 .*{status}"):
+            next_submission("a", "/elsewhere/a", [job(number=1, status="FAILED"), job(number=2, status=status)])
 
 
 def test_a_run_is_found_by_its_name_before_a_job_of_the_same_id() -> None:
@@ -55,11 +52,7 @@ def test_a_run_is_found_by_its_name_before_a_job_of_the_same_id() -> None:
         (job(status="FAILED", exit_code=-9), RunError, "signal 9"),
         (job(status="FAILED", exit_code=137), RunError, "signal 9"),
         (job(status="FAILED", message="its node died\n"), RunError, "its node died"),
-        (
-            job(status="FAILED", exit_code=1, message="No module named ray_ulysses"),
-            RunError,
-            "--upload-package",
-        ),
+        (job(status="FAILED", exit_code=1, message="No module named ray_ulysses"), RunError, "--upload-package"),
     ],
     ids=["stopped", "refused", "failed", "killed", "killed-under-a-shell", "node", "not-installed"],
 )
@@ -69,28 +62,10 @@ def test_a_commands_exit_is_that_of_its_job(ended: Submission, error: type[Excep
         check_outcome(ended)
 
 
-def test_status_shows_the_newest_job_of_each_run_with_its_time() -> None:
-    every = [
-        job("b", 2, "RUNNING", started=1000.0), job("b", 1, "FAILED", started=10.0, ended=20.0),
-        job("a", 1, started=500.0, ended=575.0),
-    ]  # fmt: skip
-    assert render_runs(newest_of_each_run(every), now=1090.0).splitlines() == [
-        "run     status   time  jobs  directory",
-        "  a  SUCCEEDED  1m15s     1  /runs/a",
-        "  b    RUNNING  1m30s     2  /runs/b",
-    ]
-
-
-def test_status_of_a_run_shows_its_jobs_and_its_newest_step() -> None:
-    jobs = [job(number=1, status="FAILED", exit_code=1, started=0.0, ended=5.0), job(number=2, status="RUNNING")]
-    log = "step=1/9 loss=3\nstep=2/9 loss=2\na\nb\nc\n"
-    assert render_run(jobs, log, now=9.0).splitlines() == [
-        "run a  /runs/a",
-        "    job   status  time  exit code",
-        "  a-001   FAILED    5s  1",
-        "  a-002  RUNNING",
-        "  | step=2/9 loss=2",
-        "  | a",
-        "  | b",
-        "  | c",
-    ]
+def test_status_shows_the_newest_job_of_each_run_or_a_runs_jobs_and_its_newest_step() -> None:
+    jobs = [job(number=2, status="RUNNING"), job(number=1, status="FAILED", exit_code=1, started=500.0, ended=575.0)]
+    every = [job("b", started=1000.0, ended=1005.0), *jobs]
+    assert [one.job for one in newest_of_each_run(every)] == ["a-002", "b-001"]
+    assert "  b  SUCCEEDED    5s     1  /runs/b" in render_runs(newest_of_each_run(every), now=1090.0)
+    text = render_run(jobs[::-1], "step=1/9 loss=3\nstep=2/9 loss=2\na\nb\nc\n", now=9.0)
+    assert "  a-001   FAILED  1m15s  1" in text and text.endswith("  | step=2/9 loss=2\n  | a\n  | b\n  | c")

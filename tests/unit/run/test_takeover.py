@@ -23,7 +23,7 @@ def _claimed(config: Config, session: str) -> None:
 @pytest.mark.parametrize("is_apart", [False, True])
 def test_a_run_is_its_newest_command_s(tmp_path: Path, is_apart: bool) -> None:
     apart = {"checkpoint__storage": str(tmp_path / "apart")} if is_apart else {}
-    config = make_config(tmp_path / "runs", tmp_path / "corpus", **apart)  # type: ignore[arg-type]
+    config = make_config(tmp_path / "runs", tmp_path / "corpus", **apart)
     # Nobody has claimed it.
     assert takeover(config, "one") is None
     _claimed(config, "one")
@@ -32,36 +32,28 @@ def test_a_run_is_its_newest_command_s(tmp_path: Path, is_apart: bool) -> None:
     assert takeover(config, "one") is not None and takeover(config, "two") is None
 
 
-def test_the_copy_of_a_run_takes_its_checkpoints_over(tmp_path: Path) -> None:
-    run, copy = (
-        make_config(tmp_path / name, tmp_path / "corpus", checkpoint__storage=str(tmp_path / "apart"))
-        for name in ("runs", "copies")
-    )
+def test_a_copied_run_takes_over_its_checkpoints_but_a_link_to_its_own_folder_does_not(tmp_path: Path) -> None:
+    def config(name: str, apart: str) -> Config:
+        return make_config(tmp_path / name, tmp_path / "corpus", checkpoint__storage=str(tmp_path / apart))
+
+    run, copy = config("runs", "apart"), config("copies", "apart")
     _claimed(run, "one")
-    shutil.copytree(run.run_dir, copy.run_dir)  # type: ignore[arg-type]
+    shutil.copytree(run.run_dir, copy.run_dir)
     _claimed(copy, "two")
     assert takeover(run, "one") is not None and takeover(copy, "two") is None
-
-
-def test_checkpoints_in_the_run_s_directory_by_another_name_have_no_claim_of_their_own(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "runs")
-    config = make_config(tmp_path / "runs", tmp_path / "corpus", checkpoint__storage=str(tmp_path / "link"))
-    with run_claim(config.run_dir, "one"), checkpoint_claim(config, checkpoint_store(config), "one") as apart:
+    run = config("runs", "link")
+    with run_claim(run.run_dir, "one"), checkpoint_claim(run, checkpoint_store(run), "one") as apart:
         assert apart is None
 
 
-def test_a_command_that_has_won_its_claim_again_has_its_run(tmp_path: Path) -> None:
+def test_a_command_keeps_a_claim_that_it_won_again_and_ignores_a_storage_error(tmp_path: Path) -> None:
     config = make_config(tmp_path / "runs", tmp_path / "corpus")
     for _ in range(2):
-        Claim(LocalStore(config.run_dir), run="run", command="one", machine="", lease_s=0.1).acquire(
-            beat_in_background=False
-        )
+        claim = Claim(LocalStore(config.run_dir), run="run", command="one", machine="", lease_s=0.1)
+        claim.acquire(beat_in_background=False)
         assert takeover(config, "one") is None
-
-
-def test_a_storage_that_does_not_answer_proves_nothing(tmp_path: Path) -> None:
-    config = make_config(tmp_path / "runs", tmp_path / "corpus")
-    _claimed(config, "two")
-    shutil.rmtree(config.run_dir / "lock")  # type: ignore[operator]
-    (config.run_dir / "lock").symlink_to(tmp_path)  # type: ignore[union-attr]
-    assert takeover(config, "one") is None
+    assert takeover(config, "two") is not None
+    shutil.rmtree(config.run_dir / "lock")
+    (config.run_dir / "lock").symlink_to(tmp_path)
+    assert takeover(config, "two") is None
