@@ -139,7 +139,7 @@ def _made_up_data(report: PlanReport) -> list[str]:
     corpus, data = report.corpus, report.data
     tokens = data.rows_per_step * data.row_tokens
     said = (
-        f"no corpus is prepared in {corpus.path}; assuming {corpus.num_documents:,} synthetic documents of up to "
+        f"no corpus is prepared in {corpus.path}: assuming {corpus.num_documents:,} synthetic documents of up to "
         f"{corpus.longest_document:,} tokens, which do not affect model, layout and memory"
     )
     rows = [

@@ -113,7 +113,7 @@ def _client(identity: TrackingIdentity, run_dir: Place, *, trust_run: bool, allo
     shared = None if is_server else _shared_folder(identity.uri, run_dir)
     if not is_server and shared is None:
         raise UnnamedServerError(
-            f"{shown}: only the run names the server; set MLFLOW_TRACKING_URI to its address, or {TRUST_RUN}"
+            f"{shown}: only the run's files specify the server; set MLFLOW_TRACKING_URI to its address, or {TRUST_RUN}"
         )
     client = open_client(identity.uri, way_out=f", and {TRUST_RUN}")
     found = client.get_run(str(identity.run_id))

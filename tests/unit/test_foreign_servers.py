@@ -201,7 +201,7 @@ def test_results_go_only_to_an_mlflow_server_that_the_user_names(
     assert "note: the results were not logged to MLflow" in err
     if way in ("none", "another"):
         assert listener.received == []
-        assert f"tracking.json: uri='{uri}': only the run names the server; set MLFLOW_TRACKING_URI" in err
+        assert f"tracking.json: uri='{uri}': only the run's files specify the server; set MLFLOW_TRACKING_URI" in err
         assert "add --trust-run" in err
     else:
         assert any(b"canary-mlflow" in one for one in listener.received)

@@ -51,7 +51,7 @@ def test_metrics_and_files_are_added_to_the_runs_mlflow_run(uri: str, client: An
 def test_a_database_elsewhere_is_changed_only_if_the_run_is_trusted(uri: str, client: Any, tmp_path: Path) -> None:
     run_id = _tracked(client, tmp_path, uri, tmp_path / "artifacts")
     said = track_evaluation(tmp_path, 4, METRICS, FILES)
-    assert "only the run names the server" in said and "--trust-run" in said
+    assert "only the run's files specify the server" in said and "--trust-run" in said
     assert client.get_run(run_id).data.metrics == {}
     assert track_evaluation(tmp_path, 4, METRICS, FILES, trust_run=True) == ""
     assert client.get_run(run_id).data.metrics == METRICS
@@ -94,7 +94,7 @@ def test_an_empty_uri_never_matches_the_environment(
         monkeypatch.setenv("MLFLOW_TRACKING_URI", named)
     (tmp_path / "run").mkdir()
     TrackingIdentity(uri="", experiment="e", key="k", run_id="0" * 32).save(tmp_path / "run")
-    assert "only the run names the server" in track_evaluation(tmp_path / "run", 4, METRICS, FILES)
+    assert "only the run's files specify the server" in track_evaluation(tmp_path / "run", 4, METRICS, FILES)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
@@ -103,7 +103,7 @@ def test_no_database_is_created_and_no_link_is_followed(uri: str, tmp_path: Path
     run_dir.mkdir()
     for _ in range(2):
         TrackingIdentity(uri=f"sqlite:///{database}", experiment="e", key="k", run_id="0" * 32).save(run_dir)
-        assert "only the run names the server" in track_evaluation(run_dir, 4, METRICS, FILES)
+        assert "only the run's files specify the server" in track_evaluation(run_dir, 4, METRICS, FILES)
         assert not database.is_file() or database.is_symlink()
         database.unlink(missing_ok=True)
         database.symlink_to(uri.removeprefix("sqlite:///"))
@@ -116,4 +116,4 @@ def test_an_outage_is_reported_without_the_password(tmp_path: Path) -> None:
     said = track_evaluation(tmp_path, 4, METRICS, FILES, trust_run=True)
     assert said and "secret" not in said
     said = track_evaluation(tmp_path, 4, METRICS, FILES)
-    assert "only the run names" in said and "secret" not in said
+    assert "only the run's files specify" in said and "secret" not in said
