@@ -33,29 +33,22 @@ def main(descriptor: str) -> None:
             order, descriptors = receive(orders)
         except (EOFError, OSError):
             return
+        if isinstance(order, Stop) and child is not None:
+            child.kill()
+        if not isinstance(order, Order):
+            continue
         for one in descriptors[1:]:
             os.close(one)
-        if isinstance(order, Order) and order.host == NOTICED:
-            child = subprocess.Popen(["sleep", "600"], start_new_session=True)
-            send(orders, Started(pid=child.pid))
-            threading.Thread(target=_await_notice, args=(orders, SharedProgress(descriptors[0])), daemon=True).start()
-            threading.Thread(target=_reap, args=(orders, child), daemon=True).start()
-            continue
-        if descriptors:
-            os.close(descriptors[0])
-        if isinstance(order, Order) and order.host in WORDS:
-            child = subprocess.Popen(["sh", "-c", WORDS[order.host]], start_new_session=True)
-            send(orders, Started(pid=child.pid))
-            threading.Thread(target=_reap, args=(orders, child), daemon=True).start()
-        elif isinstance(order, Order):
-            child = subprocess.Popen(["sleep", "600"], start_new_session=True)
-            send(orders, Started(pid=child.pid))
+        progress = SharedProgress(descriptors[0])
+        child = subprocess.Popen(["sh", "-c", WORDS.get(order.host, "exec sleep 600")], start_new_session=True)
+        send(orders, Started(pid=child.pid))
+        if order.host == NOTICED:
+            threading.Thread(target=_await_notice, args=(orders, progress), daemon=True).start()
+        elif order.host not in WORDS:
             ahead = f", ahead {order.ahead_s:.3g}" if order.ahead_s else ""
             tested = ", tested" * order.is_tested
             send(orders, Result(status=f"generation {order.generation}{ahead}{tested}"))
-            threading.Thread(target=_reap, args=(orders, child), daemon=True).start()
-        elif isinstance(order, Stop) and child is not None:
-            child.kill()
+        threading.Thread(target=_reap, args=(orders, child), daemon=True).start()
 
 
 def _await_notice(orders: socket.socket, progress: SharedProgress) -> None:

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from ray_ulysses.checkpoint.notice import Notice
 from ray_ulysses.elastic.hang import RankProgress
 from ray_ulysses.supervision.order import STACKS_SIGNAL
@@ -84,15 +86,11 @@ def dumps_of(left: str, times: int) -> list[tuple[str, str | None]]:
     return found
 
 
-def test_a_thread_that_hangs_in_c_shows_its_stack_and_another_leaves_the_rest() -> None:
-    for text, left in dumps_of("diagnostics/a-by-", times=2):
+@pytest.mark.parametrize("folder", ["diagnostics/a-by-", ""], ids=["left", "nothing to leave yet"])
+def test_a_thread_that_hangs_in_c_shows_its_stack_and_another_leaves_the_rest(folder: str) -> None:
+    for text, left in dumps_of(folder, times=2):
         assert "in hangs_in_c" in text
-        assert left == "diagnostics/a-by-hang-dump"
-
-
-def test_an_attempt_that_has_nothing_to_leave_yet_is_not_waited_for() -> None:
-    ((text, left),) = dumps_of("", times=1)
-    assert "in hangs_in_c" in text and left == ""
+        assert left == ("diagnostics/a-by-hang-dump" if folder else "")
 
 
 def test_long_stacks_are_cut_and_what_is_left_is_found_behind_them() -> None:

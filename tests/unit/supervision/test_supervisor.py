@@ -123,9 +123,9 @@ def test_it_beats_while_the_memory_of_the_child_before_is_freed(played: Played, 
 
 @pytest.mark.parametrize(
     ("ahead_s", "is_tested", "status"),
-    [(30.0, True, ", tested"), (86400.0, False, ", ahead 8.64e+04"), (-31536000.0, False, ", ahead -3.15e+07")],
+    [(30.0, True, ", tested"), (-31536000.0, False, ", ahead -3.15e+07")],
 )
-def test_a_child_knows_its_clock_s_error_and_whether_all_ranks_are_tested(
+def test_a_child_knows_its_clocks_error_and_whether_all_ranks_are_tested(
     played: Played, freed: Path, ahead_s: float, is_tested: bool, status: str
 ) -> None:
     freed.touch()
@@ -212,30 +212,23 @@ def test_a_launcher_that_says_much_while_it_is_waited_for_is_not_held_up(monkeyp
         launched.end(20.0)
 
 
-@pytest.fixture
-def ends() -> tuple[Channel, socket.socket]:
-    one, other = socket.socketpair()
-    return Channel(one), other
-
-
-def test_messages_arrive_whole_however_they_are_split(ends: tuple[Channel, socket.socket]) -> None:
-    channel, other = ends
-    content = encode({"do": "beat"}) + encode({"do": "start", "rank": 3})
-    other.sendall(content[:5])
-    assert channel.receive() == []
-    other.sendall(content[5:-1])
-    assert channel.receive() == [{"do": "beat"}]
-    other.sendall(content[-1:])
-    assert channel.receive() == [{"do": "start", "rank": 3}]
-    channel.send({"type": "beat"})
-    assert other.recv(100) == b'{"type":"beat"}\n'
-
-
 @pytest.mark.parametrize(("host", "bound"), [("127.0.0.1", "127.0.0.1"), ("203.0.113.77", "0.0.0.0")])
 def test_only_the_address_that_others_connect_to_is_listened_at(host: str, bound: str) -> None:
     """An address that is translated on the way to this machine belongs to no interface."""
     with listen(host) as listener:
         assert listener.getsockname()[0] == bound
+
+
+def test_messages_arrive_complete_however_they_are_split() -> None:
+    one, other = socket.socketpair()
+    channel, content = Channel(one), encode({"do": "beat"}) + encode({"do": "start", "rank": 3})
+    received = []
+    for piece in (content[:5], content[5:-1], content[-1:]):
+        other.sendall(piece)
+        received.append(channel.receive())
+    assert received == [[], [{"do": "beat"}], [{"do": "start", "rank": 3}]]
+    channel.send({"type": "beat"})
+    assert other.recv(100) == b'{"type":"beat"}\n'
 
 
 @pytest.fixture
