@@ -1,4 +1,4 @@
-"""Tensors and spans for a kernel, and attention by its definition to hold the kernel against."""
+"""Inputs for a kernel, and the results of attention by definition to compare with."""
 
 from __future__ import annotations
 
@@ -11,19 +11,14 @@ import torch
 from ray_ulysses.attention.kernels.call import KernelCall, KernelEntry, Spans, Whole
 from ray_ulysses.attention.kernels.reference import attention_by_definition
 
-# fp32 against fp64, norm-wise a tensor: law 1's floor. One softmax reduces over at most a row.
+# Law 1's floor: fp32 against fp64, norm-wise per tensor.
 BOUND = 1e-5
 SCALE = 0.3
 Tensor = torch.Tensor
 
 
 def make_tensors(
-    num_queries: int,
-    num_keys: int,
-    head_size: int,
-    value_size: int,
-    heads: tuple[int, int] = (4, 2),
-    seed: int = 0,
+    num_queries: int, num_keys: int, head_size: int, value_size: int, heads: tuple[int, int] = (4, 2), seed: int = 0
 ) -> list[Tensor]:
     """Return Q, K and V as strided parts of one payload, and an upstream gradient, in fp64."""
     generator = torch.Generator().manual_seed(seed)
@@ -52,7 +47,6 @@ def wanted_of(tensors: Sequence[Tensor], visible: Tensor, softcap: float | None 
 
 
 def results_of(kernel: KernelEntry, call: KernelCall, upstream: Tensor) -> list[Tensor]:
-    """Return the kernel's output and gradients."""
     out, lse = kernel.forward(call)
     assert lse.shape == (call.query_THD.shape[1], call.query_THD.shape[0]) and lse.dtype == torch.float32
     return [out, *kernel.backward(call, Whole(upstream.float(), out, lse))]
@@ -62,6 +56,6 @@ def assert_close(ours: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
     whole = max(float(tensor.norm()) for tensor in wanted)
     for name, a, b in zip(("output", "dQ", "dK", "dV"), ours, wanted, strict=True):
         assert a.shape == b.shape and a.dtype == torch.float32, name
-        # Attention over one token has no gradient to Q and K: such a tensor is held against the whole.
+        # Attention over one token has no gradient for Q and K: compare such a tensor with the largest norm.
         scale = float(b.norm()) if float(b.norm()) > 1e-7 * whole else whole
         assert float((a.double() - b).norm()) <= BOUND * scale, name

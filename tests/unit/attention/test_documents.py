@@ -29,7 +29,7 @@ def layer_of(tables: Tables, window: int | None) -> RingLayer:
 def seen_through_the_ring(
     documents: list[PackedDocuments], window: int | None, local_span: int | None = None
 ) -> torch.Tensor:
-    """Return how often each query of the rows sees each key, by the kernel calls of all ring ranks."""
+    """Return how often each query sees each key in the kernel calls of all ring ranks."""
     ring_size, rows, tokens = len(documents), documents[0].num_rows, documents[0].row_tokens
     places = []
     for rank in range(ring_size):
@@ -94,20 +94,3 @@ def test_local_spans_begin_with_their_document_on_every_ring(
         is_seen_TT = (document_T[:, None] == document_T) & (place_T[:, None] // local_span == place_T // local_span)
         wanted.append((is_seen_TT & (place_T[:, None] >= place_T)).long())
     assert torch.equal(seen_through_the_ring(documents, None, local_span), torch.block_diag(*wanted))
-
-
-def test_every_ring_rank_has_the_same_work_on_one_long_document() -> None:
-    for ring_size in (2, 4, 8):
-        work = []
-        for rank in range(ring_size):
-            tables = pack_documents([[64 * ring_size]], 64 * ring_size, ring_size=ring_size, ring_rank=rank).full
-            squares = sum(n * (n + 1) // 2 for n in tables.spans.cu_seqlens.diff().tolist())
-            work.append(squares + sum((b - a) * (d - c) for _, a, b, c, d, _ in tables.rectangles.tolist()))
-        assert len(set(work)) == 1
-        assert sum(work) == 64 * ring_size * (64 * ring_size + 1) // 2
-
-
-def test_a_row_of_padding_alone_has_no_position() -> None:
-    documents = pack_documents([()], 4)
-    assert documents.full.spans.borders == (0, 4)
-    assert (documents.max_position, documents.num_document_tokens) == (0, 0)

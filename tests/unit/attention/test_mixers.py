@@ -1,4 +1,4 @@
-"""Layers that carry state: who has which heads, each document alone, and what is refused."""
+"""Recurrent layers: their heads on each rank, their results for packed documents, and refusals."""
 
 from __future__ import annotations
 
@@ -33,20 +33,15 @@ VALID = {
 }
 
 
-def hybrid(architecture: str, **changes: Any) -> Any:
-    return zoo_model(architecture, **changes)
-
-
 @pytest.mark.parametrize("architecture", VALID)
 def test_ranks_share_heads_equally(architecture: str) -> None:
-    assert shared_sizes(hybrid(architecture)) == VALID[architecture]
+    assert shared_sizes(zoo_model(architecture)) == VALID[architecture]
 
 
-def test_ranks_can_share_a_group_or_have_groups_of_their_own_but_nothing_between() -> None:
+def test_units_divide_among_ranks_or_ranks_among_units() -> None:
     assert Block(2, 5).fits(1) and Block(2, 5).fits(4) and not Block(2, 5).fits(3)
-    assert Block(6).fits(3) and not Block(6).fits(4)
-    model = hybrid("bamba", mamba_n_heads=12, mamba_expand=3, mamba_n_groups=4)
-    # Three ranks would have four heads of two groups.
+    # Three ranks would have four heads each, from two of the four groups.
+    model = zoo_model("bamba", mamba_n_heads=12, mamba_expand=3, mamba_n_groups=4)
     assert shared_sizes(model) == (1, 2, 4, 12)
 
 
@@ -69,7 +64,7 @@ def output_of(result: Any) -> torch.Tensor:
 def test_a_layer_on_a_packed_row_gives_what_its_module_gives_each_document(architecture: str) -> None:
     # Longer than the chunks of both recurrences: 64 tokens in the delta nets, 8 in the zoo's Mamba layers.
     lengths, mesh = (70, 1, 2, 23), SequenceMesh.from_group(None)
-    ours, theirs = apply_ulysses(hybrid(architecture), mesh), hybrid(architecture)
+    ours, theirs = apply_ulysses(zoo_model(architecture), mesh), zoo_model(architecture)
     (name, mixer, _), *_ = find_mixers(ours)
     (_, module, layout), *_ = find_mixers(theirs)
     called = partial(module, position_embeddings=None, attention_mask=None) if layout.is_attention else module
@@ -86,7 +81,7 @@ def test_a_layer_on_a_packed_row_gives_what_its_module_gives_each_document(archi
         wanted = torch.cat([output_of(called(document)) for document in hidden.split(lengths, dim=1)], dim=1)
         crossing = output_of(called(hidden))
     assert torch.allclose(out, wanted, rtol=1e-5, atol=1e-6 * float(wanted.abs().max())), name
-    # A layer that does not look back would pass as well.
+    # Otherwise the layer would not look back, and the comparison would prove nothing.
     assert float((crossing - wanted).norm() / wanted.norm()) > 1e-3
 
 
@@ -100,14 +95,10 @@ def test_a_layer_on_a_packed_row_gives_what_its_module_gives_each_document(archi
     ],
 )
 def test_heads_that_do_not_divide_are_refused_with_the_valid_sizes(architecture: str, sp_size: int, text: str) -> None:
-    model = hybrid(architecture)
+    model = zoo_model(architecture)
     with pytest.raises(UserError, match=text):
         refuse_inexact(model, model.config, place(0, sp_size))
     refuse_inexact(model, model.config, place(1, 4))
-
-
-def test_a_ring_is_refused() -> None:
-    model = hybrid("lfm2")
     with pytest.raises(UserError, match=r"^parallel\.ring_size=2 "):
         refuse_inexact(model, model.config, replace(place(0, 4), ring_size=2))
 
@@ -116,14 +107,14 @@ def test_an_adapter_of_a_convolution_would_be_passed_over_and_is_refused() -> No
     class Adapted(nn.Conv1d):
         pass
 
-    model = hybrid("lfm2")
+    model = zoo_model("lfm2")
     model.model.layers[0].conv.conv.__class__ = Adapted
     with pytest.raises(UserError, match=r"^lfm2 has unsupported recurrent or attention layers \(Adapted\)"):
         refuse_inexact(model, model.config, None)
 
 
 def test_a_layer_called_past_the_model_or_with_a_mask_is_refused() -> None:
-    model = apply_ulysses(hybrid("lfm2"), ALONE)
+    model = apply_ulysses(zoo_model("lfm2"), ALONE)
     (_, mixer, _), *_ = find_mixers(model)
     hidden = torch.zeros(1, 4, 32)
     with pytest.raises(UserError, match=r"^Lfm2ShortConv did not receive the document tables"):
@@ -139,17 +130,13 @@ def test_a_layer_called_past_the_model_or_with_a_mask_is_refused() -> None:
         UserError, match=r"^Lfm2ShortConv received 3 tokens per row, but the batch's slice has 4 tokens"
     ):
         mixer(**given | {"hidden_states": hidden[:, :3]})
-
-
-def test_a_layer_that_was_replaced_is_found_before_it_works_on_a_slice() -> None:
-    model = apply_ulysses(hybrid("lfm2"), ALONE)
-    model.model.layers[0].conv = hybrid("lfm2").model.layers[0].conv
+    model.model.layers[0].conv = zoo_model("lfm2").model.layers[0].conv
     with pytest.raises(UserError, match=r"^Lfm2ShortConv at model\.layers\.0\.conv was replaced after apply_ulysses"):
         model(**shard_batch(torch.zeros(1, 4).long(), None, None, ALONE).model_inputs())
 
 
 def test_a_layer_whose_class_an_engine_replaces_computes_the_same() -> None:
-    model, batch = apply_ulysses(hybrid("lfm2"), ALONE), shard_batch(torch.arange(8)[None], None, (3, 5), ALONE)
+    model, batch = apply_ulysses(zoo_model("lfm2"), ALONE), shard_batch(torch.arange(8)[None], None, (3, 5), ALONE)
     (_, mixer, _), *_ = find_mixers(model)
     with torch.no_grad():
         wanted = model(**batch.model_inputs()).logits
@@ -159,8 +146,8 @@ def test_a_layer_whose_class_an_engine_replaces_computes_the_same() -> None:
 
 
 def test_only_parameters_that_a_layout_names_are_read() -> None:
-    """A parameter that a later Transformers adds must not be used whole by every rank."""
-    model = apply_ulysses(hybrid("qwen3_next"), ALONE)
+    """A parameter that a later Transformers release adds must not be used unsharded."""
+    model = apply_ulysses(zoo_model("qwen3_next"), ALONE)
     (_, mixer, _), *_ = find_mixers(model)
     kind: Any = type(mixer)
     forward = kind.forward
@@ -179,11 +166,11 @@ def test_only_parameters_that_a_layout_names_are_read() -> None:
 
 @pytest.mark.parametrize("architecture", HYBRIDS)
 def test_an_engine_sees_as_many_calls_of_modules_whatever_the_documents(architecture: str) -> None:
-    """ZeRO-3 of DeepSpeed 0.19.8 keeps a trace of them on each rank, which ranks must change together."""
-    model, counts = apply_ulysses(hybrid(architecture), ALONE), []
+    """ZeRO-3 in DeepSpeed 0.19.8 traces module calls on each rank, and the ranks' traces must be equal."""
+    model, counts = apply_ulysses(zoo_model(architecture), ALONE), []
     calls: list[str] = []
     for name, module in model.named_modules():
-        # Those of experts are one to the engine.
+        # To the engine, all experts of a layer are one module.
         if "experts" not in name:
             module.register_forward_pre_hook(lambda module, args, name=name: calls.append(name))
     for lengths in ((12,), (3, 1, 2, 6)):
@@ -195,7 +182,7 @@ def test_an_engine_sees_as_many_calls_of_modules_whatever_the_documents(architec
 
 
 def test_a_copy_of_a_model_has_layers_of_its_own() -> None:
-    model = apply_ulysses(hybrid("qwen3_next"), ALONE)
+    model = apply_ulysses(zoo_model("qwen3_next"), ALONE)
     copy = deepcopy(model)
     (_, mixer, _), *_ = find_mixers(copy)
     batch = shard_batch(torch.zeros(1, 4).long(), None, None, ALONE)

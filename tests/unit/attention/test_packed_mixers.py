@@ -1,7 +1,6 @@
-"""One call for all documents where the kernels of a package keep them apart, and a call for each where not.
+"""Kernels that separate packed documents are called once for all documents; others are called per document.
 
-No such package is installed, so stand-ins take the same arguments, and run Transformers' own PyTorch code on each
-piece.
+No kernel package is installed, so stand-ins with the same arguments run Transformers' PyTorch code per document.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ ARGUMENT = {"causal_conv1d_fn": "seq_idx", "mamba_chunk_scan_combined": "seq_idx
 
 
 def stand_in(own: Callable[..., Any], argument: str | None, calls: list[str], name: str) -> Callable[..., Any]:
-    """Return a function that takes Transformers' arguments and ``argument``, and cuts rows as the packages do."""
+    """Return a function that takes the additional ``argument``, and splits rows by it like the packages."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         calls.append(name)
@@ -73,7 +72,7 @@ def stand_in(own: Callable[..., Any], argument: str | None, calls: list[str], na
 
 
 def install(monkeypatch: pytest.MonkeyPatch, architecture: str, *, forgetful: str = "") -> list[str]:
-    """Put stand-ins for packages in place, in Transformers' own way; ``forgetful`` does not take the tables."""
+    """Install stand-ins for kernel packages. The function ``forgetful`` lacks the argument for documents."""
     calls: list[str] = []
     model = zoo_model(architecture)
     (_, mixer, _), *_ = find_mixers(model)
@@ -136,7 +135,7 @@ def test_a_kernel_that_does_not_take_the_tables_is_called_for_each_document(
 
 @pytest.mark.parametrize("architecture", HYBRIDS)
 def test_transformers_still_describes_its_kernels(architecture: str) -> None:
-    """Canary of Transformers 5.23: else each document would take a call of its own for ever, unnoticed."""
+    """Canary of Transformers 5.23: otherwise every document would silently take its own call."""
     (_, mixer, _), *_ = find_mixers(zoo_model(architecture))
     functions = list(_package_functions(mixer))
     assert all({"func_name", "is_new_implementation", "applicable_params"} <= one.keys() for one in functions)

@@ -1,4 +1,4 @@
-"""A model from which Ulysses attention was removed is the model to which it was applied."""
+"""remove_ulysses restores the model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EVERY = fast_only(
 
 
 def own_state(model: Any) -> list[tuple[str, str, Any]]:
-    """Everything that the instances of a model's modules have, but for their dictionaries of parts and hooks."""
+    """Return all attributes of a model's modules except their hooks."""
     return [
         (name, key, _comparable(value))
         for name, module in model.named_modules()

@@ -1,4 +1,4 @@
-"""Length-dependent rotary embeddings take each document's frequencies from its own length, whatever a rank holds."""
+"""Length-dependent rotary embeddings use each document's own length, on every layout."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 ROWS = ((30, 10, 13, 7), (12, 44))
-"""Documents below and beyond the original length, neighbours of each other, in two rows; the last row has padding."""
+"""Documents below and above the original length in two rows; the last row has padding."""
 ROW_TOKENS = 64
-LAYOUTS = ((1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (8, 4))
+LAYOUTS = ((1, 1), (2, 1), (2, 2), (4, 2), (8, 4))
 """``(sp_size, ring_size)``."""
 
 
@@ -54,25 +54,19 @@ def batch_of(rows: Sequence[Sequence[int]], mesh: SequenceMesh = ALONE, tokens: 
     return shard_batch(torch.zeros(len(rows), tokens, dtype=torch.long), None, rows, mesh)
 
 
-def followed(model: Any) -> CurrentBatch:
-    current = CurrentBatch()
-    follow_documents(model, current)
-    return current
-
-
 def embedding(module: Any, batch: ShardedBatch, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     cos_BLD, sin_BLD = module(torch.zeros(1), batch.position_ids_BL, *args)
     return cos_BLD, sin_BLD
 
 
 def alone(kind: str, length: int, *args: Any, **changes: Any) -> tuple[torch.Tensor, ...]:
-    """Return what Transformers itself gives a document, in a model that has seen nothing before."""
+    """Return Transformers' own embedding of a single document, in a new model."""
     parts = rotary(kind, **changes)(torch.zeros(1), torch.arange(length).unsqueeze(0), *args)
     return tuple(part[0] for part in parts)
 
 
 def mismatches(module: Any, batch: ShardedBatch, kind: str, *args: Any, **changes: Any) -> list[int]:
-    """Return the lengths of this rank's documents whose embedding is not, bit by bit, that of the document alone."""
+    """Return the lengths of local documents whose embedding differs in any bit from the document's alone."""
     ours, wrong = embedding(module, batch, *args), []
     for length in {length for row in batch.documents.lengths for length in row}:
         mine = batch.document_lengths_BL == length
@@ -90,21 +84,18 @@ def test_every_document_gets_the_frequencies_that_it_has_alone(kind: str, layout
     for mesh in places(*layout):
         for rows in (ROWS, ROWS[:1], ROWS[1:], ((5, 9),)):
             model = tiny_model(**KINDS[kind])
-            current = followed(model)
-            current.batch = batch_of(rows, mesh)
+            current = CurrentBatch(batch=batch_of(rows, mesh))
+            if kind != "default" and mesh.sp_size == 2 and rows is ROWS:
+                # If Transformers stops taking the length from the neighbors, follow_documents can be removed.
+                assert 10 in mismatches(model.model.rotary_emb, current.batch, kind)
+            follow_documents(model, current)
             assert mismatches(model.model.rotary_emb, current.batch, kind) == [], (mesh.sp_rank, rows)
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
-def test_without_it_neighbours_would_choose_the_frequencies(kind: str) -> None:
-    """The trap itself: should Transformers close it, ``follow_documents`` can go."""
-    assert 10 in mismatches(rotary(kind), batch_of(ROWS[:1]), kind)
-
-
-@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
 def test_frequencies_do_not_depend_on_the_rows_that_came_before(kind: str) -> None:
-    model = tiny_model(**KINDS[kind])
-    current = followed(model)
+    model, current = tiny_model(**KINDS[kind]), CurrentBatch()
+    follow_documents(model, current)
     for tokens in (40, 24, 12, 60, 20, 8):
         current.batch = batch_of([[tokens]])
         assert mismatches(model.model.rotary_emb, current.batch, kind) == [], tokens
@@ -114,15 +105,15 @@ def test_dynamic_scaling_of_one_type_of_layer_does_not_remember_either() -> None
     kinds = {"full_attention": DYNAMIC, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}
     changes: dict[str, Any] = {"rope_parameters": kinds, "layer_types": list(kinds)}
     changes |= {"max_position_embeddings": ORIGINAL_TOKENS, "head_dim": 8, "model_type": "gemma3_text"}
-    model = tiny_model(**changes)
-    current = followed(model)
+    model, current = tiny_model(**changes), CurrentBatch()
+    follow_documents(model, current)
     for rows in ([[40, 20]], [[24]], [[12, 17]]):
         current.batch = batch_of(rows)
         for layer_type in kinds:
             assert mismatches(model.model.rotary_emb, current.batch, "default", layer_type, **changes) == []
 
 
-@pytest.mark.parametrize("rows", fast_only([ROWS, ((40, 20), (10, 50)), ((5, 9), (16, 3))], ROWS), ids=str)
+@pytest.mark.parametrize("rows", fast_only([ROWS, ((5, 9), (16, 3))], ROWS), ids=str)
 @pytest.mark.parametrize("kind", fast_only(["longrope", "dynamic"], "longrope"))
 def test_a_compiled_model_gives_each_document_its_own_frequencies(kind: str, rows: Any) -> None:
     batch = batch_of(rows)

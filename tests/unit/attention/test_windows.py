@@ -1,4 +1,4 @@
-"""Every layer gets the window of the mask that Transformers builds for it, or the model is refused."""
+"""Every layer has the window of the mask that Transformers builds for it, or the model is refused."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ PADDING = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
 def draw_settings(rng: random.Random) -> dict[str, Any]:
-    """Draw what decides on windows: some of it contradictory, or unknown to the architecture."""
+    """Draw settings that affect windows, some of them contradictory or unknown to the architecture."""
     num_layers = rng.choice([2, 3])
     kinds = rng.choices(["sliding_attention", "full_attention", "chunked_attention"], [5, 4, 1], k=num_layers)
     drawn = {
@@ -70,7 +70,7 @@ def draw_settings(rng: random.Random) -> dict[str, Any]:
 
 
 def outcome_of(kind: str, settings: dict[str, Any]) -> str:
-    """Return ``no model``, ``refused``, or ``equal``, and whether a window was named."""
+    """Return ``no model``, ``refused``, ``equal`` or ``equal with a window named``."""
     try:
         config: PreTrainedConfig = plain_config(kind, **TYPES[kind] | PADDING, **settings)
         torch.manual_seed(7)
@@ -123,7 +123,6 @@ def test_hundreds_of_drawn_architectures_have_the_windows_of_their_own_masks_or_
     "kind", ["phimoe", "olmoe", *fast_only(["glm4_moe", "seed_oss", "minimax_m2", "jetmoe"], "glm4_moe")]
 )
 def test_a_window_that_only_the_mask_knows_is_applied(kind: str) -> None:
-    # The default configurations of the first two, or one setting of the others, put the window into the mask alone.
     types = {} if kind in ("phimoe", "olmoe") else {"layer_types": ["sliding_attention", "full_attention"]}
     assert outcome_of(kind, {"sliding_window": 5, **types}) == "equal with a window named"
 
