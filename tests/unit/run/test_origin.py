@@ -38,23 +38,20 @@ def source(tmp_path: Path) -> LocalStore:
 
 
 def _config(tmp_path: Path, asked: str, **changes: object) -> Config:
-    corpus = tmp_path / "corpus"
-    if not corpus.exists():
+    if not (tmp_path / "corpus").exists():
         make_corpus(tmp_path, ("bisect.py", "cmd.py"))
     settings = {"model__resume_from": asked, "model__resume_state": "weights", **changes}
-    return make_config(tmp_path / "runs", corpus, **settings)
+    return make_config(tmp_path / "runs", tmp_path / "corpus", **settings)
 
 
 def _prepared(config: Config) -> PreparedRun:
     return prepare_run(config, Path("/"))
 
 
-def _tear(store: LocalStore, step: int) -> None:
-    store.path(f"checkpoints/step-{step:08d}/manifest.json").write_bytes(b"{")
-
-
-def test_a_torn_manifest_is_told_and_no_older_checkpoint_is_taken_instead(tmp_path: Path, source: LocalStore) -> None:
-    _tear(source, 6)
+def test_the_best_is_found_and_a_torn_manifest_is_refused(tmp_path: Path, source: LocalStore) -> None:
+    origin = find_origin(_config(tmp_path, f"{source.root}@best"))
+    assert origin is not None and origin.step == 2
+    source.path("checkpoints/step-00000006/manifest.json").write_bytes(b"{")
     for asked in ("@latest", "@6"):
         with pytest.raises(UserError, match="step 6 is damaged"):
             _prepared(_config(tmp_path, f"{source.root}{asked}"))
@@ -64,14 +61,7 @@ def test_a_torn_manifest_is_told_and_no_older_checkpoint_is_taken_instead(tmp_pa
     assert origin is not None and origin.step == 4
 
 
-def test_the_best_is_found_where_every_number_is_known(tmp_path: Path, source: LocalStore) -> None:
-    origin = find_origin(_config(tmp_path, f"{source.root}@best"))
-    assert origin is not None and origin.step == 2
-
-
-def test_a_pin_whose_checkpoint_was_deleted_is_looked_up_again(
-    tmp_path: Path, source: LocalStore, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_pin_to_a_missing_step_is_reset(tmp_path: Path, source: LocalStore, caplog: pytest.LogCaptureFixture) -> None:
     """Begun from a run that was still being written: its retention went on before this run had saved anything."""
     config = _config(tmp_path, f"{source.root}@latest")
     pin_origin(config, Origin(reference=f"{source.root}@latest", location=str(source.root), step=4))
@@ -87,7 +77,7 @@ def test_a_pin_whose_checkpoint_was_deleted_is_looked_up_again(
     assert again == prepared.origin == pinned_origin(config)
 
 
-def test_weights_of_another_model_are_refused_before_a_worker_starts(
+def test_another_models_weights_are_refused(
     tmp_path: Path, source: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preflight, "differs_from_stored", differs_from_stored)
@@ -100,20 +90,20 @@ def test_a_place_that_holds_nothing_is_named_and_so_is_what_is_there(tmp_path: P
     # As MLflow has it, of a directory that was moved since.
     origin = Origin(reference="mlflow:gone/6", location=str(tmp_path / "old"), step=6)
     with pytest.raises(UserError, match="/old does not contain the checkpoint of step 6 "):
-        check_origin(origin, config, None)  # type: ignore[arg-type]
+        check_origin(origin, config, None)
 
 
 @pytest.mark.parametrize("is_ours", [True, False], ids=["started-with-one", "trained-with-one"])
-def test_weights_are_not_taken_over_into_a_model_with_another_adapter(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_ours: bool
-) -> None:
-    source, adapter = LocalStore(tmp_path / "source"), {"rank": 4}
-    config = _config(tmp_path, f"{source.root}@2", model__adapter=adapter if is_ours else None)
-    theirs = _config(tmp_path, f"{source.root}@2", model__adapter=None if is_ours else adapter)
+def test_another_adapters_weights_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_ours: bool) -> None:
+    source = LocalStore(tmp_path / "source")
+    ours, theirs = (
+        _config(tmp_path, f"{source.root}@2", model__adapter={"rank": 4} if has_one else None)
+        for has_one in (is_ours, not is_ours)
+    )
     monkeypatch.setattr(fakes, "META", replace(fakes.META, extra={"settings": resume_settings(theirs)}))
     save(source, 2)
     with pytest.raises(UserError, match=r"step 2 .*model\.adapter="):
-        _prepared(config)
+        _prepared(ours)
     assert _prepared(theirs).origin is not None
 
 
@@ -128,19 +118,18 @@ def test_settings_that_differ_from_the_stored_ones_are_named(tmp_path: Path) -> 
 STRANGE = "s3://bucket/runs?endpoint_override=127.0.0.1:9&scheme=http"
 
 
-def test_a_store_that_only_a_pin_or_mlflow_names_is_not_asked(
+def test_a_pinned_foreign_server_is_refused(
     tmp_path: Path, source: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = _config(tmp_path, str(source.root))
-    Path(str(config.run_dir)).mkdir(parents=True)
     pin_origin(config, Origin(reference=str(source.root), location=STRANGE, step=6))
     with pytest.raises(UnnamedServerError, match=r"resumed-from\.json=.*name the store itself in model.resume_from"):
         pinned_origin(config)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    assert pinned_origin(config) is not None
-    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    with monkeypatch.context() as named:
+        named.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+        assert pinned_origin(config) is not None
     fields = {"state": "committed", "store": STRANGE, "path": "", "cursor": {}, "metrics": {}}
-    found = TrackedCheckpoint(model_id="m", is_complete=True, step=6, attempt=1, **fields)  # type: ignore[arg-type]
+    found = TrackedCheckpoint(model_id="m", is_complete=True, step=6, attempt=1, **fields)
     monkeypatch.setattr(origin, "find_tracked", lambda *names, **options: found)
     with pytest.raises(UnnamedServerError, match=r"name the store itself in model\.resume_from"):
         find_origin(_config(tmp_path, "mlflow:a/6", tracking__enabled=True, tracking__uri="http://127.0.0.1:9"))

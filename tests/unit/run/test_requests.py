@@ -31,18 +31,23 @@ from tests.s3_server import FaultyProxy, S3Server
 
 def test_a_request_stops_the_session_that_it_is_meant_for_until_it_is_cleared(tmp_path: Path) -> None:
     assert stop_requested(tmp_path / "missing", "now") is None
-    request_stop(tmp_path, "earlier")
-    assert stop_requested(tmp_path, "now") is None and stop_requested(tmp_path, "") is None
-    request_stop(tmp_path, "now")
-    assert stop_requested(tmp_path, "now") == "stop"
+    for session, reason, expected in (
+        ("earlier", "stop", None),
+        ("now", "resize", "resize"),
+        ("now", "stop", "stop"),
+        # The user may stop the run while the driver requests a resize.
+        ("now", "resize", "stop"),
+    ):
+        request_stop(tmp_path, session, reason)
+        assert stop_requested(tmp_path, "now") == expected and stop_requested(tmp_path, "") is None
     for _ in range(2):
         clear_stop(tmp_path)
         assert stop_requested(tmp_path, "now") is None
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("kind", ["bytes", "directory", "pipe", "empty"])
-def test_whatever_stands_in_a_request_s_place_ends_and_stops_nothing(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["bytes", "directory", "pipe", "empty", "stale"])
+def test_an_odd_request_file_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     for path in (tmp_path / STOP_FILE, tmp_path / NOTICE_FILE):
         if kind == "directory":
             path.mkdir()
@@ -50,50 +55,27 @@ def test_whatever_stands_in_a_request_s_place_ends_and_stops_nothing(tmp_path: P
             os.mkfifo(path)
         else:
             path.write_bytes(b"\xff\xfe\x00" * 1000 if kind == "bytes" else b"")
-    assert stop_requested(tmp_path, "now") is None
-    assert preemption_noticed(tmp_path) == Notice()
-
-
-def test_a_stale_directory_asks_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for path in (tmp_path / STOP_FILE, tmp_path / NOTICE_FILE):
-        path.touch()
-    for call in ("open", "stat", "lstat"):
+    for call in ("open", "stat", "lstat") if kind == "stale" else ():
         monkeypatch.setattr(os, call, Mock(side_effect=OSError(errno.ESTALE, "Stale file handle")))
     assert stop_requested(tmp_path, "now") is None
-    assert preemption_noticed(tmp_path) is None
+    assert preemption_noticed(tmp_path) == (None if kind == "stale" else Notice())
 
 
 def test_a_request_to_save_is_taken_once(tmp_path: Path) -> None:
-    assert not take_save_request(tmp_path)
     request_save(tmp_path)
     (tmp_path / SAVE_FILE).write_text("written by a person")
-    assert take_save_request(tmp_path)
-    assert not take_save_request(tmp_path)
+    assert [take_save_request(tmp_path) for _ in range(2)] == [True, False]
 
 
 @pytest.mark.parametrize(
     ("content", "deadline"),
     [(b"", None), (b" 1700000000.5\n", 1.7e9 + 0.5), (b"soon", None), (b"nan", None), (b"\xff", None)],
 )
-def test_a_notice_stands_for_as_long_as_its_file_and_may_carry_a_deadline(
-    tmp_path: Path, content: bytes, deadline: float | None
-) -> None:
+def test_a_notice_lasts_with_its_file_and_may_expire(tmp_path: Path, content: bytes, deadline: float | None) -> None:
     (tmp_path / NOTICE_FILE).write_bytes(content)
     assert preemption_noticed(tmp_path) == preemption_noticed(tmp_path) == Notice(deadline=deadline)
     (tmp_path / NOTICE_FILE).unlink()
     assert preemption_noticed(tmp_path) is None
-
-
-def test_a_resize_does_not_take_the_place_of_a_stop(tmp_path: Path) -> None:
-    """The user may ask in the same instant, after the size was found to be wrong."""
-    request_stop(tmp_path, "now")
-    request_stop(tmp_path, "now", "resize")
-    assert stop_requested(tmp_path, "now") == "stop"
-    request_stop(tmp_path, "earlier")
-    request_stop(tmp_path, "now", "resize")
-    assert stop_requested(tmp_path, "now") == "resize"
-    request_stop(tmp_path, "now")
-    assert stop_requested(tmp_path, "now") == "stop"
 
 
 def test_excluded_nodes_are_those_of_the_session_and_add_up(tmp_path: Path) -> None:
@@ -122,29 +104,25 @@ def test_in_an_object_store_a_thread_looks_for_the_requests(s3: S3Server, prefix
     assert watch.stop() is None and watch.notice() is None and not watch.take_save()
     request_save(place)
     wait_until(lambda: watch.take_save(), "the request to save", timeout_s=20)
-    assert SAVE_FILE not in open_store(place).root_names()
-    assert not watch.take_save()
+    assert SAVE_FILE not in open_store(place).root_names() and not watch.take_save()
     open_store(place).replace(NOTICE_FILE, [b"1700000000"])
     wait_until(lambda: watch.notice() == Notice(deadline=1.7e9), "the notice", timeout_s=20)
     open_store(place).delete(NOTICE_FILE)
     wait_until(lambda: watch.notice() is None, "its end", timeout_s=20)
     request_stop(place, "earlier")
-    request_stop(place, "now", "resize")
-    wait_until(lambda: watch.stop() == "resize", "the resize", timeout_s=20)
-    request_stop(place, "now")
-    request_stop(place, "now", "resize")
-    wait_until(lambda: watch.stop() == "stop", "the stop", timeout_s=20)
+    for reason in ("resize", "stop"):
+        request_stop(place, "now", reason)
+        request_stop(place, "now", "resize")
+        wait_until(lambda reason=reason: watch.stop() == reason, reason, timeout_s=20)
     clear_stop(place)
     wait_until(lambda: watch.stop() is None, "its end", timeout_s=20)
-    exclude_nodes(place, "now", {"a": 1.5})
-    exclude_nodes(place, "now", {"b": 2.0})
-    assert excluded_nodes(place, "now") == {"a": 1.5, "b": 2.0} and excluded_nodes(place, "then") == {}
+    for node in "ab":
+        exclude_nodes(place, "now", {node: 1.5})
+    assert excluded_nodes(place, "now") == {"a": 1.5, "b": 1.5} and excluded_nodes(place, "then") == {}
     watch.close()
 
 
-def test_a_store_that_refuses_for_seconds_keeps_no_request_from_being_cleared(
-    s3: S3Server, proxy: FaultyProxy, prefix: str
-) -> None:
+def test_clearing_a_request_outlasts_a_short_outage(s3: S3Server, proxy: FaultyProxy, prefix: str) -> None:
     """A generation that clears the request for the one before it would fail before its first step."""
     place = place_of(s3.uri(prefix, proxy.port))
     request_stop(place, "now", "resize")
@@ -154,9 +132,7 @@ def test_a_store_that_refuses_for_seconds_keeps_no_request_from_being_cleared(
     assert stop_requested(place, "now") is None
 
 
-def test_a_request_that_is_listed_and_can_not_be_read_now_still_stands(
-    s3: S3Server, prefix: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreadable_request_remains_valid(s3: S3Server, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     place = place_of(s3.uri(prefix))
     request_stop(place, "now")
     watch = RequestWatch(place, "now", every_s=0.02)
@@ -176,9 +152,7 @@ def test_a_request_that_is_listed_and_can_not_be_read_now_still_stands(
     watch.close()
 
 
-def test_a_store_that_is_away_asks_for_nothing_and_holds_up_no_step(
-    s3: S3Server, proxy: FaultyProxy, prefix: str
-) -> None:
+def test_an_unreachable_store_requests_nothing_without_blocking(s3: S3Server, proxy: FaultyProxy, prefix: str) -> None:
     place = place_of(s3.uri(prefix, proxy.port))
     proxy.fail("503", times=1_000_000)
     watch = RequestWatch(place, "now", every_s=0.02)
@@ -192,32 +166,26 @@ def test_a_store_that_is_away_asks_for_nothing_and_holds_up_no_step(
     watch.close()
 
 
-def test_a_directory_that_hangs_holds_up_one_step_and_is_seen_again_afterwards(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hung_directory_blocks_one_step_and_recovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background, "PROMPT_S", 0.1)
     watch, gate, listdir = RequestWatch(tmp_path, "now"), threading.Event(), os.listdir
-    request_stop(tmp_path, "now", "resize")
-    watch.look()
-    assert watch.stop() == "resize"
-    clear_stop(tmp_path)
-    watch.look()
-    assert watch.stop() is None
-
-    def hanging(path: Path) -> list[str]:
-        assert gate.wait(60.0)
-        return listdir(path)
-
-    monkeypatch.setattr(os, "listdir", hanging)
+    for ask, expected in (
+        (lambda: request_stop(tmp_path, "now", "resize"), "resize"),
+        (lambda: clear_stop(tmp_path), None),
+    ):
+        ask()
+        watch.look()
+        assert watch.stop() == expected
     request_save(tmp_path)
     request_stop(tmp_path, "now")
     (tmp_path / NOTICE_FILE).write_text("1700000000")
+    monkeypatch.setattr(os, "listdir", lambda path: gate.wait(60.0) and listdir(path))
     began = time.monotonic()
     for _ in range(1000):
         watch.look()
         assert watch.stop() is None and watch.notice() is None and not watch.take_save()
     assert time.monotonic() - began < 30.0
     gate.set()
-    wait_until(lambda: watch._calls.is_idle, "the look", timeout_s=20)
-    assert watch.stop() == "stop" and watch.take_save() and watch.notice() == Notice(deadline=1.7e9)
+    wait_until(watch.take_save, "the look", timeout_s=20)
+    assert watch.stop() == "stop" and watch.notice() == Notice(deadline=1.7e9)
     watch.close()
