@@ -2,59 +2,54 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ray_ulysses.checkpoint.fence import Lineage
 from ray_ulysses.errors import RunError
 from ray_ulysses.run.completion import record_command_ended, record_completion
 from ray_ulysses.run.preflight import PreparedRun, claim_directory, prepare_run
-from ray_ulysses.run.trackers import tracked
+from ray_ulysses.run.start_point import commits_that_count
 from ray_ulysses.storage import LocalStore
-from ray_ulysses.tracking.events import RunFinished
+from ray_ulysses.tracking.events import Event, RunFinished
 from ray_ulysses.tracking.history import read_history
 from ray_ulysses.tracking.journal import AttemptJournal, claim_journal
-from ray_ulysses.tracking.mlflow_tracker import TrackingIdentity
 from tests.distributed.run_case import make_config, make_corpus
 from tests.unit.checkpoint.fakes import save
-from tests.unit.tracking.journals import COMMITTED, STARTED, read_events
+from tests.unit.tracking.journals import COMMITTED, STARTED, event, read_events
 from tests.unit.tracking.test_other_trackers import points, texts
-
-
-def _claimed(prepared: PreparedRun) -> PreparedRun:
-    claim_directory(prepared)
-    return prepared
 
 
 @pytest.fixture
 def prepare(tmp_path: Path) -> Callable[..., PreparedRun]:
     corpus = make_corpus(tmp_path, ("bisect.py", "cmd.py"))
 
-    def prepare(stop_step: int = 2, **changes: Any) -> PreparedRun:
-        return prepare_run(make_config(tmp_path / "runs", corpus, run__stop_step=stop_step, **changes), Path("/"))
+    def prepare(stop_step: int = 2, *, claim: bool = False, **changes: Any) -> PreparedRun:
+        config = make_config(tmp_path / "runs", corpus, run__stop_step=stop_step, **changes)
+        prepared = prepare_run(config, Path("/"))
+        if claim:
+            claim_directory(prepared)
+        return prepared
 
     return prepare
 
 
 def _attempt(run_dir: Path, steps: int) -> AttemptJournal:
-    """Write what an attempt writes until it dies."""
+    """Write the journal of an attempt that trains some steps and dies."""
     journal = claim_journal(run_dir)
-    sizes = {"world_size": 1, "sp_size": 1, "dp_size": 1}
-    journal.append(
-        {"event": "attempt_started", **STARTED, **sizes, "nodes": [], "resumed_step": 0, "resumed_from": None}
-    )
+    sizes = {"world_size": 1, "sp_size": 1, "dp_size": 1, "nodes": [], "resumed_step": 0, "resumed_from": None}
+    journal.append({"event": "attempt_started", **STARTED, **sizes})
     for step in range(1, steps + 1):
-        rows = [6 * step - 6, 6 * step]
-        record = {"step": step, "loss": 1.0, "tokens": 9, "rows": rows, "digest": "0" * 16, "seconds": 1.0}
-        journal.append({"event": "step", **record})
+        record = {"loss": 1.0, "tokens": 9, "rows": [6 * step - 6, 6 * step], "digest": "0" * 16, "seconds": 1.0}
+        journal.append({"event": "step", "step": step, **record})
     return journal
 
 
 def test_a_last_step_that_was_trained_and_not_saved_is_not_complete(prepare: Callable[..., PreparedRun]) -> None:
-    prepared = _claimed(prepare())
+    prepared = prepare(claim=True)
     journal = _attempt(prepared.config.run_dir, 2)
     assert record_completion(prepared) is None
     journal.append({"event": "attempt_ended", "reason": "failed: CheckpointError: disk full"})
@@ -65,22 +60,25 @@ def test_a_last_step_that_was_trained_and_not_saved_is_not_complete(prepare: Cal
     assert history is not None and history.status == "finished"
 
 
-def test_an_attempt_that_died_after_its_last_save_is_finished_by_the_next_command(
-    prepare: Callable[..., PreparedRun],
-) -> None:
-    prepared = _claimed(prepare())
-    run_dir = prepared.config.run_dir
+def test_an_attempt_that_died_after_its_last_save_is_completed(prepare: Callable[..., PreparedRun]) -> None:
+    run_dir = prepare(claim=True).config.run_dir
     _attempt(run_dir, 3)
     save(LocalStore(run_dir), 2)
     assert read_history(run_dir).status == "interrupted"
-    history = record_completion(prepared)
-    assert history is not None and history.status == "finished"
-    assert read_history(run_dir).status == "finished"
-    # Once: the command may be given again and again.
-    record_completion(prepared)
+    # The end is recorded once, although the command may be repeated.
+    for _ in range(2):
+        history = record_completion(prepare())
+        assert history is not None and history.status == "finished" == read_history(run_dir).status
     assert [one.step for one in read_events(run_dir) if isinstance(one, RunFinished)] == [2]
-    # The third step was trained and not saved, whatever was said since.
+    # The third step was trained but not saved.
     assert record_completion(prepare(stop_step=3)) is None
+    # A tracker that is added after the end gets the whole run.
+    for _ in range(2):
+        added = prepare(tracking__enabled=True, tracking__trackers=["tensorboard"])
+        assert record_completion(added) is not None
+    assert [step for step, _ in points(run_dir, "loss")] == [1, 2, 3]
+    shown = texts(run_dir)
+    assert "| state | finished |" in shown["state"] and "| step | 2 |" in shown["checkpoints"]
 
 
 def test_a_command_says_when_it_ended_and_one_without_an_attempt_says_nothing(tmp_path: Path) -> None:
@@ -93,18 +91,15 @@ def test_a_command_says_when_it_ended_and_one_without_an_attempt_says_nothing(tm
     assert [event.event for event in read_events(tmp_path)] == ["phase", "command_ended"]
 
 
-def test_a_run_whose_state_is_gone_or_damaged_is_refused_before_a_worker_starts(
-    prepare: Callable[..., PreparedRun],
-) -> None:
-    prepared = _claimed(prepare(stop_step=9))
+def test_a_run_whose_state_is_missing_or_damaged_is_refused(prepare: Callable[..., PreparedRun]) -> None:
+    prepared = prepare(stop_step=9, claim=True)
     run_dir = prepared.config.run_dir
     journal = _attempt(run_dir, 3)
     save(LocalStore(run_dir), 2)
-    journal.append(
-        {"event": "checkpoint_committed", **COMMITTED, "step": 2, "path": "checkpoints/step-00000002", "world_size": 2}
-    )
+    path = "checkpoints/step-00000002"
+    journal.append({"event": "checkpoint_committed", **COMMITTED, "step": 2, "path": path, "world_size": 2})
     assert record_completion(prepared) is None
-    manifest = run_dir / "checkpoints" / "step-00000002" / "manifest.json"
+    manifest = run_dir / path / "manifest.json"
     manifest.write_bytes(b"{")
     with pytest.raises(RunError, match="step 2 is damaged"):
         record_completion(prepared)
@@ -113,17 +108,15 @@ def test_a_run_whose_state_is_gone_or_damaged_is_refused_before_a_worker_starts(
         record_completion(prepared)
 
 
-def test_a_finished_run_whose_checkpoints_were_deleted_stays_complete(
-    prepare: Callable[..., PreparedRun], tmp_path: Path
-) -> None:
+def test_a_finished_run_without_checkpoints_stays_complete(prepare: Callable[..., PreparedRun], tmp_path: Path) -> None:
     """Exported and cleaned away; the job is submitted once more."""
-    journal = _attempt(_claimed(prepare()).config.run_dir, 2)
-    for event in (
+    journal = _attempt(prepare(claim=True).config.run_dir, 2)
+    for record in (
         {"event": "checkpoint_committed", **COMMITTED, "step": 2, "path": "p", "world_size": 1},
         {"event": "attempt_ended", "reason": "finished"},
         {"event": "run_finished", "step": 2},
     ):
-        journal.append(event)
+        journal.append(record)
     # Also where it was started from another run, which is gone as well.
     for changes in ({}, {"model__resume_from": str(tmp_path / "gone")}):
         history = record_completion(prepare(**changes))
@@ -132,47 +125,18 @@ def test_a_finished_run_whose_checkpoints_were_deleted_stays_complete(
         record_completion(prepare(stop_step=3))
 
 
-def test_a_tracker_that_is_added_after_the_end_gets_the_whole_run(prepare: Callable[..., PreparedRun]) -> None:
-    run_dir = _claimed(prepare()).config.run_dir
-    _attempt(run_dir, 2)
-    save(LocalStore(run_dir), 2)
-    assert record_completion(prepare()) is not None
-    added = prepare(tracking__enabled=True, tracking__trackers=["tensorboard"])
-    for _ in range(2):
-        assert record_completion(added) is not None
-    assert [step for step, _ in points(run_dir, "loss")] == [1, 2]
-    shown = texts(run_dir)
-    assert "| state | finished |" in shown["state"] and "| step | 2 |" in shown["checkpoints"]
+LOST = Lineage(newest_attempt=0, started_from={})
 
 
-@pytest.fixture
-def corpus(tmp_path: Path) -> Path:
-    return make_corpus(tmp_path, ("bisect.py", "cmd.py"))
+def committed(step: int, attempt: int = 1) -> Event:
+    return event({"event": "checkpoint_committed", "step": step, "attempt": attempt})
 
 
-def _prepared(tmp_path: Path, corpus: Path, stop_step: int = 2, **changes: Any) -> PreparedRun:
-    config = make_config(tmp_path / "runs", corpus, run__stop_step=stop_step, **changes)
-    return prepare_run(config, Path("/"))
-
-
-def test_mlflow_hears_of_the_last_checkpoint_and_of_the_end(tmp_path: Path, corpus: Path, mlflow_tables: Path) -> None:
-    from mlflow.tracking import MlflowClient
-
-    (tmp_path / "runs").mkdir()
-    shutil.copy(mlflow_tables, tmp_path / "runs/mlflow.db")
-    prepared = _prepared(tmp_path, corpus, tracking__enabled=True)
-    config = prepared.config
-    claim_directory(prepared)
-    _attempt(config.run_dir, 2)
-    # The attempt got as far as its first steps with MLflow; what it committed it died before saying.
-    with tracked(config):
-        pass
-    save(LocalStore(config.run_dir), 2)
-    assert record_completion(prepared) is not None
-    identity = TrackingIdentity.load(config.run_dir)
-    assert identity is not None and identity.run_id is not None and config.tracking_uri is not None
-    client = MlflowClient(config.tracking_uri)
-    run = client.get_run(identity.run_id)
-    assert run.info.status == "FINISHED"
-    models = client.search_logged_models([run.info.experiment_id])
-    assert [(model.tags["step"], model.tags["state"]) for model in models] == [("2", "committed")]
+def test_steps_that_were_set_aside_or_come_after_a_later_attempts_start_are_not_missed() -> None:
+    aside = event({"event": "checkpoint_set_aside", "step": 4, "reason": "torn", "attempt": 2})
+    assert commits_that_count([], LOST) == ()
+    assert commits_that_count([event({"event": "attempt_started"}), committed(2), committed(4), aside], LOST) == (2,)
+    assert commits_that_count([committed(4), aside, committed(4)], LOST) == (4,)
+    lineage = Lineage(newest_attempt=2, started_from={1: 0, 2: 2})
+    assert commits_that_count([committed(2), committed(4), committed(6, 2)], lineage) == (2, 6)
+    assert commits_that_count([committed(4), committed(4, 2)], lineage) == (4,)
