@@ -1,5 +1,3 @@
-"""Docs for developers agree with the code: paths, names, error texts, words, rooms and links."""
-
 from __future__ import annotations
 
 import ast
@@ -23,7 +21,6 @@ _SOURCES = {file: file.read_text(encoding="utf-8") for file in sorted(_PACKAGE.r
 
 
 def _cells(page: Path, column: int = 0) -> list[str]:
-    """Return a column of every table of a page, without headers."""
     rows = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
     return [row.split(" | ")[column].removeprefix("| ") for row in rows if not row.startswith("| word |")]
 
@@ -71,12 +68,9 @@ def test_the_page_on_benchmarks_names_every_benchmark_and_no_other() -> None:
     assert named == {str(file.relative_to(_BENCHMARKS)) for file in _BENCHMARKS.rglob("bench_*.py")}
 
 
-def test_the_pages_for_developers_are_short_enough_to_be_read() -> None:
+def test_pages_for_developers_are_short_and_readme_starts_with_what_is_not_tested() -> None:
     words = {page: len((_ROOT / page).read_text(encoding="utf-8").split()) for page in _MOST_WORDS}
     assert {page: count for page, count in words.items() if count > _MOST_WORDS[page]} == {}
-
-
-def test_readme_is_a_page_and_says_at_its_top_what_never_ran() -> None:
     text = (_ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 100
     top = text[: text.index("![")]

@@ -1,21 +1,19 @@
-"""Manifests are valid by their schemas where one can be had, and agree with the package and with one another."""
-
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import kubernetes_validate
 import pytest
+import ray
 import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
@@ -37,34 +35,16 @@ _KUSTOMIZATIONS = (
 )
 
 
-def _fields(required: dict[str, Any], optional: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of an object that has these fields and no others."""
-    properties = required | optional
-    return {"type": "object", "additionalProperties": False, "required": [*required], "properties": properties}
-
-
-_TEXT, _OBJECT, _COUNT = {"type": "string"}, {"type": "object"}, {"type": "integer", "minimum": 0}
-_GROUP = {"rayStartParams": {"type": "object", "additionalProperties": _TEXT}, "template": _OBJECT}
-_WORKERS = _fields({"groupName": _TEXT, "minReplicas": _COUNT, "maxReplicas": _COUNT, **_GROUP}, {"replicas": _COUNT})
-_CLUSTER_OPTIONS = {
-    "rayVersion": _TEXT,
-    "authOptions": {"type": "object", "properties": {"mode": {"enum": ["token", "disabled"]}}},
-    "workerGroupSpecs": {"type": "array", "items": _WORKERS},
-}
-_JOB_OPTIONS = {
-    "runtimeEnvYAML": _TEXT,
-    "submissionMode": {"enum": ["K8sJobMode", "HTTPMode", "InteractiveMode"]},
-    "backoffLimit": _COUNT,
-    "shutdownAfterJobFinishes": {"type": "boolean"},
-    "ttlSecondsAfterFinished": _COUNT,
-}
-_CLUSTER = _fields({"headGroupSpec": _fields(_GROUP, {})}, _CLUSTER_OPTIONS)
-_METADATA = {"type": "object", "required": ["name"]}
-_SPEC = _fields({"entrypoint": _TEXT, "rayClusterSpec": _CLUSTER}, _JOB_OPTIONS)
-_KIND = {"apiVersion": {"const": "ray.io/v1"}, "kind": {"const": "RayJob"}}
-_RAY_JOB = _fields({**_KIND, "metadata": _METADATA, "spec": _SPEC}, {})
-"""The fields of KubeRay's RayJob that are used here, with the types of ray-operator/apis/ray/v1 (KubeRay 1.5.1); its
-whole schema is in no Python package. Pod templates are checked by the schema of Kubernetes."""
+_JOB_TYPES = {
+    "entrypoint": str, "rayClusterSpec": dict, "runtimeEnvYAML": str, "submissionMode": str, "backoffLimit": int,
+    "shutdownAfterJobFinishes": bool, "ttlSecondsAfterFinished": int,
+}  # fmt: skip
+_CLUSTER_TYPES = {"headGroupSpec": dict, "rayVersion": str, "authOptions": dict, "workerGroupSpecs": list}
+_GROUP_TYPES = {
+    "rayStartParams": dict, "template": dict, "groupName": str, "minReplicas": int, "maxReplicas": int, "replicas": int
+}  # fmt: skip
+"""Fields of KubeRay's RayJob and their types in ray-operator/apis/ray/v1 (KubeRay 1.5.1): no Python package has its
+schema."""
 
 
 def _documents(path: str) -> list[dict[str, Any]]:
@@ -150,8 +130,13 @@ def test_a_kubernetes_manifest_is_valid_by_the_schema_of_kubernetes(path: str) -
 
 
 def test_the_ray_job_has_known_fields_and_valid_pods(ray_job: dict[str, Any]) -> None:
-    jsonschema.validate(ray_job, _RAY_JOB)
+    assert set(ray_job) == {"apiVersion", "kind", "metadata", "spec"} and ray_job["apiVersion"] == "ray.io/v1"
+    specs = [(ray_job["spec"], _JOB_TYPES), (ray_job["spec"]["rayClusterSpec"], _CLUSTER_TYPES)]
+    for spec, types in (*specs, *((group, _GROUP_TYPES) for _, group in _groups(ray_job))):
+        assert {name: value for name, value in spec.items() if type(value) is not types.get(name)} == {}
+    assert ray_job["spec"]["submissionMode"] in ("K8sJobMode", "HTTPMode", "InteractiveMode")
     for name, group in _groups(ray_job):
+        assert all(isinstance(value, str) for value in group["rayStartParams"].values())
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, **group["template"]}
         kubernetes_validate.validate(pod, _KUBERNETES, strict=True)
 
@@ -160,16 +145,21 @@ def test_the_ray_job_has_known_fields_and_valid_pods(ray_job: dict[str, Any]) ->
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl")
 def test_kustomize_makes_the_same_of_it(folder: str) -> None:
     done = subprocess.run(["kubectl", "kustomize", folder], cwd=_INFRA, capture_output=True, text=True, check=True)
+    made, own = (
+        {(one["kind"], one["metadata"]["name"]): one for one in documents}
+        for documents in (yaml.safe_load_all(done.stdout), _rendered(folder))
+    )
+    assert made == own
 
-    def by_name(documents: Iterable[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
-        return {(one["kind"], one["metadata"]["name"]): one for one in documents}
 
-    assert by_name(yaml.safe_load_all(done.stdout)) == by_name(_rendered(folder))
+def _job(overlay: str) -> dict[str, Any]:
+    (job,) = [one for one in _rendered(f"overlays/{overlay}") if one["kind"] == "RayJob"]
+    return job
 
 
 @pytest.mark.parametrize("size", _SIZES)
 def test_an_overlay_has_the_gpus_of_its_name(size: int) -> None:
-    (job,) = [one for one in _rendered(f"overlays/gpus-{size}") if one["kind"] == "RayJob"]
+    job = _job(f"gpus-{size}")
     (group,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
     assert {group[name] for name in ("replicas", "minReplicas", "maxReplicas")} == {size // 8}
     config = _trained_config(job["spec"]["entrypoint"])
@@ -180,8 +170,7 @@ def test_an_overlay_has_the_gpus_of_its_name(size: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", _SIZES)
 def test_the_run_of_an_overlay_fits_its_gpus(size: int) -> None:
-    (job,) = [one for one in _rendered(f"overlays/gpus-{size}") if one["kind"] == "RayJob"]
-    assert report_run(_trained_config(job["spec"]["entrypoint"]), _ROOT).problems == ()
+    assert report_run(_trained_config(_job(f"gpus-{size}")["spec"]["entrypoint"]), _ROOT).problems == ()
 
 
 def test_voluntary_disruptions_wait_for_the_head_and_take_one_worker_at_a_time(manifests: list[dict[str, Any]]) -> None:
@@ -234,26 +223,21 @@ def test_a_workers_pod_drains_its_node_before_it_ends(ray_job: dict[str, Any]) -
 
 
 def test_the_ray_cluster_is_valid_by_rays_own_schema(ray_cluster: dict[str, Any]) -> None:
-    spec = importlib.util.find_spec("ray")
-    assert spec is not None
-    assert spec.origin is not None
-    schema = json.loads((Path(spec.origin).parent / "autoscaler" / "ray-schema.json").read_text(encoding="utf-8"))
-    jsonschema.validate(ray_cluster, schema)
+    schema = (Path(ray.__file__).parent / "autoscaler" / "ray-schema.json").read_text(encoding="utf-8")
+    jsonschema.validate(ray_cluster, json.loads(schema))
     # What `ray up` does before it asks a cloud for anything.
     validate_config(prepare_config(ray_cluster))
 
 
 @pytest.mark.parametrize(("network", "device"), [("efa", "vpc.amazonaws.com/efa"), ("infiniband", "rdma/")])
 def test_a_pod_on_a_fast_network_has_its_libraries_and_devices_and_may_lock_memory(network: str, device: str) -> None:
-    (job,) = [one for one in _rendered(f"overlays/gpus-64-{network}") if one["kind"] == "RayJob"]
-    (group,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    (group,) = _job(f"gpus-64-{network}")["spec"]["rayClusterSpec"]["workerGroupSpecs"]
     (container,) = group["template"]["spec"]["containers"]
     assert container["image"].endswith(f"-{network}")
     assert container["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
     requests, limits = container["resources"]["requests"], container["resources"]["limits"]
     assert any(name.startswith(device) for name in limits) and requests == limits
-    # Those of the plain overlay are what they were.
-    (plain,) = [one for one in _rendered("overlays/gpus-64") if one["kind"] == "RayJob"]
+    plain = _job("gpus-64")
     assert group["replicas"] == plain["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["replicas"]
     assert "vpc.amazonaws.com/efa" not in str(plain)
 

@@ -1,21 +1,15 @@
-"""The stores that other tests rely on fail, wait and count as they say."""
-
 from __future__ import annotations
 
 import errno
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from ray_ulysses.storage import AlreadyExistsError, LocalStore, Store
+from ray_ulysses.storage import LocalStore, Store
 from tests.stores import CountingStore, FaultyStore, Kind, MemoryStore, permission_lost
 
 
 def _work(store: Store) -> None:
-    """Make the calls of `_CALLS`."""
     store.create("a", [b"1", b"2"])
     store.read_whole("a")
     store.replace("a", [b"3"])
@@ -55,28 +49,3 @@ def test_a_fault_may_come_after_the_deed_last_and_know_its_keys() -> None:
         with pytest.raises(OSError):
             store.create("a", [b"1"])
         store.replace("free", [b"1"])
-
-
-def test_a_fault_may_be_a_death(tmp_path: Path) -> None:
-    code = (
-        "import sys\n"
-        "from ray_ulysses.storage import LocalStore\n"
-        "from tests.stores import KILL, FaultyStore\n"
-        "FaultyStore(LocalStore(sys.argv[1]), fail_at=2, error=KILL, kinds=['chunk']).create('a', [b'1', b'2'])\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=60, check=False)
-    assert done.returncode == -signal.SIGKILL
-    assert LocalStore(tmp_path).list("a") == []
-
-
-def test_the_store_in_memory_keeps_the_contract() -> None:
-    store = MemoryStore()
-    store.create("a/b", [b"1"])
-    with pytest.raises(AlreadyExistsError):
-        store.create("a/b", [b"2"])
-    store.replace("ab", [b"3"])
-    assert store.list("a") == ["a/b"]
-    store.delete("a")
-    with pytest.raises(FileNotFoundError):
-        store.open("a/b")
-    assert store.read_whole("ab") == b"3"

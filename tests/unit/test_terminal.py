@@ -1,5 +1,3 @@
-"""Foreign text on a terminal is shown and not obeyed, starts no line, and stays readable in all languages."""
-
 from __future__ import annotations
 
 import io
@@ -12,15 +10,9 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from ray_ulysses.cli import main
+from ray_ulysses.cli import main, run
 from ray_ulysses.commands.display import open_console, start_live
-from ray_ulysses.logging import (
-    EscapingStream,
-    escaped_output,
-    indented,
-    one_line,
-    printable,
-)
+from ray_ulysses.logging import EscapingStream, escaped_output, indented, one_line, printable
 from ray_ulysses.report.words import as_text, facts, table
 from tests.unit.foreign_text import ATTACK, faults_of
 
@@ -67,6 +59,8 @@ def test_a_traceback_is_printed_escaped(
         raise KeyError(ATTACK) from RuntimeError(ATTACK)
 
     monkeypatch.setattr("ray_ulysses.cli.app", command)
+    with pytest.raises(KeyError):
+        run(command)
     with pytest.raises(SystemExit) as caught:
         main([])
     said = capsysbinary.readouterr().err
