@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from ray_ulysses.storage import LocalStore, Store, parse_location
-from ray_ulysses.storage.location import ObjectLocation
 from ray_ulysses.storage.object_store import ObjectStore
 from tests.s3_server import FaultyProxy, S3Server
 
@@ -16,9 +15,7 @@ PART_BYTES = 5 * 2**20
 
 def object_store(uri: str, *, retry_s: float = 1.0) -> ObjectStore:
     """Return a store with the smallest parts and little retry."""
-    location = parse_location(uri)
-    assert isinstance(location, ObjectLocation)
-    return ObjectStore(location, retry_s=retry_s, part_bytes=PART_BYTES)
+    return ObjectStore(parse_location(uri), retry_s=retry_s, part_bytes=PART_BYTES)
 
 
 @pytest.fixture
