@@ -1,4 +1,4 @@
-"""A device's copies that happen as late as they may, and fail where CUDA's would race."""
+"""Copies that run as late as possible, and raise where copies on a GPU would race."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _GARBAGE = 255
 
 @dataclass(eq=False)
 class LateCopy:
-    """One copy, which has not happened until it is waited for."""
+    """A copy that runs when it is waited for."""
 
     kind: str
     start: int
@@ -24,7 +24,7 @@ class LateCopy:
 
 @dataclass
 class LateCopies:
-    """Records the order of copies, and runs each when the computation waits for it."""
+    """Records the order of copies, and runs each copy when the computation waits for it."""
 
     num_bytes: int
     log: list[tuple[str, int]] = field(default_factory=list)
@@ -33,24 +33,20 @@ class LateCopies:
     highest: int = 0
 
     def __post_init__(self) -> None:
-        """Fill the memory with garbage."""
         self.memory = torch.full((self.num_bytes,), _GARBAGE, dtype=torch.uint8)
 
     def copy_out(self, source: torch.Tensor, start: int) -> LateCopy:
-        """Note the copy."""
         for other in self._overlapping(start, start + len(source)):
             raise AssertionError(f"a slab was reused before its copy {other.kind} finished")
         return self._note("out", source, start)
 
     def copy_in(self, start: int, target: torch.Tensor) -> LateCopy:
-        """Note the copy; until it happens the target holds garbage."""
         for other in self._overlapping(start, start + len(target)):
             raise AssertionError(f"a slab was copied in before its copy {other.kind} finished")
         target.fill_(_GARBAGE)
         return self._note("in", target, start)
 
     def wait(self, copy: LateCopy) -> None:
-        """Run the copy."""
         if copy.is_done:
             return
         device_side = copy.device_side()
@@ -66,7 +62,6 @@ class LateCopies:
         self.log.append((f"{copy.kind} done", copy.start))
 
     def finish(self) -> None:
-        """Run every copy that is still on its way, as a device would."""
         for copy in list(self.pending):
             self.wait(copy)
 

@@ -7,14 +7,16 @@ from typing import Any
 
 import torch
 
-from ray_ulysses import shard_batch
+from ray_ulysses import causal_lm_loss, shard_batch
 from ray_ulysses.attention.batch import IGNORE_INDEX, ShardedBatch
 from ray_ulysses.attention.recompute import KeptOutput, checkpoint_contexts
+from ray_ulysses.parallel.layout import TileSetting
 from tests.apart import worst
 from tests.unit.attention.meshes import ALONE
 from tests.unit.attention.models import VOCAB
 
 LENGTHS = (17, 23)
+Values = dict[str, torch.Tensor]
 TILE = 7
 
 
@@ -28,7 +30,6 @@ def make_batch(weighted: bool = False) -> ShardedBatch:
 
 
 def checkpointed(model: Any, keep: KeptOutput = "both") -> Any:
-    """Return the model with gradient checkpointing."""
     options: dict[str, Any] = {"use_reentrant": False}
     if keep != "none":
         options["context_fn"] = checkpoint_contexts(keep)
@@ -36,11 +37,20 @@ def checkpointed(model: Any, keep: KeptOutput = "both") -> Any:
     return model
 
 
-def gradients_of(model: Any) -> dict[str, torch.Tensor]:
+def step(model: Any, batch: ShardedBatch | None = None, tile: TileSetting = "auto", call: Any = None) -> Values:
+    """Return the loss of a step, through the model or the call that wraps the model, and its gradients."""
+    model.zero_grad()
+    batch = make_batch() if batch is None else batch
+    loss_sum, _ = causal_lm_loss(model if call is None else call, batch, tile=tile)
+    (loss_sum * 0.37).backward()
+    return {"loss": loss_sum.detach(), **gradients_of(model)}
+
+
+def gradients_of(model: Any) -> Values:
     return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
 
 
-def worst_tensor(ours: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+def worst_tensor(ours: Values, wanted: Values) -> float:
     """Return law 1's error of the worst tensor."""
     assert ours.keys() == wanted.keys()
     whole = torch.stack([one.norm() for one in wanted.values()]).norm()
@@ -51,7 +61,7 @@ def worst_tensor(ours: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor])
 
 
 def peak_bytes(run: Callable[[], Any]) -> int:
-    """Return how much torch's allocator has given out at most."""
+    """Return the peak number of bytes that torch's allocator has in use."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
     now = most = 0

@@ -23,7 +23,7 @@ from tests.planned import estimate
 from tests.unit.attention.meshes import ALONE
 from tests.unit.attention.models import ARCHITECTURES, SIZES, VOCAB, magnified, tiny_model, zoo_model
 from tests.unit.engine.late_copies import LateCopies
-from tests.unit.engine.steps import checkpointed, gradients_of, make_batch, peak_bytes
+from tests.unit.engine.steps import checkpointed, gradients_of, make_batch, peak_bytes, step
 
 Kind = Literal["layer_inputs", "attention_outputs"]
 INPUTS: Kind = "layer_inputs"
@@ -54,18 +54,6 @@ def deep(copies: LateCopies, kinds: Collection[Kind] = BOTH) -> tuple[Any, Activ
     return model, offload_to(model, copies, kinds)
 
 
-def loss_of(model: Any) -> torch.Tensor:
-    loss, _ = causal_lm_loss(model, make_batch())
-    return loss
-
-
-def step(model: Any) -> dict[str, torch.Tensor]:
-    model.zero_grad()
-    loss = loss_of(model)
-    loss.backward()  # type: ignore[no-untyped-call]
-    return {"loss": loss.detach(), **gradients_of(model)}
-
-
 def assert_same_bits(ours: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
     assert ours.keys() == wanted.keys()
     assert [name for name in wanted if not torch.equal(ours[name], wanted[name])] == []
@@ -89,6 +77,9 @@ def test_copies_that_happen_as_late_as_they_may_change_no_bit(kinds: Collection[
     wanted = step(make_model(num_hidden_layers=LAYERS))
     copies = LateCopies(ROOM)
     model, offload = deep(copies, kinds)
+    with torch.no_grad():
+        causal_lm_loss(model, make_batch())
+    assert copies.log == [], "an evaluation copies nothing"
     highest = []
     for _ in range(3):
         assert_same_bits(step(model), wanted)
@@ -96,7 +87,6 @@ def test_copies_that_happen_as_late_as_they_may_change_no_bit(kinds: Collection[
         highest.append(copies.highest)
     copies.finish()
     per_layer = {INPUTS: LAYER_BYTES, OUTPUTS: LAYER_BYTES + TOKENS * SIZES["num_attention_heads"] * 4}
-    # The same slabs serve every step.
     assert highest == [LAYERS * sum(per_layer[kind] for kind in kinds)] * 3
     assert copies.most_pending_bytes <= highest[0] * 2 // LAYERS
 
@@ -106,18 +96,18 @@ def test_inputs_leave_in_order_and_come_back_one_layer_ahead() -> None:
     model, _ = deep(copies, [INPUTS])
     step(model)
     log = [(event, start // LAYER_BYTES) for event, start in copies.log]
-    # A layer's memory on the device is freed when the second one after it begins: its copy has a layer's time.
+    # A layer's activations leave the device when the second layer after it starts.
     forward = [("out", 0), ("out", 1)]
     for layer in range(2, LAYERS):
         forward += [("out done", layer - 2), ("out", layer)]
     assert log[: len(forward)] == forward
-    # Of the last two layers nothing needs to come back; then each layer's copy begins while the one after it computes.
+    # The last two layers are still on the device; every other layer is copied back while its successor computes.
     backward = [event for event in log[len(forward) :] if event[0].startswith("in")]
     assert backward == [("in", 2), ("in", 1), ("in done", 2), ("in", 0), ("in done", 1), ("in done", 0)]
 
 
 def test_memory_on_the_device_does_not_grow_with_the_layers() -> None:
-    # Each layer keeps the state of the random generator too, 5 KiB.
+    # The row is long because each layer saves 5 KiB of generator state as well.
     long = 1024
 
     def peak(layers: int, kinds: Collection[Kind]) -> int:
@@ -130,15 +120,6 @@ def test_memory_on_the_device_does_not_grow_with_the_layers() -> None:
     kept = peak(12, []) - peak(6, [])
     assert kept >= 6 * 2 * long * SIZES["hidden_size"] * 4
     assert peak(12, BOTH) - peak(6, BOTH) <= kept / 20
-
-
-def test_a_second_backward_pass_is_refused_and_leaves_no_slab_in_use() -> None:
-    model, offload = deep(LateCopies(ROOM), [INPUTS])
-    loss, _ = causal_lm_loss(model, make_batch(), tile="off")
-    loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
-    with pytest.raises(RuntimeError, match=r"one backward pass only.*offload_activations: \[\]"):
-        loss.backward()  # type: ignore[no-untyped-call]
-    assert offload.bytes_in_use == 0
 
 
 @pytest.mark.parametrize("call", [3, LAYERS + 2], ids=["forward", "backward"])
@@ -163,25 +144,22 @@ def test_an_exception_leaves_no_slab_in_use_and_the_next_step_is_right(call: int
     copies.finish()
 
 
-def test_an_evaluation_copies_nothing() -> None:
-    copies = LateCopies(ROOM)
-    model, _ = deep(copies)
-    with torch.no_grad():
-        loss_of(model)
-        loss_of(model.eval())
-    assert copies.log == []
-
-
-def test_two_forward_passes_may_precede_their_backward_passes() -> None:
-    wanted = step(make_model(num_hidden_layers=LAYERS))
-    del wanted["loss"]
+def test_backward_passes_may_follow_several_forward_passes_but_run_only_once_each() -> None:
+    plain = make_model(num_hidden_layers=LAYERS)
+    causal_lm_loss(plain, make_batch(), tile="off")[0].backward()  # type: ignore[no-untyped-call]
     model, offload = deep(LateCopies(ROOM))
-    losses = [loss_of(model), loss_of(model)]
+    losses = [causal_lm_loss(model, make_batch(), tile="off")[0] for _ in range(2)]
     for loss in losses:
         model.zero_grad()
+        loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+        assert_same_bits(gradients_of(model), gradients_of(plain))
+    with pytest.raises(RuntimeError, match=r"one backward pass only.*offload_activations: \[\]"):
         loss.backward()  # type: ignore[no-untyped-call]
-        assert_same_bits(gradients_of(model), wanted)
     assert offload.bytes_in_use == 0
+    model.model.embed_tokens.requires_grad_(False)
+    model.model.layers[:3].requires_grad_(False)
+    step(model)
+    assert offload.bytes_in_use == 0, "frozen layers free their slabs too"
 
 
 OWN_WIDTHS: dict[str, dict[str, Any]] = {
@@ -281,14 +259,6 @@ def test_a_layer_that_is_called_with_its_input_by_name_is_refused() -> None:
     offload = ActivationOffload(LateCopies(64), [INPUTS], keep="none", budget_bytes=64)
     with pytest.raises(UserError, match=r"^memory.offload_activations: .*layer_inputs can't be identified"):
         offload.checkpoint(lambda function: function(), nn.Identity())
-
-
-def test_frozen_layers_give_their_slabs_back() -> None:
-    model, offload = deep(LateCopies(ROOM))
-    model.model.embed_tokens.requires_grad_(False)
-    model.model.layers[:3].requires_grad_(False)
-    step(model)
-    assert offload.bytes_in_use == 0
 
 
 def test_compiled_layers_run_as_they_are() -> None:

@@ -19,7 +19,7 @@ from ray_ulysses.errors import ConfigError, UserError
 from ray_ulysses.run.settings import model_shape
 from tests.unit.attention.models import zoo_model
 from tests.unit.config.trees import small_tree
-from tests.unit.engine.test_empty_model import names_shapes_and_types
+from tests.unit.engine.test_empty_model import names_shapes_and_types, tied_names
 
 EXTENSION = {"targets": ["q_proj", "v_proj"], "train_embeddings": True, "train_norms": True}
 
@@ -66,13 +66,16 @@ def test_every_linear_layer_but_the_head_has_an_adapter_that_changes_nothing_yet
 
 
 def test_embeddings_and_norms_are_trained_whole_and_no_copy_is_made() -> None:
-    model = build_model(config_of(EXTENSION, tied=True))
+    config = config_of(EXTENSION, tied=True)
+    model = build_model(config)
     whole = {name for name in trained_names(model) if "lora_" not in name}
     norms = {
         f"model.layers.{n}.{which}.weight" for n in (0, 1) for which in ("input_layernorm", "post_attention_layernorm")
     }
     assert whole == norms | {"model.norm.weight", "model.embed_tokens.weight"}
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    empty = build_model(config, state=StateDescription(tensors={}, tied=tied_names(model)))
+    assert names_shapes_and_types(empty) == names_shapes_and_types(model)
 
 
 def test_the_first_weights_depend_on_the_seed_alone(tmp_path: Path) -> None:
@@ -90,49 +93,40 @@ def test_the_first_weights_depend_on_the_seed_alone(tmp_path: Path) -> None:
     assert all(not one.any() for name, one in first.items() if "lora_B" in name)
 
 
-def test_a_model_that_a_state_fills_is_the_same_but_for_its_values() -> None:
-    config = config_of(EXTENSION, model__dtype="bf16")
-    empty = build_model(config, state=StateDescription(tensors={}))
-    assert names_shapes_and_types(empty) == names_shapes_and_types(build_model(config))
-
-
 @pytest.mark.parametrize(
-    ("adapter", "tied", "said"),
+    ("adapter", "said"),
     [
-        ({"targets": ["query"]}, False, "model.adapter.targets: "),
-        ({"modules_to_save": ["wte"]}, False, "model.adapter.modules_to_save: "),
-        ({"targets": ["embed_tokens"]}, False, "model.adapter.targets=model.embed_tokens: "),
-        (
-            {"targets": ["up_proj"], "modules_to_save": ["mlp"]},
-            False,
-            "model.adapter.targets=model.layers.0.mlp.up_proj",
-        ),
-        ({"targets": ["lm_head"]}, True, "model.adapter.targets=lm_head: "),
+        ({"targets": ["query"]}, ".targets: "),
+        ({"modules_to_save": ["wte"]}, ".modules_to_save: "),
+        ({"targets": ["embed_tokens"]}, ".targets=model.embed_tokens: "),
+        ({"targets": ["up_proj"], "modules_to_save": ["mlp"]}, ".targets=model.layers.0.mlp.up_proj"),
+        ({"targets": ["lm_head"]}, ".targets=lm_head: "),
     ],
     ids=["target", "module", "embedding", "both", "tied-head"],
 )
-def test_an_adapter_that_does_not_suit_the_model_is_refused(adapter: dict[str, Any], tied: bool, said: str) -> None:
+def test_an_adapter_that_does_not_suit_the_model_is_refused(adapter: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError) as error:
-        model_shape(config_of(adapter, tied=tied))
-    assert str(error.value).startswith(said)
+        model_shape(config_of(adapter, tied=True))
+    assert str(error.value).startswith(f"model.adapter{said}")
 
 
 @pytest.mark.parametrize(
-    ("adapter", "changes", "path"),
+    ("adapter", "path"),
     [
-        ({"rank": 0}, {}, "model.adapter.rank"),
-        ({"targets": "q_proj"}, {}, "model.adapter.targets"),
-        ({"targets": []}, {}, "model.adapter.targets"),
-        ({"targets": ["a", "a"]}, {}, "model.adapter.targets"),
-        ({"dropout": 0.1}, {}, "model.adapter.dropout"),
-        ({}, {"model__part": "text"}, "model.adapter"),
+        ({"rank": 0}, ".rank"),
+        ({"targets": "q_proj"}, ".targets"),
+        ({"targets": []}, ".targets"),
+        ({"targets": ["a", "a"]}, ".targets"),
+        ({"dropout": 0.1}, ".dropout"),
     ],
-    ids=["rank", "pattern", "none", "twice", "dropout", "part"],
+    ids=["rank", "pattern", "none", "twice", "dropout"],
 )
-def test_an_impossible_setting_is_refused(adapter: dict[str, Any], changes: dict[str, Any], path: str) -> None:
+def test_an_impossible_setting_is_refused(adapter: dict[str, Any], path: str) -> None:
     with pytest.raises(ConfigError) as error:
-        config_of(adapter, **changes)
-    assert path in {problem.path for problem in error.value.problems}
+        config_of(adapter)
+    assert "model.adapter" + path in {problem.path for problem in error.value.problems}
+    with pytest.raises(ConfigError, match=r"model\.adapter"):
+        config_of({}, model__part="text")
 
 
 def test_a_missing_peft_is_refused_with_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""A model that a stored state is going to fill: the model with initial weights in everything but their values."""
+"""A model for a stored state equals the model with initial weights, except for the weights' values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from transformers.initialization import TORCH_INIT_FUNCTIONS
 
 from ray_ulysses.checkpoint.state import StateDescription
-from ray_ulysses.config import Config
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.engine.model import allocate_weights, build_model, without_weights
 from tests.breadth import fast_only
@@ -64,7 +63,6 @@ def check_equal_but_for_weights(empty: PreTrainedModel, wanted: PreTrainedModel)
     buffers = dict(empty.named_buffers())
     assert buffers.keys() == dict(wanted.named_buffers()).keys()
     for name, buffer in wanted.named_buffers():
-        # What is stored is filled; DeepSpeed casts it to fp32 where the architecture asks for that.
         if name not in stored:
             assert buffers[name].dtype == buffer.dtype and torch.equal(buffers[name], buffer), name
 
@@ -90,30 +88,22 @@ def test_only_the_weights_of_an_empty_model_are_missing(
         build_model(config)
 
 
-def _directory_that_ties_two_heads(folder: Path) -> Config:
-    """Save a model whose configuration ties the head though its weights hold one of its own."""
+def test_the_stored_state_decides_if_heads_are_tied(tmp_path: Path, nothing_drawn_or_read: Callable[[], None]) -> None:
     model: Any = build_model(parse_config(small_tree()))
-    model.save_pretrained(folder)
+    model.save_pretrained(tmp_path)
+    # The configuration ties the head, although the weights have a separate one.
     model.config.tie_word_embeddings = True
-    model.config.save_pretrained(folder)
-    return parse_config(small_tree(model__init="pretrained", model__path=str(folder), model__config=None))
-
-
-def test_the_stored_state_says_whether_the_head_is_tied(
-    tmp_path: Path, nothing_drawn_or_read: Callable[[], None]
-) -> None:
-    config = _directory_that_ties_two_heads(tmp_path)
+    model.config.save_pretrained(tmp_path)
+    config = parse_config(small_tree(model__init="pretrained", model__path=str(tmp_path), model__config=None))
     wanted = build_model(config)
     assert tied_names(wanted) == {}
     nothing_drawn_or_read()
     check_equal_but_for_weights(build_model(config, state=StateDescription(tensors={})), wanted)
-    tied = build_model(config, state=StateDescription(tensors={}, tied={"lm_head.weight": "model.embed_tokens.weight"}))
-    assert tied_names(tied) == {"lm_head.weight": "model.embed_tokens.weight"}
+    tie = {"lm_head.weight": "model.embed_tokens.weight"}
+    assert tied_names(build_model(config, state=StateDescription(tensors={}, tied=tie))) == tie
 
 
 class _Shared(nn.Module):
-    """Two layers that share a weight, a third that is frozen, one parameter of whole numbers, and a table."""
-
     def __init__(self) -> None:
         super().__init__()
         self.one, self.two, self.three = (nn.Linear(3, 3, bias=False) for _ in range(3))

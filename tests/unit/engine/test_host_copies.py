@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -21,14 +20,13 @@ PIECE = 4096
 
 @dataclass
 class Cudart:
-    """Stands in for `torch.cuda.cudart()`."""
+    """A fake `torch.cuda.cudart()` with a limit on pinned memory."""
 
     room: int
     pinned: dict[int, int] = field(default_factory=dict)
     refused: int = 0
 
     def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:
-        """Pin memory while there is room."""
         if sum(self.pinned.values()) + size > self.room:
             self.refused += 1
             return 2
@@ -36,7 +34,6 @@ class Cudart:
         return 0
 
     def cudaHostUnregister(self, pointer: int) -> int:
-        """Unpin memory."""
         del self.pinned[pointer]
         return 0
 
@@ -59,7 +56,6 @@ def test_memory_is_pinned_as_it_is_used_and_no_more_than_is_needed() -> None:
     ]
     assert list(cudart.pinned.values()) == [PIECE] * 3
     list(pinned.pieces(0, 3 * PIECE + 100))
-    # The last piece is not rounded up.
     assert list(cudart.pinned.values()) == [PIECE] * 3 + [100]
     assert [b - a for a, b in zip(cudart.pinned, list(cudart.pinned)[1:], strict=False)] == [PIECE] * 3
     del pinned, parts
@@ -90,49 +86,10 @@ def test_memory_is_pinned_and_unpinned_on_its_own_gpu_by_whichever_thread(monkey
     assert cuda.pinned == {} and cuda.strays == []
 
 
-class Stream:
-    """Stands in for a stream of CUDA, and records what it is given in order."""
-
-    def __init__(self, name: str, log: list[str]) -> None:
-        self.name, self.log, self.device = name, log, torch.device("cpu")
-
-    def wait_stream(self, other: Stream) -> None:
-        """Wait for what another stream was given."""
-        self.log.append(f"{self.name} waits for {other.name}")
-
-    def wait_event(self, event: Event) -> None:
-        """Wait for an event."""
-        self.log.append(f"{self.name} waits for an event of {event.stream}")
-
-
-class Event:
-    """Stands in for an event of CUDA."""
-
-    stream = ""
-
-    def record(self, stream: Stream) -> None:
-        """Record the event."""
-        self.stream = stream.name
-        stream.log.append(f"{stream.name} records")
-
-
-def test_copies_run_on_a_stream_of_their_own_between_the_computation_before_and_after(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    log: list[str] = []
-
-    @contextlib.contextmanager
-    def current(stream: Stream) -> Iterator[None]:
-        log.append(f"on {stream.name}")
-        yield
-        log.append(f"off {stream.name}")
-
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("copies", log))
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "stream", current)
-    # The one of the moment: a backward pass has another than the forward pass.
-    streams = iter("abcd")
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(next(streams), log))
+def test_copies_run_on_their_own_stream_between_the_computations(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = MagicMock()
+    for name in ("Stream", "Event", "stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Cudart(room=1 << 30))
     copies = CudaCopies(3 * PIECE, torch.device("cpu"))
     values = torch.arange(2 * PIECE).to(torch.uint8)
@@ -140,14 +97,15 @@ def test_copies_run_on_a_stream_of_their_own_between_the_computation_before_and_
     for copy in (lambda: copies.copy_out(values, 100), lambda: copies.copy_in(100, target)):
         copies.wait(copy())
     assert torch.equal(target, values)
-    assert log == [
-        line
-        for before, after in ("ab", "cd")
-        for line in (
-            f"copies waits for {before}", "on copies", "copies records", "off copies",
-            f"{after} waits for an event of copies",
-        )
+    # The current stream is looked up each time, because the backward pass has its own.
+    each = [
+        "current_stream", "Stream().wait_stream", "Event", "stream", "stream().__enter__", "Event().record",
+        "stream().__exit__", "current_stream", "current_stream().wait_event",
     ]  # fmt: skip
+    assert [name for name, *_ in cuda.mock_calls] == ["Stream", *each, *each]
+    cuda.stream.assert_called_with(cuda.Stream())
+    cuda.Event().record.assert_called_with(cuda.Stream())
+    cuda.current_stream().wait_event.assert_called_with(cuda.Event())
 
 
 def test_memory_that_the_system_does_not_have_is_refused() -> None:

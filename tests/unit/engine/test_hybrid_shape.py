@@ -38,7 +38,6 @@ def test_parameters_are_those_of_the_modules(architecture: str) -> None:
 
 @pytest.mark.parametrize("architecture", HYBRIDS)
 def test_products_with_weights_are_those_that_torch_counts(architecture: str) -> None:
-    """Layers without experts, experts that are idle, shared layers, and the vectors that are counted as well."""
     shape, tokens = model_shape(hybrid_config(architecture)), 16
     ids = torch.arange(tokens)[None] % VOCAB
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
@@ -55,15 +54,11 @@ STATES = {
     # Values of the state, times what reads and what writes them.
     "lfm2": 0,
     "qwen3_next": 8 * 6 * 5 * 3,
-    "qwen3_5_text": 8 * 6 * 5 * 3,
-    "olmo_hybrid": 8 * 6 * 5 * 3,
     "kimi_linear": 4 * 6 * 6 * 3,
-    "bailing_hybrid": 4 * 6 * 6 * 3,
     "minimax": 4 * 6 * 6 * 2,
     "jamba": 64 * 5 * 2,
     "zamba": 4 * 64 * 5 * 2,
     "bamba": 8 * 8 * 5 * 2,
-    "nemotron_h": 8 * 8 * 5 * 2,
     "falcon_h1": 2 * 8 * 8 * 5 * 2,
     "zamba2": 4 * 8 * 8 * 5 * 2,
 }
@@ -75,7 +70,6 @@ def test_reads_and_writes_of_a_state_are_counted(architecture: str) -> None:
     assert shape.mixer_multiply_adds == STATES[architecture]
     without = replace(shape, mixer_multiply_adds=0)
     work = {"tokens": 7, "sum_squared_lengths": 49}
-    # Twice a multiply-add forward, and four times backward.
     assert step_flops(shape, **work) - step_flops(without, **work) == 6 * 7 * STATES[architecture]
 
 

@@ -13,7 +13,6 @@ from tests.unit.attention.meshes import ALONE, place
 
 
 def model_of(logits: torch.Tensor, **outputs: Any) -> Any:
-    """Return a stand-in for a model that answers with these logits."""
     return lambda **inputs: SimpleNamespace(logits=logits, **outputs)
 
 
@@ -22,7 +21,6 @@ def model_of(logits: torch.Tensor, **outputs: Any) -> Any:
 def test_the_scale_undoes_the_engines_mean_over_ranks_and_micro_batches(
     zero_stage: int, world_size: int, sp_size: int, accumulation: int
 ) -> None:
-    """Simulated: every rank's loss sum enters one gradient, the engine averages, one process is the truth."""
     sums = torch.arange(1.0, 1 + world_size * accumulation).view(accumulation, world_size)
     mesh = place(0, sp_size, world_size)
     scale = loss_scale(50, mesh, zero_stage=zero_stage, accumulation=accumulation)
@@ -33,15 +31,10 @@ def test_the_scale_undoes_the_engines_mean_over_ranks_and_micro_batches(
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
-def test_a_tensor_of_tokens_gives_a_tensor_without_leaving_the_device(dtype: torch.dtype) -> None:
+def test_a_tensor_of_tokens_gives_a_tensor_and_zero_tokens_a_scale_of_zero(dtype: torch.dtype) -> None:
     scale = loss_scale(torch.tensor(7, dtype=dtype), place(0, 2, 4), accumulation=3)
-    assert isinstance(scale, torch.Tensor)
-    assert float(scale) == pytest.approx(12 / 7, rel=1e-15)
-
-
-def test_a_step_without_a_supervised_token_weighs_nothing() -> None:
-    assert loss_scale(0, ALONE) == 0.0
-    assert float(loss_scale(torch.tensor(0), ALONE)) == 0.0
+    assert isinstance(scale, torch.Tensor) and float(scale) == pytest.approx(12 / 7, rel=1e-15)
+    assert float(loss_scale(torch.tensor(0, dtype=dtype), ALONE)) == loss_scale(0, ALONE) == 0.0
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,6 @@ def config_of(**changes: Any) -> Config:
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model saved on disk, drawn from seed 5."""
     path = tmp_path_factory.mktemp("model")
     build_model(config_of(run__seed=5)).save_pretrained(path)
     return path
@@ -53,29 +51,21 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_random_model_depends_on_the_seed_alone() -> None:
+def test_a_random_model_depends_on_the_seed_alone_and_is_rounded_to_its_dtype() -> None:
     wanted = weights(config_of())
     torch.manual_seed(99)
     torch.rand(3)
     other_world = config_of(cluster__workers=2, parallel__sp_size=2, memory__gradient_checkpointing=False)
     assert same(weights(other_world), wanted)
     assert not same(weights(config_of(run__seed=1)), wanted)
+    assert same(weights(config_of(model__dtype="bf16")), {name: one.bfloat16() for name, one in wanted.items()})
 
 
-def test_a_random_model_in_bf16_is_the_fp32_one_rounded() -> None:
-    wanted = {name: tensor.bfloat16() for name, tensor in weights(config_of()).items()}
-    assert same(weights(config_of(model__dtype="bf16")), wanted)
-
-
-def test_a_random_model_may_take_its_shape_from_a_directory(directory: Path) -> None:
-    wanted = weights(config_of(run__seed=3))
-    assert same(weights(config_of(run__seed=3, model__path=str(directory), model__config=None)), wanted)
-
-
-def test_weights_are_loaded_from_a_local_directory(directory: Path) -> None:
+def test_weights_or_the_shape_alone_are_loaded_from_a_local_directory(directory: Path) -> None:
     wanted = weights(config_of(run__seed=5))
     assert same(weights(pretrained(directory)), wanted)
     assert same(weights(pretrained(directory, model__config=INLINE, run__seed=8)), wanted)
+    assert same(weights(pretrained(directory, model__init="random", run__seed=3)), weights(config_of(run__seed=3)))
 
 
 def test_a_model_that_is_not_the_described_one_is_refused_with_every_field(directory: Path) -> None:
@@ -111,7 +101,7 @@ def save(path: Path, tensors: Tensors) -> None:
             lambda path, own: save(path, {name: own[name] for name in own.keys() - {UP}}),
             rf"lack 1 of the model\'s tensors \({UP}",
         ),
-        # Transformers writes such files when it saves a model that it loaded dequantized.
+        # Transformers writes such files for a model that was dequantized on loading.
         (
             lambda path, own: save(
                 path, own | {UP: own[UP].to(torch.float8_e4m3fn), f"{UP}_scale_inv": torch.ones(1, 1)}
@@ -121,8 +111,8 @@ def save(path: Path, tensors: Tensors) -> None:
     ],
     ids=["half", "none", "generation", "no-config", "other-shape", "lacks-one", "scales"],
 )
-def test_a_directory_that_does_not_hold_the_whole_model_is_refused(
-    directory: Path, tmp_path: Path, damage: Callable[[Path, Tensors], object], text: str
+def test_a_directory_without_the_complete_model_is_refused(
+    directory: Path, tmp_path: Path, damage: Any, text: str
 ) -> None:
     shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
     damage(tmp_path, load_file(tmp_path / "model.safetensors"))
@@ -138,7 +128,7 @@ def test_tied_weights_are_not_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shard_size", ["1GB", "20KB"], ids=["single", "shards"])
-def test_a_head_of_a_hub_id_is_its_own_though_the_configuration_ties_it(
+def test_a_hub_head_is_untied_though_its_config_ties_it(
     shard_size: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Under ZeRO-3, Transformers 5.23 would compare empty placeholders and drop the head.
@@ -152,7 +142,7 @@ def test_a_head_of_a_hub_id_is_its_own_though_the_configuration_ties_it(
     inline = {**fields, "tie_word_embeddings": True}
     for config in (pretrained("owner/name"), pretrained("owner/name", model__config=inline)):
         assert described_config(config).tie_word_embeddings is False
-    # A checkpoint of a run says it itself, and needs no weights of the hub; nor does planning.
+    # Neither a checkpoint, which records the tie, nor planning needs the weights from the hub.
 
     def away(*_: Any, **__: Any) -> None:
         raise LocalEntryNotFoundError("the hub is away")
@@ -161,7 +151,7 @@ def test_a_head_of_a_hub_id_is_its_own_though_the_configuration_ties_it(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     assert described_config(pretrained("owner/name"), is_tied=True).tie_word_embeddings is True
     assert planned_config(pretrained("owner/name")).tie_word_embeddings is True
-    # Where one rank alone can't fetch them, it must not go on with another model than the others.
+    # If one rank can't download the weights, it must not continue with another model than the other ranks.
     with pytest.raises(UserError, match=r"model\.path='owner/name': the weights can't be downloaded \(the hub at "):
         described_config(pretrained("owner/name"))
 
@@ -172,7 +162,7 @@ def test_a_head_of_a_hub_id_is_its_own_though_the_configuration_ties_it(
 def test_a_model_type_without_a_decoder_is_refused_in_one_line(model_type: str, said: str) -> None:
     with pytest.raises(UserError, match=rf"model_type='{model_type}': .*{said}") as caught:
         check_architecture(config_of(model__config={**INLINE, "model_type": model_type}))
-    assert len(str(caught.value)) < 300, "not the list of all that Transformers knows"
+    assert len(str(caught.value)) < 300, "the error lists all model types"
 
 
 @pytest.mark.parametrize("init", ["pretrained", "random"])
@@ -198,7 +188,7 @@ def test_code_of_a_models_repository_is_refused_without_asking(tmp_path: Path, m
         with pytest.raises(UserError, match=r"model\.path=.*: model_type 'own' is defined by Python code .*never"):
             load(pretrained(tmp_path))
     assert not (tmp_path / "ran").exists()
-    # A type that Transformers has is its own code, whatever the repository brings beside it.
+    # For a type that Transformers supports, the repository's code is ignored.
     (tmp_path / "config.json").write_text(json.dumps({**INLINE, "auto_map": classes}))
     check_architecture(pretrained(tmp_path))
     assert not (tmp_path / "ran").exists()
@@ -225,7 +215,7 @@ def test_a_stored_state_of_another_model_is_found(tied: bool, adapter: dict[str,
         assert found is not None and text in found
 
 
-def test_each_layer_is_compiled_under_its_own_names_and_others_than_transformers_are_refused(
+def test_layers_are_compiled_under_their_own_names(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = tiny_model("llama")

@@ -17,7 +17,7 @@ from tests.unit.attention.multimodal import MULTIMODAL, multimodal_model
 
 NAMES = (*ARCHITECTURES, *HYBRIDS)
 OWN: dict[str, dict[str, Any]] = {"cohere": {"use_qk_norm": True}}
-# Of these the parameters with several dims that do not decay; of all others none.
+# Parameters with several dims and no weight decay; the zoo's other models have none.
 SHAPED_EXEMPT = {
     "cohere": {"q_norm.weight", "k_norm.weight"},
     "gpt_oss": {"experts.gate_up_proj_bias", "experts.down_proj_bias"},
@@ -26,7 +26,7 @@ SHAPED_EXEMPT = {
     "kimi_linear": {"forget_gate.A_log"},
     "zamba": {"mamba.A_log", "mamba.D", "mamba.dt_proj_bias"},
 }
-# Of decoders that are not in the zoo.
+# The same for decoders that are not in the zoo.
 OTHER_EXEMPT = {
     "cpmant": {"position_bias.relative_attention_bias"},
     "deepseek_v4": {"compressor.position_bias"},
@@ -50,7 +50,7 @@ def model_on_meta(name: str) -> Any:
 
 
 def shaped_exempt(model: nn.Module) -> set[str]:
-    """Return the ends of the names of the parameters that have several dims and do not decay."""
+    """Return the last name components of the parameters with several dims and no weight decay."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = decays(parameter_groups(model, 0.1))
     assert groups[0.1] | groups[0.0] == set(names)
@@ -66,40 +66,30 @@ def test_all_but_norms_biases_and_state_space_coefficients_decays(name: str) -> 
 
 @pytest.mark.slow
 def test_no_decoder_of_transformers_has_another_parameter_that_does_not_decay() -> None:
-    """Of all that can be built small: what has several dims and does not decay is a norm, a bias or a coefficient."""
     found: dict[str, set[str]] = {}
     for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         try:
             found[name] = shaped_exempt(model_on_meta(name))
         except Exception:
-            # Not all can be built in these sizes.
             continue
     assert len(found) > 140
     known = set().union(*SHAPED_EXEMPT.values(), *OTHER_EXEMPT.values())
     assert {name: ends for name, ends in found.items() if not ends <= known} == {}
 
 
-def test_a_partitioned_parameter_is_judged_by_its_whole_shape() -> None:
-    """ZeRO-3 leaves an empty flat tensor and keeps the shape in ``ds_shape``."""
-    model = nn.Linear(3, 2)
-    for parameter in model.parameters():
-        parameter.ds_shape = parameter.shape  # type: ignore[attr-defined]
-        parameter.data = torch.empty(0)
-    groups = decays(parameter_groups(model, 0.1))
-    assert groups == {0.1: {id(model.weight)}, 0.0: {id(model.bias)}}
-
-
-def test_frozen_parameters_are_left_out_and_so_is_an_empty_group() -> None:
-    model = nn.Linear(3, 2)
-    model.bias.requires_grad_(False)
-    assert decays(parameter_groups(model, 0.1)) == {0.1: {id(model.weight)}}
-
-
-def test_a_tied_parameter_is_in_one_group_once() -> None:
-    model = nn.ModuleDict({"embed": nn.Embedding(5, 2), "head": nn.Linear(2, 5, bias=False)})
+def test_each_trained_parameter_is_in_one_group_once_by_its_full_shape() -> None:
+    model: Any = nn.ModuleDict({"embed": nn.Embedding(5, 2), "head": nn.Linear(2, 5), "frozen": nn.Linear(2, 2)})
     model["head"].weight = model["embed"].weight
-    (group,) = parameter_groups(model, 0.1)
-    assert len(group["params"]) == 1
+    model["frozen"].requires_grad_(False)
+    for parameter in model.parameters():
+        # ZeRO-3 replaces a parameter by an empty tensor and stores its shape.
+        parameter.ds_shape = parameter.shape
+        parameter.data = torch.empty(0)
+    groups = parameter_groups(model, 0.1)
+    assert decays(groups) == {0.1: {id(model["embed"].weight)}, 0.0: {id(model["head"].bias)}}
+    assert [len(group["params"]) for group in groups] == [1, 1]
+    model["head"].bias.requires_grad_(False)
+    assert len(parameter_groups(model, 0.1)) == 1
 
 
 def test_the_rate_warms_up_linearly_and_falls_along_half_a_cosine() -> None:
@@ -111,15 +101,10 @@ def test_the_rate_warms_up_linearly_and_falls_along_half_a_cosine() -> None:
     assert rates[3:12] == sorted(rates[3:12], reverse=True)
 
 
-@pytest.mark.parametrize("step", [4, 9, 40])
-def test_the_rate_of_a_step_knows_the_horizon_and_not_where_the_run_stops(step: int) -> None:
-    """A run that stops at 6 and one that goes on to 12 take the same steps until 6."""
+def test_the_rate_of_a_step_depends_on_the_horizon_and_not_on_the_last_step() -> None:
     settings = {"base_rate", "warmup_steps", "horizon_steps", "min_ratio", "kind", "decay_steps"}
     assert inspect.signature(learning_rate).parameters.keys() == {"step", *settings}
-    near, far = (learning_rate(step, **SCHEDULE | {"horizon_steps": horizon}) for horizon in (12, 24))
-    if step <= 4:
-        assert near == far == step / 4
-    elif step <= 12:
-        assert far > near
-    else:
-        assert near == far == pytest.approx(0.1)
+    near, far = (
+        [learning_rate(step, **SCHEDULE | {"horizon_steps": horizon}) for step in (4, 9, 40)] for horizon in (12, 24)
+    )
+    assert near[0] == far[0] == 1.0 and far[1] > near[1] and near[2] == far[2] == pytest.approx(0.1)

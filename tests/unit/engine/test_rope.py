@@ -46,7 +46,6 @@ def config_of(model: dict[str, Any], rope: Any = None, **changes: Any) -> Config
 
 
 def wanted(rope: dict[str, Any]) -> Any:
-    """The configuration as somebody writes it for Transformers alone."""
     parameters = {"rope_type": "default", "rope_theta": 10_000.0, **rope}
     if rope.get("rope_type") in ("yarn", "longrope", "llama3"):
         parameters["original_max_position_embeddings"] = TRAINED
@@ -62,76 +61,60 @@ def logits(model: Any) -> torch.Tensor:
     return found
 
 
+def assert_same_logits(model: Any, hf_config: Any) -> None:
+    reference: Any = AutoModelForCausalLM.from_config(hf_config).float()
+    reference.load_state_dict(model.state_dict())
+    torch.testing.assert_close(logits(model), logits(reference), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
-def test_logits_equal_those_of_transformers_with_the_same_positions_also_after_export(
-    tmp_path: Path, rope: dict[str, Any]
-) -> None:
+def test_logits_equal_those_of_transformers_also_after_export(tmp_path: Path, rope: dict[str, Any]) -> None:
     config = config_of(LLAMA, rope)
     model = build_model(config)
-    reference: Any = AutoModelForCausalLM.from_config(wanted(rope)).float()
-    reference.load_state_dict(model.state_dict())
+    assert_same_logits(model, wanted(rope))
     ours = logits(model)
-    torch.testing.assert_close(ours, logits(reference), rtol=1e-5, atol=1e-6)
-    plain: Any = build_model(config_of(LLAMA))
-    assert (logits(plain) - ours).norm() > 1e-3 * ours.norm(), "the positions make a difference"
-
-    # What an export holds.
+    assert (logits(build_model(config_of(LLAMA))) - ours).norm() > 1e-3 * ours.norm(), "rope has no effect"
     for name, content in describe(config, "fp32").files().items():
         (tmp_path / name).write_bytes(content)
-    loaded: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path)).float()
-    loaded.load_state_dict(model.state_dict())
-    torch.testing.assert_close(ours, logits(loaded), rtol=1e-5, atol=1e-6)
+    assert_same_logits(model, AutoConfig.from_pretrained(tmp_path))
 
 
 @pytest.mark.parametrize("rope", [ROPES["theta"], ROPES["linear"]], ids=["theta", "linear"])
 def test_layers_with_windows_keep_their_positions_and_the_others_get_the_new_ones(rope: dict[str, Any]) -> None:
     config = config_of(GEMMA, rope)
-    model = build_model(config)
-    kinds = {"sliding_attention": {}, "full_attention": {"rope_theta": 1e6, **rope}}
-    fields = {name: value for name, value in GEMMA.items() if name != "model_type"} | {
-        "rope_parameters": {
-            kind: {"rope_type": "default", "rope_theta": 10_000.0, **own} for kind, own in kinds.items()
-        },
-        "max_position_embeddings": CONTEXT,
-    }
-    reference: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma3_text", **fields)).float()
-    reference.load_state_dict(model.state_dict())
-    torch.testing.assert_close(logits(model), logits(reference), rtol=1e-5, atol=1e-6)
+    default = {"rope_type": "default", "rope_theta": 10_000.0}
+    kinds = {"sliding_attention": default, "full_attention": default | {"rope_theta": 1e6} | rope}
+    fields = {name: value for name, value in GEMMA.items() if name != "model_type"}
+    fields |= {"rope_parameters": kinds, "max_position_embeddings": CONTEXT}
+    assert_same_logits(build_model(config), AutoConfig.for_model("gemma3_text", **fields))
     assert described_config(config).max_position_embeddings == CONTEXT
 
 
-def test_pretrained_weights_get_the_positions_and_the_description_is_of_the_model_before(tmp_path: Path) -> None:
+def test_pretrained_weights_get_the_positions_and_model_config_describes_the_original(tmp_path: Path) -> None:
     fields = {name: value for name, value in LLAMA.items() if name != "model_type"}
     AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **fields)).save_pretrained(tmp_path)
     config = config_of(LLAMA, ROPES["yarn"], init="pretrained", path=str(tmp_path))
     model: Any = build_model(config)
     assert model.config.rope_parameters["rope_type"] == "yarn" and trained_positions(config) == TRAINED
-    reference: Any = AutoModelForCausalLM.from_config(wanted(ROPES["yarn"])).float()
-    reference.load_state_dict(model.state_dict())
-    torch.testing.assert_close(logits(model), logits(reference), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "rope", [{"rope_type": "ntk"}, {"theta": 5e5}, {"factor": 0.5}], ids=["unknown-type", "unknown-name", "shorter"]
-)
-def test_an_unknown_setting_is_refused(rope: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"model\.rope"):
-        config_of(LLAMA, rope)
+    assert_same_logits(model, wanted(ROPES["yarn"]))
 
 
 @pytest.mark.parametrize(
     ("rope", "text"),
     [
-        ({}, "no field is set"),
-        ({"factor": 8.0}, "factor has no effect with rope_type=default"),
-        ({"rope_type": "linear", "factor": 2.0, "beta_fast": 16.0}, "beta_fast has no effect"),
-        ({"rope_type": "yarn"}, "rope_type=yarn requires factor"),
-        ({"rope_type": "llama3", "factor": 4.0}, "Transformers does not accept .*low_freq_factor"),
+        ({"rope_type": "ntk"}, ""),
+        ({"theta": 5e5}, ""),
+        ({"factor": 0.5}, ""),
+        ({}, ": no field is set"),
+        ({"factor": 8.0}, ": factor has no effect with rope_type=default"),
+        ({"rope_type": "linear", "factor": 2.0, "beta_fast": 16.0}, ": beta_fast has no effect"),
+        ({"rope_type": "yarn"}, ": rope_type=yarn requires factor"),
+        ({"rope_type": "llama3", "factor": 4.0}, ": Transformers does not accept .*low_freq_factor"),
     ],
-    ids=["nothing", "factor-alone", "of-another-type", "no-factor", "incomplete"],
+    ids=["type", "name", "shorter", "nothing", "factor-alone", "of-another-type", "no-factor", "incomplete"],
 )
-def test_a_setting_that_would_change_nothing_or_is_incomplete_is_refused(rope: dict[str, Any], text: str) -> None:
-    with pytest.raises(UserError, match=rf"model\.rope: .*{text}"):
+def test_a_setting_that_is_unknown_incomplete_or_without_effect_is_refused(rope: dict[str, Any], text: str) -> None:
+    with pytest.raises(UserError, match=rf"model\.rope.*{text}"):
         described_config(config_of(LLAMA, rope))
 
 
@@ -142,12 +125,9 @@ def test_a_larger_base_keeps_the_scaling_that_the_model_has() -> None:
         assert found == scaled["rope_parameters"] | {"rope_theta": 5e6}
 
 
-def test_the_positions_of_a_part_are_refused() -> None:
+def test_positions_of_a_part_and_of_a_model_without_rotary_positions_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"model\.part=text exports into a copy of the complete checkpoint"):
         config_of(LLAMA, ROPES["yarn"], part="text", init="pretrained", path="/model")
-
-
-def test_a_model_without_rotary_positions_is_refused() -> None:
     learned = {"model_type": "gpt2", "n_embd": 32, "n_head": 2, "n_layer": 1, "vocab_size": 64}
     with pytest.raises(UserError, match=r"model\.rope: gpt2 has no rotary positions"):
         described_config(config_of(learned | LLAMA | {"model_type": "gpt2"}, ROPES["theta"]))

@@ -22,7 +22,7 @@ from ray_ulysses.export.architecture import describe
 from ray_ulysses.run.settings import model_shape
 from tests.breadth import fast_only
 from tests.unit.attention.meshes import ALONE
-from tests.unit.attention.models import SIZES, VOCAB, plain_config, tiny_model, zoo_model
+from tests.unit.attention.models import SIZES, VOCAB, plain_config, zoo_model
 from tests.unit.config.trees import small_tree
 from tests.unit.engine.steps import checkpointed, gradients_of
 
@@ -57,6 +57,9 @@ def test_every_family_of_transformers_has_the_same_loss_with_numbers_of_its_own(
 def test_a_model_without_a_router_loss_is_refused(model_type: str) -> None:
     model = meta_model(model_type)
     with pytest.raises(UserError, match=rf"{model_type} sets output_router_logits=True, but the forward of .* has no"):
+        router_loss_of(model)
+    model.forward = lambda *args, **kwargs: None
+    with pytest.raises(UserError, match=rf"{model_type} sets .*, but the router loss requires"):
         router_loss_of(model)
     model.config.output_router_logits = False
     assert router_loss_of(model) is None
@@ -110,7 +113,6 @@ def test_value_and_gradient_equal_those_of_each_row_alone_without_padding(top_k:
         return [total.detach(), *(one.grad for one in scores)]
 
     for found, wanted in zip(values(True), values(False), strict=True):
-        # Transformers adds up in fp32.
         torch.testing.assert_close(found, wanted.to(found.dtype), rtol=1e-6, atol=1e-6)
 
 
@@ -135,7 +137,10 @@ def make_ids() -> torch.Tensor:
     return torch.randint(0, VOCAB, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(5))
 
 
-@pytest.mark.parametrize("layers", ["plain", "checkpointed", "tiled", "checkpointed-tiled"])
+LAYERS = ["plain", "checkpointed", "tiled", "checkpointed-tiled", pytest.param("compiled", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("layers", LAYERS)
 @pytest.mark.parametrize("tile", [TILE, "off"], ids=str)
 @pytest.mark.parametrize("model_type", fast_only(["mixtral", "qwen3_moe", "gpt_oss"], "mixtral"))
 def test_loss_and_gradients_are_those_of_transformers(model_type: str, tile: Any, layers: str) -> None:
@@ -146,17 +151,21 @@ def test_loss_and_gradients_are_those_of_transformers(model_type: str, tile: Any
     if "tiled" in layers:
         tile_mlps(model, 4)
         assert any("forward" in vars(one) and next(one.children(), None) for one in model.modules())
+    if layers == "compiled":
+        compile_layers(model)
     batch = shard_batch(make_ids(), None, None, ALONE)
     found = training_loss(model, batch, tile=tile)
     (found.objective_sum / found.num_tokens).backward()
-    assert float(found.objective_sum.detach() / found.num_tokens) == pytest.approx(float(values["loss"]), rel=1e-6)
+    rel = 1e-5 if layers == "compiled" else 1e-6
+    assert float(found.objective_sum.detach() / found.num_tokens) == pytest.approx(float(values["loss"]), rel=rel)
     router = float(found.router_loss_sum / found.num_tokens)
-    assert router == pytest.approx(model.config.router_aux_loss_coef * float(values["router"]), rel=1e-6)
+    assert router == pytest.approx(model.config.router_aux_loss_coef * float(values["router"]), rel=rel)
     assert router > 0
     gradients = gradients_of(model)
     assert gradients.keys() == wanted.keys()
     for name, one in gradients.items():
         assert float((one - wanted[name]).norm()) <= 1e-5 * float(wanted[name].norm()), name
+    assert torch.isfinite(score_tokens(model, batch).losses_BL).all()
 
 
 def test_a_users_own_forward_and_an_evaluation_have_no_router_loss() -> None:
@@ -170,28 +179,6 @@ def test_a_users_own_forward_and_an_evaluation_have_no_router_loss() -> None:
     assert float(found.objective_sum.detach()) > float(found.loss_sum)
 
 
-@pytest.mark.slow
-def test_compiled_layers_have_the_same_router_loss_and_gradients() -> None:
-    batches = [shard_batch(make_ids(), None, lengths, ALONE) for lengths in (LENGTHS, (sum(LENGTHS),))]
-
-    def steps(model: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
-        found = [training_loss(model, batch, tile=TILE) for batch in batches]
-        for one in found:
-            one.objective_sum.backward()
-        return [float(one.router_loss_sum) for one in found], gradients_of(model)
-
-    losses, gradients = steps(apply_ulysses(zoo_model("mixtral", **ASKED), ALONE))
-    model: Any = apply_ulysses(zoo_model("mixtral", **ASKED), ALONE)
-    compile_layers(model)
-    found, ours = steps(model)
-    assert all(losses) and found == pytest.approx(losses, rel=1e-5)
-    assert ours.keys() == gradients.keys()
-    for name, one in gradients.items():
-        assert (ours[name] - one).norm() <= 1e-5 * one.norm(), name
-    # Scores of an evaluation are recorded by none.
-    assert torch.isfinite(score_tokens(model, batches[0]).losses_BL).all()
-
-
 MIXTRAL = {"model_type": "mixtral", "num_local_experts": 4, **SIZES}
 
 
@@ -202,14 +189,12 @@ def config_of(router_loss: float | None, **model: Any) -> Config:
 @pytest.mark.parametrize(
     ("setting", "asked", "wanted"), [(0.03, False, 0.03), (0.0, True, None), (None, True, 0.001), (None, False, None)]
 )
-def test_the_setting_replaces_the_models_configuration(
-    setting: float | None, asked: bool, wanted: float | None
-) -> None:
+def test_the_setting_replaces_the_models_config(setting: float | None, asked: bool, wanted: float | None) -> None:
     config = config_of(setting, output_router_logits=asked)
     check_architecture(config)
     found = router_loss_of(build_model(config))
     assert (found and found.coefficient) == wanted
-    # What is exported says what it did before.
+    # The exported configuration keeps the original values.
     exported = describe(config, "model").model.config
     assert exported.output_router_logits is asked and exported.router_aux_loss_coef == 0.001
     experts = model_shape(config).experts
@@ -219,15 +204,8 @@ def test_the_setting_replaces_the_models_configuration(
 def test_the_setting_is_refused_for_a_model_without_such_a_loss() -> None:
     with pytest.raises(UserError, match=r"optimizer\.router_loss=0\.1: llama has no router loss"):
         check_architecture(parse_config(small_tree(optimizer__router_loss=0.1)))
-    # Of a model whose configuration asks for a loss that it does not have, it is the way out.
+    # The setting also disables a router loss that the configuration requests but the model lacks.
     fields = {"model_type": "llama", "output_router_logits": True, **SIZES}
     with pytest.raises(UserError, match=r"has no router loss; set optimizer\.router_loss: 0\.0"):
         check_architecture(parse_config(small_tree(model__config=fields)))
     check_architecture(parse_config(small_tree(model__config=fields, optimizer__router_loss=0.0)))
-
-
-def test_a_router_loss_of_a_model_whose_forward_was_replaced_is_refused() -> None:
-    model: Any = tiny_model("mixtral", num_local_experts=4, **ASKED)
-    model.forward = lambda *args, **kwargs: None
-    with pytest.raises(UserError, match=r"mixtral sets output_router_logits=True, but the router loss requires"):
-        router_loss_of(model)

@@ -1,4 +1,4 @@
-"""The text decoder inside a multimodal checkpoint: found, sized and cut out by its place; else refused in words."""
+"""The text decoder of a multimodal checkpoint is found, sized and cut out, or refused."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ray_ulysses.config import Config
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.engine.model import build_model, check_architecture
 from ray_ulysses.errors import ConfigError, UserError
+from ray_ulysses.planner.search import with_settings
 from ray_ulysses.run.preflight import report_run
 from ray_ulysses.run.settings import model_shape
 from tests.unit.attention.models import tiny_model
@@ -48,16 +49,10 @@ def test_a_plan_sizes_the_decoder_alone(whole: Any, tmp_path: Path) -> None:
     assert (shape.num_layers, shape.num_heads, shape.num_kv_heads, shape.head_dim) == (2, 4, 2, 8)
     assert shape.tied_embeddings == whole.config.tie_word_embeddings
     counted = sum(parameter.numel() for parameter in decoder.parameters())
-    # Of a family that is no exact one, biases and norms of heads may be missing.
+    # The estimate may lack biases and norms of heads.
     assert counted - 200 <= shape.num_parameters <= counted
     assert len(check_architecture(config).layers) == 2
-    # As `plan` does, before there is a corpus.
-    planned = config.model_copy(
-        update={
-            "parallel": config.parallel.model_copy(update={"sp_size": 2}),
-            "run": config.run.model_copy(update={"storage": str(tmp_path / "runs")}),
-        }
-    )
+    planned = with_settings(config, {"parallel.sp_size": 2, "run.storage": str(tmp_path / "runs")})
     assert report_run(planned, tmp_path).problems == ()
 
 
@@ -79,27 +74,18 @@ def test_a_decoder_is_drawn_from_the_seed_and_described_in_line(tmp_path: Path) 
 def test_a_multimodal_checkpoint_is_refused_without_model_part(whole: Any, tmp_path: Path) -> None:
     config = config_of(tmp_path, part="whole")
     for refused in (check_architecture, model_shape, build_model):
-        with pytest.raises(
-            UserError, match=r"multimodal model.*; set model\.part: text to train its|text decoder of this"
-        ):
+        with pytest.raises(UserError, match=r"multimodal model.*set model\.part: text"):
             refused(config)
-
-
-def test_an_inline_multimodal_configuration_is_refused_without_model_part() -> None:
-    fields = MULTIMODAL["gemma3"]().to_dict()
     with pytest.raises(ConfigError, match=r"model\.config: .*it has text_config, vision_config\); set model\.part"):
-        parse_config(small_tree(model__config=fields))
+        parse_config(small_tree(model__config=MULTIMODAL["gemma3"]().to_dict()))
 
 
-def test_a_model_of_text_only_has_no_text_part(tmp_path: Path) -> None:
-    tiny_model().save_pretrained(tmp_path)
-    for refused in (check_architecture, model_shape, build_model):
-        with pytest.raises(UserError, match=r"model\.part=text: .*'llama' is not multimodal; remove model\.part"):
-            refused(config_of(tmp_path))
-
-
-def test_the_text_part_needs_the_directory_of_its_whole() -> None:
+def test_the_text_part_needs_the_directory_of_a_multimodal_model(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.path.*into a copy of the complete checkpoint.*the directory"):
         parse_config(small_tree(model__part="text"))
     with pytest.raises(UserError, match=r"model\.path='owner/name': no such directory; .* download the model"):
         report_run(config_of(Path("owner/name")), Path("/"))
+    tiny_model().save_pretrained(tmp_path)
+    for refused in (check_architecture, model_shape, build_model):
+        with pytest.raises(UserError, match=r"model\.part=text: .*'llama' is not multimodal; remove model\.part"):
+            refused(config_of(tmp_path))

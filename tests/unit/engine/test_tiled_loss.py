@@ -1,4 +1,4 @@
-"""The loss over tiles of tokens on one process: exact, small, restored afterwards, or refused."""
+"""The loss over tiles of tokens on one process: exact, small in memory, without traces, or refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ray_ulysses import apply_ulysses, causal_lm_loss, shard_batch
-from ray_ulysses.attention.batch import IGNORE_INDEX, ShardedBatch
+from ray_ulysses.attention.batch import IGNORE_INDEX
 from ray_ulysses.engine.loss import score_tokens, training_loss
 from ray_ulysses.engine.model_parts import find_parts
 from ray_ulysses.engine.tiled_loss import token_losses
@@ -25,15 +25,8 @@ from ray_ulysses.planner.activation_memory import loss_terms
 from tests.breadth import fast_only
 from tests.unit.attention.meshes import ALONE
 from tests.unit.attention.models import ARCHITECTURES, tiny_model, zoo_model
-from tests.unit.engine.steps import TILE, gradients_of, make_batch, peak_bytes, worst_tensor
+from tests.unit.engine.steps import TILE, gradients_of, make_batch, peak_bytes, step, worst_tensor
 from tests.unit.planner.runs import MODEL
-
-
-def step(model: Any, batch: ShardedBatch, tile: TileSetting, call: Any = None) -> dict[str, torch.Tensor]:
-    model.zero_grad()
-    loss_sum, _ = causal_lm_loss(model if call is None else call, batch, tile=tile)
-    (loss_sum * 0.37).backward()
-    return {"loss": loss_sum.detach(), **gradients_of(model)}
 
 
 @pytest.mark.parametrize("architecture", fast_only(ARCHITECTURES, "granite", "gemma2"))
@@ -82,12 +75,9 @@ def test_a_label_outside_the_vocabulary_is_refused(z_loss: float) -> None:
 
 
 class Largest(TorchDispatchMode):
-    """Records the most elements of a tensor that an operator returns."""
-
     elements = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operator."""
         result = func(*args, **(kwargs or {}))
         sizes = [one.numel() for one in tree_leaves(result) if isinstance(one, torch.Tensor)]
         self.elements = max(self.elements, *sizes, 0)
@@ -136,7 +126,7 @@ def test_the_gradient_of_a_bf16_head_is_as_exact_as_without_tiles_and_the_loss_i
     for num_tiles in (1, 8, 64):
         tiled = errors(tokens // num_tiles)
         assert tiled[0] <= 1.1 * untiled[0], num_tiles
-        # Although it is rounded before it is multiplied by the gradient of the loss.
+        # The gradient of hidden states is rounded before it is multiplied by the gradient of the loss.
         assert tiled[1] <= 1.1 * untiled[1], num_tiles
 
 
@@ -183,10 +173,8 @@ def test_a_second_backward_pass_is_refused() -> None:
 
 def test_a_loss_that_a_wrapper_rounds_is_refused() -> None:
     model, batch = apply_ulysses(zoo_model("llama"), ALONE), make_batch()
-    # FSDP2 does so in a forward hook with MixedPrecisionPolicy(output_dtype=torch.bfloat16).
-    hook = model.register_forward_hook(
-        lambda module, args, output: output.bfloat16() if torch.is_tensor(output) else output
-    )
+    # FSDP2 rounds in a forward hook with MixedPrecisionPolicy(output_dtype=torch.bfloat16).
+    hook = model.register_forward_hook(lambda *args: args[2].bfloat16() if torch.is_tensor(args[2]) else args[2])
     with pytest.raises(UserError, match=r"casts the loss to torch\.bfloat16, .*; remove output_dtype"):
         causal_lm_loss(model, batch)
     causal_lm_loss(model, batch, tile="off")
@@ -203,14 +191,10 @@ def test_a_frozen_head_and_a_frozen_decoder_get_no_gradient() -> None:
         assert worst_tensor(step(model, batch, TILE), step(model, batch, "off")) <= 1e-5
 
 
-def own_loss(self: Any, **inputs: Any) -> Any:
-    return type(self).forward(self, **inputs)
-
-
 def test_a_kernel_that_replaced_the_forward_excludes_tiles(caplog: pytest.LogCaptureFixture) -> None:
     model, batch = apply_ulysses(zoo_model("llama"), ALONE), make_batch()
     wanted = step(model, batch, "off")
-    model.forward = MethodType(own_loss, model)
+    model.forward = MethodType(lambda self, **inputs: type(self).forward(self, **inputs), model)
     with pytest.raises(UserError, match=r"replaced by tests\.unit\.engine\.test_tiled_loss.*memory\.loss_tile: off"):
         causal_lm_loss(model, batch, tile=TILE)
     with caplog.at_level(logging.WARNING):

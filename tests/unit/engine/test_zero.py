@@ -1,4 +1,4 @@
-"""What DeepSpeed is told for each stage and offload, and what can't be."""
+"""DeepSpeed's configuration for each stage and offload, and settings that are refused."""
 
 from __future__ import annotations
 
@@ -9,52 +9,34 @@ import pytest
 
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.engine.model import check_architecture
-from ray_ulysses.engine.zero import (
-    ZeroSettings,
-    gather_experts_at_once,
-    partition_config,
-    zero_config,
-)
+from ray_ulysses.engine.zero import ZeroSettings, gather_experts_at_once, partition_config, zero_config
 from ray_ulysses.errors import UserError
 from ray_ulysses.planner.state_memory import NVME_SUB_GROUP
 from tests.unit.attention.models import zoo_model
 from tests.unit.config.trees import small_tree
 
 SETTINGS = ZeroSettings(
-    dtype="bf16",
-    accumulation=4,
-    max_grad_norm=1.0,
-    learning_rate=1e-3,
-    betas=(0.9, 0.95),
-    eps=1e-8,
-    weight_decay=0.1,
+    dtype="bf16", accumulation=4, max_grad_norm=1.0, learning_rate=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1
 )
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_gradients_are_accumulated_and_reduced_in_fp32_whatever_the_stage(stage: Literal[1, 2, 3]) -> None:
-    config = zero_config(replace(SETTINGS, stage=stage))
+def test_gradients_are_summed_in_fp32_in_every_stage(
+    stage: Literal[1, 2, 3],
+) -> None:
+    settings = replace(SETTINGS, stage=stage)
+    config = zero_config(settings)
     assert config["zero_optimization"]["stage"] == stage
     assert config["data_types"] == {"grad_accum_dtype": "fp32"}
     assert config["communication_data_type"] == "fp32"
     assert config["bf16"]["immediate_grad_update"], "stage 1 would keep gradients in bf16 until the end of the step"
-
-
-def test_only_stage_3_partitions_a_model_while_it_is_loaded() -> None:
-    assert partition_config(SETTINGS) == zero_config(SETTINGS)
-    assert partition_config(replace(SETTINGS, stage=1)) is None
-    assert partition_config(replace(SETTINGS, stage=2)) is None
+    assert partition_config(settings) == (config if stage == 3 else None)
 
 
 def test_nvme_has_a_buffer_for_each_tensor_of_a_sub_group_that_is_not_too_large() -> None:
     zero = zero_config(replace(SETTINGS, offload_optimizer="nvme", nvme_path="/nvme"))["zero_optimization"]
-    assert zero["offload_optimizer"] == {
-        "device": "nvme",
-        "nvme_path": "/nvme",
-        "pin_memory": False,
-        "buffer_count": 4,
-    }
-    assert zero["sub_group_size"] == NVME_SUB_GROUP
+    nvme = {"device": "nvme", "nvme_path": "/nvme", "pin_memory": False, "buffer_count": 4}
+    assert zero["offload_optimizer"] == nvme and zero["sub_group_size"] == NVME_SUB_GROUP
     assert "sub_group_size" not in zero_config(replace(SETTINGS, offload_optimizer="cpu"))["zero_optimization"]
     assert zero_config(replace(SETTINGS, sub_group_elements=7))["zero_optimization"]["sub_group_size"] == 7
 
