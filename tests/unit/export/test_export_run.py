@@ -227,7 +227,7 @@ def test_a_damaged_file_is_named_and_nothing_is_published(tmp_path: Path, cut: b
         damaged.write_bytes(content[:byte] + bytes([content[byte] ^ 0x40]) + content[byte + 1 :])
     with pytest.raises(RunError, match=r"rank-00001-of-00002\.safetensors") as error:
         export(tmp_path / "run")
-    assert ("give --step 2," if cut else "fp32/model.norm.weight") in str(error.value)
+    assert ("use --step 2," if cut else "fp32/model.norm.weight") in str(error.value)
     assert not (tmp_path / "run/export/step-00000004").exists()
     assert export(tmp_path / "run", step=2).step == 2
 

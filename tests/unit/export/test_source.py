@@ -60,7 +60,7 @@ def test_best_is_refused_if_any_checkpoint_can_not_be_read(run_dir: Path, spoil:
 @pytest.mark.parametrize("spoil", [torn, denied])
 def test_an_unreadable_newest_or_selected_checkpoint_is_refused(run_dir: Path, spoil: Any) -> None:
     store = spoil(run_dir, 6)
-    with pytest.raises(RunError, match=r"step 6 .*give --step 4"):
+    with pytest.raises(RunError, match=r"step 6 .*use --step 4"):
         choose_checkpoint(store, "latest")
     with pytest.raises(RunError, match=r"step 6 .*--step: 2, 4"):
         choose_checkpoint(store, 6)
@@ -73,7 +73,7 @@ def test_a_storage_that_does_not_respond_is_named(run_dir: Path, monkeypatch: py
 
     monkeypatch.setattr(LocalStore, "list", refuse)
     for step in ("latest", "best", 4):
-        with pytest.raises(RunError, match=rf"{run_dir} can't be read \(Permission denied\)"):
+        with pytest.raises(RunError, match=rf"can't read the checkpoints in {run_dir} \(Permission denied\)"):
             find_checkpoint(stored_config(run_dir), run_dir, step)  # type: ignore[arg-type]
 
 
