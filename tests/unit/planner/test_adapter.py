@@ -1,4 +1,4 @@
-"""What is frozen has no gradients, no state of the optimizer, and takes no work for gradients."""
+"""Frozen weights have no gradients and no optimizer state, and take less work."""
 
 from __future__ import annotations
 
@@ -49,7 +49,6 @@ def test_only_trained_weights_have_gradients_and_a_state(stage: Literal[1, 2, 3]
     assert found["gradients, fp32"] == 4 * (ADDED if stage == 1 else share)
     weights = found["weights, sharded" if stage == 3 else "weights, whole"]
     assert weights == 2 * ADAPTED.num_parameters // (8 if stage == 3 else 1)
-    # Of frozen weights a checkpoint holds the values alone.
     stored = 14 * share + 2 * (WHOLE.num_parameters // 8)
     assert abs(found["checkpoints, staged"] - 2 * stored) < 100
     assert abs(found["peer memory"] - 4 * stored) < 100

@@ -1,4 +1,4 @@
-"""What the planner proposes fits by its own estimate, and nothing cheaper does."""
+"""The settings that the planner proposes fit by its own estimate, and no cheaper settings fit."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ def config_of(context: int = 131_072, *, sp_size: int = 4, workers: Any = 8, **m
 
 
 def staged(*stages: dict[str, Any], **settings: Any) -> Config:
-    """Return the configuration of a run of stages; all but the last get a length."""
     tree = config_of(**settings).model_dump(mode="json", exclude_unset=True)
     named = [{"name": f"stage{number}", **stage} for number, stage in enumerate(stages)]
     tree["stages"] = [{"steps": 9, **one} for one in named[:-1]] + named[-1:]
@@ -46,7 +45,6 @@ def staged(*stages: dict[str, Any], **settings: Any) -> Config:
 
 
 def pasted(config: Config, options: list[str]) -> Config:
-    """Return a configuration with options of the command line, as a person pastes them."""
     return parse_config(
         config.model_dump(mode="json"), [option.removeprefix("--set ").strip("'") for option in options]
     )
@@ -78,7 +76,7 @@ def drawn_configs() -> list[Config]:
 DRAWN = drawn_configs()
 
 
-@pytest.mark.parametrize("number", fast_only(range(24), 0, 5, 10, 15, 20, 23))
+@pytest.mark.parametrize("number", fast_only(range(24), 0, 10, 20))
 def test_the_nearest_setting_fits_when_it_is_pasted_and_none_of_its_changes_is_superfluous(number: int) -> None:
     config = DRAWN[number]
     shape = make_shape(config)
@@ -93,7 +91,7 @@ def test_the_nearest_setting_fits_when_it_is_pasted_and_none_of_its_changes_is_s
         rest = {one.path: attrgetter(one.path)(near.config) for one in near.changes if one.option() != left_out}
         assert not fits_with(config, shape, rest), f"{left_out} is superfluous"
     for change in near.changes:
-        assert change.after < change.before, "a change is said with a term that it makes smaller"
+        assert change.after < change.before
 
 
 def test_the_nearest_setting_is_the_cheapest_of_all_that_fit() -> None:
@@ -125,36 +123,18 @@ def test_an_automatic_stage_gives_way_to_leaner_ones_than_it_stands_for() -> Non
         assert values == wanted
 
 
-def test_more_workers_are_proposed_only_where_no_setting_fits() -> None:
-    config = config_of(context=8 << 20)
+@pytest.mark.parametrize(
+    ("workers", "option"),
+    [(8, "cluster.workers=16"), ({"min": 8, "max": 32}, "'cluster.workers={min: 16, max: 32}'")],
+    ids=["fixed", "elastic"],
+)
+def test_more_workers_are_proposed_only_if_no_settings_fit(workers: Any, option: str) -> None:
+    config = config_of(context=8 << 20, workers=workers)
     shape = make_shape(config)
     assert not any(fits_with(config, shape, one.settings) for one in leaner(config, shape))
     near = nearest(config, shape)
-    assert near is not None and near.changes[0].option() == "--set cluster.workers=16"
-
-
-def test_an_elastic_run_keeps_both_limits_of_its_workers() -> None:
-    config = config_of(context=8 << 20, workers={"min": 8, "max": 32})
-    near = nearest(config, make_shape(config))
-    assert near is not None and near.changes[0].option() == "--set 'cluster.workers={min: 16, max: 32}'"
+    assert near is not None and near.changes[0].option() == f"--set {option}"
     assert does_fit(pasted(config, [change.option() for change in near.changes]))
-
-
-def test_less_is_offloaded_to_a_host_that_is_too_small() -> None:
-    config = config_of(sp_size=8, host_gib=82.0, offload_activations=["layer_inputs", "attention_outputs"])
-    near = nearest(config, make_shape(config))
-    assert near is not None
-    assert near.options() == "--set 'memory.offload_activations=[]'"
-
-
-def test_the_least_need_is_that_of_the_leanest_setting() -> None:
-    config = config_of(device_gib=2.0, host_gib=None)
-    shape = make_shape(config)
-    assert nearest(config, shape) is None
-    least = leanest(config, shape).memory.device_bytes
-    assert least == min(
-        configured_memory(with_settings(config, one.settings), shape).device_bytes for one in leaner(config, shape)
-    )
 
 
 def test_the_least_need_is_that_of_the_stage_that_needs_the_most() -> None:
@@ -177,7 +157,7 @@ def test_a_change_is_explained_by_the_memory_of_the_stage_that_needs_it() -> Non
     assert change.after == change.before // 2
 
 
-@pytest.mark.parametrize("number", fast_only(range(12), 0, 5, 10))
+@pytest.mark.parametrize("number", fast_only(range(12), 0, 10))
 def test_the_longest_context_fits_and_a_multiple_more_does_not(number: int) -> None:
     config = DRAWN[number]
     shape, multiple = make_shape(config), pad_multiple(config, make_shape(config))
@@ -211,9 +191,6 @@ def test_no_longest_context_is_shorter_than_that_of_a_stage() -> None:
     assert lengths.configured == 0, "as configured, this stage does not fit"
     assert lengths.changed is not None and lengths.changed.config.data.context_tokens > changed_alone
     assert [*broken_rules(lengths.changed.config)] == []
-
-
-def test_stages_that_all_have_their_own_context_bound_the_longest() -> None:
     config = staged({"context_tokens": 4096}, {"context_tokens": 65_500})
     lengths = longest_contexts(config, make_shape(config))
     assert lengths.configured == -(-65_500 // lengths.multiple) * lengths.multiple

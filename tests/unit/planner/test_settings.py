@@ -1,4 +1,4 @@
-"""The ring that a run takes, and what its rows are padded to: fixed by the configuration and the heads alone."""
+"""A run's ring size and padding depend only on its configuration and its heads."""
 
 from dataclasses import replace
 
@@ -25,15 +25,10 @@ def pad_of(heads=4, **parallel):
     ("parallel", "multiple"),
     [
         ({"sp_size": 1}, 4),
-        # Heads that do not divide need no ring, only slices of their own.
         ({"sp_size": 3}, 12),
-        # Beyond the heads: a ring of 2 with 4 Ulysses ranks, and so 16 parts.
+        # More ranks than heads: a ring of 2 with 4 Ulysses ranks.
         ({"sp_size": 8}, 16),
-        ({"sp_size": 12}, 24),
-        # A ring that is set counts for sp_size itself.
         ({"sp_size": 4, "ring_size": 2}, 8),
-        ({"sp_size": 3, "ring_size": 3}, 12),
-        # allowed_sp replaces the divisors; each size with the ring that would be chosen.
         ({"sp_size": 1, "allowed_sp": [1, 8]}, 16),
         ({"sp_size": 2, "ring_size": 2, "allowed_sp": [1, 2, 4]}, 4),
         ({"sp_size": 1, "allowed_sp": [1, 3, 5]}, 30),
