@@ -189,7 +189,7 @@ def test_the_command_writes_the_file(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert run_command(app, ["report", str(run), "--out", str(tmp_path / "file" / "r.html")]) == 1
     assert "can't be written" in capsys.readouterr().err
     assert run_command(app, ["report", str(run), "--out", ".."]) == 2
-    assert "--out='..': names no file" in capsys.readouterr().err
+    assert "--out='..': is not a file name" in capsys.readouterr().err
     assert run_command(app, ["report", str(tmp_path)]) == 2
     assert run_command(app, ["report", str(run), "--beside", str(tmp_path)]) == 2
     assert "--beside=" in capsys.readouterr().err
