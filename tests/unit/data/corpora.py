@@ -1,4 +1,4 @@
-"""Corpora for tests: one in memory, and one on disk made through the real preparation."""
+"""Corpora for tests: one in memory, and one on disk that is prepared by the package."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.local_preparation import prepare_local, preparing
 
 
 class MemoryStore:
-    """Documents whose every token names its document and place, so that a misplaced one is known."""
+    """Documents whose tokens encode their document and position, so that misplaced tokens are detected."""
 
     fingerprint = "memory"
 
@@ -31,7 +31,7 @@ class MemoryStore:
         return document * 100_000 + at
 
     def fetch(self, ranges: Sequence[tuple[int, int, int]]) -> None:
-        """Do nothing: all is here."""
+        """Do nothing, since all tokens are in memory."""
 
     def read(self, document: int, start: int, length: int) -> NDArray[np.int64]:
         assert start >= 0 and start + length <= self.lengths[document], "read past the end of a document"
@@ -39,7 +39,7 @@ class MemoryStore:
         return np.arange(start, start + length, dtype=np.int64) + document * 100_000
 
     def label_weights(self, document: int, first: int, last: int) -> NDArray[np.float32] | None:
-        """Every token of an odd document has a weight of its own."""
+        """Return the weights of the spans, or a different weight for each token of odd documents."""
         if self.spans is not None:
             return mask_of(self.spans, document, first, last).astype(np.float32)
         return np.arange(first, last, dtype=np.float32) + document if self.has_weights and document % 2 else None
@@ -52,7 +52,7 @@ def mask_of(spans: LabelSpans, document: int, first: int, last: int) -> NDArray[
 
 
 def check_content(corpus: Corpus) -> None:
-    """Compare all that a corpus holds with the checksums that were written, past the files that it has open."""
+    """Compare all files of a corpus with their stored checksums, without using files that are already open."""
     corpus = Corpus(corpus.folder, corpus.info)
     corpus.check_files()
     info = corpus.info
@@ -65,7 +65,7 @@ def check_content(corpus: Corpus) -> None:
 
 
 def begin(request: PrepareRequest) -> Preparation:
-    """Say what there is to do, and what is wrong, without keeping the directory."""
+    """Return a preparation with its pending units, or raise its error, and unlock the directory."""
     with preparing(request) as preparation:
         return preparation
 
@@ -78,7 +78,7 @@ def write_texts(directory: Path, texts: Sequence[str]) -> Path:
 
 
 def text_corpus(directory: Path, texts: Sequence[str], unit_bytes: int = 1 << 20) -> Corpus:
-    """Prepare a byte corpus of one document a text."""
+    """Prepare a byte-level corpus with one document per text."""
     sources = write_texts(directory / "texts", texts)
     return prepare_local(
         PrepareRequest(sources=SourceSpec(paths=(str(sources),)), out=directory / "corpus", unit_bytes=unit_bytes)
@@ -86,7 +86,7 @@ def text_corpus(directory: Path, texts: Sequence[str], unit_bytes: int = 1 << 20
 
 
 def varied_texts(count: int, seed: int = 0, longest: int = 400) -> list[str]:
-    """Texts of uneven length, no two alike."""
+    """Return different texts of random length."""
     rng = np.random.default_rng(seed)
     return [
         f"{number}:" + "".join(chr(97 + value) for value in rng.integers(0, 26, int(rng.integers(1, longest))))

@@ -1,4 +1,4 @@
-"""Plans in memory, pieces and all."""
+"""Plans in memory, including their pieces."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def build_plan(
 def memory_reader(
     lengths: Sequence[int], spans: LabelSpans | None = None, **changes: Any
 ) -> tuple[MemoryStore, Plan, RowReader]:
-    """Plan documents in memory; rows of up to 24 tokens, four in a step, where nothing else is asked for."""
+    """Plan documents in memory, by default with rows of up to 24 tokens and four rows per step."""
     settings = PlanSettings(seed=1, context_tokens=24, pad_multiple=8, rows_per_step=4)
     store = MemoryStore(lengths, spans)
     plan = build_plan(store.lengths, store.fingerprint, replace(settings, **changes), spans)

@@ -15,7 +15,7 @@ import pytest
 from ray_ulysses.data.corpus import row_groups
 from ray_ulysses.data.corpus.corpus import Corpus, table_crc32
 from ray_ulysses.data.corpus.flat_file import FlatFile, FlatWriter
-from ray_ulysses.data.corpus.format import SPANS_SCHEMA, CorpusInfo
+from ray_ulysses.data.corpus.format import SPANS_SCHEMA
 from ray_ulysses.data.corpus.row_groups import RowGroupWriter
 from ray_ulysses.data.fingerprint import stable_hash
 from ray_ulysses.data.prepare.preparation import PrepareRequest
@@ -70,7 +70,7 @@ def test_a_directory_without_a_corpus_is_refused(tmp_path: Path) -> None:
 
 
 def store_info(corpus: Corpus, **changes: Any) -> Path:
-    """Write a `corpus.json` with other fields, whose checksums are right."""
+    """Write a `corpus.json` with changed fields and valid checksums."""
     (corpus.path / "corpus.json").write_text(json.dumps(replace(corpus.info, **changes).to_json()))
     return corpus.path
 
@@ -80,39 +80,25 @@ def sealed(fields: dict[str, Any], **changes: Any) -> str:
     return json.dumps({**fields, "checksum": stable_hash(fields)})
 
 
-@pytest.mark.parametrize(
-    ("text_of", "said"),
-    [
-        *((lambda _, text=text: text, r"corpus\.json") for text in ("", "[]", "{}", '{"format_version": 5}')),
-        (lambda fields: json.dumps({**fields, "format_version": 7}), "format 7, but this version reads 5"),
-        (lambda fields: json.dumps({**fields, "max_token_id": 1}), "do not match the checksum"),
-        (lambda fields: sealed(fields, num_documents=29), "do not match the fingerprint"),
-    ],
-    ids=["nothing", "list", "no fields", "version alone", "another format", "edited", "edited and sealed"],
-)
-def test_a_broken_or_edited_corpus_json_is_named(
-    corpus: Corpus, text_of: Callable[[dict[str, Any]], str], said: str
-) -> None:
-    path = corpus.path / "corpus.json"
-    path.write_text(text_of(json.loads(path.read_text())))
-    with pytest.raises(UserError, match=said):
-        Corpus.open(corpus.path)
+def test_a_broken_edited_or_inconsistent_corpus_json_is_refused(corpus: Corpus) -> None:
+    path, info = corpus.path / "corpus.json", corpus.info
+    fields = json.loads(path.read_text())
 
+    def with_info(**changes: Any) -> str:
+        return json.dumps(replace(info, **changes).to_json())
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda info: {"num_documents": 0, "index": replace(info.index, num_items=0)}, "the corpus is empty"),
-        (lambda info: {"index": replace(info.index, num_items=2)}, "the index has 2 values for 30 documents"),
-        *((lambda _, dtype=dtype: {"dtype": dtype}, f"dtype='{dtype}'") for dtype in ("float32", "uint8", "uint32")),
-    ],
-    ids=["empty", "index", "float32", "uint8", "uint32"],
-)
-def test_fields_that_do_not_fit_one_another_are_refused(
-    corpus: Corpus, change: Callable[[CorpusInfo], dict[str, Any]], said: str
-) -> None:
-    with pytest.raises(UserError, match=said):
-        Corpus.open(store_info(corpus, **change(corpus.info)))
+    for text, said in (
+        *((text, r"corpus\.json") for text in ("", "[]", "{}", '{"format_version": 5}')),
+        (json.dumps({**fields, "format_version": 7}), "format 7, but this version reads 5"),
+        (json.dumps({**fields, "max_token_id": 1}), "do not match the checksum"),
+        (sealed(fields, num_documents=29), "do not match the fingerprint"),
+        (with_info(num_documents=0, index=replace(info.index, num_items=0)), "the corpus is empty"),
+        (with_info(index=replace(info.index, num_items=2)), "the index has 2 values for 30 documents"),
+        *((with_info(dtype=dtype), f"dtype='{dtype}'") for dtype in ("float32", "uint8", "uint32")),
+    ):
+        path.write_text(text)
+        with pytest.raises(UserError, match=said):
+            Corpus.open(corpus.path)
 
 
 @pytest.mark.parametrize("content", [lambda data: data[:-1], lambda data: b"\0" * len(data), None])
@@ -146,32 +132,13 @@ def test_a_file_replaced_by_a_sound_one_of_the_same_size_is_noticed(tmp_path: Pa
 
 
 def prompts(directory: Path, first: str) -> Corpus:
-    """Prepare 40 rows whose prompts and completions together are equally long, whatever the first part of a row."""
+    """Prepare 40 rows that are equally long, with prompts of different lengths."""
     directory.mkdir()
     rows = [{"prompt": first[: 1 + number % 3], "completion": first[1 + number % 3 :]} for number in range(40)]
     (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     fields = RowFields.from_options({"prompt_field": "prompt", "completion_field": "completion"})
     sources = SourceSpec(paths=(str(directory / "rows.jsonl"),), fields=fields)
     return prepare_local(PrepareRequest(sources=sources, out=directory / "corpus", duplicates="keep"))
-
-
-def test_label_spans_that_are_replaced_after_the_corpus_was_opened_are_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(row_groups, "GROUP_ROWS", 7)
-    corpus, other = prompts(tmp_path / "one", "abcdefgh"), prompts(tmp_path / "two", "abcdefgh")
-    path = other.path / "spans.parquet"
-    writer = RowGroupWriter(tmp_path / "others", SPANS_SCHEMA, checksum=table_crc32, statistics=["document"])
-    table = pq.read_table(path)
-    starts = pa.array(4 - table.column("start").to_numpy())
-    writer.add(table.set_column(1, "start", starts))
-    writer.close(corpus.info.spans.content_crc32)
-    assert (tmp_path / "others").stat().st_size == path.stat().st_size
-    again = Corpus.open(corpus.path)
-    assert again.label_weights(0, 0, 8).tolist() == [0.0, *[1.0] * 7]
-    (corpus.path / "spans.parquet").write_bytes((tmp_path / "others").read_bytes())
-    with pytest.raises(UserError, match=r"spans\.parquet can't be used"):
-        again.label_weights(39, 0, 8)
 
 
 def test_a_document_is_found_in_its_row_group(corpus: Corpus, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -187,7 +154,7 @@ def test_a_document_is_found_in_its_row_group(corpus: Corpus, monkeypatch: pytes
 
 
 def write_documents(corpus: Corpus, table: pa.Table, crc32: int | None, **changes: Any) -> Path:
-    """Give a corpus another table of documents, with the checksum that its footer names."""
+    """Replace the document table of a corpus, with the given checksum in its footer."""
     path = corpus.path / "documents.parquet"
     notes = {} if crc32 is None else {b"ray_ulysses.content_crc32": f"{crc32:08x}".encode()}
     pq.write_table(table.replace_schema_metadata(notes), path, write_page_checksum=True)
@@ -218,31 +185,26 @@ def test_documents_with_another_column_are_refused(corpus: Corpus, column: str) 
 
 
 def forge(corpus: Corpus, lengths: Sequence[int]) -> Path:
-    """Give a corpus other lengths, with the checksums that fit them."""
+    """Replace the lengths of a corpus, with valid checksums."""
     crc32 = zlib.crc32(np.asarray(lengths, "<i8").tobytes())
     table = with_column(corpus, "length", pa.array(lengths, pa.int64()))
     return write_documents(corpus, table, crc32, lengths_crc32=crc32, num_tokens=sum(lengths))
 
 
-@pytest.mark.parametrize("false", [-1, 0, 2**31, 2**32 - 1, 2**62])
-def test_a_length_that_no_shard_can_hold_is_refused(corpus: Corpus, false: int) -> None:
+@pytest.mark.parametrize("wrong", [-1, 0, 2**32 - 1, 2**62])
+def test_lengths_that_exceed_the_shards_are_refused(corpus: Corpus, wrong: int) -> None:
     lengths = [int(one) for one in corpus.lengths]
-    # The sum stays what it was, as far as other lengths allow it.
-    lengths[3:5] = [false, lengths[3] + lengths[4] - false]
+    # The sum does not change.
+    lengths[3:5] = [wrong, lengths[3] + lengths[4] - wrong]
     with pytest.raises(UserError, match=r"documents\.parquet .*a document has -?\d+ tokens, but"):
         _ = Corpus.open(forge(corpus, lengths)).lengths
-
-
-def test_more_tokens_than_the_shards_hold_are_refused(corpus: Corpus) -> None:
     longest = max(shard.num_tokens for shard in corpus.info.shards)
     with pytest.raises(UserError, match=r"corpus\.json .*num_tokens is \d+, but the shards contain"):
         Corpus.open(forge(corpus, [longest] * corpus.num_documents))
 
 
 @pytest.mark.parametrize(("place", "value"), [(0, -1), (0, 2**62), (1, 1), (1, -5), (1, 2**40), (0, 10**6)])
-def test_a_false_entry_of_the_index_is_refused_when_its_document_is_read(
-    corpus: Corpus, place: int, value: int
-) -> None:
+def test_a_wrong_index_entry_is_refused_when_its_document_is_read(corpus: Corpus, place: int, value: int) -> None:
     other = corpus.read(8, 0, 1).tolist()
     entries = np.fromfile(corpus.path / "documents.index", "<i8", count=2 * corpus.num_documents)
     entries[2 * 7 + place] = value
@@ -255,16 +217,18 @@ def test_a_false_entry_of_the_index_is_refused_when_its_document_is_read(
     assert forged.read(8, 0, 1).tolist() == other
 
 
-@pytest.mark.parametrize(("place", "number"), [(0, -1), (-1, 10**10), (5, 39), (-1, -1)])
-def test_spans_of_documents_that_do_not_exist_are_refused(tmp_path: Path, place: int, number: int) -> None:
+def test_spans_of_missing_documents_and_without_statistics_are_refused(tmp_path: Path) -> None:
     corpus = prompts(tmp_path / "one", "abcdefgh")
-    assert corpus.info.spans is not None
     table = pq.read_table(corpus.path / "spans.parquet")
-    documents = table.column("document").to_numpy().copy()
-    documents[place] = number
-    write_spans(corpus, table.set_column(0, "document", pa.array(documents)), statistics=["document"])
-    with pytest.raises(UserError, match=r"spans\.parquet can't be used \(the spans are not ordered"):
-        _ = Corpus.open(corpus.path).spans
+    for place, number in ((0, -1), (-1, 10**10), (5, 39), (-1, -1)):
+        documents = table.column("document").to_numpy().copy()
+        documents[place] = number
+        write_spans(corpus, table.set_column(0, "document", pa.array(documents)), statistics=["document"])
+        with pytest.raises(UserError, match=r"spans\.parquet can't be used \(the spans are not ordered"):
+            _ = Corpus.open(corpus.path).spans
+    write_spans(corpus, table, statistics=[])
+    with pytest.raises(UserError, match=r"spans\.parquet can't be used \(the footer lacks the minimum"):
+        Corpus.open(corpus.path)
 
 
 def write_spans(corpus: Corpus, table: pa.Table, statistics: Sequence[str]) -> None:
@@ -275,10 +239,3 @@ def write_spans(corpus: Corpus, table: pa.Table, statistics: Sequence[str]) -> N
     assert corpus.info.spans is not None
     spans = replace(corpus.info.spans, num_bytes=path.stat().st_size, content_crc32=table_crc32(table))
     store_info(corpus, spans=spans)
-
-
-def test_spans_without_the_bounds_of_their_groups_are_refused(tmp_path: Path) -> None:
-    corpus = prompts(tmp_path / "one", "abcdefgh")
-    write_spans(corpus, pq.read_table(corpus.path / "spans.parquet"), statistics=[])
-    with pytest.raises(UserError, match=r"spans\.parquet can't be used \(the footer lacks the minimum"):
-        Corpus.open(corpus.path)

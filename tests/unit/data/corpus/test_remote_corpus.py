@@ -1,4 +1,4 @@
-"""A corpus on an object store: the same tokens by ranges, through the node's cache, and what may go wrong there."""
+"""A corpus in an object store: range reads, the node's cache, and storage faults."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_a_damaged_or_missing_object_is_named(local: Corpus, s3: S3Server, prefi
 
 
 @pytest.mark.parametrize("gib", ["0", "1"], ids=["without a cache", "with a cache"])
-def test_a_shard_that_is_replaced_after_it_was_read_gives_no_other_token(
+def test_a_shard_that_is_replaced_after_it_was_read_never_gives_wrong_tokens(
     local: Corpus, s3: S3Server, prefix: str, uri: str, gib: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_ULYSSES_CACHE_GIB", gib)
@@ -192,7 +192,7 @@ def test_another_corpus_or_a_part_of_one_is_not_written_over(
     check_content(Corpus.open(s3.uri(prefix)))
 
 
-def test_a_cache_that_lost_blocks_in_a_power_cut_is_read_past(local: Corpus, uri: str, cache: Path) -> None:
+def test_blocks_that_the_cache_lost_in_a_power_failure_are_fetched_again(local: Corpus, uri: str, cache: Path) -> None:
     wanted = [*ranges(local, 50)]
     for one in wanted:
         Corpus.open(uri).read(*one)

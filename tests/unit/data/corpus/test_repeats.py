@@ -1,4 +1,4 @@
-"""Documents that stand in two corpora: known by their content, wherever their files lie."""
+"""Documents that occur in several corpora are recognized by their content."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 
 from ray_ulysses.data.corpus.corpus import first_of_same_content, refuse_repeats
@@ -60,18 +59,6 @@ def test_the_first_of_equal_documents_is_found_as_a_dictionary_finds_it() -> Non
     assert first_of_same_content([]) == []
 
 
-def test_the_digests_of_a_corpus_are_those_of_its_documents(folder: Path) -> None:
-    one, again = prepare_local(request_of(folder, "one")), prepare_local(request_of(folder, "copied", "one"))
-    assert one.digests().shape == (8, 2) and len(np.unique(one.digests(), axis=0)) == 8
-    where = {again.source(document).source: document for document in range(again.num_documents)}
-    for document in range(8):
-        same = where.get(one.source(document).source)
-        if same is not None:
-            assert again.digests()[same].tolist() == one.digests()[document].tolist()
-    stored = pq.read_table(one.path / "documents.parquet").column("content").to_pylist()
-    assert [np.frombuffer(digest, np.uint64).tolist() for digest in stored] == one.digests().tolist()
-
-
 def test_documents_of_two_corpora_are_refused_by_their_content(folder: Path) -> None:
     one, two = (prepare_local(request_of(folder, name)) for name in ("one", "two"))
     copied, rows = (prepare_local(request_of(folder, name)) for name in ("copied", "rows.jsonl"))
@@ -84,7 +71,7 @@ def test_documents_of_two_corpora_are_refused_by_their_content(folder: Path) -> 
         refuse_repeats([one, copied])
     with pytest.raises(UserError, match=r"rows\.jsonl-corpus repeats 1 .*rows\.jsonl at 3, also in .*one-corpus\)"):
         refuse_repeats([two, one, rows])
-    # Of a run that goes on, what it is made of is not judged again.
+    # Corpora that the run already has are not checked again.
     refuse_repeats([one, copied], num_known=2)
     with pytest.raises(UserError, match=r"rows\.jsonl-corpus repeats 1"):
         refuse_repeats([one, copied, rows], num_known=2)

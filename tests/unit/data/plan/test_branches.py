@@ -1,4 +1,4 @@
-"""Edits of a run's data: what was trained on is not repeated, and nothing is lost."""
+"""Changes of a run's data: no target is trained twice in an epoch, and none is lost."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def begin(corpora: Corpora, change: PlanSettings = SETTINGS) -> Plan:
     return Plan(segments=(segment_in_memory(corpora.documents, change),))
 
 
-def branch(plan: Plan, step: int, corpora: Corpora, change: PlanSettings) -> Plan:
+def branch(plan: Plan, step: int, corpora: Corpora, change: PlanSettings, skipped: range | None = None) -> Plan:
     documents = corpora.documents
-    remainder = remainder_after(plan, step, documents.sources, change)
+    remainder = remainder_after(plan, step, documents.sources, change, skipped)
     return Plan(segments=(*plan.segments, segment_in_memory(documents, change, remainder)))
 
 
@@ -56,7 +56,7 @@ def labels_of(plan: Plan, rows: range) -> Counter[Target]:
 
 
 def targets_trained(plan: Plan) -> Counter[Target]:
-    """How often each (document, token) is a label in the steps of a plan, as they are trained."""
+    """Count how often each (document, token) is a label in the steps of a plan."""
     return sum((labels_of(plan, plan.step_rows(step)) for step in range(1, plan.num_steps + 1)), Counter())
 
 
@@ -70,7 +70,7 @@ def corpus(rng: np.random.Generator, count: int) -> tuple[int, ...]:
 
 
 def changes_of(change: PlanSettings) -> st.SearchStrategy[PlanSettings]:
-    """Longer and shorter contexts, other steps and packings."""
+
     return st.builds(
         partial(replace, change),
         context_tokens=st.sampled_from([16, 32, 64, 128]),
@@ -84,7 +84,7 @@ def changes_of(change: PlanSettings) -> st.SearchStrategy[PlanSettings]:
 def test_every_target_is_trained_once_an_epoch_through_any_branches(
     data: st.DataObject, seed: int, epochs: int, num_branches: int
 ) -> None:
-    """Other settings, and files that join: all at any committed step."""
+    """Settings change and corpora are added at any committed step."""
     rng = np.random.default_rng(seed)
     corpora = Corpora((corpus(rng, 12),), (None,))
     change = replace(SETTINGS, seed=seed, epochs=epochs)
@@ -133,18 +133,15 @@ def test_every_label_is_trained_once_an_epoch_through_any_branches_that_leave_ou
     assert Counter({target: count for target, count in trained.items() if target in labels}) == labels
 
 
-def test_a_step_in_which_an_epoch_ends_can_not_be_left_out_from_any_checkpoint() -> None:
-    corpora = Corpora((corpus(np.random.default_rng(0), 20),), (None,))
-    change = replace(SETTINGS, epochs=2, context_tokens=32, rows_per_step=3)
+def test_a_step_with_rows_of_two_epochs_can_not_be_left_out() -> None:
+    corpora, change = Corpora((corpus(np.random.default_rng(0), 20),), (None,)), replace(SETTINGS, epochs=2)
     plan = begin(corpora, change)
-    end = plan.newest.epochs[1].first_row
-    bad, local = end // 3 + 1, end % 3
-    assert local, "a step holds the end of the first epoch and the start of the second"
-    said = (
-        rf"rows {end - local} to {end - local + 2} can't be left out: they belong to two epochs, .* data\.rows_per_step"
-    )
+    last, is_inside = divmod(plan.newest.epochs[1].first_row, 3)
+    rows = plan.step_rows(last + 1)
+    assert is_inside
+    said = rf"rows {rows[0]} to {rows[-1]} can't be left out: they belong to two epochs, .* data\.rows_per_step"
     with pytest.raises(UserError, match=said):
-        skip(plan, bad - 1, corpora, change, plan.step_rows(bad))
+        branch(plan, last, corpora, change, rows)
 
 
 def test_the_last_step_of_a_run_can_not_be_left_out_and_the_run_may_end_before_it() -> None:
@@ -152,10 +149,10 @@ def test_the_last_step_of_a_run_can_not_be_left_out_and_the_run_may_end_before_i
     plan = begin(corpora)
     rows, step = plan.step_rows(plan.num_steps), plan.num_steps - 1
     with pytest.raises(UserError, match=rf"rows {rows[0]} to {rows[-1]} can't be left out.*run\.stop_step={step}"):
-        skip(plan, step, corpora, SETTINGS, rows)
+        branch(plan, step, corpora, SETTINGS, rows)
     whole = replace(SETTINGS, rows_per_step=1000)
     with pytest.raises(UserError, match=r"no other rows to train on after step 0; branch it"):
-        skip(begin(corpora, whole), 0, corpora, whole, range(begin(corpora, whole).num_rows))
+        branch(begin(corpora, whole), 0, corpora, whole, range(begin(corpora, whole).num_rows))
 
 
 @settings(max_examples=examples(60))
@@ -179,26 +176,20 @@ def test_rows_that_are_left_out_are_trained_in_no_later_segment_of_their_epoch_a
             straddles = plan.newest.epoch_of(rows[0] - plan.newest.base_row) != 1
             words = "they belong to two epochs" if straddles else "they belong to epoch 2"
             with pytest.raises(UserError, match=f"can't be left out: {words}"):
-                skip(plan, saved, corpora, change, rows)
+                branch(plan, saved, corpora, change, rows)
             break
         dropped = labels_of(plan, rows)
         if epoch == epochs - 1 and saved == bad - 1 and rows.stop == plan.num_rows:
             with pytest.raises(UserError, match=f"no other rows to train on after step {saved}"):
-                skip(plan, saved, corpora, change, rows)
+                branch(plan, saved, corpora, change, rows)
             break
-        plan = skip(plan, saved, corpora, change, rows)
+        plan = branch(plan, saved, corpora, change, rows)
         left_out += dropped
-        # Another change of the data brings nothing of it back either.
+        # Another change of the data does not bring the rows back either.
         if data.draw(st.booleans()):
             change = replace(change, context_tokens=data.draw(st.sampled_from([16, 128])))
             plan = branch(plan, data.draw(st.integers(plan.newest.base_step, plan.num_steps - 1)), corpora, change)
     assert targets_trained(plan) + left_out == all_targets(corpora, epochs)
-
-
-def skip(plan: Plan, step: int, corpora: Corpora, change: PlanSettings, rows: range) -> Plan:
-    documents = corpora.documents
-    remainder = remainder_after(plan, step, documents.sources, change, rows)
-    return Plan(segments=(*plan.segments, segment_in_memory(documents, change, remainder)))
 
 
 def test_rows_are_left_out_before_a_first_checkpoint_and_on_disk(tmp_path: Path) -> None:
@@ -215,17 +206,17 @@ def test_rows_are_left_out_before_a_first_checkpoint_and_on_disk(tmp_path: Path)
         stored.check_cursor(before.cursor(step))
         with pytest.raises(UserError, match="is not a position"):
             stored.check_cursor(before.cursor(step + 1))
-    # Two steps of three rows: those that are packed anew fill no fewer rows than before.
+
     assert stored.num_steps == begin(corpora).num_steps - 2
 
 
-def test_the_id_of_a_branch_is_as_before() -> None:
+def test_the_ids_of_branches_never_change() -> None:
     corpora = Corpora(((9, 120, 33, 70, 2),), (None,))
     plan = branch(begin(corpora), 1, corpora, replace(SETTINGS, context_tokens=64))
     assert [segment.plan_id for segment in plan.segments] == ["1d99b534bc5c435f", "1b6d5599dd465254"]
 
 
-def test_steps_and_rows_go_on_and_the_old_ones_stay() -> None:
+def test_a_branch_continues_steps_and_rows_and_keeps_earlier_ones() -> None:
     corpora = Corpora((corpus(np.random.default_rng(0), 40),), (None,))
     before = begin(corpora)
     after = branch(before, 4, corpora, replace(SETTINGS, context_tokens=64, rows_per_step=2))
@@ -246,7 +237,7 @@ def test_steps_and_rows_go_on_and_the_old_ones_stay() -> None:
             after.check_cursor(refused)
 
 
-def test_losses_are_measured_on_the_same_after_more_epochs_and_skipped_rows_but_not_on_other_documents() -> None:
+def test_losses_stay_comparable_after_more_epochs_and_skipped_rows_but_not_with_other_documents() -> None:
     rng = np.random.default_rng(4)
     lengths = (corpus(rng, 60), corpus(rng, 60))
     for held in (0.2, 0.0):
@@ -254,7 +245,7 @@ def test_losses_are_measured_on_the_same_after_more_epochs_and_skipped_rows_but_
         first = begin(Corpora(lengths, (None, 0.0)), change)
         known = first.newest.measured
         more = branch(first, 2, Corpora(lengths, (None, 0.0)), replace(change, epochs=2))
-        less = skip(first, 2, Corpora(lengths, (None, 0.0)), change, first.step_rows(3))
+        less = branch(first, 2, Corpora(lengths, (None, 0.0)), change, first.step_rows(3))
         assert more.newest.measured == less.newest.measured == known
         longer = branch(first, 2, Corpora(lengths, (None, 0.0)), replace(change, context_tokens=64))
         other = branch(first, 2, Corpora(lengths, (0.0, None)), change)
@@ -265,7 +256,7 @@ def test_losses_are_measured_on_the_same_after_more_epochs_and_skipped_rows_but_
 
 
 def shares_of(plan: Plan, bases: list[int]) -> list[float]:
-    """Return the share of each source in the tokens of the rows of the newest segment."""
+    """Return each source's share of the tokens in the newest segment."""
     tokens = np.zeros(len(bases) - 1)
     for row in range(plan.newest.base_row, plan.num_rows):
         for piece in plan.pieces(row):
@@ -275,7 +266,7 @@ def shares_of(plan: Plan, bases: list[int]) -> list[float]:
 
 @pytest.mark.parametrize("weights", [(9.0, 1.0), (1.0, 1.0), (1.0, 0.1)])
 def test_what_is_left_of_documents_counts_in_the_share_of_their_source(weights: tuple[float, float]) -> None:
-    """All documents of the first source are begun, and the second has documents of less than a row."""
+    """Every document of the first source is begun; those of the second are shorter than a row."""
     lengths = ((320,) * 20, (10,) * 640)
     plan = begin(Corpora(lengths, (1.0, 1.0)))
     step = plan.num_steps // 2
@@ -298,7 +289,7 @@ def test_an_epoch_of_weighted_sources_loses_nothing_but_the_rows_that_are_left_o
     planned = targets_trained(plan)
     step = int(rng.integers(2, plan.num_steps - 1))
     rows = plan.step_rows(step + 1)
-    assert targets_trained(skip(plan, step, corpora, SETTINGS, rows)) + labels_of(plan, rows) == planned
+    assert targets_trained(branch(plan, step, corpora, SETTINGS, rows)) + labels_of(plan, rows) == planned
 
 
 @pytest.mark.parametrize(
@@ -306,12 +297,12 @@ def test_an_epoch_of_weighted_sources_loses_nothing_but_the_rows_that_are_left_o
 )
 @pytest.mark.parametrize("step", [2, 20, 35])
 def test_a_branch_with_the_same_weights_keeps_what_the_epoch_had_planned(changes: dict[str, object], step: int) -> None:
-    """All documents of the first source are begun, so that only what is left of these is left of it."""
+    """Every document of the first source is begun, so the source has only remainders left."""
     corpora = Corpora(((1000,) * 2, (20,) * 200), (1.0, 1.0))
     plan = begin(corpora)
     planned = targets_trained(plan)
     assert len({document for document, _ in planned}) == 2 + 100 < 202
-    # A corpus that joins and is not in use changes nothing.
+    # Adding a corpus that is not used changes nothing.
     for more in (corpora, Corpora((*corpora.lengths, (30,) * 5), (1.0, 1.0, 0.0))):
         changed = branch(plan, step, more, replace(SETTINGS, **changes))  # type: ignore[arg-type]
         rows = range(changed.newest.base_row + changed.newest.epochs[0].num_rows)
@@ -331,67 +322,46 @@ def test_documents_that_were_dropped_come_with_the_same_weights_where_rows_take_
     assert {document for document, _ in targets_trained(longer)} >= set(range(30))
 
 
-@pytest.mark.parametrize(
-    ("overlong", "before", "after"),
-    [
-        ("truncate", 32, {"context_tokens": 1024}),
-        ("truncate", 32, {"overlong": "split"}),
-        ("drop", 64, {"context_tokens": 32}),
-    ],
-    ids=str,
-)
-def test_weights_hold_where_rows_of_another_length_change_what_documents_count_for(
-    overlong: str, before: int, after: dict[str, object]
-) -> None:
-    lengths = ((20,) * 300, (1000,) * 400 if overlong == "truncate" else (60,) * 50 + (20,) * 400)
-    corpora = Corpora(lengths, (1.0, 1.0))
-    settings = replace(SETTINGS, overlong=overlong, context_tokens=before)  # type: ignore[arg-type]
-    plan = branch(begin(corpora, settings), 4, corpora, replace(settings, **after))  # type: ignore[arg-type]
+@pytest.mark.parametrize("after", [{"context_tokens": 1024}, {"overlong": "split"}], ids=str)
+def test_weights_hold_after_a_change_of_the_tokens_counted_per_document(after: dict[str, object]) -> None:
+    lengths = ((20,) * 300, (1000,) * 400)
+    corpora, truncated = Corpora(lengths, (1.0, 1.0)), replace(SETTINGS, overlong="truncate")
+    plan = branch(begin(corpora, truncated), 4, corpora, replace(truncated, **after))  # type: ignore[arg-type]
     tokens = Counter[bool]()
     for (document, _), count in targets_trained(plan).items():
         tokens[document >= len(lengths[0])] += count
     assert 0.8 < tokens[True] / tokens[False] < 1.25
 
 
-def test_a_plan_with_nothing_left_is_refused() -> None:
-    corpora = Corpora((corpus(np.random.default_rng(0), 20),), (None,))
-    plan = begin(corpora)
-    with pytest.raises(UserError, match="is left for training"):
-        branch(plan, plan.num_steps, corpora, replace(SETTINGS, context_tokens=64))
-
-
-def test_a_branch_before_the_newest_segment_is_refused() -> None:
-    corpora = Corpora((corpus(np.random.default_rng(0), 40),), (None,))
-    plan = branch(begin(corpora), 4, corpora, replace(SETTINGS, context_tokens=64))
-    with pytest.raises(UserError, match=r"\(step 3\) is older than the last change of the data \(step 4\)"):
-        branch(plan, 3, corpora, replace(SETTINGS, context_tokens=16))
-
-
-def test_sources_keep_their_places() -> None:
+def test_a_branch_that_can_not_continue_the_run_is_refused() -> None:
     corpora = Corpora(((20,) * 9, (30,) * 9), (None, None))
-    plan = begin(corpora)
-    swapped = tuple(reversed(corpora.documents.sources))
+    plan, longer = begin(corpora), replace(SETTINGS, context_tokens=64)
+    with pytest.raises(UserError, match="is left for training"):
+        branch(plan, plan.num_steps, corpora, longer)
+    with pytest.raises(UserError, match=r"\(step 1\) is older than the last change of the data \(step 2\)"):
+        branch(branch(plan, 2, corpora, longer), 1, corpora, SETTINGS)
     with pytest.raises(UserError, match=r"the corpora of a run must keep their order"):
-        remainder_after(plan, 2, swapped, SETTINGS)
+        remainder_after(plan, 2, tuple(reversed(corpora.documents.sources)), SETTINGS)
+    twice = begin(corpora, replace(SETTINGS, epochs=2))
+    with pytest.raises(UserError, match=r"data.epochs=1: the run is already in epoch 2; use at least 2"):
+        branch(twice, twice.num_steps - 1, corpora, SETTINGS)
 
 
-def test_a_branch_on_disk_is_the_one_in_memory(tmp_path: Path) -> None:
+def test_a_stored_branch_is_the_one_in_memory(tmp_path: Path) -> None:
     corpora = Corpora((corpus(np.random.default_rng(0), 60),), (None,))
     more = Corpora((*corpora.lengths, (40, 50)), (None, None))
     change = replace(SETTINGS, context_tokens=64, rows_per_step=2)
     made = branch(begin(corpora), 6, more, change)
     write_segment(tmp_path, 0, corpora.documents, SETTINGS)
-    stored = load_plan(tmp_path)
-    remainder = remainder_after(stored, 6, more.documents.sources, change)
+    remainder = remainder_after(load_plan(tmp_path), 6, more.documents.sources, change)
     write_segment(tmp_path, 1, more.documents, change, remainder)
     loaded = load_plan(tmp_path)
     assert [segment.plan_id for segment in loaded.segments] == [segment.plan_id for segment in made.segments]
     assert targets_trained(loaded) == targets_trained(made) == all_targets(more)
-    assert loaded.newest.branch == made.newest.branch
     assert loaded.newest.fragments.size == made.newest.fragments.size > 0
 
 
-def test_what_is_too_long_for_a_segment_waits_for_the_next() -> None:
+def test_a_remainder_that_is_too_long_for_a_segment_waits_for_the_next() -> None:
     corpora = Corpora(((1000,), (30,)), (None, None))
     plan = begin(corpora, replace(SETTINGS, context_tokens=104, rows_per_step=1))
     plan = branch(plan, 1, corpora, replace(SETTINGS, context_tokens=48, rows_per_step=1, overlong="drop"))
@@ -407,19 +377,6 @@ def test_a_finished_plan_is_branched_twice_at_one_step() -> None:
     plan = branch(plan, 10, corpora, replace(change, rows_per_step=2))
     assert [info.epoch for info in plan.newest.epochs] == [1]
     assert targets_trained(plan) == all_targets(corpora, 2)
-
-
-def test_epochs_below_the_one_that_runs_are_refused() -> None:
-    corpora = Corpora((corpus(np.random.default_rng(0), 30),), (None,))
-    plan = begin(corpora, replace(SETTINGS, epochs=3))
-    step = next(step for step in range(plan.num_steps) if plan.cursor(step).epoch == 1)
-    with pytest.raises(UserError, match=r"data.epochs=1: the run is already in epoch 2; use at least 2"):
-        branch(plan, step, corpora, replace(SETTINGS, epochs=1))
-
-
-def test_a_row_beyond_32_bits_is_refused() -> None:
-    with pytest.raises(UserError, match=r"data.context_tokens=4294967296: is too large; use at most 2147483647"):
-        begin(Corpora(((20,),), (None,)), replace(SETTINGS, context_tokens=2**32))
 
 
 def test_what_a_plan_says_is_held_out_no_step_trains_and_every_evaluation_reads() -> None:

@@ -24,7 +24,7 @@ def pieces_of(lengths: Sequence[int], has_next: Sequence[bool] | None = None) ->
 
 
 def pack(packing: Packing, lengths: Sequence[int], capacity: int, blocks: int = 1) -> list[list[tuple[int, int, int]]]:
-    """The rows that come out, as (document, start, length) of their pieces, in the order in which they close."""
+    """Return the packed rows in closing order, each as a list of pieces (document, start, length)."""
     packer, whole, rows = Packer(packing, capacity), pieces_of(lengths), []
     cuts = np.linspace(0, len(lengths), blocks + 1).astype(int)
     for low, high in itertools.pairwise(cuts):
@@ -166,12 +166,3 @@ def test_concat_fills_every_row_but_the_last_and_loses_no_target(
         for at in range(start + 1, min(start + length, lengths[document] - 1) + 1)
     ]
     assert sorted(labels) == [(document, at) for document, size in enumerate(lengths) for at in range(1, size)]
-
-
-@pytest.mark.parametrize("packing", ["best_fit", "wide_fit", "concat"])
-def test_a_block_without_pieces_changes_nothing(packing: Packing) -> None:
-    packer = Packer(packing, 10)
-    assert packer.add(pieces_of([4]), is_last=False)[1].tolist() == []
-    assert packer.add(pieces_of([]), is_last=False)[1].tolist() == []
-    pieces, sizes = packer.add(pieces_of([]), is_last=True)
-    assert (pieces.length.tolist(), sizes.tolist()) == ([4], [1])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import astuple, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from ray_ulysses.data.fingerprint import stable_hash
-from ray_ulysses.data.plan.plan import Plan
+from ray_ulysses.data.plan.plan import Cursor, Plan
 from ray_ulysses.data.plan.rows import Rows, RowStats
 from ray_ulysses.data.plan.segment import Packing, PlanSettings
 from ray_ulysses.data.tokenize.spans import LabelSpans
@@ -64,22 +65,14 @@ def test_rows_hold_every_target_within_capacity(lengths: list[int], context: int
         assert weights.sum_squares[row] == sum(piece.length**2 for piece in pieces)
 
 
-def test_the_same_settings_give_the_same_plan_and_others_another() -> None:
-    lengths = lengths_of(200)
-    plan = build_plan(lengths, "f", SETTINGS)
-    assert build_plan(lengths, "f", SETTINGS).plan_id == plan.plan_id
-    others = [
-        build_plan(lengths, "g", SETTINGS),
-        build_plan(lengths, "f", replace(SETTINGS, seed=4)),
-        build_plan(lengths, "f", replace(SETTINGS, rows_per_step=7)),
-        build_plan(lengths, "f", replace(SETTINGS, pad_multiple=4)),
-        build_plan(lengths, "f", replace(SETTINGS, epochs=2)),
-    ]
-    assert len({plan.plan_id, *(other.plan_id for other in others)}) == 6
+def test_plans_of_other_settings_have_other_ids() -> None:
+    changes = ({}, {"seed": 4}, {"rows_per_step": 7}, {"pad_multiple": 4}, {"epochs": 2})
+    plans = [build_plan(lengths_of(200), "f", replace(SETTINGS, **change)) for change in changes]
+    assert len({plan.plan_id for plan in (*plans, build_plan(lengths_of(200), "g", SETTINGS))}) == 6
 
 
 def test_the_plan_of_this_version_never_changes() -> None:
-    """A planner that orders otherwise must get a new PLANNER_VERSION, or running jobs could not resume."""
+    """A planner with another order must get a new PLANNER_VERSION; otherwise, running jobs could not resume."""
     lengths = np.arange(50) * 37 % 158 + 2
     plan = build_plan(lengths, "f", replace(SETTINGS, eval_fraction=0.1, epochs=2))
     rows = [[astuple(piece) for piece in plan.pieces(row)] for row in range(plan.num_rows)]
@@ -111,9 +104,8 @@ def test_each_epoch_holds_the_same_documents_in_another_order() -> None:
 
 def test_steps_count_from_one_and_the_last_may_be_short() -> None:
     plan = build_plan(np.full(14, 48), "f", SETTINGS)
-    assert (plan.num_rows, plan.num_steps) == (14, 3)
     assert [plan.step_rows(step) for step in (1, 2, 3)] == [range(6), range(6, 12), range(12, 14)]
-    assert plan.step_tokens(3) == 2 * 47
+    assert plan.num_steps == 3 and plan.step_tokens(3) == 2 * 47
     for step in (0, 4):
         with pytest.raises(ValueError, match=rf"step {step} is not in \[1, 3\]"):
             plan.step_rows(step)
@@ -121,14 +113,22 @@ def test_steps_count_from_one_and_the_last_may_be_short() -> None:
 
 def test_cursors_name_the_next_row_and_are_recognised() -> None:
     plan = build_plan(np.full(14, 48), "f", replace(SETTINGS, epochs=2))
-    assert [plan.cursor(step).next_row for step in range(plan.num_steps + 1)] == [0, 6, 12, 18, 24, 28]
-    assert [plan.cursor(step).epoch for step in range(plan.num_steps + 1)] == [0, 0, 0, 1, 1, 1]
-    for step in range(plan.num_steps + 1):
-        plan.check_cursor(plan.cursor(step))
+    cursors = [plan.cursor(step) for step in range(plan.num_steps + 1)]
+    assert [one.next_row for one in cursors] == [0, 6, 12, 18, 24, 28]
+    assert [one.epoch for one in cursors] == [0, 0, 0, 1, 1, 1]
+    for one in cursors:
+        plan.check_cursor(Cursor.from_json(one.to_json()))
     with pytest.raises(UserError, match=r"is not a position in plan"):
-        plan.check_cursor(replace(plan.cursor(1), next_row=7))
+        plan.check_cursor(replace(cursors[1], next_row=7))
     with pytest.raises(UserError, match=r"belongs to plan other"):
-        plan.check_cursor(replace(plan.cursor(1), plan_id="other"))
+        plan.check_cursor(replace(cursors[1], plan_id="other"))
+    for change, problem in (
+        ({"extra": 1}, "extra is 1"),
+        ({"next_row": "6"}, "next_row is"),
+        ({"epoch": -1}, "epoch is"),
+    ):
+        with pytest.raises(UserError, match=f"^data cursor .*: {problem}.*; resume from another step$"):
+            Cursor.from_json({**cursors[1].to_json(), **change})
 
 
 def test_evaluation_documents_are_never_trained_on() -> None:
@@ -148,16 +148,13 @@ def test_more_documents_move_none_between_the_splits() -> None:
     assert small == {document for document in large if document < 400}
 
 
-def test_figures_of_the_report() -> None:
+def test_a_segments_totals_count_documents_tokens_and_padding() -> None:
     segment = build_plan(np.array([100, 20, 30, 1]), "f", SETTINGS).newest
-    assert segment.settings.capacity == 48
-    assert segment.totals.split_documents == 1
-    assert segment.totals.skipped_documents == 1
-    assert segment.totals.tokens == 150
+    totals = segment.totals
+    assert (totals.split_documents, totals.skipped_documents, totals.tokens) == (1, 1, 150)
     padded = segment.train.stats(0, segment.train.num_rows).padded_tokens(8)
-    assert segment.totals.padding_tokens == int(padded.sum()) - 150
+    assert totals.padding_tokens == int(padded.sum()) - 150
     assert segment.fill == pytest.approx(150 / (48 * segment.train.num_rows))
-    assert segment.step_times(1).imbalance == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +168,7 @@ def test_figures_of_the_report() -> None:
 def test_what_becomes_of_overlong_documents_is_counted(
     overlong: str, pieces: list[tuple[int, int, int]], lost: int, counts: tuple[int, int, int]
 ) -> None:
-    """A document of one token more than a row is not overlong: the last token is a label alone."""
+    """A document with one token more than a row is not overlong: its last token is only a label."""
     plan = build_plan(np.array([100, 49, 20]), "f", replace(SETTINGS, overlong=overlong))
     totals = plan.newest.totals
     assert sorted(inputs_of(plan, 0)) == pieces
@@ -179,15 +176,8 @@ def test_what_becomes_of_overlong_documents_is_counted(
     assert (totals.split_documents, totals.truncated_documents, totals.dropped_documents) == counts
 
 
-def test_an_overlong_document_can_be_refused() -> None:
-    settings = replace(SETTINGS, overlong="error")
-    build_plan(np.array([49, 20]), "f", settings)
-    with pytest.raises(UserError, match=r"data.overlong=error: document 1 has 50 tokens, more than the 48 of a row"):
-        build_plan(np.array([49, 50]), "f", settings)
-
-
 def test_rows_without_a_label_are_left_out_and_counted() -> None:
-    """One document of nine rows, of which only the end is to be learned."""
+    """Only the end of a document of nine rows has labels."""
     spans = LabelSpans(offsets=np.array([0, 1]), starts=np.array([48 * 8]), stops=np.array([48 * 9]))
     plan = build_plan(np.array([48 * 9]), "f", replace(SETTINGS, rows_per_step=1, epochs=3), spans)
     # The first label of the last row is that of the last token of the row before.
@@ -195,6 +185,8 @@ def test_rows_without_a_label_are_left_out_and_counted() -> None:
     assert sorted(plan.pieces(row)[0].start for row in range(6)) == [48 * 7] * 3 + [48 * 8] * 3
     assert [plan.step_tokens(step) for step in range(1, 7)].count(0) == 0
     assert plan.newest.totals.tokens == 3 * 2 * 48 and plan.newest.totals.supervised == 3 * 48
+    with pytest.raises(UserError, match=r"^data: none of the 1 planned rows has a label.*data\.overlong=truncate"):
+        build_plan(np.array([48 * 9]), "f", replace(SETTINGS, overlong="truncate"), spans)
 
 
 @pytest.mark.parametrize("packing", ["best_fit", "wide_fit", "concat", "none"])
@@ -214,12 +206,6 @@ def test_every_row_has_a_label_and_every_label_is_in_a_row(packing: Packing) -> 
     assert plan.newest.totals.unlabelled_rows > 0 or packing == "concat"
 
 
-def test_a_corpus_whose_labels_are_all_cut_off_is_refused() -> None:
-    spans = LabelSpans(offsets=np.array([0, 1]), starts=np.array([48 * 8]), stops=np.array([48 * 9]))
-    with pytest.raises(UserError, match=r"^data: none of the 1 planned rows has a label.*data\.overlong=truncate"):
-        build_plan(np.array([48 * 9]), "f", replace(SETTINGS, overlong="truncate"), spans)
-
-
 @pytest.mark.parametrize(
     ("lengths", "change", "text"),
     [
@@ -227,9 +213,11 @@ def test_a_corpus_whose_labels_are_all_cut_off_is_refused() -> None:
         ([9], {"eval_fraction": 0.01}, "none of the 1 documents is held out; use a larger fraction"),
         ([1, 1], {}, "none of the 2 documents is left for training"),
         ([], {}, "none of the 0 documents is left for training"),
+        ([9], {"context_tokens": 2**32}, "data.context_tokens=4294967296: is too large; use at most 2147483647"),
+        ([49, 50], {"overlong": "error"}, "data.overlong=error: document 1 has 50 tokens, more than the 48 of a row"),
     ],
 )
-def test_what_cannot_be_planned_is_refused(lengths: list[int], change: dict[str, float], text: str) -> None:
+def test_documents_that_can_not_be_planned_are_refused(lengths: list[int], change: dict[str, Any], text: str) -> None:
     with pytest.raises(UserError, match=text):
         build_plan(np.asarray(lengths, dtype=np.int64), "f", replace(SETTINGS, **change))
 

@@ -1,4 +1,4 @@
-"""Stages of a run: planned beforehand, each from what those before leave, so that every target is trained once."""
+"""Stages of a run: all planned before the first step, so that every target is trained once over all stages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ray_ulysses.data.plan.segment import PlanSettings, StageLength
 from ray_ulysses.data.plan.stages import NewSegment, StagePlan, num_made, plan_rest, plan_stages
 from ray_ulysses.errors import UserError
 from tests.unit.data.corpora import text_corpus, varied_texts
-from tests.unit.data.plan.test_branches import targets_trained
+from tests.unit.data.plan.test_branches import labels_of, targets_trained
 
 SETTINGS = PlanSettings(seed=3, context_tokens=64, pad_multiple=8, rows_per_step=3)
 
@@ -71,12 +71,6 @@ def test_stages_train_every_target_of_their_corpora_once(corpora: tuple[Corpus, 
     assert ids(stored) == ids(plan)
     assert targets_trained(stored) == all_targets(*corpora)
     assert [segment.base_step for segment in stored.segments] == [0, 7, stored.stage_start(2)]
-
-
-def test_a_stage_has_its_own_context_and_batch_and_its_steps_end_where_the_next_begins(
-    corpora: tuple[Corpus, Corpus],
-) -> None:
-    plan, _ = plan_stages(three(*corpora))
     contexts = {
         plan.stage_of_step(step): max(plan.row_tokens(row) for row in plan.step_rows(step))
         for step in range(1, plan.num_steps + 1)
@@ -86,6 +80,10 @@ def test_a_stage_has_its_own_context_and_batch_and_its_steps_end_where_the_next_
     cut = plan.through_stage(0)
     assert cut.num_steps == 7 and cut.num_rows == 21 and plan.num_rows > 21
     assert plan.step_rows(8) == range(21, 23), "rows are numbered over all stages"
+    assert cut.cursor(7) == plan.cursor(7), "the position between two stages belongs to both"
+    plan.through_stage(1).check_cursor(cut.cursor(7))
+    with pytest.raises(UserError, match="data cursor belongs to plan"):
+        cut.check_cursor(plan.cursor(8))
 
 
 def test_a_stage_of_tokens_ends_with_the_step_that_reaches_them(corpora: tuple[Corpus, Corpus]) -> None:
@@ -95,20 +93,9 @@ def test_a_stage_of_tokens_ends_with_the_step_that_reaches_them(corpora: tuple[C
     assert sum(tokens[:-1]) < 1500 <= sum(tokens)
 
 
-def test_the_cursor_at_a_border_is_a_position_of_either_stage(corpora: tuple[Corpus, Corpus]) -> None:
-    plan, _ = plan_stages(three(*corpora))
-    border = plan.through_stage(0).cursor(7)
-    assert border == plan.cursor(7)
-    plan.through_stage(1).check_cursor(border)
-    plan.check_cursor(plan.cursor(8))
-    with pytest.raises(UserError, match="data cursor belongs to plan"):
-        plan.through_stage(0).check_cursor(plan.cursor(8))
-
-
-def test_stages_that_were_stored_in_part_are_completed_as_planned(
+def test_a_plan_of_which_only_some_stages_were_stored_is_completed_as_planned(
     corpora: tuple[Corpus, Corpus], tmp_path: Path
 ) -> None:
-    """A command may be killed while it stores them."""
     stages = three(*corpora)
     plan, new = plan_stages(stages)
     store(tmp_path, new[:2])
@@ -123,9 +110,7 @@ def test_stages_that_were_stored_in_part_are_completed_as_planned(
 @pytest.mark.parametrize(
     "changes", [{"steps": 8}, {"context_tokens": 32}, {"rows_per_step": 2}, {"tokens": 900, "steps": None}]
 )
-def test_a_plan_of_other_stages_is_not_taken_for_these(
-    corpora: tuple[Corpus, Corpus], changes: dict[str, object]
-) -> None:
+def test_a_plan_of_other_stages_is_recognized(corpora: tuple[Corpus, Corpus], changes: dict[str, object]) -> None:
     first, second = corpora
     plan, _ = plan_stages(three(first, second))
     others = [stage(0, first, **{"context_tokens": 64, "steps": 7, **changes}), *three(first, second)[1:]]
@@ -143,7 +128,7 @@ def test_a_branch_in_a_stage_replaces_the_stages_to_come(corpora: tuple[Corpus, 
         stage(1, first, second, context_tokens=512, rows_per_step=1),
     ]
     kept = stored.at_step(4)
-    assert len(kept.segments) == 1
+
     plan, branch = plan_stages(changed, kept, 4)
     store(tmp_path, branch)
     loaded = load_plan(tmp_path)
@@ -153,17 +138,12 @@ def test_a_branch_in_a_stage_replaces_the_stages_to_come(corpora: tuple[Corpus, 
     assert num_made(loaded, changed) == 2
 
 
-def test_rows_that_are_left_out_leave_the_stages_to_come_whole(corpora: tuple[Corpus, Corpus], tmp_path: Path) -> None:
+def test_rows_left_out_of_a_stage_do_not_affect_later_stages(corpora: tuple[Corpus, Corpus], tmp_path: Path) -> None:
     stages = three(*corpora)
     plan = planned(tmp_path, *stages)
     store(tmp_path, plan_stages(stages, plan.at_step(8), 8, plan.step_rows(9))[1])
     again = load_plan(tmp_path)
-    left_out = Counter(
-        (piece.document, piece.start + at + 1)
-        for row in plan.step_rows(9)
-        for piece in plan.pieces(row)
-        for at in range(piece.num_labels)
-    )
+    left_out = labels_of(plan, plan.step_rows(9))
     assert left_out and targets_trained(again) == all_targets(*corpora) - left_out
 
 

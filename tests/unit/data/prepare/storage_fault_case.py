@@ -1,7 +1,7 @@
-"""Preparations whose storage fails at a system call: the whole corpus or an error, and whole when resumed.
+"""Preparations with failing system calls: each ends with the complete corpus or an error, and can be resumed.
 
-Run with ``storage_faults.c`` preloaded: ``DIRECTORY KIND STRIDE``. With stride 1, every call fails in two ways; else
-every STRIDEth call of each kind of call, in a way drawn by chance. Prints a JSON object a finding, then a summary.
+Run with ``storage_faults.c`` preloaded, as ``DIRECTORY KIND STRIDE``. With stride 1, every call fails in two ways;
+otherwise, every STRIDEth call of each kind fails in a random way. Prints one JSON object per finding, then a summary.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ KINDS: dict[str, Kind] = {make.__name__: make for make in (texts, json_lines, pa
 
 
 def prepared(request: PrepareRequest) -> dict[str, Any]:
-    """Return all that the corpus is, its files included."""
+    """Prepare a corpus, and return its content and files."""
     clock = SleepingClock()
     corpus = prepare_local(request, retry=policy_of(clock))
     faults.fault_disarm()
@@ -117,7 +117,7 @@ def prepared(request: PrepareRequest) -> dict[str, Any]:
 
 
 def without_leftovers(found: dict[str, Any]) -> dict[str, Any]:
-    """Forget working files that could not be removed: the next preparation does."""
+    """Ignore working files that could not be removed; the next preparation removes them."""
     own = (UNITS_DIRECTORY, PREPARATION_FILE, ".prepare.lock")
     files = [name for name in found["files"] if not name.startswith(own) and ".writing-" not in name]
     return {**found, "files": files}
@@ -126,7 +126,7 @@ def without_leftovers(found: dict[str, Any]) -> dict[str, Any]:
 def findings_of(
     request: PrepareRequest, whole: dict[str, Any], number: int, call: bytes, skip: int, times: int
 ) -> list[str]:
-    """Return what was wrong with a preparation that met faults, and with the same one begun again."""
+    """Return the problems of a preparation with faults, and of its repetition without faults."""
     found = []
     faults.fault_arm(str(request.out.parent).encode(), call, number, skip, times)
     try:
@@ -151,7 +151,7 @@ def findings_of(
 
 
 def main(directory: Path, make: Kind, stride: int) -> None:
-    """Let each call fail alone: once, as a storage that is away, and for good from then on, as a full disk."""
+    """Let each call fail in turn: once, like storage that is away, and from then on, like a full disk."""
     logging.disable(logging.WARNING)
     first, rng = make(directory / "kind"), random.Random(stride)
     faults.fault_arm(str(first.out.parent).encode(), ANY_CALL, errno.EIO, FOR_EVER, 0)

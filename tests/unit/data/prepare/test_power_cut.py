@@ -1,4 +1,4 @@
-"""What is on disk after a power cut, at every moment of a preparation: a whole corpus, or one to go on with."""
+"""A power failure at any moment of a preparation leaves a complete corpus, or files from which it can be resumed."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ CORPUS = "corpus.json"
 
 
 class Disk:
-    """Records the syncs and renames of a process, and tells what a power cut would leave of one directory.
+    """Records the syncs and renames of a process, to determine what a power failure would leave of a directory.
 
-    A file's content is durable as it was when the file was synced, its name when its folder was synced after it was
-    given. What was renamed and not synced may be there or not.
+    A file's content is durable once the file is synced, and its name once the folder is synced after the rename. A
+    rename that is not synced yet may or may not be durable.
     """
 
     def __init__(self, top: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +78,7 @@ def test_a_power_cut_at_any_moment_leaves_a_whole_corpus_or_one_to_go_on_with(
     num_committed, tried = 0, []
     for number, (what, durable, commit) in enumerate(disk.moments):
         named = durable if commit is None else {**durable, CORPUS: commit}
-        # The commit's name may outlive the cut although no folder was synced after it was given.
+        # The name of corpus.json may be durable even if its folder was not synced after the rename.
         for kind, files in (("synced", durable), ("named", named)):
             if files in tried:
                 continue
@@ -94,7 +94,7 @@ def test_a_power_cut_at_any_moment_leaves_a_whole_corpus_or_one_to_go_on_with(
             check_content(found)
             assert found.fingerprint == corpus.fingerprint, (number, what, kind)
     assert num_committed > 0 and len(tried) > 3
-    # In the end the commit itself is durable, and so are the folders that lead to it.
+    # In the end, corpus.json is durable, and so are its parent folders.
     assert disk.moments[-1][1][CORPUS] == (request.out / CORPUS).read_bytes()
     for folder in (request.out, *request.out.parents[:2]):
         assert folder.name in disk.names[folder.parent]

@@ -76,7 +76,7 @@ def test_every_document_comes_back_byte_for_byte_and_progress_is_exact(tmp_path:
     assert seen[0].bytes_done < seen[-1].bytes_done == total
 
 
-def test_entropy_is_that_of_the_bytes(tmp_path: Path) -> None:
+def test_the_entropy_is_computed_from_the_bytes(tmp_path: Path) -> None:
     corpus = prepare_local(request_of(tmp_path, ["aab", "abb"]))
     assert corpus.info.byte_unigram_nats == pytest.approx(math.log(2))
     tokens = -(2 * 3 / 8 * math.log(3 / 8) + 2 / 8 * math.log(2 / 8))
@@ -102,11 +102,11 @@ def test_repeated_texts_are_left_out_named_and_not_counted(tmp_path: Path) -> No
 
 
 class Killed(BaseException):
-    """Stands for a process that dies."""
+    """Stands for the death of the process."""
 
 
 @pytest.mark.parametrize("at", ["unit", "unit-00003.quarantine.jsonl", "unit-00003.json"])
-def test_a_killed_preparation_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
+def test_a_killed_preparation_is_resumed_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
     request, seen = request_of(tmp_path, varied_texts(40)), list[PrepareProgress]()
     (tmp_path / "texts" / "link").symlink_to("nowhere")
     write_text = unit_writer.write_text
@@ -126,7 +126,7 @@ def test_a_killed_preparation_goes_on_where_it_was(tmp_path: Path, monkeypatch: 
         patch.setattr(unit_writer, "write_text", dying_at_a_file)
         with pytest.raises(Killed):
             prepare_local(request)
-    # A process that is gone removes neither.
+    # A dead process removes neither of these files.
     (request.out / LOCK_FILE).touch()
     (request.out / "shards" / f"{TEMPORARY_PREFIX}3").write_text("torn")
     with pytest.raises(UserError, match="the preparation is not finished"):
@@ -168,14 +168,14 @@ def test_a_process_that_is_killed_after_its_commit_leaves_nothing_for_good(tmp_p
     (request.out / "shards" / f"{TEMPORARY_PREFIX}1").write_text("torn")
     (request.out / "shards" / "shard-00077.tokens").write_text("of a file that is gone")
     with directory_lock(request.out):
-        # Another process is at it: what it removes need not be removed here.
+        # Another process has the lock and may be removing the files.
         assert prepare_local(request).num_documents == 10
     assert (request.out / "units").is_dir()
     assert begin(request).is_complete
     assert snapshot(request.out).keys() == files_of(Corpus.open(request.out))
 
 
-def test_a_directory_is_prepared_by_one_process_at_a_time(tmp_path: Path) -> None:
+def test_a_directory_that_is_being_prepared_or_can_not_be_made_is_refused(tmp_path: Path) -> None:
     request = request_of(tmp_path, TEXTS)
     with preparing(request):
         before = snapshot(request.out)
@@ -185,9 +185,11 @@ def test_a_directory_is_prepared_by_one_process_at_a_time(tmp_path: Path) -> Non
         assert snapshot(request.out) == before
     assert prepare_local(request).num_documents == 10
     assert not (request.out / LOCK_FILE).exists()
+    with pytest.raises(UserError, match="can't be written"):
+        prepare_local(replace(request, out=tmp_path / "texts" / "text-0000.txt" / "out"))
 
 
-def test_a_preparation_that_waited_finds_what_the_other_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_preparation_that_waited_finds_the_finished_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     request = request_of(tmp_path, TEXTS)
     lock = preparation.directory_lock
 
@@ -202,7 +204,7 @@ def test_a_preparation_that_waited_finds_what_the_other_made(tmp_path: Path, mon
     assert begin(request).is_complete
 
 
-def test_what_a_directory_holds_is_not_written_over(tmp_path: Path) -> None:
+def test_existing_files_are_never_overwritten(tmp_path: Path) -> None:
     request = request_of(tmp_path, TEXTS)
     other = replace(request, sources=source(write_texts(tmp_path / "other", ["x"])))
 
@@ -217,7 +219,7 @@ def test_what_a_directory_holds_is_not_written_over(tmp_path: Path) -> None:
     (request.out / "thesis.tex").write_text("precious")
     refuse("is not empty", request)
     (request.out / "thesis.tex").unlink()
-    # One that was killed before its first shard does not block another.
+    # A preparation that was killed before its first shard does not block another one.
     begin(replace(request, unit_bytes=2000))
     assert (request.out / "preparation.json").is_file()
     write_unit(request.out, begin(request).units[0], BYTES)
@@ -241,7 +243,7 @@ def test_what_a_directory_holds_is_not_written_over(tmp_path: Path) -> None:
         ("rows.json", b'[{"text": "one"}', {"fields": RowFields(text="text")}, "can't be read"),
     ],
 )
-def test_a_preparation_without_output_says_why_leaves_nothing_and_does_not_block_the_next(
+def test_a_preparation_without_documents_is_refused_and_leaves_nothing_behind(
     tmp_path: Path, name: str, content: bytes | None, options: dict[str, Any], refused: str
 ) -> None:
     request = request_of(tmp_path, ["one"], out=tmp_path / "new" / "corpus")
@@ -267,7 +269,7 @@ def test_a_preparation_without_output_says_why_leaves_nothing_and_does_not_block
 
 
 @pytest.mark.parametrize("error", [RunError("the Ray cluster can't be reached"), KeyboardInterrupt()])
-def test_a_preparation_that_ends_before_a_unit_begins_leaves_nothing(
+def test_a_preparation_that_ends_before_its_first_shard_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     def written_then_failed(*arguments: Any) -> UnitResult:
@@ -308,7 +310,7 @@ def test_a_data_set_that_is_saved_again_during_a_preparation_is_refused(
 ) -> None:
     datasets = pytest.importorskip("datasets")
     if case == "other rows of the hub":
-        # It has no files of its own, by which to tell that it has changed.
+        # A data set from the hub has no local files by which a change could be detected.
         for module in ("extraction", "units"):
             monkeypatch.setattr(f"ray_ulysses.data.sources.{module}.dataset_state", lambda path, opened: "")
     path = tmp_path / "set"
@@ -330,7 +332,7 @@ def test_a_data_set_that_is_saved_again_during_a_preparation_is_refused(
 
 
 @pytest.mark.parametrize("place", ["texts/corpus", "texts/link/corpus"])
-def test_a_corpus_inside_its_source_is_no_source(tmp_path: Path, place: str) -> None:
+def test_a_corpus_inside_its_source_folder_is_not_read(tmp_path: Path, place: str) -> None:
     (tmp_path / "elsewhere").mkdir()
     texts = write_texts(tmp_path / "texts", TEXTS)
     (texts / "link").symlink_to(tmp_path / "elsewhere")

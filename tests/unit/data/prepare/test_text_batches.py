@@ -1,4 +1,4 @@
-"""Texts that are encoded many at once, or a part at a time, make the corpus that they make one by one."""
+"""The corpus does not depend on whether texts are encoded in batches, in parts or one by one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights of labels: from the rows of a source to the slices of every rank, by both readers alike."""
+"""Label weights, from a source's rows to the slices of every rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.plan.corpus_set import CorpusSet, open_sources
 from ray_ulysses.data.plan.rows import Piece
 from ray_ulysses.data.read.digest import add_digests, slice_checksum
-from ray_ulysses.data.read.reader import IGNORE_INDEX, RowSlice, slice_row
+from ray_ulysses.data.read.reader import IGNORE_INDEX, slice_row
 from ray_ulysses.errors import UserError
 from tests.unit.data.corpora import MemoryStore, check_content
 from tests.unit.data.tokenize.test_supervision import prepare_rows, reasons_of
@@ -29,7 +29,7 @@ def weights_of(corpus: Corpus, document: int) -> list[float] | None:
     return None if found is None else found.tolist()
 
 
-def test_documents_have_the_weights_of_their_rows_and_1_without_one(tmp_path: Path) -> None:
+def test_documents_have_the_weight_of_their_row_or_1(tmp_path: Path) -> None:
     rows = [{"text": "ab", "w": 2.5}, {"text": "abc"}, {"text": "d", "w": None}, {"text": "efg", "w": 3}]
     corpus = prepare_rows(tmp_path, rows, text_field="text", weight_field="w")
     assert corpus.has_weights
@@ -40,7 +40,7 @@ def test_documents_have_the_weights_of_their_rows_and_1_without_one(tmp_path: Pa
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
-def test_tokens_may_have_a_weight_each_and_those_of_weight_0_are_no_labels(tmp_path: Path, form: str) -> None:
+def test_tokens_may_have_their_own_weights_and_weight_0_removes_a_label(tmp_path: Path, form: str) -> None:
     rows = [
         {"ids": [1, 2, 3, 4], "labels": [-100, 2, 3, 4], "w": [1.0, 0.5, 0.0, 2.0]},
         {"ids": [5, 6], "labels": [5, 6], "w": [1.0, 1.0]},
@@ -48,37 +48,29 @@ def test_tokens_may_have_a_weight_each_and_those_of_weight_0_are_no_labels(tmp_p
     ]
     fields = {"tokens_field": "ids", "labels_field": "labels", "weight_field": "w"}
     corpus = prepare_rows(tmp_path, rows, form=form, **fields)
-    # The end token has the weight of the last one.
+    # The end token has the weight of the last token.
     assert weights_of(corpus, 0) == [0.0, 0.5, 0.0, 2.0, 2.0]
     assert (weights_of(corpus, 1), weights_of(corpus, 2)) == ([1.0] * 3, [4.0] * 3)
     assert corpus.info.spans is not None and corpus.info.spans.num_supervised == 3 + 3 + 3
 
 
-def test_a_weight_that_can_not_be_is_left_out_with_its_reason(tmp_path: Path) -> None:
+def test_rows_with_invalid_weights_are_left_out_with_the_reason(tmp_path: Path) -> None:
     values = [-1, float("nan"), float("inf"), "2", True, 0, 1e7, [1.0], 0.5]
-    path = [{"text": f"text {number}", "w": value} for number, value in enumerate(values)]
-    corpus = prepare_rows(tmp_path, path, text_field="text", weight_field="w")
+    rows = [{"text": f"text {number}", "w": value} for number, value in enumerate(values)]
+    corpus = prepare_rows(tmp_path / "texts", rows, text_field="text", weight_field="w")
     assert corpus.num_documents == 1 and weights_of(corpus, 0) == [0.5] * 7
     reasons = dict(reasons_of(corpus))
     assert sorted(reasons) == [1, 2, 3, 4, 5, 6, 7, 8]
     assert "nan" in reasons[2] and "type bool" in reasons[5] and "10000000.0" in reasons[7]
-
-
-def test_lists_of_weights_are_checked_token_by_token(tmp_path: Path) -> None:
-    rows = [
-        {"ids": [1, 2], "w": [1.0]},
-        {"ids": [1, 2], "w": [1.0, "x"]},
-        {"ids": [1, 2], "w": [1.0, -2.0]},
-        {"ids": [1, 2], "w": [3.0, 0.0]},
-        {"ids": [3, 4], "w": [1.0, 3.0]},
-    ]
-    corpus = prepare_rows(tmp_path, rows, tokens_field="ids", weight_field="w")
-    # Nothing predicts the first token, so the fourth row has no label.
+    # Nothing predicts the first token, so a row with the weights 3 and 0 has no label.
+    lists = [[1.0], [1.0, "x"], [1.0, -2.0], [3.0, 0.0], [1.0, 3.0]]
+    rows = [{"ids": [number, 4], "w": weights} for number, weights in enumerate(lists)]
+    corpus = prepare_rows(tmp_path / "tokens", rows, tokens_field="ids", weight_field="w")
     assert [row for row, _ in reasons_of(corpus)] == [1, 2, 3, 4]
     assert weights_of(corpus, 0) == [1.0, 3.0, 3.0]
 
 
-def test_weights_of_1_make_the_corpus_that_none_make(tmp_path: Path) -> None:
+def test_weights_of_1_give_the_same_corpus_as_no_weights(tmp_path: Path) -> None:
     rows = [{"text": text} for text in ("one", "two", "three")]
     plain = prepare_rows(tmp_path / "plain", rows, text_field="text")
     one, two, three = (
@@ -141,12 +133,11 @@ def test_each_label_has_its_weight_at_every_layout(lengths: list[int], layout: t
     assert sum(part.supervised_weight for part in slices) == pytest.approx(whole.supervised_weight)
 
 
-def row(has_weights: bool) -> RowSlice:
-    return slice_row(MemoryStore([40, 40], has_weights=has_weights), 3, 48, pieces_of([20, 21]), 0, 1)
-
-
-def test_a_digest_tells_weights_apart_and_leaves_rows_without_them_as_they_were() -> None:
-    weighted, plain = row(has_weights=True), row(has_weights=False)
+def test_weights_change_the_digest_except_weights_of_1() -> None:
+    weighted, plain = (
+        slice_row(MemoryStore([40, 40], has_weights=has_weights), 3, 48, pieces_of([20, 21]), 0, 1)
+        for has_weights in (True, False)
+    )
     assert weighted.label_weights is not None and plain.label_weights is None
     ones = replace(plain, label_weights=np.ones(48, dtype=np.float32))
     moved = replace(weighted, label_weights=np.roll(weighted.label_weights, 1))
@@ -160,7 +151,7 @@ def test_all_slices_of_a_run_have_weights_if_one_of_its_corpora_has(tmp_path: Pa
     both = open_sources([(str(plain.path), None), (str(weighted.path), None)])
     alone = open_sources([(str(plain.path), None)])
     assert both.has_weights and not alone.has_weights
-    # Known from the plan alone, before a corpus is opened.
+    # The plan records the weights, so no corpus is opened.
     assert CorpusSet(both.sources).has_weights
     of_plain = [Piece(document=0, start=0, length=8, has_next_label=False)]
     assert slice_row(both, 0, 8, of_plain, 0, 1).label_weights.tolist() == [1.0] * 8  # type: ignore[union-attr]

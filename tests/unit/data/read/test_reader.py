@@ -1,4 +1,4 @@
-"""Rows and their slices: the same tokens, labels and positions at any split, only held elsewhere."""
+"""Rows and their slices: every split of a row has the same tokens, labels and positions."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ from tests.breadth import examples
 from tests.unit.data.corpora import MemoryStore, text_corpus
 from tests.unit.data.plans import build_plan, memory_reader
 
-# 2 x 6 x 2 is the least multiple that all of these can cut.
 PAD = 24
 SPLITS = [(1, 1), (2, 1), (3, 1), (4, 1), (8, 1), (2, 2), (3, 3), (4, 2), (6, 2), (6, 3), (6, 6), (12, 2), (12, 4)]
-"""sp_size, and the ring's part of it."""
+"""Pairs of sp_size and ring_size; all of them can slice a row whose length is a multiple of PAD."""
 
 
 def piece(document: int, start: int, length: int, has_next_label: bool = False) -> Piece:
@@ -31,7 +30,7 @@ def piece(document: int, start: int, length: int, has_next_label: bool = False) 
 
 
 def whole_row(slices: list[RowSlice], name: str) -> list[int]:
-    """Put the slices' values where they belong in the row."""
+    """Assemble a row from the values of its slices."""
     values = np.full(slices[0].row_tokens, -7, dtype=np.int64)
     for one in slices:
         place = 0
@@ -56,7 +55,7 @@ def test_a_row_holds_tokens_labels_and_positions_document_by_document() -> None:
 @pytest.mark.parametrize("split", SPLITS, ids=lambda split: f"sp{split[0]}-ring{split[1]}")
 @settings(max_examples=examples(25))
 @given(lengths=st.lists(st.integers(2, 150), min_size=1, max_size=20), seed=st.integers(0, 99))
-def test_slices_of_any_split_make_the_same_row(split: tuple[int, int], lengths: list[int], seed: int) -> None:
+def test_the_slices_of_every_split_form_the_same_row(split: tuple[int, int], lengths: list[int], seed: int) -> None:
     _, plan, reader = memory_reader(lengths, context_tokens=2 * PAD, pad_multiple=PAD, seed=seed)
     for row in range(plan.num_rows):
         alone = reader.read("train", row, 0, 1)
@@ -67,9 +66,9 @@ def test_slices_of_any_split_make_the_same_row(split: tuple[int, int], lengths: 
         assert sum(one.num_supervised for one in slices) == plan.stats(range(row, row + 1)).supervised[0]
 
 
-def test_a_label_crosses_the_border_of_chunks_that_lie_on_different_ranks() -> None:
+def test_labels_cross_chunk_borders_between_ranks() -> None:
     store = MemoryStore([9, 16])
-    # Six tokens a chunk: the first document goes over a border, the second over two.
+    # Chunks have six tokens: the first document crosses one border, the second crosses two.
     outer, inner = (slice_row(store, 0, 24, [piece(0, 0, 9), piece(1, 0, 15)], rank, 2, 2) for rank in range(2))
     b = 100_000
     assert outer.input_ids.tolist() == [*range(6), *range(b + 9, b + 15)]
@@ -80,7 +79,7 @@ def test_a_label_crosses_the_border_of_chunks_that_lie_on_different_ranks() -> N
     assert outer.position_ids.tolist() == [*range(6), *range(9, 15)]
 
 
-# The label of the last token of a range is read with it; the end of the document has none.
+# One more token is read as the label of a range's last token, except at the end of the document.
 @pytest.mark.parametrize(("rank", "split", "num_read"), [(1, (4, 1), 12 + 1), (0, (2, 2), 12 + 1 + 12)])
 def test_a_rank_reads_only_the_tokens_of_its_slice(rank: int, split: tuple[int, int], num_read: int) -> None:
     store = MemoryStore([48])
@@ -88,7 +87,7 @@ def test_a_rank_reads_only_the_tokens_of_its_slice(rank: int, split: tuple[int, 
     assert store.num_tokens_read == num_read
 
 
-def test_a_filler_is_all_padding_whose_positions_count_on_through_all_ranges() -> None:
+def test_a_filler_is_padding_whose_positions_continue_through_all_ranges() -> None:
     _, _, reader = memory_reader([9], context_tokens=2 * PAD, pad_multiple=PAD)
     slices = [reader.filler(rank, 4, 2) for rank in range(4)]
     assert whole_row(slices, "position_ids") == list(range(PAD))
@@ -97,7 +96,7 @@ def test_a_filler_is_all_padding_whose_positions_count_on_through_all_ranges() -
 
 
 @pytest.mark.parametrize(("split", "setting"), [((5, 1), "sp_size=5"), ((8, 2), "sp_size=8 with .*ring_size=2")])
-def test_a_row_that_a_split_can_not_cut_is_refused(split: tuple[int, int], setting: str) -> None:
+def test_a_row_that_a_split_can_not_divide_is_refused(split: tuple[int, int], setting: str) -> None:
     with pytest.raises(ValueError, match=rf"row 7 has 8 tokens.*parallel\.{setting}"):
         slice_row(MemoryStore([9]), 7, 8, [], 0, *split)
 

@@ -1,4 +1,4 @@
-"""Labels of corpora with label spans: never outside a span, never across a border, whatever the split."""
+"""Labels of corpora with label spans: at every split, they are inside a span and never cross a document border."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.unit.data.read.test_reader import PAD
 
 
 def spans_of(lengths: list[int], seed: int) -> tuple[LabelSpans, set[tuple[int, int]]]:
-    """Random spans, and the tokens (document, place) that lie in one."""
+    """Return random spans, and the tokens (document, position) inside them."""
     rng = np.random.default_rng(seed)
     offsets, starts, stops, inside = [0], [], [], set()
     for document, size in enumerate(lengths):
@@ -33,7 +33,7 @@ def spans_of(lengths: list[int], seed: int) -> tuple[LabelSpans, set[tuple[int, 
 @given(lengths=st.lists(st.integers(2, 90), min_size=1, max_size=12), seed=st.integers(0, 2**32))
 def test_labels_are_the_spans_at_every_split(split: tuple[int, int], lengths: list[int], seed: int) -> None:
     spans, inside = spans_of(lengths, seed)
-    # A corpus without a label has no plan.
+    # A corpus without labels can't be planned.
     assume(any(at > 0 for _, at in inside))
     changes = {"seed": seed, "context_tokens": 2 * PAD, "pad_multiple": PAD, "rows_per_step": 2}
     store, plan, reader = memory_reader(lengths, spans, **changes)

@@ -1,4 +1,4 @@
-"""Streamed rows at every place where the stream may come, resume or break, of a mixture with weights that branches."""
+"""Streams that start, restart or break after any number of rows, for a branched plan with source and label weights."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -14,7 +15,6 @@ import pytest
 from ray_ulysses.data.plan.corpus_set import CorpusSet, open_sources, plan_input
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.plan_files import load_plan, write_segment
-from ray_ulysses.data.plan.segment import PlanSettings
 from ray_ulysses.data.plan.stages import remainder_after
 from ray_ulysses.data.read import row_source, streamed_source
 from ray_ulysses.data.read.blocks import Block, pack
@@ -25,23 +25,29 @@ from ray_ulysses.errors import RunError, UserError
 from tests.breadth import fast_only
 from tests.polling import wait_until
 from tests.unit.data.corpora import varied_texts
-from tests.unit.data.read.test_streamed_source import assert_all_same
+from tests.unit.data.read.test_streamed_source import (
+    SETTINGS,
+    CallingReader,
+    assert_all_same,
+    options_of,
+    plain_and_weighted,
+)
 from tests.unit.data.tokenize.test_supervision import prepare_rows
 
 PLACES = [(0, 1, 0, 1, 1), (1, 2, 0, 1, 1), (0, 3, 1, 2, 1), (3, 4, 0, 1, 1), (0, 1, 3, 4, 2), (1, 2, 1, 4, 4)]
-"""Rank and size of data parallelism and of the sequence, and the ring's part of it."""
+"""Rank and size of data parallelism, rank and size of sequence parallelism, and ring size."""
 BRANCH_STEP = 3
 TWO_BLOCKS = 8
-"""Rows of the first two blocks, at most."""
+"""Maximum number of rows in the first two blocks."""
 
 
 _corpora = functools.cache(CorpusSet)
 
 
 class GatedStreams:
-    """A stream that comes exactly when ``num_direct`` rows were read directly; it may break instead.
+    """A stream that starts, or breaks, exactly when ``num_direct`` rows were read directly.
 
-    It stalls after ``num_blocks``. ``asked`` has the rows that each stream was asked for.
+    The stream stalls after ``num_blocks`` blocks. ``asked`` has the rows requested from each stream.
     """
 
     def __init__(self, num_direct: int, error: Exception | None = None, num_blocks: int = 1000) -> None:
@@ -66,7 +72,7 @@ class GatedStreams:
             self.num_open -= 1
 
     def before_direct_read(self) -> None:
-        """Let the stream come, and wait for it, before the last row is read that is to be read directly."""
+        """Start the stream, and wait for its first row, before the last direct read."""
         self.num_direct -= 1
         if self.num_direct <= 0:
             self.may_come.set()
@@ -74,7 +80,7 @@ class GatedStreams:
 
 
 class SeenReadAhead(ReadAhead[Any]):
-    """What reads a stream ahead; the test sees whether a row is there."""
+    """Reads a stream ahead, and lets the test see whether a row is ready."""
 
     newest: SeenReadAhead
 
@@ -84,7 +90,7 @@ class SeenReadAhead(ReadAhead[Any]):
 
 
 class Overlooked(SeenReadAhead):
-    """It has a row, and nobody looks before so many more are read directly."""
+    """Reports its first row only after ``num_left`` more rows were read directly."""
 
     num_left = 3
 
@@ -97,38 +103,18 @@ class Overlooked(SeenReadAhead):
         return super().is_ready
 
 
-class CallingReader(RowReader):
-    """Calls back before it reads a row."""
-
-    def __init__(self, plan: Plan, before: Callable[[], None]) -> None:
-        super().__init__(_corpora(plan.newest.sources), plan)
-        self._before = before
-
-    def read(self, *args: Any) -> RowSlice:
-        self._before()
-        return super().read(*args)
-
-
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     """A plan of two corpora with weights, one of them with prompts and with weights of labels, and of a branch with a
     third, other weights, longer rows, and fewer of them in a step than three or four ranks take at once.
     """
     root = tmp_path_factory.mktemp("branched")
-    texts = varied_texts(36, longest=300)
-    rows = [{"p": text[: len(text) // 2 + 1], "c": text, "w": 0.5 + number % 3} for number, text in enumerate(texts)]
-    prepare_rows(root / "plain", [{"text": text} for text in texts], text_field="text")
-    prepare_rows(root / "weighted", rows, prompt_field="p", completion_field="c", weight_field="w")
-    prepare_rows(root / "joined", [{"text": text} for text in varied_texts(6, seed=1)], text_field="text")
-
-    def documents(*shares: tuple[str, float]) -> CorpusSet:
-        return open_sources([(str(root / name / "corpus"), weight) for name, weight in shares])
-
-    first = plan_input(documents(("plain", 0.7), ("weighted", 0.3)))
-    then = plan_input(documents(("plain", 0.3), ("weighted", 0.5), ("joined", 0.2)))
-    settings = PlanSettings(seed=1, context_tokens=256, pad_multiple=8, rows_per_step=5)
-    write_segment(root / "plan", 0, first, settings)
-    change = PlanSettings(seed=1, context_tokens=512, pad_multiple=8, rows_per_step=2)
+    plain, weighted = plain_and_weighted(root, 36)
+    joined = prepare_rows(root / "joined", [{"text": text} for text in varied_texts(6, seed=1)], text_field="text")
+    first = plan_input(open_sources([(plain, 0.7), (weighted, 0.3)]))
+    then = plan_input(open_sources([(plain, 0.3), (weighted, 0.5), (str(joined.path), 0.2)]))
+    write_segment(root / "plan", 0, first, SETTINGS)
+    change = replace(SETTINGS, context_tokens=512, rows_per_step=2)
     remainder = remainder_after(load_plan(root / "plan"), BRANCH_STEP, then.sources, change)
     write_segment(root / "plan", 1, then, change, remainder)
     found = load_plan(root / "plan")
@@ -138,7 +124,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Each thread that reads ahead ends, whatever has happened to it."""
+    """Check that every read-ahead thread has ended after the test."""
     monkeypatch.setattr(streamed_source, "ReadAhead", SeenReadAhead)
     yield
     wait_until(lambda: not reading(), "the threads have ended", timeout_s=10.0)
@@ -148,11 +134,6 @@ def reading() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "ray-ulysses-read-ahead"]
 
 
-def options_of(place: tuple[int, ...]) -> dict[str, Any]:
-    names = ("dp_rank", "dp_size", "sp_rank", "sp_size", "ring_size")
-    return dict(zip(names, place, strict=True)) | {"timeout_s": 60.0}
-
-
 def streamed(
     plan: Plan,
     streams: GatedStreams,
@@ -160,7 +141,7 @@ def streamed(
     before: Callable[[], None] | None = None,
     **options: Any,
 ) -> StreamedSource:
-    reader = CallingReader(plan, before or streams.before_direct_read)
+    reader = CallingReader(_corpora(plan.newest.sources), plan, before or streams.before_direct_read)
     options = {"waits_for_first_step": False, "block_tokens": 2200, **options_of(place), **options}
     return StreamedSource(reader, plan, streams=streams, **options)
 
@@ -197,7 +178,7 @@ def test_the_stream_starts_after_the_first_step_with_the_rows_that_are_not_read_
     for first in range(1, plan.num_steps - 3):
         steps = range(first, plan.num_steps + 1)
         expected = direct(plan, steps)
-        # One more than the first step has, and than are read ahead of the second.
+        # More rows than the first step has and the second step reads ahead.
         streams = GatedStreams(len(expected[0]) + 4)
         source = streamed(plan, streams, waits_for_first_step=True)
         assert_all_same(list(source.step(first)), expected[0])
@@ -231,7 +212,7 @@ def test_rows_that_were_read_directly_while_the_stream_was_ready_are_dropped_fro
 
 @pytest.mark.parametrize("num_direct", [2, 7, 100])
 def test_a_step_that_is_asked_for_again_starts_over(plan: Plan, num_direct: int) -> None:
-    """After each number of its slices, before and after the stream has come."""
+    """The step is interrupted after each of its slices, before and after the stream has started."""
     (expected,) = direct(plan, range(2, 3))
     for taken in range(len(expected) + 1):
         streams = GatedStreams(num_direct)
@@ -287,8 +268,8 @@ def test_a_plan_that_ends_before_the_stream_comes_ends_it(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("waits", ["first block", "second block", "direct reader"])
-def test_a_source_is_closed_while_something_waits(plan: Plan, waits: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A direct read of a storage that is away may last: it is given up, and ends what it holds once it returns."""
+def test_a_source_can_be_closed_during_a_wait(plan: Plan, waits: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hanging direct read is abandoned; its thread ends once the read returns."""
     for module in (row_source, streamed_source):
         monkeypatch.setattr(module, "CLOSE_TIMEOUT_S", 0.1 if waits == "direct reader" else 60.0)
     answers, is_asked = threading.Event(), threading.Event()
@@ -311,7 +292,7 @@ def test_a_source_is_closed_while_something_waits(plan: Plan, waits: str, monkey
         assert reading(), "its read lasts"
         answers.set()
     wait_until(lambda: streams.num_open == 0 and not reading(), "all has ended")
-    # A source that was closed goes on.
+    # A closed source can be used again.
     streams.num_blocks = 1000
     assert_all_same(list(source.step(2)), *direct(plan, range(2, 3)))
     source.close()
