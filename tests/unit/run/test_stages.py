@@ -59,9 +59,7 @@ def ids(folder: Path) -> list[str]:
     return [segment.plan_id for segment in load_plan(folder / "run" / "plan").segments]
 
 
-def test_the_plan_is_made_and_shown_before_the_run_and_is_the_same_when_it_resumes(
-    corpora: tuple[str, str], tmp_path: Path
-) -> None:
+def test_the_plan_is_shown_before_the_run_and_kept_by_a_resume(corpora: tuple[str, str], tmp_path: Path) -> None:
     config = config_of(tmp_path, corpora, stages(corpora))
     first = prepared(config)
     claim_run(first)
@@ -102,31 +100,27 @@ def test_a_run_at_a_border_is_in_the_stage_that_follows(corpora: tuple[str, str]
     assert [stage_at(short, plan, step).run_last_step for step in (0, 4, border)] == [border + 1, border + 1, None]
 
 
-def test_a_checkpoint_has_the_configuration_of_the_stage_that_it_names(
-    corpora: tuple[str, str], tmp_path: Path
-) -> None:
-    config = config_of(tmp_path, corpora, stages(corpora))
+def test_a_checkpoint_has_the_configuration_of_its_stage(corpora: tuple[str, str], tmp_path: Path) -> None:
+    config, without = config_of(tmp_path, corpora, stages(corpora)), config_of(tmp_path, corpora, [])
 
-    def of_stage(name: str) -> Config:
-        meta: Any = SimpleNamespace(step=4, meta=CheckpointMeta(**FIELDS, extra={"stage": name}))
-        return config_of_checkpoint(config, meta)
+    def of_stage(name: str, config: Config = config) -> Config:
+        meta = CheckpointMeta(**FIELDS, extra={"stage": name} if name else {})
+        return config_of_checkpoint(config, SimpleNamespace(step=4, meta=meta))
 
     assert of_stage("short").data.context_tokens == 128 and of_stage("middle").optimizer.lr == 2e-3
     with pytest.raises(UserError, match=r"stages: .*'other'"):
         of_stage("other")
-    assert of_stage("").data.context_tokens == 128, "a branch gave stages to a run that had none"
-    without = config_of(tmp_path, corpora, [])
-    meta: Any = SimpleNamespace(step=4, meta=CheckpointMeta(**FIELDS))
-    assert config_of_checkpoint(without, meta) is without
+    assert of_stage("").data.context_tokens == 128, "a branch added stages to a run without stages"
+    assert of_stage("", without) is without
 
 
 @pytest.fixture
 def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Say which step of the run is committed."""
+    """A function that sets the run's committed step."""
 
     def at(step: int) -> None:
-        monkeypatch.setattr(planning, "committed_step", lambda run: step)
-        monkeypatch.setattr(preflight, "committed_step", lambda run: step)
+        for module in (planning, preflight):
+            monkeypatch.setattr(module, "committed_step", lambda run: step)
 
     return at
 
@@ -147,8 +141,8 @@ def dies_at_segment(monkeypatch: pytest.MonkeyPatch, number: int, command: Prepa
             claim_run(command)
 
 
-def test_a_command_that_died_while_it_stored_the_stages_is_started_again(
-    corpora: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_command_or_a_branch_that_died_while_it_was_stored_is_started_again(
+    corpora: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_step: Callable[[int], None]
 ) -> None:
     config = config_of(tmp_path, corpora, stages(corpora))
     first = prepared(config)
@@ -157,11 +151,19 @@ def test_a_command_that_died_while_it_stored_the_stages_is_started_again(
     assert len(again.new) == 3, "it had no attempt"
     claim_run(again)
     assert ids(tmp_path) == [segment.plan_id for segment in first.plan.segments]
+    at_step(2)
+    given = stages(corpora, rows_per_step=2)
+    given[0]["context_tokens"] = 256
+    changed = config_of(tmp_path, corpora, given)
+    branch = prepared(changed, branch=True)
+    assert branch.branched is not None and len(branch.new) == 3
+    dies_at_segment(monkeypatch, 1, branch)
+    claim_run(prepared(changed, branch=True))
+    assert ids(tmp_path) == [segment.plan_id for segment in branch.plan.segments]
+    assert prepared(changed).new == ()
 
 
-def test_other_stages_need_a_branch_which_replaces_those_to_come(
-    corpora: tuple[str, str], tmp_path: Path, at_step: Callable[[int], None]
-) -> None:
+def test_other_stages_need_a_branch(corpora: tuple[str, str], tmp_path: Path, at_step: Callable[[int], None]) -> None:
     claim_run(prepared(config_of(tmp_path, corpora, stages(corpora))))
     changed = config_of(tmp_path, corpora, stages(corpora, rows_per_step=2))
     with pytest.raises(ConfigError, match=r"stages: .*2\.rows_per_step: 2.*--branch"):
@@ -186,84 +188,50 @@ def test_other_stages_need_a_branch_which_replaces_those_to_come(
 def test_steps_before_a_branch_keep_their_learning_rate(
     corpora: tuple[str, str], tmp_path: Path, at_step: Callable[[int], None], is_own: bool
 ) -> None:
-    def given(steps: int) -> list[dict[str, Any]]:
-        schedule = {"schedule": {"kind": "cosine", "warmup_steps": 1}} if is_own else {}
-        return [{"name": "first", "steps": steps, **schedule}, {"name": "last", "steps": 3}]
+    schedule = {"schedule": {"kind": "cosine", "warmup_steps": 1}} if is_own else {}
 
-    def rates(steps: int) -> list[float]:
-        """Return the rates of all steps of the stored plan, whose first stage has so many."""
-        config = config_of(tmp_path, corpora, given(steps), schedule__horizon_steps=None, schedule__warmup_steps=1)
+    def rates(steps: int, at: int | None = None) -> list[float]:
+        """Store a plan, or a branch of it, whose first stage has so many steps, and return the rates of all steps."""
+        given = [{"name": "first", "steps": steps, **schedule}, {"name": "last", "steps": 3}]
+        config = config_of(tmp_path, corpora, given, schedule__horizon_steps=None, schedule__warmup_steps=1)
+        if at is not None:
+            at_step(at)
+        claim_run(prepared(config, branch=at is not None))
         plan = load_plan(tmp_path / "run" / "plan")
         return [rate_of_step(stage_at(config, plan, step), step + 1) for step in range(plan.num_steps)]
 
-    def store(steps: int, *, branch: bool) -> None:
-        config = config_of(tmp_path, corpora, given(steps), schedule__horizon_steps=None, schedule__warmup_steps=1)
-        claim_run(prepared(config, branch=branch))
-
-    store(8, branch=False)
-    first = rates(8)
-    at_step(6)
-    store(12, branch=True)
-    second = rates(12)
+    first, second, third = rates(8), rates(12, at=6), rates(10, at=9)
     assert second[:6] == first[:6] and second[6] > first[6], "what is trained again has the rate that it had"
-    at_step(9)
-    store(10, branch=True)
-    third = rates(10)
     assert third[:9] == second[:9] and third[9] < second[9]
 
 
-def test_a_branch_that_died_while_it_was_stored_is_started_again(
-    corpora: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_step: Callable[[int], None]
-) -> None:
-    claim_run(prepared(config_of(tmp_path, corpora, stages(corpora))))
-    at_step(2)
-    given = stages(corpora, rows_per_step=2)
-    given[0]["context_tokens"] = 256
-    changed = config_of(tmp_path, corpora, given)
-    branch = prepared(changed, branch=True)
-    assert branch.branched is not None and len(branch.new) == 3
-    dies_at_segment(monkeypatch, 1, branch)
-    claim_run(prepared(changed, branch=True))
-    assert ids(tmp_path) == [segment.plan_id for segment in branch.plan.segments]
-    assert prepared(changed).new == ()
-
-
-def test_at_a_border_the_next_stage_may_still_change_and_the_last_one_may_not(
+def test_at_a_border_the_next_stage_may_change(
     corpora: tuple[str, str], tmp_path: Path, at_step: Callable[[int], None]
 ) -> None:
     claim_run(prepared(config_of(tmp_path, corpora, stages(corpora))))
-    before = ids(tmp_path)
+    before, given = ids(tmp_path), stages(corpora)
     at_step(4)
-    given = stages(corpora)
     given[1] |= {"lr": 1e-4, "rows_per_step": 2}
     changed = config_of(tmp_path, corpora, given)
+    branch = prepared(changed, branch=True)
+    # Another command continues the run while the branch is planned.
+    at_step(5)
+    with pytest.raises(UserError, match="continued to step 5"):
+        check_resume(branch)
+    at_step(4)
     claim_run(prepared(changed, branch=True))
     loaded = load_plan(tmp_path / "run" / "plan")
     assert [(one.stage_number, one.base_step) for one in loaded.segments][:2] == [(0, 0), (1, 4)]
     assert len(loaded.segments) == 3 and ids(tmp_path)[0] == before[0] and ids(tmp_path)[1] != before[1]
     assert prepared(changed).new == ()
-    # Two steps later, what has been trained keeps its length.
+    # The length of a stage that has been trained is fixed.
     at_step(6)
     given[0]["steps"] = 5
     with pytest.raises(ConfigError, match=r"stages\.0\.steps=5"):
         prepared(config_of(tmp_path, corpora, given), branch=True)
 
 
-def test_a_branch_of_stages_that_the_run_has_passed_is_refused(
-    corpora: tuple[str, str], tmp_path: Path, at_step: Callable[[int], None]
-) -> None:
-    claim_run(prepared(config_of(tmp_path, corpora, stages(corpora))))
-    at_step(4)
-    given = stages(corpora)
-    given[1]["rows_per_step"] = 2
-    branch = prepared(config_of(tmp_path, corpora, given), branch=True)
-    # Another command trains meanwhile.
-    at_step(5)
-    with pytest.raises(UserError, match="continued to step 5"):
-        check_resume(branch)
-
-
-def test_only_corpora_that_are_still_needed_keep_a_run_from_going_on(
+def test_only_needed_corpora_must_exist(
     corpora: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = [shutil.copytree(path, tmp_path / f"corpus-{number}") for number, path in enumerate(corpora)]
@@ -275,11 +243,10 @@ def test_only_corpora_that_are_still_needed_keep_a_run_from_going_on(
     first = prepared(config)
     claim_run(first)
     paths[0].rename(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match=r"corpus-0"):
-        prepared(config)
-    monkeypatch.setattr(planning, "known_step", lambda store: 3)
-    with pytest.raises(UserError, match=r"corpus-0"):
-        prepared(config)
+    for known in (None, 3):
+        monkeypatch.setattr(planning, "known_step", lambda store, known=known: known)
+        with pytest.raises(UserError, match=r"corpus-0"):
+            prepared(config)
     monkeypatch.setattr(planning, "known_step", lambda store: 4)
     again = prepared(config)
     assert again.new == () and [str(corpus.path) for corpus in again.corpora.corpora] == [str(paths[1])]
@@ -296,15 +263,17 @@ def test_a_problem_of_any_stage_is_found_beforehand_and_names_it(corpora: tuple[
     }  # fmt: skip
     given = [{"name": "short", "steps": 4, "context_tokens": 128}, {"name": "long"}]
     config = config_of(tmp_path, corpora, given, model__config=model)
-    problems = [str(problem) for problem in prepare_run(config, Path("/")).report.problems]
-    assert len(problems) == 1 and "table of positions ends at 200" in problems[0]
+    (problem,) = prepare_run(config, Path("/")).report.problems
+    assert "position table has 200 entries" in str(problem)
     with pytest.raises(UserError, match=r"stages\.0\.steps=4000"):
         prepared(config_of(tmp_path, corpora, [dict(given[0], steps=4000), given[1]]))
+    # A stop in an early stage is no problem of the later ones.
+    assert prepared(config_of(tmp_path, corpora, stages(corpora), run__stop_step=3)).last_step == 3
+    late = prepare_run(config_of(tmp_path, corpora, stages(corpora), run__stop_step=9999), Path("/"))
+    assert len([one for one in late.report.problems if one.path == "run.stop_step"]) == 1
 
 
-def test_the_way_out_of_a_stage_that_does_not_fit_is_one_that_the_run_can_take(
-    corpora: tuple[str, str], tmp_path: Path
-) -> None:
+def test_the_suggested_fix_for_a_stage_that_does_not_fit_works(corpora: tuple[str, str], tmp_path: Path) -> None:
     given = [{"name": "short", "steps": 4, "context_tokens": 128}, {"name": "long"}]
 
     def problems(gib: float, *overrides: str) -> list[str]:
@@ -322,32 +291,20 @@ def test_the_way_out_of_a_stage_that_does_not_fit_is_one_that_the_run_can_take(
     assert problems(gib, *nearest) == [] and problems(gib, found[2]) == []
 
 
-def test_a_stop_in_an_early_stage_is_no_problem_of_the_later_ones(corpora: tuple[str, str], tmp_path: Path) -> None:
-    assert prepared(config_of(tmp_path, corpora, stages(corpora), run__stop_step=3)).last_step == 3
-    late = prepare_run(config_of(tmp_path, corpora, stages(corpora), run__stop_step=9999), Path("/"))
-    assert len([one for one in late.report.problems if one.path == "run.stop_step"]) == 1
-
-
 def notes_of(config: Config) -> list[str]:
     return [note for note in prepared(config).notes if "warmup" in note or "saves" in note]
 
 
-def test_notes_look_at_each_stage_with_its_own_horizon_and_its_own_checkpoints(
-    corpora: tuple[str, str], tmp_path: Path
-) -> None:
-    plain = {"checkpoint__every_steps": 2}
-    # The stage has four steps, and the run's schedule goes on in the others.
-    given = stages(corpora)
+def test_notes_use_the_horizon_and_checkpoints_of_each_stage(corpora: tuple[str, str], tmp_path: Path) -> None:
+    given, plain = stages(corpora), {"checkpoint__every_steps": 2}
+    # The stage has four steps, and the run's own schedule extends over the other stages.
     given[1]["schedule"] = {"kind": "linear", "warmup_steps": 2}
     assert notes_of(config_of(tmp_path, corpora, given, schedule__warmup_steps=5, **plain)) == []
-    given[1]["schedule"] = {"kind": "linear", "warmup_steps": 7}
+    # The end of a stage is always saved.
+    late = {"checkpoint__every_steps": None, "checkpoint__save_at_end": False}
+    notes = notes_of(config_of(tmp_path, corpora, given, **late))
+    only = [("only at its end" in note, "only on demand" in note) for note in notes]
+    assert only == [(True, False), (True, False), (False, True)] and notes[2].endswith("(stage long)")
+    given[1]["schedule"]["warmup_steps"] = 7
     (note,) = notes_of(config_of(tmp_path, corpora, given, **plain))
     assert note.startswith("stages.1.schedule.warmup_steps=7 ") and note.endswith("(stage middle)")
-    # The end of a stage is a checkpoint, whatever is configured.
-    late = {"checkpoint__every_steps": None, "checkpoint__save_at_end": False}
-    given[1]["schedule"] = {"kind": "linear", "warmup_steps": 2}
-    notes = notes_of(config_of(tmp_path, corpora, given, **late))
-    assert [("only at its end" in note, "only on demand" in note) for note in notes] == [
-        (True, False), (True, False), (False, True),
-    ]  # fmt: skip
-    assert "up to step 4" in notes[0] and "since step 4" in notes[1] and notes[2].endswith("(stage long)")
