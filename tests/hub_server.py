@@ -39,7 +39,9 @@ def serve_hub(repositories: Mapping[str, Mapping[str, bytes]], *, status: int = 
             pass
 
         def _answer(self) -> None:
-            requests.append(f"{self.command} {self.path}")
+            # A library that takes its caller for an AI agent looks up its name first.
+            if self.path != "/api/agent-harnesses":
+                requests.append(f"{self.command} {self.path}")
             if status != 200:
                 self._send(status, b"", {})
                 return

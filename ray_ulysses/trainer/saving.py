@@ -387,7 +387,7 @@ class CheckpointKeeper:
                     f"model.resume_from={self._context.run.location}"
                 )
         raise StorageFailedError(
-            f"the run directory {self._config.run_dir} was deleted or moved during training; {kept}, or restore the "
+            f"the run's directory {self._config.run_dir} was deleted or moved during training; {kept}, or restore the "
             "directory"
         )
 

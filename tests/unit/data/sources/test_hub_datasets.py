@@ -58,7 +58,7 @@ def test_a_source_that_is_neither_here_nor_on_the_hub_is_refused_after_one_reque
         with pytest.raises(UserError, match="no such file or directory") as refused:
             list_units(SourceSpec(paths=(path,), kind=kind))
         assert len(asked) == requests
-    assert ("has no data set of this id" in str(refused.value)) == (requests > 0)
+    assert ("has no data set with this id" in str(refused.value)) == (requests > 0)
 
 
 def test_an_unreachable_hub_is_reported_at_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
