@@ -133,9 +133,7 @@ def _check_alike(name: str, tensor: torch.Tensor, input_ids_BS: torch.Tensor) ->
             "tensors of the same shape"
         )
     if tensor.device != input_ids_BS.device:
-        raise UserError(
-            f"{name} are on {tensor.device} but input_ids are on {input_ids_BS.device}; move them to the same device"
-        )
+        raise UserError(f"{name} are on {tensor.device}, but input_ids on {input_ids_BS.device}; use the same device")
 
 
 def _shifted_weights(weights: torch.Tensor | None, padded_BS: torch.Tensor, padding: int) -> torch.Tensor | None:

@@ -321,17 +321,14 @@ def _checked(
     if not isinstance(context, AttentionContext):
         if not hasattr(module, _WINDOW):
             raise UserError(
-                f"apply_ulysses was not called on the model of this {name}, but the model's configuration "
-                f"{_TAKEN_CONFIG}"
+                f"apply_ulysses was not called on this {name}'s model, but the model's configuration {_TAKEN_CONFIG}"
             )
         raise UserError(
             f"{name} did not receive the document tables: either the model was not called with "
             "**batch.model_inputs(), or this architecture does not pass keyword arguments on to its attention"
         )
     if attention_mask is not None:
-        raise UserError(
-            f"{name} received an attention mask; pass no mask, since documents are separated by shard_batch"
-        )
+        raise UserError(f"{name} received an attention mask; pass none, since shard_batch separates documents")
     if dropout:
         raise UserError(f"{name} requests attention dropout {dropout}; set attention_dropout: 0.0")
     if getattr(module, "is_causal", True) is False:

@@ -84,9 +84,7 @@ def inspect(
     ] = False,
     checkpoint: Annotated[
         str | None,
-        typer.Option(
-            "--verify-checkpoint", metavar="STEP", help="Verify every byte of this checkpoint (a step, or latest)."
-        ),
+        typer.Option("--verify-checkpoint", metavar="STEP", help="Verify every byte of this checkpoint, or latest."),
     ] = None,
     trust_run: TrustRun = False,
     as_json: AsJson = False,
@@ -225,9 +223,8 @@ def render_history(history: RunHistory, plan_history: PlanHistory | None = None)
         lines += ["", "attempts", *table(header, rows)]
         direct = [one.attempt for one in history.attempts if one.lacks_stream]
         if direct:
-            named = ", ".join(
-                map(str, direct[-_MOST_NAMED:])
-            ) + f" and {len(direct) - _MOST_NAMED:,} earlier attempts" * (len(direct) > _MOST_NAMED)
+            earlier = f" and {len(direct) - _MOST_NAMED:,} earlier attempts" * (len(direct) > _MOST_NAMED)
+            named = ", ".join(map(str, direct[-_MOST_NAMED:])) + earlier
             attempts = "attempts" if len(direct) > 1 else "attempt"
             lines.append(f"  the stream never started, and the workers read all rows: {attempts} {named}")
     if history.checkpoints:

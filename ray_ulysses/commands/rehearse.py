@@ -212,9 +212,7 @@ def _request(config: Config, options: RehearseOptions, address: str | None, num_
 
     config = config.with_absolute_paths(Path.cwd())
     if address is not None and options.nodes is not None:
-        raise UserError(
-            f"--nodes={options.nodes}: the rehearsal uses the nodes of the cluster at {address}; omit --nodes"
-        )
+        raise UserError(f"--nodes={options.nodes}: the rehearsal uses the cluster at {address}; omit --nodes")
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
     prepared = prepare_run(rehearsal_config(config, address=address, stamp=stamp), Path.cwd())
     prepared.report.raise_problems()

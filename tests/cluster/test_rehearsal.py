@@ -72,7 +72,7 @@ def test_a_cluster_of_others_is_touched_only_once_that_is_confirmed(
     code, said = _rehearse(config, "--faults", "5s add-node", address=cluster.address)
     assert code == 2 and "5s add-node: the rehearsal did not start this cluster" in said
     code, said = _rehearse(config, "--nodes", "3", address=cluster.address)
-    assert code == 2 and "--nodes=3: the rehearsal uses the nodes of the cluster at" in said
+    assert code == 2 and "--nodes=3: the rehearsal uses the cluster at" in said
     code, said = _rehearse(config, "--faults", "5s kill-node", address=cluster.address, typed="run\n")
     assert code == 2 and "kill-node kills Ray on one node of the cluster" in said
     assert "the rehearsal was not confirmed; nothing was started" in said

@@ -206,10 +206,7 @@ def unknown_signature(functions: FlashFunctions) -> str | None:
         required = {name for name, is_required in parameters.items() if is_required}
         strange = sorted(required - names - optional - _UNUSED_ARGUMENTS)
         if lacking or strange:
-            return (
-                f"its functions have an unknown signature (missing arguments: {', '.join(lacking) or 'none'}; "
-                f"unexpected required arguments: {', '.join(strange) or 'none'})"
-            )
+            return f"its functions lack {', '.join(lacking) or 'nothing'} and require {', '.join(strange) or 'no more'}"
     return None
 
 
