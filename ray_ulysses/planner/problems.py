@@ -158,8 +158,8 @@ def fit_hint(config: Config, shape: ModelShape) -> str:
     """Describe the nearest settings with which all stages fit, or the least memory if no settings fit."""
     near, shorter = nearest(config, shape), _shorter_contexts(config, shape)
     if near is not None:
-        nearest = f"by this estimate the nearest settings that fit are {near.options()}"
-        return f"{nearest} (see `plan --fit`); or use {shorter}"
+        settings = f"by this estimate the nearest settings that fit are {near.options()}"
+        return f"{settings} (see `plan --fit`); or use {shorter}"
     least = leanest(config, shape)
     device, host = least.memory.device_bytes / GIB, least.memory.host_bytes / GIB
     options = f", with {least.options()}" if least.changes else ""
