@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ray_ulysses.storage import LocalStore, Store
+from ray_ulysses.storage import AlreadyExistsError, LocalStore, Store
 from tests.stores import CountingStore, FaultyStore, Kind, MemoryStore, permission_lost
 
 
@@ -49,3 +49,16 @@ def test_a_fault_may_come_after_the_deed_last_and_know_its_keys() -> None:
         with pytest.raises(OSError):
             store.create("a", [b"1"])
         store.replace("free", [b"1"])
+
+
+def test_the_store_in_memory_keeps_the_contract() -> None:
+    store = MemoryStore()
+    store.create("a/b", [b"1"])
+    with pytest.raises(AlreadyExistsError):
+        store.create("a/b", [b"2"])
+    store.replace("ab", [b"3"])
+    assert store.list("a") == ["a/b"]
+    store.delete("a")
+    with pytest.raises(FileNotFoundError):
+        store.open("a/b")
+    assert store.read_whole("ab") == b"3"

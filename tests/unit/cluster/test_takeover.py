@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -114,3 +115,21 @@ def test_a_worker_that_was_fenced_by_another_command_is_not_started_again(
         return
     with pytest.raises(UserError, match="another command has taken over the run"):
         supervise(job, Announcement(host="", port=0, token="", group=0), worker=0, local_rank=0)
+
+
+def test_workers_of_a_run_that_was_taken_are_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray Train asks all the while that it waits; what is raised then ends its wait."""
+    config = make_config(tmp_path, tmp_path / "corpus")
+    with run_claim(config.run_dir) as claim:
+
+        def fit(look: Callable[[], None]) -> None:
+            for number in range(1000):
+                look()
+                if number == 2:
+                    (config.run_dir / THEIRS).write_text(THEIR_NOTE)
+                    claim.beat()
+                time.sleep(0.02)
+
+        with pytest.raises(RunError, match="taken over by process 7 on host other"):
+            run_workers(monkeypatch, config, claim, fit)
+    assert "this command ends immediately" in str(refusal(config.run_dir, "one"))

@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import resource
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -111,3 +114,30 @@ def test_a_sealed_secret_is_read_with_the_token_alone() -> None:
     assert unseal(TOKEN, sealed) == "f" * 32
     assert seal(TOKEN, "f" * 32) != sealed
     assert (b"f" * 32).hex() not in sealed and "f" * 32 not in sealed
+
+
+def test_silent_peers_leave_descriptors_for_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process may have 1,024 open by default, and an agent needs some for each file that it keeps."""
+    monkeypatch.setattr(authentication, "HANDSHAKE_S", 60.0)
+    silent = (
+        "import socket, sys\n"
+        "held = [socket.create_connection((sys.argv[1], int(sys.argv[2]))) for _ in range(int(sys.argv[3]))]\n"
+        "print(flush=True)\n"
+        "sys.stdin.read()"
+    )
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = 2 * (max(map(int, os.listdir("/proc/self/fd"))) + 32)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
+    try:
+        with running_agent() as (_, (host, port)), subprocess.Popen(
+            [sys.executable, "-S", "-c", silent, host, str(port), str(most - 8)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        ) as stranger:  # fmt: skip
+            assert stranger.stdout is not None and stranger.stdout.readline()
+            client = AgentClient(f"{host}:{port}", TOKEN)
+            for key in "abcdefgh":
+                client.put(key, [b"state"], replace=False)
+            client.close()
+            stranger.kill()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)

@@ -359,3 +359,17 @@ def test_all_supervisors_of_a_large_group_may_connect_at_once(coordinator: Coord
                 # Linux gives the length of the listener's queue as `tcpi_sacked`.
                 rooms.append(struct.unpack_from("I", one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104), 28)[0])
     assert rooms == [min(1024, int(Path("/proc/sys/net/core/somaxconn").read_text()))]
+
+
+def test_ranks_that_move_on_while_they_are_asked_for_stacks_are_left_alone(
+    coordinator: Coordinator, judge: Judged
+) -> None:
+    one, two = _both(coordinator)
+    for played in (one, two):
+        played.beats(4, idle_s=31.0)
+    one.hears("stacks")
+    for played in (one, two):
+        played.beats(5)
+    for _ in range(12):
+        one.hears("beat")
+    assert not judge.hangs and not judge.asked

@@ -272,3 +272,17 @@ def test_a_batch_that_fails_halfway_repeats_no_event(tmp_path: Path, monkeypatch
     tracker.finish("finished", 8)
     assert failures == [0]
     assert taken == [(AttemptBegan, None), *((StepMetrics, step) for step in range(1, 9)), (AttemptOver, 8)]
+
+
+def test_texts_for_wandb_are_utf_8_whatever_the_locale(tmp_path: Path) -> None:
+    code = f"""
+from pathlib import Path
+from types import SimpleNamespace
+from ray_ulysses.tracking.wandb_sink import WandbSink
+sink = WandbSink(project="p", run_name="r", run_id="i", directory=Path("."))
+run = SimpleNamespace(dir={str(tmp_path)!r}, notes="", save=lambda *_, **__: None)
+sink._store(run, {{"README.md": "a \\u2264 b"}})
+"""
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}
+    subprocess.run([sys.executable, "-X", "utf8=0", "-c", code], env=environment, timeout=90, check=True)
+    assert (tmp_path / "README.md").read_bytes() == "a \u2264 b".encode()

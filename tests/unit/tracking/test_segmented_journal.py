@@ -237,3 +237,12 @@ def test_a_merge_between_two_listing_pages_is_not_damage(
 
     monkeypatch.setattr(ObjectStore, "sizes", paged)
     assert _steps(run_dir) == [1, 2, 3, 4] and merged[0]
+
+
+@pytest.mark.slow
+def test_a_journal_of_more_segments_than_a_page_of_a_list_is_read_whole(run_dir: ObjectLocation) -> None:
+    journal = claim_journal(run_dir, HandClock())
+    _write(journal, *range(1, 2101))
+    assert _steps(run_dir) == [*range(1, 2101)]
+    journal._merge()
+    assert len(_names(run_dir)) == 2 and _steps(run_dir) == [*range(1, 2101)]
