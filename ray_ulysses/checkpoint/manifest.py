@@ -237,7 +237,7 @@ def _manifest_of(values: Mapping[str, Any]) -> Manifest:
     for number, stored in enumerate(checked(adapter(_Shards), values).shards):
         shards.append(_entry(stored, f"shards[{number}]", folder, sizes))
         if stored.file in files:
-            raise ContentError(f"shards[{number}].file is {shown_value(stored.file)}, like that of another shard")
+            raise ContentError(f"shards[{number}].file is {shown_value(stored.file)}, which another shard has too")
         files.add(stored.file)
     manifest = Manifest(
         step=ref.step, attempt=ref.attempt, world_size=ref.world_size, meta=meta, state=state, shards=tuple(shards)

@@ -187,7 +187,7 @@ def _clear_dead(store: Store, manifest: Manifest) -> None:
     """
     found = read_committed(store, manifest.step)
     if not isinstance(found, Manifest) or read_lineage(store).holds(manifest.step, found.attempt):
-        raise AlreadyExistsError(f"step {manifest.step} has a manifest")
+        raise AlreadyExistsError(f"step {manifest.step} already has a manifest")
     reason = f"attempt {manifest.attempt} repeated this step, because attempt {found.attempt} had ended before it"
     damage = Damage(step=manifest.step, reason=reason, kind="superseded", attempt=found.attempt)
     set_aside(store, damage, attempt=manifest.attempt)

@@ -304,7 +304,7 @@ def check_resume(prepared: PreparedRun) -> None:
         # Rows after the branch point would be trained twice.
         if step > branched:
             raise UserError(
-                f"run {config.run.name!r} has continued to step {step} while a branch from step {branched} was being "
+                f"run {config.run.name!r} advanced to step {step} while a branch from step {branched} was being "
                 "planned; stop the run and start the same command again"
             )
 

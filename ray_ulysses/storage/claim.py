@@ -165,7 +165,7 @@ class Claim:
         except OSError as error:
             raise UserError(
                 f"{self._setting}: the storage of run {self.run!r} is not usable ({error.strerror or error}); repair "
-                f"it or set another {self._setting}"
+                f"it, or set {self._setting} to another location"
             ) from error
         if beat_in_background:
             self._thread = threading.Thread(target=self._keep_beating, name="claim", daemon=True)

@@ -55,7 +55,7 @@ def check_storage(storage: Path | str, *, setting: str = "run.storage", is_known
         if isinstance(location, ObjectLocation):
             hint = "check the bucket, its region and endpoint, and the credentials in the environment"
         raise UserError(
-            f"{shown}: can't write to this location ({error.strerror or error}); {hint}, or set another {setting}"
+            f"{shown}: can't write to this location ({error.strerror or error}); {hint}, or change {setting}"
         ) from error
     except UserError as error:
         # The file system does not support hard links.

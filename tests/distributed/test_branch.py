@@ -118,5 +118,5 @@ def test_a_branch_planned_while_the_run_went_on_is_refused(
     check_resume(prepared)
     # Another command trains meanwhile, and commits its last step.
     train(before(tmp_path, corpora), "second")
-    with pytest.raises(UserError, match=r"has continued to step 6 while a branch from step 3 was being planned"):
+    with pytest.raises(UserError, match=r"advanced to step 6 while a branch from step 3 was being planned"):
         check_resume(prepared)

@@ -49,7 +49,7 @@ def choose_kernel(name: str, demand: Demand) -> tuple[KernelEntry, str]:
                 return entry, "set by model.attention"
             able = ", ".join(other.name for other in KERNELS if _obstacle(other, demand) is None)
             raise UserError(f"model.attention={name!r} can't be used: {obstacle}; use auto or {able}")
-    raise UserError(f"model.attention={name!r} is unknown; use auto, {', '.join(entry.name for entry in KERNELS)}")
+    raise UserError(f"model.attention={name!r} is unknown; use auto or one of {[one.name for one in KERNELS]}")
 
 
 def _obstacle(entry: KernelEntry, demand: Demand) -> str | None:

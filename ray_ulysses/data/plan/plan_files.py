@@ -247,7 +247,7 @@ def load_plan_if_any(directory: Place) -> Plan | None:
             # A branch may replace planned stages that have not begun, but never trained steps.
             last = segments[-1]
             if found.branch is None or last.stage_number == 0 or last.base_step < found.branch.step:
-                raise _unreadable(folder / PLAN_FILE, f"it does not continue plan {segments[-1].plan_id}")
+                raise _unreadable(folder / PLAN_FILE, f"the segment does not continue plan {segments[-1].plan_id}")
             segments.pop()
         if found.branch is not None and (len(segments) < num_kept or found.stage_number == segments[-1].stage_number):
             # Steps before a branch keep their learning rate, and the schedule may depend on the run's original end.

@@ -119,7 +119,7 @@ class StreamedSource(DirectSource):
                 if stream is not None and stream.is_ready:
                     break
                 if stream is not None and self._timeout_s is not None and time.monotonic() - started > self._timeout_s:
-                    raise LateError(f"the stream has not started within {self._timeout_s:g} s")
+                    raise LateError(f"the stream did not start within {self._timeout_s:g} s")
                 if row is not None:
                     handover.untrained.add(row)
                 handover.num_direct += 1

@@ -281,7 +281,7 @@ class TemplateChat:
         forged = self._first_forged(written, meant, messages, tools)
         if forged is not None:
             token = self._refused[forged]
-            raise _ForgedTokenError(f"the chat template turns a part of it into the special token '{token}'")
+            raise _ForgedTokenError(f"the chat template turns a string into the special token '{token}'")
 
     def _first_forged(
         self, written: WrittenChat, meant: list[tuple[int, int, int]], messages: Messages, tools: Tools

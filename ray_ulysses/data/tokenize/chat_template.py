@@ -157,7 +157,7 @@ class ChatTemplate:
             self._num_endless += 1
             if self._num_endless > _MOST_ENDLESS:
                 raise UserError(f"{self._name} never ends: {error}; give another template (--chat-template)") from error
-            raise RowError(f"the chat template never ends for it: {error}") from error
+            raise RowError(f"the chat template does not terminate: {error}") from error
         except Exception as error:
             # Template code may raise any exception.
             line, trace = None, error.__traceback__
@@ -166,7 +166,7 @@ class ChatTemplate:
                     line = trace.tb_lineno
                 trace = trace.tb_next
             where = "" if line is None else f" in line {line}"
-            raise RowError(f"the chat template refuses it{where}: {type(error).__name__}: {error}") from error
+            raise RowError(f"the chat template fails{where}: {type(error).__name__}: {error}") from error
         return texts[0], list(marked[0]) if marks else []
 
 
@@ -209,8 +209,8 @@ def training_template(tokenizer: str | Path, folder: Path | None = None) -> str:
     hint = "remove the option: the turns of any template can be found by rendering (--turns split)"
     if folder is None:
         raise UserError(
-            f"--chat-template={TRAINING}: requires the templates of the package trl; install it (pip install trl), or "
-            f"{hint}"
+            f"--chat-template={TRAINING}: requires the templates from the trl package; install trl (pip install trl), "
+            f"or {hint}"
         )
     for path in sorted(folder.glob(f"*{_SUFFIX}")):
         plain = path.with_name(path.name.removesuffix(_SUFFIX) + ".jinja")

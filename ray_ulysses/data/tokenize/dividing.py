@@ -110,10 +110,10 @@ def unwritable_text_refused(*texts: str) -> Iterator[None]:
     except BaseException as error:
         # The library raises a bare Exception, or pyo3's PanicException, which is not exported.
         if type(error).__name__ == "PanicException":
-            raise RowError(f"the tokenizer panics: {error}") from error
+            raise RowError(f"the tokenizer panicked: {error}") from error
         if type(error) is not Exception:
             raise
-        raise RowError(f"a part of it has no token: {error}") from error
+        raise RowError(f"part of the text has no token: {error}") from error
 
 
 def _takes_breaks_first(alternatives: Sequence[str]) -> bool:

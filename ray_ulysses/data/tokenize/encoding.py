@@ -253,7 +253,7 @@ def weighted(
     """
     if not isinstance(weight, np.ndarray):
         if weight == 0:
-            raise RowError("its weight is 0")
+            raise RowError("the loss weight is 0")
         if weight == 1:
             return document
         return replace(document, weights=np.full(document.starts.size, weight, dtype=np.float32))

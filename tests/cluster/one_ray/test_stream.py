@@ -218,7 +218,7 @@ def test_a_cluster_without_free_cpus_is_an_error_and_no_hang(cluster: None, corp
     taker: Any = Taker.remote()  # type: ignore[attr-defined]
     ray.get(taker.has_all.remote(), timeout=WAIT_S)
     (source,) = sources_of(corpus, plan, 1, 1, streams=RayStreams(num_cpus=1.0), timeout_s=3.0)
-    with pytest.raises(RunError, match=r"stream has not started within 3 s.* no node has cluster\.data_cpus CPUs free"):
+    with pytest.raises(RunError, match=r"stream did not start within 3 s.* no node has cluster\.data_cpus CPUs free"):
         train_slowly(source, plan.num_steps)
     # Its task still waits for CPUs. What is left of a stream when Ray is ended would start a Ray of its own.
     source.close()

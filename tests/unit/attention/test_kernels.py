@@ -117,7 +117,7 @@ def test_auto_takes_the_fastest_that_can_and_says_why_not_the_others() -> None:
     [
         ("sdpa", {"has_softcap": True}, "'sdpa' .*soft-capping; use auto or math"),
         *((name, {}, f"'{name}' .*it requires .*use auto or sdpa, math") for name in ("flash_attn", "varlen", "cudnn")),
-        ("fast", {}, "'fast' is unknown; use auto, "),
+        ("fast", {}, "'fast' is unknown; use auto or one of "),
     ],
     ids=["unable", "flash_attn", "varlen", "cudnn", "unknown"],
 )

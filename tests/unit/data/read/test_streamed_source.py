@@ -224,7 +224,7 @@ def test_a_stream_that_does_not_start_in_time_is_an_error(folder: Path) -> None:
             for _ in source.step(step):
                 time.sleep(0.1)
 
-    with pytest.raises(RunError, match=r"step \d+: the stream has not started within 0\.2 s .*cluster\.data_cpus"):
+    with pytest.raises(RunError, match=r"step \d+: the stream did not start within 0\.2 s .*cluster\.data_cpus"):
         train_slowly()
     source.close()
 

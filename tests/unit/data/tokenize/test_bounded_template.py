@@ -104,7 +104,7 @@ def test_an_endless_template_is_refused_when_it_is_loaded(tmp_path: Path, templa
 def test_a_template_that_is_endless_for_some_conversations_rejects_them_and_is_then_refused(tmp_path: Path) -> None:
     template = own(tmp_path, LATER + ENDLESS["nested loops"] + "{% endif %}{{ messages[0].content }}")
     for _ in range(8):
-        with pytest.raises(RowError, match="the chat template never ends for it"):
+        with pytest.raises(RowError, match="the chat template does not terminate"):
             template.render(CHAT, ())
     assert template.render(CHAT[:1], ()) == "the fox?"
     with pytest.raises(UserError, match="its chat template never ends"):
@@ -124,13 +124,13 @@ def test_a_template_with_few_slow_steps_reaches_the_time_limit(tmp_path: Path, m
 
 @named(LARGE)
 def test_a_conversation_is_rejected_if_the_template_makes_a_large_value(tmp_path: Path, template: str) -> None:
-    with pytest.raises(RowError, match=r"the chat template refuses it( in line 1)?: OverflowError"):
+    with pytest.raises(RowError, match=r"the chat template fails( in line 1)?: OverflowError"):
         own(tmp_path, template).render(CHAT, ())
 
 
 @named(RAISING)
 def test_a_conversation_is_rejected_if_the_template_raises(tmp_path: Path, template: str) -> None:
-    with pytest.raises(RowError, match="the chat template refuses it"):
+    with pytest.raises(RowError, match="the chat template fails"):
         own(tmp_path, template).render(CHAT, ())
 
 

@@ -112,7 +112,7 @@ def test_every_turn_is_learned_once_after_its_prompt(tmp_path: Path, name: str) 
     expected = {
         "phi3": {NO_TOOLS: 12, NO_REASONING: 6},
         "deepseekv3": {
-            'the chat template refuses it in line 1: TypeError: can only concatenate str (not "dict") to str': 12,
+            'the chat template fails in line 1: TypeError: can only concatenate str (not "dict") to str': 12,
             NO_REASONING: 6,
         },
     }

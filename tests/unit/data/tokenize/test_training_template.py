@@ -72,7 +72,7 @@ def outcome_of(directory: Path, has_marks: bool) -> tuple[Counter[str], list[str
         try:
             documents = chat.encode(messages, tools)
         except RowError as error:
-            is_reasoned = re.match(r"the chat template (refuses it in line \d+: |omits |renders )", str(error))
+            is_reasoned = re.match(r"the chat template (fails in line \d+: |omits |renders )", str(error))
             met["refused"] += 1
             met["because " + textwrap.shorten(re.sub(r"[0-9]+", "N", str(error)), 90, placeholder=" ...")] += 1
             if not is_reasoned:
