@@ -47,7 +47,7 @@ def test_the_training_variant_of_the_tokenizers_template_is_found(
     with pytest.raises(UserError, match=r"^--chat-template=training: TRL has no training variant"):
         training_template(directory, TEMPLATES)
     monkeypatch.setattr("ray_ulysses.data.tokenize.chat_template.trl_templates", lambda: None)
-    with pytest.raises(UserError, match="install it"):
+    with pytest.raises(UserError, match="install trl"):
         training_template(directory)
     (directory / "chat_template.jinja").unlink()
     with pytest.raises(UserError, match=r"^--messages-field: .* has no chat template"):
