@@ -14,7 +14,7 @@ OUT_OF_MEMORY = "ran out of memory"
 """Text in the error of a step that runs out of memory."""
 _GIB = 2**30
 _WARM_STEPS = 3
-"""Number of first steps that are excluded from the speed measurement."""
+"""Number of initial steps that are excluded from the speed measurement."""
 _MOST_OF_PLANNED = 1.1
 _LEAST_OF_MODELLED = 0.5
 _SPREADS = 3.0
@@ -25,7 +25,7 @@ _CAUSES = {
     "not finite": "finite",
     "elastic.loss_spike_mads": "loss",
 }
-"""Text in a failure's message, mapped to the report line that fails. Other failures are attributed by progress."""
+"""Report line that fails, by text in the failure's message. Other failures are attributed by the trial's progress."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,12 +45,12 @@ class Trial:
     """Steps of the second attempt, which loaded the checkpoint."""
     committed: Sequence[int]
     unsaved: str | None
-    """Why saving a checkpoint failed; None if no save failed."""
+    """Reason why saving a checkpoint failed; None if no save failed."""
     loaded_step: int | None
     """Step that the second attempt resumed from; None if there was no second attempt."""
     failure: str | None
     tolerance: float
-    """Largest relative difference between the losses of the same step before and after the checkpoint."""
+    """Largest allowed relative difference between the losses of a step before and after loading the checkpoint."""
     has_gpu: bool
     planned_bytes: int
     """Planned memory per rank, in bytes."""
@@ -58,9 +58,9 @@ class Trial:
     """Available memory per rank, in GiB; None if unknown."""
     most_of_limit: float
     modelled_s: float | None
-    """Modelled duration of a step of the trial, in seconds; None if there is no model for it."""
+    """Modelled duration of a step of the trial, in seconds; None if the cost model can't estimate it."""
     is_pretrained: bool
-    """Whether training starts from pretrained weights, so that the loss need not fall."""
+    """Whether training starts from pretrained weights, in which case the loss need not fall."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +69,7 @@ class CheckLine:
 
     name: str
     holds: bool | None
-    """Whether the check passed; None if it was not reached or has nothing to compare with."""
+    """Whether the check passed; None if the trial did not reach it or there is nothing to compare."""
     found: str
     rule: str
 
@@ -100,7 +100,7 @@ def judge(name: str, trial: Trial) -> CheckReport:
 
 
 def _cause(trial: Trial) -> str | None:
-    """Return the name of the report line to which the trial's failure is attributed, or None without a failure."""
+    """Return the name of the report line to which the trial's failure is attributed, or None if nothing failed."""
     if trial.failure is None:
         return None
     for words, line in _CAUSES.items():

@@ -34,7 +34,7 @@ from ray_ulysses.tracking.steps import Entry
 CheckpointCondition = Literal[
     "whole", "damaged", "unreadable", "superseded", "foreign", "set_aside", "being_written", "not_committed"
 ]
-"""``whole`` and ``damaged`` are decided by file sizes. ``unreadable``: can't be read now; ``superseded``: committed by
+"""``whole`` and ``damaged`` are based on file sizes. ``unreadable``: can't be read now; ``superseded``: committed by
 an old attempt after a newer attempt had resumed from an earlier step; ``foreign``: written by another version;
 ``set_aside``: found damaged and set aside. The last two have no manifest."""
 
@@ -67,7 +67,7 @@ class CheckpointReport:
     num_bytes: int = 0
     """Size of the manifest and the files listed in it; without a manifest, size of all files."""
     leftover_bytes: int = 0
-    """Size of all other files: notes, and files left by dead attempts."""
+    """Size of all other files in the folder: notes, and files left by dead attempts."""
     written_at: float | None = None
     """Time at which the training state was copied, in seconds since the epoch."""
     reason: str = ""
@@ -80,7 +80,7 @@ class CheckpointReport:
     """Retention rules that keep the checkpoint."""
     set_aside: tuple[SetAside, ...] = ()
     is_swept: bool = False
-    """Whether the next commits delete the shards of this folder, which is not committed."""
+    """Whether the next commits delete the shards in this uncommitted folder."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,11 +91,11 @@ class CheckpointListing:
     location: str
     checkpoints: tuple[CheckpointReport, ...]
     resumes_from: int | None
-    """Step that the next attempt resumes from, according to file sizes; None if there is no such checkpoint."""
+    """Step that the next attempt resumes from, judging by file sizes; None if there is no checkpoint to resume from."""
     unless: tuple[int, ...] = ()
-    """Newer steps that can't be read now. If they are readable by then, the next attempt uses the newest of them."""
+    """Newer steps that currently can't be read. If some are readable again by the next attempt, it uses the newest."""
     refusal: str | None = None
-    """Why the next attempt would refuse to start, or None if it would start."""
+    """Reason why the next attempt would refuse to start, or None if it would start."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the output of ``inspect RUN --checkpoints --json``."""
@@ -103,7 +103,7 @@ class CheckpointListing:
 
 
 def plain_json(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return JSON-serializable fields, with non-finite numbers as strings."""
+    """Convert fields to plain JSON values, with non-finite numbers as strings."""
     found: dict[str, Any] = json.loads(json.dumps(fields), parse_constant=str)
     return found
 
@@ -146,7 +146,7 @@ def list_checkpoints(
 
 
 def _start(reports: Sequence[CheckpointReport], committed: Sequence[int], location: str) -> Start:
-    """Return where the next attempt would start, according to file sizes."""
+    """Return where the next attempt would start, judging by file sizes."""
     whole = max((report.step for report in reports if report.condition == "whole"), default=None)
     passed = [
         Damage(step=report.step, reason=report.why or "", kind=report.condition)
@@ -243,7 +243,7 @@ def _committed(
 def _uncommitted(
     notes: Mapping[int, Mapping[str, Any]], attempts: set[int], writing: int | None
 ) -> tuple[CheckpointCondition, str]:
-    """Return the condition, and the reason, of a folder without a manifest; ``attempts`` have shards in the folder."""
+    """Return a condition and its reason for a folder without a manifest that contains the shards of ``attempts``."""
     if writing in attempts:
         return "being_written", f"attempt {writing} has not committed this checkpoint yet"
     if notes:

@@ -25,7 +25,7 @@ from ray_ulysses.storage.place import Place
 _NUM_THREADS = 4
 
 Watch = Callable[[int, int], None]
-"""Called with the number of bytes read so far and in total, by one thread at a time."""
+"""Progress callback, called with the number of bytes read so far and in total by one thread at a time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,9 +36,9 @@ class FileVerdict:
     num_bytes: int
     num_tensors: int
     problem: str | None
-    """The damage, with tensor and byte range; None if the file is intact."""
+    """Description of the damage, with tensor and byte range; None if the file is intact."""
     is_unread: bool = False
-    """Whether the file can't be read now, so that damage is unknown."""
+    """Whether the file currently can't be read, so that any damage is unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +50,7 @@ class CheckpointVerdict:
     step: int
     path: str
     problem: str | None
-    """Problem with the checkpoint rather than a file (manifest, tensor coverage, or not part of the run), or None."""
+    """Problem with the checkpoint itself, not a file (manifest, tensor coverage, or not part of the run), or None."""
     kind: Literal["damaged", "unreadable", "superseded", "foreign"] = "damaged"
     attempt: int | None = None
     """The attempt that wrote the checkpoint; None if the manifest can't be read."""
@@ -95,13 +95,13 @@ def verify_checkpoint(
 
     Args:
         run_dir: The run's directory. Its configuration may specify another checkpoint store.
-        which: Step of the checkpoint, or "latest" for the newest that is part of the run, even if it is damaged.
+        which: Step of the checkpoint, or "latest" for the newest checkpoint of the run, even if it is damaged.
         clock: Clock that measures the duration.
         watch: Progress callback.
         trust_run: See `open_run_storage`.
 
     Raises:
-        UserError: The step is not committed, or was deleted during the verification, or the store can't be opened.
+        UserError: The checkpoint is not committed or was deleted during the verification, or the store can't be opened.
         RunError: The store can't be listed.
     """
     started = clock.monotonic()

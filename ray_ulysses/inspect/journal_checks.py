@@ -1,4 +1,4 @@
-"""Checks law 3 from journals, manifests and plans: each planned row was trained once, identically in two runs."""
+"""Checks law 3 using journals, manifests and plans: each planned row was trained once, identically in two runs."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Comparison:
     """``same``: equal in every step; ``same_so_far``: equal, but one run has trained further; ``different``: different
     data from ``first_different_step`` on; ``other_plan``: different plans from ``first_different_step`` on."""
     common_steps: int
-    """Number of steps that both runs trained by the same plan."""
+    """Number of steps that both runs trained according to the same plan."""
     own_steps: int
     other_steps: int
     first_different_step: int | None
@@ -158,7 +158,7 @@ def _wrong_rows(plan: Plan, steps: Iterable[StepDone]) -> Iterator[Finding]:
 
 
 def _coverage(trained: TrainedSteps) -> Iterator[Finding]:
-    """Find rows that several steps trained, and rows between them that no step trained."""
+    """Find rows that were trained by several steps, and skipped rows that were not trained by any step."""
     reached, last = trained.inherited.rows, None
     for step in sorted(trained.steps, key=lambda step: step.rows):
         first, stop = step.rows
@@ -292,7 +292,7 @@ class Claim:
     cursor: Mapping[str, Any] | None = None
     """Position in the data; None in a claim from the journal, which does not include the position."""
     problem: str | None = None
-    """Why the manifest can't be read, or None if it was read."""
+    """Reason why the manifest can't be read, or None if it was read."""
 
     def finding(self, kind: Kind, what: str, meaning: str) -> Finding:
         """Return a finding about this claim."""
@@ -300,7 +300,7 @@ class Claim:
 
 
 def manifest_claims(run_dir: Place, *, trust_run: bool = False) -> list[Claim]:
-    """Return the claims of a run's committed checkpoints, without checkpoints that are deleted during the read."""
+    """Return the claims of a run's committed checkpoints, except for checkpoints deleted during the read."""
     store = open_run_storage(run_dir, trust_run=trust_run).store
     claims = for_each_step(committed_steps(store), lambda step: _manifest_claim(store, step))
     return [claim for claim in claims if claim is not None]

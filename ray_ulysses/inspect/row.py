@@ -34,7 +34,7 @@ _OPEN, _CLOSE = "⟦", "⟧"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PieceText:
-    """Text of a piece, without its middle part if it is long."""
+    """Text of a piece; if the text is long, its middle is omitted."""
 
     head: str
     tail: str
@@ -71,7 +71,7 @@ class RowPiece:
     """Supervised token ranges in document coordinates, each as (first token, token after the last)."""
     source: str | None = None
     offset: int | None = None
-    """Line or row in the source, starting at 1; 0 if the document is an entire file."""
+    """Line number or row number in the source, starting at 1; 0 if the document is an entire file."""
     id: str | None = None
     text: PieceText | None = None
     """Text of the piece; None if it was not requested or can't be decoded."""
@@ -80,7 +80,7 @@ class RowPiece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimesTrained:
-    """A step, and its attempt, that trained a row."""
+    """A step that trained a row, and the attempt that ran the step."""
 
     step: int
     attempt: int

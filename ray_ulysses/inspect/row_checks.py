@@ -1,4 +1,4 @@
-"""Reads a run's rows again from plan and corpus, and compares their digests with the journal."""
+"""Rereads a run's rows from the plan and the corpora, and compares their digests with the journal."""
 
 from __future__ import annotations
 

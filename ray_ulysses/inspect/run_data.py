@@ -232,7 +232,7 @@ class PlanHistory:
 
     segments: tuple[SegmentRecord, ...] = ()
     problem: str | None = None
-    """Why the plan can't be read, or None if it can."""
+    """Reason why the plan can't be read, or None if it can be read."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan's entries in the output of ``ray-ulysses inspect RUN --json``."""
@@ -271,7 +271,7 @@ def read_plan_history(run_dir: Place) -> PlanHistory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunStorage:
-    """A run's checkpoint store."""
+    """A run's checkpoint store and configuration."""
 
     store: Store
     location: str
@@ -306,7 +306,7 @@ def open_run_storage(run_dir: Place, *, trust_run: bool = False) -> RunStorage:
 def read_run(run_dir: Place, journal: Journal | None = None, *, trust_run: bool = False) -> RunHistory:
     """Return the history of a run, including its checkpoints.
 
-    Logs a warning if the storage is unavailable, or contains none of the checkpoints in the journal.
+    Logs a warning if the storage is unavailable, or contains none of the checkpoints that the journal lists.
 
     Args:
         run_dir: The run's directory.

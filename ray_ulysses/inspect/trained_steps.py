@@ -13,7 +13,7 @@ from ray_ulysses.tracking.steps import Entry, Steps, inherited_steps, step_of, s
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainedSteps:
-    """The steps of a run, by whether they count."""
+    """The steps of a run, grouped by whether they count."""
 
     steps: tuple[StepDone, ...]
     superseded: tuple[StepDone, ...]
@@ -23,7 +23,7 @@ class TrainedSteps:
     repeated: tuple[StepDone, ...]
     """Earlier records of steps that were recorded twice without a resume in between."""
     other_plans: Mapping[int, tuple[str, ...]]
-    """Plan ids of attempts whose steps count although they trained by a plan other than the run's, by attempt."""
+    """Plan ids, by attempt, of attempts whose steps count although they followed a plan other than the run's."""
     inherited: InheritedSteps = field(default_factory=InheritedSteps)
 
     @property

@@ -96,7 +96,7 @@ def stack(axes: Axes, edges: Floats, parts: Iterable[tuple[str, str, Floats]]) -
 
 
 def plain(label: str) -> str:
-    """Escape a label for Matplotlib, which reads formulas between ``$`` and hides labels that begin with ``_``."""
+    """Escape a label for Matplotlib, which renders text between ``$`` as math and hides labels starting with ``_``."""
     return ("./" if label.startswith("_") else "") + label.replace("$", r"\$")
 
 

@@ -101,7 +101,7 @@ def _sections(picture: Picture, records: Sequence[RunRecord]) -> list[str]:
 
 
 def _facts(record: RunRecord) -> str:
-    """Return a section with the run's status and totals, and with the parts that can't be shown."""
+    """Return a section that lists the run's status and totals, and the parts of the report that can't be shown."""
     history, spent, num_attempts = record.history, record.history.time_spent, len(record.history.attempts)
     goodput = "" if history.goodput is None else f" · goodput {percent(history.goodput)}"
     lines = [

@@ -60,7 +60,7 @@ class Picture:
 
     title: str
     draw: Callable[[RunRecord], Figure]
-    """Draws the plot; raises `NothingToDrawError`."""
+    """Function that draws the plot, or raises `NothingToDrawError`."""
     note: str
     """Explanation shown below the plot."""
     is_shared: bool = True
@@ -87,7 +87,7 @@ def loss_picture(record: RunRecord) -> Figure:
 
 
 def _over_tokens(record: RunRecord, y_label: str, *, is_wide: bool = False) -> tuple[Figure, Axes]:
-    """Return an empty plot over supervised tokens with shaded attempts, which are labelled if the plot is wide.
+    """Return an empty plot with supervised tokens on the x-axis and shaded attempts; a wide plot labels the attempts.
 
     Raises:
         NothingToDrawError: No step has completed yet.
@@ -146,7 +146,7 @@ def _stages_and_branches(axes: Axes, record: RunRecord) -> None:
 def _columns(
     y_label: str, labels: Mapping[str, str], missing: str = "the journal has no value", *, from_zero: bool = False
 ) -> Callable[[RunRecord], Figure]:
-    """Return a function that draws optional step fields over tokens.
+    """Return a function that plots optional step fields against tokens.
 
     ``missing`` is the message for a run that has none of the fields.
     """
@@ -276,7 +276,7 @@ def step_fill(record: RunRecord) -> tuple[Floats, Floats]:
 
 
 def step_imbalance(record: RunRecord) -> tuple[Floats, Floats]:
-    """Return the steps that count, and the slowest ranks' cost over the mean cost, summed over micro-batches."""
+    """Return the steps that count, and the slowest ranks' cost divided by the mean cost, summed over micro-batches."""
     dp_sizes = {one.attempt: one.dp_size for one in record.events(AttemptStarted)}
     steps, found = [], []
     for segment, trained in _trained(record):

@@ -229,7 +229,7 @@ def _time(report: PlanReport, price: float | None) -> list[str]:
 
 
 def _left(report: PlanReport) -> list[tuple[int, float]]:
-    """Return (remaining steps until the run stops, modelled seconds per step) of each stage."""
+    """Return (remaining steps until the run stops, modelled seconds per step) for each stage."""
     stop = report.data.stop_step
     if not report.stages:
         seconds = 0.0 if report.step_time is None else report.step_time.seconds

@@ -69,7 +69,7 @@ def facts(rows: Sequence[tuple[str, str]], indent: str = "  ") -> list[str]:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], indent: str = "  ") -> list[str]:
-    """Return a table's lines. The last column is left-aligned, all other columns are right-aligned."""
+    """Return a table's lines. The last column is left-aligned; all other columns are right-aligned."""
     lines = [list(header), *[[one_line(cell) for cell in row] for row in rows]]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     last = len(header) - 1

@@ -84,7 +84,7 @@ class PhaseStarted(CommandEvent):
     phase: str
     """Description of the phase."""
     part: str | None = None
-    """Category that the phase's time is accounted to: `build` or `load`."""
+    """Category to which the phase's time is assigned: `build` or `load`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +107,7 @@ class AttemptStarted(CommandEvent):
     resumed_step: Whole
     """Number of completed steps in the state that the attempt resumed from."""
     resumed_from: str | None
-    """Source of that state: a checkpoint folder, `peer memory, step N`, or another run's checkpoint; None at step 0."""
+    """The loaded state: a checkpoint folder, `peer memory, step N`, or another run's checkpoint; None at step 0."""
     last_step: Whole
     """The step at which the attempt will end."""
     run_last_step: Whole | None = None
@@ -136,7 +136,7 @@ class StreamStarted(_Event):
     step: Positive
     """The first step whose rows all came from Ray Data."""
     direct_rows: Whole
-    """Number of rows read directly until then. If only some of a row's ranks read it, that fraction is counted."""
+    """Number of rows read directly before `step`. A row that only some of its ranks read directly counts in part."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,7 +160,7 @@ class StepDone(_Event):
     seconds: Seconds
     """Duration of the step."""
     saving_seconds: Seconds = 0.0
-    """Time that checkpoints blocked training since the previous step."""
+    """Time for which checkpoints blocked training since the previous step."""
     learning_rate: Number | None = None
     """Learning rate of the step."""
     grad_norm: float | None = None
@@ -232,13 +232,13 @@ class CheckpointEvent(_Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointCommitted(CheckpointEvent):
-    """A checkpoint was committed. Readers can check the preceding steps against its totals."""
+    """A checkpoint was committed. Readers can check the preceding steps against the event's totals."""
 
     event: Literal["checkpoint_committed"] = "checkpoint_committed"
     seconds: Seconds | None = None
     """Time from the request to the commit."""
     stall_seconds: Seconds | None = None
-    """Time that the checkpoint blocked training."""
+    """Time for which the checkpoint blocked training."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -273,7 +273,7 @@ class CheckpointSetAside(_Event):
     step: Whole
     """Step of the checkpoint."""
     reason: str
-    """Why the checkpoint was skipped."""
+    """Reason why the checkpoint was skipped."""
     kind: str = "damaged"
     """`damaged`, `unreadable`, `superseded` (written by an older attempt after a newer attempt had started) or
     `foreign` (written by another version)."""
@@ -313,7 +313,7 @@ class EndEvent(CommandEvent):
     rank: Whole | None = None
     """The rank on which the failure started."""
     node: str | None = None
-    """The node of that rank."""
+    """The node of the rank on which the failure started."""
     committed_step: Whole | None = None
     """Step of the newest committed checkpoint."""
     memory_step: Whole | None = None
@@ -401,7 +401,7 @@ class AttemptEnded(EndEvent):
 
     event: Literal["attempt_ended"] = "attempt_ended"
     saving_seconds: Seconds = 0.0
-    """Time that checkpoints blocked training since the last step."""
+    """Time for which checkpoints blocked training since the last step."""
     fault_at: Seconds | None = None
     """Time of the failure, or of the last sign of life before the failure; None if unknown."""
     detected_at: Seconds | None = None

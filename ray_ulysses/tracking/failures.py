@@ -1,4 +1,4 @@
-"""Records failures in the journal and describes them, both recovered and fatal ones.
+"""Records failures, both recovered and fatal, in the journal, and describes them.
 
 The workers' supervisor records failures in a separate journal file: ``attempt_ended`` with a rank, ``start_failed`` if
 no attempt had started, and ``run_failed`` if a failure ends the command.

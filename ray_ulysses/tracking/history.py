@@ -47,8 +47,8 @@ _Kind = TypeVar("_Kind")
 
 _STREAM_STARTS_S = 60.0
 _STREAM_STARTS_ROWS = 20
-"""An attempt with a shorter duration, or with fewer rows per rank, may have ended before its stream could start: the
-first step's rows and the prefetched rows are always read directly."""
+"""An attempt that trained for less than `_STREAM_STARTS_S`, or on fewer rows per rank than this, may have ended before
+its stream could start: the first step's rows and the prefetched rows are always read directly."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,13 +72,13 @@ class AttemptRecord:
     last_step: int | None
     """Last step that the attempt completed."""
     reason: str | None
-    """Why the attempt ended; None while it runs, or if its end was not recorded."""
+    """Reason why the attempt ended; None while it runs, or if its end was not recorded."""
     rank: int | None = None
     """The rank on which the failure started, if a failure ended the attempt."""
     node: str | None = None
-    """The node of that rank."""
+    """The node of the rank on which the failure started."""
     seconds_to_first_step: float | None
-    """Time until the first step completed, since the command started or since the previous attempt ended."""
+    """Time from the command's start, or the previous attempt's end, until the first step completed."""
     stage: str | None = None
     """Name of the stage that the attempt trained; None in a run without stages."""
     stream_step: int | None = None
@@ -114,7 +114,7 @@ class RunHistory:
     step: int
     """Number of completed steps that count."""
     tokens: int
-    """Number of supervised tokens in these steps."""
+    """Number of supervised tokens in the steps that count."""
     steps: Steps
     """The steps that count, ascending. A replayed step appears once, with its last record."""
     attempts: tuple[AttemptRecord, ...]
@@ -166,7 +166,7 @@ def read_history(
 
     Args:
         run_dir: ``<storage>/<name>``.
-        is_held: False if the run is known not to be training, even if its lock is held; None checks the lock.
+        is_held: False if the run is known not to be training, even if its lock is held; None to check the lock.
         store: The run's checkpoint store; None for the run's directory.
         journal: The run's journal, if it has already been read.
 
@@ -240,7 +240,7 @@ def _first(attempt: Iterable[Entry], kind: type[_Kind]) -> _Kind | None:
 
 
 def _end(attempt: Sequence[Entry]) -> AttemptEnded | None:
-    """Return the last recorded end. The supervisor writes last, and knows more than a single worker."""
+    """Return the end that was recorded last. The supervisor records last, and knows more than a single worker."""
     return _first(reversed(attempt), AttemptEnded)
 
 
@@ -251,7 +251,7 @@ def _last(events: Iterable[Entry], *kinds: type[Event]) -> Event | None:
 
 
 def _has_ended(owner: LockOwner, events: Iterable[Entry]) -> bool:
-    """Return whether the command that owns the run's lock recorded its end; it still renders the report after that."""
+    """Return whether the command that owns the run's lock recorded its end, after which it still renders the report."""
     last = _last(events, AttemptStarted, RunFailed, CommandEnded)
     return last is not None and not isinstance(last, AttemptStarted) and last.time >= owner.since
 
@@ -345,7 +345,7 @@ class Pace:
     seconds_left: float
     """Estimated time until the run's last step, based on the newest step's duration."""
     start_s: float
-    """Time until the first step completed, since the command started or since the previous attempt ended."""
+    """Time from the command's start, or the previous attempt's end, until the first step completed."""
 
 
 def run_pace(run_dir: Place) -> Pace | None:

@@ -52,7 +52,7 @@ def claim_journal(run_dir: Place, clock: Clock | None = None, *, after: int = 0)
     Args:
         run_dir: The run's directory.
         clock: Clock that timestamps the records.
-        after: Lower bound (exclusive) for the number, for attempts that are known but have no journal in this place.
+        after: Lower bound (exclusive) for the number, for known attempts that have no journal in this run directory.
 
     Raises:
         UserError: The journal folder can't be written.
@@ -241,8 +241,8 @@ def _is_torn(descriptor: int, size: int) -> bool:
 class SegmentedJournal:
     """Appends events to one journal file of an attempt in an object store; see `AttemptJournal`.
 
-    A file has one writer, which may use several threads. Each segment is uploaded under a free number, and retried with
-    the same bytes until the upload succeeds, so that no record is torn, duplicated or reordered.
+    A file has one writer, which may use several threads. Each segment is uploaded under a free number. A failed upload
+    is retried with the same bytes until it succeeds, so that no record is torn, duplicated or reordered.
 
     Attributes:
         attempt: Number of the attempt, starting at 1.

@@ -2,9 +2,9 @@
 
 An object store does not support appends. There, the journal file ``journal/attempt-0003.jsonl`` is a folder of
 immutable segments that contain complete lines. The empty ``00000000.jsonl`` claims the attempt's number,
-``00000001.jsonl`` and so on follow, and ``00000001-00000256.jsonl`` replaces the segments with these numbers. Joined in
-this order, the segments are the file. If a run is copied between a directory and an object store, its existing files
-are read in their old format, and new records are written in the format of the new storage.
+``00000001.jsonl`` and so on follow, and ``00000001-00000256.jsonl`` replaces the segments with these numbers. In this
+order, the segments are concatenated to form the file. If a run is copied between a directory and an object store,
+existing files are read in their old format, and new records are written in the format of the new storage.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def open_journal_file(file: JournalFile) -> BinaryIO:
 
 
 def why_no_file(file: JournalFile) -> str | None:
-    """Return why a journal file must not be opened, or None if it may; opening it may still raise OSError."""
+    """Return why a journal file must not be opened, or None if it may (opening may still raise OSError)."""
     if not isinstance(file, Path):
         return None
     if file.is_symlink():

@@ -41,10 +41,10 @@ from ray_ulysses.tracking.steps import (
 from ray_ulysses.validation import YEAR_10000_S, ContentError
 
 END_BYTES = 2**17
-"""Bytes to read at each end of a long file if only the ends are requested; enough for hundreds of steps."""
+"""Number of bytes to read at each end of a long file if only the ends are requested; enough for hundreds of steps."""
 _BLOCK_BYTES = 2**20
 _FEW_STEPS = 128
-"""Up to this many steps, parsing one by one is faster than importing pyarrow."""
+"""Largest number of steps for which parsing them one by one is faster than importing pyarrow."""
 # This cannot match inside a JSON string, where the quotation marks are escaped.
 _STEP_MARK = b'"event": "step"'
 _ASK_EVERY_S = 1.5
@@ -65,7 +65,7 @@ class Journal:
 
 
 class JournalFileReader:
-    """Reads a journal file from front to back. When the file has grown, the next call continues at the last offset."""
+    """Reads a journal file from front to back. Each call of `read` continues at the last call's offset."""
 
     def __init__(self, file: JournalFile, attempt: int) -> None:
         self._file, self._attempt = file, attempt
@@ -199,7 +199,7 @@ class JournalFileReader:
 
 
 def _read_lines(stream: BinaryIO, num_bytes: int) -> list[bytes]:
-    """Read lines until they contain `num_bytes`. `readlines` would read one more line if the limit is a line's end."""
+    """Read lines until they contain `num_bytes`. `readlines` reads an extra line if the limit is at a line's end."""
     lines: list[bytes] = []
     while num_bytes > 0 and (line := stream.readline()):
         lines.append(line)
@@ -214,7 +214,7 @@ def _is_being_written(line: bytes, text: bytes) -> bool:
 
 
 def parse_steps(lines: Sequence[bytes], attempt: int) -> Rows | None:
-    """Parse step lines in bulk; return None if one needs the slow parser, for example because its loss is "nan".
+    """Parse step lines in bulk; return None if any needs the slow parser, for example because its loss is "nan".
 
     Args:
         lines: Step lines with correct checksums.
@@ -302,7 +302,7 @@ def read_journal(run_dir: Place | str, *, ends_only: bool = False) -> Journal:
 
 
 def read_side_files(run_dir: Place | str) -> list[Event]:
-    """Return the few events that are not in the attempts' main files, in reading order.
+    """Return the events that are not in the attempts' main files, in reading order.
 
     Raises:
         OSError: A journal file can't be read.
@@ -328,13 +328,13 @@ def in_reading_order(
 ) -> Iterator[_Read]:
     """Read journal files attempt by attempt, and yield the main file's items before those from other writers.
 
-    Other writers record after the workers. Their files are read first, because an item that a worker records during
-    the read must not be missed and then yielded after a later item.
+    Other writers record after the workers. Their files are read first; otherwise an item that a worker records
+    during the read could be missed and, in the next read, be yielded after an item that follows it.
 
     Args:
         files: Files from `journal_files`.
-        read: Reads the items of an attempt's file.
-        time_of: Returns an item's time, the sort key for other writers' items.
+        read: Function that reads the items of an attempt's file.
+        time_of: Function that returns an item's time, the sort key for other writers' items.
     """
     for attempt, found in groupby(files, key=lambda one: one[0]):
         listed = [file for _, file in found]

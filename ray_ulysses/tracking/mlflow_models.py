@@ -50,7 +50,7 @@ _STATUS: Mapping[CheckpointState, str] = {
     "deleted": "UNSPECIFIED",
     "damaged": "FAILED",
 }
-"""MLflow shows these as a green check, nothing, or a red cross. A model that is being recorded is ``PENDING``."""
+"""MLflow status by state, shown as a green check, nothing, or a red cross. During recording, a model is ``PENDING``."""
 _MODELS_PER_PAGE = 1000
 _RUN_ID = re.compile(r"^[0-9a-f]{32}$")
 _MOST = 1000
@@ -70,9 +70,9 @@ class TrackedCheckpoint:
     attempt: int
     state: CheckpointState
     path: str
-    """Checkpoint folder, a path or a URI."""
+    """Path or URI of the checkpoint folder."""
     store: str
-    """Root of the checkpoint store, a path or a URI."""
+    """Path or URI of the root of the checkpoint store."""
     cursor: Mapping[str, Any]
     """Position in the data at which training resumes."""
     metrics: Mapping[str, float]
@@ -113,7 +113,7 @@ def best_tracked(live: Sequence[TrackedCheckpoint]) -> TrackedCheckpoint | None:
 def mark_moves(tracked: Iterable[TrackedCheckpoint]) -> tuple[tuple[str, str | None, tuple[str, ...]], ...]:
     """Return the marks to move, as (mark, model that gets the mark or None, models that lose the mark).
 
-    Set each mark before removing it from other checkpoints, so that readers always find at least one.
+    Callers must set each mark before removing it from other checkpoints, so that readers always find a marked one.
     """
     tracked = tuple(tracked)
     live = usable(tracked)
@@ -262,7 +262,7 @@ class CheckpointModels:
 def tracked_checkpoints(
     client: MlflowClient, experiment_id: str, run_id: str, condition: str = ""
 ) -> list[TrackedCheckpoint]:
-    """Return all checkpoints that MLflow has for a run, in any state.
+    """Return all checkpoints that MLflow has recorded for a run, in any state.
 
     Args:
         client: MLflow client.
@@ -427,7 +427,7 @@ class MlflowRuns:
                 return
 
     def find(self, run: str) -> list[MlflowRun]:
-        """Return the runs with the given id or name, newest first. Other tools' runs are a fallback."""
+        """Return the runs with the given id or name, newest first; other tools' runs only if there are no others."""
         if _RUN_ID.match(run):
             by_id = self._search(f"attributes.run_id = '{run}'", 1)
             if by_id:

@@ -62,7 +62,7 @@ class TrackingIdentity:
     """Name of the experiment."""
     key: str
     """Tag value that identifies the MLflow run. It is stored before the MLflow run is created, so that a process that
-    dies in between does not cause a second MLflow run."""
+    dies in between does not lead to a second MLflow run."""
     run_id: str | None = None
     """Id of the MLflow run; None until the MLflow run is created."""
     experiment_id: str | None = None
@@ -95,7 +95,7 @@ def is_tracked(run_dir: Place) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MlflowPage:
-    """Where to view a run's metrics."""
+    """Location where a run's metrics can be viewed."""
 
     command: str | None
     """Command that serves a database to the browser; None if a server is used."""
@@ -195,7 +195,7 @@ class MlflowSink(Sink):
         return run_id
 
     def existing_marks(self) -> Mapping[str, int]:
-        """Return the largest step that the MLflow run has of each metric."""
+        """Return the largest step that the MLflow run has for each metric."""
         # The run's data contains each metric's point with the largest step, regardless of arrival order. A metric's
         # full history would have one point per step.
         newest = self._client.get_run(self._run_id).data.to_proto().metrics

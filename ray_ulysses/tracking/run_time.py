@@ -41,15 +41,15 @@ class StartTime:
     """Breakdown of the time from a command's start, or from the last step before a failure, to the next step."""
 
     cut_off_s: float = 0.0
-    """From an attempt's last completed step to its failure."""
+    """Time from an attempt's last completed step to its failure."""
     detect_s: float = 0.0
-    """From a failure to its detection."""
+    """Time from a failure to its detection."""
     form_s: float = 0.0
-    """Starting the next attempt's ranks, until all ranks have joined."""
+    """Time to start the next attempt's ranks, until all ranks have joined."""
     load_s: float = 0.0
-    """Choosing, loading and verifying a checkpoint."""
+    """Time to choose, load and verify a checkpoint."""
     build_s: float = 0.0
-    """Configuration, plan, self-test, model, and the wait for the first rows."""
+    """Time for configuration, plan, self-test and model, and the wait for the first rows."""
     unknown_s: float = 0.0
     """Time that the journal does not attribute to a category."""
 
@@ -59,25 +59,25 @@ class TimeSpent:
     """Time of all commands of a run by category, in seconds."""
 
     steps_s: float = 0.0
-    """Steps that count, including the wait for their rows."""
+    """Time of the steps that count, including the wait for their rows."""
     lost_steps_s: float = 0.0
-    """Steps that were lost to a failure and trained again."""
+    """Time of the steps that were lost to a failure and trained again."""
     startup_s: float = 0.0
-    """From a command's start to its first step, excluding `waiting_s`."""
+    """Time from a command's start to its first step, excluding `waiting_s`."""
     waiting_s: float = 0.0
-    """Wait for workers (nodes, processes, process group) before a command's first step."""
+    """Time spent waiting for workers (nodes, processes, process group) before a command's first step."""
     recovery_s: float = 0.0
-    """From a failed attempt's last completed step to the next attempt's first step."""
+    """Time from a failed attempt's last completed step to the next attempt's first step."""
     stages_s: float = 0.0
-    """From the end of a stage to the next stage's first step, in the same command."""
+    """Time from the end of a stage to the next stage's first step, in the same command."""
     saves_s: float = 0.0
-    """Time that checkpoints blocked training."""
+    """Time for which checkpoints blocked training."""
     evaluation_s: float = 0.0
-    """Evaluations."""
+    """Time of evaluations."""
     other_s: float = 0.0
-    """Other pauses between steps, and the end of each command."""
+    """Time of other pauses between steps, and of the end of each command."""
     between_commands_s: float = 0.0
-    """From a command's last record to the next command's start; not part of the total."""
+    """Time from a command's last record to the next command's start; not part of the total."""
     starts: StartTime = field(default_factory=StartTime)
     """Breakdown of ``startup_s`` and ``waiting_s``."""
     recovery: StartTime = field(default_factory=StartTime)
@@ -85,7 +85,7 @@ class TimeSpent:
 
     @property
     def total_s(self) -> float:
-        """Time that commands ran: the sum of all categories except `between_commands_s`."""
+        """Time for which commands ran: the sum of all categories except `between_commands_s`."""
         return float(sum(getattr(self, name) for name in _PARTS)) - self.between_commands_s
 
     @property
@@ -328,7 +328,7 @@ class TimeLedger:
         command.start.begin(command.at, "unknown_s", has_stepped=True)
 
     def _resume(self, step: int) -> None:
-        """Move the time of the steps after ``step``, which an attempt resumed from, to the lost steps."""
+        """Reclassify the time of the steps after ``step``, from which an attempt resumed, as lost."""
         is_lost = np.array(self._steps) > step
         if is_lost.any():
             seconds = np.array(self._seconds)

@@ -48,7 +48,7 @@ class StepGroup:
     """Consecutive steps in an attempt's journal, with no other event between them."""
 
     rows: Rows
-    """At least one step, in journal order."""
+    """Rows of the steps, at least one, in journal order."""
 
     @property
     def attempt(self) -> int:
@@ -97,7 +97,7 @@ def group_steps(entries: Iterable[Entry | _Other]) -> Iterator[Entry | _Other]:
 
 
 def ungroup_steps(entries: Iterable[Entry | _Other]) -> Iterator[Event | _Other]:
-    """Replace each group of steps by its steps, and yield everything else unchanged."""
+    """Replace each group with its individual steps, and yield everything else unchanged."""
     for entry in entries:
         if isinstance(entry, StepGroup):
             yield from map(step_of, entry.rows)

@@ -65,7 +65,7 @@ class Sink(Protocol):
         ...
 
     def existing_marks(self) -> Mapping[str, int]:
-        """Return the largest step that the receiver has of each metric; empty if the receiver can't tell."""
+        """Return the largest step that the receiver has for each metric; empty if the receiver can't tell."""
         return {}
 
     def deliver(self, updates: Sequence[Update]) -> None:
@@ -99,7 +99,7 @@ class _Cursor:
 class Tail:
     """Follows a run's journal in a thread and delivers updates to a sink. Delivery errors never reach the caller.
 
-    Failed deliveries are retried until the end of the run, which waits only briefly for the rest.
+    Failed deliveries are retried until the run ends. The run then waits only briefly for the remaining updates.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Tail:
             name: The tracker's name, for the cursor file and for messages.
             sink: The receiver.
             run_dir: The run's directory, which contains the cursor file.
-            open_source: Opens a source of updates, given the number of bytes delivered from each journal file.
+            open_source: Function that opens a source of updates, given the bytes delivered from each journal file.
             retry_s: Initial and maximum delay after a failed delivery, with exponential backoff.
             poll_s: Interval at which the journal is polled.
             batch_updates: Maximum number of updates per delivery.
@@ -276,7 +276,7 @@ class Tail:
         return _Cursor()
 
     def _acknowledge(self, num: int) -> None:
-        """Advance the cursor past the first pending updates, unless `wait` gave up: then they are delivered again."""
+        """Advance the cursor past the first pending updates, unless `wait` gave up: they are then sent again."""
         if self._given_up.is_set():
             return
         assert self._cursor is not None
@@ -338,7 +338,7 @@ class JournalSource:
             run_dir: The run's directory.
             delivered: Number of bytes delivered from each journal file, by name.
             translation: A new translation, which has not seen any event.
-            describe: Returns the texts that describe the run, by file name.
+            describe: Function that returns the texts that describe the run, by file name.
         """
         self._run_dir, self._delivered = run_dir, dict(delivered)
         self._translation, self._describe = translation, describe
@@ -358,7 +358,7 @@ class JournalSource:
                 yield update, end if number == len(updates) else None
 
     def _entries(self, attempt: int, file: JournalFile) -> Iterator[tuple[Entry, End | None]]:
-        """Yield a file's new events with their ends, preceded once by the delivered entries with None."""
+        """Yield (event, end) for a file's new events. The first call also yields delivered (entry, None) pairs."""
         reader = self._readers.get(file.name)
         if reader is None:
             reader = self._readers[file.name] = JournalFileReader(file, attempt)
@@ -370,10 +370,10 @@ class JournalSource:
 
 
 def _batch_size(updates: Sequence[Update]) -> int:
-    """Return the number of updates to send together. A batch ends after a checkpoint update; an end is sent alone.
+    """Return the number of updates to send together. Checkpoint updates end a batch; an attempt's end is sent alone.
 
     A checkpoint update may be repeated after a lost response, and must not run after a later checkpoint's update. The
-    end of an attempt waits for the receiver and may fail, and the updates before it must not be sent again then.
+    end of an attempt waits for the receiver and may fail, in which case earlier updates must not be sent again.
     """
     for number, update in enumerate(updates):
         if isinstance(update, AttemptOver):
