@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ray_ulysses.run.settings import ResolvedRun
 
 _ROUNDING = 1e-6
-"""Tolerance for rounding: Ray counts in ten-thousandths, and 0.3 / 0.1 is less than 3 in floating point."""
+"""Rounding tolerance: Ray counts ten-thousandths of a resource, and 0.3 / 0.1 is less than 3 in floating point."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,7 +143,7 @@ def displaced(demand: Demand, nodes: Sequence[Node]) -> str | None:
 
 
 def hint(demand: Demand, nodes: Sequence[Node]) -> str:
-    """Return a suggestion that resolves the shortfall."""
+    """Suggest how to resolve the shortfall."""
     least, sp_size = demand.wanted.least, demand.wanted.sp_size
     fitting = places(demand, nodes) // sp_size * sp_size
     if 0 < fitting < least:
@@ -175,7 +175,7 @@ def node_of(resources: Mapping[str, float]) -> Node:
 _LOOK_EVERY_S = 1.0
 _REMIND_EVERY_S = 60.0
 _QUIET_S = 2.0
-"""Shortest wait before a message: restarting workers are briefly missing although no node was lost."""
+"""Seconds before missing workers are reported: restarting workers are briefly missing although no node was lost."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,7 +190,7 @@ class ClusterView:
 
 
 class WorkersMissing(RunError):
-    """Workers did not start, or were missing, for longer than the limit."""
+    """Workers did not start within the time limit, or were missing for longer."""
 
     def __init__(self, reason: str, hint: str) -> None:
         super().__init__(f"{reason}; {hint}")
@@ -210,7 +210,7 @@ class WorkerWatch:
         clock: Clock,
         is_training: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Start the wait for the first workers."""
+        """Start waiting for the first workers."""
         self._demand, self._limit_s, self._look, self._say, self._clock = demand, limit_s, look, say, clock
         self._is_training = is_training
         self._looked_at = -float("inf")

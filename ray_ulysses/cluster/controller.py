@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from ray_ulysses.supervision.supervisor import Announcement
 
 _STOPPED_S = 3.0
-"""A stopped controller is resumed after this time. Supervisors give up on a coordinator after 10 s of silence."""
+"""Seconds until a stopped controller is resumed. Supervisors give up on a coordinator after 10 s of silence."""
 _log = get_logger(__name__)
 
 
@@ -96,7 +96,7 @@ class WorkerGroupWatch(WorkerGroupCallback):
         worker_group.execute(announce, self.begin(addresses, seats))
 
     def begin(self, addresses: Mapping[str, str], seats: Mapping[int, Seat]) -> Announcement:
-        """Start coordinating a new worker group, and return how its workers reach the coordinator.
+        """Start coordinating a new worker group, and return the coordinator's connection details for its workers.
 
         Args:
             addresses: Addresses of the workers' nodes, by node ID.
@@ -203,7 +203,7 @@ class SupervisedController(TrainController):
 
 
 class StopWatch:
-    """Resumes a local process that was stopped (SIGSTOP), because its callers would wait for it forever.
+    """Resumes a local process that was stopped (SIGSTOP), because callers would wait for the process forever.
 
     Workers keep training while Ray Train's controller is stopped; a new controller would have to restart them all.
 
@@ -218,7 +218,7 @@ class StopWatch:
         self._is_here, self._timer = namespace == _namespace(), StopTimer(_STOPPED_S)
 
     def look(self) -> None:
-        """Resume the process if it has been stopped for a while; call this often."""
+        """Resume the process if it has been stopped for a while; call this method often."""
         is_stopped = self._is_here and process_state(self._pid) == "T"
         if self._timer.is_up(self._clock.monotonic(), is_stopped=is_stopped):
             _log.warning("Ray Train's controller process was stopped (SIGSTOP), and is resumed")

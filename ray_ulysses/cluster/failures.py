@@ -48,7 +48,7 @@ _Found = TypeVar("_Found")
 CONTROLLER, COMMAND = "controller", "command"
 """Processes that record failures, each in its own journal file: Ray Train's controller, and the driver."""
 _RETRY_S = 5.0
-"""How long to retry reading the newest committed step: the workers wait for the decision meanwhile."""
+"""Seconds for which reading the newest committed step is retried: the workers wait for the decision meanwhile."""
 
 
 def rank_error(rank: int, error: BaseException) -> RankError:
@@ -228,14 +228,14 @@ def _if_it_answers(read: Callable[[], _Found], otherwise: _Found) -> _Found:
 
 
 def is_resize(error: BaseException) -> bool:
-    """Return whether the workers ended only to be restarted at another number."""
+    """Return whether the workers ended only so that a different number of workers can be started."""
     if not isinstance(error, WorkerGroupError) or not error.worker_failures:
         return False
     return all(isinstance(one, Resized) for one in error.worker_failures.values())
 
 
 def lacks_room(error: BaseException) -> bool:
-    """Return whether the workers failed to start in time on the chosen nodes."""
+    """Return whether workers failed to start in time on the chosen nodes."""
     return isinstance(error, ControllerError) and isinstance(error.controller_failure, WorkerGroupStartupTimeoutError)
 
 
@@ -302,7 +302,7 @@ class TrainingFailed(RunError):
 
 
 def failure_log(config: Config, session: str, started: float | None = None) -> FailureLog:
-    """Return the failure log of a command that is about to start its workers."""
+    """Return the failure log for a command that is about to start its workers."""
     first = max(attempt_numbers(config.run_dir), default=0) + 1
     return FailureLog(config=config, session=session, first_attempt=first, writer=COMMAND, command_started=started)
 
@@ -311,8 +311,8 @@ def train_until_done(book: FailureLog, train_once: Callable[[], Ended | None]) -
     """Run the workers, restarting them after failures, until the run is done.
 
     Args:
-        book: Judges failures that Ray Train's controller could not judge, such as the controller's own death.
-        train_once: Runs the workers. Returns None if the run is done, otherwise how Ray Train ended.
+        book: Failure log, which judges failures that Ray Train's controller could not judge, such as its own death.
+        train_once: Runs the workers. Returns None if the run is done, or else how Ray Train ended.
 
     Raises:
         TrainingFailed: The failure is final.

@@ -29,7 +29,7 @@ from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.run.submissions import Submission, next_submission
 
 STOP_WAIT_S = 1800
-"""Seconds until Ray kills a job that was asked to stop: a million-token step and its save take minutes."""
+"""Seconds until Ray kills a job that was asked to stop: a million-token step and the save after it take minutes."""
 PATIENCE_S = 300.0
 _EVERY_S = 1.0
 _SAID_AGAIN_S = 10.0
@@ -37,7 +37,7 @@ _ANSWER_S = 3.0
 _PORT = 8265
 _TO_SIGN_IN = (401, 403)
 _LOST = (RuntimeError, OSError, HTTPException, aiohttp.ClientError, AuthenticationError)
-"""Errors that Ray's client raises if the dashboard gives no valid answer."""
+"""Errors that Ray's client raises if the dashboard returns no valid response."""
 
 Client = JobSubmissionClient
 Say = Callable[[str], None]
@@ -48,8 +48,8 @@ def dashboard_address(given: str | None, environment: Mapping[str, str]) -> str:
 
     Args:
         given: Value of the ``--address`` option, or None.
-        environment: Environment variables of this process: ``RAY_API_SERVER_ADDRESS``, as for ``ray job submit``, then
-            the host of ``RAY_ADDRESS``. This machine is used if neither is set.
+        environment: Environment variables of this process. As in ``ray job submit``, ``RAY_API_SERVER_ADDRESS`` takes
+            precedence, followed by the host in ``RAY_ADDRESS``. If neither is set, this machine is used.
 
     Raises:
         UserError: The address is not a valid dashboard address.
@@ -120,12 +120,12 @@ def submit(
     timeout_s: float,
     say: Say,
 ) -> tuple[Submission, list[Submission]]:
-    """Submit a run as a job that carries its own configuration; return its submission and the earlier submissions.
+    """Submit a run as a job that contains its configuration; return the new submission and all earlier submissions.
 
     Args:
         client: Client for the cluster.
         config: The configuration, with absolute paths.
-        file_name: Name of the configuration file in the job, which the job's log shows.
+        file_name: Name of the configuration file inside the job, as shown in the job's log.
         branch: Whether the run's data may change.
         upload_package: Whether to upload this package's source instead of using the version installed on the nodes.
         timeout_s: Longest wait for a node that accepts the job, in seconds.
@@ -284,7 +284,7 @@ class _Wait:
         self._bounded_from = time.monotonic()
 
     def go_on(self, reason: str, way_out: str) -> None:
-        """Print the reason if necessary, and sleep; raise `RunError` after the time limit."""
+        """Print the reason if a message is due, and sleep; raise `RunError` after the time limit."""
         now = time.monotonic()
         if now - self._bounded_from >= self._timeout_s:
             raise RunError(f"waited {self._timeout_s:g} s for {self._what}: {reason}; {way_out}")

@@ -1,4 +1,4 @@
-"""Starts a Ray cluster with several nodes on this machine, whose nodes can be lost and replaced.
+"""Starts a Ray cluster of several nodes on this machine; the nodes can be killed and replaced.
 
 The cluster class is part of Ray 2.60's own test utilities (developer API).
 """
@@ -19,13 +19,13 @@ from ray_ulysses.parallel.gpu_environment import shared_gpu_environment
 
 
 class LocalCluster:
-    """A Ray head without workers, and nodes, each with its own loopback address.
+    """A local Ray cluster: a head without workers, and nodes, each with its own loopback address.
 
     Args:
         cpus_per_node: Logical CPUs per node.
         head_cpus: Logical CPUs of the head.
         gpus_per_node: GPUs per node. Nodes share GPUs if the machine has too few.
-        gpus: GPUs of this machine, as named in CUDA_VISIBLE_DEVICES.
+        gpus: IDs of this machine's GPUs, in CUDA_VISIBLE_DEVICES notation.
     """
 
     def __init__(

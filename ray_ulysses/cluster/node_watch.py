@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from ray_ulysses.config.running import ElasticSection
 
 PATIENCE_S = 180.0
-"""Seconds without an answer before a metadata service is reported. Azure's first answer may take two minutes."""
+"""Seconds before a metadata service that does not answer is reported. Azure's first answer may take two minutes."""
 _log = get_logger(__name__)
 
 
@@ -135,7 +135,7 @@ class NodeWatches:
     """Actors that watch a run's nodes. They end with the command that owns this object.
 
     Args:
-        start: Starts the watch of a node, given the node's ID, and returns an actor with `NodeWatchActor`'s methods.
+        start: Starts watching a node, given its ID, and returns an actor with `NodeWatchActor`'s methods.
         say: Prints a line.
     """
 
@@ -191,7 +191,7 @@ def watch_nodes(elastic: ElasticSection, say: Callable[[str], object], *, embedd
 CloudSetting = Literal["auto", "none", "aws", "gcp", "azure"]
 
 _URL = "http://169.254.169.254"
-"""Link-local address that all three clouds use."""
+"""Link-local address of the metadata service on all three clouds."""
 _FIRMWARE = Path("/sys/class/dmi/id")
 _FIRMWARE_FILES = ("product_name", "chassis_asset_tag", "sys_vendor", "bios_version")
 _TIMEOUT_S = 2.0

@@ -80,8 +80,8 @@ def ensure_agents(
         run_key: Identifies the run; the same for all of its drivers.
         nodes: Address on which each node's agent listens, by Ray node ID.
         limit_bytes: Memory limit per node, or None for a third of the free memory.
-        before: Agents known so far. A replacement reuses its predecessor's token, port and memory limit: the port, if
-            free, so that clients find the replacement; the limit, because training has taken free memory since.
+        before: Agents known so far. A replacement reuses its predecessor's token, port (if free) and memory limit:
+            clients know the port, and training occupies memory that was free before.
         start_s: Longest wait for new agents, in seconds.
     """
     running = {node: handle for node in nodes if (handle := _find(_name(run_key, node))) is not None}
@@ -157,7 +157,7 @@ _GROUP_START_S = 45.0
 
 
 class NodeMemory:
-    """Peer memory agents of a run. Does nothing if ``elastic.peer_memory`` is off."""
+    """Peer memory agents of a run; there are none if ``elastic.peer_memory`` is off."""
 
     def __init__(self, config: Config, clock: Clock | None = None) -> None:
         self._clock = clock or SystemClock()
@@ -179,7 +179,7 @@ class NodeMemory:
             self._asked = self._pool.submit(ensure_agents, self._run_key, dict(nodes), self._limit_bytes, before=known)
 
     def keep(self, nodes: Mapping[str, str]) -> None:
-        """Restart dead agents, without waiting for them; call this often.
+        """Restart dead agents, without waiting for them; call this method often.
 
         Running children find an agent that reuses its predecessor's port; the next generation gets all addresses.
         """
@@ -212,7 +212,7 @@ class NodeMemory:
         return None if manifest is None else manifest.step
 
     def _agents_but(self, gone: Collection[str]) -> tuple[dict[str, str], str]:
-        """Return the address of each agent by node, and their common token."""
+        """Return the addresses of agents by node, without the nodes in `gone`, and the common token."""
         token = next((one.token for one in self._known.values()), "")
         return {node: one.address for node, one in self._known.items() if node not in gone}, token
 

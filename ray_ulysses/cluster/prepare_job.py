@@ -46,7 +46,7 @@ def run_preparation(
     the units ran one after another.
 
     Args:
-        preparation: Value of ``claimed``, used inside its block. Its directory must be reachable from every node.
+        preparation: Value of ``claimed``, inside its ``with`` block. Every node must be able to reach its directory.
         progress: Called after every finished unit.
         phase: Called with the name of each phase.
         node: Ray ID of this node if only this node can reach the directory, or None if all nodes can. If the node

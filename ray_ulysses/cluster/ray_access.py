@@ -1,4 +1,4 @@
-"""Checks a cluster before connecting, and manages tokens: a new one per local session, the user's for a cluster.
+"""Checks a cluster before connecting, and manages tokens: new ones for local sessions, the user's for a cluster.
 
 An unusable cluster is rejected within seconds, whereas Ray itself retries for minutes.
 
@@ -40,7 +40,7 @@ _log = get_logger(__name__)
 
 @contextmanager
 def private_session() -> Iterator[None]:
-    """Protect a Ray that is started inside the block, so that only processes started there can use it.
+    """Protect a Ray session started inside the block, so that only processes started there can use it.
 
     ``RAY_AUTH_MODE=disabled``, a token and ``RAY_TMPDIR`` in the environment take precedence. The token file in the
     home directory is not used, because it contains a cluster's token.
@@ -147,7 +147,7 @@ def _is_disabled() -> bool:
 
 
 _REFUSED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
-"""Status codes with which a head answers if it requires a token."""
+"""Status codes that a head returns if it requires a token."""
 _ADDRESS_HINT = "correct cluster.address or RAY_ADDRESS, or unset both to run on this machine alone"
 
 

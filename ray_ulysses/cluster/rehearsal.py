@@ -1,7 +1,7 @@
-"""Rehearses faults: trains a run under its own name, injects faults, and compares it with its plan.
+"""Rehearses faults: trains a separately named run, injects faults, and compares the run with its plan.
 
-The run trains until it has recovered from every fault. The same configuration then trains for as many steps without
-faults, so that the losses can be compared.
+The run trains until it has recovered from every fault. A run with the same configuration then trains for the same
+number of steps without faults, so that the losses can be compared.
 
 A job's workers are looked up in private tables of Ray 2.60 (a canary test covers them).
 """
@@ -57,7 +57,7 @@ _CODE = (
     "import sys; from ray_ulysses.supervision.launcher import die_with_parent; die_with_parent(int(sys.argv[1])); "
     "from ray_ulysses.cli import main; main(sys.argv[2:])"
 )
-"""Program of the train process, which ends with the process that started it: nothing else would end it."""
+"""Code that the train process runs. It makes the process end with its parent, which nothing else would do."""
 _LAST_LINES = 12
 
 
@@ -155,7 +155,7 @@ def rehearse(
 def _run_faults(
     watch: _Watch, command: TrainCommand, injector: FaultInjector, request: Request, *, patient: bool
 ) -> None:
-    """Inject the faults at their times; return once the run has recovered from all of them or has ended."""
+    """Inject the faults at their scheduled times; return once the run has recovered from all of them or has ended."""
     left, said_at = list(request.faults), time.monotonic()
     over_since: float | None = None
     while command.is_running:
@@ -318,7 +318,7 @@ _TASK_S = 60.0
 _AGAIN_S = 0.2
 _HEAD = "node:__internal_head__"
 _CLOCKS_S = 5.0
-"""Largest difference between the clocks of two nodes, in seconds."""
+"""Largest assumed difference between two nodes' clocks, in seconds."""
 
 
 class FaultInjector:
@@ -375,7 +375,7 @@ class FaultInjector:
         return sorted(found, key=lambda one: (one["Address"]["IPAddress"], one["Pid"]))
 
     def _jobs(self) -> list[str]:
-        """Return the IDs of the command's jobs. Processes on other hosts or in containers may share its process ID."""
+        """Return the IDs of the command's jobs. Processes on other hosts or in containers may have the same PID."""
         here, began = ray.util.get_node_ip_address(), self._command.started_at - _CLOCKS_S
         jobs = [
             one["JobID"]
@@ -447,7 +447,7 @@ class FaultInjector:
 
 
 def losable_nodes(jobs: Collection[str] = (), run_key: str = "") -> dict[str, dict[str, Any]]:
-    """Return Ray's entries for the nodes that a rehearsal may take away, by node ID.
+    """Return Ray's entries for the nodes that a rehearsal may drain or kill, by node ID.
 
     The head's node, the command's node, draining nodes, and nodes with an actor or the driver of another job are
     excluded. Other jobs' plain tasks do not protect a node, because Ray reruns them elsewhere.
@@ -475,7 +475,7 @@ def losable_nodes(jobs: Collection[str] = (), run_key: str = "") -> dict[str, di
 
 
 def signal_training(supervisor: int, number: int) -> float | None:
-    """Signal the process that trains under a local supervisor; return the time, or None if no process trains."""
+    """Signal the process that trains under a local supervisor; return the time, or None if there is no such process."""
     with contextlib.suppress(psutil.NoSuchProcess):
         for launcher in psutil.Process(supervisor).children():
             for child in launcher.children():
@@ -499,7 +499,7 @@ def kill_own_node() -> None:
 
 
 def _on_node(node: str, function: Callable[..., float | None], *arguments: Any, ends: bool = False) -> Any:
-    """Run a function on a node; if it ends the node, return the call's time once Ray reports the node dead."""
+    """Run a function on a node and return its result; if the node ends, return the time of the call."""
     there = NodeAffinitySchedulingStrategy(node, soft=False)
     task: Any = ray.remote(function)
     at = SystemClock().now()

@@ -1,4 +1,4 @@
-"""Decides how many workers Ray Train starts, on which nodes, and when it restarts them at another number.
+"""Decides how many workers Ray Train starts, on which nodes, and when it restarts a different number of workers.
 
 Each start uses as many workers as fit on the nodes, within `cluster.workers`. During training, new nodes may make a
 restart with more workers worthwhile, and draining nodes may require other nodes or fewer workers. The workers then save
@@ -9,8 +9,8 @@ from the next generation on. Ray Train's group has a fixed size, so only the coo
 end when Ray Train restarts its own workers. The placement group keeps a lost worker's resources reserved, so that the
 replacement starts in the same bundle.
 
-Ray Train 2.60 has no public API to replace its scaling policy or to choose nodes. This module uses private APIs: a
-`TrainController`'s scaling policy, a worker group's context before the start, and its polls (canary tests cover them).
+Ray Train 2.60 has no public API to replace its scaling policy or to choose nodes. This module uses private APIs:
+`TrainController`'s scaling policy, a worker group's context before its start, and its polls (canary tests cover them).
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 _LOOK_EVERY_S = 1.0
 _PING_S = 2.0
-"""A node that accepts no connection for this long is gone, even if the cluster's head does not know it yet."""
+"""Seconds after which a node that accepts no connection is gone, even if the cluster's head has not noticed yet."""
 
 
 class Resized(RunError):
-    """The workers have saved and ended, and will be restarted at another number. Not a failure."""
+    """The workers have saved and ended, and a different number of workers will be started. This is not a failure."""
 
 
 class WorkerScaling(ScalingPolicy):
@@ -164,7 +164,7 @@ class WorkerScaling(ScalingPolicy):
         self._joining.end()
 
     def polled(self, status: WorkerGroupPollStatus) -> None:
-        """Request that workers end if another number is better, and make Ray Train restart workers that did end."""
+        """Ask the workers to end if a different number is better, and make Ray Train restart workers that ended."""
         statuses, group = status.worker_statuses.values(), self._coordinator.group
         # If all of Ray Train's workers are lost, only workers that joined later know how the attempt ended.
         ends = {one.return_value for one in statuses} | {None if group is None else group.status}
@@ -227,7 +227,7 @@ class WorkerScaling(ScalingPolicy):
             self._grow(group, resize.workers, room, nodes, now)
 
     def _fill(self, group: Group, room: Mapping[str, int], nodes: Mapping[str, Any], now: float) -> bool:
-        """Start workers if too few remain, or wait for started ones; return whether any are on the way."""
+        """Start workers if too few remain, or wait for those already started; return whether any are about to join."""
         there = _present(group)
         if place_workers({node: there[node] for node in nodes}, self._demand.wanted) is not None:
             return False
@@ -265,7 +265,7 @@ class WorkerScaling(ScalingPolicy):
             self._move()
 
     def _move(self) -> None:
-        """Make the workers save and end, so that they restart at the number that is then best."""
+        """Make the workers save and end, so that Ray Train restarts the number of workers that is best by then."""
         self._coordinator.post(MoveAsked())
         request_stop(self._config.run_dir, self._session, "resize")
 
@@ -307,7 +307,7 @@ def _present(group: Group) -> Counter[str]:
 
 
 def reachable(nodes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the nodes whose Ray accepts a connection. The cluster's head learns of a lost node late."""
+    """Return the nodes on which Ray accepts connections. The cluster's head is slow to notice a lost node."""
     if not nodes:
         return {}
     with ThreadPoolExecutor(max_workers=min(32, len(nodes))) as pool:
@@ -360,16 +360,16 @@ class Seat:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Joining:
-    """Workers that were started together, and of which some have not joined yet."""
+    """Workers that were started together, some of which have not joined yet."""
 
     actors: Mapping[int, Any]
     asked: Mapping[int, Any]
-    """Pending lists of GPU IDs, by worker number; complete once the worker has its resources."""
+    """References to the lists of the workers' GPU IDs, by worker number; available once a worker has its resources."""
     nodes: Mapping[int, str]
     until: float
     """Monotonic time at which the wait for the workers ends."""
     running: dict[int, Any]
-    """Pending return values of the workers that supervise, by worker number."""
+    """References to the return values of workers that supervise already, by worker number."""
 
 
 class JoiningWorkers:
@@ -402,7 +402,7 @@ class JoiningWorkers:
         return self._joining is not None
 
     def begin(self, announcement: Announcement, seats: Mapping[int, Seat]) -> None:
-        """Store how to reach a new worker group's coordinator, and the slots of Ray Train's workers."""
+        """Store the coordinator's connection details for a new worker group, and the slots of Ray Train's workers."""
         self._announcement, self._seats = announcement, dict(seats)
         self._actors = {number: seat.actor for number, seat in seats.items()}
 
@@ -429,7 +429,7 @@ class JoiningWorkers:
         return {"scheduling_strategy": seat.strategy}
 
     def have_joined(self, group: Group, now: float) -> bool:
-        """Advance the start of new workers; return whether all of them are ready but not yet members."""
+        """Advance the start of new workers; return whether all of them have joined but are not yet members."""
         joining = self._joining
         assert joining is not None
         try:
@@ -444,7 +444,7 @@ class JoiningWorkers:
         return self._give_up(joining, group, "they did not start in time") if now >= joining.until else False
 
     def _go_on(self, joining: _Joining, group: Group) -> None:
-        """Make the workers supervise once all of them have resources."""
+        """Make the new workers supervise once all of them have their resources."""
         if joining.running:
             ended, _ = ray.wait(list(joining.running.values()), timeout=0)
             ray.get(ended)
@@ -472,7 +472,7 @@ class JoiningWorkers:
         return False
 
     def forget(self, lost: Collection[int]) -> None:
-        """End lost workers, which may only be stopped, and free their slots."""
+        """End lost workers, whose processes may merely be stopped (SIGSTOP), and free their slots."""
         self._end({number: self._actors.pop(number) for number in self._actors.keys() & lost})
 
     def _end(self, actors: Mapping[int, Any]) -> None:

@@ -29,7 +29,7 @@ _SLACK_CPUS = 1.0
 _WORKER_CLASSES = ("RayTrainWorker", "JoinedWorker")
 """Actor classes of Ray Train's workers, and of workers that join later (`ray_ulysses.cluster.scaling`)."""
 _MEMORY_THRESHOLD = 0.95
-"""Fraction of the memory in use at which Ray 2.60 kills workers."""
+"""Fraction of memory in use above which Ray 2.60 kills workers."""
 _EMBEDDED_HOST = "RAY_ULYSSES_EMBEDDED_HOST"
 """Environment variable that is set in all processes of an embedded Ray."""
 _log = get_logger(__name__)
@@ -40,7 +40,7 @@ def ray_session(address: str | None, *, cpus: float, environment: dict[str, str]
     """Connect to Ray inside the block, where SIGTERM and SIGHUP raise KeyboardInterrupt unless they have handlers.
 
     Args:
-        address: Cluster address. If None, ``RAY_ADDRESS`` is used, or an embedded Ray is started if that is unset too.
+        address: Cluster address. If None, ``RAY_ADDRESS`` is used; if that is unset, an embedded Ray is started.
         cpus: Logical CPUs that an embedded Ray must offer; several may share a core.
         environment: Environment variables for every process that Ray starts for this job.
 
@@ -143,7 +143,7 @@ def host_of(address: str) -> str:
 
 
 def free_memory() -> int:
-    """Return how many bytes this machine, or its container, can still use before Ray kills workers."""
+    """Return the number of bytes that this machine, or its container, can still use before Ray kills workers."""
     return int(_MEMORY_THRESHOLD * get_system_memory() - get_used_memory())
 
 

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _GRACE_S = 4.0
-"""Longest time to end if nothing needs saving: Ray may swallow an interrupt, or wait for itself."""
+"""Seconds until an interrupted command with nothing to save is forced to exit: Ray may ignore interrupts or hang."""
 _SAME_REQUEST_S = 2.0
 """`timeout` and some schedulers signal both the process and its group: two signals this close count as one."""
 _ASK_AGAIN_S = 2.0
 
 
 class StopSignals:
-    """Turns signals into requests to the workers, inside a block.
+    """Context manager that turns signals into requests to the workers.
 
     =======================  ========================================================================================
     SIGINT, SIGTERM, SIGHUP  ends the command if nothing needs saving; else the workers save after their step, and end
@@ -63,7 +63,7 @@ class StopSignals:
             signal.signal(number, handler)
 
     def workers_start(self) -> None:
-        """Note that the workers start or restart, and that calls of `check` follow."""
+        """Note that the workers start or restart, and that `check` will be called from now on."""
         if not self._has_workers:
             self._steps.forget()
         self._has_workers = True
@@ -87,7 +87,7 @@ class StopSignals:
         self._ask_again()
 
     def _ask_again(self) -> None:
-        """Repeat a stop request that resizing workers removed because they took it for their own."""
+        """Repeat the stop request if resizing workers have removed it, mistaking it for their own."""
         now = time.monotonic()
         if self._signaled_at is None or now - self._asked_at < _ASK_AGAIN_S:
             return
@@ -134,13 +134,13 @@ def _end_in_time() -> None:
 
 
 class UnsavedSteps:
-    """Tracks steps in the journal that no checkpoint contains yet, so that a stop waits for their save.
+    """Tracks steps in the journal that no checkpoint contains yet, so that a stop waits until they are saved.
 
-    The newest attempt trained these steps, or they are in peer memory and the next attempt resumes from them.
+    Either the newest attempt trained these steps, or they are in peer memory and the next attempt resumes from them.
     """
 
     def __init__(self, run_dir: Place) -> None:
-        """Start at the beginning of the journal."""
+        """Start reading at the beginning of the journal."""
         self._tail = JournalTail(run_dir)
         self._state: Literal["none", "kept", "trained", "saved"] = "none"
         self._kept_step = 0

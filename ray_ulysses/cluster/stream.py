@@ -40,10 +40,10 @@ DEFAULT_NUM_CPUS = 0.25
 _BLOCKS_AHEAD = 2
 _SHORTEST_PAUSE_S = 0.005
 _LONGEST_PAUSE_S = {True: 0.1, False: 1.0}
-"""Longest pause of an execution, by whether a consumer is waiting for a block."""
+"""Longest pause of an execution in seconds, by whether a consumer is waiting for a block."""
 _TURN_POLL_S = 0.05
 _LONGEST_TURN_S = 10.0
-"""Longest wait for a turn: its holder may be waiting for CPUs, and must not delay other runs on the node."""
+"""Longest wait for the start-up lock, in seconds: a lock holder that waits for CPUs must not delay other runs."""
 
 
 class RayStreams:
@@ -51,7 +51,7 @@ class RayStreams:
 
     Args:
         num_cpus: CPUs reserved by a read task.
-        secrets: ``cluster.secrets_file``, which gives access to corpora in object stores.
+        secrets: ``cluster.secrets_file``, with the credentials for corpora in object stores.
     """
 
     def __init__(self, num_cpus: float = DEFAULT_NUM_CPUS, secrets: SecretsFile | None = None) -> None:
@@ -126,7 +126,7 @@ class RayStreams:
 
 
 def _fetched(block: Any, stopped: threading.Event) -> pa.Table:
-    """Return a block's table; Ray rereads the block if its node is gone."""
+    """Return a block's table; if the block's node is gone, Ray reads the block again."""
     while not ray.wait([block], timeout=_LONGEST_PAUSE_S[True])[0]:
         if stopped.is_set():
             raise _StoppedError
@@ -143,7 +143,7 @@ class _Pace(ExecutionCallback):
 
     Ray Data 2.60's loop pauses only while a task runs, and spins while its output may not be read yet, which is the
     usual state here. Ray instantiates callback classes, so calling this instance returns the instance itself, which
-    stays in this process. Reads Ray's private state (a canary test covers it).
+    stays in this process. This class reads Ray's private state (a canary test covers it).
     """
 
     def __init__(self, stopped: threading.Event | None = None) -> None:
@@ -159,7 +159,7 @@ class _Pace(ExecutionCallback):
         return _Pace, ()
 
     def on_execution_step(self, executor: Any) -> None:
-        """Pause, longer each time while nothing changes."""
+        """Pause, doubling the pause as long as nothing changes."""
         if self._is_closed or self._stopped.is_set():
             raise _StoppedError
         topology = executor._topology
@@ -178,7 +178,7 @@ class _Pace(ExecutionCallback):
             self._seen = None
 
     def next_refs(self, bundles: Iterator[RefBundle]) -> deque[Any] | None:
-        """Return the next bundle's block references, or None at the end; keep the execution awake meanwhile."""
+        """Return the next bundle's block references, or None at the end; end the execution's pause before and after."""
         self._changed.set()
         bundle = next(bundles, None)
         self._changed.set()
@@ -250,8 +250,8 @@ def quiet(dataset: ray.data.Dataset) -> ray.data.Dataset:
 def cold_start(stopped: threading.Event) -> Iterator[None]:
     """Let a node's reader processes start one after another; proceed after 10 s, or if `stopped` is set.
 
-    Starting a reader process takes seconds of a core. If all ranks did so at once, their first steps would be slower,
-    and each rank would start a process of its own instead of reusing the previous one.
+    Starting a reader process takes seconds of CPU time. If all ranks did so at once, their first steps would be slower,
+    and each rank would start a separate process instead of reusing the previous one.
     """
     logs = session_logs()
     descriptor = None if logs is None else _turn(Path(logs) / "ray-ulysses-cold-start.lock", stopped)

@@ -121,17 +121,17 @@ class TrainResult:
 
 
 def train(prepared: PreparedRun, texts: RunTexts, view: RunDisplay, started: float) -> TrainResult:
-    """Train a prepared run until it ends, is asked to stop (SIGINT, SIGTERM or SIGHUP), or fails.
+    """Train a prepared run until the run ends, is stopped (SIGINT, SIGTERM or SIGHUP), or fails.
 
     Args:
-        prepared: The prepared run, which has no problems.
+        prepared: The prepared run, in which no problems were found.
         texts: Descriptions for users, to be written to the run's directory.
         view: Progress display, already entered.
         started: Start time of the command, in seconds since the epoch.
 
     Raises:
-        UserError: Another process holds the run, or the configuration contradicts the stored run.
-        RunError: Training failed. Everything committed is kept, and the same command resumes.
+        UserError: Another process has claimed the run, or the configuration contradicts the stored run.
+        RunError: Training failed. All committed checkpoints are kept, and the same command resumes the run.
     """
     config, console, session = prepared.config, view.console, uuid.uuid4().hex
     view.phase("checking the storage")
@@ -204,7 +204,7 @@ def _train_to_the_end(
 def _train_once(
     prepared: PreparedRun, book: FailureLog, view: RunDisplay, signals: StopSignals, claims: Sequence[Claim]
 ) -> Ended | None:
-    """Connect to Ray and run the workers; return None if the run is done, otherwise how Ray Train ended."""
+    """Connect to Ray and run the workers; return None if the run is done, or else how Ray Train ended."""
     config = prepared.config
     address = cluster_address(config.cluster.address)
     view.phase("starting Ray" if address is None else f"connecting to Ray at {address}")
@@ -297,15 +297,15 @@ def end_if_lost(claims: Sequence[Claim], run_dir: Place, session: str) -> None:
 
 
 class WatchedTrainer(TorchTrainer):
-    """A `TorchTrainer` with our coordinator, whose wait for the workers can be aborted.
+    """A `TorchTrainer` that runs our coordinator and can abort the wait for the workers.
 
     Args:
         run: The run.
-        book: Decides about failures.
+        book: Failure log, which decides whether to restart the workers.
         job: Configuration and command details for the workers.
-        look: Called several times per second by the thread that called ``fit``. Its errors end ``fit``, and the workers
-            end with the connection to Ray. No other thread of ours is then inside a Ray call, which would crash when
-            the connection is shut down.
+        look: Called several times per second by the thread that called ``fit``. An error raised by ``look`` ends
+            ``fit``, and the workers end with the connection to Ray. No other thread of ours is inside a Ray call at
+            that time; such a call would crash when the connection is shut down.
         arguments: Positional arguments of `TorchTrainer`.
     """
 
@@ -322,7 +322,7 @@ class WatchedTrainer(TorchTrainer):
         self._run, self._book, self._job, self._look = run, book, job, look
 
     def _initialize_and_run_controller(self, **kwargs: Any) -> Any:
-        """Run the controller, calling `look` meanwhile; leave SIGINT alone, because Ray's handler loses steps."""
+        """Run the controller, calling `look` meanwhile, without Ray's SIGINT handler, which would lose steps."""
         # Each worker sees the GPUs of all workers on its node, so that NCCL can access them directly.
         environment = {**get_env_vars_to_propagate(), ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV: "1"}
         actor = ray.remote(

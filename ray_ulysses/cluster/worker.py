@@ -33,8 +33,8 @@ def train_worker(job: dict[str, Any]) -> str:
     """Supervise this worker's attempts until the run ends or Ray Train must restart the workers.
 
     Args:
-        job: ``config``: the configuration as a mapping; ``session``: the command's ID; ``command_started`` and
-            ``workers_asked``: when the command started and when it requested its workers.
+        job: ``config`` (the configuration as a mapping), ``session`` (the command's ID), ``command_started`` and
+            ``workers_asked`` (times at which the command started and requested its workers).
     """
     context = ray.train.get_context()
     # Processes started by the worker do not need the variable.
@@ -54,7 +54,7 @@ def supervise(
 
     Args:
         job: See `train_worker`.
-        announcement: How to reach the coordinator.
+        announcement: Connection details of the coordinator.
         worker: Worker number.
         local_rank: Index of the worker on its node.
         joins_late: Whether to join the other workers only once a child can start immediately.
@@ -84,7 +84,7 @@ def supervise(
 
 
 def announce(announcement: Announcement) -> None:
-    """Store the coordinator's address in the environment; runs in each worker before the worker starts."""
+    """Store the coordinator's connection details in the environment; called in each worker before training starts."""
     os.environ[_ANNOUNCEMENT] = json.dumps(dataclasses.asdict(announcement))
 
 

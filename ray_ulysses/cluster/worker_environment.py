@@ -49,7 +49,7 @@ PASSED = frozenset(
 _NETWORK_PREFIXES = ("NCCL_", "FI_", "GLOO_", "UCX_", "OFI_NCCL_", "TORCH_NCCL_", "TORCH_FR_")
 """Prefixes of variables that configure the libraries for communication between workers."""
 _OF_ONE_PROCESS = frozenset({"NCCL_HOSTID", "NCCL_COMM_ID"})
-"""Variables with such a prefix that are valid for only one process or group."""
+"""Variables that have one of these prefixes but apply to only one process or group."""
 _SECRET = re.compile(r"(^|_)(AUTH|CREDENTIALS?|KEY|PASSWORD|PASSWD|SECRET|TOKEN)(_|$)")
 _STORAGE_PREFIXES = ("AWS_", "AZURE_STORAGE_", "GOOGLE_")
 _JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
@@ -62,7 +62,7 @@ def passed_on(environment: Mapping[str, str], *, embedded: bool) -> dict[str, st
 
     Args:
         environment: Environment variables of this process.
-        embedded: Whether Ray is embedded; its processes then inherit the other variables.
+        embedded: Whether Ray is embedded. The processes of an embedded Ray inherit all other variables.
     """
     found = {} if embedded else {name: environment[name] for name in environment if _is_passed(name, environment)}
     return found | _ALWAYS
@@ -126,7 +126,7 @@ def _ask_nodes(names: Collection[str], file: SecretsFile | None) -> dict[str, tu
 
 
 def _look(names: list[str], file: SecretsFile | None) -> tuple[list[str], str | None]:
-    """Return the variables that this node's workers lack, and why the secrets file is unusable, or None."""
+    """Return the variables that this node's workers lack, and the secrets file's error (None if usable)."""
     try:
         there = set(os.environ).union(() if file is None else read_secrets(file.path, file.names))
     except FileNotFoundError as error:

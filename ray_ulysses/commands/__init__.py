@@ -1,1 +1,1 @@
-"""The commands: one module each for options, call and output, and modules that they share."""
+"""Command-line commands: one module per command, with its options, call and output, and shared modules."""

@@ -151,7 +151,7 @@ def _planned(config: Config) -> Config:
 
 
 def starting_from(config: Config) -> Config:
-    """Replace MLflow references in a configuration by paths, since the trial does not use MLflow.
+    """Replace MLflow references in a configuration with paths, since the trial does not use MLflow.
 
     Raises:
         UserError: The checkpoint does not exist.
@@ -273,7 +273,7 @@ def _found(prepared: PreparedRun, options: CheckOptions, num_steps: int, failure
 
 
 def _delete(prepared: PreparedRun) -> None:
-    """Delete the trial's directory, and its checkpoint folder if that is on another storage."""
+    """Delete the trial's directory, and its checkpoint folder if that folder is on different storage."""
     from ray_ulysses.storage.place import node_folder, open_store, place_of
 
     run_dir = prepared.config.run_dir

@@ -16,7 +16,7 @@ from ray_ulysses.commands.output import put, put_line
 
 EXAMPLE = "Example: mkdir demo && cd demo && ray-ulysses demo"
 CONFIG = Path(__file__).parents[1] / "demo.yaml"
-"""The smallest shipped configuration, as a file of the package."""
+"""Path of the smallest configuration that the package ships."""
 _CORPUS = "runs/corpus-stdlib"
 
 

@@ -27,11 +27,11 @@ class PlainConsole(Console):
     """A console that prints a string verbatim on one line, with control characters escaped."""
 
     def __init__(self, file: TextIO, **options: Any) -> None:
-        """Write to ``file``; only control characters that Rich itself adds are not escaped."""
+        """Write to ``file``, escaping all control characters except those that Rich itself adds."""
         super().__init__(file=file, markup=False, emoji=False, highlight=False, soft_wrap=True, **options)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print objects; a string is one line."""
+        """Print objects, each string on a single line."""
         super().print(*(one_line(one) if isinstance(one, str) else one for one in objects), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
@@ -44,8 +44,8 @@ def open_console(*, stderr: bool = False, quiet: bool = False) -> Console:
     """Return a console on standard output or standard error whose writes never fail.
 
     Args:
-        stderr: Whether it writes to standard error.
-        quiet: Whether it writes nothing.
+        stderr: Whether the console writes to standard error.
+        quiet: Whether the console writes nothing.
     """
     return PlainConsole(cast("TextIO", SteadyStream("stderr" if stderr else "stdout", escapes=False)), quiet=quiet)
 
@@ -66,7 +66,7 @@ class PrepareView(Display):
         """Set up the view; nothing is shown before the block is entered.
 
         Args:
-            console: Where to write; standard output by default. Anything but a terminal gets plain lines.
+            console: Output console; standard output by default. Anything but a terminal gets plain lines.
             clock: Source of time for elapsed time, rate and ETA.
         """
         super().__init__(clock)

@@ -93,7 +93,7 @@ def _checks(*, storage: str | None, address: str | None, model: str | None) -> I
 
 
 def check_cloud(url: str | None = None, setting: CloudSetting = "auto") -> Check:
-    """Check whether the cloud gives notice before it takes this machine away; sends no request outside a cloud.
+    """Check whether the cloud announces that it will take this machine away. Outside a cloud, no request is sent.
 
     Args:
         url: Value of ``elastic.cloud_metadata_url``.
@@ -151,10 +151,10 @@ def check_token(address: str | None) -> Iterator[Check]:
 
 
 def check_machine(storage: Path | str | None = None) -> Iterator[Check]:
-    """Run the checks of this machine, which need no cluster. Imports the large packages one by one.
+    """Check this machine without a cluster. Large packages are imported one by one.
 
     Args:
-        storage: Location of runs or checkpoints to check too: a directory, created if missing, or an object store URI.
+        storage: Location to check for runs or checkpoints: a directory, created if missing, or an object store URI.
 
     Yields:
         Each result as soon as it is known; on a slow machine, all checks together take half a minute.
@@ -194,7 +194,7 @@ def render_check(check: Check) -> str:
 
 
 def render_sum(checks: Sequence[Check]) -> str:
-    """Return the closing line."""
+    """Return the closing line: the verdict, and the numbers of failures, warnings and checks."""
     failed, warned = (sum(check.level == level for check in checks) for level in ("fail", "warn"))
     state = "not ready" if failed else "ready"
     return f"{state}: {failed} failed, {warned} warning{'' if warned == 1 else 's'}, {len(checks)} checked"
@@ -309,7 +309,7 @@ def check_locked_memory(devices: Path, limit: int) -> Iterator[Check]:
     """Check that processes may lock memory if the machine has InfiniBand or EFA; yields nothing without such devices.
 
     Args:
-        devices: Folder of the devices.
+        devices: Directory that contains the devices.
         limit: Bytes that a process may lock (``resource.getrlimit``).
     """
     if not devices.is_dir():
@@ -401,7 +401,7 @@ def check_model(path: str) -> Iterator[Check]:
 
 
 def _layers(result: ProbeResult) -> str:
-    """Describe the model's layers: how many have which kind of attention or carry state."""
+    """Describe the model's layers: the number with each kind of attention, and the number that carry state."""
     kinds = Counter(
         f"in local spans of {layer.local_span:,} tokens" if layer.local_span
         else f"with a window of {layer.window:,} tokens" if layer.window

@@ -69,7 +69,7 @@ def init(
 
 
 def _render(first: FirstConfig, model: str, gpu_memory: float) -> str:
-    """Return the file's text.
+    """Return the configuration file's text.
 
     Args:
         first: The configuration.
@@ -131,7 +131,7 @@ cluster:
 
 
 def _chosen(first: FirstConfig, section: str) -> str:
-    """Return a line with the reason for each setting that was chosen in a section."""
+    """Return one YAML line for each chosen setting in a section, with the reason as a comment."""
     from ray_ulysses.planner.search import yaml_value
 
     own = {one.path.partition(".")[2]: one for one in first.chosen if one.path.startswith(f"{section}.")}
@@ -140,7 +140,7 @@ def _chosen(first: FirstConfig, section: str) -> str:
 
 
 def _model(section: dict[str, Any], trained: int | None) -> str:
-    """Return the lines of the section ``model``."""
+    """Return the lines of the ``model`` section."""
     import yaml
 
     from ray_ulysses.config.yaml_text import dump_yaml

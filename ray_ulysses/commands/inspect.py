@@ -302,7 +302,7 @@ def goodput_in_words(spent: TimeSpent) -> str:
 
 
 def time_rows(spent: TimeSpent) -> list[tuple[str, str, str]]:
-    """Return a table row for each part with its seconds and share, and a row for the total."""
+    """Return a table row for each part of the time, with its seconds and share, and a row for the total."""
     total = spent.total_s
     if total <= 0:
         return []
@@ -317,7 +317,7 @@ def divisions_in_words(spent: TimeSpent) -> list[str]:
 
 
 def _division(time: StartTime) -> str:
-    """Return the known parts of a start with their seconds, as text."""
+    """Return the known parts of a start-up or recovery time, in seconds, as text."""
     shown = {name: getattr(time, field) for field, name in _PARTS_OF_A_START.items() if getattr(time, field) >= 0.05}
     return "" if set(shown) <= {"unknown"} else ", ".join(f"{name} {seconds:.1f}s" for name, seconds in shown.items())
 

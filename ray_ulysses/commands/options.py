@@ -34,7 +34,7 @@ _MOST_SHOWN = 40
 
 
 def load_run_config(path: Path, overrides: list[str]) -> Config:
-    """Read a configuration. No slow import comes before, so that errors are reported immediately."""
+    """Read a configuration. Call this function before slow imports, so that errors are reported immediately."""
     from ray_ulysses.config import load_config
     from ray_ulysses.run.secrets_file import use_secrets
 

@@ -22,9 +22,9 @@ from ray_ulysses.report.words import duration
 _GONE = (errno.EPIPE, errno.EIO, errno.EBADF)
 """Errors after which a stream stays unusable: its reader, terminal or descriptor is gone. A full disk may recover."""
 _REMINDER_S = 10.0
-"""Interval between log lines during a long phase."""
+"""Interval between log lines during a long phase, in seconds."""
 _FIRST_S = 1.0
-"""A faster command prints only its result."""
+"""Seconds until the phase is first shown; a faster command prints only its result."""
 _INTERVAL_S = 0.25
 _KEPT = ("note:", "warning:")
 
@@ -75,7 +75,7 @@ class SteadyStream(io.TextIOBase):
         return stream.fileno()
 
     def write(self, text: str, /) -> int:
-        """Write text; it is dropped if the stream is gone."""
+        """Write text, or drop the text if the stream is gone."""
         try:
             if (stream := self._stream) is not None:
                 stream.write(self._shown(text))
@@ -194,8 +194,8 @@ class Display:
 class Waiting(Display):
     """Shows a command's current phase after the first second.
 
-    In a terminal, it is a single line, which is cleared before the result is printed. Elsewhere, a line is printed for
-    each phase, and again every ten seconds.
+    In a terminal, the phase is a single line, which is cleared before the result is printed. Elsewhere, a line is
+    printed for each phase, and again every ten seconds.
     """
 
     def __init__(

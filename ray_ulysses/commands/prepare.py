@@ -95,9 +95,9 @@ def prepare_corpus(
     A corpus for an object store is first prepared in a directory, and then copied.
 
     Args:
-        address: The Ray cluster.
+        address: Address of the Ray cluster.
         view: Shows the progress to the user.
-        out: A directory, or the URI of a folder of an object store.
+        out: A directory, or the URI of a folder in an object store.
         staging: The directory in which a corpus for an object store is prepared, on a path that every node can
             access. If None, this node's cache is used, and only this node takes part.
         options: The other command-line options; `PrepareRequest` and its parts declare them.
@@ -141,7 +141,7 @@ def _prepare(
     *,
     here_only: bool = False,
 ) -> list[str]:
-    """Prepare a corpus in a directory, and copy it to the object store's folder if there is one."""
+    """Prepare a corpus in a directory, and copy it to the object store's folder if one is given."""
     from ray_ulysses.data.prepare.preparation import claimed, listed, progress_of
     from ray_ulysses.data.prepare.upload import CorpusUpload
 

@@ -52,7 +52,7 @@ class ProgressState:
     """The displayed state of a run."""
 
     total_steps: int | None = None
-    """Step at which the run stops; None if not known."""
+    """Step at which the run stops; None if unknown."""
     phase: str | None = None
     """The current phase; None during training steps and after the attempt has ended."""
     awaits_workers: bool = True
@@ -76,7 +76,7 @@ class ProgressState:
     has_stepped: bool = False
     """Whether this attempt has completed a step."""
     recent: tuple[tuple[float, float], ...] = ()
-    """Seconds and tokens of each of this attempt's last steps, excluding its first step."""
+    """Duration in seconds and number of tokens for each of this attempt's last steps, excluding its first step."""
 
     @property
     def eta_s(self) -> float | None:
@@ -86,7 +86,7 @@ class ProgressState:
         return max(0, self.total_steps - self.step) * self.seconds_per_step
 
     def before_attempt(self) -> ProgressState:
-        """Return the state before a new attempt: the step stays, the measured pace is dropped."""
+        """Return the state before a new attempt: the step is kept, and the measured pace is discarded."""
         return replace(self._without_pace(), attempt=0, ended=None)
 
     def awaiting_workers(self, phase: str) -> ProgressState:
@@ -218,7 +218,7 @@ class ProgressView(Display):
             self._state = self._state.awaiting_workers(phase)
 
     def __enter__(self) -> Self:
-        """Start to follow the journal."""
+        """Start following the journal."""
         planned = self._state.total_steps
         for entry in self._tail.poll():
             # Of the steps before this command, only the last one is displayed.

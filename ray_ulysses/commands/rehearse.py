@@ -38,7 +38,7 @@ _STORY: dict[bool, str] = {
     True: "30s kill-node, 60s add-node, 100s drain-node, 130s add-node",
     False: "30s kill-worker, 60s stop-worker, 90s kill-agent, 120s kill-driver",
 }
-"""The default faults, on the rehearsal's own nodes and on an existing cluster."""
+"""Default fault schedules: on nodes that the rehearsal starts (True), and on an existing cluster (False)."""
 _GROW_EVERY_S = 5.0
 _MAX_FAILURES = 1000
 _HEAD_CPUS, _CPUS = 1, 2
@@ -196,7 +196,7 @@ def rehearsal_config(config: Config, *, address: str | None, stamp: str) -> Conf
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """Return the ids, as in CUDA_VISIBLE_DEVICES, of the GPUs that torch finds on this machine."""
+    """Return the CUDA_VISIBLE_DEVICES ids of the GPUs that torch finds on this machine."""
     import torch
 
     count = torch.cuda.device_count()
@@ -205,7 +205,7 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 def _request(config: Config, options: RehearseOptions, address: str | None, num_gpus: int) -> Request:
-    """Check the request before anything is started."""
+    """Validate the options before anything is started, and return the request."""
     from ray_ulysses.cluster.capacity import Demand
     from ray_ulysses.cluster.rehearsal import Request
     from ray_ulysses.run.preflight import prepare_run

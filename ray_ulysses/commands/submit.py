@@ -166,7 +166,7 @@ def _follow(client: Client, job: Submission, say: Callable[[str], None] = _say) 
 
 @contextmanager
 def _leaving(job: Submission, text: str) -> Iterator[None]:
-    """Replace a KeyboardInterrupt by a message that the job keeps running."""
+    """Replace a KeyboardInterrupt with a message that the job keeps running."""
     try:
         yield
     except KeyboardInterrupt:
@@ -204,7 +204,7 @@ def render_submitted(job: Submission, earlier: Sequence[Submission]) -> str:
 
 
 def render_run(jobs: Sequence[Submission], log: str, now: float) -> str:
-    """Return a run's jobs, and its log's newest step line and last lines.
+    """Return a table of a run's jobs, and the newest step line and last lines of the log.
 
     Args:
         jobs: The run's jobs, newest last; at least one.

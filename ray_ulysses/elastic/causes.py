@@ -22,8 +22,8 @@ the worker itself, an error caused by another rank's end, workers that did not s
 supervises the workers."""
 
 _RANK_KINDS: tuple[Kind, ...] = ("preempted", "lost", "device", "raised", "consequence")
-"""Each kind can cause the kinds after it. A worker that raised an error lives until its group is ended, so a worker
-that is gone failed first."""
+"""Kinds of a rank's failure; each kind can cause the kinds after it. A worker that raised an error lives until its
+group is ended, so a worker that is gone failed first."""
 _MOST_RANKS = 8
 _MOST_CHARACTERS = 400
 _LAST_LINES = 3
@@ -67,12 +67,12 @@ class RankError:
 
     @property
     def is_of_network(self) -> bool:
-        """Whether NCCL reported an error of this rank's own network, not only of a peer."""
+        """Whether NCCL reported an error in this rank's own network, rather than only in a peer's."""
         return _NETWORK_TEXT.search(self.what) is not None
 
     @property
     def without_numbers(self) -> str:
-        """The error text; for out-of-memory errors without its numbers, which differ slightly each time."""
+        """The error text, but without the numbers of an out-of-memory error, which differ slightly each time."""
         return re.sub(r"\d+(\.\d+)?", "#", self.what) if OUT_OF_MEMORY in self.what else self.what
 
 
@@ -241,10 +241,10 @@ def _hint(error: RankError) -> str:
 
 
 def failures_that_count(past: Sequence[EndEvent], *, now: float, step: int | None, window_s: float) -> int:
-    """Return the number of earlier failures that count in addition to the current one.
+    """Return the number of earlier failures that count towards the limit in addition to the current one.
 
-    A checkpoint committed after a failure is progress: a fault that recurs before the next checkpoint is the program's,
-    and a fault that recurs later is bad luck.
+    Failures before the newest checkpoint do not count: a fault that recurs before the next checkpoint is blamed on the
+    program, and a fault that recurs later on chance.
 
     Args:
         past: Earlier failures of the same command. Failures that were not charged do not count.

@@ -25,7 +25,7 @@ class RankProgress:
     rank: int
     phase: Phase
     step: int
-    """Step being trained, or after which the rank evaluates or saves; 0 during start-up."""
+    """Step that the rank is training, or after which it is evaluating or saving; 0 during start-up."""
     micro_batch: int
     """Number of micro-batches done in this phase."""
     idle_s: float
@@ -51,7 +51,7 @@ class HangLimits:
     """Longest tolerated times without progress, in seconds."""
 
     floor_s: float
-    """Lower bound of the limit in a step: a short step may be followed by a long one."""
+    """Lower bound of the limit within a step: a short step may be followed by a long one."""
     start_s: float
     """Limit until the first step has ended."""
     evaluation_s: float
@@ -68,9 +68,9 @@ class Hang:
     """Ranks that the others wait for, or all ranks if none is behind."""
     why: Literal["stopped", "behind", "together"]
     where: RankProgress
-    """Progress of one of these ranks."""
+    """Progress of one of `ranks`."""
     bound_s: float
-    """Longest tolerated time without progress in that rank's phase, in seconds."""
+    """Longest tolerated time without progress in the phase of `where`, in seconds."""
 
     def __str__(self) -> str:
         one = self.where

@@ -79,7 +79,7 @@ def provider_of(firmware: Mapping[str, str]) -> Provider | None:
 
 
 def aws_interruption(answer: Answer) -> CloudNotice | None:
-    """Parse an answer of ``spot/instance-action``, given two minutes before an interruption; 404 means none."""
+    """Parse an answer of ``spot/instance-action``, available two minutes before an interruption; 404 means none."""
     if answer.status == _NOT_FOUND:
         return None
     told = _object(answer)
@@ -112,7 +112,7 @@ def gcp_preempted(answer: Answer) -> CloudNotice | None:
 
 
 def gcp_maintenance(answer: Answer) -> CloudNotice | None:
-    """Parse an answer of ``instance/maintenance-event``, given a minute before, or an hour before with GPUs.
+    """Parse an answer of ``instance/maintenance-event``, available a minute ahead, or an hour ahead with GPUs.
 
     A VM that migrates to another host keeps running.
     """
@@ -125,7 +125,7 @@ def gcp_maintenance(answer: Answer) -> CloudNotice | None:
 
 
 def azure_events(answer: Answer, machine: str) -> CloudNotice | None:
-    """Return the soonest notice for a machine in an answer of ``scheduledevents``.
+    """Return the earliest notice for a machine in an answer of ``scheduledevents``.
 
     Args:
         answer: The answer, which lists the events of all machines in an availability set or scale set.

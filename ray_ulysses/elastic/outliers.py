@@ -1,4 +1,4 @@
-"""Finds ranks that stay slower than the others, such as on a throttled GPU, and loss spikes."""
+"""Finds loss spikes, and ranks that stay slower than the others, for example because of a throttled GPU."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def after_window(slow: Sequence[Straggler], compute_s: Mapping[int, float]) -> t
     Args:
         slow: Slow ranks of the previous window.
         compute_s: Seconds of each rank's own compute, without waits for other ranks, by rank. Divided by the rank's
-            share of the work if shares differ. A rank that is missing starts again at zero windows.
+            share of the work if shares differ. A rank that is missing restarts at zero windows.
     """
     windows = {one.rank: one.windows for one in slow}
     middle = median_low(compute_s.values()) if compute_s else 0.0

@@ -1,6 +1,6 @@
 """Places a run's workers on nodes: as many as fit, and each sequence-parallel group on one node if possible.
 
-Also decides with how many workers a run starts, and when it restarts at another number.
+Also decides how many workers a run starts with, and when it restarts with a different number.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def place_workers(room: Mapping[str, int], wanted: WorkerRange, first: Collectio
     """Return the number of workers for each node.
 
     Each group is placed on a single node, starting with the nodes that fit the most groups. Groups span nodes only if
-    the run would otherwise get fewer workers than its minimum, because that costs network traffic in every layer, and
-    every step waits for the slowest group; a spanning group then starts on the node with the most capacity left. If no
-    node fits a complete group, every group spans nodes, and there are as many groups as the nodes fit together.
+    the run would otherwise get less than its minimum number of workers: a spanning group causes network traffic in
+    every layer, and every step waits for the slowest group. Spanning groups start on the node with the most capacity
+    left. If no node fits a complete group, all groups span nodes, and as many groups are formed as fit in total.
 
     Args:
         room: Number of workers that fit on each node, by node ID.
@@ -73,7 +73,7 @@ def nodes_to_use(
     Args:
         nodes: Available nodes.
         slow: Compute time of each slow node relative to the median, by node; infinite for a broken node.
-        in_use: Nodes that run workers. They are the first slow nodes to be used, so that a run does not alternate.
+        in_use: Nodes that run workers. Among slow nodes, these are used first, so that a run does not alternate.
         workers: Returns the number of workers that fit on the given nodes, or 0 if they are too few for the run.
     """
     usable = {node for node in nodes if node not in slow}
@@ -88,13 +88,13 @@ def nodes_to_use(
 
 
 SETTLE_S = 5.0
-"""How long to wait for further nodes before growing, and for resources that are about to become free."""
+"""Seconds to wait for further nodes before growing, and for resources that are about to become free."""
 LEAVE_S = 2.0
-"""How long to wait for further preemption notices, so that one move leaves all announced nodes."""
+"""Seconds to wait for further preemption notices, so that one move leaves all affected nodes."""
 _GAIN_PER_COST = 10.0
-"""Growing restarts the workers and may fail, so it must save this many times its cost."""
+"""Factor by which the time saved by growing must exceed the time for the restart: growing may fail."""
 _HORIZON_S = 24 * 3600.0
-"""Longest time over which savings count: nodes bought at spot prices rarely stay for longer than a day."""
+"""Longest time over which savings count, in seconds: spot nodes rarely stay for longer than a day."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,12 +102,12 @@ class Sizing:
     """State of the decisions about a run's size."""
 
     since: float | None = None
-    """When the nodes first differed from those that the run uses or waits for, or None while they do not."""
+    """Time since which the nodes differ from those that the run uses or waits for, or None if they do not differ."""
     grew_at: float | None = None
-    """When growth was last considered, regardless of the outcome, or None if never."""
+    """Time at which growth was last considered, regardless of the outcome, or None if never."""
 
     def waited(self, now: float) -> tuple[Sizing, float]:
-        """Return the state after finding a difference, and for how many seconds the difference has existed."""
+        """Return the state after finding a difference, and the age of the difference in seconds."""
         since = now if self.since is None else self.since
         return replace(self, since=since), now - since
 
@@ -118,7 +118,7 @@ class Resize:
 
     workers: int
     must: bool
-    """Whether nodes will be taken away. Otherwise the restart may not be worth its cost."""
+    """Whether the restart is necessary because nodes will be taken away. Otherwise it may not be worth its cost."""
 
 
 def decide_placement(
@@ -154,7 +154,7 @@ def decide_resize(
     now: float,
     grow_interval_s: float,
 ) -> tuple[Sizing, Resize | None]:
-    """Decide whether to restart training workers on other nodes or at another number.
+    """Decide whether to restart training on other nodes or with a different number of workers.
 
     Args:
         seen: Current state of the decisions.
@@ -165,7 +165,7 @@ def decide_resize(
         grow_interval_s: Shortest time between two considerations of growth, in seconds.
 
     Returns:
-        The next state, and the restart, or None to keep the workers as they are. A restart leaves nodes that will be
+        The next state, and the restart, or None to leave the workers unchanged. A restart leaves nodes that will be
         taken away, if the other nodes fit enough workers, or uses resources that have become free.
     """
     possible = place_workers(room, wanted)
@@ -186,7 +186,7 @@ def is_worth_growing(workers: int, possible: int, *, seconds_left: float | None,
     Args:
         workers: Current number of workers.
         possible: Number of workers that fit on the nodes.
-        seconds_left: Remaining time of the run at its current size, or None if unknown, which counts as a day.
+        seconds_left: Remaining time of the run at its current size, or None if unknown, which is treated as a day.
         restart_s: Seconds from the last step before a restart to the first step after it.
     """
     if possible <= workers:

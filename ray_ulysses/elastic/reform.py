@@ -1,9 +1,9 @@
 """State machine of the coordinator: decides which workers train, and how a group recovers from failures.
 
 A worker is a supervisor whose child process trains. Children that train together form a generation. If a child fails,
-all are stopped, and the remaining workers form the next generation from complete sequence-parallel groups. If too few
-workers remain, the group waits for replacements. Failures that can't be recovered this way are left to Ray Train, which
-restarts the workers. A node whose GPU or network has failed is excluded from all later generations.
+its generation is stopped, and the remaining workers form the next generation from complete sequence-parallel groups. If
+too few workers remain, the group waits for replacements. Failures that can't be recovered this way are left to Ray
+Train, which restarts the workers. A node whose GPU or network has failed is excluded from all later generations.
 
 `reduce` maps every event to the next state and the coordinator's actions. A group gathers until all workers have
 joined, and then trains. After a fault it stops and judges the failure. It then trains again, after a wait if it is
@@ -29,8 +29,8 @@ MOST_FAILED_FORMS = 2
 END_S = 10.0
 """Longest wait for a killed process with little memory to end, in seconds."""
 _S_PER_GIB = 0.25
-"""Additional wait per GiB of host memory. On an idle machine, the kernel takes 0.085 s to reclaim a GiB of small pages
-that are not pinned. Pinned memory takes longer (not yet measured), and a node's ranks all end at once."""
+"""Additional wait per GiB of host memory, in seconds. On an idle machine, the kernel takes 0.085 s to reclaim a GiB of
+small pages that are not pinned. Pinned memory takes longer (not yet measured), and a node's ranks all end at once."""
 
 Phase = Literal["gathering", "training", "stopping", "judging", "short", "ended"]
 
@@ -112,7 +112,7 @@ class Group:
     draining: frozenset[str] = frozenset()
     """Unusable nodes that are still alive."""
     silent: frozenset[str] = frozenset()
-    """Nodes that stopped answering: the last worker there was lost through silence, and none has joined since."""
+    """Nodes that stopped answering: their last worker was lost because it fell silent, and none has joined since."""
     moves: bool = False
     """Whether the generation was asked to end, so that the next one can avoid the unusable nodes."""
     broken: frozenset[str] = frozenset()
@@ -145,7 +145,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Joined:
-    """A supervisor has connected. A worker that was not there at the start becomes a member in the next generation."""
+    """A supervisor has connected. A worker that joins after the start becomes a member in the next generation."""
 
     worker: int
     place: Place
@@ -182,7 +182,7 @@ class RanksHung:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodesUnusable:
-    """Nodes that are dead, draining or too slow, and those of them that drain and are alive. Replaces earlier sets."""
+    """Nodes that are dead, draining or too slow, and those that drain but are alive. Both replace earlier sets."""
 
     nodes: frozenset[str]
     draining: frozenset[str] = frozenset()
@@ -195,7 +195,7 @@ class MoveAsked:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Judged:
-    """A generation's failure was recorded, and it was decided whether the run may continue."""
+    """A generation's failure was recorded, with the decision whether the run may continue."""
 
     generation: int
     may_continue: bool
@@ -359,7 +359,7 @@ def _stopping(group: Group, now: float) -> tuple[Group, tuple[Action, ...]]:
 def _find_broken(
     group: Group, errors: tuple[RankError, ...]
 ) -> tuple[tuple[RankError, ...], frozenset[str], frozenset[str]]:
-    """Return the errors, reclassified in the light of all of them, the broken node, and the suspected nodes."""
+    """Return the errors, each reclassified in light of the others; the broken node; and the suspected nodes."""
     if any(error.kind in ("preempted", "lost") for error in errors):
         # A lost worker may cause device and network errors on other ranks.
         return errors, frozenset(), frozenset()
@@ -406,7 +406,7 @@ def _judged(group: Group, event: Judged, now: float) -> tuple[Group, tuple[Actio
 
 
 def _form(group: Group, but: frozenset[str] = frozenset()) -> tuple[Group, tuple[Action, ...]] | None:
-    """Start the next generation on the remaining workers, on usable nodes and nodes in `but`; None if too few."""
+    """Start the next generation with the workers on usable nodes and nodes in `but`, or return None if too few."""
     unusable = (group.unusable - but) | group.broken
     by_node: dict[str, list[int]] = {}
     for number, worker in sorted(group.workers.items()):

@@ -87,7 +87,7 @@ def compare_losses(pairs: Iterable[tuple[int, float, float]]) -> LossComparison:
     """Return the largest relative difference among pairs of losses.
 
     Args:
-        pairs: (step, loss, loss to compare with).
+        pairs: Tuples of (step, loss, loss to compare with).
     """
     differences = [(relative_difference(ours, theirs), step) for step, ours, theirs in pairs]
     if not differences:

@@ -46,9 +46,9 @@ if TYPE_CHECKING:
     from ray_ulysses.supervision.shared_progress import SharedProgress
 
 WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
-"""Keeps PyTorch's NCCL watchdog from ending a process whose peer is gone, which would look like one more lost process:
-the supervisors end all children. Also keeps it from aborting communicators, whose kernels would return partial
-results."""
+"""Environment variable that keeps PyTorch's NCCL watchdog from ending a process whose peer is gone, which would look
+like another lost process (the supervisors end all children), and from aborting communicators, whose kernels would then
+return partial results."""
 _log = get_logger(__name__)
 
 
@@ -169,7 +169,7 @@ def _worker(order: Order, config: Config, progress: SharedProgress, streams: int
 
 
 def _refuse(config: Config, session: str, error: BaseException) -> None:
-    """Leave a refusal for the command if another attempt would be futile."""
+    """Record a refusal for the command to find if another attempt would be futile."""
     if isinstance(error, UserError):
         # Another attempt would get the same input.
         leave_refusal(config.run_dir, session, str(error))
@@ -207,7 +207,7 @@ def choose_free_device(
     memory: Callable[[torch.device], tuple[int, int]] = torch.cuda.mem_get_info,
     clock: Clock | None = None,
 ) -> None:
-    """Choose a GPU once no other process occupies its memory; the driver may take a while to free it.
+    """Select a GPU once no other process occupies its memory, which the driver may free with a delay.
 
     If other processes still occupy memory after the wait, a warning is logged, because training may still fit.
 
@@ -249,8 +249,8 @@ def choose_free_device(
 def interface_towards(host: str, port: int) -> str | None:
     """Return the name of this node's network interface towards another node, or None if it is unknown.
 
-    Otherwise gloo resolves the node's own host name, which Debian and many images map to 127.0.0.1 or 127.0.1.1, where
-    no other node can reach this one.
+    Without this name, gloo resolves the node's own host name, which Debian and many images map to 127.0.0.1 or
+    127.0.1.1, where no other node can reach this one.
 
     Args:
         host: Name or address of the other node, which may be this node.

@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 _log = get_logger(__name__)
 SILENCE_S = 5.0
-"""A supervisor is lost after this many seconds of silence: its node is cut off, or its process has stopped."""
+"""Seconds of silence after which a supervisor is lost: its node is cut off, or its process has stopped."""
 _MOST_BYTES = 1 << 20
 """Longest line from a supervisor, in bytes."""
 _JUDGE_S = 60.0
-"""Longest wait for the decision about a failure, and for peer memory: the storage itself may hang."""
+"""Longest wait for the decision about a failure or for peer memory addresses, in seconds: the storage may hang."""
 _RECORD_S = 2.0
-"""Longest wait for recording a hang: the storage itself may hang."""
+"""Longest wait for recording a hang, in seconds: the storage itself may hang."""
 
 Judge = Callable[[reform.Judge, reform.Group], tuple[reform.NodesUnusable, bool]]
 """Records a generation's failure; returns the unusable nodes, and whether the run may continue."""
@@ -111,7 +111,7 @@ class Coordinator:
         return None if present is None else present.group
 
     def begin(self, nodes: Mapping[int, str], wanted: WorkerRange) -> Announcement:
-        """Start coordinating a new worker group, and return how its supervisors reach this coordinator.
+        """Start coordinating a new worker group, and return the connection details for its supervisors.
 
         Args:
             nodes: Node of each worker, by worker number.

@@ -41,7 +41,7 @@ from ray_ulysses.supervision.shared_progress import SharedProgress
 
 _LOOK_EVERY_S = 0.5
 _STOPPED_S = 2.0
-"""A stopped supervisor is resumed after this time; the coordinator gives it up after five seconds of silence."""
+"""Seconds until a stopped supervisor is resumed; the coordinator gives up on it after five seconds of silence."""
 _PR_SET_PDEATHSIG = 1
 _DRIVER = "/dev/nvidiactl"
 _CUDA_MEMORY = "/dev/nvidia-uvm"
@@ -67,7 +67,7 @@ _LAZY = (
 
 @dataclass(kw_only=True, slots=True)
 class _Child:
-    """A running child: its process ID, a pidfd that becomes readable when the process ends, and its result's pipe."""
+    """A running child: its process ID, a pidfd that becomes readable when the process ends, and the result pipe."""
 
     pid: int
     process: int

@@ -41,7 +41,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
-    """Order to run an attempt in a child."""
+    """Order to run an attempt in a child process."""
 
     job: Job
     generation: int
@@ -114,7 +114,7 @@ class Exited:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _InFile:
-    """Replaces a message too long for the socket; the first descriptor is an in-memory file with the message."""
+    """Stands in for a message too long for the socket; the first descriptor is an in-memory file with the message."""
 
     num_bytes: int
 
@@ -246,12 +246,12 @@ class LauncherProcess:
             raise EOFError("the launcher is gone") from error
 
     def kill(self) -> None:
-        """Kill the launcher, and with it its child."""
+        """Kill the launcher and thereby its child."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def end(self, within_s: float) -> int:
-        """Kill the launcher, wait for its end, and return its exit code."""
+        """Kill the launcher, wait until it ends, and return its exit code."""
         self.kill()
         self._connection.close()
         self.stderr.close()
@@ -268,7 +268,7 @@ class StopTimer:
         self._since: float | None = None
 
     def is_up(self, now: float, *, is_stopped: bool) -> bool:
-        """Return whether the process has been stopped for too long; call this often, with monotonic seconds."""
+        """Return whether the process has been stopped for too long; call often, with the monotonic time in seconds."""
         if not is_stopped:
             self._since = None
             return False

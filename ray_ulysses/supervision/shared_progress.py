@@ -1,9 +1,9 @@
 """In-memory files that a child shares with its supervisor, which creates them and passes down their descriptors.
 
 One file contains the child's progress and its node's preemption notice; each field is an aligned word with one writer
-and one reader. The child writes hang diagnostics to the other file when it receives a signal. The threads' stacks come
-first, which works whatever the threads are doing. A background thread then calls the attempt's own dump, such as the
-flight record of its collectives, and appends its location: a main thread that waits in a collective runs no Python.
+and one reader. The child writes hang diagnostics to the other file when it receives a signal. The threads' stacks are
+written first, which works whatever the threads are doing. A background thread then makes the attempt's own dump, such
+as a flight record, and appends the dump's location: the main thread may be stuck in a collective.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class SharedProgress:
         whole[_BEATS] += 1
 
     def wait_for_row(self, waits: bool) -> None:
-        """Set whether the child waits for its next row. Called by the child."""
+        """Record whether the child is waiting for its next row. Called by the child."""
         self._whole[_WAITS] = waits
 
     def progress(self, rank: int, *, idle_since: float, state: str) -> RankProgress:
@@ -65,7 +65,7 @@ class SharedProgress:
 
         Args:
             rank: Rank of the child.
-            idle_since: Monotonic time at which the child was ordered, used before the child's first beat.
+            idle_since: Monotonic time of the order to start the child, used before the child's first beat.
             state: State of the child's process.
         """
         whole, real = self._whole, self._real
@@ -116,7 +116,7 @@ class HangDump:
         threading.Thread(target=self._serve, name="hang-dump", daemon=True).start()
 
     def on_hang(self, leave: Callable[[], str | None]) -> None:
-        """Register a function that a background thread calls when the ranks hang; it returns its output's location."""
+        """Register a function for a background thread to call when ranks hang; it must return its output's location."""
         self._leave = leave
 
     def _serve(self) -> None:
@@ -131,7 +131,7 @@ class HangDump:
 
 
 def read_dump(stacks: int, most_bytes: int) -> tuple[str, str | None]:
-    """Return the stacks, and the location of the attempt's dump: empty if it has none, None while it is written."""
+    """Return the stacks, and the location of the attempt's dump: empty without a dump, None until it is complete."""
     size = os.fstat(stacks).st_size
     left = _LEFT.search(os.pread(stacks, _LONGEST_BYTES, max(0, size - _LONGEST_BYTES)))
     text = os.pread(stacks, most_bytes, 0).decode(errors="replace")

@@ -47,9 +47,9 @@ if TYPE_CHECKING:
 
 BEAT_S = 0.5
 SILENCE_S = 10.0
-"""After this many seconds of silence, the coordinator is gone or this node is cut off from it."""
+"""Seconds of silence after which the coordinator is gone, or this node is cut off from it."""
 _CLOCKS_AGREE_S = 60.0
-"""Smaller differences between two clocks are ignored, because they may be message latency."""
+"""Clock differences below this many seconds are ignored, because they may be message latency."""
 _STACKS_S = 1.5
 """Longest wait for a child's stacks and its flight record, which the child writes to the run's storage."""
 _MOST_STACKS_BYTES = 1 << 16
@@ -132,7 +132,7 @@ class Supervisor:
     """Supervises the children of one worker, one after another.
 
     Args:
-        announcement: How to reach the coordinator.
+        announcement: Connection details of the coordinator.
         worker: Worker number in the group.
         cluster_node: Cluster ID of the worker's node.
         host: Address of the worker's node, at which other ranks reach rank 0.
@@ -472,7 +472,7 @@ def _ahead_s(coordinators: float, own: float) -> float:
 PROCESS_STOPPED = "the process was stopped (SIGSTOP)"
 LAUNCHER_STOPPED = "the launcher was stopped (SIGSTOP)"
 _STOPPED_S = 1.0
-"""A process that stays stopped (SIGSTOP) for this long is treated as failed."""
+"""Seconds after which a process that stays stopped (SIGSTOP) is treated as failed."""
 
 
 @dataclass
@@ -494,7 +494,7 @@ class WatchedChild:
 
     @property
     def progress_now(self) -> RankProgress:
-        """Current progress. Before the child's first beat, the launcher may still be importing."""
+        """Current progress. Until the child first reports progress, the launcher may still be importing libraries."""
         state = "" if self.pid is None else process_state(self.pid)
         return self.progress.progress(self.order.rank, idle_since=self.started_at, state=state)
 
