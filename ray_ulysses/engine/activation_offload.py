@@ -1,16 +1,16 @@
 """Offloads activations saved by gradient checkpointing to host memory until the backward pass needs them.
 
 A layer's input and its attention outputs are copied to the host when they are computed, and copied back one layer ahead
-of the backward pass. At most two layers' activations are on the device at a time: during the forward pass, those of the
-current layer and of the previous layer, which may still be copying; during the backward pass, those of the current
-layer and of the next layer to run.
+of the backward pass. At most two layers' activations are on the device at a time. During the forward pass, these are
+the current layer and the previous layer, whose copies may still be in progress. During the backward pass, these are the
+current layer and the next layer to run.
 
 The host address range is reserved at once, and physical memory is allocated on first use. On CUDA, the used part of the
 range is pinned in pieces so that copies are asynchronous. torch's pinned allocator is not used because it rounds
 allocations up to a power of two.
 
-A copy starts after all work that was queued before it. Work queued after `wait` sees the copy completed. Until then, do
-not write or free the copy's source, and do not read, write or free its destination.
+A copy starts after all previously queued work, and is complete before any work queued after `wait` starts. Until then,
+do not write to or free the copy's source, and do not read, write to or free its destination.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def offload_activations(
     budget_bytes: int,
     device: torch.device,
 ) -> None:
-    """Offload activations of a model's checkpointed layers to host memory.
+    """Set up a model's checkpointed layers to offload activations to host memory.
 
     Call this function after enabling gradient checkpointing. If ``kinds`` is empty, the model is not changed.
     ``budget_bytes`` is the upper limit on host memory.
@@ -124,7 +124,7 @@ class _Kept:
     given_up: deque[tuple[_Slab, list[tuple[Any, torch.Tensor]]]]
     """Queue of slabs to free, each with the copies that must finish first."""
     tensor: torch.Tensor | None
-    """The activation on the device, until its copy to the host has finished."""
+    """The activation on the device, or None once the activation has been freed or used."""
     version: int
     """Autograd version of the activation when the copy to the host was started."""
     target: torch.Tensor | None = None
@@ -141,7 +141,7 @@ class _Kept:
             self.tensor = None
 
     def return_to_device(self, copies: HostCopies) -> None:
-        """Start the copy back to the device, if the activation is on the host only."""
+        """Start the copy back to the device if the activation is only on the host."""
         if self.tensor is None and self.target is None:
             self.target = torch.empty_like(self.like, device=self.device)
             flat = _flat(self.target)
@@ -192,7 +192,7 @@ class ActivationOffload:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def checkpoint(self, own: Callable[..., Any], function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Run a layer through ``own``, a partial of ``torch.utils.checkpoint.checkpoint``."""
+        """Run a layer with ``own``, a partial of ``torch.utils.checkpoint.checkpoint``, and offload its activations."""
         layer: list[int] = []
 
         def put(tensor: torch.Tensor) -> _Kept:

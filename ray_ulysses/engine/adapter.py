@@ -33,7 +33,7 @@ class Adapted:
     """Names of the modules that an adapter configuration changes."""
 
     targets: tuple[str, ...]
-    """Linear layers that get an adapter."""
+    """Linear layers to which an adapter is added."""
     names: tuple[str, ...]
     """Last components of the targets' names, or the full names if a last component would match other modules too."""
     whole: tuple[str, ...]
@@ -130,7 +130,7 @@ def _adapted(targets: set[str], whole: tuple[str, ...], modules: Collection[str]
 
 
 def trained_part(model: Any, adapter: AdapterSection) -> TrainedPart:
-    """Return the number and kinds of parameters that an adapter trains. The model, on the meta device, is modified.
+    """Return the number and kinds of parameters that an adapter trains. The meta-device ``model`` is modified.
 
     Raises:
         UserError: The adapter settings do not fit the model; see `add_adapter`.
@@ -151,7 +151,7 @@ def trained_part(model: Any, adapter: AdapterSection) -> TrainedPart:
 def whole_names(model: Any, adapted: Adapted) -> list[str]:
     """Return PEFT's ``modules_to_save``: name suffixes that match exactly the modules trained in full.
 
-    Modules that share weights with them are included, because PEFT trains and loads a copy of each module.
+    Modules that share weights with these modules are included, because PEFT trains and loads a copy of each module.
     """
     modules = {name: module for name, module in model.named_modules() if name}
     inside = {one for name in adapted.whole for one in modules[name].modules()}
@@ -172,7 +172,7 @@ def _count(parameters: Iterable[torch.Tensor]) -> int:
 
 
 def _matching(modules: dict[str, nn.Module], setting: str, wanted: str) -> list[nn.Module]:
-    """Return the modules whose dotted name is ``wanted`` or has ``wanted`` as its last components."""
+    """Return the modules whose dotted name is ``wanted`` or ends with the components of ``wanted``."""
     found = [module for name, module in modules.items() if f".{name}".endswith(f".{wanted}")]
     if not any(True for module in found for _ in module.parameters()):
         ends = list(dict.fromkeys(name.rpartition(".")[2] for name, module in modules.items() if _has_weights(module)))

@@ -44,7 +44,7 @@ class TrainingLoss:
     """Training loss of this rank's slice, as sums over tokens."""
 
     objective_sum: torch.Tensor
-    """fp32 scalar to differentiate, at most once: the sum of cross-entropy, z-loss and router loss."""
+    """fp32 scalar to differentiate at most once: the sum of cross-entropy, z-loss and router loss."""
     loss_sum: torch.Tensor
     """fp32 scalar, detached: cross-entropy in nats."""
     z_loss_sum: torch.Tensor
@@ -79,8 +79,8 @@ def training_loss(
 ) -> TrainingLoss:
     """Run the forward pass and return the loss of this rank's slice, as sums over tokens.
 
-    All ranks of ``sp`` must call this function. If a rank has only ignored labels, its sum is 0 but still takes part in
-    the backward pass, so that the rank joins all collectives. Logits are computed over tiles of tokens, and the output
+    All ranks of ``sp`` must call this function. If a rank has only ignored labels, its loss is 0 but can still be
+    differentiated, so that the rank joins all collectives. Logits are computed over tiles of tokens, and the output
     head's gradients are computed during the forward pass; ranks may have different numbers of tiles.
 
     If the model's configuration sets ``output_router_logits``, the routers' load-balancing loss is added. The
@@ -90,8 +90,8 @@ def training_loss(
         model: The model, or the engine that wraps the model.
         batch: This rank's slice.
         tile: Number of tokens whose logits exist at a time; see `parallel.layout.loss_tile_tokens`. With ``auto``, a
-            model that does not consist of a decoder and an output head, or whose forward was replaced, uses a single
-            tile.
+            single tile is used if the model has a structure other than a decoder and an output head, or if its forward
+            was replaced.
         z_loss: Coefficient of the z-loss; see :func:`ray_ulysses.engine.tiled_loss.token_losses`.
 
     Raises:
@@ -123,7 +123,7 @@ def training_loss(
 
 
 def _refuse_rounded(loss_sum: torch.Tensor) -> None:
-    """Raise if a wrapper cast the loss to a lower precision, which would also round the scale of the gradient."""
+    """Raise if a wrapper cast the loss to a lower precision, which would also round the gradient's scale."""
     if torch.finfo(loss_sum.dtype).bits < 32:
         raise UserError(
             f"the wrapper around the model casts the loss to {loss_sum.dtype}, which rounds the loss and the scale of "
@@ -177,7 +177,7 @@ def _whole_outputs(model: Callable[..., Any], batch: ShardedBatch, router_loss: 
 def _whole_losses(
     logits_BLV: torch.Tensor, batch: ShardedBatch, z_loss: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the fp32 loss at each position, ``[B * L]``, and the z-loss or None if the z-loss is disabled."""
+    """Return the fp32 loss at each position, ``[B * L]``, and the z-loss, which is None if disabled."""
     losses_N, z_losses_N = token_losses(logits_BLV.flatten(0, 1), batch.labels_BL.flatten(), z_loss)
     if batch.label_weights_BL is None:
         return losses_N, z_losses_N
@@ -229,17 +229,17 @@ _MOST_FIELDS = 8
 
 
 def refuse_own_loss(model: Any) -> None:
-    """Raise if a model's forward adds a loss other than the cross-entropy of its logits and the router loss.
+    """Raise an error if a model's forward adds a loss other than the logits' cross-entropy and the router loss.
 
     The model's forward is called once with synthetic logits in place of the decoder and head, so no list of
-    architectures is needed. A model whose forward can't be called this way is not checked. A model whose parameters
-    DeepSpeed has partitioned is not checked either, because calling modules outside a step would change ZeRO-3's trace.
+    architectures is needed. The check is skipped if the forward can't be called this way. If DeepSpeed has partitioned
+    the parameters, the check is skipped as well, because module calls outside a step would change ZeRO-3's trace.
 
     Args:
-        model: A ``PreTrainedModel`` on any device, initialized or not. None is not checked.
+        model: A ``PreTrainedModel`` on any device, initialized or not, or None to skip the check.
 
     Raises:
-        UserError: Lists the loss settings in the model's configuration and the values to set.
+        UserError: The forward adds such a loss. The error lists the model's loss settings and the values to set.
     """
     if model is None or vars(model).get(_CHECKED) or any(hasattr(one, "ds_id") for one in model.parameters()):
         return
@@ -265,7 +265,7 @@ def _is_of_a_loss(name: str, value: Any) -> bool:
 
 
 def _losses(model: Any) -> tuple[float, float] | None:
-    """Return the forward's loss for synthetic logits and their cross-entropy, or None if there is no loss."""
+    """Return the forward's loss for synthetic logits, and the logits' cross-entropy; None if there is no loss."""
     from transformers.modeling_outputs import MoeModelOutputWithPast
 
     config = model.config.get_text_config(decoder=True)

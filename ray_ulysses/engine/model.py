@@ -50,14 +50,14 @@ def torch_dtype(name: str) -> torch.dtype:
 def build_model(
     config: Config, partition: Mapping[str, Any] | None = None, state: StateDescription | None = None
 ) -> PreTrainedModel:
-    """Build a run's decoder. With ``partition``, all ranks of the world must call this function.
+    """Build a run's decoder. If ``partition`` is set, all ranks of the world must call this function.
 
-    ``init: random`` initializes the full model on every rank's host, in fp32 and from ``run.seed``, so that weights do
-    not depend on the world size. ``init: pretrained`` loads weights. With ``partition``, each pretrained parameter is
-    partitioned as it is loaded, so that no device ever holds the full model; every host still reads all weights once.
-    With ``state``, weights are neither initialized nor loaded: the parameters are uninitialized until the state is
-    imported, and with ``partition`` no host or device ever holds the full model. With ``model.adapter``, the result is
-    a ``PeftModel``.
+    With ``init: random``, every rank initializes the full model on its host in fp32, seeded with ``run.seed``, so that
+    weights do not depend on the world size. With ``init: pretrained``, weights are loaded. If ``partition`` is set,
+    each pretrained parameter is partitioned as it is loaded, so no device ever holds the full model, but every host
+    reads all weights once. If ``state`` is set, parameters are neither initialized nor loaded before the state is
+    imported; if ``partition`` is set as well, no host or device ever holds the full model. If ``model.adapter`` is set,
+    the result is a ``PeftModel``.
 
     Args:
         config: The run's configuration.
@@ -101,10 +101,10 @@ def _checkpoint_layers(model: PreTrainedModel, kept: KeptOutput) -> None:
 
 
 def compile_layers(model: torch.nn.Module) -> None:
-    """Make ``torch.compile`` compile each decoder layer in place at its first call. Module names do not change.
+    """Compile each decoder layer in place with ``torch.compile`` on its first call. Module names do not change.
 
     Raises:
-        UserError: The model has no layers of Transformers' layer class.
+        UserError: No layer is an instance of Transformers' ``GradientCheckpointingLayer``.
     """
     for layer in _compilable_layers(model):
         layer.compile()
@@ -123,7 +123,7 @@ def _compilable_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def find_trained_part(config: Config) -> TrainedPart | None:
-    """Return the part of a run's model that its adapter trains, or None if the run has no adapter.
+    """Return the number and kinds of parameters that a run's adapter trains, or None if the run has no adapter.
 
     Weights are not read.
 
@@ -136,9 +136,9 @@ def find_trained_part(config: Config) -> TrainedPart | None:
 
 
 def with_mixers(config: Config, shape: ModelShape) -> ModelShape:
-    """Replace a hybrid model's estimated shape with one measured on its modules; return other shapes unchanged.
+    """Return a hybrid model's shape as measured on its modules, or any other model's ``shape`` unchanged.
 
-    Weights are not read. All parameters are counted, but attention heads only in attention layers.
+    Weights are not read. Parameters are counted in all layers, attention heads only in attention layers.
 
     Raises:
         UserError: The model configuration can't be read, or the model can't be trained exactly.
@@ -190,7 +190,7 @@ def _expert_parameters(model: Any, count: int) -> list[int]:
 
 
 def _repeated_parameters(model: Any) -> int:
-    """Return the size of shared parameters, counted for each use after the first. Tied output heads are excluded."""
+    """Count the elements of shared parameters once per use after the first. Tied output heads are excluded."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     tied = {id(parameter) for end in ends for parameter in end.parameters()}
     # Each use of Zamba 2's shared blocks has its own adapters.
@@ -203,7 +203,7 @@ def _repeated_parameters(model: Any) -> int:
 
 
 def check_architecture(config: Config) -> ProbeResult:
-    """Raise if a run's decoder can't be trained exactly. Neither weights nor a GPU are needed.
+    """Raise an error if a run's decoder can't be trained exactly. This check needs neither weights nor a GPU.
 
     Returns:
         The layers' attention and the number of positions.
@@ -223,13 +223,13 @@ def check_architecture(config: Config) -> ProbeResult:
 def refuse_architecture(
     hf_config: Any, part: Part = "whole", *, checkpointed: bool = False, compiled: bool = False
 ) -> ProbeResult:
-    """Build a decoder on the meta device, and raise if the decoder can't be trained exactly.
+    """Build a decoder on the meta device, and raise an error if the decoder can't be trained exactly.
 
     Returns:
         The layers' attention and the number of positions.
 
     Raises:
-        UserError: Contains the architecture or setting, the reason and a solution.
+        UserError: Training would be inexact. The error contains the architecture or setting, the reason and a solution.
     """
     model = _meta_model(hf_config, part)
     if checkpointed and not model.supports_gradient_checkpointing:
@@ -246,7 +246,7 @@ def refuse_architecture(
 
 
 def differs_from_stored(config: Config, state: StateDescription) -> str | None:
-    """Describe how the model's parameters differ in name or shape from a stored state, or return None if equal.
+    """Describe differences in parameter names or shapes between a run's model and a stored state; None if equal.
 
     Weights are not read.
 
@@ -281,7 +281,7 @@ def _meta_model(hf_config: Any, part: Part) -> Any:
 
 
 def _empty_model(config: Config, dtype: torch.dtype, *, is_tied: bool) -> PreTrainedModel:
-    """Return the model with its parameters on the meta device, as it would be after initializing or loading weights."""
+    """Return the model as it would be after initializing or loading weights, but with meta-device parameters."""
     hf_config = _trained_config(config, is_tied=is_tied)
     if config.model.init == "random":
         dtype = torch.float32
@@ -294,7 +294,7 @@ def _empty_model(config: Config, dtype: torch.dtype, *, is_tied: bool) -> PreTra
 
 
 def _trained_config(config: Config, is_tied: bool | None = None) -> Any:
-    """Return the configuration to train with; exports keep the router-loss settings of the original configuration."""
+    """Return the configuration for training. Exports keep the original configuration's router-loss settings."""
     return set_router_loss(described_config(config, is_tied=is_tied), config.optimizer.router_loss)
 
 
@@ -344,7 +344,7 @@ def _pretrained_model(config: Config, dtype: torch.dtype, partition: Mapping[str
 
 
 def _refuse_missing(names: Collection[str], path: str) -> None:
-    """Raise if tensors are missing; Transformers would only warn and initialize them randomly."""
+    """Raise an error if tensors are missing. Transformers would only warn, and initialize the tensors randomly."""
     if names:
         shown = ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         raise UserError(
@@ -354,7 +354,7 @@ def _refuse_missing(names: Collection[str], path: str) -> None:
 
 
 def _refuse_scaled(unexpected: Collection[str], names: Collection[str], path: str) -> None:
-    """Raise if weights have quantization scales, which Transformers drops without a quantization_config."""
+    """Raise an error if weights have quantization scales, which Transformers drops without a quantization_config."""
     scaled = [key for key in unexpected if any(key[:end] in names for end, mark in enumerate(key) if mark in "._")]
     if scaled:
         raise UserError(
@@ -366,7 +366,7 @@ def _refuse_scaled(unexpected: Collection[str], names: Collection[str], path: st
 
 @contextmanager
 def without_weights() -> Iterator[None]:
-    """Create the parameters of models built in this context on the meta device, without initialization.
+    """Build models within this context with uninitialized parameters on the meta device.
 
     Unlike accelerate's ``init_empty_weights``, this context keeps tied parameters tied.
     """
@@ -387,9 +387,9 @@ def without_weights() -> Iterator[None]:
 def allocate_weights(model: nn.Module, dtype: torch.dtype, partition: Mapping[str, Any] | None) -> None:
     """Replace every parameter on the meta device with an uninitialized parameter in memory.
 
-    The model must have been built in the `without_weights` context. With ``partition``, each parameter is partitioned
-    before the next is allocated, so that no rank ever holds more than one unpartitioned parameter. Buffers are moved to
-    the parameters' device.
+    The model must have been built within `without_weights`. If ``partition`` is set, each parameter is partitioned
+    before the next one is allocated, so that no rank ever holds more than one unpartitioned parameter. Buffers are
+    moved to the parameters' device.
     """
     partitioner = None if partition is None else _partitioner(partition)
     device = torch.device("cpu") if partitioner is None else partitioner.local_device

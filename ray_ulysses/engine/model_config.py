@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 def planned_config(config: Config) -> Any:
     """Return the ``PreTrainedConfig`` for planning: ``model.config``, or else the configuration at ``model.path``.
 
-    ``model.config`` requires no hub access; loading the model checks that it agrees with ``model.path``. Weights are
-    not fetched from the hub, so until they are loaded it is unknown whether a stored output head is tied.
+    ``model.config`` requires no hub access, and is compared with ``model.path`` when the model is loaded. Weights are
+    not fetched from the hub, so it is unknown until loading whether a stored output head is tied.
 
     Raises:
         UserError: See `described_config`.
@@ -33,7 +33,7 @@ def planned_config(config: Config) -> Any:
 
 
 def described_config(config: Config, is_tied: bool | None = None) -> Any:
-    """Return the ``PreTrainedConfig`` of a run's model: ``model.config`` for random weights, else from ``model.path``.
+    """Return a run's ``PreTrainedConfig``, from ``model.config`` for random weights and otherwise from ``model.path``.
 
     Raises:
         UserError: The configuration can't be read, has an unknown model type, requires code from the model's
@@ -52,7 +52,7 @@ def described_config(config: Config, is_tied: bool | None = None) -> Any:
 
 
 def trained_positions(config: Config) -> int | None:
-    """Return the model's number of positions before ``model.rope``, or None if its positions are not rotary.
+    """Return the model's number of positions before applying ``model.rope``, or None if positions are not rotary.
 
     Raises:
         UserError: See `described_config`.
@@ -89,7 +89,7 @@ def inline_config(described: Mapping[str, Any]) -> Any:
 
 
 def stored_config(path: str, name: str = "model.path") -> Any:
-    """Return the ``PreTrainedConfig`` of a directory or hub ID. ``name`` is the setting to report in errors.
+    """Return the ``PreTrainedConfig`` for a directory or hub ID. Errors report ``name`` as the setting.
 
     Raises:
         UserError: The configuration can't be read, has an unknown model type, requires code from the model's
@@ -120,7 +120,7 @@ def stored_config(path: str, name: str = "model.path") -> Any:
 
 
 def _refuse_quantized(found: Any, setting: str) -> None:
-    """Raise if the stored weights are quantized: the exported config.json would declare trained weights quantized."""
+    """Raise if stored weights are quantized: the exported config.json would mark trained weights as quantized."""
     # Transformers reads quantization_config from both configurations.
     for config in (found, found.get_text_config(decoder=True)):
         quantization = getattr(config, "quantization_config", None)
@@ -179,10 +179,10 @@ def _differing(described: Mapping[str, Any], loaded: Mapping[str, Any], section:
 
 
 def check_described(described: Mapping[str, Any] | None, loaded: Mapping[str, Any], path: str) -> None:
-    """Raise if a loaded model differs from ``model.config``, on which the plan is based.
+    """Raise an error if a loaded model differs from ``model.config``, on which the plan is based.
 
     Raises:
-        UserError: Lists every field that differs.
+        UserError: At least one field differs. The error lists all differing fields.
     """
     differing = list(_differing(described or {}, loaded))
     if differing:
@@ -202,11 +202,11 @@ _TAKES: dict[str, tuple[str, ...]] = {
     "longrope": ("factor", _ORIGINAL, "attention_factor", "short_factor", "long_factor"),
     "llama3": ("factor", _ORIGINAL, "low_freq_factor", "high_freq_factor"),
 }
-"""Parameters of each scaling type. The first is required, because its value must not be derived from the context."""
+"""Parameters of each RoPE scaling type. The first is required: it must not be derived from the context length."""
 
 
 def stored_positions(hf_config: Any) -> int | None:
-    """Return the number of positions in a configuration, or None if its positions are not rotary."""
+    """Return a configuration's number of positions, or None if positions are not rotary."""
     text = hf_config.get_text_config(decoder=True)
     found = getattr(text, "max_position_embeddings", None)
     return found if getattr(text, "rope_parameters", None) and isinstance(found, int) else None

@@ -1,4 +1,4 @@
-"""Finds a model's decoder and output head, and runs the model's own forward without the decoder.
+"""Finds a model's decoder and output head, and splits the model's own forward at the end of the decoder.
 
 When a module runs over tiles, its router scores are recorded per tile. Transformers (5.20 to 5.23) collects router
 scores with hooks, in a private list that exists while the decoder runs. Only this file accesses that list.
@@ -50,7 +50,7 @@ class ModelParts:
     """Name of the child module that maps hidden states to logits."""
     head_module: nn.Module
     bare_head: nn.Module
-    """A stand-in for the head without hooks. ZeRO's hooks then gather the head's weights once for all tiles."""
+    """A stand-in for the head without hooks, called once per tile. The head's own hooks gather weights only once."""
 
     def decoded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model's own forward up to the end of the decoder, and return the decoder's output."""
@@ -74,7 +74,7 @@ class ModelParts:
     def logits_function(
         self, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return the model's forward after the decoder, as a function from hidden states ``[1, T, H]`` to logits."""
+        """Return the forward after the decoder as a function from hidden states ``[1, T, H]`` to logits."""
 
         def logits_of(hidden_1TH: torch.Tensor) -> torch.Tensor:
             result = self.finished(replace(output, last_hidden_state=hidden_1TH), self.bare_head, args, kwargs)
@@ -100,7 +100,7 @@ class ModelParts:
 
 
 class _Decoder:
-    """A decoder whose call is replaced by another function, and whose attributes stay readable.
+    """A stand-in for a decoder that calls another function and exposes the decoder's attributes.
 
     A descendant that contains the token embedding is replaced as well, because OPT's forward calls
     ``self.model.decoder``.
@@ -190,9 +190,9 @@ def own_forward(module: Any, setting: str = _OFF) -> Callable[..., Any]:
 
 
 def unhooked(module: nn.Module) -> nn.Module:
-    """Return a stand-in for a module with the same parameters but without hooks on the module and its submodules.
+    """Return a stand-in that shares a module's parameters but has no hooks on the module or its submodules.
 
-    The hooks with which Transformers records router scores are an exception.
+    Only the hooks with which Transformers records router scores are retained.
     """
     stand_in: nn.Module = object.__new__(type(module))
     children = {name: child if child is None else unhooked(child) for name, child in module._modules.items()}
@@ -213,7 +213,7 @@ def is_recording() -> bool:
 
 
 def recorded(call: Callable[[], Any]) -> tuple[Any, list[torch.Tensor]]:
-    """Call a function; return its result and its router scores, which are withheld from Transformers."""
+    """Call a function, and return its result and router scores. Transformers does not receive the scores."""
     scores: list[torch.Tensor] = []
     token = _collector().set({_SCORES: scores})
     try:

@@ -16,9 +16,9 @@ _EXEMPT = frozenset({"A_log", "D", "scale"})
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Return AdamW's parameter groups; only weights of projections and embeddings get weight decay.
 
-    Vectors are exempt. Norms, biases and state-space coefficients of any shape are exempt too: Cohere has a norm per
-    head, gpt-oss a bias per expert. The shape of a parameter partitioned by ZeRO-3 is read from ``ds_shape``. Empty
-    groups are omitted.
+    Vectors are exempt, as are norms, biases and state-space coefficients of any shape: Cohere, for example, has a norm
+    per head, and gpt-oss a bias per expert. The shape of a parameter partitioned by ZeRO-3 is read from ``ds_shape``.
+    Empty groups are omitted.
     """
     modules = dict(model.named_modules())
     parameters: dict[bool, list[nn.Parameter]] = {True: [], False: []}
@@ -35,7 +35,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Return whether a module's class name identifies a norm; Inkling's normed embedding does not count."""
+    """Return whether a module's class name identifies a norm. Inkling's normed embedding is excluded."""
     return "norm" in type(module).__name__.lower() and not isinstance(module, nn.Embedding)
 
 
@@ -52,10 +52,10 @@ def learning_rate(
     """Return a step's learning rate.
 
     The rate increases linearly to ``base_rate`` over ``warmup_steps``, decays to ``min_ratio * base_rate`` at
-    ``horizon_steps``, and is constant afterwards. The rate depends on the step only, so no scheduler state is saved.
+    ``horizon_steps``, and is constant afterwards. The rate depends only on the step, so no scheduler state is saved.
 
     Args:
-        step: The step, counted from 1.
+        step: Step number, starting at 1.
         base_rate: Peak learning rate.
         warmup_steps: Number of warm-up steps, or 0 for no warm-up.
         horizon_steps: Step at which the decay ends; not necessarily the last step.

@@ -11,9 +11,9 @@ MiB always stay in memory.
 
 In ZeRO-1 and ZeRO-2, each group of parameters is one evenly partitioned flat tensor. A rank's partition may cross
 parameter boundaries and may end in padding, so a rank's part of a parameter is the intersection of the parameter and
-the partition. Every rank has all model weights, trained and frozen, and stores an even share of them. DeepSpeed 0.19.8
-implements ZeRO-1 with bf16 weights and fp32 gradients in a separate class, ``BF16_Optimizer``, which partitions in the
-same way but uses other attribute names.
+the partition. Every rank has all model weights, trained and frozen, but saves only an even share of the weights.
+DeepSpeed 0.19.8 implements ZeRO-1 with bf16 weights and fp32 gradients in a separate class, ``BF16_Optimizer``, which
+partitions in the same way but uses other attribute names.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Partition:
     """The location of this rank's elements of a trained parameter."""
 
     group: int
-    """Index of the parameter's optimizer group, valid even if this rank owns no elements."""
+    """Index of the parameter's optimizer group, valid even if this rank owns none of the elements."""
     flat: int
     """Index of the flat tensor that contains the elements."""
     offset: int
@@ -51,7 +51,7 @@ def shape_of(parameter: Any) -> tuple[int, ...]:
 
 
 def flat_view(tensor: torch.Tensor, *, is_writing: bool) -> torch.Tensor:
-    """Return a tensor's elements in order as a 1-D tensor. For writing, the result shares the tensor's memory."""
+    """Return a tensor's elements in order as a 1-D tensor, which shares memory with the original if writing."""
     if is_writing and not tensor.is_contiguous():
         tensor.data = tensor.data.contiguous()
     return tensor.data.reshape(-1)
@@ -60,7 +60,7 @@ def flat_view(tensor: torch.Tensor, *, is_writing: bool) -> torch.Tensor:
 class Zero3View:
     """The partition view of a ``DeepSpeedZeroOptimizer_Stage3``.
 
-    ``resident_groups`` lists groups of sub-group indices that are in memory at the same time, identical on every rank.
+    Each ``resident_groups`` entry, identical on every rank, lists sub-groups that are in memory at the same time.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -95,7 +95,7 @@ class Zero3View:
         return Partition(group=group, flat=number, offset=offset, start=start, length=stop - start)
 
     def weights(self, parameter: Any, *, is_writing: bool) -> tuple[int, torch.Tensor]:
-        """Return the start index and a view of this rank's elements of the model's weights, without padding."""
+        """Return the start index and a view of this rank's share of a parameter in the model, without padding."""
         start, stop = _held(parameter)
         return start, parameter.ds_tensor.data.narrow(0, 0, stop - start)
 
@@ -163,8 +163,8 @@ def intersect(group: int, position: int, num_elements: int, *, partition_size: i
 class GroupView:
     """The partition view of an optimizer that evenly partitions each group's flat tensor.
 
-    ``flats`` are this rank's fp32 partitions and ``wholes`` the model's padded flat weights, one tensor per group.
-    ``positions`` maps the ``id`` of every trained parameter to its group and its offset in the group.
+    ``flats`` contains this rank's fp32 partitions, and ``wholes`` the model's padded flat weights; each has one tensor
+    per group. ``positions`` maps every trained parameter's ``id`` to the parameter's group and offset in that group.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class GroupView:
         return intersect(group, position, parameter.numel(), partition_size=size, rank=self._rank)
 
     def weights(self, parameter: Any, *, is_writing: bool) -> tuple[int, torch.Tensor]:
-        """Return the start index and a view of the model's weights: all elements if writing, else an even share."""
+        """Return the start index and a view of a parameter in the model: in full if writing, else an even share."""
         flat = flat_view(parameter, is_writing=is_writing)
         if is_writing:
             return 0, flat
@@ -200,7 +200,7 @@ class GroupView:
         return start, flat.narrow(0, start, stop - start)
 
     def begin(self) -> None:
-        """Unlink DeepSpeed from the old moments. DeepSpeed links the new moments after the next step."""
+        """Remove DeepSpeed's links to the old moments. DeepSpeed links the new moments after the next step."""
         self._optimizer._hp_optimizer_states_linked = False
 
     @contextmanager
@@ -209,7 +209,7 @@ class GroupView:
         yield
 
     def finish(self) -> None:
-        """Round the master weights into the model's weights on all ranks. All ranks must call this method."""
+        """Copy the rounded master weights to the model's weights on all ranks. All ranks must call this method."""
         self._optimizer.update_lp_params()
 
 

@@ -1,10 +1,10 @@
 """Computes the routers' load-balancing loss over complete rows, whose tokens are sharded across ranks.
 
-Transformers' mixture-of-experts models use the loss of https://arxiv.org/abs/2101.03961, equations 4 to 6, over all
-layers at once: ``coefficient * E * sum over experts of (share of choices) * (mean probability)``. This module defines
-the loss for each row over all its document tokens, independent of the number of ranks. The shares of choices have no
-gradient, so they are first summed over the ranks that share a row. The loss is then linear in the summed probabilities,
-and each rank computes the term for its own tokens.
+Transformers' mixture-of-experts models use the loss defined in https://arxiv.org/abs/2101.03961, equations 4 to 6, over
+all layers at once: ``coefficient * E * sum over experts of (share of choices) * (mean probability)``. This module
+defines the loss for each row over all its document tokens, independent of the number of ranks. The shares of choices
+have no gradient, so they are first summed over the ranks that share a row. The loss is then linear in the summed
+probabilities, and each rank computes the term for its own tokens.
 
 Legend: B rows, L tokens of this rank's slice, N = B * L, E experts.
 """
@@ -43,7 +43,7 @@ class RouterLoss:
 
     num_experts: int
     top_k: int
-    """Number of experts counted per token."""
+    """Number of experts that each token chooses."""
     coefficient: float
     """Weight of the router loss relative to the mean cross-entropy."""
 
@@ -95,10 +95,10 @@ def router_loss_of(model: Any) -> RouterLoss | None:
 
 
 def router_loss_sum(output: Any, loss: RouterLoss, batch: ShardedBatch) -> torch.Tensor:
-    """Return this rank's share of its rows' router losses, an fp32 scalar.
+    """Return this rank's share of its rows' router losses, as an fp32 scalar.
 
-    All ranks of ``sp`` must call this function. The sum over ``sp`` is each row's loss times the row's number of
-    supervised tokens, or times the sum of their label weights if the batch has label weights.
+    All ranks of ``sp`` must call this function. Over ``sp``, the results add up to each row's loss times the row's
+    number of supervised tokens or, if the batch has label weights, times the sum of the row's label weights.
 
     Args:
         output: Output of the model or of its decoder. ``router_logits`` contains one ``[N, E]`` tensor of scores per
@@ -170,7 +170,7 @@ def _probabilities(scores_NE: torch.Tensor) -> torch.Tensor:
 
 
 class _WeightedProbabilities(torch.autograd.Function):
-    """The weighted sum of a layer's probabilities. Saves the scores for backward, not the fp32 probabilities."""
+    """The weighted sum of a layer's probabilities. The scores, not the fp32 probabilities, are saved for backward."""
 
     @staticmethod
     def forward(ctx: Any, scores_NE: torch.Tensor, weights_NE: torch.Tensor, is_token_N1: torch.Tensor) -> torch.Tensor:
@@ -182,7 +182,7 @@ class _WeightedProbabilities(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_sum: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        """Return the gradient of the scores, using the softmax derivative ``p * (w - sum(p * w))``."""
+        """Return the gradient with respect to the scores, using the softmax derivative ``p * (w - sum(p * w))``."""
         scores_NE, weights_NE, is_token_N1 = ctx.saved_tensors
         probabilities_NE = _probabilities(scores_NE)
         mean_N1 = (probabilities_NE * weights_NE).sum(dim=-1, keepdim=True)

@@ -1,11 +1,11 @@
-"""A start-up self-test that compares attention and gradients on the live process groups with a single process.
+"""Tests attention and gradients at start-up, by comparing the live process groups with a single process.
 
 The test takes seconds and detects wrong results caused by a broken link, driver, kernel or library. It consists of two
 checks. The first runs attention over a packed row, with the run's heads, dtype, exchange, ring and kernel, and compares
 the result with the definition of attention in fp64. The second runs one optimizer step of a tiny decoder in an engine
-with the run's ZeRO stage, and compares the loss scale and gradients with a single process. Ranks exchange their
-measurements, so either all ranks continue or all raise the same error. The links are timed too; the caller decides
-whether they are too slow.
+with the run's ZeRO stage, and compares the loss scale and gradients with those of a single process. Ranks exchange
+their measurements, so either all ranks continue or all raise the same error. The test also times the links; the caller
+decides whether any link is too slow.
 
 Legend: D head size of queries and keys, E head size of values.
 """
@@ -49,12 +49,12 @@ class SelfTestReport:
     attention_error: float
     """Relative error of attention outputs and gradients, compared with the definition of attention."""
     gradient_error: float
-    """Relative error of the tiny decoder's gradients, compared with a single process, for the worst tensor."""
+    """Relative error of the tiny decoder's worst gradient tensor, compared with a single process."""
     norm_ratio: float
     """Global gradient norm reported by the engine, divided by the norm in a single process."""
     kernels: tuple[str, ...]
     links: tuple[LinkTime, ...] = ()
-    """Duration of one exchange for each kind of process group; empty with a single rank."""
+    """Duration of one exchange for each kind of process group; empty if there is only one rank."""
     seconds: float
 
     def in_words(self) -> str:
@@ -90,14 +90,14 @@ def run_self_test(
     node: str = "",
     clock: Clock | None = None,
 ) -> SelfTestReport:
-    """Compare the live process groups and devices with a single process.
+    """Compare attention and gradients on the live process groups and devices with a single process.
 
-    All ranks of the world must call this function, with the same settings. Random state, hooks and memory are restored.
-    ``prepare_process`` must have been called, and the ranks of each ``sp`` group must be contiguous. Only the stage,
-    dtype and accumulation of ``zero`` are used.
+    All ranks of the world must call this function, with the same settings. Random state, hooks and memory are restored
+    afterwards. ``prepare_process`` must have been called, and the ranks of each ``sp`` group must be contiguous. Only
+    the stage, dtype and accumulation of ``zero`` are used.
 
     Raises:
-        RunError: Results differ. Every rank raises the same error, with the quantity, error, rank and remedy.
+        RunError: Results differ. All ranks raise the same exception, with the quantity, error, rank and remedy.
         UserError: The requested kernel is not available on this device.
     """
     clock = clock or SystemClock()
@@ -139,7 +139,7 @@ def run_self_test(
 
 
 def step_bound(least: float, own_error: float) -> float:
-    """Return the error bound for gradients: at least ``least`` and, if finite, twice a single process's own error."""
+    """Return the gradient error bound: twice a single process's own error if finite, but at least ``least``."""
     return max(least, 2 * own_error) if math.isfinite(own_error) else least
 
 
@@ -155,7 +155,7 @@ def find_worst(parts: Sequence[str], errors: Sequence[Sequence[float]], bounds: 
 
 
 def _agreed(measured: Sequence[_Measured], device: torch.device) -> list[CheckResult]:
-    """Gather the errors and bounds of all ranks, which must all call this function, and return the worst errors."""
+    """Gather all ranks' errors and bounds, and return the worst errors. All ranks must call this function."""
     mine = torch.tensor([numbers for _, *numbers in measured], dtype=torch.float64, device=device)
     rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, mine)
@@ -189,7 +189,7 @@ def _attention_error(
     kernels: tuple[str, ...],
     node: str,
 ) -> RunError:
-    """Return the error, after testing whether the kernel or the exchange is wrong. All ranks must call."""
+    """Test whether the kernel or the exchange is wrong, and return the error. All ranks must call this function."""
     alone = SequenceMesh(sp_size=1, sp_rank=0, ring_size=1, world_size=1)
     kernel = _agreed(_attention(alone, device, replace(settings, head_groups=1)), device)
     names = ", ".join(kernels)
@@ -227,7 +227,8 @@ def _step_error(
 def _error(
     found: Sequence[CheckResult], against: str, cause: str, node: str, broken: frozenset[int] = frozenset()
 ) -> RunError:
-    """Return the same error on all ranks, which must all call; ``broken`` ranks are wrong even in one process."""
+    """Return the same error on all ranks; ``broken`` ranks fail even in one process. All ranks must call this
+    function."""
     worst, wrong_ranks = _worst(found), _wrong_ranks(found)
     names: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(names, node)
@@ -243,8 +244,8 @@ def _error(
 
 
 _GPU_BYTES, _CPU_BYTES = 256 << 20, 1 << 20
-"""Message size in bytes per rank. The GPU size is about a layer of an 8B model, so that latency has the same share of
-the time as in a training step."""
+"""Message size in bytes per rank. The GPU message is about as large as a layer of an 8B model, so that latency accounts
+for the same share of the duration as in a training step."""
 _TIMES = 3
 
 
@@ -253,15 +254,15 @@ class LinkTime:
     """Duration of one exchange, identical on every rank."""
 
     role: Role
-    """Role of the process groups, which all exchange at the same time."""
+    """Role of the process groups, which all exchange data at the same time."""
     ranks: int
     sent_bytes: int
     """Number of bytes sent by each rank."""
     seconds: float
-    """Duration on the slowest rank, the minimum of several measurements."""
+    """Duration on the slowest rank, as the minimum of several measurements."""
     slowest_rank: int
     transports: tuple[str, ...] = ()
-    """Transports that the slowest rank uses for sending, according to NCCL's log; empty if the log lacks them."""
+    """Transports that the slowest rank uses for sending, according to NCCL's log; empty if the log lists none."""
 
     @property
     def bandwidth(self) -> float:
@@ -274,9 +275,9 @@ class LinkTime:
 
 
 def time_links(mesh: SequenceMesh, device: torch.device, clock: Clock) -> tuple[LinkTime, ...]:
-    """Time one exchange on each kind of process group. All ranks of the world must call this function.
+    """Time one exchange for each kind of process group. All ranks of the world must call this function.
 
-    The exchanges are those of a training step: heads over ``ulysses``, blocks over ``ring``, weights over ``shard``.
+    Each exchange also occurs in a training step: heads over ``ulysses``, blocks over ``ring``, weights over ``shard``.
     """
     num_bytes = _GPU_BYTES if device.type == "cuda" else _CPU_BYTES
     sizes: dict[Role, int] = {"ulysses": mesh.ulysses_size, "ring": mesh.ring_size, "shard": mesh.world_size}
@@ -345,7 +346,7 @@ class StepMeasured:
     """Norm-wise relative error of the worst gradient tensor, compared with a single process in fp64."""
     worst_tensor: str
     own_error: float
-    """The same error for a single process in the run's dtype."""
+    """Norm-wise relative error of a single process in the run's dtype, measured in the same way."""
     norm_ratio: float
     """Global gradient norm reported by the engine, divided by the norm in a single process."""
 
@@ -388,8 +389,8 @@ def measure_step(
 def worst_error(ours: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tensor]) -> tuple[float, str]:
     """Return the largest norm-wise relative error over all tensors, and the name of that tensor.
 
-    If a tensor's norm is below 1e-7 of the norm of the full gradient, the error is relative to the full gradient
-    instead. NaN is treated as infinity.
+    If a tensor's norm is below 1e-7 of the full gradient's norm, the error is relative to the full gradient instead.
+    NaN is treated as infinity.
     """
     assert ours.keys() == truth.keys()
     whole = float(torch.stack([gradient.double().norm() for gradient in truth.values()]).norm())

@@ -134,8 +134,8 @@ def measure_attention(
 def slice_error(ours: torch.Tensor, truth: torch.Tensor, whole: torch.Tensor) -> float:
     """Return a slice's norm-wise error, relative to the row's norm scaled to the slice's number of elements.
 
-    The slice's own norm would not work as the reference, because it may be 0: the true gradient of Q is 0 for one-token
-    documents.
+    The slice's own norm can't serve as the reference, because that norm may be 0: the true gradient of Q is 0 for
+    one-token documents.
     """
     share = math.sqrt(truth.numel() / whole.numel())
     scale = float(whole.double().norm()) * share

@@ -36,7 +36,7 @@ class LocalSelfTest:
 
 
 def run_local_self_test() -> LocalSelfTest:
-    """Run the self-test in two processes: on NCCL with GPUs (one process if there is only one GPU), else on gloo."""
+    """Run the self-test in two processes, on NCCL or, without GPUs, on gloo. A single GPU runs one process."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     world_size = min(gpus or _MOST_PROCESSES, _MOST_PROCESSES)
     place = f"{world_size} process{'es' if world_size > 1 else ''} on {'NCCL' if gpus else 'gloo'}"
@@ -47,8 +47,8 @@ def run_local_self_test() -> LocalSelfTest:
 def self_test_on(work: Callable[..., str], world_size: int, limit_s: float) -> LocalSelfTest:
     """Run a self-test on local ranks, and return the result.
 
-    ``work`` runs on each rank and returns the measurements as text. An exception raised by ``work`` contains the
-    problem and the remedy.
+    ``work`` runs on each rank and returns the measurements as text. If ``work`` raises an error, the error's arguments
+    are the problem and the remedy.
     """
     try:
         return LocalSelfTest(ok=True, text=run_local_ranks(work, world_size, limit_s=limit_s))
@@ -67,7 +67,7 @@ def self_test_on(work: Callable[..., str], world_size: int, limit_s: float) -> L
 
 
 def _settings(device: torch.device) -> tuple[AttentionSettings, ZeroSettings]:
-    """Return attention settings with KV heads shared by ranks, in the device's usual dtype, and engine settings."""
+    """Return attention and engine settings in the device's usual dtype, with KV heads shared by ranks."""
     is_gpu = device.type == "cuda"
     attention = AttentionSettings(
         num_heads=8,

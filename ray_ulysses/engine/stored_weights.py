@@ -42,7 +42,7 @@ def file_tensors(directory: Path) -> dict[str, FileTensor]:
     """Return the tensors that Transformers would read from a model directory, by name, without reading their data.
 
     Raises:
-        One of `UNREADABLE`: The directory has no safetensors files, or they are damaged.
+        One of `UNREADABLE`: The directory has no safetensors files, or a damaged one.
     """
     found = {}
     for name in _weight_files(directory):
@@ -88,7 +88,7 @@ def resolve_tie(hf_config: Any, part: Part, path: str) -> None:
     the error is raised when the weights are loaded.
 
     Raises:
-        UserError: The weights of a hub ID can't be downloaded. Ignoring the error could make ranks disagree on the tie.
+        UserError: A hub ID's weights can't be downloaded. Without this error, ranks could disagree on untying.
     """
     if not getattr(hf_config, "tie_word_embeddings", False):
         return
@@ -111,7 +111,7 @@ def resolve_tie(hf_config: Any, part: Part, path: str) -> None:
 
 
 def _weights_directory(path: str) -> Path | None:
-    """Return the directory with the weights of ``model.path``, downloaded if needed, or None without safetensors."""
+    """Return the directory of ``model.path``'s weights, downloaded if needed, or None if there are no safetensors."""
     directory = Path(path).expanduser()
     if directory.is_dir():
         return directory
@@ -127,7 +127,7 @@ def _weights_directory(path: str) -> Path | None:
 
 
 def _fetched(path: str) -> str | None:
-    """Download a hub ID's safetensors and return the first file's path, or None if the repository has none.
+    """Download a hub ID's safetensors, and return the first file's path, or None if there are no safetensors.
 
     Raises:
         OSError: The hub is unreachable, and the cache does not show whether the files exist.

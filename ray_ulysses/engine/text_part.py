@@ -1,8 +1,8 @@
 """Removes all parts of a multimodal model except the text decoder and output head.
 
-For text-only input, a multimodal model's forward runs only the decoder and the output head. The model to train is
-therefore the multimodal model with all other parts removed. For text, it computes the same result as the full model,
-independent of the code around the decoder, and tensor names do not change.
+For text-only input, a multimodal model's forward runs only the decoder and the output head. The trained model is
+therefore the multimodal model with all other parts removed. For text, this model computes the same result as the full
+model, regardless of the code around the decoder, and tensor names do not change.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def model_class(hf_config: Any, part: Part) -> Any:
     """Return the Transformers auto class that builds and loads a model.
 
     Raises:
-        UserError: The model has no such part.
+        UserError: A multimodal model requires the part ``text``, and any other model the part ``whole``.
     """
     has_parts = is_multimodal(hf_config)
     if part == "whole" and has_parts:
@@ -45,7 +45,7 @@ def auto_class(part: Part) -> Any:
 
 
 def is_multimodal(hf_config: Any) -> bool:
-    """Return whether a model has other parts than a text decoder."""
+    """Return whether a model has parts other than a text decoder."""
     from transformers import MODEL_FOR_MULTIMODAL_LM_MAPPING
 
     return type(hf_config) in MODEL_FOR_MULTIMODAL_LM_MAPPING and hf_config.get_text_config(decoder=True) != hf_config

@@ -1,9 +1,9 @@
 """Computes the loss over tiles of tokens, so that the logits of a complete row never exist at once.
 
-The model's own forward runs up to the end of the decoder. The output head is then called once with all hidden states,
-so that the engine gathers the head's weights once, and loops over tiles. Each tile runs the rest of the model's forward
-(scale, soft-cap, bias) and the cross-entropy, and immediately computes the gradients of hidden states and weights. The
-backward pass only multiplies these gradients by the gradient of the loss.
+The model's own forward runs up to the end of the decoder. The output head is then called once with all hidden states
+and loops over tiles, so that the engine gathers the head's weights only once. Each tile runs the rest of the model's
+forward (scale, soft-cap, bias) and the cross-entropy, and immediately computes the gradients of hidden states and
+weights. The backward pass only multiplies these gradients by the gradient of the loss.
 
 Legend: B rows, L tokens of this rank's slice, N = B * L, T tokens of a tile, H hidden size, V vocabulary size.
 """
@@ -51,7 +51,7 @@ class TiledLoss:
     _logits_of: Callable[[torch.Tensor], torch.Tensor] | None = field(init=False, default=None)
 
     def run(self, model: Callable[..., Any]) -> torch.Tensor:
-        """Call the model, or the engine that wraps the model; return the sum of all losses as an fp32 scalar."""
+        """Call the model or the engine that wraps the model, and return the sum of all losses as an fp32 scalar."""
         head = self.parts.head_module
         with _replaced_forward(self.parts.model, self._forward), _replaced_forward(head, self._head_forward):
             loss_sum: torch.Tensor = model(**self.batch.model_inputs(), **self._scores(True))
@@ -85,7 +85,7 @@ class TiledLoss:
     def gradients(
         self, hidden_NH: torch.Tensor, weights: tuple[torch.Tensor, ...], wants_gradients: bool
     ) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
-        """Process all tiles; return the gradients of the summed loss, with weight gradients summed in fp32."""
+        """Process all tiles, and return the summed loss's gradients. Weight gradients are summed in fp32."""
         labels_N, label_weights = self.batch.labels_BL.flatten(), self.batch.label_weights_BL
         num_tokens = len(labels_N)
         self.losses_N = torch.empty(num_tokens, dtype=torch.float32, device=hidden_NH.device)
@@ -135,9 +135,9 @@ class TiledLoss:
 def token_losses(
     logits_TV: torch.Tensor, labels_T: torch.Tensor, z_loss: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the fp32 cross-entropy of each token, and the z-loss or None if ``z_loss`` is 0.
+    """Return each token's fp32 cross-entropy and z-loss. The z-loss is None if ``z_loss`` is 0.
 
-    The z-loss is ``z_loss * log(Z)**2``, where ``Z`` is the softmax denominator. It keeps ``log(Z)`` close to 0
+    The z-loss is ``z_loss * log(Z)**2``, where ``Z`` is the softmax denominator. The z-loss keeps ``log(Z)`` close to 0
     (https://arxiv.org/abs/2204.02311, section 5). Both losses are 0 where the label is ignored.
     """
     logits_TV = logits_TV.float()
@@ -154,7 +154,7 @@ def token_losses(
 
 
 class _SumOfTiles(torch.autograd.Function):
-    """The sum of the losses; gradients are computed in the forward pass."""
+    """The sum of all tiles' losses. Gradients are computed in the forward pass."""
 
     @staticmethod
     def forward(
@@ -187,7 +187,7 @@ class _SumOfTiles(torch.autograd.Function):
 
 
 def add_gradients(sums: list[torch.Tensor | None], parts: Sequence[torch.Tensor | None]) -> None:
-    """Add a tile's gradients to fp32 sums; in bf16 the error would grow with the number of tiles."""
+    """Add a tile's gradients to fp32 sums. In bf16, the rounding error would grow with the number of tiles."""
     for place, part in enumerate(parts):
         if part is None:
             continue

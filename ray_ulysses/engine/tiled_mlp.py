@@ -4,9 +4,9 @@ The forward pass saves only the MLP's input, in a separate autograd node before 
 a layer's recomputation stops at that node, so the backward pass recomputes the MLP once instead of twice: a layer needs
 12 projection matrix products, compared with 11 without tiles. Weight gradients are summed over tiles in fp32 and added
 to the parameter once. Norms of hidden states, queries and keys are tiled in the same way, because the backward pass of
-Transformers' norms creates five fp32 values per input value, several times the memory of the rest of a layer.
+Transformers' norms creates five fp32 values per input value, several times the memory that the rest of a layer uses.
 
-Legend: N tokens of this rank, T tokens of a tile, H hidden size.
+Legend: N tokens of this rank, T tokens of a tile, H hidden size, E experts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _log = get_logger(__name__)
 
 
 def tile_mlps(model: nn.Module, tile: TileSetting, most_tokens: int | None = None) -> None:
-    """Make a model's norms and MLPs, dense or experts, run over tiles. Call this function before building the engine.
+    """Tile a model's norms and MLPs, both dense and experts. Call this function before building the engine.
 
     A tiled MLP uses tiles for every row, even for short rows. Tiling changes the order in which weights receive
     gradients, and ZeRO-2 requires the same order on all ranks, whose rows may have different lengths.
@@ -48,7 +48,7 @@ def tile_mlps(model: nn.Module, tile: TileSetting, most_tokens: int | None = Non
             these tokens in one tile are left unchanged.
 
     Raises:
-        UserError: The layers have no MLP that can be tiled. With ``auto``, such layers are left unchanged instead.
+        UserError: No layer has an MLP that can be tiled. If ``tile`` is ``auto``, no error is raised.
     """
     if tile == "off":
         return
@@ -78,7 +78,7 @@ def tile_mlps(model: nn.Module, tile: TileSetting, most_tokens: int | None = Non
 
 
 def _go_over_tiles(module: Any, tile_tokens: Callable[[int, int], int], setting: TileSetting) -> None:
-    """Give a module a tiled forward; ``tile_tokens`` computes the tile size from a row's tokens and width."""
+    """Replace a module's forward with a tiled one. ``tile_tokens`` computes the tile size from row length and width."""
     # The attribute lacks the prefix of Ulysses' attributes, because removing Ulysses must not remove tiling.
     setattr(module, TILE_TOKENS, tile_tokens)
     module._tile_setting = setting
@@ -198,7 +198,7 @@ def _with_gradients(bare: _Bare, hidden_1NH: torch.Tensor, tile: int) -> torch.T
 
 
 class _Bare:
-    """A stand-in without hooks for an MLP or a norm whose weights are gathered."""
+    """A stand-in without hooks for an MLP or norm whose weights are already gathered."""
 
     def __init__(self, mlp: nn.Module) -> None:
         self.mlp = unhooked(mlp)
@@ -207,10 +207,10 @@ class _Bare:
         """Number of outputs in addition to the hidden states. Layers ignore these outputs, and receive None instead."""
         self.is_recording = is_recording()
         self.scores: list[torch.Tensor] = []
-        """Router scores of all tokens, each of shape ``[N, E]``, if Transformers records them."""
+        """Router scores of all tokens, as ``[N, E]`` tensors; empty unless Transformers records router scores."""
 
     def __call__(self, hidden_1TH: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return a tile's hidden states and router scores, each of shape ``[T, E]``."""
+        """Return a tile's hidden states, and the tile's router scores as ``[T, E]`` tensors."""
         if not self.is_recording:
             return self._hidden(hidden_1TH), []
         result_1TH, scores = recorded(lambda: self._hidden(hidden_1TH))
@@ -262,7 +262,7 @@ class _KeptInput(torch.autograd.Function):
 
 
 class _Tiles(torch.autograd.Function):
-    """An MLP over tiles. Saves no tensors; the input is saved by `_KeptInput`."""
+    """An MLP that runs over tiles. No tensors are saved here, because `_KeptInput` saves the input."""
 
     @staticmethod
     def forward(

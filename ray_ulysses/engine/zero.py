@@ -47,17 +47,17 @@ class ZeroSettings:
     nvme_path: str | None = None
     """Swap directory for ``offload_optimizer="nvme"``."""
     sub_group_elements: int | None = None
-    """Number of elements that each rank updates at a time in stage 3. None selects DeepSpeed's default, or with NVMe a
-    value that requires only small buffers."""
+    """Number of elements that each rank updates at a time in stage 3. None selects DeepSpeed's default or, with NVMe
+    offload, a value that requires only small buffers."""
     partition_everything: bool = False
-    """Whether even small parameters are partitioned again after each use (for tiny models)."""
+    """Whether even small parameters are repartitioned after each use; intended for tiny models."""
 
 
 def prepare_process(local_rank: int, device_type: str) -> None:
     """Set the environment that DeepSpeed 0.19.8 reads on import and initialization.
 
-    On CPU, all DeepSpeed ops are marked incompatible. Otherwise DeepSpeed would compile a C++ communication op at
-    startup, which takes 30 s and requires a compiler. Also on CPU, the C library is configured to reuse freed memory
+    On CPU, all DeepSpeed ops are marked incompatible. Otherwise, DeepSpeed would compile a C++ communication op at
+    startup, which takes 30 s and requires a compiler. On CPU, the C library is also configured to reuse freed memory
     for later activations.
     """
     os.environ["LOCAL_RANK"] = str(local_rank)
@@ -74,7 +74,7 @@ def prepare_process(local_rank: int, device_type: str) -> None:
 def _keep_freed_memory() -> None:
     """Make glibc keep up to 128 MiB of freed memory, instead of returning it to the system after each layer.
 
-    The system clears each new page: in a small model with 8,192 tokens per step, 10,000 to 17,000 page faults per step
+    The kernel zeroes each new page: in a small model with 8,192 tokens per step, 10,000 to 17,000 page faults per step
     took 3 to 5% of the CPU time. Tensors above 32 MiB, glibc's maximum for the mmap threshold, are still mapped and
     unmapped.
     """
@@ -139,7 +139,7 @@ def build_engine(model: nn.Module, settings: ZeroSettings) -> Any:
     """Wrap a model in a ZeRO engine. All ranks of the world must call this function after ``init_process_group``.
 
     Returns:
-        The ``deepspeed.DeepSpeedEngine``, whose ``backward`` divides by ``accumulation``.
+        The ``deepspeed.DeepSpeedEngine``, whose ``backward`` divides the loss by ``accumulation``.
     """
     import deepspeed
 
@@ -162,7 +162,7 @@ def build_engine(model: nn.Module, settings: ZeroSettings) -> Any:
 
 
 def _gather_head_at_once(model: nn.Module) -> None:
-    """Make ZeRO-3 gather an output head with submodules, such as adapters, once for all tiles of the loss."""
+    """Make ZeRO-3 gather the weights of an output head with submodules, such as adapters, once for all loss tiles."""
     inner = inner_model(model)
     head = None if inner is None else inner.get_output_embeddings()
     if head is not None and any(True for _ in head.children()):
@@ -172,11 +172,11 @@ def _gather_head_at_once(model: nn.Module) -> None:
 
 
 def gather_experts_at_once(model: nn.Module) -> None:
-    """Make ZeRO-3 gather all experts of a layer together, once per call of the layer.
+    """Make ZeRO-3 gather all of a layer's expert weights together, once per layer call.
 
-    Call this function before building the engine. Some layers, such as DBRX's, call one module with parameters per
-    expert that has tokens. Ranks have different tokens, so gathering on each call would wait for ranks that do not make
-    the call.
+    Call this function before building the engine. Some layers, such as DBRX's, call a separate module for each expert
+    that receives tokens. Ranks have different tokens, so a gather on each of these calls would wait for ranks that do
+    not make the call.
     """
     from deepspeed.utils import set_z3_leaf_module
 
@@ -193,8 +193,8 @@ def trace_parameters_only(engine: Any) -> None:
 
     DeepSpeed 0.19.8 records a trace of all module calls on each rank. If the calls on one rank change between
     micro-batches, only that rank discards its trace, its next collectives differ from the other ranks' collectives, and
-    all ranks hang. Calls of modules without parameters may depend on a rank's data, such as the activation of each
-    expert that has tokens.
+    all ranks hang. Whether a module without parameters is called may depend on a rank's data: for example, an expert's
+    activation function is called only if the expert receives tokens.
     """
     offload = engine.optimizer.parameter_offload
     hooks_without_use = {
@@ -225,9 +225,9 @@ _PREFIX = "process-"
 class SwapFolder:
     """A new folder under a root directory on a local disk, locked until it is closed or the process ends.
 
-    Two attempts of a run may be alive on the same node for a while, if the older attempt has not noticed that it was
-    abandoned. With shared files, they would overwrite each other's state. Folders of dead processes are deleted on
-    creation.
+    Two attempts of a run may be alive on the same node for a while if the older attempt has not yet noticed that it was
+    abandoned. If they shared files, the attempts would overwrite each other's state. Folders of dead processes are
+    deleted when a new folder is created.
 
     Raises:
         OSError: The root directory is not writable.

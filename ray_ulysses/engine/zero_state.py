@@ -1,7 +1,7 @@
-"""Exports and imports the training state of a ZeRO engine of any stage, as named flat parts.
+"""Exports and imports a ZeRO engine's training state at any ZeRO stage, as named flat parts.
 
 Tensors are stored as exact intervals, without padding. A state saved at any stage and world size can therefore be
-loaded at any other. Only `partition_view` reads DeepSpeed's private attributes.
+loaded at any other stage and world size. Only `partition_view` reads DeepSpeed's private attributes.
 
 Keys are ``fp32/<parameter>`` for master weights of trained parameters, ``<moment>/<parameter>`` for their optimizer
 moments, ``model/<parameter>`` for trained parameters in the model's precision if it is not fp32, ``frozen/<parameter>``
@@ -32,7 +32,7 @@ from ray_ulysses.errors import UserError
 
 
 class StateReader:
-    """Reads an engine's training state repeatedly between steps. The set of trained parameters must not change."""
+    """Reads an engine's training state between steps. The set of trained parameters must not change."""
 
     def __init__(self, engine: Any) -> None:
         self._engine, self._view, self._tensors = engine, partition_view(engine), named_tensors(engine.module)
@@ -53,12 +53,12 @@ class StateReader:
 
 
 def state_source(engine: Any) -> StateSource:
-    """Return this rank's part of the state; see `StateReader.source`."""
+    """Return this rank's part of an engine's training state; see `StateReader.source`."""
     return StateReader(engine).source()
 
 
 def import_state(engine: Any, description: StateDescription, fill: Callable[[Sequence[TensorPart]], object]) -> None:
-    """Load a stored state into an engine with the same model, for any stage and world size.
+    """Load a stored state into an engine with the same model, at any stage and world size.
 
     All ranks must call this function. The optimizer keeps its own parameter groups and hyperparameters, which come from
     the resumed run's settings.
@@ -66,8 +66,8 @@ def import_state(engine: Any, description: StateDescription, fill: Callable[[Seq
     Args:
         engine: A ``deepspeed.DeepSpeedEngine`` with ZeRO stage 1, 2 or 3, new or already trained.
         description: Description of the stored state, from the manifest.
-        fill: A function that fills this rank's parts in place, such as `checkpoint.load_parts`. It is called once or,
-            with the optimizer on NVMe, once per sub-group; the number of calls is the same on every rank.
+        fill: A function that fills this rank's parts in place, such as `checkpoint.load_parts`. The function is called
+            once or, if the optimizer is on NVMe, once per sub-group, and equally often on every rank.
 
     Raises:
         UserError: The engine's parameters differ from the stored parameters.
@@ -119,7 +119,7 @@ BUFFER = "buffer"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NamedTensors:
-    """A model's tensors by name. Collected once, because walking over all modules takes milliseconds."""
+    """A model's tensors by name, collected once because walking over all modules takes milliseconds."""
 
     trained: tuple[tuple[str, Any], ...]
     """Trained parameters; a tied parameter is listed once, under its first name."""
@@ -194,7 +194,7 @@ def rounded_parts(tensors: NamedTensors, view: PartitionView) -> Iterator[Tensor
 
 
 def untrained_parts(tensors: NamedTensors, view: PartitionView, *, is_writing: bool) -> Iterator[TensorPart]:
-    """Yield frozen parameters and buffers. Only rank 0 stores buffers; every rank loads them."""
+    """Yield frozen parameters and buffers. Only rank 0 stores buffers, but all ranks load them."""
     for name, parameter in tensors.frozen:
         start, tensor = view.weights(parameter, is_writing=is_writing)
         yield from _unless_empty(f"{FROZEN}/{name}", start, tensor)
@@ -210,7 +210,7 @@ def _unless_empty(key: str, start: int, tensor: torch.Tensor) -> Iterator[Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SwappedState:
-    """A rank's part of the state, of which one sub-group is in memory at a time; a `StateSource`.
+    """A `StateSource` for a rank's part of a state on NVMe, with one sub-group in memory at a time.
 
     The object is a view of the live state: copy its contents before the next step.
     """
@@ -233,7 +233,7 @@ class SwappedState:
         return (*stepped_intervals(self.tensors, self.view, self.moments), *resident)
 
     def copy_to(self, destinations: Sequence[torch.Tensor]) -> None:
-        """Copy each interval's elements to a destination tensor, with one sub-group in memory at a time.
+        """Copy each interval's elements to the corresponding destination, swapping in one sub-group at a time.
 
         When this method returns, copies from a device to pinned memory may still be in progress on the current stream.
         """
@@ -266,7 +266,7 @@ def describe(engine: Any, tensors: NamedTensors, view: PartitionView, moments: S
 
 
 def moment_names(view: PartitionView) -> tuple[str, ...]:
-    """Return the names of the optimizer's flat state tensors; empty before the first step."""
+    """Return the names of the optimizer's flat state tensors, of which there are none before the first step."""
     names: set[str] = set()
     for flat in view.flats:
         names |= {
@@ -291,11 +291,11 @@ def restore_counters(engine: Any, description: StateDescription) -> None:
 
 
 def check_same_model(tensors: NamedTensors, description: StateDescription, moments: Sequence[str]) -> None:
-    """Raise if a model's tensors differ from the stored tensors.
+    """Raise an error if a model's tensors differ from the stored tensors.
 
-    Trained weights are compared by their fp32 master weights. The model's precision may change, and training then
-    continues from the same master weights in the new precision; rounded copies under ``model/`` are not compared.
-    Frozen parameters and buffers have no master weights, so their dtype must match.
+    For trained parameters, only the fp32 master weights are compared, not the rounded copies under ``model/``. The
+    model's precision may change; training then continues from the same master weights in the new precision. Frozen
+    parameters and buffers have no master weights, so their dtypes must match.
 
     Raises:
         UserError: Names, shapes or dtypes differ. The error lists the first few tensors.
@@ -312,7 +312,7 @@ def check_same_model(tensors: NamedTensors, description: StateDescription, momen
 
 
 def differing(here: Mapping[str, _Value], stored: Mapping[str, _Value], shown: Callable[[_Value], str]) -> list[str]:
-    """Describe the differences between a model's tensors and the stored tensors, missing tensors first."""
+    """Describe the differences between a model's tensors and the stored tensors, listing missing tensors first."""
     found = [f"{key} is not in the checkpoint" for key in here if key not in stored]
     found += [f"{key} is in the checkpoint only" for key in stored if key not in here]
     found += [
