@@ -1,4 +1,4 @@
-"""Tracks the changes that `apply_ulysses` makes to a model, so that `remove_ulysses` can undo them."""
+"""Records the changes that `apply_ulysses` makes to a model, so that `remove_ulysses` can undo them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _NAME = f"{_OURS}attachment"
 
 
 class _Missing:
-    """Marks an attribute that did not exist. It is a class because ``deepcopy`` preserves the identity of classes."""
+    """Marker for an attribute that did not exist. The marker is a class because ``deepcopy`` does not copy classes."""
 
 
 class Attachment:
-    """A record of the changes to a model's modules. Create it before the first change.
+    """A record of the changes to a model's modules. It must be created before the first change.
 
     If the model already has an attachment, the new one takes over the original values recorded there.
     """
@@ -64,7 +64,7 @@ class Attachment:
         vars(self._model)[_NAME] = self
 
     def undo(self, model: Any) -> None:
-        """Restore the model's original attributes and attention functions, and remove the hook."""
+        """Restore the model's original attributes and attention implementations, and remove the hook."""
         self.unhook(model)
         for module, name, was in self._changed:
             if was is _Missing:
@@ -78,7 +78,7 @@ class Attachment:
         model.set_attn_implementation(self._attention)
 
     def unhook(self, model: nn.Module) -> None:
-        """Remove the hook and this record from the model, but leave the changed attributes."""
+        """Remove the hook and this record from the model, but do not restore the changed attributes."""
         assert self._handle is not None
         self._handle.remove()
         del vars(model)[_NAME]
@@ -99,10 +99,10 @@ class AttentionContext:
     ring: str
     """Name of the ring's process group; empty if there is no ring."""
     head_groups: int
-    """Number of KV head groups. Each group is exchanged and attended in turn."""
+    """Number of KV head groups, which are exchanged and attended to one after another."""
     announce: Callable[[Demand], None]
     """Callback that logs the kernel chosen for a `Demand`, once per distinct demand."""
     position_ids_BL: torch.Tensor | None = None
-    """Position of each local token in its document, or None if no layer uses positions."""
+    """Position of each local token within its document, or None if no layer uses document positions."""
     local_spans: Mapping[int, Tables] = field(default_factory=dict)
     """Tables for layers with local spans (chunked attention), keyed by the span length in tokens."""

@@ -34,16 +34,16 @@ class ShardedBatch:
     labels_BL: torch.Tensor
     """int64 labels, already shifted: the label at position ``t`` is the document's next token, or ``IGNORE_INDEX``."""
     position_ids_BL: torch.Tensor
-    """int64 position of each token in its document, counted from 0; 0 in padding."""
+    """int64 zero-based position of each token within its document; 0 for padding."""
     document_lengths_BL: torch.Tensor
-    """int32 length in tokens of the complete document that contains each token; 0 in padding."""
+    """int32 length in tokens of the complete document that contains each token; 0 for padding."""
     documents: PackedDocuments
     """Document tables for this ring rank's share of the rows."""
     mesh: SequenceMesh
     token_ids: tuple[int, int] | None = None
     """Smallest and largest token id of the unsharded rows, or None if the rows are on a GPU."""
     label_weights_BL: torch.Tensor | None = None
-    """fp32 factor on each label's loss. None means 1."""
+    """fp32 weight of each label's loss, or None if all weights are 1."""
     largest_label: int | None = None
     """Largest label of the unsharded rows, 0 if no token has a label, or None if the rows are on a GPU."""
 
@@ -73,11 +73,11 @@ def shard_batch(
         input_ids: Token ids of complete rows, int ``[B, S]`` or ``[S]``.
         labels: int ``[B, S]`` or ``[S]``, not shifted (the Hugging Face convention): each label is the token id at the
             same position, or ``IGNORE_INDEX``. If None, every token of every document is trained on.
-        document_lengths: Lengths in tokens of the documents packed into each row, in order: a flat sequence for a
-            single row, otherwise one sequence per row. The rest of a row is padding. If None, each row is one document.
+        document_lengths: Lengths in tokens of each row's packed documents, in order: a flat sequence for a single row,
+            otherwise one sequence per row. The remainder of a row is padding. If None, each row is a single document.
         mesh: The mesh to shard over. Rows are padded to a multiple of ``mesh.sp_size``, or ``2 * mesh.sp_size`` with a
             ring.
-        label_weights: Factor on the loss of predicting each token, ``[B, S]`` or ``[S]``. None means 1.
+        label_weights: Weight of each token's loss as a label, ``[B, S]`` or ``[S]``. None means 1 for all tokens.
 
     Returns:
         This rank's slice. Labels are shifted within documents, so a document's last token has no target.
@@ -145,7 +145,7 @@ def _shifted_weights(weights: torch.Tensor | None, padded_BS: torch.Tensor, padd
 
 
 def _bounds(input_ids_BS: torch.Tensor) -> tuple[int, int] | None:
-    """Return the smallest and largest id, or None for a GPU tensor, where reading them would synchronize the host."""
+    """Return the smallest and largest id, or None for a GPU tensor, because reading its values would block the host."""
     if input_ids_BS.device.type != "cpu":
         return None
     smallest, largest = torch.aminmax(input_ids_BS)
@@ -166,7 +166,7 @@ def _largest_label(shifted_BS: torch.Tensor) -> int | None:
 
 
 def held_tokens(rows_BS: torch.Tensor, mesh: SequenceMesh) -> torch.Tensor:
-    """Return this rank's tokens of complete rows, contiguous ``[B, L]``. With a ring, they are two ranges per row."""
+    """Extract this rank's tokens from complete rows, contiguous ``[B, L]``: with a ring, two ranges per row."""
     ranges = held_ranges(rows_BS.shape[1], mesh.sp_rank, mesh.sp_size, mesh.ring_size)
     return torch.cat([rows_BS[:, start:stop] for start, stop in ranges], dim=1)
 

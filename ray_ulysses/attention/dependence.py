@@ -1,9 +1,9 @@
-"""Detects operations outside attention that mix tokens, by running a forward with the tokens rearranged.
+"""Detects operations outside attention that mix tokens, by running the forward on two arrangements of the tokens.
 
-Without attention, a decoder maps each (token, position) pair to a result. The model is called twice with the same
-pairs, each time in a different order and next to different tokens. The model and every module must return the same
-result for a pair in both calls. If not, an operation mixes tokens along the sequence or the batch, depends on the
-token's index in the row or on the row's length, or is random.
+Without attention, a decoder maps each (token, position) pair to a result independently of all other pairs. The model is
+called twice with the same pairs, in different orders and with different neighbors. The model and every module must
+return the same result for a pair in both calls. If a result differs, an operation mixes tokens along the sequence or
+the batch, depends on the token's index in the row or on the row's length, or is random.
 
 A dispatch mode records operations along the token dim and lookups in position tables. Operations on integers are
 ignored: they handle token ids, positions, and the routing of tokens to experts, whose results are compared anyway.
@@ -144,7 +144,7 @@ def _numbered(calls: list[ModuleCall]) -> list[tuple[tuple[str, int], ModuleCall
 
 
 def agree(first_BTF: torch.Tensor, second_BTF: torch.Tensor, places: Sequence[Arrangement]) -> bool:
-    """Return whether all pairs have the same result in both arrangements, within ``_TOLERANCE``."""
+    """Return whether every pair has the same result in both arrangements, within ``_TOLERANCE``."""
     first, second = places
     if first_BTF.shape[:2] != first.pairs_BT.shape or second_BTF.shape[:2] != second.pairs_BT.shape:
         return False
@@ -168,7 +168,7 @@ _REDUCTIONS = frozenset(
         "nanmedian", "var", "var_mean", "std", "std_mean", "norm", "linalg_vector_norm", "logsumexp",
     }
 )  # fmt: skip
-"""Operations along the given dims, or along all dims if no dims are given."""
+"""Operations that reduce over the dims in their arguments, or over all dims if the arguments contain none."""
 
 _LOOKUPS = frozenset({"embedding", "index", "index_select"})
 _PARTS = frozenset({"select", "slice", "unbind", "split", "split_with_sizes"})
@@ -183,7 +183,7 @@ class TokenOperations(TorchDispatchMode):
     """
 
     def __init__(self, num_tokens: int) -> None:
-        """Set the size by which the token dim is recognized; no other dim of the model may have this size."""
+        """Set the number of tokens, by which the token dim is recognized. No other dim may have this size."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._num_tokens = num_tokens
         self.found: list[str] = []
@@ -202,7 +202,7 @@ class TokenOperations(TorchDispatchMode):
         return result
 
     def _record_positions(self, name: str, args: tuple[Any, ...]) -> None:
-        """Record the size of a table that is indexed with consecutive positions, one per token."""
+        """Record the size of a table if the indices are consecutive positions, one per token."""
         table, indices = args[0], args[2] if name == "index_select" else args[1]
         if isinstance(indices, list | tuple):
             indices = indices[0] if len(indices) == 1 else None
@@ -256,7 +256,7 @@ def _dims(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int
 
 
 DTYPE = torch.float64
-"""Dtype of all floating-point tensors in the copy, so that rounding errors are not mistaken for a dependence."""
+"""Dtype of all floating-point tensors in the copy: precise enough to tell a dependence from a rounding error."""
 
 _LEAST_NOISE = 1 << 16
 _RANK = 8
@@ -265,7 +265,7 @@ _SMALL = 1 << 12
 
 
 def noise_copy(model: nn.Module) -> tuple[Any, torch.Tensor]:
-    """Return a copy of a model on the host whose weights are noise, and the noise buffer."""
+    """Copy a model to the host with noise in place of its weights, and return the copy and the noise buffer."""
     longest = max((dim for one in model.parameters() for dim in getattr(one, "ds_shape", one.shape)), default=1)
     # noise_like starts in the first half of the buffer, so one half must fit the largest thin matrix.
     size = max(_LEAST_NOISE, 2 * _RANK * longest)
@@ -289,7 +289,7 @@ def noise_copy(model: nn.Module) -> tuple[Any, torch.Tensor]:
 
 
 def _rebound(call: Any, memo: Mapping[int, Any]) -> Any:
-    """Return a patched forward or hook in which references to modules are replaced by their copies.
+    """Return a copy of a patched forward or hook that refers to the copied modules.
 
     ``deepcopy`` does not copy functions, so a patched forward would otherwise run the original module.
     """
@@ -309,7 +309,7 @@ def _rebound(call: Any, memo: Mapping[int, Any]) -> Any:
 
 
 def noise_like(shape: Sequence[int], seed: int, noise: torch.Tensor) -> torch.Tensor:
-    """Return a view of the noise buffer with the given shape, chosen by the seed. The caller must not modify it."""
+    """Return a seed-dependent view of the noise buffer with the given shape. The caller must not modify the view."""
     numel = torch.Size(shape).numel()
     start = seed * 7919 % (noise.numel() // 2)
     if start + numel > noise.numel():
@@ -339,7 +339,7 @@ def _copied(tensor: torch.Tensor, seed: int, noise: torch.Tensor) -> torch.Tenso
 
 
 class NoiseMatrix(torch.Tensor):
-    """A host tensor without storage whose values are derived from a noise buffer."""
+    """A host tensor without storage. Its values are derived from a noise buffer."""
 
     shadow: torch.Tensor
     """Tensor on the meta device that tracks shape and strides."""
@@ -365,12 +365,12 @@ class NoiseMatrix(torch.Tensor):
         """Do nothing: ``__new__`` sets all attributes."""
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Return shape and dtype; there are no values to print."""
+        """Return the shape and the dtype, without values."""
         return f"NoiseMatrix({tuple(self.shape)}, {self.dtype})"
 
     @property
     def place(self) -> int:
-        """Seed of this view, the same for all expanded copies of a matrix in a batch."""
+        """Seed of this view's values. All matrices of a batch that was expanded from one matrix have the same seed."""
         shadow = self.shadow
         matrix = (tuple(shadow.shape[-2:]), shadow.stride()[-2:])
         return hash((self.seed, shadow.storage_offset(), matrix)) & 0xFFFFFFF
@@ -385,7 +385,7 @@ class NoiseMatrix(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run operations on noise matrices alone on the meta device, and all other operations on noise values."""
+        """Run operations on the meta device if all operands are noise matrices, and otherwise on noise values."""
         flat, spec = tree_flatten((args, dict(kwargs or {})))
         tensors = [one for one in flat if isinstance(one, torch.Tensor)]
         first = next(one for one in tensors if isinstance(one, NoiseMatrix))

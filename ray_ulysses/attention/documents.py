@@ -26,13 +26,13 @@ Span = tuple[int, int, int]
 
 
 class Rectangle(NamedTuple):
-    """A block of this ring rank's queries and of earlier keys in the same document, so that no mask is needed.
+    """A block of this ring rank's queries and earlier keys of the same document, which needs no mask.
 
-    Indices count the tokens of a ring rank, with all rows concatenated.
+    Indices refer to a ring rank's tokens, with all rows concatenated.
     """
 
     step: int
-    """Ring step at which this rank has received the keys; 0 for its own keys."""
+    """Ring step in which this rank has the keys; 0 for the rank's own keys."""
     query_start: int
     query_stop: int
     key_start: int
@@ -43,14 +43,14 @@ class Rectangle(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tables:
-    """Spans and rectangles that together make up attention for one ring rank's queries."""
+    """Spans and rectangles that together cover attention for one ring rank's queries."""
 
     spans: Spans
-    """Token ranges with causal attention. Together they cover all tokens."""
+    """Token ranges with causal attention, which together cover all tokens."""
     borders: torch.Tensor
     """``spans.borders`` as a tensor for custom operators, int64 ``[num_spans + 1]`` on the host."""
     rectangles: torch.Tensor
-    """One :class:`Rectangle` per row, int64 ``[n, 6]`` on the host."""
+    """Rectangles as an int64 tensor ``[n, 6]`` on the host, with one :class:`Rectangle` per row of the tensor."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +65,7 @@ class PackedDocuments:
     """Tables for full attention. A document's tokens in both chunks form one span, because every key in the earlier
     chunk precedes every query in the later chunk."""
     windowed: Tables
-    """Tables for sliding windows. A window depends on distances, so a span never crosses a gap between chunks."""
+    """Tables for sliding windows. Windows are defined by distances, so spans never cross gaps between chunks."""
     max_position: int
     """Largest document position in the batch, used by length-dependent RoPE."""
 
@@ -91,8 +91,8 @@ def pack_documents(
     """Build the document tables of a batch.
 
     Args:
-        lengths: Lengths in tokens of each row's documents, in order. The rest of a row is padding, which forms a
-            document of its own, so that every token belongs to a span.
+        lengths: Lengths in tokens of each row's documents, in order. The remainder of a row is padding, which is
+            treated as one more document, so that every token belongs to a span.
         row_tokens: Length of every row in tokens. With a ring, it must be a multiple of ``2 * ring_size``.
         device: Device for ``cu_seqlens``. All other tables stay on the host.
         ring_size: Number of ranks in the ring.
@@ -115,7 +115,7 @@ def pack_documents(
 
 
 def local_span_tables(documents: PackedDocuments, local_span: int, *, ring_size: int = 1, ring_rank: int = 0) -> Tables:
-    """Build the tables for chunked attention, which is causal within spans of ``local_span`` tokens.
+    """Build the document tables for chunked attention, which is causal within spans of ``local_span`` tokens.
 
     A document's first span starts at the document's first token.
     """
@@ -190,7 +190,7 @@ def on_device(host: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 
 
 def _chunks_of(rank: int, ring_size: int, row_tokens: int) -> list[tuple[int, int, int]]:
-    """Return ``(offset, low, high)`` per chunk of a ring rank: its offset on the rank, and its range in the row."""
+    """Return ``(offset, low, high)`` for each of a ring rank's chunks: offset on the rank, and range in the row."""
     if ring_size == 1:
         return [(0, 0, row_tokens)]
     assert row_tokens % (2 * ring_size) == 0
@@ -201,7 +201,7 @@ def _chunks_of(rank: int, ring_size: int, row_tokens: int) -> list[tuple[int, in
 
 
 def _rectangles(spans: Sequence[Span], row_tokens: int, ring_size: int, rank: int, *, own: bool) -> Iterable[Rectangle]:
-    """Yield the rectangles of all ring steps; ``own`` includes step 0, this rank's own keys."""
+    """Yield the rectangles of all ring steps, including step 0 (this rank's own keys) if ``own`` is set."""
     ring_tokens = row_tokens // ring_size
     mine = _chunks_of(rank, ring_size, row_tokens)
     for step in range(0 if own else 1, ring_size):

@@ -1,12 +1,12 @@
 """The Ulysses exchange: switches between sequence slices with all heads and complete sequences with some heads.
 
-One all-to-all sends Q, K and V as a flat payload, and a second one sends the output (DeepSpeed-Ulysses,
-https://arxiv.org/abs/2309.14509, uses three and one). The backward of each is one all-to-all in the other direction.
+One all-to-all sends Q, K and V as a flat payload, and a second one sends the output. DeepSpeed-Ulysses
+(https://arxiv.org/abs/2309.14509) needs three and one. The backward of each is an all-to-all in the other direction.
 The number of ranks need not divide the number of heads: each rank receives its query heads and the KV heads that those
 query heads use (:mod:`ray_ulysses.parallel.layout`).
 
-Recurrent layers exchange slices of all channels for complete rows of one rank's channels, and back, with one all-to-all
-each. The two exchanges are each other's gradient. An all-reduce sums results over the channels of all ranks.
+For recurrent layers, one all-to-all exchanges slices of all channels for complete rows of one rank's channels, and
+another reverses this. Each is the gradient of the other. An all-reduce sums the ranks' results over their channels.
 
 All exchanges are ``torch.library`` operators, so that a checkpointing policy can save their results.
 
@@ -29,7 +29,7 @@ from ray_ulysses.parallel.layout import HeadPlan, RankHeads, assign_heads
 
 HeadKind = Literal["query", "kv"]
 QKV: tuple[HeadKind, ...] = ("query", "kv", "kv")
-"""Head kinds of queries, keys and values."""
+"""Kinds of heads in queries, keys and values."""
 
 
 def gather_heads(
@@ -63,7 +63,7 @@ def send_heads(
 ) -> torch.Tensor:
     """Send each rank its heads from this rank's slice, in one all-to-all; not differentiable.
 
-    All ranks of ``group`` must call this function. ``tensors_BHLD`` are ``[B, H or K, L, any]`` with any strides.
+    All ranks of ``group`` must call this function. ``tensors_BHLD`` have shape ``[B, H or K, L, any]`` and any strides.
 
     Returns:
         The payload ``[U, B, L, F]``. Use :func:`split_heads` to split it by tensor.
@@ -152,7 +152,7 @@ def _put_back(
 def split_heads(
     features_F: torch.Tensor, heads: RankHeads, kinds: Sequence[HeadKind], head_sizes: Sequence[int]
 ) -> list[torch.Tensor]:
-    """Split features ``[..., F]`` into views ``[..., heads, D]``, one per tensor that :func:`send_heads` got."""
+    """Split features ``[..., F]`` into views ``[..., heads, D]``, one per tensor passed to :func:`send_heads`."""
     counts = [heads.num_heads if kind == "query" else heads.num_kv_heads for kind in kinds]
     parts = features_F.split([count * size for count, size in zip(counts, head_sizes, strict=True)], dim=-1)
     return [part.unflatten(-1, (count, size)) for part, count, size in zip(parts, counts, head_sizes, strict=True)]
@@ -200,7 +200,7 @@ def gradient_buffers(
 
 
 def plan_of(num_heads: int, num_kv_heads: int, group: str) -> tuple[HeadPlan, RankHeads]:
-    """Return the head plan of a named group and this rank's heads. An empty name stands for a single rank."""
+    """Return the head plan for a named group, and this rank's heads. An empty name denotes a single rank."""
     if not group:
         plan = assign_heads(num_heads, num_kv_heads, 1)
         return plan, plan.ranks[0]
@@ -325,7 +325,7 @@ _scatter_backward.register_autograd(refuse_second_order)
 def gather_channels(slice_BLUC: torch.Tensor, group: str) -> torch.Tensor:
     """Exchange a slice of all channels for complete rows of this rank's channels; differentiable.
 
-    All ranks of ``group`` must call this function. An empty ``group`` stands for a single rank. ``slice_BLUC[:, :, u]``
+    All ranks of ``group`` must call this function. An empty ``group`` denotes a single rank. ``slice_BLUC[:, :, u]``
     are the channels of rank ``u``.
 
     Returns:

@@ -1,9 +1,9 @@
-"""Describes how the channels of recurrent layers divide among ranks.
+"""Describes how the channels of recurrent layers are divided among ranks.
 
 Between their input and output projections, short convolutions, gated delta nets, Mamba 2 and lightning attention treat
-each channel or head independently, so ranks can share the heads like attention heads. Mamba 1 has one more projection,
-from all channels to time steps and states, whose result is a sum over the ranks' channels. A layout maps the channels
-of a Transformers module's projections and parameters to heads.
+each channel or head independently, so heads can be divided among ranks like attention heads. Mamba 1 has one more
+projection, from all channels to time steps and states. Its result is the sum of the ranks' partial results. A layout
+maps the channels of a Transformers module's projections and parameters to heads.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Block:
     width: int = 1
     """Number of channels per unit."""
     is_exchanged: bool = True
-    """Whether the recurrence uses these channels. If not, they stay on the slice's rank."""
+    """Whether the recurrence uses these channels. Otherwise the channels stay on the rank that has the slice."""
 
     @property
     def channels(self) -> int:
@@ -66,9 +66,9 @@ class MixerLayout:
     vectors: tuple[str, ...] = ()
     """Names of parameters and buffers that are divided among ranks along their first dim larger than 1."""
     sizes: Mapping[str, Blocks] = field(default_factory=dict)
-    """Names of integer attributes that count channels or heads, and the blocks that are counted."""
+    """Names of integer attributes that store a number of channels or heads, mapped to the blocks included in it."""
     norms: tuple[str, ...] = ()
-    """Names of norms that every rank computes: per head, or over values that are the same on all ranks."""
+    """Names of norms that run on every rank, either per head or on values that are the same on all ranks."""
     summed: str | None = None
     """Name of a projection from all channels after the convolution, or None. The projection has no bias, so its result
     is the sum of the ranks' partial results."""
@@ -78,14 +78,14 @@ class MixerLayout:
     row_gate: str | None = None
     """Name of a projection whose sigmoid multiplies the result of ``row_norm``, or None."""
     input_scale: str | None = None
-    """Name of a scalar factor on the input, or None."""
+    """Name of the attribute with a scalar factor on the input, or None."""
     projection_scale: str | None = None
-    """Name of a vector of factors on the projected channels, or None."""
+    """Name of the attribute with a vector of factors on the projected channels, or None."""
     is_attention: bool = False
     """Whether the module has attention's call signature: it accepts (and ignores) rotary embeddings and a mask, and
     returns a pair."""
     is_called_without_tables: bool = False
-    """Whether the enclosing decoder layer drops the keyword argument with the document tables."""
+    """Whether the enclosing decoder layer drops the keyword argument that contains the document tables."""
     multiply_adds: int = 0
     """Multiply-adds of the recurrence per token, over all heads: one per state value for each update and each read of
     the state. Chunked kernels run more operations to be faster."""

@@ -59,7 +59,7 @@ def find_mixers(model: nn.Module) -> Iterator[tuple[str, nn.Module, MixerLayout]
 
 
 def read_linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the linear submodules of recurrent layers that are not called: each rank uses a part of their weights."""
+    """Yield recurrent layers' linear submodules that are never called: each rank reads a part of their weights."""
     for name, module, layout in find_mixers(model):
         read = [one.removesuffix(".weight") for one in layout.vectors if one.endswith(".weight")]
         for inside in (*read, *([layout.summed] if layout.summed else [])):
@@ -100,12 +100,12 @@ def _with_tables(layer: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def given_tables(kwargs: dict[str, Any]) -> Any:
-    """Return the document tables from a layer's keyword arguments, where they may be passed as the mask."""
+    """Return the document tables from a layer's keyword arguments, in which the tables may be passed as the mask."""
     return kwargs.get(MODEL_INPUT, kwargs.get("attention_mask"))
 
 
 def set_forward(module: Any, forward: Callable[..., Any]) -> None:
-    """Replace the forward of a module instance. ``forward`` gets the module and the call's arguments."""
+    """Replace the forward of a module instance. ``forward`` is called with the module and the call's arguments."""
     # The module itself is still called, so an engine's hooks gather its parameters. A bound method is copied with the
     # model, so a copy does not run the original's layers.
     module.forward = MethodType(forward, module)
@@ -187,7 +187,7 @@ def _sums(
 ) -> Sequence[torch.Tensor]:
     """Return each document's projection from all channels, ``[1, N, F]``, with one all-reduce for all documents.
 
-    The module's forward runs up to this projection here, and from the start again later, so the convolution runs twice.
+    The module's forward runs here up to this projection and later again from the start, so the convolution runs twice.
     """
     parts = []
     for projected in documents:
@@ -321,7 +321,7 @@ _OWN_NAME = "cu_seq_lens_q"
 
 
 def packed_arguments(module: nn.Module, layout: MixerLayout, context: AttentionContext) -> dict[str, Any] | None:
-    """Return the arguments with which a layer separates packed documents, or None if each document needs a call."""
+    """Return the arguments that make a layer separate packed documents, or None if each document needs its own call."""
     code = _forward_of(module).__code__
     found = {facts["func_name"]: facts for facts in _package_functions(module) if facts["func_name"] in _TABLES}
     has_recurrence = any(name != _CONVOLUTION for name in found)
@@ -347,7 +347,7 @@ def _forward_of(module: nn.Module) -> Any:
 
 
 def _package_functions(module: nn.Module) -> Iterator[Mapping[str, Any]]:
-    """Yield Transformers' facts about each function of a kernel package that a layer's forward refers to."""
+    """Yield Transformers' description of each kernel package function to which a layer's forward refers."""
     forward = _forward_of(module)
     for name in forward.__code__.co_names:
         function = forward.__globals__.get(name)

@@ -1,4 +1,4 @@
-"""Attention of one layer as ``torch.library`` operators, which are opaque to ``torch.compile``.
+"""One layer's attention as ``torch.library`` operators, which are opaque to ``torch.compile``.
 
 The forward is a single operator, regardless of the kernel, the ring and the number of kernel calls. The backward needs
 only the inputs and the operator's results, so a checkpointing policy that saves these results never recomputes
@@ -62,7 +62,7 @@ class OperatorSettings(NamedTuple):
     """``[H, K, D, E]``: the layer's numbers of heads and head sizes."""
     scale: float
     window: int
-    """Number of tokens in the document that each token sees, including itself; 0 for no limit."""
+    """Number of tokens of its document that each token sees, including itself; 0 for no limit."""
     softcap: float
     """Cap on the scores; 0 for no cap."""
     kernel: str
@@ -77,7 +77,7 @@ class OperatorSettings(NamedTuple):
         return plan_of(self.heads[0], self.heads[1], self.ulysses)[1]
 
     def layer(self) -> RingLayer:
-        """Convert the settings to the form that `attend` takes."""
+        """Convert the settings to the `RingLayer` that `attend` expects."""
         # Compute the longest span here: as an integer argument, it would make torch.compile recompile at each step.
         borders = tuple(self.borders.tolist())
         longest = max(stop - start for start, stop in pairwise(borders))
@@ -256,7 +256,7 @@ def attend_in_head_groups(
 
 
 def _head_groups(given: OperatorSettings, num_groups: int) -> Iterator[tuple[HeadPlan, RankHeads, slice]]:
-    """Yield each group's head plan, this rank's heads in the group, and their slice of this rank's query heads."""
+    """Yield each group's head plan, this rank's heads in the group, and the slice of its query heads in the group."""
     plan, whole = plan_of(given.heads[0], given.heads[1], given.ulysses)
     rank = group_named(given.ulysses).rank()
     for group in range(num_groups):
@@ -345,7 +345,7 @@ def _groups_backward(
 
 
 def _parts(make: Callable[[], torch.Tensor], heads: RankHeads, sizes: Sequence[int]) -> Gradients:
-    """Return views for the gradients of Q, K and V into the payload that the backward sends."""
+    """Return views of the payload that the backward sends, for the gradients of Q, K and V."""
     dq, dk, dv = split_heads(make(), heads, QKV, sizes[:3])
     return dq, dk, dv
 

@@ -91,7 +91,7 @@ class ProbeResult:
 
 
 class _Lost(Exception):
-    """Raised to end a forward in which an attention layer did not get the document tables or the row's tokens."""
+    """Raised to end a forward if an attention layer did not receive the document tables or all of the row's tokens."""
 
 
 @dataclass(slots=True)
@@ -106,7 +106,7 @@ class _Forward:
 
 
 def probe_model(model: nn.Module) -> ProbeResult:
-    """Run a copy of a model, and inspect its attention calls and all other dependences between tokens.
+    """Run a copy of a model to record its attention calls and to detect all other dependences between tokens.
 
     If the forward fails, the error is recorded as a problem in the result.
     """
@@ -184,7 +184,7 @@ def _prepare(copy: Any) -> None:
 
 
 def use_attention(model: Any, name: str) -> None:
-    """Set the attention implementation of a model and of those sub-models that exist.
+    """Set the attention implementation of a model and of the sub-models that it contains.
 
     Sub-models that exist only in the configuration are left out, because Transformers would warn about them.
     """
@@ -378,7 +378,7 @@ _PAIRS = 1 << 14
 
 
 class NotAWindow(Exception):
-    """Raised if a mask function is not of the expected kind."""
+    """Raised if a mask function does not describe the expected kind of mask."""
 
 
 def longer_than_any_window(settings: Mapping[str, Any]) -> int:

@@ -1,4 +1,4 @@
-"""Selective activation checkpointing that saves attention's results, so that attention is not recomputed.
+"""Implements selective activation checkpointing that saves attention's results instead of recomputing them.
 
 The policy saves the results of the attention operators (output and log-sum-exp). Projections, norms, rotary embeddings
 and the exchange of queries, keys and values (one all-to-all) are recomputed. If the output is saved in both layouts,
@@ -22,15 +22,15 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 import ray_ulysses.attention.operators  # noqa: F401
 
 KeptOutput = Literal["both", "kernel", "none"]
-"""Layouts in which checkpointing saves attention's output: the kernel's and the model's, only the kernel's, or none.
-With ``none``, attention is recomputed, which takes the least memory."""
+"""Layouts in which checkpointing saves attention's output: the kernel's and the model's, only the kernel's, or neither.
+With ``none``, nothing is saved and attention is recomputed, which takes the least memory."""
 
 
 CHANGED_IN_PLACE = "{} was changed in place after the forward; the backward pass needs it unchanged"
 """Error template for a saved value that was modified, to be formatted with a description of the value."""
 
 Stash = Callable[[Any], Callable[[], Any]]
-"""Function that stores an operator's results, and returns a function to retrieve them, which is called once."""
+"""Function that stores an operator's results and returns a function for retrieving them, which is called only once."""
 
 
 def checkpoint_contexts(keep: KeptOutput, stash: Stash | None = None) -> Callable[[], tuple[Any, Any]] | None:

@@ -27,12 +27,12 @@ _KEYS, _GRADIENTS = 0, 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RingLayer:
-    """Attention settings of a layer, and this rank's document tables and heads."""
+    """A layer's attention settings, and this rank's document tables and heads."""
 
     kernel: str
     scale: float
     window: int | None
-    """Number of tokens in the document that each token sees, including itself, or None for no limit."""
+    """Number of tokens of its document that each token sees, including itself, or None for no limit."""
     softcap: float | None
     spans: Spans
     """Causal spans of this rank's tokens."""
@@ -100,7 +100,7 @@ def attend_backward(
     layer: RingLayer,
     into: Callable[[], Gradients],
 ) -> torch.Tensor | None:
-    """Write the gradients of queries, keys and values to the tensors of ``into``, and return the sinks' gradient.
+    """Write the gradients of queries, keys and values to the tensors from ``into``, and return the sinks' gradient.
 
     All ranks of the ring must call this function. ``into`` allocates the gradients at its first call and returns the
     same memory at later calls; the tensors may be strided views with a contiguous last dim. To save memory, the first
@@ -177,7 +177,7 @@ def _blocks(layer: RingLayer, step: int) -> Iterator[_Tokens]:
 
 
 def _trimmed(rectangle: Rectangle, window: int | None) -> _Tokens | None:
-    """Trim a rectangle to queries and keys that the window connects; return None if nothing is left."""
+    """Trim a rectangle to the queries and keys within the window's reach of each other; return None if none remain."""
     _, query_start, query_stop, key_start, key_stop, distance = rectangle
     if window is None:
         return _Tokens(slice(query_start, query_stop), slice(key_start, key_stop), None, None)
@@ -221,7 +221,7 @@ def _merge(out_THE: torch.Tensor, lse_HT: torch.Tensor, part_THE: torch.Tensor, 
 def _circulate(
     key_TKD: torch.Tensor, value_TKE: torch.Tensor, ring: dist.ProcessGroup | None
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Yield ``(step, keys, values)`` for each ring rank, starting with this rank, and prefetch the next ones."""
+    """Yield ``(step, keys, values)`` for each ring rank, starting with this rank. Prefetch the next tensors."""
     if ring is None:
         yield 0, key_TKD, value_TKE
         return

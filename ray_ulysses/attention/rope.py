@@ -1,9 +1,9 @@
 """Length-dependent rotary embeddings for packed documents and sharded rows.
 
 LongRoPE and dynamic NTK scaling choose frequencies by sequence length. Transformers derives the length from the largest
-position id in the call (``dynamic_rope_update``): with packed documents this is the longest document's length, and
-under Ulysses only the slice's position ids are seen. Here each document gets the frequencies for its own length, as in
-an unpacked row. The model's rotary module is called once per distinct length that changes the frequencies, and each
+position id in the call (``dynamic_rope_update``). With packed documents, this is the longest document's length, and
+under Ulysses the call has only the slice's position ids. Here each document gets the frequencies for its length, as if
+it were not packed. The model's rotary module is called once per distinct length that changes the frequencies, and each
 token uses the result for its document.
 
 Llama 4 scales the queries of layers without rotary embeddings by a logarithm of the position. ``Llama4TextAttention``
@@ -31,7 +31,7 @@ _PLAIN_FORWARD = "_ray_ulysses_plain_forward"
 
 @dataclass(slots=True)
 class CurrentBatch:
-    """A holder for the batch of the current forward, read by the model's rotary modules."""
+    """A mutable reference to the current forward's batch, read by the model's rotary modules."""
 
     batch: ShardedBatch | None = None
 
@@ -49,7 +49,7 @@ def _is_length_dependent(kind: str) -> bool:
 
 
 def _rope_types(module: nn.Module) -> list[str]:
-    """Return a rotary module's RoPE type, or its RoPE types per layer type. Empty for any other module."""
+    """Return a rotary module's RoPE types (one, or one per layer type), or an empty list for any other module."""
     kinds: Any = getattr(module, "rope_type", None)
     if isinstance(kinds, dict):
         return [str(kind) for kind in kinds.values()]
@@ -152,7 +152,7 @@ def _forget_longest_row(module: Any, device: torch.device) -> None:
 
 
 def without_documents(model: nn.Module) -> None:
-    """Remove the wrappers from the rotary modules of a copied model; they would call the original's modules."""
+    """Remove the wrappers from a copied model's rotary modules. They would otherwise call the original modules."""
     for module in model.modules():
         plain = vars(module).pop(_PLAIN_FORWARD, None)
         if plain is not None:

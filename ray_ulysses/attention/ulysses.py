@@ -150,8 +150,8 @@ def context_maker(
 ) -> Callable[[ShardedBatch], AttentionContext]:
     """Return a function that builds the attention context of a batch.
 
-    ``local_spans`` lists the lengths of local spans in the model's layers. ``needs_positions`` tells whether a layer
-    uses document positions.
+    ``local_spans`` contains the lengths of the local spans in the model's layers. ``needs_positions`` specifies whether
+    any layer uses document positions.
     """
     ulysses = mesh.group("ulysses").group_name if mesh.ulysses_size > 1 else ""
     ring = mesh.group("ring").group_name if mesh.ring_size > 1 else ""
@@ -196,8 +196,8 @@ def set_window(module: nn.Module, window: int | None, local_span: int | None = N
 
     Args:
         module: The module that Transformers' interface passes to :func:`ulysses_attention`.
-        window: Number of tokens in the document that each token sees, including itself, or None for no limit.
-        local_span: Length in tokens of the local spans that a document is divided into, or None for no local spans.
+        window: Number of tokens of its document that each token sees, including itself, or None for no limit.
+        local_span: Length in tokens of the local spans into which documents are divided, or None for no local spans.
     """
     # Plain integers, on which torch.compile guards.
     setattr(module, _WINDOW, window or 0)
@@ -205,7 +205,7 @@ def set_window(module: nn.Module, window: int | None, local_span: int | None = N
 
 
 def _refuse_taken_config(model: Any) -> None:
-    """Refuse a configuration that was modified for another model, because its original attention is unknown."""
+    """Refuse a configuration that was modified for another model, because the original attention setting is unknown."""
     is_ours = model.config._attn_implementation == ATTENTION_NAME
     if is_ours and not any(Attachment.of(module) for module in model.modules()):
         raise UserError(f"the configuration of this {type(model).__name__} {_TAKEN_CONFIG}")
@@ -288,7 +288,7 @@ def ulysses_attention(
 
 
 def _in_autocast_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Cast to the autocast dtype, like torch's own attention: fp32 rotary tables make Q and K fp32 under autocast."""
+    """Cast to the autocast dtype, as torch's own attention does, because fp32 rotary tables make Q and K fp32."""
     device_type = tensors[0].device.type
     if not torch.is_autocast_enabled(device_type):
         return tensors
@@ -379,7 +379,7 @@ _INSPECTED = "_ray_ulysses_adapters"
 
 
 def check_attached(model: nn.Module, kinds: Mapping[str, str], implementation: str) -> None:
-    """Raise if a model or its copy no longer uses Ulysses attention, so that attention would be limited to the slice.
+    """Raise if a model or its copy no longer uses Ulysses attention and would therefore attend only within the slice.
 
     ``kinds`` maps the names of the modified modules to their class names.
     """

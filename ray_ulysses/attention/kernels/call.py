@@ -1,6 +1,6 @@
 """The interface of an attention kernel: its inputs, its forward and backward, and its entry in the kernel table.
 
-A forward returns the log-sum-exp of the keys it was given, and a backward takes the log-sum-exp of the *complete*
+The forward returns the log-sum-exp over the keys in the call, and the backward takes the log-sum-exp of the *complete*
 softmax. The caller can therefore merge partial results in a ring (Ring Attention, https://arxiv.org/abs/2310.01889) and
 add attention sinks, without support from the kernel.
 
@@ -33,7 +33,7 @@ class Spans:
 
 
 class Block(NamedTuple):
-    """A block of queries and keys. ``hidden_tu`` is true where a query must not see a key; None hides nothing."""
+    """A block of queries and keys. ``hidden_tu`` is true where a query must not see a key, or None without a mask."""
 
     query: slice
     key: slice
@@ -44,8 +44,8 @@ class Block(NamedTuple):
 class KernelCall:
     """The arguments of one kernel call. Tensors may be strided views with a contiguous last dim.
 
-    Within a span of ``t`` queries and ``u`` keys, query ``i`` sees key ``j`` if both conditions hold. This is
-    flash-attn's convention, which aligns the mask to the bottom right corner::
+    Within a span of ``t`` queries and ``u`` keys, query ``i`` sees key ``j`` if both of the following conditions hold.
+    As in flash-attn, the mask is aligned to the bottom right corner::
 
         j <= i + (u - t)               if causal
         j >= i + (u - t) - left        if left is not None
@@ -57,7 +57,7 @@ class KernelCall:
     key_UKD: torch.Tensor
     value_UKE: torch.Tensor
     spans: Spans | None
-    """Spans of both queries and keys (``T == U``), or None for one span of all queries and all keys."""
+    """Spans of both queries and keys (``T == U``), or None for a single span with all queries and keys."""
     scale: float
     causal: bool
     left: int | None = None
@@ -95,13 +95,13 @@ class KernelCall:
             )
 
     def trimmed(self, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> Gradients:
-        """Remove the padding of the head sizes from gradients."""
+        """Remove the head-size padding from gradients."""
         head_size = self.query_THD.shape[2]
         return dq[..., :head_size], dk[..., :head_size], dv[..., : self.value_UKE.shape[2]]
 
 
 class Whole(NamedTuple):
-    """Results of the complete softmax, which a call may cover in part, and the output's gradient; contiguous."""
+    """Contiguous results of the complete softmax (a call may cover only a part), and the output's gradient."""
 
     grad_out_THE: torch.Tensor
     out_THE: torch.Tensor
@@ -163,7 +163,7 @@ class KernelEntry:
 
     name: str
     needs: str
-    """Required device and libraries, as shown in errors."""
+    """Required device and libraries, in the form shown in errors."""
     runs_on: Callable[[str], bool]
     """Returns whether the kernel is available on this machine for a device type."""
     refuses: Callable[[Demand], str | None]

@@ -1,4 +1,4 @@
-"""cuDNN attention with one call per long document. Runs of short documents share a call to torch's flash kernel.
+"""cuDNN attention with one call per long document. Consecutive short documents share a call to torch's flash kernel.
 
 Masks are avoided, because cuDNN's dQ is NaN with a mask if S % 128 == 64 (pytorch#196678). Sliding windows are
 therefore refused, and each call is either a causal square or an unmasked rectangle. Argument lists follow torch 2.11.0
@@ -35,8 +35,8 @@ _RECOMPILE_SWITCH = "TORCH_CUDNN_SDPA_AVOID_RECOMPILE"
 def padded_length(num_tokens: int) -> int:
     """Return the length to which a span is padded: a multiple of 128, with at most 16 lengths per power of two.
 
-    cuDNN builds a graph for every new shape (55 to 70 ms, flashinfer#5245), and torch never frees the graphs, so
-    without padding almost every document would build one. Multiples of a sixteenth of a power of two are not padded.
+    cuDNN builds a graph for every new shape (55 to 70 ms, flashinfer#5245), and torch never frees the graphs. Without
+    padding, almost every document would need a new graph. Multiples of a 16th of a power of two are not padded.
     """
     step = max(_LENGTH_STEP, (1 << (num_tokens.bit_length() - 1)) // 16)
     return -(-num_tokens // step) * step
@@ -70,7 +70,7 @@ def _backward(call: KernelCall, whole: Whole, into: Callable[[], Gradients] | No
 
 
 def _subcalls(call: KernelCall) -> Iterator[tuple[slice, slice, Spans | None]]:
-    """Yield the query and key slices of each call: a long span, or a run of short spans with its ``Spans``."""
+    """Yield each call's query and key slices, for one long span or for consecutive short spans with their ``Spans``."""
     if call.spans is None:
         yield *call.each_span()[0], None
         return

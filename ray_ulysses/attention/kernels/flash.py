@@ -107,7 +107,7 @@ class FlashFunctions:
 
 
 def flash_forward(library: Callable[[], FlashFunctions], call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run a library's forward; see `KernelEntry.forward`. ``library`` imports the library and returns its functions."""
+    """Run a library's forward; see `KernelEntry.forward`. Calling ``library`` imports it and returns its functions."""
     functions = library()
     function = functions.forward_dense if call.spans is None else functions.forward_spans
     out, lse = function(**_bound(function, _inputs(call)))[:2]
@@ -153,7 +153,7 @@ def _batched(tensor: torch.Tensor, batch: bool) -> torch.Tensor:
 
 
 def _inputs(call: KernelCall) -> dict[str, Any]:
-    """Return the arguments under the names of all versions; `_bound` selects the names that a function accepts."""
+    """Return the arguments under the names that any version uses. `_bound` selects those that a function accepts."""
     width = padded_head_size(call.query_THD.shape[2], call.value_UKE.shape[2])
     left, right = window_of(call)
     q, k, v = (_batched(fitted(t, width), call.spans is None) for t in call.inputs)

@@ -1,4 +1,4 @@
-"""Attention with plain matrix products, for all devices and options: the fallback if no fused kernel fits.
+"""Attention with plain matrix products, for all devices and options. It is the fallback if no fused kernel is suitable.
 
 Scores are computed in fp32 (in fp64 for fp64 inputs), one block of queries at a time, so memory is linear in the number
 of keys. Legend: see ``call.py``; G = H / K query heads per KV head, t and u queries and keys of a block.

@@ -43,7 +43,7 @@ def attention_by_definition(
 def visible_tokens(
     lengths: Sequence[int], num_tokens: int, window: int | None = None, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """Return a row's boolean mask ``[S, S]``, causal within each document. Padding forms a document of its own.
+    """Return a row's boolean mask ``[S, S]``, causal within each document. Padding is treated as one more document.
 
     Args:
         lengths: Lengths of the row's documents in tokens.

@@ -77,7 +77,7 @@ def _backward_block(call: KernelCall, block: Block, whole: Whole) -> Gradients:
 
 
 def _is_whole(call: KernelCall, blocks: list[Block]) -> bool:
-    """Return whether a single unmasked block with D = E covers the call, so that its result needs no copy."""
+    """Return whether a single unmasked block with D = E covers the call, so that its result need not be copied."""
     return len(blocks) == 1 and blocks[0].hidden_tu is None and call.query_THD.shape[2] == call.value_UKE.shape[2]
 
 

@@ -32,7 +32,7 @@ def by_speed() -> tuple[KernelEntry, ...]:
 
 @cache
 def choose_kernel(name: str, demand: Demand) -> tuple[KernelEntry, str]:
-    """Return the named kernel, or for ``auto`` the fastest kernel that fits, and the reason for the choice.
+    """Return the named kernel, or for ``auto`` the fastest suitable kernel, and the reason for the choice.
 
     Raises:
         UserError: The named kernel is unknown, not available, or can't meet the demand exactly.

@@ -1,4 +1,4 @@
-"""Torch's own flash kernel, with one call for all documents.
+"""PyTorch's built-in flash kernel, with one call for all documents.
 
 The kernel calls the operators that implement ``torch.nn.attention.varlen`` directly: ``varlen_attn`` does not accept a
 log-sum-exp in its backward, and in torch 2.11 does not support grouped queries. Arguments follow torch 2.11.0 and
@@ -58,7 +58,7 @@ def _extents(call: KernelCall) -> tuple[torch.Tensor | None, torch.Tensor | None
 
 
 def _options(call: KernelCall) -> tuple[bool, dict[str, Any]]:
-    """Return ``is_causal`` and keyword arguments like ``varlen_attn``, where a causal window is (left, 0) and False."""
+    """Return ``is_causal`` and keyword arguments, as in ``varlen_attn``: (left, 0) and False for causal windows."""
     left, right = window_of(call)
     return (left, right) == (-1, 0), {"scale": call.scale, "window_size_left": left, "window_size_right": right}
 
