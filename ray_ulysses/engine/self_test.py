@@ -227,8 +227,7 @@ def _step_error(
 def _error(
     found: Sequence[CheckResult], against: str, cause: str, node: str, broken: frozenset[int] = frozenset()
 ) -> RunError:
-    """Return the same error on all ranks; ``broken`` ranks fail even in one process. All ranks must call this
-    function."""
+    """Return one error for all ranks; ``broken`` ranks fail even in one process. All ranks must call this function."""
     worst, wrong_ranks = _worst(found), _wrong_ranks(found)
     names: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(names, node)

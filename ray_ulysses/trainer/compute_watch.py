@@ -28,9 +28,9 @@ _log = get_logger(__name__)
 
 
 class ComputeWatch:
-    """Detects slow ranks. Every rank of an attempt creates one.
+    """Detects slow ranks. Every rank of an attempt creates a watch.
 
-    Step times can't reveal slow ranks: in each collective, the fast ranks wait for the slow rank.
+    Step times can't reveal slow ranks: in each collective, the faster ranks wait for the slowest rank.
     """
 
     def __init__(self, context: AttemptContext, recorder: Recorder) -> None:
@@ -44,7 +44,7 @@ class ComputeWatch:
         return self._context.worker.world_size > 1 and waited_s >= WINDOW_S
 
     def after_step(self, flags: Flags) -> None:
-        """Measure all ranks if a measurement is due. All ranks must call this method with the agreed flags.
+        """Measure all ranks if a measurement is due. All ranks must call this method with the same flags.
 
         Call this method before the step's state is saved. Nothing is measured while an earlier save is in progress,
         because the saving threads would distort the measurement.
@@ -80,7 +80,7 @@ def _exclude(run_dir: Place, session: str, slow: Mapping[str, float]) -> None:
 def compute_s(device: torch.device) -> float:
     """Return the time that this rank needs for fixed matrix products, in seconds; NaN if a GPU is out of memory.
 
-    The result is the minimum of several times, because occasional disturbances do not indicate a slow rank.
+    The result is the minimum of several measurements, because occasional disturbances do not indicate a slow rank.
     """
     try:
         return _gpu_s(device) if device.type == "cuda" else _cpu_s()

@@ -41,10 +41,9 @@ class PeerStore:
 
     store: PeerMemoryStore
     messenger: RankMessenger
-    """Exchanges small values between the saving threads, over their own process group."""
+    """Messenger for small values between the ranks' saving threads, over a separate process group."""
     lent: LentMemory | None = None
-    """Memory that this node's agent lends for states, so that they need not be sent; None if the agent lends no
-    memory."""
+    """Memory that this node's agent lends, so that states need not be sent; None if the agent lends no memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,17 +53,17 @@ class AttemptContext:
     run: ResolvedRun
     """The run, with the layout at this attempt's world size and the checkpoint store."""
     worker: Worker
-    """This rank's worker, which includes the clock."""
+    """This rank's worker, including the clock."""
     attempt: int
     """Attempt number, identical on every rank."""
     nodes: tuple[str, ...]
     """Node name of each rank, indexed by rank."""
     messenger: RankMessenger
-    """Exchanges small values between ranks, over a process group that training does not use."""
+    """Messenger for small values between ranks, over a process group that training does not use."""
     save_messenger: RankMessenger
-    """Exchanges small values between the saving threads, over their own process group."""
+    """Messenger for small values between the ranks' saving threads, over a separate process group."""
     peer_memory: PeerStore | None = None
-    """Peer memory and the messenger of the threads that save to it, or None if peer memory is not used."""
+    """This rank's access to peer memory, or None if peer memory is not used."""
     stage: str = ""
     """Name of the current stage; empty before the stage is known and in runs without stages."""
     measured: str = ""

@@ -1,4 +1,4 @@
-"""Writes diagnostic files to the run directory that explain a slow step, an out-of-memory error or a hang."""
+"""Writes files to the run directory for diagnosing a slow step, an out-of-memory error or a hang."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ if TYPE_CHECKING:
 
 _RETRY_S = 5.0
 _RECORDED_STEPS = 2
-"""Memory peaks within the first steps: the first step allocates everything that stays, such as optimizer state."""
+"""Number of steps to record. Memory peaks within these steps, because the first step allocates all permanent memory,
+such as optimizer state."""
 _MOST_ALLOCATIONS = 100_000
 _log = get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Diagnostics:
-    """Writes the diagnostic files of one rank in one attempt."""
+    """Writes one rank's diagnostic files during one attempt."""
 
     run_dir: Place
     attempt: int
@@ -48,7 +49,7 @@ class Diagnostics:
     def profiled(self, profile: ProfileSection | None, step: int, beat: Callable[[], object]) -> Iterator[None]:
         """Profile a block if ``profile`` selects this step and rank.
 
-        ``beat`` is called as a sign of life before the trace is written.
+        ``beat`` is called before the trace is written, as a sign of life.
         """
         if profile is None or step not in profile.steps or self.rank not in profile.ranks:
             yield
@@ -68,7 +69,7 @@ class Diagnostics:
         return self._write(memory_snapshot_key(self.attempt, step, self.rank), pickle.dumps(snapshot))
 
     def leave_flight_record(self) -> str | None:
-        """Write the collectives that this rank has started, and return the file's key, or None if writing fails.
+        """Write the list of collectives that this rank has started; return the file's key, or None if writing fails.
 
         This method is called from a separate thread. PyTorch queries the GPU to find out which collectives have
         finished.
@@ -91,8 +92,8 @@ class MemoryRecorder:
     """Records the allocation history of a GPU's memory, and takes a snapshot when memory runs out.
 
     Stack traces are recorded only until the end of the attempt's second step, because recording takes time; blocks
-    allocated earlier keep their stack traces. On CPU, nothing is recorded. Not yet tested on a GPU. ``snapshot`` is the
-    memory snapshot taken when memory ran out, or None if memory has not run out.
+    allocated by then retain their stack traces. On CPU, nothing is recorded. Not yet tested on a GPU. ``snapshot`` is
+    the memory snapshot taken when memory ran out, or None if memory has not run out.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Runs one attempt of a run, from the first collective to the last checkpoint. Read from top to bottom."""
+"""Runs one attempt of a run, from the first collective to the last checkpoint. This file reads from top to bottom."""
 
 from __future__ import annotations
 
@@ -92,13 +92,13 @@ class _Attempt:
 
 
 def run_attempt(config: Config, worker: Worker) -> AttemptEnd:
-    """Train from the newest committed checkpoint to the last step or a request to stop.
+    """Train from the newest saved state until the last step or a request to stop.
 
-    All ranks must call this function; only the default process group must exist. When the function returns or raises,
-    everything that the next attempt needs is committed to storage. All paths in ``config`` must be absolute.
+    All ranks must call this function. Beforehand, only the default process group must exist. When the function returns
+    or raises, everything that the next attempt needs is committed to storage. All paths in ``config`` must be absolute.
 
     Raises:
-        RunError: The run can't continue; the message states the reason.
+        RunError: The run can't continue; the message contains the reason.
     """
     # The attempt: all ranks agree on one number, on storage that they share.
     prepare_process(worker.local_rank, worker.device.type)
@@ -262,7 +262,7 @@ def _take_step(attempt: _Attempt, source: DirectSource, position: RunPosition) -
 
 
 def rate_of_step(stage: Stage, step: int) -> float:
-    """Return the learning rate of a step, numbered from the start of the run, in the given stage."""
+    """Return a step's learning rate in the given stage. Steps are numbered from the start of the run."""
     schedule, start = stage.config.schedule, stage.schedule_start
     return learning_rate(
         step - start,
@@ -308,7 +308,7 @@ def _beating(attempt: _Attempt, phase: Phase, step: int, slices: Iterator[RowSli
 
 
 def _padded(attempt: _Attempt, slices: Iterator[RowSlice]) -> Iterator[RowSlice]:
-    """Pad a short last step with fillers of weight zero, because the engine counts micro-batches."""
+    """Pad a short last step with zero-weight fillers, because the engine expects equally many slices in each step."""
     layout = attempt.context.run.layout
     filler = attempt.reader.filler(layout.sp_rank(attempt.context.rank), layout.sp_size, layout.ring_size)
     num_rows = 0
@@ -356,7 +356,7 @@ _MOST_WARNINGS = 1000
 
 
 class _Forwarder(logging.Handler):
-    """Forwards each distinct warning once, up to a maximum number."""
+    """Forwards each distinct warning once, up to a maximum number of warnings."""
 
     def __init__(self, forward: Callable[[str], None]) -> None:
         super().__init__(logging.WARNING)
@@ -376,7 +376,7 @@ class _Forwarder(logging.Handler):
 
 @contextmanager
 def warnings_forwarded(forward: Callable[[str], None] | None) -> Iterator[None]:
-    """Forward warnings that this package logs within a block, from any thread. None disables forwarding."""
+    """Forward warnings that this package logs within a block, from any thread. If ``forward`` is None, do nothing."""
     if forward is None:
         yield
         return

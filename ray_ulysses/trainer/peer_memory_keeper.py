@@ -88,10 +88,10 @@ class PeerMemoryKeeper:
     def resumed(self, step: int, engine: Any) -> None:
         """Prepare peer memory for an attempt that starts from a step.
 
-        After a recovery, the state of the first step (or of a later step, if reserving memory takes longer) is saved as
-        well, because a lost node may have stored the second copy of some parts. Rank 0 writes the attempt's claim and
-        start, which fence earlier attempts even while the storage is unreachable, and drops all states except the
-        starting state.
+        After a recovery, memory is reserved immediately, so that the state is saved after the first step (or a later
+        step, if reserving takes longer): a lost node may have stored the second copy of some parts. Rank 0 writes the
+        attempt's claim and starting step, which fence earlier attempts even while the storage is unreachable, and drops
+        all states except the starting state.
         """
         if self._peer_memory is None:
             return
@@ -129,7 +129,7 @@ class PeerMemoryKeeper:
             self._staging.before_update()
 
     def after_step(self, engine: Any, outcome: StepOutcome, cursor: Cursor) -> None:
-        """Save the state if a save is due and no other save is in progress. All ranks must call after every step."""
+        """Save the state if a save is due and none is in progress. All ranks must call this method after every step."""
         if self._staging is None or self._saver is None:
             return
         begun = self._worker.clock.monotonic()
@@ -151,7 +151,7 @@ class PeerMemoryKeeper:
         self._worker.on_event("memory", step)
 
     def close(self, *, failed: bool = False) -> None:
-        """Wait for a save in progress, only briefly if the attempt has failed, and close."""
+        """Wait for a save in progress (only briefly if the attempt has failed), and close peer memory."""
         if self._peer_memory is not None and self._saver is not None:
             self._saver.close(ABANDON_TIMEOUT_S if failed else CLOSE_TIMEOUT_S)
             self._peer_memory.store.close()
@@ -160,8 +160,8 @@ class PeerMemoryKeeper:
     def has_saved(self) -> bool:
         """Whether this attempt's newest state is in peer memory.
 
-        If the newest save failed because another rank died, the previous state is still in peer memory and counts as
-        the newest.
+        If the newest save failed because another rank died, the previous state is still in peer memory and is
+        considered the newest.
         """
         failure = None if self._saver is None else self._saver.failure
         return self._has_saved and (failure is None or is_consequence(failure))
@@ -182,7 +182,7 @@ class PeerMemoryKeeper:
             self._saver.prepare(self._reserve)
 
     def _reserve(self) -> None:
-        """Reserve memory for the next copy. Until this succeeds, the rank reports busy, and no rank saves."""
+        """Reserve memory for the next copy. Until then, the rank reports that memory is busy, and no rank saves."""
         assert self._staging is not None
         now = self._worker.clock.monotonic()
         if now < self._reserve_at:
@@ -207,7 +207,7 @@ class PeerMemoryKeeper:
         self._worker.on_event("in memory", saved.ref.step)
 
     def _clear(self, store: PeerMemoryStore, *, is_known: bool) -> None:
-        """Drop states that are no longer needed. If this fails, it is retried after the next save."""
+        """Drop states that are no longer needed. If dropping fails, it is retried after the next save."""
         with contextlib.suppress(OSError):
             # List states before checking for a newer attempt, so that its states can't be in the list.
             listed = None if is_known else self._listed(store)
@@ -225,7 +225,7 @@ class PeerMemoryKeeper:
         return num_readmitted, {int(match["step"]) for match in matches if match}
 
     def _take_over(self, store: PeerMemoryStore, listed: tuple[int, set[int]]) -> None:
-        """Drop all states except the current one, which also frees memory, and write this attempt's claim and start."""
+        """Drop all states except the current one, freeing memory, and write this attempt's claim and starting step."""
         num_readmitted, steps = listed
         self._held = {self._kept, *steps}
         self._drop_the_others(store)

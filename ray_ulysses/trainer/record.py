@@ -68,7 +68,7 @@ _UNAVAILABLE: Final = (OSError, RuntimeError)
 
 
 class SystemMeter:
-    """Measures the load of this node, in less than a millisecond.
+    """Measures this node's load in less than a millisecond.
 
     Args:
         device: This process's device. GPU memory usage includes other processes.
@@ -117,12 +117,12 @@ class SystemMeter:
 
 _log = get_logger(__name__)
 _MOST_WAITING_BYTES = 64 * 2**20
-"""Upper limit on bytes of unwritten records. A run that saves checkpoints ends earlier, because of failed saves
-(`checkpoint.max_failed_saves`). If a run saves no checkpoints, the journal is its only output and must be written."""
+"""Maximum size of unwritten records in bytes. A run that saves checkpoints ends earlier, because its saves fail
+(`checkpoint.max_failed_saves`). A run without checkpoints must write the journal, its only output."""
 _CALL_BYTES = 4096
-"""Estimated memory of a queued call that is not a record; added to the bytes of unwritten records."""
+"""Estimated size in bytes of a queued call that is not a record; added to the size of unwritten records."""
 _LONG_S = 10.0
-"""Seconds after which unresponsive storage is reported, once."""
+"""Time after which unresponsive storage is reported once, in seconds."""
 _CLOSE_S = 60.0
 """Maximum time to wait for closing the journal, in seconds."""
 _ABANDON_S = 1.0
@@ -160,7 +160,7 @@ class Recorder:
 
     @classmethod
     def open(cls, context: AttemptContext, journal: JournalWriter | None) -> Recorder:
-        """Return a recorder whose first phase is recorded.
+        """Return a recorder after recording the first start-up phase.
 
         Args:
             context: The attempt's context.
@@ -171,7 +171,7 @@ class Recorder:
         return recorder
 
     def phase(self, name: str, part: Literal["build", "load"] = "build") -> None:
-        """Record a phase of the start-up, which is displayed until the first step.
+        """Record a start-up phase. Start-up phases are displayed until the first step.
 
         Args:
             name: Description of the phase.
@@ -252,7 +252,7 @@ class Recorder:
         )
 
     def checkpoints_found(self) -> None:
-        """Record the committed checkpoints at the start; an earlier attempt may have died before recording a commit.
+        """Record all committed checkpoints at the start, in case an earlier attempt died before recording a commit.
 
         Raises:
             OSError: The checkpoints can't be listed.
@@ -286,7 +286,7 @@ class Recorder:
         self._insist()
 
     def is_gone(self) -> bool:
-        """Return whether the last check found the journal deleted or moved together with the run directory."""
+        """Return whether, at the last check, the journal had been deleted or moved together with the run directory."""
         return self._journal is not None and self._journal.is_gone
 
     def journal_position(self) -> dict[str, int]:
@@ -294,7 +294,7 @@ class Recorder:
         return {"attempt": self._context.attempt, "bytes": self._num_bytes}
 
     def storage_failure(self) -> StorageFailedError | None:
-        """Return the error that ends the attempt if the journal has been unwritable for too long; warn about a hang."""
+        """Return the final error if the journal has been unwritable for too long, or None. Warn about hangs."""
         if self._journal is None or self._final is not None:
             return self._final
         hangs_for_s = self._calls.hangs_for_s
@@ -311,7 +311,7 @@ class Recorder:
         return self._final
 
     def sync(self) -> None:
-        """Flush and sync all recorded steps, because a checkpoint that refers to them is about to be committed.
+        """Flush and sync all recorded steps before a checkpoint that refers to these steps is committed.
 
         Raises:
             OSError: The records can't be written now, so no checkpoint may be committed.
@@ -322,7 +322,7 @@ class Recorder:
             self._is_warned = False
 
     def in_background(self, call: Callable[[], object]) -> None:
-        """Queue a call that accesses the run's storage, after all earlier records. Only rank 0 runs the call."""
+        """Queue a call that accesses the run's storage, to run after earlier records. Only rank 0 runs the call."""
         if self._journal is not None:
             self._calls.ask(call, _CALL_BYTES)
 
@@ -346,7 +346,7 @@ class Recorder:
             raise self._unwritten(error) from error
 
     def failed(self, error: BaseException) -> None:
-        """Record the error that ended the attempt. This method never raises, because the error is being raised."""
+        """Record the error that ended the attempt. This method never raises, because ``error`` is being raised."""
         journal = self._journal
         if journal is None:
             return

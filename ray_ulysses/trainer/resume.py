@@ -1,4 +1,4 @@
-"""Selects and loads the state that an attempt starts from: the run's newest intact state, another run's, or none."""
+"""Selects and loads an attempt's starting state: the run's newest intact state, another run's state, or none."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ class AnotherStageError(CheckpointError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartingState:
-    """The state that an attempt starts from, selected before the model is built, and alternatives if it is damaged."""
+    """An attempt's starting state, selected before the model is built, and alternatives if that state is damaged."""
 
     sources: RecoverySources
-    """Candidate states and where to find them."""
+    """Candidate states and their locations."""
     stage: Stage
     """The stage to train from this state."""
     chosen: Candidate | None
@@ -94,11 +94,11 @@ def find_state(plan: Plan, context: AttemptContext, recorder: Recorder) -> Start
 
 
 def resume(engine: Any, start: StartingState, context: AttemptContext, recorder: Recorder) -> RunPosition:
-    """Load the selected state into the stage's engine, and return the run's position. All ranks must call.
+    """Load the selected state into the engine, and return the run's position. All ranks must call this function.
 
-    At selection, only file sizes are checked; every byte is verified during loading. If a checkpoint turns out to be
-    damaged, it is set aside together with the reason, and the previous checkpoint is loaded. If every checkpoint of the
-    run is damaged, the run does not restart from step 0, and its files are not changed.
+    Selection checks only file sizes; loading verifies every byte. If a checkpoint turns out to be damaged, it is set
+    aside together with the reason, and the previous checkpoint is loaded. If every checkpoint of the run is damaged,
+    the run does not restart from step 0, and its files are not changed.
 
     Raises:
         UserError: The checkpoint belongs to a different configuration or plan.
@@ -152,7 +152,7 @@ def resume(engine: Any, start: StartingState, context: AttemptContext, recorder:
 
 
 def _as_stage_begins(chosen: Candidate, stage: Stage) -> Candidate:
-    """Return the state, without optimizer moments if a stage that resets the optimizer starts from it."""
+    """Return the state, dropping optimizer moments if a stage that resets the optimizer starts from the state."""
     if not stage.begins_anew or chosen.position.step != stage.first_step:
         return chosen
     return replace(chosen, state=begun_anew(chosen.state, with_optimizer=False))
@@ -171,7 +171,7 @@ def _choose(sources: RecoverySources, context: AttemptContext) -> Candidate | No
 
 
 def _on_rank_0(context: AttemptContext, do: Callable[[], T]) -> T:
-    """Call a function on rank 0, and return its result or raise its error on every rank. All ranks must call."""
+    """Call ``do`` on rank 0; return its result or raise its error on every rank. All ranks must call this function."""
     result: T | None = None
     failure: UlyssesError | None = None
     if context.rank == 0:
@@ -189,7 +189,7 @@ def _on_rank_0(context: AttemptContext, do: Callable[[], T]) -> T:
 
 
 def _load(engine: Any, chosen: Candidate, context: AttemptContext, *, verify_all: bool) -> None:
-    """Load a state. With ``verify_all``, verify the rest of the checkpoint too. All ranks must call this function."""
+    """Load a state; verify the rest of the checkpoint if ``verify_all`` is set. All ranks must call this function."""
     store, manifest, messenger = chosen.store, chosen.manifest, context.messenger
     loaded: set[str] = set()
 

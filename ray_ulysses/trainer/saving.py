@@ -43,15 +43,13 @@ Reason = Literal["steps", "minutes", "request", "preemption", "retry", "end", "s
 _ALLOWED_STALL_SHARE = 0.01
 _ALLOWED_STALL_S = 0.01
 _MOST_APART_S = 5.0
-"""Maximum time between retries, in seconds. A transient failure, such as an agent that restarts, is over within
-seconds."""
+"""Maximum time between retries, in seconds. Transient failures, such as an agent restart, last only seconds."""
 
 
 def time_is_up(rules: CheckpointSection, *, last_save: float, now: float) -> bool:
     """Return whether a checkpoint is due according to ``checkpoint.every_minutes``.
 
-    ``last_save`` is the time at which the last state was captured, or at which the attempt started, in monotonic
-    seconds.
+    ``last_save`` is the time at which the last state was captured or the attempt started, in monotonic seconds.
     """
     return rules.every_minutes is not None and now - last_save >= 60 * rules.every_minutes
 
@@ -67,9 +65,9 @@ def retry_pause_s(failures: int, max_failed_saves: int) -> float:
 def steps_apart(step_s: float, stall_s: float, failures: int) -> int:
     """Return the number of steps between two saves to peer memory.
 
-    The result is 1 unless copying the state stalls training for long (``stall_s``). In that case, the interval is long
-    enough that the stall costs at most 10 ms or 1% of the time per step. The first failed save is retried after the
-    next step, because a dead agent is excluded by then. After further failures, the interval doubles, up to a few
+    The result is 1 unless copying the state stalls training for a long time (``stall_s``). In that case, the interval
+    is long enough that the stall costs at most 10 ms or 1% of the time per step. The first failed save is retried after
+    the next step, because a dead agent is excluded by then. After further failures, the interval doubles, up to a few
     seconds.
     """
     allowed_s = max(_ALLOWED_STALL_S, _ALLOWED_STALL_SHARE * step_s)
@@ -82,7 +80,7 @@ def due(
 ) -> Reason | None:
     """Return the reason why a checkpoint is due after a step, or None. The result is identical on every rank.
 
-    ``taken_step`` is the step whose state was captured last, or the step that the attempt resumed from. ``ends_stage``
+    ``taken_step`` is the last step whose state was captured, or the step from which the attempt resumed. ``ends_stage``
     means that another stage of the run follows the last step and starts from its checkpoint.
     """
     # Consider a failure only after the saving threads of all ranks have finished. Otherwise a rank that learns of the
@@ -109,7 +107,7 @@ _RECENT_STEPS = 10
 
 
 class NoticeWatch:
-    """Tracks preemption notices and the saves made for them. Every rank creates one and reports the same saves.
+    """Tracks preemption notices and the saves made for them. Every rank creates one and notes the same saves.
 
     ``notice`` is this rank's notice at the last check, or None.
     """
@@ -123,9 +121,9 @@ class NoticeWatch:
         self._steps_s: deque[float] = deque(maxlen=_RECENT_STEPS)
 
     def look(self, *, failed: bool) -> bool:
-        """Check for notices, and return whether one makes a checkpoint due. Called once per step.
+        """Check for notices, and return whether a notice makes a checkpoint due. Call this method once per step.
 
-        ``failed`` tells whether the newest save ended without a commit.
+        ``failed`` states whether the newest save ended without a commit.
         """
         clock = self._worker.clock
         now = clock.monotonic()
@@ -145,15 +143,15 @@ class NoticeWatch:
         return notice_asks(self._last, left_s=left_s, now=now, step_s=max(self._steps_s, default=0.0))
 
     def taken(self, step: int) -> None:
-        """Note that a state was captured during a notice, for any reason."""
+        """Note that a state was captured for any reason while a notice is in effect."""
         self._last = NoticedSave(step=step, taken_at=self._worker.clock.monotonic())
 
     def committed(self, step: int, seconds: float) -> None:
-        """Note a commit and how long the save took, in seconds. Any thread may call this method."""
+        """Note a commit and the duration of the save, in seconds. Any thread may call this method."""
         self._committed = (step, seconds)
 
     def _present_notice(self) -> Notice | None:
-        """Return this worker's notice with the earliest deadline. Rank 0 includes notices that users have requested."""
+        """Return this rank's notice, with the earliest deadline. Rank 0 includes notices that users have requested."""
         found = [self._worker.notice()]
         if self._requests is not None:
             self._requests.look()
@@ -177,7 +175,7 @@ can't keep up with the checkpoint interval; the checkpoint is then postponed unt
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepOutcome:
-    """The result of a step that a checkpoint needs."""
+    """The parts of a step's result that a checkpoint needs."""
 
     position: RunPosition
     """The run's position after the step."""
@@ -224,7 +222,7 @@ class CheckpointKeeper:
         self._taken_step = step
 
     def flags(self) -> Flags:
-        """Return this rank's flags about saving."""
+        """Return this rank's flags that concern saving."""
         saver, is_first = self._saver, self._worker.rank == 0
         saving = saver.is_saving
         failure = saver.failure
@@ -248,9 +246,9 @@ class CheckpointKeeper:
         """Save the state if a checkpoint is due. All ranks must call this method after every step.
 
         Raises:
-            StorageFailedError: For too long, saves have failed repeatedly or the journal could not be written.
+            StorageFailedError: Saves have failed repeatedly, or the journal has been unwritable, for too long.
             CheckpointError: A save did not start or finish in time, or there is no memory for a copy of the state.
-            PeerError: Another rank ended for one of these reasons.
+            PeerError: Another rank raised one of these errors.
             FencedError: A newer attempt has taken over the run.
         """
         flags, step = outcome.flags, outcome.position.step
@@ -306,8 +304,8 @@ class CheckpointKeeper:
     def abandon(self, error: BaseException, *, is_in_memory: bool) -> None:
         """Wait briefly for a save in progress after the attempt has failed. This method never raises.
 
-        With ``is_in_memory``, the next attempt resumes from peer memory, so this method waits only if the run ends
-        here.
+        If ``is_in_memory`` is set, the next attempt resumes from peer memory, so this method waits only if ``error``
+        ends the run.
         """
         if self.requests is not None:
             self.requests.close()
@@ -328,7 +326,7 @@ class CheckpointKeeper:
             self._no_room = error
 
     def _comes_free(self, reason: Reason, step: int) -> bool:
-        """Wait briefly for a free buffer on every rank, or else postpone the save. All ranks must call this method."""
+        """Wait briefly until every rank has a free buffer, or postpone the save. All ranks must call this method."""
         now = self._worker.clock.monotonic()
         if self._postponed is None:
             ranks = self._context.messenger.gather(self._saver.wait_for_buffer(_BUFFER_S))
@@ -376,7 +374,7 @@ class CheckpointKeeper:
         self._taken_step, self._taken_at = step, worker.clock.monotonic()
 
     def _leave(self, engine: Any, outcome: StepOutcome, cursor: Cursor) -> None:
-        """End an attempt whose run directory was deleted; save its state first if checkpoints are stored elsewhere."""
+        """End an attempt whose run directory was deleted; first save the state if checkpoints are stored elsewhere."""
         kept = "its checkpoints were deleted with it. Start a new run"
         if self._config.checkpoint.storage is not None:
             self._take(engine, outcome, cursor, "stop")
@@ -454,7 +452,7 @@ def checkpoint_meta(
 
 
 def unwritten_journal(context: AttemptContext, recorder: Recorder) -> str | None:
-    """Sync the journal, which a checkpoint refers to; return the reason if the journal can't be written, or None."""
+    """Sync the journal to which a checkpoint refers. Return None, or the reason if the journal can't be written."""
     try:
         recorder.sync()
     except OSError as error:
@@ -468,5 +466,5 @@ def _final_error(failure: BaseException) -> BaseException:
 
 
 def is_final(failure: BaseException | None) -> bool:
-    """Return whether retrying a failed save is pointless, because a newer attempt has taken over or there is a bug."""
+    """Return whether retrying a failed save is pointless because a newer attempt has taken over or there is a bug."""
     return failure is not None and (isinstance(failure, FencedError) or not isinstance(failure, CheckpointError))

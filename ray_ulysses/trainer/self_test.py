@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ray_ulysses.trainer.worker import Worker
 
 _FAR_BELOW = 0.5
-"""Fraction of the planned bandwidth below which a link is reported: NVLink, InfiniBand and EFA are more than twice as
+"""Fraction of the planned bandwidth below which a link is reported. NVLink, InfiniBand and EFA are more than twice as
 fast as their fallbacks."""
 _GROUPS: dict[Role, str] = {
     "ulysses": "the head exchange",

@@ -1,4 +1,4 @@
-"""Trains one optimizer step (micro-batches, then one exchange of sums and flags), and judges and measures it."""
+"""Trains an optimizer step (micro-batches, then an exchange of sums and flags), and judges and measures the step."""
 
 from __future__ import annotations
 
@@ -46,35 +46,35 @@ class Flags:
     """
 
     stop: bool = False
-    """Rank 0: the run was requested to stop."""
+    """Rank 0: whether the run was requested to stop."""
     resize: bool = False
-    """Rank 0: the run must stop because its number of workers changes."""
+    """Rank 0: whether the run must stop because its number of workers changes."""
     save_requested: bool = False
-    """Rank 0: a checkpoint was requested."""
+    """Rank 0: whether a checkpoint was requested."""
     gone: bool = False
-    """Rank 0: the run directory was deleted or moved."""
+    """Rank 0: whether the run directory was deleted or moved."""
     notice: bool = False
-    """A node will be preempted."""
+    """Whether a node will be preempted."""
     notice_due: bool = False
-    """A checkpoint is due because of a preemption notice; see `checkpoint.notice`."""
+    """Whether a checkpoint is due because of a preemption notice; see `checkpoint.notice`."""
     time_is_up: bool = False
-    """Rank 0: a checkpoint is due according to ``checkpoint.every_minutes``."""
+    """Rank 0: whether a checkpoint is due according to ``checkpoint.every_minutes``."""
     saving: bool = False
-    """A checkpoint is being saved."""
+    """Whether a checkpoint is being saved."""
     buffers_busy: bool = False
-    """No host buffer is free."""
+    """Whether no host buffer is free."""
     failed: bool = False
-    """The previous save failed."""
+    """Whether the previous save failed."""
     retry_due: bool = False
-    """Rank 0: a failed save may be retried now."""
+    """Rank 0: whether a failed save may be retried now."""
     ended: bool = False
-    """The previous save or the journal failed with an error that ends the attempt."""
+    """Whether the previous save or the journal failed with an error that ends the attempt."""
     memory_due: bool = False
-    """Rank 0: a save to peer memory is due."""
+    """Rank 0: whether a save to peer memory is due."""
     memory_busy: bool = False
-    """An earlier state is still being saved to peer memory, or there is no memory for another state."""
+    """Whether an earlier state is still being saved to peer memory, or there is no memory for another state."""
     compute_due: bool = False
-    """Rank 0: a measurement of each rank's compute speed is due."""
+    """Rank 0: whether a measurement of each rank's compute speed is due."""
 
     def to_counts(self) -> list[int]:
         """Return the flags as integers that can be summed over ranks."""
@@ -90,7 +90,7 @@ NUM_FLAGS = len(fields(Flags))
 
 
 def with_requests(own: Flags, requests: RequestWatch) -> Flags:
-    """Return rank 0's flags, updated with the requests of users and the driver."""
+    """Return rank 0's flags, updated with requests from users and the driver."""
     stop = requests.stop()
     return replace(own, stop=stop is not None, resize=stop == "resize", save_requested=requests.take_save())
 
@@ -103,7 +103,7 @@ class Given(NamedTuple):
     num_supervised: int
     """Number of supervised tokens in the batch."""
     checksum: Callable[[], int]
-    """Returns the batch's checksum; see `read_back`."""
+    """Function that returns the batch's checksum; see `read_back`."""
 
 
 def batch_of(row: RowSlice, mesh: SequenceMesh, device: torch.device) -> ShardedBatch:
@@ -154,7 +154,7 @@ def read_back(batch: ShardedBatch) -> Callable[[], int]:
 
 
 def received_of(given: Sequence[Given], num_rows: int, device: torch.device) -> tuple[list[int], int]:
-    """Return the checksum of each of a step's rows, and the number of supervised tokens in all batches.
+    """Return the checksum of each row in a step, and the total number of supervised tokens.
 
     On a GPU, this function waits for all queued work.
     """
@@ -225,13 +225,13 @@ def train_step(
         seed: Base seed. Each row's random state is derived from the seed and the row, independent of the rank.
         loss_tile: Number of tokens per rank whose logits exist at a time.
         z_loss: Coefficient of the z-loss.
-        flags: Returns this rank's flags; called at the end of the step.
-        num_direct: Returns the number of slices that were read directly because the stream had not started; called at
-            the end of the step.
-        before_update: Called before the weights are updated, on every rank.
+        flags: Function that returns this rank's flags; called at the end of the step.
+        num_direct: Function that returns the number of slices read directly because the stream had not started; called
+            at the end of the step.
+        before_update: Function called on every rank before the weights are updated.
 
     Raises:
-        RunError: The model received different tokens than planned.
+        RunError: The model received tokens that differ from the plan.
     """
     slices, weight = _weighed(slices, tokens, mesh, device)
     scale = loss_scale(weight, mesh, zero_stage=engine.zero_optimization_stage(), accumulation=accumulation)
@@ -262,8 +262,8 @@ def train_step(
 def _seed_generators(seed: int, device: torch.device) -> None:
     """Seed the random generators that a model on a device uses.
 
-    `torch.manual_seed` is not used, because it formats the stack for each kind of device that the machine lacks. That
-    can take longer than a layer on a short row.
+    `torch.manual_seed` is not used, because that function formats a stack trace for each kind of device that the
+    machine lacks. Formatting can take longer than a layer's forward on a short row.
     """
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
@@ -275,8 +275,8 @@ def _weighed(
 ) -> tuple[Iterable[RowSlice], float]:
     """Return a step's slices and the denominator of the loss: supervised tokens, or the sum of their label weights.
 
-    Either all slices of a run have label weights, or none of them do. With label weights, all slices of the step are
-    read before the first is trained. All ranks must call this function.
+    Either all slices of a run have label weights, or none of them do. If slices have label weights, all slices of the
+    step are read before training on the first slice. All ranks must call this function.
     """
     slices = iter(slices)
     first = next(slices)
@@ -367,7 +367,7 @@ def _agree(
 
 
 class BadStepError(FinalError):
-    """A step's result is unusable, and training the same rows again would give the same result."""
+    """A step's result is unusable, and training on the same rows again would give the same result."""
 
 
 class StepGuard:

@@ -1,4 +1,4 @@
-"""Describes a worker to the training loop; created by the launcher."""
+"""Describes a worker to the training loop. The launcher creates the description."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ray_ulysses.peer_memory.store import AgentAddresses
 
 SourceMaker = Callable[["Plan", "RowReader", "ParallelLayout", int], "DirectSource"]
-"""Creates a rank's source of rows from ``(plan, reader, layout, rank)``."""
+"""Function that creates a rank's source of rows from ``(plan, reader, layout, rank)``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,26 +43,26 @@ class Worker:
     """Time at which the command requested workers, in seconds since the epoch, or None if unknown."""
     make_source: SourceMaker
     notice: Callable[[], Notice | None] = lambda: None
-    """Returns the preemption notice for a node, or None; called after every step."""
+    """Function that returns the preemption notice, or None if there is none; called after every step."""
     peer_memory: AgentAddresses | None = None
     """Addresses of the peer-memory agents, set either on every worker or on none."""
     cluster_nodes: tuple[str, ...] = ()
-    """The cluster's node ID for each rank, indexed by rank; empty without a cluster."""
+    """Cluster node ID of each rank, indexed by rank; empty if there is no cluster."""
     is_watched: bool = False
     """Whether the launcher observes every worker's exit and records why an attempt failed. Rank 0 alone can't
     distinguish the cause of a failure from its consequences."""
     is_tested: bool = False
     """Whether all ranks' devices have passed a self-test during this command; identical on every rank."""
     beat: Callable[[Phase, int], Any] = lambda phase, step: None
-    """Called with the phase and step before each micro-batch, as a sign of life."""
+    """Function called with the phase and step before each micro-batch, as a sign of life."""
     wait_for_row: Callable[[bool], Any] = lambda waits: None
-    """Called with True before the rank waits for its next row, and with False afterwards."""
+    """Function called with True before the rank waits for its next row, and with False afterwards."""
     on_hang: Callable[[Callable[[], str | None]], Any] = lambda leave: None
-    """Registers a function that another thread calls if the ranks hang. The function writes diagnostics and returns
-    their location."""
+    """Function that registers a callback to run in another thread if the ranks hang. The callback writes diagnostics
+    and returns their location."""
     clock: Clock = field(default_factory=SystemClock)
     on_event: Callable[[str, int], Any] = lambda name, step: None
-    """Called with the name and step of each event in the training loop; used by fault tests."""
+    """Function called with the name and step of each event in the training loop; used by fault tests."""
 
     def command(self) -> dict[str, Any]:
         """Return the journal fields that describe the running command. Unknown times are omitted."""
