@@ -11,7 +11,7 @@ from typing import Any
 from ray_ulysses.tracking.events import StepDone
 
 OUT_OF_MEMORY = "ran out of memory"
-"""Text in the error of a step that runs out of memory."""
+"""Text in the error message of a step that runs out of memory."""
 _GIB = 2**30
 _WARM_STEPS = 3
 """Number of initial steps that are excluded from the speed measurement."""
@@ -47,7 +47,7 @@ class Trial:
     unsaved: str | None
     """Reason why saving a checkpoint failed; None if no save failed."""
     loaded_step: int | None
-    """Step that the second attempt resumed from; None if there was no second attempt."""
+    """Step from which the second attempt resumed; None if there was no second attempt."""
     failure: str | None
     tolerance: float
     """Largest allowed relative difference between the losses of a step before and after loading the checkpoint."""
@@ -58,14 +58,14 @@ class Trial:
     """Available memory per rank, in GiB; None if unknown."""
     most_of_limit: float
     modelled_s: float | None
-    """Modelled duration of a step of the trial, in seconds; None if the cost model can't estimate it."""
+    """Modelled duration of a step of the trial, in seconds; None if it can't be modelled."""
     is_pretrained: bool
     """Whether training starts from pretrained weights, in which case the loss need not fall."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckLine:
-    """A line of the report: one check."""
+    """A line of the report, which states the result of one check."""
 
     name: str
     holds: bool | None
@@ -92,7 +92,7 @@ class CheckReport:
 
 
 def judge(name: str, trial: Trial) -> CheckReport:
-    """Return the report of a trial run. A failure of the trial fails only the line that it is attributed to."""
+    """Return the report of a trial run. A failure of the trial fails only the line to which it is attributed."""
     judges = (_documents, _trained, _memory, _as_planned, _finite, _falling, _speed, _written, _loaded)
     lines, cause = [judged(trial) for judged in judges], _cause(trial)
     lines = [replace(one, holds=False, found=str(trial.failure)) if one.name == cause else one for one in lines]

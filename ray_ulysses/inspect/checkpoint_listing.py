@@ -51,7 +51,7 @@ class SetAside:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointReport:
-    """A checkpoint folder. Unknown values are None or empty."""
+    """Report on a checkpoint folder. Unknown values are None or empty."""
 
     step: int
     path: str

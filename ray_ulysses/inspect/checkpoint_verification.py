@@ -25,7 +25,7 @@ from ray_ulysses.storage.place import Place
 _NUM_THREADS = 4
 
 Watch = Callable[[int, int], None]
-"""Progress callback, called with the number of bytes read so far and in total by one thread at a time."""
+"""Progress callback, called with the number of bytes read so far and in total, by one thread at a time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +57,7 @@ class CheckpointVerdict:
     world_size: int | None = None
     num_tensors: int = 0
     num_elements: int = 0
-    """Number of elements in the state; each is stored exactly once."""
+    """Number of elements in the state; each element is stored exactly once."""
     files: tuple[FileVerdict, ...] = ()
     seconds: float = 0.0
 
@@ -95,7 +95,7 @@ def verify_checkpoint(
 
     Args:
         run_dir: The run's directory. Its configuration may specify another checkpoint store.
-        which: Step of the checkpoint, or "latest" for the newest checkpoint of the run, even if it is damaged.
+        which: Checkpoint step, or "latest" for the newest checkpoint that is part of the run, even if it is damaged.
         clock: Clock that measures the duration.
         watch: Progress callback.
         trust_run: See `open_run_storage`.

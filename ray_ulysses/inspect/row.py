@@ -26,7 +26,7 @@ from ray_ulysses.tracking.journal_reader import read_entries
 from ray_ulysses.tracking.steps import Entry
 
 TextMode = Literal["cut", "full", "none"]
-"""How much of a row's text to show: head and tail, all, or nothing."""
+"""Amount of a row's text to show: the head and the tail, all of it, or none."""
 _HEAD_CHARACTERS, _TAIL_CHARACTERS = 320, 160
 _OPEN, _CLOSE = "⟦", "⟧"
 """Markers around the supervised parts of a document that is only partly supervised."""
@@ -55,7 +55,7 @@ class RowCorpus:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowPiece:
-    """A piece of a row, and its document. Source and labels are None if the corpus can't be read."""
+    """A piece of a row, and the document that contains it. Source and labels are None if the corpus can't be read."""
 
     document: int
     """Number of the document across all corpora of the plan."""

@@ -69,7 +69,7 @@ def render_report(run_dir: Place, beside: Place | None = None, *, trust_run: boo
 
 
 def _sections(picture: Picture, records: Sequence[RunRecord]) -> list[str]:
-    """Return a section per run, which contains the plot or the reason why there is no plot."""
+    """Return one section per run, each containing the plot or the reason why there is no plot."""
     found: list[Figure | str] = []
     for record in records:
         try:

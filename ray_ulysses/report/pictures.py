@@ -87,7 +87,7 @@ def loss_picture(record: RunRecord) -> Figure:
 
 
 def _over_tokens(record: RunRecord, y_label: str, *, is_wide: bool = False) -> tuple[Figure, Axes]:
-    """Return an empty plot with supervised tokens on the x-axis and shaded attempts; a wide plot labels the attempts.
+    """Return an empty plot with supervised tokens on the x-axis and shaded attempts, labelled if the plot is wide.
 
     Raises:
         NothingToDrawError: No step has completed yet.

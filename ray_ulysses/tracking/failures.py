@@ -1,4 +1,4 @@
-"""Records failures, both recovered and fatal, in the journal, and describes them.
+"""Records failures in the journal and describes them, whether or not the run recovers.
 
 The workers' supervisor records failures in a separate journal file: ``attempt_ended`` with a rank, ``start_failed`` if
 no attempt had started, and ``run_failed`` if a failure ends the command.

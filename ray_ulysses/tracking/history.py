@@ -132,9 +132,9 @@ class RunHistory:
     time_spent: TimeSpent = field(default_factory=TimeSpent)
     """Breakdown of the time that the run's commands took."""
     failure: RunFailed | None = None
-    """The failure that ended the run, if any."""
+    """The failure that ended the run; None if no failure ended it."""
     missing_steps: tuple[tuple[int, int], ...] = ()
-    """First and last step of each range of steps without a record; empty in a healthy run."""
+    """First and last missing step of each gap in the recorded steps; empty in a healthy run."""
     damaged_records: tuple[str, ...] = ()
     """Description of each damaged journal line; empty in a healthy run."""
     diagnostics: tuple[str, ...] = ()

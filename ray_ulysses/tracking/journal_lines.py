@@ -50,7 +50,7 @@ class DamagedRecord:
 
 
 def encode_record(fields: Mapping[str, Any]) -> tuple[Event, bytes]:
-    """Return an event as readers will parse it, and its journal line with checksum and newline.
+    """Return an event as readers will parse it, and its journal line, including the checksum and the newline.
 
     Args:
         fields: The event's fields, and optional extra fields.

@@ -65,7 +65,7 @@ class Journal:
 
 
 class JournalFileReader:
-    """Reads a journal file from front to back. Each call of `read` continues at the last call's offset."""
+    """Reads a journal file from front to back. Each call of `read` continues where the last stopped."""
 
     def __init__(self, file: JournalFile, attempt: int) -> None:
         self._file, self._attempt = file, attempt

@@ -1,9 +1,9 @@
 """Records each checkpoint in MLflow as a logged model of type ``checkpoint``, linked to the run that wrote it.
 
 A model's tags contain the checkpoint's location and ``state``. One checkpoint per run is tagged ``latest``, and one
-``best``; aliases are not used because they belong to registered models, and MLflow reserves the alias "latest". The
-description repeats location and state, because a model's page does not show tags. In lists, a usable checkpoint is
-``Ready``, a damaged one ``Failed``, and a deleted or superseded one has no status.
+is tagged ``best``. Aliases are not used, because they belong to registered models and MLflow reserves "latest". The
+description repeats the location and the state, because a model's page does not show tags. In lists, a usable
+checkpoint is ``Ready``, a damaged one is ``Failed``, and a deleted or superseded one has no status.
 Parameters are shown as columns that MLflow can sort and compare. Metrics are named ``checkpoint_<name>``, because
 MLflow adds a model's metrics to its run's curves. All calls are idempotent.
 """
@@ -83,7 +83,7 @@ class TrackedCheckpoint:
     """Tags from `MARKS` that the checkpoint has."""
 
     def is_of(self, step: int, attempt: int | None) -> bool:
-        """Return whether step and attempt match; None matches any attempt."""
+        """Return whether the step and the attempt match; None matches any attempt."""
         return self.step == step and attempt in (None, self.attempt)
 
 

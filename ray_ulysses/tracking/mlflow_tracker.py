@@ -95,7 +95,7 @@ def is_tracked(run_dir: Place) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MlflowPage:
-    """Location where a run's metrics can be viewed."""
+    """The address of a run's metrics and the command for viewing them."""
 
     command: str | None
     """Command that serves a database to the browser; None if a server is used."""
@@ -105,7 +105,7 @@ class MlflowPage:
     """Whether `url` or `command` leads to an existing MLflow run."""
 
     def in_words(self) -> str:
-        """Return command and URL in one line."""
+        """Return the command and the URL in one line."""
         return ", then ".join(part for part in (self.command, self.url) if part is not None)
 
 
@@ -302,7 +302,7 @@ class MlflowSink(Sink):
         self._client.update_run(self._run_id, status="RUNNING")
 
     def _log_end(self, over: AttemptOver) -> None:
-        """Record how the run ended. A tag records whether it was stopped, which MLflow's status cannot express."""
+        """Record how the run ended. A tag records whether the run was stopped, which MLflow's status cannot express."""
         if over.metrics:
             self._log_steps([StepMetrics(time=over.time, step=over.step or 0, metrics=over.metrics)])
         step = f" at step {over.step}" if over.step else ""

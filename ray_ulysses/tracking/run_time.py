@@ -29,10 +29,10 @@ from ray_ulysses.tracking.steps import Entry, StepGroup, group_steps
 Moments = NDArray[np.float64]
 _Spans = dict[str, list[tuple[Moments, Moments]]]
 _Mark = tuple[float, str]
-"""A time, and the category that begins then."""
+"""A time, and the category that begins at that time."""
 
 _DIVIDED = {"startup_s": "starts", "waiting_s": "starts", "recovery_s": "recovery"}
-"""Categories with a further breakdown, mapped to the field of `TimeSpent` that contains the breakdown."""
+"""Field of `TimeSpent` that contains the breakdown of a category, for categories with a further breakdown."""
 _PARTS_OF_PHASES = {"build": "build_s", "load": "load_s"}
 
 
@@ -122,7 +122,7 @@ class Timeline:
 
     spans: dict[str, tuple[Moments, Moments]]
     """Start and end times of the spans of each category, ascending. Starts and recoveries are split into the categories
-    of `StartTime`. Steps that were lost later are still in ``steps_s``."""
+    of `StartTime`. Steps that are lost later remain in ``steps_s``."""
 
     @property
     def begin(self) -> float:
@@ -157,7 +157,7 @@ class _StartTimeline:
 
         Args:
             at: The time.
-            part: The category that begins then.
+            part: The category that begins at that time.
             has_stepped: Whether the attempt has just completed a step.
         """
         self._marks, self._end_of_attempt, self._has_stepped = [(at, part)], [], has_stepped

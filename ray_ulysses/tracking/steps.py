@@ -124,7 +124,7 @@ def step_of(row: Any) -> StepDone:
 
 
 def step_rows(steps: Sequence[StepDone]) -> Rows:
-    """Convert steps to rows; see `step_of`."""
+    """Convert steps to rows, from which `step_of` restores them."""
     return np.array([_row(step) for step in steps], dtype=STEP_ROW)
 
 

@@ -50,7 +50,7 @@ class PartlyDelivered(Exception):
 
 
 class Sink(Protocol):
-    """A receiver of updates, such as a tracking server. A sink is used by only one thread."""
+    """A receiver of updates, such as a tracking server. Each sink is used by only one thread."""
 
     def connect(self) -> str:
         """Open or continue the run in the receiver.
@@ -82,8 +82,8 @@ class Sink(Protocol):
 End = tuple[str, int]
 """Name of a journal file, and the offset after a delivered event."""
 ReadUpdates = Callable[[], Iterator[tuple[Update, End | None]]]
-"""Yields the updates since the last call, each with its event's end, or None if more updates of the same event follow.
-Must not be called again after an error."""
+"""Function that yields the updates since the last call, each with its event's end, or with None if more updates of the
+same event follow. It must not be called again after an error."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -358,7 +358,7 @@ class JournalSource:
                 yield update, end if number == len(updates) else None
 
     def _entries(self, attempt: int, file: JournalFile) -> Iterator[tuple[Entry, End | None]]:
-        """Yield (event, end) for a file's new events. The first call also yields delivered (entry, None) pairs."""
+        """Yield (event, end) for a file's new events; before the first, (entry, None) for each delivered entry."""
         reader = self._readers.get(file.name)
         if reader is None:
             reader = self._readers[file.name] = JournalFileReader(file, attempt)

@@ -28,7 +28,7 @@ from ray_ulysses.tracking.run_time import TimeLedger
 from ray_ulysses.tracking.steps import OPTIONAL_FIELDS, Entry, StepGroup
 
 RunStatus = Literal["finished", "stopped", "failed"]
-"""How an attempt ended: all planned steps done, stopped on request or at a stop step, or ended by an error."""
+"""Outcome of an attempt: it completed all steps, was stopped on request or at a stop step, or failed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -128,7 +128,7 @@ class WandbSink(Sink):
 
 
 def _bound_exit() -> None:
-    """Kill the client's service process if it still runs `_EXIT_S` seconds after this exit handler.
+    """Kill the client's service process if it is still running `_EXIT_S` seconds after this handler.
 
     At exit, wandb 0.31 waits for its service for 20 seconds or more if the server is unreachable, although all records
     are already on disk.
