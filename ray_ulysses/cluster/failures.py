@@ -242,8 +242,8 @@ def lacks_room(error: BaseException) -> bool:
 class FailureJudge(FailurePolicy):
     """Ray Train failure policy that delegates decisions to the failure log; runs in Ray Train's controller.
 
-    If the coordinator has already judged a failure, Ray Train gets the same decision, even if it arrives after the
-    coordinator's own wait for it has timed out.
+    If the coordinator has already judged a failure, Ray Train gets the same decision, even if that decision arrives
+    after the coordinator has stopped waiting.
     """
 
     def __init__(self, book: FailureLog) -> None:

@@ -126,7 +126,7 @@ def submit(
         client: Client for the cluster.
         config: The configuration, with absolute paths.
         file_name: Name of the configuration file inside the job, as shown in the job's log.
-        branch: Whether the run's data may change.
+        branch: Whether the run's data may change from its newest committed checkpoint on.
         upload_package: Whether to upload this package's source instead of using the version installed on the nodes.
         timeout_s: Longest wait for a node that accepts the job, in seconds.
         say: Called with the reason for waiting.

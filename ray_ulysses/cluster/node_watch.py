@@ -53,7 +53,7 @@ _log = get_logger(__name__)
 def drain_node(node: str, why: str, deadline: float | None) -> None:
     """Make Ray mark a node as draining. Ray does not end processes on the node.
 
-    Ray 2.60 offers this only as a hidden CLI command; this function calls its implementation (a canary test covers it).
+    Ray 2.60 offers this only as a hidden CLI command; this function calls the command's code (a canary test covers it).
 
     Raises:
         RuntimeError: Ray rejects the request, or its head does not answer.

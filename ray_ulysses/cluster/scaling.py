@@ -1,13 +1,13 @@
-"""Decides how many workers Ray Train starts, on which nodes, and when it restarts a different number of workers.
+"""Decides how many workers Ray Train starts and where, and when it restarts with a different number of workers.
 
 Each start uses as many workers as fit on the nodes, within `cluster.workers`. During training, new nodes may make a
 restart with more workers worthwhile, and draining nodes may require other nodes or fewer workers. The workers then save
 and end, which loses no step, and are restarted. A fixed number of workers is a range with equal limits.
 
 On new nodes, workers start outside Ray Train's group, so that a run grows without a restart; they train with the others
-from the next generation on. Ray Train's group has a fixed size, so only the coordinator knows these workers, and they
-end when Ray Train restarts its own workers. The placement group keeps a lost worker's resources reserved, so that the
-replacement starts in the same bundle.
+from the next generation on. Ray Train's group has a fixed size, so only the coordinator knows of these workers, and
+they end when Ray Train restarts its own workers. The placement group keeps a lost worker's resources reserved, so that
+the replacement starts in the same bundle.
 
 Ray Train 2.60 has no public API to replace its scaling policy or to choose nodes. This module uses private APIs:
 `TrainController`'s scaling policy, a worker group's context before its start, and its polls (canary tests cover them).
@@ -265,7 +265,7 @@ class WorkerScaling(ScalingPolicy):
             self._move()
 
     def _move(self) -> None:
-        """Make the workers save and end, so that Ray Train restarts the number of workers that is best by then."""
+        """Make the workers save and end, so that Ray Train restarts with the best number of workers."""
         self._coordinator.post(MoveAsked())
         request_stop(self._config.run_dir, self._session, "resize")
 
@@ -337,7 +337,7 @@ class JoinedWorker:
 
         Args:
             job: See `ray_ulysses.cluster.worker.train_worker`.
-            announcement: How to reach the coordinator.
+            announcement: Connection details of the coordinator.
             worker: Worker number.
             local_rank: Index of the worker on its node.
             shown: GPUs of all workers that start on this node at the same time. NCCL accesses visible GPUs directly,

@@ -110,8 +110,8 @@ def _connected(target: str | None, cpus: float, environment: dict[str, str] | No
 def quiet_errors() -> Iterator[None]:
     """Keep error reports of Ray's nodes out of this process's output; the session's log directory contains them.
 
-    Ray 2.60 prints them regardless of ``log_to_driver``. A private switch of its debugger stops that (a canary test
-    covers it).
+    Ray 2.60 prints these reports regardless of ``log_to_driver``, unless a private switch of its debugger is set (a
+    canary test covers the switch).
     """
     before = ray._private.worker._worker_logs_enabled
     ray._private.worker._worker_logs_enabled = False
@@ -242,7 +242,7 @@ def look_at_cluster() -> ClusterView | None:
 
 
 def answers_in_time(asked: Mapping[Any, str], timeout_s: float) -> dict[str, Any]:
-    """Return the results of the Ray tasks that finish in time, by node; log failures and leave them out."""
+    """Return the results of the Ray tasks that finish in time, by node; failures are logged and skipped."""
     answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s) if asked else ([], [])
     found = {}
     for answer in answered:

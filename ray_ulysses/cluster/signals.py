@@ -127,7 +127,7 @@ class StopSignals:
 
 
 def _end_in_time() -> None:
-    """Force this process to exit after a grace period, after which Ray ends its own processes."""
+    """Force this process to exit after a grace period; Ray then ends its own processes."""
     timer = threading.Timer(_GRACE_S, os._exit, (INTERRUPTED,))
     timer.daemon = True
     timer.start()
@@ -177,6 +177,6 @@ class UnsavedSteps:
                     self._state, self._kept_step = "kept", event.memory_step
 
     def lost(self) -> None:
-        """Note that a worker was lost, and with it the trained steps; steps in peer memory are kept."""
+        """Note that a worker was lost along with the steps trained so far; steps in peer memory are kept."""
         if self._state == "trained":
             self._state = "none"

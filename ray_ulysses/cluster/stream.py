@@ -1,4 +1,4 @@
-"""Streams rows through Ray Data: each rank gets its slices, read on its own node or, if that is full, on another."""
+"""Streams rows through Ray Data: each rank's slices are read on the rank's node or, if that is full, elsewhere."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class _StoppedError(ExecutionTimeoutError):
 
 
 class _Pace(ExecutionCallback):
-    """Pauses an execution while nothing changes, and ends it on request, even while it waits for CPUs.
+    """Pauses an execution while nothing changes, and ends the execution on request, even if it is waiting for CPUs.
 
     Ray Data 2.60's loop pauses only while a task runs, and spins while its output may not be read yet, which is the
     usual state here. Ray instantiates callback classes, so calling this instance returns the instance itself, which

@@ -76,7 +76,7 @@ def network_settings(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def kept_back(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the names of variables that a run may need, but that are withheld because they may be secrets."""
+    """Return the names of variables that a run may need but that may be secrets, and are therefore withheld."""
     may_be_needed = (*_STORAGE_PREFIXES, *_NETWORK_PREFIXES)
     names = (name for name in environment if name in CREDENTIALS or name.startswith(may_be_needed))
     return tuple(sorted(name for name in names if name not in _OF_ONE_PROCESS and not _is_passed(name, environment)))

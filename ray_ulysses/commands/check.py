@@ -86,7 +86,7 @@ def run_check(config: Config, options: CheckOptions, console: Console, say: Call
 
     Raises:
         UserError: The run can't start, or the stage does not exist.
-        RunError: The trial was stopped, or another command took it over.
+        RunError: The trial was stopped, or another command took over its run.
     """
     from ray_ulysses.cluster.failures import TrainingFailed
     from ray_ulysses.config.loading import parse_config

@@ -22,7 +22,7 @@ the worker itself, an error caused by another rank's end, workers that did not s
 supervises the workers."""
 
 _RANK_KINDS: tuple[Kind, ...] = ("preempted", "lost", "device", "raised", "consequence")
-"""Kinds of a rank's failure; each kind can cause the kinds after it. A worker that raised an error lives until its
+"""Kinds of failure of a rank; each kind can cause the kinds after it. A worker that raised an error lives until its
 group is ended, so a worker that is gone failed first."""
 _MOST_RANKS = 8
 _MOST_CHARACTERS = 400
@@ -154,7 +154,7 @@ def root_cause(errors: Sequence[RankError], *, is_final: bool = False) -> Cause:
     """Return the cause of a failed attempt, given how its ranks ended.
 
     Args:
-        errors: One per rank that has ended, at least one.
+        errors: One error for each rank that has ended; at least one.
         is_final: Whether the failure would recur after a restart of the workers.
     """
     first = min(errors, key=_order)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from statistics import median, median_low
 
 RATIO = 1.3
-"""A rank is slow in a window if its own compute time exceeds this multiple of the median rank's. With an even number of
-ranks the lower median is used, so that one slow node of two is found."""
+"""Ratio of a rank's own compute time to the median rank's above which the rank is slow in a window. With an even number
+of ranks, the lower median is used, so that one slow node of two is found."""
 WINDOWS = 5
 """Number of consecutive slow windows after which a rank is reported."""
 

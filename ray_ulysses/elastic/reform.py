@@ -6,8 +6,8 @@ too few workers remain, the group waits for replacements. Failures that can't be
 Train, which restarts the workers. A node whose GPU or network has failed is excluded from all later generations.
 
 `reduce` maps every event to the next state and the coordinator's actions. A group gathers until all workers have
-joined, and then trains. After a fault it stops and judges the failure. It then trains again, after a wait if it is
-short of workers, or it ends.
+joined, and then trains. After a fault, the group stops and the failure is judged. The group then trains again, waiting
+first if it is short of workers, or ends.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Joined:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChildEnded:
-    """A supervisor reports that its child has ended; ``port`` is its listening port for the next generation."""
+    """A supervisor reports that its child has ended; ``port`` is the supervisor's port for the next generation."""
 
     worker: int
     generation: int

@@ -179,7 +179,7 @@ def _refuse(config: Config, session: str, error: BaseException) -> None:
 
 
 def _portable(error: BaseException) -> BaseException:
-    """Return the error if it can be sent to the supervisor, else an error with its type and text.
+    """Return the error if it can be sent to the supervisor, else a substitute with the error's type and text.
 
     Unpickling another library's error would import that library, and thus silence the supervisor for seconds.
     """

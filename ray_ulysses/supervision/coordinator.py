@@ -1,7 +1,8 @@
 """Coordinates the supervisors of a worker group: reduces their messages to actions, and carries out the actions.
 
 The coordinator is a thread in Ray Train's controller process, and ends with it. Only this thread changes the group's
-state, and only through `elastic.reform.reduce`. It also detects hangs from the progress that supervisors report.
+state, and only through `elastic.reform.reduce`. The coordinator also detects hangs from the progress that supervisors
+report.
 """
 
 from __future__ import annotations
@@ -404,7 +405,7 @@ class HangWatch:
             self._step_seconds.append(progress.step_s)
 
     def hear_stacks(self, rank: int, text: str, left: str = "") -> None:
-        """Record a rank's stacks, and the storage key of its flight record, which is empty if there is none."""
+        """Record a rank's stacks and its flight record's storage key, which is empty if there is no flight record."""
         self._stacks[rank] = text
         if left:
             self._left[rank] = left
