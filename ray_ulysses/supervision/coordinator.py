@@ -1,8 +1,7 @@
 """Coordinates the supervisors of a worker group: reduces their messages to actions, and carries out the actions.
 
 The coordinator is a thread in Ray Train's controller process, and ends with it. Only this thread changes the group's
-state, and only through `elastic.reform.reduce`. The coordinator also detects hangs from the progress that supervisors
-report.
+state, and only through `elastic.reform.reduce`. The thread also detects hangs from the reported progress.
 """
 
 from __future__ import annotations
