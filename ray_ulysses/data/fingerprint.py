@@ -1,4 +1,4 @@
-"""Hashes of JSON values and of 64-bit integers. They must never change: stored corpora, plans and sources rely on them.
+"""Hashes of JSON values and 64-bit integers. They must never change, since stored corpora and plans contain them.
 
 The evaluation split and the data digest use the finalizer of SplitMix64 (Steele, Lea and Flood, "Fast splittable
 pseudorandom number generators", OOPSLA 2014) with the constants of Stafford's variant 13.

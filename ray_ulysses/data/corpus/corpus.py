@@ -61,7 +61,7 @@ class DocumentSource(NamedTuple):
 class Corpus:
     """A prepared corpus, whose documents are numbered from 0.
 
-    Methods that read raise UserError if a file is missing, damaged, or was replaced after ``prepare`` wrote it. If the
+    Reading methods raise UserError if a file is missing or damaged, or was replaced after ``prepare`` wrote it. If the
     storage does not answer, reads are retried under the ``RetryPolicy`` and then raise ``StorageAwayError``.
     """
 
@@ -110,7 +110,7 @@ class Corpus:
 
     @property
     def fingerprint(self) -> str:
-        """Hash that identifies the content."""
+        """Hash that identifies the corpus's content."""
         return self.info.fingerprint
 
     @cached_property
@@ -174,7 +174,7 @@ class Corpus:
         return self._shards.read(self._first(document, start + length) + start, length)
 
     def _first(self, document: int, length: int) -> int:
-        """Return the position of a document's first token; UserError if the document is shorter than ``length``."""
+        """Return a document's first token position; raise UserError if the document is shorter than ``length``."""
         first, size = self._index.read(2 * document, 2).tolist()
         if length > size or not self._shards.holds(first, size):
             name = self.folder.named(INDEX_FILE)
@@ -191,7 +191,7 @@ class Corpus:
         )
 
     def source(self, document: int) -> DocumentSource:
-        """Return the origin of a document; reads one row group."""
+        """Return the origin of a document. Only one row group is read."""
         with self._reading(DOCUMENTS_FILE):
             group, row = self._documents.group_of(document)
             table = self._documents.group(group)
@@ -212,7 +212,7 @@ class Corpus:
             return self._retry.call(name, read)
 
     def check_files(self) -> None:
-        """Check the size of every file, and the block checksums of the index and the shards, without reading blocks.
+        """Check every file's size and the index's and shards' stored block checksums, without reading blocks.
 
         Raises:
             UserError: A file is missing, truncated, or was replaced. The error names the first such file.
@@ -251,7 +251,7 @@ class Corpus:
 
     @contextmanager
     def _reading(self, key: str) -> Iterator[str]:
-        """Convert read errors, and the ValueError for inconsistent spans, to a UserError that names the file."""
+        """Convert read errors, and the ValueError for inconsistent spans, into a UserError that names the file."""
         name = self.folder.named(key)
         try:
             yield name
@@ -262,7 +262,7 @@ class Corpus:
 
 
 class _SpanTable:
-    """Label span table: one row per span, ordered by document. Every document has at least one span.
+    """Reader of a corpus's label span table: one row per span, ordered by document, at least one span per document.
 
     Raises:
         DamagedFileError: The file does not match ``corpus.json``.
@@ -307,7 +307,7 @@ class _SpanTable:
             raise DamagedFileError(f"row group {number} has changed since the file was opened")
 
     def all(self) -> LabelSpans:
-        """Return the label spans of all documents; DamagedFileError if they do not match ``corpus.json``."""
+        """Return the label spans of all documents; raise DamagedFileError if the spans do not match ``corpus.json``."""
         table = self._retry.call(self._name, lambda: pq.read_table(self._source(), page_checksum_verification=True))
         documents, starts, stops, *weights = _columns(table, self._columns)
         if spans_crc32((documents, starts, stops, *weights)) != self._info.content_crc32:
@@ -331,7 +331,7 @@ def spans_crc32(columns: Sequence[NDArray[Any]], crc32: int = 0) -> int:
     """Return the CRC-32 of label spans, hashed row by row as little-endian int64.
 
     Args:
-        columns: Documents, starts and stops (int64), and optionally weights (fp32, hashed by their bits).
+        columns: Documents, starts and stops (int64), and optionally weights (fp32; the bit patterns are hashed).
         crc32: CRC-32 of the preceding rows.
     """
     columns = [column.view(np.int32) if column.dtype == np.float32 else column for column in columns]
@@ -355,7 +355,7 @@ def _columns(table: pa.Table, names: Sequence[str]) -> list[NDArray[Any]]:
 
 
 def corpus_exists(location: Path | str) -> bool:
-    """Return whether a file or folder exists at the location of a corpus.
+    """Return whether a file or folder exists at a corpus location.
 
     Raises:
         UserError: The location can't be used.
@@ -406,7 +406,7 @@ def unreadable(name: object, reason: object) -> UserError:
 
 
 def read_shards(folder: FileStore, shards: Sequence[ShardInfo], dtype: np.dtype[Any], retry: RetryPolicy) -> FlatFiles:
-    """Return a reader that presents the tokens of all shards, in order, as one array."""
+    """Return a reader that exposes the tokens of all shards, in shard order, as one array."""
 
     def unreadable_shard(name: str, reason: object) -> UserError:
         return UserError(
@@ -451,7 +451,7 @@ def first_of_same_content(groups: Sequence[NDArray[np.uint64]]) -> list[NDArray[
 
 
 def refuse_repeats(corpora: Sequence[Corpus], num_known: int = 1) -> None:
-    """Refuse corpora that repeat documents of earlier corpora: a run would train on those documents more than once.
+    """Refuse corpora that repeat documents of earlier corpora, since a run would train on these documents twice.
 
     Args:
         corpora: The corpora of a run, in order.

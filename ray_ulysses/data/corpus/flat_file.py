@@ -1,6 +1,6 @@
 """Flat files of integers with one checksum per block, written sequentially and read at any position.
 
-A file has no header: it starts with the little-endian values, so ``np.memmap(path, dtype, "r", shape=n)`` maps them.
+A file has no header. It starts with the little-endian values, which ``np.memmap(path, dtype, "r", shape=n)`` can map.
 The values are followed by the CRC-32 of each 4 KiB block as little-endian uint32.
 """
 
@@ -34,11 +34,11 @@ _PENDING_BYTES = 256 * BLOCK_BYTES
 _FETCHES = 32
 MAX_OPEN_FILES = 256
 MAX_OPEN_OBJECTS = 4096
-"""Limit for object stores. An open object only caches its block checksums: about 20 kB for a 16 MiB shard."""
+"""Maximum number of open objects per reader. Each only caches its block checksums: about 20 kB for a 16 MiB shard."""
 
 
 class DamagedFileError(OSError):
-    """A file is readable, but its content differs from what was written."""
+    """Error for a file that is readable but whose content differs from the content that was written."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +71,7 @@ class FlatWriter:
         self.num_items = 0
 
     def add(self, values: NDArray[np.integer[Any]]) -> int:
-        """Append values, which must fit into the file's dtype, and return the position of the first value."""
+        """Append values, which must fit the file's dtype, and return the position of the first appended value."""
         first = self.num_items
         self._pending += values.astype(self._dtype).tobytes()
         self.num_items += values.size
@@ -171,7 +171,7 @@ class FlatFile:
 class FlatFiles:
     """Reads several flat files of one dtype as one array, with at most ``max_open`` files open at a time.
 
-    ``unreadable`` makes the error for a file that can't be read, from the file's location and the reason.
+    ``unreadable`` is called with a file's location and the reason, and returns the error for a file that can't be read.
     """
 
     def __init__(
@@ -255,7 +255,7 @@ class FlatFiles:
             raise self._unreadable(name, error) from error
 
     def _used(self, number: int, use: Callable[..., T], *arguments: Any) -> T:
-        """Call ``use`` on a file. On failure, close the file, since a stale handle stays stale."""
+        """Call ``use`` on a file. On failure, drop the open file, since a stale handle never recovers."""
         try:
             return use(self._file(number), *arguments)
         except READ_ERRORS:

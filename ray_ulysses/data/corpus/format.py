@@ -28,7 +28,7 @@ from ray_ulysses.data.tokenize.tokenizers import TokenizerInfo, Vocabulary
 from ray_ulysses.validation import KNOWN_FIELDS_ONLY, ContentError, FileName, Number, Whole, adapter, checked
 
 FORMAT_VERSION = 5
-"""Also incremented when the same documents and options produce different tokens, so that no older unit is reused."""
+"""Format version, also incremented when tokenization changes, so that units with outdated tokens are not reused."""
 INDEX_FILE = "documents.index"
 INDEX_DTYPE = np.dtype(np.int64)
 CORPUS_FILE = "corpus.json"
@@ -71,14 +71,14 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardInfo:
-    """A shard file."""
+    """Metadata of a shard file."""
 
     __pydantic_config__ = KNOWN_FIELDS_ONLY
 
     name: FileName
     """File name in ``shards/``."""
     num_documents: Whole
-    """Documents stored in the shard, including duplicates that were excluded later."""
+    """Number of documents stored in the shard, including duplicates that were excluded later."""
     tokens: FlatInfo
 
     @property
@@ -89,14 +89,14 @@ class ShardInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpansInfo:
-    """Label spans of a corpus."""
+    """Metadata of a corpus's label spans."""
 
     __pydantic_config__ = KNOWN_FIELDS_ONLY
 
     num_spans: Whole
-    """Rows in ``spans.parquet``."""
+    """Number of rows in ``spans.parquet``."""
     num_supervised: Whole
-    """Number of tokens inside spans."""
+    """Number of tokens that the spans contain."""
     num_bytes: Whole
     crc32: Whole
     """CRC-32 of the bytes of ``spans.parquet``."""
@@ -131,7 +131,7 @@ class CorpusInfo:
     lengths_crc32: Whole
     """CRC-32 of the document lengths as little-endian int64."""
     index: FlatInfo
-    """Size and checksums of the index, which stores two values per document: first token in all shards, and length."""
+    """Size and checksums of the index: each document's first token position (over all shards) and length."""
     byte_unigram_nats: Number | None
     """Unigram entropy of the raw bytes in nats, or None unless the byte tokenizer was used."""
     token_unigram_nats: Number | None
@@ -139,7 +139,7 @@ class CorpusInfo:
     signature: str
     """Hash of the sources and options, used to recognize a repeated preparation."""
     spans: SpansInfo | None = None
-    """None if every token of every document is supervised."""
+    """Label span metadata, or None if every token of every document is supervised."""
     turn_ends: tuple[Whole, ...] = ()
     """Special tokens that end supervised spans."""
     reasons: tuple[tuple[str, Whole], ...] = ()
@@ -155,7 +155,7 @@ class CorpusInfo:
     def fingerprint(self) -> str:
         """Hash that identifies the content: each document's tokens, in order, their labels, and the tokenizer.
 
-        The hash includes the index. Lengths do not locate documents, since shards contain excluded duplicates too.
+        The hash includes the index because shards also contain excluded duplicates, so lengths do not locate documents.
         """
         content = {
             "format": FORMAT_VERSION,

@@ -21,7 +21,7 @@ _GROUPS_KEY = "ray_ulysses.groups_crc32"
 
 
 class RowGroupReader:
-    """Reads selected columns of a Parquet file by row group, and caches the most recently used groups.
+    """Reads selected columns of a Parquet file by row group, and caches the most recently used row groups.
 
     ``source`` is called for every read and returns a path or an open file. ``check`` is called with the number and the
     content of every group that is read; it raises OSError if the group is damaged. When ``retry`` is exhausted, read
@@ -49,14 +49,14 @@ class RowGroupReader:
 
     @property
     def groups_crc32(self) -> list[int]:
-        """Row group checksums from the footer; raises OSError if the footer lacks them."""
+        """Row group checksums from the footer. Raises OSError if the footer contains no checksums."""
         found = [int(noted, 16) for noted in (self._metadata.metadata or {}).get(_GROUPS_KEY.encode(), b"").split()]
         if len(found) != self._metadata.num_row_groups:
             raise OSError("the footer lacks the row group checksums")
         return found
 
     def refuse_other(self, what: str, num_rows: int, schema: pa.Schema, content_crc32: int) -> None:
-        """Raise DamagedFileError unless ``prepare`` wrote this file. ``what`` is the word for the rows in the error."""
+        """Raise DamagedFileError unless ``prepare`` wrote this file. ``what`` describes the rows in the error."""
         if self.num_rows != num_rows:
             raise DamagedFileError(f"the file has {self.num_rows} {what}, expected {num_rows}")
         own = self._metadata.schema.to_arrow_schema()
@@ -67,7 +67,7 @@ class RowGroupReader:
             raise DamagedFileError("the file was replaced by another one of the same size")
 
     def group_of(self, row: int) -> tuple[int, int]:
-        """Return the number of the group that contains a row, and the row's index within the group."""
+        """Return the index of the group that contains a row, and the row's index within the group."""
         assert 0 <= row < self.num_rows, (row, self.num_rows)
         group = int(np.searchsorted(self._starts, row, side="right")) - 1
         return group, row - int(self._starts[group])
@@ -137,7 +137,7 @@ class RowGroupWriter:
             self._num_pending = rows.num_rows - whole
 
     def close(self, content_crc32: int | None = None) -> None:
-        """Write the buffered rows and the footer, including the checksum of the content if given."""
+        """Write the buffered rows and the footer, which includes the content checksum if one is given."""
         if self._num_pending:
             self._write(pa.concat_tables(self._pending))
         if self._checksum is not None:

@@ -1,1 +1,1 @@
-"""Plans the rows of a run before its first step, from document lengths and a seed."""
+"""Plans a run's rows before the first step, from document lengths and a seed."""

@@ -1,4 +1,4 @@
-"""Presents the corpora of a run as one corpus, with documents numbered consecutively across the sources.
+"""Combines a run's corpora into one corpus, with documents numbered consecutively across the sources.
 
 Processes that only read rows import this module instead of the planner, which imports Numba.
 """
@@ -27,12 +27,12 @@ class PlannedSource:
     __pydantic_config__ = KNOWN_FIELDS_ONLY
 
     path: str
-    """Path at the time of planning."""
+    """Path of the corpus at planning time."""
     fingerprint: str
     """Hash that identifies the corpus's content."""
     num_documents: Whole
     weight: Number | None = None
-    """Share of an epoch's tokens, relative to the other sources. None takes every document, 0 takes none."""
+    """Share of an epoch's tokens, relative to the other sources. None selects every document, 0 selects none."""
     tokenizer: str = ""
     """Fingerprint of the tokenizer that the corpus was prepared with, or an empty string if unknown."""
     end_tokens: tuple[Whole, ...] = ()
@@ -42,22 +42,22 @@ class PlannedSource:
 
     @property
     def is_used(self) -> bool:
-        """Whether the plan takes documents from this source."""
+        """Whether the plan uses documents from this source."""
         return self.weight is None or self.weight > 0
 
     @property
     def identity(self) -> list[Any]:
-        """Fields that determine a plan; the path is not one of them."""
+        """All fields that affect a plan, that is, all except the path."""
         return [self.fingerprint, self.num_documents, None if self.weight is None else float(self.weight)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PlanInput:
-    """Documents to plan."""
+    """Lengths and label spans of the documents to plan."""
 
     sources: tuple[PlannedSource, ...]
     lengths: NDArray[np.integer]
-    """Token count of each document, for all sources consecutively; [documents]."""
+    """Token count of each document, concatenated over all sources; [documents]."""
     spans: LabelSpans | None = None
     """Label spans, or None if every token may be a label."""
 
@@ -71,7 +71,7 @@ class CorpusSet:
     """Corpora of a run, each opened on first use."""
 
     def __init__(self, sources: Sequence[PlannedSource], opened: Sequence[Corpus] = ()) -> None:
-        """Create a set of ``sources``; ``opened`` contains those of their corpora that are already open."""
+        """Create a set of ``sources``. ``opened`` contains the corpora that are already open."""
         self.sources = tuple(sources)
         # A list, not an array: it is bisected at least once per piece of a row, and NumPy would take ten times as long.
         self._bases: list[int] = first_documents(sources).tolist()
@@ -92,7 +92,7 @@ class CorpusSet:
         return tuple(self._corpus(number) for number in range(len(self.sources)))
 
     def without_gone(self, needed: Collection[str]) -> CorpusSet:
-        """Return the set without corpora that can't be opened; those with a fingerprint in ``needed`` always stay."""
+        """Return the set without corpora that can't be opened. Corpora with fingerprints in ``needed`` are kept."""
         kept = list(self.sources)
         for number, source in enumerate(self.sources):
             if source.fingerprint not in needed:
@@ -161,7 +161,7 @@ def open_sources(shares: Sequence[tuple[str, float | None]], known: Sequence[Pla
 
     Args:
         shares: Path and weight of each corpus.
-        known: Sources that the run already has. They keep their order; a source missing in ``shares`` gets weight 0.
+        known: Sources of the run so far, whose order is preserved. A source missing from ``shares`` gets weight 0.
 
     Raises:
         UserError: A corpus can't be opened, is listed twice, or was prepared with a different tokenizer.
@@ -207,7 +207,7 @@ def plan_input(corpora: CorpusSet) -> PlanInput:
 
 
 def _joined_spans(corpora: Sequence[Corpus]) -> LabelSpans | None:
-    """Return the label spans of all corpora, or None if none has spans; documents without spans get one span each."""
+    """Return the label spans of all corpora, or None if no corpus has any. A document without spans gets one."""
     known = [corpus.spans for corpus in corpora]
     if all(spans is None for spans in known):
         return None

@@ -1,12 +1,12 @@
 """Draws the documents of an epoch in a seeded order and splits them into pieces, in one pass and in constant memory.
 
-A permutation maps each position of an epoch to a document of the sources in use. Documents that the epoch does not
-take, that are held out for evaluation, or that have no target are skipped. Fragments (parts of documents left untrained
-by a change of the run's data) are numbered after the documents.
+A permutation maps each position of an epoch to a document of the sources in use. Documents that are not selected for
+the epoch, are held out for evaluation, or have no target are skipped. Fragments (parts of documents left untrained by a
+change of the run's data) are numbered after the documents.
 
 The compiled loops at the end use integers and arrays only. They share this file because Numba's cache is keyed by the
-file of the outermost function: a function with code inlined from another file would not be recompiled after that file
-changed.
+file of the outermost function: a function with code inlined from another file would not be recompiled after that other
+file changed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SECOND = np.uint64(0x94D049BB133111EB)
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Permutation:
-    """A seeded permutation of ``size`` elements that takes no memory: each element is computed from its position.
+    """A seeded permutation of ``size`` elements in constant memory: each element is computed from its position.
 
     A cycle-walking Feistel network on the smallest power of two that covers all positions (Black and Rogaway, "Ciphers
     with arbitrary finite domains", CT-RSA 2002). Its six rounds of a 64-bit mixer are not meant for encryption.
@@ -71,7 +71,7 @@ class Permutation:
 
     @property
     def arguments(self) -> tuple[np.uint64, np.uint64, np.uint64, NDArray[np.uint64]]:
-        """Arguments of the compiled loops that follow the first position."""
+        """Arguments that the compiled loops accept after the first position."""
         return self.size, self.low_bits, self.high_bits, self.round_keys
 
     def elements(self, first: int, stop: int) -> NDArray[np.int64]:
@@ -82,15 +82,15 @@ class Permutation:
 
 
 def evaluation_split(seed: int, eval_fraction: float) -> tuple[np.uint64, np.uint64]:
-    """Return the key of the document hash, and the hash threshold below which a document is held out for evaluation."""
+    """Return the document hash key, and the hash threshold below which a document is held out for evaluation."""
     return np.uint64(mix_int(seed)), np.uint64(round(eval_fraction * 2.0**53))
 
 
 class Drawing:
     """Documents that can be drawn, and the settings for splitting them.
 
-    ``lengths`` [documents] covers all sources consecutively, ``first_documents`` [sources + 1] has the number of each
-    source's first document, and ``taken`` [documents] marks documents to skip.
+    ``lengths`` [documents] is concatenated over all sources, ``first_documents`` [sources + 1] contains the number of
+    each source's first document, and ``taken`` [documents] marks documents to skip.
     """
 
     def __init__(
@@ -117,17 +117,17 @@ class Drawing:
         return self._taken, self._split_key, self._threshold
 
     def count_documents(self) -> tuple[int, int, int]:
-        """Return the numbers of held-out documents, documents without a target, and held-out ones with a target."""
+        """Return how many documents are held out, have no target, and are held out with a target, respectively."""
         held, without, usable_held = _count_documents(self._lengths, self._split_key, self._threshold)
         return int(held), int(without), int(usable_held)
 
     def available_tokens(self, source: int) -> int:
-        """Return the number of tokens that an epoch can take from a source."""
+        """Return the number of tokens that a source can contribute to an epoch."""
         first, last = int(self._bases[source]), int(self._bases[source + 1])
         return int(_available_tokens(self._lengths, first, last, self._skipped, self._capacity, self._overlong))
 
     def fragment_tokens(self, fragments: Fragments) -> list[int]:
-        """Return the number of fragment tokens that an epoch takes from each source."""
+        """Return the number of fragment tokens that each source contributes to an epoch."""
         length = fragments.length
         has_next = fragments.start + length < self._lengths[fragments.document]
         is_long = length - 1 + has_next > self._capacity
@@ -145,12 +145,12 @@ class Drawing:
         return other
 
     def choose(self, source: int, tokens: int, uses: NDArray[np.uint32], chosen: NDArray[np.bool_]) -> None:
-        """Mark the least used documents of a source until they have ``tokens`` tokens that an epoch can take.
+        """Mark a source's least used documents until the marked ones contribute ``tokens`` tokens to an epoch.
 
         Args:
             source: Number of the source.
             tokens: Number of tokens to choose. If the source has fewer, every available document is chosen.
-            uses: [documents], how often each document was taken so far. Ties are broken in a seeded order.
+            uses: [documents], number of times that each document was used so far. Ties are broken in a seeded order.
             chosen: [documents], set to true for each chosen document.
         """
         documents = slice(int(self._bases[source]), int(self._bases[source + 1]))
@@ -178,7 +178,7 @@ class Drawing:
             fragments: Fragments to draw together with the documents.
             counters: int64, one per entry of ``COUNTERS``, incremented in place.
             held_out: Whether to draw the documents held out for evaluation instead of the training documents.
-            block_pieces: Maximum pieces per block. It must not vary, since packing depends on the block boundaries.
+            block_pieces: Maximum pieces per block. This must not vary, since packing depends on the block boundaries.
 
         Raises:
             UserError: A document is too long for a row, and ``overlong`` is ``error``.
@@ -233,7 +233,7 @@ def _mixed(value, low_bits, high_bits, round_keys):  # type: ignore[no-untyped-d
 
 @compiled
 def _permute_range(first, size, low_bits, high_bits, round_keys, out):  # type: ignore[no-untyped-def]
-    """Write the elements from position ``first`` on to ``out``; ``Permutation.arguments`` are passed in between."""
+    """Write the elements from position ``first`` on to ``out``; the other parameters are ``Permutation.arguments``."""
     # The first loop has no branches, so a core computes several values at a time.
     for at in range(out.size):
         out[at] = _mixed(np.uint64(first + at), low_bits, high_bits, round_keys)
@@ -246,7 +246,7 @@ def _permute_range(first, size, low_bits, high_bits, round_keys, out):  # type: 
 
 @inlined
 def _is_held_out(document, key, threshold):  # type: ignore[no-untyped-def]
-    """Decide by a hash of the document's number, so that adding documents does not move existing ones."""
+    """Return whether the hash of a document's number is below the threshold. New documents do not affect others."""
     word = (np.uint64(document) ^ key) + np.uint64(0x9E3779B97F4A7C15)
     word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -268,7 +268,7 @@ def _is_skipped(document, length, taken, key, threshold, want_held):  # type: ig
 
 @inlined
 def _planned_length(length, capacity, overlong):  # type: ignore[no-untyped-def]
-    """Return the number of tokens planned for a document. The token after a full row is planned only as a label."""
+    """Return the number of tokens planned for a document. The token after a full row is used only as a label."""
     if length < 2:
         return 0
     if length <= capacity + 1 or overlong in (SPLIT, ERROR):
@@ -310,7 +310,7 @@ def longest_planned(lengths, capacity, overlong):  # type: ignore[no-untyped-def
 def _choose_least_used(  # type: ignore[no-untyped-def]
     tokens, order, uses, lengths, skipped, capacity, overlong, chosen
 ):
-    """Mark a source's least used documents, in seeded order, until they have ``tokens`` tokens."""
+    """Mark a source's least used documents, in seeded order, until the marked ones total ``tokens`` tokens."""
     base, size, low_bits, high_bits, round_keys = order
     taken, key, threshold = skipped
     num_documents = np.int64(size)
@@ -341,7 +341,7 @@ def _choose_least_used(  # type: ignore[no-untyped-def]
 
 @inlined
 def _document_at(drawn, cumulative, bases):  # type: ignore[no-untyped-def]
-    """Return the document number for an element of the permutation of all used sources."""
+    """Return the number of the document that an element of the permutation over all used sources stands for."""
     source = 0
     while drawn >= cumulative[source + 1]:
         source += 1
@@ -350,7 +350,7 @@ def _document_at(drawn, cumulative, bases):  # type: ignore[no-untyped-def]
 
 @compiled
 def _draw_chunk(first, order, sources, lengths, fragment_document, drawn, documents, found):  # type: ignore[no-untyped-def]
-    """Write the drawn element, its document and the document's length for each position from ``first`` on."""
+    """Write each position's drawn element, document and document length, starting at position ``first``."""
     size, low_bits, high_bits, round_keys = order
     cumulative, bases = sources
     num_documents = cumulative[cumulative.size - 1]

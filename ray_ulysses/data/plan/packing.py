@@ -1,15 +1,15 @@
 """Packs pieces into rows, block by block, in constant memory.
 
-``best_fit`` is windowed online best-fit: it puts each piece into the open row that has the least space left afterwards.
+``best_fit`` is windowed online best-fit: it puts each piece into the open row that will have the least space left.
 If the piece fits into no open row, a new row is opened. If 64 rows are open already, the fullest row is closed first.
-``wide_fit`` does the same with 1,024 open rows: a document of about half a row often finds no partner among 64.
+``wide_fit`` is the same with 1,024 open rows, since 64 open rows often have no fit for a document of about half a row.
 ``concat`` splits the stream of documents wherever a row is full. ``none`` gives each piece its own row.
 
-Rows are numbered in closing order. Each block yields the rows that were closed in it; the pieces of rows that are still
-open are carried over to the next block.
+Rows are numbered in closing order. Each block yields the rows that were closed while packing the block; the pieces of
+rows that are still open are carried over to the next block.
 
 All compiled functions are in this file because Numba's cache is keyed by the file of the outermost function only: a
-function with code inlined from another file would keep running the old code after that file changed.
+function with code inlined from another file would keep running the old code after that other file changed.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Packer:
     """Packs pieces into rows, block by block."""
 
     def __init__(self, packing: Packing, capacity: int) -> None:
-        """Start without open rows. ``concat`` takes complete documents, other modes pieces of at most ``capacity``."""
+        """Start without open rows. ``concat`` packs complete documents, other modes pieces of at most ``capacity``."""
         self._packing = packing
         self._capacity = capacity
         num_open = WIDE_OPEN_ROWS if packing == "wide_fit" else NUM_OPEN_ROWS
@@ -134,7 +134,7 @@ class Packer:
 
 @inlined
 def _fullest_that_takes(free, length):  # type: ignore[no-untyped-def]
-    """Return ``free << bits | index`` of the fullest open row that fits ``length``, or ``_NEVER`` if none does."""
+    """Return ``free << bits | index`` of the fullest open row with space for ``length``, or ``_NEVER`` if none fits."""
     best = _NEVER
     for index in range(NUM_OPEN_ROWS):
         room = free[index]
@@ -145,7 +145,7 @@ def _fullest_that_takes(free, length):  # type: ignore[no-untyped-def]
 
 @compiled
 def _fit_all(lengths, capacity, free, open_rows, num_open, rows, closed, is_last):  # type: ignore[no-untyped-def]
-    """Assign a row to each piece. ``closed[row]`` receives the row's number in closing order; -1 means still open."""
+    """Assign a row to each piece. ``closed[row]`` receives the row's number in closing order, or -1 if still open."""
     num_rows = num_open
     num_closed = 0
     for at in range(lengths.size):
@@ -253,7 +253,7 @@ def _split_all(  # type: ignore[no-untyped-def]
 
 
 def _no_classes(num_open: int) -> tuple[Int64Array, Int64Array, NDArray[np.uint64], Int64Array]:
-    """Return the state of empty classes; the arrays are modified in place.
+    """Return the state with all classes empty, as arrays that the other functions modify in place.
 
     The arrays are, in order: for each open-row index, the next index in the same stack, or -1; for each class, the top
     index of the stack, or -1; one bit per class for nonempty classes, plus a last word with one bit per nonempty word;

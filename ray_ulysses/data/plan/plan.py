@@ -1,4 +1,4 @@
-"""A run's data plan: the rows that each step trains on, for any number of ranks and across changes of the data.
+"""A run's data plan: the rows of each training step, for any number of ranks and across data changes.
 
 A plan is a list of segments. The first segment is planned when the run starts. Each change of the data adds a segment,
 which continues from the run's current step. Steps are numbered from 1 and rows from 0, consecutively over all segments.
@@ -63,13 +63,13 @@ class Plan:
     """
 
     segments: tuple[Segment, ...]
-    """Each segment ends where the next one begins."""
+    """Consecutive segments, each of which ends where the next one begins."""
     earlier_ends: tuple[tuple[int, int], ...] = ()
-    """For each branch, in order: the step at which it begins, and the step at which the run would otherwise end."""
+    """For each branch, in order: the step at which the branch begins, and the run's previously planned last step."""
 
     @property
     def newest(self) -> Segment:
-        """Newest segment, which the run continues with."""
+        """Newest segment, with which the run continues."""
         return self.segments[-1]
 
     @property
@@ -98,7 +98,7 @@ class Plan:
         return self.newest.evaluation
 
     def held_out(self) -> NDArray[np.bool_]:
-        """Return a mask of the documents that are held out by every segment that includes them; bool [documents]."""
+        """Return a mask of documents held out in every segment whose sources include the document; bool [documents]."""
         marks = np.empty(0, dtype=np.bool_)
         for segment in self.segments:
             added = sum(source.num_documents for source in segment.sources) - marks.size
@@ -108,7 +108,7 @@ class Plan:
 
     @property
     def leaves_out_rows(self) -> bool:
-        """Whether rows of bad steps are left out, which gives the run fewer steps than first planned."""
+        """Whether the rows of bad steps are left out, in which case the run has fewer steps than originally planned."""
         return any(segment.branch is not None and segment.branch.skipped is not None for segment in self.segments)
 
     def stage_of_step(self, step: int) -> int:
@@ -159,12 +159,12 @@ class Plan:
         return range(first, min(first + size, segment.base_row + segment.train.num_rows))
 
     def stats(self, rows: range) -> RowStats:
-        """Return the token counts of rows that belong to one step."""
+        """Return the token counts of the given rows, which must belong to one step."""
         segment = self.segments[self.segment_of_row(rows.start)]
         return segment.train.stats(rows.start - segment.base_row, rows.stop - segment.base_row)
 
     def pieces(self, row: int) -> tuple[Piece, ...]:
-        """Return the pieces of documents in a row."""
+        """Return the document pieces in a row."""
         segment = self.segments[self.segment_of_row(row)]
         return segment.train.pieces(row - segment.base_row)
 
@@ -194,7 +194,7 @@ class Plan:
         return max(segment.settings.rows_per_step for segment in self.segments[first:])
 
     def stage_end(self, step: int) -> int:
-        """Return the last step of the stage (of the run if it has no stages), as planned when ``step`` was trained."""
+        """Return the last step of the stage or, without stages, of the run, as planned when ``step`` was trained."""
         return self.segments[self.segment_of_step(step)].end_step
 
     def run_end(self, step: int) -> int:

@@ -1,4 +1,4 @@
-"""Plan segments in an object store: written by the planning process, and copied to the disk of each node that reads.
+"""Plan segments in an object store, written by the planning process and copied to the disk of each reading node.
 
 A committed segment never changes. A copy is named by the hash of ``plan.json``, which records the size and the
 checksums of every other file. Copies appear atomically. A reader that finds a copy damaged or missing replaces it.
@@ -52,9 +52,9 @@ def committed_segments(directory: Place, header: str) -> dict[int, str]:
 
 
 def fetch_segment(directory: ObjectLocation, folder: str, header: str, *, anew: bool = False) -> Path:
-    """Return this node's copy of a committed segment, and copy the segment first if necessary.
+    """Return this node's copy of a committed segment, copying the segment first if necessary.
 
-    ``anew`` replaces a damaged copy. The copy's path is a hash of the header file, so it does not change.
+    If ``anew`` is set, a damaged copy is replaced. The path of the copy, a hash of the header file, stays the same.
 
     Raises:
         RunError: The store does not answer or a file is missing, or the copy does not fit on the node's disk.

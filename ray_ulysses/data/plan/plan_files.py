@@ -1,7 +1,7 @@
-"""Stores a plan on disk: one directory per segment, committed by its ``plan.json``, which is written last.
+"""Stores a plan on disk: one directory per segment, committed by the ``plan.json`` file, which is written last.
 
 ``plan.json`` contains its own checksum and the checksums of all Parquet data. The plan id is a hash of everything in
-``plan.json`` except the sources' paths, so every change of a plan is detected.
+``plan.json`` except the sources' paths, so every change to a plan is detected.
 
 ``rows.parquet`` stores the token counts of each row in training order. ``pieces.parquet`` stores the pieces, row by
 row, in the order in which rows were closed. Both files have row groups of 65,536 entries, so an entry is located
@@ -73,7 +73,7 @@ log = get_logger(__name__)
 
 
 class UnreadablePlanError(UserError):
-    """A plan file can't be read."""
+    """Error for a plan file that can't be read."""
 
 
 def _unreadable(path: Place, reason: object) -> UnreadablePlanError:
@@ -84,7 +84,7 @@ def _unreadable(path: Place, reason: object) -> UnreadablePlanError:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _FileFacts:
-    """Entry of a file in ``plan.json``."""
+    """Entry for a plan file in ``plan.json``."""
 
     __pydantic_config__ = KNOWN_FIELDS_ONLY
 
@@ -97,7 +97,7 @@ class _FileFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Header:
-    """Content of ``plan.json`` without its checksum."""
+    """Content of ``plan.json``, except the file's own checksum."""
 
     __pydantic_config__ = KNOWN_FIELDS_ONLY
 
@@ -113,7 +113,7 @@ class _Header:
     files: dict[str, _FileFacts]
 
     def checksums(self) -> Checksums:
-        """Return the segment's checksums; KeyError if a file is missing in ``files``."""
+        """Return the segment's checksums; raise KeyError if a file is missing from ``files``."""
         return Checksums(**{name: self.files[f"{name}.parquet"].checksums for name in Checksums.__slots__})
 
 
@@ -136,7 +136,7 @@ def write_segment(
         stage: The part of a stage to plan; ``None`` in a run without stages.
 
     Raises:
-        UserError: The segment exists with other inputs, or no plan is possible.
+        UserError: The segment exists but was planned from other inputs, or no plan is possible.
     """
     folder = directory / f"segment-{number:04d}"
     if is_file(folder / PLAN_FILE):
@@ -216,7 +216,7 @@ class _ColumnsWriter:
         self._writer.add(pa.Table.from_arrays(columns, schema=self._schema))
 
     def close(self, checksums: str) -> None:
-        """Write pending entries and a footer that includes a checksum of ``checksums``."""
+        """Write the pending entries, and a footer that includes a checksum of ``checksums``."""
         self._writer.close(zlib.crc32(checksums.encode()))
 
 
@@ -337,7 +337,7 @@ def _read_header(folder: Path) -> _Header:
 
 
 def _read_fragments(path: Path, facts: _FileFacts) -> tuple[Fragments, NDArray[np.bool_]]:
-    """Return all fragments, and a mask that marks the waiting fragments."""
+    """Return all fragments, and a mask of the waiting fragments."""
     try:
         _check_file(path, facts)
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
@@ -353,7 +353,7 @@ def _read_fragments(path: Path, facts: _FileFacts) -> tuple[Fragments, NDArray[n
 class _GroupFile(Generic[Entries]):
     """A file of entries, read by row group. Each group is verified, and recently used groups are cached.
 
-    Opening the file reads only the footer. ``renew`` replaces the segment's files if they are this node's copies.
+    Opening the file reads only the footer. ``renew`` replaces the segment's files if the files are this node's copies.
     """
 
     def __init__(self, path: Path, facts: _FileFacts, kind: type[Entries], renew: Callable[[], object] | None) -> None:
@@ -402,7 +402,7 @@ class _GroupFile(Generic[Entries]):
 
 
 def _check_file(path: Path, facts: _FileFacts) -> None:
-    """Raise OSError if a file was replaced or truncated. Only the footer is read."""
+    """Raise OSError if a plan file was replaced or truncated. Only the footer is read."""
     with open_regular(path, path.parents[2]) as file:
         found = os.fstat(file.fileno()).st_size
     if found != facts.num_bytes:

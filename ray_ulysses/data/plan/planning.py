@@ -1,13 +1,13 @@
-"""Plans every row of a run before the first step, from the document lengths and a seed alone.
+"""Plans every row of a run before the first step, using only the document lengths and a seed.
 
-Documents are drawn in a seeded order, split and packed, and the rows are put into training order. Memory holds only the
-lengths and a few numbers per row, so planning a hundred million documents is possible on a laptop.
+Documents are drawn in a seeded order, split and packed, and the rows are put into training order. Only the lengths and
+a few numbers per row are in memory, so a hundred million documents can be planned on a laptop.
 
-Without weights, an epoch takes every document of every source once. With weights, it takes every document of the source
-that is smallest relative to its weight, and tokens of the other sources in proportion to their weights. Remainders of
-partly trained documents count towards these tokens, and are taken even beyond them. If an epoch takes only part of a
-source, it takes the least used documents first, in a seeded order: no document is taken twice before every other one
-was taken once, even across changes of the run's data, and none is taken twice in one epoch.
+Without weights, an epoch uses every document of every source once. With weights, an epoch uses every document of the
+source that is smallest relative to its weight, and tokens of the other sources in proportion to their weights.
+Remainders of partly trained documents count towards these tokens, and are used even if they exceed the proportion. If
+an epoch uses only some documents of a source, the least used ones come first, in a seeded order: no document is used
+twice before all others were used once, even if the run's data change, and none is used twice in one epoch.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ class Remainder:
     branch: Branch
     """Position at which the new segment begins."""
     taken: NDArray[np.bool_]
-    """[documents], true if this epoch has trained on part of the document."""
+    """[documents], true if this epoch has trained on at least a part of the document."""
     fragments: Fragments
     """Untrained parts of documents that the new segment trains on."""
     waiting: Fragments
-    """Untrained parts that the new segment does not train on: sources that are unused, documents taken completely."""
+    """Untrained parts that the new segment skips: the source is unused, or the complete document is drawn instead."""
     planned: NDArray[np.bool_] | None
-    """[documents], true if the epoch planned the document but has not begun it; None if the epoch has not begun."""
+    """[documents], true if the epoch planned but has not started the document. None if the epoch has not started."""
     keeps: bool
-    """Whether the epoch of a weighted run continues with exactly ``planned``, since the selection did not change."""
+    """Whether a weighted run's epoch continues with exactly the ``planned`` documents: the selection did not change."""
     uses: NDArray[np.uint32]
-    """[documents], how often each document was taken in the epochs so far, including this one."""
+    """[documents], number of times that each document was used in the epochs so far, including this one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +93,7 @@ def build_segment(
         settings: The settings of the segment.
         remainder: The run's untrained remainder; ``None`` for a new run.
         stage: The part of a stage to plan; ``None`` in a run without stages.
-        take_pieces: Called with the pieces of training rows, in the order in which the rows are closed.
+        take_pieces: Called with the training rows' pieces, in the order in which the rows are closed.
 
     Returns:
         The segment. Its training rows have token counts but no pieces. Equal arguments give equal segments on every
@@ -199,7 +199,7 @@ class _Planning:
         return Rows(entries=RowStats.join(parts), all_pieces=None), tuple(infos)
 
     def evaluation(self) -> tuple[Rows, int, int]:
-        """Return the evaluation rows, and the numbers of held-out documents and of documents without a target."""
+        """Return the evaluation rows, and how many documents are held out and how many have no target."""
         settings = self._settings
         drawing = Drawing(self._lengths, self._bases, settings)
         num_held, num_without, num_usable = drawing.count_documents()
@@ -241,7 +241,7 @@ class _Planning:
         )
 
     def _epoch_drawing(self, epoch: int, begun: Remainder | None) -> tuple[Drawing, Fragments]:
-        """Return a `Drawing` of the documents that an epoch takes, and the fragments to draw together with them."""
+        """Return a `Drawing` of the epoch's documents, and the fragments to draw together with the documents."""
         taken, planned, fragments, keeps = None, None, Fragments.empty(), False
         if begun is not None:
             # A document with a planned fragment is not taken again in full in the same epoch.
@@ -257,10 +257,10 @@ class _Planning:
     def _chosen(
         self, drawing: Drawing, epoch: int, fragments: Fragments, planned: NDArray[np.bool_] | None, *, keeps: bool
     ) -> Drawing:
-        """Choose an epoch's documents by the sources' weights, count their uses, and return a drawing of them.
+        """Choose an epoch's documents by the sources' weights, count the documents' uses, and return their `Drawing`.
 
-        If a branch continues the epoch, ``planned`` [documents] marks the documents that it planned but has not begun.
-        They are chosen if the epoch ``keeps`` them, or if a weighted source has no tokens left, which ends the epoch.
+        If a branch continues the epoch, ``planned`` [documents] marks the documents that the epoch planned but has not
+        started. They are chosen if ``keeps`` is set, or if a weighted source has no tokens left, which ends the epoch.
         """
         assert self._uses is not None, "some source has a weight"
         sources = self._documents.sources
@@ -293,14 +293,14 @@ class _Planning:
         return taken
 
     def _packed(self, blocks: Iterator[Pieces]) -> Iterator[tuple[Pieces, RowStats, int]]:
-        """Yield, per block, the pieces and token counts of closed rows with labels, and the number without labels."""
+        """Yield, per block, the pieces and token counts of closed rows with labels, and the number of rows without."""
         packer = Packer(self._settings.packing, self._settings.capacity)
         for block in blocks:
             yield self._labelled(*packer.add(block, is_last=False))
         yield self._labelled(*packer.add(Pieces.empty(), is_last=True))
 
     def _labelled(self, pieces: Pieces, sizes: Int64Array) -> tuple[Pieces, RowStats, int]:
-        """Drop rows without labels: a step with only such rows would have no loss."""
+        """Drop rows without labels, since a step with only such rows would have no loss."""
         rows = self._row_stats(pieces, sizes)
         has_label = rows.supervised > 0
         if has_label.all():
@@ -348,7 +348,7 @@ class _Planning:
 
 
 def _planned_stage(part: StagePart, base_step: int, train: Rows, settings: PlanSettings) -> PlannedStage:
-    """Return the stage with its end step; UserError if the stage's data end earlier or its length is used up."""
+    """Return the stage with its end step; raise UserError if its data end earlier or its length is already reached."""
     length, name = part.length, f"stages.{part.length.number}"
     num_steps = steps = -(-train.num_rows // settings.rows_per_step)
     if length.steps is not None:

@@ -1,4 +1,4 @@
-"""Packed rows: the pieces of documents in each row, and the row's token counts.
+"""Packed rows: each row's document pieces and token counts.
 
 Millions of rows are represented as tables of NumPy columns, without a Python object per row.
 """
@@ -62,11 +62,11 @@ class Columns:
         return int(self.columns[0].size)
 
     def take(self, places: NDArray[Any] | slice) -> Self:
-        """Return the entries at ``places``, given as indices, a mask or a slice. A slice returns a view."""
+        """Return the entries at ``places``, given as indices, a mask or a slice. For a slice, return a view."""
         return self.make([column[places] for column in self.columns])
 
     def stored(self) -> tuple[NDArray[Any], ...]:
-        """Return the columns, converted to their on-disk dtypes."""
+        """Return the columns converted to their on-disk dtypes."""
         names = self.STORED.names or ()
         return tuple(
             column.astype(self.STORED[name], copy=False) for name, column in zip(names, self.columns, strict=True)
@@ -101,7 +101,7 @@ class Fragments(Columns):
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class Piece:
-    """A part of a document, placed in a row."""
+    """A part of a document that is packed into a row."""
 
     document: int
     start: int
@@ -133,11 +133,11 @@ class RowStats(Columns):
     """Index of the row's first piece in the table of all pieces."""
     num_pieces: NDArray[np.int32]
     document_tokens: NDArray[np.int32]
-    """Tokens in the row's pieces, without padding."""
+    """Number of tokens in the row's pieces, without padding."""
     supervised: NDArray[np.int32]
     """Number of tokens with a label."""
     sum_squares: Int64Array
-    """Sum of the squared piece lengths in the row."""
+    """Sum of the squared lengths of the row's pieces."""
 
     def padded_tokens(self, pad_multiple: int) -> Int64Array:
         """Return the length of each row: document tokens, padded to a multiple of ``pad_multiple``."""
@@ -149,7 +149,7 @@ class RowStats(Columns):
 
 
 class Table(Protocol[Entries]):
-    """Entries in memory or in a file."""
+    """A table of entries in memory or in a file."""
 
     @property
     def size(self) -> int:
@@ -176,7 +176,7 @@ class Rows:
         return self.entries.size
 
     def stats(self, first: int, stop: int) -> RowStats:
-        """Return the token counts of the rows ``[first, stop)``; UserError if the file can't be read."""
+        """Return the token counts of rows ``[first, stop)``; raise UserError if the file can't be read."""
         return self.entries.take(slice(first, stop))
 
     def stats_blocks(self) -> Iterator[RowStats]:
@@ -203,8 +203,8 @@ class Rows:
 class GroupChecksums:
     """Computes one checksum per ``GROUP_ROWS`` entries from blocks of any size.
 
-    The checksums cover values instead of file bytes, so they do not depend on the Parquet library, and are known before
-    the file is written.
+    The checksums cover values instead of file bytes, so they do not depend on the Parquet library, and are available
+    before the file is written.
     """
 
     def __init__(self) -> None:

@@ -46,7 +46,7 @@ class PlanSettings:
     eval_rows: Whole = 8
     """Maximum number of rows per evaluation."""
     row_order: RowOrder = "shuffled"
-    """Order of an epoch's rows. ``costliest`` puts the most expensive rows into the first step, shuffles the others."""
+    """Row order in an epoch. ``costliest`` puts the most expensive rows into the first step and shuffles the others."""
 
     @property
     def capacity(self) -> int:
@@ -88,13 +88,13 @@ class StageLength:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedStage:
-    """The stage that a segment belongs to."""
+    """The stage to which a segment belongs."""
 
     __pydantic_config__ = KNOWN_FIELDS_ONLY
 
     length: StageLength
     end_step: Whole
-    """Number of the run's completed optimizer steps at the end of the stage."""
+    """Number of optimizer steps that the run has completed at the end of the stage."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +114,7 @@ class EpochInfo:
 class Totals:
     """Totals of a segment over the training rows of all epochs.
 
-    Documents that were split, truncated or dropped for their length are counted once per epoch.
+    Documents that were split, truncated or dropped because of their length are counted once per epoch.
     """
 
     __pydantic_config__ = KNOWN_FIELDS_ONLY
@@ -122,20 +122,20 @@ class Totals:
     num_documents: Whole
     held_out_documents: Whole
     skipped_documents: Whole
-    """Documents with fewer than two tokens, which have no target."""
+    """Number of documents with fewer than two tokens, which have no target."""
     split_documents: Whole
     truncated_documents: Whole
     dropped_documents: Whole
     lost_tokens: Whole
-    """Tokens of truncated and dropped documents that are used neither as input nor as label."""
+    """Number of tokens of truncated and dropped documents that are used neither as input nor as label."""
     unlabelled_rows: Whole
-    """Rows left out because none of their tokens has a label."""
+    """Number of rows left out because none of their tokens has a label."""
     tokens: Whole
-    """Tokens in training rows, without padding."""
+    """Number of tokens in training rows, without padding."""
     supervised: Whole
     """Number of tokens with a label."""
     padding_tokens: Whole
-    """Padding tokens in training rows."""
+    """Number of padding tokens in training rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,9 +167,9 @@ class Segment:
     """Stage of the segment; None in a run without stages."""
     epochs: tuple[EpochInfo, ...]
     fragments: Fragments
-    """Parts of documents that earlier segments left untrained and this segment trains on."""
+    """Document parts that earlier segments left untrained and that this segment trains on."""
     waiting: Fragments
-    """Untrained parts that this segment does not train on: the source is unused, or the complete document is taken."""
+    """Untrained parts that this segment skips: the source is unused, or the complete document is drawn instead."""
     totals: Totals
     checksums: Checksums
     train: Rows
@@ -177,7 +177,7 @@ class Segment:
     evaluation: Rows
     """Evaluation rows. Their documents never occur in ``train``."""
     source_tokens: tuple[tuple[int, ...], ...] = ()
-    """Tokens taken from each source, per epoch. Empty without weights, or if the segment was read from disk."""
+    """Number of tokens from each source, per epoch. Empty without weights, or if the segment was read from disk."""
 
     def __post_init__(self) -> None:
         content: dict[str, Any] = {
@@ -217,7 +217,7 @@ class Segment:
 
     @property
     def measured(self) -> str:
-        """Hash of the data behind loss measurements: the evaluation rows or, without evaluation, the corpora.
+        """Hash of the data on which losses are measured: the evaluation rows or, without evaluation, the corpora.
 
         Adding epochs or skipping rows does not change the hash.
         """
@@ -229,7 +229,7 @@ class Segment:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows that the segment's steps train on. Rows after the end of the stage are excluded."""
+        """Number of rows trained by the segment's steps. Rows after the end of the stage are excluded."""
         return min(self.train.num_rows, (self.end_step - self.base_step) * self.settings.rows_per_step)
 
     @property

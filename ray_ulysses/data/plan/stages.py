@@ -26,7 +26,7 @@ class StagePlan:
     """Inputs for planning a stage."""
 
     name: str
-    """Stage name, for errors."""
+    """Stage name for error messages."""
     settings: PlanSettings
     shares: tuple[tuple[str, float | None], ...]
     """Path and weight of each corpus."""
@@ -36,7 +36,7 @@ class StagePlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class NewSegment:
-    """A planned segment that is not stored yet, with the inputs of its plan."""
+    """A planned segment that is not stored yet, and the inputs from which it was planned."""
 
     segment: Segment
     corpora: CorpusSet
@@ -47,7 +47,7 @@ class NewSegment:
 
 
 def num_made(plan: Plan, stages: Sequence[StagePlan], num_done: int = 0) -> int | None:
-    """Return the number of leading stages that a plan covers, or None if the plan was made from other stages.
+    """Return the number of leading stages that a plan covers, or None if the plan was made for other stages.
 
     The corpora of the first ``num_done`` stages, which are fully trained, may be missing. Raises UserError if any other
     corpus can't be opened.
@@ -75,7 +75,7 @@ def plan_stages(
 
     Args:
         stages: All stages of the run.
-        before: The part of the plan to keep. Its newest segment contains ``step``. None for a new run.
+        before: The part of the plan to keep, whose newest segment contains ``step``; None for a new run.
         step: Number of completed optimizer steps.
         skipped: Rows after that step to leave out of the plan.
 
@@ -154,11 +154,11 @@ class _Done:
     trained: int
     """Number of leading rows that were trained."""
     skipped: range
-    """Later rows that are left out; may be empty."""
+    """Later rows that are left out, possibly none."""
 
     @property
     def end(self) -> int:
-        """Return the first row after which all rows are planned again."""
+        """Number of the row from which on all rows are planned again."""
         return max(self.trained, self.skipped.stop)
 
     def holds(self, first: int, num_rows: int) -> NDArray[np.bool_]:
@@ -238,7 +238,7 @@ def remainder_after(
 
 
 def _keeps(newest: Segment, sources: Sequence[PlannedSource], settings: PlanSettings) -> bool:
-    """Return whether a new segment takes the documents that the epoch planned, since the selection did not change."""
+    """Return whether a new segment uses the epoch's planned documents, since the selection did not change."""
     known = [source.weight for source in newest.sources]
     weights = [*known, *[0.0] * (len(sources) - len(known))]
     # With weights, the selection depends on the number of tokens counted per document.
@@ -247,12 +247,12 @@ def _keeps(newest: Segment, sources: Sequence[PlannedSource], settings: PlanSett
 
 
 def _tokens_counted(settings: PlanSettings) -> tuple[str, int] | None:
-    """Return the settings that limit the tokens counted per document, or None if a document's full length counts."""
+    """Return the settings that limit a document's token count, or None if the full length is counted."""
     return (settings.overlong, settings.capacity) if settings.overlong in ("truncate", "drop") else None
 
 
 def _left_out(newest: Segment, local: int, epoch: int, skipped: range) -> range:
-    """Return the rows to leave out, numbered within the segment; UserError unless all belong to epoch ``epoch``."""
+    """Return the rows to leave out, numbered within the segment; raise UserError unless all belong to ``epoch``."""
     found = range(skipped.start - newest.base_row, skipped.stop - newest.base_row)
     assert local <= found.start < found.stop <= newest.train.num_rows, "only rows not trained yet can be left out"
     first, last = newest.epoch_of(found[0]), newest.epoch_of(found[-1])
@@ -271,7 +271,7 @@ def _left_out(newest: Segment, local: int, epoch: int, skipped: range) -> range:
 
 
 def _skipped_before(plan: Plan, number: int) -> range:
-    """Return the rows that segment ``number`` left out of the previous segment, numbered within the previous one."""
+    """Return the rows that segment ``number`` left out, numbered within the previous segment."""
     before, branch = plan.segments[number - 1], plan.segments[number].branch
     if branch is None or branch.skipped is None:
         return range(0)
@@ -279,7 +279,7 @@ def _skipped_before(plan: Plan, number: int) -> range:
 
 
 def _begun(segment: Segment, epoch: int, done: _Done, num_documents: int) -> NDArray[np.bool_]:
-    """Return a mask of the documents that the segment has begun to train on in the epoch; bool [documents]."""
+    """Return a mask of the documents on which the segment has started training in the epoch; bool [documents]."""
     begun = np.zeros(num_documents, dtype=np.bool_)
     for pieces, is_trained in _pieces_of_epoch(segment, epoch, done):
         begun[pieces.document[is_trained]] = True
@@ -287,7 +287,7 @@ def _begun(segment: Segment, epoch: int, done: _Done, num_documents: int) -> NDA
 
 
 def _count_uses(segment: Segment, done: _Done, uses: NDArray[np.uint32]) -> None:
-    """Increment ``uses`` for each document that the segment has begun, once per epoch."""
+    """Increment ``uses`` once per epoch for each document on which the segment has started training."""
     for info in segment.epochs:
         if info.first_row >= done.end:
             break
@@ -301,7 +301,7 @@ def _count_uses(segment: Segment, done: _Done, uses: NDArray[np.uint32]) -> None
 def _left_of(
     segment: Segment, epoch: int, done: _Done, taken: NDArray[np.bool_]
 ) -> tuple[Fragments, NDArray[np.bool_]]:
-    """Return the fragments that a segment leaves untrained, and a mask of the complete documents still planned."""
+    """Return the fragments that a segment leaves untrained, and a mask of planned documents that were not started."""
     is_split = taken.copy()
     if epoch == segment.epochs[0].epoch:
         is_split[segment.fragments.document] = True
@@ -315,7 +315,7 @@ def _left_of(
 
 
 def _unplanned(segment: Segment, done: _Done, num_documents: int) -> Fragments:
-    """Return the given fragments that became no pieces, and the waiting fragments whose documents were not begun."""
+    """Return the given fragments that yielded no pieces, and the waiting fragments whose documents were not started."""
     given, waiting = segment.fragments, segment.waiting
     is_planned = np.zeros(given.size, dtype=np.bool_)
     if given.size:
@@ -352,7 +352,7 @@ def _places(document: Int64Array, start: Int64Array) -> NDArray[np.uint64]:
 
 
 def _pieces_of_epoch(segment: Segment, epoch: int, done: _Done) -> Iterator[tuple[Pieces, NDArray[np.bool_]]]:
-    """Yield the pieces of an epoch's rows in blocks, each with a mask of the pieces whose row is done."""
+    """Yield the pieces of an epoch's rows in blocks, each with a mask of the pieces in trained or skipped rows."""
     info = next((info for info in segment.epochs if info.epoch == epoch), None)
     if info is None or not info.num_rows:
         return

@@ -42,7 +42,7 @@ def balance_windows(costs: Int64Array, rows_per_step: int, num_steps: int, first
     """Reorder rows so that rows of similar cost share a micro-batch and the steps of a window have similar costs.
 
     The rows of ``num_steps`` steps are sorted by cost and divided into ``num_steps ** 2`` groups of neighbors. Of every
-    ``num_steps`` consecutive groups, each step takes one, alternating forwards and backwards. A step still has rows of
+    ``num_steps`` consecutive groups, each step gets one, alternating forwards and backwards. A step still has rows of
     all costs, but rows that share a micro-batch are closer in cost.
 
     Args:
@@ -88,8 +88,8 @@ class StepTimes:
     imbalance: float
     """Total time of all steps, relative to perfectly balanced ranks; 1.0 is optimal."""
     bound: float
-    """Lower limit of ``imbalance`` for any assignment of rows within their steps: a step takes at least the mean time
-    of its ranks and at least the time of its most expensive row."""
+    """Lower bound on ``imbalance`` for any assignment of rows within steps: a step takes at least its ranks' mean time
+    and at least the time of its most expensive row."""
     fast: float
     """10th percentile of the step times, relative to their mean."""
     slow: float

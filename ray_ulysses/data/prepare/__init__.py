@@ -1,1 +1,1 @@
-"""Prepares sources into a committed corpus, unit by unit and resumable."""
+"""Prepares a committed corpus from sources, unit by unit. An interrupted preparation can be resumed."""

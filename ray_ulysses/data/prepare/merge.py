@@ -1,7 +1,7 @@
 """Merges the units of a preparation: combines their notes into the sidecar files and commits the corpus.
 
-If a JSONL file is divided into several units, each unit numbers its lines from 1, and the merge adds the preceding
-lines. Notes are read unit by unit, but the digests of all documents (16 bytes each) are in memory, to find duplicates.
+If a JSONL file is divided into several units, each unit numbers its lines from 1, and the merge adds the number of
+preceding lines. Notes are read unit by unit, but all documents' digests (16 bytes each) are in memory to find repeats.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def merge(
     others: Sequence[Corpus] = (),
     retry: RetryPolicy = RETRY,
 ) -> CorpusInfo:
-    """Write the sidecar files, the quarantine file and, last, ``corpus.json``. A repetition writes the same files.
+    """Write the sidecar files, the quarantine file and, last, ``corpus.json``. Merging again writes the same files.
 
     Documents that occur in ``others`` are excluded. All files listed in ``corpus.json`` are durable before the commit.
 
@@ -154,7 +154,7 @@ def remove_working_files(out: Path, info: CorpusInfo) -> None:
 
 
 def working_files(out: Path, info: CorpusInfo) -> list[Path]:
-    """Return the files in a complete corpus's directory that the preparation left behind."""
+    """Return the files that the preparation left behind in a complete corpus's directory."""
     shards = {shard.name for shard in info.shards}
     found = [path for path in (out / UNITS_DIRECTORY, out / PREPARATION_FILE) if path.exists()]
     for folder in (out, out / SHARDS_DIRECTORY):
@@ -181,7 +181,7 @@ def _notes(out: Path, unit: UnitResult, columns: Sequence[str] | None = None) ->
 def _kept_notes(
     out: Path, units: Sequence[UnitResult], repeats: Sequence[NDArray[np.int64]], columns: Sequence[str]
 ) -> Iterator[tuple[int, pa.Table]]:
-    """Yield, for each unit, the number of its first document and the notes of the documents that are not repeats."""
+    """Yield each unit's first document number, and the notes of the unit's documents that are not repeats."""
     first = 0
     for unit, repeated in zip(units, repeats, strict=True):
         kept = _notes(out, unit, columns).filter(pa.array(repeated < 0))
@@ -192,7 +192,7 @@ def _kept_notes(
 def _repeats(
     out: Path, units: Sequence[UnitResult], others: Sequence[Corpus], duplicates: Duplicates
 ) -> list[NDArray[np.int64]]:
-    """Return, for each document, the number of the document that it repeats in ``others`` or the units, or -1."""
+    """Return, per document, the number of the document in ``others`` or the units whose content it repeats, or -1."""
     if duplicates == "keep" and not others:
         return [np.full(unit.num_documents, -1, dtype=np.int64) for unit in units]
 
@@ -211,7 +211,7 @@ def _repeats(
 def _repeated_documents(
     out: Path, units: Sequence[UnitResult], repeats: Sequence[NDArray[np.int64]], others: Sequence[Corpus]
 ) -> Iterator[Rejected]:
-    """Yield the repeated documents. The reason states where the content occurred first."""
+    """Yield a `Rejected` for each repeated document, with the first occurrence of the content as the reason."""
     sizes = [*(corpus.num_documents for corpus in others), *(repeated.size for repeated in repeats)]
     begins = np.cumsum([0, *sizes])
 
@@ -238,7 +238,7 @@ def _repeated_documents(
 
 
 def _write_documents(out: Path, units: Sequence[UnitResult], repeats: Sequence[NDArray[np.int64]]) -> dict[str, Any]:
-    """Write the document table and the index, and return the values for ``corpus.json``."""
+    """Write the document table and the index, and return the ``corpus.json`` fields that describe them."""
     columns = [*DOCUMENT_SCHEMA.names, "first_token"]
     num_documents, num_tokens, largest, crc32, first_of_shard = 0, 0, 0, 0, 0
     with atomic_file(out / DOCUMENTS_FILE) as temporary, atomic_file(out / INDEX_FILE) as index_temporary:
@@ -297,7 +297,7 @@ def _write_spans(out: Path, units: Sequence[UnitResult], repeats: Sequence[NDArr
 def _unit_spans(
     notes: pa.Table,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]:
-    """Return the document (from 0), start, stop and weight of each label span in a unit."""
+    """Return the document number (from 0), start, stop and weight of each label span in a unit."""
     starts_of = notes.column("span_starts").combine_chunks()
     is_whole = starts_of.is_null().to_numpy(zero_copy_only=False)
     counts = np.where(is_whole, 1, starts_of.value_lengths().fill_null(0).to_numpy(zero_copy_only=False))
@@ -316,7 +316,7 @@ def _unit_spans(
 def _write_quarantine(
     out: Path, results: Sequence[UnitResult], rejected: Sequence[Rejected], repeated: Iterator[Rejected]
 ) -> tuple[int, tuple[tuple[str, int], ...]]:
-    """Write all excluded documents to the quarantine file; return their number and the most common reasons."""
+    """Write all excluded documents to the quarantine file; return how many there are and the most common reasons."""
     reasons: Counter[str] = Counter()
     with atomic_file(out / QUARANTINE_FILE) as temporary, temporary.open("w", encoding="utf-8") as file:
         for group in (rejected, repeated):
@@ -340,7 +340,7 @@ def _entropies(
     tokenizer: TokenizerInfo,
     retry: RetryPolicy,
 ) -> tuple[float | None, float | None]:
-    """Return the unigram entropies, in nats, of the raw bytes and of the token ids in the documents that are kept."""
+    """Return the unigram entropies, in nats, of the raw bytes and of the token ids in the corpus's documents."""
     known = [unit.token_counts for unit in units if unit.token_counts is not None]
     if len(known) < len(units):
         return None, None

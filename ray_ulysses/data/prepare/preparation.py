@@ -48,7 +48,7 @@ class PrepareRequest:
     """``bytes``, or the directory or hub id of a Hugging Face tokenizer."""
     encoding: EncodingOptions = field(default_factory=EncodingOptions)
     duplicates: Duplicates = "quarantine"
-    """Whether to ``quarantine`` (exclude) or ``keep`` documents whose content occurred before."""
+    """Whether to ``quarantine`` (exclude) or ``keep`` documents with the same content as an earlier document."""
     without: tuple[str, ...] = ()
     """Other corpora of the same run; documents that occur in them are excluded."""
     unit_bytes: int = DEFAULT_UNIT_BYTES
@@ -70,9 +70,9 @@ class Preparation:
     signature: str
     """Hash of the options and the units."""
     done: tuple[UnitResult, ...] = ()
-    """Results of the units that an earlier command finished."""
+    """Results of the units that earlier commands finished."""
     is_complete: bool = False
-    """Whether the corpus exists already."""
+    """Whether the corpus already exists."""
 
     @property
     def pending(self) -> tuple[Unit, ...]:
@@ -86,17 +86,17 @@ class PrepareProgress:
     """Progress of a preparation."""
 
     units_done: int
-    """Finished units, including those of earlier commands."""
+    """Number of finished units, including units that earlier commands finished."""
     num_units: int
     documents: int
-    """Documents stored so far."""
+    """Number of documents stored so far."""
     tokens: int
     rejected: int
-    """Documents excluded so far. Duplicates are found only at the end."""
+    """Number of documents excluded so far. Duplicates are found only at the end."""
     bytes_done: int
-    """Input bytes of the finished units."""
+    """Number of input bytes in the finished units."""
     num_bytes: int
-    """Input bytes of all units: stored bytes for files that are read as one unit, uncompressed bytes otherwise."""
+    """Number of input bytes in all units: stored bytes of files read as one unit, uncompressed bytes of other files."""
 
 
 ProgressCallback = Callable[[PrepareProgress], None]
@@ -187,7 +187,7 @@ def finish(preparation: Preparation, results: tuple[UnitResult, ...], retry: Ret
 
 
 def progress_of(preparation: Preparation, results: Sequence[UnitResult]) -> PrepareProgress:
-    """Return the progress of a preparation, given all results so far, including those of earlier commands."""
+    """Return the progress of a preparation, given all unit results so far, including results of earlier commands."""
     finished = {result.index for result in results}
     return PrepareProgress(
         units_done=len(results),
@@ -241,7 +241,7 @@ def _finished_units(preparation: Preparation) -> tuple[UnitResult, ...]:
 
 
 def _with_absolute_paths(request: PrepareRequest) -> PrepareRequest:
-    """Make existing paths absolute, since workers have another working directory; leave hub ids unchanged."""
+    """Make existing paths absolute, since the workers' working directory differs; leave hub ids unchanged."""
     paths = tuple(_absolute(path) for path in request.sources.paths)
     return replace(
         request,
@@ -287,7 +287,7 @@ def _options_signature(request: PrepareRequest, encoder: DocumentEncoder, others
 
 
 def _is_complete(preparation: Preparation) -> bool:
-    """Return whether the same corpus exists already; UserError if the directory contains anything else."""
+    """Return whether the same corpus already exists; raise UserError if the directory contains anything else."""
     out = preparation.request.out
     if out.exists() and not out.is_dir():
         raise UserError(f"--out={out}: is a file; specify a directory")
@@ -322,7 +322,7 @@ def _holds_other(preparation: Preparation) -> bool:
 def _remove_leftovers(out: Path, retry: RetryPolicy) -> None:
     """Remove the working files of a preparation that was killed after it committed the corpus.
 
-    If the directory is not writable, or another process removes the same files, they stay, which does no harm.
+    Errors are ignored: files that can't be removed, for example in a read-only directory, are harmless.
     """
     info = Corpus.open(out, retry=retry).info
     with suppress(UserError, OSError):
@@ -358,7 +358,7 @@ def _field(path: Path, name: str) -> object:
 
 @contextmanager
 def directory_lock(directory: Path, retry: RetryPolicy = RETRY) -> Iterator[None]:
-    """Lock a directory for one preparation. The lock file is removed afterwards.
+    """Lock a directory for one preparation. The lock file is removed when the lock is released.
 
     Raises:
         UserError: Another process is preparing a corpus in the directory, or the directory is not writable.
@@ -380,7 +380,7 @@ def directory_lock(directory: Path, retry: RetryPolicy = RETRY) -> Iterator[None
 
 
 def _take(path: Path, note: bytes) -> int:
-    """Take the lock, write the owner to the lock file, and return the open descriptor."""
+    """Acquire the lock, write the owner to the lock file, and return the open file descriptor."""
     try:
         make_folders(path.parent)
         descriptor = lock_file(path)

@@ -1,6 +1,6 @@
-"""Prepares one unit: writes the unit's documents to a shard, with notes for the merge.
+"""Prepares one unit: writes the unit's documents to a shard, and notes for the merge to separate files.
 
-The unit's JSON file is written last, so that a unit counts as finished only if all its other files exist.
+The unit's JSON file is written last, so that a unit is considered finished only if all its other files exist.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class UnitResult:
     signature: str
     """Hash of the unit's content, the tokenizer, and the encoding options."""
     shard: ShardInfo | None
-    """Shard that was written, or None if the unit contains no usable document."""
+    """Metadata of the shard that was written, or None if the unit contains no usable document."""
     num_documents: int
     """Number of documents written."""
     num_tokens: int
@@ -128,7 +128,7 @@ def finished_unit(out: Path, unit: Unit, encoder: DocumentEncoder) -> UnitResult
 
 
 def write_unit(out: Path, unit: Unit, encoder: DocumentEncoder, retry: RetryPolicy = RETRY) -> UnitResult:
-    """Read, tokenize and store one unit. A repetition writes the same files.
+    """Read, tokenize and store one unit. Processing the unit again writes the same files.
 
     If the storage of the sources or of the corpus stops answering, the unit is processed again from the start.
 
@@ -195,7 +195,7 @@ class _Collected:
         self.counts = np.zeros(info.vocab_size, dtype=np.int64) if info.kind == "bytes" else None
 
     def add(self, document: RawDocument | Rejected | LineCounts, writer: FlatWriter) -> None:
-        """Tokenize and store a document, or record a rejected document or the line count."""
+        """Tokenize and store a document, or record a rejected document or line counts."""
         if isinstance(document, LineCounts):
             self.lines = document
             return
@@ -289,7 +289,7 @@ class _Collected:
         self.rejected.append(Rejected(source=document.source, offset=document.offset, reason=reason))
 
     def _extend(self, documents: Sequence[RawDocument], **columns: list[Any]) -> None:
-        """Append one row per document. Without span columns, a single span of weight 1 covers each document."""
+        """Append one note per document. Without span columns, a single span of weight 1 covers each document."""
         columns |= {name: [getattr(one, name) for one in documents] for name in ("source", "offset", "id")}
         for name, column in self.columns.items():
             column.extend(columns.get(name) or [None] * len(documents))

@@ -28,8 +28,8 @@ _PARALLEL_FILES = 4
 class CorpusUpload:
     """Upload of one corpus to a folder in an object store.
 
-    The upload may be interrupted and repeated. The first upload reserves the folder for its sources and options, so a
-    file of the right size is known to be the right file.
+    An upload may be interrupted and repeated. The first attempt reserves the folder for the corpus's sources and
+    options, so a file of the expected size is known to be the expected file.
 
     Args:
         store: The folder.
@@ -44,7 +44,7 @@ class CorpusUpload:
         """Return whether the folder contains the complete corpus.
 
         Raises:
-            UserError: The folder contains another corpus, or a part of one.
+            UserError: The folder contains another corpus, possibly incomplete.
             RunError: The store does not answer.
         """
         with _storing(self._name):
@@ -63,8 +63,8 @@ class CorpusUpload:
             say: Called with progress messages.
 
         Raises:
-            UserError: The folder contains another corpus, or a part of one.
-            RunError: The store can't be read or written. Uploaded files stay, and a repeated upload continues.
+            UserError: The folder contains another corpus, possibly incomplete.
+            RunError: The store can't be read or written. Uploaded files remain, and a repeated upload continues.
         """
         if self.is_complete():
             return

@@ -1,1 +1,1 @@
-"""Reads the rows of a step for each rank, and computes the digest of what the model received."""
+"""Reads each rank's rows for a step, and computes a digest of the model's inputs."""

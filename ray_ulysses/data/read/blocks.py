@@ -1,7 +1,7 @@
-"""Blocks of rows that are streamed to a rank: the request, and the table that answers the request.
+"""Blocks of rows that are streamed to a rank: a request for each block, and the table that is returned.
 
-Only tokens and their label weights are sent, in blocks of several rows. All other parts of a slice are computed from
-the plan, by the same code as in ``DirectSource``.
+Only tokens and label weights are sent, in blocks of several rows. All other fields of a slice are computed from the
+plan by the same code as in ``DirectSource``.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
-    """Request for a block, pickled so that only the reading process decodes the ranges."""
+    """A request for a block, pickled so that only the reading process decodes the ranges."""
 
     num_rows: int
     num_bytes: int
-    """Maximum size of the tokens and loss weights in the answer, in bytes."""
+    """Maximum size of the tokens and loss weights in the returned table, in bytes."""
     request: bytes
     """Pickled corpora and slots; see `opened`."""
 
@@ -66,7 +66,7 @@ class Block:
 
 
 def requested(sources: Sequence[PlannedSource], slots: Sequence[Slot]) -> Block:
-    """Return the request for a block that contains ``slots``."""
+    """Return a request for a block that contains ``slots``."""
     # At most 4 bytes per token id, and 4 bytes per loss weight.
     bytes_per_token = 4 + 4 * any(source.has_weights for source in sources)
     return Block(
@@ -80,11 +80,11 @@ class Streams(Protocol):
     """Reads blocks in other processes of the cluster."""
 
     def read(self, blocks: Sequence[Block], stopped: threading.Event) -> Generator[pa.Table, None, None]:
-        """Yield the table that ``pack`` makes of each block, in order. Closing the generator ends the stream.
+        """Yield the table that ``pack`` returns for each block, in order. Closing the generator ends the stream.
 
         Args:
-            blocks: The requests.
-            stopped: Ends the stream when set, even while another thread waits for the next block.
+            blocks: The block requests.
+            stopped: Event that ends the stream when set, even while another thread waits for the next block.
 
         Raises:
             RunError: The stream failed.
@@ -93,7 +93,7 @@ class Streams(Protocol):
 
 
 def pack(store: TokenStore, slots: Sequence[Slot]) -> pa.Table:
-    """Read slots into a block. A slot that can't be read is replaced by an error message."""
+    """Read slots into a block. If a slot can't be read, the block contains an error message instead."""
     tokens, labels, weights, errors = zip(*(_packed(store, slot) for slot in slots), strict=True)
     # Tokens are copied once, into the block. A second copy would cost about as much as reading.
     joined = np.concatenate([part for parts in tokens for part in parts] or [np.empty(0, dtype="<u2")])
@@ -112,12 +112,12 @@ def pack(store: TokenStore, slots: Sequence[Slot]) -> pa.Table:
 
 
 class Received:
-    """A received slot, presented as a `TokenStore` whose tokens are read once and in order."""
+    """A received slot as a `TokenStore` whose tokens are read once and in order."""
 
     def __init__(
         self, row: int, tokens: NDArray[Any], weights: NDArray[np.float32] | None, *, has_weights: bool, error: str
     ) -> None:
-        """Create a slot from the tokens of all ranges and their label weights, or from the error of reading them."""
+        """Create a slot from all ranges' tokens and label weights, or from the error that prevented reading them."""
         self.row, self.tokens, self.has_weights, self.error = row, tokens, has_weights, error
         self._weights, self._place = weights, 0
 
@@ -142,7 +142,7 @@ class Received:
 
 
 def unpack(block: pa.Table) -> Iterator[Received]:
-    """Yield the slots in a block."""
+    """Yield the received slots of a block."""
     columns = [block.column(name) for name in _SCHEMA.names]
     for row, token_bytes, tokens, labels, weights, error in zip(*columns, strict=True):
         ids = np.frombuffer(tokens.as_buffer(), dtype=f"<u{token_bytes.as_py()}")
@@ -155,7 +155,7 @@ def unpack(block: pa.Table) -> Iterator[Received]:
 
 
 def _packed(store: TokenStore, slot: Slot) -> tuple[list[NDArray[np.integer]], bytes | None, bytes | None, str]:
-    """Return the tokens per range, the label bits or weights of all ranges, and the error if reading failed."""
+    """Return the tokens of each range, the label bits or weights of all ranges, and the error if reading failed."""
     ranges = slot.ranges.tolist()
     tokens, weights = [], []
     try:

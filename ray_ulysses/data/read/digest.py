@@ -39,7 +39,7 @@ def checksum(
 
 
 def slice_checksum(row_slice: RowSlice) -> int:
-    """Return the checksum of a slice. The checksums of a row's slices have the same sum for every way to slice it."""
+    """Return the checksum of a slice. The sum over a row's slices is the same however the row is sliced."""
     return ranges_checksum(
         row_slice.ranges, row_slice.input_ids, row_slice.labels, row_slice.position_ids, row_slice.label_weights
     )

@@ -28,7 +28,7 @@ class TokenStore(Protocol):
         ...
 
     def fetch(self, ranges: Sequence[tuple[int, int, int]]) -> None:
-        """Fetch token ranges ``(document, start, length)`` concurrently, so that later reads return at once."""
+        """Fetch token ranges ``(document, start, length)`` concurrently, so that later reads return immediately."""
         ...
 
     @property
@@ -60,11 +60,11 @@ class RowSlice:
     input_ids: NDArray[np.int64]
     """Token ids, [row_tokens // sp_size]. Padding is token 0."""
     labels: NDArray[np.int64]
-    """Labels, of the same shape: the next token of the document, or -100 if there is none or it may not be a label."""
+    """Labels, of the same shape: the document's next token, or -100 if it does not exist or may not be a label."""
     position_ids: NDArray[np.int64]
     """Positions, of the same shape, counted from 0 in each piece and in the padding."""
     label_weights: NDArray[np.float32] | None = None
-    """Factor on each label's loss, of the same shape; 1 where there is no label. None if and only if no corpus has loss
+    """Loss weight of each label, of the same shape; 1 where there is no label. None if and only if no corpus has loss
     weights."""
 
     @property
@@ -164,11 +164,11 @@ def slice_ranges(
 
 
 def _held_parts(pieces: Sequence[Piece], first: int, last: int) -> Iterator[tuple[Piece, int, int, int]]:
-    """Yield the parts of pieces that lie in the tokens ``[first, last)`` of a row.
+    """Yield the parts of pieces that lie within tokens ``[first, last)`` of a row.
 
     Yields:
         The piece, the index of the part's first token in the piece, the number of tokens, and the part's offset in the
-        range. Reading a part takes one more token, if the piece has one: the label of the part's last token.
+        range. Reading a part also requires the piece's next token, if any, as the label of the part's last token.
     """
     begin = 0
     for piece in pieces:
@@ -205,6 +205,6 @@ class RowReader:
         return slice_row(self._store, row, row_tokens, pieces, sp_rank, sp_size, ring_size)
 
     def filler(self, sp_rank: int, sp_size: int, ring_size: int = 1) -> RowSlice:
-        """Return a slice of a filler row: padding only, of the minimum length, with zero weight in every sum."""
+        """Return a slice of a filler row: only padding, of the minimum length, with zero weight in every sum."""
         pad_multiple = self._plan.settings.pad_multiple
         return slice_row(self._store, FILLER_ROW, pad_multiple, (), sp_rank, sp_size, ring_size)

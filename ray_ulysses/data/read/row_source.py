@@ -17,12 +17,12 @@ ROW_SHARE = 0.8
 """Fraction of ``elastic.collective_timeout_s`` for which a rank waits for a row, so that the rank reports the cause
 before the other ranks time out in a collective."""
 CLOSE_TIMEOUT_S = 5.0
-"""How long ``close`` waits for a pending read, in seconds. A read hangs if the storage does not answer."""
+"""Time that ``close`` waits for a pending read, in seconds. A read hangs if the storage does not answer."""
 _POLL_S = 0.1
 
 
 class LateError(RunError):
-    """No value arrived in time."""
+    """Error for a value that did not arrive in time."""
 
 
 class ReadAhead(Generic[T]):
@@ -62,7 +62,7 @@ class ReadAhead(Generic[T]):
         return value
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Stop the thread, and wait up to ``timeout_s`` seconds until it has stopped reading."""
+        """Stop the thread, and wait up to ``timeout_s`` seconds for pending reads to finish."""
         self._stop.set()
         self._thread.join(timeout_s)
 
@@ -136,7 +136,7 @@ class DirectSource:
         self._next_step = step + 1
 
     def close(self) -> None:
-        """Stop reading ahead; may be called repeatedly. The next step restarts the reads."""
+        """Stop reading ahead. May be called repeatedly. Requesting another step restarts reading ahead."""
         if self._ahead is not None:
             self._ahead.close(CLOSE_TIMEOUT_S)
             self._ahead = None

@@ -25,13 +25,13 @@ BLOCK_TOKENS = 1 << 22
 """Maximum tokens per block, unless a single row has more. Large blocks make the fixed cost per block negligible."""
 
 FIRST_BLOCK_TOKENS = 1 << 17
-"""Maximum tokens in a window's first block, for which the first row waits; the limit is quadrupled with each block."""
+"""Maximum tokens in a window's first block, which delays the first row. The limit quadruples with every block."""
 
 MAX_BLOCKS = 64
 """Maximum blocks per window. Ray Data takes milliseconds and tens of kB per block before the first block arrives."""
 
 MAX_ROWS = 128
-"""Maximum rows per block. Looking up a row in the plan takes a millisecond, all before the block is read."""
+"""Maximum rows per block. Each row's plan lookup takes a millisecond, and all lookups precede the block's read."""
 
 _MAX_WINDOW_ROWS = 1024
 _MAX_RANGES = 1 << 20
@@ -46,7 +46,7 @@ class _Handover:
     num_direct: int = 0
     """Number of rows that were read directly, including fillers. The stream skips these rows."""
     untrained: set[int] = field(default_factory=set)
-    """Rows that were read directly and not trained yet."""
+    """Numbers of the rows that were read directly but not trained yet."""
 
 
 class StreamedSource(DirectSource):
@@ -88,7 +88,7 @@ class StreamedSource(DirectSource):
         self._handover = _Handover()
 
     def close(self) -> None:
-        """Stop the stream and reading ahead. The next step restarts both."""
+        """Stop the stream and reading ahead. Requesting another step restarts both."""
         self._handover.stopped.set()
         super().close()
 
@@ -141,7 +141,7 @@ class StreamedSource(DirectSource):
     def _received(
         self, first_step: int, handover: _Handover
     ) -> Generator[tuple[int, Slot | None, Received | None], None, None]:
-        """Yield the number, slot (None for a filler) and tokens of each micro-batch that was not read directly."""
+        """Yield number, slot (None for a filler) and received tokens of each micro-batch that was not read directly."""
         for window in self._windows(first_step, handover):
             # Fillers are not requested.
             slots = [[slot for _, slot in block if slot is not None] for block in window]
@@ -156,7 +156,7 @@ class StreamedSource(DirectSource):
                         yield number, slot, one
 
     def _windows(self, first_step: int, handover: _Handover) -> Iterator[list[list[tuple[int, Slot | None]]]]:
-        """Yield windows: the blocks of numbered slots that are requested together. A slot is None for a filler."""
+        """Yield windows of blocks that are requested together. A block lists numbered slots (None for a filler)."""
         window: list[list[tuple[int, Slot | None]]] = []
         block: list[tuple[int, Slot | None]] = []
         block_tokens = num_rows = num_ranges = 0

@@ -69,17 +69,17 @@ class RawDocument:
     source: str
     """Path of the source file, or path or Hub id of the data set."""
     offset: int
-    """Line or row number within the source, from 1; 0 if the document is an entire file."""
+    """Line or row number within the source, from 1, or 0 if the document is an entire file."""
     id: str = ""
-    """The row's own id, or an empty string."""
+    """Row id from the source, or an empty string if the row has no id."""
     weight: float | NDArray[np.float32] = 1.0
-    """Loss weight of all the document's tokens, or one weight per token."""
+    """Loss weight of all tokens in the document, or one weight per token."""
 
 
 def read_unit(unit: Unit) -> Iterator[RawDocument | Rejected | LineCounts]:
     """Yield the unit's documents in order, and a `Rejected` for each row that cannot become a document.
 
-    A JSONL unit ends with its `LineCounts`. Line numbers start at 1 at the beginning of the unit's byte range.
+    For a JSONL unit, the last value is its `LineCounts`. Line numbers start at 1 in the unit's byte range.
 
     Raises:
         UserError: A file can't be read in its format.
@@ -99,7 +99,7 @@ def refuse_missing_fields(units: Sequence[Unit]) -> None:
     """Refuse JSONL and JSON files whose first rows all lack the required fields, before reading any file completely.
 
     Raises:
-        UserError: The first rows lack a required field. The message lists their fields and suggests options.
+        UserError: The first rows lack a required field. The message lists the fields found and suggests options.
     """
     example: tuple[str, list[str]] | None = None
     may_be_text = False
@@ -207,7 +207,7 @@ def _has_row_per_line(path: str, fields: RowFields) -> bool:
 
 
 def _json_rows(path: str, fields: RowFields) -> Iterator[RawDocument | Rejected]:
-    """Yield one document per row of a JSON file, or a single `Rejected` if none of its rows has the required fields."""
+    """Yield one document per row of a JSON file, or a single `Rejected` if no row has the required fields."""
     held: list[RawDocument | Rejected] | None = []
     for number, record in json_records(path):
         found = _row(record, path, number, fields)
@@ -274,7 +274,7 @@ def _batch_rows(num_rows: int, num_bytes: int) -> int:
 
 
 def _unpacked_bytes(group: pq.RowGroupMetaData, columns: Sequence[str]) -> tuple[int, str | None]:
-    """Return the memory the row group's largest row may need, and a reason to reject the row group, or None."""
+    """Return the bytes that the row group's largest row may need, and a reason to reject the row group, or None."""
     unpacked = 0
     for place in range(group.num_columns):
         column = group.column(place)
@@ -326,7 +326,7 @@ def _batch_documents(
 
 
 def _value(column: pa.Array, place: int, role: FieldRole) -> object:
-    """Return the value at index ``place``. A list of integers stays an array: a million Python ints take a second.
+    """Return the value at index ``place``. A list of integers becomes an array, since a million ints take a second.
 
     Raises:
         RowError: The value is too large, or has no Python equivalent: text that is not UTF-8, a time before the year 1,
@@ -349,7 +349,7 @@ def _value(column: pa.Array, place: int, role: FieldRole) -> object:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Remove null fields. In Arrow every object of a column has the same fields, with null for the absent ones."""
+    """Remove null fields. In Arrow, every object in a column has the same fields, and absent ones are null."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -1,6 +1,6 @@
-"""Lists the files of the sources in an order that depends only on their names, and each file once despite links.
+"""Lists the sources' files in an order that depends only on the file names, and each file only once despite links.
 
-Files in other tools' formats are detected and rejected. They would otherwise be read as text.
+Files in other tools' formats are detected and rejected, since they would otherwise be read as text.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ _BY_SUFFIX = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileStamp:
-    """A file's size and modification time when the sources were listed."""
+    """A file's path, and its size and modification time when the sources were listed."""
 
     path: str
     num_bytes: int
@@ -95,7 +95,7 @@ class _Folder:
     """A folder waiting to be listed."""
 
     path: str
-    """Path through the symbolic links that lead to the folder."""
+    """Path with symbolic links unresolved."""
     below: str
     """The same path, relative to the source directory."""
     real: str
@@ -113,7 +113,7 @@ class FileListing:
     Args:
         pattern: Select only files whose path below their source directory matches; ``*`` also matches ``/``.
         exclude: Patterns of files and folders to skip.
-        out: A folder to skip wherever it appears, or None.
+        out: A folder to skip wherever it is found, or None.
     """
 
     def __init__(self, pattern: str, exclude: Sequence[str], out: Path | None = None) -> None:
@@ -122,7 +122,7 @@ class FileListing:
         self._listed: dict[str, str] = {}
 
     def files(self, source: Path) -> Iterator[FileStamp | Rejected]:
-        """Yield a source's files sorted by name, a folder's own files before its subfolders' files.
+        """Yield a source's files sorted by name, with each folder's direct files before the files in subfolders.
 
         Each file that is skipped is represented by a `Rejected`.
 
@@ -224,12 +224,12 @@ def path_text(path: str | Path) -> str:
 
 
 def left_out(path: str, reason: str, offset: int = 0) -> Rejected:
-    """Return a `Rejected` for the file, or for its line or row number ``offset``."""
+    """Return a `Rejected` for a file, or for the file's line or row number ``offset``."""
     return Rejected(source=path_text(path), offset=offset, reason=reason)
 
 
 def unreadable(path: str, error: Exception, what: str = "") -> Exception:
-    """Return the exception to raise for an unreadable source: a transient error unchanged, else a UserError.
+    """Return the exception to raise for an unreadable source: ``error`` itself if transient, otherwise a UserError.
 
     Args:
         path: The file or folder.
@@ -256,7 +256,7 @@ def changed(path: str) -> UserError:
 
 
 def without_foreign(source: Path, files: Sequence[FileStamp]) -> tuple[list[FileStamp], list[Rejected]]:
-    """Separate a source's files from files in other tools' formats, and return both; the latter as `Rejected`.
+    """Return the source's files without those in other tools' formats, and a `Rejected` for each file left out.
 
     Raises:
         UserError: Most of the source's bytes are in another tool's format.
@@ -278,7 +278,7 @@ def without_foreign(source: Path, files: Sequence[FileStamp]) -> tuple[list[File
 
 
 def _foreign_formats(paths: Sequence[str]) -> dict[str, _ForeignFormat]:
-    """Map the path of each file in another tool's format to that format."""
+    """Return the paths of the files in other tools' formats, mapped to the formats."""
     known, found = set(paths), {}
     for path in paths:
         name = _name(path)
@@ -295,7 +295,7 @@ def _foreign_formats(paths: Sequence[str]) -> dict[str, _ForeignFormat]:
 
 
 def _indexed(path: str) -> dict[str, _ForeignFormat]:
-    """Map a data set index and the files it lists to their format; return an empty dict if the file is not an index."""
+    """Map the paths of a data set index and its listed files to their format; return {} if the file is not an index."""
     try:
         index = parse_json(Path(path).read_bytes())
     except OSError as error:
@@ -312,7 +312,7 @@ def _indexed(path: str) -> dict[str, _ForeignFormat]:
 
 
 def files_of_hub_data_sets(files: Sequence[FileStamp], is_text: Callable[[str], bool]) -> set[str]:
-    """Return the paths of all files in local copies of Hub data sets: folders of rows whose README is a data set card.
+    """Return all file paths in local copies of Hub data sets: folders that contain rows and a data set card as README.
 
     Args:
         files: All files of a source.

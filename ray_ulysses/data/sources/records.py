@@ -1,8 +1,8 @@
-"""Reads JSON objects from files: one per line, one per element of a JSON list, or one that fills the file.
+"""Reads JSON objects from files: one per line, one per element of a JSON list, or one per file.
 
-A file of lines may be read in byte ranges. A line belongs to the range that contains its first byte, and is read to its
-end even if that lies beyond the range. Line numbers start at 1 in each range, because only the final merge knows how
-many lines come before it.
+JSON Lines files may be read in byte ranges. A line belongs to the range that contains its first byte, and is read
+completely even if it ends beyond the range. Line numbers start at 1 in each range, because only the final merge knows
+the number of lines before the range.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ray_ulysses.errors import UserError
 
 PACKED_SUFFIXES = (".gz", ".zst")
 ONLY_JSONL = "only .jsonl.gz and .jsonl.zst are read compressed; decompress it, or convert it to JSON Lines"
-"""Reason to reject any other compressed file."""
+"""Reason for rejecting compressed files in any format other than JSONL."""
 _PACKING_MARKS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
 _SKIP_BYTES = 1 << 20
 _READ_BYTES = 1 << 20
@@ -43,7 +43,7 @@ _SPACE = re.compile(r"[ \t\n\r]*")
 _AFTER_VALUE = frozenset(" \t\n\r,]")
 
 Record = Mapping[str, Any] | Rejected
-"""A JSON object, or a `Rejected` for a value that is not one."""
+"""A JSON object, or a `Rejected` for any other value."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,11 +58,11 @@ class LineCounts:
     num_broken: int
     """Number of non-blank lines that are not JSON objects."""
     num_before: int = 0
-    """Number of the file's lines before the range; 0 until ``number_lines`` sets it."""
+    """Number of the file's lines before the range, or 0 until ``number_lines`` sets the value."""
 
 
 def number_lines(counts: Sequence[LineCounts | None]) -> tuple[LineCounts | None, ...]:
-    """Set ``num_before`` in the counts of all units, which are given in unit order."""
+    """Return the line counts with ``num_before`` set, given the line counts of all units in unit order."""
     seen: Counter[str] = Counter()
     numbered: list[LineCounts | None] = []
     for one in counts:
@@ -73,7 +73,7 @@ def number_lines(counts: Sequence[LineCounts | None]) -> tuple[LineCounts | None
 
 
 def refuse_files_without_objects(counts: Sequence[LineCounts | None]) -> None:
-    """Refuse files in which not a single line, over all their units, is a JSON object.
+    """Refuse files that contain no JSON object on any line, in any of the units that cover the file.
 
     Raises:
         UserError: One problem for each such file.
@@ -111,10 +111,10 @@ def _opened(path: str | Path) -> AbstractContextManager[BinaryIO]:
 
 
 def range_lines(path: str | Path, first: int = 0, last: float = math.inf) -> Iterator[bytes]:
-    """Yield the complete lines, with line feeds, whose first byte is in the byte range ``[first, last)``.
+    """Yield the complete lines, including line feeds, whose first byte is in the byte range ``[first, last)``.
 
-    A line ends at a line feed or at the end of the file. Only one line is in memory at a time. A longer line than
-    ``MOST_BYTES`` is truncated one byte beyond that limit.
+    A line ends at a line feed or at the end of the file. Only one line is in memory at a time. A line longer
+    than ``MOST_BYTES`` is truncated to one byte more than that limit.
 
     Raises:
         OSError: The file can't be read.
@@ -141,7 +141,7 @@ def range_lines(path: str | Path, first: int = 0, last: float = math.inf) -> Ite
 
 
 def line_records(path: str, first: int = 0, last: float = math.inf) -> Iterator[tuple[int, Record | None]]:
-    """Yield the number of each line in the byte range, from 1, with its record, or with None if the line is blank.
+    """Yield each line's number in the byte range, from 1, and its record, or None if the line is blank.
 
     Raises:
         UserError: The file can't be read.
@@ -158,7 +158,7 @@ def line_records(path: str, first: int = 0, last: float = math.inf) -> Iterator[
 
 
 def filled_records(path: str) -> Iterator[tuple[int, Record]]:
-    """Yield the number and the record of each line that is not blank."""
+    """Yield the number and the record of each nonblank line."""
     return ((number, record) for number, record in line_records(path) if record is not None)
 
 
@@ -184,7 +184,7 @@ def _object(value: Any, path: str, number: int) -> Record:
 
 
 def decoded_text(data: bytes, path: str, offset: int = 0, *, begins_file: bool = True) -> str | Rejected:
-    """Decode a file's bytes as UTF-8, or return a `Rejected` if they are not UTF-8."""
+    """Decode a file's bytes as UTF-8, or return a `Rejected` if the bytes are not valid UTF-8."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -194,7 +194,7 @@ def decoded_text(data: bytes, path: str, offset: int = 0, *, begins_file: bool =
 
 
 def not_utf8(error: UnicodeDecodeError) -> str:
-    """Return the reason to reject bytes that are not UTF-8."""
+    """Return the reason for rejecting bytes that are not valid UTF-8."""
     return f"not UTF-8: byte 0x{error.object[error.start]:02x} at offset {error.start}"
 
 
@@ -242,7 +242,7 @@ def _is_list(path: str) -> bool:
 
 
 def _whole_object(path: str) -> Record | None:
-    """Return the JSON object that fills a file of several lines, or None if the file has any other content.
+    """Return the single JSON object of a multiline file, or None if the file has any other content.
 
     Parsing stops at the first error, so a JSON Lines file with a broken first line is not loaded completely.
     """
@@ -278,7 +278,7 @@ def _refuse_large(data: bytes | str, start: int = 0) -> None:
 
 
 def array_values(path: str | Path) -> Iterator[Any]:
-    """Yield the elements of a file that is one JSON list, parsed by ``json``, with about one element in memory.
+    """Yield the elements of a file that is one JSON list, parsed with ``json``, holding about one element in memory.
 
     Raises:
         ValueError: The file is not one JSON list. The error may come after some elements.
@@ -345,7 +345,7 @@ class _Text:
                 return found
 
     def _more(self, size: int) -> bool:
-        """Read more of the file into the buffer, and return whether the file had more."""
+        """Read more of the file into the buffer, and return whether any text was left to read."""
         if self._is_whole:
             return False
         data = self._file.read(size)

@@ -66,7 +66,7 @@ _SENDERS = {
 }
 
 MOST_BYTES = 256 << 20
-"""Largest document in bytes: one line, element of a JSON list, table cell, or file read as one text."""
+"""Maximum size in bytes of a document: a line, a JSON list element, a table cell, or a file read as one text."""
 _TOO_LARGE = "larger than a document may be"
 TOO_LARGE = f"{_TOO_LARGE}: more than {MOST_BYTES >> 20} MiB"
 # An object that takes six bytes in a file may take 200 bytes in Python.
@@ -81,22 +81,22 @@ _NUMBER = re.compile(r"(?<![-\w])(?<!line )\d+\b")
 
 
 class RowError(ValueError):
-    """Reason why a row cannot become a document. The quarantine lists it."""
+    """Error for a row that cannot become a document. The quarantine file lists the reason."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rejected:
-    """A rejected document."""
+    """A rejected document or file, with the reason."""
 
     source: str
     """Path of the source file, or path or Hub id of the data set."""
     offset: int
-    """Line or row number within the source, from 1; 0 for an entire file."""
+    """Line or row number within the source, from 1, or 0 for an entire file."""
     reason: str
 
 
 def reason_class(reason: str) -> str:
-    """Replace the parts of a reason that differ between documents, so that equal reasons can be counted."""
+    """Return a reason without the parts that differ between documents, so that equal reasons can be counted."""
     return _NUMBER.sub("N", _DETAILED.sub(r"\1", _SAME.sub(r"\1 another", reason)))
 
 
@@ -105,7 +105,7 @@ class RowFields:
     """The keys or columns to read from each row; None for a role that is not read."""
 
     text: str | None = None
-    """Document text; ``text`` if no field option is set."""
+    """Document text. The default is ``text`` if no field option is set."""
     tokens: str | None = None
     labels: str | None = None
     """With ``tokens``: one label per token, either -100 or the token itself."""
@@ -127,7 +127,7 @@ class RowFields:
     """Loss weight of the document's tokens; 1 if missing. With ``tokens``, a list of one weight per token is
     allowed."""
     id: str | None = None
-    """The row's own id, which is stored in the corpus."""
+    """Row id, which is stored in the corpus."""
 
     @classmethod
     def from_options(cls, options: Mapping[str, str | None]) -> RowFields:
@@ -145,12 +145,12 @@ class RowFields:
 
     @property
     def are_named(self) -> bool:
-        """Whether at least one field option is set. Then files are read as rows, never as text."""
+        """Whether at least one field option is set, in which case files are read as rows, never as text."""
         return self != RowFields()
 
     @property
     def by_role(self) -> dict[FieldRole, str]:
-        """The field to read for each role."""
+        """Name of the field to read for each role."""
         # Cached, since it is read once per row.
         return _by_role(self)
 
@@ -213,21 +213,21 @@ def option(role: str) -> str:
 
 
 def missing_role(names: Collection[str], fields: RowFields) -> tuple[FieldRole, str]:
-    """Return the role and field name of the first required field that is missing."""
+    """Return the role and the name of the first required field that is missing."""
     return next(
         (role, name) for role, name in fields.by_role.items() if role not in OPTIONAL_ROLES and name not in names
     )
 
 
 def fields_found(names: Sequence[str]) -> str:
-    """Describe the fields that rows have, and the options that fit them."""
+    """Describe the rows' fields, and the options that fit these fields."""
     shown = ", ".join(f"{name!r:.40}" for name in names[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
     fitting = fitting_options(names)
     return f"the fields are {shown or 'none'}" + (f"; use {fitting}" if fitting else "")
 
 
 def fitting_options(names: Sequence[str]) -> str:
-    """Return the options that fit the row's fields, or an empty string if no common data set has such fields."""
+    """Return the options that fit a row's fields, or an empty string if the fields match no common data set format."""
     for known in _COMMON_FIELDS:
         given = {role: next((name for name in choices if name in names), None) for role, choices in known.items()}
         if all(name is not None for role, name in given.items() if role not in (*OPTIONAL_ROLES, "labels")):
@@ -267,7 +267,7 @@ Content = str | TokenRow | ChatRow | CompletionRow
 
 
 def row_content(row: Mapping[FieldRole, Any], kind: RowKind) -> Content:
-    """Return the row's document, given the row's values by role; RowError if they are not a document."""
+    """Return the document in a row, given the row's values by role; raise RowError if the values are not a document."""
     if kind == "text":
         return _text(row["text"], "text")
     if kind == "completion":
@@ -302,7 +302,7 @@ def _completion_row(row: Mapping[FieldRole, Any]) -> CompletionRow:
 
 
 def row_id(value: object) -> str:
-    """Return the row's own id as text, or an empty string if it is null; RowError for any other type."""
+    """Return a row's id as text, or an empty string if the id is null; raise RowError for any other type."""
     if value is None:
         return ""
     if isinstance(value, bool) or not isinstance(value, str | int):
@@ -369,7 +369,7 @@ def conversation(messages: object, tools: object = None, prompt: object = None, 
         messages: A list of ``{role, content}``, or of ShareGPT's ``{from, value}``, or the list's JSON.
         tools: Tool definitions as a list or its JSON, or None.
         prompt: Unsupervised messages that come first, or None.
-        system: Text of a system message to insert before all other messages, or None or an empty string.
+        system: Text of a system message to insert before all other messages; None or an empty string for none.
 
     Raises:
         RowError: The values are not a conversation.
@@ -398,7 +398,7 @@ def _messages(value: object, name: str, first_number: int) -> list[Mapping[str, 
 
 
 def _message(message: object, number: int) -> Mapping[str, Any]:
-    """Normalize a message. Null fields are removed: in Parquet, every message has the same fields."""
+    """Normalize a message. Null fields are removed, since in Parquet all messages have the same fields."""
     if not isinstance(message, Mapping):
         raise RowError(f"message {number} is {_describe_type(message)}, not an object with role and content")
     kept = {key: value for key, value in message.items() if value is not None}
@@ -442,7 +442,7 @@ def _from_sharegpt(message: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 
 def _joined(parts: Sequence[object], where: str) -> str:
-    """Join the parts of a content, which must all be text.
+    """Join the parts of a message's content, all of which must be text.
 
     Parts are joined with a space, as in Transformers' server (5.x, ``cli/serving/utils.py``), so that training and
     serving see the same text.
@@ -487,7 +487,7 @@ def json_problem(error: ValueError | RecursionError) -> str:
 
 
 def too_large(data: bytes | str, start: int = 0) -> str | None:
-    """Return why the JSON from index ``start`` on would take too much memory, or None if it is small enough."""
+    """Return why the JSON from index ``start`` on needs too much memory, or None if it is small enough."""
     size = len(data) - start
     if size > MOST_BYTES:
         return TOO_LARGE

@@ -47,12 +47,12 @@ class SourceSpec:
     """Files, directories, or with ``kind="datasets"`` ``save_to_disk`` directories or Hub ids."""
     kind: SourceKind = "auto"
     """Format of the sources. ``auto`` decides by suffix: ``.parquet``; ``.jsonl`` (also ``.gz`` and ``.zst``);
-    ``.json`` if the file is a list of rows or has one row per line; any other file is text. If a field option is set,
+    ``.json`` if the file is a list of rows or has one row per line. All other files are text. If a field option is set,
     text files are rejected and every ``.json`` file is read as rows."""
     pattern: str = "*"
     """Pattern for a file's path below its source directory; ``*`` also matches ``/``."""
     exclude: tuple[str, ...] = DEFAULT_EXCLUDE
-    """Patterns of files to skip. A pattern without ``/`` also matches the name of any directory."""
+    """Patterns of files to skip. A pattern without ``/`` also matches directory names."""
     fields: RowFields = field(default_factory=RowFields)
     """The keys or columns to read from each row."""
     split: str | None = None
@@ -68,26 +68,26 @@ class Unit:
     """
 
     index: int
-    """Index in the list of units, which determines the document order."""
+    """Index in the list of units, whose order determines the document order."""
     kind: UnitKind
     files: tuple[FileStamp, ...]
-    """The files to read. For a data set, its directory or Hub id."""
+    """Files to read, or the directory or Hub id of a data set."""
     first: int = 0
-    """First byte (JSONL), row group (Parquet) or row (data set)."""
+    """Start of the range: a byte (JSONL), row group (Parquet) or row (data set)."""
     last: int = 0
     """End of the range, exclusive; 0 if files are read completely."""
     num_bytes: int = 0
-    """Input size in bytes: as stored if files are read completely, otherwise uncompressed."""
+    """Input size in bytes: the stored size if files are read completely, otherwise the uncompressed size."""
     fields: RowFields = field(default_factory=RowFields)
     split: str | None = None
     """Split of the data set; None for files and for data sets without splits."""
     state: str = ""
-    """For a data set on disk, a hash of its files' sizes and times at listing. Not part of the signature, because the
-    same data set may be saved again."""
+    """Hash of the file sizes and times when a data set on disk was listed. The hash is not part of the signature,
+    because the same data set may be saved again."""
 
     @property
     def signature(self) -> str:
-        """A hash that changes whenever the unit's content may have changed."""
+        """Hash that changes whenever the unit's content may have changed."""
         content = asdict(self)
         del content["state"]
         return stable_hash(content)
@@ -163,10 +163,10 @@ def open_dataset(path: str, split: str | None) -> tuple[Any, str | None]:
     """Open one split of a ``datasets`` data set that was saved to disk or is on the Hub.
 
     Returns:
-        The data set and ``split``, or None in place of ``split`` if the data set has no split information.
+        The data set, and ``split`` or, if the data set has no split information, None.
 
     Raises:
-        UserError: The data set can't be opened, lacks the split, or has several splits while ``split`` is None.
+        UserError: The data set can't be opened, lacks the split, or has several splits although ``split`` is None.
     """
     if find_spec("datasets") is None:
         raise UserError("--kind=datasets: requires the package `datasets`; install it, or give Parquet files")
@@ -262,7 +262,7 @@ def _kind_of(path: str, kind: SourceKind) -> UnitKind:
 
 
 def _ranges(sizes: Sequence[int], unit_bytes: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the start, end and size of ranges of at most ``unit_bytes`` bytes. A larger item is a range of its own."""
+    """Yield the start, end and size of ranges of at most ``unit_bytes`` bytes. A larger item gets a separate range."""
     first, held = 0, 0
     for place, size in enumerate(sizes):
         if place > first and held + size > unit_bytes:
@@ -341,11 +341,10 @@ def dataset_stamp(path: str, dataset: Any) -> FileStamp:
 
 
 def dataset_state(path: str, dataset: Any) -> str:
-    """Return a hash of the sizes and times of the data set's files, or an empty string if it has none on disk.
+    """Return a hash of the file sizes and times of a data set, or an empty string if no file is below ``path``.
 
-    The fingerprint alone is not enough: while a data set is saved again, the library still reports the old
-        fingerprint,
-    which it writes last.
+    The fingerprint alone is not enough: while a data set is being saved again, the library still reports the old
+    fingerprint, because it writes the new one last.
 
     Raises:
         UserError: A file is missing or can't be read.

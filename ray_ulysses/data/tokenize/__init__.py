@@ -1,1 +1,1 @@
-"""Turns the content of documents into token ids and label spans."""
+"""Converts documents to token ids and label spans."""

@@ -62,24 +62,24 @@ _WORD = re.compile(r"[\w.-]+")
 
 
 class _ForgedTokenError(RowError):
-    """A conversation forges a special token. It is refused without trying other forms of its tool-call arguments."""
+    """Error for a conversation that forges a special token. Other forms of the tool-call arguments are not tried."""
 
 
 class ByteChat:
     r"""The chat format of the byte tokenizer.
 
-    Each message is encoded as its role, a line feed, its content and the end token, which no text can spell:
+    Each message is encoded as the role, a line feed, the content, and the end token, which no text can spell:
     ``user\nHello<256>assistant\nHi<256>``. Assistant contents and their end tokens are supervised. The roles are
     system, user, assistant and tool.
 
     Attributes:
-        fingerprint: Changes whenever the same conversation would give other tokens.
-        description: How turns are found and which are supervised, for the summary of ``prepare``.
+        fingerprint: Hash that changes whenever the same conversation would produce different tokens.
+        description: How turns are found and which are supervised, for the summary that ``prepare`` prints.
         template: Text of the chat template; None, because bytes need no template.
     """
 
     def __init__(self, end_token_id: int, options: EncodingOptions | None = None) -> None:
-        """Set the token that ends a message. Options that require a chat template raise UserError."""
+        """Set the token that ends a message; raise UserError for options that require a chat template."""
         options = options or EncodingOptions()
         for name in options.chat_settings:
             if name != "train_on":
@@ -93,7 +93,7 @@ class ByteChat:
         self.template = None
 
     def encode(self, messages: Messages, tools: Tools = ()) -> list[EncodedDocument]:
-        """Tokenize a conversation. Tools, unknown roles and messages without content raise RowError."""
+        """Tokenize a conversation; raise RowError if it has tools, unknown roles, or messages without content."""
         if tools:
             raise RowError(f"the byte tokenizer can't encode tools; {_TOOLS_HINT}")
         learned = learned_turns(messages, self._train_on)
@@ -131,8 +131,8 @@ class TemplateChat:
         tokenizer: The tokenizer. This class modifies its settings.
         special: Special tokens by id.
         eos_token_id: Id of the end-of-sequence token.
-        options: How turns are found, and which are supervised.
-        frame: Tokens by id that begin or end documents but are not special. Texts must not contain these tokens either.
+        options: Settings for finding and supervising turns.
+        frame: Non-special tokens, by id, that begin or end documents. Texts must not contain these tokens either.
         unknown: Id of the unknown token, or None.
 
     Raises:
@@ -174,7 +174,7 @@ class TemplateChat:
         self.template = template.source
 
     def encode(self, messages: Messages, tools: Tools = ()) -> list[EncodedDocument]:
-        """Tokenize a conversation into one or more documents, as the turns require.
+        """Tokenize a conversation into one document, or into several if its turns require separate texts.
 
         Raises:
             RowError: The conversation forges a token, or the template refuses the conversation or omits its tools.
@@ -327,7 +327,7 @@ class TemplateChat:
         return forged
 
     def _specials(self, written: WrittenChat, messages: Messages, tools: Tools) -> list[int]:
-        """Return the special tokens in the text's pieces when they are rendered from these messages."""
+        """Return the special tokens in the text's pieces when the pieces are rendered from the given messages."""
         texts = [self._template.render(messages[:stop], tools, asks=asks) for stop, asks, _ in written.pieces]
         ids = [one for text in texts for one in self._encode(text).ids]
         return [one for one in ids if one in self._traced]
@@ -349,7 +349,7 @@ def _turn_end(
 ) -> int | None:
     """Return the index of the special token that ends a turn, or None if no special token ends the turn.
 
-    The end token may lie outside the template's marks, or be the token that begins the next message. Without marks,
+    The end token may lie outside the template's marks, or may be the token that begins the next message. Without marks,
     white space between the turn and its end token is supervised too.
     """
     special = np.flatnonzero(is_special[begin:end]) + begin
@@ -363,7 +363,7 @@ def _turn_end(
 
 
 def learned_turns(messages: Messages, train_on: TrainOn) -> Sequence[int]:
-    """Return the indices of the assistant messages to supervise: all or the last of those whose weight is not 0."""
+    """Return the indices of the assistant messages to supervise: all with a nonzero weight, or the last of these."""
     turns = [number for number in assistant_turns(messages) if messages[number].get(WEIGHT) != 0]
     return turns if train_on == "all" else turns[-1:]
 
@@ -376,12 +376,12 @@ class _Placeholders:
 
     Strings that a template compares with constants are kept: keys, and words that are an entire string, such as the
     type ``string`` in a JSON schema. ``kept_inside`` lists patterns of substrings to keep, from none to all of the
-    template's own constants, such as the ``</think>`` at which it splits a content.
+    template's constants, such as the ``</think>`` at which a template splits a message's content.
 
     Args:
         names: Names in the template's expressions.
         literals: String constants in the template's expressions.
-        special: Tokens that no string may become a part of.
+        special: Special tokens, no part of which may come from a string.
     """
 
     def __init__(self, names: Collection[str], literals: Collection[str], special: Collection[str]) -> None:
@@ -400,7 +400,7 @@ class _Placeholders:
         self.kept_inside = (None, *(re.compile(f"({form})") for form in forms))
 
     def hide(self, messages: Messages, tools: Tools, kept: re.Pattern[str] | None) -> tuple[Messages, Tools]:
-        """Return the conversation and its tools with placeholders. ``kept`` is one of ``kept_inside``."""
+        """Return the conversation and its tools, with placeholders for strings. ``kept`` is one of ``kept_inside``."""
 
         def of_value(text: str) -> str:
             if text.lower() in self._words:
@@ -470,7 +470,7 @@ def _translated(text: str, table: NDArray[np.uint32]) -> str:
 
 @functools.cache
 def _tables() -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-    """Return two tables: the placeholder of each character, and the character of each placeholder."""
+    """Return two tables: from characters to placeholders, and from placeholders to characters."""
     hidden, back = np.arange(_NUM_CODES, dtype="<u4"), np.arange(_NUM_CODES, dtype="<u4")
     hidden[:_NUM_MOVED] += _SHIFT
     # A template may strip white space, and JSON escapes control characters, quotes and backslashes.

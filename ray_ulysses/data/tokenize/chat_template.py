@@ -1,8 +1,8 @@
 """Loads a Hugging Face tokenizer's chat template and renders it with Transformers, within resource limits.
 
 A template is untrusted code. Transformers' sandbox limits what a template may access, but neither its loops nor the
-sizes of its values. Limits on steps, time and sizes are therefore inserted into the syntax tree that Jinja parses. A
-loop over a few values is counted once, when it begins, so the check costs one call per loop.
+sizes of its values. Limits on steps, time and sizes are therefore inserted into the syntax tree that Jinja produces. A
+loop over a few values is checked only when the loop begins, which costs one call per loop.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _GROWING: dict[str, Callable[..., int]] = {
 
 
 class ChatTemplate:
-    """A chat template.
+    """A loaded chat template.
 
     Args:
         directory: The tokenizer directory, whose named special tokens the template may use.
@@ -100,7 +100,7 @@ class ChatTemplate:
 
     @property
     def digest(self) -> str:
-        """A hash of the template's text."""
+        """Hash of the template's text."""
         return hashlib.sha256(self.source.encode()).hexdigest()[:32]
 
     def _compiled(self, text: str) -> _BoundedTemplate:
@@ -265,7 +265,7 @@ def json_object(path: Path) -> dict[str, Any]:
 
 
 class EndlessTemplateError(Exception):
-    """A template exceeds the limits on steps or time."""
+    """Error for a template that exceeds the limits on steps or time."""
 
 
 class _BoundedTemplate:
@@ -337,7 +337,7 @@ class _BoundedTemplate:
             self._spend(seen)
 
     def _bound(self, env: Any) -> None:
-        """Install the limits in a Jinja environment."""
+        """Install the resource limits in a Jinja environment."""
         from jinja2 import pass_context
         from jinja2.exceptions import SecurityError
 
@@ -412,7 +412,7 @@ class _BoundedTemplate:
 
 
 def _insert_bounds(template: Any) -> None:
-    """Wrap the values in a template's syntax tree in the filters that limit them."""
+    """Wrap values in a template's syntax tree in the filters that limit the values' sizes and loops."""
     from jinja2 import nodes
 
     def filtered(node: Any, name: str) -> Any:
@@ -437,7 +437,7 @@ def _insert_bounds(template: Any) -> None:
 
 
 class _Timed:
-    """Values that check the time limit during iteration. ``loop.length`` needs their length."""
+    """Values that check the time limit while a loop iterates over them. ``loop.length`` requires ``__len__``."""
 
     def __init__(self, values: Any, timed: Callable[[Iterable[Any], int], Iterator[Any]]) -> None:
         self._values, self._timed = values, timed

@@ -1,14 +1,14 @@
 r"""Divides a long text into parts whose concatenated tokens equal the tokens of the complete text.
 
-Tokenizing a text takes more than a hundred times its size in memory. A long text is therefore tokenized in parts if
-that provably gives the same tokens: with byte-level BPE whose pre-tokenizer splits between a line feed and an ASCII
-letter.
+Tokenizing a text requires memory of more than a hundred times the text's size. A long text is therefore tokenized in
+parts if the tokens are provably the same: with byte-level BPE whose pre-tokenizer splits between a line feed and an
+ASCII letter.
 
 Such a pre-tokenizer scans the text from left to right. At each position, the first alternative of its pattern that
-matches yields a word. No alternative known here matches a line feed and a letter together, and none looks behind. Of
-those that look ahead, only ``\s+(?!\S)`` sees beyond the white space that it matches. Take a line feed between a
-visible ASCII character and an ASCII letter. It is a word of its own or ends one, whether or not the letter follows, so
-the text up to the line feed and the text from the letter on yield the same words separately as together. If
+matches yields a word. None of the supported alternatives matches a line feed and a letter together, and none looks
+behind. Of the alternatives that look ahead, only ``\s+(?!\S)`` inspects characters beyond the white space that it
+matches. A line feed between a visible ASCII character and an ASCII letter always ends a word, whether or not the letter
+follows, so the text up to the line feed and the text from the letter on yield the same words separately as together. If
 ``\s*[\r\n]+`` precedes ``\s+(?!\S)``, the same holds for several line feeds. BPE never merges across words.
 """
 
@@ -63,7 +63,7 @@ _GPT_2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\
 
 
 def dividing_pattern(tokenizer: Mapping[str, Any]) -> re.Pattern[str] | None:
-    """Return the pattern that matches up to each safe cut, or None if texts must be tokenized in one piece.
+    """Return a pattern that matches up to each safe cut, or None if texts must be tokenized in one piece.
 
     Args:
         tokenizer: Content of ``tokenizer.json``.
@@ -98,8 +98,8 @@ def divide(text: str, pattern: re.Pattern[str] | None, size: int = PART_CHARACTE
 def unwritable_text_refused(*texts: str) -> Iterator[None]:
     """Convert a tokenizer's failure into a RowError.
 
-    A text is refused if it is too long to tokenize at once, if a part of it has neither a token nor an unknown token,
-    or if one of the tokenizer's regular expressions gives up.
+    A text is refused if it is too long to tokenize at once, if it contains a part for which the tokenizer has no token,
+    or if one of the tokenizer's regular expressions exceeds its limits.
     """
     if (longest := max(map(len, texts), default=0)) > MOST_CHARACTERS:
         raise RowError(
@@ -133,7 +133,7 @@ def _is_local(normalizer: Any) -> bool:
 
 
 def _patterns(pre_tokenizer: Any) -> list[list[str]] | None:
-    """Return the alternatives of each splitting pattern, in order, or None if a pre-tokenizer is not known."""
+    """Return the alternatives of each splitting pattern, in order, or None if a pre-tokenizer is not supported."""
     kind = None if pre_tokenizer is None else pre_tokenizer.get("type")
     if kind == "Sequence":
         found: list[list[str]] = []

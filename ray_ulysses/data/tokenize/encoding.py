@@ -42,13 +42,13 @@ class EncodedTexts:
     digests: list[bytes]
     """A 16-byte digest per text, equal for equal texts."""
     left_out: dict[int, str]
-    """Maps a text's index to the reason to reject the text: it forges a special token, or the tokenizer can't encode
-    it."""
+    """Reasons for rejecting texts, by text index: the text forges a special token, or the tokenizer can't encode the
+    text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodingInfo:
-    """How the documents of a corpus were encoded; stored with the corpus."""
+    """Description of how a corpus's documents were encoded, stored with the corpus."""
 
     __pydantic_config__ = KNOWN_FIELDS_ONLY
 
@@ -57,16 +57,16 @@ class EncodingInfo:
     eos_token_id: Whole | None
     """Token that ends documents, or None."""
     chats: str | None = None
-    """How turns were found and which are supervised; None if the corpus has no conversations."""
+    """Description of how turns were found and which are supervised; None if the corpus has no conversations."""
     num_chats: Whole = 0
     """Number of encoded conversations."""
     num_chat_documents: Whole = 0
-    """Number of documents made from the conversations. A turn may need a document of its own."""
+    """Number of documents made from the conversations. A turn may require a separate document."""
     num_open_turns: Whole = 0
-    """Number of supervised turns that no special token ends."""
+    """Number of supervised turns that do not end with a special token."""
     chat_template: str | None = None
-    """Text of the chat template that rendered the conversations; None if there were none, or if they were encoded as
-    bytes."""
+    """Text of the chat template that rendered the conversations; None if the corpus has no conversations or the byte
+    tokenizer encoded them."""
 
 
 class DocumentEncoder:
@@ -75,11 +75,11 @@ class DocumentEncoder:
     Attributes:
         bos_token_id: Token that begins texts and prompts, or None.
         eos_token_id: Token that ends documents, or None.
-        frame: The bos and eos token, by id, if they are not special but a text that spells the token becomes it.
-        forgeable: Tokens by id that no text may become by spelling them: special tokens and ``frame``.
+        frame: Non-special bos and eos tokens, by id, that the tokenizer produces from a text that spells them.
+        forgeable: Special tokens and ``frame``, by id. Texts that are tokenized to any of these tokens are rejected.
 
     Raises:
-        UserError: The tokenizer lacks a chosen token.
+        UserError: The tokenizer lacks a token chosen in the options.
     """
 
     def __init__(self, tokenizer: Tokenizer, options: EncodingOptions | None = None) -> None:
@@ -96,12 +96,12 @@ class DocumentEncoder:
 
     @functools.cached_property
     def chat(self) -> ChatFormat:
-        """The chat format; UserError if the tokenizer has none."""
+        """The tokenizer's chat format. Raises UserError if the tokenizer has no chat format."""
         return self.tokenizer.chat(self.options, self.frame)
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the tokens that begin and end documents."""
+        """Hash of the tokens that begin and end documents."""
         return stable_hash([self.bos_token_id, self.eos_token_id])
 
     def encode(self, content: Content) -> list[EncodedDocument]:
@@ -158,7 +158,7 @@ class DocumentEncoder:
         return EncodedTexts(ids=ids, lengths=lengths, digests=[text_digest(text) for text in texts], left_out=left_out)
 
     def encode_parts(self, text: str) -> Iterator[NDArray[np.integer[Any]]]:
-        """Encode a long text that is supervised completely, and yield its tokens in parts if the tokenizer allows it.
+        """Encode a long, completely supervised text, and yield the tokens in parts if the tokenizer allows.
 
         Raises:
             RowError: The text has fewer than two tokens, or forges a token.
@@ -222,7 +222,7 @@ class DocumentEncoder:
         return chat
 
     def _completion(self, row: CompletionRow) -> tuple[NDArray[np.int64], int]:
-        """Return the row's tokens and the number of prompt tokens. The prompt is tokenized as if it stood alone."""
+        """Return the row's tokens and the number of prompt tokens. The prompt is tokenized separately."""
         num_end = self.eos_token_id is not None
         prompt, together = self._framed(row.prompt), self._framed(row.prompt + row.completion)
         prompt = prompt[: prompt.size - num_end]
@@ -247,9 +247,9 @@ def load_encoder(name: str | Path, options: EncodingOptions | None = None) -> Do
 def weighted(
     document: EncodedDocument, weight: float | NDArray[np.float32], special_ids: frozenset[int]
 ) -> EncodedDocument:
-    """Apply a loss weight, or one weight per token, to a document. An appended end token gets the last token's weight.
+    """Apply one loss weight, or one per token, to a document. An appended end token gets the last token's weight.
 
-    Tokens of weight 0 are not supervised; RowError if no supervised token has a nonzero weight.
+    Tokens of weight 0 are not supervised. Raises RowError if no supervised token has a nonzero weight.
     """
     if not isinstance(weight, np.ndarray):
         if weight == 0:
@@ -272,7 +272,7 @@ def weighted(
 
 
 def _span_ends(ids: NDArray[np.int64], mask: NDArray[np.bool_], special_ids: frozenset[int]) -> frozenset[int]:
-    """Return the special tokens that end a row's supervised spans, not counting an appended end token."""
+    """Return the special tokens that end a row's supervised spans, excluding an appended end token."""
     return special_ids & frozenset(ids[mask_spans(mask)[1] - 1].tolist())
 
 

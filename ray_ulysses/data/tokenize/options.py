@@ -13,7 +13,7 @@ NONE = "none"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodingOptions:
-    """How documents are tokenized."""
+    """Settings for tokenizing documents."""
 
     bos: str = TOKENIZER
     """Token that begins a text or a prompt: ``tokenizer`` for the token that the tokenizer itself prepends, if any;
@@ -24,7 +24,7 @@ class EncodingOptions:
     chat_template: str | None = None
     """Text of a chat template that replaces the tokenizer's own, or None to use the tokenizer's own."""
     turns: TurnsOption = "auto"
-    """How the assistant's turns are found in the rendered chat. ``marks``: between the template's ``{% generation %}``
+    """How to find the assistant's turns in the rendered chat. ``marks``: between the template's ``{% generation %}``
     marks. ``split``: by rendering the conversation up to each turn; a turn that the template renders differently once
     the conversation continues becomes a document of its own. ``whole``: like ``split``, but conversations with such a
     turn are rejected. ``auto``: ``marks`` if the template has marks, otherwise ``split``."""
@@ -33,7 +33,7 @@ class EncodingOptions:
 
     @property
     def chat_settings(self) -> tuple[str, ...]:
-        """Names of the chat settings that differ from their defaults."""
+        """Names of the chat settings with non-default values."""
         default = EncodingOptions()
         return tuple(
             name for name in ("chat_template", "turns", "train_on") if getattr(self, name) != getattr(default, name)

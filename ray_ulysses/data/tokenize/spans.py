@@ -1,6 +1,6 @@
 """Label spans: the tokens of each document that a model is trained to predict.
 
-A token may be a label only if a span of its document contains the token. The label at input position ``j`` therefore
+A token may be a label only if a span in the document contains the token. The label at input position ``j`` therefore
 enters the loss if a span contains token ``j + 1``. Plain text has no spans and is fully supervised.
 """
 
@@ -26,12 +26,12 @@ class EncodedDocument:
     stops: Int64Array
     """Index after the last token of each supervised span."""
     turn_ends: frozenset[int] = frozenset()
-    """Special tokens that end supervised spans, ignoring trailing white space. A model learns to stop with these
+    """Special tokens that end supervised spans, ignoring trailing white space. A model learns to emit them as stop
     tokens."""
     num_open: int = 0
-    """Number of supervised turns that no special token ends."""
+    """Number of supervised turns that do not end with a special token."""
     ends_open: bool = False
-    """Whether the document ends with such an open turn."""
+    """Whether the document ends with a supervised turn that does not end with a special token."""
     weights: NDArray[np.float32] | None = None
     """Loss weight of each span; None if all weights are 1."""
 
@@ -118,7 +118,7 @@ class LabelSpans:
 
 
 def span_mask(starts: Int64Array, stops: Int64Array, first: int, last: int) -> NDArray[np.bool_]:
-    """Return a bool mask [last - first] of the tokens ``[first, last)`` that a span contains."""
+    """Return a bool mask [last - first] of the tokens in ``[first, last)`` that are inside a span."""
     last = max(first, last)
     edges = np.zeros(last - first + 1, dtype=np.int64)
     np.add.at(edges, np.clip(starts, first, last) - first, 1)
@@ -127,7 +127,7 @@ def span_mask(starts: Int64Array, stops: Int64Array, first: int, last: int) -> N
 
 
 def mask_spans(mask: NDArray[np.bool_]) -> tuple[Int64Array, Int64Array]:
-    """Return the starts and stops of the runs of True in a mask."""
+    """Return the start and stop indices of each run of True values in a mask."""
     edges = np.diff(np.concatenate([[0], mask.astype(np.int8), [0]]))
     return np.flatnonzero(edges == 1).astype(np.int64), np.flatnonzero(edges == -1).astype(np.int64)
 

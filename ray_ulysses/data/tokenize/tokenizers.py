@@ -1,6 +1,6 @@
 """Tokenizers: a byte tokenizer that needs no files, and Hugging Face tokenizers stored on disk.
 
-Two tokenizers are compatible if their ids stand for the same texts and their merges are equal.
+Two tokenizers are compatible if their token ids represent the same texts and their merges are equal.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Tokens:
     """All tokens of a tokenizer, for comparison with a corpus's vocabulary."""
 
     ids: Mapping[str, int]
-    """Id of each token, including added tokens."""
+    """Token ids by token text, including added tokens."""
     added: Mapping[int, str]
     """Added tokens by id."""
     merges: Sequence[str | Sequence[str]]
@@ -116,7 +116,7 @@ class Tokens:
     def difference_from(self, corpus: Vocabulary) -> str | None:
         """Describe how a corpus's token ids differ in meaning from these tokens, or return None if they agree.
 
-        An added token that only one side has is not a difference, because its id is unused on the other side.
+        An added token that exists on only one side is not a difference, because the other side does not use the id.
         """
         texts = {token_id: text for text, token_id in self.ids.items()}
         others = [
@@ -154,7 +154,7 @@ def _hash(texts: Iterable[str]) -> str:
 
 
 class ByteTokenizer:
-    """One token per UTF-8 byte (ids 0 to 255), and token 256 to end a document."""
+    """A tokenizer with one token per UTF-8 byte (ids 0 to 255), and token 256 as the end of a document."""
 
     info = TokenizerInfo(
         kind="bytes", name=BYTES, vocab_size=_EOS_BYTE_ID + 1, eos_token_id=_EOS_BYTE_ID, fingerprint="bytes-eos256-v1"
@@ -166,11 +166,11 @@ class ByteTokenizer:
     added_tokens = _NONE
     """Tokens, by id, that were added to the model's vocabulary, special or not."""
     bos_token_id = None
-    """Token that the tokenizer itself prepends to a text, or None."""
+    """Token that the tokenizer prepends to a text by default, or None."""
 
     @property
     def tokens(self) -> Tokens:
-        """The bytes in the notation of byte-level tokenizers, and the end token."""
+        """All tokens: the bytes in the notation of byte-level tokenizers, and the end token."""
         # The printable characters are those of GPT-2's encoder.py.
         printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
         others = [byte for byte in range(256) if byte not in printable]
@@ -179,11 +179,11 @@ class ByteTokenizer:
         return Tokens(ids=ids, added={}, merges=())
 
     def token_id(self, token: str) -> int | None:
-        """Return the id of a token given by its text, or None. The byte tokenizer's end token has no text."""
+        """Return the id of the token with the given text, or None. The byte tokenizer's end token has no text."""
         return None
 
     def encode_all(self, texts: Sequence[str]) -> tuple[NDArray[np.integer[Any]], NDArray[np.int64]]:
-        """Tokenize texts without end tokens; return the concatenated token ids and each text's number of tokens.
+        """Tokenize texts without adding end tokens; return the concatenated token ids and each text's number of tokens.
 
         Raises:
             RowError: The tokenizer has no token for a part of a text.
@@ -202,11 +202,11 @@ class ByteTokenizer:
         return kept.tobytes().decode("utf-8", errors="replace")
 
     def chat(self, options: EncodingOptions | None = None, frame: Mapping[int, str] = _NONE) -> ChatFormat:
-        """Return the chat format; UserError if the tokenizer has none, or if the options do not apply to the format.
+        """Return the chat format; raise UserError if there is none, or if the options do not apply to the format.
 
         Args:
-            options: How turns are found, and which are supervised.
-            frame: Tokens by id that begin or end documents but are not special. Texts must not become these tokens.
+            options: Settings for finding and supervising turns.
+            frame: Non-special tokens, by id, that begin or end documents. Texts must not be tokenized to these tokens.
         """
         return ByteChat(_EOS_BYTE_ID, options)
 
@@ -243,7 +243,7 @@ class _FastTokenizer:
             return list(self._tokenizer.encode(text, add_special_tokens=not is_bare).ids)
 
     def _meaningless_ids(self) -> set[int | None]:
-        """Return the unknown and padding tokens, which end nothing, unless padding is also the eos or bos token."""
+        """Return the ids of the unknown and padding tokens, except padding that is also the eos or bos token."""
         named = named_tokens(self._directory)
         padding = {named.get("pad_token")} - {named.get("eos_token"), named.get("bos_token")}
         return {self._unknown_id(), *(self.token_id(token) for token in padding if token)}
@@ -311,7 +311,7 @@ class _FastTokenizer:
 
 
 def spelled(tokens: Mapping[int, str], encode: Callable[[str], Iterable[int]]) -> dict[int, str]:
-    """Return the tokens that a text becomes if it spells them, alone or next to other text."""
+    """Return the tokens that a tokenizer produces from a text that spells them, alone or next to other text."""
     forms = (form.format(token=token) for token in tokens.values() for form in _SPELLED)
     made: set[int] = set()
     for text in forms:
@@ -322,7 +322,7 @@ def spelled(tokens: Mapping[int, str], encode: Callable[[str], Iterable[int]]) -
 
 
 def _loaded(directory: Path) -> RustTokenizer:
-    """Load a directory's tokenizer, through Transformers if the directory has no tokenizer.json."""
+    """Load a directory's tokenizer, using Transformers if the directory has no ``tokenizer.json``."""
     from tokenizers import Tokenizer as RustTokenizer
     from tokenizers.models import BPE
 
@@ -395,7 +395,7 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
 
 
 def tokenizer_folder(name: str | Path) -> Path:
-    """Return a Hugging Face tokenizer's directory: ``name`` itself, or the Hub cache's copy of a Hub id.
+    """Return a Hugging Face tokenizer's directory: ``name`` itself, or the cached copy if ``name`` is a Hub id.
 
     Raises:
         UserError: Neither the directory nor the Hub id exists.

@@ -1,10 +1,10 @@
 """Finds the assistant's turns, and their tool calls, in a rendered chat.
 
-Many templates change earlier turns: they drop a turn's reasoning once the user has replied, or write a different end
-after the last turn. At inference a model sees each turn as the last turn of the conversation. A turn is therefore
-learned in a text that begins exactly like the rendering in which the turn is last: in the complete conversation if that
-matches, otherwise in a text of its own. Turns that match the same text share the text, since a causal model then sees
-the same context.
+Many templates change earlier turns: they drop a turn's reasoning once the user has replied, or render a different end
+after the last turn. At inference, a model generates each turn as the last turn of the conversation. A turn is therefore
+learned in a text that begins exactly like the rendering in which the turn is last: in the complete conversation if it
+begins like that, otherwise in a separate text. Turns whose renderings are prefixes of the same text share the text,
+since a causal model then sees the same context.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _THINK, _THOUGHT = "<think>", "</think>"
 # Number of trailing characters that identify a turn in another text.
 _NUM_LAST = 8
 REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Fields that may contain an assistant message's reasoning."""
+"""Names of the fields that may contain an assistant message's reasoning."""
 
 
 Render = Callable[..., str]
@@ -37,8 +37,8 @@ class WrittenChat:
 
     text: str
     pieces: tuple[tuple[int, bool, int], ...]
-    """Pieces that form the text: the number of messages to render, whether a generation prompt follows, and the index
-    of the first character to use."""
+    """Pieces that form the text, each given by the number of messages to render, whether a generation prompt follows,
+    and the index of the first character to use."""
     ranges: list[tuple[int, int]] = field(default_factory=list)
     """Character range of each turn to learn."""
     closing: str = ""
@@ -47,16 +47,16 @@ class WrittenChat:
     """Whether each range is a complete turn. A template may mark a turn in several parts."""
 
     def with_others(self, messages: Messages, render: Render) -> str:
-        """Render the same pieces from other messages."""
+        """Return the text of the same pieces, rendered from other messages."""
         return "".join(render(messages[:stop], asks=asks)[first:] for stop, asks, first in self.pieces) + self.closing
 
 
 def written_turns(
     messages: Messages, learned: Sequence[int], render: Render, *, special: Sequence[str], must_be_whole: bool
 ) -> list[WrittenChat]:
-    """Return texts in which the turns at the indices ``learned`` (ascending) are learned, each turn in one text.
+    """Return texts that together contain the turns at indices ``learned`` (ascending), each to be learned in one text.
 
-    ``special`` lists the special tokens' texts. With ``must_be_whole``, no turn may get a text of its own.
+    ``special`` lists the special tokens' texts. If ``must_be_whole`` is set, no turn may require a separate text.
 
     Raises:
         RowError: The template refuses the conversation, or omits a part of it.
@@ -91,7 +91,7 @@ def marked_turns(
     marked: RenderMarked,
     special: Sequence[str],
 ) -> WrittenChat:
-    """Return the complete conversation with the ranges that the template marks in the turns to learn.
+    """Return the complete conversation with the character ranges that the template marks in the turns to learn.
 
     See ``written_turns``. ``marked`` renders the conversation and returns the text and the marked ranges.
 
@@ -130,7 +130,7 @@ def assistant_turns(messages: Messages) -> list[int]:
 
 
 def _kept(answered: str, text: str, special: Sequence[str]) -> int | None:
-    """Return the length of the prefix of ``text`` that equals a shorter conversation's text, or None if they differ.
+    """Return the length of the prefix of ``text`` that equals a shorter conversation's text, or None if none does.
 
     A special token after the end token of the last turn (Phi-3's ``<|endoftext|>``) may be missing in ``text``.
     """
@@ -181,7 +181,7 @@ def _turn(messages: Messages, number: int, render: Render) -> WrittenChat:
 
 
 def _closed(turn: WrittenChat, messages: Messages, number: int, render: Render, special: Sequence[str]) -> WrittenChat:
-    """Append the special token that begins the next message, if only that token ends the turn."""
+    """Append the special token that begins the next message, if no other special token ends the turn."""
     said = turn.text[turn.ranges[0][0] :]
     if number + 1 == len(messages) or not said or said.rstrip().endswith(tuple(special)):
         return turn
@@ -258,7 +258,7 @@ def _refuse_unwritten_turn(messages: Messages, number: int, said: str, render: R
 
 
 def _refuse_unmarked(messages: Messages, learned: Sequence[int], marked: RenderMarked) -> None:
-    """Refuse turns to learn if the template writes their content, tool calls or reasoning outside its marks."""
+    """Refuse turns to learn if the template renders their content, tool calls or reasoning outside the marks."""
     parts: dict[str, str] = {}
     changed = list(messages)
     for number in learned:
@@ -321,7 +321,7 @@ def _calls(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def other_arguments(messages: Messages) -> list[list[Mapping[str, Any]]]:
-    """Return the messages with all tool-call arguments as objects, and as JSON, omitting unchanged results.
+    """Return copies of the messages with all tool-call arguments as objects and as JSON, omitting unchanged copies.
 
     Some templates expect an object, some expect JSON, and some accept both.
     """
@@ -330,7 +330,7 @@ def other_arguments(messages: Messages) -> list[list[Mapping[str, Any]]]:
 
 
 def has_quoted_arguments(messages: Messages, text: str) -> bool:
-    """Return whether JSON arguments appear in a text as a JSON string, with their quotes escaped."""
+    """Return whether JSON arguments appear in a text as a quoted JSON string, with the inner quotes escaped."""
     for message in messages:
         for arguments in (_function(call).get("arguments") for call in _calls(message)):
             if (
