@@ -28,7 +28,7 @@ _STEERS_PROGRAMS = re.compile(
     re.IGNORECASE,
 )
 _VARIABLE = re.compile(r"(?P<name>\$\{[^{}]*\})|(?:^|/)(?P<bare>\$[A-Z_][A-Z0-9_]*)(?=/|$)")
-"""Matches ``${NAME}`` anywhere, and ``$NAME`` as a path component. Lower case is excluded: Azure has a ``$web``."""
+"""Matches ``${NAME}`` anywhere, and ``$NAME`` as a path component. Lower case is excluded due to Azure's ``$web``."""
 _NODES = "in the environment of every node or in cluster.secrets_file"
 _SERVER = f"set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN, {_NODES}"
 _POSTGRESQL = f"leave the user in it, and set PGPASSWORD {_NODES}"

@@ -25,7 +25,7 @@ def refuse_relative_in_submission(config: Config, base: Path) -> None:
     """Refuse relative paths in a configuration that is about to be submitted.
 
     Raises:
-        ConfigError: A setting is a relative path. Names every such setting, with the path to write instead.
+        ConfigError: A setting is a relative path. The error names every such setting, with the path to write instead.
     """
     if problems := _relative_paths(config, base):
         raise ConfigError(problems)
@@ -49,7 +49,7 @@ def refuse_relative_in_job(option: str, path: Path) -> None:
     """Refuse a relative output directory in a Ray job.
 
     Raises:
-        UserError: The path is relative. Names the path to write instead.
+        UserError: The path is relative. The error names the path to write instead.
     """
     if _JOB in os.environ and not path.expanduser().is_absolute():
         raise UserError(str(_problem(option, str(path), str(Path.cwd() / path), Path.cwd())))

@@ -335,7 +335,7 @@ class SourceSection(Section):
     `s3://bucket/corpus`."""
 
     weight: float | None = Field(default=None, ge=0.0, allow_inf_nan=False, le=1e9)
-    """Share of an epoch's tokens, relative to the other sources. Default null: take every document."""
+    """Share of an epoch's tokens, relative to the other sources. Default null: every document is used."""
 
 
 class DataSection(Section):
@@ -352,7 +352,7 @@ class DataSection(Section):
         default=None, strict=False, min_length=1
     )
     """Several corpora instead of `path`, each with a `path` and a `weight`; either all or none of them have a weight.
-    Without weights, an epoch takes every document of every source. With weights, an epoch takes every document of the
+    Without weights, an epoch uses every document of every source. With weights, an epoch uses every document of the
     source that is smallest relative to its weight, and tokens of the others in proportion to their weights. Default
     null."""
 
@@ -372,10 +372,10 @@ class DataSection(Section):
         Literal["best_fit", "wide_fit", "concat", "none"], by_branch("it determines how rows are filled")
     ] = "best_fit"
     """How documents are packed into rows. `best_fit` puts each document into the fullest of 64 open rows that has space
-    for it, and splits only documents that are longer than a row. `wide_fit` uses 1,024 open rows, for documents of a
-    third to two thirds of a row. `concat` splits the stream of documents wherever a row is full. `none` gives each
-    document its own row. Default `best_fit`, which fills rows almost as well as `concat` without splitting documents;
-    `plan` reports if `wide_fit` would fill them better."""
+    for it, and splits only documents that are longer than a row. `wide_fit` uses 1,024 open rows, for documents that
+    fill a third to two thirds of a row. `concat` splits the stream of documents wherever a row is full. `none` gives
+    each document its own row. Default `best_fit`, which fills rows almost as well as `concat` without splitting
+    documents; `plan` reports if `wide_fit` would fill them better."""
 
     overlong: Annotated[
         Literal["split", "truncate", "drop", "error"], by_branch("it determines which tokens are trained on")
@@ -408,7 +408,7 @@ class DataSection(Section):
 
     engine: Annotated[Literal["ray", "local"], free("both yield the same bytes")] = "ray"
     """How rows reach a worker: `ray` streams the tokens from Ray Data tasks, `local` reads them in the worker. Both
-    give the same bytes. Default `ray`, which takes no time from the workers; `local` needs no CPUs beyond the workers'
+    deliver the same bytes. Default `ray`, which costs the workers no time; `local` needs no CPUs beyond the workers'
     (`cluster.data_cpus`)."""
 
     prefetch_rows: Annotated[int, free()] = Field(default=2, ge=1)

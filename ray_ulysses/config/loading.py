@@ -93,7 +93,7 @@ def _validate(tree: Mapping[str, object]) -> tuple[Config | None, tuple[Problem,
 
 
 def _usable(sections: Mapping[str, object], bad: set[tuple[int | str, ...]]) -> dict[str, dict[str, object]]:
-    """Return the settings without errors, by section, with defaults filled in."""
+    """Return the valid settings by section, with defaults filled in."""
     usable: dict[str, dict[str, object]] = {}
     for name, model in section_models().items():
         given = sections[name]
@@ -177,7 +177,7 @@ def _put(tree: dict[str, object], names: Sequence[str], value: object) -> tuple[
 
 
 def _place(node: Mapping[str, object] | Sequence[object], name: str) -> str | int | None:
-    """Return the key for a name; in a list such as ``stages``, the index of the entry with that name or index."""
+    """Return the key for a name. In a list such as ``stages``, names and indices both give an entry's index."""
     if isinstance(node, Mapping):
         return name
     if (named := next((number for number, entry in enumerate(node) if _name_of(entry) == name), None)) is not None:
@@ -234,7 +234,7 @@ def _unknown(path: str, value: object, *, is_guessed: bool) -> Problem:
 
 
 def nearest_name(path: str) -> str | None:
-    """Return the section or setting that an unknown name most likely stands for, or None.
+    """Return the section or setting that an unknown name most likely refers to, or None.
 
     Settings of the same section are searched first, then all other sections.
     """

@@ -1,4 +1,4 @@
-"""Compares the settings of a resume with those of the run: some may change, others identify the run.
+"""Compares the settings given for a resume with those of the run: some may change, others identify the run.
 
 A setting is fixed if it affects which tokens a step trains on, their order, or the computation. It may change if it
 affects where the run trains, on how many workers, for how long, or how verbosely.
@@ -59,7 +59,7 @@ _MOST_LISTED = 6
 
 
 def _marks() -> Iterator[tuple[str, OnResume]]:
-    """Yield the path of each setting, in schema order, and the resume rule of the setting or else of its section."""
+    """Yield each setting's path and its resume rule, which defaults to its section's rule, in schema order."""
     for section, model in section_models().items():
         for name, field in model.model_fields.items():
             own = (one for one in field.metadata if isinstance(one, OnResume))
@@ -76,7 +76,7 @@ STAGES = "stages"
 
 
 def resume_conflicts(old: Config, new: Config, *, branch: bool = False) -> tuple[Problem, ...]:
-    """Return a problem for each setting that differs from the run's stored value, but must not.
+    """Return a problem for each setting that must not differ from the run's stored value, but does.
 
     With ``branch``, settings of the data plan may change.
     """
@@ -89,7 +89,7 @@ def resume_conflicts(old: Config, new: Config, *, branch: bool = False) -> tuple
 
 
 def stage_conflicts(old: Config, new: Config, num_begun: int) -> tuple[Problem, ...]:
-    """Return a problem for each change to a begun stage that not even a branch may make.
+    """Return a problem for each change to a stage that has begun, unless a branch may make the change.
 
     A run without stages counts as one stage.
     """
@@ -143,7 +143,7 @@ def _or_nothing(value: object) -> str:
 
 
 def resume_settings(config: Config) -> dict[str, Any]:
-    """Return the settings that a saved state depends on, as JSON values by path. They are equal for all attempts."""
+    """Return the settings that a saved state depends on, as JSON values by path. All attempts have equal values."""
     return {path: setting(config, path) for path in FIXED if path not in _NAMES}
 
 

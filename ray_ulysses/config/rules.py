@@ -216,7 +216,7 @@ def _heads_allow_sp(config: Config) -> Iterator[Problem]:
 
 
 def ring_problems(config: Config, shape: ModelShape) -> Iterator[Problem]:
-    """Yield a problem if a ring leaves more ranks than the model has query heads."""
+    """Yield a problem if a ring leaves more ranks to share the query heads than there are heads."""
     sp_size, ring_size, heads = config.parallel.sp_size, config.parallel.ring_size, shape.num_heads
     # A ring that does not divide the ranks is refused by another rule.
     if ring_size is None or sp_size % ring_size or sp_size // ring_size <= heads:
@@ -264,7 +264,7 @@ def _context_holds_the_padding(config: Config) -> Iterator[Problem]:
 
 
 def _least_multiple(config: Config, sp_size: int) -> int:
-    """Return the number that row lengths are a multiple of at an sp size, as far as it follows from the file alone."""
+    """Return the number that row lengths must be a multiple of at an sp size, as far as the file determines it."""
     ring_size = config.parallel.ring_size if sp_size == config.parallel.sp_size else None
     num_heads = (config.model.config or {}).get("num_attention_heads")
     takes_ring = isinstance(num_heads, int) and sp_size > num_heads if ring_size is None else ring_size > 1
@@ -272,7 +272,7 @@ def _least_multiple(config: Config, sp_size: int) -> int:
 
 
 def _tiles_are_shorter_than_rows(config: Config) -> Iterator[Problem]:
-    """Require that some row is longer than a tile. In a stage with shorter rows, each row is one tile."""
+    """Yield a problem if a tile is longer than every row. In a stage with shorter rows, each row is one tile."""
     of_stages = stage_configs(config) if config.stages else (config,)
     longest, context, sp_size = max(
         (-(-own.data.context_tokens // own.parallel.sp_size), own.data.context_tokens, own.parallel.sp_size)

@@ -1,4 +1,4 @@
-"""Settings of the execution of a run: parallel, memory, checkpoint, elastic, tracking and cluster."""
+"""Settings that control the execution of a run: parallel, memory, checkpoint, elastic, tracking and cluster."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ class ParallelSection(Section):
 
     sp_size: Annotated[int, free("any value of `parallel.allowed_sp`")] = Field(default=1, ge=1, le=65_536)
     """Number of ranks that share a row, each with a slice of its tokens (the `sp` axis). It must divide
-    `cluster.workers`. Ranks have equal work if it also divides the number of attention heads. Default 1: rows are not
-    shared."""
+    `cluster.workers`. Ranks have equal work if `sp_size` also divides the number of attention heads. Default 1: rows
+    are not shared."""
 
     ring_size: Annotated[
         int | None, free("any size that divides the rows, which are padded for `parallel.allowed_sp`")
     ] = Field(default=None, ge=1, le=65_536)
-    """Ring part of `sp_size`. Keys and values are passed around a ring of this many ranks, and heads are exchanged
-    among `sp_size / ring_size` ranks, which must not exceed the number of attention heads. Default null: 1 if there are
-    at least as many heads as ranks, otherwise the smallest ring for which `sp_size / ring_size` divides the heads."""
+    """Number of ranks in a ring, a divisor of `sp_size`. Keys and values are passed around the ring, and heads are
+    exchanged among `sp_size / ring_size` ranks, at most the number of attention heads. Default null: 1 if there are at
+    least as many heads as ranks, otherwise the smallest ring for which `sp_size / ring_size` divides the heads."""
 
     allowed_sp: tuple[Annotated[int, Field(ge=1, le=65_536)], ...] | None = Field(default=None, strict=False)
     """All values of `sp_size` that the run may use, in ascending order. For the duration of the run, rows are padded to
@@ -165,8 +165,8 @@ class CheckpointSection(Section):
     """Steps between checkpoints; null disables this trigger. Default 100."""
 
     every_minutes: float | None = Field(default=None, gt=0.0)
-    """Minutes between checkpoints. If `every_steps` is set too, the trigger that comes first starts a save. Default
-    null: no such trigger."""
+    """Minutes between checkpoints. If `every_steps` is set too, whichever comes first triggers a save. Default null: no
+    such trigger."""
 
     keep_last: int = Field(default=3, ge=1)
     """Number of newest committed checkpoints to keep. An old checkpoint is deleted only after a newer one is committed.
@@ -177,7 +177,7 @@ class CheckpointSection(Section):
 
     keep_best: int = Field(default=0, ge=0)
     """Number of checkpoints with the lowest `best_metric` to keep in addition: per stage, if there are `stages`, and
-    per branch that holds out other documents. Default 0."""
+    per branch with different held-out documents. Default 0."""
 
     best_metric: Literal["eval_loss", "loss"] = "eval_loss"
     """Metric for `keep_best`: the evaluation loss at the checkpoint's step, or the training loss. A checkpoint without
@@ -201,9 +201,9 @@ class CheckpointSection(Section):
     the state of the next step. Default 2: a short outage costs nothing, and a long one ends the run soon."""
 
     failed_saves_patience_s: float = Field(default=300.0, ge=0.0)
-    """Minimum time during which saves must fail before the run ends, in seconds, since fast steps reach
-    `max_failed_saves` in a moment. After `max_failed_saves`, retries become less frequent, up to 30 s apart. Training
-    also continues for this time, but at least a minute, while `run.storage` does not answer. Default 300."""
+    """Minimum time during which saves must fail before the run ends, in seconds, since fast steps would reach
+    `max_failed_saves` within moments. After `max_failed_saves`, retries become less frequent, up to 30 s apart.
+    Training also continues for this time, but at least a minute, while `run.storage` does not answer. Default 300."""
 
 
 class ElasticSection(Section):
@@ -231,8 +231,8 @@ class ElasticSection(Section):
     peer_memory: bool = True
     """Whether to keep the newest training state in host memory, each worker's part on its own node and on a partner
     node, so that the run can continue from there after a failure. The state is copied after every step, or less often
-    if copying is slow. It takes 4 times the size of a worker's part; `plan` prints the amount. Default true.
-    Checkpoints are saved to storage in either case."""
+    if copying is slow. This takes host memory equal to 4 times the size of a worker's part; `plan` prints the amount.
+    Default true. Checkpoints are saved to storage in either case."""
 
     peer_memory_gib: Annotated[
         float | None, free("the limit is set when a node's peer memory is first used, and stays while it is in use")
@@ -251,8 +251,8 @@ class ElasticSection(Section):
     the longest recent step. Default 120."""
 
     start_hang_timeout_s: float = Field(default=3600.0, gt=0.0)
-    """Time without progress, in seconds, that is allowed until the end of an attempt's first step, while the model is
-    built, a state is loaded and kernels are compiled (see `hang_timeout_s`). Default 3600."""
+    """Allowed time without progress, in seconds, until the end of an attempt's first step, while the model is built, a
+    state is loaded and kernels are compiled (see `hang_timeout_s`). Default 3600."""
 
     bad_steps: Literal["stop", "skip"] = "stop"
     """Response to a step whose loss or gradient is not finite, or whose loss spikes (`loss_spike_mads`). `stop` ends
@@ -289,7 +289,7 @@ class ElasticSection(Section):
 
 
 class WorkerLimits(Section):
-    """Number of workers: fixed, or limits between which it follows the available nodes."""
+    """Number of workers: a fixed number, or limits within which the number follows the available nodes."""
 
     short_form = "integer \\| "
 

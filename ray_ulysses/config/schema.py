@@ -68,7 +68,7 @@ class Config(Section):
 
     @property
     def data_sources(self) -> tuple[tuple[str, float | None], ...]:
-        """Path and weight of each corpus, for a run without stages or for one stage; None takes every document."""
+        """Path and weight of each corpus of one stage or a run without stages. A weight of None uses every document."""
         if self.data.sources is not None:
             return tuple((source.path, source.weight) for source in self.data.sources)
         assert self.data.path is not None, "a rule requires a path or sources"
@@ -93,7 +93,7 @@ class Config(Section):
     def with_absolute_paths(self, base: Path) -> Config:
         """Return a copy with all paths that workers open made absolute, relative to ``base``.
 
-        Workers have other working directories, so a relative path would be wrong there. ``base`` must be absolute.
+        Workers have different working directories, so a relative path would be wrong there. ``base`` must be absolute.
         """
         return type(self).model_validate(self.model_dump(exclude_unset=True), context={"base": base})
 
@@ -138,7 +138,7 @@ def problem_of(config: Config, path: str, rule: str, hint: str) -> Problem:
 
 
 def zero_stage(config: Config) -> Literal[1, 2, 3]:
-    """Return the ZeRO stage of a run. Only settings that decide it are read, since rules may lack the others."""
+    """Return the ZeRO stage of a run. Read only settings that determine it, since rules may lack the others."""
     memory = config.memory
     if memory.zero_stage != "auto":
         return memory.zero_stage

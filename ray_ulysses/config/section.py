@@ -45,7 +45,7 @@ class Section(BaseModel):
     """
 
     on_resume: ClassVar[OnResume]
-    """Resume rule for all settings of the section that have no rule of their own."""
+    """Resume rule for all settings of the section that have no individual rule."""
     short_form: ClassVar[str] = ""
     """Type of a short form that is accepted instead of a mapping, as shown in ``docs/configuration.md``."""
 

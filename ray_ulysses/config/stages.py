@@ -21,7 +21,7 @@ _PLACES = {
 
 
 def stage_config(config: Config, number: int) -> Config:
-    """Return the configuration of a stage as if it were a run of its own, without stages.
+    """Return the configuration of a stage as if the stage were a separate run without stages.
 
     A configuration without stages is returned unchanged.
     """

@@ -49,7 +49,7 @@ class _Loader(yaml.SafeLoader):
         self._sizes: dict[int, int] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Return the next node. An alias counts as all values that it refers to, before any value is built."""
+        """Return the next node, and count its values, with aliases expanded, against the size limit."""
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         if getattr(event, "tag", None) is not None:
             raise _error(event, f"the tag {shown(event.tag)} is not supported; write a plain value")
@@ -149,7 +149,7 @@ def parse_yaml(text: str, source: str) -> tuple[object, tuple[Problem, ...]]:
 
 
 def read_yaml(path: Place, *, is_users: bool = False) -> tuple[object, tuple[Problem, ...]]:
-    """Parse a YAML file like `parse_yaml`. If the file can't be read, the problem says why.
+    """Parse a YAML file like `parse_yaml`. If the file can't be read, the problem states the reason.
 
     Symbolic links are followed only for a file specified by the user (``is_users``).
     """

@@ -36,11 +36,11 @@ class Prepared:
     """An evaluation that has passed all checks and is ready to start."""
 
     request: EvaluationRequest
-    """The options, with a step in place of ``latest`` or ``best``, so that all processes load the same checkpoint."""
+    """The options, with ``latest`` or ``best`` replaced with a step, so that all processes load the same checkpoint."""
     source: ModelSource
     held: HeldOut
     haystack: Haystack | None
-    """Documents and tokenizer for the retrieval tests; None without retrieval."""
+    """Documents and tokenizer for the retrieval tests; None if retrieval is not tested."""
     contexts: tuple[int, ...]
     """Context lengths whose gain is measured, in tokens; empty if none fits."""
     lengths: tuple[int, ...]

@@ -140,7 +140,7 @@ def refuse_other_tokens(held: HeldOut, model_dir: Path) -> None:
 
 
 def find_tokenizer(held: HeldOut, given: Path | None, model_dir: Path | None) -> Tokenizer:
-    """Load the tokenizer ``given`` (may be ``bytes``), or else the documents' tokenizer, or else the model's.
+    """Load the tokenizer ``given`` (or ``bytes``) if set, otherwise the documents' tokenizer, otherwise the model's.
 
     Raises:
         UserError: No tokenizer can be loaded.

@@ -17,9 +17,9 @@ SPAN_TOKENS = 256
 
 
 def choose_documents(lengths: NDArray[np.int64], *, longest: int, max_tokens: int, seed: int) -> list[int]:
-    """Return document indices in a seeded random order, until the chosen documents have ``max_tokens`` tokens.
+    """Choose documents in a seeded random order until they have ``max_tokens`` tokens, and return their indices.
 
-    At most ``longest`` tokens of each document count.
+    At most ``longest`` tokens per document count toward ``max_tokens``.
     """
     order = np.random.default_rng(seed).permutation(lengths.size)
     totals = np.cumsum(np.minimum(lengths[order], longest))
@@ -27,7 +27,7 @@ def choose_documents(lengths: NDArray[np.int64], *, longest: int, max_tokens: in
 
 
 def position_loss(held: HeldOut, score: Score, *, longest: int, max_tokens: int, seed: int) -> PositionLoss | None:
-    """Measure the loss on the beginnings of documents; None if none of their tokens is supervised.
+    """Measure the loss on the beginnings of documents, or return None if none of their tokens is supervised.
 
     Reads at most ``longest`` tokens per document, and stops after the document that reaches ``max_tokens``.
     """
@@ -72,7 +72,7 @@ def choose_spans(
 def context_gain(
     held: HeldOut, score: Score, *, contexts: Sequence[int], num_spans: int, seed: int
 ) -> ContextGain | None:
-    """Measure the loss of the same spans with increasing context before them; None if no span has a supervised token.
+    """Measure the loss of the same spans with increasing context, or return None if no span has a supervised token.
 
     ``contexts`` is ascending. At least one document must be long enough for the longest context and a span.
     """
@@ -97,9 +97,8 @@ def context_gain(
 def paired(contexts: Sequence[int], sums: NDArray[np.float64], counts: NDArray[np.int64]) -> tuple[ContextLoss, ...]:
     """Return each context's loss, and its gain over the shortest context with the gain's standard error.
 
-    The gain is a ratio of two sums over spans: loss difference and number of tokens. Its standard error is that of
-        the
-    ratio estimator (Cochran, Sampling Techniques, 6.4).
+    The gain is the loss difference summed over spans, divided by their number of tokens. Its standard error is that of
+    the ratio estimator (Cochran, Sampling Techniques, 6.4).
 
     Args:
         contexts: Number of tokens before each span.

@@ -35,23 +35,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ModelSource:
-    """A model that was found and checked, but is not loaded yet."""
+    """A model that has been found and checked but not loaded yet."""
 
     config: Config
     """The run's configuration at the checkpoint's step. For a model directory, a configuration that loads the model."""
     checkpoint: tuple[Store, Manifest] | None
-    """A run's checkpoint as its store and manifest; None for a model directory."""
+    """Store and manifest of a run's checkpoint; None for a model directory."""
     dtype: str
-    """Dtype of the model's computation."""
+    """Dtype in which the model is computed."""
     weights: DType
     """Which weights of the checkpoint to load."""
     context_tokens: int
     """Context length in training, in tokens, if known; otherwise the model's number of positions. At most
     ``num_positions``."""
     rotary_positions: int | None
-    """Number of positions that the rotary embedding was trained for; None without rotary embedding."""
+    """Number of positions that the rotary embedding was trained for; None if the model has no such embedding."""
     num_positions: int | None
-    """Size of the model's position table; None without a table."""
+    """Size of the model's position table; None if the model has no such table."""
     num_heads: int
     vocab_size: int
 

@@ -3,12 +3,12 @@
 Questions of each kind ask about facts at several depths of a row. Worked examples in the same form come first, so that
 models without instruction tuning can answer:
 
-- ``key_value``: the number of one key;
-- ``several_keys``: the numbers of several keys, spread from the depth to the end of the row;
-- ``variables``: the number of a variable at the end of a chain of assignments, spread in the same way.
+- ``key_value`` asks for the number of one key;
+- ``several_keys`` asks for the numbers of several keys, spread from the depth to the end of the row;
+- ``variables`` asks for the number of the last variable in a chain of assignments, spread in the same way.
 
-The parts of facts and questions are tokenized separately, so an answer has the same tokens in the fact and after the
-question with any tokenizer.
+The parts of facts and questions are tokenized separately, so any tokenizer gives an answer the same tokens in the fact
+as after the question.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class _Question:
     parts: tuple[tuple[Tokens, bool], ...]
     """Parts of the question and its answer: the tokens, and whether the part belongs to the answer."""
     numbers: int
-    """Number of numbers in the answer."""
+    """Count of numbers in the answer."""
 
     @property
     def num_tokens(self) -> int:
@@ -116,7 +116,7 @@ class Haystack:
 def needle_rows(
     haystack: Haystack, kind: Kind, *, length: int, depths: Sequence[float], cases: int, seed: int
 ) -> Iterator[NeedleRow]:
-    """Yield the rows of one kind and length. A case has one question per depth, in a single row if they fit.
+    """Yield the rows of one kind and length. Each case has one question per depth, all in one row if they fit.
 
     The rows depend only on the documents, the tokenizer and the arguments.
 
@@ -186,7 +186,7 @@ def _question(
 
 
 def _shared_out(questions: Sequence[_Question], kind: Kind, length: int) -> Iterator[list[_Question]]:
-    """Yield each row's questions: the worked examples, and more questions up to three quarters of the row."""
+    """Yield each row's questions: the worked examples, and questions until three quarters of the row are used."""
     examples, open_ones = list(questions[:_NUM_EXAMPLES]), list(questions[_NUM_EXAMPLES:])
     taken = sum(one.num_tokens for one in examples)
     least = taken + max(one.num_tokens for one in open_ones)

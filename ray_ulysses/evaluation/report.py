@@ -95,7 +95,7 @@ def names_run(model: Place) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PositionBin:
-    """Loss of the tokens that have ``first`` to ``last`` tokens of their document before them."""
+    """Loss of the tokens that are preceded by ``first`` to ``last`` tokens of their document."""
 
     first: int
     last: int
@@ -162,7 +162,7 @@ class RetrievalCell:
     """Position of the (first) fact, as a fraction of the documents' text."""
     cases: int
     correct: int
-    """Number of answers whose tokens are all predicted as the most probable token."""
+    """Number of answers in which every token is the most probable one."""
     chance: float
     """Expected fraction of correct answers when guessing among all possible numbers."""
     chance_shown: float
@@ -195,7 +195,7 @@ class EvaluationReport:
     position_loss: PositionLoss | None
     context_gain: ContextGain | None
     retrieval: tuple[RetrievalCell, ...]
-    """Cells of all kinds and lengths; empty without retrieval."""
+    """Cells of all kinds and lengths; empty if retrieval was not tested."""
     seconds: float
 
     def to_json(self) -> dict[str, Any]:

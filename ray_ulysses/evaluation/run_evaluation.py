@@ -1,4 +1,4 @@
-"""Runs the ``evaluate`` command: checks, measures, writes the result files and logs them to MLflow."""
+"""Runs the ``evaluate`` command: checks and evaluates the model, writes the result files and logs them to MLflow."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def evaluate_locally(prepared: Prepared, say: Say) -> EvaluationReport:
     """Evaluate on this machine's GPUs, or on its CPU if it has none.
 
     Args:
-        prepared: The evaluation. Without ``sp_size``, it uses every GPU, or a single process on the CPU.
+        prepared: The evaluation. If ``sp_size`` is None, every GPU is used, or a single process on the CPU.
         say: Called with one line per stage.
 
     Raises:

@@ -62,7 +62,7 @@ def score_passages(
         model: A model in evaluation mode, prepared for the mesh with ``apply_ulysses``.
         passages: Texts to score.
         mesh: Mesh over which rows are sharded.
-        row_tokens: Maximum length of a row of packed texts. A longer text gets a row of its own.
+        row_tokens: Maximum length of a row of packed texts. A longer text gets a separate row.
         device: Device of the model; None for the CPU.
 
     Raises:

@@ -81,7 +81,7 @@ def adapter_export(
 def adapted_tensors(state: StateDescription, weights: WeightType, model_dtype: str) -> dict[str, Stored]:
     """Locate each tensor of a model with its adapter in a checkpoint, by model tensor name.
 
-    Trained weights get the precision ``weights``; frozen weights keep their own.
+    Trained weights get the precision ``weights``; frozen weights keep their precision.
     """
     found = {}
     for name in dict.fromkeys([*(key.split("/", 1)[1] for key in state.tensors), *state.tied]):

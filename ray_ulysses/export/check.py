@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ray_ulysses.config import Config
 
 BOUND = 1e-5
-"""Maximum logit difference, relative to the largest logit: law 1's bound for fp32."""
+"""Maximum logit difference in fp32, relative to the largest logit (law 1)."""
 
 _MEMORY_FILE = Path("/proc/meminfo")
 _NUM_DOCUMENTS = 2
@@ -57,7 +57,7 @@ class Sample:
 
 
 def take_sample(run_dir: Place, vocab_size: int, max_positions: int | None, *, trust_run: bool = False) -> Sample:
-    """Return two documents from the run's first training rows, or seeded random tokens if they can't be read."""
+    """Return two documents from the run's first training rows, or seeded random tokens if the rows can't be read."""
     most = min(_MOST_TOKENS, max_positions or _MOST_TOKENS)
     try:
         documents = _first_documents(run_dir, most, trust_run)

@@ -1,7 +1,7 @@
 """Publishes an exported directory atomically, on a file system or in an object store.
 
 On a file system, the export is written next to its final path and then renamed. In an object store, its files are
-uploaded one by one, and the record, which commits the export, last. A later export recognizes the directory by its
+uploaded one by one, ending with the record, which commits the export. A later export recognizes the directory by its
 record.
 """
 
@@ -175,7 +175,7 @@ def _not_exported(names: Iterable[str], there: Record) -> str:
 def unpublished(out: Path, num_bytes: int) -> Iterator[Path]:
     """Yield a temporary directory, which becomes ``out`` if the block succeeds and is deleted otherwise.
 
-    Directories left by killed exports are deleted first. A running export is not disturbed.
+    Directories left by killed exports are deleted first. Those of running exports are kept.
 
     Args:
         out: A path that does not exist, an empty directory, an export to replace, or a symbolic link to one of these.
@@ -262,7 +262,7 @@ def _publish(folder: Path, out: Path) -> None:
 
 
 def staging_folder(published: Place) -> Path:
-    """Return the local directory in which to write an export: the published one, or a cache folder if it is a URI."""
+    """Return the local directory in which to write an export: ``published`` itself, or a cache folder for a URI."""
     if isinstance(published, Path):
         return published
     digest = hashlib.sha256(str(published).encode()).hexdigest()[:12]
@@ -270,7 +270,7 @@ def staging_folder(published: Place) -> Path:
 
 
 def upload(folder: Path, published: ObjectLocation) -> None:
-    """Upload an export's files to an object store folder, the record last, and delete the local files.
+    """Upload an export's files to an object store folder, with the record last, and delete the local files.
 
     Other files in the folder, from a replaced or killed export, are deleted.
 

@@ -67,7 +67,7 @@ class CopiedFile:
     tensors: tuple[PublishedTensor, ...] = ()
     """The decoder's tensors in the file."""
     offsets: tuple[int, ...] = ()
-    """Byte offset of each of these tensors."""
+    """Byte offset in the file of each tensor in ``tensors``."""
 
     def begin(self, path: Path) -> None:
         """Copy the file.
@@ -87,7 +87,7 @@ class CopiedFile:
 
 
 def lay_out(tensors: Sequence[PublishedTensor], max_bytes: int) -> tuple[WeightFile, ...]:
-    """Distribute tensors over files of at most ``max_bytes`` tensor bytes. A larger tensor gets a file of its own."""
+    """Distribute tensors over files of at most ``max_bytes`` tensor bytes. A larger tensor gets a separate file."""
     groups: list[list[PublishedTensor]] = []
     room = 0
     for tensor in tensors:
@@ -114,7 +114,7 @@ def index_json(files: Sequence[WeightFile]) -> bytes:
 
 
 def aligned(tensors: Sequence[PublishedTensor]) -> tuple[PublishedTensor, ...]:
-    """Sort wider dtypes first, so that every tensor begins at a multiple of its element size."""
+    """Sort tensors by dtype width, widest first, so that every tensor begins at a multiple of its element size."""
     return tuple(sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize))
 
 

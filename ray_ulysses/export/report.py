@@ -30,7 +30,7 @@ class ExportRequest:
     """Directory to publish; None for ``export/step-XXXXXXXX`` in the run directory."""
     weights: WeightType = "model"
     max_shard_bytes: int = 5 * 10**9
-    """Maximum tensor bytes per file. A larger tensor gets a file of its own."""
+    """Maximum tensor bytes per file. A larger tensor gets a separate file."""
     tokenizer: Path | None = None
     """Directory of the tokenizer to include; None for the tokenizer that prepared the run's corpus."""
     check: bool = True
@@ -127,7 +127,7 @@ class ExportReport:
     """Result of the check; None if the check was skipped."""
     seconds: float
     was_there: bool
-    """Whether an identical export already existed, so nothing was written."""
+    """Whether an identical export already existed, in which case nothing was written."""
     loaded_with: str = "AutoModelForCausalLM"
     """Transformers or PEFT class that loads the directory."""
     adapter: AdapterFacts | None = None

@@ -77,7 +77,7 @@ class PublishedTensor:
 def stored_tensors(model: Any, state: StateDescription, weights: WeightType, model_dtype: str) -> dict[str, Stored]:
     """Locate each model tensor in a checkpoint, by model tensor name. Tied tensors appear once.
 
-    ``weights`` is the published precision of trained and frozen weights. Buffers keep their own.
+    ``weights`` is the published precision of trained and frozen weights. Buffers keep their precision.
 
     Raises:
         RunError: The checkpoint does not fit the model.

@@ -70,7 +70,7 @@ class TokenizerFiles:
 
 
 def find_tokenizer(run_dir: Place, given: Path | None, *, trust_run: bool = False) -> TokenizerFiles:
-    """Find the tokenizer to export: ``given``, a directory or ``bytes``, or else the tokenizer of the run's corpora.
+    """Find the tokenizer to export: ``given`` (a directory or ``bytes``) if set, otherwise that of the run's corpora.
 
     Raises:
         UserError: ``given`` can't be read.

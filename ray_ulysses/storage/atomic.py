@@ -26,12 +26,12 @@ SETTLE_S = 600.0
 
 
 def sweep_temporaries(folder: Path, within: Path | None = None, *, settle_s: float = SETTLE_S) -> tuple[Path, ...]:
-    """Delete the temporary files of dead writers in a folder tree. Files of live writers stay, however old they are.
+    """Delete the temporary files of dead writers in a folder tree. Files of live writers are kept, however old.
 
     Args:
         folder: The root of the folder tree. A missing folder is treated as empty.
         within: An ancestor of ``folder`` below which no symbolic link is followed; None for ``folder`` itself.
-        settle_s: Minimum age of a deleted file, in seconds since its last modification.
+        settle_s: Minimum time since a file's last modification, in seconds, before the file may be deleted.
 
     Returns:
         The deleted files, sorted. Files that can't be inspected or deleted are skipped.
@@ -85,7 +85,7 @@ def atomic_file(path: Path, within: Path | None = None) -> Iterator[Path]:
 
 @contextmanager
 def unpublished_file(name: str, folder: int, *, is_new: bool = False) -> Iterator[tuple[str, int]]:
-    """Yield the name and descriptor of a temporary file that `atomic_file` semantics publish as ``name``.
+    """Yield the name and descriptor of a temporary file, which is then published as ``name`` like an `atomic_file`.
 
     Args:
         name: The final file name.
@@ -118,7 +118,7 @@ def write_text(path: Path, text: str, within: Path | None = None) -> None:
 
 
 def write_all(stream: RawIOBase, chunk: Buffer) -> int:
-    """Write a complete chunk and return its size in bytes. One ``write`` call may accept less (2 GiB at most)."""
+    """Write a complete chunk and return its size in bytes. A single ``write`` call may write less (at most 2 GiB)."""
     left = memoryview(chunk).cast("B")
     size = left.nbytes
     while left.nbytes:

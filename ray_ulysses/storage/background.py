@@ -1,4 +1,4 @@
-"""Runs storage calls in a background thread so that a hung storage does not block training."""
+"""Runs storage calls in a background thread so that hung storage does not block training."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Callable
 from ray_ulysses.clock import Clock, SystemClock
 
 PROMPT_S = 1.0
-"""Maximum time, in seconds, that a training step waits for its storage calls. A healthy storage finishes earlier, so
-the step's record survives a crash, and a user's request takes effect after the current step."""
+"""Maximum time, in seconds, that a training step waits for its storage calls. Healthy storage responds sooner, so the
+step's record survives a crash, and a user's request takes effect after the current step."""
 
 
 class BackgroundCalls:
@@ -78,7 +78,7 @@ class BackgroundCalls:
             return ended
 
     def wait_promptly(self) -> None:
-        """Wait at most `PROMPT_S` for all calls queued so far; return at once if a call already hangs that long."""
+        """Wait at most `PROMPT_S` for all calls queued so far; return at once if a call has been hanging that long."""
         if self.hangs_for_s < PROMPT_S:
             self.wait(PROMPT_S)
 

@@ -172,7 +172,7 @@ class CachedObject(StoredFile):
         return self._cache.drop(self._file, _blocks(start, size))
 
     def _read(self, blocks: Sequence[int]) -> dict[int, bytes]:
-        """Return blocks in the given order, from memory, the cache or the store, whichever has a block first."""
+        """Return blocks in the given order. Memory, the cache and the store are tried in turn for each block."""
         near = self._near
         found = {block: near.get(block) or self._cache.get(self._file, block) or b"" for block in blocks}
         for block, content in self._request([block for block, content in found.items() if not content]):

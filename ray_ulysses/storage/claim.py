@@ -89,13 +89,13 @@ class _Sight:
 
 
 class Claim:
-    """This process's claim on a store's root, held until it is released or the process dies or sends no heartbeats.
+    """This process's claim on a store's root, held until this process releases it, dies, or stops sending heartbeats.
 
     Attributes:
         run: Name of the run, for errors.
         taken_over_from: The previous holder, if it ended without releasing the claim.
         problem: An error that names the new holder, set once a heartbeat finds that another process has taken the
-            claim. A temporary store outage does not set it.
+            claim. A temporary store outage does not set this attribute.
     """
 
     def __init__(
@@ -260,7 +260,7 @@ class Claim:
         self.problem = RunError(f"run {self.run!r} was taken over by {sight.record or 'another process'}")
 
     def _is_silent(self, sight: _Sight) -> bool:
-        """Return True if the holder sends no heartbeat for `lease_s`, False if it releases the claim; else raise."""
+        """Return True if no heartbeat arrives for `lease_s`, False if the holder releases the claim; else raise."""
         seen_at = self._clock.monotonic()
         while True:
             self._clock.sleep(self._lease_s / _BEATS_A_LEASE / 2)
@@ -296,7 +296,7 @@ def run_claim(run_dir: Place, command: str | None = None) -> Claim:
 
 
 def other_holder(store: Store, command: str) -> LockOwner | None:
-    """Return the last holder of a store's claim, or None if there is none or it is ``command`` itself.
+    """Return the last holder of a store's claim, or None if there is no holder or the holder is ``command``.
 
     Raises:
         OSError: The store does not answer.
@@ -306,7 +306,7 @@ def other_holder(store: Store, command: str) -> LockOwner | None:
 
 
 def current_owner(run_dir: str | Place, *, clock: Clock | None = None) -> LockOwner | None:
-    """Return the live process that holds a run's claim, or None if there is none. The claim does not change.
+    """Return the live process that holds a run's claim, or None if there is none. The claim is not changed.
 
     A holder on another machine is considered dead if its file is older than `_CERTAINLY_OLD_S`, which exceeds any
     plausible clock skew (S3 rejects requests from a clock that is 15 minutes off). Otherwise its heartbeats are watched

@@ -1,4 +1,4 @@
-"""Access to Hugging Face Hub repositories. A single probe request detects an unreachable hub before libraries retry."""
+"""Access to Hugging Face Hub repositories. One probe request detects an unreachable hub before libraries retry."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def hub_folder(name: str | Path, setting: str, files: Sequence[str], hint: str) 
         setting: The setting and its value, for errors.
         files: Patterns of top-level repository files to fetch. If the hub is unreachable and the cache contains the
             first file, the cached snapshot is used.
-        hint: The way out, for errors.
+        hint: The suggested fix, for errors.
 
     Raises:
         UserError: ``name`` is not a directory, and neither the hub nor its cache provides the repository.
@@ -84,7 +84,7 @@ def hub_refusal(name: str, kind: Kind = "model") -> str | None:
 
 @cache
 def _refusal(endpoint: str, name: str, kind: Kind) -> str | None:
-    """Probe the hub once per process, since each request to a hub behind a firewall lasts for the full timeout."""
+    """Probe the hub once per process, since each request to a hub behind a firewall takes the full timeout."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import (
         EntryNotFoundError,

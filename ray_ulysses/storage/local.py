@@ -82,7 +82,7 @@ class LocalStore(Store):
             return os.fstat(file.fileno()).st_mtime
 
     def for_arrow(self, key: str) -> Path:
-        """Return the path of a regular file for pyarrow. Call again before each read, which checks for links again."""
+        """Return the path of a regular file for pyarrow. Call this before each read to check for links again."""
         self.open(key).close()
         return self.path(key)
 
@@ -110,7 +110,7 @@ class LocalStore(Store):
         return self._write(self.path(key), chunks)
 
     def list(self, prefix: str) -> list[str]:
-        """Return the keys of all files in a folder tree, sorted, without temporary files; see `Store.list`.
+        """Return the sorted keys of all files in a folder tree, except temporary files; see `Store.list`.
 
         Raises:
             NotAPlainFileError: The folder tree contains a symbolic link.
@@ -207,7 +207,7 @@ class LocalStore(Store):
 
 
 def _delete_folder(name: str, parent: int) -> None:
-    """Delete a folder tree while other processes may delete its files or write new ones."""
+    """Delete a folder tree, even if other processes delete files or write new ones in the meantime."""
     met, refilled = 0, 0
     while True:
         try:
@@ -227,7 +227,7 @@ def _delete_folder(name: str, parent: int) -> None:
 class LocalFile(StoredFile):
     """A local file, read through a descriptor; see `StoredFile`.
 
-    A memory map would not be faster, and would crash the process if the file is truncated or its storage disconnects.
+    A memory map would be no faster, and would crash the process if the file were truncated or its storage disconnected.
     """
 
     _descriptor = -1

@@ -67,7 +67,7 @@ class LocationError(UserError):
     Args:
         shown: The location with secrets redacted.
         rule: The violated rule.
-        hint: The way out.
+        hint: The suggested fix.
     """
 
     def __init__(self, shown: str, rule: str, hint: str) -> None:
@@ -95,7 +95,7 @@ class ObjectLocation:
 
     @property
     def server(self) -> str | None:
-        """URL of the server if the URI specifies one, else None: the environment or the provider's default applies."""
+        """URL of the server, or None if the URI leaves the choice to the environment or the provider's default."""
         endpoint = self.option("endpoint_override")
         if endpoint is not None:
             return endpoint if "://" in endpoint else f"{self.option('scheme') or 'https'}://{endpoint}"
@@ -161,7 +161,7 @@ def parse_location(location: str | Path) -> Path | ObjectLocation:
 
 
 def credentials_hint(scheme: str) -> str | None:
-    """Return a hint on how to set the credentials for a URI scheme, or None if it is not an object store's."""
+    """Return a hint on how to set the credentials for a URI scheme, or None if no object store uses the scheme."""
     provider = _PROVIDERS.get(scheme)
     return None if provider is None else _CREDENTIALS[provider]
 
@@ -172,7 +172,7 @@ def sqlite_path(uri: str) -> Path | None:
 
 
 def is_clear_text(url: str) -> bool:
-    """Return whether a URL uses plain HTTP to another machine."""
+    """Return whether a URL points to another machine over plain HTTP."""
     parts = urlsplit(url)
     host = (parts.hostname or "").rstrip(".")
     if parts.scheme != "http" or host == "localhost":
@@ -194,7 +194,7 @@ def absolute_location(location: str, base: Path) -> str:
 
 
 def expand_home(path: str | Path) -> Path:
-    """Replace a leading ``~`` or ``~user`` by the home directory.
+    """Replace a leading ``~`` or ``~user`` with the home directory.
 
     Raises:
         UserError: The user does not exist on this machine.
@@ -253,7 +253,7 @@ def _without_unknown_values(text: str, known: Collection[str]) -> str:
 
 
 def _wrong_option(options: tuple[tuple[str, str], ...], provider: Provider) -> tuple[str, str] | None:
-    """Return the rule that the options violate and the way out, or None if all options are valid."""
+    """Return the rule that the options violate and a suggested fix, or None if all options are valid."""
     known, given = _OPTIONS[provider], dict(options)
     for name, value in options:
         if name not in known and names_secret(name):
@@ -287,7 +287,7 @@ def _wrong_option(options: tuple[tuple[str, str], ...], provider: Provider) -> t
 
 
 def _is_host(host: str) -> bool:
-    """Return whether a host is a valid host name or IP address. A last label that is a number implies an address."""
+    """Return whether a host is a valid host name or IP address. A host that ends with a number must be an address."""
     if host.startswith("["):
         return _is_address(host[1:-1], ipaddress.IPv6Address)
     labels = host.removesuffix(".").split(".")

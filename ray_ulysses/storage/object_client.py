@@ -1,6 +1,6 @@
 """Creates object store clients from a URI and the environment, and classifies `obstore` errors.
 
-`obstore` reports most details only in the error text: the HTTP status, the XML code of S3-compatible servers
+`obstore` reports most details only in the error text, such as the HTTP status, the XML code of S3-compatible servers
 (https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html), or the kind of connection failure.
 """
 

@@ -6,7 +6,7 @@ exists. Atomic checkpoint commits require conditional puts.
 Atomicity guarantees and their limits:
 
 - A small file, or a file passed as a list of chunks, is written by one conditional put. It appears atomically, and
-  exactly one of several concurrent writers succeeds. Manifests, journal segments and locks are written like this.
+  exactly one of several concurrent writers succeeds. Manifests, journal segments and locks are written this way.
 - A longer stream is uploaded in parts with bounded memory. It also appears atomically, when the upload completes. If
   the chunk iterator raises an error, the upload is aborted and no file appears. However, `create` checks the key only
   before the first part. Two concurrent writers of one key may both succeed, and the last upload wins. Shard names
@@ -172,7 +172,7 @@ class ObjectStore(Store):
         return connect(self.location, retry_s=self._retry_s)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without client and cache. The unpickled store connects with its process's credentials."""
+        """Return the state without the client and cache. An unpickled store uses its new process's credentials."""
         return {name: value for name, value in self.__dict__.items() if name not in ("_client", "_cache")}
 
     def open(self, key: str) -> ObjectFile:
@@ -182,7 +182,7 @@ class ObjectStore(Store):
     def read_whole(self, key: str, limit: int = -1) -> bytes:
         """Return a file's content, or its first ``limit`` bytes.
 
-        A small file takes a single request. A large file is read as a stream, which resumes after interruptions.
+        A small file requires a single request. A large file is read as a stream, which resumes after interruptions.
         """
 
         def attempt() -> bytes | None:
@@ -215,7 +215,7 @@ class ObjectStore(Store):
         return self._head(key)["size"]
 
     def for_arrow(self, key: str) -> ObjectFile:
-        """Open a file for pyarrow. Call again before each read."""
+        """Open a file for pyarrow. Call this method before each read."""
         return self.open(key)
 
     def open_ranges(self, key: str) -> CachedObject:
@@ -354,7 +354,7 @@ class ObjectStore(Store):
         return counted.num_bytes
 
     def _mark_of(self, key: str) -> str | None:
-        """Return a file's writer mark, or an empty string if it has none, or None if the file does not exist."""
+        """Return a file's writer mark, an empty string if the file has no mark, or None if the file does not exist."""
 
         def attempt() -> str:
             found = obstore.get(self._client, key, options={"head": True}).attributes
@@ -366,13 +366,13 @@ class ObjectStore(Store):
             return None
 
     def _is_ours(self, key: str, mark: str) -> bool:
-        """Return whether a file certainly exists with this writer mark; False if the store does not respond."""
+        """Return whether a file is known to exist with this writer mark; False if the store does not respond."""
         with contextlib.suppress(OSError):
             return self._mark_of(key) == mark
         return False
 
     def _tried(self, key: str, attempt: Callable[[], _T]) -> _T:
-        """Send a request, retrying while it fails with a transient error and the retry time lasts."""
+        """Send a request, retrying after transient errors until the retry time is over."""
         waiting = self._retry.begin()
         while True:
             try:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ray_ulysses.storage.object_store import ObjectStore
 
 TRUST_RUN = "add --trust-run if the run is yours"
-"""Default way out in `refuse_server` errors, for commands that read a run."""
+"""Default suggested fix in `refuse_server` errors, for commands that read a run."""
 _FOLDER_RETRY_S = 5.0
 _PORTS = {"http": 80, "https": 443}
 
@@ -91,7 +91,7 @@ def is_file(place: Place) -> bool:
 
 
 def node_folder(directory: Place) -> Path:
-    """Return a folder for a run's node-local files: the run's directory, or a cache folder if it is in an object store.
+    """Return a folder for a run's node-local files: the run's directory, or a cache folder for an object store.
 
     Args:
         directory: The run's directory.

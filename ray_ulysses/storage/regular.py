@@ -107,7 +107,7 @@ def make_folder(folder: Path, within: Path) -> None:
 
 
 def refuse_links(folder: Path, within: Path) -> None:
-    """Refuse a folder below ``within`` whose path contains a symbolic link. Other or missing folders are accepted.
+    """Refuse a folder whose path contains a symbolic link below ``within``. Other folders, even missing, are accepted.
 
     Raises:
         NotAPlainFileError: The path contains a symbolic link below ``within``.

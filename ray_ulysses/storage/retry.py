@@ -48,7 +48,7 @@ _CLOSING_FAILED = "error closing file"
 
 
 class StorageAwayError(RunError):
-    """A storage stayed unreachable until the end of the retry time."""
+    """Storage stayed unreachable until the end of the retry time."""
 
 
 def is_transient(error: BaseException) -> bool:
@@ -86,7 +86,7 @@ class RetryPolicy:
     clock: Clock = field(default_factory=SystemClock)
 
     def begin(self) -> Waiting:
-        """Return a `Waiting` whose time starts now."""
+        """Return a `Waiting` whose retry time starts now."""
         return Waiting(self)
 
     def call(self, what: object, attempt: Callable[[], T]) -> T:
@@ -117,7 +117,7 @@ class RetryPolicy:
                     ) from error
 
     def call_or_fail(self, what: object, attempt: Callable[[], T]) -> T:
-        """Do the same as `call`, but convert storage errors to `RunError`.
+        """Call ``attempt`` like `call`, but convert storage errors to `RunError`.
 
         Raises:
             RunError: The call failed; `StorageAwayError` if the storage was unreachable.
@@ -147,7 +147,7 @@ class Waiting:
         return self.waited_s < self._retry.wait_s
 
     def pause(self) -> bool:
-        """Pause before the next retry, and return True, or return False at once if no retry time is left."""
+        """Pause before the next retry and return True, or return False at once if no retry time is left."""
         left_s = self._retry.wait_s - self.waited_s
         if left_s <= 0:
             return False

@@ -2,7 +2,7 @@
 
 Keys are relative POSIX paths such as ``checkpoints/step-00000200/manifest.json``. Every file is written atomically, and
 `Store.create` succeeds for exactly one of several concurrent writers. Local stores implement this with hard links and
-renames, object stores with conditional puts. A storage without such an operation can't be used for a run.
+renames, object stores with conditional puts. Storage without such an operation can't be used for a run.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class StoredFile(io.BufferedIOBase):
         self._ahead, self._ahead_start = bytearray(), 0
 
     def read_into(self, start: int, target: memoryview) -> int:
-        """Read bytes from offset ``start`` until the buffer or file ends, and return their number; raise OSError."""
+        """Read bytes from ``start`` until the buffer is full or the file ends; return their number or raise OSError."""
         raise NotImplementedError
 
     def read_at(self, start: int, size: int) -> bytearray:
@@ -50,7 +50,7 @@ class StoredFile(io.BufferedIOBase):
         return content
 
     def fetch(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Prefetch ranges ``(start, size)`` in parallel, if separate reads would wait for one request each."""
+        """Prefetch ranges ``(start, size)`` in parallel, if separate reads would need one request each."""
 
     def forget(self, start: int, size: int) -> bool:
         """Drop a damaged range from the caches, and return whether another read may return different bytes."""
