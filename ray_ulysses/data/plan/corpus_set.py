@@ -196,7 +196,7 @@ def open_sources(shares: Sequence[tuple[str, float | None]], known: Sequence[Pla
 
 
 def plan_input(corpora: CorpusSet) -> PlanInput:
-    """Return the planner's input for all documents of all corpora; UserError if a corpus can't be read."""
+    """Return the planner's input for all documents of all corpora; raise UserError if a corpus can't be read."""
     opened = corpora.corpora
     lengths = [corpus.lengths for corpus in opened]
     return PlanInput(

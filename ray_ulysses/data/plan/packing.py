@@ -3,7 +3,7 @@
 ``best_fit`` is windowed online best-fit: it puts each piece into the open row that will have the least space left.
 If the piece fits into no open row, a new row is opened. If 64 rows are open already, the fullest row is closed first.
 ``wide_fit`` is the same with 1,024 open rows, since 64 open rows often have no fit for a document of about half a row.
-``concat`` splits the stream of documents wherever a row is full. ``none`` gives each piece its own row.
+``concat`` splits the stream of documents wherever a row is full. ``none`` puts each piece into a separate row.
 
 Rows are numbered in closing order. Each block yields the rows that were closed while packing the block; the pieces of
 rows that are still open are carried over to the next block.

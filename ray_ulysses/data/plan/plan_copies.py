@@ -142,7 +142,7 @@ def _copies() -> Path:
 
 @contextmanager
 def _filled(copy: Path) -> Iterator[Path]:
-    """Yield a new folder, then rename it to ``copy``; if ``copy`` exists already, replace its files instead."""
+    """Yield a new folder, then rename it to ``copy``; if ``copy`` already exists, replace the files in ``copy``."""
     copy.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=copy.parent, prefix="copying-", ignore_cleanup_errors=True) as name:
         temporary = Path(name)

@@ -125,7 +125,7 @@ def write_segment(
     remainder: Remainder | None = None,
     stage: StagePart | None = None,
 ) -> Segment:
-    """Plan a segment directly to disk and read it back. An existing segment made from the same inputs is reused.
+    """Plan a segment directly to disk, and return it as read from disk. A segment with the same inputs is reused.
 
     Args:
         directory: The plan's directory, as a local path or in an object store.

@@ -249,7 +249,7 @@ class Segment:
         branch: Branch | None,
         length: StageLength | None = None,
     ) -> bool:
-        """Return whether the segment was made from these inputs. The sources' paths may differ."""
+        """Return whether the segment was planned from the given inputs. The sources' paths may differ."""
         ours, theirs = ([source.identity for source in one] for one in (self.sources, sources))
         own = self.stage.length if self.stage else None
         return (self.settings, ours, self.branch, own) == (settings, theirs, branch, length)

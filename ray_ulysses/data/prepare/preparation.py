@@ -117,7 +117,7 @@ def claimed(found: Preparation, retry: RetryPolicy = RETRY, *, is_scratch: bool 
     """Lock the output directory of a preparation until the ``with`` block ends.
 
     Existing files are never overwritten, with one exception: if ``is_scratch``, another preparation in the directory is
-    deleted. A preparation that fails before a shard is written leaves nothing behind.
+    deleted. A preparation that fails before writing a shard leaves no files behind.
 
     Raises:
         UserError: The directory contains another corpus, another unfinished preparation or other files, or another

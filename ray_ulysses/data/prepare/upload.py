@@ -60,7 +60,7 @@ class CorpusUpload:
 
         Args:
             directory: Directory of the prepared corpus with this upload's signature.
-            say: Called with progress messages.
+            say: Function called with each progress message.
 
         Raises:
             UserError: The folder contains another corpus, possibly incomplete.

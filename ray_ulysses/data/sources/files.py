@@ -107,7 +107,7 @@ class _Folder:
 class FileListing:
     """Lists the files of one source after another, and each file only once.
 
-    Symbolic links are followed unless they lead to one of their own parent folders. Storage errors are raised, so a
+    Symbolic links are followed unless they lead to a parent folder of the link. Storage errors are raised, so a
     listing is either complete or retried.
 
     Args:

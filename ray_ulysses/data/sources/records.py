@@ -76,7 +76,7 @@ def refuse_files_without_objects(counts: Sequence[LineCounts | None]) -> None:
     """Refuse files that contain no JSON object on any line, in any of the units that cover the file.
 
     Raises:
-        UserError: One problem for each such file.
+        UserError: Some files contain no JSON object. The error lists one problem per file.
     """
     problems = []
     for source, of_file in groupby((one for one in counts if one is not None), key=lambda one: one.source):

@@ -1,6 +1,6 @@
 """Turns rows into documents, or into reasons to reject them.
 
-A row of JSONL, Parquet or a data set has one of four kinds: text; tokens with optional labels; a chat in OpenAI,
+A row of JSONL, Parquet or a data set is of one of four kinds: text; tokens with optional labels; a chat in OpenAI,
 ShareGPT or TRL format; or a prompt with a completion. The field options determine the kind.
 """
 
@@ -462,7 +462,7 @@ def _joined(parts: Sequence[object], where: str) -> str:
 
 
 def _tools(value: object) -> tuple[Mapping[str, Any], ...]:
-    """Return tool definitions from a list of objects or its JSON. Null and an empty string give no tools."""
+    """Return tool definitions from a list of objects or its JSON. Null and an empty string mean no tools."""
     if isinstance(value, str):
         value = _parse_json(value, "tools") if value else None
     if value is None:

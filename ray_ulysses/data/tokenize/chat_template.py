@@ -292,7 +292,7 @@ class _BoundedTemplate:
         """Call Transformers' ``render_jinja_template`` with this template.
 
         Raises:
-            EndlessTemplateError: The template takes too many steps or too long.
+            EndlessTemplateError: The template exceeds the limit on steps or time.
             Exception: Template code may raise any exception.
         """
         self._steps, self._deadline = 0, time.monotonic() + _MOST_S

@@ -26,7 +26,7 @@ class EncodingOptions:
     turns: TurnsOption = "auto"
     """How to find the assistant's turns in the rendered chat. ``marks``: between the template's ``{% generation %}``
     marks. ``split``: by rendering the conversation up to each turn; a turn that the template renders differently once
-    the conversation continues becomes a document of its own. ``whole``: like ``split``, but conversations with such a
+    the conversation continues becomes a separate document. ``whole``: like ``split``, but conversations with such a
     turn are rejected. ``auto``: ``marks`` if the template has marks, otherwise ``split``."""
     train_on: TrainOn = "all"
     """Whether ``all`` assistant turns or only the ``last`` turn of each conversation is supervised."""

@@ -54,7 +54,7 @@ class WrittenChat:
 def written_turns(
     messages: Messages, learned: Sequence[int], render: Render, *, special: Sequence[str], must_be_whole: bool
 ) -> list[WrittenChat]:
-    """Return texts that together contain the turns at indices ``learned`` (ascending), each to be learned in one text.
+    """Return texts in which the turns at indices ``learned`` (ascending) are learned, each turn in exactly one text.
 
     ``special`` lists the special tokens' texts. If ``must_be_whole`` is set, no turn may require a separate text.
 
