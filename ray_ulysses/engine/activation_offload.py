@@ -1,9 +1,9 @@
 """Offloads activations saved by gradient checkpointing to host memory until the backward pass needs them.
 
 A layer's input and its attention outputs are copied to the host when they are computed, and copied back one layer ahead
-of the backward pass. At most two layers' activations are on the device at a time. During the forward pass, these are
-the current layer and the previous layer, whose copies may still be in progress. During the backward pass, these are the
-current layer and the next layer to run.
+of the backward pass. At most two layers' activations are on the device at a time. In the forward pass, the two are the
+current layer and the previous layer, whose copies may still be in progress. In the backward pass, they are the current
+layer and the next layer to run.
 
 The host address range is reserved at once, and physical memory is allocated on first use. On CUDA, the used part of the
 range is pinned in pieces so that copies are asynchronous. torch's pinned allocator is not used because it rounds

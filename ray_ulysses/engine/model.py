@@ -1,4 +1,4 @@
-"""Builds a decoder with random or pretrained weights, partitioning parameters while they are loaded."""
+"""Builds a decoder with random or pretrained weights, and partitions parameters as they are loaded."""
 
 from __future__ import annotations
 

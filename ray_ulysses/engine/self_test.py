@@ -1,4 +1,4 @@
-"""Tests attention and gradients at start-up, by comparing the live process groups with a single process.
+"""Tests attention and gradients at start-up by comparing the live process groups with a single process.
 
 The test takes seconds and detects wrong results caused by a broken link, driver, kernel or library. It consists of two
 checks. The first runs attention over a packed row, with the run's heads, dtype, exchange, ring and kernel, and compares
@@ -253,7 +253,7 @@ class LinkTime:
     """Duration of one exchange, identical on every rank."""
 
     role: Role
-    """Role of the process groups, which all exchange data at the same time."""
+    """Role of the process groups. All groups with this role exchange data at the same time."""
     ranks: int
     sent_bytes: int
     """Number of bytes sent by each rank."""
@@ -386,7 +386,7 @@ def measure_step(
 
 
 def worst_error(ours: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tensor]) -> tuple[float, str]:
-    """Return the largest norm-wise relative error over all tensors, and the name of that tensor.
+    """Return the largest norm-wise relative error over all tensors, and the name of the worst tensor.
 
     If a tensor's norm is below 1e-7 of the full gradient's norm, the error is relative to the full gradient instead.
     NaN is treated as infinity.

@@ -20,7 +20,7 @@ from ray_ulysses.parallel.local_ranks import RankDiedError, run_local_ranks
 from ray_ulysses.parallel.mesh import SequenceMesh
 
 _LIMIT_S = 90.0
-"""Seconds after which the processes are killed. They take 5 to 15 s on an idle machine, mostly for imports."""
+"""Time after which the processes are killed, in seconds. On an idle machine, they run for 5 to 15 s, mostly imports."""
 _MOST_PROCESSES = 2
 
 

@@ -39,7 +39,7 @@ class FileTensor:
 
 
 def file_tensors(directory: Path) -> dict[str, FileTensor]:
-    """Return the tensors that Transformers would read from a model directory, by name, without reading their data.
+    """Return the tensors that Transformers would read from a model directory, by name, without reading tensor data.
 
     Raises:
         One of `UNREADABLE`: The directory has no safetensors files, or a damaged one.

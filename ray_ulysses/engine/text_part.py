@@ -38,7 +38,7 @@ def model_class(hf_config: Any, part: Part) -> Any:
 
 
 def auto_class(part: Part) -> Any:
-    """Return the Transformers auto class for a part."""
+    """Return the Transformers auto class for a value of ``model.part``."""
     from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 
     return AutoModelForMultimodalLM if part == "text" else AutoModelForCausalLM

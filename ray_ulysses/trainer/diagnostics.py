@@ -144,7 +144,7 @@ def _is_of_host(error: BaseException) -> bool:
 def memory_explained(
     run: ResolvedRun, stage: Stage, diagnostics: Diagnostics, recorder: MemoryRecorder, step: int | None
 ) -> Iterator[None]:
-    """Convert an allocation error into `OutOfMemoryError`, and write a snapshot of the GPU's memory.
+    """Convert a block's allocation error into `OutOfMemoryError`, and write a snapshot of the GPU's memory.
 
     ``step`` is None before the first step and after the last step.
     """

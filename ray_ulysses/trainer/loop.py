@@ -59,8 +59,8 @@ class AttemptEnd:
     """Outcome of an attempt that did not fail."""
 
     status: Status
-    """``finished`` after the last step, ``stopped`` on request, ``resized`` if the run continues with a different
-    number of workers, ``stage`` if the run continues in another stage."""
+    """Reason for the end: ``finished`` after the last step, ``stopped`` on request, ``resized`` if the run continues
+    with a different number of workers, or ``stage`` if the run continues in another stage."""
     step: int
     """Number of completed steps."""
 

@@ -73,7 +73,7 @@ class StartingState:
 
     @property
     def description(self) -> StateDescription | None:
-        """Description of the selected state, which lists all of the model's weights, or None without a state."""
+        """Description of the selected state, which lists all model weights, or None if no state is selected."""
         return None if self.chosen is None else self.chosen.state
 
 

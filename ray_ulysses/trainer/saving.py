@@ -123,7 +123,7 @@ class NoticeWatch:
     def look(self, *, failed: bool) -> bool:
         """Check for notices, and return whether a notice makes a checkpoint due. Call this method once per step.
 
-        ``failed`` states whether the newest save ended without a commit.
+        ``failed`` indicates whether the newest save ended without a commit.
         """
         clock = self._worker.clock
         now = clock.monotonic()
