@@ -358,7 +358,7 @@ class DataSection(Section):
 
     allow_other_tokenizer: Annotated[bool, free("rows do not change")] = False
     """Whether pretrained weights may be trained on a corpus prepared with a tokenizer other than that of `model.path`.
-    Default false: such a corpus is refused, since its token ids have another meaning. With `model.init: random`, any
+    Default false: such a corpus is refused, since its token ids have different meanings. With `model.init: random`, any
     tokenizer is allowed, and `plan` reports a difference."""
 
     context_tokens: Annotated[int, by_branch("it determines how documents are packed into rows")] = Field(ge=2)

@@ -226,7 +226,7 @@ class ElasticSection(Section):
 
     grow_interval_s: float = Field(default=600.0, gt=0.0)
     """Minimum time between attempts of an elastic run (`cluster.workers` with `min` and `max`) to add workers, in
-    seconds. A run adds workers only if that saves ten times the cost of a start. Default 600."""
+    seconds. A run adds workers only if this saves at least ten times the time that a restart takes. Default 600."""
 
     peer_memory: bool = True
     """Whether to keep the newest training state in host memory, each worker's part on its own node and on a partner
@@ -242,7 +242,7 @@ class ElasticSection(Section):
 
     collective_timeout_s: float = Field(default=600.0, gt=0.0)
     """Maximum duration of a collective, in seconds, after which the attempt counts as failed. A rank waits for a row
-    for 0.8 of this time. Default 600, well above the longest legitimate time between two collectives."""
+    for at most 0.8 of this time. Default 600, well above the longest legitimate time between two collectives."""
 
     hang_timeout_s: float = Field(default=120.0, gt=0.0)
     """Time without progress within a step, in seconds, after which ranks may count as hung. All ranks are then killed,

@@ -42,7 +42,7 @@ class Prepared:
     haystack: Haystack | None
     """Documents and tokenizer for the retrieval tests; None if retrieval is not tested."""
     contexts: tuple[int, ...]
-    """Context lengths whose gain is measured, in tokens; empty if none fits."""
+    """Context lengths for which the gain is measured, in tokens; empty if none fits."""
     lengths: tuple[int, ...]
     """Lengths of retrieval rows, ascending. The loss is measured up to the longest of these lengths."""
     notes: tuple[str, ...]

@@ -31,7 +31,7 @@ class HeldOut:
     lengths: NDArray[np.int64]
     """int64 [documents]. Number of tokens of each document, including the end token."""
     words: str
-    """Description of where the documents come from."""
+    """Description of the documents' source."""
     is_training_text: bool
     """Whether the model was trained on the documents. If so, the losses say nothing about new text."""
 

@@ -99,7 +99,7 @@ class Haystack:
         return tokens
 
     def take(self, num_tokens: int, rng: np.random.Generator) -> Tokens:
-        """Return tokens of consecutive documents without end tokens, starting at a random document."""
+        """Return ``num_tokens`` tokens of consecutive documents, without end tokens, starting at a random one."""
         held, parts, left = self._held, [], num_tokens
         place = int(rng.integers(held.numbers.size))
         while left:
@@ -186,7 +186,7 @@ def _question(
 
 
 def _shared_out(questions: Sequence[_Question], kind: Kind, length: int) -> Iterator[list[_Question]]:
-    """Yield each row's questions: the worked examples, and questions until three quarters of the row are used."""
+    """Yield each row's questions: the worked examples, then questions. They fill at most three quarters of the row."""
     examples, open_ones = list(questions[:_NUM_EXAMPLES]), list(questions[_NUM_EXAMPLES:])
     taken = sum(one.num_tokens for one in examples)
     least = taken + max(one.num_tokens for one in open_ones)

@@ -54,7 +54,7 @@ class EvaluationRequest:
     seed: int = 0
     out: Place | None = None
     trust_run: bool = False
-    """Whether to trust the secrets file and the servers that are specified only in the run's stored configuration."""
+    """Whether to trust the secrets file and servers that only the run's stored configuration specifies."""
 
     @property
     def run_dir(self) -> Place | None:

@@ -53,7 +53,7 @@ class Sample:
 
     documents: tuple[tuple[int, ...], ...]
     origin: str
-    """Description of where the documents come from."""
+    """Description of the documents' source."""
 
 
 def take_sample(run_dir: Place, vocab_size: int, max_positions: int | None, *, trust_run: bool = False) -> Sample:

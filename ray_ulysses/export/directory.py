@@ -163,7 +163,7 @@ def _sizes_of(place: Place) -> dict[str, int | None]:
 
 
 def _not_exported(names: Iterable[str], there: Record) -> str:
-    """Describe the files in a directory that the export did not write, or return an empty string if there are none."""
+    """Describe the files that the export did not write, or return an empty string if there are none."""
     others = sorted({*names} - {*there.report.files, RECORD_FILE, _LOCK_FILE})
     if not others:
         return ""

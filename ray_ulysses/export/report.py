@@ -39,7 +39,7 @@ class ExportRequest:
     """Whether to replace another export at ``out``."""
     merge: bool = False
     trust_run: bool = False
-    """Whether to trust the secrets file and the servers that are specified only in the run's stored configuration."""
+    """Whether to trust the secrets file and servers that only the run's stored configuration specifies."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +50,7 @@ class CheckResult:
     """Number of tokens whose logits were compared."""
     documents: int
     origin: str
-    """Description of where the documents come from."""
+    """Description of the documents' source."""
     difference: float
     """Largest absolute difference between two logits."""
     scale: float
@@ -117,7 +117,7 @@ class ExportReport:
     rope: str
     """Description of the rotary embedding, or an empty string if there is none."""
     tokenizer: str
-    """Description of where the tokenizer comes from."""
+    """Description of the tokenizer's source."""
     published_tokenizer: str
     """The same description without local paths, for recipients of the directory."""
     has_tokenizer: bool

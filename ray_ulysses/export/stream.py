@@ -55,7 +55,7 @@ def divide(wanted: ElementRange, borders: Sequence[int], max_bytes: int) -> Iter
 
     Args:
         wanted: The range.
-        borders: First elements of the tensor's stored intervals, ascending from 0.
+        borders: Index of the first element of each stored interval of the tensor, ascending from 0.
         max_bytes: Maximum stored size of a part; a multiple of the checkpoint's block size.
     """
     most = max_bytes // wanted.stored.dtype.itemsize

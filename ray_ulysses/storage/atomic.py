@@ -85,7 +85,7 @@ def atomic_file(path: Path, within: Path | None = None) -> Iterator[Path]:
 
 @contextmanager
 def unpublished_file(name: str, folder: int, *, is_new: bool = False) -> Iterator[tuple[str, int]]:
-    """Yield the name and descriptor of a temporary file, which is then published as ``name`` like an `atomic_file`.
+    """Yield a temporary file's name and descriptor, and publish the file as ``name`` if the block succeeds.
 
     Args:
         name: The final file name.

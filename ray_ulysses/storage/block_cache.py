@@ -3,7 +3,7 @@
 The cache stores each file in segments of 16 MiB. A segment is a sparse file of 64 KiB blocks, followed by a table of
 block sizes. A writer stores a block before its size, and all writers store the same bytes, so readers need no lock: a
 block with a size is complete. After a power cut a lost block may still have a size. Readers therefore verify the
-content and drop damaged blocks (`BlockCache.drop`). The least recently used segments are evicted.
+content and drop damaged blocks (`BlockCache.drop`). The least recently used segments are evicted first.
 """
 
 from __future__ import annotations

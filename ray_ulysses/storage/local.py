@@ -82,7 +82,7 @@ class LocalStore(Store):
             return os.fstat(file.fileno()).st_mtime
 
     def for_arrow(self, key: str) -> Path:
-        """Return the path of a regular file for pyarrow. Call this before each read to check for links again."""
+        """Return the path of a regular file for pyarrow. Call this method before each read to check for links again."""
         self.open(key).close()
         return self.path(key)
 

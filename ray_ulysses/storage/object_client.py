@@ -49,7 +49,7 @@ def connect(location: ObjectLocation, *, retry_s: float = RETRY_S) -> Client:
 
     Args:
         location: Bucket, prefix and options.
-        retry_s: Maximum time to retry a request while the store is unreachable or overloaded, in seconds.
+        retry_s: Maximum time, in seconds, to retry a request while the store is unreachable or overloaded.
 
     Raises:
         UserError: The client can't be created from the URI and the environment.

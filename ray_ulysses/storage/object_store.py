@@ -147,7 +147,7 @@ class ObjectStore(Store):
 
         Args:
             location: Bucket, prefix and options. The prefix becomes the store's root.
-            retry_s: Maximum time to retry a request while the store is unreachable or overloaded, in seconds.
+            retry_s: Maximum time, in seconds, to retry a request while the store is unreachable or overloaded.
             part_bytes: Part size for multipart uploads, in bytes. The services require at least 5 MiB.
             cache: A cache for files opened by `open_ranges`.
 
