@@ -128,7 +128,7 @@ def _run(command: Callable[..., Any], arguments: list[str] | None) -> int:
 
 
 def _of_the_locale(error: UnicodeEncodeError) -> str:
-    """Return the message for a text that the locale can't encode, such as a non-ASCII path in an ASCII locale."""
+    """Return the error message for text that the locale can't encode, such as a non-ASCII path in an ASCII locale."""
     return (
         f"{one_line(error.object[:_LONGEST_PATH])}: can't be encoded in {error.encoding}, the encoding of this "
         "shell's locale; set LC_ALL=C.UTF-8 or PYTHONUTF8=1"
@@ -136,6 +136,6 @@ def _of_the_locale(error: UnicodeEncodeError) -> str:
 
 
 def _of_the_system(error: OSError) -> str:
-    """Return the message for a system error, with its path if known."""
+    """Return the message for a system error, including the path if known."""
     reason = error.strerror or str(error) or type(error).__name__
     return reason if error.filename is None else f"{error.filename}: {reason}"

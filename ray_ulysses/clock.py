@@ -1,4 +1,4 @@
-"""Clocks, which are passed as arguments so that tests can control time."""
+"""Clocks. They are passed as arguments so that tests can control time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Clock(Protocol):
         ...
 
     def monotonic(self) -> float:
-        """Return seconds of a clock that never goes backwards, since an unspecified start."""
+        """Return the time in seconds since an unspecified start, from a clock that never goes backwards."""
         ...
 
     def sleep(self, seconds: float) -> None:
@@ -31,8 +31,8 @@ class Clock(Protocol):
 class SystemClock:
     """The machine's clocks.
 
-    The wall clock may be adjusted while a run trains. A command's processes on the same machine therefore read it only
-    once and add the time since boot, so that the difference of two times is a duration.
+    The wall clock may be adjusted during training. A command's processes on the same machine therefore read the wall
+    clock only once and add the time since boot, so that the difference between two times is a duration.
 
     Args:
         ahead_s: Offset added to `now`, in seconds, so that a worker agrees with the coordinator's clock.
@@ -46,7 +46,7 @@ class SystemClock:
         return _start() + _since_boot() + self._ahead_s
 
     def monotonic(self) -> float:
-        """Return seconds of a clock that never goes backwards, since an unspecified start."""
+        """Return the time in seconds since an unspecified start, from a clock that never goes backwards."""
         return time.monotonic()
 
     def sleep(self, seconds: float) -> None:
@@ -63,7 +63,7 @@ def _since_boot() -> float:
 def _start() -> float:
     """Return this machine's boot time in seconds since the Unix epoch, computed from one reading of the wall clock.
 
-    Child processes inherit the value through the environment unless they run on another machine or after a reboot.
+    Child processes on the same machine inherit the value through the environment until the machine reboots.
     """
     boot = _BOOT_ID.read_text().strip()
     known, _, start = os.environ.get(CLOCK_START, "").partition(" ")

@@ -12,7 +12,7 @@ from typing import Final
 from ray_ulysses.logging import indented
 
 INTERRUPTED = 130
-"""Exit code of a command that was interrupted with Ctrl-C; shells use the same code."""
+"""Exit code of a command that was interrupted with Ctrl-C, the same as in shells."""
 _MOST_SHOWN = 50
 # A password may contain slashes and at signs. Ports and paths with an at sign must not be mistaken for passwords, and
 # neither must checkpoint references, in which an at sign precedes the step.
@@ -41,7 +41,7 @@ class UlyssesError(Exception):
     """Base class of all errors that ray-ulysses raises on purpose.
 
     Args:
-        args: The message, optionally followed by items that are shown as a list below the message.
+        args: Message, optionally followed by items to list below the message.
     """
 
     def __str__(self) -> str:
@@ -49,11 +49,11 @@ class UlyssesError(Exception):
 
 
 class UserError(UlyssesError, ValueError):
-    """The user's input is invalid; the command exits with code 2."""
+    """Error in the user's input. The command exits with code 2."""
 
 
 class RunError(UlyssesError, RuntimeError):
-    """A run failed for a reason other than invalid input; the command exits with code 1."""
+    """Failure of a run for a reason other than invalid input. The command exits with code 1."""
 
 
 class _Value(Enum):
@@ -65,7 +65,7 @@ NOT_GIVEN: Final = _Value.NOT_GIVEN
 
 
 class _Shown(reprlib.Repr):
-    """Formatter with YAML's notation for null, booleans and lists, which shortens long values."""
+    """Formatter that uses YAML's notation for null, booleans and lists, and shortens long values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class _Shown(reprlib.Repr):
 
 
 def shown(value: object) -> str:
-    """Format a setting's value on one line, in YAML's notation for null, booleans and lists; shortens long values."""
+    """Format a setting's value on one line, with YAML's notation for null, booleans and lists. Shorten long values."""
     return _Shown().repr(value)
 
 
@@ -106,7 +106,7 @@ class FinalError(RunError):
 
 
 class BrokenRanksError(RunError):
-    """Some ranks compute or communicate incorrectly; every rank raises the same error.
+    """Some ranks compute or communicate incorrectly. Every rank raises the same error.
 
     Args:
         text: Error message.
@@ -119,7 +119,7 @@ class BrokenRanksError(RunError):
 
 
 class PeerError(RunError):
-    """This rank could not continue because another rank failed; the other rank's error has the reason."""
+    """This rank could not continue because another rank failed. The other rank's error contains the reason."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,12 +142,12 @@ class Problem:
 
 
 class ConfigError(UserError):
-    """All problems found in a configuration.
+    """An error that lists all problems found in a configuration.
 
     Args:
-        problems: Problems, in the order in which they are listed.
+        problems: Problems to list, in order.
         source: Display name of the configuration.
-        beside: Error that stopped the search for problems. Its problems, or its message, are listed last.
+        beside: Error that ended the search for problems. The error's problems, or its message, are listed last.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ _UNSEEN = re.compile(
 )
 _LETTER = "[\u0300-\u1fff\u2070-\ud7ff\ue000-\ufefe\uff00-\U000dffff]"
 _JOINED = re.compile(f"{_LETTER}[\u200c\u200d]{_LETTER}")
-"""A zero-width joiner or non-joiner between non-Latin characters, where it belongs to the script or to an emoji."""
+"""Pattern for a zero-width joiner or non-joiner between non-Latin characters, where scripts and emoji need it."""
 
 
 def printable(text: str) -> str:
@@ -46,12 +46,12 @@ def one_line(text: str) -> str:
 
 
 def indented(text: str) -> str:
-    """Return `printable` text with a mark before each continuation line that is not marked yet."""
+    """Return `printable` text with a mark before each continuation line that does not have a mark yet."""
     return re.sub(r"\n(?!  \| )", _MARK, printable(text.rstrip("\n")))
 
 
 class EscapingStream:
-    """Wrapper of a text stream that escapes with `printable`; hides ``buffer``, which would bypass the escaping."""
+    """A text stream wrapper that escapes with `printable`. It hides ``buffer``, which would bypass the escaping."""
 
     def __init__(self, stream: TextIO) -> None:
         self.unescaped = stream
@@ -102,7 +102,7 @@ class _Formatter(logging.Formatter):
 
 
 def configure_logging() -> None:
-    """Send the package's log messages to stderr; called by commands, never on import."""
+    """Send the package's log messages to stderr. Commands call this function; importing the package does not."""
     logger = logging.getLogger(_ROOT)
     if not logger.handlers:
         handler = logging.StreamHandler(sys.stderr)
@@ -113,7 +113,7 @@ def configure_logging() -> None:
 
 
 def quiet_libraries() -> None:
-    """Silence the messages and warnings of other libraries; must be called before these libraries are imported.
+    """Silence other libraries' messages and warnings. Call this function before importing these libraries.
 
     Existing environment variables and ``python -W`` take precedence.
     """

@@ -1,4 +1,4 @@
-"""Sizes of a decoder, read from its Hugging Face configuration with the defaults of its family; needs no torch."""
+"""Reads a decoder's sizes from its Hugging Face configuration and its family's defaults, without importing torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HEAD_NORMS = frozenset((
     "qwen3_5_text", "qwen3_moe", "qwen3_next",
 ))  # fmt: skip
 WHOLE_HEAD_NORMS = frozenset({"cohere"})
-"""Families whose query and key norms, if enabled, have separate weights for each head and can't be tiled."""
+"""Families whose query and key norms, if enabled, have separate weights for each head and therefore can't be tiled."""
 
 TIED_BY_DEFAULT = frozenset((
     "bert", "bert-generation", "big_bird", "biogpt", "camembert", "cohere", "cohere2", "cohere2_moe",
@@ -31,8 +31,8 @@ TIED_BY_DEFAULT = frozenset((
     "roformer", "smollm3", "starcoder2", "vaultgemma", "xlm-roberta", "xlm-roberta-xl", "xmod", "youtu", "zamba",
     "zamba2",
 ))  # fmt: skip
-"""Families that tie the embedding and the output head if ``tie_word_embeddings`` is omitted, as it often is in files on
-the hub. A test compares this list with Transformers' classes."""
+"""Families that tie the embedding and the output head if ``tie_word_embeddings`` is omitted, which is common in files
+on the hub. A test compares this list with Transformers' classes."""
 
 _LINEAR = frozenset({"linear_attention"})
 HYBRID_LAYER_TYPES: Mapping[str, frozenset[str]] = {
@@ -85,12 +85,12 @@ _DEFAULT_HEAD_DIM = {"qwen3": 128}
 _DEFAULT_VALUE_DIM = {"mimo_v2_flash": 128}
 
 EXACT_FAMILIES: tuple[str, ...] = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types whose parameter count is exact; a test compares the count with Transformers' modules."""
+"""Model types whose parameter count is exact. A test compares the count with Transformers' modules."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Experts:
-    """Sizes of a mixture-of-experts layer; if layers differ, each field has its largest value."""
+    """Sizes of a mixture-of-experts layer. If layers differ, each field has the largest value over all layers."""
 
     count: int
     """Number of routed experts."""
@@ -171,7 +171,7 @@ class ModelShape:
     is_exact: bool
     """Whether the parameter counts are exact (see `EXACT_FAMILIES`) instead of estimates from a Llama-like model."""
     other_parameters: int = 0
-    """Correction of the layers' total parameter count if layers differ."""
+    """Correction to the layers' total parameter count if layers differ."""
     mixer_layers: int = 0
     """Number of recurrent layers: short convolutions, gated delta nets and Mamba."""
     mixer_sp_sizes: tuple[int, ...] = ()
@@ -181,9 +181,9 @@ class ModelShape:
     mixer_multiply_adds: int = 0
     """Total multiply-adds per token in the recurrences' forward passes."""
     repeated_parameters: int = 0
-    """Parameters of modules that several layers share, once for each use after the first."""
+    """Number of parameters in modules that several layers share, included once for each use after the first."""
     counted_idle: int | None = None
-    """Value of `idle_parameters` if it was counted from the modules."""
+    """Value of `idle_parameters` if the parameters were counted in the modules."""
     part: TrainedPart | None = None
     """The trained part, or None if all parameters are trained."""
     has_head_norms: bool = False
@@ -191,9 +191,9 @@ class ModelShape:
     experts: Experts | None = None
     """Sizes of the experts, or None if all layers have dense MLPs."""
     streams: int = 1
-    """Number of parallel residual streams; Gemma 3n has several."""
+    """Number of parallel residual streams. Gemma 3n has several."""
     attentions: int = 1
-    """Number of attention calls per layer; 2 in DiffLlama, which subtracts one output from the other."""
+    """Number of attention calls per layer: 2 in DiffLlama, which subtracts one output from the other; otherwise 1."""
 
     @property
     def mlp_width(self) -> int:
@@ -224,12 +224,12 @@ class ModelShape:
 
     @property
     def embedding_parameters(self) -> int:
-        """Number of parameters in the token embedding; an untied output head has the same number."""
+        """Number of parameters in the token embedding. An untied output head has the same number."""
         return self.vocab_size * self.hidden_size
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters in the layers, final norm, embedding, output head and adapters; tied ones count once."""
+        """Number of parameters in the model, including any adapters. Tied parameters are included only once."""
         heads = 1 if self.tied_embeddings else 2
         layers = self.num_layers * self.layer_parameters + self.other_parameters
         added = 0 if self.part is None else self.part.added
@@ -258,7 +258,7 @@ class ModelShape:
         return self.part is None or self.part.has_embedding
 
     def level_sp_sizes(self) -> tuple[int, ...]:
-        """Return the ascending values of ``parallel.sp_size`` that give all ranks equally many heads without a ring."""
+        """Return the ascending values of ``parallel.sp_size`` that divide the heads equally without a ring."""
         level = (size for size in range(1, self.num_heads + 1) if self.num_heads % size == 0)
         return tuple(size for size in level if not self.mixer_layers or size in self.mixer_sp_sizes)
 
@@ -368,7 +368,7 @@ def read_model_config(directory: Path | str, setting: str) -> dict[str, Any]:
 
 
 def refuse_implausible(fields: object, source: str, levels: int = _MOST_LEVELS) -> None:
-    """Raise an error for a configuration with implausibly large sizes or an implausible structure.
+    """Raise an error if a configuration has implausibly large sizes or an implausible structure.
 
     Args:
         fields: Configuration, or a part of one.
@@ -408,7 +408,7 @@ def _refuse_large(name: str, value: object, source: str) -> None:
 
 
 def with_num_layers(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Add ``num_hidden_layers`` to a Nemotron-H configuration, for which Transformers only saves the layer types."""
+    """Add ``num_hidden_layers`` to a Nemotron-H configuration, in which Transformers saves only the layer types."""
     kinds = config.get("layers_block_type")
     if config.get("num_hidden_layers") is not None or not isinstance(kinds, list):
         return config
@@ -443,7 +443,7 @@ def _largest(config: Mapping[str, Any], name: str, source: str) -> int:
 
 
 def _nearest_family(model_type: object) -> str:
-    """Suggest a family for a misspelled model type; a family name followed by a version is not misspelled."""
+    """Suggest a family for a misspelled model type. A family name followed by a version is not a misspelling."""
     near = difflib.get_close_matches(str(model_type).lower(), EXACT_FAMILIES, n=1, cutoff=0.75)
     is_misspelled = near and not str(model_type).startswith(near[0])
     return f" (did you mean model_type '{near[0]}'?)" if is_misspelled else ""
@@ -541,7 +541,7 @@ def _layer_number(number: Any, num_layers: int, source: str) -> int:
 
 
 def _dense_layers(experts: Experts | None, hidden: int, intermediate: int) -> int:
-    """Return the parameter count of the layers with a dense MLP, minus that of the same number of expert layers."""
+    """Return the parameter count of the layers with a dense MLP, minus the count for as many expert layers."""
     if experts is None:
         return 0
     return experts.dense_layers * (3 * hidden * intermediate - _expert_parameters(experts, hidden))

@@ -53,7 +53,7 @@ ORIGIN_FILE = "resumed-from.json"
 IDENTITY_FILE = "identity"
 SESSION_FILE = "session"
 PROBE_FOLDER = "probe"
-"""Prefix of each attempt's probe folder, ``probe-<id>``. After a crash, the folder stays until the next command."""
+"""Prefix of each attempt's probe folder, ``probe-<id>``. After a crash, the folder remains until the next command."""
 REFUSAL_FOLDER = "refused"
 STOP_FILE = "stop-request"
 SAVE_FILE = "save-request"
@@ -152,12 +152,12 @@ def profile_key(attempt: int, step: int, rank: int) -> str:
 
 
 def memory_snapshot_key(attempt: int, step: int, rank: int) -> str:
-    """Return the key of the GPU memory snapshot that a rank takes when it runs out of memory."""
+    """Return the key of the memory snapshot that a rank stores when its GPU runs out of memory."""
     return f"{DIAGNOSTICS_FOLDER}/{attempt_folder(attempt)}/memory/step-{step:08d}-rank-{rank:05d}.pickle"
 
 
 def flight_record_key(attempt: int, rank: int) -> str:
-    """Return the key of a rank's flight record after a hang; PyTorch's analyzer requires this file name."""
+    """Return the key of a rank's flight record after a hang. PyTorch's analyzer requires this file name."""
     return f"{DIAGNOSTICS_FOLDER}/{attempt_folder(attempt)}/flight-recorder/rank-{rank}"
 
 

@@ -1,4 +1,4 @@
-"""Field types for pydantic models of file contents, and conversion of pydantic's errors to readable messages."""
+"""Field types for pydantic models of file contents, and the conversion of pydantic errors to readable messages."""
 
 from __future__ import annotations
 
@@ -103,11 +103,11 @@ _RULES = {
 
 
 KNOWN_FIELDS_ONLY = ConfigDict(extra="forbid")
-"""Configuration for dataclasses of versioned files, in which an unknown field indicates damage."""
+"""Pydantic configuration for dataclasses of versioned files, in which an unknown field indicates damage."""
 
 
 class ContentError(ValueError):
-    """The content of a file is invalid; the message lists the invalid fields, their values and the violated rules."""
+    """The content of a file is invalid. The message lists the invalid fields, their values and the violated rules."""
 
 
 def rule_of(detail: ErrorDetails) -> str:
@@ -117,13 +117,13 @@ def rule_of(detail: ErrorDetails) -> str:
 
 
 def hint_of(detail: ErrorDetails) -> str | None:
-    """Return a hint how to fix a setting, or None if the error type has no hint."""
+    """Return a hint on how to fix a setting, or None if there is no hint for the error type."""
     _, hint = _RULES.get(detail["type"], (None, None))
     return hint.format(**detail.get("ctx", {})) if hint is not None else None
 
 
 def adapter(kind: type[T]) -> TypeAdapter[T]:
-    """Return the cached `TypeAdapter` of a type."""
+    """Return the cached `TypeAdapter` for a type."""
     return _adapter(kind)
 
 
@@ -131,7 +131,7 @@ def read_json(adapter: TypeAdapter[T], content: bytes | str) -> T:
     """Parse and validate JSON.
 
     Args:
-        adapter: Adapter of the expected type.
+        adapter: Adapter for the expected type.
         content: JSON text.
 
     Raises:
@@ -166,7 +166,7 @@ def checked(adapter: TypeAdapter[T], value: object) -> T:
 
 
 def faults_text(error: ValidationError) -> str:
-    """Return a message with the first few invalid fields and the number of others."""
+    """Return a message with the first few invalid fields and the number of remaining invalid fields."""
     faults = error.errors(include_url=False)
     texts = [_fault_text(detail) for detail in faults[:_MOST_FAULTS]]
     more = len(faults) - len(texts)
@@ -191,6 +191,6 @@ def shown_value(value: object) -> str:
 
 
 def shown_text(text: str) -> str:
-    """Shorten a text for an error message, and escape line feeds and unprintable characters."""
+    """Shorten text for an error message, and escape line feeds and unprintable characters."""
     short = text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."
     return one_line(short)

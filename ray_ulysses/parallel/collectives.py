@@ -11,14 +11,14 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # type: i
 
 
 def group_named(name: str) -> dist.ProcessGroup:
-    """Return the process group with a given name. Custom operators can only take group names as arguments."""
+    """Return the process group with a given name. Custom operators accept only group names as arguments."""
     # This private function is used by torch's functional collectives. A test checks that it exists.
     group: dist.ProcessGroup = _resolve_process_group(name)  # type: ignore[arg-type]
     return group
 
 
 class BlockExchange:
-    """An all-to-all in progress, with one block to and from every other rank of a group; not differentiable.
+    """An all-to-all in progress, with one block to and one from every other rank of a group; not differentiable.
 
     The exchange is a batch of sends and receives, like NCCL's own all-to-all. A rank's own block is not copied, so the
     caller can process that block while the others are in flight.

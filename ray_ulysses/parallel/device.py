@@ -14,7 +14,7 @@ import torch
 def choose_device(device: torch.device) -> None:
     """Select the device of the current thread. Every thread that uses CUDA must call this function first.
 
-    Otherwise the thread uses the first GPU, where every rank of the node would then allocate a context of about 0.5 GiB
+    Otherwise, the thread uses the first GPU, and every rank on the node allocates a context of about 0.5 GiB there
     (pytorch#135273).
     """
     if device.type == "cuda":

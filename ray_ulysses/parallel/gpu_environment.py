@@ -53,7 +53,7 @@ def expand_segments(environment: MutableMapping[str, str]) -> None:
 
 
 def shared_gpu_environment(host: str) -> dict[str, str]:
-    """Return the environment variables with which NCCL allows several ranks on one GPU of this machine.
+    """Return the environment variables that make NCCL allow several ranks on one of this machine's GPUs.
 
     NCCL refuses two ranks with the same host hash and GPU, so ``host`` must differ between ranks. Data then goes
     through sockets on the loopback interface. Not yet tested on a GPU.

@@ -1,8 +1,8 @@
-"""Computes the parallel layout: each rank's position on the axes, its tokens, its heads, and tile sizes.
+"""Computes the parallel layout: each rank's position on the axes, tokens and heads, and the tile sizes.
 
 The ranks of a sequence-parallel (``sp``) group are contiguous, so that a group stays within a node if the node is large
 enough: ``rank = dp_rank * sp_size + sp_rank``. Within a group, ``sp_rank = ring_rank * ulysses_size + ulysses_rank``,
-so that the exchange of heads, which moves the most data, is among neighbors.
+so that the exchange of heads, which moves the most data, is between neighboring ranks.
 """
 
 from __future__ import annotations
@@ -107,14 +107,14 @@ def automatic_ring_size(sp_size: int, num_heads: int) -> int:
 
 
 def row_multiple(sp_size: int, ring_size: int) -> int:
-    """Return the number that must divide a row's length, so that all slices (and a ring's chunks) are equal."""
+    """Return the number that must divide a row's length, so that all slices (and a ring's chunks) have equal length."""
     return sp_size if ring_size == 1 else 2 * sp_size
 
 
 def zigzag_chunks(ring_rank: int, ring_size: int) -> tuple[int, int]:
     """Return the indices of a ring rank's two chunks, where a row has ``2 * ring_size`` chunks.
 
-    One chunk is early and one is late, so that causal attention is balanced across ring ranks.
+    One chunk is early in the row and the other is late, so that causal attention is balanced across ring ranks.
     """
     return ring_rank, 2 * ring_size - 1 - ring_rank
 
@@ -173,7 +173,7 @@ class RankHeads:
 
     @property
     def stop_kv(self) -> int:
-        """Index after the last KV head."""
+        """Index of the last KV head, plus one."""
         return self.first_kv + len(self.groups)
 
     def calls(self) -> tuple[tuple[slice, slice], ...]:
@@ -256,7 +256,7 @@ def assign_heads(num_heads: int, num_kv_heads: int, ulysses_size: int) -> HeadPl
 
 @cache
 def part_of(plan: HeadPlan, part: int, num_parts: int) -> HeadPlan:
-    """Return part number ``part`` of a plan whose KV heads are divided into ``num_parts`` parts on each rank.
+    """Divide each rank's KV heads into ``num_parts`` parts, and return the plan for part ``part``.
 
     A rank with fewer KV heads than parts has no heads in some parts.
     """
@@ -293,7 +293,7 @@ _LEAST_LOSS_TILES = 8
 def loss_tile_tokens(setting: TileSetting, tokens: int, vocab_size: int) -> int:
     """Return the number of tokens per tile of the loss, for ``tokens`` tokens on this rank.
 
-    ``auto`` means 512 tokens, for which summing the head's gradients takes a small share of the time and peak memory is
+    ``auto`` means 512 tokens: then summing the head's gradients takes a small share of the time, and peak memory is
     independent of the row's length. The tiles are smaller if there would be fewer than 8 tiles or more than 2**26
     logits per tile (256 MiB in fp32), and larger if there would be fewer than 2**20 logits per tile (4 MiB). The result
     never exceeds ``tokens``, and the last tile may be shorter.
@@ -305,8 +305,8 @@ def loss_tile_tokens(setting: TileSetting, tokens: int, vocab_size: int) -> int:
 def mlp_tile_tokens(setting: TileSetting, tokens: int, width: int) -> int:
     """Return the number of tokens per tile of an MLP with ``width`` intermediate features per token.
 
-    ``auto`` means up to 4,096 tokens and up to 2**26 intermediate values, for which summing the weights' gradients
-    takes a small share of the time at any width.
+    ``auto`` means up to 4,096 tokens and up to 2**26 intermediate values. Summing the weights' gradients then takes a
+    small share of the time at any width.
     """
     return _tile_tokens(setting, tokens, min(_MOST_MLP_TOKENS, _MOST_VALUES // width))
 

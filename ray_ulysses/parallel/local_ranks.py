@@ -24,12 +24,12 @@ from ray_ulysses.parallel.gpu_environment import expand_segments
 
 _POLL_S = 0.25
 _GRACE_S = 5.0
-"""Seconds that the other ranks get to exit after the first failure; one of them may raise the error that caused it."""
+"""Seconds in which the other ranks may exit after the first failure. One of them may raise the error that caused it."""
 
 
 @dataclass(eq=False)
 class RankDiedError(Exception):
-    """Raised if a rank exits without a result or a ``UlyssesError``; has the exit status and the last output line."""
+    """Raised if a rank exits without a result or a ``UlyssesError``. Contains its exit status and last output line."""
 
     rank: int
     how: str

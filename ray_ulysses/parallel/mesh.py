@@ -127,7 +127,7 @@ class SequenceMesh:
     def from_layout(cls, layout: ParallelLayout, timeout: timedelta | None = None) -> SequenceMesh:
         """Create all process groups of a layout. All ranks of the world must call this method.
 
-        ``timeout`` applies to collectives on the new groups. None means torch's default.
+        ``timeout`` applies to collectives on the new groups. If it is None, torch's default applies.
         """
         rank = dist.get_rank()
         if layout.world_size != dist.get_world_size():
@@ -158,7 +158,7 @@ class SequenceMesh:
 
         The ranks of ``sp`` share a row, and the ranks of ``dp`` have the same part of different rows. Token counts are
         summed over ``loss``, and ZeRO partitions state over ``shard``. Within ``sp``, heads are exchanged over
-        ``ulysses``, and keys and values circulate over ``ring``. If one of the two has a single rank, it has no group.
+        ``ulysses``, and keys and values circulate over ``ring``. If only one has several ranks, the other has no group.
         """
         found = self.groups.get(role)
         if found is None:
@@ -167,7 +167,7 @@ class SequenceMesh:
 
 
 def _parts(layout: ParallelLayout) -> tuple[_Parts, ...]:
-    """Return the groups of each role to create, in the same order on all ranks."""
+    """Return the groups to create for each role, in the same order on all ranks."""
     parts: tuple[_Parts, ...] = (("sp", layout.sp_groups()), ("dp", layout.dp_groups()))
     # If only one of Ulysses and the ring has several ranks, it reuses the sp group.
     return (*parts, *_parts_of_sp(layout)) if layout.ring_size > 1 and layout.ulysses_size > 1 else parts

@@ -35,7 +35,7 @@ _VALUES_OF_NORM = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionSplit:
-    """Settings of attention that affect memory. ``copies_to_fp32`` is true for CPU kernels in half precision."""
+    """Attention settings that affect memory. ``copies_to_fp32`` is true for CPU kernels in half precision."""
 
     ulysses_size: int
     ring_size: int
@@ -44,7 +44,7 @@ class AttentionSplit:
     copies_to_fp32: bool = False
 
     def heads(self, shape: ModelShape) -> HeadPlan:
-        """Return the head plan. `problems` refuses more ranks than heads; here, the plan is for one head per rank."""
+        """Return the head plan. For more ranks than heads, which `problems` refuses, assume one head per rank."""
         return assign_heads(shape.num_heads, shape.num_kv_heads, min(self.ulysses_size, shape.num_heads))
 
     @property
@@ -69,7 +69,7 @@ class AttentionSplit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Widths:
-    """Numbers of features per token of attention's inputs and outputs."""
+    """Numbers of features per token in attention's inputs and outputs."""
 
     queries: int
     keys: int
@@ -258,7 +258,7 @@ def _attention_backward(
 ) -> list[MemoryTerm]:
     """Return the larger of the temporaries of attention's backward pass and of the query norm's backward pass.
 
-    The peak is during the kernel; the exchanges before and after the kernel take less.
+    The peak is during the kernel. The exchanges before and after the kernel take less memory.
     """
     widths = split.widths(shape, split.head_groups if split.ulysses_size > 1 else 1)
     # Without a ring, the gradients to send are allocated while the kernel's fp32 gradients still exist.

@@ -71,7 +71,7 @@ def step_flops(shape: ModelShape, *, tokens: int, sum_squared_lengths: int) -> f
 
 
 def token_cost(shape: ModelShape) -> int:
-    """Return the document length at which attention takes as many FLOPs as all other operations."""
+    """Return the document length in tokens at which attention takes as many FLOPs as all other operations."""
     attention = step_flops(shape, tokens=0, sum_squared_lengths=1)
     return round(step_flops(shape, tokens=1, sum_squared_lengths=0) / attention)
 

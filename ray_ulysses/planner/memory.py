@@ -25,7 +25,7 @@ from ray_ulysses.planner.settings import kept_attention, mlp_tile, ring_size
 from ray_ulysses.planner.state_memory import StateSharing, device_state, host_state, load_terms
 
 LAYERS_ON_DEVICE = 2
-"""Number of layers whose offloaded activations are on the device at once: one in use and one being copied."""
+"""Number of layers whose offloaded activations are on the device at the same time: one in use and one being copied."""
 _MOMENTS: tuple[tuple[Phase, ...], ...] = (
     ("load",),
     ("always", "passes", "loss"),
@@ -107,7 +107,7 @@ def run_memory(config: Config, shape: ModelShape) -> MemoryEstimate:
 
 
 def fits(config: Config, memory: MemoryEstimate) -> bool:
-    """Return whether an estimate is within ``memory.device_gib`` and ``memory.host_gib``, if set."""
+    """Return whether an estimate is within ``memory.device_gib`` and ``memory.host_gib``, if these limits are set."""
     limits = ((config.memory.device_gib, memory.device_bytes), (config.memory.host_gib, memory.host_bytes))
     return all(limit is None or taken <= limit * GIB for limit, taken in limits)
 

@@ -9,7 +9,7 @@ GIB = 1 << 30
 FP32_BYTES = 4
 
 Phase = Literal["always", "passes", "loss", "layer", "mlp", "attention", "update", "load"]
-"""Phase in which a term is allocated. ``load``: while the model is loaded, before training. ``always``: throughout a
+"""Phase in which a term is allocated. ``load``: during model loading, before training. ``always``: throughout a
 step. ``passes``: in the forward and backward passes. ``update``: in the optimizer's update after the passes. ``loss``:
 in the loss, within the passes. ``layer``: in one layer's backward pass. ``mlp`` and ``attention``: in that part of a
 layer's backward pass."""
@@ -17,7 +17,7 @@ layer's backward pass."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryTerm:
-    """An amount of memory of a rank, with its name, its phase and its derivation."""
+    """An amount of memory that a rank allocates, with its name, phase and derivation."""
 
     name: str
     bytes: int

@@ -36,7 +36,7 @@ _LESS = 0.9
 """Fraction of the planned memory that proposed settings may take if the estimate was too low."""
 
 MemoryPlace = Literal["device", "host", "process"]
-"""Where memory ran out: on a device, on a device's host, or in a process that trains on the CPU."""
+"""Location where memory ran out: a device, a device's host, or a process that trains on the CPU."""
 RAY_BYTES = 2 * GIB
 """Memory of the Ray, Ray Train and data stream processes: 2.0 GiB of unshared pages with Ray 2.60."""
 WORKER_BYTES = GIB // 2
@@ -134,7 +134,7 @@ def memory_problems(
 ) -> Iterator[Problem]:
     """Refuse a run that does not fit into the configured memory, and propose the nearest settings that fit.
 
-    If ``config`` is a stage's configuration, ``run`` must be the run's, for which the proposed settings are.
+    If ``config`` is a stage's configuration, ``run`` must be the run's configuration, to which the proposals apply.
     """
     limits = (
         ("memory.device_gib", config.memory.device_gib, memory.device_bytes, memory.device),
@@ -155,7 +155,7 @@ def memory_problems_of_run(config: Config, shape: ModelShape) -> Iterator[Proble
 
 
 def fit_hint(config: Config, shape: ModelShape) -> str:
-    """Describe the nearest settings with which all stages fit, or the least memory if no settings fit."""
+    """Describe the nearest settings with which all stages fit, or the lowest memory use if no settings fit."""
     near, shorter = nearest(config, shape), _shorter_contexts(config, shape)
     if near is not None:
         settings = f"by this estimate the nearest settings that fit are {near.options()}"
@@ -182,7 +182,7 @@ def _shorter_contexts(config: Config, shape: ModelShape) -> str:
 
 
 def entry(config: Config, number: int) -> str:
-    """Return the path of the section with a stage's ``context_tokens``: the stage's own, or ``data`` without stages."""
+    """Return the path of the section with a stage's ``context_tokens``. For a run without stages, this is ``data``."""
     if not config.stages:
         return "data"
     name = config.stages[number].name
@@ -196,7 +196,7 @@ def _largest(terms: tuple[MemoryTerm, ...]) -> str:
 
 
 def local_bytes(config: Config, shape: ModelShape) -> int:
-    """Estimate the memory of a local Ray cluster with all of the run's workers, in the stage that takes the most."""
+    """Estimate the memory of a local Ray cluster with all of the run's workers, in the most demanding stage."""
     has_gpu = config.cluster.gpus_per_worker > 0
     memories = [configured_memory(own, shape) for own in stage_configs(config)]
     most = max(memory.host_bytes + (0 if has_gpu else memory.device_bytes) for memory in memories)
@@ -256,7 +256,7 @@ def shortage(
         config: The run's configuration.
         shape: The model's shape.
         peak_gib: Peak memory of the process before the failure, in GiB.
-        what: How the peak was measured, as a participle such as ``allocated``.
+        what: Participle that describes the measured memory, such as ``allocated``.
         stage: Index of the failed stage.
         place: Where memory ran out.
     """
@@ -272,7 +272,7 @@ def shortage(
 
 
 def _needed(memory: MemoryEstimate, place: MemoryPlace) -> tuple[tuple[MemoryTerm, ...], int]:
-    """Return the terms that are allocated at a place's peak, and the bytes that a measurement there includes."""
+    """Return the terms that are allocated at the peak in ``place``, and the bytes that a measurement there includes."""
     if place == "device":
         return at_peak(memory.device), memory.device_bytes
     if place == "host":
@@ -284,7 +284,7 @@ def _needed(memory: MemoryEstimate, place: MemoryPlace) -> tuple[tuple[MemoryTer
 def _way_out(config: Config, shape: ModelShape, stage: int, place: MemoryPlace, most_bytes: float) -> str:
     """Describe the nearest settings with which a stage takes at most ``most_bytes`` on the configured workers.
 
-    More ranks per row in this stage are proposed only if nothing else helps.
+    More ranks per row in this stage are proposed only if no other change suffices.
     """
 
     def options_of(config: Config) -> str | None:
@@ -314,7 +314,7 @@ def _way_out(config: Config, shape: ModelShape, stage: int, place: MemoryPlace, 
 
 
 def _wider(config: Config, shape: ModelShape, number: int) -> Iterator[tuple[int, Config]]:
-    """Yield each larger sp size that a stage can use without a new data plan, and the stage's configuration with it."""
+    """Yield each larger sp size that a stage can use without a new data plan, and the run's configuration with it."""
     own = config.stages[number].sp_size if config.stages else None
     for size in allowed_sp(config, shape):
         if own is None or size <= own:

@@ -93,17 +93,17 @@ class DataFacts:
     row_tokens: int
     """Largest number of tokens per row: the context length, rounded down to a multiple of ``pad_multiple``."""
     pad_multiple: int
-    """Number of which every row's length is a multiple."""
+    """Number that divides every row's length in tokens."""
     rows_per_step: int
     num_rows: int
     num_steps: int
-    """Number of steps in which every row of all epochs is used once."""
+    """Number of steps needed to use every row of all epochs once."""
     stop_step: int
     """Step after which the run stops."""
     padding_tokens: int
-    """Number of padding tokens, with which rows are extended to multiples of ``pad_multiple``."""
+    """Number of padding tokens that extend rows to multiples of ``pad_multiple``."""
     fill: float
-    """Document tokens in the training rows, divided by the rows' capacity."""
+    """Ratio of document tokens in the training rows to the rows' capacity."""
     tokens: int
     supervised: int
     """Number of document tokens with a label in the training rows."""
@@ -111,7 +111,7 @@ class DataFacts:
     engine: Literal["ray", "local"]
     """Engine that delivers rows to the workers (``data.engine``)."""
     split_documents: int
-    """Number of documents that are split because they are longer than a row, once per epoch."""
+    """Number of documents that are split because they are longer than a row, counted once per epoch."""
     truncated_documents: int
     """Number of documents that are truncated to a row."""
     dropped_documents: int
@@ -129,7 +129,7 @@ class DataFacts:
     step_spread: tuple[float, float]
     """10th and 90th percentile of a step's estimated time, relative to the mean."""
     segment: int
-    """Index of the plan's newest segment: the number of times that the run's data was changed."""
+    """Index of the plan's newest segment, equal to the number of times that the run's data was changed."""
     base_step: int
     """Number of steps before the segment."""
     flops_per_step: float

@@ -46,8 +46,8 @@ COSTS: Mapping[str, Mapping[Any, int]] = {
     "memory.offload_param": {"none": 0, "cpu": 10},
     "memory.gradient_checkpointing": {False: 0, True: 12},
 }
-"""Cost of each value of a setting, from the fastest value to the value that takes the least memory. The costs are a
-fixed ranking, for differences that the time model does not cover. In addition, each doubling of the attention head
+"""Cost of each setting's values, from the fastest value to the value that takes the least memory. The costs are a fixed
+ranking, for differences that the time model does not cover. In addition, each doubling of the attention head
 groups costs 1, each doubling of the ranks per row costs 6, and a ring costs 1."""
 HEAD_GROUPS, _HEAD_GROUPS_COST = "memory.attention_head_groups", 1
 _RANKS_COST, _RING_COST = 6, 1
@@ -93,7 +93,7 @@ class Chosen:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """A changed setting, and the memory term that the change reduces the most."""
+    """A changed setting and the memory term that this change reduces the most."""
 
     path: str
     old: Any
@@ -111,7 +111,7 @@ class Change:
         return f"--set {shlex.quote(f'{self.path}={yaml_value(self.new)}')}"
 
     def chosen(self) -> Chosen:
-        """Return the change as a `Chosen`, whose reason is the reduced term."""
+        """Return the change as a `Chosen` with the reduced term as its reason."""
         before, after = _apart(self.before / GIB, self.after / GIB)
         reason = (
             f"with {yaml_value(self.old)}, {self.term} would take {before} GiB per {self.place} instead of {after} GiB"
@@ -126,7 +126,7 @@ class Found:
     config: Config
     changes: tuple[Change, ...]
     memory: MemoryEstimate
-    """Estimated memory of one rank, in the stages that take the most."""
+    """Estimated memory of one rank: the largest device and host memory of any stage."""
     time: StepTime | None
     """Predicted time of a step with one document per row, or None if there is no prediction for the device."""
 
@@ -142,14 +142,14 @@ class LongestContexts:
     configured: int
     """Longest context with the configured settings, in tokens; 0 if no context fits."""
     changed: Found | None
-    """Longest context with any settings, and the cheapest such settings; None if no context fits."""
+    """Longest context with any settings, and the cheapest settings for this context, or None if no context fits."""
     multiple: int
     """Granularity of the search in tokens; both contexts are multiples of this number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FirstConfig:
-    """A first configuration that fits, as written by ``init``."""
+    """A first configuration that fits into memory, for ``init`` to write."""
 
     tree: Mapping[str, Any]
     """Sections of the configuration file, without settings that the planner has chosen."""
@@ -174,7 +174,7 @@ def with_settings(config: Config, settings: Settings) -> Config:
 
 
 def nearest(config: Config, shape: ModelShape) -> Found | None:
-    """Return the cheapest changes with which a run fits, or None. If the run fits already, the changes are empty.
+    """Return the cheapest changes with which a run fits (empty if it fits already), or None if no changes suffice.
 
     Up to eight times the configured workers are tried, but only if nothing fits on the configured workers.
     """
@@ -247,7 +247,7 @@ def leaner(
         config: The configuration to change.
         shape: The model's shape.
         more: Changes that all candidates include, such as more workers.
-        is_host_full: Whether offloaded state may move back to the device. None checks if the host exceeds its limit.
+        is_host_full: Whether offloaded state may move back to the device. None: only if the host exceeds its limit.
     """
     more = more or {}
     host_gib = config.memory.host_gib
@@ -278,7 +278,7 @@ def yaml_value(value: Any) -> str:
 
 
 def fits_with(config: Config, shape: ModelShape, settings: Settings) -> bool:
-    """Return whether all stages of a run fit with changed settings, and the changes are valid."""
+    """Return whether changes to the settings are valid and all stages of the run fit with these changes."""
     changed = with_settings(config, settings)
     fit = all(fits(own, configured_memory(own, shape)) for own in stage_configs(changed))
     return fit and is_allowed(config, changed)
@@ -484,7 +484,7 @@ def longest_context(config: Config, shape: ModelShape, *, above: int = 0) -> int
 
 
 def _bounds(config: Config, multiple: int) -> tuple[int, int]:
-    """Return the smallest and largest number of multiples for a run's context, which covers its stages' own."""
+    """Return bounds for the context in units of ``multiple``. The lower bound covers the contexts set by stages."""
     own = [stage.context_tokens for stage in config.stages]
     least = -(-max((tokens for tokens in own if tokens is not None), default=0) // multiple)
     # If each stage has its own, a longer context would change nothing.

@@ -13,7 +13,7 @@ from ray_ulysses.planner.flops import token_cost
 
 
 def ring_size(config: Config, shape: ModelShape, sp_size: int | None = None) -> int:
-    """Return the configured ring size, or the default if it is not configured or ``sp_size`` is another ``sp`` size."""
+    """Return the configured ring size, or the default if none is configured or ``sp_size`` differs from the setting."""
     size = sp_size or config.parallel.sp_size
     if config.parallel.ring_size is not None and size == config.parallel.sp_size:
         return config.parallel.ring_size
@@ -47,7 +47,7 @@ def allowed_sp(config: Config, shape: ModelShape) -> tuple[int, ...]:
 
 
 def pad_multiple(config: Config, shape: ModelShape) -> int:
-    """Return the number to a multiple of which rows are padded, so that every allowed ``sp`` size can shard them."""
+    """Return the number to whose multiples rows are padded, so that every allowed ``sp`` size can shard the rows."""
     return math.lcm(*(row_multiple(size, ring_size(config, shape, size)) for size in allowed_sp(config, shape)))
 
 
@@ -59,7 +59,7 @@ def fits_rows(config: Config, shape: ModelShape, multiple: int) -> bool:
 def plan_settings(config: Config, shape: ModelShape, settled: PlanSettings | None = None) -> PlanSettings:
     """Return the settings of a run's data plan.
 
-    ``settled`` are the stored settings of an existing run, from which padding and row costs are taken unchanged.
+    ``settled`` contains an existing run's stored settings, whose padding and row costs are used unchanged.
     """
     return PlanSettings(
         seed=config.run.seed,

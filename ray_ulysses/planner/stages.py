@@ -65,7 +65,7 @@ class Stage:
     def schedule_end(self, step: int) -> int:
         """Return the step at which the schedule ends, for a schedule without a horizon.
 
-        The result is the planned end at the time when ``step`` was trained, even if a branch changed the plan later.
+        The result is the end that was planned when ``step`` was trained, even if a branch changed the plan later.
         """
         is_shared = self.schedule == "schedule"
         return self.run_plan.run_end(step) if is_shared else self.plan.stage_end(step)

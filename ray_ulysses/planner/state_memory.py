@@ -21,12 +21,12 @@ of 5e8), and stage 3 does not free it between passes."""
 # Default of `sub_group_size` in DeepSpeed 0.19.8: stage 3 updates this many parameters at once, in complete tensors.
 _SUB_GROUP = 1_000_000_000
 NVME_SUB_GROUP, NVME_BUFFERS = 100_000_000, 4
-"""Number of elements that a rank swaps in from NVMe at once, and of buffers (weights, gradients, two moments)."""
+"""Number of elements that a rank swaps in from NVMe at once, and number of buffers (weight, gradient, two moments)."""
 _MOMENTS = 2
 PEER_COPIES = 2
-"""Number of nodes that store a rank's part of a state in peer memory: the rank's own node and a partner node."""
+"""Number of nodes that store a rank's part of a state in peer memory: the rank's node and a partner node."""
 PEER_STATES = 2
-"""Number of states in peer memory: the newest committed state, and the next state while it is written."""
+"""Number of states in peer memory: the newest committed state, and the next state while it is being written."""
 _BYTES_PER_S = GIB
 """Rate of copying, checksumming and sending a worker's part; measured at about one CPU second per GiB."""
 
@@ -40,9 +40,9 @@ class StateSharing:
     value_bytes: int
     """Number of bytes per weight in the model's precision."""
     offload: Literal["none", "cpu", "nvme"]
-    """Memory to which the optimizer state is offloaded."""
+    """Storage to which the optimizer state is offloaded."""
     host_buffers: int
-    """Copies of a rank's state from which checkpoints are written."""
+    """Number of host copies of a rank's state, from which checkpoints are written."""
     peer_memory: bool
     """Whether the newest state is also kept in peer memory."""
     offload_param: Literal["none", "cpu"]
@@ -144,7 +144,7 @@ def load_terms(
 ) -> tuple[MemoryTerm, ...]:
     """Return the memory terms of loading initial weights, on the host and on the device.
 
-    Only a start without a checkpoint takes this memory.
+    This memory is needed only if a run starts without a checkpoint.
     """
     count, value = shape.num_parameters, sharing.value_bytes
     if init == "pretrained":
@@ -216,7 +216,7 @@ def _gathered(shape: ModelShape, sharing: StateSharing) -> MemoryTerm:
 
 
 def _update(shape: ModelShape, sharing: StateSharing, *, has_device: bool) -> MemoryTerm:
-    """Return the memory term of the update's temporaries. Only stage 3 updates one sub-group at a time."""
+    """Return the memory term for the optimizer update's temporaries. Only stage 3 updates one sub-group at a time."""
     each, count, times = _each(shape, sharing), sharing.trained(shape), 1 if has_device else 2
     text = "the square root of the variance" + " and a copy of it" * (not has_device)
     if sharing.stage == 3:
@@ -251,9 +251,9 @@ class PeerMemoryFacts:
     """Cost of peer memory per worker, for the run's smallest number of workers."""
 
     kept_bytes: int
-    """Bytes of memory on the worker's node, for two nodes' copies of two states."""
+    """Memory per worker on a node in bytes, for two nodes' copies of two states."""
     sent_bytes: int
-    """Bytes that are sent over the network to the partner node per state."""
+    """Bytes sent over the network to the partner node per state."""
     save_s: float
     """Approximate seconds per save, concurrent with training. If steps take longer, every step is saved."""
     limit_gib: float | None

@@ -1,4 +1,4 @@
-"""Predicts the time of a step from its work and a device's rates, term by term, with arithmetic to check by hand.
+"""Predicts a step's time from its work and a device's rates, term by term, with arithmetic that can be checked by hand.
 
 The result is a prediction, not a measurement. Compute rates were fitted to sixteen measured steps on one H100
 (`benchmarks/results/step_gpu.md`, `recipe_gpu.md`); the predictions match these steps, and a step on an H200, within
@@ -34,7 +34,7 @@ class DeviceRates:
     memory: float
     """Memory bandwidth, in bytes per second."""
     link: float
-    """Bandwidth to another device of the node in one direction, in bytes per second."""
+    """Bandwidth to another device on the same node in one direction, in bytes per second."""
     host: float
     """Bandwidth between host and device in one direction, in bytes per second."""
 
@@ -73,7 +73,7 @@ _LAYER_BYTES_OF_HIDDEN, _LAYER_BYTES_OF_HEADS, _LAYER_BYTES_OF_MLP, _BYTES_OF_LO
 norms, 36 each, in fp32 inside; two sums, 6 each), of queries and keys (the rotation), and of the MLP's width (the
 activation and the product), counted from Transformers' modules in bf16; and bytes moved per logit in both passes."""
 _UPDATE_BYTES = 28
-"""Bytes per parameter that Adam's update moves: reads and writes of weight and moments, and a read of the gradient."""
+"""Bytes per parameter that Adam's update moves: it reads and writes the weight and moments, and reads the gradient."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -270,7 +270,7 @@ class _Parts:
         return TimeTerm(name="exchange of heads", seconds=size / link_bandwidth(self.config, ulysses), source=text)
 
     def ring(self, attention_s: float) -> TimeTerm:
-        """Return the time by which the ring's communication exceeds attention, with which it overlaps."""
+        """Return the time by which the ring's communication exceeds the overlapping attention."""
         ring, shape = self.layout.ring_size, self.shape
         # Keys and values circulate in bf16 in the forward and the backward; their gradients circulate in fp32.
         width = shape.num_kv_heads * (shape.head_dim + shape.value_dim)
@@ -279,7 +279,7 @@ class _Parts:
         return TimeTerm(name="ring", seconds=seconds, source=f"{size / GB:,.1f} GB per rank, overlapped with attention")
 
     def weights(self, compute_s: float) -> TimeTerm:
-        """Return the time by which gathering weights and reducing gradients exceed the compute they overlap with."""
+        """Return the time by which gathering weights and reducing gradients exceed the overlapping compute."""
         world, micro_batches = self.layout.world_size, self._micro_batches
         every, trained = (
             count * (world - 1) / world for count in (self.shape.num_parameters, self.shape.trained_parameters)
@@ -299,7 +299,7 @@ class _Parts:
         return TimeTerm(name="weights and gradients", seconds=seconds, source=text)
 
     def host_copies(self, compute_s: float) -> TimeTerm:
-        """Return the time by which copies between host and device exceed the pass they overlap with.
+        """Return the time by which copies between host and device exceed the overlapping pass.
 
         Copies in both directions run at full bandwidth at the same time.
         """
