@@ -86,7 +86,7 @@ def test_a_configuration_that_two_models_share_is_refused_by_name() -> None:
     model, other = LlamaForCausalLM(config), LlamaForCausalLM(config)
     apply_ulysses(apply_ulysses(model, ALONE), ALONE)
     with pytest.raises(
-        UserError, match=r"^apply_ulysses was not called on the model of this LlamaAttention, but the model's co"
+        UserError, match=r"^apply_ulysses was not called on this LlamaAttention's model, but the model's co"
     ):
         other(IDS)
     with pytest.raises(
