@@ -401,7 +401,7 @@ def check_model(path: str) -> Iterator[Check]:
 
 
 def _layers(result: ProbeResult) -> str:
-    """Describe the model's layers: the number with each kind of attention, and the number that carry state."""
+    """Describe the model's layers: the number with each kind of attention, and the number of recurrent layers."""
     kinds = Counter(
         f"in local spans of {layer.local_span:,} tokens" if layer.local_span
         else f"with a window of {layer.window:,} tokens" if layer.window
@@ -409,4 +409,4 @@ def _layers(result: ProbeResult) -> str:
         for layer in result.layers.values()
     )  # fmt: skip
     said = [f"{count} with attention {kind}" for kind, count in kinds.most_common()]
-    return ", ".join([*said, *([f"{len(result.mixers)} that carry state"] if result.mixers else [])])
+    return ", ".join([*said, *([f"{len(result.mixers)} recurrent"] if result.mixers else [])])

@@ -19,6 +19,7 @@ from ray_ulysses.tracking.events import AttemptStarted, Event, StepDone
 from ray_ulysses.tracking.history import read_history
 from tests.cluster.test_train_job import TIMEOUT_S, Command, check_against_unbroken, check_inspect, start
 from tests.distributed.run_case import make_config, make_corpus
+from tests.polling import wait_until
 from tests.result_table import ResultTable
 from tests.unit.tracking.journals import read_events
 
@@ -50,16 +51,6 @@ class Death:
     attempt: int
     time: float
     ended: bool
-
-
-def wait_for_death(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    """Wait until processes have ended; return those that have not. A parent may never collect a zombie."""
-    deadline = time.monotonic() + timeout_s
-    while alive := [one for one in processes if is_alive(one)]:
-        if time.monotonic() > deadline:
-            break
-        time.sleep(0.1)
-    return alive
 
 
 def is_alive(process: psutil.Process) -> bool:
@@ -170,7 +161,8 @@ class Chaos:
         if mark is None:
             # Before psutil collects the exit code of this child: Popen would take it for 0 then.
             self.command.process.wait(timeout=30)
-        assert wait_for_death(victims, timeout_s=30) == []
+        # A parent may never collect a zombie.
+        wait_until(lambda: not any(map(is_alive, victims)), f"the death of {victims}", timeout_s=30)
         self.wait_for(lambda: self.newest_attempt() > death.attempt)
         ended = self.command.process.poll() is not None
         self.deaths.append(replace(death, ended=ended))
@@ -178,8 +170,8 @@ class Chaos:
         if ended:
             assert self.command.process.returncode != 0, self.command.text
             # Agents of a raylet that was killed may live on for a while; what trains may not.
-            alive = wait_for_death([one for one in descendants if one in trainers], timeout_s=60)
-            assert alive == [], f"{alive} outlive the command that started them"
+            trained = [one for one in descendants if one in trainers]
+            wait_until(lambda: not any(map(is_alive, trained)), f"the end of {trained}", timeout_s=60)
             self.layout = self.random.choice(LAYOUTS)
             self.begin(400)
 

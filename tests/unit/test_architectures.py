@@ -39,6 +39,6 @@ def test_doctor_tells_what_can_be_trained_and_how(capsys: pytest.CaptureFixture[
     assert "gemma2 can be trained exactly" in text
     assert "1 with attention with a window of 6 tokens, 1 with attention over whole documents" in text
     assert "1, 2, 4 divide the 4 heads evenly" in text
-    assert "1 that carry state" in told(capsys, tmp_path / "qwen3_next", HYBRIDS["qwen3_next"](), 0)
+    assert "1 recurrent" in told(capsys, tmp_path / "qwen3_next", HYBRIDS["qwen3_next"](), 0)
     text = told(capsys, tmp_path / "gemma3", AutoConfig.for_model("gemma3"), 0)
     assert "gemma3_text can be trained exactly with model.part: text" in text

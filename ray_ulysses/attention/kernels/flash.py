@@ -206,7 +206,7 @@ def unknown_signature(functions: FlashFunctions) -> str | None:
         required = {name for name, is_required in parameters.items() if is_required}
         strange = sorted(required - names - optional - _UNUSED_ARGUMENTS)
         if lacking or strange:
-            return f"its functions lack {', '.join(lacking) or 'nothing'} and require {', '.join(strange) or 'no more'}"
+            return f"its signature differs (lacks: {', '.join(lacking) or '-'}; requires: {', '.join(strange) or '-'})"
     return None
 
 

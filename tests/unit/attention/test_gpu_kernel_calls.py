@@ -468,8 +468,8 @@ def test_an_unknown_signature_is_refused_with_the_argument() -> None:
 
     def demanding(q, k, v, softmax_scale, causal, window_size, softcap, sinks): ...
 
-    assert "lack softcap and" in str(unknown_signature(library(lacking, lacking)))
-    assert "and require sinks" in str(unknown_signature(library(demanding, demanding)))
+    assert "(lacks: softcap; " in str(unknown_signature(library(lacking, lacking)))
+    assert "; requires: sinks)" in str(unknown_signature(library(demanding, demanding)))
 
 
 def demand(**changes: Any) -> Demand:
