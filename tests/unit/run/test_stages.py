@@ -216,7 +216,7 @@ def test_at_a_border_the_next_stage_may_change(
     branch = prepared(changed, branch=True)
     # Another command continues the run while the branch is planned.
     at_step(5)
-    with pytest.raises(UserError, match="continued to step 5"):
+    with pytest.raises(UserError, match="advanced to step 5"):
         check_resume(branch)
     at_step(4)
     claim_run(prepared(changed, branch=True))
