@@ -24,7 +24,7 @@ _HOMES = {"load_parts": "load", "save_checkpoint": "save"}
 
 
 def __getattr__(name: str) -> object:
-    """Import the names that need torch on first use, so that listing checkpoints does not import torch."""
+    """Lazily import the names that need torch, so that listing checkpoints does not import torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'messenger')}"), name)

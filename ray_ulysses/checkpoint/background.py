@@ -1,4 +1,4 @@
-"""Background checkpoint writes: one thread per rank, with a process group separate from training's."""
+"""Background checkpoint writes: one thread per rank, with a process group that training does not use."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Saved:
     stall_s: float
     """Seconds for which the save blocked training on this rank."""
     save_s: float
-    """Seconds from the call of `BackgroundSaver.save` to the commit."""
+    """Seconds from the call to `BackgroundSaver.save` until the commit."""
 
 
 class BackgroundSaver:
@@ -48,8 +48,8 @@ class BackgroundSaver:
         attempt: Number of the current attempt.
         rank: Rank of this process.
         world_size: Number of ranks.
-        messenger: Connects the savers' threads. Its process group must not be used by anything else, because training
-            runs collectives at the same time.
+        messenger: Connects the saver threads of all ranks. Its process group must not be used for anything else,
+            because training runs collectives at the same time.
         staging: Host buffers for copies of the state.
         clock: Source of time.
         on_saved: Called on the saver's thread after each commit, before the next save starts.
@@ -126,23 +126,23 @@ class BackgroundSaver:
         timeout_s: float,
         obstacle: Callable[[], str | None] = lambda: None,
     ) -> float:
-        """Copy a state and save the copy in the background; returns when training may continue.
+        """Copy a state, queue the copy for a background save, and return when training may continue.
 
         If all buffers are in use, this call waits until a buffer is free.
 
         Args:
             step: Number of completed optimizer steps.
-            state: Live views of the state. On a GPU they must not change before `Staging.before_update`.
+            state: Live views of the state. On a GPU, the state must not change until `Staging.before_update` is called.
             meta: The training loop's part of the checkpoint.
             timeout_s: Longest wait for a free buffer, in seconds.
-            obstacle: Called on the saver's thread before this rank writes its shard. If it returns a reason, the save
-                fails with that reason on every rank.
+            obstacle: Called on the saver's thread before this rank writes its shard. If the function returns a reason,
+                the save fails with that reason on every rank.
 
         Returns:
             The duration of this call, in seconds.
 
         Raises:
-            CheckpointError: No buffer became free in time, because an earlier save has not finished.
+            CheckpointError: No buffer became free in time, or the host has too little memory for a buffer.
         """
         asked_at = self._clock.monotonic()
         if not self.wait_for_buffer(timeout_s):
@@ -158,7 +158,7 @@ class BackgroundSaver:
         return stall_s
 
     def prepare(self, task: Callable[[], None]) -> None:
-        """Run a task in the background that later saves depend on; if it raises, a failed save is recorded.
+        """Run a background task that later saves depend on; if the task raises, this counts as a failed save.
 
         `save` waits until the task has finished.
         """
@@ -167,17 +167,17 @@ class BackgroundSaver:
         self._calls.ask(partial(self._carry_out, task, None))
 
     def wait_for_buffer(self, timeout_s: float) -> bool:
-        """Wait until a buffer is free and no preparation task is left; return whether that happened in time."""
+        """Wait until a buffer is free and all preparation tasks have finished; return False on timeout."""
         with self._lock:
             is_prepared = self._lock.wait_for(lambda: self._preparing == 0, timeout=timeout_s)
         return is_prepared and self._staging.wait_for_buffer(timeout_s)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until all saves and preparation tasks have finished; return whether that happened in time."""
+        """Wait until all saves and preparation tasks have finished; return False on timeout."""
         return self._calls.wait(timeout_s)
 
     def close(self, timeout_s: float) -> bool:
-        """Finish all requests and stop the thread; return whether that happened in time."""
+        """Finish all queued saves and tasks, and stop the thread; return False on timeout."""
         self._calls.close()
         return self._calls.wait(timeout_s)
 

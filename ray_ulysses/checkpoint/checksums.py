@@ -1,8 +1,8 @@
 """Block checksums, which allow any byte range of a shard to be verified while it is read.
 
 A shard stores a 64-bit XXH3 checksum (https://xxhash.com) for each block of each interval. An interval's first block
-starts at the interval's first byte, and its last block may be short. A reader of a complete interval therefore needs no
-other bytes, and a reader of part of an interval reads at most two partial blocks in addition.
+starts at the interval's first byte, and its last block may be short. A reader of a complete interval therefore reads no
+other bytes, and a reader of part of an interval also reads the rest of that part's first and last blocks.
 """
 
 from __future__ import annotations

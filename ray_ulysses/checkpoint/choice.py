@@ -20,7 +20,7 @@ Depth = Literal["sizes", "content"]
 """Depth of an examination: file sizes only, or checksums of all bytes."""
 
 _MOST_LOOKS = 10
-"""Maximum number of listings if checkpoints are deleted while they are examined."""
+"""Maximum number of times that checkpoints are listed, in case some are deleted during the examination."""
 _MOST_THREADS = 16
 
 _Found = TypeVar("_Found")
@@ -73,12 +73,12 @@ def committed_in(keys: Iterable[str]) -> tuple[int, ...]:
 def for_each_step(steps: Iterable[int], look: Callable[[int], _Found]) -> list[_Found]:
     """Call `look` for each step and return the results in the same order.
 
-    The calls run in parallel, because each call waits for several requests if the store is an object store.
+    The calls run in parallel, because on an object store each call waits for several requests.
 
     Args:
         steps: Steps to examine.
-        look: Function of a step. It should not return the manifest itself: at a large world size a manifest takes tens
-            of megabytes, and a run may have a thousand manifests.
+        look: Function of a step. It should not return the manifest itself: at a large world size, a manifest occupies
+            tens of megabytes, and a run may have a thousand manifests.
     """
     with ThreadPoolExecutor(_MOST_THREADS, thread_name_prefix="ray-ulysses-steps") as threads:
         return list(threads.map(look, steps))
@@ -91,10 +91,10 @@ def newest_committed(
 
     Args:
         store: Checkpoint store.
-        depth: Depth of the examination. Only "content", which reads every byte, detects a flipped bit. After "sizes",
-            loading detects the flipped bit, and the caller must call this function again with the step in `unless`.
+        depth: Depth of the examination. Only "content", which reads every byte, detects a flipped bit. With "sizes", a
+            flipped bit is detected on load, and the caller must then call this function again with `unless`.
         unless: Steps to skip because they are known to be damaged.
-        lineage: The run's attempts, if they are not recorded in `store`.
+        lineage: The run's lineage; if None, it is read from `store`.
     """
     for _ in range(_MOST_LOOKS):
         whole, passed = None, []
@@ -109,7 +109,7 @@ def newest_committed(
         damaged = {damage.step for damage in passed if damage.kind == "damaged"}
         if not damaged or damaged.issubset(committed_steps(store)):
             break
-        # A damaged step that is no longer listed was deleted by retention, which only follows a newer commit.
+        # A damaged step is no longer listed: retention deleted it after a newer commit, so look again.
     return Choice(manifest=whole, damaged=tuple(passed))
 
 
@@ -141,7 +141,7 @@ def examine(store: Store, step: int, depth: Depth = "content", lineage: Lineage 
 
 
 def read_committed(store: Store, step: int) -> Manifest | Damage:
-    """Return the step's manifest if it is valid and its intervals cover the state; does not examine the shards."""
+    """Return the step's manifest if it is valid and covers the state, else a `Damage`; ignores the shard files."""
     try:
         manifest = read_manifest(store, step)
         manifest.check_cover()
@@ -158,9 +158,9 @@ def set_aside(store: Store, damage: Damage, *, attempt: int) -> None:
     """Remove a damaged checkpoint's manifest so that its step can be committed again.
 
     The manifest and the reason are stored in ``set-aside-<attempt>.json`` in the step's folder. The shards stay until
-    retention deletes them after the next commit. Nothing is changed if the checkpoint is only unreadable, was written
-    by another version of ray-ulysses, or has been committed by another attempt since the examination; once the current
-    attempt has recorded its start, such a checkpoint is no longer part of the run. Only the process that holds the
+    retention deletes them after the next commit. Nothing is changed if the checkpoint is only unreadable, if another
+    version of ray-ulysses wrote it, or if another attempt has committed the step since the examination. Such a
+    checkpoint stops being part of the run when the current attempt records its start. Only the process that holds the
     run's claim may call this function.
 
     Args:

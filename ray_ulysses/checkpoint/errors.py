@@ -1,4 +1,4 @@
-"""Checkpoint errors, with one class per reaction of the caller."""
+"""Checkpoint errors, with a separate class for each case that callers handle differently."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ class CheckpointError(RunError):
     """A checkpoint could not be saved or loaded; every rank raises the same message."""
 
     reason: str | None = None
-    """Why the save failed, without the advice about storage, which does not apply to peer memory."""
+    """Reason for the failure, without the message's advice about storage, which does not apply to peer memory."""
 
 
 class DamagedCheckpointError(CheckpointError):

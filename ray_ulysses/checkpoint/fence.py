@@ -1,6 +1,6 @@
 """Fencing of attempts: late writes of a dead attempt are never loaded, and a dead attempt never deletes anything.
 
-An attempt creates ``attempts/0003.claimed`` before it looks for a checkpoint, and ``attempts/0003.from-00000010`` once
+Attempt 3 creates ``attempts/0003.claimed`` before it looks for a checkpoint, and ``attempts/0003.from-00000010`` once
 it has chosen the checkpoint of step 10. Both files are created atomically and never deleted, and only their names
 matter. If a later attempt started from step 10, checkpoints of earlier attempts beyond step 10 are not part of the
 run, no matter when they were committed.
@@ -18,7 +18,7 @@ from ray_ulysses.storage.store import create_if_absent
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lineage:
-    """The attempts of a run and the steps that they started from."""
+    """The attempts of a run and the steps from which they started."""
 
     newest_attempt: int
     """Largest claimed attempt number, or 0 if no attempt was claimed."""
@@ -31,7 +31,7 @@ class Lineage:
 
 
 def lineage_of(keys: Iterable[str]) -> Lineage:
-    """Return the lineage that the attempts' files record; ignores other keys."""
+    """Return the lineage that the attempt files among `keys` record; other keys are ignored."""
     newest = 0
     started: dict[int, int] = {}
     for key in keys:
@@ -41,7 +41,7 @@ def lineage_of(keys: Iterable[str]) -> Lineage:
             newest = max(newest, attempt)
             if match["step"] is not None:
                 step = int(match["step"])
-                # An attempt starts once. If there are two files all the same, the smaller step is safer.
+                # An attempt starts only once. If two start files exist anyway, the smaller step is safer.
                 started[attempt] = min(step, started.get(attempt, step))
     return Lineage(newest_attempt=newest, started_from=started)
 
@@ -52,10 +52,10 @@ def read_lineage(store: Store) -> Lineage:
 
 
 def claim_attempt(store: Store, attempt: int) -> bool:
-    """Claim an attempt number, before the attempt looks for a checkpoint; only one rank calls this function.
+    """Claim an attempt number; one rank calls this function before the attempt looks for a checkpoint.
 
     Returns:
-        Whether the number was free.
+        True if the number was free, False if it was already claimed.
 
     Raises:
         OSError: The store is not writable.
@@ -64,7 +64,7 @@ def claim_attempt(store: Store, attempt: int) -> bool:
 
 
 def start_attempt(store: Store, attempt: int, step: int) -> None:
-    """Record the step from which an attempt starts, before training; only one rank calls this function.
+    """Record the step from which an attempt starts; one rank calls this function before training starts.
 
     Raises:
         OSError: The store is not writable.
@@ -73,5 +73,5 @@ def start_attempt(store: Store, attempt: int, step: int) -> None:
 
 
 def is_overtaken(store: Store, attempt: int) -> bool:
-    """Return whether a newer attempt was claimed, in which case `attempt` must neither commit nor delete."""
+    """Return whether a newer attempt has been claimed, in which case `attempt` must neither commit nor delete."""
     return read_lineage(store).newest_attempt > attempt

@@ -1,4 +1,4 @@
-"""Arithmetic on intervals of flattened tensors: sharding, coverage, and the reads for another world size.
+"""Arithmetic on intervals of flattened tensors: sharding, coverage, and reads at another world size.
 
 All functions are pure. Tensors are flattened without padding. Each rank owns a half-open interval [start, stop) of a
 tensor, and a checkpoint is a set of intervals that covers every tensor exactly once. To load at another world size, a
@@ -16,8 +16,8 @@ from typing import NamedTuple
 class Interval(NamedTuple):
     """Elements [start, stop) of a flattened tensor.
 
-    This is a tuple because a large world size has hundreds of thousands of intervals, and a frozen dataclass takes five
-    times as long to create.
+    This is a tuple because at a large world size there are hundreds of thousands of intervals, and creating a frozen
+    dataclass takes five times as long.
     """
 
     key: str
@@ -39,7 +39,7 @@ class Read:
 
 
 class CoverError(ValueError):
-    """Some elements of a tensor are missing or stored twice."""
+    """The stored tensors do not match the state: elements are missing or stored twice, or a key or dtype differs."""
 
 
 def partition(num_elements: int, world_size: int, rank: int) -> tuple[int, int]:

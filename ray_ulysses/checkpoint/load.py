@@ -38,7 +38,7 @@ from ray_ulysses.storage.store import StoredFile
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadRange:
-    """Complete blocks of a stored interval to read, and the bytes within them that fill a part."""
+    """A range of complete blocks to read from a stored interval, and the bytes in it to copy into a part."""
 
     stored: StoredInterval
     start: int
@@ -48,11 +48,11 @@ class ReadRange:
     wanted: int
     """Index of the part to fill."""
     first: int
-    """Byte offset in the interval of the first byte to copy."""
+    """Byte offset in the interval at which the copy starts."""
     last: int
     """Byte offset in the interval at which the copy ends, exclusive."""
     target: int
-    """Byte offset in the part at which the copied bytes are placed."""
+    """Byte offset in the part at which the copied bytes start."""
 
     @property
     def is_exact(self) -> bool:
@@ -69,7 +69,7 @@ class Batch:
     """Byte offset in the file."""
     num_bytes: int
     ranges: tuple[ReadRange, ...]
-    """Ranges that the batch consists of, in file order."""
+    """Ranges in the batch, in file order."""
 
 
 def plan_batches(
@@ -114,7 +114,7 @@ def _ranges(read: Read, stored: StoredInterval, part_start: int) -> Iterator[Rea
 
 
 def _joins(held: Sequence[ReadRange], read_range: ReadRange) -> bool:
-    """Return whether the range directly follows the last held range and the batch stays within `CHUNK_BYTES`."""
+    """Return whether the range directly follows the last range in `held` and the batch stays within `CHUNK_BYTES`."""
     if not held:
         return False
     end = held[-1].stored.offset + held[-1].stop
@@ -139,8 +139,8 @@ def load_parts(
 ) -> int:
     """Fill this rank's parts in place from a committed checkpoint.
 
-    Blocks that contain requested elements are read in parallel, and each block is verified against its checksum. If
-    `messenger` is given, all of its ranks must call this function.
+    Blocks that contain requested elements are read in parallel and verified against their checksums. After an error,
+    some parts may already be overwritten. If `messenger` is given, all of its ranks must call this function.
 
     Args:
         store: The run's store.
@@ -154,7 +154,7 @@ def load_parts(
     Raises:
         DamagedCheckpointError: A file is missing or damaged.
         UnreadableCheckpointError: The storage returned an error, which may be temporary.
-        CheckpointError: An element is not stored, or a dtype differs. Some parts may already be overwritten.
+        CheckpointError: An element is not stored, or a dtype differs.
     """
     return _together(messenger, manifest.step, lambda: _load(store, manifest, parts))
 
@@ -168,14 +168,14 @@ def verify_rest(
     world_size: int = 1,
     messenger: RankMessenger | None = None,
 ) -> int:
-    """Verify the headers, and the tensors that no rank loaded; all ranks must call this function.
+    """Verify the shard headers and the tensors that no rank loaded; all ranks must call this function.
 
-    Each rank reads an equal share of the bytes.
+    Each rank reads about the same number of bytes.
 
     Args:
         store: The run's store.
         manifest: Manifest of the checkpoint.
-        loaded: Keys of the tensors that this rank loaded its part of. The ranks' parts together cover these tensors.
+        loaded: Keys of the tensors of which this rank loaded its part. The parts of all ranks cover these tensors.
         rank: Rank of this process.
         world_size: Number of ranks.
         messenger: Connects the ranks, so that all ranks raise if one fails.
@@ -188,7 +188,7 @@ def verify_rest(
         UnreadableCheckpointError: The storage returned an error, which may be temporary.
     """
     messenger = messenger if messenger is not None else SingleRankMessenger()
-    # One bit per key, because the keys themselves would take many megabytes at a large world size.
+    # One bit per key, because the keys themselves would take up many megabytes at a large world size.
     bits = {key: 1 << number for number, key in enumerate(manifest.state.tensors)}
     gathered = messenger.gather(sum(bits.get(key, 0) for key in set(loaded)))
     known = messenger.broadcast(None if gathered is None else reduce(or_, gathered))
@@ -217,7 +217,7 @@ def _whole_intervals(manifest: Manifest, keys: frozenset[str]) -> list[Batch]:
 
 
 def _share(batches: Sequence[Batch], rank: int, world_size: int) -> list[Batch]:
-    """Return the rank's contiguous share of the batches; shares have about the same number of bytes."""
+    """Return the rank's contiguous share of the batches; all shares have about the same number of bytes."""
     ends = list(accumulate(batch.num_bytes for batch in batches))
     total = ends[-1] if ends else 0
     return [
@@ -264,7 +264,7 @@ def _load(store: Store, manifest: Manifest, parts: Sequence[TensorPart]) -> int:
     stored = [(shard, entry) for shard in manifest.shards for entry in shard.intervals]
     reads = plan_reads([part.interval for part in parts], [entry.interval for _, entry in stored])
     batches = plan_batches(reads, stored, [part.start for part in parts])
-    # Parts are either on the host or on this rank's only device.
+    # Each part is on the host or on this rank's accelerator.
     device = max((part.tensor.device for part in parts), key=lambda one: one.type != "cpu", default=torch.device("cpu"))
     with _Reader(store, step_folder(manifest.step), batches, device) as reader:
         for batch, job in [(batch, reader.submit(batch, parts)) for batch in batches]:

@@ -54,7 +54,7 @@ class CheckpointMeta:
     """The training loop's part of a checkpoint, stored in addition to the model's state."""
 
     sp_size: Positive
-    """Number of ranks that shared a row. A checkpoint loads at any `sp_size`, `ring_size` and `zero_stage`."""
+    """Number of ranks that shared a row. Checkpoints can be loaded at any `sp_size`, `ring_size` and `zero_stage`."""
     cursor: Free
     """Position in the data, serialized by `data.cursor`."""
     digest: DigestText
@@ -68,14 +68,14 @@ class CheckpointMeta:
     ring_size: Positive = 1
     zero_stage: Annotated[int, Field(strict=True, ge=0, lt=4)] = 3
     metrics: Mapping[str, Annotated[float, Field(strict=True)]] = field(default_factory=dict)
-    """Metrics of the last step, such as ``loss`` and ``eval_loss``, by which retention finds the best checkpoints."""
+    """Metrics of the last step, such as ``loss`` and ``eval_loss``, which determine the best checkpoints to retain."""
     reason: Text = ""
     """Trigger of the save: ``steps``, ``minutes``, ``request`` and so on."""
     written_at: Seconds = 0.0
     """Time at which the state was copied, in seconds since the Unix epoch."""
     run: Text = ""
     extra: Free = field(default_factory=dict)
-    """Other JSON values that the training loop needs to resume."""
+    """Other JSON values that the training loop needs in order to resume."""
 
     @property
     def stage(self) -> str:
@@ -147,7 +147,7 @@ class Manifest:
             },
             "counters": dict(self.state.counters),
         }
-        # Convert to JSON types, such as tuples to lists, because the validation below expects parsed JSON.
+        # Convert the values to JSON types (tuples to lists), because the validation below expects parsed JSON.
         head = json.loads(json.dumps(head))
         try:
             # A manifest that fails validation on load must not be committed.
@@ -208,7 +208,7 @@ class _Version:
 
 
 def _read(content: bytes, take: Callable[[Mapping[str, Any]], _Taken]) -> _Taken:
-    """Verify the checksum and version of a manifest file, and return the result of `take` for its fields."""
+    """Verify a manifest file's checksum and version, and return the result of calling `take` on its fields."""
     try:
         values = json.loads(content)
         is_whole_file = isinstance(values, dict) and _has_checksum(content)
@@ -231,7 +231,7 @@ def _read(content: bytes, take: Callable[[Mapping[str, Any]], _Taken]) -> _Taken
 def _manifest_of(values: Mapping[str, Any]) -> Manifest:
     ref, meta = _facts_of(values)
     state, folder = _state_from_json(values), attempt_folder(ref.attempt)
-    # Computed once per tensor, because a large world size has hundreds of thousands of intervals.
+    # Computed once per tensor, because at a large world size there are hundreds of thousands of intervals.
     sizes = {key: (spec.num_elements, spec.item_bytes) for key, spec in state.tensors.items()}
     shards, files = [], set[str]()
     for number, stored in enumerate(checked(adapter(_Shards), values).shards):
@@ -267,7 +267,7 @@ def read_manifest(store: Store, step: int) -> Manifest:
 
 
 def read_facts(store: Store, step: int) -> tuple[CheckpointRef, CheckpointMeta]:
-    """Read a committed step's manifest, skipping the validation of the state and shards, which is slow.
+    """Read a committed step's identity and metadata, without the slow validation of the state and shards.
 
     Raises:
         ManifestError: The manifest is missing, damaged, or from another version of ray-ulysses.
@@ -302,7 +302,7 @@ def _meta_from_json(values: Mapping[str, Any]) -> CheckpointMeta:
 
 
 def _encode(head: Mapping[str, Any], shards: Sequence[ShardEntry]) -> bytes:
-    """Serialize the fields in `head` and the shards to a manifest file."""
+    """Serialize the fields in `head` and the shards to the content of a manifest file."""
     # One encoder call per shard: at a large world size, a single call would hold the GIL for seconds and block the
     # training loop in another thread.
     pieces = [_ENCODER.encode(head)[:-1].encode(), b',"shards":[']
@@ -317,7 +317,7 @@ def _encode(head: Mapping[str, Any], shards: Sequence[ShardEntry]) -> bytes:
 
 
 def _has_checksum(content: bytes) -> bool:
-    """Return whether the checksum matches the exact bytes that `_encode` wrote."""
+    """Return whether the checksum at the start of the file, written by `_encode`, matches the remaining content."""
     beginning = _BEGINNING.match(content)
     if beginning is None or not content.endswith(b"}\n"):
         return False
@@ -353,8 +353,8 @@ def _state_from_json(values: Mapping[str, Any]) -> StateDescription:
 
 
 def _shard_to_json(shard: ShardEntry) -> dict[str, Any]:
-    # Lists are smaller than objects: a large world size has hundreds of thousands of intervals. Byte offsets are
-    # computed from the interval sizes.
+    # Lists, because they are smaller than objects and there may be hundreds of thousands of intervals. Byte offsets are
+    # not stored, because they follow from the sizes of the intervals.
     rows = [[stored.interval.key, stored.interval.start, stored.interval.stop] for stored in shard.intervals]
     return {
         "file": shard.file,
@@ -392,7 +392,7 @@ def _entry(shard: _Shard, place: str, folder: str, sizes: Mapping[str, tuple[int
 
 
 def _intervals(shard: _Shard, place: str, sizes: Mapping[str, tuple[int, int]]) -> list[tuple[Interval, int]]:
-    """Return each interval of a shard with its size in bytes; refuse unknown tensors, bad bounds and duplicates."""
+    """Return each interval of a shard with its size in bytes; reject unknown tensors, bad bounds and duplicates."""
     found, seen = [], set()
     for number, (key, start, stop) in enumerate(shard.intervals):
         size = sizes.get(key)

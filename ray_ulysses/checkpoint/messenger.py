@@ -11,11 +11,11 @@ class RankMessenger(Protocol):
     """Collectives for small Python values; all ranks must call the same methods in the same order."""
 
     def gather(self, value: Any) -> list[Any] | None:
-        """Return the values of all ranks on rank 0, and None on the other ranks."""
+        """Gather a value from each rank; return the values in rank order on rank 0, and None on the other ranks."""
         ...
 
     def broadcast(self, value: Any) -> Any:
-        """Return rank 0's value on every rank."""
+        """Send rank 0's value to all ranks, and return that value."""
         ...
 
 
@@ -23,22 +23,22 @@ class TorchRankMessenger:
     """Messenger over a `torch.distributed` process group.
 
     Args:
-        group: Gloo group of all ranks, or None for the default group. Do not pass the group of training's collectives
-            if messages and these collectives can overlap.
+        group: Gloo group of all ranks, or None for the default group. Do not pass a group that training uses if
+            messages can overlap with training's collectives.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
 
     def gather(self, value: Any) -> list[Any] | None:
-        """Return the values of all ranks on rank 0, and None on the other ranks."""
+        """Gather a value from each rank; return the values in rank order on rank 0, and None on the other ranks."""
         world_size = dist.get_world_size(self._group)
         values = [None] * world_size if dist.get_rank(self._group) == 0 else None
         dist.gather_object(value, values, group=self._group, group_dst=0)
         return values
 
     def broadcast(self, value: Any) -> Any:
-        """Return rank 0's value on every rank."""
+        """Send rank 0's value to all ranks, and return that value."""
         box = [value]
         dist.broadcast_object_list(box, group=self._group, group_src=0)
         return box[0]
@@ -57,7 +57,7 @@ class SingleRankMessenger:
 
 
 def agree(messenger: RankMessenger, problem: str | None) -> str | None:
-    """Return the problems of all ranks as one text on every rank, or None if no rank has a problem.
+    """Combine the problems of all ranks into one text and return it on every rank, or None if there are none.
 
     All ranks must call this function, so that a failed rank does not leave the others waiting in a collective.
 
@@ -71,7 +71,7 @@ def agree(messenger: RankMessenger, problem: str | None) -> str | None:
 
 
 def join_problems(problems: list[str | None]) -> str | None:
-    """Return one text with the problem of each failed rank, or None if no rank has a problem."""
+    """Return one text with the problems of up to 8 failed ranks, or None if no rank has a problem."""
     said = [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem is not None]
     shown = said[:8] + [f"and {len(said) - 8} more ranks"] * (len(said) > 8)
     return "; ".join(shown) or None

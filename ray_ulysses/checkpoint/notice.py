@@ -1,4 +1,4 @@
-"""Decision whether a preemption notice makes a checkpoint due after a step."""
+"""Decides whether a preemption notice makes a checkpoint due after a step."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class NoticedSave:
     taken_at: float
     """Time at which the state was copied, in seconds of the monotonic clock."""
     took_s: float | None = None
-    """Seconds from `taken_at` to the commit, or None while the checkpoint is not committed."""
+    """Seconds from `taken_at` to the commit, or None until the checkpoint is committed."""
 
 
 def notice_asks(last: NoticedSave | None, *, left_s: float | None, now: float, step_s: float) -> bool:
     """Return whether a pending preemption notice makes a checkpoint due after this step.
 
-    The first checkpoint is due immediately. Another checkpoint is due if the time since the last commit is at least as
-    long as the last save took, but no less than `LEAST_PAUSE_S`. The last checkpoint is due when a save after the next
-    step might miss the deadline.
+    The first checkpoint is due immediately. Another checkpoint is due once the time since the last commit reaches the
+    duration of the last save and is at least `LEAST_PAUSE_S`. A final checkpoint is due if a save after the next step
+    might miss the deadline.
 
     Args:
         last: Latest save for this notice or an earlier notice, ignoring failed saves, or None.

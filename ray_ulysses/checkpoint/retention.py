@@ -1,4 +1,4 @@
-"""Retention: selects the checkpoints to keep, and deletes other checkpoints and the remains of failed saves."""
+"""Retention: selects the checkpoints to keep, and deletes all others and the remains of failed saves."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class KeepRules:
     every_steps: int | None = None
     """Keep every checkpoint whose step is a multiple of this number; None disables the rule."""
     best: int = 0
-    """Number of checkpoints with the lowest `best_metric` to keep for each stage and evaluation data."""
+    """Number of checkpoints with the lowest `best_metric` to keep for each pair of stage and evaluation data."""
     best_metric: str = "eval_loss"
     """``eval_loss`` or ``loss``."""
 
@@ -75,12 +75,12 @@ def steps_to_delete(committed: Mapping[int, Committed], *, newest: int, rules: K
     if newest not in committed:
         raise ValueError(f"step {newest} is not committed, so no other checkpoint may be deleted")
     kept = keep_reasons(committed, newest=newest, rules=rules)
-    # A rule might apply to a checkpoint whose manifest can't be read.
+    # A checkpoint whose manifest can't be read is kept, because a rule might apply to it.
     return tuple(sorted(step for step in committed if step not in kept and committed[step].attempt is not None))
 
 
 def keep_reasons(committed: Mapping[int, Committed], *, newest: int, rules: KeepRules) -> dict[int, tuple[str, ...]]:
-    """Return a short description of the rules that keep each step; omits steps that no rule keeps."""
+    """Return short descriptions of the rules that keep each step; omits steps that no rule keeps."""
     older = sorted(step for step in committed if step <= newest)
     reasons: dict[int, list[str]] = {step: ["beyond the newest"] for step in committed if step > newest}
     for step in older[-rules.last :]:
@@ -96,8 +96,8 @@ def keep_reasons(committed: Mapping[int, Committed], *, newest: int, rules: Keep
 def best_steps(committed: Mapping[int, Committed], steps: Iterable[int], metric: str, num_steps: int) -> list[int]:
     """Return up to `num_steps` steps with the lowest metric per `Committed.group`, best first; ties favor later steps.
 
-    Losses are not comparable between stages, because contexts and corpora differ, or across a branch that changed the
-    held-out documents.
+    Losses are not comparable between stages, because context lengths and corpora differ, or before and after a branch
+    that changed the held-out documents.
     """
     of_groups: dict[tuple[str, str], list[tuple[float, int]]] = {}
     for step in steps:
@@ -134,7 +134,7 @@ def leftovers(
 
 
 class Retention:
-    """Deletes checkpoints that are no longer needed; only one rank uses it, without concurrent calls.
+    """Deletes checkpoints that are no longer needed; used by one rank only, without concurrent calls.
 
     Args:
         store: The run's store.
@@ -144,7 +144,7 @@ class Retention:
     def __init__(self, store: Store, rules: KeepRules) -> None:
         self._store = store
         self._rules = rules
-        # A manifest does not change, and takes a while to read at a large world size.
+        # Cached because manifests do not change, and reading one takes a while at a large world size.
         self._known: dict[int, Committed] = {}
         # Keys under the checkpoint folder, or None if they must be listed; listing a thousand steps takes seconds.
         self._keys: frozenset[str] | None = None
@@ -166,7 +166,7 @@ class Retention:
             OSError: A deletion failed; the next call tries again.
         """
         store = self._store
-        # If this call fails, the next one must list everything: an incremental listing would miss this step's keys.
+        # If this call fails, the next call must list everything: an incremental listing would miss this step's keys.
         known, self._keys = self._keys, None
         lineage = read_lineage(store)
         if lineage.newest_attempt > newest.attempt:
@@ -196,7 +196,7 @@ class Retention:
         return deleted
 
     def _delete(self, folder: str) -> None:
-        """Delete a folder, or only the run's own files if the folder contains files from elsewhere."""
+        """Delete a folder, or only the run's files in it if the folder also contains other files."""
         keys = self._store.list(folder)
         own = [key for key in keys if _is_own(key)]
         if len(own) == len(keys):
@@ -216,7 +216,7 @@ class Retention:
         return frozenset((*(known or ()), *(f"{match['folder']}/" if match else key for key, match in matches)))
 
     def _committed(self, newest: CheckpointRef, steps: Iterable[int]) -> dict[int, Committed]:
-        """Return the manifest fields of the committed steps; reads only new manifests and that of `newest`."""
+        """Return the manifest fields of the committed steps; reads only new manifests and the manifest of `newest`."""
         self._known.pop(newest.step, None)
         unknown = [step for step in steps if step not in self._known]
         read = for_each_step(unknown, lambda step: read_committed_facts(self._store, step))
@@ -235,7 +235,7 @@ def read_committed_facts(store: Store, step: int) -> Committed | None:
 
 
 def _is_own(key: str) -> bool:
-    """Return whether a key under the checkpoint folder has the form of a file that a run writes."""
+    """Return whether a key under the checkpoint folder matches the pattern of a file that a run writes."""
     found = CHECKPOINT_KEY.match(key)
     name = "" if found is None else found["name"]
     return SHARD_KEY.match(key) is not None or name == MANIFEST_FILE or NOTE_NAME.match(name) is not None
@@ -248,7 +248,7 @@ def _is_alive(lineage: Lineage, step: int, found: Committed) -> bool:
 def nameable(store: Store) -> dict[int, Committed]:
     """Return the committed checkpoints that a reference such as ``latest`` can resolve to, by ascending step.
 
-    Checkpoints that a dead attempt committed late are excluded. Checkpoints with a damaged, foreign or unreadable
+    Superseded checkpoints (see `Damage.kind`) are excluded. Checkpoints with a damaged, foreign or unreadable
     manifest are included, without an attempt or metrics, so that a reference fails instead of resolving to an older
     checkpoint.
     """
@@ -262,15 +262,15 @@ def nameable(store: Store) -> dict[int, Committed]:
 
 
 def unreadable(committed: Mapping[int, Committed]) -> tuple[int, ...]:
-    """Return the steps whose metrics are unknown, in ascending order; any of these may be the best checkpoint."""
+    """Return the steps whose metrics are unknown, in ascending order; any of these steps might be the best."""
     return tuple(sorted(step for step, found in committed.items() if found.attempt is None))
 
 
 def best_of(committed: Mapping[int, Committed]) -> int | None:
     """Return the step with the lowest evaluation loss, or training loss if no step was evaluated, or None.
 
-    Only the newest checkpoint's stage and data are considered, because other losses are not comparable. Steps that
-    `unreadable` returns are skipped, and the caller must report them.
+    Only checkpoints in the newest checkpoint's `Committed.group` are considered, because other losses are not
+    comparable. Steps that `unreadable` returns are skipped, and the caller must report them.
     """
     known = {step: found for step, found in committed.items() if found.attempt is not None}
     if not known:

@@ -44,14 +44,14 @@ def save_checkpoint(
         state: This rank's parts. Rank 0's description is stored.
         meta: The training loop's part of the checkpoint. Rank 0's value is stored.
         messenger: Connects the ranks.
-        retry: Number of earlier tries of this step by this attempt; makes shard names unique.
-        obstacle: Reason why this rank must not save; if set, every rank raises an error with the reason.
+        retry: Number of earlier saves of this step in this attempt; makes shard names unique.
+        obstacle: Reason why this rank must not save; if set, every rank raises an error with this reason.
         read_back: Whether to read and verify the shard after writing; not needed if the store verifies writes.
 
     Raises:
         FencedError: A newer attempt has started.
-        CheckpointError: A rank could not write its shard, or another attempt has committed the step. All ranks raise
-            the same message, nothing is committed, and earlier checkpoints are intact.
+        CheckpointError: A shard or the manifest could not be written, or another attempt has committed the step. All
+            ranks raise the same message, and earlier checkpoints are intact.
     """
     shard, problem, cause = None, obstacle, None
     if obstacle is None:
@@ -109,10 +109,10 @@ class _Outcome:
     """The result of a commit."""
 
     problem: str | None = None
-    """Reason of the failure, or None if the step is committed."""
+    """Reason for the failure, or None if the step is committed."""
     cause: Exception | None = None
     is_unused: bool = False
-    """Whether no manifest can refer to this try's shards; False if the outcome of the commit is unknown."""
+    """Whether no manifest can refer to the shards of this save; False if the outcome of the commit is unknown."""
 
 
 def _commit(store: Store, manifest: Manifest) -> _Outcome:
@@ -144,7 +144,7 @@ def _commit(store: Store, manifest: Manifest) -> _Outcome:
 
 
 def _is_own(store: Store, manifest: Manifest) -> bool:
-    """Return whether an earlier try of this attempt committed the step although the store's response was lost."""
+    """Return whether an earlier save in this attempt committed the step although the store's response was lost."""
     try:
         found = examine(store, manifest.step, "sizes")
     except OSError:

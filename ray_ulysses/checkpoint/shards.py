@@ -67,7 +67,7 @@ class ShardEntry:
 
 
 def place_intervals(intervals: Sequence[tuple[Interval, int]], header_bytes: int) -> tuple[StoredInterval, ...]:
-    """Return the positions in the file of intervals with the given sizes in bytes, stored after the header."""
+    """Return the positions of consecutive intervals after the header, given each interval with its size in bytes."""
     sizes = [size for _, size in intervals]
     offsets = accumulate(sizes, initial=header_bytes)
     blocks = accumulate((num_blocks(size) for size in sizes), initial=0)
@@ -203,7 +203,7 @@ def check_blocks(entry: ShardEntry, stored: StoredInterval, sums: bytes, content
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a tensor, without copying a contiguous tensor in host memory."""
+    """Return the bytes of a tensor; a contiguous tensor in host memory is not copied."""
     import torch
 
     flat = tensor.detach().to("cpu").contiguous().view(torch.uint8)
@@ -237,7 +237,7 @@ def safetensors_header(
 
 @lru_cache(maxsize=4)
 def _layout(held: tuple[tuple[str, int, int, torch.dtype], ...]) -> tuple[bytes, tuple[StoredInterval, ...]]:
-    """Return a shard's header and the positions of its intervals; cached, because all of a rank's shards share them.
+    """Return a shard's header and the positions of its intervals; cached, because all of a rank's shards are alike.
 
     Args:
         held: Key, start, number of elements and dtype of each interval.

@@ -64,11 +64,11 @@ class Staging:
     """Pool of host buffers for copies of the state; one thread stages states, another releases buffers.
 
     Args:
-        num_buffers: Maximum number of staged states. If 0, the state is not copied, and the caller must not change it
-            until its buffer is released.
+        num_buffers: Maximum number of staged states. If 0, a state in memory is not copied, and the caller must not
+            change the state until its buffer is released.
         device: Device of the state, also available as an attribute.
-        lend: Allocates memory of a given size that the store may keep. If None, buffers use private memory. If set, the
-            caller must check `is_ready` and call `reserve` before `stage`.
+        lend: Function that allocates a buffer of a given size in bytes that the store may keep. If None, buffers use
+            private memory. If set, the caller must check `is_ready` and call `reserve` before `stage`.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Staging:
             return any(self._is_writable(number) and self._buffers[number] is not None for number in self._free)
 
     def wait_for_buffer(self, timeout_s: float) -> bool:
-        """Wait until a buffer is free; return whether that happened in time."""
+        """Wait until a buffer is free; return False on timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: self._next() is not None, timeout=timeout_s)
 
@@ -122,7 +122,7 @@ class Staging:
             part.tensor.zero_()
 
     def stage(self, source: StateSource) -> StagedState:
-        """Copy a state into a free buffer; returns without waiting for GPU copies.
+        """Copy a state into a free buffer, without waiting for GPU copies.
 
         On a GPU, call `before_update` before the state changes.
         """
@@ -169,7 +169,7 @@ class Staging:
         return min(writable, key=lambda number: self._buffers[number] is None, default=None)
 
     def _is_writable(self, number: int) -> bool:
-        """Return whether a free buffer may be overwritten or allocated; a lost buffer is dropped first."""
+        """Return whether a free buffer may be overwritten or allocated; drops the buffer's memory if it is lost."""
         lent = self._lent.get(number)
         if lent is None or lent.is_returned:
             return True
@@ -210,7 +210,7 @@ class Staging:
         known = self._parts.get(number)
         if known is not None and known[0] == intervals:
             return known[1]
-        # Parts of the same dtype are contiguous, so that they can be lent as one range.
+        # Consecutive parts of the same dtype have no gap between them, so that they can be lent as one range.
         offsets, size = [], 0
         for held in intervals:
             item_bytes = held.dtype.itemsize

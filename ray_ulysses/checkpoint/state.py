@@ -72,25 +72,25 @@ class TensorSpec:
 class StateDescription:
     """Description of a training state, identical on every rank and at every world size.
 
-    It is stored in the checkpoint manifest.
+    The checkpoint manifest contains this description.
     """
 
     tensors: Mapping[str, TensorSpec]
     """Shape and dtype of each stored tensor, by key."""
     tied: Mapping[str, str] = field(default_factory=dict)
-    """Tied parameter names, mapped to the name that is stored."""
+    """Name of each tied parameter that is not stored, mapped to the name of its stored counterpart."""
     optimizer_step: int = 0
     """Number of optimizer steps, or 0 if the optimizer has no state yet."""
     groups: tuple[Mapping[str, Any], ...] = ()
     """Hyperparameters of each optimizer group; empty if the engine's own hyperparameters apply."""
     group_of: Mapping[str, int] = field(default_factory=dict)
-    """Index in `groups` of each trainable parameter, by parameter name."""
+    """Index in `groups` of each trainable parameter's optimizer group, by parameter name."""
     counters: Mapping[str, int] = field(default_factory=dict)
     """Step counters of the engine, by name."""
 
 
 def begun_anew(description: StateDescription, *, with_optimizer: bool) -> StateDescription:
-    """Return the description for a new run: no stored hyperparameters, counters reset to zero.
+    """Return the description for a new run that starts from a stored state, without hyperparameters and counters.
 
     Args:
         description: Description of the stored state.
