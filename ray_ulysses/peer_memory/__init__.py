@@ -1,4 +1,4 @@
-"""Peer memory: per-node agents that keep the newest training state in RAM on two nodes, and a store on top of them."""
+"""Peer memory: one agent per node keeps files in RAM, and a store on top keeps each shard on two nodes."""
 
 from ray_ulysses.peer_memory.agent import PeerMemoryAgent
 from ray_ulysses.peer_memory.store import AgentAddresses, PeerMemoryStore, partners

@@ -1,4 +1,4 @@
-"""The agent of a node: a TCP server that keeps a run's files in memory while the run's processes start and stop.
+"""The peer memory agent of a node: a TCP server that keeps a run's files while the run's processes start and stop.
 
 Processes on the same node can also connect through a Unix socket and lend memory that already contains a file's
 content. The agent needs neither Ray nor torch. Each connection starts with a handshake and is served by its own thread.
@@ -35,7 +35,7 @@ from ray_ulysses.peer_memory.wire import (
 from ray_ulysses.storage import AlreadyExistsError
 
 IDLE_LIMIT_S = 120.0
-"""Seconds without a connection after which an agent exits. A new driver has this much time to continue the run."""
+"""Seconds without a connection after which an agent exits. A new driver must connect within this time."""
 _LOOKS_S = 0.5
 _BACKLOG = 256
 _UNACKNOWLEDGED_MS = 50_000
@@ -48,11 +48,11 @@ class PeerMemoryAgent:
     Args:
         token: The run's secret. The agent closes connections from clients that do not prove that they know the token.
         host: The node's address, on which the agent listens.
-        port: Preferred port; if it is in use, any free port. With the port of a dead agent, its clients can reconnect.
+        port: Preferred port; if it is in use, any free port. Clients of a dead agent can reconnect on the same port.
         limit_bytes: Maximum total size of all files, or None for no limit.
         idle_limit_s: Seconds without a connection after which the agent exits.
         clock: Source of time.
-        on_end: Called once after the agent has exited because it was idle.
+        on_end: Called once after the agent has closed because it was idle.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class PeerMemoryAgent:
         """Stop listening, close all connections and drop all files."""
         self._closed.set()
         for listener in self._listeners:
-            # close() does not wake the thread in accept(), and the address stays in use until this thread returns.
+            # close() does not wake the thread in accept(), and the address stays in use until that thread returns.
             with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)
             listener.close()
@@ -170,12 +170,12 @@ class PeerMemoryAgent:
 
 
 class _Requests:
-    """Handler of the requests on one connection."""
+    """Request handler for one connection."""
 
     def __init__(self, files: MemoryFiles, token: str, connection: socket.socket) -> None:
         self._files, self._token, self._connection = files, token, connection
         self._upload: MemoryFile | None = None
-        # Closed with this connection, because an open connection would keep the other agent from exiting.
+        # Clients are closed with this connection, because an open connection would keep the other agent from exiting.
         self._partners: dict[str, AgentClient] = {}
 
     def __enter__(self) -> _Requests:
@@ -325,10 +325,10 @@ def _listen_locally(address: str) -> socket.socket:
 
 
 def _keep_alive(connection: socket.socket) -> None:
-    """Have the kernel close a connection whose node has disappeared, so that the agent can still become idle."""
+    """Make the kernel close the connection if the peer's node disappears, so that the agent can become idle."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 20)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-    # Keepalive is inactive while data is unacknowledged, and the kernel would retransmit it for a quarter of an hour.
+    # Keepalive is inactive while data is unacknowledged: the kernel would retransmit the data for about 15 minutes.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)

@@ -27,8 +27,8 @@ NONCE_BYTES = PROOF_BYTES = 32
 HANDSHAKE_S = 10.0
 """Maximum duration of a handshake in seconds, even if data keeps arriving."""
 MOST_PENDING = 1024
-"""Maximum number of pending handshakes, so that a complete cluster can connect at once. Beyond this number, a new
-connection ends the oldest handshake. Processes with a low limit on open files use a quarter of that limit instead."""
+"""Maximum number of pending handshakes, large enough for a complete cluster to connect at once. Beyond this number, a
+new connection aborts the oldest handshake. If a quarter of the limit on open files is lower, that number applies."""
 _LOG_EVERY_S = 60.0
 _CONNECTS, _LISTENS, _SEALS = b"ray-ulysses connects", b"ray-ulysses listens", b"ray-ulysses seals"
 _log = get_logger(__name__)
@@ -71,7 +71,7 @@ class Gate:
         self._logged_at: float | None = None
 
     def admits(self, connection: socket.socket) -> bool:
-        """Return whether the client of an accepted connection knows the token; if not, the caller must close it."""
+        """Return whether a connection's client knows the token; if not, the caller must close the connection."""
         deadline = time.monotonic() + HANDSHAKE_S
         with self._handshake(lambda: connection.shutdown(socket.SHUT_RDWR)):
             answer, expected = self._challenge(_receive(connection, NONCE_BYTES, deadline))
@@ -99,7 +99,7 @@ class Gate:
 
     @contextmanager
     def _handshake(self, end: Callable[[], object]) -> Iterator[None]:
-        """Register a pending handshake, which `end` aborts, and suppress its errors."""
+        """Register a pending handshake, which `end` can abort, and suppress the handshake's connection errors."""
         key, oldest = object(), None
         with self._lock:
             self._pending[key] = end

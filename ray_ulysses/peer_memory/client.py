@@ -82,7 +82,7 @@ class AgentClient:
             pass
 
     def sizes(self, prefix: str) -> dict[str, int]:
-        """Return the sizes in bytes of the files whose key is `prefix` or under the folder `prefix`, by key."""
+        """Return the size in bytes of each file whose key is `prefix` or is in the folder `prefix`, by key."""
         with self._connection() as connection:
             found: dict[str, int] = _call(connection, op="sizes", prefix=prefix)["sizes"]
         return found
@@ -93,7 +93,7 @@ class AgentClient:
             _call(connection, op="delete", prefix=prefix)
 
     def read_into(self, key: str, offset: int, target: memoryview) -> int:
-        """Read from `offset` in a file into `target`, and return the number of bytes read, less at the end of the file.
+        """Read from `offset` until `target` is full or the file ends, and return the number of bytes read.
 
         Raises:
             FileNotFoundError: The agent does not have the file.
@@ -108,7 +108,7 @@ class AgentClient:
         return num_bytes
 
     def copy(self, key: str, to: str) -> None:
-        """Have the agent copy a file to the agent at address `to`; returns after that agent has verified the copy.
+        """Make this agent copy a file to the agent at address `to`; returns once the latter has verified the copy.
 
         Raises:
             AgentGoneError: The source agent does not answer.
@@ -134,8 +134,8 @@ class AgentClient:
             key: Key of the file.
             chunks: Content of the file.
             replace: Whether to replace an existing file.
-            is_large: Whether many bytes are likely to be sent, so that the agent should reuse spare pages.
-            lent: Memory to lend instead of sending its bytes; only valid if the client `is_local`.
+            is_large: Whether many bytes will probably be sent, in which case the agent reuses spare pages.
+            lent: Shared memory of this process. Chunks in it are lent instead of sent. Requires `is_local`.
 
         Raises:
             AlreadyExistsError: The key exists, and `replace` is false.
@@ -153,7 +153,7 @@ class AgentClient:
 
     @contextmanager
     def uploading(self, key: str, *, replace: bool, is_large: bool) -> Iterator[Uploading]:
-        """Start the upload of a file, which becomes visible with its last chunk.
+        """Start the upload of a file, which becomes visible once its last chunk is appended.
 
         Args:
             key: Key of the file.
@@ -257,7 +257,7 @@ class Uploading:
         """Size of the file in bytes, set after the last chunk."""
 
     def append(self, run: _Run, *, is_last: bool) -> None:
-        """Append a run of bytes: lend the bytes in the run's buffer, and send its payload, which the agent verifies."""
+        """Append the bytes of one request: lend the buffer's extents and send the payload, which the agent verifies."""
         fields = self._request(checksum(run.payload), is_last=is_last)
         if run.buffer is None:
             send_frame(self.connection, fields, run.payload)
@@ -276,7 +276,7 @@ class Uploading:
         self._finish(is_last=is_last)
 
     def _request(self, content_sum: int, *, is_last: bool) -> dict[str, Any]:
-        # Start and end are part of the append requests, because an extra request costs as much as copying a megabyte.
+        # `begin` and `keep` are fields of append requests: separate requests would cost as much as copying a megabyte.
         first, self._first = self._first, {}
         last = {"keep": {"key": self._key, "replace": self._replace}} if is_last else {}
         return {"op": "append", "checksum": content_sum, **first, **last}
@@ -331,7 +331,7 @@ class _Run:
     extents: list[tuple[int, int]] = field(default_factory=list)
     """Offset in `buffer` and size of each extent, in file order."""
     payload: Buffer = b""
-    """Bytes that are sent."""
+    """Bytes to send."""
 
     def extend(self, buffer: LentBuffer, offset: int, num_bytes: int) -> None:
         """Add an extent of `buffer`, merging it with the previous extent if they are adjacent."""
@@ -345,8 +345,8 @@ class _Run:
 def _runs(chunks: Iterable[Buffer], lent: LentMemory | None) -> Iterator[tuple[_Run, bool]]:
     """Group chunks into few requests; yield each request's bytes and whether it is the last request.
 
-    Lent bytes and large chunks are not copied. Small chunks are joined in a buffer that the next run overwrites, so a
-    run must be sent before the next one is requested. The last run may be empty.
+    Lent bytes and large chunks are not copied. Small chunks are joined in a buffer that the next `_Run` overwrites, so
+    each `_Run` must be sent before the next is requested. The last `_Run` may be empty.
     """
     # Uninitialized memory, so that the kernel only allocates the pages that are used.
     joined = memoryview(np.empty(_JOINED_BYTES, dtype=np.uint8))  # type: ignore[arg-type]  # numpy 2 arrays are buffers

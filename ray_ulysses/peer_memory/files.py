@@ -4,9 +4,9 @@ The kernel takes several times as long to allocate and clear pages as to copy by
 files are therefore reused: a training state has the same size after every step. A process on the same node can also
 lend shared memory that already contains a file's chunks, which are then not copied at all.
 
-The memory is lent from the start of the upload until the agent drops the file and resets the flag byte after the
-buffer. The owner must not write into the buffer before that, because the file may be the newest state. If the agent
-dies, the owner abandons the buffer and creates a new one.
+A buffer is lent from the start of the upload until the agent drops the file and resets the flag byte at the end of the
+buffer. Until then, the owner must not write into the buffer, because the file may be the newest state. If the agent
+dies, the owner abandons the buffer and creates another buffer.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from ray_ulysses.storage import AlreadyExistsError
 from ray_ulysses.storage.store import checked_key
 
 _LEAST_SPARE_BYTES = 2**20
-"""Minimum size of pages that are kept for reuse; smaller ones, such as a manifest's, are freed."""
+"""Minimum size of `Pages` that are kept for reuse; smaller `Pages`, such as a manifest's, are freed."""
 _MOST_SLACK = 2
 """Maximum size of a file's pages as a multiple of the file's size; excess pages are freed."""
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _OVERDUE_S = 10.0
-"""Seconds after which a buffer with an outdated file is considered lost, because the agent may have kept the file."""
+"""Seconds after which a buffer with an outdated file is considered lost, because the agent may never drop the file."""
 LENT, RETURNED = b"\1", b"\0"
 """Values of the flag byte after a lent buffer: in use by a file, or not."""
 
@@ -163,7 +163,7 @@ class MemoryFile:
         self._add(Chunk(pages=self.pages, offset=self.own_bytes, num_bytes=len(room), checksum=wanted))
 
     def borrow(self, pages: LentPages) -> LentPages:
-        """Add lent memory and return it, or close it and return the known object if the memory was added before."""
+        """Add and return lent memory; if the file already has the memory, close `pages` and return the known object."""
         for known in self.lent:
             if os.path.sameopenfile(known.fileno(), pages.fileno()):
                 pages.close()
@@ -172,7 +172,7 @@ class MemoryFile:
         return pages
 
     def take(self, pages: LentPages, offset: int, num_bytes: int, wanted: int) -> None:
-        """Append a chunk of lent memory without copying it; its checksum is only verified when it is copied.
+        """Append a chunk of lent memory without a copy; the checksum is verified when an agent receives a copy.
 
         Raises:
             ValueError: The chunk exceeds the lent memory.
@@ -185,7 +185,7 @@ class MemoryFile:
         self._add(Chunk(pages=pages, offset=offset, num_bytes=num_bytes, checksum=wanted))
 
     def ranges(self, start: int, stop: int) -> Iterator[tuple[Pages | LentPages, int, int]]:
-        """Yield the memory, byte offset and size of each piece of a byte range of the file."""
+        """Split a byte range of the file by chunk; yield the memory, byte offset and size of each piece."""
         for number in range(bisect_right(self._ends, start), len(self.chunks)):
             chunk, begin = self.chunks[number], self._ends[number] - self.chunks[number].num_bytes
             if begin >= stop:
@@ -226,7 +226,7 @@ class MemoryFiles:
             return sum(pages.num_bytes for pages in self._spare)
 
     def charge(self, num_bytes: int) -> None:
-        """Account for more memory of a file, freeing spare pages if necessary.
+        """Count `num_bytes` more bytes towards the limit, freeing spare pages if necessary.
 
         Raises:
             OSError: The limit would be exceeded.
@@ -246,7 +246,7 @@ class MemoryFiles:
             self._num_bytes = needed
 
     def begin(self, *, is_large: bool) -> MemoryFile:
-        """Return a new file without a name; the writer must `release` the file even if it called `keep`.
+        """Return a new file without a name; the writer must `release` the file even after calling `keep`.
 
         Args:
             is_large: Whether to use spare pages for the file.
@@ -299,7 +299,7 @@ class MemoryFiles:
             self.release(found)
 
     def sizes(self, prefix: str) -> dict[str, int]:
-        """Return the sizes in bytes of the files whose key is `prefix` or under the folder `prefix`, by key."""
+        """Return the size in bytes of each file whose key is `prefix` or is in the folder `prefix`, by key."""
         with self._lock:
             return {key: found.size for key, found in self._files.items() if _is_in(key, prefix)}
 
@@ -353,7 +353,7 @@ class LentBuffer:
     """Shared memory of a worker that can be lent to the agent on the same node.
 
     Args:
-        owner: Registry that the buffer belongs to.
+        owner: Registry to which the buffer belongs.
         num_bytes: Size of the buffer in bytes, without the flag byte.
     """
 
@@ -373,7 +373,7 @@ class LentBuffer:
 
     @property
     def is_returned(self) -> bool:
-        """Whether the owner may write into `memory`, because no file uses it."""
+        """Whether the worker may write into `memory`, because no file uses this memory."""
         return self._mapped[self.num_bytes :] != LENT
 
     @property
@@ -395,7 +395,7 @@ class LentBuffer:
 
 
 class LentMemory:
-    """The buffers of a worker that its node's agent can use without a copy.
+    """A worker's buffers, which the agent on the same node can use without a copy.
 
     One thread may create and query buffers while another thread writes files.
 
@@ -425,7 +425,7 @@ class LentMemory:
         return any(known() is not None for known in self._buffers)
 
     def place(self, view: memoryview) -> tuple[LentBuffer, int] | None:
-        """Return the buffer that contains the memory of `view` and the offset in it, or None if no buffer does."""
+        """Return the buffer that contains the memory of `view` and the byte offset of `view` in it, or None."""
         address = _address(view)
         for known in self._buffers:
             buffer = known()
@@ -438,7 +438,7 @@ class LentMemory:
         self._newest, self._waiting_since = weakref.ref(buffer), None
 
     def is_overdue(self, buffer: LentBuffer) -> bool:
-        """Return whether a lent buffer whose file is outdated has not been returned for `_OVERDUE_S` seconds."""
+        """Return whether a lent buffer with an outdated file has not been returned within `_OVERDUE_S` seconds."""
         if self._newest is not None and self._newest() is buffer:
             return False
         now = self._clock.monotonic()

@@ -1,10 +1,10 @@
 """A `Store` in the memory of a run's nodes: each shard is on two nodes, and small files are on all nodes.
 
-A shard is written to the agent on the writer's node, which copies it to the agent on the partner node. Both agents
-verify the content against checksums of the writer's memory before `create` returns. If the shard is in `lent_memory`,
-this memory becomes the file on the writer's node without a copy. A small file, such as the manifest that commits a
-state, is first created on one agent, which is the same for all writers, and then copied to all others. A listing is the
-union over all agents.
+A shard is written to the agent on the writer's node, which copies it to the agent on the partner node. Each agent
+verifies the bytes that it receives against checksums of the writer's memory before `create` returns. If the shard is in
+`lent_memory`, this memory becomes the file on the writer's node without a copy. A small file, such as the manifest that
+commits a state, is first created on one agent, which is the same for all writers, and then copied to all others. A
+listing is the union over all agents.
 
 A manifest is created after all of its shards are on two nodes, and readers see it as soon as the first agent has it. If
 the writer dies before it has copied the manifest to the other agents, the state stays committed as long as the first
@@ -36,7 +36,7 @@ from ray_ulysses.storage.store import StoredFile, checked_key
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AgentAddresses:
-    """Addresses of the agents for a worker; can be pickled."""
+    """Addresses of all agents, as seen from one worker's node; can be pickled."""
 
     agents: Mapping[str, str]
     """``host:port`` of each agent, by node name."""
@@ -54,7 +54,7 @@ class AgentAddresses:
 
 
 def partners(zones: Mapping[str, str | None]) -> dict[str, str | None]:
-    """Return for each node the partner that stores a copy of its shards.
+    """Return the partner of each node, which stores a copy of that node's shards.
 
     Each node is the partner of exactly one other node, so that all nodes need the same amount of memory. As many nodes
     as possible have a partner in another zone.
@@ -93,7 +93,7 @@ class PeerMemoryStore(Store):
     """A run's files in the memory of its nodes; thread-safe.
 
     An agent that fails to answer once is excluded. Writers of shards try to reconnect to the agent, or to a new agent
-    at the same address, after a few seconds. The pause doubles if an agent is repeatedly excluded.
+    at the same address, after a few seconds. The pause doubles each time the agent is excluded again.
 
     Args:
         addresses: Addresses of the agents, and the worker's node.
@@ -122,7 +122,7 @@ class PeerMemoryStore(Store):
         # Nearest known node of each file, so that readers do not have to try all agents for every file.
         self._holders: dict[str, str] = {}
         self._lock = threading.Lock()
-        # By excluded agent: time of the next reconnection attempt. By agent: last reconnection, number of exclusions.
+        # By node: time of the next reconnection attempt, last readmission, exclusions, failed reconnections in a row.
         self._left_out: dict[str, float] = {}
         self._readmitted_at: dict[str, float] = {}
         self._times_left_out: Counter[str] = Counter()
@@ -153,7 +153,7 @@ class PeerMemoryStore(Store):
         return _PeerFile(self, key, self.first_that_has(key, lambda client: client.sizes(key)[key]))
 
     def create(self, key: str, chunks: Iterable[Buffer]) -> int:
-        """Write a new file to two nodes if it is a shard, else to all, and return its size; see `Store.create`."""
+        """Write a new file (a shard to two nodes, others to all), and return its size; see `Store.create`."""
         return self._write(key, chunks, replace=False)
 
     def replace(self, key: str, chunks: Iterable[Buffer]) -> int:
@@ -197,9 +197,9 @@ class PeerMemoryStore(Store):
         return self._write_everywhere(key, b"".join(bytes(chunk) for chunk in chunks), replace=replace)
 
     def _write_shard(self, key: str, chunks: Iterable[Buffer], *, replace: bool) -> int:
-        """Write a shard to the nearest agent, and have that agent copy it to the next."""
+        """Write a shard to the nearest agent that answers, which then copies the shard to the next agent."""
         self._look_for_those_left_out()
-        # Find an agent that answers first, because the chunks can only be read once.
+        # First find an agent that answers, because the chunks can only be read once.
         writer, _ = self._first(self.nodes, AgentClient.greet)
         size = self._asked(writer, lambda client: self._put_shard(client, key, chunks, replace=replace))
         with self._dropped_on_failure(key):
@@ -260,7 +260,7 @@ class PeerMemoryStore(Store):
         raise self._nobody()
 
     def first_that_has(self, key: str, ask: Callable[[AgentClient], _T]) -> _T:
-        """Return the answer of the nearest agent that has the file.
+        """Call `ask` for the agents, starting with the last known holder, and return the answer of one with the file.
 
         Raises:
             FileNotFoundError: Some agents answer, but none of them has the file.

@@ -1,4 +1,4 @@
-"""Wire format of requests to a peer memory agent and of its replies: frames of a JSON object and a binary payload."""
+"""Wire format of peer memory requests and replies: frames that contain a JSON object and a binary payload."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from ray_ulysses.storage import Buffer
 
 PROTOCOL = 5
-"""Protocol version. Increment it with every change, because agents may outlive a driver of an older version."""
+"""Protocol version. Increment it with every change, because a new driver may find agents of an older version."""
 CHUNK_BYTES = 16 * 2**20
 """Maximum size of a chunk in bytes."""
 _HEAD = struct.Struct("!IQ")
@@ -108,7 +108,7 @@ def discard(connection: socket.socket, num_bytes: int) -> None:
 
 
 def has_ended(connection: socket.socket) -> bool:
-    """Return whether the peer has closed an idle connection, on which no data is expected."""
+    """Return whether the peer has closed an idle connection; received data also counts, because none is expected."""
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     return bool(poll.poll(0))
@@ -122,7 +122,7 @@ def peer_user(connection: socket.socket) -> int:
 
 
 def local_address(address: str) -> str:
-    """Return the agent's abstract Unix socket address, over which processes on its node can send descriptors."""
+    """Return the abstract Unix socket address of an agent, to which processes on its node can send descriptors."""
     return f"\0ray-ulysses-peer_memory/{address}"
 
 
