@@ -1,1 +1,1 @@
-"""Run state and preparation: everything that commands need to know about a run except for training itself."""
+"""Run state and preparation: everything that commands need for a run, except for the training itself."""

@@ -62,7 +62,7 @@ def is_apart(config: Config) -> bool:
 
 
 def checkpoint_claim(config: Config, store: Store, command: str | None = None) -> AbstractContextManager[Claim | None]:
-    """Return a context manager that claims the run's checkpoints, and raises `UserError` if another process has them.
+    """Return a context manager that claims the run's checkpoints or raises `UserError` if they are already claimed.
 
     If the checkpoints are in the run's directory, the claim on that directory suffices, and the context value is None.
     """
@@ -71,7 +71,7 @@ def checkpoint_claim(config: Config, store: Store, command: str | None = None) -
 
 @contextmanager
 def storage_answers(location: str) -> Iterator[None]:
-    """Convert storage errors in the block to errors that contain the checkpoint location.
+    """Convert storage errors in the block to errors that name the checkpoint location.
 
     Raises:
         RunError: The block raised OSError.
@@ -87,7 +87,7 @@ def storage_answers(location: str) -> Iterator[None]:
 
 @contextmanager
 def run_dir_answers(config: Config) -> Iterator[None]:
-    """Convert object store errors in the block to errors that contain ``run.storage``.
+    """Convert object store errors in the block to errors that name ``run.storage``.
 
     Raises:
         RunError: The block raised OSError, and the run's directory is in an object store.
@@ -113,7 +113,7 @@ def stored_checkpoints(
         run_dir: The run's directory, specified by the user.
         trust_run: Whether to accept any server in the stored configuration.
         named: Other locations that the user has specified.
-        way_out: A way to accept a refused server, for the error; see `refuse_server`.
+        way_out: Advice for the error on how to accept the server; see `refuse_server`.
 
     Raises:
         UnnamedServerError: The server in ``checkpoint.storage`` is specified only by the stored configuration.
@@ -133,7 +133,7 @@ def named_by(config: Config) -> tuple[str, ...]:
 
 
 def needs_trust(config: Config) -> bool:
-    """Return whether reading the run later requires ``--trust-run``, or its server or secrets in the environment."""
+    """Return whether users can read the run later only with ``--trust-run``, or with its servers and secrets set."""
     own, *places = map(parse_location, (config.run.storage, config.checkpoint.storage or "/", *corpus_paths(config)))
     stores = [one for one in places if isinstance(one, ObjectLocation)]
     named = {one.server for one in stores} - {None, own.server if isinstance(own, ObjectLocation) else None}
@@ -174,7 +174,7 @@ def commit_fields(ref: CheckpointRef, meta: CheckpointMeta) -> dict[str, Any]:
 
 
 def found_fields(store: Store) -> dict[str, Any] | None:
-    """Return the ``checkpoints_found`` journal fields for a run's committed checkpoints, or None if there are none.
+    """Return the fields of the ``checkpoints_found`` event for a run's checkpoints, or None if none is committed.
 
     Raises:
         OSError: The store can't be listed.

@@ -1,4 +1,4 @@
-"""Records the end of a run if its last attempt died before it could do so."""
+"""Records the end of a run or command, including the end of a run whose last attempt died before recording it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def record_completion(prepared: PreparedRun) -> RunHistory | None:
     """Return a run's history if all steps have been trained and saved, or None otherwise.
 
     If the last attempt ended after saving the last step but before recording the end of the run, this function records
-    the end. It also sends undelivered records to the trackers. The caller must hold the run's claim.
+    the end. Undelivered records are sent to the trackers. The caller must hold the run's claim.
 
     Raises:
         RunError: The checkpoint storage does not respond, or contains no intact checkpoint although one was committed.
@@ -70,8 +70,8 @@ def record_completion(prepared: PreparedRun) -> RunHistory | None:
 def record_run_failed(config: Config, failure: EndEvent) -> None:
     """Record in the journal that a failure has ended the run.
 
-    Call it after all workers have ended. The caller must hold the run's claim. If the storage fails, only log a
-    warning, since the caller reports the failure itself.
+    All workers must have ended, and the caller must hold the run's claim. If the storage fails, only log a warning,
+    because the caller also reports the run's failure.
     """
     try:
         attempt = max(attempt_numbers(config.run_dir), default=1)
@@ -100,7 +100,7 @@ def record_command_ended(run_dir: Place, session: str) -> None:
 
 
 def _record_found(config: Config, attempt: int) -> None:
-    """Record the committed checkpoints, since the last attempt may have died before it recorded a commit."""
+    """Record the committed checkpoints, because the last attempt may have died before recording a commit."""
     with contextlib.suppress(OSError, RunError):
         found = found_fields(checkpoint_store(config))
         if found is not None:

@@ -36,7 +36,7 @@ def first_configs(model: str, context: int, gpus: int, gpu_memory: float, host_m
     Args:
         model: A local model directory or a hub id.
         context: Row length in tokens.
-        gpus: Total number of GPUs, with eight per node.
+        gpus: Total number of GPUs, assuming eight per node.
         gpu_memory: Nominal memory per GPU in GB, for example 80 for an H100.
         host_memory: Host memory per GPU in GiB.
 
@@ -138,7 +138,7 @@ def _tree(model: str, described: Mapping[str, Any], context: int, gpus: int, sp_
 
 
 def _extend_positions(tree: dict[str, Any]) -> int | None:
-    """Add RoPE scaling if the context exceeds the model's trained positions, and return their number."""
+    """Add RoPE scaling if the context exceeds the number of trained positions, and return that number."""
     from ray_ulysses.engine.model_config import planned_config, trained_positions
 
     config = parse_config(tree)

@@ -1,4 +1,4 @@
-"""Resolves checkpoint references, in a store or in MLflow, and pins the checkpoint that a new run starts from."""
+"""Resolves references to checkpoints in a store or in MLflow, and pins the checkpoint that a new run starts from."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Origin:
 
 
 def find_origin(config: Config) -> Origin | None:
-    """Look up the checkpoint that ``model.resume_from`` refers to. Return None if the setting is not set.
+    """Look up the checkpoint that ``model.resume_from`` refers to. Return None if this setting is not set.
 
     Raises:
         UserError: The checkpoint does not exist.
@@ -140,7 +140,7 @@ def pin_origin(config: Config, origin: Origin | None) -> None:
 
 
 def pinned_origin(config: Config) -> Origin | None:
-    """Return the origin stored for the current value of ``model.resume_from``, or None if there is none.
+    """Return the stored origin if it matches the current value of ``model.resume_from``, or None otherwise.
 
     Raises:
         UnnamedServerError: The origin's server is specified only by the stored file.
@@ -193,7 +193,7 @@ def listed(steps: Sequence[int]) -> str:
 
 
 def find_tracked(run: str, which: Which, *, uri: str, allow_http: bool = False) -> TrackedCheckpoint:
-    """Return a run's checkpoint that MLflow lists as existing.
+    """Return the requested checkpoint of a run from MLflow's list of usable checkpoints.
 
     Args:
         run: Id or name of the MLflow run.

@@ -1,4 +1,4 @@
-"""Assigns the checkpoints in ``checkpoint.storage`` to one run directory.
+"""Assigns the checkpoints in ``checkpoint.storage`` to a single run directory.
 
 Without an owner, two run directories with the same run name and checkpoint storage would alternately continue each
 other's training, and neither journal would be complete. A moved or copied directory keeps its identity.
@@ -84,7 +84,7 @@ def run_identity(config: Config) -> str:
 def peer_memory_key(config: Config) -> str:
     """Return the key of the run's peer memory, which differs between copies of a run directory."""
     run_dir = config.run_dir
-    # The next driver may use another path to the same directory, through a symbolic link.
+    # Resolve symbolic links, because the next driver may use another path to the same directory.
     place = run_dir.resolve() if isinstance(run_dir, Path) else run_dir
     return stable_hash([run_identity(config), str(place)])
 
@@ -102,7 +102,7 @@ def _read_owner(store: Store, location: str) -> _Owner | None:
 
 
 def _is_recorded(config: Config, manifest: Manifest) -> bool:
-    """Return whether the journal records the checkpoint's commit, or at least its step if the attempt then died."""
+    """Return whether the journal records the checkpoint's commit, or its training step if no commit is recorded."""
     step, trained, digests = manifest.step, False, set()
     for entry in read_entries(config.run_dir):
         if entry.attempt == manifest.attempt and isinstance(entry, StepGroup):

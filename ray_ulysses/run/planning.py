@@ -121,7 +121,7 @@ def store_plan(config: Config, new: Sequence[NewSegment], stored: Plan | None) -
     folder = config.run_dir / PLAN_FOLDER
     known = {segment.plan_id for segment in stored.segments} if stored is not None else set()
     missing = [one for one in new if one.segment.plan_id not in known]
-    # Numbers of segments that a branch has replaced are not reused.
+    # The numbers of segments that a branch has replaced are not reused.
     first = num_segments(folder) if missing and stored is not None else 0
     for number, one in enumerate(missing, start=first):
         settings, documents = one.segment.settings, plan_input(one.corpora)
@@ -136,7 +136,7 @@ def skip_bad_step(run: ResolvedRun, clock: Clock) -> str | None:
     """Remove a bad step's rows from the plan, if a bad step ended the newest attempt and ``elastic.bad_steps=skip``.
 
     The caller must hold the run's claim, and all workers must have ended. All other rows after the newest checkpoint
-    are planned again. The skipped rows are not trained again in the same epoch.
+    are planned again. The skipped rows are left out for the rest of the epoch.
 
     Args:
         run: The run.

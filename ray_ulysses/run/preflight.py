@@ -70,12 +70,12 @@ class PreparedRun:
     stored_plan: Plan | None
     """The stored plan; None before the first attempt, which may replace any stored plan."""
     local_bytes: int
-    """Memory in bytes that an embedded Ray and all workers use on this machine."""
+    """Memory in bytes that a local Ray cluster with all workers would use on this machine."""
     origin: Origin | None = None
     """Another run's checkpoint that this run starts from."""
 
     def read_again(self) -> PreparedRun:
-        """Read the stored state again. It can't change any more once the caller holds the run's claim."""
+        """Read the stored state again. The state can't change any more once the caller holds the run's claim."""
         stored = read_stored_run(self.config)
         with run_dir_answers(self.config):
             plan = load_plan_if_any(self.config.run_dir / PLAN_FOLDER) if stored.has_begun else None
@@ -88,11 +88,11 @@ class PreparedRun:
 
     @property
     def branched(self) -> Remainder | None:
-        """The state of the data plan at the branch point, or None without a branch."""
+        """The state of the data plan at the branch point, or None if there is no branch."""
         if not self.new or len(self.new) == len(self.plan.segments):
             return None
         before, first = self.plan.segments[-len(self.new) - 1], self.new[0]
-        # A new segment at the start of a stage is the next stage and not a branch.
+        # A new segment with another stage number starts the next stage and is not a branch.
         return first.remainder if first.segment.stage_number == before.stage_number else None
 
     @property
@@ -118,7 +118,7 @@ class PreparedRun:
 def prepare_run(config: Config, base: Path, *, branch: bool = False, stored: StoredRun | None = None) -> PreparedRun:
     """Check a configuration against its model, corpora and stored run, and plan the run's rows, without writing files.
 
-    Problems that prevent a start are listed in ``report.problems``. If no report can be made, an error lists them.
+    Problems that prevent a start are listed in ``report.problems``, or in an error if no report can be created.
 
     Args:
         config: The loaded configuration.
@@ -203,7 +203,7 @@ def _longest_planned(config: Config, corpora: CorpusSet, plan: Plan) -> int:
 
 
 def report_run(config: Config, base: Path, *, branch: bool = False) -> PlanReport:
-    """Return the report of the ``plan`` command. If a corpus is not prepared yet, assume document lengths.
+    """Return the report of the ``plan`` command. If a corpus is not prepared yet, document lengths are assumed.
 
     Arguments and exceptions are the same as for `prepare_run`, except that corpora may be missing.
     """
@@ -238,7 +238,7 @@ def report_run(config: Config, base: Path, *, branch: bool = False) -> PlanRepor
 def planned_memory(
     config: Config, base: Path, stored: StoredRun | None = None
 ) -> tuple[Config, ModelShape, tuple[Chosen, ...]]:
-    """Return the configuration completed by the planner, with absolute paths, the model's shape and the choices made.
+    """Return the configuration with absolute paths and planned settings, the model's shape, and the planner's choices.
 
     The function reads only the model's configuration and, unless ``stored`` is given, the run's stored state.
 
@@ -255,7 +255,7 @@ def planned_memory(
 
 
 def _origin(run: ResolvedRun, plan: Plan) -> Origin | None:
-    """Return another run's checkpoint that this run starts from, or None if this run has a checkpoint of its own."""
+    """Return the other run's checkpoint to start from, if any; None if this run already has a checkpoint."""
     config = run.config
     if config.model.resume_from is None:
         return None
@@ -310,7 +310,7 @@ def check_resume(prepared: PreparedRun) -> None:
 
 
 def claim_directory(prepared: PreparedRun) -> None:
-    """Write configuration, plan and origin to the run's directory. The caller must hold the run's claim."""
+    """Write the configuration, plan and origin to the run's directory. The caller must hold the run's claim."""
     config = prepared.config
     if not prepared.stored.has_begun and num_segments(config.run_dir / PLAN_FOLDER):
         # An earlier command failed before its first attempt and left its plan behind.
@@ -376,7 +376,7 @@ def _check_model_path(config: Config) -> None:
 
 
 def compare_tokenizers(config: Config, corpus: Corpus) -> tuple[tuple[Problem, ...], tuple[str, ...]]:
-    """Return problems and notes if the corpora were prepared with a tokenizer that differs from the model's.
+    """Return problems and notes if the corpora were prepared with a tokenizer that differs from the model's tokenizer.
 
     Args:
         config: The run's configuration.

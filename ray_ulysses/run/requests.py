@@ -45,7 +45,7 @@ StopReason = Literal["stop", "resize"]
 
 
 def announce_session(run_dir: Place, session: str) -> None:
-    """Publish the session id to the future workers, and clear old stop requests and probe files."""
+    """Publish the session id for future workers, and delete old stop requests and probe files."""
     store = open_store(run_dir)
     with contextlib.suppress(FileNotFoundError):
         # Delete probe files of attempts that were killed during their storage probe.
@@ -64,7 +64,7 @@ def request_stop(run_dir: Place, session: str, reason: StopReason = "stop") -> N
 
 
 def stop_requested(run_dir: Place, session: str) -> StopReason | None:
-    """Return the reason of a stop request for this session, or None if there is no request."""
+    """Return the reason in this session's stop request, or None if there is no such request."""
     try:
         words = _read(run_dir, STOP_FILE).split()
     except OSError:
@@ -85,7 +85,7 @@ def exclude_nodes(run_dir: Place, session: str, slow: Mapping[str, float]) -> No
     Args:
         run_dir: The run's directory.
         session: The session id.
-        slow: Compute time per node, as a multiple of the median.
+        slow: Compute time of each slow node, as a multiple of the median.
 
     Raises:
         OSError: The request can't be written.
@@ -136,10 +136,10 @@ def preemption_noticed(run_dir: Place) -> Notice | None:
 
 
 class RequestWatch:
-    """A background thread on rank 0 that polls for requests, so that a hung storage does not block training.
+    """A background thread on rank 0 that polls for requests, so that hung storage does not block training.
 
-    On a file system, the thread polls after each step. In an object store, where polling costs requests, it polls every
-    few seconds.
+    On a file system, the thread polls after each step. In an object store, where polling costs requests, the thread
+    polls every few seconds.
     """
 
     def __init__(self, run_dir: Place, session: str, *, every_s: float = LOOK_EVERY_S) -> None:
@@ -168,7 +168,7 @@ class RequestWatch:
             self._calls.wait_promptly()
 
     def stop(self) -> StopReason | None:
-        """Return the reason of a stop request for this session, or None if there is no request."""
+        """Return the reason in this session's stop request, or None if there is no such request."""
         return self._stop
 
     def take_save(self) -> bool:

@@ -54,7 +54,7 @@ def describe_run(run_dir: Place, texts: RunTexts) -> None:
 
 
 def describing_files(run_dir: Place) -> dict[str, str]:
-    """Return the content of README, configuration and plan by file name, if readable, with passwords redacted."""
+    """Return the README, configuration and plan by file name, with passwords redacted; omits unreadable files."""
     store, found = open_store(run_dir), {}
     for name in (README_FILE, CONFIG_FILE, PLAN_TEXT_FILE):
         with contextlib.suppress(OSError, ValueError):

@@ -1,7 +1,7 @@
 """Reads secrets from a file on each node, so that a run does not need to send secrets to its processes.
 
-The configuration in a run's directory may have been written by another user. Without ``trust_run``, the secrets file
-that it specifies is not read, and `refuse_server` checks all of its locations before they are opened (see
+Another user may have written the configuration in a run's directory. Without ``trust_run``, the secrets file in this
+configuration is not read, and `refuse_server` checks all locations in the configuration before they are opened (see
 `stored_checkpoints`, and `find_sources` for corpora).
 """
 
@@ -55,7 +55,7 @@ def use_secrets(config: Config, *, is_needed: bool = True) -> None:
     Args:
         config: The run's configuration.
         is_needed: Whether the file must be readable. Commands that only read a run also work without the file, so that
-            users other than its owner can run them.
+            users other than the file's owner can run them.
 
     Raises:
         UserError: The file is missing or invalid. The message contains none of the file's values.
@@ -87,7 +87,7 @@ def stored_config(run_dir: Place, *, trust_run: bool = False) -> Config:
 
 
 def read_secrets(path: str, names: Collection[str] = ()) -> dict[str, str]:
-    """Return the variables in a secrets file of ``NAME=VALUE`` lines, with optional quotes, and ``#`` comment lines.
+    """Return the variables in a secrets file: ``NAME=VALUE`` lines, optionally quoted, and ``#`` comment lines.
 
     Args:
         path: The path of the file.

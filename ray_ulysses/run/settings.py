@@ -52,7 +52,7 @@ class ResolvedRun:
 
 
 def resolve_run(config: Config, world_size: int | None = None) -> ResolvedRun:
-    """Derive the `ResolvedRun` of a configuration. The only file it reads is the model's configuration.
+    """Derive the `ResolvedRun` of a configuration. Only the model's configuration file is read.
 
     Args:
         config: The configuration with absolute paths.

@@ -1,7 +1,7 @@
 """Chooses the checkpoint that an attempt starts from, and resolves the checkpoints that commands refer to.
 
-A run that has committed a checkpoint never restarts from step 0 automatically. `decide_start` makes the decision. The
-other functions read its inputs from storage, peer memory and the journal.
+A run that has committed a checkpoint never restarts from step 0 automatically. `decide_start` makes the decision. Other
+functions read the inputs of the decision from storage, peer memory and the journal.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Start:
     """The starting point of an attempt."""
 
     source: Source | None = None
-    """Source of the run's own state to start from, or None if the run has no state."""
+    """Source of the run's own state to start from, or None if the run has no usable state."""
     resumes_from: int | None = None
     """Step of the state to start from."""
     unless: tuple[int, ...] = ()
@@ -192,7 +192,7 @@ class Candidate:
 class RecoverySources:
     """The sources of states from which an attempt can start.
 
-    Rank 0 calls `choose` and sends the result to all ranks. Every rank then calls `open` with it.
+    Rank 0 calls `choose` and sends the result to all ranks. Every rank then calls `open` with this result.
     """
 
     run: ResolvedRun
@@ -246,7 +246,7 @@ class RecoverySources:
         return "another run", origin.location, check_origin(origin, config, self.plan)
 
     def open(self, source: Source, location: str, manifest: Manifest) -> Candidate:
-        """Return the state that `choose` has chosen. ``model.resume_state`` limits what is loaded from another run."""
+        """Return the state that `choose` selected. ``model.resume_state`` limits what is loaded from another run."""
         step, meta, state = manifest.step, manifest.meta, manifest.state
         own = {"storage": manifest.ref.folder, "peer memory": f"peer memory, step {step}"}
         name = own.get(source, f"{location}@{step}")
@@ -281,7 +281,7 @@ class RecoverySources:
         _log.warning("not using the state of step %d in peer memory: %s", step, reason)
 
     def _own_states(self) -> dict[Source, Manifest]:
-        """Return the newest state with correct file sizes in peer memory and in storage, in order of preference."""
+        """Return the newest state with correct file sizes of each source, in order of preference."""
         offered: dict[Source, Manifest] = {}
         if self.memory is not None:
             lineage = read_lineage(self.run.store)
@@ -394,7 +394,7 @@ def _others(steps: Sequence[int], step: int) -> str:
 
 
 def _none_committed(run_dir: Place, location: str, lineage: Lineage) -> UserError | RunError:
-    """Return the error for a storage without checkpoints: the run has not saved any, or they are missing."""
+    """Return the error for storage without checkpoints: none was ever saved, or the saved checkpoints are missing."""
     none = f"{location} contains no committed checkpoint of the run, and the run's journal"
     try:
         journal = read_journal(run_dir)

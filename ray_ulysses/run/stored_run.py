@@ -55,7 +55,7 @@ class StoredRun:
 
 
 def read_stored_run(config: Config) -> StoredRun:
-    """Read the stored state of a configuration's run. The configuration's paths must be absolute.
+    """Read the stored state of the configured run. The configuration's paths must be absolute.
 
     Raises:
         ConfigError: The stored configuration can't be read.
@@ -99,7 +99,7 @@ def refuse_changed(config: Config, *, branch: bool) -> StoredRun:
 def misfit(run: ResolvedRun, stored: Plan | None) -> tuple[Problem, ...]:
     """Return a problem if the configured ``sp_size`` and ``ring_size`` can't split the rows of the stored plan.
 
-    The stored plan fixes the number that all row lengths are multiples of.
+    Every row length in the stored plan is a multiple of the plan's ``pad_multiple``, which can't change.
 
     Args:
         run: The run with the current configuration.

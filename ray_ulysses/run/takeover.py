@@ -48,7 +48,7 @@ def leave_refusal(run_dir: Place, session: str, text: str) -> None:
 
 
 def refusal(run_dir: Place, session: str) -> str | None:
-    """Return why this session must end (invalid input, or a takeover by another command), or None if it need not."""
+    """Return why this session must end (invalid input or another command's takeover), or None if it may continue."""
     try:
         return open_store(run_dir, retry_s=_RETRY_S).read_whole(f"{REFUSAL_FOLDER}/{session}").decode()
     except OSError:

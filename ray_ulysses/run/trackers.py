@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _POLL_S = 1.0
 _POLL_STORE_S = 3.0
-"""In an object store, journal segments are written every 3 seconds."""
+"""Polling interval in an object store, in seconds. Journal segments are written every 3 seconds there."""
 
 
 def tracked(config: Config, *, drain_s: float = 20.0) -> AbstractContextManager[None]:
