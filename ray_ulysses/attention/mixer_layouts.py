@@ -91,7 +91,7 @@ class MixerLayout:
     the state. Chunked kernels run more operations to be faster."""
 
     def valid_ranks(self) -> tuple[int, ...]:
-        """Return the numbers of ranks that can share the heads equally, in ascending order."""
+        """Return the rank counts that can share the heads equally, in ascending order."""
         blocks = [block for blocks in (*self.projections.values(), self.channels) for block in blocks]
         counts = (ranks for ranks in range(1, self.num_units + 1) if self.num_units % ranks == 0)
         return tuple(ranks for ranks in counts if all(block.fits(ranks) for block in blocks if block.is_exchanged))

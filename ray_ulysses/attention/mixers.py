@@ -67,7 +67,7 @@ def read_linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def shared_sizes(model: nn.Module) -> tuple[int, ...]:
-    """Return the numbers of ranks that can share the heads of all recurrent layers, in ascending order."""
+    """Return the rank counts that can share the heads of all recurrent layers, in ascending order."""
     layouts = [layout for _, _, layout in find_mixers(model)]
     valid = [set(layout.valid_ranks()) for layout in layouts]
     return tuple(sorted(set.intersection(*valid))) if valid else ()

@@ -44,7 +44,7 @@ class Damage:
             "damaged": "is damaged",
             "unreadable": "can't be read",
             "superseded": "is not part of the run",
-            "foreign": "was written by another version",
+            "foreign": "was written by another version of ray-ulysses",
         }
         return f"the checkpoint of step {self.step} {verdict[self.kind]} and is not used: {self.reason}"
 

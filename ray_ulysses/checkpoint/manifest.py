@@ -387,7 +387,7 @@ def _entry(shard: _Shard, place: str, folder: str, sizes: Mapping[str, tuple[int
     data_end = intervals[-1].offset + intervals[-1].num_bytes if intervals else shard.header_bytes
     if entry.sums_offset != data_end:
         whole = entry.num_bytes - entry.sums_offset + data_end
-        raise ContentError(f"{place}.bytes is {shard.bytes}, but its header, intervals and checksums take {whole}")
+        raise ContentError(f"{place}.bytes is {shard.bytes}, but the header, intervals and checksums take {whole}")
     return entry
 
 

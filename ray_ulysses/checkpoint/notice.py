@@ -25,7 +25,7 @@ class NoticedSave:
 
     step: int
     taken_at: float
-    """Time at which the state was copied, in seconds of the monotonic clock."""
+    """Monotonic time at which the state was copied, in seconds."""
     took_s: float | None = None
     """Seconds from `taken_at` to the commit, or None until the checkpoint is committed."""
 
@@ -40,7 +40,7 @@ def notice_asks(last: NoticedSave | None, *, left_s: float | None, now: float, s
     Args:
         last: Latest save for this notice or an earlier notice, ignoring failed saves, or None.
         left_s: Seconds until the deadline, or None if the deadline is unknown.
-        now: Current time of the monotonic clock, in seconds.
+        now: Current monotonic time, in seconds.
         step_s: Expected maximum duration of a step, in seconds.
     """
     if last is None:

@@ -139,7 +139,7 @@ class FailureLog:
 
         Args:
             cause: Cause of the failure.
-            step: Newest committed step, or None if the storage does not answer.
+            step: Newest committed step, or None if the storage does not respond.
             noticed: Details from the coordinator, or None if Ray Train detected the failure.
         """
         run_dir, elastic, now = self.config.run_dir, self.config.elastic, self.clock.now()
@@ -214,7 +214,7 @@ class FailureLog:
 
 
 def _if_it_answers(read: Callable[[], _Found], otherwise: _Found) -> _Found:
-    """Return the result of `read`, or a default if the journal's storage does not answer.
+    """Return the result of `read`, or a default if the journal's storage does not respond.
 
     The failure itself must still be reported. Restarted workers detect and report an unreachable storage themselves.
     """

@@ -103,7 +103,7 @@ def list_submissions(client: Client) -> list[Submission]:
     """Return all jobs that ``ray-ulysses submit`` submitted, in no particular order.
 
     Raises:
-        RunError: The cluster does not answer.
+        RunError: The cluster does not respond.
     """
     with _asking("does not list its jobs"):
         jobs = client.list_jobs()
@@ -193,7 +193,7 @@ class JobLog:
         """Write the log until the job ends, and return the ended job.
 
         Raises:
-            RunError: The cluster did not answer for too long, or no longer knows the job.
+            RunError: The cluster did not respond for too long, or no longer knows the job.
         """
         wait = _Wait(f"job {self._submission.job}", PATIENCE_S, self._say)
         while True:
@@ -220,7 +220,7 @@ class JobLog:
                         "submit the run again to resume it"
                     ) from error
                 wait.go_on(
-                    f"the cluster does not answer ({type(error).__name__})",
+                    f"the cluster does not respond ({type(error).__name__})",
                     f"the job may be running; `ray-ulysses logs {self._submission.run} --follow` follows it again",
                 )
 
@@ -244,7 +244,7 @@ def stop(client: Client, submission: Submission) -> None:
     """Request that a job save after its current step and end; Ray kills the job after `STOP_WAIT_S`.
 
     Raises:
-        RunError: The cluster does not answer.
+        RunError: The cluster does not respond.
     """
     with _asking(f"does not stop job {submission.job}"):
         client.stop_job(submission.job)

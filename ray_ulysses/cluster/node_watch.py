@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from ray_ulysses.config.running import ElasticSection
 
 PATIENCE_S = 180.0
-"""Seconds before a metadata service that does not answer is reported. Azure's first answer may take two minutes."""
+"""Seconds before a metadata service that does not respond is reported. Azure's first answer may take two minutes."""
 _log = get_logger(__name__)
 
 
@@ -56,7 +56,7 @@ def drain_node(node: str, why: str, deadline: float | None) -> None:
     Ray 2.60 offers this only as a hidden CLI command; this function calls the command's code (a canary test covers it).
 
     Raises:
-        RuntimeError: Ray rejects the request, or its head does not answer.
+        RuntimeError: Ray rejects the request, or its head does not respond.
     """
     # Ray interprets 0 as no deadline.
     until_ms = 0 if deadline is None else max(1, round(deadline * 1000))
@@ -91,7 +91,7 @@ def node_news(
             if not is_reported and clock.monotonic() - failing_since >= PATIENCE_S:
                 is_reported = True
                 hint = reach_hint(provider)
-                yield f"is not watched for preemption: {cloud}'s metadata service does not answer ({error}); {hint}"
+                yield f"is not watched for preemption: {cloud}'s metadata service does not respond ({error}); {hint}"
         else:
             if notice is not None and replaces(notice, drained_for):
                 try:
@@ -233,7 +233,7 @@ class MetadataService:
         """Return the current notice, or None if there is none.
 
         Raises:
-            OSError: The service does not answer in time. Azure's first answer may take two minutes.
+            OSError: The service does not respond in time. Azure's first answer may take two minutes.
             UnexpectedAnswerError: The answer does not follow the provider's protocol.
         """
         if self._provider == "aws":
@@ -291,7 +291,7 @@ class MetadataService:
                 while len(body) < _MOST_BYTES and (piece := response.read1(_PIECE)):
                     body += piece
                     if self._clock.monotonic() > end:
-                        raise TimeoutError(f"{url} does not answer within {_TIMEOUT_S:g} s")
+                        raise TimeoutError(f"{url} does not respond within {_TIMEOUT_S:g} s")
             except HTTPException as error:
                 raise OSError(f"{url} ended its answer early ({type(error).__name__})") from error
         return Answer(

@@ -72,7 +72,7 @@ def ensure_agents(
     before: Mapping[str, Contact] = MappingProxyType({}),
     start_s: float = _START_S,
 ) -> dict[str, Contact]:
-    """Return the agents on the given nodes, starting missing ones; nodes that do not answer are left out.
+    """Return the agents on the given nodes, starting missing ones; nodes that do not respond are left out.
 
     Agents of an earlier driver are reused, with their content and with the token that the first driver created.
 
@@ -96,7 +96,7 @@ def ensure_agents(
     found |= _contacts(started, start_s)
     found = {node: one for node, one in found.items() if one.token == token}
     if len(found) < len(nodes):
-        _log.warning("peer memory: %d of %d nodes did not answer and are left out", len(nodes) - len(found), len(nodes))
+        _log.warning("peer memory: %d of %d nodes are left out: no response", len(nodes) - len(found), len(nodes))
     return found
 
 

@@ -117,7 +117,7 @@ class WorkerScaling(ScalingPolicy):
     def choose(self) -> dict[str, int] | None:
         """Return the number of workers to start on each node, or None, after a pause, if too few fit."""
         placed = None
-        # If the head does not answer, Ray Train's controller asks again.
+        # If the head does not respond, Ray Train's controller asks again.
         with contextlib.suppress(OSError, RuntimeError, RayError):
             nodes = reachable(self._steady())
             self._seen, placed = decide_placement(

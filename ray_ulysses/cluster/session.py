@@ -161,7 +161,7 @@ def _start_embedded(cpus: float, options: dict[str, Any]) -> None:
                 ray.init(address="local", num_cpus=offered, include_dashboard=False, **options)
             return
         except Exception as error:
-            # Ray raises a plain Exception if one of its processes dies or does not answer during the start.
+            # Ray raises a plain Exception if one of its processes dies or does not respond during the start.
             if type(error) is not Exception:
                 raise
             ray.shutdown()
@@ -231,13 +231,13 @@ def free_nodes() -> tuple[Node, ...]:
 
 
 def look_at_cluster() -> ClusterView | None:
-    """Return the cluster's nodes and this job's workers, or None if the head does not answer."""
+    """Return the cluster's nodes and this job's workers, or None if the head does not respond."""
     try:
         workers = [one["Address"] for one in workers_of_job(ray.get_runtime_context().get_job_id())]
         on_nodes = {str(one["NodeID"]): str(one["IPAddress"]) for one in workers}
         return ClusterView(nodes=cluster_nodes(), workers=len(workers), worker_nodes=on_nodes)
     except (OSError, RuntimeError, RayError) as error:
-        _log.debug("the cluster's head does not answer: %s", error)
+        _log.debug("the cluster's head does not respond: %s", error)
         return None
 
 
@@ -249,7 +249,7 @@ def answers_in_time(asked: Mapping[Any, str], timeout_s: float) -> dict[str, Any
         try:
             found[asked[answer]] = ray.get(answer)
         except RayError as error:
-            _log.warning("%s does not answer (%s)", asked[answer], type(error).__name__)
+            _log.warning("%s does not respond (%s)", asked[answer], type(error).__name__)
     return found
 
 
@@ -265,7 +265,7 @@ def workers_of_job(job: str) -> list[dict[str, Any]]:
     The actor table is private in Ray 2.60, and so is the class name of Ray Train's workers (a canary test covers both).
 
     Raises:
-        RayError, OSError, RuntimeError: Ray does not answer.
+        RayError, OSError, RuntimeError: Ray does not respond.
     """
     actors = state.actors(job_id=ray.JobID.from_hex(job), actor_state_name="ALIVE").values()
     return [actor for actor in actors if str(actor["ActorClassName"]).endswith(_WORKER_CLASSES)]

@@ -114,7 +114,7 @@ def check_secrets(config: Config, say: Callable[[str], Any]) -> None:
 
 
 def _ask_nodes(names: Collection[str], file: SecretsFile | None) -> dict[str, tuple[list[str], str | None]]:
-    """Query the nodes that can run a worker; nodes that do not answer are left out."""
+    """Query the nodes that can run a worker; nodes that do not respond are left out."""
     requests: dict[Any, str] = {}
     look: Any = ray.remote(_look)
     for node in ray.nodes():

@@ -155,7 +155,7 @@ def starting_from(config: Config) -> Config:
 
     Raises:
         UserError: The checkpoint does not exist.
-        RunError: MLflow does not answer.
+        RunError: MLflow does not respond.
     """
     from ray_ulysses.config.reference_to_checkpoint import MlflowReference, parse_reference
     from ray_ulysses.run.origin import find_origin

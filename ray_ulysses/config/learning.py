@@ -125,7 +125,7 @@ class RunSection(Section):
     shared path."""
 
     storage_kind: Literal["local", "nfs"] = "local"
-    """Type of file system of `storage`. `nfs` stands for any network file system: MLflow then requires a server, since
+    """File system type of `storage`; use `nfs` for any network file system. With `nfs`, MLflow requires a server, since
     SQLite's locks are not safe on network file systems. Default `local`, which is right for a single machine."""
 
     seed: Annotated[int, fixed("it determines the weights and the order of the data")] = Field(

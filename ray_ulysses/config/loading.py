@@ -41,7 +41,7 @@ def load_config_if_any(path: Place) -> Config | None:
 
     Raises:
         ConfigError: The configuration can't be used.
-        OSError: The object store does not answer.
+        OSError: The object store does not respond.
     """
     if isinstance(path, Path):
         return load_config(path) if path.is_file() else None

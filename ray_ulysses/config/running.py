@@ -203,7 +203,7 @@ class CheckpointSection(Section):
     failed_saves_patience_s: float = Field(default=300.0, ge=0.0)
     """Minimum time during which saves must fail before the run ends, in seconds, since fast steps would reach
     `max_failed_saves` within moments. After `max_failed_saves`, retries become less frequent, up to 30 s apart.
-    Training also continues for this time, but at least a minute, while `run.storage` does not answer. Default 300."""
+    Training also continues for this time, but at least a minute, while `run.storage` does not respond. Default 300."""
 
 
 class ElasticSection(Section):

@@ -95,7 +95,7 @@ def _is_location(value: str) -> str:
 def _is_path(value: str) -> str:
     location = parse_location(_is_location(value))
     if not isinstance(location, Path):
-        raise refusal("is not a local directory", "give a path, such as /mnt/nvme/swap")
+        raise refusal("is not a local directory", "use a path, such as /mnt/nvme/swap")
     # Code that opens a local path does not accept URIs.
     return str(location) if value.startswith("file:") else value
 

@@ -141,7 +141,7 @@ def lost(rank: int, text: str) -> RankError:
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Return whether an error only reports that another rank did not answer."""
+    """Return whether an error only reports that another rank did not respond."""
     if isinstance(error, PeerError):
         return True
     names = {kind.__name__ for kind in type(error).__mro__}

@@ -154,7 +154,7 @@ def pause_s(failures: int) -> float:
 
 
 def reach_hint(provider: Provider) -> str:
-    """Return the suggested fix for a provider's metadata service that does not answer."""
+    """Return the suggested fix for a provider's metadata service that does not respond."""
     if provider == "aws":
         return "in a container, the instance's metadata option HttpPutResponseHopLimit must be at least 2"
     return "let containers reach 169.254.169.254, or set elastic.cloud_notices: none"

@@ -337,7 +337,7 @@ def _stopping(group: Group, now: float) -> tuple[Group, tuple[Action, ...]]:
     if running and waited_s < 2 * group.end_s:
         return group, ()
     for worker in running:
-        group = _worker_lost(group, WorkerLost(worker=worker, what="the supervisor does not answer"))
+        group = _worker_lost(group, WorkerLost(worker=worker, what="the supervisor does not respond"))
     errors = _errors(group)
     if all(error.kind == "consequence" for error in errors) and waited_s < CAUSE_S:
         return group, ()

@@ -223,7 +223,7 @@ def _find(model: Any) -> RouterLoss:
             f"{kind}, but its router loss differs from the Switch Transformers loss over all layers, the only router "
             f"loss that can be computed exactly over the slices of a row; {way_out}"
         )
-    raise UserError(f"{kind}, but the forward of {type(model).__name__} has no router loss; {way_out}")
+    raise UserError(f"{kind}, but the forward of {type(model).__name__} computes no router loss; {way_out}")
 
 
 def _sizes(model: Any) -> Iterator[int]:

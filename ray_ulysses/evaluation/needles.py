@@ -93,7 +93,7 @@ class Haystack:
         largest = int(tokens.max(initial=0))
         if largest >= self._vocab_size:
             raise UserError(
-                f"--tokenizer: produces token {largest}, but the model has only {self._vocab_size} tokens; give the "
+                f"--tokenizer: produces token {largest}, but the model has only {self._vocab_size} tokens; use the "
                 "tokenizer that prepared the documents, or skip retrieval with --task loss"
             )
         return tokens

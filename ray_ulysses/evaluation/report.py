@@ -82,7 +82,7 @@ def names_run(model: Place) -> bool:
         )
     if (model / _ADAPTER_FILE).is_file():
         raise UserError(
-            f"MODEL={str(model)!r}: is an adapter without its base model; give the run that trained the adapter, or "
+            f"MODEL={str(model)!r}: is an adapter without its base model; specify the run that trained the adapter, or "
             "merge the two with `export --merge`"
         )
     if (model / _MODEL_FILE).is_file():
@@ -195,7 +195,7 @@ class EvaluationReport:
     position_loss: PositionLoss | None
     context_gain: ContextGain | None
     retrieval: tuple[RetrievalCell, ...]
-    """Cells of all kinds and lengths; empty if retrieval was not tested."""
+    """One cell per question kind, row length and depth; empty if retrieval was not tested."""
     seconds: float
 
     def to_json(self) -> dict[str, Any]:
@@ -282,4 +282,4 @@ def refuse_unwritable(out: Place) -> None:
 
 
 def _unwritable(out: Place, error: OSError) -> str:
-    return f"--out={str(out)!r}: can't be written ({error.strerror or error}); give another directory"
+    return f"--out={str(out)!r}: can't be written ({error.strerror or error}); use another directory"

@@ -92,8 +92,8 @@ def evaluate_locally(prepared: Prepared, say: Say) -> EvaluationReport:
         report: EvaluationReport = run_local_ranks(_evaluate_rank, size, prepared.request, hear=say)
     except RankDiedError as error:
         raise RunError(
-            f"--sp-size={size}: process {error.rank} ended without a result ({error.last_line}); use fewer processes "
-            "or shorter lengths if memory is short"
+            f"--sp-size={size}: process {error.rank} ended without a result ({error.last_line}); use fewer "
+            "processes, or shorter lengths if it ran out of memory"
         ) from error
     return report
 

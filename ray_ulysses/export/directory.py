@@ -109,7 +109,7 @@ def refuse_place(out: Path, own: Sequence[Path], exports: Path) -> None:
     for directory in own:
         if _real(directory) in (place, *place.parents):
             raise UserError(
-                f"--out={str(out)!r}: is in {directory}, where the run stores and deletes its own files; give a "
+                f"--out={str(out)!r}: is in {directory}, where the run stores and deletes its own files; use a "
                 f"directory below {exports} or outside the run's directories"
             )
 
@@ -130,15 +130,15 @@ def already_exported(place: Place, identity: Identity, *, overwrite: bool) -> Re
         sizes = _sizes_of(place)
         there = read_record(place) if sizes else None
     except OSError as error:
-        raise RunError(f"{name}: can't be read ({error.strerror or error}); give another directory") from error
+        raise RunError(f"{name}: can't be read ({error.strerror or error}); use another directory") from error
     if isinstance(place, Path) and sizes and there is None:
         raise UserError(
-            f"{name}: contains files that are not an export of ray-ulysses, which are never overwritten; give another "
+            f"{name}: contains files that are not an export of ray-ulysses, which are never overwritten; use another "
             "directory, or empty it"
         )
     if there is None or overwrite:
         if there is not None and isinstance(place, Path) and (others := _not_exported(sizes, there)):
-            raise UserError(f"{name}: {others}; move these files, or give another directory")
+            raise UserError(f"{name}: {others}; move these files, or use another directory")
         return None
     lost = [f"{file} has changed or is missing" for file, size in there.report.files.items() if sizes.get(file) != size]
     differences = identity.differences(there.identity) or lost
@@ -146,7 +146,7 @@ def already_exported(place: Place, identity: Identity, *, overwrite: bool) -> Re
         return there
     raise UserError(
         f"{name}: contains another export of ray-ulysses ({'; '.join(differences)}); add --overwrite to replace it, or "
-        "give another directory"
+        "use another directory"
     )
 
 
@@ -156,7 +156,7 @@ def _sizes_of(place: Place) -> dict[str, int | None]:
         if not place.exists() and not place.is_symlink():
             return {}
         if not place.is_dir():
-            raise UserError(f"--out={str(place)!r}: is a file; give a directory")
+            raise UserError(f"--out={str(place)!r}: is a file; use a directory")
         return {path.name: path.lstat().st_size for path in place.iterdir()}
     found = open_store(place.parent).sizes(place.name)
     return {key.removeprefix(f"{place.name}/"): size for key, size in found.items()}
@@ -203,7 +203,7 @@ def unpublished(out: Path, num_bytes: int) -> Iterator[Path]:
         descriptor = lock_file(folder / _LOCK_FILE)
     except OSError as error:
         raise RunError(
-            f"--out={str(out)!r}: can't be written ({error.strerror or error}); give another directory"
+            f"--out={str(out)!r}: can't be written ({error.strerror or error}); use another directory"
         ) from error
     try:
         yield folder
@@ -211,7 +211,7 @@ def unpublished(out: Path, num_bytes: int) -> Iterator[Path]:
     except OSError as error:
         raise RunError(
             f"--out={str(out)!r}: could not be written ({error.strerror or error}); nothing was published. Free up "
-            "space, or give another directory"
+            "space, or use another directory"
         ) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -250,7 +250,7 @@ def _publish(folder: Path, out: Path) -> None:
         # Other files may have appeared during the export.
         others = "now contains files that are not an export" if there is None else _not_exported(names, there)
         if others:
-            raise RunError(f"--out={str(out)!r}: {others}; nothing was published. Give another directory")
+            raise RunError(f"--out={str(out)!r}: {others}; nothing was published. Use another directory")
         # If this process dies between the two renames, the next export deletes the directory with this name.
         old = out.parent / f"{_prefix(out)}{uuid.uuid4().hex[:8]}"
         out.rename(old)
@@ -289,6 +289,6 @@ def upload(folder: Path, published: ObjectLocation) -> None:
     except OSError as error:
         raise RunError(
             f"{published}: can't be written ({error.strerror or error}); nothing was published. Make the store "
-            "reachable, or give a local directory with --out"
+            "reachable, or use a local directory with --out"
         ) from error
     shutil.rmtree(folder, ignore_errors=True)

@@ -65,7 +65,7 @@ class TokenizerFiles:
         if self.vocab_size > model_size:
             raise UserError(
                 f"--tokenizer: its largest token id is {self.vocab_size - 1}, but the model has {model_size} tokens; "
-                "give the tokenizer that prepared the run's corpus"
+                "use the tokenizer that prepared the run's corpus"
             )
 
 
@@ -173,7 +173,7 @@ def _given(directory: Path, prepared: _Prepared) -> TokenizerFiles:
             info, files = load_tokenizer(directory).info, _copy(directory)
     except OSError as error:
         raise UserError(
-            f"--tokenizer={str(directory)!r}: can't be read ({error.strerror or error}); give a readable directory"
+            f"--tokenizer={str(directory)!r}: can't be read ({error.strerror or error}); use a readable directory"
         ) from error
     own = None if str(directory) == BYTES else _template_of(directory)
     same = "the tokenizer" if info.fingerprint == prepared.fingerprint else "NOT the tokenizer"

@@ -39,7 +39,7 @@ def authenticate(connection: socket.socket, token: str, timeout_s: float = HANDS
 
     Raises:
         PermissionError: The server does not know the token.
-        OSError: The connection was closed, or the server did not answer in time.
+        OSError: The connection was closed, or the server did not respond in time.
     """
     deadline = time.monotonic() + timeout_s
     nonce = secrets.token_bytes(NONCE_BYTES)
@@ -148,7 +148,7 @@ def _proof(token: str, role: bytes, nonces: bytes) -> bytes:
 
 
 def _receive(connection: socket.socket, num_bytes: int, deadline: float) -> bytes:
-    """Receive exactly `num_bytes` bytes before `deadline`, a time of the monotonic clock."""
+    """Receive exactly `num_bytes` bytes before `deadline`, a monotonic time in seconds."""
     received = b""
     while len(received) < num_bytes:
         connection.settimeout(max(deadline - time.monotonic(), 1e-3))

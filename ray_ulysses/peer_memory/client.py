@@ -38,13 +38,13 @@ PROGRESS_S = 10.0
 """Timeout for progress within a request, in seconds; longer, because an agent may be busy with many gigabytes."""
 PARTNER_S = PROGRESS_S / 2
 """Timeout for progress of a copy between two agents, in seconds. It is shorter than the client's `PROGRESS_S`, so that
-the client learns which of the two agents does not answer."""
+the client learns which of the two agents does not respond."""
 SMALL_BYTES = 2**20
 _JOINED_BYTES = 4 * SMALL_BYTES
 
 
 class AgentGoneError(OSError):
-    """The agent does not answer."""
+    """The agent does not respond."""
 
 
 class AgentClient:
@@ -76,7 +76,7 @@ class AgentClient:
         """Check that the agent answers.
 
         Raises:
-            AgentGoneError: The agent does not answer.
+            AgentGoneError: The agent does not respond.
         """
         with self._connection():
             pass
@@ -97,7 +97,7 @@ class AgentClient:
 
         Raises:
             FileNotFoundError: The agent does not have the file.
-            AgentGoneError: The agent does not answer.
+            AgentGoneError: The agent does not respond.
         """
         with self._connection() as connection:
             send_frame(connection, {"op": "read", "key": key, "offset": offset, "num_bytes": len(target)})
@@ -111,8 +111,8 @@ class AgentClient:
         """Make this agent copy a file to the agent at address `to`; returns once the latter has verified the copy.
 
         Raises:
-            AgentGoneError: The source agent does not answer.
-            OSError: The target agent does not answer (``EHOSTUNREACH``), or its memory is full.
+            AgentGoneError: The source agent does not respond.
+            OSError: The target agent does not respond (``EHOSTUNREACH``), or its memory is full.
         """
         with self._connection() as connection:
             send_frame(connection, {"op": "copy", "key": key, "to": to})
@@ -139,7 +139,7 @@ class AgentClient:
 
         Raises:
             AlreadyExistsError: The key exists, and `replace` is false.
-            AgentGoneError: The agent does not answer.
+            AgentGoneError: The agent does not respond.
             OSError: The agent's memory is full.
         """
         buffer = None
@@ -244,7 +244,7 @@ class AgentClient:
         return connection
 
     def _gone(self, error: OSError) -> AgentGoneError:
-        return AgentGoneError(errno.EHOSTUNREACH, f"the peer memory agent at {self.address} does not answer ({error})")
+        return AgentGoneError(errno.EHOSTUNREACH, f"the peer memory agent at {self.address} does not respond ({error})")
 
 
 class Uploading:

@@ -219,10 +219,10 @@ class PeerMemoryStore(Store):
         return client.put(key, chunks, replace=replace, is_large=True)
 
     def _is_copied(self, key: str, writer: str, partner: str) -> bool:
-        """Copy a file from one agent to another; return False if the target does not answer.
+        """Copy a file from one agent to another; return False if the target does not respond.
 
         Raises:
-            OSError: The source does not answer, or the target's memory is full.
+            OSError: The source does not respond, or the target's memory is full.
         """
         try:
             self._asked(writer, lambda client: client.copy(key, self._clients[partner].address))

@@ -299,7 +299,7 @@ def other_holder(store: Store, command: str) -> LockOwner | None:
     """Return the last holder of a store's claim, or None if there is no holder or the holder is ``command``.
 
     Raises:
-        OSError: The store does not answer.
+        OSError: The store does not respond.
     """
     record = _see(store).record
     return None if record is None or record.command == command else record
@@ -313,7 +313,7 @@ def current_owner(run_dir: str | Place, *, clock: Clock | None = None) -> LockOw
     for half a lease.
 
     Raises:
-        OSError: The store does not answer.
+        OSError: The store does not respond.
     """
     clock = clock if clock is not None else SystemClock()
     store = open_store(run_dir, retry_s=_RETRY_S)

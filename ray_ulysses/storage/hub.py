@@ -107,5 +107,5 @@ def _refusal(endpoint: str, name: str, kind: Kind) -> str | None:
         # The library's own retries handle a hub that is briefly overloaded or broken.
         return None if status == _TOO_MANY or status >= _BROKEN else f", and {hub} answers with HTTP {status}"
     except Exception as error:  # the HTTP client's exception types vary with its version
-        return f", and {hub} does not answer ({error or type(error).__name__})"
+        return f", and {hub} does not respond ({error or type(error).__name__})"
     return None

@@ -112,7 +112,7 @@ class RetryPolicy:
                     log.warning("%s: storage unreachable (%s); retrying for %.0f s", what, error, self.wait_s)
                 if not waiting.pause():
                     raise StorageAwayError(
-                        f"{what}: the storage did not answer for {waiting.waited_s:.0f} s ({waiting.num_pauses + 1} "
+                        f"{what}: the storage did not respond for {waiting.waited_s:.0f} s ({waiting.num_pauses + 1} "
                         f"tries, the last: {error}); restore access and start again: committed work is preserved"
                     ) from error
 

@@ -51,7 +51,7 @@ class RemoteStreams:
                         break
                 answer, error = self._connection.recv()
         except (EOFError, OSError) as gone:
-            raise RunError(f"the worker's supervisor does not answer ({gone})") from gone
+            raise RunError(f"the worker's supervisor does not respond ({gone})") from gone
         if error is not None:
             raise error
         return answer

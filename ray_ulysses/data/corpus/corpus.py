@@ -62,7 +62,7 @@ class Corpus:
     """A prepared corpus, whose documents are numbered from 0.
 
     Reading methods raise UserError if a file is missing or damaged, or was replaced after ``prepare`` wrote it. If the
-    storage does not answer, reads are retried under the ``RetryPolicy`` and then raise ``StorageAwayError``.
+    storage does not respond, reads are retried under the ``RetryPolicy`` and then raise ``StorageAwayError``.
     """
 
     def __init__(self, folder: FileStore, info: CorpusInfo, *, retry: RetryPolicy = RETRY) -> None:
@@ -78,7 +78,7 @@ class Corpus:
 
         Args:
             location: A directory, or the URI of a folder in an object store.
-            retry: Retry policy for storage that does not answer.
+            retry: Retry policy for storage that does not respond.
 
         Raises:
             UserError: The corpus is missing, empty or unreadable, or the location does not contain a prepared corpus.
@@ -359,7 +359,7 @@ def corpus_exists(location: Path | str) -> bool:
 
     Raises:
         UserError: The location can't be used.
-        StorageAwayError: The storage did not answer in time.
+        StorageAwayError: The storage did not respond in time.
     """
     folder = open_folder(location)
     try:
@@ -379,8 +379,8 @@ def _read_info(folder: FileStore) -> CorpusInfo:
         version = fields["format_version"]
         if version != FORMAT_VERSION:
             raise UserError(
-                f"data.path={folder}: the corpus has format {shown(version)}, but this version reads "
-                f"{FORMAT_VERSION}; prepare the corpus again into another directory"
+                f"data.path={folder}: the corpus has format version {shown(version)}, but this version of ray-ulysses "
+                f"reads version {FORMAT_VERSION}; prepare the corpus again in another directory"
             )
         return CorpusInfo.from_json(fields)
     except FileNotFoundError:
@@ -401,7 +401,7 @@ def unreadable(name: object, reason: object) -> UserError:
     """Return the error for a corpus file that can't be read."""
     return UserError(
         f"data.path: {name} can't be used ({reason}); restore the file, "
-        "or prepare the corpus again into another directory"
+        "or prepare the corpus again in another directory"
     )
 
 
@@ -411,7 +411,7 @@ def read_shards(folder: FileStore, shards: Sequence[ShardInfo], dtype: np.dtype[
     def unreadable_shard(name: str, reason: object) -> UserError:
         return UserError(
             f"data.path: the shard {name} can't be read ({reason}); restore the file, "
-            "or prepare the corpus again into another directory"
+            "or prepare the corpus again in another directory"
         )
 
     keys = [f"{SHARDS_DIRECTORY}/{shard.name}" for shard in shards]
@@ -474,6 +474,6 @@ def refuse_repeats(corpora: Sequence[Corpus], num_known: int = 1) -> None:
             path, before = corpora[number].folder, other.folder
             raise UserError(
                 f"data.sources: {path} repeats {elsewhere.size} documents of earlier corpora (the first: {place}, "
-                f"also in {before}), which would be trained on more than once; prepare it again into another "
+                f"also in {before}), which would be trained on more than once; prepare it again in another "
                 f"directory with `--without {before}`, which leaves them out"
             )

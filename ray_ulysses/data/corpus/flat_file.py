@@ -199,7 +199,7 @@ class FlatFiles:
 
         Raises:
             UserError: The file is missing, truncated, damaged, or was replaced.
-            StorageAwayError: The storage did not answer in time.
+            StorageAwayError: The storage did not respond in time.
         """
         if count == 0:
             return np.empty(0, dtype=self._dtype)
@@ -239,7 +239,7 @@ class FlatFiles:
 
         Raises:
             UserError: A file is missing or was replaced. The error names the first such file.
-            StorageAwayError: The storage did not answer in time.
+            StorageAwayError: The storage did not respond in time.
         """
         for number in range(len(self._keys)):
             self._call(number, partial(self._file, number))

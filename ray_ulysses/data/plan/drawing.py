@@ -216,7 +216,7 @@ class Drawing:
 
 @inlined
 def _mixed(value, low_bits, high_bits, round_keys):  # type: ignore[no-untyped-def]
-    """Return the output of the Feistel network, which may be ``size`` or more."""
+    """Return the Feistel network's output. Outputs beyond the permutation's range are mixed again by the caller."""
     low_mask = (_ONE << low_bits) - _ONE
     high_mask = (_ONE << high_bits) - _ONE
     low = value & low_mask

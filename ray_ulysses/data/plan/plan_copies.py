@@ -35,7 +35,7 @@ def committed_segments(directory: Place, header: str) -> dict[int, str]:
 
     Raises:
         NotAPlainFileError: The directory contains a symbolic link.
-        RunError: The storage does not answer.
+        RunError: The storage does not respond.
     """
     try:
         # Listed from the parent folder, since the root of a store has no name of its own.
@@ -57,7 +57,7 @@ def fetch_segment(directory: ObjectLocation, folder: str, header: str, *, anew: 
     If ``anew`` is set, a damaged copy is replaced. The path of the copy, a hash of the header file, stays the same.
 
     Raises:
-        RunError: The store does not answer or a file is missing, or the copy does not fit on the node's disk.
+        RunError: The store does not respond or a file is missing, or the copy does not fit on the node's disk.
     """
     place = directory / folder
     store = open_store(place)

@@ -136,7 +136,7 @@ def write_segment(
         stage: The part of a stage to plan; ``None`` in a run without stages.
 
     Raises:
-        UserError: The segment exists but was planned from other inputs, or no plan is possible.
+        UserError: The segment exists but was planned from different inputs, or no plan is possible.
     """
     folder = directory / f"segment-{number:04d}"
     if is_file(folder / PLAN_FILE):
@@ -144,9 +144,9 @@ def write_segment(
         branch, length = remainder.branch if remainder else None, stage.length if stage else None
         if not found.is_made_of(settings, documents.sources, branch, length):
             raise UserError(
-                f"{folder}: contains plan {found.plan_id}, made from other data, settings or steps; nothing was "
-                "overwritten. Data, seed and context can't change in a run: use another run.name, or branch the run "
-                "with `ray-ulysses train --branch`"
+                f"{folder}: contains plan {found.plan_id}, which was made from different data or settings, or for a "
+                "different branch or stage; nothing was overwritten. Data, seed and context can't change in a run: use "
+                "another run.name, or branch the run with `ray-ulysses train --branch`"
             )
         return found
     write = partial(_write_files, documents=documents, settings=settings, remainder=remainder, stage=stage)
@@ -225,7 +225,7 @@ def load_plan(directory: Place) -> Plan:
 
     Raises:
         UserError: The plan is missing, unreadable or of another version, or its segments are not consecutive.
-        RunError: The object store does not answer.
+        RunError: The object store does not respond.
     """
     plan = load_plan_if_any(directory)
     if plan is None:

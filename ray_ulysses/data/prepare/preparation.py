@@ -107,7 +107,7 @@ def listed(request: PrepareRequest, retry: RetryPolicy = RETRY) -> Preparation:
 
     Raises:
         UserError: A source, an option or the tokenizer can't be used, or the sources are empty.
-        RunError: The storage did not answer in time.
+        RunError: The storage did not respond in time.
     """
     return retry.call_or_fail("the sources", lambda: _listed(request))
 
@@ -122,7 +122,7 @@ def claimed(found: Preparation, retry: RetryPolicy = RETRY, *, is_scratch: bool 
     Raises:
         UserError: The directory contains another corpus, another unfinished preparation or other files, or another
             process is preparing a corpus there.
-        RunError: The storage did not answer in time.
+        RunError: The storage did not respond in time.
     """
     out = found.request.out
     if is_scratch and retry.call_or_fail(out, lambda: _holds_other(found)):
@@ -162,7 +162,7 @@ def finish(preparation: Preparation, results: tuple[UnitResult, ...], retry: Ret
 
     Raises:
         UserError: No document is left, or a JSONL file contains no JSON object.
-        RunError: The corpus can't be written. ``StorageAwayError`` if the storage did not answer in time.
+        RunError: The corpus can't be written. ``StorageAwayError`` if the storage did not respond in time.
     """
     ordered = tuple(sorted(results, key=lambda result: result.index))
     assert [r.index for r in ordered] == [u.index for u in preparation.units], "every unit must have one result"
@@ -295,8 +295,8 @@ def _is_complete(preparation: Preparation) -> bool:
         if _field(out / CORPUS_FILE, "signature") == preparation.signature:
             return True
         raise UserError(
-            f"--out={out}: contains a corpus made from other sources, options or source files, or by another version; "
-            "nothing was overwritten. Choose another directory, or delete this one first"
+            f"--out={out}: contains a corpus made from other sources, options or source files, or by another version "
+            "of ray-ulysses; nothing was overwritten. Choose another directory, or delete this one first"
         )
     if (out / PREPARATION_FILE).is_file():
         if _field(out / PREPARATION_FILE, "options") != preparation.options and _has_output(out):
@@ -362,7 +362,7 @@ def directory_lock(directory: Path, retry: RetryPolicy = RETRY) -> Iterator[None
 
     Raises:
         UserError: Another process is preparing a corpus in the directory, or the directory is not writable.
-        StorageAwayError: The storage did not answer in time.
+        StorageAwayError: The storage did not respond in time.
     """
     path = directory / LOCK_FILE
     note = LockOwner.this_process(retry.clock).to_note()

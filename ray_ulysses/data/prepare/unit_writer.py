@@ -107,7 +107,7 @@ def finished_unit(out: Path, unit: Unit, encoder: DocumentEncoder) -> UnitResult
     """Return the result of a unit that an earlier command finished with the same content, or None.
 
     Raises:
-        OSError: The storage does not answer.
+        OSError: The storage does not respond.
     """
     try:
         result = checked(adapter(UnitResult), parse_json(read_regular(unit_file(out, unit.index, "json"), out)))
@@ -134,7 +134,7 @@ def write_unit(out: Path, unit: Unit, encoder: DocumentEncoder, retry: RetryPoli
 
     Raises:
         UserError: A file of the unit can't be read, or changed while it was read.
-        RunError: The corpus can't be written. ``StorageAwayError`` if the storage did not answer in time.
+        RunError: The corpus can't be written. ``StorageAwayError`` if the storage did not respond in time.
     """
     return retry.call_or_fail(f"unit {unit.index} of {out}", lambda: _write_unit(out, unit, encoder))
 

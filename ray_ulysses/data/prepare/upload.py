@@ -45,7 +45,7 @@ class CorpusUpload:
 
         Raises:
             UserError: The folder contains another corpus, possibly incomplete.
-            RunError: The store does not answer.
+            RunError: The store does not respond.
         """
         with _storing(self._name):
             if (found := self._signature_in(CORPUS_FILE)) is None:

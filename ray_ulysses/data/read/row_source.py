@@ -17,7 +17,7 @@ ROW_SHARE = 0.8
 """Fraction of ``elastic.collective_timeout_s`` for which a rank waits for a row, so that the rank reports the cause
 before the other ranks time out in a collective."""
 CLOSE_TIMEOUT_S = 5.0
-"""Time that ``close`` waits for a pending read, in seconds. A read hangs if the storage does not answer."""
+"""Time that ``close`` waits for a pending read, in seconds. A read hangs if the storage does not respond."""
 _POLL_S = 0.1
 
 
@@ -94,7 +94,7 @@ class DirectSource:
 
     num_direct: int | None = None
     """Number of the last step's slices that were read directly before the stream started; None without a stream."""
-    _late = "the storage of the corpora does not answer: repair it"
+    _late = "the storage of the corpora is not responding. Repair it"
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class DirectSource:
             return self._ahead.next(self._timeout_s)
         except LateError as error:
             raise RunError(
-                f"step {step}: {error} ({ROW_SHARE:g} of elastic.collective_timeout_s): {self._late}; then run the "
+                f"step {step}: {error} ({ROW_SHARE:g} of elastic.collective_timeout_s); {self._late}, then run the "
                 "same command to resume"
             ) from error
 

@@ -31,7 +31,7 @@ MAX_BLOCKS = 64
 """Maximum blocks per window. Ray Data takes milliseconds and tens of kB per block before the first block arrives."""
 
 MAX_ROWS = 128
-"""Maximum rows per block. Each row's plan lookup takes a millisecond, and all lookups precede the block's read."""
+"""Maximum rows per block. Each row's plan lookup takes a millisecond, and all happen before the block is read."""
 
 _MAX_WINDOW_ROWS = 1024
 _MAX_RANGES = 1 << 20
@@ -64,8 +64,8 @@ class StreamedSource(DirectSource):
     """
 
     _late = (
-        "either no node has cluster.data_cpus CPUs free for Ray Data (add nodes, lower cluster.cpus_per_worker or "
-        "cluster.data_cpus, or set data.engine=local), or the storage of the corpora does not answer (repair it)"
+        "either no node has cluster.data_cpus CPUs free for Ray Data, or the storage of the corpora is not responding. "
+        "Add nodes, lower cluster.cpus_per_worker or cluster.data_cpus, set data.engine=local, or repair the storage"
     )
 
     def __init__(

@@ -54,15 +54,15 @@ _LITDATA = _ForeignFormat(
 )
 _MEGATRON = _ForeignFormat(
     "a tokenized Megatron-LM data set",
-    "give the JSON Lines it was built from, or export the documents of megatron.core's IndexedDataset as a Parquet "
+    "use the JSON Lines it was built from, or export the documents of megatron.core's IndexedDataset as a Parquet "
     "column of token ids (--tokens-field)",
 )
-_HUB_CACHE = _ForeignFormat("an internal Hub cache folder", "give a folder in snapshots/, or the data set's Hub id")
+_HUB_CACHE = _ForeignFormat("an internal Hub cache folder", "use a folder in snapshots/, or the data set's Hub id")
 _BY_SUFFIX = {
     (".mds", ".mds.zstd"): _MDS,
     (".ds", ".ds.index", ".ds.loss", ".ds.metadata"): _ForeignFormat(
         "a tokenized datatrove data set",
-        "give the documents it was built from, as written by datatrove's JsonlWriter or ParquetWriter",
+        "use the documents it was built from, as written by datatrove's JsonlWriter or ParquetWriter",
     ),
     (".npy", ".npz"): _ForeignFormat(
         "a NumPy array", "export its documents as a Parquet column of token ids (--tokens-field)"
@@ -75,7 +75,7 @@ _BY_SUFFIX = {
     (".tar.bz2", ".tar.xz", ".zip", ".7z"): _ForeignFormat("an archive", "unpack it"),
     (".arrow",): _ForeignFormat(
         "an Arrow file",
-        "give the save_to_disk directory, or convert it to Parquet: datasets.Dataset.from_file(...).to_parquet(...)",
+        "use the save_to_disk directory, or convert it to Parquet: datasets.Dataset.from_file(...).to_parquet(...)",
     ),
     (".tfrecord", ".tfrecords"): _ForeignFormat("a TFRecord file", "export its examples as JSON Lines or Parquet"),
 }

@@ -169,11 +169,11 @@ def open_dataset(path: str, split: str | None) -> tuple[Any, str | None]:
         UserError: The data set can't be opened, lacks the split, or has several splits although ``split`` is None.
     """
     if find_spec("datasets") is None:
-        raise UserError("--kind=datasets: requires the package `datasets`; install it, or give Parquet files")
+        raise UserError("--kind=datasets: requires the package `datasets`; install it, or use Parquet files")
     is_saved = _is_saved_dataset(Path(path))
     if not Path(path).exists() and (refused := hub_refusal(path, "dataset")) is not None and not _is_cached(path):
         raise UserError(
-            f"source={path_text(path)}: no such file or directory{refused}; correct it, or give the id of a data "
+            f"source={path_text(path)}: no such file or directory{refused}; correct it, or use the id of a data "
             "set that this machine can reach"
         )
     import datasets

@@ -165,8 +165,8 @@ class TemplateChat:
             found += ", or by rendering up to each turn where the marks omit a part of it"
         if turns == "marks" and not template.has_marks:
             raise UserError(
-                "--turns=marks: the chat template has no {% generation %} marks; give one that has (--chat-template), "
-                "or find the turns by rendering (--turns split)"
+                "--turns=marks: the chat template has no {% generation %} marks; use a template that has them "
+                "(--chat-template), or --turns split, which finds the turns by rendering"
             )
         self._turns = turns
         self.fingerprint = stable_hash([template.digest, options.turns, options.train_on])

@@ -118,7 +118,7 @@ class ChatTemplate:
         try:
             template.render(conversations=[[{"role": "user", "content": "."}]])
         except EndlessTemplateError as error:
-            raise UserError(f"{self._name} never ends: {error}; give another template (--chat-template)") from error
+            raise UserError(f"{self._name} never ends: {error}; use another template (--chat-template)") from error
         except Exception:
             # The template compiled. It may refuse this conversation and still render others.
             return template
@@ -156,7 +156,7 @@ class ChatTemplate:
         except EndlessTemplateError as error:
             self._num_endless += 1
             if self._num_endless > _MOST_ENDLESS:
-                raise UserError(f"{self._name} never ends: {error}; give another template (--chat-template)") from error
+                raise UserError(f"{self._name} never ends: {error}; use another template (--chat-template)") from error
             raise RowError(f"the chat template does not terminate: {error}") from error
         except Exception as error:
             # Template code may raise any exception.

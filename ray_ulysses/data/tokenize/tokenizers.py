@@ -336,7 +336,7 @@ def _loaded(directory: Path) -> RustTokenizer:
             # The library raises a bare Exception if the file is not a tokenizer.
             raise UserError(
                 f"tokenizer={directory}: tokenizer.json can't be read ({error}); "
-                "give a directory that AutoTokenizer.from_pretrained can load"
+                "use a directory that AutoTokenizer.from_pretrained can load"
             ) from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -356,18 +356,18 @@ def _through_transformers(directory: Path) -> RustTokenizer:
             raise away from error
         if "trust_remote_code" in str(error):
             raise UserError(
-                f"tokenizer={directory}: requires its own Python code, which ray-ulysses never runs; give a directory "
+                f"tokenizer={directory}: requires its own Python code, which ray-ulysses never runs; use a directory "
                 "with a tokenizer.json, the format in which most tokenizers can be saved"
             ) from error
         raise UserError(
             f"tokenizer={directory}: can't be loaded ({error}); "
-            "give a directory that AutoTokenizer.from_pretrained can load"
+            "use a directory that AutoTokenizer.from_pretrained can load"
         ) from error
     backend: RustTokenizer | None = getattr(loaded, "backend_tokenizer", None)
     if backend is None:
         raise UserError(
             f"tokenizer={directory}: Transformers has only the pure Python class {type(loaded).__name__} for it; "
-            "give a directory with a tokenizer.json"
+            "use a directory with a tokenizer.json"
         )
     return backend
 

@@ -77,7 +77,7 @@ def written_turns(
             if must_be_whole:
                 raise RowError(
                     f"the chat template renders message {number} differently when it is the last message; "
-                    "learn it in a text of its own (--turns split), or give a template that marks its turns with "
+                    "learn it in a text of its own (--turns split), or use a template that marks its turns with "
                     "{% generation %}"
                 )
             texts.append(_closed(turn, messages, number, render, special))
@@ -152,7 +152,7 @@ def _turn(messages: Messages, number: int, render: Render) -> WrittenChat:
             raise
         raise RowError(
             "the chat template has no generation prompt before message 0, which is from the assistant; let another "
-            "message come first, or give a template that marks its turns with {% generation %}"
+            "message come first, or use a template that marks its turns with {% generation %}"
         ) from error
     answered = render(messages[: number + 1])
     whole = (number + 1, False, 0)

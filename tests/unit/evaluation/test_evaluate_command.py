@@ -167,7 +167,7 @@ def test_an_existing_report_is_updated_with_the_evaluation(
     assert (tmp_path / "run/report.html").read_text() == render_report(tmp_path / "run")
 
     def away(run_dir: Path, **options: object) -> str:
-        raise StorageAwayError("the storage did not answer")
+        raise StorageAwayError("the storage did not respond")
 
     monkeypatch.setattr("ray_ulysses.report.page.render_report", away)
     assert told.json(tmp_path / "run", *options)["step"] == 4, "the result is printed without the report"
@@ -209,7 +209,7 @@ def test_impossible_requests_are_refused_with_a_way_out(told: Told, corpus: Path
     folder, data = tmp_path / "run", ("--data", corpus)
     refused: dict[tuple[object, ...], str] = {
         (tmp_path / "nowhere",): "is neither a run (no config.yaml) nor a model directory (no config.json); give",
-        (tmp_path / "adapter",): "is an adapter without its base model; give the run that",
+        (tmp_path / "adapter",): "is an adapter without its base model; specify the run that",
         (folder, "--lengths", "1z"): "is not a number of tokens of 2 or more; write lengths as 1024 or 1k",
         (folder, "--step", "3", *data): "--step=3 is not a committed step of this run; use one of 4",
         (tmp_path / "hf", "--step", "3"): "--step=3: needs a run, but ",
@@ -256,7 +256,7 @@ def test_unwritable_results_are_refused_early_or_printed(
     assert f"error: --out='{out}': can't be written (" in said
     monkeypatch.setattr("ray_ulysses.evaluation.run_evaluation.evaluate_locally", lambda *_: pytest.fail("evaluated"))
     said = told(tmp_path / "run", "--data", corpus, "--task", "loss", *SMALL, "--out", out / "below", code=1)
-    assert f"error: --out='{out / 'below'}': can't be written (" in said and said.endswith("give another directory")
+    assert f"error: --out='{out / 'below'}': can't be written (" in said and said.endswith("use another directory")
 
 
 def test_documents_of_another_tokenizer_are_refused(told: Told, corpus: Path, tmp_path: Path) -> None:

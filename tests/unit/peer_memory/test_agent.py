@@ -232,5 +232,5 @@ def test_an_agent_ends_itself_when_nobody_was_connected_for_a_while(is_used: boo
         clock.time += 2.0
         assert ended.wait(20)
         assert agent.files.num_bytes == 0
-        with pytest.raises(AgentGoneError, match="does not answer"):
+        with pytest.raises(AgentGoneError, match="does not respond"):
             client.sizes("key")

@@ -118,7 +118,7 @@ def test_an_agent_that_dies_while_it_is_written_to_leaves_nothing_and_the_next_f
         yield b"2" * MIB
         yield b"3" * MIB
 
-    with pytest.raises(OSError, match="does not answer"):
+    with pytest.raises(OSError, match="does not respond"):
         store.create(SHARD, chunks())
     assert store.list("checkpoints") == []
     assert store.create(SHARD, [b"again"]) == 5

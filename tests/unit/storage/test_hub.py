@@ -41,7 +41,7 @@ def test_an_id_that_the_hub_does_not_give_is_refused_at_once(
 ) -> None:
     with serve_hub({}) as (address, requests):
         use_hub(AWAY if is_away else address, tmp_path, monkeypatch)
-        with pytest.raises(UserError, match="does not answer" if is_away else "has no model with this id"):
+        with pytest.raises(UserError, match="does not respond" if is_away else "has no model with this id"):
             load("models/mistyped")
     assert len(requests) == (0 if is_away else 1) and not caplog.records
 
@@ -76,7 +76,7 @@ def test_a_silent_hub_is_asked_once_and_briefly(tmp_path: Path, monkeypatch: pyt
         silent.setblocking(False)
         use_hub(f"http://127.0.0.1:{silent.getsockname()[1]}", tmp_path, monkeypatch)
         for _ in range(3):
-            assert "does not answer" in str(hub_refusal("owner/name"))
+            assert "does not respond" in str(hub_refusal("owner/name"))
         silent.accept()[0].close()
         with pytest.raises(BlockingIOError):
             silent.accept()

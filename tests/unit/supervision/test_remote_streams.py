@@ -77,7 +77,7 @@ def test_the_stream_of_a_child_that_is_gone_ends(served: tuple[RemoteStreams, Co
     next(remote.read([("a", 3)], threading.Event()))
     remote._connection.close()
     wait_until(lambda: streams.ended == ["a"], "the stream has ended")
-    with pytest.raises(RunError, match="the worker's supervisor does not answer"):
+    with pytest.raises(RunError, match="the worker's supervisor does not respond"):
         next(remote.read([("b", 3)], threading.Event()))
 
 

@@ -102,7 +102,7 @@ def test_updates_are_delivered_after_an_outage(server, tmp_path):
     run_dir.mkdir()
     # The first attempt ends before the server has ever run.
     track(server, run_dir, 1, committed(10), committed(20), drain_s=0.5).finish("failed")
-    with pytest.raises(RunError, match="does not answer"):
+    with pytest.raises(RunError, match="does not respond"):
         find_tracked("demo", "latest", uri=server.uri)
     # The server starts in the middle of the second attempt.
     gone = GoneCheckpoint(step=10, attempt=1, state="deleted")

@@ -222,5 +222,5 @@ def test_what_is_away_for_long_damaged_or_missing_is_named(three, monkeypatch: p
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, "open", away)
-    with pytest.raises(StorageAwayError, match=r"b: the storage did not answer for 60 s \(14 tries, the last"):
+    with pytest.raises(StorageAwayError, match=r"b: the storage did not respond for 60 s \(14 tries, the last"):
         several(paths[1:], infos[1:], policy_of(SleepingClock())).check()

@@ -113,9 +113,9 @@ def test_a_storage_that_stumbles_is_asked_again_and_one_that_stays_away_is_named
         for one in ranges(local, 20):
             assert np.array_equal(corpus.read(*one), local.read(*one))
     proxy.fail("503", times=10_000)
-    with pytest.raises(StorageAwayError, match=rf"s3://bucket/{prefix}/documents.index: the storage did not answer"):
+    with pytest.raises(StorageAwayError, match=rf"s3://bucket/{prefix}/documents.index: the storage did not respond"):
         corpus.read(0, 0, 1)
-    with pytest.raises(StorageAwayError, match=rf"s3://bucket/{prefix}: the storage did not answer"):
+    with pytest.raises(StorageAwayError, match=rf"s3://bucket/{prefix}: the storage did not respond"):
         Corpus.open(s3.uri(prefix, proxy.port), retry=policy_of(SleepingClock()))
 
 

@@ -53,7 +53,7 @@ def test_a_storage_that_stays_away_ends_the_preparation_and_nothing_is_missing_w
     request = request_of(tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(Path, "open", failing_opens(errno.ESTALE))
-        with pytest.raises(StorageAwayError, match=r"^unit 1 of .*corpus: the storage did not answer for 60 s"):
+        with pytest.raises(StorageAwayError, match=r"^unit 1 of .*corpus: the storage did not respond for 60 s"):
             prepare_local(request, retry=policy_of(SleepingClock()))
     assert not (request.out / "corpus.json").exists()
     assert [unit.index for unit in begin(request).pending] == [1]
@@ -73,7 +73,7 @@ def test_the_job_stops_at_the_first_unit_whose_storage_is_away(tmp_path: Path, m
 
     def away(*arguments: object) -> None:
         begun.append(arguments)
-        raise StorageAwayError("the storage did not answer")
+        raise StorageAwayError("the storage did not respond")
 
     def run_units(units: Iterable[Unit], request: PrepareRequest, *_: object) -> Iterator[object]:
         run = partial(prepare_job._run_unit, out=request.out, tokenizer="bytes", options=request.encoding)
@@ -81,7 +81,7 @@ def test_the_job_stops_at_the_first_unit_whose_storage_is_away(tmp_path: Path, m
 
     monkeypatch.setattr(prepare_job, "write_unit", away)
     monkeypatch.setattr(prepare_job, "_run_units", run_units)
-    with pytest.raises(RunError, match=r"^the storage did not answer$"), preparing(request) as preparation:
+    with pytest.raises(RunError, match=r"^the storage did not respond$"), preparing(request) as preparation:
         prepare_job.run_preparation(preparation)
     assert len(begun) == 1
 

@@ -64,5 +64,5 @@ def test_a_source_that_is_neither_here_nor_on_the_hub_is_refused_after_one_reque
 def test_an_unreachable_hub_is_reported_at_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_waits(monkeypatch)
     use_hub(AWAY, cache, monkeypatch)
-    with pytest.raises(UserError, match="does not answer"):
+    with pytest.raises(UserError, match="does not respond"):
         list_units(SourceSpec(paths=("owner/rows",), kind="datasets"))
