@@ -62,7 +62,7 @@ class ReadRange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """A contiguous range of a file that is read with one request."""
+    """A contiguous range of a file, read with one request."""
 
     shard: ShardEntry
     offset: int

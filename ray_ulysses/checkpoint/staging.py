@@ -23,7 +23,7 @@ _log = get_logger(__name__)
 
 
 class LentBuffer(Protocol):
-    """A buffer whose memory a store may use as a file's content instead of copying it."""
+    """A buffer whose memory a store may use as a file's content, without a copy."""
 
     @property
     def memory(self) -> memoryview:
@@ -55,7 +55,7 @@ class StagedState:
     """Index of the buffer that contains the copies."""
 
     def wait(self) -> None:
-        """Block until the copies are complete; must be called on the thread that reads them."""
+        """Block until the copies are complete; must be called on the thread that reads the copies."""
         if self.copied is not None:
             self.copied.synchronize()
 

@@ -73,7 +73,7 @@ def find_origin(config: Config) -> Origin | None:
 
 
 def check_origin(origin: Origin, config: Config, plan: Plan) -> Manifest:
-    """Return an origin's manifest after checking that the run can start from it, without reading weights.
+    """Check, without reading weights, that the run can start from an origin, and return the origin's manifest.
 
     Raises:
         UserError: The checkpoint is missing, damaged or incompatible with the run's settings or data.

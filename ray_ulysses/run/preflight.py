@@ -64,7 +64,7 @@ class PreparedRun:
     new: tuple[NewSegment, ...]
     """The plan's segments that are not stored yet."""
     branch: bool
-    """Whether the data settings may differ from the stored ones."""
+    """Whether the data settings may differ from the stored settings."""
     stored: StoredRun
     """The run's stored state when it was last read."""
     stored_plan: Plan | None
@@ -75,7 +75,7 @@ class PreparedRun:
     """Another run's checkpoint that this run starts from."""
 
     def read_again(self) -> PreparedRun:
-        """Read the stored state again. The state can't change any more once the caller holds the run's claim."""
+        """Read the stored state again. The state can no longer change once the caller holds the run's claim."""
         stored = read_stored_run(self.config)
         with run_dir_answers(self.config):
             plan = load_plan_if_any(self.config.run_dir / PLAN_FOLDER) if stored.has_begun else None

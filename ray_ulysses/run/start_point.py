@@ -108,7 +108,7 @@ def commits_that_count(events: Iterable[Entry], lineage: Lineage) -> tuple[int, 
 
     Args:
         events: The journal's events, in order.
-        lineage: The run's attempts, read from the checkpoint store. It is empty if the store was lost.
+        lineage: The run's attempts, read from the checkpoint store; empty if the store was lost.
     """
     attempts: dict[int, int] = {}
     for event in events:
