@@ -91,7 +91,7 @@ def _failed(step: int, problem: str) -> CheckpointError:
 def _write_own(
     store: Store, step: int, file: str, state: ShardedState, *, read_back: bool
 ) -> tuple[ShardEntry | None, str | None, Exception | None]:
-    """Write and verify this rank's shard; return a problem instead of raising it, because the other ranks are waiting."""
+    """Write and verify this rank's shard; return a problem instead of raising, because the other ranks are waiting."""
     try:
         shard = write_shard(store, step_folder(step), file, state.parts)
     except Exception as error:
