@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -36,3 +37,24 @@ def prefix() -> str:
 def proxy(s3: S3Server) -> Iterator[FaultyProxy]:
     with faulty_proxy(s3) as running:
         yield running
+
+
+_PROBED: dict[str, Any] = {}
+
+
+@pytest.fixture
+def probed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Probe each architecture that a configuration describes only once in this process."""
+    from ray_ulysses.run import preflight
+
+    probe = preflight.check_architecture
+
+    def probed(config: Any) -> Any:
+        if config.model.config is None:
+            return probe(config)
+        key = "".join(getattr(config, name).model_dump_json() for name in ("model", "memory", "optimizer"))
+        if key not in _PROBED:
+            _PROBED[key] = probe(config)
+        return _PROBED[key]
+
+    monkeypatch.setattr(preflight, "check_architecture", probed)

@@ -6,12 +6,14 @@ import json
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from ray_ulysses.cli import app, run
 from ray_ulysses.config import load_config
+from ray_ulysses.run import preflight
 from ray_ulysses.run.preflight import prepare_run
 from ray_ulysses.run_names import CONFIG_FILE
 from tests.distributed.run_case import claim_run
@@ -19,6 +21,12 @@ from tests.unit.data.corpora import text_corpus, varied_texts
 
 _CONFIGS = Path(__file__).parents[3] / "configs"
 _8B, _TINY = str(_CONFIGS / "llama3-8b_8xh100_sp4-dp2_32k.yaml"), str(_CONFIGS / "llama-tiny_cpu_sp2-dp2_8k.yaml")
+
+
+@pytest.fixture(autouse=True)
+def architecture_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the probe of the architecture, which takes seconds for 32 layers."""
+    monkeypatch.setattr(preflight, "check_architecture", lambda config: SimpleNamespace(num_positions=None))
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:

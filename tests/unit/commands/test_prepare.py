@@ -1,41 +1,43 @@
-"""The prepare command for an object store, with the units in this process instead of on Ray."""
+"""`prepare`: its options, what it says, and its result in an object store, with the units in this process."""
 
 from __future__ import annotations
 
 import contextlib
+import io
+import subprocess
+import sys
 import types
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
+from rich.console import Console
 
+from ray_ulysses.cli import app, run
 from ray_ulysses.cluster import prepare_job, session
+from ray_ulysses.commands import output
+from ray_ulysses.commands import prepare as prepare_command
 from ray_ulysses.commands.display import PrepareView
 from ray_ulysses.commands.prepare import prepare_corpus
 from ray_ulysses.data.corpus.corpus import Corpus
-from ray_ulysses.data.prepare.preparation import Preparation, finish
+from ray_ulysses.data.prepare import preparation
+from ray_ulysses.data.prepare.preparation import Preparation, PrepareProgress, finish
 from ray_ulysses.data.prepare.unit_writer import write_unit
+from ray_ulysses.data.sources.rows import RowFields, option
 from ray_ulysses.errors import UserError
 from tests.s3_server import S3Server
+from tests.unit.commands.histories import HandClock
 from tests.unit.data.corpora import text_corpus, write_texts
 
 TEXTS = ["one", "two " * 300, "three"]
 OPTIONS: dict[str, Any] = {
-    "kind": "auto",
-    "pattern": "*",
-    "exclude": None,
-    "split": None,
-    "tokenizer": "bytes",
-    "bos": "tokenizer",
-    "eos": "tokenizer",
-    "chat_template": None,
-    "turns": "auto",
-    "train_on": "all",
-    "duplicates": "quarantine",
+    "kind": "auto", "pattern": "*", "exclude": None, "split": None, "tokenizer": "bytes", "bos": "tokenizer",
+    "eos": "tokenizer", "chat_template": None, "turns": "auto", "train_on": "all", "duplicates": "quarantine",
     "without": None,
-}
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -79,10 +81,111 @@ def test_what_failed_before_does_not_block_the_right_command(tmp_path: Path, s3:
         prepare(one, s3.uri(prefix), exclude=["*.parquet"])
     good: dict[str, Any] = {"exclude": ["*.parquet", "*.jsonl"]}
     prepare(one, s3.uri(prefix), **good)
-    with pytest.raises(
-        UserError, match=r"contains a corpus made from other sources, options or source files, or a part of one"
-    ):
+    another = "contains a corpus made from other sources, options or source files, or a part of one"
+    with pytest.raises(UserError, match=another):
         prepare(other, s3.uri(prefix))
     said = prepare(one, s3.uri(prefix), **good)
     assert said[0].endswith(" already holds this corpus")
     assert not any((tmp_path / "cache" / "prepare").iterdir())
+
+
+def test_the_help_shows_the_four_kinds_of_rows_at_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run(app, ["prepare", "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(len(line) for line in lines) <= 80
+    begin = lines.index("  row     options                              what is learned")
+    assert [line.split()[:2] for line in lines[begin + 1 : begin + 5]] == [
+        ["text", "--text-field"],
+        ["tokens", "--tokens-field"],
+        ["chat", "--messages-field"],
+        ["prompt", "--prompt-field"],
+    ]
+
+
+def test_every_option_reaches_the_request_and_the_result_comes_last(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(preparation, "listed", lambda request: given.update(request=request))
+    monkeypatch.setattr(preparation, "claimed", lambda found, is_scratch: _Complete())
+    monkeypatch.setattr(prepare_command, "_result", lambda out: [f"made {out.name}"])
+    roles = list(asdict(RowFields()))
+    options = [word for role in roles for word in (option(role), f"the {role}")]
+    options += ["--out", str(tmp_path / "out"), "--tokenizer", "bytes", "--without", "one", "--without", "two"]
+    assert run(app, ["prepare", "rows.jsonl", *options]) == 0
+    assert asdict(given["request"].sources.fields) == {role: f"the {role}" for role in roles}
+    assert given["request"].without == ("one", "two")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith(" phase: loading libraries") and lines[-1] == "made out"
+
+
+class _Complete:
+    is_complete = True
+
+    def __enter__(self) -> _Complete:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+ROOT = Path(__file__).parents[3]
+
+
+def progress(units: int, num_bytes: int) -> PrepareProgress:
+    return PrepareProgress(
+        units_done=units, num_units=8, documents=10 * units, tokens=100 * units, rejected=1, bytes_done=num_bytes,
+        num_bytes=8 << 20,
+    )  # fmt: skip
+
+
+def test_each_phase_has_a_line_at_once_and_units_have_one_every_other_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output, "_INTERVAL_S", 600.0)  # Only the test looks.
+    clock, out = HandClock(), io.StringIO()
+    with PrepareView(Console(file=out, width=200), clock) as view:
+        view.phase("listing the sources")
+        clock.at = 3.0
+        view.phase("reading and tokenizing")
+        view.progress(progress(0, 0))
+        # The first unit waits for workers to start.
+        clock.at = 5.0
+        for units in range(1, 9):
+            view.progress(progress(units, units << 20))
+            clock.at += 1.0
+        clock.at = 15.0
+        view.phase("writing the corpus")
+        clock.at = 30.0
+        view.look()
+    lines = out.getvalue().splitlines()
+    assert [line.split(" ")[0] if line.startswith("unit") else line for line in lines] == [
+        "elapsed=0s phase: listing the sources",
+        "elapsed=3s phase: reading and tokenizing",
+        "unit=0/8",
+        "unit=1/8",
+        "unit=3/8",
+        "unit=5/8",
+        "unit=7/8",
+        "unit=8/8",
+        "elapsed=15s phase: writing the corpus",
+        "elapsed=30s phase: writing the corpus, for 15s",
+    ]
+
+
+def test_the_first_word_comes_before_anything_large_is_imported() -> None:
+    """Ray, pyarrow and the rest take seconds on a slow disk, and said nothing."""
+    program = (
+        "import sys\n"
+        "from ray_ulysses.cli import app, run\n"
+        "from ray_ulysses.commands import display\n"
+        "def phase(view, name):\n"
+        "    print(name, [m for m in ('ray', 'torch', 'pyarrow', 'transformers') if m in sys.modules])\n"
+        "display.PrepareView.phase = phase\n"
+        "run(app, ['prepare', 'nowhere', '--out', 'out', '--tokenizer', 'bytes'])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    lines = done.stdout.splitlines()
+    assert lines[0] == "loading libraries []"
+    assert lines[1].startswith("listing the sources [") and "'ray'" not in lines[1] and "'torch'" not in lines[1]
+    assert "error: source=nowhere: no such file or directory" in done.stderr

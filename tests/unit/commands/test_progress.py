@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+from unittest.mock import Mock
 
 from rich.console import Console
 
@@ -17,26 +18,24 @@ from ray_ulysses.tracking.journal_reader import JournalTail
 from ray_ulysses.tracking.steps import ungroup_steps
 from tests.polling import wait_until
 from tests.unit.commands.histories import HandClock
-from tests.unit.tracking.journals import COMMITTED, STARTED, event
+from tests.unit.tracking import journals
+from tests.unit.tracking.journals import event
 
 
 def started(attempt=1, resumed_step=0, **fields):
-    shape = {"world_size": 4, "sp_size": 2, "dp_size": 2, "nodes": ["a"], "last_step": 120, "resumed_from": None}
-    moment = {"time": 1000.0, "attempt": attempt, "resumed_step": resumed_step}
-    return {"event": "attempt_started", **STARTED, **shape, **moment, **fields}
+    return journals.started(resumed_step, **{"time": 1000.0, "attempt": attempt, "last_step": 120, **fields})
 
 
 def step(number, **fields):
-    moment = {"event": "step", "time": 1000.0, "attempt": 1, "step": number, "rows": [0, 6], "digest": "0" * 16}
     values = {"loss": 3.5, "tokens": 24000, "seconds": 2.0, "peak_memory_gib": 1.5, "mfu": None}
-    return {**moment, **values, **fields}
+    return journals.step(number, **{"time": 1000.0, "attempt": 1, **values, **fields})
 
 
 LOST_WORKER = {
     "event": "attempt_ended", "reason": "lost worker 0 (killed by signal 9)", "committed_step": 10, "lost_steps": 9,
     "failure": 1, "max_failures": 3, "restarts": True,
 }  # fmt: skip
-SAVED = {"event": "checkpoint_committed", **COMMITTED, "step": 30, "path": "checkpoints/step-00000030", "world_size": 4}
+SAVED = journals.commit(30)
 
 
 def fold(*records, total=120):
@@ -159,11 +158,8 @@ def test_a_tail_gives_each_whole_line_once_also_when_its_storage_is_away_for_a_m
         stream.write(line[20:] + "torn\n" + '{"event": "of a later version"}\n')
     (folder / "attempt-0002.jsonl").write_text(other)
 
-    def stale(*arguments, **options):
-        raise OSError(errno.ESTALE, "Stale file handle")
-
     with monkeypatch.context() as away:
-        away.setattr(os, "listdir", stale)
+        away.setattr(os, "listdir", Mock(side_effect=OSError(errno.ESTALE, "Stale file handle")))
         tail.poll()
     assert [one.step for one in ungroup_steps(tail.poll())][-1] == 2
 

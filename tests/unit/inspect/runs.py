@@ -20,7 +20,7 @@ from ray_ulysses.run_names import manifest_key
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.tracking.journal import claim_journal
 from tests.unit.config.trees import small_tree
-from tests.unit.tracking.journals import STARTED
+from tests.unit.tracking import journals
 
 SETTINGS = PlanSettings(seed=3, context_tokens=128, pad_multiple=8, rows_per_step=4, token_cost=10)
 Record = dict[str, Any]
@@ -51,33 +51,15 @@ class Run:
     def step(self, step: int, plan: Plan | None = None, **changes: Any) -> Record:
         plan = plan or self.plan
         rows = plan.step_rows(step)
-        fields: Record = {
-            "event": "step",
-            "step": step,
-            "loss": 2.0,
-            "tokens": plan.step_tokens(step),
-            "rows": [rows.start, rows.stop],
-            "digest": f"{self.digest(step, plan):016x}",
-            "seconds": 1.0,
-        }
-        return {**fields, **changes}
+        own = {"loss": 2.0, "tokens": plan.step_tokens(step), "rows": [rows.start, rows.stop], "seconds": 1.0}
+        return journals.step(step, **{**own, "digest": f"{self.digest(step, plan):016x}", **changes})
 
     def steps(self, first: int, last: int, plan: Plan | None = None) -> list[Record]:
         return [self.step(step, plan) for step in range(first, last + 1)]
 
     def started(self, resumed_step: int = 0, plan: Plan | None = None, **changes: Any) -> Record:
-        fields: Record = {
-            "event": "attempt_started",
-            **STARTED,
-            "world_size": 2,
-            "sp_size": 2,
-            "dp_size": 1,
-            "nodes": ["a"],
-            "resumed_step": resumed_step,
-            "resumed_from": None,
-            "plan_ids": [segment.plan_id for segment in (plan or self.plan).segments],
-        }
-        return {**fields, **changes}
+        ids = [segment.plan_id for segment in (plan or self.plan).segments]
+        return journals.started(resumed_step, **{"world_size": 2, "dp_size": 1, "plan_ids": ids, **changes})
 
     def attempt(self, records: Iterable[Record]) -> None:
         """Write an attempt's journal."""
@@ -106,22 +88,14 @@ class Run:
 
     def checkpoint(self, step: int, plan: Plan | None = None, **changes: Any) -> None:
         """Commit a checkpoint without tensors."""
-        manifest = Manifest(
-            step=step,
-            attempt=1,
-            world_size=2,
-            meta=self.meta(step, plan, **changes),
-            state=StateDescription(tensors={}),
-            shards=(),
-        )
+        meta, state = self.meta(step, plan, **changes), StateDescription(tensors={})
+        manifest = Manifest(step=step, attempt=1, world_size=2, meta=meta, state=state, shards=())
         LocalStore(self.folder).create(manifest_key(step), [manifest.to_bytes()])
 
     def committed(self, step: int, **changes: Any) -> Record:
-        path = f"checkpoints/step-{step:08d}"
-        fields = {"event": "checkpoint_committed", "step": step, "path": path, "world_size": 2}
         meta = self.meta(step)
         sums = {"digest": meta.digest, "tokens": meta.tokens, "next_row": meta.cursor["next_row"]}
-        return {**fields, **sums, **changes}
+        return journals.commit(step, **{"world_size": 2, **sums, **changes})
 
     def branch(self, step: int, settings: PlanSettings, corpora: Sequence[Path]) -> Plan:
         """Branch the plan after a step, and return the previous plan."""

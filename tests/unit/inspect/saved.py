@@ -35,28 +35,16 @@ def make_folder(folder: Path, **settings: Any) -> LocalStore:
 def save(store: Store, step: int, *, attempt: int = 1, world_size: int = 2, **changes: Any) -> None:
     """Commit a checkpoint from ``world_size`` ranks."""
     fields: dict[str, Any] = {
-        "sp_size": 2,
-        "cursor": {"next_row": step},
-        "digest": f"{step:016x}",
-        "tokens": 100 * step,
-        "metrics": {"loss": 5.0 - step / 100},
-        "reason": "steps",
-        "written_at": WRITTEN + step,
-    }
+        "sp_size": 2, "cursor": {"next_row": step}, "digest": f"{step:016x}", "tokens": 100 * step, "reason": "steps",
+        "metrics": {"loss": 5.0 - step / 100}, "written_at": WRITTEN + step,
+    }  # fmt: skip
     meta = CheckpointMeta(**{**fields, **changes})
-    results = on_ranks(
-        world_size,
-        lambda rank, messenger: save_checkpoint(
-            store,
-            step=step,
-            attempt=attempt,
-            rank=rank,
-            world_size=world_size,
-            state=shard_of(TENSORS, rank, world_size),
-            meta=meta,
-            messenger=messenger,
-        ),
-    )
+    same = {"step": step, "attempt": attempt, "world_size": world_size, "meta": meta}
+
+    def save_rank(rank: int, messenger: Any) -> None:
+        save_checkpoint(store, rank=rank, state=shard_of(TENSORS, rank, world_size), messenger=messenger, **same)
+
+    results = on_ranks(world_size, save_rank)
     for result in results:
         if isinstance(result, Exception):
             raise result

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import re
 import time
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 
 from ray_ulysses.cli import app
 from ray_ulysses.cli import run as run_command
-from ray_ulysses.report.drawing import style
+from ray_ulysses.report.drawing import not_finite, style, thin
 from ray_ulysses.report.page import render_report
 from ray_ulysses.report.pictures import (
     PICTURES,
@@ -21,6 +22,7 @@ from ray_ulysses.report.pictures import (
     tokens_per_second,
 )
 from ray_ulysses.report.run_record import NothingToDrawError, RunRecord, read_record
+from ray_ulysses.report.words import count, duration
 from ray_ulysses.storage.place import open_store, place_of
 from ray_ulysses.tracking.run_time import run_timeline, time_spent
 from tests.s3_server import S3Server
@@ -214,3 +216,56 @@ def test_a_report_is_small_and_fast(tmp_path: Path, num_steps: int) -> None:
     page = render_report(run)
     assert time.monotonic() - began < 20.0
     assert len(page.encode()) < 1_000_000
+
+
+@pytest.mark.parametrize("spike", [-7.0, 99.5])
+@pytest.mark.parametrize("place", [0, 1, 50_000, 54_321, 99_999])
+def test_no_spike_is_dropped(spike: float, place: int) -> None:
+    y = np.sin(np.arange(100_000) / 1000)
+    y[place] = spike
+    columns, values = thin(np.arange(100_000, dtype=np.float64), y, columns=100)
+    assert len(values) <= 400
+    assert values[columns == place] == [spike]
+
+
+def test_a_thinned_curve_keeps_the_extremes_and_the_order() -> None:
+    rng = np.random.default_rng(0)
+    x, y = np.cumsum(rng.random(50_000)), rng.standard_normal(50_000)
+    columns, values = thin(x, y, columns=64)
+    assert (np.diff(columns) > 0).all()
+    edges = np.linspace(x[0], x[-1], 65)
+    for low, high in itertools.pairwise(edges):
+        inside, kept = y[(x >= low) & (x < high)], values[(columns >= low) & (columns < high)]
+        assert (kept.min(), kept.max()) == (inside.min(), inside.max())
+
+
+def test_few_points_are_unchanged_and_non_finite_points_are_separate() -> None:
+    x, y = np.arange(5.0), np.array([1.0, np.nan, 3.0, np.inf, 5.0])
+    assert [list(one) for one in thin(x, y)] == [[0, 2, 4], [1, 3, 5]]
+    assert list(not_finite(x, y)) == [1, 3]
+    many = not_finite(np.arange(10_000.0), np.full(10_000, np.nan), columns=10)
+    assert list(many[:2]) == [0, 1000] and len(many) == 10
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0, "0"),
+        (950, "950"),
+        (999.6, "1.00k"),
+        (12_345, "12.3k"),
+        (999_600, "1.00M"),
+        (8_030_261_248, "8.03B"),
+        (123_456_789, "123M"),
+    ],
+)
+def test_counts_have_three_digits_and_a_unit(number, text):
+    assert count(number) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0s"), (-3, "0s"), (59.4, "59s"), (59.6, "1m00s"), (252, "4m12s"), (11_100, "3h05m"), (187_200, "2d04h")],
+)
+def test_durations_have_their_two_largest_units(seconds, text):
+    assert duration(seconds) == text

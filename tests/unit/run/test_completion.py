@@ -17,18 +17,18 @@ from ray_ulysses.storage import LocalStore
 from ray_ulysses.tracking.events import Event, RunFinished
 from ray_ulysses.tracking.history import read_history
 from ray_ulysses.tracking.journal import AttemptJournal, claim_journal
-from tests.distributed.run_case import make_config, make_corpus
+from tests.distributed.run_case import make_config
 from tests.unit.checkpoint.fakes import save
-from tests.unit.tracking.journals import COMMITTED, STARTED, event, read_events
+from tests.unit.tracking.journals import commit, event, read_events, started, step
 from tests.unit.tracking.test_other_trackers import points, texts
+
+ENDED, FINISHED = {"event": "attempt_ended", "reason": "finished"}, {"event": "run_finished", "step": 2}
 
 
 @pytest.fixture
-def prepare(tmp_path: Path) -> Callable[..., PreparedRun]:
-    corpus = make_corpus(tmp_path, ("bisect.py", "cmd.py"))
-
+def prepare(tmp_path: Path, small_corpus: Path) -> Callable[..., PreparedRun]:
     def prepare(stop_step: int = 2, *, claim: bool = False, **changes: Any) -> PreparedRun:
-        config = make_config(tmp_path / "runs", corpus, run__stop_step=stop_step, **changes)
+        config = make_config(tmp_path / "runs", small_corpus, run__stop_step=stop_step, **changes)
         prepared = prepare_run(config, Path("/"))
         if claim:
             claim_directory(prepared)
@@ -40,11 +40,8 @@ def prepare(tmp_path: Path) -> Callable[..., PreparedRun]:
 def _attempt(run_dir: Path, steps: int) -> AttemptJournal:
     """Write the journal of an attempt that trains some steps and dies."""
     journal = claim_journal(run_dir)
-    sizes = {"world_size": 1, "sp_size": 1, "dp_size": 1, "nodes": [], "resumed_step": 0, "resumed_from": None}
-    journal.append({"event": "attempt_started", **STARTED, **sizes})
-    for step in range(1, steps + 1):
-        record = {"loss": 1.0, "tokens": 9, "rows": [6 * step - 6, 6 * step], "digest": "0" * 16, "seconds": 1.0}
-        journal.append({"event": "step", "step": step, **record})
+    for record in (started(), *map(step, range(1, steps + 1))):
+        journal.append(record)
     return journal
 
 
@@ -54,8 +51,8 @@ def test_a_last_step_that_was_trained_and_not_saved_is_not_complete(prepare: Cal
     assert record_completion(prepared) is None
     journal.append({"event": "attempt_ended", "reason": "failed: CheckpointError: disk full"})
     assert record_completion(prepared) is None
-    journal.append({"event": "attempt_ended", "reason": "finished"})
-    journal.append({"event": "run_finished", "step": 2})
+    journal.append(ENDED)
+    journal.append(FINISHED)
     history = record_completion(prepared)
     assert history is not None and history.status == "finished"
 
@@ -76,7 +73,7 @@ def test_an_attempt_that_died_after_its_last_save_is_completed(prepare: Callable
     for _ in range(2):
         added = prepare(tracking__enabled=True, tracking__trackers=["tensorboard"])
         assert record_completion(added) is not None
-    assert [step for step, _ in points(run_dir, "loss")] == [1, 2, 3]
+    assert [number for number, _ in points(run_dir, "loss")] == [1, 2, 3]
     shown = texts(run_dir)
     assert "| state | finished |" in shown["state"] and "| step | 2 |" in shown["checkpoints"]
 
@@ -96,10 +93,9 @@ def test_a_run_whose_state_is_missing_or_damaged_is_refused(prepare: Callable[..
     run_dir = prepared.config.run_dir
     journal = _attempt(run_dir, 3)
     save(LocalStore(run_dir), 2)
-    path = "checkpoints/step-00000002"
-    journal.append({"event": "checkpoint_committed", **COMMITTED, "step": 2, "path": path, "world_size": 2})
+    journal.append(commit(2))
     assert record_completion(prepared) is None
-    manifest = run_dir / path / "manifest.json"
+    manifest = run_dir / "checkpoints/step-00000002/manifest.json"
     manifest.write_bytes(b"{")
     with pytest.raises(RunError, match="step 2 is damaged"):
         record_completion(prepared)
@@ -111,11 +107,7 @@ def test_a_run_whose_state_is_missing_or_damaged_is_refused(prepare: Callable[..
 def test_a_finished_run_without_checkpoints_stays_complete(prepare: Callable[..., PreparedRun], tmp_path: Path) -> None:
     """Exported and cleaned away; the job is submitted once more."""
     journal = _attempt(prepare(claim=True).config.run_dir, 2)
-    for record in (
-        {"event": "checkpoint_committed", **COMMITTED, "step": 2, "path": "p", "world_size": 1},
-        {"event": "attempt_ended", "reason": "finished"},
-        {"event": "run_finished", "step": 2},
-    ):
+    for record in (commit(2), ENDED, FINISHED):
         journal.append(record)
     # Also where it was started from another run, which is gone as well.
     for changes in ({}, {"model__resume_from": str(tmp_path / "gone")}):
@@ -128,8 +120,8 @@ def test_a_finished_run_without_checkpoints_stays_complete(prepare: Callable[...
 LOST = Lineage(newest_attempt=0, started_from={})
 
 
-def committed(step: int, attempt: int = 1) -> Event:
-    return event({"event": "checkpoint_committed", "step": step, "attempt": attempt})
+def committed(number: int, attempt: int = 1) -> Event:
+    return event(commit(number, attempt=attempt))
 
 
 def test_steps_that_were_set_aside_or_come_after_a_later_attempts_start_are_not_missed() -> None:

@@ -18,15 +18,16 @@ from ray_ulysses.run.preflight import PreparedRun, prepare_run
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.storage.place import UnnamedServerError
 from ray_ulysses.tracking.mlflow_models import TrackedCheckpoint
-from tests.distributed.run_case import make_config, make_corpus
+from tests.distributed.run_case import make_config
 from tests.unit.checkpoint import fakes
 from tests.unit.checkpoint.fakes import save
 
 
 @pytest.fixture(autouse=True)
-def of_our_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stored states are of no model."""
+def of_our_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_corpus: Path) -> None:
+    """Let the stored states, which are of no model, belong to the run's; put a corpus beside the run."""
     monkeypatch.setattr(preflight, "differs_from_stored", lambda config, state: None)
+    (tmp_path / "corpus").symlink_to(small_corpus)
 
 
 @pytest.fixture
@@ -38,8 +39,6 @@ def source(tmp_path: Path) -> LocalStore:
 
 
 def _config(tmp_path: Path, asked: str, **changes: object) -> Config:
-    if not (tmp_path / "corpus").exists():
-        make_corpus(tmp_path, ("bisect.py", "cmd.py"))
     settings = {"model__resume_from": asked, "model__resume_state": "weights", **changes}
     return make_config(tmp_path / "runs", tmp_path / "corpus", **settings)
 

@@ -28,12 +28,11 @@ from tests.unit.data.tokenize.test_tokenizers import fast_tokenizer
 from tests.unit.foreign_servers import ForeignRun
 
 
-def test_a_run_goes_on_with_every_split_that_its_rows_allow(tmp_path: Path) -> None:
-    corpus = make_corpus(tmp_path)
+def test_a_run_goes_on_with_every_split_that_its_rows_allow(tmp_path: Path, stdlib: Path) -> None:
 
     def prepared(sp_size: int, ring_size: int | None = None) -> PreparedRun:
         split = {"parallel__sp_size": sp_size, "parallel__ring_size": ring_size, "cluster__workers": sp_size}
-        return prepare_run(make_config(tmp_path / "runs", corpus, **split), Path("/"))
+        return prepare_run(make_config(tmp_path / "runs", stdlib, **split), Path("/"))
 
     first = prepared(3)
     assert first.plan.settings.pad_multiple == 12
@@ -49,13 +48,14 @@ def test_a_run_goes_on_with_every_split_that_its_rows_allow(tmp_path: Path) -> N
             prepared(sp_size, ring_size).report.raise_problems()
 
 
-def test_all_contradictions_of_a_resume_come_at_once_beside_the_plans_own_problems(tmp_path: Path) -> None:
-    corpus = make_corpus(tmp_path)
-    claim_run(prepare_run(make_config(tmp_path / "runs", corpus), Path("/")))
-    model = {**(make_config(tmp_path, corpus).model.config or {}), "hidden_size": 128, "vocab_size": 100}
+def test_all_contradictions_of_a_resume_come_at_once_beside_the_plans_own_problems(
+    tmp_path: Path, stdlib: Path
+) -> None:
+    claim_run(prepare_run(make_config(tmp_path / "runs", stdlib), Path("/")))
+    model = {**(make_config(tmp_path, stdlib).model.config or {}), "hidden_size": 128, "vocab_size": 100}
     workers = {"parallel__sp_size": 3, "cluster__workers": 3}
     changes = {"run__seed": 7, "model__config": model, "data__context_tokens": 96, "run__stop_step": 10**6, **workers}
-    found = prepare_run(make_config(tmp_path / "runs", corpus, **changes), Path("/")).report.problems
+    found = prepare_run(make_config(tmp_path / "runs", stdlib, **changes), Path("/")).report.problems
     paths = "data.context_tokens run.seed model.config parallel.sp_size data.path run.stop_step"
     assert " ".join(problem.path for problem in found) == paths
     assert "vocab_size: 100, the run has 264" in str(found[2])
@@ -65,8 +65,9 @@ def test_all_contradictions_of_a_resume_come_at_once_beside_the_plans_own_proble
     assert [problem.path for problem in caught.value.problems] == ["data.path", "run.seed"]
 
 
-def test_documents_beyond_a_learned_table_of_positions_are_refused_before_a_worker_starts(tmp_path: Path) -> None:
-    corpus = make_corpus(tmp_path)
+def test_documents_beyond_a_learned_table_of_positions_are_refused_before_a_worker_starts(
+    tmp_path: Path, stdlib: Path
+) -> None:
     no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop", "summary_first_dropout"), 0.0)
 
     def problems(num_positions: int, **data: Any) -> list[str]:
@@ -75,7 +76,7 @@ def test_documents_beyond_a_learned_table_of_positions_are_refused_before_a_work
             "num_hidden_layers": 2, "num_attention_heads": 4, "n_positions": num_positions, "bos_token_id": 0,
             "eos_token_id": 0, **no_dropout,
         }  # fmt: skip
-        config = make_config(tmp_path / "runs", corpus, model__config=model, run__stop_step=2, **data)
+        config = make_config(tmp_path / "runs", stdlib, model__config=model, run__stop_step=2, **data)
         report = prepare_run(config, Path("/")).report
         return [str(problem) for problem in report.problems]
 
@@ -86,15 +87,13 @@ def test_documents_beyond_a_learned_table_of_positions_are_refused_before_a_work
     (tmp_path / "some").mkdir()
     for number in range(40):
         (tmp_path / f"some/{number}.txt").write_text(f"{number} words " * (12 if number else 120))
-    sources = SourceSpec(paths=(str(tmp_path / "some"),))
-    prepare_local(PrepareRequest(sources=sources, out=tmp_path / "some-corpus"))
-    mixed = [{"path": str(tmp_path / "some-corpus"), "weight": 1.0}, {"path": str(corpus), "weight": 0.0}]
+    prepare_local(PrepareRequest(sources=SourceSpec(paths=(str(tmp_path / "some"),)), out=tmp_path / "some-corpus"))
+    mixed = [{"path": str(tmp_path / "some-corpus"), "weight": 1.0}, {"path": str(stdlib), "weight": 0.0}]
     assert len(problems(200, data__path=None, data__sources=mixed)) == 1
     assert problems(200, data__path=None, data__sources=mixed, data__overlong="drop") == []
 
 
-def test_corpora_that_share_documents_are_refused_and_prepared_apart_they_are_not(tmp_path: Path) -> None:
-    first = make_corpus(tmp_path / "first")
+def test_corpora_that_share_documents_are_refused_and_prepared_apart_they_are_not(tmp_path: Path, stdlib: Path) -> None:
     # Copied files: only their content shows that the first corpus contains them.
     copies = tmp_path / "copies"
     copies.mkdir()
@@ -104,20 +103,22 @@ def test_corpora_that_share_documents_are_refused_and_prepared_apart_they_are_no
     prepare_local(request)
 
     def prepared(second: Path) -> PreparedRun:
-        sources = [{"path": str(path)} for path in (first, second)]
-        return prepare_run(make_config(tmp_path / "runs", first, data__path=None, data__sources=sources), Path("/"))
+        sources = [{"path": str(path)} for path in (stdlib, second)]
+        return prepare_run(make_config(tmp_path / "runs", stdlib, data__path=None, data__sources=sources), Path("/"))
 
     with pytest.raises(UserError, match=r"second repeats 1 documents of .*copies/0\.py, also in"):
         prepared(tmp_path / "second")
-    assert prepare_local(replace(request, out=tmp_path / "apart", without=(str(first),))).num_documents == 1
+    assert prepare_local(replace(request, out=tmp_path / "apart", without=(str(stdlib),))).num_documents == 1
     assert [source.num_documents for source in prepared(tmp_path / "apart").plan.newest.sources] == [8, 1]
 
 
-def test_clear_text_credentials_and_a_jobs_relative_paths_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    corpus, tracked = make_corpus(tmp_path), {"tracking__enabled": True, "tracking__uri": "http://mlflow:5000"}
+def test_clear_text_credentials_and_a_jobs_relative_paths_fail(
+    tmp_path: Path, stdlib: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracked = {"tracking__enabled": True, "tracking__uri": "http://mlflow:5000"}
 
     def problems(**changes: object) -> list[str]:
-        config = make_config(Path("runs"), corpus, **tracked, **changes)
+        config = make_config(Path("runs"), stdlib, **tracked, **changes)
         return [problem.path for problem in prepare_run(config, tmp_path).report.problems]
 
     assert problems() == []
@@ -126,7 +127,7 @@ def test_clear_text_credentials_and_a_jobs_relative_paths_fail(tmp_path: Path, m
     assert problems(tracking__allow_http=True) == []
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
     with pytest.raises(ConfigError, match=rf"run\.storage='runs': .*write {tmp_path}/runs"):
-        prepare_run(make_config(Path("runs"), corpus), tmp_path).report.raise_problems()
+        prepare_run(make_config(Path("runs"), stdlib), tmp_path).report.raise_problems()
 
 
 def test_a_corpus_of_the_stored_plan_is_not_asked_for_on_a_server_that_only_the_plan_names(tmp_path: Path) -> None:
@@ -143,12 +144,13 @@ def test_a_corpus_of_the_stored_plan_is_not_asked_for_on_a_server_that_only_the_
 
 
 @pytest.mark.parametrize("checkpoints", [None, "elsewhere"])
-def test_settings_and_plan_of_a_start_without_an_attempt_are_replaced(checkpoints: str | None, tmp_path: Path) -> None:
-    corpus = make_corpus(tmp_path)
+def test_settings_and_plan_of_a_start_without_an_attempt_are_replaced(
+    checkpoints: str | None, tmp_path: Path, stdlib: Path
+) -> None:
     elsewhere = {} if checkpoints is None else {"checkpoint__storage": str(tmp_path / checkpoints)}
 
     def prepared(**changes: object) -> PreparedRun:
-        found = prepare_run(make_config(tmp_path / "runs", corpus, **{**elsewhere, **changes}), Path("/"))
+        found = prepare_run(make_config(tmp_path / "runs", stdlib, **{**elsewhere, **changes}), Path("/"))
         found.report.raise_problems()
         check_resume(found)
         return found

@@ -1,4 +1,4 @@
-"""What a command writes into a run's directory in an object store, when the store fails at any request."""
+"""What a command writes into a run's directory in an object store, in how many requests, and when any of them fails."""
 
 from __future__ import annotations
 
@@ -13,17 +13,33 @@ import pytest
 from ray_ulysses.checkpoint.fence import claim_attempt
 from ray_ulysses.config import Config, load_config
 from ray_ulysses.data.plan import plan_copies
+from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.plan_files import PLAN_FILE, load_plan, num_segments
 from ray_ulysses.errors import RunError, UserError
-from ray_ulysses.run.checkpoint_store import checkpoint_store
-from ray_ulysses.run.completion import record_command_ended, record_run_failed
-from ray_ulysses.run.ownership import run_identity
-from ray_ulysses.run.preflight import check_writable, planned_memory, prepare_run, refuse_vanished
-from ray_ulysses.run.requests import clear_stop, exclude_nodes, request_save, request_stop, take_save_request
+from ray_ulysses.run.checkpoint_store import checkpoint_claim, checkpoint_store
+from ray_ulysses.run.completion import record_command_ended, record_completion, record_run_failed
+from ray_ulysses.run.ownership import claim_checkpoints, run_identity
+from ray_ulysses.run.preflight import (
+    check_resume,
+    check_writable,
+    claim_directory,
+    planned_memory,
+    prepare_run,
+    refuse_vanished,
+)
+from ray_ulysses.run.requests import (
+    announce_session,
+    clear_stop,
+    exclude_nodes,
+    request_save,
+    request_stop,
+    take_save_request,
+)
 from ray_ulysses.run.run_files import RunTexts, describe_run, describing_files, read_plan_facts
+from ray_ulysses.run.stored_run import refuse_changed
 from ray_ulysses.run.takeover import leave_refusal, refusal
 from ray_ulysses.run_names import CONFIG_FILE, PLAN_FOLDER
-from ray_ulysses.storage import Claim
+from ray_ulysses.storage import Claim, run_claim
 from ray_ulysses.storage.location import ObjectLocation
 from ray_ulysses.storage.object_store import ObjectStore
 from ray_ulysses.storage.place import open_store
@@ -33,22 +49,18 @@ from ray_ulysses.tracking.history import read_history
 from ray_ulysses.tracking.journal import claim_journal
 from ray_ulysses.tracking.journal_reader import read_journal
 from ray_ulysses.tracking.steps import ungroup_steps
-from tests.distributed.run_case import make_config, make_corpus, prepare_attempt
+from tests.distributed.run_case import make_config, prepare_attempt
 from tests.failing_requests import WHEN, FailingRequests, said
 from tests.result_table import ResultTable
 from tests.s3_server import KEY_ID, SECRET, S3Server
+from tests.unit.checkpoint.fakes import save
 from tests.unit.storage.test_claim import ManualClock
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_corpus(tmp_path_factory.mktemp("data"), ("bisect.py", "cmd.py"))
-
-
 @pytest.fixture
-def config(s3: S3Server, prefix: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+def config(s3: S3Server, prefix: str, small_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     monkeypatch.setenv("RAY_ULYSSES_CACHE_DIR", str(tmp_path / "node"))
-    return make_config(s3.uri(prefix), corpus, data__rows_per_step=2, run__stop_step=10)  # type: ignore[arg-type]
+    return make_config(s3.uri(prefix), small_corpus, data__rows_per_step=2, run__stop_step=10)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -60,8 +72,14 @@ def requests(config: Config) -> Iterator[FailingRequests]:
 def _start(config: Config) -> None:
     """Write what a command and its first attempt write before the first step."""
     _claim(config, "session")
-    journal = claim_journal(config.run_dir)
-    journal.append({"event": "warning", "text": "begun"})
+    _warn(config, "begun")
+
+
+def _warn(config: Config, *texts: str, after: int = 0) -> None:
+    """Write the journal of an attempt."""
+    journal = claim_journal(config.run_dir, after=after)
+    for text in texts:
+        journal.append({"event": "warning", "text": text})
     journal.close()
 
 
@@ -75,10 +93,7 @@ def _resume(config: Config) -> None:
         request_save(config.run_dir)
         take_save_request(config.run_dir)
         newest = newest_attempt(config.run_dir)
-        journal = claim_journal(config.run_dir, after=0 if newest is None else newest.attempt)
-        journal.append({"event": "warning", "text": "resumed"})
-        journal.append({"event": "warning", "text": "waits"})
-        journal.close()
+        _warn(config, "resumed", "waits", after=0 if newest is None else newest.attempt)
 
 
 def _end(config: Config) -> None:
@@ -99,9 +114,8 @@ def _claim(config: Config, session: str) -> None:
 
 @contextlib.contextmanager
 def _lease(config: Config) -> Iterator[None]:
-    lease = Claim(
-        open_store(config.run_dir), run=config.run.name, setting="run.storage", clock=ManualClock(), machine=""
-    )
+    store = open_store(config.run_dir)
+    lease = Claim(store, run=config.run.name, setting="run.storage", clock=ManualClock(), machine="")
     lease.acquire(beat_in_background=False)
     try:
         with contextlib.suppress(OSError):
@@ -117,6 +131,7 @@ _PHASES: dict[str, tuple[Callable[[Config], None], int, set[str], set[int]]] = {
     "resume": (_resume, 46, {"begun", "resumed", "waits"}, {24}),
     "end": (_end, 20, {"begun", "it failed"}, {9}),
 }
+Begin = Callable[[str], None]
 _CASES = [
     pytest.param(phase, call, when, marks=() if call in fast else pytest.mark.slow)
     for phase, (_, most, _, fast) in _PHASES.items()
@@ -125,13 +140,18 @@ _CASES = [
 ]
 
 
-def _before(phase: str, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bring a run to where the phase begins; whoever resumes is another node, which has no copy of the plan."""
-    if phase != "start":
-        _start(config)
-    if phase == "resume":
-        claim_attempt(checkpoint_store(config), 1)
-        monkeypatch.setenv("RAY_ULYSSES_CACHE_DIR", str(tmp_path / "other"))
+@pytest.fixture
+def at(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Begin:
+    """Bring a run to where a phase begins; another node, which has no copy of the plan, resumes it."""
+
+    def bring(phase: str) -> None:
+        if phase != "start":
+            _start(config)
+        if phase == "resume":
+            claim_attempt(checkpoint_store(config), 1)
+            monkeypatch.setenv("RAY_ULYSSES_CACHE_DIR", str(tmp_path / "other"))
+
+    return bring
 
 
 def _check(config: Config, texts: set[str]) -> None:
@@ -149,27 +169,18 @@ def _check(config: Config, texts: set[str]) -> None:
 @pytest.fixture(scope="module")
 def store_table() -> Iterator[ResultTable]:
     """The table of all cases, stored where a run of all of them asks for it."""
-    table = ResultTable()
+    table, title = ResultTable(), "Failing requests of a run in an object store: its commands"
     yield table
     if "STORE_FAULTS" in os.environ and table.rows:
-        table.write(
-            "store_errors", "Failing requests of a run in an object store: its commands", by=os.environ["STORE_FAULTS"]
-        )
+        table.write("store_errors", title, by=os.environ["STORE_FAULTS"])
 
 
 @pytest.mark.parametrize(("phase", "call", "when"), _CASES)
 def test_whichever_request_fails_the_same_command_does_all_of_it_afterwards(
-    config: Config,
-    requests: FailingRequests,
-    phase: str,
-    call: int,
-    when: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    store_table: ResultTable,
+    config: Config, requests: FailingRequests, at: Begin, store_table: ResultTable, phase: str, call: int, when: str
 ) -> None:
     command, _, texts, _ = _PHASES[phase]
-    _before(phase, config, tmp_path, monkeypatch)
+    at(phase)
     requests.fail(call, is_carried_out=WHEN[when])
     outcome = "goes on"
     try:
@@ -187,10 +198,10 @@ def test_whichever_request_fails_the_same_command_does_all_of_it_afterwards(
 
 @pytest.mark.parametrize("phase", _PHASES)
 def test_the_requests_of_a_command_are_few_and_all_of_them_are_tried_to_fail(
-    config: Config, requests: FailingRequests, phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: Config, requests: FailingRequests, at: Begin, phase: str
 ) -> None:
     command, most, _, _ = _PHASES[phase]
-    _before(phase, config, tmp_path, monkeypatch)
+    at(phase)
     requests.fail(0)
     command(config)
     assert 0.7 * most <= len(requests.keys) <= most, requests.keys
@@ -217,9 +228,9 @@ def test_no_credentials_are_in_what_is_stored_pickled_or_said(
 
 
 def test_the_plan_is_that_of_a_disk_and_each_node_keeps_a_copy(
-    config: Config, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: Config, small_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    local = make_config(tmp_path / "disk", corpus, data__rows_per_step=2, run__stop_step=10)
+    local = make_config(tmp_path / "disk", small_corpus, data__rows_per_step=2, run__stop_step=10)
     for one in (config, local):
         prepare_attempt(one, "session")
     ours, theirs = (load_plan(one.run_dir / PLAN_FOLDER) for one in (config, local))
@@ -245,26 +256,28 @@ def test_a_copy_of_the_plan_that_is_damaged_or_deleted_is_made_anew(
     folder = config.run_dir / PLAN_FOLDER
     synced: list[str] = []
     monkeypatch.setattr(plan_copies, "sync", lambda path: synced.append(path.name))
-    first = load_plan(folder)
-    expected = (first.plan_id, first.stats(range(1)).supervised.tolist(), first.pieces(0))
+
+    def read(plan: Plan) -> object:
+        return plan.plan_id, plan.stats(range(1)).supervised.tolist(), plan.pieces(0)
+
+    expected = read(load_plan(folder))
     (rows,) = (tmp_path / "other").rglob("rows.parquet")
     assert set(synced) >= {path.name for path in rows.parent.iterdir()}, "a power cut leaves a whole copy or none"
     # A power cut emptied a file.
     for name in (PLAN_FILE, "rows.parquet", "fragments.parquet"):
         (rows.parent / name).write_bytes(b"")
-        plan = load_plan(folder)
-        assert (plan.plan_id, plan.stats(range(1)).supervised.tolist(), plan.pieces(0)) == expected, name
+        assert read(load_plan(folder)) == expected, name
     # A group that nobody has read yet went bad.
     plan = load_plan(folder)
     for path in (rows, rows.with_name("pieces.parquet")):
         path.write_bytes(_flip_a_bit(path.read_bytes()))
-    assert (plan.plan_id, plan.stats(range(1)).supervised.tolist(), plan.pieces(0)) == expected
+    assert read(plan) == expected
     # Another command on the node deleted what it took for left behind.
     plan = load_plan(folder)
     os.utime(rows.parent.parent, (0, 0))
     plan_copies._sweep()
     assert not rows.parent.exists()
-    assert (plan.plan_id, plan.stats(range(1)).supervised.tolist(), plan.pieces(0)) == expected
+    assert read(plan) == expected
     assert load_plan(folder).plan_id == plan.plan_id
     # What is damaged in the store stays so.
     plan = load_plan(folder)
@@ -320,7 +333,42 @@ def test_refusals_and_the_end_of_a_run_are_recorded(config: Config) -> None:
     leave_refusal(config.run_dir, "session", "second")
     assert refusal(config.run_dir, "session") == "first" and refusal(config.run_dir, "other") is None
     claim_journal(config.run_dir).close()
-    failure = RunFailed(time=1.0, attempt=1, reason="it failed")
-    record_run_failed(config, failure)
+    record_run_failed(config, RunFailed(time=1.0, attempt=1, reason="it failed"))
     record_command_ended(config.run_dir, "session")
     assert [getattr(one, "reason", None) for one in read_journal(config.run_dir).entries] == ["it failed"]
+
+
+def _train(config: Config) -> None:
+    """Do what `train` does before it starts workers."""
+    stored = refuse_changed(config, branch=False)
+    prepared = prepare_run(config, Path("/"), stored=stored)
+    prepared.report.raise_problems()
+    check_writable(prepared)
+    with run_claim(config.run_dir), checkpoint_claim(config, prepared.run.store):
+        claim_checkpoints(prepared.run)
+        prepared = prepared.read_again()
+        check_resume(prepared)
+        assert record_completion(prepared) is None
+        claim_directory(prepared)
+        describe_run(config.run_dir, RunTexts(plan="", readme="", facts={}))
+        announce_session(config.run_dir, "session")
+
+
+@pytest.mark.parametrize(("is_apart", "most"), [(False, (32, 33)), (True, (48, 49))])
+def test_a_start_asks_an_object_store_for_little(
+    config: Config, requests: FailingRequests, s3: S3Server, prefix: str, is_apart: bool, most: tuple[int, int]
+) -> None:
+    """Once a start took 68 requests and a resume 77, with checkpoints in a store of their own 103 and 119."""
+    if is_apart:
+        apart = config.checkpoint.model_copy(update={"storage": s3.uri(f"{prefix}-checkpoints")})
+        config = config.model_copy(update={"checkpoint": apart})
+    requests.fail(0)
+    _train(config)
+    assert len(requests.keys) <= most[0], requests.keys
+    _warn(config, "begun")
+    store = checkpoint_store(config)
+    claim_attempt(store, 1)
+    save(store, 2)
+    requests.fail(0)
+    _train(config)
+    assert len(requests.keys) <= most[1], requests.keys

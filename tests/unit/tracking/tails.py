@@ -51,12 +51,7 @@ class ScriptedTracker:
         given = {"retry_s": (0.01, 0.02), "poll_s": 0.01, **options}
         self.tail = Tail(name, sink, run_dir, lambda delivered: Script(self._path, delivered).read, **given)
 
-    def start(
-        self,
-        params: Mapping[str, object] | None = None,
-        tags: Mapping[str, object] | None = None,
-        files: Mapping[str, str] | None = None,
-    ) -> None:
+    def start(self, params: Any = None, tags: Any = None, files: Any = None) -> None:
         self.log(AttemptBegan(time=time.time(), params=params or {}, tags=tags or {}, files=files or {}))
         self.tail.start()
 
@@ -68,13 +63,7 @@ class ScriptedTracker:
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
         self.log(StepMetrics(time=time.time(), step=step, metrics=metrics))
 
-    def finish(
-        self,
-        status: RunStatus,
-        step: int | None = None,
-        metrics: Mapping[str, float] | None = None,
-        tags: Mapping[str, str] | None = None,
-    ) -> None:
+    def finish(self, status: RunStatus, step: int | None = None, metrics: Any = None, tags: Any = None) -> None:
         self.log(AttemptOver(time=time.time(), status=status, step=step, metrics=metrics or {}, tags=tags or {}))
         self.drain()
 

@@ -1,4 +1,4 @@
-"""The history of a run: its JSON object, its status, its steps and attempts."""
+"""The history of a run: its JSON object, its status, its steps and attempts, its pace."""
 
 from __future__ import annotations
 
@@ -9,23 +9,20 @@ from typing import Any
 import pytest
 
 from ray_ulysses.storage import LockOwner, run_claim
-from ray_ulysses.tracking.history import RunHistory, build_history, read_history
+from ray_ulysses.tracking.history import RunHistory, build_history, read_history, run_pace
 from ray_ulysses.tracking.journal import AttemptJournal, claim_journal
 from ray_ulysses.tracking.journal_reader import read_entries
 from ray_ulysses.tracking.run_time import time_spent
-from tests.unit.tracking.journals import COMMITTED, STARTED, journal
+from tests.unit.tracking.journals import commit, journal, started, step
 
 
 def _started(attempt: int, time: float, resumed: int = 0, **extra: Any) -> dict[str, Any]:
-    sizes = {"world_size": 4, "sp_size": 2, "dp_size": 2, "nodes": ["a"]}
-    fields = {"resumed_step": resumed, "resumed_from": None, "session": f"s{attempt}"}
-    return {"event": "attempt_started", **STARTED, "attempt": attempt, "time": time, **sizes, **fields, **extra}
+    return started(resumed, attempt=attempt, time=time, **{"session": f"s{attempt}", **extra})
 
 
-def _step(attempt: int, step: int, time: float, *, loss: float = 2.0, seconds: float = 1.0) -> dict[str, Any]:
-    data = {"tokens": 100, "rows": [(step - 1) * 6, step * 6], "digest": f"{step * 2**60:016x}"[-16:]}
-    fields = {"step": step, "loss": loss, "seconds": seconds, "time": time, "attempt": attempt}
-    return {"event": "step", **fields, **data}
+def _step(attempt: int, number: int, time: float, *, loss: float = 2.0, seconds: float = 1.0) -> dict[str, Any]:
+    own = {"attempt": attempt, "time": time, "loss": loss, "seconds": seconds}
+    return step(number, tokens=100, digest=f"{number * 2**60:016x}"[-16:], **own)
 
 
 def _ended(attempt: int, time: float, reason: str) -> dict[str, Any]:
@@ -46,33 +43,27 @@ def _history(records: list[dict[str, Any]], **given: Any) -> RunHistory:
 
 def test_the_json_is_the_contracts_object(tmp_path: Path) -> None:
     run_dir = tmp_path / "demo"
-    commit = {"event": "checkpoint_committed", "step": 2, "path": "x", "world_size": 4}
     _write(
         run_dir,
         [
             _started(1, 100.0),
             _step(1, 1, 102.0),
             _step(1, 2, 103.0, loss=1.5),
-            {**commit, **COMMITTED, "attempt": 1, "time": 103.5},
+            commit(2, attempt=1, time=103.5),
             _step(1, 3, 104.0, loss=9.0),
             _started(2, 110.0, resumed=2, world_size=2, dp_size=1),
             _step(2, 3, 112.0, loss=1.25),
             _ended(2, 112.5, "stopped: SIGTERM"),
         ],
     )
-    for step, text in ((2, '{"world_size": 4}'), (3, None)):
-        folder = run_dir / "checkpoints" / f"step-{step:08d}"
+    for number, text in ((2, '{"world_size": 4}'), (3, None)):
+        folder = run_dir / "checkpoints" / f"step-{number:08d}"
         folder.mkdir(parents=True)
         (folder / ("manifest.json" if text else "set-aside-0001.json")).write_text(text or "{}")
     numbers = {"seconds": 1.0, "learning_rate": None, "grad_norm": None}
     absent = ("resumed_from", "rank", "node", "stage", "stream_step", "direct_rows")
-    attempt = {
-        "sp_size": 2,
-        "ring_size": 1,
-        "seconds_to_first_step": 2.0,
-        "lacks_stream": False,
-        **dict.fromkeys(absent),
-    }
+    shared = {"sp_size": 2, "ring_size": 1, "seconds_to_first_step": 2.0, "lacks_stream": False}
+    attempt = {**shared, **dict.fromkeys(absent)}
     stopped = {"reason": "stopped: SIGTERM"}
     assert json.loads(json.dumps(read_history(run_dir).to_json())) == {
         "name": "demo",
@@ -115,10 +106,8 @@ def test_the_time_to_the_first_step_begins_with_the_command_or_the_failure() -> 
 
 
 def test_the_digest_wraps_at_64_bits() -> None:
-    records = [_started(1, 0.0), _step(1, 1, 1.0), _step(1, 2, 2.0)]
-    records[1]["digest"] = "ffffffffffffffff"
-    records[2]["digest"] = "0000000000000003"
-    assert _history(records).data_digest == "0000000000000002"
+    steps = [{**_step(1, 1, 1.0), "digest": "f" * 16}, {**_step(1, 2, 2.0), "digest": f"{3:016x}"}]
+    assert _history([_started(1, 0.0), *steps]).data_digest == "0000000000000002"
 
 
 _FINISHED = {"event": "run_finished", "attempt": 1, "time": 9.0, "step": 1}
@@ -189,16 +178,16 @@ def test_a_damaged_manifest_has_no_world_size(tmp_path: Path, world_size: str) -
 def test_an_attempt_has_its_stream_start_and_directly_read_rows() -> None:
     records = [
         _started(1, 0.0, streams=True),
-        *(_step(1, step, step) for step in (1, 2)),
+        *(_step(1, number, number) for number in (1, 2)),
         {"event": "stream_started", "attempt": 1, "time": 3.0, "step": 3, "direct_rows": 11},
-        *(_step(1, step, step) for step in (3, 4)),
+        *(_step(1, number, number) for number in (3, 4)),
         _started(2, 5.0, resumed=4, streams=True),
-        *(_step(2, step, step + 1.0) for step in (5, 6)),
+        *(_step(2, number, number + 1.0) for number in (5, 6)),
         _started(3, 8.0, resumed=6),
         _step(3, 7, 9.0),
         _started(4, 10.0, resumed=7, streams=True),
         _started(5, 11.0, resumed=7, streams=True),
-        *(_step(5, step, 10.0 * step) for step in range(8, 15)),
+        *(_step(5, number, 10.0 * number) for number in range(8, 15)),
     ]
     assert [(one.stream_step, one.direct_rows, one.lacks_stream) for one in _history(records).attempts] == [
         (3, 11, False),
@@ -207,3 +196,15 @@ def test_an_attempt_has_its_stream_start_and_directly_read_rows() -> None:
         (None, 0, False),
         (None, 42, True),
     ]
+
+
+def pace_of(folder: Path, **extra: Any) -> float:
+    _write(folder, [_started(1, 10.0, session="s", command_started=0.0, **extra), _step(1, 1, 12.0, seconds=2.0)])
+    pace = run_pace(folder)
+    assert pace is not None and pace.start_s == 12.0
+    return pace.seconds_left
+
+
+def test_the_remaining_time_covers_all_stages(tmp_path: Path) -> None:
+    assert pace_of(tmp_path / "one", last_step=11) == 20.0
+    assert pace_of(tmp_path / "stage", last_step=11, run_last_step=101, stage="short") == 200.0

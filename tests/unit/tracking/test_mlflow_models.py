@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
+from unittest.mock import Mock
 
 import pytest
 
@@ -20,12 +21,8 @@ class Demo:
         found = client.get_experiment_by_name("models")
         self.experiment = found.experiment_id if found else client.create_experiment("models")
         self.run_id = client.create_run(self.experiment, run_name=f"demo-{uuid.uuid4().hex[:6]}").info.run_id
-        self.models = CheckpointModels(
-            client,
-            experiment_id=self.experiment,
-            run_id=self.run_id,
-            run_tags={"run_name": "demo", "run_dir": "/runs/demo", "store": STORE},
-        )
+        tags = {"run_name": "demo", "run_dir": "/runs/demo", "store": STORE}
+        self.models = CheckpointModels(client, experiment_id=self.experiment, run_id=self.run_id, run_tags=tags)
 
     def states(self):
         found = tracked_checkpoints(self.client, self.experiment, self.run_id)
@@ -57,16 +54,10 @@ def test_a_committed_checkpoint_has_all_tags_params_and_metrics(demo):
     sizes = {"world_size": 4, "sp_size": 2, "ring_size": 1, "dp_size": 2}
     assert model.params == {**common, **{name: str(size) for name, size in sizes.items()}, "tokens": "99"}
     assert tags == {
-        **common,
-        "path": f"{STORE}/checkpoints/step-00000020",
-        "store": STORE,
-        "topology": json.dumps(sizes),
-        "cursor": json.dumps({"plan_id": "0123abcd"}),
-        "digest": f"{20:016x}",
-        "run_name": "demo",
-        "run_dir": "/runs/demo",
-        "state": "committed",
-    }
+        **common, "path": f"{STORE}/checkpoints/step-00000020", "store": STORE, "topology": json.dumps(sizes),
+        "cursor": json.dumps({"plan_id": "0123abcd"}), "digest": f"{20:016x}", "run_name": "demo",
+        "run_dir": "/runs/demo", "state": "committed",
+    }  # fmt: skip
     assert [(metric.key, metric.value) for metric in model.metrics] == [("checkpoint_loss", 4.8)]
     (point,) = demo.client.get_metric_history(demo.run_id, "checkpoint_loss")
     assert (point.step, point.timestamp) == (20, 1_700_000_020_000)
@@ -98,11 +89,8 @@ def test_a_mark_is_set_before_it_is_removed_elsewhere(demo, monkeypatch):
 
     demo.models.update(committed(10))
 
-    def die(*_):
-        raise ConnectionError("away")
-
     with monkeypatch.context() as broken:
-        broken.setattr(MlflowClient, "delete_logged_model_tag", die)
+        broken.setattr(MlflowClient, "delete_logged_model_tag", Mock(side_effect=ConnectionError("away")))
         with pytest.raises(ConnectionError):
             demo.models.update(committed(20))
     assert sorted(marked(demo, "latest")) == ["step-00000010", "step-00000020"]
@@ -152,12 +140,8 @@ def test_damaged_and_deleted_checkpoints_are_distinguished(demo):
     assert demo.states() == [(10, 1, "deleted"), (20, 1, "damaged"), (20, 2, "committed")]
     by_state = {model.tags["state"]: model for model in demo.logged()}
     assert by_state["damaged"].tags["state_reason"] == "a flipped byte"
-    # The status in MLflow's lists.
-    assert {state: str(model.status) for state, model in by_state.items()} == {
-        "committed": "READY",
-        "damaged": "FAILED",
-        "deleted": "UNSPECIFIED",
-    }
+    statuses = {state: str(model.status) for state, model in by_state.items()}
+    assert statuses == {"committed": "READY", "damaged": "FAILED", "deleted": "UNSPECIFIED"}
     assert by_state["damaged"].tags[DESCRIPTION].startswith("⚠ **Damaged, do not load**: a flipped byte\n\n")
 
 

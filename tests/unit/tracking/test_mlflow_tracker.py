@@ -4,6 +4,7 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -110,10 +111,7 @@ def test_configuration_plan_and_readme_are_artifacts_and_the_readme_is_the_descr
 def test_a_failing_artifact_store_does_not_block_metrics(uri, client, tmp_path, caplog, monkeypatch):
     from mlflow import MlflowClient
 
-    def refuse(*_):
-        raise PermissionError("no credentials")
-
-    monkeypatch.setattr(MlflowClient, "log_text", refuse)
+    monkeypatch.setattr(MlflowClient, "log_text", Mock(side_effect=PermissionError("no credentials")))
     identity = start_with_files(uri, tmp_path)
     assert curve(client, identity.run_id) == expected(range(1, 3))
     assert "no credentials" in caplog.text

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -42,28 +42,22 @@ def events_of(run_dir: Path) -> Iterator[Event]:
             place += 16 + size
 
 
+def values(run_dir: Path) -> list[tuple[int, Any]]:
+    return [(event.step, value) for event in events_of(run_dir) for value in event.summary.value]
+
+
 def points(run_dir: Path, name: str) -> list[tuple[int, float]]:
-    return [
-        (event.step, value.simple_value)
-        for event in events_of(run_dir)
-        for value in event.summary.value
-        if value.tag == name
-    ]
+    return [(step, value.simple_value) for step, value in values(run_dir) if value.tag == name]
 
 
 def texts(run_dir: Path) -> dict[str, str]:
-    return {
-        value.tag.removesuffix("/text_summary"): value.tensor.string_val[0].decode()
-        for event in events_of(run_dir)
-        for value in event.summary.value
-        if value.tensor.string_val
-    }
+    found = [(value.tag.removesuffix("/text_summary"), value.tensor.string_val) for _, value in values(run_dir)]
+    return {tag: text[0].decode() for tag, text in found if text}
 
 
 def train(tracker: ScriptedTracker, steps: range, attempt: int = 1) -> None:
-    tracker.start(
-        {"optimizer.lr": 0.5}, {"attempt": attempt, "sp_size": 2}, {"README.md": "# Run", "plan.txt": "a | b"}
-    )
+    files = {"README.md": "# Run", "plan.txt": "a | b"}
+    tracker.start({"optimizer.lr": 0.5}, {"attempt": attempt, "sp_size": 2}, files)
     for step in steps:
         tracker.log_step(step, {"loss": 1.0 / step, "tokens_per_s": 10.0 * step})
         if step % 2 == 0:
@@ -71,14 +65,17 @@ def train(tracker: ScriptedTracker, steps: range, attempt: int = 1) -> None:
             tracker.log(committed(step))
 
 
-def test_tensorboard_shows_every_step_once_over_all_attempts(tmp_path: Path) -> None:
-    one = tensorboard(tmp_path)
+def train_twice(make: Callable[[Path], ScriptedTracker], run_dir: Path) -> None:
+    """Track two attempts; step 5 is lost with the first and trained again."""
+    one, again = make(run_dir), make(run_dir)
     train(one, range(1, 6))
     one.finish("failed", 5, {"goodput": 0.5})
-    again = tensorboard(tmp_path)
-    # Step 5 was lost with the attempt and is trained again.
     train(again, range(5, 9), attempt=2)
     again.finish("finished", 8, {"goodput": 0.75})
+
+
+def test_tensorboard_shows_every_step_once_over_all_attempts(tmp_path: Path) -> None:
+    train_twice(tensorboard, tmp_path)
     assert points(tmp_path, "loss") == [(step, pytest.approx(1.0 / step)) for step in range(1, 9)]
     assert points(tmp_path, "eval_loss") == [(step, pytest.approx(2.0 / step)) for step in (2, 4, 6, 8)]
     assert points(tmp_path, "goodput") == [(5, 0.5), (8, 0.75)]
@@ -87,8 +84,8 @@ def test_tensorboard_shows_every_step_once_over_all_attempts(tmp_path: Path) -> 
     assert shown["README.md"] == "# Run" and shown["plan.txt"] == "```\na | b\n```"
     assert "| step | 8 |" in shown["checkpoints"] and "| state | finished |" in shown["state"]
     assert len(list((tmp_path / TENSORBOARD_FOLDER).iterdir())) == 2
-    values = [value for event in events_of(tmp_path) for value in event.summary.value]
-    assert any(value.tag == "loss" and "nats per token" in value.metadata.summary_description for value in values)
+    losses = [value for _, value in values(tmp_path) if value.tag == "loss"]
+    assert any("nats per token" in value.metadata.summary_description for value in losses)
     first = next(event.wall_time for event in events_of(tmp_path) if event.summary.value)
     assert abs(first - os.stat(tmp_path).st_ctime) < 60
 
@@ -96,19 +93,18 @@ def test_tensorboard_shows_every_step_once_over_all_attempts(tmp_path: Path) -> 
 def test_a_full_disk_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tensorboardX.event_file_writer import EventsWriter
 
-    flush, failures = EventsWriter.flush, [3]
+    flush, failures = EventsWriter.flush, [OSError(28, "No space left on device")] * 3
 
     def full(self: EventsWriter) -> bool:
-        if failures[0]:
-            failures[0] -= 1
-            raise OSError(28, "No space left on device")
+        if failures:
+            raise failures.pop()
         return bool(flush(self))
 
     monkeypatch.setattr(EventsWriter, "flush", full)
     tracker = tensorboard(tmp_path)
     train(tracker, range(1, 4))
     tracker.finish("finished", 3)
-    assert failures == [0]
+    assert failures == []
     assert {step for step, _ in points(tmp_path, "loss")} == {1, 2, 3}
 
 
@@ -159,12 +155,7 @@ def test_wandb_offline_has_one_run_for_all_attempts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wandb_client: None
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
-    one = wandb_tracker(tmp_path)
-    train(one, range(1, 6))
-    one.finish("failed", 5, {"goodput": 0.5})
-    again = wandb_tracker(tmp_path)
-    train(again, range(5, 9), attempt=2)
-    again.finish("finished", 8, {"goodput": 0.75})
+    train_twice(wandb_tracker, tmp_path)
     records = wandb_records(tmp_path)
     assert {record.run.run_id for record in records if record.run.run_id} == {"abc123"}
     rows = wandb_rows(records)
@@ -180,9 +171,7 @@ def test_wandb_offline_has_one_run_for_all_attempts(
     assert files.count("plan.txt") == 2 and files.count("README.md") == 2
 
 
-def test_wandb_shows_the_newest_attempts_checkpoint(
-    tmp_path: Path,
-) -> None:
+def test_wandb_shows_the_newest_attempts_checkpoint(tmp_path: Path) -> None:
     sink = WandbSink(project="p", run_name="r", run_id="i", directory=tmp_path)
     summary = {"checkpoint.step": 30, "checkpoint.path": "of a version without attempts"}
     sink._run = cast("Any", SimpleNamespace(summary=summary))

@@ -18,8 +18,6 @@ from ray_ulysses.tracking.steps import steps_that_count
 from tests.breadth import examples
 from tests.unit.tracking.journals import event
 
-SIZES = {"world_size": 4, "sp_size": 2, "dp_size": 2, "nodes": ["a"], "resumed_from": None}
-
 
 class Journal:
     """Builds a run's journal records, at times that the test sets."""
@@ -31,7 +29,7 @@ class Journal:
         return self.put("phase", attempt, time, session=session, phase="opening the data", **times)
 
     def start(self, attempt: int, time: float, resumed: int = 0, session: str = "s", **times: float) -> Journal:
-        return self.put("attempt_started", attempt, time, resumed_step=resumed, session=session, **SIZES, **times)
+        return self.put("attempt_started", attempt, time, resumed_step=resumed, session=session, **times)
 
     def step(self, attempt: int, time: float, step: int, seconds: float = 1.0, **fields: Any) -> Journal:
         data = {"loss": 2.0, "tokens": 8, "rows": [step - 1, step], "digest": f"{step:016x}"}
@@ -50,6 +48,11 @@ class Journal:
         return time_spent(self.events)
 
 
+def one_step() -> Journal:
+    """Return the journal of an attempt that completes its first step at 15."""
+    return Journal().claim(1, 10.0, command_started=0.0).start(1, 12.0).step(1, 15.0, 1, seconds=2.0)
+
+
 def test_every_second_of_a_command_has_a_category() -> None:
     journal = Journal().claim(1, 130.0, command_started=100.0, workers_asked=110.0).start(1, 148.0)
     journal.step(1, 160.0, 1, seconds=7.0)
@@ -65,18 +68,9 @@ def test_every_second_of_a_command_has_a_category() -> None:
     }  # fmt: skip
     assert found.pop("recovery") == asdict(StartTime())
     assert found == {
-        "total_s": 80.0,
-        "steps_s": 12.0,
-        "lost_steps_s": 0.0,
-        "startup_s": 33.0,
-        "waiting_s": 20.0,
-        "recovery_s": 0.0,
-        "stages_s": 0.0,
-        "saves_s": 5.0,
-        "evaluation_s": 2.5,
-        "other_s": 7.5,
-        "between_commands_s": 0.0,
-    }
+        "total_s": 80.0, "steps_s": 12.0, "lost_steps_s": 0.0, "startup_s": 33.0, "waiting_s": 20.0, "recovery_s": 0.0,
+        "stages_s": 0.0, "saves_s": 5.0, "evaluation_s": 2.5, "other_s": 7.5, "between_commands_s": 0.0,
+    }  # fmt: skip
     assert journal.spent.goodput == 0.15
     assert build_history(name="r", journal=Events(entries=journal.events, damaged=())).goodput == 0.15
 
@@ -138,7 +132,7 @@ def test_time_without_records_is_unknown() -> None:
     spent = _failed_after_a_step().spent
     assert (spent.recovery.unknown_s, spent.recovery.form_s) == (6.5, 2.5)
     # Without the times of joining and loading, and without a recorded end.
-    journal = Journal().claim(1, 10.0, command_started=0.0).start(1, 12.0).step(1, 15.0, 1, seconds=2.0)
+    journal = one_step()
     spent = journal.claim(2, 20.0, command_started=0.0).start(2, 26.0, resumed=1).step(2, 29.0, 2, seconds=2.0).spent
     assert spent.recovery == StartTime(unknown_s=5.0 + 6.0, build_s=1.0)
     # A part added by a later version.
@@ -149,7 +143,7 @@ def test_time_without_records_is_unknown() -> None:
 
 @pytest.mark.parametrize("first_known", [True, False])
 def test_of_two_failure_records_the_one_with_a_time_counts(first_known: bool) -> None:
-    journal = Journal().claim(1, 10.0, command_started=0.0).start(1, 12.0).step(1, 15.0, 1, seconds=2.0)
+    journal = one_step()
     known = {"reason": "lost worker 1", "fault_at": 18.0, "detected_at": 20.0}
     for fields in (known, {"reason": "failed: PeerError: x"})[:: 1 if first_known else -1]:
         journal.put("attempt_ended", 1, 21.0, session="s", **fields)
@@ -168,7 +162,7 @@ def test_a_failure_ends_the_loading_phase_at_its_time() -> None:
 
 
 def test_a_resize_has_no_lost_steps_and_no_detection() -> None:
-    journal = Journal().claim(1, 10.0, command_started=0.0).start(1, 12.0).step(1, 15.0, 1, seconds=2.0)
+    journal = one_step()
     journal.put("attempt_ended", 1, 16.0, reason="resized", saving_seconds=1.0)
     spent = journal.claim(2, 25.0, command_started=0.0).start(2, 25.0, resumed=1).step(2, 27.0, 2, seconds=2.0).spent
     assert spent.recovery == StartTime(form_s=9.0)
@@ -176,7 +170,7 @@ def test_a_resize_has_no_lost_steps_and_no_detection() -> None:
 
 
 def test_time_between_stages_is_not_recovery_unless_an_attempt_fails() -> None:
-    journal = Journal().claim(1, 10.0, command_started=0.0).start(1, 12.0).step(1, 15.0, 1, seconds=2.0)
+    journal = one_step()
     journal.put("attempt_ended", 1, 16.0, reason="stage", saving_seconds=1.0)
     journal.claim(2, 20.0, command_started=0.0).start(2, 22.0, resumed=1)
     assert (journal.spent.stages_s, journal.spent.recovery_s) == (22.0 - 16.0, 0.0)

@@ -1,25 +1,45 @@
-"""Tracker outages only delay delivery, and no step is delivered twice."""
+"""The updates that trackers receive: outages only delay them, and no death loses an update or repeats a point."""
+
+from __future__ import annotations
 
 import errno
 import os
 import threading
 import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ray_ulysses.run_names import cursor_key
-from ray_ulysses.tracking.events import CheckpointCommitted
-from ray_ulysses.tracking.tail import Sink, following
-from ray_ulysses.tracking.updates import AttemptBegan, AttemptOver, GoneCheckpoint, StepMetrics
+from ray_ulysses.storage.place import Place, open_store, place_of
+from ray_ulysses.tracking import tail as tail_module
+from ray_ulysses.tracking.events import CheckpointCommitted, CheckpointEvent
+from ray_ulysses.tracking.journal import claim_journal
+from ray_ulysses.tracking.tail import JournalSource, Sink, Tail, following
+from ray_ulysses.tracking.updates import AttemptBegan, AttemptOver, GoneCheckpoint, StepMetrics, Translation, Update
+from tests.breadth import examples
 from tests.polling import wait_until
+from tests.s3_server import S3Server
+from tests.unit.tracking import journals
 from tests.unit.tracking.checkpoints import committed
+from tests.unit.tracking.journals import event
 from tests.unit.tracking.tails import ScriptedTracker
 
-KINDS = {
-    AttemptBegan: "start",
-    StepMetrics: "step",
-    AttemptOver: "finish",
-    CheckpointCommitted: "checkpoint",
-    GoneCheckpoint: "gone",
-}
+KINDS = {AttemptBegan: "start", StepMetrics: "step", AttemptOver: "finish", CheckpointCommitted: "checkpoint"}
+
+
+def marks_of(points: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """Return the newest step of each metric."""
+    marks: dict[str, int] = {}
+    for name, number in points:
+        marks[name] = max(number, marks.get(name, -1))
+    return marks
 
 
 class FakeSink(Sink):
@@ -38,11 +58,9 @@ class FakeSink(Sink):
         return "one"
 
     def existing_marks(self):
-        marks = {}
-        for update in self.updates:
-            if isinstance(update, StepMetrics):
-                marks |= {name: max(update.step, marks.get(name, -1)) for name in update.metrics}
-        return marks
+        return marks_of(
+            (name, one.step) for one in self.updates if isinstance(one, StepMetrics) for name in one.metrics
+        )
 
     def deliver(self, updates):
         self.slow.wait(30)
@@ -66,8 +84,8 @@ def make_tracker(sink, path, **changes):
 
 
 def log_steps(tracker, steps):
-    for step in steps:
-        tracker.log_step(step, {"loss": 5.0 - step / 10})
+    for number in steps:
+        tracker.log_step(number, {"loss": 5.0 - number / 10})
 
 
 def track(sink, path, steps=(), status="finished", **changes):
@@ -174,10 +192,8 @@ def test_an_unwritable_cursor_repeats_no_update_and_is_not_an_outage(tmp_path, c
     # The receiver does not report existing metrics.
     sink.existing_marks = dict
 
-    def refuse(*_):
-        raise OSError(errno.ENOSPC, "no space left on device")
-
-    monkeypatch.setattr("ray_ulysses.storage.local.LocalStore.replace", refuse)
+    full = OSError(errno.ENOSPC, "no space left on device")
+    monkeypatch.setattr("ray_ulysses.storage.local.LocalStore.replace", Mock(side_effect=full))
     track(sink, tmp_path, range(1, 6), batch_updates=2)
     assert sink.kinds() == ["start", *["step"] * 5, "finish"]
     assert "is unavailable" not in caplog.text
@@ -215,3 +231,280 @@ def test_an_outage_is_logged_once_and_retried_with_pauses(tmp_path, caplog):
     assert 2 < sink.calls < 10
     assert caplog.text.count("is unavailable") == 1
     assert "http://***@host:5000/api" in caplog.text and "secret" not in caplog.text
+
+
+def translation(**changes: Any) -> Translation:
+    return Translation(**{"run_dir": "/runs/demo", "location": "/runs/demo", **changes})
+
+
+def started(attempt: int = 1, resumed_step: int = 0, **fields: Any) -> dict[str, Any]:
+    return journals.started(resumed_step, attempt=attempt, settings={"optimizer.lr": 0.1}, **fields)
+
+
+def step(number: int, attempt: int = 1, **fields: Any) -> dict[str, Any]:
+    own = {"loss": 5.0 - number / 10, "tokens": 9, "rows": [number, number + 1], "seconds": 2.0}
+    return journals.step(number, attempt=attempt, time=100.0 + 3 * number, **{**own, **fields})
+
+
+def commit(number: int, attempt: int = 1, **fields: Any) -> dict[str, Any]:
+    return journals.commit(number, attempt=attempt, sp_size=2, written_at=50.0 + number, **fields)
+
+
+def found(newest: int, steps: Sequence[int], attempt: int, written_by: int = 1) -> dict[str, Any]:
+    return {**commit(newest, attempt), "event": "checkpoints_found", "steps": steps, "written_by": written_by}
+
+
+def updates(records: Sequence[Mapping[str, Any]], **changes: Any) -> list[Update]:
+    translated = translation(**changes)
+    return [update for record in records for update in translated.updates(event(record))]
+
+
+def checkpoints(told: Sequence[Update]) -> list[tuple[Any, ...]]:
+    return [
+        ("committed" if isinstance(one, CheckpointEvent) else one.state, one.step, one.attempt)
+        for one in told
+        if isinstance(one, CheckpointEvent | GoneCheckpoint)
+    ]  # fmt: skip
+
+
+def test_an_attempt_begins_with_its_settings_and_its_facts() -> None:
+    fields = {"plan_ids": ["a", "b"], "versions": {"torch": "2.13.0"}, "stage": "long"}
+    (began,) = updates([started(2, **fields)], tags={"team": "x"})
+    assert isinstance(began, AttemptBegan) and began.params == {"optimizer.lr": 0.1}
+    assert began.tags == {
+        "team": "x", "run_dir": "/runs/demo", "attempt": 2, "plan_id": "b", "plan_segment": 1, "world_size": 4,
+        "sp_size": 2, "ring_size": 1, "dp_size": 2, "stage": "long", "version.torch": "2.13.0",
+    }  # fmt: skip
+
+
+def test_metrics_are_logged_every_n_steps() -> None:
+    records = [started(), *(step(number, mfu=None, grad_norm=1.5, system={"system/x": 3.0}) for number in range(1, 6))]
+    told = [one for one in updates(records, log_every_steps=2) if isinstance(one, StepMetrics)]
+    assert [one.step for one in told] == [2, 4]
+    first = dict(told[0].metrics)
+    assert {name: first.pop(name) for name in list(first) if not name.startswith(("time_", "goodput"))} == {
+        "loss": 4.8, "grad_norm": 1.5, "seconds": 2.0, "tokens_per_s": 4.5, "world_size": 4.0, "system/x": 3.0,
+    }  # fmt: skip
+    assert first["time_steps_s"] == 4.0 and "goodput" in first
+
+
+def test_a_replayed_step_is_logged_once() -> None:
+    evaluation = {"event": "evaluation", "step": 2, "loss": 4.0, "tokens": 1}
+    unknown = {"event": "evaluation", "step": 1, "loss": "nan", "tokens": 1}
+    first = [started(), step(1), unknown, step(2), evaluation, step(3, z_loss="nan")]
+    again = [started(2, 1), step(2, 2), {**evaluation, "attempt": 2}, step(3, 2), step(4, 2)]
+    told = [one for one in updates([*first, *again]) if isinstance(one, StepMetrics)]
+    assert [one.step for one in told if "loss" in one.metrics] == [1, 2, 3, 4]
+    assert [one.step for one in told if "eval_loss" in one.metrics] == [2]
+    assert not any("z_loss" in one.metrics for one in told), "NaN is omitted"
+
+
+@pytest.mark.parametrize(
+    ("records", "ends"),
+    [
+        ([{"event": "attempt_ended", "reason": "stopped"}], [("stopped", 3)]),
+        ([{"event": "attempt_ended", "reason": "resized"}], [("stopped", 3)]),
+        ([{"event": "attempt_ended", "reason": "finished"}, {"event": "run_finished", "step": 3}], [("finished", 3)]),
+        ([{"event": "attempt_ended", "reason": "failed: ValueError"}], [("failed", 3)]),
+        ([{"event": "attempt_ended", "reason": "lost worker 1", "restarts": True}], []),
+        ([{"event": "attempt_ended", "reason": "lost", "restarts": False}, {"event": "run_failed", "reason": "lost"}],
+         [("failed", 3)]),
+        ([started(2, resumed_step=3), {"event": "run_failed", "reason": "of attempt 1, read late", "attempt": 1}], []),
+    ],
+)  # fmt: skip
+def test_the_end_of_an_attempt_is_reported_unless_another_follows(
+    records: list[dict[str, Any]], ends: list[Any]
+) -> None:
+    told = updates([started(), step(3), *({"time": 110.0, **one} for one in records)])
+    over = [one for one in told if isinstance(one, AttemptOver)]
+    assert [(one.status, one.step) for one in over] == ends
+    assert all(one.tags.get("failure.reason") == "lost" for one in over if records[-1]["event"] == "run_failed")
+
+
+def test_the_end_has_the_time_metrics_that_changed() -> None:
+    paused = {"event": "attempt_ended", "reason": "stopped", "time": 108.0, "saving_seconds": 2.0}
+    over = updates([started(), step(1), step(2), paused])[-1]
+    assert isinstance(over, AttemptOver) and over.metrics["time_saves_s"] == 2.0
+    assert "time_steps_s" not in over.metrics
+
+
+def test_checkpoint_updates_have_the_writing_attempt() -> None:
+    records = [
+        started(), commit(10), commit(20), {"event": "checkpoint_deleted", "step": 10}, commit(30), commit(40),
+        {"event": "checkpoint_set_aside", "attempt": 2, "step": 40, "reason": "a flipped byte", "kind": "damaged"},
+        {"event": "checkpoint_set_aside", "attempt": 2, "step": 30, "reason": "no", "kind": "unreadable"},
+        started(2, 20), commit(30, 2), started(3, 20),
+    ]  # fmt: skip
+    assert checkpoints(updates(records)) == [
+        ("committed", 10, 1), ("committed", 20, 1), ("deleted", 10, 1), ("committed", 30, 1), ("committed", 40, 1),
+        ("damaged", 40, 1), ("superseded", 30, 1), ("committed", 30, 2), ("superseded", 30, 2),
+    ]  # fmt: skip
+
+
+def test_the_next_attempt_reports_unrecorded_commits_and_deletions() -> None:
+    # Attempt 1 died before it recorded that it had deleted 10 and committed 40.
+    records = [started(), commit(10), commit(20), found(40, [20, 40], 2), started(2, 40), found(40, [20, 40], 3)]
+    told = updates(records)
+    assert checkpoints(told) == [("committed", 10, 1), ("committed", 20, 1), ("deleted", 10, 1), ("committed", 40, 1)]
+    (gone,) = [one for one in told if isinstance(one, GoneCheckpoint)]
+    assert gone.reason == "was not among the run's checkpoints when attempt 2 started"
+
+
+def test_a_committed_checkpoint_has_all_that_a_tracker_shows() -> None:
+    fields = {"cursor": {"plan_id": "p", "next_row": 3}, "metrics": {"loss": 2.0}, "zero_stage": 3, "parent": "other"}
+    (_, told) = updates(
+        [started(), commit(5, reason="steps", stage="long", measured="m", **fields)], location="s3://b/r"
+    )
+    assert isinstance(told, CheckpointEvent)
+    assert (told.attempt, told.path) == (1, "s3://b/r/checkpoints/step-00000005")
+    assert (told.world_size, told.sp_size, told.ring_size) == (4, 2, 1)
+    assert (told.cursor["plan_id"], told.zero_stage, told.parent, told.metrics) == ("p", 3, "other", {"loss": 2.0})
+    assert (told.reason, told.stage, told.measured, told.written_at) == ("steps", "long", "m", 55.0)
+
+
+@settings(max_examples=examples(50))
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 10)), max_size=8))
+def test_any_attempts_give_each_step_once_in_order(attempts: list[tuple[int, int]]) -> None:
+    records = []
+    for number, (first, length) in enumerate(attempts, 1):
+        records.append(started(number, first))
+        records += [step(one, number) for one in range(first + 1, first + 1 + length)]
+    sent = [one.step for one in updates(records) if isinstance(one, StepMetrics)]
+    assert sent == sorted(set(sent))
+    assert max(sent, default=-1) == max((first + length for first, length in attempts), default=-1)
+
+
+class Died(BaseException):
+    """The process was killed."""
+
+
+class Deaths:
+    """Kills the process at the write or request number ``at``, before or after it takes effect."""
+
+    def __init__(self, at: int = -1) -> None:
+        self.at, self.count = at, 0
+
+    def __call__(self, do: Callable[[], Any]) -> Any:
+        self.count += 1
+        if self.count == self.at:
+            raise Died
+        result = do()
+        self.count += 1
+        if self.count == self.at:
+            raise Died
+        return result
+
+
+class Tracker(Sink):
+    """Stores updates like an MLflow server, in the order of arrival."""
+
+    def __init__(self) -> None:
+        self.points: list[tuple[str, int, float]] = []
+        self.others: list[Update] = []
+        self.deaths = Deaths()
+
+    def connect(self) -> str:
+        self.deaths(lambda: None)
+        return "one"
+
+    def existing_marks(self) -> Mapping[str, int]:
+        return marks_of((name, number) for name, number, _ in self.points)
+
+    def deliver(self, updates: Sequence[Update]) -> None:
+        for update in updates:
+            self.deaths(lambda update=update: self._take(update))
+
+    def _take(self, update: Update) -> None:
+        if isinstance(update, StepMetrics):
+            self.points += [(name, update.step, value) for name, value in update.metrics.items()]
+        elif update not in self.others:
+            self.others.append(update)
+        elif isinstance(update, CheckpointEvent | GoneCheckpoint) and update != self.others[-1]:
+            pytest.fail("an update of a checkpoint was repeated behind another update")
+
+
+class MortalStore:
+    """A store whose writes may kill the process."""
+
+    def __init__(self, store: Any, deaths: Deaths) -> None:
+        self._store, self._deaths = store, deaths
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def replace(self, key: str, chunks: Any) -> None:
+        content = list(chunks)
+        self._deaths(lambda: self._store.replace(key, content))
+
+
+PARTS: list[list[dict[str, Any]]] = [
+    [started(), step(1), step(2), commit(2), step(3)],
+    [started(2, 2), step(3, 2), commit(3, 2), {"event": "checkpoint_deleted", "attempt": 2, "step": 2}],
+    [step(4, 2), {"event": "attempt_ended", "attempt": 2, "reason": "finished", "time": 115.0}],
+    [{"event": "run_finished", "attempt": 2, "step": 4, "time": 116.0}],
+]
+"""Records that are appended to the journal between two polls of the tail."""
+
+
+def _play(run_dir: Place, deaths: Deaths, batch: int) -> Tracker:
+    """Train and track a run, and start another command whenever one has died."""
+    sink, journals, time = Tracker(), list[Any](), 100.0
+    sink.deaths = deaths
+
+    def lives() -> bool:
+        one = Tail(
+            "mlflow", sink, run_dir, lambda done: JournalSource(run_dir, done, translation()).read, batch_updates=batch
+        )
+        one.stop()
+        try:
+            # Run in this thread, so that `Died` ends the loop.
+            one._follow()
+        except Died:
+            return False
+        return True
+
+    store = MortalStore(open_store(run_dir), deaths)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tail_module, "open_store", lambda *_, **__: store)
+        for records in PARTS:
+            for record in records:
+                if record["event"] == "attempt_started":
+                    journals.append(claim_journal(run_dir))
+                time += 3.0
+                journals[-1].append({**record, "time": time})
+            for journal in journals:
+                journal.sync()
+            while not lives():
+                pass
+    for journal in journals:
+        journal.close()
+    return sink
+
+
+@pytest.mark.parametrize("batch", [2, 200])
+@pytest.mark.parametrize("kind", ["files", pytest.param("object store", marks=pytest.mark.slow)])
+def test_wherever_a_command_dies_updates_arrive_once_and_in_order(
+    kind: str, tmp_path: Path, s3: S3Server, prefix: str, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Only processes die here, so syncing to disk is unnecessary.
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+    top = tmp_path if kind == "files" else place_of(s3.uri(prefix))
+    deaths = Deaths()
+    whole = _play(top / "whole", deaths, batch)
+    assert [number for name, number, _ in whole.points if name == "loss"] == [1, 2, 3, 4]
+    assert [type(one) for one in whole.others] == [
+        AttemptBegan, CheckpointCommitted, AttemptBegan, CheckpointCommitted, GoneCheckpoint, AttemptOver
+    ]  # fmt: skip
+    assert deaths.count > 30
+    for at in range(1, deaths.count + 1, 1 if kind == "files" else 5):
+        sink = _play(top / f"dies-at-{at}", Deaths(at), batch)
+        assert len(sink.points) == len({(name, number) for name, number, _ in sink.points}), at
+        # The next command repeats time metrics that have not changed.
+        extra = set(sink.points) - set(whole.points)
+        assert all(name.startswith(("time_", "goodput")) for name, _, _ in extra), at
+        assert [one for one in sink.points if one not in extra] == whole.points, at
+        assert [_without_time(one) for one in sink.others] == [_without_time(one) for one in whole.others], at
+
+
+def _without_time(update: Update) -> Update:
+    return replace(update, metrics={}) if isinstance(update, AttemptOver) else update

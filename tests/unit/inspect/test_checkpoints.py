@@ -1,7 +1,9 @@
-"""All checkpoint folders of a run are listed: whole, damaged, set aside, superseded or left over."""
+"""All checkpoint folders are listed, and every byte of a checkpoint is verified."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +12,13 @@ import pytest
 
 from ray_ulysses.checkpoint import Damage, Manifest, newest_committed, set_aside
 from ray_ulysses.checkpoint.fence import claim_attempt, start_attempt
+from ray_ulysses.checkpoint.manifest import read_manifest
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.config import load_config
-from ray_ulysses.errors import RunError
+from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.inspect import checkpoint_listing
 from ray_ulysses.inspect.checkpoint_listing import CheckpointReport, list_checkpoints
-from ray_ulysses.inspect.checkpoint_verification import verify_checkpoint
+from ray_ulysses.inspect.checkpoint_verification import CheckpointVerdict, verify_checkpoint
 from ray_ulysses.inspect.run_data import open_run_storage, read_run
 from ray_ulysses.run.settings import resolve_run
 from ray_ulysses.run.start_point import start_of
@@ -27,12 +30,17 @@ from tests.breadth import fast_only
 from tests.s3_server import S3Server
 from tests.stores import CountingStore
 from tests.unit.inspect.saved import WRITTEN, cut, denied, flip, make_folder, make_foreign, manifest, save, shard
-from tests.unit.tracking.journals import COMMITTED
+from tests.unit.tracking.journals import commit
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "demo"
+
+
+@pytest.fixture
+def store(folder: Path) -> LocalStore:
+    return make_folder(folder)
 
 
 def by_step(folder: Path) -> dict[int, CheckpointReport]:
@@ -47,12 +55,11 @@ def files_bytes(folder: Path, step: int) -> int:
 def record_commits(folder: Path, *steps: int) -> None:
     journal = claim_journal(folder)
     for step in steps:
-        journal.append({"event": "checkpoint_committed", **COMMITTED, "step": step, "path": "x", "world_size": 2})
+        journal.append(commit(step))
     journal.close()
 
 
-def test_a_listed_checkpoint_has_its_origin_layout_and_size(folder: Path) -> None:
-    store = make_folder(folder)
+def test_a_listed_checkpoint_has_its_origin_layout_and_size(folder: Path, store: LocalStore) -> None:
     metrics = {"loss": 4.0, "eval_loss": 4.5}
     save(store, 20, attempt=3, world_size=4, ring_size=2, zero_stage=1, metrics=metrics)
     sizes: dict[str, int] = {"world_size": 4, "sp_size": 2, "ring_size": 2, "dp_size": 2, "zero_stage": 1}
@@ -107,16 +114,15 @@ def test_a_checkpoint_with_an_unreadable_manifest_is_kept(folder: Path) -> None:
         }  # fmt: skip
 
 
-def test_a_torn_manifest_is_damage_and_the_shards_identify_the_attempt(folder: Path) -> None:
-    save(make_folder(folder), 10)
+def test_a_torn_manifest_is_damage_and_the_shards_identify_the_attempt(folder: Path, store: LocalStore) -> None:
+    save(store, 10)
     cut(manifest(folder, 10), 50)
     report = by_step(folder)[10]
     assert (report.condition, report.committed) == ("damaged", True)
     assert (report.attempt, report.world_size, report.dp_size) == (1, 2, None)
 
 
-def test_a_checkpoint_set_aside_has_reason_attempt_and_time(folder: Path) -> None:
-    store = make_folder(folder)
+def test_a_checkpoint_set_aside_has_reason_attempt_and_time(folder: Path, store: LocalStore) -> None:
     save(store, 20)
     cut(shard(folder, 20), 5)
     (damage,) = newest_committed(store).damaged
@@ -138,8 +144,7 @@ def test_a_checkpoint_set_aside_has_reason_attempt_and_time(folder: Path) -> Non
     assert again.leftover_bytes > 0 and again.num_bytes + again.leftover_bytes == files_bytes(folder, 20)
 
 
-def test_a_late_commit_of_a_dead_attempt_is_superseded(folder: Path) -> None:
-    store = make_folder(folder)
+def test_a_late_commit_of_a_dead_attempt_is_superseded(folder: Path, store: LocalStore) -> None:
     save(store, 10, attempt=1)
     save(store, 30, attempt=1)
     start_attempt(store, 2, 10)
@@ -150,8 +155,7 @@ def test_a_late_commit_of_a_dead_attempt_is_superseded(folder: Path) -> None:
     assert list_checkpoints(folder).resumes_from == 20
 
 
-def test_shards_without_a_manifest_are_left_over_or_being_written(folder: Path) -> None:
-    store = make_folder(folder)
+def test_shards_without_a_manifest_are_left_over_or_being_written(folder: Path, store: LocalStore) -> None:
     claim_attempt(store, 1)
     save(store, 10)
     save(store, 20)
@@ -166,8 +170,7 @@ def test_shards_without_a_manifest_are_left_over_or_being_written(folder: Path) 
         assert by_step(folder)[20].condition == "not_committed"
 
 
-def test_an_unreadable_manifest_is_not_taken_for_an_uncommitted_checkpoint(folder: Path) -> None:
-    store = make_folder(folder)
+def test_an_unreadable_manifest_is_not_taken_for_an_uncommitted_checkpoint(folder: Path, store: LocalStore) -> None:
     save(store, 10)
     save(store, 20)
     with denied(manifest(folder, 20)):
@@ -188,8 +191,7 @@ def test_an_unreadable_manifest_is_not_taken_for_an_uncommitted_checkpoint(folde
     "newest", fast_only(["whole", "cut", "torn", "foreign", "denied", "fenced", "gone"], "whole", "foreign", "denied")
 )
 @pytest.mark.parametrize("older", fast_only(["whole", "cut", "foreign", "gone"], "whole", "cut"))
-def test_the_listing_refuses_what_train_refuses(folder: Path, newest: str, older: str) -> None:
-    store = make_folder(folder)
+def test_the_listing_refuses_what_train_refuses(folder: Path, store: LocalStore, newest: str, older: str) -> None:
     for step, state in ((10, older), (20, newest)):
         save(store, step)
         if state == "cut":
@@ -231,8 +233,7 @@ def test_missing_checkpoints_that_the_journal_records_are_reported(
     assert str(listing.refusal) in caplog.text
 
 
-def test_a_missing_checkpoint_that_does_not_count_is_not_reported(folder: Path) -> None:
-    store = make_folder(folder)
+def test_a_missing_checkpoint_that_does_not_count_is_not_reported(folder: Path, store: LocalStore) -> None:
     record_commits(folder, 10)
     start_attempt(store, 2, 0)
     assert list_checkpoints(folder).refusal is None
@@ -261,8 +262,8 @@ def test_a_checkpoint_deleted_during_the_listing_is_not_damaged(folder: Path, mo
     assert (by_step(folder)[10].condition, by_step(folder)[10].committed) == ("not_committed", False)
 
 
-def test_the_journal_supplies_the_time_that_a_manifest_lacks(folder: Path) -> None:
-    save(make_folder(folder), 10, written_at=0.0)
+def test_the_journal_supplies_the_time_that_a_manifest_lacks(folder: Path, store: LocalStore) -> None:
+    save(store, 10, written_at=0.0)
     assert by_step(folder)[10].written_at is None
     record_commits(folder, 10)
     assert by_step(folder)[10].written_at is not None
@@ -313,11 +314,130 @@ def test_an_unreadable_configuration_is_a_warning(folder: Path, caplog: pytest.L
     assert f"{folder}/config.yaml can't be read (" in caplog.text
 
 
-def test_listing_changes_no_file(folder: Path) -> None:
-    store = make_folder(folder)
+def test_listing_changes_no_file(folder: Path, store: LocalStore) -> None:
     save(store, 10)
     save(store, 20)
     flip(shard(folder, 20), -9)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     list_checkpoints(folder)
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+FILE = "attempt-0001/rank-00001-of-00002.safetensors"
+
+
+@pytest.fixture
+def saved(folder: Path, store: LocalStore) -> Path:
+    """A run directory with checkpoints of steps 10 and 20."""
+    for step in (10, 20):
+        save(store, step)
+    return folder
+
+
+def verify(folder: Path, step: int = 20) -> CheckpointVerdict:
+    return verify_checkpoint(folder, step, clock=SystemClock())
+
+
+def test_an_intact_checkpoint_is_read_completely(saved: Path) -> None:
+    told: list[tuple[int, int]] = []
+    verdict = verify_checkpoint(saved, 20, clock=SystemClock(), watch=lambda done, total: told.append((done, total)))
+    assert verdict.is_whole
+    assert (verdict.attempt, verdict.world_size, verdict.num_tensors, verdict.num_elements) == (1, 2, 2, 200_050)
+    sizes = [path.stat().st_size for path in (shard(saved, 20, 0), shard(saved, 20, 1))]
+    assert [(file.num_bytes, file.num_tensors, file.problem) for file in verdict.files] == [
+        (size, 2, None) for size in sizes
+    ]
+    assert told[-1] == (sum(sizes), sum(sizes))
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+
+
+def test_a_flipped_bit_is_located_by_file_tensor_and_bytes(saved: Path) -> None:
+    path = shard(saved, 20)
+    position = path.stat().st_size // 2
+    flip(path, position)
+    verdict = verify(saved)
+    assert not verdict.is_whole
+    good, bad = verdict.files
+    assert good.problem is None
+    found = re.fullmatch(rf"{FILE}: the checksum of fp32/weight is wrong \(bytes (\d+) to (\d+)\)", str(bad.problem))
+    assert found, bad.problem
+    assert int(found[1]) <= position <= int(found[2])
+    assert verify(saved, 10).is_whole
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda path: flip(path, 20), "the header's checksum is wrong"),
+        (lambda path: flip(path, -1), "the table of checksums is damaged"),
+        (lambda path: cut(path, 7), r"has \d+ bytes instead of \d+"),
+        (lambda path: path.unlink(), "is missing"),
+    ],
+    ids=["header", "checksums", "truncated", "missing"],
+)
+def test_other_file_damage_is_reported(saved: Path, damage: Callable[[Path], object], said: str) -> None:
+    damage(shard(saved, 20))
+    verdict = verify(saved)
+    assert (verdict.condition, verdict.problem, verdict.files[0].problem) == ("damaged", None, None)
+    assert re.match(f"{FILE}:? {said}", str(verdict.files[1].problem))
+
+
+def test_an_unreadable_file_is_not_reported_as_damaged(saved: Path) -> None:
+    with denied(shard(saved, 20)):
+        verdict = verify(saved)
+    assert "Permission denied" in str(verdict.files[1].problem)
+    assert (verdict.condition, verdict.is_whole) == ("unreadable", False)
+    flip(shard(saved, 20, 0), -1)
+    with denied(shard(saved, 20)):
+        assert verify(saved).condition == "damaged"
+
+
+@pytest.mark.parametrize(
+    ("condition", "said"),
+    [("unreadable", "Permission denied"), ("foreign", "schema version 99"), ("damaged", "is truncated or is not JSON")],
+)
+def test_only_a_torn_manifest_is_damaged(saved: Path, condition: str, said: str) -> None:
+    path = manifest(saved, 20)
+    if condition == "foreign":
+        make_foreign(path)
+    elif condition == "damaged":
+        cut(path, 30)
+    with denied(path) if condition == "unreadable" else nullcontext():
+        verdict = verify(saved)
+    assert said in str(verdict.problem)
+    assert (verdict.condition, verdict.is_whole) == (condition, False)
+    assert (verdict.to_json()["condition"], verdict.to_json()["whole"]) == (condition, False)
+
+
+def test_a_checkpoint_deleted_during_the_verification_is_refused(saved: Path) -> None:
+    def delete(done: int, total: int) -> None:
+        LocalStore(saved).delete("checkpoints/step-00000020")
+
+    shard(saved, 20).unlink()
+    with pytest.raises(UserError, match="--verify-checkpoint=20: retention deleted this"):
+        verify_checkpoint(saved, 20, clock=SystemClock(), watch=delete)
+
+
+def test_a_manifest_without_all_ranks_does_not_cover_the_state(saved: Path) -> None:
+    whole = read_manifest(LocalStore(saved), 20)
+    manifest(saved, 20).write_bytes(replace(whole, shards=whole.shards[:1]).to_bytes())
+    verdict = verify(saved)
+    assert not verdict.is_whole
+    assert "fp32/weight" in str(verdict.problem)
+
+
+def test_a_superseded_checkpoint_is_intact_but_unusable(saved: Path) -> None:
+    start_attempt(LocalStore(saved), 2, 10)
+    verdict = verify(saved)
+    assert (verdict.condition, verdict.is_whole) == ("superseded", False)
+    assert "the checkpoint is not part of the run and is never loaded" in str(verdict.problem)
+    assert [file.problem for file in verdict.files] == [None, None]
+    assert verify(saved, 10).is_whole
+
+
+def test_an_uncommitted_step_is_refused_with_the_committed_steps(saved: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--verify-checkpoint=30: no checkpoint of step 30 is committed in .*: 10, 20"):
+        verify(saved, 30)
+    make_folder(tmp_path / "empty")
+    with pytest.raises(UserError, match="committed: none"):
+        verify(tmp_path / "empty", 30)
