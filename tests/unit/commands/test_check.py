@@ -62,13 +62,17 @@ def run_check(config: Config, options: CheckOptions = OPTIONS) -> None:
     check.run_check(config, options, None, print)  # type: ignore[arg-type]
 
 
+def store(config: Config, storage: Path) -> None:
+    """Store the configuration of a run that has begun."""
+    (storage / "first").mkdir()
+    (storage / "first/config.yaml").write_text(config.with_absolute_paths(storage).to_yaml())
+
+
 def test_a_trial_has_the_memory_planned_for_the_whole_run(tmp_path: Path, trials: list[Config]) -> None:
     """Without peer memory, or for one stage alone, it would choose others."""
     config = config_of(memory__plan="auto", memory__device_gib=8.0, run__storage=str(tmp_path))
-    (tmp_path / "first").mkdir()
     chosen = {"memory": config.memory.model_copy(update={"zero_stage": 3, "offload_optimizer": "cpu"})}
-    stored = config.model_copy(update=chosen).with_absolute_paths(tmp_path)
-    (tmp_path / "first/config.yaml").write_text(stored.to_yaml())
+    store(config.model_copy(update=chosen), tmp_path)
     with pytest.raises(Stopped):
         run_check(config)
     (trial,) = trials
@@ -80,9 +84,7 @@ def test_a_trial_has_the_memory_planned_for_the_whole_run(tmp_path: Path, trials
 def test_changed_settings_and_one_of_several_stages_are_checked(tmp_path: Path, trials: list[Config]) -> None:
     """A branch may take them, and the trial has a name and a plan of its own."""
     stages = ({"name": "short", "steps": 3, "context_tokens": 256}, {"name": "long", "path": str(tmp_path / "none")})
-    (tmp_path / "first").mkdir()
-    stored = config_of(*stages, run__storage=str(tmp_path)).with_absolute_paths(tmp_path)
-    (tmp_path / "first/config.yaml").write_text(stored.to_yaml())
+    store(config_of(*stages, run__storage=str(tmp_path)), tmp_path)
     other = config_of(*stages, run__storage=str(tmp_path), data__context_tokens=2048)
     with pytest.raises(Stopped):
         run_check(other, replace(OPTIONS, stage="short"))

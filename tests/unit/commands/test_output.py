@@ -18,28 +18,19 @@ from ray_ulysses.commands import output
 from ray_ulysses.commands.export import parse_size
 from ray_ulysses.commands.output import Waiting, put
 from ray_ulysses.run.requests import stop_requested
+from tests.breadth import fast_only
 from tests.unit.commands.histories import HandClock
 
 _ROOT = Path(__file__).parents[3]
 _TINY = str(_ROOT / "configs" / "llama-tiny_cpu_sp2-dp2_8k.yaml")
 
 
-@pytest.fixture
-def only_the_test_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output, "_INTERVAL_S", 600.0)
-
-
-@pytest.mark.usefixtures("only_the_test_looks")
-def test_each_phase_has_a_line_and_a_long_one_a_line_every_ten_seconds() -> None:
+def test_each_phase_has_a_line_and_a_long_one_a_line_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output, "_INTERVAL_S", 600.0)  # Only the test looks.
     clock, out = HandClock(), io.StringIO()
     with Waiting("loading libraries", stream=out, clock=clock) as wait:
-        for at, phase in (
-            (0.5, "loading libraries"),
-            (1.5, "loading libraries"),
-            (3.0, "planning"),
-            (14.0, "planning"),
-        ):
-            clock.at = at
+        first, second = "loading libraries", "planning"
+        for clock.at, phase in ((0.5, first), (1.5, first), (3.0, second), (14.0, second)):
             wait.phase(phase)
             wait.look()
             wait.look()
@@ -116,7 +107,7 @@ _RUN = textwrap.dedent("""
 """)
 
 
-@pytest.mark.parametrize("gone", ["pipe", "disk", "closed"])
+@pytest.mark.parametrize("gone", fast_only(["pipe", "disk", "closed"], "pipe", "closed"))
 def test_a_run_goes_on_where_nothing_takes_its_lines(tmp_path: Path, gone: str) -> None:
     if gone == "disk" and not os.path.exists("/dev/full"):
         pytest.skip("this system has no /dev/full")

@@ -17,6 +17,8 @@ from ray_ulysses.elastic.placement import WorkerRange
 from tests.unit.config.trees import small_tree
 from tests.unit.data.corpora import text_corpus, varied_texts
 
+pytestmark = pytest.mark.usefixtures("probed_once")
+
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -73,7 +73,7 @@ def test_a_row_of_a_branch_has_its_segment_and_the_added_corpus(run: Run, corpus
     run.attempt([run.started(), *run.steps(1, 5)])
     run.branch(5, replace(SETTINGS, context_tokens=256, rows_per_step=3), [corpus, more])
     run.attempt([run.started(5), *run.steps(6, run.plan.num_steps)])
-    reports = [report_row(run.folder, row) for row in range(run.plan.num_rows)]
+    reports = [report_row(run.folder, row, text="none") for row in range(run.plan.num_rows)]
     assert [report.segment for report in reports] == [0] * 20 + [1] * (run.plan.num_rows - 20)
     for report in reports:
         assert report.row in run.plan.step_rows(report.planned_step)

@@ -28,19 +28,6 @@ def tracked(folder: Path, uri: str = "sqlite:///nowhere.db", run_id: str = "r") 
     return folder
 
 
-@pytest.fixture
-def noted(tmp_path: Path) -> Path:
-    return tmp_path / "noted"
-
-
-def _noting(noted: Path, then: str = "") -> list[str]:
-    return [sys.executable, "-c", f"open({str(noted)!r}, 'a').write('x')\n{then}"]
-
-
-def _times(noted: Path) -> int:
-    return len(noted.read_text()) if noted.exists() else 0
-
-
 def test_the_report_is_an_artifact_of_the_mlflow_run(tmp_path: Path, report_run: Run, mlflow_tables: Path) -> None:
     from mlflow import MlflowClient
 
@@ -94,25 +81,26 @@ def publish_after(run_dir: Path, command: list[str], error: BaseException | None
 
 @pytest.mark.parametrize(("error", "times"), [(None, 1), (KeyError("it failed"), 1), (KeyboardInterrupt(), 0)])
 def test_a_tracked_run_is_published_at_its_end_unless_it_is_interrupted(
-    tmp_path: Path, noted: Path, error: BaseException | None, times: int
+    tmp_path: Path, error: BaseException | None, times: int
 ) -> None:
+    noted = tmp_path / "noted"
+    command = ["sh", "-c", f"printf x >> {noted}"]
     with nullcontext() if error is None else pytest.raises(type(error)):
-        assert publish_after(tracked(tmp_path / "run"), _noting(noted), error) == ["trained", "drawing"]
-    assert publish_after(tmp_path / "untracked", _noting(noted)) == ["trained"]
-    assert _times(noted) == times
+        assert publish_after(tracked(tmp_path / "run"), command, error) == ["trained", "drawing"]
+    assert publish_after(tmp_path / "untracked", command) == ["trained"]
+    assert (noted.read_text() if noted.exists() else "") == "x" * times
 
 
-def test_a_failure_is_a_warning(tmp_path: Path, noted: Path, caplog: pytest.LogCaptureFixture) -> None:
-    failing = _noting(noted, "import sys; sys.stderr.write('first\\nthe server is away\\n'); sys.exit(1)")
-    publish_after(tracked(tmp_path / "run"), failing)
+def test_a_failure_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    publish_after(tracked(tmp_path / "run"), ["sh", "-c", "printf 'first\\nthe server is away\\n' >&2; exit 1"])
     assert [record.getMessage() for record in caplog.records] == [
         "the report could not be stored in MLflow (the server is away); run `ray-ulysses report` to create it"
     ]
 
 
 def test_a_hanging_report_does_not_block_the_command(
-    tmp_path: Path, noted: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publish, "_LONGEST_S", 5.0)
-    publish_after(tracked(tmp_path / "run"), _noting(noted, "import time; time.sleep(600)"))
-    assert "rendering and upload did not finish within 5 s" in caplog.text
+    monkeypatch.setattr(publish, "_LONGEST_S", 1.0)
+    publish_after(tracked(tmp_path / "run"), ["sleep", "600"])
+    assert "rendering and upload did not finish within 1 s" in caplog.text

@@ -146,40 +146,29 @@ def test_corpus_names_are_escaped(tmp_path: Path) -> None:
     assert ">./_hid$x^$den/corpus<" in page and ">a$b/corpus<" in page
 
 
-@pytest.mark.parametrize("broken", ["empty", "torn", "no plan", "damaged", "evaluation", "plan facts"])
-def test_the_report_of_a_broken_run_lists_the_missing_parts(tmp_path: Path, broken: str) -> None:
-    run = tmp_path / "run"
-    if broken == "empty":
-        (run / "journal").mkdir(parents=True)
-        assert "no step has completed yet" in render_report(run)
-        return
-    write_run(run, 20)
-    main = run / "journal" / "attempt-0002.jsonl"
-    text = main.read_bytes()
-    if broken == "torn":
-        main.write_bytes(text[:-20])
-        assert "at step 19" in render_report(run)
-    elif broken == "damaged":
-        lines = text.split(b"\n")
-        lines[3] = b"rubbish"
-        main.write_bytes(b"\n".join(lines))
-        page = render_report(run)
-        assert "steps 13 to 13 have no record in the journal" in page
-        assert "damaged line in the journal: journal/attempt-0002.jsonl" in page
-    elif broken == "evaluation":
-        folder = run / "evaluation" / "step-00000020"
-        folder.mkdir(parents=True)
-        (folder / "evaluation.json").write_text('{"format_version": 1, "position_loss": {"bins": 3}, "retrieval": [7]}')
-        page = render_report(run)
-        assert page.count("drawing failed") == 2
-        cell = '{"kind": 3, "length": 1, "depth": 0.5, "accuracy": 1}'
-        (folder / "evaluation.json").write_text(f'{{"format_version": 1, "retrieval": [{cell}]}}')
-        assert render_report(run).count("drawing failed") == 1
-    elif broken == "plan facts":
-        (run / "plan-facts.json").write_text("{}")
-        assert "the planned memory: plan-facts.json has no memory.device_bytes" in render_report(run)
-    else:
-        assert "has no data plan yet" in render_report(run)
+def test_the_report_of_a_broken_run_lists_the_missing_parts(tmp_path: Path) -> None:
+    (tmp_path / "empty/journal").mkdir(parents=True)
+    assert "no step has completed yet" in render_report(tmp_path / "empty")
+    run = write_run(tmp_path / "run", 20)
+    torn = (run / "journal/attempt-0002.jsonl").read_bytes()[:-20].split(b"\n")
+    (run / "journal/attempt-0002.jsonl").write_bytes(b"\n".join([*torn[:3], b"rubbish", *torn[4:]]))
+    evaluation = run / "evaluation/step-00000020/evaluation.json"
+    evaluation.parent.mkdir(parents=True)
+    evaluation.write_text('{"format_version": 1, "position_loss": {"bins": 3}, "retrieval": [7]}')
+    (run / "plan-facts.json").write_text("{}")
+    page = render_report(run)
+    assert page.count("drawing failed") == 2, "both parts of the evaluation"
+    for words in (
+        "at step 19",
+        "steps 13 to 13 have no record in the journal",
+        "damaged line in the journal: journal/attempt-0002.jsonl",
+        "has no data plan yet",
+        "the planned memory: plan-facts.json has no memory.device_bytes",
+    ):
+        assert words in page
+    cell = '{"kind": 3, "length": 1, "depth": 0.5, "accuracy": 1}'
+    evaluation.write_text(f'{{"format_version": 1, "retrieval": [{cell}]}}')
+    assert render_report(run).count("drawing failed") == 1
 
 
 def test_the_command_writes_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,7 +198,7 @@ def test_a_report_is_written_to_an_object_store(
     assert "has only one slash after the scheme" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("num_steps", [10, 10_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_steps", [10_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
 def test_a_report_is_small_and_fast(tmp_path: Path, num_steps: int) -> None:
     run = write_run(tmp_path / "run", num_steps)
     began = time.monotonic()
@@ -219,7 +208,7 @@ def test_a_report_is_small_and_fast(tmp_path: Path, num_steps: int) -> None:
 
 
 @pytest.mark.parametrize("spike", [-7.0, 99.5])
-@pytest.mark.parametrize("place", [0, 1, 50_000, 54_321, 99_999])
+@pytest.mark.parametrize("place", [0, 54_321, 99_999])
 def test_no_spike_is_dropped(spike: float, place: int) -> None:
     y = np.sin(np.arange(100_000) / 1000)
     y[place] = spike
@@ -249,15 +238,7 @@ def test_few_points_are_unchanged_and_non_finite_points_are_separate() -> None:
 
 @pytest.mark.parametrize(
     ("number", "text"),
-    [
-        (0, "0"),
-        (950, "950"),
-        (999.6, "1.00k"),
-        (12_345, "12.3k"),
-        (999_600, "1.00M"),
-        (8_030_261_248, "8.03B"),
-        (123_456_789, "123M"),
-    ],
+    [(0, "0"), (950, "950"), (999.6, "1.00k"), (12_345, "12.3k"), (999_600, "1.00M"), (8_030_261_248, "8.03B")],
 )
 def test_counts_have_three_digits_and_a_unit(number, text):
     assert count(number) == text
