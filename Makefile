@@ -62,7 +62,7 @@ test-all: $(STAMP)  ## Run every test, the whole parity matrix included
 
 test-faults: $(STAMP)  ## Strike runs with each fault in each phase, and store the table of what they did
 	STORE_FAULTS="make test-faults" $(BIN)/python -m pytest tests/distributed/test_faults.py \
-		tests/distributed/test_simulated_runs.py tests/distributed/test_store_errors.py \
+		tests/distributed/test_object_store.py \
 		tests/unit/run/test_run_dir_in_a_store.py
 
 mutants: $(STAMP)  ## Plant known bugs one by one and check that a test catches each

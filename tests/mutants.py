@@ -116,7 +116,7 @@ MUTANTS = (
         "run/settings.py:zero_settings",
         "config.optimizer.eps",
         "1e-08",
-        "distributed/test_plain_loop.py::test_thirty_steps_are_those_of_a_plain_loop[stage-3-alone]",
+        "distributed/test_plain_loop.py::test_every_step_is_that_of_a_plain_loop[stage-3-alone]",
     ),
     Mutant(
         1,
@@ -132,7 +132,7 @@ MUTANTS = (
         "engine/loss.py:loss_scale",
         "mesh.world_size",
         "mesh.world_size * mesh.sp_size",
-        "distributed/test_seam_parity.py::test_a_step_equals_that_of_one_process[sp2-dp2]",
+        "distributed/test_seam_parity.py::test_a_step_equals_that_of_one_process",
     ),
     Mutant(
         1,
@@ -140,7 +140,7 @@ MUTANTS = (
         "engine/stored_weights.py:resolve_tie",
         "hf_config.tie_word_embeddings = False",
         "hf_config.tie_word_embeddings = True",
-        "distributed/test_pretrained.py::test_a_head_of_its_own_is_kept_though_the_configuration_ties_it",
+        "distributed/test_weights.py::test_a_head_of_its_own_is_kept_though_the_configuration_ties_it",
     ),
     Mutant(
         1,
@@ -180,7 +180,7 @@ MUTANTS = (
         "attention/ring.py:_merge",
         "out_THE.mul_(kept).add_(part_THE.to(out_THE.dtype) * added)",
         "out_THE.add_(part_THE.to(out_THE.dtype))",
-        "distributed/test_seam_parity.py::test_a_ring_equals_one_process[u1-r2]",
+        "distributed/test_seam_parity.py::test_every_kind_of_attention_equals_that_of_one_process_on_slices_and_rings[4]",
     ),
     Mutant(
         1,
@@ -188,7 +188,7 @@ MUTANTS = (
         "attention/ring.py:attend_backward",
         "grad_kv += incoming.wait()",
         "incoming.wait()",
-        "distributed/test_seam_parity.py::test_a_ring_equals_one_process[u1-r2]",
+        "distributed/test_seam_parity.py::test_every_kind_of_attention_equals_that_of_one_process_on_slices_and_rings[4]",
     ),
     Mutant(
         1,
@@ -204,7 +204,7 @@ MUTANTS = (
         "attention/ulysses.py:ulysses_attention",
         "s_aux[mine.first:mine.stop]",
         "s_aux[:mine.num_heads]",
-        "distributed/test_seam_parity.py::test_sinks_are_those_of_the_ranks_heads",
+        "distributed/test_seam_parity.py::test_every_kind_of_attention_equals_that_of_one_process_on_slices_and_rings[3]",
     ),
     Mutant(
         1,
@@ -340,7 +340,7 @@ MUTANTS = (
         "trainer/step.py:_weighed",
         "float(total)",
         "tokens",
-        "distributed/test_loss_weights.py::test_the_loss_is_the_mean_by_weight_at_every_layout[(1, 1, 2)]",
+        "distributed/test_plain_loop.py::test_every_step_is_that_of_a_plain_loop[stage-3-alone]",
     ),
     Mutant(
         1,

@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,8 @@ from ray_ulysses.elastic.causes import root_cause
 from ray_ulysses.peer_memory import AgentAddresses, PeerMemoryStore
 from ray_ulysses.run.requests import request_stop
 from ray_ulysses.run_names import JOURNAL_FOLDER, journal_file_name
-from ray_ulysses.tracking.events import AttemptEnded, StartFailed
-from ray_ulysses.tracking.failures import command_failures, describe_failure
 from ray_ulysses.tracking.history import RunHistory, read_history
 from ray_ulysses.tracking.journal_files import attempt_numbers
-from ray_ulysses.tracking.journal_reader import read_side_files
 from tests.distributed.faulty_launcher import plant, struck_at
 from tests.distributed.supervised import SupervisedRun, children, training_child
 from tests.polling import wait_until
@@ -198,10 +195,7 @@ class FaultRows:
         """Lose the driver, start another on the nodes left and new ones, so many in all, and wait until it trains."""
         run, number = self.run, self.newest().number
         run.lose_driver()
-        wait_until(
-            lambda: all(one.poll() is not None for one in run.processes.values()), "no worker is left",
-            timeout_s=TIMEOUT_S, said=run.logs,
-        )  # fmt: skip
+        run.wait_until_ended(well=False, timeout_s=TIMEOUT_S)
         left = [
             node for node in dict.fromkeys(run.nodes.values()) if node not in run.draining and run.agents[node].is_alive
         ]
@@ -219,30 +213,16 @@ class FaultRows:
             every_s=0.1, said=run.logs,
         )  # fmt: skip
 
-    def generation(self) -> int:
+    def group(self) -> Any:
+        """Return the group of workers, once it trains steadily."""
         self.wait_until_steady()
-        group = self.run.coordinator.group
-        assert group is not None
-        return group.generation
+        return self.run.coordinator.group
 
     def members(self) -> list[tuple[int, str]]:
-        self.wait_until_steady()
-        group = self.run.coordinator.group
-        assert group is not None
-        return [(worker, self.run.nodes[worker]) for worker in group.members]
+        return [(worker, self.run.nodes[worker]) for worker in self.group().members]
 
-    def last_node(self) -> tuple[int, str]:
-        return self.members()[-1]
-
-    def first_node(self) -> str:
-        return self.members()[0][1]
-
-    def other_nodes(self) -> list[str]:
-        _, *others = dict.fromkeys(node for _, node in self.members())
-        return others
-
-    def rank_beside(self, nodes: Collection[str]) -> int:
-        return next(rank for rank, (_, node) in enumerate(self.members()) if node not in nodes)
+    def nodes(self) -> list[str]:
+        return list(dict.fromkeys(node for _, node in self.members()))
 
     def kill_some_child(self) -> None:
         """End a generation, so that another one starts."""
@@ -273,30 +253,20 @@ class FaultRows:
 
         wait_until(is_tidy, "only what trains runs", timeout_s=30.0, every_s=0.2, said=processes)
 
-    def failures(self) -> list[AttemptEnded | StartFailed]:
-        return command_failures(read_side_files(self.run.config.run_dir), self.run.session)
-
-    def told(self) -> str:
-        return describe_failure(self.failures()[-1])
-
     def finish(self) -> RunHistory:
         """Stop the run in order, and check that nothing is left of it."""
         run = self.run
         self.wait_until_steady()
-        alive = [one for one in run.processes.values() if one.poll() is None]
+        alive = [worker for worker, process in run.processes.items() if process.poll() is None]
         request_stop(run.config.run_dir, run.session)
-        wait_until(lambda: all(one.poll() == 0 for one in alive), "the end", timeout_s=TIMEOUT_S, said=run.logs)
-        self.check_nothing_is_left()
-        history = read_history(run.config.run_dir)
-        assert history.status == "stopped"
-        return history
-
-    def check_nothing_is_left(self) -> None:
-        """Check that agents are all that is left, and end them: what they hold is theirs alone."""
-        run = self.run
+        run.wait_until_ended(alive, timeout_s=TIMEOUT_S)
+        # Agents are all that is left, whose contents are theirs alone.
         for agent in run.agents.values():
             if agent.is_alive:
                 agent.kill()
         wait_until(
             lambda: not run.own_processes(), "no process left", timeout_s=20.0, said=lambda: str(run.own_processes())
         )
+        history = read_history(run.config.run_dir)
+        assert history.status == "stopped"
+        return history

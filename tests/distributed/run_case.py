@@ -263,7 +263,7 @@ def _poison(row: int, kind: str) -> None:
             return replace(found, objective_sum=found.objective_sum * nan, loss_sum=found.loss_sum * nan)
         return replace(found, objective_sum=_BadGradient.apply(found.objective_sum))
 
-    step_module.batch_of, step_module.training_loss = batch_of, training_loss  # type: ignore[assignment]
+    step_module.batch_of, step_module.training_loss = batch_of, training_loss
 
 
 class _BadGradient(torch.autograd.Function):

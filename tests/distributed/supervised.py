@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 from unittest.mock import patch
 
@@ -30,6 +29,7 @@ from ray_ulysses.supervision.coordinator import Coordinator, hang_limits
 from ray_ulysses.tracking.failures import record_hang
 from tests.distributed.agent_process import AgentProcess
 from tests.distributed.run_case import prepare_attempt
+from tests.polling import wait_until
 
 _LOOK_EVERY_S = 0.2
 
@@ -60,9 +60,7 @@ class SupervisedRun:
         self._drains.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._closed.set()
         self._drains.join()
         self.end_workers()
@@ -104,6 +102,14 @@ class SupervisedRun:
             process.kill()
             process.wait()
         self.processes.clear()
+
+    def wait_until_ended(self, workers: Collection[int] | None = None, *, well: bool = True, timeout_s: float) -> None:
+        """Wait until all workers, or some, have ended."""
+        ended = [self.processes[worker] for worker in (self.processes if workers is None else workers)]
+        wait_until(
+            lambda: all(one.poll() == 0 if well else one.poll() is not None for one in ended), "the end",
+            timeout_s=timeout_s, said=self.logs,
+        )  # fmt: skip
 
     def lose_driver(self) -> None:
         """End the coordinator as the death of its process does; the supervisors end by themselves."""

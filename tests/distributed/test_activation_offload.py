@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from ray_ulysses import SequenceMesh, apply_ulysses, causal_lm_loss, loss_scale, shard_batch
 from ray_ulysses.attention.recompute import KeptOutput
-from ray_ulysses.checkpoint.state import ShardedState
 from ray_ulysses.config import Config
 from ray_ulysses.engine.activation_offload import CpuCopies, offload_activations
 from ray_ulysses.engine.tiled_mlp import tile_mlps
@@ -22,13 +21,11 @@ from ray_ulysses.engine.zero_state import state_source
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.tracking.history import read_history
 from tests.distributed.harness import run_ranks
-from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_worker
+from tests.distributed.run_case import make_config, prepare_attempt, run_worker
 from tests.distributed.seam_case import checkpointed, zero_settings
 from tests.distributed.test_hybrids import OF_EACH_KIND
 from tests.planned import estimate
 from tests.unit.attention.models import VOCAB, magnified, tiny_model, zoo_model
-
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
 ROWS = ((17, 1, 9, 13), (40, 8), (30, 2))
 Kind = Literal["layer_inputs", "attention_outputs"]
@@ -94,9 +91,7 @@ def _train(case: OffloadCase, kinds: Any) -> dict[str, torch.Tensor]:
         engine.backward(loss_sum * scale)
         engine.step()
         found[f"loss {number}"] = loss_sum.detach()
-    state = state_source(engine)
-    assert isinstance(state, ShardedState)
-    found |= {part.key: part.tensor.clone() for part in state.parts}
+    found |= {part.key: part.tensor.clone() for part in state_source(engine).parts}
     engine.destroy()
     return found
 
@@ -129,8 +124,7 @@ def counted_run(rank: int, world_size: int, config: Config, session: str) -> tup
 
 
 @pytest.mark.slow
-def test_a_run_with_activations_in_host_memory_is_the_run_without(tmp_path: Path) -> None:
-    corpus = make_corpus(tmp_path / "data", ("bisect.py", "cmd.py"))
+def test_a_run_with_activations_in_host_memory_is_the_run_without(tmp_path: Path, corpus: Path) -> None:
     model = make_config(tmp_path, corpus).model_dump(mode="json")["model"]["config"]
     steps = []
     for name, kinds in (("device", []), ("host", ["layer_inputs", "attention_outputs"])):

@@ -24,14 +24,8 @@ from tests.breadth import fast_only
 from tests.distributed.harness import run_ranks_to_outcomes
 from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_worker, train
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 WORLD = 2
 CASES = [("loss", 3, "fp32"), ("gradient", 3, "bf16"), ("gradient", 1, "fp32"), ("loss", 2, "bf16")]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_corpus(tmp_path_factory.mktemp("data"))
 
 
 def config_for(storage: Path, corpus: Path, **changes: Any) -> Config:

@@ -12,8 +12,7 @@ import pytest
 from ray_ulysses.config import Config
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.plan.plan_files import load_plan
-from ray_ulysses.errors import ConfigError, UserError
-from ray_ulysses.run.preflight import check_resume, prepare_run
+from ray_ulysses.errors import ConfigError
 from ray_ulysses.tracking.history import read_history
 from tests.distributed.run_case import (
     MORE_FILES,
@@ -25,7 +24,6 @@ from tests.distributed.run_case import (
     train_to_death,
 )
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 FIRST_STOP, BRANCH_STEP, LAST_STEP = 3, 6, 10
 
 
@@ -107,16 +105,3 @@ def test_a_change_without_the_flag_is_refused_and_changes_nothing(
     with pytest.raises(ConfigError, match=r"data.context_tokens=512: .*--branch"):
         prepare_attempt(after(tmp_path, corpora), "second")
     assert content == files()
-
-
-@pytest.mark.slow
-def test_a_branch_planned_while_the_run_went_on_is_refused(
-    corpora: tuple[Path, Path], at_first_stop: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(at_first_stop, tmp_path, dirs_exist_ok=True)
-    prepared = prepare_run(after(tmp_path, corpora), Path("/"), branch=True)
-    check_resume(prepared)
-    # Another command trains meanwhile, and commits its last step.
-    train(before(tmp_path, corpora), "second")
-    with pytest.raises(UserError, match=r"advanced to step 6 while a branch from step 3 was being planned"):
-        check_resume(prepared)

@@ -33,8 +33,6 @@ from ray_ulysses.checkpoint.messenger import RankMessenger, SingleRankMessenger
 from ray_ulysses.storage import LocalStore
 from tests.distributed.harness import run_ranks, run_ranks_to_outcomes
 
-pytestmark = pytest.mark.distributed
-
 SIZE = 5000
 BEFORE, AFTER = 10, 20
 
@@ -153,9 +151,7 @@ def _check_loadable(run_dir: Path, world_size: int = 3) -> int:
     return choice.manifest.step
 
 
-def test_sigkill_at_every_call_of_a_save_leaves_the_checkpoint_before_or_the_whole_new_one(
-    tmp_path: Path,
-) -> None:
+def test_sigkill_at_every_call_of_a_save_leaves_the_checkpoint_before_or_the_whole_new_one(tmp_path: Path) -> None:
     committed = []
     for calls in range(1, 100):
         run_dir = tmp_path / str(calls)

@@ -25,7 +25,6 @@ from tests.distributed.harness import run_ranks
 from tests.unit.attention.models import ARCHITECTURES, zoo_model
 from tests.unit.data.corpora import text_corpus, varied_texts
 
-pytestmark = pytest.mark.distributed
 VOCAB = 320
 FAST = ("llama", "gemma2", "qwen3")
 """Plain, soft-capped and tied output heads."""

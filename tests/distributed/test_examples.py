@@ -18,8 +18,6 @@ import torch
 
 from tests.distributed.harness import run_ranks
 
-pytestmark = pytest.mark.distributed
-
 LOOPS = ("ddp", "fsdp2", "deepspeed_zero3")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 _LINE = re.compile(r"^step=\d+ loss=(\S+) grad_norm=(\S+)$", re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The Ulysses exchange over ranks: what arrives where, its gradients, and how many collectives it takes."""
+"""The Ulysses exchange over ranks: groups, what arrives where, its gradients, and how many collectives it takes."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from ray_ulysses import SequenceMesh, apply_ulysses, shard_batch, unshard
+from ray_ulysses import apply_ulysses, shard_batch, unshard
 from ray_ulysses.attention.exchange import QKV, gather_heads, scatter_heads, split_heads
+from ray_ulysses.errors import UserError
 from ray_ulysses.parallel.collectives import Circulation, gather_sequence
-from ray_ulysses.parallel.layout import RankHeads, assign_heads
+from ray_ulysses.parallel.layout import ParallelLayout, RankHeads, assign_heads
+from ray_ulysses.parallel.mesh import SequenceMesh
 from tests.apart import worst
-from tests.distributed.harness import run_calls
+from tests.distributed.harness import run_calls, run_ranks
 from tests.unit.attention.models import magnified, tiny_model
 from tests.unit.attention.test_rope import KINDS
-
-pytestmark = pytest.mark.distributed
 
 TOKENS, HEAD_SIZE, VALUE_SIZE = 24, 4, 6
 
@@ -45,8 +45,7 @@ def exchange_equals_slicing(
     mine = slice(rank * local_tokens, (rank + 1) * local_tokens)
     local = [tensor.detach()[:, :, mine].contiguous().requires_grad_() for tensor in whole]
 
-    group = dist.group.WORLD
-    assert group is not None
+    group: Any = dist.group.WORLD
     heads = assign_heads(num_heads, num_kv_heads, world_size).ranks[rank]
     with profile(activities=[ProfilerActivity.CPU]) as forward:
         payload_PBLF = gather_heads(*local, group.group_name)
@@ -78,8 +77,7 @@ def exchange_equals_slicing(
 
 
 def copied_gradients_are_added_in_fp32(rank: int, world_size: int) -> bool:
-    group = dist.group.WORLD
-    assert group is not None
+    group: Any = dist.group.WORLD
     width = HEAD_SIZE + HEAD_SIZE + VALUE_SIZE
     random = torch.Generator().manual_seed(rank)
     payload_PBLF = torch.randn(world_size, 1, TOKENS, width, generator=random).bfloat16()
@@ -107,8 +105,7 @@ def _stand_in(
 
 def circulated(rank: int, world_size: int) -> list[list[float]]:
     """Send two tensors round a ring at once, all the way; return what came at each step."""
-    group = dist.group.WORLD
-    assert group is not None
+    group: Any = dist.group.WORLD
     held = [torch.full((3,), float(rank)), torch.full((5,), 100.0 + rank)]
     seen = []
     for _ in range(world_size):
@@ -124,8 +121,7 @@ def _collectives(profiler: Any) -> dict[str, int]:
 
 def gathered_sequence(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     local = (torch.arange(6.0).view(2, 3) + 10 * rank).requires_grad_()
-    group = dist.group.WORLD
-    assert group is not None
+    group: Any = dist.group.WORLD
     whole = gather_sequence(local, group)
     weights = torch.arange(float(whole.numel())).view_as(whole) * (rank + 1)
     (whole * weights).sum().backward()
@@ -186,6 +182,10 @@ def reports() -> dict[str, list[Any]]:
     }
     for name, (ranks, heads, kv_heads) in GROUPS.items():
         calls[ranks][name] = (exchange_equals_slicing, heads, kv_heads, 2)
+    for source, ring_size in (("group", 2), ("layout", 2), ("group", 1), ("layout", 4), ("part", 2)):
+        calls[4][f"{source}-{ring_size}"] = (facts_of, source, ring_size)
+    # The last one, after which ranks belong to unequally many groups.
+    calls[4]["refused"] = (refused,)
     return {name: report for ranks, one in calls.items() for name, report in run_calls(ranks, one).items()}
 
 
@@ -224,3 +224,75 @@ def test_length_dependent_rope_on_two_ranks_equals_one_process(
     """A row below and one beyond the original length, after rows of other lengths. fp32, law 1's floor."""
     errors = [error for errors in reports[f"{kind}-{tokens}"] for error in errors]
     assert len(errors) == 4 and all(error <= 1e-5 for error in errors), errors
+
+
+ULYSSES = [[0, 1], [0, 1], [2, 3], [2, 3]]
+RINGS = [[0, 2], [1, 3], [0, 2], [1, 3]]
+
+
+def facts_of(rank: int, world_size: int, source: str, ring_size: int) -> dict[str, object]:
+    """Return what a mesh says; each of its groups sums up its ranks."""
+    if source == "group":
+        mesh = SequenceMesh.from_group(dist.group.WORLD, ring_size=ring_size)
+    elif source == "part":
+        parts = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+        mesh = SequenceMesh.from_group(parts[rank // 2], ring_size=ring_size)
+    else:
+        mesh = SequenceMesh.from_layout(ParallelLayout(world_size=world_size, sp_size=world_size, ring_size=ring_size))
+    facts: dict[str, object] = {"place": (mesh.sp_rank, mesh.ulysses_rank, mesh.ring_rank, mesh.ulysses_size)}
+    for role in sorted(mesh.groups):
+        group = mesh.group(role)
+        total = torch.tensor([rank])
+        dist.all_reduce(total, group=group)
+        facts[role] = members = dist.get_process_group_ranks(group)
+        assert total.item() == sum(members)
+        assert dist.get_rank(group) == members.index(rank)
+    return facts
+
+
+@pytest.mark.parametrize("source", ["group", "layout"])
+def test_ulysses_groups_are_neighbours_and_rings_reach_over_them(reports: dict[str, list[Any]], source: str) -> None:
+    for rank, mesh in enumerate(reports[f"{source}-2"]):
+        assert mesh["place"] == (rank, rank % 2, rank // 2, 2)
+        assert (mesh["ulysses"], mesh["ring"]) == (ULYSSES[rank], RINGS[rank])
+        assert mesh["sp"] == mesh["loss"] == mesh["shard"] == [0, 1, 2, 3]
+
+
+def test_a_mesh_of_one_kind_has_no_group_of_the_other(reports: dict[str, list[Any]]) -> None:
+    kinds = (reports[name] for name in ("group-1", "layout-4", "part-2"))
+    for rank, (ulysses, ring, part) in enumerate(zip(*kinds, strict=True)):
+        assert ulysses["place"] == (rank, rank, 0, 4) and "ring" not in ulysses
+        assert ring["place"] == (rank, 0, rank, 1) and "ulysses" not in ring
+        # Each part of the world has a ring of its own.
+        assert part["ring"] == part["sp"] == [rank // 2 * 2, rank // 2 * 2 + 1] and "ulysses" not in part
+
+
+def late_parts(rank: int, world_size: int) -> list[int]:
+    """Make the groups of the last four ranks only: the others take no part."""
+    parts = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3, 4, 5])]
+    if rank < 2:
+        return []
+    mesh = SequenceMesh.from_group(parts[1], ring_size=2)
+    return dist.get_process_group_ranks(mesh.group("ring"))
+
+
+def test_one_sp_group_makes_its_rings_without_the_others() -> None:
+    assert run_ranks(late_parts, 6) == [[], [], [2, 4], [3, 5], [2, 4], [3, 5]]
+
+
+def refused(rank: int, world_size: int) -> tuple[str, str]:
+    """Return how a ring that does not divide the group is refused, and ranks of which one is in fewer groups."""
+    texts = []
+    for ring_size in (3, 2):
+        try:
+            SequenceMesh.from_group(dist.group.WORLD, ring_size=ring_size)
+        except UserError as error:
+            texts.append(str(error))
+        dist.new_group([0, 1, 2])
+    return texts[0], texts[1]
+
+
+def test_a_mesh_that_can_not_be_is_refused_before_any_rank_waits(reports: dict[str, list[Any]]) -> None:
+    for ring, groups in reports["refused"]:
+        assert "parallel.ring_size=3 does not divide parallel.sp_size=4" in ring
+        assert "all ranks must belong to equally many; create the mesh before" in groups

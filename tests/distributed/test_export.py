@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
-import textwrap
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -33,7 +29,6 @@ from tests.distributed.seam_case import zero_settings
 from tests.unit.config.trees import small_tree
 from tests.unit.export.runs import META
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 LENGTHS = [40, 24]
 
 
@@ -96,48 +91,6 @@ def test_what_can_not_be_done_is_said_and_the_exit_code_says_whose_fault_it_is(
 ) -> None:
     found, _, error = call(capsys, finished.run_dir, *arguments)
     assert found == code and arguments[1] in error
-
-
-def test_the_checkpoints_of_a_run_whose_corpus_is_gone_are_tried_with_seeded_tokens(
-    finished: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    corpus = Path(str(finished.data.path))
-    away = corpus.rename(tmp_path / "away")
-    try:
-        code, said, error = call(capsys, finished.run_dir, "--out", tmp_path / "out", "--step", "2")
-    finally:
-        away.rename(corpus)
-    assert code == 0, error
-    assert "(seeded tokens, since the run's corpus can't be read" in said
-    # The plan remembers which tokenizer prepared it.
-    assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == 257
-
-
-@pytest.mark.slow
-def test_an_export_that_is_killed_publishes_nothing_and_the_next_one_does(
-    finished: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code = textwrap.dedent(f"""
-        import os, signal
-        from pathlib import Path
-        from ray_ulysses.export.export_run import export_run
-        from ray_ulysses.export.report import ExportRequest
-
-        def say(line):
-            if line.startswith("model-00002-of-"):
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        request = ExportRequest(run_dir=Path({str(finished.run_dir)!r}), out=Path({str(tmp_path / "out")!r}),
-                                max_shard_bytes=10_000)
-        export_run(request, say)
-    """)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120, check=False)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    assert [path.name.startswith(".out.exporting-") for path in tmp_path.iterdir()] == [True]
-    found, _, error = call(capsys, finished.run_dir, "--out", tmp_path / "out", "--no-check")
-    assert found == 0, error
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
 
 
 def make_row() -> torch.Tensor:

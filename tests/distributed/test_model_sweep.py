@@ -11,7 +11,7 @@ from tests import architectures_page
 from tests.distributed.harness import run_ranks
 from tests.distributed.sweep_case import Outcome, causal_types, run_sweep
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.timeout(3600)]
 _AT_ONCE = 16
 
 

@@ -1,32 +1,39 @@
-"""A run with every setting of the optimizer away from its default is a plain loop of PyTorch, at every layout."""
+"""A run is a plain loop of PyTorch, document by document: every setting of the optimizer, and weights of labels."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
+from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ray_ulysses.config import Config
 from ray_ulysses.config.learning import OptimizerSection, ScheduleSection
 from ray_ulysses.data.corpus.corpus import Corpus
+from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.plan_files import load_plan
+from ray_ulysses.data.prepare.preparation import PrepareRequest
+from ray_ulysses.data.sources.rows import RowFields
+from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.engine.model import build_model
-from ray_ulysses.tracking.history import read_history
+from ray_ulysses.inspect.verification import verify_run
+from ray_ulysses.tracking.history import RunHistory, read_history
 from tests.apart import relative
 from tests.breadth import fast_only
 from tests.distributed.checkpoint_layouts_case import can_swap
 from tests.distributed.harness import run_ranks
-from tests.distributed.plain_steps import plain_optimizer, plain_step
-from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_worker, train
+from tests.distributed.run_case import make_config, prepare_attempt, run_worker, train
+from tests.local_preparation import prepare_local
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(400)]
-
-STEPS, WARMUP, HORIZON, DECAY = 30, 5, 25, 10
+STEPS, WARMUP, HORIZON, DECAY = 11, 3, 9, 4
 FREE_RUNNING = 1e-5
 """Law 2's floor for fp32 that runs freely."""
 # Each is chosen so that its default would show: eps is as large as moments, clipping is at work in every step.
@@ -48,7 +55,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "stage-1": {"memory__zero_stage": 1},
     "stage-2-cpu": {"memory__zero_stage": 2, "memory__offload_optimizer": "cpu"},
     "stage-2-slices": {"memory__zero_stage": 2, "parallel__sp_size": 2},
-    "stage-3": {"memory__zero_stage": 3},
+    "stage-3-slices": {"memory__zero_stage": 3, "parallel__sp_size": 2, "cluster__workers": 4},
     "stage-3-alone": {"memory__zero_stage": 3, "cluster__workers": 1},
     "stage-3-weights": {
         "memory__zero_stage": 3, "memory__offload_optimizer": "cpu", "memory__offload_param": "cpu",
@@ -61,15 +68,77 @@ def settings(storage: Path, corpus: Path, **layout: Any) -> Config:
     both = {f"optimizer__{name}": value for name, value in OPTIMIZER.items()}
     both |= {f"schedule__{name}": value for name, value in SCHEDULE.items()}
     options: dict[str, Any] = {
-        "model__config": MODEL, "model__rope": ROPE, "data__rows_per_step": 4, "run__stop_step": STEPS,
-        "checkpoint__every_steps": None, "cluster__workers": 2, "parallel__sp_size": 1,
+        "model__config": MODEL, "model__rope": ROPE, "data__context_tokens": 128, "data__rows_per_step": 4,
+        "run__stop_step": STEPS, "checkpoint__every_steps": None, "cluster__workers": 2, "parallel__sp_size": 1,
     }  # fmt: skip
     return make_config(storage, corpus, **{**options, **both, **layout})
 
 
+def weighted_corpus(folder: Path, scale: float = 1.0, plain: bool = False) -> Path:
+    """Prepare documents of tokens: each has one weight, one per token with zeros among them, or none."""
+    rng = np.random.default_rng(0)
+    rows: list[dict[str, Any]] = []
+    for number in range(90):
+        ids = rng.integers(0, 256, int(rng.integers(20, 200))).tolist()
+        each = rng.choice([0.0, 0.25, 1.0, 3.0], len(ids)) * scale
+        weight = [each.tolist(), float(rng.uniform(0.1, 4)) * scale, scale][number % 3]
+        rows.append({"ids": ids, "w": None if plain else weight})
+    folder.mkdir(parents=True)
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    fields = RowFields.from_options({"tokens_field": "ids", "weight_field": "w"})
+    prepare_local(PrepareRequest(sources=SourceSpec(paths=(str(path),), fields=fields), out=folder / "corpus"))
+    return folder / "corpus"
+
+
+def plain_optimizer(model: torch.nn.Module, *, weight_decay: float = 0.1, **options: Any) -> torch.optim.AdamW:
+    """Return AdamW that decays matrices alone."""
+    matrices = [one for one in model.parameters() if one.dim() > 1]
+    others = [one for one in model.parameters() if one.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, **{"betas": (0.9, 0.95), "eps": 1e-8, **options})
+
+
+def plain_step(
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    plan: Plan,
+    step: int,
+    read: Callable[[int, int, int], Any],
+    *,
+    rate: float,
+    max_norm: float = 1.0,
+    z_loss: float = 0.0,
+    weights: Callable[[int, int, int], Any] | None = None,
+) -> tuple[float, float, float]:
+    """Train a step; return its loss, z-loss and gradient norm.
+
+    Args:
+        read: Returns tokens of a document: of which, from where, how many.
+        weights: Returns label weights of a document, from a token to another; None weighs all alike.
+    """
+    optimizer.zero_grad()
+    loss, z_sum, count = torch.zeros(()), torch.zeros(()), 0.0
+    for piece in (piece for row in plan.step_rows(step) for piece in plan.pieces(row) if piece.num_labels):
+        text = torch.from_numpy(np.asarray(read(piece.document, piece.start, piece.num_labels + 1)).astype(np.int64))
+        factors = torch.ones(piece.num_labels)
+        if weights is not None:
+            factors = torch.from_numpy(weights(piece.document, piece.start + 1, piece.start + piece.num_labels + 1))
+        logits = model(input_ids=text[None, :-1], use_cache=False).logits[0]
+        loss = loss + (functional.cross_entropy(logits, text[1:], reduction="none") * factors).sum()
+        z_sum = z_sum + z_loss * (logits.logsumexp(-1).square() * factors).sum()
+        count += float(factors.double().sum())
+    ((loss + z_sum) / count).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.step()
+    return float(loss.detach()) / count, float(z_sum.detach()) / count, float(norm)
+
+
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_corpus(tmp_path_factory.mktemp("data"))
+    return weighted_corpus(tmp_path_factory.mktemp("data") / "weighted")
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +163,7 @@ def wanted(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple
         found.append(
             plain_step(
                 model, optimizer, plan, step, documents.read, rate=OPTIMIZER["lr"] * factor,
-                max_norm=OPTIMIZER["max_grad_norm"], z_loss=OPTIMIZER["z_loss"],
+                max_norm=OPTIMIZER["max_grad_norm"], z_loss=OPTIMIZER["z_loss"], weights=documents.label_weights,
             )
         )  # fmt: skip
     return found
@@ -108,7 +177,7 @@ def test_every_setting_of_the_optimizer_is_away_from_its_default() -> None:
 
 
 @pytest.mark.parametrize("layout", fast_only(LAYOUTS, "stage-3-alone"))
-def test_thirty_steps_are_those_of_a_plain_loop(
+def test_every_step_is_that_of_a_plain_loop(
     corpus: Path, wanted: list[tuple[float, float, float]], tmp_path: Path, layout: str
 ) -> None:
     options = LAYOUTS[layout]
@@ -154,3 +223,20 @@ def check_steps(config: Config, wanted: list[tuple[float, float, float]]) -> Non
     assert relative([step.loss for step in steps], losses) <= FREE_RUNNING
     assert relative([step.z_loss for step in steps], z_losses) <= FREE_RUNNING
     assert relative([step.grad_norm for step in steps], norms) <= FREE_RUNNING
+    # What the model received is found again in plan and corpus, weights included.
+    assert verify_run(config.run_dir).holds
+
+
+@pytest.mark.slow
+def test_one_weight_for_all_changes_nothing(tmp_path: Path) -> None:
+    def trained(name: str, **options: Any) -> RunHistory:
+        corpus = weighted_corpus(tmp_path / name, **options)
+        config = settings(tmp_path / name, corpus, cluster__workers=1, run__stop_step=3)
+        train(config)
+        return read_history(config.run_dir)
+
+    single, double, plain = trained("single"), trained("double", scale=2.0), trained("plain", plain=True)
+    assert [step.loss for step in double.steps] == pytest.approx([step.loss for step in single.steps], rel=1e-6)
+    norms = [[step.grad_norm for step in one.steps] for one in (double, single)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+    assert [step.loss for step in plain.steps] != pytest.approx([step.loss for step in single.steps], rel=1e-4)

@@ -17,26 +17,26 @@ from ray_ulysses.run.requests import request_stop
 from ray_ulysses.tracking.events import StepDone
 from ray_ulysses.tracking.history import AttemptRecord, RunHistory, read_history
 from tests.distributed.faulty_launcher import plant
-from tests.distributed.run_case import make_config, make_corpus
+from tests.distributed.run_case import make_config
 from tests.distributed.supervised import SupervisedRun, children, training_child
 from tests.polling import wait_until
 from tests.unit.tracking.journals import read_events
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(400)]
 TIMEOUT_S = 120.0
 
 
 @pytest.fixture
-def run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[SupervisedRun]:
+def run(tmp_path: Path, corpus: Path, request: pytest.FixtureRequest) -> Iterator[SupervisedRun]:
     """Two nodes that hold one sequence-parallel group each, of so many ranks; steps may wait for copies."""
     sp_size, waits_for_copies = getattr(request, "param", (2, False))
     config = make_config(
-        tmp_path / "runs", make_corpus(tmp_path), run__stop_step=4000, data__epochs=25, parallel__sp_size=sp_size,
+        tmp_path / "runs", corpus, run__stop_step=4000, data__epochs=25, parallel__sp_size=sp_size,
         cluster__workers={"min": sp_size, "max": 2 * sp_size}, checkpoint__every_steps=1000,
         memory__gradient_checkpointing=False,
     )  # fmt: skip
     nodes = {worker: "ab"[worker // sp_size] for worker in range(2 * sp_size)}
-    with SupervisedRun(config, nodes, tmp_path, waits_for_copies=waits_for_copies) as run:
+    # A pause after each step: others may compute meanwhile.
+    with SupervisedRun(config, nodes, tmp_path, waits_for_copies=waits_for_copies, pace_s=0.1) as run:
         yield run
 
 
@@ -58,10 +58,7 @@ def _stop(run: SupervisedRun, workers: tuple[int, ...]) -> RunHistory:
     """Stop the run, and return its history once these workers have ended well and left nothing."""
     launchers = [child for worker in workers for child in children(run.processes[worker].pid)]
     request_stop(run.config.run_dir, "session")
-    wait_until(
-        lambda: all(run.processes[worker].poll() == 0 for worker in workers), "the end", timeout_s=TIMEOUT_S,
-        said=run.logs,
-    )  # fmt: skip
+    run.wait_until_ended(workers, timeout_s=TIMEOUT_S)
     wait_until(lambda: not any(Path(f"/proc/{one}").exists() for one in launchers), "no process left", timeout_s=10.0)
     return read_history(run.config.run_dir)
 
@@ -78,15 +75,11 @@ def _same_losses(config: Config) -> None:
 
 
 def _child(run: SupervisedRun, worker: int) -> int:
-    found: list[int] = []
-
-    def is_there() -> bool:
-        child = training_child(run.processes[worker].pid)
-        found[:] = [] if child is None else [child]
-        return bool(found)
-
-    wait_until(is_there, "a child", timeout_s=TIMEOUT_S)
-    return found[0]
+    supervisor = run.processes[worker].pid
+    wait_until(lambda: training_child(supervisor), "a child", timeout_s=TIMEOUT_S)
+    child = training_child(supervisor)
+    assert child is not None
+    return child
 
 
 def _libraries(process: int) -> set[str]:
@@ -202,9 +195,7 @@ def test_what_can_not_be_recovered_is_raised_where_it_happened(run: SupervisedRu
     run.verdicts = [verdict, verdict, False]
     (run.config.run_dir / "plan").rename(run.config.run_dir / "elsewhere")
     os.kill(_child(run, 1), signal.SIGKILL)
-    wait_until(
-        lambda: all(process.poll() is not None for process in run.processes.values()), "the end", timeout_s=TIMEOUT_S
-    )
+    run.wait_until_ended(well=False, timeout_s=TIMEOUT_S)
     assert all(process.returncode == 1 for process in run.processes.values())
     logs = run.logs()
     assert ("ChildLostError: killed by signal 9" in logs) is not verdict

@@ -1,9 +1,13 @@
-"""Saving in the loop: what makes it save, what a storage that is away costs, and starts from another run."""
+"""Saving in the loop: what makes it save, what a storage that is away or hangs costs, and starts from another run."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +19,77 @@ from ray_ulysses.config import Config
 from ray_ulysses.errors import UserError
 from ray_ulysses.inspect.verification import verify_run
 from ray_ulysses.run.checkpoint_store import checkpoint_store
+from ray_ulysses.run.origin import find_tracked
 from ray_ulysses.run.trackers import tracked
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.tracking.history import RunHistory, read_history
+from ray_ulysses.tracking.mlflow_client import open_client
+from ray_ulysses.tracking.mlflow_tracker import TrackingIdentity
 from tests.breadth import fast_only
-from tests.distributed.hanging_storage import run_worker_while_storage_hangs
 from tests.distributed.harness import RankFailure, run_ranks
-from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_paced_worker, run_worker, train
+from tests.distributed.run_case import make_config, prepare_attempt, run_paced_worker, run_worker, train, train_to_death
 from tests.unit.tracking.journals import read_events
 
-pytestmark = pytest.mark.distributed
+_GATE_S = 20.0
+_AUDITED = {"open", "os.listdir", "os.scandir", "os.remove", "os.rename", "os.link", "os.mkdir", "os.truncate"}
+
+
+class HangingDirectory:
+    """Calls of this process under a folder wait while the gate is closed; it stays for the life of the process."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._gate = str(folder), threading.Event()
+        self._gate.set()
+        sys.addaudithook(self._audit)
+        for name in ("pwrite", "fsync", "stat"):
+            setattr(os, name, self._guarded(getattr(os, name)))
+
+    def hang(self) -> None:
+        """Answer nothing any more."""
+        self._gate.clear()
+
+    def answer(self) -> None:
+        """Answer again."""
+        self._gate.set()
+
+    def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event in _AUDITED and not self._gate.is_set():
+            self._wait(arguments[0])
+
+    def _guarded(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def guarded(target: Any, *arguments: Any, **options: Any) -> Any:
+            if not self._gate.is_set():
+                self._wait(target)
+            return call(target, *arguments, **options)
+
+        return guarded
+
+    def _wait(self, target: Any) -> None:
+        path = os.readlink(f"/proc/self/fd/{target}") if isinstance(target, int) else os.fsdecode(target)
+        if path.startswith(self._folder) and not self._gate.wait(_GATE_S):
+            raise TimeoutError(f"{threading.current_thread().name} waited for {path}, and no step came meanwhile")
+
+
+def run_worker_while_storage_hangs(
+    rank: int, world_size: int, config: Config, session: str, steps: tuple[int, int], told: Path
+) -> tuple[str, int]:
+    """Be a worker of a run whose storage hangs on rank 0 from one step until another is done, not for some time."""
+    storage = HangingDirectory(config.run_dir) if rank == 0 else None
+
+    def watch(name: str, step: int) -> None:
+        if storage is None:
+            return
+        with told.open("a") as stream:
+            stream.write(f"{name} {step}\n")
+        if (name, step) == ("step", steps[0]):
+            storage.hang()
+        elif (name, step) == ("step", steps[1]):
+            storage.answer()
+
+    return run_worker(rank, world_size, config, session, watch=watch)
+
+
 WORLD = 2
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_corpus(tmp_path_factory.mktemp("data"))
 
 
 def _config(storage: Path, corpus: Path, **changes: Any) -> Config:
@@ -235,3 +294,50 @@ def test_an_outage_longer_than_the_failed_saves_of_fast_steps_is_waited_for(tmp_
     assert history.status == "finished"
     assert _reasons(config)[16] == "end"
     assert len(_events(config, "checkpoint_failed")) > 1
+
+
+WORLD = 2
+
+
+@pytest.mark.slow
+def test_mlflow_shows_the_checkpoints_that_there_are_whatever_died_before_it_could_log_them(
+    tmp_path: Path, corpus: Path
+) -> None:
+    given = {"cluster__workers": WORLD, "run__stop_step": 20, "checkpoint__keep_last": 2, "data__rows_per_step": 2}
+    # No tracker hears of the first attempt's commits before the second has ended.
+    silent = make_config(tmp_path, corpus, **given)
+    train_to_death(silent, "one", (0, "step", 13))
+    store = LocalStore(silent.run_dir)
+    assert committed_steps(store) == (5, 10)
+    shard = store.path(f"checkpoints/step-00000010/{read_manifest(store, 10).shards[0].file}")
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+
+    config = make_config(tmp_path, corpus, **given, tracking__enabled=True)
+    train(config, "two")
+    with tracked(config, drain_s=120.0):
+        pass
+    assert config.tracking_uri is not None
+    client = open_client(config.tracking_uri)
+    identity = TrackingIdentity.load(config.run_dir)
+    assert identity is not None and identity.run_id is not None
+    experiment = client.get_run(identity.run_id).info.experiment_id
+    models = client.search_logged_models([experiment])
+    shown = sorted((int(model.tags["step"]), model.tags["attempt"], model.tags["state"]) for model in models)
+    assert shown == [
+        *((5, "1", "deleted"), (10, "1", "damaged"), (10, "2", "deleted")),
+        (15, "2", "committed"),
+        (20, "2", "committed"),
+    ]
+
+    assert committed_steps(store) == (15, 20)
+    for step in (15, 20):
+        found, manifest = find_tracked("run", step, uri=config.tracking_uri), read_manifest(store, step)
+        (tags,) = [model.tags for model in models if model.tags["step"] == str(step)]
+        assert (found.store, tags["digest"]) == (str(config.run_dir), manifest.meta.digest)
+        assert found.cursor == json.loads(json.dumps(manifest.meta.cursor))
+        assert json.loads(tags["topology"]) == {"world_size": 2, "sp_size": 2, "ring_size": 1, "dp_size": 1}
+        assert found.metrics["loss"] == pytest.approx(manifest.meta.metrics["loss"], rel=1e-12)
+    (last,) = [model for model in models if model.tags["step"] == "20"]
+    assert (last.tags["parent"], last.tags["reason"]) == ("checkpoints/step-00000005", "end")

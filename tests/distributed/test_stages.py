@@ -21,11 +21,10 @@ from ray_ulysses.data.plan.plan_files import load_plan
 from ray_ulysses.engine.model import build_model
 from ray_ulysses.run.trackers import tracked
 from ray_ulysses.tracking.events import StepDone
-from ray_ulysses.tracking.history import RunHistory, read_history
+from ray_ulysses.tracking.history import read_history
 from ray_ulysses.tracking.mlflow_client import open_client
 from ray_ulysses.trainer import loop
 from tests.distributed.harness import run_ranks_to_outcomes
-from tests.distributed.plain_steps import plain_optimizer, plain_step
 from tests.distributed.run_case import (
     MORE_FILES,
     SMALL_FILES,
@@ -37,10 +36,10 @@ from tests.distributed.run_case import (
     train,
 )
 from tests.distributed.supervised import SupervisedRun
-from tests.polling import wait_until
+from tests.distributed.test_plain_loop import plain_optimizer, plain_step
 from tests.unit.tracking.journals import read_events
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 TIMEOUT_S = 200.0
 BORDERS = (4, 7)
 LAST_STEP = 10
@@ -104,10 +103,7 @@ def unbroken(corpora: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactor
     tracking = {"tracking__enabled": True, "tracking__uri": f"sqlite:///{folder / 'mlflow.db'}"}
     config = config_of(folder / "runs", corpora, **tracking)
     with SupervisedRun(config, {0: "a", 1: "a"}, folder) as run:
-        wait_until(
-            lambda: all(process.poll() == 0 for process in run.processes.values()), "the end", timeout_s=TIMEOUT_S,
-            said=run.logs,
-        )  # fmt: skip
+        run.wait_until_ended(timeout_s=TIMEOUT_S)
     with tracked(config, drain_s=120.0):
         pass
     return config
@@ -144,27 +140,6 @@ def test_every_token_of_the_stages_is_trained_once(unbroken: Config, corpora: tu
     assert of_stage[0] == {True} and False in of_stage[1]
 
 
-def test_losses_and_rates_are_those_of_one_process_that_follows_the_stages(
-    unbroken: Config, corpora: tuple[Path, Path]
-) -> None:
-    assert_follows_the_reference(unbroken, corpora)
-
-
-def assert_follows_the_reference(config: Config, corpora: tuple[Path, Path]) -> None:
-    plan = load_plan(config.run_dir / "plan")
-    opened = [Corpus.open(path) for path in corpora]
-
-    def read(document: int, start: int, count: int) -> Any:
-        first = opened[0].num_documents
-        return opened[document >= first].read(document - first * (document >= first), start, count)
-
-    ours = {step.step: step.loss for step in read_history(config.run_dir).steps}
-    for step, loss in reference_losses(config, plan, read):
-        assert abs(ours[step] - loss) / loss <= 1e-5, step
-    rates = {event.step: event.learning_rate for event in read_events(config.run_dir) if isinstance(event, StepDone)}
-    assert rates == pytest.approx({step: reference_rate(step) for step in range(1, LAST_STEP + 1)}, rel=1e-12)
-
-
 def watched_worker(rank: int, world_size: int, config: Config, session: str, folder: Path) -> tuple[str, int]:
     """Be a worker that writes the frequencies of its model's positions down after each step."""
     models: list[torch.nn.Module] = []
@@ -183,7 +158,7 @@ def watched_worker(rank: int, world_size: int, config: Config, session: str, fol
     return run_worker(rank, world_size, config, session, watch=watch)
 
 
-def test_each_step_has_the_context_the_frequencies_and_the_loss_of_its_stage(
+def test_each_step_has_the_context_the_frequencies_the_rate_and_the_loss_of_its_stage(
     corpora: tuple[Path, Path], tmp_path: Path
 ) -> None:
     contexts, rows = (1024, 2048, 4096), 4
@@ -202,7 +177,17 @@ def test_each_step_has_the_context_the_frequencies_and_the_loss_of_its_stage(
             assert found == pytest.approx(expected, rel=1e-6), (rank, step)
         longest = max(plan.row_tokens(row) for row in plan.step_rows(step))
         assert contexts[stage] // 2 < longest <= contexts[stage], step
-    assert_follows_the_reference(config, corpora)
+    opened = [Corpus.open(path) for path in corpora]
+
+    def read(document: int, start: int, count: int) -> Any:
+        first = opened[0].num_documents
+        return opened[document >= first].read(document - first * (document >= first), start, count)
+
+    ours = {step.step: step.loss for step in read_history(config.run_dir).steps}
+    for step, loss in reference_losses(config, plan, read):
+        assert abs(ours[step] - loss) / loss <= 1e-5, step
+    rates = {event.step: event.learning_rate for event in read_events(config.run_dir) if isinstance(event, StepDone)}
+    assert rates == pytest.approx({step: reference_rate(step) for step in range(1, LAST_STEP + 1)}, rel=1e-12)
 
 
 def reference_losses(config: Config, plan: Plan, read: Any) -> Iterator[tuple[int, float]]:
@@ -245,19 +230,14 @@ KILLS: dict[str, tuple[Kill, int]] = {
 def test_a_run_that_is_killed_in_or_between_stages_is_the_one_that_was_not(
     unbroken: Config, corpora: tuple[Path, Path], tmp_path: Path, kill: Kill, resumed: int
 ) -> None:
-    assert_same_run(killed_and_resumed(corpora, tmp_path, kill, resumed), read_history(unbroken.run_dir))
-
-
-def killed_and_resumed(corpora: tuple[Path, Path], folder: Path, kill: Kill, resumed: int) -> RunHistory:
-    """Kill a run of two workers, go on with four to its end, and return its history."""
-    config = config_of(folder, corpora, checkpoint__every_steps=5)
+    config = config_of(tmp_path, corpora, checkpoint__every_steps=5)
     prepare_attempt(config, "first")
     killed = False
     while not killed:
         outcomes = run_ranks_to_outcomes(run_worker, 2, config, "first", kill=kill, timeout_s=TIMEOUT_S)
         killed = not all(outcome.ok for outcome in outcomes)
     # On four workers now.
-    config = config_of(folder, corpora, checkpoint__every_steps=5, cluster__workers=4)
+    config = config_of(tmp_path, corpora, checkpoint__every_steps=5, cluster__workers=4)
     ends: list[tuple[str, int]] = []
     while not ends or ends[-1][0] == "stage":
         ends.append(train(config, "second"))
@@ -265,7 +245,7 @@ def killed_and_resumed(corpora: tuple[Path, Path], folder: Path, kill: Kill, res
     ours = read_history(config.run_dir)
     first = next(one for one in ours.attempts if one.world_size == 4)
     assert (first.first_step or 0) - 1 == resumed
-    return ours
+    assert_same_run(ours, read_history(unbroken.run_dir))
 
 
 def test_a_damaged_border_costs_no_failure(unbroken: Config, corpora: tuple[Path, Path], tmp_path: Path) -> None:
@@ -301,10 +281,7 @@ def test_the_recipe_runs_at_a_thousandth_of_its_size(corpora: tuple[Path, Path],
         schedule__warmup_steps=1, schedule__horizon_steps=None, optimizer__lr=recipe.optimizer.lr, **memory,
     )  # fmt: skip
     with SupervisedRun(config, {0: "a", 1: "a"}, tmp_path) as run:
-        wait_until(
-            lambda: all(process.poll() == 0 for process in run.processes.values()), "the end", timeout_s=TIMEOUT_S,
-            said=run.logs,
-        )  # fmt: skip
+        run.wait_until_ended(timeout_s=TIMEOUT_S)
     history = read_history(config.run_dir)
     assert history.status == "finished"
     assert [(one.sp_size, one.reason) for one in history.attempts] == [(1, "stage"), (1, "stage"), (2, "finished")]

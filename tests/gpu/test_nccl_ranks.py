@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.nccl_cases import run_all
 from tests.distributed.test_examples import EXAMPLES, LOOPS, check
+from tests.distributed.test_nccl_cases import run_all
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -1,10 +1,11 @@
-"""A run whose directory is in an object store: the rows, losses and records of the same run on a disk."""
+"""A run in an object store, which may fail at any request: the rows, losses and records of the same run on a disk."""
 
 from __future__ import annotations
 
 import json
+import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from ray_ulysses.cli import app
 from ray_ulysses.cli import run as run_command
 from ray_ulysses.config import Config
+from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.inspect.verification import verify_run
 from ray_ulysses.run.completion import record_command_ended
 from ray_ulysses.run_names import JOURNAL_FOLDER
@@ -24,34 +26,26 @@ from ray_ulysses.tracking.history import RunHistory, read_history
 from ray_ulysses.tracking.journal_reader import read_journal
 from tests.apart import losses_apart
 from tests.distributed.harness import run_ranks
-from tests.distributed.run_case import (
-    assert_same_run,
-    make_config,
-    make_corpus,
-    prepare_attempt,
-    run_worker,
-    train,
-    train_to_death,
-)
+from tests.distributed.run_case import assert_same_run, make_config, prepare_attempt, run_worker, train, train_to_death
+from tests.failing_requests import WHEN, FailingRequests, said
 from tests.polling import wait_until
+from tests.result_table import ResultTable
 from tests.s3_server import S3Server, faulty_proxy, serve_s3
 
-pytestmark = pytest.mark.distributed
 LAST_STEP = 12
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_corpus(tmp_path_factory.mktemp("data"))
+def server() -> Iterator[S3Server]:
+    with serve_s3() as server:
+        yield server
 
 
 @pytest.fixture
-def s3(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[S3Server]:
-    with serve_s3() as server:
-        for name, value in server.environment().items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setenv("RAY_ULYSSES_CACHE_DIR", str(tmp_path / "command"))
-        yield server
+def s3(server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> S3Server:
+    for name, value in _environment(server, tmp_path / "command").items():
+        monkeypatch.setenv(name, value)
+    return server
 
 
 def _config(storage: str | Path, corpus: Path, workers: int, **changes: Any) -> Config:
@@ -59,7 +53,7 @@ def _config(storage: str | Path, corpus: Path, workers: int, **changes: Any) -> 
     sp_size = 2 if workers == 2 else 1
     return make_config(
         storage, corpus, **{**settings, "cluster__workers": workers, "parallel__sp_size": sp_size, **changes}
-    )  # type: ignore[arg-type]
+    )
 
 
 def _environment(server: S3Server, node: Path) -> dict[str, str]:
@@ -77,7 +71,7 @@ def on_a_disk(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> RunHist
 def test_killed_and_gone_on_with_elsewhere_it_is_the_run_of_a_disk(
     s3: S3Server, corpus: Path, tmp_path: Path, on_a_disk: RunHistory, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    storage = s3.uri("runs")
+    storage = s3.uri("killed")
     config = _config(storage, corpus, 2)
     train_to_death(config, "one", (0, "step", 7), environment=_environment(s3, tmp_path / "first"))
     killed = read_history(config.run_dir, is_held=False)
@@ -152,8 +146,8 @@ def test_an_outage_in_the_middle_stops_nothing_and_loses_no_record(
     s3: S3Server, corpus: Path, tmp_path: Path, on_a_disk: RunHistory
 ) -> None:
     with faulty_proxy(s3) as proxy:
-        config = _config(s3.uri("runs", proxy.port), corpus, 1, data__rows_per_step=2)
-        direct = _config(s3.uri("runs"), corpus, 1)
+        config = _config(s3.uri("outage", proxy.port), corpus, 1)
+        direct = _config(s3.uri("outage"), corpus, 1)
         prepare_attempt(config, "one")
         environment = _environment(s3, tmp_path / "node")
         failures: list[BaseException] = []
@@ -177,3 +171,71 @@ def test_an_outage_in_the_middle_stops_nothing_and_loses_no_record(
     history = read_history(direct.run_dir, is_held=False)
     assert history.status == "finished" and history.lost_steps == 0
     _check_same(history, on_a_disk)
+
+
+# 46 on a machine that is not busy; the journal's thread and that which looks for requests ask by the clock.
+MOST_REQUESTS = 75
+FAST = {("after", 40)}
+SHORT: dict[str, Any] = {"run__stop_step": 4, "checkpoint__every_steps": 2}
+
+
+@pytest.fixture(scope="module")
+def store_table() -> Iterator[ResultTable]:
+    """The table of all cases, stored where a run of all of them asks for it."""
+    table = ResultTable()
+    yield table
+    if "STORE_FAULTS" in os.environ and table.rows:
+        title = "Failing requests of a run in an object store: an attempt of four steps with two checkpoints"
+        table.write("store_errors_attempt", title, by=os.environ["STORE_FAULTS"])
+
+
+@pytest.fixture(scope="module")
+def short_on_a_disk(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> RunHistory:
+    config = _config(tmp_path_factory.mktemp("short"), corpus, 1, **SHORT)
+    train(config)
+    return read_history(config.run_dir)
+
+
+def run_failing(
+    rank: int, world_size: int, config: Config, call: int, when: str, environment: Mapping[str, str]
+) -> tuple[str, str | None]:
+    """Run an attempt and return what became of it, and the key of the request that failed."""
+    os.environ.update(environment)
+    with FailingRequests(fails_at=call, is_carried_out=WHEN[when]).installed() as requests:
+        try:
+            status, _ = run_worker(rank, world_size, config, "first")
+        except (OSError, RunError, UserError) as error:
+            status = said(error)
+        return status, requests.struck
+
+
+@pytest.mark.parametrize(
+    ("when", "call"),
+    [
+        pytest.param(when, call, marks=() if (when, call) in FAST else pytest.mark.slow)
+        for when in WHEN
+        for call in range(1, MOST_REQUESTS + 1)
+    ],
+)
+def test_whichever_request_of_an_attempt_fails_the_run_ends_as_if_none_had(
+    s3: S3Server,
+    corpus: Path,
+    short_on_a_disk: RunHistory,
+    store_table: ResultTable,
+    tmp_path: Path,
+    when: str,
+    call: int,
+) -> None:
+    environment = _environment(s3, tmp_path / "node")
+    config = _config(s3.uri(f"{when}-{call}"), corpus, 1, **SHORT)
+    prepare_attempt(config, "first")
+    ((outcome, struck),) = run_ranks(run_failing, 1, config, call, when, environment)
+    if read_history(config.run_dir).status != "finished":
+        train(config, "second", environment=environment)
+    ours = read_history(config.run_dir)
+    assert (ours.status, ours.step) == ("finished", SHORT["run__stop_step"])
+    assert_same_run(ours, short_on_a_disk)
+    assert read_journal(config.run_dir).damaged == ()
+    if struck is not None:
+        attempts = str(len(ours.attempts))
+        store_table.add({"fails": when, "request": str(call), "key": struck, "attempt": outcome, "attempts": attempts})

@@ -1,12 +1,14 @@
-"""A restart chooses its state before it builds the model, and neither draws nor reads the weights that it replaces."""
+"""Weights are partitioned while they are read, and neither read nor drawn where a state replaces them."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 from transformers.initialization import TORCH_INIT_FUNCTIONS
 
@@ -15,15 +17,86 @@ from ray_ulysses.config import Config
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.engine import model as model_module
 from ray_ulysses.engine.model import build_model
+from ray_ulysses.engine.zero import build_engine, partition_config
 from ray_ulysses.engine.zero_state import state_source
+from ray_ulysses.errors import UserError
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.tracking.history import read_history
 from ray_ulysses.trainer import loop
 from tests.breadth import fast_cases
-from tests.distributed.harness import RankFailure
-from tests.distributed.run_case import SMALL_FILES, make_config, make_corpus, run_worker, train
+from tests.distributed.harness import RankFailure, run_calls
+from tests.distributed.run_case import make_config, run_worker, train
+from tests.distributed.seam_case import zero_settings
+from tests.unit.config.trees import small_tree
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+
+def loaded(rank: int, world_size: int, path: str, stage: int) -> tuple[dict[str, torch.Tensor], int, str]:
+    """Return the gathered weights, the most elements of a parameter that this rank held, and what was refused."""
+    import deepspeed
+
+    tree = small_tree(model__init="pretrained", model__path=path, model__config=None)
+    settings = zero_settings(stage=stage)
+    try:
+        model: Any = build_model(parse_config(tree), partition=partition_config(settings))
+    except UserError as error:
+        return {}, 0, str(error)
+    held = max(parameter.numel() for parameter in model.parameters())
+    engine = build_engine(model, settings)
+    weights = {}
+    for name, parameter in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter], enabled=stage == 3):
+            weights[name] = parameter.detach().clone()
+    engine.destroy()
+    return weights, held, ""
+
+
+MISSING = "model.layers.1.mlp.down_proj.weight"
+Loads = dict[str, tuple[dict[str, torch.Tensor], list[Any]]]
+
+
+@pytest.fixture(scope="module")
+def loads(tmp_path_factory: pytest.TempPathFactory) -> Loads:
+    """By case the weights that were saved, and what each rank made of them."""
+    folder, wanted = tmp_path_factory.mktemp("saved"), {}
+    stages = {"untied": 3, "tied": 3, "zero2": 2, "own head": 3, "missing": 3}
+    for name in stages:
+        tree = small_tree()
+        tree["model"]["config"]["tie_word_embeddings"] = name == "tied"
+        model: Any = build_model(parse_config(tree))
+        model.save_pretrained(folder / name)
+        wanted[name] = {key: one.detach() for key, one in model.named_parameters()}
+    config, tensors = folder / "own head/config.json", load_file(folder / "missing/model.safetensors")
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": True}))
+    del tensors[MISSING]
+    save_file(tensors, folder / "missing/model.safetensors", {"format": "pt"})
+    ranks = run_calls(2, {name: (loaded, str(folder / name), stage) for name, stage in stages.items()})
+    return {name: (wanted[name], ranks[name]) for name in stages}
+
+
+@pytest.mark.parametrize("name", ["untied", "tied", "zero2"])
+def test_weights_are_loaded_and_partitioned_at_once_under_zero_3(loads: Loads, name: str) -> None:
+    wanted, ranks = loads[name]
+    largest = max(one.numel() for one in wanted.values())
+    for weights, held, refused in ranks:
+        # Under ZeRO-3 no parameter is ever whole on a rank.
+        assert (refused, held) == ("", largest if name == "zero2" else 0)
+        assert weights.keys() == wanted.keys()
+        assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
+
+
+def test_a_head_of_its_own_is_kept_though_the_configuration_ties_it(loads: Loads) -> None:
+    # Transformers 5.23 compares the two while it loads: under ZeRO-3 two empty placeholders, and drops the head.
+    wanted, ranks = loads["own head"]
+    for weights, _, refused in ranks:
+        assert refused == ""
+        assert weights.keys() == wanted.keys()
+        assert torch.equal(weights["lm_head.weight"], wanted["lm_head.weight"])
+
+
+def test_a_missing_tensor_is_refused_on_every_rank(loads: Loads) -> None:
+    assert all(MISSING in refused for _, _, refused in loads["missing"][1])
+
+
 WORLD, SAVED_AT, LAST = 2, 2, 4
 CASES = {
     "zero3-random-tied-fp32": (3, "random", True, "fp32"),
@@ -69,11 +142,6 @@ def resuming_worker(rank: int, world_size: int, config: Config, session: str) ->
     model_module._memory = spoiled
     loop.resume = loaded
     return run_worker(rank, world_size, config, session)
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_corpus(tmp_path_factory.mktemp("data"), SMALL_FILES)
 
 
 def _config(storage: Path, corpus: Path, stop_step: int, **settings: Any) -> Config:
