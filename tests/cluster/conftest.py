@@ -9,8 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.heads import TOKEN, running_head
+from tests.cluster.heads import running_head
 from tests.cluster.planted_secrets import NAMES
+from tests.distributed.run_case import make_corpus
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A few files of the standard library as bytes, which no test changes."""
+    return make_corpus(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture
@@ -27,13 +34,6 @@ def ray_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def head() -> Iterator[str]:
-    """The address of the dashboard of ``ray start --head``, which asks for `TOKEN`."""
-    with running_head(TOKEN) as address:
-        yield address
-
-
-@pytest.fixture(scope="module")
-def open_head() -> Iterator[str]:
-    """The address of one that takes jobs from anyone."""
-    with running_head(None) as address:
+    """The address of the dashboard of ``ray start --head``, which requires `heads.TOKEN`."""
+    with running_head() as address:
         yield address

@@ -1,4 +1,4 @@
-"""Starts ``ray start --head`` on free ports, with a token or without one, and ends it by its own process id."""
+"""Starts ``ray start --head`` with a token on free ports, and ends it by its own process id."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def client_of(address: str) -> JobSubmissionClient:
 
 
 @contextmanager
-def running_head(token: str | None) -> Iterator[str]:
+def running_head() -> Iterator[str]:
     # Short: a Unix socket's path has at most 107 characters.
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
     dashboard = free_port()
@@ -36,8 +36,8 @@ def running_head(token: str | None) -> Iterator[str]:
     options = ["--num-cpus=4", f"--port={free_port()}", f"--dashboard-port={dashboard}", "--include-dashboard=true"]
     # Its agent takes jobs, and has a port of its own, which another Ray on this machine may hold.
     options += [f"--dashboard-agent-listen-port={free_port()}"]
-    mode = {"RAY_AUTH_MODE": "disabled"} if token is None else {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
-    environment = {**os.environ, "RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0", **mode}
+    environment = {**os.environ, "RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0"}
+    environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
     # Workers that nobody has asked for start a Python each.
     environment["RAY_prestart_worker_first_driver"] = "0"
     environment["PATH"] = f"{ray.parent}:{environment['PATH']}"  # the `python` of a job

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import subprocess
@@ -25,6 +24,8 @@ from ray.core.generated import (
     node_manager_pb2,
     node_manager_pb2_grpc,
 )
+
+from tests import stranger
 
 WRONG = "cd" * 32
 _ANSWER_S = 20.0
@@ -49,7 +50,7 @@ ray.get([task.remote(sys.argv[2]), Actor.remote().act.remote(sys.argv[2])], time
 
 def heads_of(root: psutil.Process) -> list[psutil.Process]:
     """Return the heads that a command has started."""
-    return [one for one in root.children(recursive=True) if _command(one).partition(" ")[0].endswith("gcs_server")]
+    return [one for one in root.children(recursive=True) if one.name() == "gcs_server"]
 
 
 def address_of(head: psutil.Process) -> str:
@@ -61,21 +62,9 @@ def address_of(head: psutil.Process) -> str:
 
 def listening(root: psutil.Process) -> dict[int, str]:
     """Return the ports on which Ray's own processes below a process listen, and each one's process."""
-    found = {}
-    for process in root.children(recursive=True):
-        # Workers, supervisors and agents of peer memory also listen for each other.
-        if any(name in _command(process) for name in _RAYS):
-            with contextlib.suppress(psutil.Error):
-                sockets = process.net_connections("tcp")
-                found |= {one.laddr.port: _command(process)[:80] for one in sockets if one.status == "LISTEN"}
-    return found
-
-
-def _command(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:
-        return ""
+    # Workers, supervisors and agents of peer memory also listen for each other.
+    found = stranger.listening(root.pid).items()
+    return {port: process[:80] for (_, port), process in found if any(name in process for name in _RAYS)}
 
 
 def job_answers(root: psutil.Process, host: str) -> set[str]:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import ray
+from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 
 from ray_ulysses.cluster.stream import RayStreams
 from ray_ulysses.data.corpus.corpus import Corpus
@@ -141,6 +142,12 @@ def wide_blocks(corpus: Corpus, source: PlannedSource, count: int, num_tokens: i
     length = int(corpus.lengths[document])
     ranges = np.array([(document, 0, length)] * (num_tokens // length), dtype=np.int64)
     return [requested([source], [Slot(row=number, ranges=ranges)]) for number in range(count)]
+
+
+def stored_bytes() -> int:
+    """Return the bytes in the object store."""
+    address = get_state_from_address(ray.get_runtime_context().gcs_address)
+    return int(get_memory_info_reply(address).store_stats.object_store_bytes_used)
 
 
 def executions() -> set[Any]:

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.run_case import make_config, make_corpus
+from tests.polling import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -37,7 +37,9 @@ def check(
     ) as running:
         try:
             if fault is not None:
-                fault(trial_of(folder / "runs", running))
+                trials = (folder / "runs").glob
+                at_once(lambda: running.poll() is not None or any(trials("run-check-*/config.yaml")))
+                fault(next(trials("run-check-*/config.yaml")).parent)
             told, _ = running.communicate(timeout=600)
         finally:
             running.kill()
@@ -45,18 +47,9 @@ def check(
     return running.returncode, json.loads(told)
 
 
-def trial_of(storage: Path, running: subprocess.Popen[str]) -> Path:
-    return wait_for(lambda: next(storage.glob("run-check-*/config.yaml"), None), running).parent
-
-
-def wait_for(look: Callable[[], Path | None], running: subprocess.Popen[str] | None = None) -> Path:
-    """Look every few milliseconds: what follows is to be too late for a fault."""
-    deadline = time.monotonic() + 300
-    while time.monotonic() < deadline and (running is None or running.poll() is None):
-        if (found := look()) is not None:
-            return found
-        time.sleep(0.002)
-    raise AssertionError("what the fault waits for did not come")
+def at_once(holds: Callable[[], object]) -> None:
+    """Look every few milliseconds: what follows must not be too late for a fault."""
+    wait_until(holds, "the moment of the fault", timeout_s=300.0, every_s=0.002)
 
 
 def full_storage(trial: Path) -> None:
@@ -67,7 +60,7 @@ def full_storage(trial: Path) -> None:
 def damaged_checkpoint(trial: Path) -> None:
     """A byte of a shard changes once it is committed."""
     folder = trial / "checkpoints" / "step-00000012"
-    wait_for(lambda: path if (path := folder / "manifest.json").is_file() else None)
+    at_once((folder / "manifest.json").is_file)
     shard = next(folder.rglob("rank-00001-of-00002.safetensors"))
     with shard.open("r+b") as file:
         file.seek(-1, os.SEEK_END)

@@ -1,7 +1,8 @@
-"""What a live cluster can't hold is refused in our words; a node that is lost is awaited, told and given up."""
+"""A run that a live cluster can't hold is refused, a lost node is awaited and given up, and local nodes share a GPU."""
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import time
@@ -13,19 +14,24 @@ import psutil
 import pytest
 import ray
 from ray.cluster_utils import Cluster
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.console import Console
 
 from ray_ulysses.cluster.capacity import Demand, Node
+from ray_ulysses.cluster.local_cluster import LocalCluster
 from ray_ulysses.cluster.session import cluster_nodes, free_nodes, look_at_cluster, ray_session
 from ray_ulysses.cluster.train_job import _check_capacity
 from ray_ulysses.config import Config
 from ray_ulysses.errors import RunError
+from ray_ulysses.run.ownership import claim_checkpoints
 from ray_ulysses.run.settings import resolve_run
 from ray_ulysses.storage import current_owner
 from ray_ulysses.tracking.history import read_history
-from tests.cluster.test_train_job import Command, start
-from tests.distributed.run_case import make_config, make_corpus
+from tests.cluster.commands import Command, start, started_below, train
+from tests.distributed.harness import run_ranks
+from tests.distributed.run_case import make_config, prepare_attempt, run_worker
 from tests.polling import wait_until
+from tests.unit.tracking.journals import read_events
 
 
 @ray.remote(num_cpus=0.9)
@@ -35,7 +41,7 @@ class RayTrainWorker:
     def ping(self) -> None: ...
 
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
 TIMEOUT_S = 240.0
 
 
@@ -51,11 +57,6 @@ def cluster() -> Iterator[Cluster]:
             yield cluster
         finally:
             cluster.shutdown()
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_corpus(tmp_path_factory.mktemp("data"))
 
 
 def config_for(cluster: Cluster, corpus: Path, folder: Path, **overrides: Any) -> Config:
@@ -74,7 +75,6 @@ def wait_while_alive(command: Command, holds: Callable[[], object], what: str) -
     wait_until(is_so, what, timeout_s=TIMEOUT_S)
 
 
-@pytest.mark.slow
 def test_nodes_and_workers_are_counted_and_what_can_not_fit_is_refused(
     cluster: Cluster, corpus: Path, tmp_path: Path
 ) -> None:
@@ -101,7 +101,6 @@ def test_nodes_and_workers_are_counted_and_what_can_not_fit_is_refused(
         assert "free resources for only 0" in console.export_text()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("moment", "number"), [("waiting for nodes", signal.SIGTERM), ("workers starting", signal.SIGINT)]
 )
@@ -132,19 +131,11 @@ def test_a_stop_during_the_start_ends_what_was_started(
 
 
 def _train_processes() -> list[psutil.Process]:
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        try:
-            if "SupervisedController" in (line := " ".join(process.cmdline())) or "RayTrainWorker" in line:
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
+    return started_below(None, "SupervisedController", "RayTrainWorker")
 
 
-@pytest.mark.slow
 def test_a_lost_node_is_awaited_and_given_up_without_a_dump(cluster: Cluster, corpus: Path, tmp_path: Path) -> None:
-    """The last of the module: it takes a node away."""
+    """The last that uses the cluster: it takes a node away."""
     # As long as the workers of a slow machine take to start.
     config = config_for(cluster, corpus, tmp_path, elastic__worker_start_timeout_s=60.0, data__epochs=20)
     command = start(config, tmp_path)
@@ -162,3 +153,43 @@ def test_a_lost_node_is_awaited_and_given_up_without_a_dump(cluster: Cluster, co
     assert read_history(config.run_dir).status == "failed"
     for word in ("(raylet)", "RAY_TRAIN_", "ScalingConfig", "Traceback", socket.gethostname() + "/"):
         assert word not in text
+
+
+def test_a_second_directory_of_the_same_checkpoints_is_refused_before_a_worker_starts(
+    corpus: Path, tmp_path: Path
+) -> None:
+    def config_in(storage: str) -> Config:
+        return make_config(
+            tmp_path / storage, corpus, run__stop_step=2, cluster__workers=2, cluster__cpus_per_worker=0.25,
+            checkpoint__storage=str(tmp_path / "place"),
+        )  # fmt: skip
+
+    first, second = config_in("a"), config_in("b")
+    prepare_attempt(first, "first")
+    claim_checkpoints(resolve_run(first))
+    run_ranks(run_worker, 2, first, "first", timeout_s=TIMEOUT_S)
+    code, text = train(second, tmp_path / "second")
+    assert code == 2, text
+    assert f"belong to the run directory {first.run_dir} of host " in text and "Set another run.name" in text
+    assert "starting Ray" not in text and not read_events(second.run_dir)
+
+
+def _seen() -> tuple[list[str], str, str]:
+    return [str(one) for one in ray.get_gpu_ids()], os.environ["CUDA_VISIBLE_DEVICES"], os.environ["NCCL_HOSTID"]
+
+
+def test_two_nodes_each_claim_the_one_gpu(ray_folder: Path) -> None:
+    cluster = LocalCluster(cpus_per_node=1, gpus_per_node=1, gpus=("0",))
+    try:
+        nodes = [cluster.add_node() for _ in range(2)]
+        with ray_session(cluster.address, cpus=0):
+            look = ray.remote(_seen)
+            asked = [
+                look.options(num_gpus=1, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote()
+                for node in nodes
+            ]
+            found = ray.get(asked, timeout=60)
+        assert [one[:2] for one in found] == [(["0"], "0")] * 2
+        assert {one[2] for one in found} == set(cluster.nodes.values())
+    finally:
+        cluster.shutdown()

@@ -13,7 +13,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +22,7 @@ import pytest
 from tests.distributed.harness import free_port
 from tests.distributed.run_case import make_config
 from tests.docs_commands import PAGES, ROOT, Command, clone, commands
+from tests.polling import wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1800)]
 _TIMEOUT_S = 600
@@ -37,10 +37,10 @@ _ELSEWHERE = {
     "ray-ulysses demo": "tests/unit/commands/test_demo.py, and by the commands of docs/start.md below",
     **dict.fromkeys(("docker ", "kubectl ", "ray up ", "ray start "), "tests/unit/test_infra.py: there is no cluster"),
     "source ": "the environment is the one that runs the tests",
-    **{f"ray-ulysses {name}": "tests/cluster/test_submit_command.py" for name in ("submit", "status", "logs", "stop")},
+    **{f"ray-ulysses {name}": "tests/cluster/test_submit.py" for name in ("submit", "status", "logs", "stop")},
     "ray-ulysses export RUN --merge ": "tests/unit/export/test_adapters.py: the story's run has no adapter",
     "ray-ulysses init ": "tests/unit/run/test_first_config.py",
-    "ray job submit ": "tests/cluster/test_job_submit.py::test_readmes_submission_runs_in_a_fresh_clone",
+    "ray job submit ": "tests/cluster/test_submit.py::test_readmes_submission_runs_in_a_fresh_clone",
 }
 
 
@@ -150,16 +150,13 @@ def _block(language: str) -> str:
     return str(found)
 
 
-def _start(place: Path, text: str) -> subprocess.Popen[bytes]:
+def _start(place: Path, text: str, is_there: Callable[[], bool]) -> subprocess.Popen[bytes]:
+    """Start a command in the background, and wait until it has done something."""
     words = shlex.split(text.removesuffix("&"))
-    return subprocess.Popen(words, cwd=place, env=environment_of(place), start_new_session=True)
-
-
-def _wait_for(is_there: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + _TIMEOUT_S
-    while not is_there():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.2)
+    process = subprocess.Popen(words, cwd=place, env=environment_of(place), start_new_session=True)
+    wait_until(lambda: process.poll() is not None or is_there(), text, timeout_s=_TIMEOUT_S, every_s=0.2)
+    assert process.poll() is None
+    return process
 
 
 def _answers(address: str) -> bool:
@@ -194,11 +191,10 @@ def _do(place: Path, text: str, started: list[subprocess.Popen[bytes]]) -> None:
         return
     if text.startswith("mlflow ui"):
         port = free_port()
-        started.append(_start(place, f"{text} --port {port} --workers 1"))
-        _wait_for(lambda: _answers(f"http://127.0.0.1:{port}/"), started[-1])
+        page = f"http://127.0.0.1:{port}/"
+        started.append(_start(place, f"{text} --port {port} --workers 1", lambda: _answers(page)))
     elif text.endswith("&"):
-        started.append(_start(place, text))
-        _wait_for((place / "runs/mine/checkpoints/step-00000006/manifest.json").is_file, started[-1])
+        started.append(_start(place, text, (place / "runs/mine/checkpoints/step-00000006/manifest.json").is_file))
     elif text == "kill -9 %1":
         started[0].kill()
         started[0].wait(60)

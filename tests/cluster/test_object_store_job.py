@@ -14,7 +14,7 @@ from ray.cluster_utils import Cluster
 
 from ray_ulysses.config import Config
 from ray_ulysses.tracking.history import RunHistory, read_history
-from tests.cluster.test_train_job import check_against_unbroken, start
+from tests.cluster.commands import check_against_unbroken, start
 from tests.distributed.run_case import STDLIB_FILES, make_config
 from tests.polling import wait_until
 from tests.s3_server import S3Server, serve_s3

@@ -1,11 +1,18 @@
-"""A node whose cable is pulled: nobody is told, its processes live on, and the run goes on without it in seconds."""
+"""A node whose cable is pulled: its processes live on, and the run goes on without it in seconds.
+
+Nodes are network namespaces of one machine. A pulled cable drops packets and closes no connection, as a failed switch
+does, which stopping or killing processes cannot show.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -15,11 +22,135 @@ from ray_ulysses.config import Config
 from ray_ulysses.run_names import CHECKPOINT_FOLDER
 from ray_ulysses.tracking.events import AttemptStarted, CheckpointCommitted, Event, StepDone
 from ray_ulysses.tracking.history import read_history
-from tests.cluster.namespaces import CableCluster, can_make_namespaces, environment
-from tests.distributed.run_case import make_config, make_corpus
+from tests.cluster.heads import TOKEN
+from tests.distributed.run_case import make_config
 from tests.polling import wait_until
 from tests.result_table import ResultTable
 from tests.unit.tracking.journals import read_events
+
+_ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 400.0
+# Ten seconds on two quiet cores; a test bounds what a machine that is busy with others may take.
+RECOVERED_S = 40.0
+_NETWORK = "10.213.77"
+_PORT = 6379
+
+
+def can_make_namespaces() -> bool:
+    if shutil.which("ip") is None:
+        return False
+    name = f"ru-try-{os.getpid()}"
+    is_made = _run("ip", "netns", "add", name).returncode == 0
+    link = ("link", "add", "name", "one", "type", "veth", "peer", "name", "two")
+    try:
+        return is_made and _run("ip", "-n", name, *link).returncode == 0
+    finally:
+        if is_made:
+            _run("ip", "netns", "delete", name)
+
+
+class CableCluster:
+    """A head without workers, and nodes that are each joined to it by one virtual cable."""
+
+    def __init__(self, folder: Path, cpus: Sequence[int]) -> None:
+        self._folder, self._prefix, self._num_nodes = folder, f"ru{os.getpid()}", len(cpus)
+        self._raylets: list[subprocess.Popen[bytes]] = []
+        self.address = f"{_NETWORK}.1:{_PORT}"
+        try:
+            self._make_network()
+            for number, count in enumerate(cpus):
+                self._start_ray(number, count)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def command(self, node: int, *arguments: str) -> list[str]:
+        return ["ip", "netns", "exec", self._name(node), *arguments]
+
+    def pull(self, node: int) -> None:
+        _checked("ip", "-n", self._name(0), "link", "set", f"to{node}", "down")
+
+    def plug(self, node: int) -> None:
+        _checked("ip", "-n", self._name(0), "link", "set", f"to{node}", "up")
+
+    def number_of(self, name: str) -> int:
+        return int(name.rsplit(".", 1)[1]) - 1
+
+    def processes(self, node: int) -> list[psutil.Process]:
+        found = []
+        for pid in _run("ip", "netns", "pids", self._name(node)).stdout.split():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found.append(psutil.Process(int(pid)))
+        return found
+
+    def shutdown(self) -> None:
+        """End all processes of all nodes, and remove the network."""
+        left = [process for node in range(self._num_nodes) for process in self.processes(node)]
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(left, timeout=30)
+        for raylet in self._raylets:
+            raylet.wait(30)
+        for node in range(self._num_nodes):
+            _run("ip", "netns", "delete", self._name(node))
+
+    def _name(self, node: int) -> str:
+        return f"{self._prefix}-{node}"
+
+    def _make_network(self) -> None:
+        """Give each node a namespace; the head's holds the switch that all cables lead to."""
+        head = self._name(0)
+        for node in range(self._num_nodes):
+            _checked("ip", "netns", "add", self._name(node))
+            _checked("ip", "-n", self._name(node), "link", "set", "lo", "up")
+        _checked("ip", "-n", head, "link", "add", "switch", "type", "bridge")
+        _checked("ip", "-n", head, "addr", "add", f"{_NETWORK}.1/24", "dev", "switch")
+        _checked("ip", "-n", head, "link", "set", "switch", "up")
+        for node in range(1, self._num_nodes):
+            name = self._name(node)
+            peer = ("peer", "name", "eth0", "netns", name)
+            _checked("ip", "-n", head, "link", "add", f"to{node}", "type", "veth", *peer)
+            _checked("ip", "-n", head, "link", "set", f"to{node}", "master", "switch")
+            _checked("ip", "-n", head, "link", "set", f"to{node}", "up")
+            _checked("ip", "-n", name, "addr", "add", f"{_NETWORK}.{node + 1}/24", "dev", "eth0")
+            _checked("ip", "-n", name, "link", "set", "eth0", "up")
+
+    def _start_ray(self, node: int, cpus: int) -> None:
+        address = f"{_NETWORK}.{node + 1}"
+        where = ("--head", f"--port={_PORT}", "--include-dashboard=false")
+        log = self._folder / f"node-{node}.log"
+        with log.open("wb") as output:
+            raylet = subprocess.Popen(
+                self.command(
+                    node, str(Path(sys.executable).with_name("ray")), "start", "--block", "--disable-usage-stats",
+                    *(where if node == 0 else (f"--address={self.address}",)), f"--node-ip-address={address}",
+                    f"--num-cpus={cpus}", f"--temp-dir={self._folder}/{node}",
+                ),
+                stdout=output, stderr=subprocess.STDOUT, env=environment(), start_new_session=True,
+            )  # fmt: skip
+        self._raylets.append(raylet)
+
+        def has_started() -> bool:
+            assert raylet.poll() is None, log.read_text()
+            return "Ray runtime started" in log.read_text()
+
+        wait_until(has_started, f"node {node} starts", timeout_s=120.0, every_s=0.2, said=log.read_text)
+
+
+def environment() -> Mapping[str, str]:
+    plain = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "RAY_TMPDIR")}
+    return {**plain, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN, "RAY_USAGE_STATS_ENABLED": "0"}
+
+
+def _run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def _checked(*command: str) -> None:
+    done = _run(*command)
+    assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
+
 
 pytestmark = [
     pytest.mark.cluster,
@@ -27,10 +158,6 @@ pytestmark = [
     pytest.mark.timeout(1200),
     pytest.mark.skipif(not can_make_namespaces(), reason="may not make network namespaces here"),
 ]
-_ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 400.0
-# Ten seconds on two quiet cores; a test bounds what a machine that is busy with others may take.
-RECOVERED_S = 40.0
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +179,10 @@ def cluster(ray_folder: Path) -> Iterator[CableCluster]:
 
 @pytest.mark.parametrize("whose", ["rank 0", "another rank"])
 def test_a_cable_that_is_pulled_costs_seconds_and_the_cut_side_commits_nothing(
-    cluster: CableCluster, tmp_path: Path, whose: str, results: ResultTable
+    cluster: CableCluster, corpus: Path, tmp_path: Path, whose: str, results: ResultTable
 ) -> None:
     config = make_config(
-        tmp_path / "runs", make_corpus(tmp_path), run__stop_step=100_000, data__epochs=650,
+        tmp_path / "runs", corpus, run__stop_step=100_000, data__epochs=650,
         cluster__workers={"min": 2, "max": 4}, cluster__cpus_per_worker=1.0, cluster__data_cpus=0.1,
         cluster__address=cluster.address, checkpoint__every_steps=2,
     )  # fmt: skip

@@ -12,15 +12,14 @@ from ray._raylet import RAY_NODE_ID_KEY  # type: ignore[attr-defined]  # compile
 
 from ray_ulysses.cluster.local_cluster import LocalCluster
 from ray_ulysses.data.corpus.corpus import Corpus
-from ray_ulysses.data.plan.corpus_set import PlannedSource
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.read.reader import RowSlice
-from tests.cluster.one_ray.test_stream import assert_same, direct, place_of, plan_of, source_of
-from tests.cluster.streams import WAIT_S, Reads, WatchedStreams, streamed_source, take_streamed
+from tests.cluster.one_ray.test_stream import Rank, Taker, assert_same, direct, plan_of, source_of
+from tests.cluster.streams import WAIT_S, Reads
 from tests.polling import wait_until
 from tests.unit.data.corpora import text_corpus, varied_texts
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")
@@ -42,32 +41,10 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     return text_corpus(tmp_path_factory.mktemp("nodes"), varied_texts(60, longest=3000), unit_bytes=20_000)
 
 
-class _Rank:
-    """A rank with a block per row."""
-
-    def __init__(self, source: PlannedSource, plan: Plan, place: dict[str, Any], reads: Reads) -> None:
-        self._source = streamed_source(source, plan, WatchedStreams(reads), block_tokens=1, **place)
-
-    def take(self, first: int, last: int) -> list[RowSlice]:
-        return take_streamed(self._source, range(first, last))
-
-    def close(self) -> None:
-        self._source.close()
-
-
-class _Taker:
-    """Takes all CPUs of a node."""
-
-    def has_all(self) -> bool:
-        return True
-
-
-def start(kind: type, node: str, *arguments: Any, num_cpus: float = 0) -> Any:
-    return ray.remote(kind).options(num_cpus=num_cpus, label_selector={RAY_NODE_ID_KEY: node}).remote(*arguments)
-
-
 def rank_on(node: str, corpus: Corpus, plan: Plan, reads: Reads, rank: int = 0, world_size: int = 1) -> Any:
-    return start(_Rank, node, source_of(corpus), plan, place_of(rank, world_size, 1), reads)
+    """Start a rank with a block per row."""
+    actor = Rank.options(label_selector={RAY_NODE_ID_KEY: node})  # type: ignore[attr-defined]
+    return actor.remote(source_of(corpus), plan, rank, (world_size, 1), before_read=reads, block_tokens=1, max_blocks=8)
 
 
 def take(rank: Any, steps: range) -> list[RowSlice]:
@@ -80,12 +57,11 @@ def close(rank: Any) -> None:
 
 
 def take_all_cpus(node: str) -> Any:
-    taker = start(_Taker, node, num_cpus=2)
+    taker = Taker.options(num_cpus=2, label_selector={RAY_NODE_ID_KEY: node}).remote()  # type: ignore[attr-defined]
     assert ray.get(taker.has_all.remote(), timeout=WAIT_S)
     return taker
 
 
-@pytest.mark.slow
 def test_blocks_are_read_on_the_node_of_their_rank(nodes: LocalCluster, corpus: Corpus, tmp_path: Path) -> None:
     plan, places = plan_of(corpus), list(nodes.nodes)
     all_reads = [Reads(tmp_path / str(rank)) for rank in range(2)]
@@ -100,7 +76,6 @@ def test_blocks_are_read_on_the_node_of_their_rank(nodes: LocalCluster, corpus: 
         close(ranks[rank])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["while it reads", "with blocks that were not taken"])
 def test_a_node_goes_that_reads_for_a_rank_of_another(
     nodes: LocalCluster, corpus: Corpus, tmp_path: Path, loss: str

@@ -14,8 +14,8 @@ import psutil
 from ray_ulysses.config import Config
 from ray_ulysses.tracking.events import AttemptStarted
 from ray_ulysses.tracking.history import read_history
+from tests.cluster.commands import Command, start, train, wait_for_step
 from tests.cluster.conftest import ray_folder as ray_folder
-from tests.cluster.test_train_job import Command, start, train, wait_for_step
 from tests.distributed.run_case import make_config, make_corpus
 from tests.unit.tracking.journals import read_events
 

@@ -30,9 +30,8 @@ from ray_ulysses.run.secrets_file import SecretsFile
 from ray_ulysses.storage.object_store import ObjectStore
 from ray_ulysses.storage.place import open_folder
 from tests.breadth import fast_only
-from tests.cluster.streams import WAIT_S, WatchedStreams, executions, streamed_source, take_streamed
+from tests.cluster.streams import WAIT_S, Reads, WatchedStreams, executions, streamed_source, take_streamed
 from tests.local_preparation import preparing
-from tests.polling import wait_until
 from tests.s3_server import serve_s3
 from tests.unit.data.corpora import text_corpus, varied_texts, write_texts
 from tests.unit.data.plans import build_plan
@@ -53,39 +52,22 @@ def plan_of(corpus: Corpus, rows_per_step: int = 5, context_tokens: int = 2048) 
 
 def source_of(corpus: Corpus) -> PlannedSource:
     return PlannedSource(
-        path=str(corpus.path),
-        fingerprint=corpus.fingerprint,
-        num_documents=corpus.num_documents,
+        path=str(corpus.path), fingerprint=corpus.fingerprint, num_documents=corpus.num_documents,
         has_weights=corpus.has_weights,
-    )
+    )  # fmt: skip
 
 
 def place_of(rank: int, world_size: int, sp_size: int) -> dict[str, Any]:
-    return {
-        "dp_rank": rank // sp_size,
-        "dp_size": world_size // sp_size,
-        "sp_rank": rank % sp_size,
-        "sp_size": sp_size,
-    }
+    dp_rank, sp_rank = divmod(rank, sp_size)
+    return {"dp_rank": dp_rank, "dp_size": world_size // sp_size, "sp_rank": sp_rank, "sp_size": sp_size}
 
 
 def sources_of(
-    corpus: Corpus,
-    plan: Plan,
-    world_size: int,
-    sp_size: int,
-    source: PlannedSource | None = None,
-    streams: RayStreams | None = None,
-    **options: Any,
+    corpus: Corpus, plan: Plan, world_size: int, sp_size: int, streams: RayStreams | None = None, **options: Any
 ) -> list[StreamedSource]:
+    places = [place_of(rank, world_size, sp_size) for rank in range(world_size)]
     return [
-        streamed_source(
-            source or source_of(corpus),
-            plan,
-            streams or WatchedStreams(),
-            **{**place_of(rank, world_size, sp_size), **options},
-        )
-        for rank in range(world_size)
+        streamed_source(source_of(corpus), plan, streams or WatchedStreams(), **place, **options) for place in places
     ]
 
 
@@ -161,10 +143,12 @@ class Rank:
     """A worker process with its own source."""
 
     def __init__(
-        self, source: PlannedSource, plan: Plan, rank: int, world: tuple[int, int], num_cpus: float = 0.25
-    ) -> None:
-        streams = WatchedStreams(num_cpus=num_cpus)
-        self._source = streamed_source(source, plan, streams, block_tokens=2000, max_blocks=3, **place_of(rank, *world))
+        self, source: PlannedSource, plan: Plan, rank: int, world: tuple[int, int], num_cpus: float = 0.25,
+        before_read: Reads | None = None, **options: Any,
+    ) -> None:  # fmt: skip
+        streams = WatchedStreams(before_read, num_cpus=num_cpus)
+        given = {"block_tokens": 2000, "max_blocks": 3, **place_of(rank, *world), **options}
+        self._source = streamed_source(source, plan, streams, **given)
 
     def step(self, step: int, die_at: int | None) -> list[RowSlice]:
         """Receive a step; the process dies in the middle where it is told to."""
@@ -199,12 +183,6 @@ def test_ranks_in_processes_of_their_own_receive_their_slices(cluster: None, tmp
         ray.kill(rank)
 
 
-def train_slowly(source: StreamedSource, num_steps: int) -> None:
-    for step in range(1, num_steps + 1):
-        for _ in source.step(step):
-            time.sleep(0.4)
-
-
 @ray.remote(num_cpus=4)
 class Taker:
     """Takes all CPUs."""
@@ -218,24 +196,14 @@ def test_a_cluster_without_free_cpus_is_an_error_and_no_hang(cluster: None, corp
     taker: Any = Taker.remote()  # type: ignore[attr-defined]
     ray.get(taker.has_all.remote(), timeout=WAIT_S)
     (source,) = sources_of(corpus, plan, 1, 1, streams=RayStreams(num_cpus=1.0), timeout_s=3.0)
+    slowly = (time.sleep(0.4) for step in range(1, plan.num_steps + 1) for _ in source.step(step))
     with pytest.raises(RunError, match=r"stream did not start within 3 s.* no node has cluster\.data_cpus CPUs free"):
-        train_slowly(source, plan.num_steps)
+        list(slowly)
     # Its task still waits for CPUs. What is left of a stream when Ray is ended would start a Ray of its own.
     source.close()
     assert executions() <= before
     assert not [one for one in threading.enumerate() if one.name == "ray-ulysses-read-ahead"]
     ray.kill(taker)
-
-
-@pytest.mark.slow
-def test_a_stream_that_is_closed_half_way_reads_no_more(cluster: None, corpus: Corpus) -> None:
-    before = executions()
-    plan = plan_of(corpus, rows_per_step=2)
-    (source,) = sources_of(corpus, plan, 1, 1, block_tokens=1, max_blocks=40)
-    take([source], range(1, 4))
-    assert executions() > before
-    source.close()
-    wait_until(lambda: executions() == before, "the execution has ended")
 
 
 @pytest.mark.slow
@@ -293,21 +261,3 @@ def pieces_of(corpus: Corpus, plan: Plan, slices: list[RowSlice]) -> Counter[tup
             begin += piece.length
             found[(piece.document, piece.start, piece.length)] += 1
     return found
-
-
-@pytest.mark.slow
-def test_blocks_keep_their_order_however_uneven_and_read_ahead_is_bounded(cluster: None) -> None:
-    """A canary of Ray Data 2.60: its order, and its limit of the object store, on which the stream relies."""
-    sizes = [200_000 if number % 5 == 0 else 8 for number in range(48)]
-
-    def block(item: dict[str, Any]) -> dict[str, Any]:
-        return {"number": item["number"], "payload": np.zeros(item["size"], dtype=np.int64)}
-
-    dataset = ray.data.from_items(
-        [{"number": number, "size": size} for number, size in enumerate(sizes)], override_num_blocks=len(sizes)
-    ).map(block, num_cpus=0.25)
-    options = dataset.context.execution_options
-    options.preserve_order = True
-    options.resource_limits = ray.data.ExecutionResources(object_store_memory=4_000_000)
-    dataset.context.enable_progress_bars = False
-    assert [int(row["number"]) for row in dataset.iter_rows()] == list(range(len(sizes)))

@@ -14,14 +14,12 @@ from pathlib import Path
 import psutil
 import pyarrow as pa
 import pytest
-import ray
-from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 
 from ray_ulysses.cluster import stream
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.read.streamed_source import BLOCK_TOKENS
 from tests.cluster.one_ray.test_stream import source_of
-from tests.cluster.streams import WAIT_S, Reads, WatchedStreams, executions, wide_blocks
+from tests.cluster.streams import WAIT_S, Reads, WatchedStreams, executions, stored_bytes, wide_blocks
 from tests.polling import wait_until
 from tests.unit.data.corpora import text_corpus, varied_texts
 
@@ -80,12 +78,6 @@ def test_an_execution_that_rests_is_woken(running: Run, monkeypatch: pytest.Monk
         assert not running.executor.is_alive()
 
 
-def stored_bytes() -> int:
-    """Bytes in the object store."""
-    address = get_state_from_address(ray.get_runtime_context().gcs_address)
-    return int(get_memory_info_reply(address).store_stats.object_store_bytes_used)
-
-
 @pytest.mark.slow
 def test_two_blocks_of_each_rank_are_held_and_none_after_it(cluster: None, corpus: Corpus, tmp_path: Path) -> None:
     before, num_files = stored_bytes(), 0
@@ -110,19 +102,6 @@ def test_two_blocks_of_each_rank_are_held_and_none_after_it(cluster: None, corpu
         num_files = num_files or psutil.Process().num_fds()
     assert psutil.Process().num_fds() <= num_files
     assert not [one.name for one in threading.enumerate() if one.name in ("Prefetcher", "iter_threaded")]
-
-
-def test_what_the_pace_looks_at_is_there(running: Run) -> None:
-    """A canary of Ray Data 2.60."""
-    running.wait_until_it_rests()
-    output, state = running.executor._output_node
-    assert output in running.executor._topology
-    assert state.num_waiting_consumers == 0
-    topology = running.executor._topology
-    assert sum(op.num_active_tasks() for op in topology) <= 1
-    assert sum(one.total_enqueued_output_blocks() for one in topology.values()) > 0
-    assert sum(one.total_enqueued_input_blocks() for one in topology.values()) > 0
-    assert len(running.reads.noted()) < 40, "the rest is not read"
 
 
 @pytest.mark.parametrize("end", ["comes", "stopped"])

@@ -1,14 +1,27 @@
-"""What a run asks for is held against nodes in whole workers, and the answer is in the settings' names."""
+"""The workers that a run needs are compared with the nodes, and missing ones are waited for within a limit."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from ray_ulysses.cluster.capacity import Demand, Node, displaced, hint, places, room_for_workers, shortfall
+from ray_ulysses.cluster.capacity import (
+    ClusterView,
+    Demand,
+    Node,
+    WorkersMissing,
+    WorkerWatch,
+    displaced,
+    hint,
+    places,
+    room_for_workers,
+    shortfall,
+)
+from ray_ulysses.cluster.failures import cause_of
 from ray_ulysses.elastic.placement import WorkerRange
 from ray_ulysses.run.settings import resolve_run
 from tests.distributed.run_case import make_config
@@ -21,15 +34,8 @@ def nodes(*sizes: tuple[float, float]) -> list[Node]:
 
 
 def test_the_demand_is_the_configurations(tmp_path: Path) -> None:
-    config = make_config(
-        tmp_path,
-        tmp_path,
-        cluster__workers=4,
-        cluster__cpus_per_worker=0.5,
-        cluster__data_cpus=0.75,
-        data__engine="ray",
-    )
-    demand = Demand.of(resolve_run(config))
+    cpus = {"cluster__cpus_per_worker": 0.5, "cluster__data_cpus": 0.75}
+    demand = Demand.of(resolve_run(make_config(tmp_path, tmp_path, cluster__workers=4, data__engine="ray", **cpus)))
     assert demand == Demand(wanted=WorkerRange(least=4, most=4, sp_size=2), cpus=0.5, gpus=0, data_cpus=0.75)
     assert demand.total_cpus == 4 * 0.5 + 2 * 0.75
     # The local engine reads in the workers themselves.
@@ -111,3 +117,98 @@ def test_an_elastic_run_leaves_cpus_to_the_data_stream_and_says_how_many_workers
         assert displaced(elastic, some) is None
     assert displaced(replace(elastic, data_cpus=0.0), nodes((4, 0))) is None
     assert displaced(replace(elastic, wanted=WorkerRange(least=4, most=4, sp_size=2)), nodes((4, 0))) is None
+
+
+DEMAND = Demand(wanted=WorkerRange(least=2, most=2, sp_size=1), cpus=1.0, gpus=0, data_cpus=0.0)
+NODE = Node(cpus=1.0, gpus=0.0)
+
+
+class Cluster:
+    """A cluster and a clock that a test sets."""
+
+    def __init__(self, demand: Demand = DEMAND, limit_s: float = 60.0) -> None:
+        self.is_training = True
+        self.time_s, self.view, self.said = 0.0, ClusterView(nodes=(NODE, NODE), workers=0), list[str]()
+        self.answers: Callable[[], ClusterView | None] = lambda: self.view
+        self.watch = WorkerWatch(
+            demand, limit_s=limit_s, look=lambda: self.answers(), say=self.said.append, clock=self,
+            is_training=lambda: self.is_training,
+        )  # fmt: skip
+
+    def now(self) -> float:
+        raise AssertionError("a wait is measured by the clock that never goes back")
+
+    def monotonic(self) -> float:
+        return self.time_s
+
+    def at(self, time_s: float, num_nodes: int, workers: int) -> None:
+        self.time_s, self.view = time_s, ClusterView(nodes=(NODE,) * num_nodes, workers=workers)
+        self.watch.check()
+
+
+def test_workers_that_start_in_time_are_not_spoken_of_and_late_ones_end_the_wait() -> None:
+    cluster = Cluster()
+    cluster.at(0, 2, 0)
+    cluster.at(59, 2, 1)
+    assert not cluster.watch.is_whole
+    cluster.at(60, 2, 2)
+    cluster.at(10_000, 2, 2)
+    assert cluster.watch.is_whole and cluster.said == []
+    # A node that is lost, comes back and is lost again starts the wait again.
+    for second, workers in ((10_040, 1), (10_090, 2), (10_100, 1), (10_159, 1)):
+        cluster.at(second, workers, workers)
+    with pytest.raises(WorkersMissing):
+        cluster.at(10_161, 1, 1)
+    with pytest.raises(WorkersMissing, match=r"0 of cluster\.workers=2 .* all workers fit on the nodes, so other jobs"):
+        Cluster().at(60, 2, 0)
+
+
+def test_a_lost_node_is_awaited_told_once_a_minute_and_given_up_with_its_count() -> None:
+    cluster = Cluster(limit_s=100.0)
+    cluster.at(30, 2, 2)
+    cluster.at(100, 1, 1)
+    assert not cluster.watch.is_whole and cluster.said == []
+    for second in range(101, 200):
+        cluster.at(second, 1, 0)
+    assert [text.split(" for nodes")[0] for text in cluster.said] == ["waiting up to 98 s", "waiting up to 38 s"]
+    with pytest.raises(WorkersMissing) as ended:
+        cluster.at(200, 1, 0)
+    text, cause = str(ended.value), cause_of(ended.value)
+    assert "0 of cluster.workers=2 " in text and "elastic.worker_start_timeout_s" in text
+    assert "set cluster.workers=1, which fits" in text and "RAY_TRAIN" not in text
+    assert (cause.kind, cause.is_final, cause.rank) == ("start", True, None)
+    assert f"{cause.reason}; {cause.hint}" == text
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_an_elastic_run_that_trains_needs_no_more_than_its_fewest_workers(is_training: bool) -> None:
+    cluster = Cluster(demand=replace(DEMAND, wanted=WorkerRange(least=1, most=2, sp_size=1)))
+    cluster.is_training = is_training
+    cluster.at(1, 2, 0)
+    assert not cluster.watch.is_whole
+    cluster.at(2, 2, 1)
+    assert cluster.watch.is_whole is is_training
+    if is_training:
+        cluster.at(10_000, 1, 1)
+        cluster.at(10_001, 0, 0)
+    with pytest.raises(WorkersMissing, match=r"cluster\.workers\.min=1"):
+        cluster.at(10_061, 0, 0)
+
+
+def test_the_cluster_is_asked_once_a_second_and_no_answer_changes_nothing() -> None:
+    cluster = Cluster()
+    cluster.at(1, 2, 2)
+    asked: list[float] = []
+    cluster.answers = lambda: asked.append(cluster.time_s)
+    for tenth in range(50_001, 50_051):
+        cluster.time_s = tenth / 10
+        cluster.watch.check()
+    assert len(asked) == 5 and cluster.watch.is_whole
+
+
+def test_workers_that_the_data_stream_displaces_are_told_once() -> None:
+    cluster = Cluster(replace(DEMAND, wanted=WorkerRange(least=1, most=4, sp_size=1), data_cpus=0.25))
+    for second in range(10):
+        cluster.at(second, 2, 1)
+    cluster.at(20, 3, 2)
+    assert len(cluster.said) == 1

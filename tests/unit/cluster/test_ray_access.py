@@ -1,25 +1,35 @@
-"""Which token Ray's processes get, and what is said where there is none; no Ray is started here."""
+"""Which token Ray's processes get, and how an address where no usable Ray is fails; no Ray is started here."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
+import socket
+import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from concurrent import futures
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import grpc
 import pytest
 from ray._common.utils import get_default_ray_temp_dir
+from ray._private import worker
 from ray._raylet import AuthenticationMode, AuthenticationTokenLoader, get_authentication_mode
 
+from ray_ulysses.cli import app, run
+from ray_ulysses.cluster import node_watch
 from ray_ulysses.cluster.job_client import connect
 from ray_ulysses.cluster.ray_access import check_address, private_session
-from ray_ulysses.commands.doctor import check_token
+from ray_ulysses.cluster.session import quiet_errors, ray_session
+from ray_ulysses.commands import doctor
+from ray_ulysses.commands.doctor import Check, check_token
 from ray_ulysses.errors import RunError, UserError
+from tests.distributed.harness import free_port
 from tests.unit.cluster.metadata_fakes import QuietHandler, serving
 
 _RIGHT = "ab" * 32
@@ -96,7 +106,7 @@ def test_a_session_without_a_token_has_to_be_asked_for_and_is_warned_of(
 
 @pytest.fixture
 def short() -> Iterator[Path]:
-    """A directory as `/tmp` is, with a short path."""
+    """A directory with a short path, as `/tmp` is."""
     with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as name:
         Path(name).chmod(0o1777)
         yield Path(name)
@@ -143,9 +153,12 @@ def test_a_path_too_long_for_sockets_is_refused(name: str, short: Path, monkeypa
     assert str(folder) in str(refused.value) and "RAY_AUTH_MODE" not in os.environ
 
 
+Server = Iterator[tuple[str, list[str | None]]]
+"""Its address, and the tokens that it was sent."""
+
+
 @contextmanager
-def _dashboard(token: str | None) -> Iterator[tuple[str, list[str | None]]]:
-    """A server that answers as Ray's dashboard does; the tokens that it was sent."""
+def _dashboard(token: str | None) -> Server:
     sent: list[str | None] = []
 
     class Handler(QuietHandler):
@@ -161,14 +174,13 @@ def _dashboard(token: str | None) -> Iterator[tuple[str, list[str | None]]]:
 
 
 @contextmanager
-def _head(token: str | None) -> Iterator[tuple[str, list[str | None]]]:
-    """A server that answers as a Ray head without nodes does; the tokens that it was sent."""
+def _head(token: str | None) -> Server:
+    """A Ray head without nodes."""
     sent: list[str | None] = []
 
     class Handler(grpc.GenericRpcHandler):
         def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
-            given = {name: str(value) for name, value in details.invocation_metadata}
-            sent.append(given.get("authorization"))
+            sent.append({name: str(value) for name, value in details.invocation_metadata}.get("authorization"))
 
             def answer(request: bytes, context: grpc.ServicerContext) -> bytes:
                 if token is not None and sent[-1] != f"Bearer {token}":
@@ -187,25 +199,24 @@ def _head(token: str | None) -> Iterator[tuple[str, list[str | None]]]:
         server.stop(None).wait()
 
 
-_ASKS = {
-    "none": ({}, "there is none in RAY_AUTH_TOKEN"),
-    "another": ({"RAY_AUTH_TOKEN": "cd" * 32}, "rejects the token"),
-    "forbidden": ({"RAY_AUTH_TOKEN": _RIGHT, "RAY_AUTH_MODE": "disabled"}, "RAY_AUTH_MODE=disabled"),
-}
-
-
-@pytest.mark.parametrize(("environment", "words"), _ASKS.values(), ids=_ASKS)
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({}, "there is none in RAY_AUTH_TOKEN"),
+        ({"RAY_AUTH_TOKEN": "cd" * 32}, "rejects the token"),
+        ({"RAY_AUTH_TOKEN": _RIGHT, "RAY_AUTH_MODE": "disabled"}, "RAY_AUTH_MODE=disabled"),
+    ],
+    ids=["none", "another", "forbidden"],
+)
 def test_a_cluster_that_asks_for_a_token_refuses_a_command_in_words(
     environment: Mapping[str, str], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    with _dashboard(_RIGHT) as (address, _), pytest.raises(RunError) as refused:
-        connect(address, 0, print)
-    assert address in str(refused.value) and words in str(refused.value)
-    with _head(_RIGHT) as (address, _), pytest.raises(RunError) as refused:
-        check_address(address)
-    assert address in str(refused.value) and words in str(refused.value)
+    for serve, ask in ((_dashboard, lambda address: connect(address, 0, print)), (_head, check_address)):
+        with serve(_RIGHT) as (address, _), pytest.raises(RunError) as refused:
+            ask(address)
+        assert address in str(refused.value) and words in str(refused.value)
 
 
 @pytest.mark.parametrize("mode", [None, "token"])
@@ -228,10 +239,72 @@ def test_the_token_goes_to_a_cluster_that_requires_one_and_to_no_other(
 
 
 def test_the_doctor_warns_of_a_cluster_that_takes_jobs_without_a_token() -> None:
-    """From a machine that is not one of its nodes, too."""
     with _head(None) as (address, _):
         (check,) = check_token(address)
         assert (check.name, check.level) == ("token", "warn") and "RAY_AUTH_MODE=token" in check.hint
     with _head(_RIGHT) as (address, _):
         assert [(check.name, check.level) for check in check_token(address)] == [("token", "ok")]
     assert list(check_token(address)) == list(check_token("http://head:8265")) == list(check_token("local")) == []
+
+
+def test_a_port_where_no_ray_answers_is_refused_with_the_reason_and_soon() -> None:
+    started, closed = time.monotonic(), f"127.0.0.1:{free_port()}"
+    with pytest.raises(RunError, match=r"\(Connection refused\); correct cluster.address or RAY_ADDRESS"):
+        check_address(closed)
+    with pytest.raises(RunError, match="Connection refused"), ray_session(closed, cpus=1):
+        pytest.fail("there is no Ray")
+    # Ray takes the name of this machine as its address in the network, so every interface listens.
+    with serving(QuietHandler, "") as address, pytest.raises(RunError, match="no Ray head answers"):
+        check_address(f"127.0.0.1:{urlsplit(address).port}")
+    # A head whose machine hangs accepts connections, and never answers.
+    with socket.create_server(("", 0)) as silent, pytest.raises(RunError, match="no answer within 1 s"):
+        check_address(f"127.0.0.1:{silent.getsockname()[1]}", timeout_s=1.0)
+    assert time.monotonic() - started < 20
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("http://head:8265", "is not the address of a Ray head"),
+        ("ray://head:10001", "ray-ulysses submit"),
+        ("head", "host:port"),
+    ],
+)
+def test_an_invalid_address_is_the_users_error(target: str, words: str) -> None:
+    with pytest.raises(UserError, match=f"cluster.address={target!r}.*{words}"):
+        check_address(target)
+
+
+def test_the_doctor_reports_an_unreachable_cluster_first_and_each_check_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said: list[str] = []
+
+    def machine(storage: str | None) -> Iterator[Check]:
+        said.extend(capsys.readouterr().out.splitlines())
+        assert len(said) == 1 and said[0].startswith("fail  cluster ") and "Connection refused" in said[0]
+        yield Check(name="python", level="ok", detail="3.11")
+        said.extend(capsys.readouterr().out.splitlines())
+        assert said[1:] == ["ok    python         3.11"]
+
+    monkeypatch.setattr(doctor, "check_machine", machine)
+    monkeypatch.setattr(node_watch, "found_provider", lambda setting: None)
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{free_port()}")
+    assert run(app, ["doctor"]) == 1
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["ok", "not"]
+    monkeypatch.setattr(doctor, "check_machine", lambda storage: [Check(name="python", level="ok", detail="3.11")])
+    assert run(app, ["doctor", "--quiet"]) == 1
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["fail", "not"]
+    assert run(app, ["doctor", "--json"]) == 1
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    assert [(one["name"], one["level"]) for one in checks] == [("cluster", "fail"), ("python", "ok"), ("cloud", "ok")]
+
+
+def test_ray_prints_nothing_of_its_nodes_within_a_session(capsys: pytest.CaptureFixture[str]) -> None:
+    """A canary of Ray 2.60: what its nodes report goes through this function, and the switch is obeyed."""
+    report = {"lines": ["Raylet is terminated. Last 20 lines of its log: ..."], "pid": "raylet", "is_err": False}
+    with quiet_errors():
+        worker.print_worker_logs(report, sys.stdout)
+    assert capsys.readouterr().out == ""
+    worker.print_worker_logs(report, sys.stdout)
+    assert "Raylet is terminated" in capsys.readouterr().out

@@ -1,17 +1,17 @@
-"""The number of workers follows the nodes: what Ray Train is told, on nodes and a clock that the test sets."""
+"""The number of workers follows the nodes, and workers join; nodes, actors and the clock are the test's."""
 
 from __future__ import annotations
 
 import socket
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorDiedError
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
 from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision
@@ -20,16 +20,15 @@ from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
 from ray.train.v2.api.config import ScalingConfig
 from ray.train.v2.api.exceptions import ControllerError
 
-from ray_ulysses.clock import SystemClock
-from ray_ulysses.cluster import controller, scaling
-from ray_ulysses.cluster.controller import WorkerGroupWatch
+from ray_ulysses.cluster import scaling
+from ray_ulysses.cluster.capacity import Demand
 from ray_ulysses.cluster.failures import FailureJudge, is_resize, lacks_room
-from ray_ulysses.cluster.scaling import WorkerScaling, reachable
+from ray_ulysses.cluster.scaling import JoiningWorkers, Seat, WorkerScaling, reachable
 from ray_ulysses.elastic import reform
-from ray_ulysses.elastic.causes import RankError
 from ray_ulysses.elastic.placement import LEAVE_S, SETTLE_S, WorkerRange
 from ray_ulysses.run.requests import clear_stop, exclude_nodes, request_stop, stop_requested
 from ray_ulysses.run.settings import resolve_run
+from ray_ulysses.supervision.supervisor import Announcement
 from ray_ulysses.tracking.events import RESIZED
 from ray_ulysses.tracking.history import Pace
 from tests.distributed.run_case import make_config
@@ -39,10 +38,10 @@ MOVE = reform.MoveAsked()
 
 
 def alive(*nodes: str) -> dict[int, reform.Supervised]:
-    """Return workers on these nodes; a capital letter stands for one that is lost."""
+    """Return workers on these nodes; a capital letter stands for a lost one, a dot for one that has not joined."""
+    places = [None if node == "." else reform.Place(node=node.lower(), host="h", port=1) for node in nodes]
     return {
-        number: reform.Supervised(place=reform.Place(node=node.lower(), host="h", port=1), is_lost=node.isupper())
-        for number, node in enumerate(nodes)
+        number: reform.Supervised(place=place, is_lost=nodes[number].isupper()) for number, place in enumerate(places)
     }
 
 
@@ -61,14 +60,9 @@ class Members:
     def begin(self, placed: dict[str, int]) -> None:
         self.posted = []
         self.group = SimpleNamespace(
-            phase="training",
-            num_placed=placed,
-            status=None,
-            workers=alive(*Counter(placed).elements()),
-            unusable=frozenset(),
-            silent=frozenset(),
-            members=range(sum(placed.values())),
-        )
+            phase="training", num_placed=placed, status=None, workers=alive(*Counter(placed).elements()),
+            unusable=frozenset(), silent=frozenset(), members=range(sum(placed.values())),
+        )  # fmt: skip
 
     def announce(self, draining: dict[str, float | None]) -> None:
         self.announced = draining
@@ -131,16 +125,13 @@ class Scaled:
         self.members, self.joining = Members(), Joining()
         of_ray: Any = ScalingConfig(num_workers=most, resources_per_worker={"CPU": 1.0})
         members: Any = self.members
-        self.policy = WorkerScaling(
-            resolve_run(config), {"session": SESSION}, of_ray, members, self.used.append, clock=self
-        )
+        run, job = resolve_run(config), {"session": SESSION}
+        self.policy = WorkerScaling(run, job, of_ray, members, self.used.append, clock=self)
         self.policy._joining = self.joining  # type: ignore[assignment]
         self.policy._maybe_send_resource_request = lambda: None  # type: ignore[method-assign]
 
     def steady(self) -> dict[str, Any]:
-        return {
-            node: {"NodeManagerAddress": f"host-{node}", "Resources": {"CPU": cpus}} for node, cpus in self.cpus.items()
-        }
+        return {one: {"NodeManagerAddress": f"host-{one}", "Resources": {"CPU": n}} for one, n in self.cpus.items()}
 
     def _sleep(self, seconds: float) -> None:
         self.time_s += seconds
@@ -193,8 +184,7 @@ class Scaled:
         return stop_requested(self.run_dir, SESSION)
 
     def pace(self, seconds_left: float) -> None:
-        pace = Pace(seconds_left=seconds_left, start_s=30.0)
-        self.patch.setattr(scaling, "run_pace", lambda _: pace)
+        self.patch.setattr(scaling, "run_pace", lambda _: Pace(seconds_left=seconds_left, start_s=30.0))
 
     def train_on(self, phase: str, *workers: str, **vacant: int) -> None:
         """Start, and let members on node a train on or wait in this phase, while workers are as given."""
@@ -463,91 +453,128 @@ def test_a_node_whose_ray_takes_no_connection_is_not_counted() -> None:
         assert list(reachable(entries)) == ["alive"]
 
 
-def watch_of(**parts: Any) -> Any:
-    """Return a watch of worker groups with these parts instead of Ray's and the coordinator's."""
-    watch: Any = WorkerGroupWatch.__new__(WorkerGroupWatch)
-    given: dict[str, Any] = {
-        "_addresses": {},
-        "_gone": frozenset(),
-        "_clock": SystemClock(),
-        "_memory": SimpleNamespace(keep=lambda nodes: None, prepare=lambda nodes: None, newest_step=lambda gone: None),
-        "_judge": SimpleNamespace(judge=lambda cause, noticed: True),
-        "scaling": SimpleNamespace(polled=lambda status: None, leave_out=lambda nodes: None),
-        "coordinator": Members(),
+WANTED = WorkerRange(least=2, most=8, sp_size=2)
+DEMAND = Demand(wanted=WANTED, cpus=1.0, gpus=0, data_cpus=0.0)
+ANNOUNCEMENT = Announcement(host="127.0.0.1", port=1, token="t", group=1)
+
+
+class Cluster:
+    """Ray, as far as workers that join need it: answers are lists, empty while there is none."""
+
+    def __init__(self) -> None:
+        self.actors: list[Actor] = []
+        self.killed: list[str] = []
+
+    def remote(self, **resources: Any) -> Any:
+        return lambda _: SimpleNamespace(options=self.options)
+
+    def options(self, label_selector: dict[str, str] | None = None, scheduling_strategy: str = "") -> Any:
+        actor = Actor(node=next(iter((label_selector or {"": scheduling_strategy}).values())))
+        self.actors.append(actor)
+        return SimpleNamespace(remote=lambda: actor)
+
+    def wait(self, asked: Sequence[list[Any]], num_returns: int = 1, timeout: float = 0) -> Any:
+        return [one for one in asked if one], [one for one in asked if not one]
+
+    def get(self, answers: Sequence[list[Any]]) -> list[Any]:
+        for (answer,) in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        return [answer for (answer,) in answers]
+
+    def kill(self, actor: Actor) -> None:
+        self.killed.append(actor.node)
+
+
+class Actor:
+    """An actor whose answers the test gives."""
+
+    def __init__(self, node: str) -> None:
+        self.node, self.gpu_answer, self.end, self.supervised = node, [[]], [], ()  # type: tuple[Any, ...]
+        self.gpus = SimpleNamespace(remote=lambda: self.gpu_answer)
+        self.supervise = SimpleNamespace(remote=self._supervise)
+
+    def _supervise(self, *arguments: Any) -> list[Any]:
+        self.supervised = arguments
+        return self.end
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    cluster = Cluster()
+    monkeypatch.setattr(scaling, "ray", cluster)
+    return cluster
+
+
+def group(*nodes: str, members: int = 2) -> reform.Group:
+    return reform.Group(wanted=WANTED, workers=alive(*nodes), phase="training", members=tuple(range(members)))
+
+
+def joiners(seats: dict[int, Seat] | None = None) -> JoiningWorkers:
+    one = JoiningWorkers({"session": "s"}, DEMAND, patience_s=300.0)
+    one.begin(ANNOUNCEMENT, seats or {})
+    return one
+
+
+def test_workers_supervise_once_all_have_their_places_and_join_together(ray: Cluster) -> None:
+    one, before = joiners(), group("a", "b")
+    one.start(before, {"b": 1, "c": 1}, 0.0)
+    assert one.beside == {"b": 1, "c": 1} and one.are_awaited
+    ray.actors[1].gpu_answer.clear()
+    assert not one.have_joined(before, 1.0) and not ray.actors[0].supervised
+    ray.actors[1].gpu_answer.append([])
+    assert not one.have_joined(before, 2.0)
+    # Number and local rank follow those of the workers that are there.
+    assert [actor.supervised[2:4] for actor in ray.actors] == [(2, 1), (3, 0)]
+    assert not one.have_joined(group("a", "b", "b", "."), 3.0)
+    assert one.have_joined(group("a", "b", "b", "c"), 4.0) and not one.are_awaited and not ray.killed
+
+
+@pytest.mark.parametrize("way", ["time", "death"])
+def test_workers_that_do_not_come_are_ended_but_not_those_that_train_already(ray: Cluster, way: str) -> None:
+    one, before = joiners(), group("a", "a")
+    one.start(before, {"b": 2, "c": 2}, 0.0)
+    one.have_joined(before, 1.0)
+    if way == "death":
+        ray.actors[3].end.append(ActorDiedError())
+    # A fault has made members of the first two.
+    present = group("a", "a", "b", "b", ".", ".", members=4)
+    assert not one.have_joined(present, 301.0 if way == "time" else 2.0)
+    assert ray.killed == ["c", "c"] and one.beside == {"b": 2} and not one.are_awaited
+    # One that was cut off may come back under its number.
+    one.start(present, {"d": 1}, 400.0)
+    one.have_joined(present, 401.0)
+    assert ray.actors[-1].supervised[2] == 6
+
+
+def test_lost_workers_and_those_of_a_group_that_ended_are_forgotten(ray: Cluster) -> None:
+    one = joiners()
+    one.start(group("a", "a"), {"b": 2}, 0.0)
+    assert not one.have_joined(group("a", "a"), 1.0)
+    assert one.have_joined(group("a", "a", "b", "b"), 2.0)
+    one.forget({0, 2})
+    assert one.beside == {"b": 1} and ray.killed == ["b"]
+    one.start(group("a", "a", "b", "b"), {"c": 2}, 3.0)
+    one.end()
+    assert sorted(ray.killed) == ["b", "b", "c", "c"] and one.beside == {} and not one.are_awaited
+
+
+def test_the_place_of_a_worker_that_is_lost_is_taken_by_one_that_joins(ray: Cluster) -> None:
+    """Ray Train's group keeps it reserved, and a process that is only stopped keeps it occupied until it is killed."""
+    seats = {
+        rank: Seat(node=node, actor=Actor(f"ray {rank}"), strategy=f"seat {rank}") for rank, node in enumerate("ab")
     }
-    for name, part in (given | parts).items():
-        setattr(watch, name, part)
-    return watch
-
-
-GONE = RuntimeError("its process is gone")
-
-
-@pytest.mark.parametrize(
-    ("error", "phase", "is_lost", "running"),
-    [
-        (GONE, "training", False, True), (GONE, "training", True, False), (GONE, "stopping", True, True),
-        (GONE, "judging", True, True), (GONE, "ended", False, False), (GONE, "ended", True, False),
-        # Ray knows nothing for minutes of one whose supervisor is stopped.
-        (None, "training", True, True), (None, "ended", True, False), (None, "ended", False, True),
-    ],
-)  # fmt: skip
-def test_a_worker_that_failed_counts_as_ended_only_once_that_is_decided(
-    error: Exception | None, phase: str, is_lost: bool, running: bool
-) -> None:
-    """One that dies after the attempt has ended well must not keep Ray waiting for ever."""
-    watch = watch_of()
-    workers = {0: SimpleNamespace(is_lost=False), 1: SimpleNamespace(is_lost=is_lost)}
-    watch.coordinator.group = SimpleNamespace(phase=phase, gave_up=False, workers=workers)
-    status = WorkerStatus(running=True, error=error)
-    statuses = {0: WorkerStatus(running=phase != "ended"), 1: status}
-    watch.after_worker_group_poll_status(WorkerGroupPollStatus(worker_statuses=statuses))
-    assert (status.running, status.error) == (running, None)
-    assert bool(watch.coordinator.posted) is (error is not None and not is_lost)
-    # If all of Ray's workers are lost, workers that joined later train on, and the run is not finished.
-    workers[0].is_lost = True
-    polled = WorkerGroupPollStatus(worker_statuses={0: WorkerStatus(running=True, error=GONE)})
-    watch.after_worker_group_poll_status(polled)
-    assert polled.finished is (phase == "ended") and not polled.errors
-
-
-QUESTION = reform.Judge(generation=1, errors=(RankError(rank=0, kind="lost", what="x"),), is_final=False)
-
-
-def answering(monkeypatch: pytest.MonkeyPatch, nodes: list[str], in_reach: set[str]) -> None:
-    """Let Ray know these nodes as alive, of which some take connections."""
-    entries = [{"NodeID": node, "Alive": True} for node in nodes]
-    monkeypatch.setattr(controller, "ray", SimpleNamespace(nodes=lambda: entries))
-    for name, found in {
-        "reachable": lambda _: dict.fromkeys(in_reach),
-        "steady_nodes": lambda: dict.fromkeys(in_reach),
-    }.items():
-        monkeypatch.setattr(controller, name, found)
-
-
-def test_slow_nodes_stay_left_and_one_that_was_out_of_reach_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    left_out: list[frozenset[str]] = []
-    watch, known, left = watch_of(scaling=SimpleNamespace(leave_out=left_out.append)), ["fast", "slow", "shy"], {"slow"}
-    for in_reach in ({"fast", "slow"}, {"fast", "slow", "shy"}):
-        answering(monkeypatch, known, in_reach)
-        wanted = WorkerRange(least=1, most=3, sp_size=1)
-        group = reform.Group(wanted=wanted, workers=alive(*known), unusable=frozenset(left), broken=frozenset({"x"}))
-        found, _ = watch._decide(QUESTION, group)
-        left = found.nodes
-        assert left == {"slow"} | (set(known) - in_reach) and found.draining == {"slow"}
-    assert left_out == [{"x"}] * 2, "nor does Ray start workers on a broken one"
-
-
-def test_the_memory_of_a_node_of_which_every_worker_fell_silent_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its agent takes connections and never answers: each wait for it holds up the recovery by ten seconds."""
-    asked: list[Any] = []
-    memory = SimpleNamespace(prepare=asked.append, newest_step=asked.append)
-    watch = watch_of(_addresses={"well": "h", "stopped": "h"}, _memory=memory)
-    answering(monkeypatch, ["well", "stopped"], {"well", "stopped"})
-    workers = alive("well", "stopped") | {1: replace(alive("stopped")[0], is_lost=True)}
-    group = reform.Group(wanted=WorkerRange(least=1, most=5, sp_size=1), workers=workers, silent=frozenset({"stopped"}))
-    found, _ = watch._decide(QUESTION, group)
-    assert asked == [{"well": "h"}, {"stopped"}]
-    assert not found.nodes, "workers may start there"
-    watch._use_nodes({"stopped": "h"})
-    assert asked[-1] == {"well": "h", "stopped": "h"}
+    one, present = joiners(seats), group("a", "b")
+    one.forget({1})
+    one.forget({1})
+    assert ray.killed == ["ray 1"] and one.vacant == {"b": 1} and one.beside == {}
+    one.start(present, {"b": 2}, 0.0)
+    assert [actor.node for actor in ray.actors] == ["seat 1", "b"]
+    assert one.beside == {"b": 1} and not one.vacant
+    one.have_joined(present, 1.0)
+    assert one.have_joined(group("a", "b", "b", "b"), 2.0)
+    # The same place again, for the one that takes it after this one.
+    one.forget({1, 2})
+    assert ray.killed == ["ray 1", "seat 1"] and one.vacant == {"b": 1} and one.beside == {"b": 1}
+    one.end()
+    assert ray.killed == ["ray 1", "seat 1", "b"] and not one.vacant, "Ray Train ends its own workers"

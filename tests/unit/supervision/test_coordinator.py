@@ -27,7 +27,8 @@ from ray_ulysses.supervision.supervisor import Announcement, encode
 from tests.polling import wait_until
 from tests.wire_recorder import Recorder, replay
 
-WANTED = WorkerRange(least=1, most=2, sp_size=1)
+ONE, WANTED = WorkerRange(least=1, most=1, sp_size=1), WorkerRange(least=1, most=2, sp_size=1)
+LIMITS = HangLimits(floor_s=30.0, start_s=60.0, evaluation_s=60.0, save_s=60.0, row_s=60.0)
 
 
 class Played:
@@ -51,6 +52,11 @@ class Played:
             "steps": step - 1, "step_s": 1.0, "waits_for_row": False, **fields,
         }  # fmt: skip
         self.socket.sendall(encode({"type": "beat", "generation": generation, "progress": progress}))
+
+    def shows(self, text: str, generation: int = 1, left: str = "") -> None:
+        """Answer the question for stacks."""
+        self.hears("stacks")
+        self.socket.sendall(encode({"type": "stacks", "generation": generation, "text": text, "left": left}))
 
     def hears(self, do: str) -> dict[str, Any]:
         while line := self.lines.readline():
@@ -86,14 +92,9 @@ def judge() -> Judged:
 
 def coordinate(judge: Judged, *, gather_s: float = 60.0, memory: Any = None) -> Coordinator:
     return Coordinator(
-        judge,
-        "127.0.0.1",
-        gather_s=gather_s,
-        memory=lambda nodes: memory,
-        limits=HangLimits(floor_s=30.0, start_s=60.0, evaluation_s=60.0, save_s=60.0, row_s=60.0),
-        record_hang=lambda *hang: judge.hangs.append(hang),
-        end_s=25.0,
-    )
+        judge, "127.0.0.1", gather_s=gather_s, memory=lambda nodes: memory, limits=LIMITS,
+        record_hang=lambda *hang: judge.hangs.append(hang), end_s=25.0,
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -160,9 +161,8 @@ def test_a_judge_that_fails_leaves_the_failure_to_ray(
 def test_a_supervisor_that_falls_silent_is_lost(
     coordinator: Coordinator, judge: Judged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "SILENCE_S", 1.0)
-    to = coordinator.begin({0: "n0"}, WorkerRange(least=1, most=1, sp_size=1))
-    silent = Played(to, 0)
+    monkeypatch.setattr(module, "SILENCE_S", 0.5)
+    silent = Played(coordinator.begin({0: "n0"}, ONE), 0)
     silent.hears("start")
     wait_until(lambda: bool(judge.asked), "the silence is noticed", timeout_s=20.0)
     assert judge.asked[0].errors[0].kind == "lost"
@@ -185,12 +185,8 @@ def test_a_rank_that_hangs_is_named_with_every_stack_and_all_are_ended(coordinat
     assert not judge.hangs, "20 s are allowed"
     one.beats(4, idle_s=31.0)
     two.beats(3, idle_s=31.0)
-    one.hears("stacks")
-    two.hears("stacks")
-    one.socket.sendall(
-        encode({"type": "stacks", "generation": 1, "text": "in all_reduce", "left": "diagnostics/a/r/rank-0"})
-    )
-    two.socket.sendall(encode({"type": "stacks", "generation": 1, "text": "in sleep", "left": ""}))
+    one.shows("in all_reduce", left="diagnostics/a/r/rank-0")
+    two.shows("in sleep")
     assert one.hears("stop")["generation"] == 1
     one.ends()
     two.ends()
@@ -248,7 +244,7 @@ def test_silent_strangers_are_given_up_and_supervisors_join(
 ) -> None:
     for name, value in patched.items():
         monkeypatch.setattr(authentication, name, value)
-    to = coordinator.begin({0: "n0"}, WorkerRange(least=1, most=1, sp_size=1))
+    to = coordinator.begin({0: "n0"}, ONE)
     with contextlib.ExitStack() as stack:
         silent = [stack.enter_context(socket.create_connection((to.host, to.port), 20.0)) for _ in range(4)]
         for stranger in silent[:2]:
@@ -293,8 +289,7 @@ def test_the_end_of_a_generation_that_is_over_says_nothing_of_the_next(coordinat
     one.beats(4, idle_s=31.0, generation=2)
     two.beats(3, idle_s=31.0, generation=2)
     for played in (one, two):
-        played.hears("stacks")
-        played.socket.sendall(encode({"type": "stacks", "generation": 2, "text": "in sleep", "left": ""}))
+        played.shows("in sleep", generation=2)
     assert one.hears("stop")["generation"] == 2
     one.ends(generation=2)
     two.ends(generation=2)
@@ -307,7 +302,7 @@ def test_neither_token_is_sent_and_a_recorded_connection_admits_nobody(judge: Ju
     secret = "the token of peer memory"
     memory = [AgentAddresses(agents={"n0": "127.0.0.1:1"}, node="n0", partner=None, token=secret)]
     with contextlib.closing(coordinate(judge, memory=memory)) as one:
-        to = one.begin({0: "n0"}, WorkerRange(least=1, most=1, sp_size=1))
+        to = one.begin({0: "n0"}, ONE)
         recorder = Recorder((to.host, to.port))
         played = Played(dataclasses.replace(to, port=recorder.address[1]), 0)
         start = played.hears("start")
@@ -320,29 +315,24 @@ def test_neither_token_is_sent_and_a_recorded_connection_admits_nobody(judge: Ju
         assert len(replay((to.host, to.port), bytes(recorder.sent))) in (0, NONCE_BYTES + PROOF_BYTES)
 
 
-LIMITS = HangLimits(floor_s=30.0, start_s=60.0, evaluation_s=60.0, save_s=60.0, row_s=60.0)
-
-
-def beat(rank: int, step: int, idle_s: float) -> RankProgress:
-    return RankProgress(
-        rank=rank, phase="step", step=step, micro_batch=0, idle_s=idle_s, state="S", steps=step - 1, step_s=1.0
-    )
-
-
 def test_stacks_of_a_false_alarm_are_not_those_of_the_next() -> None:
     watch = HangWatch(LIMITS, 1, 2)
-    for alarm, now in (("first", 100.0), ("second", 200.0)):
+
+    def both_beat(now: float, idle_s: float) -> None:
+        fields: Any = {"phase": "step", "step": int(now), "micro_batch": 0, "state": "S", "steps": 9, "step_s": 1.0}
         for rank in (0, 1):
-            watch.hear(beat(rank, int(now), 40.0), now)
+            watch.hear(RankProgress(rank=rank, idle_s=idle_s, **fields), now)
+
+    for alarm, now in (("first", 100.0), ("second", 200.0)):
+        both_beat(now, idle_s=40.0)
         assert watch.find(now) is not None
         assert watch.asks_for_stacks(now) and not watch.asks_for_stacks(now)
         assert watch.stacks(now) is None
-        for rank in (0, 1):
-            watch.hear_stacks(rank, f"{alarm} of rank {rank}")
-        assert watch.stacks(now) == {rank: f"{alarm} of rank {rank}" for rank in (0, 1)}
-        # They go on.
-        for rank in (0, 1):
-            watch.hear(beat(rank, int(now) + 1, 0.0), now + 1)
+        stacks = {rank: f"{alarm} of rank {rank}" for rank in (0, 1)}
+        for rank, text in stacks.items():
+            watch.hear_stacks(rank, text)
+        assert watch.stacks(now) == stacks
+        both_beat(now + 1, idle_s=0.0)
         assert watch.find(now + 1) is None
 
 

@@ -1,4 +1,4 @@
-"""The launcher looks after the supervisor that started it, and imports all that its children need."""
+"""The launcher takes orders from its supervisor, looks after it, and imports all that its children need."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from ray_ulysses.peer_memory import AgentAddresses
 from ray_ulysses.supervision.launcher import is_safe_to_fork
+from ray_ulysses.supervision.order import MOST_BYTES, Job, Order, pair, receive, send
 from tests.polling import wait_until
 
 _LAUNCHER = """
@@ -44,20 +46,12 @@ def test_a_supervisor_that_is_stopped_is_continued_by_its_launcher() -> None:
         supervisor.communicate()
 
 
-@pytest.mark.parametrize(
-    ("opened", "is_safe"),
-    [
-        (["/dev/null"], True),
-        # NVML, from the import of DeepSpeed on.
-        (["/dev/null", "/dev/nvidiactl", "/dev/nvidia0"], True),
-        (["/dev/null", "/dev/nvidiactl", "/dev/nvidia0", "/dev/nvidia-uvm"], False),
-    ],
-    ids=["no GPU", "NVML", "CUDA"],
-)
-def test_children_are_forked_until_cuda_was_used(tmp_path: Path, opened: list[str], is_safe: bool) -> None:
+def test_children_are_forked_until_cuda_was_used(tmp_path: Path) -> None:
+    # NVML opens the second and the third, from the import of DeepSpeed on.
+    opened = ("/dev/null", "/dev/nvidiactl", "/dev/nvidia0", "/dev/nvidia-uvm")
     for number, path in enumerate(opened):
         (tmp_path / str(number)).symlink_to(path)
-    assert is_safe_to_fork(tmp_path) is is_safe
+        assert is_safe_to_fork(tmp_path) is (path != "/dev/nvidia-uvm")
 
 
 _IMPORTS = """
@@ -75,3 +69,26 @@ from mlflow import MlflowClient
 @pytest.mark.slow
 def test_mlflow_is_not_imported() -> None:
     subprocess.run([sys.executable, "-c", _IMPORTS], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("num_nodes", [1, 1024])
+def test_an_order_arrives_with_its_descriptors(num_nodes: int) -> None:
+    nodes = tuple(f"{number:056x}" for number in range(num_nodes))
+    job = Job(
+        config={"run": {"name": "x"}}, session="s", command_started=1.0, workers_asked=None, node="a", local_rank=0,
+        device="cpu",
+    )  # fmt: skip
+    agents = dict.fromkeys(nodes, "10.0.0.1:1")
+    memory = AgentAddresses(agents=agents, node=nodes[0], partner=nodes[-1], token="t")
+    order = Order(job=job, generation=3, rank=0, rank_nodes=nodes, host="h", port=1, memory=memory)
+    ours, theirs = pair()
+    before = len(os.listdir("/proc/self/fd"))
+    with open(os.devnull) as one, open("/proc/self/status") as other:
+        send(ours, order, (one.fileno(), other.fileno()))
+        received, descriptors = receive(theirs)
+        assert received == order and len(descriptors) == 2
+        assert b"VmRSS" in os.pread(descriptors[1], 1 << 16, 0)
+        for descriptor in descriptors:
+            os.close(descriptor)
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert num_nodes == 1 or len(repr(order)) > MOST_BYTES

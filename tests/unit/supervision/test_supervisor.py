@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,16 +21,7 @@ from ray_ulysses.peer_memory.authentication import Gate
 from ray_ulysses.supervision import supervisor as module
 from ray_ulysses.supervision.order import Job, LauncherProcess, Ready, process_state
 from ray_ulysses.supervision.shared_progress import SharedProgress
-from ray_ulysses.supervision.supervisor import (
-    LAUNCHER_STOPPED,
-    PROCESS_STOPPED,
-    Announcement,
-    Channel,
-    Supervisor,
-    WatchedChild,
-    encode,
-    listen,
-)
+from ray_ulysses.supervision.supervisor import Announcement, Channel, Supervisor, WatchedChild, encode, listen
 from tests.polling import wait_until
 from tests.unit.supervision.slow_launcher import NOTICED
 
@@ -65,11 +55,15 @@ class Played:
     def _run(self) -> None:
         self.status = self._supervisor.run()
 
-    def starts(self, generation: int, ahead_s: float = 0.0, end_s: float = 1000.0) -> dict[str, Any]:
+    def starts(self, generation: int, ahead_s: float = 0.0, end_s: float = 1000.0, **changes: Any) -> dict[str, Any]:
         return {
             "do": "start", "generation": generation, "host": "127.0.0.1", "port": 70, "rank": 0, "rank_nodes": ["n0"],
-            "memory": None, "is_tested": False, "now": SystemClock().now() + ahead_s, "end_s": end_s,
+            "memory": None, "is_tested": False, "now": SystemClock().now() + ahead_s, "end_s": end_s, **changes,
         }  # fmt: skip
+
+    def starts_again(self, generation: int, **changes: Any) -> None:
+        """Stop the generation before this one, and start it."""
+        self.says({"do": "stop", "generation": generation - 1}, self.starts(generation, **changes))
 
     def says(self, *messages: dict[str, Any]) -> None:
         self.socket.sendall(b"".join(encode(message) for message in messages))
@@ -114,7 +108,7 @@ def played(request: pytest.FixtureRequest, freed: Path) -> Iterator[Played]:
 
 
 def test_it_beats_while_the_memory_of_the_child_before_is_freed(played: Played, freed: Path) -> None:
-    played.says({"do": "stop", "generation": 1}, played.starts(2))
+    played.starts_again(2)
     for _ in range(4):
         assert "generation" not in played.hears("beat")
     freed.touch()
@@ -129,7 +123,7 @@ def test_a_child_knows_its_clocks_error_and_whether_all_ranks_are_tested(
     played: Played, freed: Path, ahead_s: float, is_tested: bool, status: str
 ) -> None:
     freed.touch()
-    played.says({"do": "stop", "generation": 1}, {**played.starts(2, ahead_s), "is_tested": is_tested})
+    played.starts_again(2, ahead_s=ahead_s, is_tested=is_tested)
     assert played.hears("ended")["status"] == f"generation 2{status}"
 
 
@@ -139,14 +133,13 @@ def test_a_child_hears_of_the_drained_nodes_of_all_ranks_and_of_no_other(
 ) -> None:
     freed.touch()
     played.draining = {"n1": until, "another run's": 7.0}
-    order = {**played.starts(2), "host": NOTICED, "rank_nodes": ["n0", "n1"]}
-    played.says({"do": "stop", "generation": 1}, order)
+    played.starts_again(2, host=NOTICED, rank_nodes=["n0", "n1"])
     assert played.hears("ended")["status"] == f"noticed {told}"
 
 
 @pytest.mark.parametrize("played", [0.5], indirect=True)
 def test_a_child_that_does_not_go_in_time_is_left_to_the_end_of_its_launcher(played: Played) -> None:
-    played.says({"do": "stop", "generation": 1}, played.starts(2))
+    played.starts_again(2)
     assert played.hears("ended")["status"] == "generation 2"
 
 
@@ -181,9 +174,9 @@ def test_a_child_that_crashes_is_reported_with_its_node_and_its_last_words(
     played: Played, freed: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     freed.touch()
-    played.says({"do": "stop", "generation": 1}, played.starts(2))
+    played.starts_again(2)
     assert played.hears("ended")["status"] == "generation 2"
-    played.says({"do": "stop", "generation": 2}, {**played.starts(3), "host": "aborts"})
+    played.starts_again(3, host="aborts")
     ended = played.hears("ended")
     assert (ended["generation"], ended["error"]["kind"], ended["error"]["node"]) == (3, "lost", "n0")
     assert ended["error"]["what"] == "killed by signal 6; the last lines of its stderr: terminate called | what(): no"
@@ -192,10 +185,9 @@ def test_a_child_that_crashes_is_reported_with_its_node_and_its_last_words(
 
 def test_the_stacks_of_a_child_that_hangs_come_with_its_last_words(played: Played, freed: Path) -> None:
     freed.touch()
-    played.says({"do": "stop", "generation": 1}, {**played.starts(2), "host": "waits"})
-    while not played.hears("beat").get("progress", {}).get("state"):
-        # There is no process yet that could be asked.
-        continue
+    played.starts_again(2, host="waits")
+    # Before that, there is no process that could be asked.
+    wait_until(lambda: played.hears("beat").get("progress", {}).get("state"), "the child runs")
     text = ""
     while "NCCL WARN no route" not in text:
         played.says({"do": "stacks"})
@@ -233,7 +225,7 @@ def test_messages_arrive_complete_however_they_are_split() -> None:
 
 @pytest.fixture
 def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
-    found = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) for _ in range(2)]
+    found = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
     try:
         yield found
     finally:
@@ -242,13 +234,13 @@ def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
             process.wait()
 
 
-@pytest.mark.parametrize("stopped", [PROCESS_STOPPED, LAUNCHER_STOPPED])
+@pytest.mark.parametrize("stopped", [module.PROCESS_STOPPED, module.LAUNCHER_STOPPED])
 def test_what_is_stopped_for_a_second_is_named(processes: list[subprocess.Popen[bytes]], stopped: str) -> None:
     child, launcher = processes
     order: Any = None
     stacks = os.memfd_create("stacks", os.MFD_CLOEXEC)
     watched = WatchedChild(order=order, progress=SharedProgress.create(), stacks=stacks, started_at=0.0, pid=child.pid)
-    one = child if stopped == PROCESS_STOPPED else launcher
+    one = child if stopped == module.PROCESS_STOPPED else launcher
     assert watched.find_stop(launcher.pid, 10.0) is None
     for begun in (20.0, 40.0):
         one.send_signal(signal.SIGSTOP)

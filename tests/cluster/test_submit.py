@@ -1,8 +1,9 @@
-"""``submit``, ``status``, ``logs`` and ``stop`` against a head of its own, as from a machine beside the cluster."""
+"""``ray-ulysses submit``, ``status``, ``logs`` and ``stop``, and ``ray job submit``, against a head with a token."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,11 +17,14 @@ from ray_ulysses.cli import app, run
 from ray_ulysses.tracking.history import read_history
 from tests.cluster.heads import TOKEN, client_of
 from tests.cluster.strangers import WRONG, answers
-from tests.distributed.run_case import make_config, make_corpus
+from tests.distributed.run_case import make_config
+from tests.docs_commands import clone, commands
 from tests.polling import wait_until
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
 TIMEOUT_S = 240.0
+REPOSITORY = Path(__file__).parents[2]
+END = (JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.STOPPED)
 
 
 @pytest.fixture(autouse=True)
@@ -37,12 +41,9 @@ def test_a_stranger_gets_no_job_started_by_the_dashboard(head: str) -> None:
     assert not [answer for answer in said.values() if answer == "OK" or answer.startswith("2")]
 
 
-@pytest.mark.parametrize("dashboard", ["head", pytest.param("open_head", marks=pytest.mark.slow)])
-def test_a_job_is_followed_found_by_its_runs_name_and_what_it_refuses_is_the_users_input(
-    dashboard: str, request: pytest.FixtureRequest, tmp_path: Path, capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", request.getfixturevalue(dashboard))
+def test_a_job_is_followed_and_found_by_its_runs_name_and_a_refusal_is_the_users_error(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = make_config(tmp_path / "runs", tmp_path / "no-corpus", run__name="first")
     elsewhere = tmp_path / "my laptop"
     elsewhere.mkdir()
@@ -69,12 +70,11 @@ def test_a_job_is_followed_found_by_its_runs_name_and_what_it_refuses_is_the_use
     assert "no run with this name was submitted to this cluster (submitted runs: first" in capfd.readouterr().err
 
 
-@pytest.mark.slow
 def test_a_submitted_run_trains_by_the_overrides_of_the_command_and_by_its_source(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = make_config(
-        tmp_path / "runs", make_corpus(tmp_path), run__name="short", run__stop_step=9, cluster__workers=1,
+        tmp_path / "runs", corpus, run__name="short", run__stop_step=9, cluster__workers=1,
         cluster__cpus_per_worker=0.25, parallel__sp_size=1,
     )  # fmt: skip
     (tmp_path / "config.yaml").write_text(config.to_yaml())
@@ -87,12 +87,11 @@ def test_a_submitted_run_trains_by_the_overrides_of_the_command_and_by_its_sourc
     assert "step=2/2 loss=" in capfd.readouterr().out
 
 
-@pytest.mark.slow
 def test_a_run_survives_its_followers_interrupt_its_drivers_kill_and_a_stop_and_goes_on_by_name(
-    head: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    head: str, corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = make_config(
-        tmp_path / "runs", make_corpus(tmp_path), run__name="long", run__stop_step=4000, data__epochs=25,
+        tmp_path / "runs", corpus, run__name="long", run__stop_step=4000, data__epochs=25,
         cluster__workers=2, cluster__cpus_per_worker=0.25, checkpoint__every_steps=20,
     )  # fmt: skip
     path = tmp_path / "config.yaml"
@@ -144,3 +143,36 @@ def test_a_run_survives_its_followers_interrupt_its_drivers_kill_and_a_stop_and_
     history = read_history(config.run_dir)
     assert history.status == "stopped" and history.missing_steps == ()
     assert [one.step for one in history.checkpoints if one.committed][-1] == history.step
+
+
+def test_a_job_with_relative_paths_is_refused_with_the_paths_to_write(head: str, tmp_path: Path) -> None:
+    """Its working directory is unpacked elsewhere whenever a file of it changes: the run would begin anew."""
+    client = client_of(head)
+    shutil.copy(REPOSITORY / "configs" / "llama-tiny_cpu_sp2-dp2_8k.yaml", tmp_path / "demo.yaml")
+    entry = f"{sys.executable} {REPOSITORY / 'jobs' / 'train.py'} demo.yaml"
+    job = client.submit_job(entrypoint=entry, runtime_env={"working_dir": str(tmp_path)})
+    wait_until(lambda: client.get_job_status(job) in END, "the job ends", timeout_s=TIMEOUT_S, every_s=0.5)
+    logs = client.get_job_logs(job)
+    assert client.get_job_info(job).driver_exit_code == 2, logs
+    assert "run.storage='runs': is relative, but a Ray job has a new working directory at each submission" in logs
+    assert "such as /mnt/shared/runs" in logs and "such as /mnt/shared/runs/corpus-stdlib" in logs
+
+
+def test_readmes_submission_runs_in_a_fresh_clone(head: str, corpus: Path, tmp_path: Path) -> None:
+    """The command as it stands there, but for the address; a small configuration lies in the place of the large one."""
+    command = next(one.text for one in commands(REPOSITORY / "README.md") if one.text.startswith("ray job submit"))
+    folder = clone(tmp_path / "clone")
+    config = make_config(
+        tmp_path / "runs", corpus, run__stop_step=2, run__self_test=False, cluster__workers=2,
+        cluster__cpus_per_worker=0.25, data__engine="ray",
+    )  # fmt: skip
+    (folder / command.split()[-1]).write_text(config.to_yaml())
+    done = subprocess.run(
+        ["bash", "-c", command.replace("http://HEAD:8265", head)],
+        cwd=folder, capture_output=True, text=True, timeout=600, check=False,
+        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "RAY_AUTH_MODE": "token",
+             "RAY_AUTH_TOKEN": TOKEN},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step=2/2 loss=" in done.stdout
+    assert [step.step for step in read_history(config.run_dir).steps] == [1, 2]

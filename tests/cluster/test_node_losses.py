@@ -1,12 +1,11 @@
-"""Faults that take a part of what a node does: its Ray worker, its time, its last minutes, or a second node's memory.
+"""Nodes that stop, drain or lose a worker: most workers stay as they are, and each row is trained once.
 
-Each leaves most workers as they are. Ray Train's way out, which starts all of them again, takes most of a minute.
+To start all workers again, as Ray Train does, takes most of a minute.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,17 +13,21 @@ from typing import Any
 
 import psutil
 import pytest
+import ray
+from ray._private import state
 from ray._raylet import GcsClient
 from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
 from ray_ulysses.cluster.local_cluster import LocalCluster
 from ray_ulysses.cluster.rehearsal import TrainCommand
+from ray_ulysses.cluster.session import ray_session
 from ray_ulysses.supervision.order import process_state
 from ray_ulysses.tracking.events import AttemptStarted, CheckpointCommitted, StepDone
 from ray_ulysses.tracking.history import read_history
-from tests.cluster.test_train_job import _cmdline
-from tests.distributed.run_case import make_config, make_corpus
+from tests.cluster.commands import command_of, started_below
+from tests.distributed.run_case import make_config
 from tests.polling import wait_until
+from tests.unit.cluster.metadata_fakes import fake_metadata
 from tests.unit.tracking.journals import read_events
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -35,12 +38,12 @@ WORKERS = ("RayTrainWorker", "JoinedWorker")
 class Run:
     """A run on three nodes of two workers each, and what happens to it."""
 
-    def __init__(self, cluster: LocalCluster, folder: Path, workers: Any) -> None:
+    def __init__(self, cluster: LocalCluster, folder: Path, corpus: Path, workers: Any, **changes: Any) -> None:
         self.cluster = cluster
         self.config = make_config(
-            folder / "runs", make_corpus(folder), run__stop_step=100_000, data__epochs=650, cluster__workers=workers,
+            folder / "runs", corpus, run__stop_step=100_000, data__epochs=650, cluster__workers=workers,
             cluster__cpus_per_worker=0.9, cluster__data_cpus=0.1, cluster__address=cluster.address,
-            checkpoint__every_steps=100_000, elastic__grow_interval_s=1.0,
+            checkpoint__every_steps=100_000, elastic__grow_interval_s=1.0, **changes,
         )  # fmt: skip
         path = folder / "config.yaml"
         path.write_text(self.config.to_yaml())
@@ -51,7 +54,10 @@ class Run:
         return list(read_events(self.config.run_dir)) if self.config.run_dir.is_dir() else []
 
     def starts(self) -> list[AttemptStarted]:
-        return [one for one in self.events() if isinstance(one, AttemptStarted)]
+        return self.of(AttemptStarted)
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        return [one for one in self.events() if isinstance(one, kind)]
 
     def wait(self, holds: Callable[[], object], what: str) -> None:
         def is_so() -> object:
@@ -86,8 +92,7 @@ class Run:
         return [one for one in self.cluster.processes(node) if one.is_running() and one.ppid() in launchers]
 
     def _processes(self, node: str, marks: tuple[str, ...]) -> list[psutil.Process]:
-        found = self.cluster.processes(node)
-        return [one for one in found if any(mark in " ".join(_cmdline(one)) for mark in marks)]
+        return [one for one in self.cluster.processes(node) if any(mark in command_of(one) for mark in marks)]
 
     def drain(self, node: str, seconds: float) -> None:
         reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
@@ -120,11 +125,11 @@ def cluster(ray_folder: Path) -> Iterator[LocalCluster]:
 
 
 @pytest.fixture
-def begin(cluster: LocalCluster, tmp_path: Path) -> Iterator[Callable[[Any], Run]]:
+def begin(cluster: LocalCluster, tmp_path: Path, corpus: Path) -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
 
-    def begin(workers: Any) -> Run:
-        runs.append(Run(cluster, tmp_path, workers))
+    def begin(workers: Any, **changes: Any) -> Run:
+        runs.append(Run(cluster, tmp_path, corpus, workers, **changes))
         # Many more steps than the first copies in peer memory take, on a busy machine too.
         runs[0].wait_for_steps(30)
         return runs[0]
@@ -136,7 +141,7 @@ def begin(cluster: LocalCluster, tmp_path: Path) -> Iterator[Callable[[Any], Run
             run.command.kill()
 
 
-def test_a_killed_ray_worker_is_replaced_and_the_others_stay(begin: Callable[[Any], Run]) -> None:
+def test_a_killed_ray_worker_is_replaced_and_the_others_stay(begin: Callable[..., Run]) -> None:
     run = begin({"min": 2, "max": 6})
     others, node = run.members()[:2], run.members()[2]
     before = [one.pid for other in others for one in run.supervisors(other)]
@@ -148,13 +153,10 @@ def test_a_killed_ray_worker_is_replaced_and_the_others_stay(begin: Callable[[An
     run.end()
 
 
-def test_a_stopped_controller_and_a_stopped_supervisor_are_continued_and_no_step_is_trained_again(
-    begin: Callable[[Any], Run],
-) -> None:
+def test_a_stopped_controller_and_supervisor_are_continued_and_no_step_is_repeated(begin: Callable[..., Run]) -> None:
     run = begin(6)
     supervisor = run.supervisors(run.members()[-1])[0]
-    below = psutil.Process(os.getpid()).children(recursive=True)
-    (controller,) = [one for one in below if "SupervisedController" in " ".join(_cmdline(one))]
+    (controller,) = started_below(None, "SupervisedController")
     for process in (controller, supervisor):
         process.suspend()
         run.wait(lambda process=process: process_state(process.pid) != "T", "it goes on")
@@ -164,7 +166,7 @@ def test_a_stopped_controller_and_a_stopped_supervisor_are_continued_and_no_step
     run.end()
 
 
-def test_a_stopped_node_is_left_and_its_processes_are_fenced_when_they_go_on(begin: Callable[[Any], Run]) -> None:
+def test_a_stopped_node_is_left_and_its_processes_are_fenced_when_they_go_on(begin: Callable[..., Run]) -> None:
     run = begin({"min": 2, "max": 6})
     node, others = run.members()[-1], run.members()[:-1]
     before = [one.pid for other in others for one in run.supervisors(other)]
@@ -187,7 +189,7 @@ def test_a_stopped_node_is_left_and_its_processes_are_fenced_when_they_go_on(beg
     run.end()
 
 
-def test_a_node_that_drains_serves_on_when_another_dies_until_a_spare_one_is_ready(begin: Callable[[Any], Run]) -> None:
+def test_a_node_that_drains_serves_on_when_another_dies_until_a_spare_one_is_ready(begin: Callable[..., Run]) -> None:
     run = begin({"min": 2, "max": 4})
     leaving, dying = run.members()
     supervisors = [one.pid for one in run.supervisors(leaving)]
@@ -199,3 +201,27 @@ def test_a_node_that_drains_serves_on_when_another_dies_until_a_spare_one_is_rea
     run.wait(lambda: leaving not in run.members(), "the spare node trains")
     run.wait_for_steps(3, since=second)
     run.end()
+
+
+def test_a_notice_of_the_cloud_drains_the_node_and_the_run_saves_before_its_time_is_up(
+    begin: Callable[..., Run],
+) -> None:
+    with fake_metadata() as fake:
+        cloud = {"elastic__cloud_notices": "aws", "elastic__cloud_metadata_url": fake.url}
+        run = begin(1, parallel__sp_size=1, **cloud)
+        run.wait(lambda: fake.asked, "a question")
+        with ray_session(run.cluster.address, cpus=0):
+            assert state.state.get_draining_nodes() == {}
+            deadline = time.time() + 90.0
+            fake.aws_interrupts(in_s=90.0)
+            run.wait(state.state.get_draining_nodes, "a drained node")
+            ((node, until_ms),) = state.state.get_draining_nodes().items()
+            address = next(one["NodeManagerAddress"] for one in ray.nodes() if one["NodeID"] == node)
+        assert until_ms / 1000 == pytest.approx(deadline, abs=5.0)
+        run.wait(lambda: run.of(CheckpointCommitted), "a checkpoint")
+        run.end()
+    saved = run.of(CheckpointCommitted)[0]
+    assert saved.reason == "preemption" and saved.time < deadline
+    assert any(one.event == "preemption_notice" for one in run.events())
+    assert run.starts()[0].nodes[0].endswith(address)
+    assert f"node {address} will be taken away at " in run.command.log.read_text()

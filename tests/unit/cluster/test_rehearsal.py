@@ -1,4 +1,4 @@
-"""What a rehearsal may strike: its own workers, and nodes on which nobody else has anything."""
+"""A rehearsal strikes its own workers, and nodes that nobody else uses; local nodes share GPUs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import pytest
 from ray.exceptions import GetTimeoutError, NodeDiedError, RayTaskError
 
 from ray_ulysses.cluster import rehearsal
+from ray_ulysses.cluster.local_cluster import least_claimed
 from ray_ulysses.cluster.rehearsal import FaultInjector, losable_nodes
 from ray_ulysses.errors import RunError
+from ray_ulysses.parallel.gpu_environment import shared_gpu_environment
 from ray_ulysses.rehearsal.schedule import Fault
 
 OWN, OTHER = "01", "02"
@@ -113,3 +115,15 @@ def test_a_node_counts_as_lost_only_once_it_is(tables: Tables, monkeypatch: pyte
         kill()
     tables.nodes[2] = _node(LOST) | {"Alive": False}
     assert kill() > 0
+
+
+def test_nodes_share_gpus_only_where_the_machine_has_too_few() -> None:
+    assert least_claimed(("0", "1", "2"), [("0",)], 2) == ("1", "2")
+    assert least_claimed(("0",), [("0",), ("0",)], 1) == ("0",)
+    assert least_claimed((), [], 0) == ()
+
+
+def test_ranks_that_share_a_gpu_are_on_hosts_of_their_own() -> None:
+    one, two = (shared_gpu_environment(f"127.0.1.{number}") for number in (2, 3))
+    assert one["NCCL_HOSTID"] != two["NCCL_HOSTID"]
+    assert one["NCCL_SOCKET_IFNAME"] == two["NCCL_SOCKET_IFNAME"] == "lo"
