@@ -636,7 +636,7 @@ MUTANTS = (
         "checkpoint/staging.py:Staging.stage",
         "self._in_place and isinstance(source, ShardedState)",
         "isinstance(source, ShardedState)",
-        "unit/checkpoint/test_background.py::test_what_is_written_is_the_state_that_was_asked_for_whatever_training_does_meanwhile",
+        "unit/checkpoint/test_background.py::test_the_written_state_is_the_one_at_the_time_of_the_save",
     ),
     Mutant(
         4,
@@ -684,7 +684,7 @@ MUTANTS = (
         "checkpoint/load.py:_Reader._check",
         "check_blocks(batch.shard, read_range.stored, sums, blocks, read_range.start)",
         "read_range.first > 0 or check_blocks(batch.shard, read_range.stored, sums, blocks, read_range.start)",
-        "unit/checkpoint/test_read_batches.py::test_a_flip_in_a_part_that_is_read_is_found_and_one_beside_it_is_not_read",
+        "unit/checkpoint/test_save_and_load.py::test_a_flip_in_a_part_that_is_read_is_found_and_one_beside_it_is_not_read",
     ),
     Mutant(
         4,
@@ -708,7 +708,7 @@ MUTANTS = (
         "checkpoint/choice.py:examine",
         "listed.get(f'{folder}/{shard.file}') == shard.num_bytes",
         "f'{folder}/{shard.file}' in listed",
-        "unit/checkpoint/test_choice.py::test_shards_that_are_missing_or_too_short_are_found_by_their_sizes_alone[a-truncated-shard]",
+        "unit/checkpoint/test_choice.py::test_shards_that_are_missing_or_of_another_size_are_found_by_sizes_alone[a-truncated-shard]",
     ),
     Mutant(
         4,

@@ -22,6 +22,7 @@ from ray_ulysses.checkpoint import (
 from ray_ulysses.checkpoint.intervals import partition
 from ray_ulysses.checkpoint.state import dtype_name
 from ray_ulysses.storage import Store
+from tests.stores import FaultyStore, permission_lost
 
 TENSORS = {
     "fp32/a": torch.arange(10, dtype=torch.float32),
@@ -81,32 +82,30 @@ def shard_of(tensors: dict[str, torch.Tensor], rank: int, world_size: int) -> Sh
     return ShardedState(parts=tuple(parts), description=StateDescription(tensors=specs))
 
 
+def blank_of(tensors: dict[str, torch.Tensor], rank: int = 0, world_size: int = 1) -> list[TensorPart]:
+    """Return the parts of a rank with other values, to load into."""
+    parts = shard_of(tensors, rank, world_size).parts
+    return [replace(part, tensor=torch.full_like(part.tensor, -9)) for part in parts]
+
+
 def save(
-    store: Store,
-    step: int,
-    *,
-    world_size: int = 2,
-    attempt: int = 1,
-    tensors: dict[str, torch.Tensor] | None = None,
-    stores: dict[int, Store] | None = None,
-    metrics: dict[str, float] | None = None,
-    retry: int = 0,
+    store: Store, step: int, *, world_size: int = 2, attempt: int = 1, tensors: dict[str, torch.Tensor] = TENSORS,
+    stores: dict[int, Store] | None = None, metrics: dict[str, float] | None = None, retry: int = 0,
     obstacles: dict[int, str] | None = None,
-) -> list[Any]:
+) -> list[Any]:  # fmt: skip
     """Save a checkpoint from `world_size` ranks; return each rank's ref or error."""
 
     def call(rank: int, messenger: ThreadExchange) -> CheckpointRef:
         return save_checkpoint(
-            (stores or {}).get(rank, store),
-            step=step,
-            attempt=attempt,
-            rank=rank,
-            world_size=world_size,
-            state=shard_of(tensors if tensors is not None else TENSORS, rank, world_size),
-            meta=replace(META, metrics=metrics or {}),
-            messenger=messenger,
-            retry=retry,
-            obstacle=(obstacles or {}).get(rank),
-        )
+            (stores or {}).get(rank, store), step=step, attempt=attempt, rank=rank, world_size=world_size,
+            state=shard_of(tensors, rank, world_size), meta=replace(META, metrics=metrics or {}), messenger=messenger,
+            retry=retry, obstacle=(obstacles or {}).get(rank),
+        )  # fmt: skip
 
     return on_ranks(world_size, call)
+
+
+def hiding(store: Store, part: str, error: Exception | None = None) -> FaultyStore:
+    """Return a view of a store in which no file can be opened whose key contains this part."""
+    error = error or permission_lost()
+    return FaultyStore(store, fail_at=1, lasting=True, kinds=("open",), error=error, only=lambda key: part in key)

@@ -24,31 +24,20 @@ TENSORS = {
     "buffer/none": TensorSpec(shape=(0, 7), dtype="I64"),
 }
 META = CheckpointMeta(
-    sp_size=2,
-    cursor={"segment": 0, "plan_id": "ab", "next_row": 12},
-    digest="00000000000000ff",
-    tokens=1200,
-    config_fingerprint="f00d",
-    versions={"torch": "2.13.0"},
-    metrics={"loss": 2.5, "eval_loss": math.inf},
-    reason="steps",
-    written_at=1_790_000_000.5,
-    run="demo",
-    extra={"journal": [1, {"line": 7}], "parent": None},
-)
+    sp_size=2, cursor={"segment": 0, "plan_id": "ab", "next_row": 12}, digest="00000000000000ff", tokens=1200,
+    config_fingerprint="f00d", versions={"torch": "2.13.0"}, metrics={"loss": 2.5, "eval_loss": math.inf},
+    reason="steps", written_at=1_790_000_000.5, run="demo", extra={"journal": [1, {"line": 7}], "parent": None},
+)  # fmt: skip
 STATE = StateDescription(
-    tensors=TENSORS,
-    tied={"head.weight": "layer.weight"},
-    optimizer_step=6,
+    tensors=TENSORS, tied={"head.weight": "layer.weight"}, optimizer_step=6,
     groups=({"lr": 1e-5, "betas": [0.9, 0.95]}, {"lr": 1e-5, "amsgrad": False}),
-    group_of={"layer.weight": 0, "norm": 1},
-    counters={"global_steps": 6, "skipped_steps": 0},
-)
+    group_of={"layer.weight": 0, "norm": 1}, counters={"global_steps": 6, "skipped_steps": 0},
+)  # fmt: skip
 
 
-def shard_of_rank(rank: int, tensors: Mapping[str, TensorSpec] = TENSORS) -> ShardEntry:
+def shard_of_rank(rank: int) -> ShardEntry:
     sizes = []
-    for key, spec in tensors.items():
+    for key, spec in TENSORS.items():
         start, stop = partition(spec.num_elements, WORLD_SIZE, rank)
         if stop > start:
             sizes.append((Interval(key=key, start=start, stop=stop), (stop - start) * spec.item_bytes))
@@ -63,13 +52,9 @@ def shard_of_rank(rank: int, tensors: Mapping[str, TensorSpec] = TENSORS) -> Sha
 
 
 MANIFEST = Manifest(
-    step=STEP,
-    attempt=ATTEMPT,
-    world_size=WORLD_SIZE,
-    meta=META,
-    state=STATE,
+    step=STEP, attempt=ATTEMPT, world_size=WORLD_SIZE, meta=META, state=STATE,
     shards=tuple(shard_of_rank(rank) for rank in range(WORLD_SIZE)),
-)
+)  # fmt: skip
 
 
 def tree() -> dict[str, Any]:

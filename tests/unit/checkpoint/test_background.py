@@ -13,7 +13,6 @@ from ray_ulysses.checkpoint import (
     KeepRules,
     Retention,
     ShardedState,
-    TensorPart,
     load_parts,
     newest_committed,
 )
@@ -21,12 +20,13 @@ from ray_ulysses.checkpoint.background import BackgroundSaver, Saved
 from ray_ulysses.checkpoint.choice import committed_steps
 from ray_ulysses.checkpoint.fence import claim_attempt, start_attempt
 from ray_ulysses.checkpoint.messenger import SingleRankMessenger
-from ray_ulysses.checkpoint.staging import Staging
+from ray_ulysses.checkpoint.staging import LentBuffer, Staging
+from ray_ulysses.checkpoint.state import StateDescription, TensorPart
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.storage import LocalStore, Store
 from tests.polling import wait_until
 from tests.stores import FaultyStore, SlowStore
-from tests.unit.checkpoint.fakes import META, TENSORS, ThreadExchange, on_ranks, save, shard_of
+from tests.unit.checkpoint.fakes import META, TENSORS, ThreadExchange, blank_of, on_ranks, save, shard_of
 from tests.unit.fake_cuda import FakeCuda
 
 CPU = torch.device("cpu")
@@ -36,15 +36,10 @@ def _saver(store: Store, buffers: int = 2, **changes: Any) -> tuple[BackgroundSa
     saved: list[Saved] = []
     failed: list[str] = []
     arguments: dict[str, Any] = {
-        "attempt": 1,
-        "rank": 0,
-        "world_size": 1,
-        "messenger": SingleRankMessenger(),
-        "staging": Staging(buffers, CPU),
-        "clock": SystemClock(),
-        "on_saved": saved.append,
+        "attempt": 1, "rank": 0, "world_size": 1, "messenger": SingleRankMessenger(),
+        "staging": Staging(buffers, CPU), "clock": SystemClock(), "on_saved": saved.append,
         "on_failed": lambda step, error: failed.append(f"{step}: {error}"),
-    }
+    }  # fmt: skip
     return BackgroundSaver(store, **{**arguments, **changes}), saved, failed
 
 
@@ -52,30 +47,24 @@ def _live() -> ShardedState:
     return shard_of(TENSORS, 0, 1)
 
 
-def _overwrite(state: ShardedState) -> None:
-    for part in state.parts:
-        part.tensor.zero_()
-
-
 def _check_whole(store: LocalStore, step: int) -> None:
     choice = newest_committed(store)
     assert choice.manifest is not None and choice.manifest.step == step and choice.damaged == ()
-    blank = [TensorPart(key=p.key, start=p.start, tensor=torch.full_like(p.tensor, 9)) for p in _live().parts]
+    blank = blank_of(TENSORS)
     load_parts(store, choice.manifest, blank)
     for part in blank:
         assert torch.equal(part.tensor, TENSORS[part.key].reshape(-1)), part.key
 
 
 @pytest.mark.parametrize("buffers", [1, 2])
-def test_what_is_written_is_the_state_that_was_asked_for_whatever_training_does_meanwhile(
-    tmp_path: Path, buffers: int
-) -> None:
+def test_the_written_state_is_the_one_at_the_time_of_the_save(tmp_path: Path, buffers: int) -> None:
     gate = threading.Event()
     saver, saved, _ = _saver(SlowStore(LocalStore(tmp_path), gate=gate, kinds=("chunk",)), buffers)
     state = _live()
     saver.save(10, state, META, timeout_s=5)
     assert not saver.is_idle and committed_steps(LocalStore(tmp_path)) == ()
-    _overwrite(state)
+    for part in state.parts:
+        part.tensor.zero_()
     gate.set()
     assert saver.wait(10) and saver.is_idle and saver.failure is None
     _check_whole(LocalStore(tmp_path), 10)
@@ -112,23 +101,6 @@ def test_a_failed_save_is_told_and_the_next_one_succeeds(tmp_path: Path) -> None
     _check_whole(LocalStore(tmp_path), 10)
     assert [one.ref.step for one in saved] == [10]
     saver.close(5)
-
-
-def test_a_failure_of_one_rank_is_told_to_all(tmp_path: Path) -> None:
-    def call(rank: int, messenger: ThreadExchange) -> str:
-        store: Store = LocalStore(tmp_path)
-        if rank == 1:
-            store = FaultyStore(store, fail_at=1, kinds=("create",))
-        saver, _, failed = _saver(store, rank=rank, world_size=3, messenger=messenger)
-        saver.save(10, shard_of(TENSORS, rank, 3), META, timeout_s=5)
-        assert saver.wait(10) and saver.failures == 1
-        saver.save(20, shard_of(TENSORS, rank, 3), META, timeout_s=5)
-        assert saver.wait(10) and saver.failures == 0 and saver.close(5)
-        return failed[0]
-
-    texts = on_ranks(3, call)
-    assert len(set(texts)) == 1 and "rank 1: " in texts[0]
-    assert committed_steps(LocalStore(tmp_path)) == (20,)
 
 
 def test_an_overtaken_attempt_hears_of_it_and_is_not_told_as_a_failed_save(tmp_path: Path) -> None:
@@ -196,3 +168,53 @@ def test_the_thread_that_saves_uses_the_ranks_own_gpu(tmp_path: Path, monkeypatc
     saver.save(10, _live(), META, timeout_s=5)
     assert saver.wait(10) and saver.close(5)
     assert [one.ref.step for one in saved] == [10] and cuda.strays == []
+
+
+def state(**sizes: int) -> ShardedState:
+    parts = tuple(
+        TensorPart(key=key, start=number, tensor=torch.randn(size)) for number, (key, size) in enumerate(sizes.items())
+    )
+    return ShardedState(parts=parts, description=StateDescription(tensors={}))
+
+
+@pytest.mark.parametrize("num_buffers", [1, 2])
+def test_a_buffer_holds_whatever_state_is_staged_in_it_next(num_buffers: int) -> None:
+    staging = Staging(num_buffers, torch.device("cpu"))
+    small, other, large = state(a=5, b=70), state(a=70, b=5), state(a=500, b=70, c=9)
+    for source in (small, small, other, large, other, small, large, large):
+        staged = staging.stage(source)
+        assert staged.state.description is source.description
+        for part, copy in zip(source.parts, staged.state.parts, strict=True):
+            assert (copy.key, copy.start) == (part.key, part.start)
+            assert torch.equal(copy.tensor, part.tensor)
+            assert copy.tensor.data_ptr() != part.tensor.data_ptr()
+        staging.release(staged.buffer)
+    # As much as the largest took, without gaps.
+    assert staging.num_bytes <= num_buffers * 4 * (500 + 70 + 9)
+    reserved = Staging(num_buffers, torch.device("cpu"))
+    reserved.reserve(large.intervals)
+    size = reserved.num_bytes
+    assert size > 0 and reserved.stage(large).buffer == 0 and reserved.num_bytes == size
+
+
+def test_buffers_are_pinned_while_they_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, third = FakeCuda.installed(monkeypatch), torch.device("cuda", 3)
+    torch.cuda.set_device(third)
+    staging = Staging(1, third)
+    staging.reserve(state(a=500).intervals)
+    assert list(cuda.pinned.values()) == [2000]
+    del staging
+    assert cuda.pinned == {}
+    monkeypatch.setattr("ray_ulysses.checkpoint.staging.pin", lambda *_, **__: 2)
+    with pytest.raises(CheckpointError, match=r"CUDA error 2.*ulimit -l"):
+        Staging(1, third).reserve(state(a=500).intervals)
+
+
+def test_memory_that_nobody_lends_is_said_and_nothing_is_kept() -> None:
+    def lend(num_bytes: int) -> LentBuffer:
+        raise OSError(28, "No space left on device")
+
+    staging = Staging(2, torch.device("cpu"), lend=lend)
+    with pytest.raises(CheckpointError, match=r"No space left on device.*elastic.peer_memory"):
+        staging.reserve(ShardedState(parts=(), description=StateDescription(tensors={})).intervals)
+    assert staging.num_bytes == 0 and not staging.is_ready

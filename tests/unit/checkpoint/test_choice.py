@@ -42,6 +42,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a flipped byte in a manifest": (lambda run: _flip(run / MANIFEST, 700), "manifest's checksum|not JSON"),
     "a flipped byte in a header": (lambda run: _flip(run / SHARD, 20), "header's checksum"),
     "a truncated shard": (lambda run: _cut(run / SHARD, 7), "bytes instead of"),
+    "an empty shard": (lambda run: (run / SHARD).write_bytes(b""), "has 0 bytes instead of"),
+    "a longer shard": (lambda run: (run / SHARD).write_bytes((run / SHARD).read_bytes() + b"x"), "bytes instead of"),
     "a missing shard": (lambda run: (run / SHARD).unlink(), "is missing"),
     "a torn manifest": (lambda run: _cut(run / MANIFEST, 99), "is truncated or is not JSON"),
     "a manifest of another step": (lambda run: shutil.copy(run / OTHER, run / MANIFEST), "step 30 belongs to step 20"),
@@ -63,8 +65,11 @@ def test_damage_is_named_and_the_checkpoint_before_is_taken(tmp_path: Path, name
     assert str(damage) == f"the checkpoint of step 30 is damaged and is not used: {damage.reason}"
 
 
-@pytest.mark.parametrize("name", ["a truncated shard", "a missing shard"], ids=lambda name: name.replace(" ", "-"))
-def test_shards_that_are_missing_or_too_short_are_found_by_their_sizes_alone(tmp_path: Path, name: str) -> None:
+OF_SIZES = ["a truncated shard", "a longer shard", "a missing shard"]
+
+
+@pytest.mark.parametrize("name", OF_SIZES, ids=lambda name: name.replace(" ", "-"))
+def test_shards_that_are_missing_or_of_another_size_are_found_by_sizes_alone(tmp_path: Path, name: str) -> None:
     store = LocalStore(tmp_path)
     for step in (20, 30):
         save(store, step)
@@ -76,9 +81,7 @@ def test_shards_that_are_missing_or_too_short_are_found_by_their_sizes_alone(tmp
     assert damage.kind == "damaged" and re.search(f"rank-00001-of-00002.* {reason}", damage.reason), damage.reason
 
 
-def test_the_sizes_of_a_checkpoint_take_as_few_requests_however_many_shards_it_has(
-    s3: S3Server, proxy: FaultyProxy, prefix: str
-) -> None:
+def test_sizes_take_four_requests_however_many_shards(s3: S3Server, proxy: FaultyProxy, prefix: str) -> None:
     claim_attempt(object_store(s3.uri(prefix)), 1)
     save(object_store(s3.uri(prefix)), 30, world_size=4)
     store = object_store(s3.uri(prefix, proxy.port))
@@ -123,22 +126,21 @@ def test_shards_without_a_manifest_are_never_loaded(tmp_path: Path) -> None:
         assert (choice.manifest and choice.manifest.step, choice.damaged) == (newest, ())
 
 
-class _Overtaken(HookedStore):
-    """A store in which a running attempt commits, and deletes what came before, once a list was made."""
+def test_a_checkpoint_deleted_by_retention_during_the_choice_is_not_damaged(tmp_path: Path) -> None:
+    class Overtaken(HookedStore):
+        """A running attempt commits, and deletes what came before, once a list was made."""
 
-    is_overtaken = False
+        is_overtaken = False
 
-    def after(self, kind: Kind, key: str, num_bytes: int) -> None:
-        if kind == "list" and key == "checkpoints" and not self.is_overtaken:
-            self.is_overtaken = True
-            save(self.inner, 30)
-            self.inner.delete("checkpoints/step-00000020")
+        def after(self, kind: Kind, key: str, num_bytes: int) -> None:
+            if kind == "list" and key == "checkpoints" and not self.is_overtaken:
+                self.is_overtaken = True
+                save(self.inner, 30)
+                self.inner.delete("checkpoints/step-00000020")
 
-
-def test_what_retention_deletes_while_one_looks_is_not_called_damaged(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     save(store, 20)
-    choice = newest_committed(_Overtaken(store))
+    choice = newest_committed(Overtaken(store))
     assert choice.manifest is not None and choice.manifest.step == 30 and choice.damaged == ()
 
 

@@ -12,7 +12,6 @@ from ray_ulysses.checkpoint import (
     CheckpointRef,
     KeepRules,
     Retention,
-    TensorPart,
     load_parts,
     newest_committed,
     set_aside,
@@ -21,7 +20,7 @@ from ray_ulysses.checkpoint.choice import committed_steps
 from ray_ulysses.storage import LocalStore
 from tests.breadth import fast_only
 from tests.stores import FaultyStore, HookedStore, disk_full, permission_lost
-from tests.unit.checkpoint.fakes import TENSORS, save, shard_of
+from tests.unit.checkpoint.fakes import TENSORS, blank_of, hiding, save
 
 FAULTS: dict[str, Callable[[], Exception]] = {"disk-full": disk_full, "permission-lost": permission_lost}
 
@@ -29,9 +28,7 @@ FAULTS: dict[str, Callable[[], Exception]] = {"disk-full": disk_full, "permissio
 def _load_newest(store: LocalStore) -> int:
     choice = newest_committed(store)
     assert choice.manifest is not None and choice.damaged == ()
-    blank = [
-        TensorPart(key=p.key, start=p.start, tensor=torch.full_like(p.tensor, 9)) for p in shard_of(TENSORS, 0, 1).parts
-    ]
+    blank = blank_of(TENSORS)
     load_parts(store, choice.manifest, blank)
     for part in blank:
         assert torch.equal(part.tensor, TENSORS[part.key].reshape(-1) + choice.manifest.step)
@@ -106,27 +103,22 @@ def test_an_obstacle_that_one_rank_knows_fails_the_save_on_all(tmp_path: Path) -
     assert store.list("checkpoints") == []
 
 
-class _Flipping(HookedStore):
-    def create(self, key: str, chunks: Any) -> int:
-        if "rank-00001" not in key:
-            return super().create(key, chunks)
-        content = bytearray(b"".join(bytes(chunk) for chunk in chunks))
-        content[len(content) // 2] ^= 1
-        return super().create(key, [bytes(content)])
-
-
 def test_bytes_that_change_on_their_way_to_the_disk_are_never_committed(tmp_path: Path) -> None:
+    class Flipping(HookedStore):
+        def create(self, key: str, chunks: Any) -> int:
+            content = bytearray(b"".join(bytes(chunk) for chunk in chunks))
+            content[len(content) // 2] ^= "rank-00001" in key
+            return super().create(key, [bytes(content)])
+
     inner = LocalStore(tmp_path)
     _save(inner, 10)
-    errors = _save(inner, 20, stores={1: _Flipping(inner)})
+    errors = _save(inner, 20, stores={1: Flipping(inner)})
     assert "rank 1: " in str(errors[0])
     assert _load_newest(inner) == 10
 
 
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "lasting"])
-def test_retention_that_fails_at_any_call_leaves_every_checkpoint_whole_or_absent(
-    tmp_path: Path, lasting: bool
-) -> None:
+def test_retention_that_fails_at_any_call_leaves_checkpoints_whole_or_absent(tmp_path: Path, lasting: bool) -> None:
     for fail_at in range(1, 60):
         inner = LocalStore(tmp_path / str(fail_at))
         for step in (10, 20):
@@ -151,26 +143,15 @@ def test_retention_that_fails_at_any_call_leaves_every_checkpoint_whole_or_absen
     assert fail_at > 5
 
 
-class _Hidden(HookedStore):
-    def __init__(self, inner: LocalStore, hidden: str) -> None:
-        super().__init__(inner)
-        self._hidden = hidden
-
-    def before(self, kind: Any, key: str) -> None:
-        if kind in ("open", "read") and self._hidden in key:
-            raise permission_lost()
-
-
 @pytest.mark.parametrize("hidden", ["manifest.json", "rank-00001"])
 def test_what_can_not_be_read_now_is_passed_over_and_not_destroyed(tmp_path: Path, hidden: str) -> None:
     inner = LocalStore(tmp_path)
     _save(inner, 10)
     _save(inner, 20)
-    choice = newest_committed(_Hidden(inner, f"step-00000020/{'attempt-0001/' * ('rank' in hidden)}{hidden}"))
+    choice = newest_committed(hiding(inner, f"step-00000020/{'attempt-0001/' * ('rank' in hidden)}{hidden}"))
     assert choice.manifest is not None and choice.manifest.step == 10
     (damage,) = choice.damaged
     assert damage.kind == "unreadable" and "Permission denied" in damage.reason
-    hiding = _Hidden(inner, "manifest.json")
-    for store in (inner, hiding):
+    for store in (inner, hiding(inner, "manifest.json")):
         set_aside(store, damage, attempt=2)
         assert _load_newest(inner) == 20

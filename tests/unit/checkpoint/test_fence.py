@@ -19,9 +19,7 @@ def test_the_lineage_is_read_from_names_alone() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), min_size=1, max_size=12), st.data())
-def test_the_lineage_holds_what_a_replay_of_the_attempts_would_have(
-    plan: list[tuple[int, int]], data: st.DataObject
-) -> None:
+def test_the_lineage_equals_a_replay_of_the_attempts(plan: list[tuple[int, int]], data: st.DataObject) -> None:
     started: dict[int, int] = {}
     alive: dict[int, int] = {}
     late: list[tuple[int, int]] = []

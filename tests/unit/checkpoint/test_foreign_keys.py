@@ -4,6 +4,7 @@ import contextlib
 import json
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
@@ -25,9 +26,21 @@ from tests.unit.checkpoint.manifests import signed
 # Five hundred names take minutes.
 pytestmark = pytest.mark.timeout(1800)
 
-_PARTS = (
-    *("..", ".", "", "%2e%2e", "other", "run", "attempt-0001", "\\..", "step-00000002", "\x00", "?x=1", "#x", "../.."),
-)
+_PARTS = [
+    "..",
+    ".",
+    "",
+    "%2e%2e",
+    "other",
+    "run",
+    "attempt-0001",
+    "\\..",
+    "step-00000002",
+    "\x00",
+    "?x=1",
+    "#x",
+    "../..",
+]
 _SHARD = "rank-00000-of-00002.safetensors"
 
 
@@ -80,9 +93,7 @@ def _outside(proxy: FaultyProxy, prefix: str) -> list[str]:
 
 
 @pytest.mark.parametrize("count", fast_only((0, 500), 0))
-def test_a_manifest_of_foreign_names_causes_no_request_outside_the_run(
-    s3: S3Server, proxy: FaultyProxy, prefix: str, count: int
-) -> None:
+def test_foreign_names_reach_nothing_outside(s3: S3Server, proxy: FaultyProxy, prefix: str, count: int) -> None:
     store, other = _store(s3.uri(f"{prefix}/run", proxy.port)), _store(s3.uri(f"{prefix}/other"))
     for key in (_SHARD, f"attempt-0001/{_SHARD}"):
         other.create(key, [b"canary"])
@@ -99,17 +110,12 @@ def test_a_manifest_of_foreign_names_causes_no_request_outside_the_run(
 
 
 @pytest.mark.parametrize("count", fast_only((0, 300), 0))
-def test_no_call_of_an_object_store_reaches_a_key_outside_its_prefix(
-    s3: S3Server, proxy: FaultyProxy, prefix: str, count: int
-) -> None:
+def test_no_call_reaches_a_key_outside(s3: S3Server, proxy: FaultyProxy, prefix: str, count: int) -> None:
     store = _store(s3.uri(f"{prefix}/run", proxy.port))
     calls: tuple[Callable[[str], object], ...] = (
-        *(store.read_whole, store.size, store.modified_at, store.list, store.sizes, store.delete),
-        lambda key: store.open(key).read(),
-        lambda key: store.read_ranges(key, [(0, 1)]),
-        lambda key: store.create(key, [b"x"]),
-        lambda key: store.replace(key, [b"x"]),
-        lambda key: store.delete_files([key]),
+        *(store.read_whole, store.size, store.modified_at, store.list, store.sizes, store.delete, store.open),
+        *(partial(store.read_ranges, ranges=[(0, 1)]), lambda key: store.delete_files([key])),
+        *(partial(store.create, chunks=[b"x"]), partial(store.replace, chunks=[b"x"])),
     )
     for name in foreign_names(count, seed=count):
         for call in calls:

@@ -1,31 +1,15 @@
 from __future__ import annotations
 
-import itertools
+import random
 
+import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ray_ulysses.checkpoint.intervals import CoverError, Interval, check_cover, plan_reads
+from ray_ulysses.checkpoint.intervals import CoverError, Interval, check_cover, partition, plan_reads
+from ray_ulysses.engine.partition_view import intersect
 from tests.breadth import examples
-
-
-@settings(max_examples=examples(300))
-@given(st.data())
-def test_any_cut_is_read_back_element_by_element(data: st.DataObject) -> None:
-    size = data.draw(st.integers(1, 60))
-    cuts = sorted({0, size, *data.draw(st.lists(st.integers(0, size), max_size=8))})
-    stored = [Interval(key="x", start=a, stop=b) for a, b in itertools.pairwise(cuts)]
-    stored = data.draw(st.permutations(stored))
-    check_cover({"x": size}, stored)
-    start = data.draw(st.integers(0, size))
-    stop = data.draw(st.integers(start, size))
-    reads = plan_reads([Interval(key="x", start=start, stop=stop)], stored)
-    elements = [n for read in reads for n in range(read.start, read.stop)]
-    assert sorted(elements) == list(range(start, stop))
-    assert all(stored[r.stored].start <= r.start and r.stop <= stored[r.stored].stop for r in reads)
-    # Each file is read from front to back.
-    assert list(reads) == sorted(reads, key=lambda read: (read.stored, read.start))
 
 
 @pytest.mark.parametrize(
@@ -51,3 +35,65 @@ def test_a_wanted_element_that_is_not_stored_is_named() -> None:
         plan_reads([Interval(key="x", start=2, stop=7)], stored)
     with pytest.raises(CoverError, match=r"\[0, 1\) of y"):
         plan_reads([Interval(key="y", start=0, stop=1)], stored)
+
+
+Sizes = tuple[tuple[int, ...], ...]
+"""Elements of each parameter of each group of the optimizer."""
+Layout = tuple[int, int]
+"""The world size and the ZeRO stage; stages 1 and 2 cut alike."""
+
+
+def held(layout: Layout, rank: int, groups: Sizes) -> list[Interval]:
+    """Return the intervals that a rank holds of every parameter."""
+    world_size, stage = layout
+    if stage == 3:
+        return [
+            Interval(key=f"{number}.{index}", start=start, stop=stop)
+            for number, sizes in enumerate(groups)
+            for index, size in enumerate(sizes)
+            for start, stop in [partition(size, world_size, rank)]
+        ]
+    intervals = []
+    for number, sizes in enumerate(groups):
+        # DeepSpeed pads a group to a multiple of twice the world.
+        alignment = 2 * world_size
+        partition_size = -(-sum(sizes) // alignment) * alignment // world_size
+        offset = 0
+        for index, size in enumerate(sizes):
+            part = intersect(number, offset, size, partition_size=partition_size, rank=rank)
+            assert part.offset + part.length <= partition_size
+            intervals.append(Interval(key=f"{number}.{index}", start=part.start, stop=part.start + part.length))
+            offset += size
+    return intervals
+
+
+_LAYOUTS = st.tuples(st.integers(1, 20), st.sampled_from((1, 3)))
+_ANY_MODEL = st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=5).map(tuple), min_size=1, max_size=3)
+
+
+@settings(max_examples=examples(300))
+@given(saver=_LAYOUTS, loader=_LAYOUTS, groups=_ANY_MODEL.map(tuple), drawn=st.randoms())
+@example(saver=(8, 1), loader=(3, 3), groups=((1708, 672, 924, 336), (28, 28)), drawn=random.Random(0))
+@example(saver=(4, 3), loader=(6, 1), groups=((3, 1), (2,)), drawn=random.Random(0))
+def test_all_layouts_read_each_other(saver: Layout, loader: Layout, groups: Sizes, drawn: random.Random) -> None:
+    sizes = {f"{n}.{i}": size for n, group in enumerate(groups) for i, size in enumerate(group)}
+    whole = {key: np.arange(size) + 1000 * place for place, (key, size) in enumerate(sizes.items())}
+    stored = [interval for rank in range(saver[0]) for interval in held(saver, rank, groups)]
+    drawn.shuffle(stored)
+    check_cover(sizes, stored)
+    shards = [whole[interval.key][interval.start : interval.stop] for interval in stored]
+    for rank in range(loader[0]):
+        wanted = held(loader, rank, groups)
+        filled = [np.full(interval.stop - interval.start, -1) for interval in wanted]
+        num_read = 0
+        reads = plan_reads(wanted, stored)
+        assert list(reads) == sorted(reads, key=lambda read: (read.stored, read.start)), "from front to back"
+        for read in reads:
+            source, target = stored[read.stored], wanted[read.wanted]
+            part = shards[read.stored][read.start - source.start : read.stop - source.start]
+            filled[read.wanted][read.start - target.start : read.stop - target.start] = part
+            num_read += part.size
+        for interval, values in zip(wanted, filled, strict=True):
+            np.testing.assert_array_equal(values, whole[interval.key][interval.start : interval.stop])
+        # What is needed, and nothing twice.
+        assert num_read == sum(interval.stop - interval.start for interval in wanted)

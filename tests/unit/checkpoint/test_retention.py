@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import json
 import math
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -9,13 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ray_ulysses.checkpoint import KeepRules, Retention
+from ray_ulysses.checkpoint import CheckpointRef, KeepRules, Retention, newest_committed
 from ray_ulysses.checkpoint.choice import committed_steps
 from ray_ulysses.checkpoint.fence import claim_attempt, start_attempt
-from ray_ulysses.checkpoint.retention import Committed, best_of, keep_reasons, steps_to_delete
-from ray_ulysses.storage import LocalStore
-from tests.stores import CountingStore, FaultyStore
-from tests.unit.checkpoint.fakes import save
+from ray_ulysses.checkpoint.retention import Committed, best_of, keep_reasons, nameable, steps_to_delete, unreadable
+from ray_ulysses.run_names import CHECKPOINT_FOLDER, manifest_key, step_folder
+from ray_ulysses.storage import LocalStore, Store
+from ray_ulysses.storage.regular import NotAPlainFileError
+from tests.stores import CountingStore, FaultyStore, MemoryStore
+from tests.unit.checkpoint.fakes import hiding, save
+from tests.unit.checkpoint.manifests import signed
 
 RULES = st.builds(
     KeepRules,
@@ -31,9 +36,7 @@ COMMITTED = st.dictionaries(
 
 
 @given(COMMITTED, RULES, st.data())
-def test_what_any_rule_wants_stays_and_nothing_else_does(
-    committed: dict[int, Committed], rules: KeepRules, data: st.DataObject
-) -> None:
+def test_the_rules_decide_what_stays(committed: dict[int, Committed], rules: KeepRules, data: st.DataObject) -> None:
     newest = data.draw(st.sampled_from(sorted(committed)))
     deleted = steps_to_delete(committed, newest=newest, rules=rules)
     older = sorted(step for step in committed if step <= newest)
@@ -79,7 +82,6 @@ def test_a_commit_that_is_not_listed_deletes_nothing_and_is_tried_again(tmp_path
 
 
 def _leave_shard(run_dir: Path, step: int, attempt: int) -> Path:
-    """Leave a dead attempt's shard, and a file that it was writing; return their folder."""
     folder = run_dir / f"checkpoints/step-{step:08d}/attempt-{attempt:04d}"
     folder.mkdir(parents=True)
     for name in ("rank-00000-of-00002.safetensors", ".writing-ab"):
@@ -90,8 +92,7 @@ def _leave_shard(run_dir: Path, step: int, attempt: int) -> Path:
 def test_the_shards_of_a_damaged_checkpoint_stay_until_it_is_set_aside(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     save(store, 10)
-    manifest = tmp_path / "checkpoints/step-00000010/manifest.json"
-    manifest.write_bytes(b"{")
+    store.replace(manifest_key(10), [b"{"])
     (newest, _) = save(store, 20)
     Retention(store, KeepRules(last=3)).apply(newest)
     assert len(os.listdir(tmp_path / "checkpoints/step-00000010/attempt-0001")) == 2
@@ -178,3 +179,87 @@ def test_everything_is_listed_and_read_once_and_then_the_newest_alone(tmp_path: 
     assert retention.apply(ref) == (40,)
     assert not dead.exists()
     assert committed_steps(store) == (50, 60)
+
+
+def test_best_and_latest_pass_over_what_is_not_part_of_the_run() -> None:
+    store = MemoryStore()
+    for step, loss in ((10, 3.0), (20, 2.0), (40, 1.0)):
+        save(store, step, metrics={"loss": loss})
+    assert (list(nameable(store)), best_of(nameable(store))) == ([10, 20, 40], 40)
+    start_attempt(store, 2, 20)
+    assert (list(nameable(store)), best_of(nameable(store))) == ([10, 20], 20)
+
+
+@pytest.mark.parametrize("spoil", ["torn", "other version", "permission"])
+@pytest.mark.parametrize("step", [10, 20])
+def test_a_step_that_can_not_be_read_is_named_and_never_the_best(spoil: str, step: int) -> None:
+    store: Store = MemoryStore()
+    save(store, 10, metrics={"loss": 3.0})
+    save(store, 20, metrics={"loss": 2.0})
+    assert unreadable(nameable(store)) == ()
+    content = store.read_whole(manifest_key(step))
+    if spoil == "permission":
+        store = hiding(store, manifest_key(step))
+    else:
+        foreign = signed({**json.loads(content), "schema_version": 99})
+        store.replace(manifest_key(step), [content[:500] if spoil == "torn" else foreign])
+    committed = nameable(store)
+    assert (list(committed), unreadable(committed), best_of(committed)) == ([10, 20], (step,), 30 - step)
+
+
+def test_a_training_loss_counts_only_where_nothing_was_evaluated() -> None:
+    store = MemoryStore()
+    save(store, 10, metrics={"loss": 1.0})
+    save(store, 20, metrics={"loss": 2.0, "eval_loss": 5.0})
+    assert best_of(nameable(store)) == 20
+    assert best_of({}) is None
+    # A step that was deleted after the listing.
+    assert list(nameable(hiding(store, manifest_key(10), FileNotFoundError()))) == [20]
+
+
+NEWEST = CheckpointRef(step=6, attempt=1, world_size=2)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    store = LocalStore(tmp_path / "run")
+    for step in (2, 4, 6):
+        save(store, step)
+    return store
+
+
+@pytest.mark.parametrize("key", [f"{step_folder(2)}/attempt-0001", step_folder(2), CHECKPOINT_FOLDER])
+def test_retention_deletes_nothing_behind_a_link(store: LocalStore, tmp_path: Path, key: str) -> None:
+    link = store.root / key
+    moved = Path(shutil.move(link, tmp_path / "disk"))
+    link.symlink_to(moved)
+    before = sorted(moved.rglob("*"))
+    with pytest.raises(NotAPlainFileError) as refused:
+        Retention(store, KeepRules(last=2)).apply(NEWEST)
+    assert refused.value.filename == str(link)
+    with pytest.raises(NotAPlainFileError):
+        newest_committed(store)
+    assert sorted(moved.rglob("*")) == before
+
+
+def test_retention_deletes_only_names_that_a_run_writes(store: LocalStore, caplog: pytest.LogCaptureFixture) -> None:
+    folder = store.root / step_folder(2)
+    for name in ("attempt-0001/photos/1.jpg", "attempt-0001/rank-00000-of-00002.txt", "notes.txt"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("canary")
+    of_dead_attempt = store.root / step_folder(4) / "attempt-0000/photo.jpg"
+    of_dead_attempt.parent.mkdir()
+    of_dead_attempt.write_text("canary")
+    retention = Retention(store, KeepRules(last=2))
+    assert retention.apply(NEWEST) == (2,)
+    assert committed_steps(store) == (4, 6)
+    left = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert left == {"attempt-0001/photos/1.jpg", "attempt-0001/rank-00000-of-00002.txt", "notes.txt"}
+    assert of_dead_attempt.exists()
+    assert f"{step_folder(2)}/attempt-0001/photos/1.jpg" in caplog.text
+    # The next call does not list this folder again.
+    photo = store.root / step_folder(4) / "attempt-0001" / "photo.jpg"
+    photo.write_text("canary")
+    save(store, 8)
+    assert retention.apply(CheckpointRef(step=8, attempt=1, world_size=2)) == (4,)
+    assert photo.exists() and not list(photo.parent.glob("rank*"))

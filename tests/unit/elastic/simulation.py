@@ -47,8 +47,6 @@ class Node:
 
 @dataclass
 class Child:
-    """A process that trains; a hung one holds all others of its generation."""
-
     generation: tuple[int, int]
     rank: int
     attempt: int | None = None
@@ -57,8 +55,6 @@ class Child:
 
 @dataclass
 class Worker:
-    """A supervisor and its child, in one group of Ray's."""
-
     number: int
     node: Node
     child: Child | None = None
@@ -75,8 +71,6 @@ class Worker:
 
 @dataclass
 class Attempt:
-    """A generation that has claimed a number and loaded a state."""
-
     number: int
     start: int
     steps: list[int] = field(default_factory=list)
@@ -84,8 +78,6 @@ class Attempt:
 
 @dataclass(frozen=True, kw_only=True)
 class Happened:
-    """One thing that happened to a node or a worker."""
-
     what: str
     node: str = ""
     worker: int | None = None
@@ -303,7 +295,6 @@ class Simulation:
 
     def order(self, worker: Worker, generation: tuple[int, int], rank: int, world: int) -> Callable[[], None]:
         def do() -> None:
-            # An order that comes twice, or after a newer one, finds a newer child.
             newer = worker.child is not None and worker.child.generation >= generation
             if worker.alive and not newer and generation not in worker.ended:
                 worker.child = Child(generation=generation, rank=rank)
@@ -345,7 +336,9 @@ class Simulation:
         if group is None or generation != (self.group_number, group.generation) or len(workers) < len(group.members):
             return
         children = [worker.child for worker in workers if worker.child is not None]
-        if any(child.hung for child in children) or self.split(workers):
+        # Members wait for one another where one hangs or a cut runs between them.
+        cut_off = {worker.node.cut_until > self.now and worker.node.name for worker in workers}
+        if any(child.hung for child in children) or len(cut_off) > 1:
             return
         nodes = {worker.node.name: worker.node for worker in workers}
         if children[0].attempt is None:
@@ -366,10 +359,6 @@ class Simulation:
         self.keep(step + 1, [*nodes.values()])
         if (step + 1) % 10 == 0:
             self.committed = step + 1
-
-    def split(self, workers: list[Worker]) -> bool:
-        """Return whether a cut runs through the members, which then wait for one another."""
-        return len({worker.node.cut_until > self.now and worker.node.name for worker in workers}) > 1
 
     def keep(self, step: int, nodes: list[Node]) -> None:
         """Seal a state in memory: each node keeps its part and that of the node before it, unless a copy is torn."""
@@ -443,7 +432,6 @@ class Simulation:
         self.at(self.draw.uniform(30.0, 90.0), lambda: self.bring_back(node))
 
     def bring_back(self, node: Node) -> None:
-        """A node of the same name comes back empty."""
         if not node.alive:
             self.note("back", node.name)
             node.alive = True

@@ -41,14 +41,12 @@ CAUSES = [
     RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
     CheckpointError("No space left on device"),
     # What rows or a program do on a GPU.
-    RuntimeError("CUDA error: device-side assert triggered"),
     RuntimeError("CUDA error: an illegal memory access was encountered"),
     UserError("data.path: a file about Xid and misaligned address"),
 ]
 DEVICES = [
     RuntimeError("CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors might be asynchronously"),
     RuntimeError("CUDA error: unspecified launch failure"),
-    RuntimeError("CUDA error: misaligned address"),
     RuntimeError("NVRM: Xid (PCI:0000:18:00): 79, GPU has fallen off the bus."),
     dist.DistBackendError("NCCL error, unhandled cuda error. Cuda failure 'unspecified launch failure'"),
     RunError("the self-test failed to run on rank 3 (n1): CUDA error: hardware stack error. Training uses"),
@@ -116,7 +114,6 @@ terminate called after throwing an instance of 'c10::DistBackendError'
   what():  [PG ID 0 Rank 1] Process group watchdog thread terminated with exception: {}
 Exception raised from checkForNCCLErrorsInternal at ProcessGroupNCCL.cpp:2363 (most recent call first):
 frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x96 (0x7f in libc10.so)
-frame #1: <unknown function> + 0x145c0 (0x7f in libtorch.so)
 
 """
 

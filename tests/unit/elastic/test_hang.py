@@ -43,9 +43,7 @@ def test_the_bound_of_a_step_is_learned_from_the_run() -> None:
 
 
 @given(st.lists(SECONDS, min_size=1, max_size=300), st.lists(SECONDS, max_size=300), st.randoms())
-def test_the_bound_depends_on_the_newest_steps_alone(
-    recent: list[float], older: list[float], drawn: random.Random
-) -> None:
+def test_only_the_newest_steps_count(recent: list[float], older: list[float], drawn: random.Random) -> None:
     newest = (older + recent)[-RECENT_STEPS:]
     bound_s = step_bound_s(older + recent, LIMITS)
     assert bound_s == step_bound_s(drawn.sample(newest, len(newest)), LIMITS)

@@ -11,27 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ray_ulysses.elastic.notices import (
-    Answer,
-    CloudNotice,
-    UnexpectedAnswerError,
-    aws_interruption,
-    aws_rebalance,
-    azure_events,
-    gcp_maintenance,
-    gcp_preempted,
-    http_time,
-    pause_s,
-    provider_of,
-    replaces,
-)
+from ray_ulysses.elastic import notices
+from ray_ulysses.elastic.notices import Answer, CloudNotice, UnexpectedAnswerError, aws_interruption, azure_events
 
 NOW = 1_505_722_800.0  # 2017-09-18T08:20:00Z
 READERS = {
     "aws": aws_interruption,
-    "aws rebalance": aws_rebalance,
-    "gcp": gcp_preempted,
-    "gcp maintenance": gcp_maintenance,
+    "aws rebalance": notices.aws_rebalance,
+    "gcp": notices.gcp_preempted,
+    "gcp maintenance": notices.gcp_maintenance,
     "azure": lambda answer: azure_events(answer, "gpu_3"),
 }
 
@@ -63,12 +51,12 @@ def event(kind: str, minute: int = 22, **fields: Any) -> dict[str, Any]:
     ],
 )
 def test_the_firmware_names_the_cloud(firmware: dict[str, str], provider: str | None) -> None:
-    assert provider_of(firmware) == provider
+    assert notices.provider_of(firmware) == provider
 
 
 @pytest.mark.parametrize("ahead_s", [0.0, 300.0, -300.0])
 def test_aws_gives_a_deadline_on_its_own_clock_and_an_action_without_a_time_is_a_notice(ahead_s: float) -> None:
-    assert aws_interruption(answer("<html>", 404)) is None is aws_rebalance(answer("<html>", 404))
+    assert aws_interruption(answer("<html>", 404)) is None is notices.aws_rebalance(answer("<html>", 404))
     when = datetime.fromtimestamp(NOW + ahead_s + 120.0, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     for fields, deadline in ({"time": when}, NOW + 120.0), ({}, None), ({"time": None}, None), ({"time": "soon"}, None):
         notice = aws_interruption(answer({"action": "terminate", **fields}, ahead_s=ahead_s))
@@ -77,23 +65,21 @@ def test_aws_gives_a_deadline_on_its_own_clock_and_an_action_without_a_time_is_a
     body = '{"action": "stop", "time": "2017-09-18T08:22:00Z"}'
     notice = aws_interruption(Answer(status=200, body=body, server_time=None, received_at=9.0))
     assert notice is not None and notice.deadline == NOW + 120.0
-    hint = aws_rebalance(answer({"noticeTime": "2017-09-18T08:22:00Z"}))
+    hint = notices.aws_rebalance(answer({"noticeTime": "2017-09-18T08:22:00Z"}))
     assert hint == CloudNotice(what="rebalance recommendation", deadline=None, is_hint=True)
 
 
 @pytest.mark.parametrize(
     ("read", "body", "notice"),
     [
-        (gcp_preempted, "FALSE\n", None),
-        (gcp_preempted, "TRUE", CloudNotice(what="preemption", deadline=NOW + 30.0)),
-        (gcp_maintenance, "NONE", None),
-        (gcp_maintenance, "MIGRATE_ON_HOST_MAINTENANCE", None),
-        (gcp_maintenance, "TERMINATE_ON_HOST_MAINTENANCE", CloudNotice(what="host maintenance", deadline=None)),
+        (notices.gcp_preempted, "FALSE\n", None),
+        (notices.gcp_preempted, "TRUE", CloudNotice(what="preemption", deadline=NOW + 30.0)),
+        (notices.gcp_maintenance, "NONE", None),
+        (notices.gcp_maintenance, "MIGRATE_ON_HOST_MAINTENANCE", None),
+        (notices.gcp_maintenance, "TERMINATE_ON_HOST_MAINTENANCE", CloudNotice(what="host maintenance", deadline=None)),
     ],
 )
-def test_google_cloud_gives_half_a_minute_and_a_migration_is_no_end(
-    read: Any, body: str, notice: CloudNotice | None
-) -> None:
+def test_google_gives_30_s_and_a_migration_is_not_an_end(read: Any, body: str, notice: CloudNotice | None) -> None:
     assert read(answer(body)) == notice
 
 
@@ -149,15 +135,14 @@ def test_a_notice_that_says_more_than_the_one_before_it_is_passed_on() -> None:
     hint = CloudNotice(what="rebalance", deadline=None, is_hint=True)
     vague, late = CloudNotice(what="maintenance", deadline=None), CloudNotice(what="preemption", deadline=NOW + 60.0)
     early, same = CloudNotice(what="preemption", deadline=NOW), CloudNotice(what="preemption", deadline=NOW + 59.5)
-    assert all(replaces(one, None) for one in (hint, vague, late))
-    assert replaces(vague, hint) and replaces(late, hint) and replaces(late, vague) and replaces(early, late)
-    assert not any(replaces(one, one) for one in (hint, vague, late))
-    assert not replaces(hint, vague) and not replaces(vague, late) and not replaces(late, early)
-    assert not replaces(same, late)
+    more = [(hint, None), (vague, None), (late, None), (vague, hint), (late, hint), (late, vague), (early, late)]
+    less = [(one, one) for one in (hint, vague, late)] + [(hint, vague), (vague, late), (late, early), (same, late)]
+    assert all(notices.replaces(*pair) for pair in more) and not any(notices.replaces(*pair) for pair in less)
 
 
 def test_times_of_http_are_read_and_the_pauses_after_failures_grow() -> None:
     when = datetime(2017, 9, 18, 8, 20, tzinfo=UTC)
-    assert http_time(format_datetime(when, usegmt=True)) == NOW == http_time("Mon, 18 Sep 2017 08:20:00 -0000")
-    assert [http_time(text) for text in (None, "", "yesterday", "Mon, 99 Sep 2017 08:20:00 GMT")] == [None] * 4
-    assert [pause_s(failures) for failures in (0, 1, 2, 39)] == [2.0, 4.0, 8.0, 60.0]
+    for text in (format_datetime(when, usegmt=True), "Mon, 18 Sep 2017 08:20:00 -0000"):
+        assert notices.http_time(text) == NOW
+    assert [notices.http_time(text) for text in (None, "", "yesterday", "Mon, 99 Sep 2017 08:20:00 GMT")] == [None] * 4
+    assert [notices.pause_s(failures) for failures in (0, 1, 2, 39)] == [2.0, 4.0, 8.0, 60.0]

@@ -16,9 +16,8 @@ from transformers import LlamaConfig, PreTrainedConfig
 
 from ray_ulysses.checkpoint import CheckpointMeta, ShardedState, StateDescription, save_checkpoint
 from ray_ulysses.config.loading import parse_config
-from ray_ulysses.export.directory import Identity
 from ray_ulysses.export.export_run import export_run
-from ray_ulysses.export.report import CheckResult, ExportReport, ExportRequest
+from ray_ulysses.export.report import ExportReport, ExportRequest
 from ray_ulysses.storage import LocalStore
 from tests.unit.checkpoint.fakes import ThreadExchange, on_ranks, shard_of
 from tests.unit.config.trees import small_tree
@@ -26,38 +25,10 @@ from tests.unit.config.trees import small_tree
 META = CheckpointMeta(
     sp_size=1, cursor={"next_row": 12}, digest="00000000000000ff", tokens=1200, versions={"torch": "2.13.0"}
 )
-IDENTITY = Identity(manifest="aa", weights="model", max_shard_bytes=5, tokenizer="bb", checked=True)
-REPORT = ExportReport(
-    run="run",
-    step=4,
-    attempt=1,
-    trained_tokens=12,
-    data_digest="00ff",
-    out="/out",
-    architecture="LlamaForCausalLM",
-    parameters=3,
-    weights="bf16",
-    files={"file": 3},
-    context_tokens=256,
-    max_positions=None,
-    rope="",
-    tokenizer="none",
-    published_tokenizer="none",
-    has_tokenizer=False,
-    versions={"torch": "2.13.0"},
-    check=CheckResult(tokens=8, documents=2, origin="seeded", difference=0.5, scale=1.0, bound=1e-5),
-    seconds=0.0,
-    was_there=False,
-)
 TINY_LLAMA = LlamaConfig(
-    vocab_size=264,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=1,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=256,
-)
+    vocab_size=264, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=256,
+)  # fmt: skip
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -86,17 +57,9 @@ def write_config(run_dir: Path, model_config: Mapping[str, Any], dtype: str = "f
 
 
 def write_checkpoint(
-    run_dir: Path,
-    model: Any,
-    *,
-    dtype: str = "fp32",
-    step: int = 4,
-    world_size: int = 2,
-    frozen: Collection[str] = (),
-    with_model: bool = True,
-    moments: bool = True,
-    **meta: Any,
-) -> None:
+    run_dir: Path, model: Any, *, dtype: str = "fp32", step: int = 4, world_size: int = 2,
+    frozen: Collection[str] = (), with_model: bool = True, moments: bool = True, **meta: Any,
+) -> None:  # fmt: skip
     """Save a checkpoint whose fp32 master weights are the model's parameters, on ``world_size`` threads.
 
     With ``dtype="bf16"`` and ``with_model``, the rounded weights are stored too. ``moments`` adds an optimizer moment.
@@ -124,15 +87,10 @@ def write_checkpoint(
         state = shard_of(tensors, rank, world_size)
         description = StateDescription(tensors=state.description.tensors, tied=tied)
         save_checkpoint(
-            LocalStore(run_dir),
-            step=step,
-            attempt=1,
-            rank=rank,
-            world_size=world_size,
+            LocalStore(run_dir), step=step, attempt=1, rank=rank, world_size=world_size,
             state=ShardedState(parts=state.parts, description=description),
-            meta=replace(META, run=run_dir.name, **meta),
-            messenger=messenger,
-        )
+            meta=replace(META, run=run_dir.name, **meta), messenger=messenger,
+        )  # fmt: skip
 
     assert on_ranks(world_size, save) == [None] * world_size
 

@@ -66,9 +66,7 @@ def logits_of(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("kind", "adapter", "dtype"), fast_cases(_CASES, "gemma2-extension-fp32", "qwen2-linear-bf16"))
-def test_an_adapter_and_the_merged_model_equal_those_of_peft(
-    tmp_path: Path, kind: str, adapter: str, dtype: str
-) -> None:
+def test_adapter_and_merged_model_equal_those_of_peft(tmp_path: Path, kind: str, adapter: str, dtype: str) -> None:
     trained = make_run(tmp_path, kind, _ADAPTERS[adapter], dtype)
     files = export(tmp_path / "run", weights="fp32", out=tmp_path / "adapter")
     assert files.check is not None and files.check.holds

@@ -116,9 +116,7 @@ _LONG = {"rope_type": "longrope", "original_max_position_embeddings": 64, **_FAC
         ("gemma3_text", {}, _LONG),
     ],
 )
-def test_older_tools_find_the_lengths_of_longrope(
-    tmp_path: Path, kind: str, own: dict[str, Any], scaling: dict[str, Any]
-) -> None:
+def test_older_tools_read_longrope(tmp_path: Path, kind: str, own: dict[str, Any], scaling: dict[str, Any]) -> None:
     config, rope = config_of(kind, max_position_embeddings=256), {**_LONG, **own, "rope_theta": 1e4}
     config.rope_parameters = {"full_attention": rope, "sliding_attention": _LOCAL} if kind == "gemma3_text" else rope
     config.original_max_position_embeddings = 64

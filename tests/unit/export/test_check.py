@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from ray_ulysses.engine.model_config import described_config
 from ray_ulysses.errors import RunError
+from ray_ulysses.evaluation.model_source import find_model
+from ray_ulysses.evaluation.report import EvaluationRequest
 from ray_ulysses.export.check import take_sample
+from ray_ulysses.run.secrets_file import stored_config
+from tests.breadth import fast_only
 from tests.unit.attention.models import ARCHITECTURES, zoo_model
+from tests.unit.config.trees import small_tree
 from tests.unit.data.corpora import text_corpus, varied_texts
-from tests.unit.export.runs import export, fields_of, write_checkpoint, write_config
-from tests.unit.inspect.runs import make_run
+from tests.unit.export.runs import (
+    assert_same,
+    export,
+    fields_of,
+    tensors_in,
+    word_tokenizer,
+    write_checkpoint,
+    write_config,
+)
+from tests.unit.inspect.runs import SETTINGS, make_run
 
 
 @pytest.mark.parametrize("value", [float("nan"), 1e38], ids=["weights", "logits"])
@@ -29,21 +46,13 @@ def test_a_diverged_model_is_reported_as_such(tmp_path: Path, value: float) -> N
 
 
 @pytest.mark.parametrize(("most", "length"), [(None, 256), (64, 64)])
-def test_a_run_without_a_plan_is_checked_with_seeded_tokens_of_its_vocabulary(
-    tmp_path: Path, most: int | None, length: int
-) -> None:
+def test_without_a_plan_the_sample_is_seeded_tokens(tmp_path: Path, most: int | None, length: int) -> None:
     sample = take_sample(tmp_path, 50, most)
     assert sample == take_sample(tmp_path, 50, most) and sample.origin.startswith("seeded tokens")
     assert [len(document) for document in sample.documents] == [length, length]
     assert sample.documents[0] != sample.documents[1]
     tokens = {token for document in sample.documents for token in document}
     assert tokens <= set(range(50)) and len(tokens) > 40
-
-
-@pytest.fixture
-def planned(tmp_path: Path) -> Path:
-    corpus = text_corpus(tmp_path / "data", varied_texts(20))
-    return make_run(tmp_path / "run", [corpus.path]).folder
 
 
 def test_a_run_is_checked_with_its_first_training_documents(planned: Path) -> None:
@@ -67,3 +76,58 @@ def test_seeded_tokens_replace_an_unreadable_plan_or_corpus(planned: Path, tmp_p
     sample = take_sample(planned, 264, None)
     what = "corpus" if damage == "corpus" else "data plan"
     assert sample.origin.startswith(f"seeded tokens, since the run's {what} can't be read (")
+
+
+@pytest.fixture
+def planned(tmp_path: Path) -> Path:
+    corpus = text_corpus(tmp_path / "data", varied_texts(20))
+    run_dir = make_run(tmp_path / "run", [corpus.path]).folder
+    torch.manual_seed(0)
+    write_checkpoint(run_dir, AutoModelForCausalLM.from_config(described_config(stored_config(run_dir))))
+    return run_dir
+
+
+def test_an_unreadable_plan_does_not_prevent_the_export(planned: Path) -> None:
+    whole = export(planned)
+    assert whole.check is not None and whole.check.origin == "the run's first training rows"
+    (planned / "plan/segment-0000/rows.parquet").write_bytes(b"PAR1")
+    report = export(planned, out=planned / "export/again")
+    assert report.check is not None and report.check.holds
+    assert "seeded tokens, since the run's data plan can't be read" in report.check.origin
+    assert report.tokenizer.startswith("none: the run's data plan can't be read")
+    assert_same(tensors_in(Path(report.out)), tensors_in(Path(whole.out)))
+
+
+def test_a_checkpoint_before_a_branch_has_the_context_of_its_own_steps(tmp_path: Path) -> None:
+    corpus = text_corpus(tmp_path / "data", varied_texts(40))
+    run = make_run(tmp_path / "run", [corpus.path])
+    fields = small_tree()["model"]["config"] | {"max_position_embeddings": 64}
+    write_config(
+        run.folder, fields, data__path=str(corpus.path), data__context_tokens=256, model__rope={"rope_theta": 2e4}
+    )
+    model = AutoModelForCausalLM.from_config(described_config(stored_config(run.folder)))
+    run.branch(4, replace(SETTINGS, context_tokens=256), [corpus.path])
+    for step, context in ((4, 128), (5, 256)):
+        write_checkpoint(run.folder, model, step=step)
+        report = export(run.folder, step=step, check=False)
+        assert (report.context_tokens, report.max_positions) == (context, context)
+        assert json.loads((Path(report.out) / "config.json").read_text())["max_position_embeddings"] == context
+        source = find_model(EvaluationRequest(model=run.folder, is_run=True, step=step))
+        assert (source.context_tokens, source.config.data.context_tokens) == (context, context)
+    for file in run.folder.glob("plan/segment-0000/plan.json"):
+        file.write_text("torn")
+    assert export(run.folder, step=4, out=tmp_path / "again", check=False).context_tokens == 256, (
+        "the value in config.yaml"
+    )
+
+
+@pytest.mark.parametrize("has_corpus", fast_only([True, False], True))
+def test_published_files_contain_no_local_paths(planned: Path, tmp_path: Path, has_corpus: bool) -> None:
+    if not has_corpus:
+        (planned / "plan/segment-0000/rows.parquet").write_bytes(b"PAR1")
+    for name, tokenizer in (("run's", None), ("given", word_tokenizer(tmp_path / "words", 65))):
+        report = export(planned, out=planned / "export" / name, tokenizer=tokenizer)
+        for file in ("README.md", "ray_ulysses_export.json", "config.json", "generation_config.json"):
+            assert str(tmp_path) not in (Path(report.out) / file).read_text(), file
+        again = export(planned, out=planned / "export" / name, tokenizer=tokenizer)
+        assert again.was_there and again.out == report.out

@@ -94,11 +94,12 @@ def test_only_the_decoder_changes(tmp_path: Path, name: str) -> None:
     assert export(tmp_path / "run").was_there
 
 
-@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("stored", fast_only([torch.bfloat16, torch.float32], torch.bfloat16))
 def test_the_dtypes_of_the_multimodal_checkpoint_are_kept(tmp_path: Path, stored: torch.dtype) -> None:
     check_merged(tmp_path, make_whole(tmp_path / "base", "gemma3", stored), "bf16")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_with_the_models_own_names_keeps_these_names(tmp_path: Path) -> None:
     whole = make_whole(tmp_path / "base", "gemma3")
     old = tensors_in(tmp_path / "base")
@@ -121,6 +122,7 @@ def test_a_tied_head_that_is_stored_twice_changes_in_both_places(tmp_path: Path)
     assert torch.equal(tensors_in(out)["lm_head.weight"], decoder.lm_head.weight)
 
 
+@pytest.mark.slow
 def test_an_untied_head_stays_untied_whatever_the_configuration_says(tmp_path: Path) -> None:
     # Mistral Small 3's config.json does not say whether the head is tied, and the default is tied.
     whole = make_whole(tmp_path / "base", "mistral3")
@@ -155,9 +157,7 @@ def test_options_that_would_change_other_parts_are_refused(gemma3: tuple[Path, P
             export(gemma3[1], **option)
 
 
-def test_a_source_file_that_vanishes_during_the_export_is_named(
-    gemma3: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_source_file_that_vanishes_is_named(gemma3: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     base, run = gemma3
 
     def find_and_remove(*args: Any) -> DecoderMerge:
@@ -179,9 +179,7 @@ def test_a_source_file_that_vanishes_during_the_export_is_named(
         ("type", RunError, r"up_proj\.weight is I32"),
     ],
 )
-def test_a_checkpoint_that_does_not_match_the_run_is_refused_early(
-    tmp_path: Path, damage: str, error: type[Exception], said: str
-) -> None:
+def test_a_mismatched_base_is_refused(tmp_path: Path, damage: str, error: type[Exception], said: str) -> None:
     base, name = tmp_path / "base", "model.layers.1.mlp.up_proj.weight"
     make_run(tmp_path / "run", base, trained_decoder(make_whole(base, "qwen2_vl")))
     (file,) = (path for path in base.glob("*.safetensors") if name in load_file(path))

@@ -28,20 +28,34 @@ from ray_ulysses.export.directory import (
     unpublished,
     upload,
 )
+from ray_ulysses.export.report import CheckResult, ExportReport
 from ray_ulysses.storage.location import ObjectLocation
 from ray_ulysses.storage.object_store import ObjectStore
 from ray_ulysses.storage.place import open_store, place_of
 from tests.polling import wait_until
 from tests.s3_server import S3Server
-from tests.unit.export.runs import IDENTITY, REPORT
-from tests.unit.export.runs import IDENTITY as SAME
+
+SAME = Identity(manifest="aa", weights="model", max_shard_bytes=5, tokenizer="bb", checked=True)
+OTHER = replace(SAME, weights="fp16")
+REPORT = ExportReport(
+    run="run", step=4, attempt=1, trained_tokens=12, data_digest="00ff", out="/out", architecture="LlamaForCausalLM",
+    parameters=3, weights="bf16", files={"file": 3}, context_tokens=256, max_positions=None, rope="", tokenizer="none",
+    published_tokenizer="none", has_tokenizer=False, versions={"torch": "2.13.0"},
+    check=CheckResult(tokens=8, documents=2, origin="seeded", difference=0.5, scale=1.0, bound=1e-5),
+    seconds=0.0, was_there=False,
+)  # fmt: skip
+
+
+def fill(folder: Path, identity: Identity = SAME, text: str = "one") -> Path:
+    (folder / "file").write_text(text)
+    record = Record(identity=identity, report=replace(REPORT, files={"file": len(text)}))
+    (folder / RECORD_FILE).write_bytes(record.to_bytes())
+    return folder
 
 
 def publish(out: Path, identity: Identity = SAME, text: str = "one") -> None:
     with unpublished(out, 10) as folder:
-        (folder / "file").write_text(text)
-        record = Record(identity=identity, report=replace(REPORT, files={"file": len(text)}))
-        (folder / RECORD_FILE).write_bytes(record.to_bytes())
+        fill(folder, identity, text)
 
 
 def names(folder: Path) -> list[str]:
@@ -73,17 +87,12 @@ def test_a_directory_appears_complete_and_a_link_to_it_stays(tmp_path: Path) -> 
 
 
 def test_a_failed_export_leaves_nothing(tmp_path: Path) -> None:
-    def export(error: Exception) -> None:
-        with unpublished(tmp_path / "out", 10) as folder:
+    full = OSError(28, "No space left on device")
+    for error, raised in ((KeyError(), pytest.raises(KeyError)), (full, refuses(RunError, "No space left on device"))):
+        with raised, unpublished(tmp_path / "out", 10) as folder:
             (folder / "file").write_text("x")
             raise error
-
-    with pytest.raises(KeyError):
-        export(KeyError())
-    assert names(tmp_path) == []
-    with refuses(RunError, "No space left on device"):
-        export(OSError(28, "No space left on device"))
-    assert names(tmp_path) == []
+        assert names(tmp_path) == []
 
 
 def is_published(out: Path) -> bool:
@@ -232,18 +241,15 @@ def test_a_name_with_brackets_is_locked_and_cleaned_like_any_other(tmp_path: Pat
     assert names(tmp_path) == [other.name, "g[1]"]
 
 
-@pytest.mark.parametrize(
-    ("num_bytes", "free", "reserve"), [(110_000, 1_100_000, "1.05 MB"), (128 * 10**9, 128 * 10**9, "1 GB")]
-)
-def test_the_reserve_is_small_and_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_bytes: int, free: int, reserve: str
-) -> None:
-    monkeypatch.setattr(directory.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
-    with refuses(RunError, f"a reserve of {reserve}"), unpublished(tmp_path / "out", num_bytes):
-        pytest.fail("must not begin")
-    monkeypatch.setattr(directory.shutil, "disk_usage", lambda path: SimpleNamespace(free=1.01 * free + 2**20))
-    with unpublished(tmp_path / "out", num_bytes):
-        pass
+def test_the_reserve_is_small_and_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for num_bytes, free, reserve in ((110_000, 1_100_000, "1.05 MB"), (128 * 10**9, 128 * 10**9, "1 GB")):
+        space = SimpleNamespace(free=free)
+        monkeypatch.setattr(directory.shutil, "disk_usage", lambda path, space=space: space)
+        with refuses(RunError, f"a reserve of {reserve}"), unpublished(tmp_path / "out", num_bytes):
+            pytest.fail("must not begin")
+        space.free = 1.01 * free + 2**20
+        with unpublished(tmp_path / "out", num_bytes):
+            pass
 
 
 def with_fields(folder: Path, fields: Any) -> Path:
@@ -254,13 +260,13 @@ def with_fields(folder: Path, fields: Any) -> Path:
 def test_a_complete_record_is_read_and_another_is_ignored(tmp_path: Path) -> None:
     assert read_record(tmp_path) is None
     for report in (REPORT, replace(REPORT, check=None, max_positions=2048, seconds=1.5)):
-        record = Record(identity=IDENTITY, report=report)
+        record = Record(identity=SAME, report=report)
         (tmp_path / RECORD_FILE).write_bytes(record.to_bytes())
         assert read_record(tmp_path) == record
-    fields = asdict(Record(identity=IDENTITY, report=REPORT))
+    fields = asdict(Record(identity=SAME, report=REPORT))
     fields["report"] |= {"carbon": 1.0}
     fields["report"]["check"] |= {"device": "cpu"}
-    assert read_record(with_fields(tmp_path, fields)) == Record(identity=IDENTITY, report=REPORT), "a newer report"
+    assert read_record(with_fields(tmp_path, fields)) == Record(identity=SAME, report=REPORT), "a newer report"
     (tmp_path / RECORD_FILE).write_bytes(record.to_bytes()[:-20])
     assert read_record(tmp_path) is None
     for other in ([], {}, {"report": {"step": 4}}):
@@ -279,12 +285,9 @@ def test_a_complete_record_is_read_and_another_is_ignored(tmp_path: Path) -> Non
     ],
 )
 def test_a_record_with_a_field_of_another_type_is_ignored(tmp_path: Path, place: str, value: Any) -> None:
-    fields = asdict(Record(identity=IDENTITY, report=REPORT))
+    fields = asdict(Record(identity=SAME, report=REPORT))
     fields[place] = value if value is None else fields[place] | value
     assert read_record(with_fields(tmp_path, fields)) is None
-
-
-OTHER = replace(SAME, weights="fp16")
 
 
 @pytest.fixture
@@ -298,10 +301,7 @@ def published(s3: S3Server, prefix: str, tmp_path: Path, monkeypatch: pytest.Mon
 def make(published: ObjectLocation, identity: Identity = SAME, text: str = "one") -> Path:
     folder = staging_folder(published)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "weights").write_text(text)
-    record = Record(identity=identity, report=replace(REPORT, files={"weights": len(text)}))
-    (folder / RECORD_FILE).write_bytes(record.to_bytes())
-    return folder
+    return fill(folder, identity, text)
 
 
 def there(published: ObjectLocation) -> dict[str, bytes]:
@@ -313,7 +313,7 @@ def test_an_upload_is_recognized_and_replaced_only_on_request(published: ObjectL
     assert already_exported(published, SAME, overwrite=False) is None
     folder = make(published)
     upload(folder, published)
-    assert not folder.exists() and there(published)["weights"] == b"one"
+    assert not folder.exists() and there(published)["file"] == b"one"
     found = already_exported(published, SAME, overwrite=False)
     assert found is not None and found.identity == SAME
     with pytest.raises(UserError, match="--overwrite"):
@@ -321,9 +321,9 @@ def test_an_upload_is_recognized_and_replaced_only_on_request(published: ObjectL
     assert already_exported(published, OTHER, overwrite=True) is None
     open_store(published).replace("more", [b"of another version"])
     upload(make(published, OTHER, "two"), published)
-    assert {name: content for name, content in there(published).items() if name != RECORD_FILE} == {"weights": b"two"}
-    open_store(published).replace("weights", [b"damaged"])
-    with pytest.raises(UserError, match="weights has changed or is missing"):
+    assert {name: content for name, content in there(published).items() if name != RECORD_FILE} == {"file": b"two"}
+    open_store(published).replace("file", [b"damaged"])
+    with pytest.raises(UserError, match="file has changed or is missing"):
         already_exported(published, OTHER, overwrite=False)
 
 
@@ -352,9 +352,9 @@ def test_an_upload_with_a_failed_request_is_complete_or_has_no_record(
     assert ("no space left" in said) == failed
     found = there(published)
     if RECORD_FILE in found:
-        record = already_exported(published, OTHER if found["weights"] == b"another" else SAME, overwrite=False)
-        assert record is not None, "the record does not match the weights"
+        record = already_exported(published, OTHER if found["file"] == b"another" else SAME, overwrite=False)
+        assert record is not None, "the record does not match the file"
     if failed:
         upload(folder if folder.exists() else make(published, OTHER, "another"), published)
     assert already_exported(published, OTHER, overwrite=False) is not None
-    assert there(published)["weights"] == b"another"
+    assert there(published)["file"] == b"another"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,31 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import ray_ulysses.export.export_run as module
+from ray_ulysses.cli import app
+from ray_ulysses.cli import run as run_command
 from ray_ulysses.errors import RunError, UserError
-from ray_ulysses.export.report import ExportRequest, WeightType
+from ray_ulysses.export.report import ExportRequest
+from ray_ulysses.export.tensors import Stored, published_tensors
 from ray_ulysses.run.start_point import choose_checkpoint
+from ray_ulysses.run_names import REPORT_FILE
 from ray_ulysses.storage import LocalStore
+from ray_ulysses.storage.location import ObjectLocation
+from ray_ulysses.storage.place import open_store, place_of
 from tests.breadth import fast_only
+from tests.distributed.run_case import make_corpus
+from tests.s3_server import S3Server
 from tests.stores import CountingStore
 from tests.unit.attention.models import ARCHITECTURES, VOCAB, zoo_model
-from tests.unit.export.runs import assert_same, export, fields_of, silent, tensors_in, write_checkpoint, write_config
+from tests.unit.export.runs import (
+    TINY_LLAMA,
+    assert_same,
+    export,
+    fields_of,
+    silent,
+    tensors_in,
+    write_checkpoint,
+    write_config,
+)
 
 TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -62,27 +80,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.mark.parametrize("name", fast_only(["llama", "qwen3", "mixtral"], "llama"))
-@pytest.mark.parametrize("weights", ["model", "bf16", "fp32", "fp16"])
-def test_each_precision_is_rounded_once_from_the_master_weights(tmp_path: Path, name: str, weights: WeightType) -> None:
-    model = make_run(tmp_path / "run", name, "bf16")
-    report = export(tmp_path / "run", weights=weights, max_shard_bytes=30_000)
+@pytest.mark.parametrize("weights", fast_only(["model", "bf16", "fp32", "fp16", "not stored"], "fp16", "not stored"))
+def test_each_precision_is_rounded_once_from_the_master_weights(tmp_path: Path, name: str, weights: Any) -> None:
+    model = make_run(tmp_path / "run", name, "bf16", with_model=weights != "not stored")
+    weights = "model" if weights == "not stored" else weights
+    report = export(tmp_path / "run", weights=weights)
     assert report.check is not None and report.check.holds
+    assert {path.name for path in Path(report.out).glob("model*")} == {"model.safetensors"}, "one file has no index"
     dtype = TORCH["bf16" if weights == "model" else weights]
     assert_same(tensors_in(Path(report.out)), saved_by_transformers(model.to(dtype), tmp_path / "wanted"))
     fields = json.loads((Path(report.out) / "config.json").read_text())
     assert fields["dtype"] == fields["torch_dtype"] == str(dtype).removeprefix("torch.")
     assert AutoModelForCausalLM.from_pretrained(report.out, dtype="auto").dtype == dtype
-
-
-@pytest.mark.parametrize("with_model", [True, False], ids=["stored", "masters"])
-def test_stored_training_weights_are_exported_and_missing_ones_are_rounded(tmp_path: Path, with_model: bool) -> None:
-    model = zoo_model("llama")
-    rounded = {name: p.detach().bfloat16() for name, p in model.named_parameters()}
-    make_run(tmp_path / "run", "llama", "bf16", model=model, with_model=with_model)
-    report = export(tmp_path / "run", check=False)
-    # A single file has no index.
-    assert {path.name for path in Path(report.out).glob("model*")} == {"model.safetensors"}
-    assert_same(tensors_in(Path(report.out)), rounded)
 
 
 def test_frozen_parameters_and_buffers_are_exported(tmp_path: Path) -> None:
@@ -124,26 +133,6 @@ def test_files_respect_the_maximum_size_and_the_index_lists_each_tensor(tmp_path
     assert report.files.keys() | {"ray_ulysses_export.json"} == {path.name for path in out.iterdir()}
 
 
-def test_rope_and_positions_are_exported_under_new_and_old_names(tmp_path: Path) -> None:
-    rope = {
-        "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    }  # fmt: skip
-    config = ARCHITECTURES["llama"](rope_parameters=rope, max_position_embeddings=512)
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
-    write_config(tmp_path / "run", fields_of(config))
-    write_checkpoint(tmp_path / "run", model)
-    report = export(tmp_path / "run")
-    fields = json.loads((Path(report.out) / "config.json").read_text())
-    assert fields["rope_parameters"] == rope and fields["rope_theta"] == 500000.0
-    assert fields["rope_scaling"] == {name: value for name, value in rope.items() if name != "rope_theta"}
-    assert (fields["max_position_embeddings"], fields["architectures"]) == (512, ["LlamaForCausalLM"])
-    loaded = AutoConfig.from_pretrained(report.out)
-    assert loaded.rope_parameters == rope
-    assert (report.max_positions, report.rope) == (512, "rope llama3, factor 8, theta 500000")
-
-
 def test_a_value_beyond_fp16_is_refused(tmp_path: Path) -> None:
     model = zoo_model("llama")
     with torch.no_grad():
@@ -182,8 +171,6 @@ def test_an_architecture_that_rearranges_elements_is_refused(tmp_path: Path) -> 
     config = AutoConfig.for_model("hrm_text", num_hidden_layers=2, vocab_size=61)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    from ray_ulysses.export.tensors import Stored, published_tensors
-
     stored = {
         name: Stored(key=f"fp32/{name}", shape=tuple(tensor.shape), dtype=torch.float32, published=torch.float32)
         for name, tensor in model.state_dict().items()
@@ -192,9 +179,7 @@ def test_an_architecture_that_rearranges_elements_is_refused(tmp_path: Path) -> 
         published_tensors(model, stored)
 
 
-def test_a_live_model_that_differs_fails_the_check_and_nothing_is_published(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_unlike_the_live_model_are_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_run(tmp_path / "run", "llama")
     original = module.write_files
 
@@ -232,11 +217,7 @@ def test_a_damaged_file_is_named_and_nothing_is_published(tmp_path: Path, cut: b
     assert export(tmp_path / "run", step=2).step == 2
 
 
-def test_a_checkpoint_deleted_by_retention_is_not_reported_as_damaged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import shutil
-
+def test_a_checkpoint_that_retention_deletes_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_run(tmp_path / "run", "llama")
     original = module.write_files
 
@@ -262,3 +243,59 @@ def test_an_export_among_the_runs_own_files_is_refused_early(tmp_path: Path) -> 
     assert Path(report.out) == tmp_path / "runs/a/export/step-00000004"
     assert export(tmp_path / "runs/a", check=False) == replace(report, was_there=True)
     assert_same(tensors_in(Path(report.out)), saved_by_transformers(model, tmp_path / "wanted"))
+
+
+@pytest.fixture
+def run(s3: S3Server, prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectLocation:
+    """Copy a run with a checkpoint from disk to an object store."""
+    monkeypatch.setenv("RAY_ULYSSES_CACHE_DIR", str(tmp_path / "node"))
+    local = tmp_path / "run"
+    write_config(local, TINY_LLAMA.to_diff_dict() | {"model_type": "llama"})
+    write_checkpoint(local, AutoModelForCausalLM.from_config(TINY_LLAMA))
+    place = place_of(s3.uri(prefix)) / "run"
+    assert isinstance(place, ObjectLocation)
+    there = open_store(place)
+    for path in sorted(local.rglob("*")):
+        if path.is_file():
+            key = str(path.relative_to(local))
+            there.create(key, [LocalStore(local).read_whole(key)])
+    return place
+
+
+def test_a_run_in_a_store_is_exported_evaluated_and_reported(
+    run: ObjectLocation, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ask(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = run_command(app, [*map(str, arguments)])
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    store = open_store(run)
+    place = run / "export/step-00000004"
+    code, out, err = ask("export", run)
+    assert code == 0 and f"copying to {place}" in err, err
+    names = {key.rpartition("/")[2] for key in store.list("export/step-00000004")}
+    assert {"config.json", "model.safetensors", "ray_ulysses_export.json"} <= names
+    assert not list((tmp_path / "node" / "exports").rglob("*.safetensors")), "the staged copy is deleted"
+    code, out, err = ask("export", run)
+    assert code == 0 and "copying to" not in err, "an identical export exists"
+    code, out, err = ask("export", run, "--dtype", "bf16")
+    assert code == 2 and "add --overwrite to replace it" in err
+    code, out, err = ask("export", run, "--out", tmp_path / "out")
+    assert code == 0 and (tmp_path / "out" / "model.safetensors").is_file()
+
+    corpus = make_corpus(tmp_path / "data", ("bisect.py",))
+    code, out, err = ask("evaluate", run, "--task", "loss", "--lengths", 32, "--max-tokens", 500, "--data", corpus)
+    assert code == 0, err
+    found = json.loads(store.read_whole("evaluation/step-00000004/evaluation.json"))
+    assert found["step"] == 4 and found["position_loss"]["loss"] > 0
+
+    code, out, err = ask("report", run)
+    assert code == 0, err
+    page = store.read_whole(REPORT_FILE)
+    assert page.startswith(b"<!") and b"position" in page
+    code, out, err = ask("inspect", run, "--checkpoints", "--json")
+    assert code == 0 and [one["step"] for one in json.loads(out)["checkpoints"]] == [4]
+    code, out, err = ask("inspect", place_of(str(run)).parent / "nobody")
+    assert code == 2 and "is not a run directory" in err

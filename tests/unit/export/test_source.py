@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -14,19 +15,18 @@ from ray_ulysses.run.start_point import choose_checkpoint, find_checkpoint
 from ray_ulysses.run_names import manifest_key
 from ray_ulysses.storage import LocalStore, Store
 from ray_ulysses.tracking.journal import claim_journal
-from tests.stores import FaultyStore, permission_lost
-from tests.unit.attention.models import ARCHITECTURES, zoo_model
-from tests.unit.export.runs import fields_of, write_checkpoint, write_config
+from tests.stores import permission_lost
+from tests.unit.checkpoint.fakes import hiding, save
+from tests.unit.export.runs import TINY_LLAMA, fields_of, write_config
 from tests.unit.tracking.journals import COMMITTED
 
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     """Write a run with checkpoints at steps 2, 4 and 6; the newest is the best."""
-    model = zoo_model("llama")
-    write_config(tmp_path / "run", fields_of(ARCHITECTURES["llama"]()))
+    write_config(tmp_path / "run", fields_of(TINY_LLAMA))
     for step in (2, 4, 6):
-        write_checkpoint(tmp_path / "run", model, step=step, metrics={"loss": 8.0 - step})
+        save(LocalStore(tmp_path / "run"), step, metrics={"loss": 8.0 - step})
     return tmp_path / "run"
 
 
@@ -38,15 +38,7 @@ def torn(run_dir: Path, step: int) -> Store:
 
 
 def denied(run_dir: Path, step: int) -> Store:
-    kinds: Any = ("open",)
-    return FaultyStore(
-        LocalStore(run_dir),
-        fail_at=1,
-        lasting=True,
-        kinds=kinds,
-        error=permission_lost(),
-        only=lambda key: key == manifest_key(step),
-    )
+    return hiding(LocalStore(run_dir), manifest_key(step))
 
 
 @pytest.mark.parametrize("spoil", [torn, denied])
@@ -68,10 +60,7 @@ def test_an_unreadable_newest_or_selected_checkpoint_is_refused(run_dir: Path, s
 
 
 def test_a_storage_that_does_not_respond_is_named(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: LocalStore, prefix: str) -> list[str]:
-        raise permission_lost()
-
-    monkeypatch.setattr(LocalStore, "list", refuse)
+    monkeypatch.setattr(LocalStore, "list", Mock(side_effect=permission_lost()))
     for step in ("latest", "best", 4):
         with pytest.raises(RunError, match=rf"can't read the checkpoints in {run_dir} \(Permission denied\)"):
             find_checkpoint(stored_config(run_dir), run_dir, step)  # type: ignore[arg-type]
@@ -80,7 +69,7 @@ def test_a_storage_that_does_not_respond_is_named(run_dir: Path, monkeypatch: py
 @pytest.mark.parametrize("place", ["absent", "empty", "a file"])
 def test_a_storage_without_the_journals_checkpoints_is_named(tmp_path: Path, place: str) -> None:
     far, run_dir = tmp_path / "far", tmp_path / "run"
-    write_config(run_dir, fields_of(ARCHITECTURES["llama"]()), checkpoint__storage=str(far))
+    write_config(run_dir, fields_of(TINY_LLAMA), checkpoint__storage=str(far))
     journal = claim_journal(run_dir)
     for step in (2, 4, 6):
         own = {"step": step, "path": f"checkpoints/step-{step:08d}", "world_size": 2}
@@ -96,7 +85,7 @@ def test_a_storage_without_the_journals_checkpoints_is_named(tmp_path: Path, pla
 
 def test_a_run_without_checkpoints_or_a_readable_journal_is_refused(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    write_config(run_dir, fields_of(ARCHITECTURES["llama"]()))
+    write_config(run_dir, fields_of(TINY_LLAMA))
     with pytest.raises(UserError, match="has no committed checkpoint"):
         find_checkpoint(stored_config(run_dir), run_dir, "latest")
     claim_journal(run_dir).close()

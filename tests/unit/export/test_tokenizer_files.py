@@ -111,9 +111,7 @@ def test_a_truncated_plan_only_prevents_finding_the_tokenizer(planned: Path, fil
     assert find_tokenizer(planned, Path("bytes")).words == "from bytes, as requested by --tokenizer"
 
 
-def test_a_plan_or_tokenizer_without_permission_is_named(
-    planned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_permissions_are_named(planned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = word_tokenizer(tmp_path / "words", 8)
 
     def refuse(path: Path) -> None:
@@ -127,12 +125,14 @@ def test_a_plan_or_tokenizer_without_permission_is_named(
 
 
 OTHER = CHATML.replace("message['role'] +", "message['role'] + ':' +")
+# A turn with a tool call may have an end token of its own.
+CALL = [{"role": "user", "content": "now"}, {"role": "assistant", "content": "call"}]
 TRAINED = ", with its chat template replaced by the one used in training"
 UNKNOWN = "; a missing corpus may have used another chat template"
 
 
 def chats(folder: Path, tokenizer: Path, template: str | None = None, start: int = 0) -> Corpus:
-    rows: list[dict[str, Any]] = [{"messages": one} for one in [CONVERSATION, CONVERSATION[1:3]][start:]]
+    rows: list[dict[str, Any]] = [{"messages": one} for one in [CONVERSATION, CONVERSATION[1:3], CALL][start:]]
     options = EncodingOptions(chat_template=template)
     return prepare_rows(folder, rows, str(tokenizer), encoding=options, messages_field="messages")
 
@@ -189,9 +189,7 @@ def test_the_first_of_several_templates_is_exported_and_the_others_are_mentioned
 LLAMA3_LIKE = CHATML.replace(" + '\\n' }}{% endfor %}", " }}{% endfor %}")
 ENDS_WITH_EOS = CHATML.replace("'<|im_end|>' + '\\n'", "eos_token")
 WITHOUT_END = CHATML.replace("'<|im_end|>' + '\\n'", "'\\n'")
-# A turn with a tool call has a different end token.
 TWO_ENDS = CHATML.replace("'<|im_end|>' + '\\n'", "('<|im_start|>' if message['content'] == 'call' else '<|im_end|>')")
-CALL = [{"role": "user", "content": "now"}, {"role": "assistant", "content": "call"}]
 
 
 def tokenizer_with(directory: Path, template: str, eos_token: str = "</s>") -> Path:
@@ -202,15 +200,8 @@ def tokenizer_with(directory: Path, template: str, eos_token: str = "</s>") -> P
 
 
 def ids_of(directory: Path, *names: str) -> tuple[int, ...]:
-    from tokenizers import Tokenizer
-
-    vocabulary = Tokenizer.from_file(str(directory / "tokenizer.json")).get_vocab(with_added_tokens=True)
+    vocabulary = RustTokenizer.from_file(str(directory / "tokenizer.json")).get_vocab(with_added_tokens=True)
     return tuple(vocabulary[name] for name in names)
-
-
-def corpus_of(directory: Path, tokenizer: Path, *conversations: list[dict[str, str]]) -> Corpus:
-    rows: list[dict[str, Any]] = [{"messages": one} for one in conversations or [CONVERSATION, CONVERSATION[1:3]]]
-    return prepare_rows(directory, rows, tokenizer=str(tokenizer), messages_field="messages")
 
 
 @pytest.mark.parametrize(
@@ -222,13 +213,12 @@ def corpus_of(directory: Path, tokenizer: Path, *conversations: list[dict[str, s
         pytest.param(ENDS_WITH_EOS, "</s>", ("</s>",), id="the document end ends turns"),
         pytest.param(WITHOUT_END, "</s>", ("</s>", "<|im_start|>"), id="the next message's token ends turns"),
         pytest.param(MARKED, "<|im_end|>", ("<|im_end|>",), id="generation marks"),
+        pytest.param(TWO_ENDS, "</s>", ("</s>", "<|im_start|>", "<|im_end|>"), id="two ends"),
     ],
 )
-def test_tokens_that_end_supervised_turns_end_a_text(
-    tmp_path: Path, template: str, eos_token: str, ends: tuple[str, ...]
-) -> None:
+def test_end_tokens_of_turns_end_a_text(tmp_path: Path, template: str, eos_token: str, ends: tuple[str, ...]) -> None:
     tokenizer = tokenizer_with(tmp_path / "tokenizer", template, eos_token)
-    run = make_run(tmp_path / "run", [corpus_of(tmp_path / "chats", tokenizer).path])
+    run = make_run(tmp_path / "run", [chats(tmp_path / "chats", tokenizer).path])
     assert find_tokenizer(run.folder, None).end_tokens == ids_of(tokenizer, *ends)
     # The plan records the end tokens.
     (tmp_path / "chats").rename(tmp_path / "away")
@@ -236,27 +226,11 @@ def test_tokens_that_end_supervised_turns_end_a_text(
     assert found.files == {} and found.end_tokens == ids_of(tokenizer, *ends)
 
 
-def test_every_end_that_a_template_writes_or_a_label_marks_is_known(tmp_path: Path) -> None:
-    tokenizer = tokenizer_with(tmp_path / "tokenizer", TWO_ENDS)
-    corpus = corpus_of(tmp_path / "chats", tokenizer, CONVERSATION, CALL)
-    assert corpus.info.end_tokens == (
-        load_tokenizer(tokenizer).info.eos_token_id,
-        *sorted(ids_of(tokenizer, "<|im_start|>", "<|im_end|>")),
-    )
-    (end,) = ids_of(tokenizer, "<|im_end|>")
-    rows = [
-        {"ids": [5, 6, end, 7, 8, end], "labels": [-100, 6, end, -100, 8, end]},
-        {"ids": [5, 7], "labels": [-100, 7]},
-    ]
-    fields = {"tokens_field": "ids", "labels_field": "labels"}
-    assert prepare_rows(tmp_path / "data", rows, str(tokenizer), **fields).info.turn_ends == (end,)
-
-
 def test_the_end_tokens_of_several_corpora_are_combined(tmp_path: Path) -> None:
     tokenizer = tokenizer_with(tmp_path / "tokenizer", CHATML)
-    first = corpus_of(tmp_path / "first", tokenizer)
+    first = chats(tmp_path / "first", tokenizer)
     tokenizer_with(tmp_path / "tokenizer", CHATML.replace("<|im_end|>", "<s>"))
-    second = corpus_of(tmp_path / "second", tokenizer, CONVERSATION[1:3])
+    second = chats(tmp_path / "second", tokenizer, start=1)
     plain = prepare_rows(tmp_path / "plain", [{"text": "the lazy fox"}], tokenizer=str(tokenizer), text_field="text")
     assert (plain.info.turn_ends, second.info.turn_ends) == ((), ids_of(tokenizer, "<s>"))
     run = make_run(tmp_path / "run", [plain.path, first.path, second.path])
@@ -265,7 +239,7 @@ def test_the_end_tokens_of_several_corpora_are_combined(tmp_path: Path) -> None:
 
 def test_the_exported_generation_config_stops_at_the_end_of_a_turn(tmp_path: Path) -> None:
     tokenizer = tokenizer_with(tmp_path / "tokenizer", CHATML)
-    run = make_run(tmp_path / "run", [corpus_of(tmp_path / "chats", tokenizer).path])
+    run = make_run(tmp_path / "run", [chats(tmp_path / "chats", tokenizer).path])
     vocab_size = load_tokenizer(tokenizer).info.vocab_size
     fields = json.loads(json.dumps(stored_config(run.folder).model.config)) | {"vocab_size": vocab_size}
     write_config(run.folder, fields)

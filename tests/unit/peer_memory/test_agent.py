@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
+import resource
 import socket
 import threading
 from collections.abc import Iterator
@@ -11,12 +13,13 @@ from contextlib import contextmanager
 import pytest
 
 from ray_ulysses.checkpoint.checksums import checksum
-from ray_ulysses.peer_memory import PeerMemoryAgent
-from ray_ulysses.peer_memory.authentication import authenticate
+from ray_ulysses.peer_memory import PeerMemoryAgent, authentication
+from ray_ulysses.peer_memory.authentication import NONCE_BYTES, PROOF_BYTES, Gate, authenticate, seal, unseal
 from ray_ulysses.peer_memory.client import AgentClient, AgentGoneError
 from ray_ulysses.peer_memory.wire import receive_head, send_frame, split_address
 from tests.polling import wait_until
 from tests.unit.peer_memory.conftest import TOKEN
+from tests.wire_recorder import Recorder, replay
 
 MIB = 2**20
 
@@ -120,27 +123,6 @@ def test_a_connection_for_which_there_is_no_thread_is_not_the_last_one(monkeypat
         another.close()
 
 
-@pytest.mark.parametrize("sizes", [(), (3, 0, 5), (MIB - 1,) * 9, (2 * MIB, MIB - 1, 17 * MIB, 1)])
-def test_a_file_has_all_chunks_although_their_memory_is_reused(sizes: tuple[int, ...]) -> None:
-    memory = bytearray(17 * MIB)
-
-    def chunks() -> Iterator[memoryview]:
-        for number, size in enumerate(sizes):
-            memory[:] = bytes([number + 1]) * len(memory)
-            yield memoryview(memory)[:size]
-
-    wanted = b"".join(bytes([number + 1]) * size for number, size in enumerate(sizes))
-    with running() as (agent, client), running() as (other, copied):
-        assert client.put("key", chunks(), replace=False, is_large=True) == len(wanted)
-        client.copy("key", copied.address)
-        for files in (agent.files, other.files):
-            assert files.num_bytes == len(wanted)
-        for asked in (client, copied):
-            found = bytearray(len(wanted) + 1)
-            assert asked.read_into("key", 0, memoryview(found)) == len(wanted)
-            assert found[:-1] == wanted
-
-
 def test_a_chunk_that_arrived_damaged_is_refused_and_its_memory_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray_ulysses.peer_memory.client.checksum", lambda chunk: checksum(b"sent"))
     with running() as (agent, client):
@@ -234,3 +216,79 @@ def test_an_agent_ends_itself_when_nobody_was_connected_for_a_while(is_used: boo
         assert agent.files.num_bytes == 0
         with pytest.raises(AgentGoneError, match="does not respond"):
             client.sizes("key")
+
+
+def test_requests_that_were_recorded_on_the_wire_are_refused_when_they_are_sent_again() -> None:
+    with running() as (agent, client):
+        recorder = Recorder(split_address(client.address))
+        recorded = AgentClient(f"127.0.0.1:{recorder.address[1]}", TOKEN)
+        recorded.put("key", [b"state"], replace=False)
+        recorded.delete("key")
+        recorded.close()
+        client.put("key", [b"newer state"], replace=False)
+        answer = replay(split_address(client.address), bytes(recorder.sent))
+        assert len(answer) in (0, NONCE_BYTES + PROOF_BYTES)
+        assert client.sizes("key") == agent.files.sizes("key") == {"key": 11}
+        assert TOKEN.encode() not in recorder.sent + recorder.answered
+
+
+def test_a_listener_gets_no_proof_that_it_can_use_elsewhere() -> None:
+    with running() as (_, client):
+        recorder = Recorder(split_address(client.address))
+        AgentClient(f"127.0.0.1:{recorder.address[1]}", TOKEN).greet()
+        wait_until(lambda: len(recorder.answered) == NONCE_BYTES + PROOF_BYTES, "the agent has answered")
+    for answer in (bytes(recorder.answered), b"\0" * (NONCE_BYTES + PROOF_BYTES)):
+        one, other = socket.socketpair()
+        with one, other:
+            other.sendall(answer)
+            with pytest.raises(PermissionError, match="token"):
+                authenticate(one, TOKEN)
+            assert len(other.recv(1000)) == NONCE_BYTES
+
+
+def test_a_peer_that_sends_byte_after_byte_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(authentication, "HANDSHAKE_S", 0.2)
+    with running() as (_, client), connected(client.address) as slow:
+        slow.settimeout(0.05)
+        for _ in range(NONCE_BYTES - 1):
+            # The agent may close before it has read the last byte.
+            with contextlib.suppress(TimeoutError, ConnectionResetError, BrokenPipeError):
+                slow.sendall(b"\0")
+                if slow.recv(1) == b"":
+                    return
+    raise AssertionError("each byte has won more time")
+
+
+@pytest.mark.parametrize("limit", ["connections", "descriptors"])
+def test_silent_peers_make_room_for_new_ones(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    if limit == "connections":
+        monkeypatch.setattr(authentication, "MOST_PENDING", 4)
+    else:
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (16, 16))
+    with running() as (_, client), contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(connected(client.address)) for _ in range(10)]
+        for one in silent[:6]:
+            assert one.recv(1) == b""
+        assert client.sizes("") == {}
+        silent[-1].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            silent[-1].recv(1)
+
+
+def test_wrong_tokens_are_logged_once_and_then_counted_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    clock = SetClock()
+    gate = Gate(TOKEN, clock)
+    with caplog.at_level(logging.INFO, logger="ray_ulysses"):
+        for clock.time in (0.0, 1.0, 59.0, 61.0, 62.0):
+            one, other = socket.socketpair()
+            with one, other:
+                one.sendall(b"GET / HTTP/1.1\r\n" * 4)
+                assert not gate.admits(other)
+    assert [record.args for record in caplog.records] == [(1,), (3,)]
+
+
+def test_a_sealed_secret_is_read_with_the_token_alone() -> None:
+    sealed = seal(TOKEN, "f" * 32)
+    assert unseal(TOKEN, sealed) == "f" * 32
+    assert seal(TOKEN, "f" * 32) != sealed
+    assert (b"f" * 32).hex() not in sealed and "f" * 32 not in sealed

@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -63,28 +64,21 @@ def content_of(client: AgentClient, key: str) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "order", ["l3 l5", "h l17000000 l100 t", "l4 gap l4", "h l8 h l8 t", "other l7 h", "h l20000000 h20000000 t", ""]
+    "order", ["l3 l5", "s l17000000 l100 s", "l4 gap3 l4", "s l8 s l8 s", "o7 l7 s", "s l18800000 s20000000 s", ""]
 )
 def test_a_file_is_its_chunks_whichever_of_them_are_lent(order: str) -> None:
     with running() as (agent, client), running() as (other, copied), lending(client) as lender:
-        buffers = [lender.filled(18 * MIB + 4096, 1), lender.filled(64, 2)]
-        places = [0, 0]
-        chunks: list[bytes | memoryview] = []
-        lent = 0
-        for word in order.split():
-            if word == "gap":
-                places[0] += 3
-                continue
-            number = 1 if word == "other" else 0
-            if word[0] == "h" or word == "t":
-                chunks.append(np.random.default_rng(len(chunks)).bytes(int(word[1:] or 10)))
-                continue
-            size = 7 if word == "other" else int(word[1:])
-            size = min(size, 18 * MIB)
-            chunks.append(buffers[number].memory[places[number] : places[number] + size])
-            places[number] += size
-            lent += size
+        buffers = {"l": lender.filled(18 * MIB + 4096, 1), "o": lender.filled(64, 2)}
+        places, chunks = {"l": 0, "o": 0}, list[bytes | memoryview]()
+        for kind, size in re.findall(r"(\w)[a-z]*(\d*)", order):
+            num_bytes = int(size or 10)
+            if kind == "s":
+                chunks.append(np.random.default_rng(len(chunks)).bytes(num_bytes))
+            elif kind in buffers:
+                chunks.append(buffers[kind].memory[places[kind] : places[kind] + num_bytes])
+            places["o" if kind == "o" else "l"] += 0 if kind == "s" else num_bytes
         wanted = b"".join(map(bytes, chunks))
+        lent = sum(len(chunk) for chunk in chunks if isinstance(chunk, memoryview))
         assert lender.put("key", iter(chunks)) == len(wanted)
         client.copy("key", copied.address)
         assert content_of(client, "key") == content_of(copied, "key") == wanted
@@ -96,7 +90,7 @@ def test_a_file_is_its_chunks_whichever_of_them_are_lent(order: str) -> None:
         with agent.files.reading("key") as file:
             assert file.own_bytes == len(wanted) - lent and file.pages.num_bytes == file.own_bytes
         client.delete("key")
-        assert agent.files.num_bytes == 0 and all(buffer.is_returned for buffer in buffers)
+        assert agent.files.num_bytes == 0 and all(buffer.is_returned for buffer in buffers.values())
 
 
 def test_a_buffer_is_lent_until_its_file_and_the_files_readers_are_gone() -> None:

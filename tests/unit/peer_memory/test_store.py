@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ray_ulysses.checkpoint import newest_committed
-from ray_ulysses.peer_memory import AgentAddresses, PeerMemoryAgent, PeerMemoryStore
+from ray_ulysses.peer_memory import AgentAddresses, PeerMemoryAgent, PeerMemoryStore, partners
 from ray_ulysses.peer_memory.authentication import Gate
 from ray_ulysses.peer_memory.client import PARTNER_S, PROGRESS_S, AgentClient
 from ray_ulysses.peer_memory.wire import receive_head, send_frame, split_address
@@ -21,6 +23,20 @@ from tests.polling import wait_until
 from tests.unit.checkpoint.fakes import TENSORS, save
 from tests.unit.peer_memory.conftest import FOLDER, NODES, TOKEN
 from tests.unit.peer_memory.test_agent import SetClock
+from tests.unit.storage.test_contract import (  # noqa: F401
+    test_a_file_is_read_back_and_its_size_returned,
+    test_a_file_of_several_parts_is_whole_although_its_chunks_are_reused,
+    test_a_file_that_is_not_there_is_not_found,
+    test_a_list_is_sorted_recursive_and_of_whole_folders,
+    test_a_list_of_more_than_a_page_and_its_deletion_are_whole,
+    test_a_name_may_hold_what_a_uri_would_not,
+    test_a_replacement_that_breaks_off_keeps_the_old_file,
+    test_any_range_is_read_exactly,
+    test_broken_writes_leave_nothing,
+    test_create_never_writes_over,
+    test_delete_takes_files_folders_and_what_is_gone,
+    test_many_threads_read_ranges_at_once,
+)
 
 MIB = 2**20
 SHARD = f"{FOLDER}/rank-00000-of-00001.safetensors"
@@ -57,9 +73,7 @@ def holders(agents: Agents, key: str) -> list[str]:
     return [node for node, agent in agents.items() if key in agent.files.sizes(key)]
 
 
-def test_a_shard_is_on_its_node_and_the_partners_and_a_manifest_on_every_node(
-    agents: Agents, store_of: StoreOf
-) -> None:
+def test_a_shard_is_on_two_nodes_and_a_manifest_on_every_node(agents: Agents, store_of: StoreOf) -> None:
     store = store_of("b")
     content = bytes(range(256)) * 4096
     assert store.create(SHARD, [content] * 20 + [b"end"]) == 20 * MIB + 3
@@ -84,9 +98,7 @@ def test_any_single_agent_may_be_lost(agents: Agents, store_of: StoreOf, lost: s
         assert lost not in store.nodes
 
 
-def test_a_lost_node_and_partner_are_missing_and_without_agents_every_call_fails(
-    agents: Agents, store_of: StoreOf
-) -> None:
+def test_a_lost_pair_is_missing_and_without_agents_every_call_fails(agents: Agents, store_of: StoreOf) -> None:
     store_of("b").create(SHARD, [b"state"])
     agents["b"].close()
     agents["c"].close()
@@ -107,9 +119,7 @@ def test_a_lost_node_and_partner_are_missing_and_without_agents_every_call_fails
             call()
 
 
-def test_an_agent_that_dies_while_it_is_written_to_leaves_nothing_and_the_next_file_goes_elsewhere(
-    agents: Agents, store_of: StoreOf
-) -> None:
+def test_after_an_agent_dies_in_a_write_the_next_file_goes_elsewhere(agents: Agents, store_of: StoreOf) -> None:
     store = store_of("a")
 
     def chunks() -> Iterator[bytes]:
@@ -144,9 +154,7 @@ def test_a_partner_that_was_started_again_at_its_address_gets_the_next_copy(agen
 
 
 @pytest.mark.parametrize("num_answers", [0, 1], ids=["from the start", "in the middle"])
-def test_of_a_frozen_partner_and_the_agent_that_waits_for_it_the_partner_is_left_out(
-    agents: Agents, monkeypatch: pytest.MonkeyPatch, num_answers: int
-) -> None:
+def test_frozen_partner_is_left_out(agents: Agents, monkeypatch: pytest.MonkeyPatch, num_answers: int) -> None:
     assert 2 * PARTNER_S <= PROGRESS_S
     monkeypatch.setattr("ray_ulysses.peer_memory.agent.PARTNER_S", 0.2)
     with (
@@ -361,3 +369,33 @@ def breaking_agent(num_answers: int, *, is_frozen: bool = False) -> Iterator[str
         yield f"127.0.0.1:{listener.getsockname()[1]}"
         is_over.set()
         thread.join(10)
+
+
+ZONES = st.dictionaries(st.integers(0, 99).map(lambda n: f"n{n:02d}"), st.sampled_from([None, "x", "y", "z"]))
+
+
+@given(zones=ZONES)
+def test_every_node_keeps_one_other_nodes_copy_in_another_zone_where_possible(zones: dict[str, str | None]) -> None:
+    found = partners(zones)
+    if len(zones) < 2:
+        assert found == dict.fromkeys(zones)
+        return
+    assert sorted(map(str, found.values())) == sorted(zones) == sorted(found)
+    assert all(node != partner for node, partner in found.items())
+    sizes = [list(zones.values()).count(zone) for zone in set(zones.values())]
+    apart = sum(partner is not None and zones[node] != zones[partner] for node, partner in found.items())
+    assert apart == min(len(zones), 2 * (len(zones) - max(sizes)))
+
+
+def test_the_same_nodes_give_the_same_pairs_in_any_order() -> None:
+    zones = {"n1": "east", "n2": "east", "n3": "west", "n4": "west"}
+    pairs = {"n1": "n3", "n2": "n4", "n3": "n1", "n4": "n2"}
+    assert partners(zones) == partners(dict(reversed(zones.items()))) == pairs
+    assert partners({"n1": None, "n2": None, "n3": None}) == {"n1": "n2", "n2": "n3", "n3": "n1"}
+
+
+def test_a_worker_goes_to_its_own_node_first_then_to_the_partner() -> None:
+    agents = {"c": "h:3", "a": "h:1", "b": "h:2"}
+    for node, partner, order in (("b", "c", "bca"), ("b", None, "bac"), ("gone", "c", "cab")):
+        addresses = AgentAddresses(agents=agents, node=node, partner=partner, token="secret")
+        assert addresses.order() == tuple(order) and "secret" not in repr(addresses)

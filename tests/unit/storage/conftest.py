@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,16 @@ from ray_ulysses.storage.object_store import ObjectStore
 from tests.s3_server import FaultyProxy, S3Server
 
 PART_BYTES = 5 * 2**20
+
+
+def read_little(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """Let each read from a local file give this many bytes at most, as the kernel may."""
+    preadv = os.preadv
+
+    def little(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        return preadv(descriptor, [buffers[0][:most]], offset)
+
+    monkeypatch.setattr(os, "preadv", little)
 
 
 def object_store(uri: str, *, retry_s: float = 1.0) -> ObjectStore:

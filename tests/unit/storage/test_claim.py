@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-import errno
+import json
 import os
 import random
+import shutil
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Literal
+from unittest.mock import Mock
 
 import pytest
 
 from ray_ulysses.errors import UserError
-from ray_ulysses.storage import Buffer, LocalStore, Store
-from ray_ulysses.storage.claim import Claim
+from ray_ulysses.storage import Buffer, Claim, LocalStore, Store, current_owner, run_claim
+from ray_ulysses.storage.claim import LOCK_FOLDER
+from ray_ulysses.storage.place import open_store, place_of
 from tests.breadth import fast_only
 from tests.polling import wait_until
-from tests.stores import FaultyStore, HookedStore, Kind, MemoryStore
+from tests.s3_server import S3Server
+from tests.stores import FaultyStore, HookedStore, Kind, MemoryStore, disk_full
 
 LEASE_S = 30.0
 _SINCE = 1_700_000_000.0
@@ -53,19 +61,8 @@ class ManualClock:
         self._scheduled.sort(key=lambda item: item[0])
 
 
-class SlowBeats(HookedStore):
-    """A store on which replacing a file takes a time of the clock."""
-
-    def __init__(self, inner: Store, clock: ManualClock) -> None:
-        super().__init__(inner)
-        self.clock, self.seconds = clock, 0.0
-
-    def before(self, kind: Kind, key: str) -> None:
-        self.clock.sleep(self.seconds if kind == "replace" else 0.0)
-
-
 def _lease(store: Store, clock: ManualClock) -> Claim:
-    """Return the claim of a process that sees no other's."""
+    """Return the claim of a process that sees no other process."""
     return Claim(store, run="demo", clock=clock, lease_s=LEASE_S, machine="")
 
 
@@ -154,7 +151,13 @@ def test_a_holder_that_was_away_has_to_win_again(store: Store, clock: ManualCloc
 
 
 def test_a_beat_counts_from_its_start_and_a_late_one_does_not_count(tmp_path: Path, clock: ManualClock) -> None:
-    slow = SlowBeats(LocalStore(tmp_path), clock)
+    class Slow(HookedStore):
+        seconds = 0.0
+
+        def before(self, kind: Kind, key: str) -> None:
+            clock.sleep(self.seconds if kind == "replace" else 0.0)
+
+    slow = Slow(LocalStore(tmp_path))
     first = _take(slow, clock)
     clock.sleep(5.0)
     slow.seconds = 10.0
@@ -201,43 +204,16 @@ def test_a_number_that_was_used_and_cleaned_away_is_not_taken_again(tmp_path: Pa
     assert store.list("lock") == ["lock/holder-0000003.json"]
 
 
-class LostAnswers(HookedStore):
-    """A store that is away from the middle of a call on: what was asked for is done, and nobody hears of it."""
-
-    is_away = False
-
-    def after(self, kind: Kind, key: str, num_bytes: int) -> None:
-        if self.is_away and kind == "create":
-            raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
-
-
-def test_a_hold_that_was_won_without_an_answer_is_not_taken_for_another_s(store: Store, clock: ManualClock) -> None:
-    flaky = LostAnswers(store)
-    lease = _take(flaky, clock)
+def test_a_hold_won_without_an_answer_is_not_mistaken_for_anothers(store: Store, clock: ManualClock) -> None:
+    lease = _take(FaultyStore(store, fail_at=2, kinds=["create"], when="after"), clock)
     clock.sleep(LEASE_S)
-    flaky.is_away = True
     with pytest.raises(OSError):
         lease.beat()
-    flaky.is_away = False
     lease.beat()
     # A newcomer may have seen the second generation silent for a while: it is the third that counts.
     assert not lease.held and lease.problem is None
     lease.beat()
     assert lease.held and store.list("lock") == ["lock/holder-0000003.json"]
-
-
-class Interleaved(HookedStore):
-    """Before and after every call the others may do something, and time passes."""
-
-    def __init__(self, inner: Store, between: Callable[[], None]) -> None:
-        super().__init__(inner)
-        self._between = between
-
-    def before(self, kind: Kind, key: str) -> None:
-        self._between()
-
-    def after(self, kind: Kind, key: str, num_bytes: int) -> None:
-        self._between()
 
 
 class World:
@@ -303,10 +279,16 @@ def _play(seed: int) -> World:
         rng = random.Random(f"{seed} {me}")
         rate = 1.0 + 0.05 * (me - 1.5)
 
-        def late() -> None:
-            world.wait(me, rng.choice((0.01, 0.05, 0.1, 0.2)) if rng.random() < 0.9 else rng.uniform(5.0, 30.0))
+        class Interleaved(HookedStore):
+            """Before and after every call the others may do something, and time passes."""
 
-        store = Interleaved(files, late)
+            def before(self, kind: Kind, key: str) -> None:
+                world.wait(me, rng.choice((0.01, 0.05, 0.1, 0.2)) if rng.random() < 0.9 else rng.uniform(5.0, 30.0))
+
+            def after(self, kind: Kind, key: str, num_bytes: int) -> None:
+                self.before(kind, key)
+
+        store = Interleaved(files)
         for _ in range(5):
             lease = Claim(store, run="demo", clock=WorldClock(world, me, rate), lease_s=LEASE_S, machine="")
             world.leases[me] = lease
@@ -339,11 +321,6 @@ _KINDS: tuple[Kind, ...] = ("create", "replace", "list", "delete", "open", "read
 _BEATS = 12
 
 
-@pytest.fixture(params=["files", "an object store"])
-def files(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    return LocalStore(tmp_path) if request.param == "files" else MemoryStore()
-
-
 def _life(claim: Claim, clock: ManualClock) -> Iterator[None]:
     """Take a free claim, beat, fall silent for longer than the lease, win it again, beat and give it back."""
     with contextlib.suppress(OSError, UserError):
@@ -363,22 +340,13 @@ def _live_on(claim: Claim, clock: ManualClock) -> None:
         claim.beat()
 
 
-def _next_has_it(store: Store) -> bool:
-    """Return whether a challenger on another machine acquires the claim within a lease."""
-    clock = ManualClock()
-    second = _take(store, clock)
-    assert clock.time <= LEASE_S * 1.2
-    return second.held
-
-
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "from then on"])
-def test_two_never_hold_it_whatever_call_fails(files: Store, when: Literal["before", "after"], lasting: bool) -> None:
-    """The next one comes after each call that failed, and the first one goes on: one that dies is one that fails."""
+def test_two_never_hold_it_whatever_call_fails(when: Literal["before", "after"], lasting: bool) -> None:
+    """The next one comes after each call that failed, and the first one goes on."""
     fail_at, has_failed = 0, True
     while has_failed:
-        fail_at += 1
-        files.delete("lock")
+        fail_at, files = fail_at + 1, MemoryStore()
         error = OSError(5, "away")
         faulty = FaultyStore(files, fail_at=fail_at, error=error, kinds=_KINDS, when=when, lasting=lasting)
         clock = ManualClock()
@@ -398,5 +366,160 @@ def test_two_never_hold_it_whatever_call_fails(files: Store, when: Literal["befo
         has_failed = faulty.has_failed
         if second is not None:
             second.release()
-        assert _next_has_it(files), fail_at
+        clock = ManualClock()
+        assert _take(files, clock).held and clock.time <= LEASE_S * 1.2, fail_at
     assert fail_at > _BEATS
+
+
+HOLDER_FILE = f"{LOCK_FOLDER}/holder-0000001.json"
+_HOLDER = """
+import subprocess, sys, time
+from ray_ulysses.storage import run_claim
+from ray_ulysses.storage.place import open_store, place_of
+run_claim(place_of(sys.argv[1])).acquire()
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+class _NoSleep(ManualClock):
+    def sleep(self, seconds: float) -> None:
+        raise AssertionError("it waits")
+
+
+@contextmanager
+def _holder(location: Path | str) -> Iterator[subprocess.Popen[str]]:
+    """Hold a run in a process with a child, which outlives it."""
+    command = [sys.executable, "-c", _HOLDER, str(location)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        child = int(holder.stdout.readline())
+        try:
+            yield holder
+        finally:
+            holder.kill()
+            os.kill(child, signal.SIGKILL)
+
+
+def _take_run(run_dir: Path) -> Claim:
+    claim = Claim(LocalStore(run_dir), run=run_dir.name, setting="run.storage", clock=_NoSleep())
+    claim.acquire(beat_in_background=False)
+    return claim
+
+
+def test_a_run_in_either_place_is_held_by_one_while_it_lives_and_free_once_it_was_killed(location: str) -> None:
+    place = place_of(location) / "run"
+    assert current_owner(place) is None and not open_store(place).list("lock")
+    with _holder(str(place)) as holder:
+        named = rf"run.name='run' is already running: run.storage is in use by process {holder.pid} on host "
+        with pytest.raises(UserError, match=named):
+            run_claim(place).acquire()
+        owner = current_owner(place, clock=_NoSleep())
+        assert owner is not None and owner.pid == holder.pid
+        # One that is stopped may go on.
+        holder.send_signal(signal.SIGSTOP)
+        with pytest.raises(UserError, match=named):
+            run_claim(place).acquire()
+        holder.kill()
+        holder.wait(timeout=10)
+        assert current_owner(place, clock=_NoSleep()) is None
+        with run_claim(place) as claim:
+            assert claim.taken_over_from is not None and claim.taken_over_from.pid == holder.pid
+    assert current_owner(place) is None
+
+
+def test_a_zombie_is_dead_also_if_its_run_was_moved(tmp_path: Path) -> None:
+    with _holder(tmp_path) as holder:
+        holder.send_signal(signal.SIGKILL)
+        state = Path(f"/proc/{holder.pid}/stat")
+        wait_until(lambda: state.read_text().rpartition(")")[2].split()[0] == "Z", "it is a zombie")
+        assert _take_run(tmp_path.rename(tmp_path.with_name("moved"))).taken_over_from is not None
+
+
+def test_the_copy_of_a_run_that_is_being_trained_is_free_after_the_lease(tmp_path: Path) -> None:
+    with run_claim(tmp_path / "run"):
+        shutil.copytree(tmp_path / "run", tmp_path / "copy")
+        assert current_owner(tmp_path / "copy", clock=ManualClock()) is None
+        clock = ManualClock()
+        Claim(LocalStore(tmp_path / "copy"), run="copy", clock=clock).acquire(beat_in_background=False)
+        assert clock.time < 40
+
+
+@pytest.mark.parametrize("wrong", [{"started": "1"}, {"since": 1e300}, {"pid": -1}, {"pid": 2**62}])
+def test_a_reused_pid_or_a_damaged_note_blocks_nobody_forever(tmp_path: Path, wrong: dict[str, object]) -> None:
+    _take_run(tmp_path)
+    path, is_reused = tmp_path / HOLDER_FILE, "started" in wrong
+    path.write_text(json.dumps({**json.loads(path.read_text()), **wrong}))
+    if is_reused:
+        assert current_owner(tmp_path, clock=_NoSleep()) is None
+    clock: ManualClock = _NoSleep() if is_reused else ManualClock()
+    claim = Claim(LocalStore(tmp_path), run="run", clock=clock)
+    claim.acquire(beat_in_background=False)
+    assert clock.time < 40 and (claim.taken_over_from is None or claim.taken_over_from.host == socket.gethostname())
+    assert claim.taken_over_from is not None or not is_reused
+
+
+def test_a_holder_of_another_machine_is_watched_or_long_dead(s3: S3Server, prefix: str) -> None:
+    place = place_of(s3.uri(prefix))
+    store = open_store(place)
+    claim = Claim(store, run="run", machine="")
+    claim.acquire(beat_in_background=False)
+    written = store.modified_at(HOLDER_FILE) - ManualClock().now()
+    assert current_owner(place, clock=_NoSleep(written + 3600.0)) is None
+    lately, beating = ManualClock(written + 60.0), ManualClock(written + 60.0)
+    assert current_owner(place, clock=lately) is None
+    assert 14.9 < lately.time - written - 60.0 < 17
+    beating.at(written + 61.0, claim.beat)
+    owner = current_owner(place, clock=beating)
+    assert owner is not None and owner.pid == os.getpid()
+    claim.release()
+    assert current_owner(place, clock=_NoSleep(written + 60.0)) is None
+
+
+@pytest.mark.usefixtures("s3")
+def test_an_unusable_storage_is_refused_by_its_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"^run\.storage: .*Not a directory"):
+        _take_run(tmp_path / "file")
+    with monkeypatch.context() as full:
+        full.setattr("ray_ulysses.storage.local.write_all", Mock(side_effect=disk_full()))
+        with pytest.raises(UserError, match=r"^run\.storage: .*No space left on device"):
+            _take_run(tmp_path / "demo")
+    assert _take_run(tmp_path / "demo").held
+    monkeypatch.setattr("ray_ulysses.storage.claim._RETRY_S", 0.1)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    with pytest.raises(UserError, match=r"^run\.storage: "):
+        run_claim(place_of("s3://bucket/run")).acquire()
+
+
+def test_a_run_directory_that_is_away_is_not_lost_and_not_made_again(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    clock = ManualClock()
+    claim = Claim(LocalStore(run_dir), run="run", clock=clock)
+    claim.acquire(beat_in_background=False)
+    run_dir.rename(tmp_path / "away")
+    for _ in range(10):
+        clock.sleep(5.0)
+        with pytest.raises(FileNotFoundError):
+            claim.beat()
+    assert claim.problem is None and not run_dir.exists()
+    (tmp_path / "away").rename(run_dir)
+    claim.beat()
+    assert claim.held
+    shutil.rmtree(run_dir)
+    claim.release()
+    assert not run_dir.exists()
+
+
+@pytest.mark.parametrize("kind", ["a link", "a pipe"])
+def test_a_holder_file_that_is_not_a_plain_file_is_refused(tmp_path: Path, kind: str) -> None:
+    (tmp_path / LOCK_FOLDER).mkdir()
+    (tmp_path / "canary").write_text("stays")
+    if kind == "a link":
+        (tmp_path / HOLDER_FILE).symlink_to(tmp_path / "canary")
+    else:
+        os.mkfifo(tmp_path / HOLDER_FILE)
+    for ask in (current_owner, lambda place: run_claim(place).acquire()):
+        with pytest.raises(UserError, match=rf"{HOLDER_FILE}(:)? is {kind}"):
+            ask(tmp_path)
+    assert (tmp_path / "canary").read_text() == "stays"

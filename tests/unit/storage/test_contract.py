@@ -92,16 +92,14 @@ def test_of_several_processes_exactly_one_creates_each_file(store: Store, locati
 
 @pytest.mark.parametrize("num_mib", [0, PART_BYTES // _MIB, 18], ids=lambda n: f"after-{n}-MiB")
 @pytest.mark.parametrize("method", ["create", "replace"])
-def test_chunks_that_break_off_leave_nothing_and_raise_their_own_error(
-    store: Store, method: str, num_mib: int, request: pytest.FixtureRequest
-) -> None:
+def test_broken_writes_leave_nothing(store: Store, method: str, num_mib: int, request: pytest.FixtureRequest) -> None:
     with pytest.raises(RuntimeError, match=r"^the GPU is gone$"):
         getattr(store, method)("folder/key", _breaks_after(num_mib))
     assert store.list("folder") == []
     with pytest.raises(FileNotFoundError):
         store.open("folder/key")
     if "s3" in request.node.callspec.id:
-        # Whoever pays for the bucket wants the parts gone too.
+        # Parts that stay are paid for.
         assert request.getfixturevalue("s3").client().list_multipart_uploads(Bucket="bucket").get("Uploads") is None
 
 
@@ -133,6 +131,12 @@ def test_any_range_is_read_exactly(store: Store) -> None:
         stream.seek(2)
         stream.seek(3, os.SEEK_CUR)
         assert stream.read() == (_PATTERN + b"tail")[5:]
+        assert (stream.readable(), stream.seekable(), stream.writable()) == (True, True, False)
+        assert stream.seek(size + 5) == size + 5 and stream.read(1) == b""
+        with pytest.raises(ValueError):
+            stream.seek(-1)
+    with pytest.raises(ValueError):
+        stream.read(1)
 
 
 def test_many_threads_read_ranges_at_once(store: Store) -> None:
