@@ -40,7 +40,6 @@ class AgentProcess:
         return self.process.poll() is None
 
     def kill(self) -> None:
-        """Kill it."""
         self.process.kill()
         self.process.wait()
         for stream in (self.process.stdin, self.process.stdout):

@@ -20,7 +20,6 @@ from ray_ulysses.checkpoint import (
     CheckpointMeta,
     Manifest,
     ShardedState,
-    StateDescription,
     TensorPart,
     TorchRankMessenger,
     load_parts,
@@ -261,30 +260,18 @@ def _load(engine: Any, run_dir: Path, step: int) -> Manifest:
     """Spoil whatever the engine holds, then load."""
     store = LocalStore(run_dir)
     manifest = read_manifest(store, step)
-    import_state(engine, _spoiled(manifest.state), _spoil)
-    _spoil_untrained(engine)
-    messenger = TorchRankMessenger()
-    import_state(engine, manifest.state, lambda parts: load_parts(store, manifest, parts, messenger))
-    return manifest
-
-
-def _spoiled(description: StateDescription) -> StateDescription:
-    groups = tuple({**group, "lr": 9.0, "betas": [0.1, 0.2], "weight_decay": 7.0} for group in description.groups)
-    return replace(description, groups=groups, counters={"global_steps": 77}, optimizer_step=88)
-
-
-def _spoil(parts: Sequence[TensorPart]) -> None:
-    for part in parts:
-        part.tensor.fill_(SPOILED)
-
-
-def _spoil_untrained(engine: Any) -> None:
-    """Overwrite what training leaves alone, so that what a load leaves alone is not right by chance."""
+    groups = tuple({**one, "lr": 9.0, "betas": [0.1, 0.2], "weight_decay": 7.0} for one in manifest.state.groups)
+    spoiled = replace(manifest.state, groups=groups, counters={"global_steps": 77}, optimizer_step=88)
+    import_state(engine, spoiled, lambda parts: [part.tensor.fill_(SPOILED) for part in parts])
+    # What training leaves alone too, so that what a load leaves alone is not right by chance.
     for parameter in engine.module.parameters():
         if not parameter.requires_grad:
             getattr(parameter, "ds_tensor", parameter).data.fill_(SPOILED)
     for buffer in _persistent_buffers(engine.module).values():
         buffer.fill_(SPOILED)
+    messenger = TorchRankMessenger()
+    import_state(engine, manifest.state, lambda parts: load_parts(store, manifest, parts, messenger))
+    return manifest
 
 
 def _persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:

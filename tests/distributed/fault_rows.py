@@ -122,7 +122,17 @@ class FaultRows:
         before, run = self.wait_until_steady(), self.run
         judged = len(run.judged)
         at = self._struck(fault, place, do, {"kind": kind, "rank": rank, **needs})
-        after = self._next_steps(f"{fault} in {place}", at, world, goes_on=goes_on)
+
+        def trains() -> bool:
+            seen = self.newest()
+            is_there = seen.started.get("world_size") == world and (goes_on or seen.started["time"] > at)
+            return is_there and sum(time > at for time in seen.steps.values()) >= 2
+
+        wait_until(
+            trains, f"training after {fault} in {place}", timeout_s=TIMEOUT_S, every_s=0.05,
+            said=lambda: f"{run.coordinator.group}\n{run.judged[-3:]}\n{run.logs()}",
+        )  # fmt: skip
+        after = self.newest()
         trained = [self._read(run.config.run_dir, one).steps for one in range(before.number, after.number)]
         lost = max(0, max((step for steps in trained for step in steps), default=0) - after.started["resumed_step"])
         came_from = "memory" if "peer memory" in str(after.started["resumed_from"]) else "storage"
@@ -160,36 +170,22 @@ class FaultRows:
             }
         )  # fmt: skip
 
-    def _struck(self, fault: str, place: str, do: Callable[[], object] | None, needs: dict[str, Any]) -> float:
+    def _struck(self, fault: str, place: str, do: Callable[[], object] | None, needs: dict[str, Any]) -> Any:
         """Plant a fault, and return when it struck."""
         run, self.number = self.run, self.number + 1
         plant(run.folder, {"number": self.number, "where": place, **needs})
         if place in ("start", "load"):
-            self.kill_some_child()
+            # Ends a generation, so that another one starts.
+            group: Any = run.coordinator.group
+            child: Any = training_child(run.processes[group.members[-1]].pid)
+            os.kill(child, signal.SIGKILL)
         wait_until(
             lambda: struck_at(run.folder, self.number), f"{fault} in {place}", timeout_s=TIMEOUT_S, said=run.logs
         )
-        at = struck_at(run.folder, self.number)
-        assert at is not None
         if do is not None:
             do()
             (run.folder / f"done-{self.number}").touch()
-        return at
-
-    def _next_steps(self, fault: str, at: float, world: int, *, goes_on: bool) -> Seen:
-        """Wait until so many workers have trained a few steps after a fault, and return the attempt that did."""
-        run = self.run
-
-        def trains() -> bool:
-            seen = self.newest()
-            is_there = seen.started.get("world_size") == world and (goes_on or seen.started["time"] > at)
-            return is_there and sum(time > at for time in seen.steps.values()) >= 2
-
-        wait_until(
-            trains, f"training after {fault}", timeout_s=TIMEOUT_S, every_s=0.05,
-            said=lambda: f"{run.coordinator.group}\n{run.judged[-3:]}\n{run.logs()}",
-        )  # fmt: skip
-        return self.newest()
+        return struck_at(run.folder, self.number)
 
     def begin(self, nodes: int) -> None:
         """Lose the driver, start another on the nodes left and new ones, so many in all, and wait until it trains."""
@@ -223,14 +219,6 @@ class FaultRows:
 
     def nodes(self) -> list[str]:
         return list(dict.fromkeys(node for _, node in self.members()))
-
-    def kill_some_child(self) -> None:
-        """End a generation, so that another one starts."""
-        group = self.run.coordinator.group
-        assert group is not None
-        child = training_child(self.run.processes[group.members[-1]].pid)
-        assert child is not None
-        os.kill(child, signal.SIGKILL)
 
     def _check(self, seen: Seen, world: int) -> None:
         """Check that whole groups train, each on one node that is there, and that nothing else runs."""

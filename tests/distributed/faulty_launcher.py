@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -54,7 +55,6 @@ def _raise(fault: dict[str, Any]) -> None:
 
 
 def _kill_others(fault: dict[str, Any]) -> None:
-    """Kill processes of other ranks or agents."""
     for pid in fault["pids"]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -91,16 +91,11 @@ def _skip_collective(fault: dict[str, Any]) -> None:
             if threading.get_ident() != training:
                 return real[name](*arguments, **options)
             put(real)
-            return _Done() if options.get("async_op") else None
+            return SimpleNamespace(wait=lambda: True) if options.get("async_op") else None
 
         return skip
 
     put({name: skipping(name) for name in _COLLECTIVES})
-
-
-class _Done:
-    def wait(self) -> bool:
-        return True
 
 
 def _take_storage_away(fault: dict[str, Any]) -> None:
@@ -194,7 +189,6 @@ def faulty(worker: Worker, folder: Path, pace_s: float) -> Worker:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Serve orders as the launcher does, with the faults of the environment."""
     folder, pace_s = Path(os.environ["FAULTS"]), float(os.environ["PACE_S"])
     # Each node's workers would take all cores, and here all nodes share them.
     torch.set_num_threads(1)

@@ -27,6 +27,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal
 
+import pytest
+
 from ray_ulysses.parallel.gpu_environment import shared_gpu_environment
 
 Device = Literal["cpu", "cuda"]
@@ -207,17 +209,10 @@ def environment_of(rank: int, world_size: int, port: int, device: Device) -> dic
 @contextmanager
 def _environment(device: Device) -> Iterator[None]:
     """Set what the server must inherit when it starts; the test process gets its own values back."""
-    values = {**ENVIRONMENT, "DS_ACCELERATOR": device}
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**ENVIRONMENT, "DS_ACCELERATOR": device}.items():
+            patch.setenv(name, value)
         yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def _collect(processes: list[Any], connections: list[Connection], folder: Path, timeout_s: float) -> list[RankOutcome]:
@@ -254,7 +249,7 @@ def _receive(process: Any, connection: Connection, rank: int) -> RankOutcome:
 def _stacks_of(process: Any, folder: Path, rank: int) -> str:
     """Ask a hung process where its threads stand."""
     path = folder / f"stacks-{rank}"
-    if process.pid is not None and process.is_alive() and path.exists():
+    if process.is_alive() and path.exists():
         os.kill(process.pid, signal.SIGUSR1)
         deadline = time.monotonic() + GRACE_S
         while not (said := path.read_text()) and time.monotonic() < deadline:
@@ -304,12 +299,9 @@ def _call(
     if not process_group:
         return fn(rank, world_size, *args)
     dist.init_process_group(
-        **backend,
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=world_size,
+        **backend, init_method=f"file://{folder}/store", rank=rank, world_size=world_size,
         timeout=datetime.timedelta(seconds=timeout_s),
-    )
+    )  # fmt: skip
     value = fn(rank, world_size, *args)
     dist.barrier()
     dist.destroy_process_group()

@@ -43,11 +43,8 @@ STDLIB_FILES = ("ast.py", "argparse.py", "bisect.py", "calendar.py", "cmd.py", "
 
 def make_corpus(folder: Path, files: tuple[str, ...] = STDLIB_FILES) -> Path:
     """Prepare a few files of the standard library as bytes."""
-    stdlib = Path(os.__file__).parent
-    request = PrepareRequest(
-        sources=SourceSpec(paths=tuple(str(stdlib / name) for name in files)), out=folder / "corpus"
-    )
-    prepare_local(request)
+    paths = tuple(str(Path(os.__file__).with_name(name)) for name in files)
+    prepare_local(PrepareRequest(sources=SourceSpec(paths=paths), out=folder / "corpus"))
     return folder / "corpus"
 
 
@@ -113,10 +110,6 @@ def _overtake(run_dir: Path) -> None:
     assert claim_attempt(store, 99)
 
 
-def _move_away(run_dir: Path) -> None:
-    run_dir.rename(run_dir.with_name("moved"))
-
-
 ACTIONS: dict[str, Callable[[Path], object]] = {
     "request save": request_save,
     "notice": lambda run_dir: (run_dir / NOTICE_FILE).touch(),
@@ -124,7 +117,7 @@ ACTIONS: dict[str, Callable[[Path], object]] = {
     "storage away": _take_storage_away,
     "storage back": _bring_storage_back,
     "overtaken": _overtake,
-    "directory away": _move_away,
+    "directory away": lambda run_dir: run_dir.rename(run_dir.with_name("moved")),
 }
 
 
@@ -135,7 +128,6 @@ def run_worker(
     session: str,
     kill: tuple[int, str, int] | None = None,
     stop_at: int | None = None,
-    reverse: bool = False,
     actions: Mapping[int, str] | None = None,
     environment: Mapping[str, str] | None = None,
     peer_memory: tuple[Mapping[str, str], str] | None = None,
@@ -148,7 +140,6 @@ def run_worker(
     Args:
         kill: ``(rank, event, step)``: that rank is killed with SIGKILL at that event of the loop.
         stop_at: Rank 0 asks for a stop after this step.
-        reverse: Train the micro-batches of each step in reverse order: law 2's yardstick for drift.
         peer_memory: Addresses of two nodes' agents and their token; the first half of the ranks is on the first node.
         poison: ``(row, "loss" or "gradient")``: that becomes NaN where rank 0 trains the row.
         actions: What happens to the run's directory after a step, one of `ACTIONS`; rank 0 does it.
@@ -170,13 +161,14 @@ def run_worker(
 
     def make_source(plan: Any, reader: Any, layout: Any, rank: int) -> Any:
         place = (layout.dp_rank(rank), layout.dp_size, layout.sp_rank(rank), layout.sp_size)
-        source = DirectSource(reader, plan, *place, ring_size=layout.ring_size)
-        return _Reversed(source) if reverse else source
+        return DirectSource(reader, plan, *place, ring_size=layout.ring_size)
 
     node, addresses = "node", None
     if peer_memory is not None:
-        node = _node_of(rank, world_size, peer_memory[0])
-        addresses = _addresses(node, *peer_memory)
+        agents, token = peer_memory
+        node = sorted(agents)[rank * len(agents) // world_size]
+        partner = partners(dict.fromkeys(agents))[node]
+        addresses = AgentAddresses(agents=agents, node=node, partner=partner, token=token)
     worker = Worker(
         rank=rank, local_rank=rank, world_size=world_size, node=node, device=torch.device(device), session=session,
         make_source=make_source, peer_memory=addresses, clock=SystemClock(), on_event=on_event,
@@ -237,15 +229,6 @@ def assert_same_run(ours: RunHistory, wanted: RunHistory) -> None:
     assert losses_apart(ours, wanted) <= 1e-5
 
 
-def _node_of(rank: int, world_size: int, agents: Mapping[str, str]) -> str:
-    return sorted(agents)[rank * len(agents) // world_size]
-
-
-def _addresses(node: str, agents: Mapping[str, str], token: str) -> AgentAddresses:
-    partner = partners(dict.fromkeys(agents))[node]
-    return AgentAddresses(agents=agents, node=node, partner=partner, token=token)
-
-
 def _poison(row: int, kind: str) -> None:
     """Make the loss, or only its gradient, NaN where this process trains a row."""
     real_batch, real_loss, trained = step_module.batch_of, step_module.training_loss, [-1]
@@ -274,14 +257,3 @@ class _BadGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
         return gradient * float("nan")
-
-
-class _Reversed:
-    def __init__(self, source: DirectSource) -> None:
-        self._source = source
-
-    def step(self, step: int) -> Any:
-        return reversed(list(self._source.step(step)))
-
-    def close(self) -> None:
-        self._source.close()

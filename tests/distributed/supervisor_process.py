@@ -13,7 +13,6 @@ from ray_ulysses.supervision.supervisor import Announcement, Supervisor
 
 
 def main(order: str) -> None:
-    """Supervise one worker."""
     configure_logging()
     # A signal to the test ends the supervisors through their pipes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -24,16 +23,10 @@ def main(order: str) -> None:
         local_rank=worker, device="cpu",
     )  # fmt: skip
     supervisor = Supervisor(
-        announcement,
-        worker=worker,
-        cluster_node=node,
-        host="127.0.0.1",
-        job=job,
-        make_streams=None,
+        announcement, worker=worker, cluster_node=node, host="127.0.0.1", job=job, make_streams=None,
         launcher="tests.distributed.faulty_launcher",
-    )
-    status = supervisor.run()
-    sys.stdout.write(f"status {status}\n")
+    )  # fmt: skip
+    sys.stdout.write(f"status {supervisor.run()}\n")
     sys.stdout.flush()
     os._exit(0)
 

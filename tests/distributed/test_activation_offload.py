@@ -125,7 +125,7 @@ def counted_run(rank: int, world_size: int, config: Config, session: str) -> tup
 
 @pytest.mark.slow
 def test_a_run_with_activations_in_host_memory_is_the_run_without(tmp_path: Path, corpus: Path) -> None:
-    model = make_config(tmp_path, corpus).model_dump(mode="json")["model"]["config"]
+    model: Any = make_config(tmp_path, corpus).model.config
     steps = []
     for name, kinds in (("device", []), ("host", ["layer_inputs", "attention_outputs"])):
         config = make_config(

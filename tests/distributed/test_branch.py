@@ -13,10 +13,12 @@ from ray_ulysses.config import Config
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.plan.plan_files import load_plan
 from ray_ulysses.errors import ConfigError
+from ray_ulysses.run.preflight import prepare_run
 from ray_ulysses.tracking.history import read_history
 from tests.distributed.run_case import (
     MORE_FILES,
     assert_same_run,
+    claim_run,
     make_config,
     make_corpus,
     prepare_attempt,
@@ -48,20 +50,12 @@ def after(folder: Path, corpora: tuple[Path, Path], **overrides: Any) -> Config:
     return before(folder, corpora, **{**change, **overrides})
 
 
-@pytest.fixture(scope="module")
-def at_first_stop(corpora: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The storage of a run that has stopped there; tests go on with a copy of it."""
-    folder = tmp_path_factory.mktemp("at-first-stop")
-    assert train(before(folder, corpora, run__stop_step=FIRST_STOP), "first") == ("finished", FIRST_STOP)
-    return folder
-
-
 @pytest.mark.slow
 def test_a_branch_repeats_nothing_even_if_it_is_killed_and_loses_its_checkpoint(
-    corpora: tuple[Path, Path], at_first_stop: Path, tmp_path: Path
+    corpora: tuple[Path, Path], tmp_path: Path
 ) -> None:
     unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
-    shutil.copytree(at_first_stop, unbroken)
+    assert train(before(unbroken, corpora, run__stop_step=FIRST_STOP), "first") == ("finished", FIRST_STOP)
     assert train(before(unbroken, corpora), "second") == ("finished", BRANCH_STEP)
     shutil.copytree(unbroken, broken)
     assert train(after(unbroken, corpora), "branch", branch=True) == ("finished", LAST_STEP)
@@ -94,14 +88,12 @@ def test_a_branch_repeats_nothing_even_if_it_is_killed_and_loses_its_checkpoint(
     assert_same_run(ours, wanted)
 
 
-def test_a_change_without_the_flag_is_refused_and_changes_nothing(
-    corpora: tuple[Path, Path], at_first_stop: Path, tmp_path: Path
-) -> None:
+def test_a_change_without_the_flag_is_refused_and_changes_nothing(corpora: tuple[Path, Path], tmp_path: Path) -> None:
     def files() -> dict[Path, bytes]:
         return {path: path.read_bytes() for path in (tmp_path / "run/plan").rglob("*") if path.is_file()}
 
-    shutil.copytree(at_first_stop, tmp_path, dirs_exist_ok=True)
+    claim_run(prepare_run(before(tmp_path, corpora), Path("/")))
     content = files()
     with pytest.raises(ConfigError, match=r"data.context_tokens=512: .*--branch"):
         prepare_attempt(after(tmp_path, corpora), "second")
-    assert content == files()
+    assert content and content == files()

@@ -108,11 +108,10 @@ def _save(
     )  # fmt: skip
 
 
-def _die_in_single_save(rank: int, world_size: int, run_dir: str, calls: int) -> str:
+def _die_in_single_save(rank: int, world_size: int, run_dir: str, calls: int) -> None:
     store = _DeadlyStore(Path(run_dir), calls)
     _save(store, rank, world_size, AFTER, 2, SingleRankMessenger())
     store.countdown.left = -1
-    return "survived"
 
 
 def _die_in_joint_save(rank: int, world_size: int, run_dir: str, calls: dict[int, int]) -> str:

@@ -128,18 +128,6 @@ def test_every_stage_and_world_loads_every_other_and_goes_on(tmp_path: Path) -> 
     assert state.optimizer_step == SAVED_AT
 
 
-@pytest.mark.slow
-def test_a_state_on_the_host_and_one_in_bf16_are_restored(tmp_path: Path) -> None:
-    exchange_states(
-        [
-            Layout(world_size=2, offload="cpu", offload_param=True),
-            Layout(world_size=2, stage=1, dtype="bf16"),
-            Layout(world_size=2, dtype="bf16"),
-        ],
-        tmp_path,
-    )
-
-
 @pytest.mark.parametrize("stages", fast_only([(3,), (1, 2)], (3,)), ids=str)
 def test_a_run_goes_on_bitwise_from_every_one_of_its_steps(tmp_path: Path, stages: tuple[Stage, ...]) -> None:
     """The first save comes before the optimizer has any moments."""

@@ -26,8 +26,8 @@ from tests.unit.attention.models import ARCHITECTURES, zoo_model
 from tests.unit.data.corpora import text_corpus, varied_texts
 
 VOCAB = 320
-FAST = ("llama", "gemma2", "qwen3")
-"""Plain, soft-capped and tied output heads."""
+FAST = ("gemma2", "qwen3")
+"""Soft-capped and tied output heads."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

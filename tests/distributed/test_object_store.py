@@ -24,7 +24,6 @@ from ray_ulysses.tracking.events import RunFailed
 from ray_ulysses.tracking.failures import record_failure
 from ray_ulysses.tracking.history import RunHistory, read_history
 from ray_ulysses.tracking.journal_reader import read_journal
-from tests.apart import losses_apart
 from tests.distributed.harness import run_ranks
 from tests.distributed.run_case import assert_same_run, make_config, prepare_attempt, run_worker, train, train_to_death
 from tests.failing_requests import WHEN, FailingRequests, said
@@ -134,13 +133,6 @@ def test_a_run_goes_on_where_it_was_copied_and_nothing_of_its_journal_is_lost(
     assert run_command(app, ["inspect", str(third.run_dir), "--verify"]) == 0
 
 
-def _check_same(ours: RunHistory, wanted: RunHistory) -> None:
-    assert [step.rows for step in ours.steps] == [step.rows for step in wanted.steps]
-    assert (ours.data_digest, ours.tokens) == (wanted.data_digest, wanted.tokens)
-    # Another number of ranks adds in another order (fp32).
-    assert losses_apart(ours, wanted) <= 1e-5
-
-
 @pytest.mark.slow
 def test_an_outage_in_the_middle_stops_nothing_and_loses_no_record(
     s3: S3Server, corpus: Path, tmp_path: Path, on_a_disk: RunHistory
@@ -170,7 +162,7 @@ def test_an_outage_in_the_middle_stops_nothing_and_loses_no_record(
         assert failures == []
     history = read_history(direct.run_dir, is_held=False)
     assert history.status == "finished" and history.lost_steps == 0
-    _check_same(history, on_a_disk)
+    assert_same_run(history, on_a_disk)
 
 
 # 46 on a machine that is not busy; the journal's thread and that which looks for requests ask by the clock.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from ray_ulysses.storage import LocalStore
 from ray_ulysses.tracking.events import AttemptStarted
 from ray_ulysses.tracking.history import RunHistory, read_history
 from ray_ulysses.tracking.journal_lines import with_checksum
-from tests.apart import losses_apart
 from tests.breadth import fast_only
 from tests.distributed.run_case import assert_same_run, make_config, make_corpus, train, train_to_death
 from tests.unit.tracking.journals import read_events
@@ -33,8 +31,8 @@ Addresses = tuple[dict[str, str], str]
 
 @pytest.fixture(scope="module")
 def unbroken(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, RunHistory]:
-    """A run on 4 workers that nothing disturbs, every checkpoint kept."""
-    config = config_for(tmp_path_factory.mktemp("unbroken"), corpus, checkpoint__keep_last=100)
+    """A run on 4 workers that nothing disturbs."""
+    config = config_for(tmp_path_factory.mktemp("unbroken"), corpus)
     train(config, "unbroken")
     return config, read_history(config.run_dir)
 
@@ -62,41 +60,11 @@ def test_a_run_that_was_killed_stopped_and_resized_is_the_run_that_was_not(
     assert train(config_for(tmp_path, corpus, parallel__sp_size=1), "fourth") == ("finished", STEPS)
 
     ours = read_history(config.run_dir)
-    difference = losses_apart(ours, wanted)
-    if difference > 1e-5:
-        reversed_config = config_for(tmp_path / "reversed", corpus)
-        train(reversed_config, "reversed", reverse=True)
-        drift = losses_apart(read_history(reversed_config.run_dir), wanted)
-        print(f"difference {difference:.2e}, drift of the same world with micro-batches reversed {drift:.2e}")
-        assert difference <= 3 * drift
-    assert [(step.rows, step.tokens) for step in ours.steps] == [(step.rows, step.tokens) for step in wanted.steps]
+    assert_same_run(ours, wanted)
     assert [step.rows[0] for step in ours.steps] == [ROWS * index for index in range(STEPS)]
-    assert ours.data_digest == wanted.data_digest
     assert ours.lost_steps == 3
     assert [(a.world_size, a.sp_size, a.dp_size) for a in ours.attempts] == [(4, 2, 2), (2, 2, 1), (4, 4, 1), (4, 1, 4)]
     assert [(a.first_step, a.last_step) for a in ours.attempts] == [(1, 6), (4, 8), (9, 9), (10, 10)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", [(1, 1), (3, 1), (4, 4)], ids=str)
-def test_one_step_from_the_same_state_has_the_same_loss_at_another_layout(
-    corpus: Path, unbroken: tuple[Config, RunHistory], tmp_path: Path, layout: tuple[int, int]
-) -> None:
-    workers, sp_size = layout
-    source, wanted = unbroken
-    losses = {step.step: step.loss for step in wanted.steps}
-    for saved in (3, 6):
-        config = config_for(
-            tmp_path / str(saved), corpus, cluster__workers=workers, parallel__sp_size=sp_size, run__stop_step=saved + 2
-        )
-        shutil.copytree(source.run_dir, config.run_dir)
-        for folder in (config.run_dir / "checkpoints").iterdir():
-            if int(folder.name.removeprefix("step-")) > saved:
-                shutil.rmtree(folder)
-        train(config, "resumed")
-        ours = {step.step: step.loss for step in read_history(config.run_dir).steps}
-        for step in (saved + 1, saved + 2):
-            assert abs(ours[step] - losses[step]) / losses[step] <= 1e-5
 
 
 @pytest.mark.slow

@@ -35,30 +35,22 @@ _AUDITED = {"open", "os.listdir", "os.scandir", "os.remove", "os.rename", "os.li
 
 
 class HangingDirectory:
-    """Calls of this process under a folder wait while the gate is closed; it stays for the life of the process."""
+    """Calls of this process under a folder wait while the gate is closed, as those to a file server that is away do."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._gate = str(folder), threading.Event()
-        self._gate.set()
+        self._folder, self.gate = str(folder), threading.Event()
+        self.gate.set()
         sys.addaudithook(self._audit)
         for name in ("pwrite", "fsync", "stat"):
             setattr(os, name, self._guarded(getattr(os, name)))
 
-    def hang(self) -> None:
-        """Answer nothing any more."""
-        self._gate.clear()
-
-    def answer(self) -> None:
-        """Answer again."""
-        self._gate.set()
-
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if event in _AUDITED and not self._gate.is_set():
+        if event in _AUDITED and not self.gate.is_set():
             self._wait(arguments[0])
 
     def _guarded(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def guarded(target: Any, *arguments: Any, **options: Any) -> Any:
-            if not self._gate.is_set():
+            if not self.gate.is_set():
                 self._wait(target)
             return call(target, *arguments, **options)
 
@@ -66,7 +58,7 @@ class HangingDirectory:
 
     def _wait(self, target: Any) -> None:
         path = os.readlink(f"/proc/self/fd/{target}") if isinstance(target, int) else os.fsdecode(target)
-        if path.startswith(self._folder) and not self._gate.wait(_GATE_S):
+        if path.startswith(self._folder) and not self.gate.wait(_GATE_S):
             raise TimeoutError(f"{threading.current_thread().name} waited for {path}, and no step came meanwhile")
 
 
@@ -82,9 +74,9 @@ def run_worker_while_storage_hangs(
         with told.open("a") as stream:
             stream.write(f"{name} {step}\n")
         if (name, step) == ("step", steps[0]):
-            storage.hang()
+            storage.gate.clear()
         elif (name, step) == ("step", steps[1]):
-            storage.answer()
+            storage.gate.set()
 
     return run_worker(rank, world_size, config, session, watch=watch)
 

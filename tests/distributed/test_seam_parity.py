@@ -24,7 +24,7 @@ KINDS: dict[int, list[SeamCase]] = {
         *(SeamCase(architecture=name, ulysses_size=4) for name in ("gemma2", "gpt_neox")),
         *(
             SeamCase(architecture=name, ulysses_size=2, ring_size=2)
-            for name in ("gemma4_text", "deepseek_v3", "llama-dynamic", "llama4_text")
+            for name in ("gemma4_text", "deepseek_v3", "llama4_text")
         ),
     ],
 }
@@ -55,9 +55,9 @@ def test_a_document_crosses_every_border_of_slices_in_every_case(ulysses_size: i
 
 def test_a_step_equals_that_of_one_process() -> None:
     # Rows are shared as well as split: every stage, a tied head and a window.
-    cases = [("llama", 1), ("llama", 2), ("llama", 3), ("qwen3", 3), ("mistral", 3)]
+    cases = [("llama", 1), ("mistral", 2), ("qwen3", 3)]
     hold([
-        SeamCase(architecture=name, ulysses_size=2, dp_size=2, zero_stage=stage, accumulation=3)
+        SeamCase(architecture=name, ulysses_size=2, dp_size=2, zero_stage=stage, accumulation=2)
         for name, stage in cases
     ])  # fmt: skip
 
@@ -84,17 +84,9 @@ def test_the_text_part_trains_as_the_whole_does_on_a_ring_and_under_zero_3() -> 
 
 @pytest.mark.slow
 def test_the_loss_over_tiles_equals_that_of_one_process() -> None:
-    two: dict[str, Any] = {"ulysses_size": 2, "zero_stage": 3}
-    experts: dict[str, Any] = {"tile": 5, "mlp_tile": 3, "kept": "both"}
     hold([
-        SeamCase(architecture="llama", ring_size=2, zero_stage=3, accumulation=1, rows="weighted", tile=5),
-        SeamCase(architecture="softcap", **two, accumulation=3, tile=5),
         # One tile is longer than each row.
         SeamCase(architecture="scale", ulysses_size=2, zero_stage=2, accumulation=1, tile=64),
-        SeamCase(architecture="bias", ulysses_size=2, zero_stage=1, accumulation=3, tile=5),
-        SeamCase(architecture="qwen3", **two, accumulation=3, rows="weighted", tile=5),
-        SeamCase(architecture="untied", **two, accumulation=1, **experts),
-        SeamCase(architecture="mixtral", **two, accumulation=3, rows="weighted", **experts),
         # Ranks whose rows have other numbers of tiles.
         SeamCase(architecture="llama", dp_size=2, zero_stage=3, accumulation=2, tile=5),
     ])  # fmt: skip

@@ -61,20 +61,14 @@ def config_of(
     **overrides: Any,
 ) -> Config:
     first = corpora[0]
-    stages = [
-        {
-            "name": "short", "steps": 4, "context_tokens": contexts[0], "rows_per_step": rows, "sp_size": 1,
-            "path": str(first),
-        },
-        {
-            "name": "middle", "steps": 3, "context_tokens": contexts[1], "rope": {"rope_theta": THETAS[1]}, "lr": 2e-3,
-            "schedule": {"kind": "wsd", "warmup_steps": 1, "decay_steps": 1, "min_lr_ratio": 0.0},
-        },
-        {
-            "name": "long", "steps": 3, "rope": {"rope_theta": THETAS[2]}, "rows_per_step": 3, "optimizer": "reset",
-            "schedule": {"kind": "linear", "warmup_steps": 0, "min_lr_ratio": 0.5},
-        },
-    ]  # fmt: skip
+    stages: list[dict[str, Any]] = [
+        {"name": "short", "steps": 4, "context_tokens": contexts[0], "rows_per_step": rows, "sp_size": 1},
+        {"name": "middle", "steps": 3, "context_tokens": contexts[1], "rope": {"rope_theta": THETAS[1]}, "lr": 2e-3},
+        {"name": "long", "steps": 3, "rope": {"rope_theta": THETAS[2]}, "rows_per_step": 3, "optimizer": "reset"},
+    ]
+    stages[0]["path"] = str(first)
+    stages[1]["schedule"] = {"kind": "wsd", "warmup_steps": 1, "decay_steps": 1, "min_lr_ratio": 0.0}
+    stages[2]["schedule"] = {"kind": "linear", "warmup_steps": 0, "min_lr_ratio": 0.5}
     settings = {
         "run__stop_step": None, "data__path": None, "data__sources": [{"path": str(path)} for path in corpora],
         "data__context_tokens": contexts[2], "schedule__warmup_steps": 2, "schedule__horizon_steps": None,
@@ -133,11 +127,8 @@ def test_every_token_of_the_stages_is_trained_once(unbroken: Config, corpora: tu
     )
     assert set(trained.values()) == {1} and sum(trained.values()) == sum(step.tokens for step in history.steps)
     first = Corpus.open(corpora[0]).num_documents
-    of_stage = {
-        number: {piece.document < first for row in rows for piece in plan.pieces(row)}
-        for number, rows in enumerate((range(32), range(32, plan.num_rows)))
-    }
-    assert of_stage[0] == {True} and False in of_stage[1]
+    is_first = [{piece.document < first for piece in plan.pieces(row)} for row in range(plan.num_rows)]
+    assert set().union(*is_first[:32]) == {True} and False in set().union(*is_first[32:])
 
 
 def watched_worker(rank: int, world_size: int, config: Config, session: str, folder: Path) -> tuple[str, int]:
