@@ -16,3 +16,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def run(tmp_path: Path, corpus: Path) -> Run:
     return make_run(tmp_path / "demo", [corpus])
+
+
+@pytest.fixture(scope="session")
+def more(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A second corpus, for the branch of a run."""
+    return text_corpus(tmp_path_factory.mktemp("more") / "more", varied_texts(20, seed=5)).path

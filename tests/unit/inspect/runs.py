@@ -39,14 +39,11 @@ class Run:
         """Digest of the data that a model receives in a step, read in two slices per row like two ranks do."""
         plan = plan or self.plan
         if (plan.plan_id, step) not in self.digests:
-            self.digests[plan.plan_id, step] = self._received(step, plan)
+            reader, rows = RowReader(self.corpora, plan), plan.step_rows(step)
+            sums = [sum(slice_checksum(reader.read("train", row, rank, 2)) for rank in (0, 1)) for row in rows]
+            digests = (row_digest(row, value) for row, value in zip(rows, sums, strict=True))
+            self.digests[plan.plan_id, step] = add_digests(*digests)
         return self.digests[plan.plan_id, step]
-
-    def _received(self, step: int, plan: Plan) -> int:
-        reader = RowReader(self.corpora, plan)
-        rows = plan.step_rows(step)
-        sums = [sum(slice_checksum(reader.read("train", row, rank, 2)) for rank in (0, 1)) for row in rows]
-        return add_digests(*(row_digest(row, value) for row, value in zip(rows, sums, strict=True)))
 
     def step(self, step: int, plan: Plan | None = None, **changes: Any) -> Record:
         plan = plan or self.plan
@@ -61,36 +58,34 @@ class Run:
         ids = [segment.plan_id for segment in (plan or self.plan).segments]
         return journals.started(resumed_step, **{"world_size": 2, "dp_size": 1, "plan_ids": ids, **changes})
 
-    def attempt(self, records: Iterable[Record]) -> None:
+    def attempt(self, records: Iterable[Record]) -> Run:
         """Write an attempt's journal."""
         journal = claim_journal(self.folder)
         for record in records:
             journal.append(record)
         journal.close()
+        return self
 
-    def trained(self, last: int, finished: bool = False) -> None:
+    def trained(self, last: int, finished: bool = False) -> Run:
         """Write the journal of one attempt that trained up to a step without a fault."""
         end: list[Record] = [{"event": "attempt_ended", "reason": "finished"}, {"event": "run_finished", "step": last}]
-        self.attempt([self.started(), *self.steps(1, last), *(end if finished else ())])
+        return self.attempt([self.started(), *self.steps(1, last), *(end if finished else ())])
 
     def meta(self, step: int, plan: Plan | None = None, **changes: Any) -> CheckpointMeta:
         plan = plan or self.plan
-        fields: Record = {
-            "sp_size": 2,
-            "cursor": plan.cursor(step).to_json(),
-            "digest": f"{self.sum(step, plan):016x}",
-            "tokens": sum(plan.step_tokens(one) for one in range(1, step + 1)),
-        }
-        return CheckpointMeta(**{**fields, **changes})
+        tokens = sum(plan.step_tokens(one) for one in range(1, step + 1))
+        sums = {"digest": f"{self.sum(step, plan):016x}", "tokens": tokens}
+        return CheckpointMeta(**{"sp_size": 2, "cursor": plan.cursor(step).to_json(), **sums, **changes})
 
     def sum(self, step: int, plan: Plan | None = None) -> int:
         return add_digests(*(self.digest(one, plan) for one in range(1, step + 1)))
 
-    def checkpoint(self, step: int, plan: Plan | None = None, **changes: Any) -> None:
+    def checkpoint(self, step: int, plan: Plan | None = None, **changes: Any) -> Run:
         """Commit a checkpoint without tensors."""
         meta, state = self.meta(step, plan, **changes), StateDescription(tensors={})
         manifest = Manifest(step=step, attempt=1, world_size=2, meta=meta, state=state, shards=())
         LocalStore(self.folder).create(manifest_key(step), [manifest.to_bytes()])
+        return self
 
     def committed(self, step: int, **changes: Any) -> Record:
         meta = self.meta(step)

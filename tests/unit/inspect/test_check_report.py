@@ -25,24 +25,11 @@ def steps(losses: list[float], *, attempt: int = 1, first: int = 1, **fields: An
 
 LOSSES = [5.0 - 0.1 * step for step in range(13)]
 GOOD = Trial(
-    num_steps=12,
-    row_tokens=1024,
-    longest_row=1024,
-    step_tokens=[1000] * 13,
-    steps=steps(LOSSES),
-    again=steps([LOSSES[-1], 3.7], attempt=2, first=13),
-    committed=[12],
-    unsaved=None,
-    loaded_step=12,
-    failure=None,
-    tolerance=1e-5,
-    has_gpu=True,
-    planned_bytes=48 * 2**30,
-    limit_gib=79.0,
-    most_of_limit=0.75,
-    modelled_s=1.8,
+    num_steps=12, row_tokens=1024, longest_row=1024, step_tokens=[1000] * 13, steps=steps(LOSSES),
+    again=steps([LOSSES[-1], 3.7], attempt=2, first=13), committed=[12], unsaved=None, loaded_step=12, failure=None,
+    tolerance=1e-5, has_gpu=True, planned_bytes=48 * 2**30, limit_gib=79.0, most_of_limit=0.75, modelled_s=1.8,
     is_pretrained=False,
-)
+)  # fmt: skip
 
 
 def failed(**changes: Any) -> list[str]:

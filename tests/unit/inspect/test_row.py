@@ -68,8 +68,7 @@ def test_a_discarded_step_is_distinguished_from_the_step_that_counts(run: Run) -
     assert [(one.step, one.attempt) for one in fourth.thrown_away] == [(4, 1)]
 
 
-def test_a_row_of_a_branch_has_its_segment_and_the_added_corpus(run: Run, corpus: Path, tmp_path: Path) -> None:
-    more = text_corpus(tmp_path / "more", varied_texts(20, seed=5)).path
+def test_a_row_of_a_branch_has_its_segment_and_the_added_corpus(run: Run, corpus: Path, more: Path) -> None:
     run.attempt([run.started(), *run.steps(1, 5)])
     run.branch(5, replace(SETTINGS, context_tokens=256, rows_per_step=3), [corpus, more])
     run.attempt([run.started(5), *run.steps(6, run.plan.num_steps)])

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -25,13 +26,13 @@ from ray_ulysses.run_names import manifest_key
 from ray_ulysses.storage import run_claim
 from tests.unit.data.corpora import text_corpus, varied_texts
 from tests.unit.inspect.runs import SETTINGS, Record, Run, configure, make_run
-from tests.unit.inspect.saved import flip
+from tests.unit.inspect.saved import cut, flip
 
 
-def train(run: Run, *steps: int | Record, resumed: int = 0, **started: Any) -> None:
+def train(run: Run, *steps: int | Record, resumed: int = 0, **started: Any) -> Run:
     """Write an attempt. A number stands for a planned step."""
     records = (run.step(one) if isinstance(one, int) else one for one in steps)
-    run.attempt([run.started(resumed, **started), *records])
+    return run.attempt([run.started(resumed, **started), *records])
 
 
 def named(found: Verification) -> list[tuple[str, str]]:
@@ -82,7 +83,7 @@ def test_a_run_without_steps_passes(run: Run) -> None:
     assert (named(found), found.reading, len(found.notes)) == ([], None, 1)
 
 
-def _wrong_cursors(run: Run) -> None:
+def wrong_cursors(run: Run) -> None:
     run.trained(8)
     run.checkpoint(2, cursor={**run.plan.cursor(4).to_json(), "step": 2})
     run.checkpoint(4, cursor=run.plan.cursor(5).to_json())
@@ -90,41 +91,7 @@ def _wrong_cursors(run: Run) -> None:
     run.checkpoint(8, cursor={"next_row": 32})
 
 
-def _wrong_sums(run: Run) -> None:
-    run.trained(8)
-    run.checkpoint(4, digest=flipped(run.sum(4)))
-    run.checkpoint(6, tokens=7)
-    run.checkpoint(8)
-
-
-def _torn_manifest(run: Run) -> None:
-    run.trained(3)
-    run.checkpoint(3)
-    path = run.folder / manifest_key(3)
-    path.write_bytes(path.read_bytes()[:-20])
-
-
-def _missing_steps(run: Run) -> None:
-    train(run, 1, 2, 5, 6)
-    run.checkpoint(6)
-
-
-def _beyond_the_journal(run: Run) -> None:
-    run.trained(3)
-    run.checkpoint(5)
-
-
-def _resumes_at_its_own_step(run: Run) -> None:
-    train(run, 1, 2, 3, 4)
-    train(run, 4, 5, 6, resumed=4)
-
-
-def _another_plan(run: Run) -> None:
-    train(run, 1, 2)
-    train(run, 3, 4, resumed=2, plan_ids=["feedfacefeedface"])
-
-
-FAULTS: dict[str, tuple[Callable[[Run], None], list[tuple[str, str]]]] = {
+FAULTS: dict[str, tuple[Callable[[Run], object], list[tuple[str, str]]]] = {
     "a row twice": (
         lambda run: train(run, 1, 2, run.step(3, rows=[7, 12]), 4, 5),
         [("wrong_rows", "step 3 of attempt 1"), ("repeated_rows", "row 7")],
@@ -137,16 +104,22 @@ FAULTS: dict[str, tuple[Callable[[Run], None], list[tuple[str, str]]]] = {
         lambda run: train(run, run.step(1, rows=[0, 12]), 2, 3, 4),
         [("wrong_rows", "step 1 of attempt 1"), ("repeated_rows", "rows 4 to 7"), ("repeated_rows", "rows 8 to 11")],
     ),
-    "steps without a record": (_missing_steps, [("missing_steps", "steps 3 to 4")]),
+    "steps without a record": (
+        lambda run: train(run, 1, 2, 5, 6).checkpoint(6),
+        [("missing_steps", "steps 3 to 4")],
+    ),
     "a step twice": (lambda run: train(run, 1, 2, 3, 4, run.step(4), 5), [("repeated_step", "step 4 of attempt 1")]),
-    "the step resumed from again": (_resumes_at_its_own_step, [("repeated_step", "step 4 of attempt 1")]),
+    "the step resumed from again": (
+        lambda run: train(train(run, 1, 2, 3, 4), 4, 5, 6, resumed=4),
+        [("repeated_step", "step 4 of attempt 1")],
+    ),
     "another count of tokens": (
         lambda run: train(run, 1, run.step(2, tokens=run.plan.step_tokens(2) - 1), 3),
         [("tokens", "step 2 of attempt 1")],
     ),
-    "cursors": (_wrong_cursors, [("checkpoint_cursor", manifest(step)) for step in (2, 4, 6, 8)]),
+    "cursors": (wrong_cursors, [("checkpoint_cursor", manifest(step)) for step in (2, 4, 6, 8)]),
     "sums of checkpoints": (
-        _wrong_sums,
+        lambda run: run.trained(8).checkpoint(4, digest=flipped(run.sum(4))).checkpoint(6, tokens=7).checkpoint(8),
         [
             ("checkpoint_digest", manifest(4)),
             ("checkpoint_tokens", manifest(6)),
@@ -158,9 +131,15 @@ FAULTS: dict[str, tuple[Callable[[Run], None], list[tuple[str, str]]]] = {
         lambda run: train(run, 1, 2, 3, run.committed(3, digest="00000000000000ff"), 4, 5),
         [("checkpoint_digest", "commit of step 3 in the journal of attempt 1")],
     ),
-    "beyond the journal": (_beyond_the_journal, [("checkpoint_step", manifest(5))]),
-    "a torn manifest": (_torn_manifest, [("checkpoint_unreadable", manifest(3))]),
-    "another plan": (_another_plan, [("other_plan", "attempt 2, from step 3 on")]),
+    "beyond the journal": (lambda run: run.trained(3).checkpoint(5), [("checkpoint_step", manifest(5))]),
+    "a torn manifest": (
+        lambda run: cut(run.trained(3).checkpoint(3).folder / manifest_key(3), 20),
+        [("checkpoint_unreadable", manifest(3))],
+    ),
+    "another plan": (
+        lambda run: train(train(run, 1, 2), 3, 4, resumed=2, plan_ids=["feedfacefeedface"]),
+        [("other_plan", "attempt 2, from step 3 on")],
+    ),
 }
 
 
@@ -178,11 +157,8 @@ def test_checkpoints_after_a_damaged_record_verify_the_later_steps(run: Run) -> 
     path = run.folder / "journal/attempt-0001.jsonl"
     path.write_bytes(path.read_bytes().replace(b'"step": 4,', b'"step": 5,'))
     found = verify_run(run.folder, read=False)
-    assert [(finding.kind, finding.step) for finding in found.findings] == [
-        ("missing_steps", 4),
-        ("checkpoint_digest", 7),
-        ("checkpoint_digest", 8),
-    ]
+    kinds = [(finding.kind, finding.step) for finding in found.findings]
+    assert kinds == [("missing_steps", 4), ("checkpoint_digest", 7), ("checkpoint_digest", 8)]
     assert found.notes == ("journal/attempt-0001.jsonl, line 5: the checksum is wrong; ignored",)
 
 
@@ -223,8 +199,7 @@ def forge(corpus: Path, folder: Path, document: int = 20) -> Path:
 
 
 def test_a_changed_token_is_found_by_reading(run: Run, corpus: Path, tmp_path: Path) -> None:
-    run.trained(run.plan.num_steps)
-    run.checkpoint(4)
+    run.trained(run.plan.num_steps).checkpoint(4)
     found = verify_run(run.folder, corpora=[forge(corpus, tmp_path)])
     holding = {
         step
@@ -274,8 +249,7 @@ def test_a_commit_of_discarded_steps_is_not_checked(run: Run) -> None:
     assert (named(found), found.num_commits) == ([], 1)
 
 
-def test_a_branched_run_is_verified_across_its_segments(run: Run, corpus: Path, tmp_path: Path) -> None:
-    more = text_corpus(tmp_path / "more", varied_texts(20, seed=5)).path
+def test_a_branched_run_is_verified_across_its_segments(run: Run, corpus: Path, more: Path) -> None:
     train(run, *range(1, 8))
     run.checkpoint(5)
     before = run.branch(5, replace(SETTINGS, context_tokens=256, rows_per_step=3), [corpus, more])
@@ -377,10 +351,9 @@ def test_another_seed_is_another_plan(run: Run, tmp_path: Path, corpus: Path) ->
     assert "another data setting is different" in finding
 
 
-def test_runs_are_compared_up_to_a_branch(run: Run, other: Run, corpus: Path, tmp_path: Path) -> None:
+def test_runs_are_compared_up_to_a_branch(run: Run, other: Run, corpus: Path, more: Path) -> None:
     run.trained(5)
     other.trained(5)
-    more = text_corpus(tmp_path / "more", varied_texts(20, seed=5)).path
     other.branch(5, replace(SETTINGS, rows_per_step=3), [corpus, more])
     # Neither run has trained beyond the branch, so the data is the same so far.
     comparison, findings = compared(run, other)
@@ -403,8 +376,7 @@ def test_an_invalid_second_run_is_refused(run: Run, tmp_path: Path) -> None:
         verify_run(run.folder, other=tmp_path / "empty", read=False)
 
 
-def test_each_edit_of_a_run_is_a_segment(run: Run, corpus: Path, tmp_path: Path) -> None:
-    more = text_corpus(tmp_path / "more", varied_texts(20, seed=5)).path
+def test_each_edit_of_a_run_is_a_segment(run: Run, corpus: Path, more: Path) -> None:
     first = run.plan.plan_id
     run.branch(5, replace(SETTINGS, context_tokens=256, rows_per_step=3, packing="concat"), [corpus, more])
     one, two = json.loads(json.dumps(read_plan_history(run.folder).to_json()))["plan"]
@@ -417,10 +389,7 @@ def test_each_edit_of_a_run_is_a_segment(run: Run, corpus: Path, tmp_path: Path)
 
 @pytest.mark.parametrize("error", [RunError("the store is away"), UserError("it is damaged"), OSError("gone")])
 def test_a_plan_that_can_not_be_read_is_a_problem(run: Run, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    def fail(directory: Path) -> None:
-        raise error
-
-    monkeypatch.setattr(run_data, "load_plan_if_any", fail)
+    monkeypatch.setattr(run_data, "load_plan_if_any", Mock(side_effect=error))
     assert read_plan_history(run.folder) == PlanHistory(problem=str(error))
     with pytest.raises(UserError, match=rf"^the run's data plan can't be read \((plan: )?{error}\)"):
         planned_data(run.folder)

@@ -15,15 +15,19 @@ from ray_ulysses.run.first_config import first_configs
 from ray_ulysses.run.preflight import report_run
 from tests.breadth import fast_only
 
+SIZES = [
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+]
 
-def sizes(
-    kind: str, vocab: int, hidden: int, mlp: int, layers: int, heads: int, kv: int, **more: Any
-) -> dict[str, Any]:
-    return {
-        "model_type": kind, "vocab_size": vocab, "hidden_size": hidden, "intermediate_size": mlp,
-        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv,
-        "architectures": ["Any"], "torch_dtype": "bfloat16", **more,
-    }  # fmt: skip
+
+def sizes(kind: str, *values: int, **more: Any) -> dict[str, Any]:
+    sizes = dict(zip(SIZES, values, strict=True))
+    return {"model_type": kind, **sizes, "architectures": ["Any"], "torch_dtype": "bfloat16", **more}
 
 
 # As on the hub, as far as the sizes go; context and GPUs are those of a first run.

@@ -23,7 +23,7 @@ from ray_ulysses.tracking.journal import claim_journal
 from tests.distributed.run_case import make_config
 from tests.unit.config.trees import small_tree
 from tests.unit.inspect.saved import save
-from tests.unit.tracking.journals import COMMITTED
+from tests.unit.tracking import journals
 
 
 @pytest.fixture(params=["path", "s3"])
@@ -42,14 +42,11 @@ def run_in(storage: Path, place: str | None) -> Config:
 def train(config: Config, step: int, *, commit_noted: bool = True, digest: int | None = None) -> int:
     """Leave in the journal what an attempt does up to a checkpoint, and the checkpoint; return the attempt."""
     journal = claim_journal(config.run_dir)
-    journal.append(
-        {"event": "step", "step": step, "loss": 1.0, "tokens": 1, "rows": [0, 1], "digest": "0", "seconds": 1.0}
-    )
+    journal.append(journals.step(step))
     stored = step if digest is None else digest
     save(checkpoint_store(config), step, attempt=journal.attempt, world_size=1, digest=f"{stored:016x}")
     if commit_noted:
-        own = {"step": step, "path": "p", "world_size": 1, "digest": f"{step:016x}"}
-        journal.append({"event": "checkpoint_committed", **COMMITTED, **own})
+        journal.append(journals.commit(step, digest=f"{step:016x}"))
     journal.close()
     return journal.attempt
 

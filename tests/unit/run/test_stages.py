@@ -24,7 +24,7 @@ from ray_ulysses.run.settings import config_of_checkpoint
 from ray_ulysses.trainer.loop import rate_of_step
 from tests.distributed.run_case import MORE_FILES, claim_run, make_config, make_corpus
 
-FIELDS: dict[str, Any] = {"sp_size": 1, "cursor": {}, "digest": "0", "tokens": 0}
+SHORT: dict[str, Any] = {"name": "short", "steps": 4, "context_tokens": 128}
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 def stages(corpora: tuple[str, str], **last: Any) -> list[dict[str, Any]]:
     return [
-        {"name": "short", "steps": 4, "context_tokens": 128, "sp_size": 1, "path": corpora[0]},
+        {**SHORT, "sp_size": 1, "path": corpora[0]},
         {"name": "middle", "tokens": 9000, "rope": {"rope_theta": 5e4}, "lr": 2e-3, "schedule": {"kind": "wsd"}},
         {"name": "long", "optimizer": "reset", **last},
     ]
@@ -104,7 +104,7 @@ def test_a_checkpoint_has_the_configuration_of_its_stage(corpora: tuple[str, str
     config, without = config_of(tmp_path, corpora, stages(corpora)), config_of(tmp_path, corpora, [])
 
     def of_stage(name: str, config: Config = config) -> Config:
-        meta = CheckpointMeta(**FIELDS, extra={"stage": name} if name else {})
+        meta = CheckpointMeta(sp_size=1, cursor={}, digest="0", tokens=0, extra={"stage": name} if name else {})
         return config_of_checkpoint(config, SimpleNamespace(step=4, meta=meta))
 
     assert of_stage("short").data.context_tokens == 128 and of_stage("middle").optimizer.lr == 2e-3
@@ -235,10 +235,7 @@ def test_only_needed_corpora_must_exist(
     corpora: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = [shutil.copytree(path, tmp_path / f"corpus-{number}") for number, path in enumerate(corpora)]
-    given = [
-        {"name": "short", "steps": 4, "context_tokens": 128, "path": str(paths[0])},
-        {"name": "long", "path": str(paths[1])},
-    ]
+    given = [SHORT | {"path": str(paths[0])}, {"name": "long", "path": str(paths[1])}]
     config = config_of(tmp_path, corpora, given, data__sources=None)
     first = prepared(config)
     claim_run(first)
@@ -261,12 +258,12 @@ def test_a_problem_of_any_stage_is_found_beforehand_and_names_it(corpora: tuple[
         "model_type": "gpt2", "vocab_size": 264, "hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 1,
         "num_attention_heads": 4, "n_positions": 200, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0,
     }  # fmt: skip
-    given = [{"name": "short", "steps": 4, "context_tokens": 128}, {"name": "long"}]
+    given = [SHORT, {"name": "long"}]
     config = config_of(tmp_path, corpora, given, model__config=model)
     (problem,) = prepare_run(config, Path("/")).report.problems
     assert "position table has 200 entries" in str(problem)
     with pytest.raises(UserError, match=r"stages\.0\.steps=4000"):
-        prepared(config_of(tmp_path, corpora, [dict(given[0], steps=4000), given[1]]))
+        prepared(config_of(tmp_path, corpora, [SHORT | {"steps": 4000}, given[1]]))
     # A stop in an early stage is no problem of the later ones.
     assert prepared(config_of(tmp_path, corpora, stages(corpora), run__stop_step=3)).last_step == 3
     late = prepare_run(config_of(tmp_path, corpora, stages(corpora), run__stop_step=9999), Path("/"))
@@ -274,7 +271,7 @@ def test_a_problem_of_any_stage_is_found_beforehand_and_names_it(corpora: tuple[
 
 
 def test_the_suggested_fix_for_a_stage_that_does_not_fit_works(corpora: tuple[str, str], tmp_path: Path) -> None:
-    given = [{"name": "short", "steps": 4, "context_tokens": 128}, {"name": "long"}]
+    given = [SHORT, {"name": "long"}]
 
     def problems(gib: float, *overrides: str) -> list[str]:
         tree = config_of(tmp_path, corpora, given, memory__device_gib=gib).model_dump(mode="json", exclude_unset=True)
@@ -291,20 +288,19 @@ def test_the_suggested_fix_for_a_stage_that_does_not_fit_works(corpora: tuple[st
     assert problems(gib, *nearest) == [] and problems(gib, found[2]) == []
 
 
-def notes_of(config: Config) -> list[str]:
-    return [note for note in prepared(config).notes if "warmup" in note or "saves" in note]
-
-
 def test_notes_use_the_horizon_and_checkpoints_of_each_stage(corpora: tuple[str, str], tmp_path: Path) -> None:
+    def notes_of(**changes: Any) -> list[str]:
+        notes = prepared(config_of(tmp_path, corpora, given, **changes)).notes
+        return [note for note in notes if "warmup" in note or "saves" in note]
+
     given, plain = stages(corpora), {"checkpoint__every_steps": 2}
     # The stage has four steps, and the run's own schedule extends over the other stages.
     given[1]["schedule"] = {"kind": "linear", "warmup_steps": 2}
-    assert notes_of(config_of(tmp_path, corpora, given, schedule__warmup_steps=5, **plain)) == []
+    assert notes_of(schedule__warmup_steps=5, **plain) == []
     # The end of a stage is always saved.
-    late = {"checkpoint__every_steps": None, "checkpoint__save_at_end": False}
-    notes = notes_of(config_of(tmp_path, corpora, given, **late))
+    notes = notes_of(checkpoint__every_steps=None, checkpoint__save_at_end=False)
     only = [("only at its end" in note, "only on demand" in note) for note in notes]
     assert only == [(True, False), (True, False), (False, True)] and notes[2].endswith("(stage long)")
     given[1]["schedule"]["warmup_steps"] = 7
-    (note,) = notes_of(config_of(tmp_path, corpora, given, **plain))
+    (note,) = notes_of(**plain)
     assert note.startswith("stages.1.schedule.warmup_steps=7 ") and note.endswith("(stage middle)")
