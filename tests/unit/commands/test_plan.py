@@ -49,9 +49,7 @@ def test_the_longest_context_fits_and_the_next_one_does_not(capsys: pytest.Captu
     told(capsys, _8B, *options, f"--set=data.context_tokens={most + 32}", code=2)
 
 
-def test_the_nearest_settings_are_said_as_options_with_reasons_and_as_yaml(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_nearest_settings_are_said_as_options_with_reasons_and_as_yaml(capsys: pytest.CaptureFixture[str]) -> None:
     longer = "--set=data.context_tokens=1048576"
     refusal = " ".join(told(capsys, _8B, longer, code=2).split())
     nearest = refusal.partition("the nearest settings that fit are ")[2].partition(" (see `plan --fit`)")[0]

@@ -1,11 +1,13 @@
-"""Output and exit codes of ``ray-ulysses inspect``."""
+"""Output and exit codes of `inspect`; docs/journal.md is up to date and documents the output of `inspect --json`."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -13,6 +15,7 @@ import pytest
 from ray_ulysses.cli import app
 from ray_ulysses.cli import run as run_command
 from ray_ulysses.run_names import flight_record_key, memory_snapshot_key, profile_key
+from tests.journal_page import PAGE, render_journal
 from tests.unit.inspect.runs import SETTINGS, Run, make_run
 from tests.unit.inspect.saved import cut, flip, make_folder, save, shard
 
@@ -193,3 +196,52 @@ def test_a_missing_run_or_plan_exits_with_2(inspect: Inspect, tmp_path: Path) ->
     for arguments in (("--verify",), ("--row", 0)):
         code, _, err = inspect(tmp_path, *arguments)
         assert code == 2 and "has no data plan yet" in err
+
+
+_PAGE = PAGE.read_text(encoding="utf-8")
+
+
+def _documented(section: str) -> dict[str, bool]:
+    """Return the fields of a section's table, and whether each may be missing."""
+    parts = re.split(r"^#{2,4} (.*)$", _PAGE, flags=re.MULTILINE)
+    sections = dict(zip((title.strip("`") for title in parts[1::2]), parts[2::2], strict=True))
+    rows = re.findall(r"^\| `(\w+)`(°?) \|", sections[section], flags=re.MULTILINE)
+    assert len(rows) == len(dict(rows)), f"{section}: a field stands twice"
+    return {name: bool(mark) for name, mark in rows}
+
+
+def test_the_committed_page_is_up_to_date() -> None:
+    assert render_journal() == _PAGE, "run `make docs`"
+
+
+def test_the_page_reads_lines_as_the_journal_writes_them(run: Run) -> None:
+    code = re.findall(r"```python\n(.*?)```", _PAGE, flags=re.DOTALL)
+    namespace: dict[str, Any] = {}
+    exec(code[0], namespace)
+    run.trained(3)
+    lines = (run.folder / "journal/attempt-0001.jsonl").read_bytes().splitlines(keepends=True)
+    (example,) = re.findall(r'^\{"crc32".*\n', _PAGE, flags=re.MULTILINE)
+    for line in [*lines, example.encode()]:
+        assert namespace["read_line"](line)["attempt"] == 1
+        assert namespace["read_line"](line.replace(b'"attempt": 1', b'"attempt": 2')) is None
+
+
+def test_the_page_has_the_fields_of_inspect(inspect: Inspect, run: Run) -> None:
+    failed = {"event": "run_failed", "session": "s", "reason": "lost worker 1", "restarts": False}
+    run.attempt([run.started(), *run.steps(1, 3), run.committed(3), failed])
+    (run.folder / "checkpoints/step-00000003").mkdir(parents=True)
+    (run.folder / "checkpoints/step-00000003/manifest.json").write_text("{}")
+    code, out, _ = inspect(run.folder, "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert {name for name, optional in _documented("The run").items() if not optional} == set(found)
+    (segment,) = found["plan"]
+    parts = {
+        **{f"{name}[]": found[name][0] for name in ("steps", "attempts", "checkpoints", "plan")},
+        **{name: found[name] for name in ("time_spent", "failure")},
+        "time_spent.starts": found["time_spent"]["starts"],
+        "plan[].sources[]": segment["sources"][0],
+    }
+    assert list(found["time_spent"]["recovery"]) == list(found["time_spent"]["starts"])
+    for section, part in parts.items():
+        assert list(_documented(section)) == list(part), section

@@ -104,10 +104,7 @@ FAULTS: dict[str, tuple[Callable[[Run], object], list[tuple[str, str]]]] = {
         lambda run: train(run, run.step(1, rows=[0, 12]), 2, 3, 4),
         [("wrong_rows", "step 1 of attempt 1"), ("repeated_rows", "rows 4 to 7"), ("repeated_rows", "rows 8 to 11")],
     ),
-    "steps without a record": (
-        lambda run: train(run, 1, 2, 5, 6).checkpoint(6),
-        [("missing_steps", "steps 3 to 4")],
-    ),
+    "steps without a record": (lambda run: train(run, 1, 2, 5, 6).checkpoint(6), [("missing_steps", "steps 3 to 4")]),
     "a step twice": (lambda run: train(run, 1, 2, 3, 4, run.step(4), 5), [("repeated_step", "step 4 of attempt 1")]),
     "the step resumed from again": (
         lambda run: train(train(run, 1, 2, 3, 4), 4, 5, 6, resumed=4),

@@ -2,7 +2,11 @@ from __future__ import annotations
 
 import itertools
 import re
+import shutil
+import subprocess
+import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +14,8 @@ import pytest
 
 from ray_ulysses.cli import app
 from ray_ulysses.cli import run as run_command
+from ray_ulysses.config.loading import parse_config
+from ray_ulysses.report import publish
 from ray_ulysses.report.drawing import not_finite, style, thin
 from ray_ulysses.report.page import render_report
 from ray_ulysses.report.pictures import (
@@ -21,14 +27,63 @@ from ray_ulysses.report.pictures import (
     time_shares,
     tokens_per_second,
 )
+from ray_ulysses.report.publish import published, redraw
 from ray_ulysses.report.run_record import NothingToDrawError, RunRecord, read_record
 from ray_ulysses.report.words import count, duration
 from ray_ulysses.storage.place import open_store, place_of
+from ray_ulysses.tracking import mlflow_results
+from ray_ulysses.tracking.journal_lines import encode_event, with_checksum
+from ray_ulysses.tracking.mlflow_results import ArtifactError, store_text
+from ray_ulysses.tracking.mlflow_tracker import TrackingIdentity
 from ray_ulysses.tracking.run_time import run_timeline, time_spent
 from tests.s3_server import S3Server
+from tests.unit.config.trees import small_tree
 from tests.unit.data.corpora import text_corpus, varied_texts
 from tests.unit.inspect.runs import Run, make_run
-from tests.unit.report.many_steps import REPLAYED, loss_of, write_run
+from tests.unit.tracking import journals
+
+REPLAYED = 3
+"""Steps that the second attempt trains again."""
+SPIKE = 99.5
+"""The loss of one step."""
+
+
+def write_run(run_dir: Path, num_steps: int, *, added_losses: bool = True) -> Path:
+    """Write a run of ``num_steps`` steps, one of which has a loss spike, and return its directory.
+
+    Without ``added_losses`` it has neither a z-loss nor a router loss.
+    """
+    (run_dir / "journal").mkdir(parents=True)
+    half = num_steps // 2
+    for attempt, ranks, first, last in ((1, 4, 1, half + REPLAYED), (2, 2, half + 1, num_steps)):
+        begin = 1.7e9 + 2.0 * first + 600.0 * attempt
+        started = journals.started(
+            first - 1, time=begin, attempt=attempt, session=f"s{attempt}", command_started=begin - 30.0,
+            world_size=ranks, dp_size=ranks // 2, last_step=num_steps, versions={"torch": "2.13.0"},
+        )  # fmt: skip
+        with (run_dir / f"journal/attempt-{attempt:04}.jsonl").open("wb") as file:
+            file.write(with_checksum(encode_event(started)) + b"\n")
+            for step in range(first, last + 1):
+                loss, time = loss_of(step, attempt, num_steps), begin + 2.0 * (step - first + 1)
+                added = f'"z_loss": {round(0.01 / step, 9)}, "router_loss": {round(0.02 + loss / 100, 9)}, '
+                text = (
+                    f'{{"event": "step", "time": {time}, "attempt": {attempt}, "step": {step}, "loss": {loss}, '
+                    f'"tokens": 4096, "rows": [{2 * step - 2}, {2 * step}], "digest": "{step:016x}", "seconds": 1.5, '
+                    f'{added if added_losses else ""}"learning_rate": 0.001, "grad_norm": {1 + step % 7}, "mfu": 0.5, '
+                    '"peak_memory_gib": 12.5}'
+                )
+                file.write(with_checksum(text.encode()) + b"\n")
+    return run_dir
+
+
+def loss_of(step: int, attempt: int, num_steps: int) -> float:
+    """Return the loss that `write_run` gives a step."""
+    return SPIKE if (step, attempt) == (num_steps * 2 // 3, 2) else round(2 + 3 / (1 + step / 1000) + attempt / 8, 6)
+
+
+@pytest.fixture
+def report_run(tmp_path: Path) -> Run:
+    return make_run(tmp_path / "planned", [text_corpus(tmp_path / "texts", varied_texts(60)).path])
 
 
 def _curve(record: RunRecord, label: str) -> tuple[list[float], list[float]]:
@@ -250,3 +305,88 @@ def test_counts_have_three_digits_and_a_unit(number, text):
 )
 def test_durations_have_their_two_largest_units(seconds, text):
     assert duration(seconds) == text
+
+
+def tracked(folder: Path, uri: str = "sqlite:///nowhere.db", run_id: str = "r") -> Path:
+    """Store the id of an MLflow run in a directory."""
+    folder.mkdir(exist_ok=True)
+    TrackingIdentity(uri=uri, experiment="e", key="k", run_id=run_id, experiment_id="1").save(folder)
+    return folder
+
+
+def test_the_report_is_an_artifact_of_the_mlflow_run(tmp_path: Path, report_run: Run, mlflow_tables: Path) -> None:
+    from mlflow import MlflowClient
+
+    shutil.copy(mlflow_tables, tmp_path / "mlflow.db")
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    client = MlflowClient(tracking_uri=uri)
+    experiment = client.create_experiment("e", artifact_location=(tmp_path / "artifacts").as_uri())
+    run_dir = tracked(report_run.folder, uri, client.create_run(experiment).info.run_id)
+    (run_dir / "config.yaml").write_text(parse_config(small_tree(tracking__uri=uri)).to_yaml())
+    subprocess.run([sys.executable, "-m", "ray_ulysses.report.publish", str(run_dir)], check=True, timeout=120)
+    (stored,) = (tmp_path / "artifacts").rglob("report.html")
+    assert stored.read_text(encoding="utf-8") == render_report(run_dir)
+
+
+def test_a_foreign_tracking_json_is_not_used(report_run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    config = parse_config(small_tree(tracking__uri="https://mlflow.example"))
+    (tracked(report_run.folder, "http://127.0.0.1:9") / "config.yaml").write_text(config.to_yaml())
+    assert publish.main([str(report_run.folder)]) == 1
+    assert capsys.readouterr().err == "the run has no MLflow run yet\n"
+
+
+def test_an_existing_report_in_mlflow_is_updated(
+    tmp_path: Path, report_run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (report_run.folder / "config.yaml").write_text(parse_config(small_tree()).to_yaml())
+    stored: list[str] = []
+    monkeypatch.setattr(mlflow_results, "store_text", lambda run_dir, name, text, **options: stored.append(text))
+    redraw(tracked(report_run.folder))
+    assert stored == [render_report(report_run.folder)]
+    assert not (report_run.folder / "report.html").exists()
+
+
+def test_a_failed_upload_is_an_error_without_the_password(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match=r"^the run has no MLflow run yet$"):
+        store_text(tmp_path, "report.html", "x")
+    away = tracked(tmp_path / "run", "http://someone:secret@127.0.0.1:9")
+    with pytest.raises(ArtifactError, match=r"did not store report\.html") as caught:
+        store_text(away, "report.html", "x", trust_run=True)
+    assert "secret" not in str(caught.value)
+
+
+def publish_after(run_dir: Path, command: list[str], error: BaseException | None = None) -> list[str]:
+    """Train with or without an error, and return the events in order."""
+    happened: list[str] = []
+    with published(run_dir, lambda: happened.append("drawing"), command=command):
+        happened.append("trained")
+        if error is not None:
+            raise error
+    return happened
+
+
+@pytest.mark.parametrize(("error", "times"), [(None, 1), (KeyError("it failed"), 1), (KeyboardInterrupt(), 0)])
+def test_a_tracked_run_is_published_at_its_end_unless_it_is_interrupted(
+    tmp_path: Path, error: BaseException | None, times: int
+) -> None:
+    noted = tmp_path / "noted"
+    command = ["sh", "-c", f"printf x >> {noted}"]
+    with nullcontext() if error is None else pytest.raises(type(error)):
+        assert publish_after(tracked(tmp_path / "run"), command, error) == ["trained", "drawing"]
+    assert publish_after(tmp_path / "untracked", command) == ["trained"]
+    assert (noted.read_text() if noted.exists() else "") == "x" * times
+
+
+def test_a_failure_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    publish_after(tracked(tmp_path / "run"), ["sh", "-c", "printf 'first\\nthe server is away\\n' >&2; exit 1"])
+    assert [record.getMessage() for record in caplog.records] == [
+        "the report could not be stored in MLflow (the server is away); run `ray-ulysses report` to create it"
+    ]
+
+
+def test_a_hanging_report_does_not_block_the_command(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publish, "_LONGEST_S", 1.0)
+    publish_after(tracked(tmp_path / "run"), ["sleep", "600"])
+    assert "rendering and upload did not finish within 1 s" in caplog.text

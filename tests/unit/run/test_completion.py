@@ -1,4 +1,4 @@
-"""What counts as complete: never a step that was not saved; and what a death left unsaid is said by the next start."""
+"""What counts as complete: never a step that was not saved; what a death left out is recorded by the next start."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ray_ulysses.checkpoint.fence import Lineage
 from ray_ulysses.errors import RunError
 from ray_ulysses.run.completion import record_command_ended, record_completion
 from ray_ulysses.run.preflight import PreparedRun, claim_directory, prepare_run
+from ray_ulysses.run.run_files import RunTexts, describe_run, describing_files
 from ray_ulysses.run.start_point import commits_that_count
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.tracking.events import Event, RunFinished
@@ -132,3 +133,16 @@ def test_steps_that_were_set_aside_or_come_after_a_later_attempts_start_are_not_
     lineage = Lineage(newest_attempt=2, started_from={1: 0, 2: 2})
     assert commits_that_count([committed(2), committed(4), committed(6, 2)], lineage) == (2, 6)
     assert commits_that_count([committed(4), committed(4, 2)], lineage) == (4,)
+
+
+def test_what_is_there_is_handed_on_without_passwords(tmp_path: Path) -> None:
+    assert describing_files(tmp_path) == {}
+    (tmp_path / "config.yaml").write_text("tracking:\n  uri: http://me:secret@mlflow:5000\n")
+    describe_run(tmp_path, RunTexts(plan="plan of run 'demo'", readme="# demo\n", facts={"name": "demo"}))
+    assert describing_files(tmp_path) == {
+        "README.md": "# demo\n",
+        "config.yaml": "tracking:\n  uri: http://***@mlflow:5000\n",
+        "plan.txt": "plan of run 'demo'\n",
+    }
+    (tmp_path / "plan.txt").write_bytes(b"\xff")
+    assert set(describing_files(tmp_path)) == {"README.md", "config.yaml"}

@@ -15,14 +15,9 @@ from ray_ulysses.run.first_config import first_configs
 from ray_ulysses.run.preflight import report_run
 from tests.breadth import fast_only
 
-SIZES = [
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-]
+SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"
+)  # fmt: skip
 
 
 def sizes(kind: str, *values: int, **more: Any) -> dict[str, Any]:

@@ -8,13 +8,7 @@ import pytest
 
 from ray_ulysses.commands.submit import render_run, render_runs
 from ray_ulysses.errors import RunError, UserError
-from ray_ulysses.run.submissions import (
-    Submission,
-    check_outcome,
-    find,
-    newest_of_each_run,
-    next_submission,
-)
+from ray_ulysses.run.submissions import Submission, check_outcome, find, newest_of_each_run, next_submission
 
 
 def job(run: str = "a", number: int = 1, status: Any = "SUCCEEDED", **known: Any) -> Submission:

@@ -14,25 +14,15 @@ from ray_ulysses.trainer.step import Flags, StepMeter, StepResult
 from tests.unit.planner.runs import LLAMA_3_8B
 
 
-def _of_a_step(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+def test_every_metric_has_one_unit_and_every_unit_a_metric(monkeypatch: pytest.MonkeyPatch) -> None:
     result = StepResult(
-        loss=2.0,
-        z_loss=0.1,
-        router_loss=0.2,
-        grad_norm=1.0,
-        is_finite=True,
-        bad_rows=(),
-        tokens=8,
-        digest=0,
+        loss=2.0, z_loss=0.1, router_loss=0.2, grad_norm=1.0, is_finite=True, bad_rows=(), tokens=8, digest=0,
         flags=Flags(),
-    )
+    )  # fmt: skip
     monkeypatch.setattr("ray_ulysses.trainer.step.peak_bf16_flops", lambda name: 1e12)
     meter = StepMeter(ModelShape.from_config_dict(LLAMA_3_8B), torch.device("cpu"), world_size=4)
-    return set(meter.numbers(result, seconds=1.0, document_tokens=8, cost=64, learning_rate=0.1))
-
-
-def test_every_metric_has_one_unit_and_every_unit_a_metric(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded = _of_a_step(monkeypatch) | {"eval_loss", f"{METRIC_PREFIX}loss"}
+    recorded = set(meter.numbers(result, seconds=1.0, document_tokens=8, cost=64, learning_rate=0.1))
+    recorded |= {"eval_loss", f"{METRIC_PREFIX}loss"}
     assert {"mfu", "z_loss", "router_loss"} <= recorded
     recorded |= set(TimeSpent(steps_s=1.0).metrics()) | set(SystemMeter(torch.device("cpu")).read())
     found = {name: [one for one in METRIC_UNITS if one.is_of(name)] for name in recorded}

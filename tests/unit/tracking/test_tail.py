@@ -398,10 +398,10 @@ class Deaths:
 class Tracker(Sink):
     """Stores updates like an MLflow server, in the order of arrival."""
 
-    def __init__(self) -> None:
+    def __init__(self, deaths: Deaths) -> None:
         self.points: list[tuple[str, int, float]] = []
         self.others: list[Update] = []
-        self.deaths = Deaths()
+        self.deaths = deaths
 
     def connect(self) -> str:
         self.deaths(lambda: None)
@@ -448,13 +448,13 @@ PARTS: list[list[dict[str, Any]]] = [
 
 def _play(run_dir: Place, deaths: Deaths, batch: int) -> Tracker:
     """Train and track a run, and start another command whenever one has died."""
-    sink, journals, time = Tracker(), list[Any](), 100.0
-    sink.deaths = deaths
+    sink, opened, time = Tracker(deaths), list[Any](), 100.0
+
+    def source(done: Mapping[str, int]) -> Any:
+        return JournalSource(run_dir, done, translation()).read
 
     def lives() -> bool:
-        one = Tail(
-            "mlflow", sink, run_dir, lambda done: JournalSource(run_dir, done, translation()).read, batch_updates=batch
-        )
+        one = Tail("mlflow", sink, run_dir, source, batch_updates=batch)
         one.stop()
         try:
             # Run in this thread, so that `Died` ends the loop.
@@ -469,14 +469,14 @@ def _play(run_dir: Place, deaths: Deaths, batch: int) -> Tracker:
         for records in PARTS:
             for record in records:
                 if record["event"] == "attempt_started":
-                    journals.append(claim_journal(run_dir))
+                    opened.append(claim_journal(run_dir))
                 time += 3.0
-                journals[-1].append({**record, "time": time})
-            for journal in journals:
+                opened[-1].append({**record, "time": time})
+            for journal in opened:
                 journal.sync()
             while not lives():
                 pass
-    for journal in journals:
+    for journal in opened:
         journal.close()
     return sink
 
