@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.heads import running_head
 from tests.cluster.planted_secrets import NAMES
 from tests.distributed.run_case import make_corpus
 
@@ -30,10 +29,3 @@ def ray_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("RAY_prestart_worker_first_driver", "0")
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
-
-
-@pytest.fixture(scope="module")
-def head() -> Iterator[str]:
-    """The address of the dashboard of ``ray start --head``, which requires `heads.TOKEN`."""
-    with running_head() as address:
-        yield address

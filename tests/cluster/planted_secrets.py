@@ -7,13 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 NAMES = (
-    "AWS_ACCESS_KEY_ID",
-    "AWS_SECRET_ACCESS_KEY",
-    "HF_TOKEN",
-    "MLFLOW_TRACKING_USERNAME",
-    "MLFLOW_TRACKING_PASSWORD",
+    "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD",
     "RAY_AUTH_TOKEN",
-)
+)  # fmt: skip
 
 
 def plant() -> dict[str, str]:

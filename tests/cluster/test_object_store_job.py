@@ -85,10 +85,8 @@ def test_a_whole_job_in_an_object_store_is_the_job_of_a_disk(s3: S3Server, clust
     try:
         wait_until(
             lambda: first.process.poll() is not None or read_history(config.run_dir, is_held=False).step >= 8,
-            "step 8",
-            timeout_s=TIMEOUT_S,
-            every_s=1.0,
-        )
+            "step 8", timeout_s=TIMEOUT_S, every_s=1.0,
+        )  # fmt: skip
         assert first.process.poll() is None, first.text
     finally:
         first.kill()

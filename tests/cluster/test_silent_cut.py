@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -22,7 +23,6 @@ from ray_ulysses.config import Config
 from ray_ulysses.run_names import CHECKPOINT_FOLDER
 from ray_ulysses.tracking.events import AttemptStarted, CheckpointCommitted, Event, StepDone
 from ray_ulysses.tracking.history import read_history
-from tests.cluster.heads import TOKEN
 from tests.distributed.run_case import make_config
 from tests.polling import wait_until
 from tests.result_table import ResultTable
@@ -34,6 +34,7 @@ TIMEOUT_S = 400.0
 RECOVERED_S = 40.0
 _NETWORK = "10.213.77"
 _PORT = 6379
+TOKEN = secrets.token_hex(32)
 
 
 def can_make_namespaces() -> bool:

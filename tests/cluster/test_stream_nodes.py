@@ -44,7 +44,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 def rank_on(node: str, corpus: Corpus, plan: Plan, reads: Reads, rank: int = 0, world_size: int = 1) -> Any:
     """Start a rank with a block per row."""
     actor = Rank.options(label_selector={RAY_NODE_ID_KEY: node})  # type: ignore[attr-defined]
-    return actor.remote(source_of(corpus), plan, rank, (world_size, 1), before_read=reads, block_tokens=1, max_blocks=8)
+    return actor.remote(
+        source_of(corpus), plan, rank, (world_size, 1), before_read=reads, block_tokens=1, max_blocks=64
+    )
 
 
 def take(rank: Any, steps: range) -> list[RowSlice]:

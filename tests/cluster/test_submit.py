@@ -2,29 +2,83 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from ray.job_submission import JobStatus
+from ray.job_submission import JobStatus, JobSubmissionClient
 
 from ray_ulysses.cli import app, run
 from ray_ulysses.tracking.history import read_history
-from tests.cluster.heads import TOKEN, client_of
 from tests.cluster.strangers import WRONG, answers
+from tests.distributed.harness import free_port
 from tests.distributed.run_case import make_config
 from tests.docs_commands import clone, commands
 from tests.polling import wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
 TIMEOUT_S = 240.0
+TOKEN = secrets.token_hex(32)
 REPOSITORY = Path(__file__).parents[2]
 END = (JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.STOPPED)
+
+
+def client_of(address: str) -> JobSubmissionClient:
+    return JobSubmissionClient(address, headers={"Authorization": f"Bearer {TOKEN}"})
+
+
+@pytest.fixture(scope="module")
+def head() -> Iterator[str]:
+    """The address of the dashboard of ``ray start --head``, which requires `TOKEN`."""
+    # Short: a Unix socket's path has at most 107 characters.
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+    dashboard = free_port()
+    ray = Path(sys.executable).with_name("ray")
+    options = ["--num-cpus=4", f"--port={free_port()}", f"--dashboard-port={dashboard}", "--include-dashboard=true"]
+    # Its agent takes jobs, and has a port of its own, which another Ray on this machine may hold.
+    options += [f"--dashboard-agent-listen-port={free_port()}"]
+    environment = {**os.environ, "RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0"}
+    environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
+    # Workers that nobody has asked for start a Python each.
+    environment["RAY_prestart_worker_first_driver"] = "0"
+    environment["PATH"] = f"{ray.parent}:{environment['PATH']}"  # the `python` of a job
+    with (Path(folder) / "head.log").open("w") as log:
+        process = subprocess.Popen(
+            [ray, "start", "--head", "--block", "--disable-usage-stats", f"--temp-dir={folder}/s", *options],
+            stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True,
+        )  # fmt: skip
+    try:
+        address = f"http://127.0.0.1:{dashboard}"
+        wait_until(lambda: _takes_a_job(address, process), "the head takes a job", timeout_s=TIMEOUT_S, every_s=0.5)
+        yield address
+    finally:
+        # Told to end, it waits half a minute for its parts; nothing of them is needed any more.
+        parts = psutil.Process(process.pid).children(recursive=True)
+        for one in (process, *parts):
+            with contextlib.suppress(psutil.Error):
+                one.kill()
+        process.wait()
+        psutil.wait_procs(parts, timeout=30)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _takes_a_job(address: str, head: subprocess.Popen[bytes]) -> bool:
+    """The dashboard answers before there is an agent that could start a job."""
+    assert head.poll() is None, "the head ended"
+    try:
+        client_of(address).submit_job(entrypoint="true")
+    except Exception:
+        return False
+    return True
 
 
 @pytest.fixture(autouse=True)

@@ -16,13 +16,9 @@ def cluster() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, private_session():
         patch.delenv("RAY_ADDRESS", raising=False)
         ray.init(
-            address="local",
-            num_cpus=4,
-            include_dashboard=False,
-            object_store_memory=256 << 20,
-            log_to_driver=False,
+            address="local", num_cpus=4, include_dashboard=False, object_store_memory=256 << 20, log_to_driver=False,
             configure_logging=False,
-        )
+        )  # fmt: skip
         try:
             yield
         finally:

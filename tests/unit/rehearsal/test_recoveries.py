@@ -46,17 +46,18 @@ def test_a_lost_node_costs_the_time_to_the_next_step_and_the_steps_that_are_trai
     (one,) = recoveries(LOST, [_inject("kill-node", 111.0)])
     assert (one.attempt, one.lost_steps, one.workers, one.is_shared) == (2, 1, (4, 2), False)
     assert (one.detected_s, one.formed_s, one.loaded_s, one.first_step_s, one.pause_s) == (0.5, 2.0, 3.0, 4.0, 5.0)
+    (late,) = recoveries(LOST, [_inject("kill-worker", 126.0)])
+    assert not late.is_over and late.workers == (2, None) and late.lost_steps is None, "no step came after it"
 
 
-def test_a_fault_without_a_later_step_has_no_recovery() -> None:
-    (one,) = recoveries(LOST, [_inject("kill-worker", 126.0)])
-    assert not one.is_over and one.workers == (2, None) and one.lost_steps is None
-
-
-def test_the_loss_of_an_agent_does_not_interrupt_training() -> None:
+def test_the_loss_of_an_agent_or_of_a_node_without_ranks_does_not_interrupt_training() -> None:
     early, late = recoveries(LOST, [_inject("kill-agent", 104.5), _inject("kill-agent", 130.0)])
     assert (early.attempt, early.first_step_s, early.lost_steps) == (None, 0.5, 0)
     assert not late.is_over
+    faults = [_inject("kill-node", 104.5, f"{host}.0.0.1") for host in (0, 10)]
+    beside, of_ranks = recoveries(LOST, faults)
+    assert (beside.attempt, beside.first_step_s, beside.lost_steps) == (None, 0.5, 0)
+    assert of_ranks.attempt == 2
 
 
 def test_two_drains_of_one_restart_are_counted_once() -> None:
@@ -72,13 +73,9 @@ def test_an_attempt_without_steps_is_skipped_but_lost_steps_are_counted() -> Non
 
 
 def test_a_new_node_is_matched_with_growth_and_not_with_a_recovery() -> None:
-    events = [
-        *LOST,
-        *_started(3, 130, 2, 20),
-        *_steps(3, 131, 21, 25),
-        *_started(4, 140, 4, 25),
-        *_steps(4, 141, 26, 27),
-    ]
+    again = [*_started(3, 130, 2, 20), *_steps(3, 131, 21, 25)]
+    grown = [*_started(4, 140, 4, 25), *_steps(4, 141, 26, 27)]
+    events = [*LOST, *again, *grown]
     joins, dies = recoveries(events, [_inject("add-node", 126.0), _inject("kill-worker", 127.0)])
     assert (joins.attempt, joins.workers, joins.lost_steps, joins.pause_s) == (4, (2, 4), 0, 6.0)
     assert (dies.attempt, dies.workers, dies.first_step_s) == (3, (2, 2), 4.0)
@@ -93,11 +90,3 @@ def test_a_drain_loses_no_steps() -> None:
     events = [*_started(1, 100, 4, 0), *_steps(1, 101, 1, 10), *_started(2, 114, 2, 10), *_steps(2, 115, 11, 12)]
     (one,) = recoveries(events, [_inject("drain-node", 104.0)])
     assert (one.lost_steps, one.first_step_s, one.pause_s, one.detected_s) == (0, 11.0, 5.0, None)
-
-
-def test_the_loss_of_a_node_without_ranks_does_not_interrupt_training() -> None:
-    beside, of_ranks = recoveries(
-        LOST, [_inject("kill-node", 104.5, "0.0.0.1"), _inject("kill-node", 104.5, "10.0.0.1")]
-    )
-    assert (beside.attempt, beside.first_step_s, beside.lost_steps) == (None, 0.5, 0)
-    assert of_ranks.attempt == 2
