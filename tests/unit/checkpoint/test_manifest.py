@@ -147,6 +147,7 @@ WRONG: list[tuple[tuple[Any, ...], object, str]] = [
     (("optimizer", "group_of"), {}, "optimizer.group_of does not contain 'layer.weight'"),
     (("optimizer", "group_of", "norm"), 2, "optimizer.group_of.norm"),
     (("counters", "global_steps"), 6.5, "counters.global_steps"),
+    (("shards",), tree()["shards"][:1], "shards"),
     (FIRST, "a shard", "shards[0]"),
     ((*SECOND, "file"), "../../x", "shards[1].file"),
     ((*SECOND, "file"), "attempt-0001/rank-00001-of-00002.safetensors", "shards[1].file"),

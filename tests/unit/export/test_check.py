@@ -55,12 +55,6 @@ def test_without_a_plan_the_sample_is_seeded_tokens(tmp_path: Path, most: int | 
     assert tokens <= set(range(50)) and len(tokens) > 40
 
 
-def test_a_run_is_checked_with_its_first_training_documents(planned: Path) -> None:
-    sample = take_sample(planned, 264, 16)
-    assert sample.origin == "the run's first training rows"
-    assert [len(document) for document in sample.documents] == [16, 16]
-
-
 @pytest.mark.parametrize("damage", ["plan.json", "rows.parquet", "middle", "corpus"])
 def test_seeded_tokens_replace_an_unreadable_plan_or_corpus(planned: Path, tmp_path: Path, damage: str) -> None:
     path = planned / "plan/segment-0000" / ("pieces.parquet" if damage == "middle" else damage)
@@ -88,6 +82,9 @@ def planned(tmp_path: Path) -> Path:
 
 
 def test_an_unreadable_plan_does_not_prevent_the_export(planned: Path) -> None:
+    sample = take_sample(planned, 264, 16)
+    assert sample.origin == "the run's first training rows"
+    assert [len(document) for document in sample.documents] == [16, 16]
     whole = export(planned)
     assert whole.check is not None and whole.check.origin == "the run's first training rows"
     (planned / "plan/segment-0000/rows.parquet").write_bytes(b"PAR1")

@@ -64,11 +64,11 @@ def content_of(client: AgentClient, key: str) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "order", ["l3 l5", "s l17000000 l100 s", "l4 gap3 l4", "s l8 s l8 s", "o7 l7 s", "s l18800000 s20000000 s", ""]
+    "order", ["l3 l5", "s l17000000 l100 s", "l4 gap3 l4", "s l8 s l8 s", "o7 l7 s", "s l18000000 s20000000 s", ""]
 )
 def test_a_file_is_its_chunks_whichever_of_them_are_lent(order: str) -> None:
     with running() as (agent, client), running() as (other, copied), lending(client) as lender:
-        buffers = {"l": lender.filled(18 * MIB + 4096, 1), "o": lender.filled(64, 2)}
+        buffers = {"l": lender.filled(18 * MIB if "000000" in order else MIB, 1), "o": lender.filled(64, 2)}
         places, chunks = {"l": 0, "o": 0}, list[bytes | memoryview]()
         for kind, size in re.findall(r"(\w)[a-z]*(\d*)", order):
             num_bytes = int(size or 10)

@@ -83,10 +83,10 @@ def test_create_never_writes_over(store: Store) -> None:
 
 def test_of_several_processes_exactly_one_creates_each_file(store: Store, location: str) -> None:
     command = [sys.executable, "-c", _CREATOR, location, str(time.time() + 1.5)]
-    processes = [subprocess.Popen([*command, me], stdout=subprocess.PIPE, text=True) for me in "abc"]
+    processes = [subprocess.Popen([*command, me], stdout=subprocess.PIPE, text=True) for me in "ab"]
     won = [json.loads(process.communicate(timeout=60)[0]) for process in processes]
     assert sorted(number for numbers in won for number in numbers) == list(range(20))
-    for me, numbers in zip("abc", won, strict=True):
+    for me, numbers in zip("ab", won, strict=True):
         assert all(store.read_whole(f"contested/{number:02d}") == me.encode() * 1000 for number in numbers)
 
 

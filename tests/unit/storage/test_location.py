@@ -187,10 +187,8 @@ def test_the_uri_and_the_environment_name_endpoint_and_region(
 
 
 def test_azure_and_google_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    for authority, endpoint in (
-        ("127.0.0.1:10000&enable_tls=false", "http://127.0.0.1:10000/devstore"),
-        (".blob.local", "https://devstore.blob.local"),
-    ):
+    emulator = ("127.0.0.1:10000&enable_tls=false", "http://127.0.0.1:10000/devstore")
+    for authority, endpoint in (emulator, (".blob.local", "https://devstore.blob.local")):
         azure, _ = _config(f"abfs://container@devstore/a?blob_storage_authority={authority}")
         assert (azure["account_name"], azure["endpoint"]) == ("devstore", endpoint)
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "127.0.0.1:4443")
