@@ -58,7 +58,7 @@ def init(folder: Path, model: object, context: int, gpus: int, *more: str) -> in
     return run(app, ["init", *options, *more])
 
 
-@pytest.mark.parametrize("name", fast_only(MODELS, "qwen3-30b-a3b"))
+@pytest.mark.parametrize("name", fast_only(MODELS, "smollm3-3b"))
 def test_what_init_writes_plans_and_uses_every_gpu(tmp_path: Path, name: str) -> None:
     _, context, gpus = MODELS[name]
     assert init(tmp_path, directory(tmp_path, name), context, gpus) == 0
