@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import dataclass
 from threading import Thread
+from typing import Any
 
 from ray_ulysses.peer_memory import PeerMemoryAgent
 from ray_ulysses.peer_memory.files import MemoryFile
@@ -20,19 +21,16 @@ SPOIL_S = 2.0
 
 @dataclass
 class AgentProcess:
-    """An agent of one node."""
-
-    process: subprocess.Popen[str]
+    process: Any
     address: str
 
     @classmethod
     def start(cls, environment: dict[str, str]) -> AgentProcess:
         """Start one, and return it once it listens."""
-        process = subprocess.Popen(
+        process: Any = subprocess.Popen(
             [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             start_new_session=True, env=os.environ | environment,
         )  # fmt: skip
-        assert process.stdout is not None
         return cls(process, process.stdout.readline().strip())
 
     @property
@@ -42,13 +40,11 @@ class AgentProcess:
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
-        for stream in (self.process.stdin, self.process.stdout):
-            assert stream is not None
-            stream.close()
+        self.process.stdin.close()
+        self.process.stdout.close()
 
 
 def main() -> None:
-    """Serve until the test is gone."""
     agent = PeerMemoryAgent("token", host="127.0.0.1", limit_bytes=1 << 30)
     for number in (DAMAGE, CUT):
         signal.signal(number, lambda number, _: Thread(target=_spoil, args=(agent, number)).start())

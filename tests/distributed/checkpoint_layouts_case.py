@@ -46,8 +46,6 @@ Dtype = Literal["fp32", "bf16"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """Where a state is trained."""
-
     world_size: int
     sp_size: int = 1
     stage: Stage = 3
@@ -71,8 +69,6 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadResult:
-    """What one rank saw after a load."""
-
     loader: Layout
     saver: str
     wrong: tuple[str, ...]
@@ -257,7 +253,6 @@ def _save(engine: Any, layout: Layout, run_dir: Path, step: int) -> None:
 
 
 def _load(engine: Any, run_dir: Path, step: int) -> Manifest:
-    """Spoil whatever the engine holds, then load."""
     store = LocalStore(run_dir)
     manifest = read_manifest(store, step)
     groups = tuple({**one, "lr": 9.0, "betas": [0.1, 0.2], "weight_decay": 7.0} for one in manifest.state.groups)

@@ -38,7 +38,6 @@ _COPY_TIMEOUT_S = 20.0
 
 
 def plant(folder: Path, fault: dict[str, Any]) -> None:
-    """Plant a fault, which strikes once."""
     (folder / "new").write_text(json.dumps(fault))
     (folder / "new").rename(folder / PLANTED)
 
@@ -61,7 +60,6 @@ def _kill_others(fault: dict[str, Any]) -> None:
 
 
 def _spoil(fault: dict[str, Any]) -> None:
-    """Damage what agents hold, and die."""
     for pid in fault["pids"]:
         os.kill(pid, fault["signal"])
     time.sleep(0.1)
@@ -69,7 +67,6 @@ def _spoil(fault: dict[str, Any]) -> None:
 
 
 def _wait(fault: dict[str, Any]) -> None:
-    """Wait for what the test does."""
     done = Path(os.environ["FAULTS"], f"done-{fault['number']}")
     deadline = time.monotonic() + _WAIT_S
     while not done.exists() and time.monotonic() < deadline:

@@ -69,13 +69,9 @@ class RankFailure(AssertionError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankOutcome:
-    """What became of one rank."""
-
     rank: int
     value: Any = None
-    """What the function returned, if it did."""
     error: str | None = None
-    """The traceback, if it raised."""
     exit_code: int | None = None
     """Its exit code (minus the signal's number if a signal killed it), if it ended without a word."""
     stacks: str | None = None
@@ -247,7 +243,6 @@ def _receive(process: Any, connection: Connection, rank: int) -> RankOutcome:
 
 
 def _stacks_of(process: Any, folder: Path, rank: int) -> str:
-    """Ask a hung process where its threads stand."""
     path = folder / f"stacks-{rank}"
     if process.is_alive() and path.exists():
         os.kill(process.pid, signal.SIGUSR1)
@@ -259,7 +254,6 @@ def _stacks_of(process: Any, folder: Path, rank: int) -> str:
 
 
 def _rank_main(sender: Connection, stacks_path: str, variables: dict[str, str], call: Callable[[], Any]) -> None:
-    """Be one rank: environment, group, function, answer."""
     with open(stacks_path, "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         os.environ.update(variables)
@@ -277,7 +271,6 @@ def _rank_main(sender: Connection, stacks_path: str, variables: dict[str, str], 
 def _call(
     folder: str, rank: int, world_size: int, timeout_s: float, process_group: bool, fn: Callable[..., Any], args: Any
 ) -> Any:
-    """Make the group, call the function, destroy the group."""
     import torch
     import torch.distributed as dist
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from operator import ge
@@ -18,6 +19,7 @@ from ray_ulysses.checkpoint.fence import claim_attempt
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.config import Config
 from ray_ulysses.config.loading import parse_config
+from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.read.row_source import DirectSource
 from ray_ulysses.data.sources.units import SourceSpec
@@ -42,7 +44,6 @@ STDLIB_FILES = ("ast.py", "argparse.py", "bisect.py", "calendar.py", "cmd.py", "
 
 
 def make_corpus(folder: Path, files: tuple[str, ...] = STDLIB_FILES) -> Path:
-    """Prepare a few files of the standard library as bytes."""
     paths = tuple(str(Path(os.__file__).with_name(name)) for name in files)
     prepare_local(PrepareRequest(sources=SourceSpec(paths=paths), out=folder / "corpus"))
     return folder / "corpus"
@@ -81,6 +82,12 @@ def claim_run(prepared: PreparedRun) -> None:
     """Store a run's configuration and plan, and claim an attempt: from then on both are fixed."""
     claim_directory(prepared)
     claim_attempt(prepared.run.store, 1)
+
+
+def targets_of(plan: Plan, steps: range) -> Counter[tuple[int, int]]:
+    """Return the tokens that some steps predict: documents, and places in them."""
+    pieces = [piece for step in steps for row in plan.step_rows(step) for piece in plan.pieces(row)]
+    return Counter((piece.document, piece.start + at + 1) for piece in pieces for at in range(piece.num_labels))
 
 
 def prepare_attempt(config: Config, session: str, branch: bool = False) -> None:
@@ -212,7 +219,6 @@ def train(
 
 
 def train_to_death(config: Config, session: str, kill: tuple[int, str, int], **options: Any) -> None:
-    """Train until a rank is killed, which ends the others."""
     prepare_attempt(config, session)
     workers = config.cluster.workers.max
     outcomes = run_ranks_to_outcomes(

@@ -81,8 +81,6 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SeamCase:
-    """A point of law 1's matrix."""
-
     architecture: str
     """Of the zoo or `HEADS`; with an adapter, "tied" and "untied" stand for a small Llama."""
     ulysses_size: int = 1
@@ -150,12 +148,9 @@ class SeamCase:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SeamResult:
-    """What one case measured, against one process."""
-
     case: SeamCase
     loss_error: float
     router_error: float
-    """Relative error of the router loss; 0 without one."""
     logits_error: float
     """Of the unsharded logits, the worst row; 0 where they are those of another case."""
     gradient_error: float
@@ -201,7 +196,6 @@ class Reference:
     loss: float
     router_loss: float
     logits: list[torch.Tensor]
-    """Of each row."""
     gradients: dict[str, torch.Tensor]
 
 
@@ -331,17 +325,13 @@ def _reference_step(case: SeamCase, num_rows: int, dtype: torch.dtype, attention
         logits_of_rows.append(torch.cat([out.logits.detach() for out in outputs], dim=1))
     ((total + router_total) / count).backward()
     return Reference(
-        loss=float(total.detach()) / count,
-        router_loss=float(router_total.detach()) / count,
-        logits=logits_of_rows,
+        loss=float(total.detach()) / count, router_loss=float(router_total.detach()) / count, logits=logits_of_rows,
         gradients={name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None},
-    )
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Step:
-    """What a step of ours gave, over all ranks."""
-
     loss: float
     router_loss: float
     gradients: dict[str, torch.Tensor]
@@ -421,19 +411,12 @@ def _run_case(
     whole_norm = torch.stack([gradient.norm() for gradient in own.gradients.values()]).norm()
     router_error = abs(step.router_loss - wanted.router_loss) / wanted.router_loss if case.has_router_loss else 0.0
     yield SeamResult(
-        case=case,
+        case=case, router_error=router_error, gradient_error=error, worst_tensor=worst_tensor, attention=attention,
         loss_error=abs(step.loss - wanted.loss) / abs(wanted.loss),
-        router_error=router_error,
         logits_error=worst([0.0, *(relative_error(one.double(), wanted.logits[at]) for at, one in logits.items())]),
-        gradient_error=error,
-        worst_tensor=worst_tensor,
-        norm_ratio=step.norm / float(whole_norm),
-        fewest_gathers=step.fewest_gathers,
-        tiled_gathers=step.tiled_gathers,
-        num_stepped=step.num_stepped,
-        num_trained=sum(gradient.numel() for gradient in wanted.gradients.values()),
-        attention=attention,
-    )
+        norm_ratio=step.norm / float(whole_norm), fewest_gathers=step.fewest_gathers, tiled_gathers=step.tiled_gathers,
+        num_stepped=step.num_stepped, num_trained=sum(gradient.numel() for gradient in wanted.gradients.values()),
+    )  # fmt: skip
 
 
 def _losses(model: Any, case: SeamCase, batch: ShardedBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -496,14 +479,10 @@ def _step_with_an_engine(
     dist.all_reduce(losses)
     loss, router_loss = (losses / tokens).tolist()
     return _Step(
-        loss=loss,
-        router_loss=router_loss,
-        gradients=gradients,
-        norm=norm,
+        loss=loss, router_loss=router_loss, gradients=gradients, norm=norm, num_stepped=int(stepped),
         fewest_gathers=min((forward + backward + by_itself)[name] for name in gradients),
         tiled_gathers=(_of(forward, weight), _of(backward, weight)),
-        num_stepped=int(stepped),
-    )
+    )  # fmt: skip
 
 
 def _of(gathers: Counter[str], weight: str) -> dict[str, int]:
@@ -571,7 +550,6 @@ def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def check(result: SeamResult) -> None:
-    """Hold one result to law 1."""
     case, label = result.case, result.case.label
     assert result.loss_error <= 1e-5, f"{label}: loss off by {result.loss_error:.2e}"
     # No reduction of the router loss crosses ranks but a sum.

@@ -36,8 +36,6 @@ _LOOK_EVERY_S = 0.2
 
 @dataclass
 class SupervisedRun:
-    """A run of supervised workers, each on a node of the given name."""
-
     config: Config
     nodes: Mapping[int, str]
     folder: Path

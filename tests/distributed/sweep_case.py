@@ -73,8 +73,6 @@ WINDOWS: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What became of one model."""
-
     model_type: str
     variant: str
     kind: str

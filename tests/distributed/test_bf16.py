@@ -76,19 +76,13 @@ def _ours(inputs: Results, mesh: SequenceMesh) -> Results:
 def _attended(qkv_BLHD: Sequence[torch.Tensor], mesh: SequenceMesh) -> torch.Tensor:
     documents = pack_documents([LENGTHS], TOKENS, ring_size=mesh.ring_size, ring_rank=mesh.ring_rank)
     num_kv_heads, tokens = qkv_BLHD[1].shape[2], qkv_BLHD[0].shape[1]
+    full = documents.full
     settings = OperatorSettings(
-        sinks=None,
-        cu_seqlens=documents.full.spans.cu_seqlens,
-        borders=documents.full.borders,
-        rectangles=documents.full.rectangles,
-        heads=[NUM_HEADS, num_kv_heads, HEAD_SIZE, HEAD_SIZE],
-        scale=SCALE,
-        window=0,
-        softcap=0.0,
-        kernel="auto",
+        sinks=None, cu_seqlens=full.spans.cu_seqlens, borders=full.borders, rectangles=full.rectangles,
+        heads=[NUM_HEADS, num_kv_heads, HEAD_SIZE, HEAD_SIZE], scale=SCALE, window=0, softcap=0.0, kernel="auto",
         ulysses=mesh.group("ulysses").group_name if mesh.ulysses_size > 1 else "",
         ring=mesh.group("ring").group_name if mesh.ring_size > 1 else "",
-    )
+    )  # fmt: skip
     if mesh.ulysses_size == 1:
         q, k, v = (tensor.flatten(0, 1) for tensor in qkv_BLHD)
         return attend_heads(q, k, v, settings).unsqueeze(0)

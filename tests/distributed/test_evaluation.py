@@ -32,8 +32,6 @@ FAST = ("gemma2", "qwen3")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """What one layout measured of one model."""
-
     by_position: PositionLoss
     gain: ContextGain
     cells: tuple[RetrievalCell, ...]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import runpy
@@ -11,7 +10,7 @@ import sys
 from contextlib import redirect_stdout
 from functools import cache
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,11 +24,7 @@ _LINE = re.compile(r"^step=\d+ loss=(\S+) grad_norm=(\S+)$", re.MULTILINE)
 
 @cache
 def reference() -> list[tuple[float, float]]:
-    spec = importlib.util.spec_from_file_location("tiny_example", EXAMPLES / "tiny.py")
-    assert spec is not None
-    assert spec.loader is not None
-    tiny: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tiny)
+    tiny = SimpleNamespace(**runpy.run_path(str(EXAMPLES / "tiny.py")))
     model = tiny.make_model()
     model.set_attn_implementation("eager")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

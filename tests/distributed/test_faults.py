@@ -252,7 +252,6 @@ class Replay:
         )  # fmt: skip
 
     def happen(self, one: Happened) -> None:
-        """Have an event happen."""
         run = self.run
         print(f"{one}", flush=True)
         if one.worker is not None:

@@ -31,7 +31,6 @@ Addresses = tuple[dict[str, str], str]
 
 @pytest.fixture(scope="module")
 def unbroken(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, RunHistory]:
-    """A run on 4 workers that nothing disturbs."""
     config = config_for(tmp_path_factory.mktemp("unbroken"), corpus)
     train(config, "unbroken")
     return config, read_history(config.run_dir)

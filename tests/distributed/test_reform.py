@@ -63,17 +63,6 @@ def _stop(run: SupervisedRun, workers: tuple[int, ...]) -> RunHistory:
     return read_history(run.config.run_dir)
 
 
-def _same_losses(config: Config) -> None:
-    """Steps that were trained by more than one attempt have the same loss in each."""
-    losses: dict[int, list[float]] = {}
-    for event in read_events(config.run_dir):
-        if isinstance(event, StepDone):
-            losses.setdefault(event.step, []).append(event.loss)
-    repeated = [values for values in losses.values() if len(values) > 1]
-    assert all(abs(value / values[0] - 1.0) <= 1e-5 for values in repeated for value in values)
-    assert len(repeated) == read_history(config.run_dir).lost_steps
-
-
 def _child(run: SupervisedRun, worker: int) -> int:
     supervisor = run.processes[worker].pid
     wait_until(lambda: training_child(supervisor), "a child", timeout_s=TIMEOUT_S)
@@ -134,7 +123,14 @@ def test_children_that_die_or_stop_and_a_lost_node_cost_at_most_a_step(
     assert [one.world_size for one in history.attempts] == [*[world] * (len(signals) + 1), sp_size]
     assert [step.step for step in history.steps] == list(range(1, history.step + 1))
     assert history.rows_consumed == history.step * run.config.data.rows_per_step
-    _same_losses(run.config)
+    # Steps that were trained by more than one attempt have the same loss in each.
+    losses: dict[int, list[float]] = {}
+    for event in read_events(run.config.run_dir):
+        if isinstance(event, StepDone):
+            losses.setdefault(event.step, []).append(event.loss)
+    repeated = [values for values in losses.values() if len(values) > 1]
+    assert all(abs(value / values[0] - 1.0) <= 1e-5 for values in repeated for value in values)
+    assert len(repeated) == history.lost_steps
     # Nothing was saved to storage in between: each attempt continued from peer memory, at most a step behind.
     lost = [(one.last_step or 0) - (other.first_step or 0) + 1 for one, other in pairwise(history.attempts)]
     assert all(steps <= 1 for steps in lost), lost

@@ -288,9 +288,6 @@ def test_an_outage_longer_than_the_failed_saves_of_fast_steps_is_waited_for(tmp_
     assert len(_events(config, "checkpoint_failed")) > 1
 
 
-WORLD = 2
-
-
 @pytest.mark.slow
 def test_mlflow_shows_the_checkpoints_that_there_are_whatever_died_before_it_could_log_them(
     tmp_path: Path, corpus: Path
@@ -310,10 +307,8 @@ def test_mlflow_shows_the_checkpoints_that_there_are_whatever_died_before_it_cou
     train(config, "two")
     with tracked(config, drain_s=120.0):
         pass
-    assert config.tracking_uri is not None
-    client = open_client(config.tracking_uri)
-    identity = TrackingIdentity.load(config.run_dir)
-    assert identity is not None and identity.run_id is not None
+    client = open_client(str(config.tracking_uri))
+    identity: Any = TrackingIdentity.load(config.run_dir)
     experiment = client.get_run(identity.run_id).info.experiment_id
     models = client.search_logged_models([experiment])
     shown = sorted((int(model.tags["step"]), model.tags["attempt"], model.tags["state"]) for model in models)

@@ -57,7 +57,6 @@ def passes(
     zero: ZeroSettings,
     device: str = "cpu",
 ) -> SelfTestReport:
-    """Run it, and hold the process to what it was before."""
     mesh = _mesh(world_size, sp_size, ring_size)
     torch.manual_seed(rank)
     random_state = torch.get_rng_state()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from tests.distributed.run_case import (
     make_corpus,
     prepare_attempt,
     run_worker,
+    targets_of,
     train,
 )
 from tests.distributed.supervised import SupervisedRun
@@ -118,13 +118,7 @@ def test_every_token_of_the_stages_is_trained_once(unbroken: Config, corpora: tu
     assert [step.rows for step in history.steps] == [
         (rows.start, rows.stop) for rows in (plan.step_rows(step) for step in range(1, LAST_STEP + 1))
     ]
-    trained = Counter(
-        (piece.document, piece.start + at + 1)
-        for step in range(1, LAST_STEP + 1)
-        for row in plan.step_rows(step)
-        for piece in plan.pieces(row)
-        for at in range(piece.num_labels)
-    )
+    trained = targets_of(plan, range(1, LAST_STEP + 1))
     assert set(trained.values()) == {1} and sum(trained.values()) == sum(step.tokens for step in history.steps)
     first = Corpus.open(corpora[0]).num_documents
     is_first = [{piece.document < first for piece in plan.pieces(row)} for row in range(plan.num_rows)]

@@ -127,12 +127,8 @@ def resuming_worker(rank: int, world_size: int, config: Config, session: str) ->
         source = state_source(engine)
         copies = [torch.empty(interval.num_elements, dtype=interval.dtype) for interval in source.intervals]
         source.copy_to(copies)
-        unfilled = [
-            interval.key
-            for interval, copy in zip(source.intervals, copies, strict=True)
-            if not torch.isfinite(copy).all()
-        ]
-        assert unfilled == []
+        filled = {one.key: bool(torch.isfinite(copy).all()) for one, copy in zip(source.intervals, copies, strict=True)}
+        assert all(filled.values()), filled
         return position
 
     for name in TORCH_INIT_FUNCTIONS:
