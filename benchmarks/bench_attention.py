@@ -1,9 +1,9 @@
 """Our attention layer beside DeepSpeed's ``UlyssesSPAttentionHF``, in one run over gloo processes on CPU.
 
 Timed is what lies between the projected queries, keys and values ``[B, H, L, D]`` and the attention output
-``[B, L, H D]``, forward and backward: once with the real kernel and once with the kernel replaced by a stub that only
-writes its results, since on a CPU the kernel hides the exchange. Legend: B rows, L tokens of a rank's slice, S tokens
-of a row, H query heads, K KV heads, D head size.
+``[B, L, H D]``, forward and backward, under gradient checkpointing: once with the real kernel and once with the kernel
+replaced by a stub that only writes its results, since on a CPU the kernel hides the exchange. Legend: B rows, L tokens
+of a rank's slice, S tokens of a row, H query heads, h of this rank, K KV heads, D head size.
 """
 
 from __future__ import annotations
@@ -14,30 +14,194 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from statistics import mean, median
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
-from benchmarks.attention_sides import HEAD_SIZE, Case, Layer, build, checkpointed, inputs, reference, step, stubbed
 from benchmarks.runner import MIB, NOT_MEASURED, Benchmark, Record, columns, header, main, say
+from ray_ulysses.attention import ring
+from ray_ulysses.attention.batch import MODEL_INPUT
+from ray_ulysses.attention.documents import pack_documents
+from ray_ulysses.attention.kernels import KernelCall, KernelEntry
+from ray_ulysses.attention.kernels.call import Gradients, Whole
+from ray_ulysses.attention.recompute import checkpoint_contexts
+from ray_ulysses.attention.ulysses import AttentionContext, set_window, ulysses_attention
+from tests.distributed.harness import run_ranks
 
+HEAD_SIZE = 64
 SIDES = ("ours", "theirs")
-KINDS = {
-    "exchange, checkpointed": (True, True),
-    "layer, checkpointed": (False, True),
-    "exchange": (True, False),
-    "layer": (False, False),
-}
-"""What is timed: with the kernel stubbed or real, and under gradient checkpointing or not."""
+KINDS = {"exchange": True, "layer": False}
+"""Whether the kernel is a stub, by what is timed."""
 LINK_BYTES = 64 * 2**20
 LINK_REPETITIONS = 9
 MEASURED_S = 0.2
 """A timed stretch repeats its step until it lasts about so long."""
 TIMEOUT_S = 3600.0
+
+Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One size: ``sp`` ranks with ``tokens`` tokens each of one row, query and key-value heads."""
+
+    sp: int
+    tokens: int
+    heads: int
+    kv_heads: int
+
+    def gflop(self) -> float:
+        """Return what the kernel computes on the fullest rank, forward and backward, causal, in 10^9 operations."""
+        return 7 * (self.sp * self.tokens) ** 2 * HEAD_SIZE * math.ceil(self.heads / self.sp) / 1e9
+
+
+def inputs(case: Case, rank: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """Return this rank's slice of queries, keys, values and the output's gradient, in a model's memory layout."""
+    tensors = []
+    for seed, heads in enumerate((case.heads, case.kv_heads, case.kv_heads, case.heads)):
+        # One seed a rank, so that the reference can make every slice. [B, L, H, D] -> [B, H, L, D], a view.
+        random = torch.Generator().manual_seed(1000 * rank + seed)
+        slice_BLHD = torch.randn(1, case.tokens, heads, HEAD_SIZE, generator=random).to(dtype)
+        tensors.append(slice_BLHD.transpose(1, 2) if seed < 3 else slice_BLHD.flatten(2))
+    return [*(t.requires_grad_() for t in tensors[:3]), tensors[3]]
+
+
+def ours(case: Case, lengths: list[int], group: dist.ProcessGroup) -> Layer:
+    """Return our layer as Transformers calls it."""
+    context = AttentionContext(
+        documents=pack_documents([lengths], case.sp * case.tokens), kernel="auto", local_tokens=case.tokens,
+        ulysses=group.group_name, ulysses_rank=group.rank(), ulysses_size=group.size(), ring="", head_groups=1,
+        announce=lambda demand: None,
+    )  # fmt: skip
+    module, keywords = torch.nn.Module(), cast("dict[str, Any]", {MODEL_INPUT: context})
+    set_window(module, None)
+
+    def layer(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        out_BLHE, _ = ulysses_attention(module, query, key, value, None, **keywords)
+        return out_BLHE.flatten(2)
+
+    return layer
+
+
+def theirs(case: Case, lengths: list[int], group: dist.ProcessGroup, core: Callable[..., Any] | None = None) -> Layer:
+    """Return DeepSpeed's layer as its wrapper in Transformers calls it: no mask, positions in a keyword."""
+    import deepspeed.comm
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    deepspeed.comm.init_distributed(dist_backend="gloo", verbose=False)
+    attention = UlyssesSPAttentionHF(
+        attn=core or sdpa_attention_forward, batch_size=1, attn_head_count=case.heads, attn_head_size=HEAD_SIZE,
+        kv_head_count=case.kv_heads, num_hidden_layers=1, process_group=group, seq_length_is_variable=True,
+    )  # fmt: skip
+    module = torch.nn.Module()
+    module.is_causal, module.num_key_value_groups = True, case.heads // case.kv_heads  # type: ignore[assignment]
+    positions_1S = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
+    positions_1L = positions_1S[:, group.rank() * case.tokens :][:, : case.tokens].contiguous()
+
+    def layer(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = attention(module, query, key, value, None, position_ids=positions_1L)[0]
+        return out
+
+    return layer
+
+
+def _stub_forward(call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return an output and a log-sum-exp of the right shapes."""
+    query = call.query_THD
+    return torch.ones(query.shape), torch.ones(query.shape[1], query.shape[0])
+
+
+def _stub_backward(call: KernelCall, whole: Whole, into: Callable[[], Gradients] | None = None) -> Gradients:
+    """Write gradients in place, as flash-attn does."""
+    assert into is not None
+    grads = into()
+    for grad in grads:
+        grad.fill_(1.0)
+    return grads
+
+
+class _StubCore(torch.autograd.Function):
+    """The same for theirs: it writes as much, keeps as much and uses torch's memory layout, tokens before heads."""
+
+    @staticmethod
+    def forward(ctx: Any, query_BhSD: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        rows, heads, tokens, size = query_BhSD.shape
+        out_BShD = torch.ones(rows, tokens, heads, size)
+        ctx.save_for_backward(query_BhSD, key, value, out_BShD, torch.ones(rows, heads, tokens))
+        return out_BShD
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        kept = (tensor.transpose(1, 2).shape for tensor in ctx.saved_tensors[:3])
+        return tuple(torch.ones(shape).transpose(1, 2) for shape in kept)
+
+
+def stub_core(_: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **kw: Any) -> Any:
+    """Stand in for Transformers' attention function."""
+    return _StubCore.apply(query, key, value), None  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def stubbed() -> Iterator[None]:
+    """Give our layer the stub for a kernel."""
+    entry = KernelEntry(
+        name="stub", needs="", runs_on=lambda device_type: True, refuses=lambda demand: None, forward=_stub_forward,
+        backward=_stub_backward,
+    )  # fmt: skip
+    with mock.patch.object(ring, "choose_kernel", return_value=(entry, "stub")):
+        yield
+
+
+def build(side: str, case: Case, lengths: list[int], group: dist.ProcessGroup, stub: bool) -> Layer:
+    """Return a layer of a side."""
+    if side == "ours":
+        return ours(case, lengths, group)
+    return theirs(case, lengths, group, stub_core if stub else None)
+
+
+def checkpointed(side: str, layer: Layer) -> Layer:
+    """Return a layer under gradient checkpointing, as users train: ours keeps its output, as it does by default.
+
+    What follows the layer in a decoder needs its output in the backward pass, so that all of it is computed again;
+    a square stands for that on both sides.
+    """
+    context = checkpoint_contexts("both") if side == "ours" else None
+    options: dict[str, Any] = {"use_reentrant": False} | ({} if context is None else {"context_fn": context})
+
+    def used(*qkv: torch.Tensor) -> torch.Tensor:
+        return layer(*qkv).square()
+
+    def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = checkpoint(used, query, key, value, **options)
+        return out
+
+    return run
+
+
+def step(layer: Layer, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Run forward and backward; return the output and the three gradients."""
+    out = layer(*tensors[:3])
+    return [out.detach(), *torch.autograd.grad(out, tensors[:3], tensors[3])]
+
+
+def reference(case: Case, lengths: list[int]) -> list[torch.Tensor]:
+    """Return the output ``[1, S, H D]`` and the gradients in fp64, from one process, each document by itself."""
+    slices = [inputs(case, rank, torch.float64) for rank in range(case.sp)]
+    query, key, value = (torch.cat([s[i].detach() for s in slices], dim=2).requires_grad_() for i in range(3))
+    outs, group = [], torch.arange(case.heads) // (case.heads // case.kv_heads)
+    for q, k, v in zip(*(whole.split(lengths, dim=2) for whole in (query, key, value)), strict=True):
+        scores = q @ k[:, group].transpose(2, 3) * HEAD_SIZE**-0.5
+        hidden = torch.ones(scores.shape[2:], dtype=torch.bool).triu(1)
+        outs.append(scores.masked_fill(hidden, float("-inf")).softmax(dim=-1) @ v[:, group])
+    out = torch.cat(outs, dim=2).transpose(1, 2).flatten(2)
+    upstream = torch.cat([s[3] for s in slices], dim=1)
+    return [out.detach(), *torch.autograd.grad(out, (query, key, value), upstream)]
 
 
 @contextmanager
@@ -106,15 +270,13 @@ def count_rank(rank: int, _: int, side: str, case: Case) -> dict[str, dict[str, 
     return {"forward": forward, "backward": backward}
 
 
-def time_rank(rank: int, _: int, case: Case, stub: bool, again: bool, repetitions: int) -> list[list[float]]:
+def time_rank(rank: int, _: int, case: Case, stub: bool, repetitions: int) -> list[list[float]]:
     """Return ``[ours, theirs, ours, theirs]`` of each pair: wall seconds, then this rank's CPU seconds.
 
-    The order of the two sides changes from pair to pair. With ``again``, the layer is under gradient checkpointing.
+    The order of the two sides changes from pair to pair.
     """
     tensors, group = inputs(case, rank), _group()
-    layers = [build(side, case, [case.sp * case.tokens], group, stub) for side in SIDES]
-    if again:
-        layers = [checkpointed(side, layer) for side, layer in zip(SIDES, layers, strict=True)]
+    layers = [checkpointed(side, build(side, case, [case.sp * case.tokens], group, stub)) for side in SIDES]
     pairs = []
     with stubbed() if stub else ExitStack():
         warm = max(_seconds(layer, tensors, 1)[0] for layer in layers for _ in range(2))
@@ -158,28 +320,22 @@ def error_rank(rank: int, _: int, side: str, case: Case, lengths: list[int]) -> 
     return [((part.double() - ref).square().sum().item(), ref.square().sum().item()) for part, ref in pairs]
 
 
-def _run(function: Callable[..., Any], sp: int, *args: Any) -> list[Any]:
-    from tests.distributed.harness import run_ranks
-
-    return run_ranks(function, sp, *args, timeout_s=TIMEOUT_S)
-
-
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Measure the link, and each case in pairs."""
     link = {}
     for sp in options.sp:
-        seconds = sorted(max(times) for times in zip(*_run(link_rank, sp), strict=True))
+        seconds = sorted(max(times) for times in zip(*run_ranks(link_rank, sp), strict=True))
         link[sp] = LINK_BYTES * (sp - 1) / sp / median(seconds)
     cases = []
     for sp, tokens, heads in itertools.product(options.sp, options.tokens, options.heads):
         query_heads, kv_heads = map(int, heads.split("/"))
         case = Case(sp=sp, tokens=tokens, heads=query_heads, kv_heads=kv_heads)
-        traffic = {side: _run(count_rank, sp, side, case)[0] for side in SIDES}
+        traffic = {side: run_ranks(count_rank, sp, side, case)[0] for side in SIDES}
         bound_s = sum(phase["bytes"] for phase in traffic["ours"].values()) / link[sp]
         found: dict[str, Any] = {**asdict(case), "traffic": traffic, "bound_s": bound_s, "times": {}}
-        for kind, (stub, again) in KINDS.items():
+        for kind, stub in KINDS.items():
             if stub or case.gflop() <= options.max_gflop:
-                ranks = _run(time_rank, sp, case, stub, again, options.repetitions)
+                ranks = run_ranks(time_rank, sp, case, stub, options.repetitions, timeout_s=TIMEOUT_S)
                 found["times"][kind] = slowest(ranks)
                 say(f"{kind} {found['sp']}, {tokens}: theirs/ours {spread_of(found['times'][kind], 0)}")
         cases.append(found)
@@ -195,7 +351,7 @@ def _errors(sp: int) -> Iterator[dict[str, Any]]:
             for side in SIDES:
                 result: dict[str, Any] = {**asdict(case), "row": row, "side": side, "errors": None}
                 try:
-                    result["errors"] = relative(_run(error_rank, sp, side, case, lengths))
+                    result["errors"] = relative(run_ranks(error_rank, sp, side, case, lengths))
                 except AssertionError as failure:
                     result["failure"] = str(failure).strip().splitlines()[-1]
                 yield result
@@ -237,8 +393,8 @@ def page(record: Record) -> str:
         f"fp32, one row, heads of {HEAD_SIZE}. A ratio is theirs/ours of pairs that alternate on the same tensors "
         "(above 1: ours is better): median, minimum and maximum; a time is the slowest rank's, CPU time the mean "
         "rank's. **Bound**: our layer's bytes at the speed of bare `all_to_all_single` calls of 64 MiB in the same "
-        "run. **exchange**: the kernel is a stub; **layer**: torch's fused SDPA on both sides. **checkpointed**: "
-        f"forward, recomputation and backward, ours with its attention output kept (the default). Link: {links}."
+        "run. **exchange**: the kernel is a stub; **layer**: torch's fused SDPA on both sides. Timed are forward, "
+        f"recomputation and backward, ours with its attention output kept (the default). Link: {links}."
     )
     lines = [(case, kind) for kind in KINDS for case in record["cases"]]
 

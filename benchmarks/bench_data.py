@@ -2,14 +2,11 @@
 
 The corpus is real (the standard library's sources, a byte per token), the rows have 131,072 tokens. The direct reader
 reads in the rank's own process; Ray Data reads in tasks and streams to four consumers in one Ray on this machine.
-``python -m benchmarks.bench_data store`` measures the waits for rows from a slow object store.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import shutil
 import sysconfig
 import tempfile
@@ -20,13 +17,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
-from unittest import mock
 
-import numpy as np
 import psutil
 import ray
 
-from benchmarks.runner import MIB, Benchmark, Record, columns, fresh, header, main, peak_rss_bytes, say, spread
+from benchmarks.runner import MIB, Benchmark, Record, columns, header, main, say, spread
 from ray_ulysses.cluster.ray_access import private_session
 from ray_ulysses.cluster.stream import RayStreams
 from ray_ulysses.data.corpus.corpus import Corpus
@@ -34,23 +29,16 @@ from ray_ulysses.data.plan.corpus_set import CorpusSet, open_sources, plan_input
 from ray_ulysses.data.plan.plan_files import load_plan, write_segment
 from ray_ulysses.data.plan.segment import PlanSettings
 from ray_ulysses.data.prepare.preparation import PrepareRequest
-from ray_ulysses.data.prepare.upload import CorpusUpload
 from ray_ulysses.data.read.reader import RowReader
 from ray_ulysses.data.read.row_source import DirectSource
 from ray_ulysses.data.read.streamed_source import StreamedSource
 from ray_ulysses.data.sources.units import SourceSpec
-from ray_ulysses.storage.block_cache import SIZE_VARIABLE
-from ray_ulysses.storage.object_store import ObjectStore
-from ray_ulysses.storage.place import open_folder
 from tests.local_preparation import prepare_local
 
 Engine = Literal["direct", "ray"]
 ENGINES: dict[Engine, str] = {"direct": "direct", "ray": "Ray Data"}
 CONTEXT_TOKENS, ROWS_PER_STEP, WORLD_SIZE = 131_072, 8, 4
 STEP_S, WAIT_S = 1.0, 120.0
-MEAN_LENGTHS = {300: 4 << 10, 20_000: 128 << 10}
-"""Documents in the store, and the bytes of text of a shard, so that a row's documents lie in about as many shards."""
-DELAYS_S = (0.02, 0.05)
 
 
 def library_corpus(folder: Path, copies: int) -> Corpus:
@@ -60,27 +48,6 @@ def library_corpus(folder: Path, copies: int) -> Corpus:
         shutil.copytree(root, folder / "sources" / str(copy), ignore=shutil.ignore_patterns("site-packages", "*.so"))
     spec = SourceSpec(paths=(str(folder / "sources"),), pattern="*.py")
     return prepare_local(PrepareRequest(sources=spec, out=folder / "corpus", duplicates="keep", unit_bytes=4 << 20))
-
-
-def random_documents(folder: Path, mean_length: int, num_tokens: int) -> Path:
-    """Write documents of random letters whose lengths lie evenly between half and one and a half of the mean."""
-    rng = np.random.default_rng(mean_length)
-    folder.mkdir(parents=True)
-    path = folder / "documents.jsonl"
-    with path.open("w") as file:
-        for length in rng.integers(mean_length // 2, mean_length * 3 // 2, num_tokens // mean_length).tolist():
-            text = rng.integers(ord("a"), ord("z") + 1, length, dtype=np.uint8).tobytes().decode()
-            file.write(json.dumps({"text": text}) + "\n")
-    return path
-
-
-def plan_rows(location: str, folder: Path, rows_per_step: int = ROWS_PER_STEP) -> Path:
-    """Plan a corpus to disk."""
-    settings = PlanSettings(
-        seed=0, context_tokens=CONTEXT_TOKENS, pad_multiple=256, rows_per_step=rows_per_step, balance_steps=1
-    )
-    write_segment(folder, 0, plan_input(open_sources([(location, None)])), settings)
-    return folder
 
 
 @contextmanager
@@ -191,31 +158,19 @@ def through_consumers(engine: Engine, folder: Path, steps: range, row_work_s: fl
     }
 
 
-def read_alone(folder: str, num_rows: int) -> dict[str, Any]:
-    """Receive rows in this process through the direct reader."""
-    consumption = Consumption("direct", folder, 0, 1)
-    start = time.process_time()
-    taken = consumption.take(range(1, num_rows // ROWS_PER_STEP + 1))
-    cpu_s = time.process_time() - start
-    consumption.close()
-    return {
-        "num_rows": len(taken["waits_s"]),
-        "seconds": taken["seconds"],
-        "cpu_s": cpu_s,
-        "peak_bytes": peak_rss_bytes(),
-    }
-
-
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Run both engines in turn."""
-    record: dict[str, Any] = {"alone": [], "runs": [], "hidden": []}
+    record: dict[str, Any] = {"runs": [], "hidden": []}
     with tempfile.TemporaryDirectory(prefix="bench-data-") as temporary:
         corpus = library_corpus(Path(temporary), options.copies)
-        plan = plan_rows(str(corpus.path), Path(temporary) / "plan")
+        plan = Path(temporary) / "plan"
+        settings = PlanSettings(
+            seed=0, context_tokens=CONTEXT_TOKENS, pad_multiple=256, rows_per_step=ROWS_PER_STEP, balance_steps=1
+        )
+        write_segment(plan, 0, plan_input(open_sources([(str(corpus.path), None)])), settings)
         record["corpus"] = {"num_documents": corpus.num_documents, "num_tokens": corpus.info.num_tokens}
         with own_ray(num_cpus=WORLD_SIZE):
             for _ in range(options.repetitions):
-                record["alone"].append(fresh(read_alone, plan, options.rows))
                 for engine in ENGINES:
                     run = through_consumers(engine, plan, range(1, options.rows // ROWS_PER_STEP + 3))
                     record["runs"].append(run)
@@ -237,14 +192,13 @@ def page(record: Record) -> str:
         "processes, Ray's included; ranks, readers and the benchmark share the cores. Both engines give the same "
         "rows, byte for byte."
     )
-    groups = {"one process, direct": record["alone"]}
-    groups |= {
+    groups = {
         f"{WORLD_SIZE} consumers, {name}": [run for run in record["runs"] if run["engine"] == engine]
         for engine, name in ENGINES.items()
     }
 
     def waits(name: str) -> Callable[[Any], str]:
-        return lambda line: f"{median(run[name] for run in line[1]):.3f} s" if name in line[1][0] else ""
+        return lambda line: f"{median(run[name] for run in line[1]):.3f} s"
 
     speed = columns(
         list(groups.items()),
@@ -269,56 +223,6 @@ def page(record: Record) -> str:
     return "\n\n".join([header("Rows through both engines", record, text), speed, behind, hidden])
 
 
-def measure_store(options: argparse.Namespace) -> dict[str, Any]:
-    """Receive rows from a store that answers late, one rank that works on each; no node keeps a copy."""
-    from tests.s3_server import faulty_proxy, serve_s3
-
-    found = []
-    with tempfile.TemporaryDirectory(prefix="bench-data-") as temporary, serve_s3() as s3, faulty_proxy(s3) as proxy:
-        environment = {**s3.environment(), "AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}", SIZE_VARIABLE: "0"}
-        with mock.patch.dict(os.environ, environment), own_ray(num_cpus=2):
-            for length, unit_bytes in MEAN_LENGTHS.items():
-                proxy.delay_s, location = 0.0, s3.uri(f"corpora/{length}", proxy.port)
-                folder = Path(temporary) / str(length)
-                texts = random_documents(folder, length, (2 * options.steps + 1) * CONTEXT_TOKENS)
-                spec = SourceSpec(paths=(str(texts),))
-                corpus = prepare_local(
-                    PrepareRequest(sources=spec, out=folder / "corpus", duplicates="keep", unit_bytes=unit_bytes)
-                )
-                store = open_folder(location)
-                assert isinstance(store, ObjectStore)
-                CorpusUpload(store, str(store), corpus.info.signature).run(corpus.path, say)
-                plan = plan_rows(location, folder / "plan", 2)
-                for proxy.delay_s in DELAYS_S:
-                    for engine in ENGINES:
-                        rank = Consumption(engine, str(plan), 0, 1)
-                        # The first step is read directly by both; Ray Data starts after it.
-                        first = rank.take(range(1, 2), options.work_s)
-                        later = rank.take(range(2, options.steps + 1), options.work_s)
-                        rank.close()
-                        case = {"length": length, "delay_s": proxy.delay_s, "engine": engine}
-                        found.append({**case, "first_s": first["waits_s"][0], "waits_s": later["waits_s"]})
-                        say(str(found[-1]))
-    return {"cases": found, "work_s": options.work_s}
-
-
-def store_page(record: Record) -> str:
-    """Return the page on the object store."""
-    text = (
-        f"One rank receives rows of {CONTEXT_TOKENS:,} tokens from an S3 server of this machine behind a proxy that "
-        f"delays each request, and works {record['work_s']:g} s on each row. Nothing is kept on the node between rows."
-    )
-    cases = columns(
-        record["cases"],
-        mean_document=lambda one: f"{one['length']:,}",
-        delay=lambda one: f"{1e3 * one['delay_s']:.0f} ms",
-        engine=lambda one: ENGINES[one["engine"]],
-        first_row=lambda one: f"{one['first_s']:.2f} s",
-        later_rows=lambda one: spread(one["waits_s"]) + " s",
-    )
-    return "\n\n".join([header("Rows from an object store that answers late", record, text), cases])
-
-
 BENCHMARK = Benchmark(
     name="data",
     about="Rows of 131,072 tokens through both engines.",
@@ -334,16 +238,6 @@ BENCHMARK = Benchmark(
     },
     quick={"rows": 40, "copies": 1, "repetitions": 1, "steps": 6},
 )
-STORE = Benchmark(
-    name="data_object_store",
-    about="Waits for rows from an object store that answers late.",
-    measure=measure_store,
-    page=store_page,
-    packages=("numpy", "ray", "obstore", "moto"),
-    hardware="one machine",
-    options={"steps": (4, "steps of two rows"), "work_s": (2.0, "seconds of work on a row")},
-    quick={"steps": 3, "work_s": 0.2},
-)
 
 if __name__ == "__main__":
-    main(BENCHMARK, other={"store": STORE})
+    main(BENCHMARK)

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import sysconfig
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.document_lengths import log_normal, standard_library
+from benchmarks.document_lengths import log_normal
 from benchmarks.runner import REPOSITORY, Benchmark, Record, columns, header, main, met, say
 from ray_ulysses.config import load_config
 from ray_ulysses.data.plan.corpus_set import PlanInput, PlannedSource
@@ -42,8 +44,11 @@ def corpora(context_tokens: int, scale: float) -> dict[str, NDArray[np.uint32]]:
         f"log-normal, sigma {sigma}, mean {mean / 1000:g}k": log_normal(round(number * scale), mean=mean, sigma=sigma)
         for number, mean, sigma in shapes
     }
+    paths = (path for path in Path(sysconfig.get_path("stdlib")).rglob("*.py") if "site-packages" not in path.parts)
+    # A byte is a token, and one ends each file.
+    library = np.asarray([path.stat().st_size + 1 for path in sorted(paths)], dtype=np.uint32)
     copies = max(1, round(LIBRARY_COPIES[context_tokens] * scale))
-    return {"standard library as bytes": np.tile(standard_library(), copies), **drawn}
+    return {"standard library as bytes": np.tile(library, copies), **drawn}
 
 
 def row_costs(lengths: NDArray[np.uint32], context_tokens: int, a_token: int) -> Costs:

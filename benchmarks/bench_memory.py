@@ -1,7 +1,7 @@
-"""Memory of a training step: its peak and slope with and without tiles, and the longest row within a limit.
+"""Memory of a training step: its peak and slope with and without tiles.
 
 Each measurement is one forward and backward pass in a process of its own, beside plain Transformers and DeepSpeed's
-tiles. ``python -m benchmarks.bench_memory longest`` searches for the longest row whose peak fits.
+tiles.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ MODEL: dict[str, int] = {
     "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8,
     "num_key_value_heads": 4, "vocab_size": 32_000, "max_position_embeddings": 65_536,
 }  # fmt: skip
-LARGER = MODEL | {"hidden_size": 512, "intermediate_size": 1792, "num_key_value_heads": 2}
 SIDES: dict[str, dict[str, Any]] = {
     "transformers": {},
     "deepspeed": {},
@@ -30,8 +29,6 @@ SIDES: dict[str, dict[str, Any]] = {
     "tiled, MLP too": {"loss_tile": "auto", "mlp_tile": 1024, "kept": "both"},
     "tiled, attention computed again": {"loss_tile": "auto", "mlp_tile": 1024, "kept": "none"},
 }
-LONGEST = ("transformers", "deepspeed", "tiled, attention computed again")
-LIMIT_MIB, GOAL_LONGEST, CLOSE, STEP = 1024, 6.0, 1.04, 256
 GOAL_PEAK, GOAL_SLOPE_KB = 0.2, 15.0
 
 RULES = (
@@ -114,49 +111,7 @@ def _deepspeed_step(model: Any, ids: Any) -> Callable[[], None]:
     return run
 
 
-def longest(peak_of: Callable[[int], float], limit: float, start: int) -> tuple[int, int]:
-    """Return the longest length that fits and the shortest that does not, within 4% of each other.
-
-    Raises:
-        ValueError: Half of ``start`` does not fit.
-    """
-    points = {length: peak_of(length) for length in (start // 2, start)}
-    while True:
-        fitting = [length for length, peak in points.items() if peak <= limit]
-        if start // 2 not in fitting:
-            raise ValueError(f"{start // 2} tokens do not fit into {limit} bytes")
-        low, high = max(fitting), min((one for one in points if one not in fitting), default=0)
-        if high and high <= CLOSE * low:
-            return low, high
-        # On the line through the two longest lengths: a little before the limit, and beyond it once that is reached.
-        (a, of_a), (b, of_b) = sorted(points.items())[-2:]
-        reached = b + (limit - of_b) * (b - a) / max(1, of_b - of_a)
-        aim = reached * (1.015 if low >= 0.97 * reached else 0.985)
-        if not low < aim < (high or math.inf):
-            aim = math.sqrt(low * high) if high else 2 * low
-        length = max(low + STEP, math.floor(min(aim, 4 * low) / STEP) * STEP)
-        if length in points or (high and length >= high):
-            return low, high
-        points[length] = peak_of(length)
-
-
-def planned_bytes(side: str, tokens: int) -> int | None:
-    """Return the sum of the terms of ``plan`` for the same step, without state and engine; None for a peer."""
-    from ray_ulysses.model_shape import ModelShape
-    from tests.planned import step_terms
-
-    if not SIDES[side]:
-        return None
-    shape = ModelShape.from_config_dict({"model_type": "llama", **MODEL})
-    tiles = {"loss_tile": SIDES[side]["loss_tile"], "mlp_tile": SIDES[side]["mlp_tile"]}
-    terms = step_terms(
-        shape, world_size=1, sp_size=1, context_tokens=tokens, dtype="fp32", accelerator=False,
-        attention_output=SIDES[side]["kept"], **tiles,
-    )  # fmt: skip
-    return terms.device_bytes
-
-
-def measure_peaks(options: argparse.Namespace) -> dict[str, Any]:
+def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Measure every side at both lengths in turn."""
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
     found: list[dict[str, Any]] = []
@@ -165,24 +120,7 @@ def measure_peaks(options: argparse.Namespace) -> dict[str, Any]:
             for side in SIDES:
                 found.append({"side": side, "tokens": tokens, **fresh(take_step, side, MODEL, tokens)})
                 say(f"{side} {tokens}: {found[-1]['peak_bytes'] / MIB:.0f} MiB")
-    return {"found": found, "planned": {side: planned_bytes(side, TOKENS[1]) for side in SIDES}}
-
-
-def measure_longest(options: argparse.Namespace) -> dict[str, Any]:
-    """Search the longest row of every side."""
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
-    found: dict[str, Any] = {}
-    for side in LONGEST:
-        points: dict[int, float] = {}
-
-        def peak_of(tokens: int, side: str = side, points: dict[int, float] = points) -> float:
-            points[tokens] = fresh(take_step, side, LARGER, tokens, timeout_s=3600.0)["peak_bytes"]
-            say(f"{side} {tokens}: {points[tokens] / MIB:.0f} MiB")
-            return points[tokens]
-
-        low, high = longest(peak_of, options.limit_mib * MIB, 2048 if side == "transformers" else 8192)
-        found[side] = {"longest": low, "too_long": high, "peak_bytes": points[low]}
-    return {"limit_mib": options.limit_mib, "found": found}
+    return {"found": found}
 
 
 def peaks(found: Sequence[Record], side: str, tokens: int) -> list[float]:
@@ -196,19 +134,14 @@ def slope_kb(found: Sequence[Record], side: str) -> float:
     return (long - short) * MIB / (TOKENS[1] - TOKENS[0]) / 1000
 
 
-def peaks_page(record: Record) -> str:
+def page(record: Record) -> str:
     """Return the page on peaks."""
     found, long = record["found"], TOKENS[1]
     peer = median(peaks(found, "transformers", long))
     ratio, slope = median(peaks(found, "tiled", long)) / peer, slope_kb(found, "tiled")
 
-    def planned(side: str) -> str:
-        size = record["planned"][side]
-        return "" if size is None else f"{size / MIB:.0f} ({size / MIB / median(peaks(found, side, long)):.2f})"
-
     text = (
-        f"{RULES} **Planned** is the sum of `plan`'s terms for the same step, and its ratio to the measured peak. "
-        f"Goals for `tiled`: at most {GOAL_PEAK} of Transformers' peak: {met(ratio <= GOAL_PEAK)}; at most "
+        f"{RULES} Goals for `tiled`: at most {GOAL_PEAK} of Transformers' peak: {met(ratio <= GOAL_PEAK)}; at most "
         f"{GOAL_SLOPE_KB:.0f} KB per token: {met(slope <= GOAL_SLOPE_KB)}."
     )
     sides = columns(
@@ -218,51 +151,20 @@ def peaks_page(record: Record) -> str:
         peak_at_8k_tokens=lambda side: f"{spread(peaks(found, side, long), '{:.0f}')} MiB",
         of_Transformers=lambda side: f"{median(peaks(found, side, long)) / peer:.3f}",
         KB_per_token=lambda side: f"{slope_kb(found, side):.1f}",
-        planned_MiB=planned,
     )
     return "\n\n".join([header("Memory of a step", record, text), sides])
 
 
-def longest_page(record: Record) -> str:
-    """Return the page on the longest rows."""
-    found = record["found"]
-    least, ours = found["transformers"]["longest"], found[LONGEST[-1]]["longest"]
-    text = (
-        f"{RULES} The longest row, in tokens, whose peak is at most {record['limit_mib']} MiB, for a Llama of "
-        f"{LARGER}. Goals: at least {GOAL_LONGEST:.0f} times Transformers' row: {met(ours >= GOAL_LONGEST * least)}; "
-        f"longer than every peer's: {met(ours > found['deepspeed']['longest'])}."
-    )
-    sides = columns(
-        list(found.items()),
-        side=lambda one: one[0],
-        longest=lambda one: f"{one[1]['longest']:,}",
-        too_long=lambda one: f"{one[1]['too_long']:,}",
-        peak_MiB=lambda one: f"{one[1]['peak_bytes'] / MIB:.0f}",
-        of_Transformers=lambda one: f"{one[1]['longest'] / least:.1f}",
-    )
-    return "\n\n".join([header("Longest context within a limit of memory", record, text), sides])
-
-
-PEAKS = Benchmark(
+BENCHMARK = Benchmark(
     name="memory",
     about="Memory of a training step, beside plain Transformers and DeepSpeed's tiles.",
-    measure=measure_peaks,
-    page=peaks_page,
+    measure=measure,
+    page=page,
     packages=("torch", "transformers", "deepspeed"),
     hardware="one thread per process, one process at a time",
     options={"repeats": (3, "processes per side and length")},
     quick={"repeats": 1},
 )
-ROWS = Benchmark(
-    name="longest",
-    about="The longest row within a limit of memory.",
-    measure=measure_longest,
-    page=longest_page,
-    packages=PEAKS.packages,
-    hardware=PEAKS.hardware,
-    options={"limit_mib": (LIMIT_MIB, "limit, in MiB")},
-    quick={"limit_mib": 640},
-)
 
 if __name__ == "__main__":
-    main(PEAKS, other={"longest": ROWS})
+    main(BENCHMARK)

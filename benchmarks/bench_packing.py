@@ -18,27 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.document_lengths import log_normal, mixed, near_context
-from benchmarks.runner import (
-    MIB,
-    NOT_MEASURED,
-    Benchmark,
-    Record,
-    columns,
-    fresh,
-    header,
-    main,
-    met,
-    peak_rss_bytes,
-    say,
-    spread,
-)  # fmt: skip
+from benchmarks.runner import NOT_MEASURED, Benchmark, Record, columns, fresh, header, main, met, say, spread
 
 CONTEXTS = (131_072, 1_048_576)
 ROWS_PER_STEP, PAD_MULTIPLE = 64, 256
 TRL_TOKENS, TRL_BATCH = 1_300_000_000, 1000
 """Bytes of tokens that TRL's side may hold, since it moves them; and the default batch of ``datasets.map``."""
 GOAL_RATE, GOAL_POINTS, GOAL_HALF = 4e6, 0.1, 0.995
-GOAL_LARGE_S, GOAL_LARGE_BYTES = 60.0, 1e9
 
 Lengths = NDArray[np.uint32]
 
@@ -61,12 +47,9 @@ def plan(lengths: Lengths, context_tokens: int, seed: int, folder: str, packing:
 
     source = PlannedSource(path="benchmark", fingerprint="benchmark", num_documents=int(lengths.size))
     settings = PlanSettings(
-        seed=seed,
-        context_tokens=context_tokens,
-        pad_multiple=PAD_MULTIPLE,
-        rows_per_step=ROWS_PER_STEP,
+        seed=seed, context_tokens=context_tokens, pad_multiple=PAD_MULTIPLE, rows_per_step=ROWS_PER_STEP,
         packing=packing,
-    )
+    )  # fmt: skip
     return write_segment(Path(folder), 0, PlanInput(sources=(source,), lengths=lengths), settings)
 
 
@@ -147,20 +130,6 @@ def pack_with_trl(path: str, context_tokens: int) -> dict[str, Any]:
     }
 
 
-def large_plan(num_documents: int) -> dict[str, Any]:
-    """Plan a large log-normal corpus in this process, which does nothing else."""
-    lengths = log_normal(num_documents)
-    start = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="bench-packing-") as folder:
-        segment = plan(lengths, CONTEXTS[0], 1, folder)
-        seconds = time.perf_counter() - start
-        stored = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
-    return {
-        "num_documents": num_documents, "num_rows": segment.train.num_rows, "fill": segment.fill, "seconds": seconds,
-        "plan_bytes": stored, "lengths_bytes": int(lengths.nbytes), "peak_rss_bytes": peak_rss_bytes(),
-    }  # fmt: skip
-
-
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Plan each corpus with each packing that the page compares."""
     cases = []
@@ -168,7 +137,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         for corpus in ("log-normal", "0.55 to 0.9 × context", "both, as many tokens each"):
             cases.append((corpus, context, "best_fit"))
     cases += [("0.34 to 0.66 × context", CONTEXTS[0], packing) for packing in ("best_fit", "wide_fit")]
-    record: dict[str, Any] = {"cases": [], "large": [fresh(large_plan, count) for count in options.large]}
+    record: dict[str, Any] = {"cases": []}
     for corpus, context, packing in cases:
         ours = fresh(ours_and_offline, corpus, options.documents, context, options.repetitions, packing)
         case = {"corpus": corpus, "context_tokens": context, "packing": packing, **ours, "trl": None}
@@ -222,20 +191,8 @@ def page(record: Record) -> str:
         TRL_fill=lambda case: f"{case['trl']['fill']:.3%}, lost {case['trl']['lost']:.1%}" if case["trl"] else "",
         goal=goal,
     )
-    large = columns(
-        record["large"],
-        documents=lambda one: f"{one['num_documents']:,}",
-        rows=lambda one: f"{one['num_rows']:,}",
-        fill=lambda one: f"{one['fill']:.3%}",
-        seconds=lambda one: f"{one['seconds']:.1f}",
-        under_60_s=lambda one: met(one["seconds"] < GOAL_LARGE_S),
-        peak_memory=lambda one: f"{one['peak_rss_bytes'] / MIB:,.0f} MiB",
-        of_it_lengths=lambda one: f"{one['lengths_bytes'] / MIB:,.0f} MiB",
-        under_1_GB=lambda one: met(one["peak_rss_bytes"] < GOAL_LARGE_BYTES),
-        on_disk=lambda one: f"{one['plan_bytes'] / MIB:,.0f} MiB",
-    )
     title = "Planning and packing: ours beside offline best-fit-decreasing and TRL's bfd"
-    return "\n\n".join([header(title, record, text), cases, "## Large plans, each in a fresh process", large])
+    return "\n\n".join([header(title, record, text), cases])
 
 
 BENCHMARK = Benchmark(
@@ -248,10 +205,9 @@ BENCHMARK = Benchmark(
     options={
         "documents": (1_000_000, "documents of a corpus"),
         "repetitions": (7, "plans of a case, after one to warm up"),
-        "large": ([10_000_000, 100_000_000], "documents of the large plans"),
         "trl_python": (None, "interpreter of an environment that has trl"),
     },
-    quick={"documents": 20_000, "repetitions": 2, "large": [200_000]},
+    quick={"documents": 20_000, "repetitions": 2},
 )
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ import argparse
 import multiprocessing
 import os
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -35,7 +34,6 @@ SIZES: dict[str, dict[str, int]] = {
     "long": {"hidden": 256, "layers": 4, "context": 4096},
 }
 GOAL_STALL, GOAL_STEP = 0.01, 1.03
-OWN = ("copying_s", "saving_s", "agents_s")
 
 
 def rank_main(rank: int, world_size: int, config: Any, peer_memory: Any, pids: list[int]) -> list[dict[str, float]]:
@@ -45,33 +43,22 @@ def rank_main(rank: int, world_size: int, config: Any, peer_memory: Any, pids: l
 
     found: list[dict[str, float]] = []
     keepers: list[PeerMemoryKeeper] = []
-    flags, after_step = PeerMemoryKeeper.flags, PeerMemoryKeeper.after_step
-    copying_s = 0.0
+    flags = PeerMemoryKeeper.flags
 
     def in_turns(keeper: PeerMemoryKeeper, own: Any) -> Any:
         keepers[:] = [keeper]
         keeper._is_ready = len(found) // BLOCK % 2 == 1
         return flags(keeper, own)
 
-    def timed(keeper: PeerMemoryKeeper, *given: Any) -> None:
-        nonlocal copying_s
-        begun = time.thread_time()
-        after_step(keeper, *given)
-        copying_s += time.thread_time() - begun
-
     def look(name: str, step: int) -> None:
         if name == "step":
-            agents = sum(_cpu_s(pid) for pid in pids) if rank == 0 else 0.0
-            found.append(
-                {
-                    "at": time.perf_counter(), "cpu_s": time.process_time(), "agents_s": agents, "stall_s": 0.0,
-                    "copying_s": copying_s, "saving_s": _saving_s(),
-                }
-            )  # fmt: skip
+            # Rank 0 counts what the agents take.
+            cpu_s = time.process_time() + sum(_cpu_s(pid) for pid in pids if rank == 0)
+            found.append({"at": time.perf_counter(), "cpu_s": cpu_s, "stall_s": 0.0})
         elif name == "memory":
             found[-1]["stall_s"] = keepers[0]._stalls_s[-1]
 
-    PeerMemoryKeeper.flags, PeerMemoryKeeper.after_step = in_turns, timed  # type: ignore[method-assign]
+    PeerMemoryKeeper.flags = in_turns  # type: ignore[method-assign]
     run_case.run_worker(rank, world_size, config, "bench", peer_memory=peer_memory, watch=look)
     return found
 
@@ -128,17 +115,10 @@ def pairs_of(ranks: list[list[dict[str, float]]]) -> list[dict[str, float]]:
         begin, end = first + SKIPPED, first + BLOCK - 1
         stalls = [max(rank[step]["stall_s"] for rank in ranks) for step in range(begin, end)]
         counted = end - begin
-        cpu_s, copying_s, saving_s, agents_s = (
-            sum(rank[end][name] - rank[begin][name] for rank in ranks) / counted
-            for name in ("cpu_s", "copying_s", "saving_s", "agents_s")
-        )
         blocks.append(
             {
                 "step_s": (ranks[0][end]["at"] - ranks[0][begin]["at"]) / counted,
-                "cpu_s": cpu_s + agents_s,
-                "copying_s": copying_s,
-                "saving_s": saving_s,
-                "agents_s": agents_s,
+                "cpu_s": sum(rank[end]["cpu_s"] - rank[begin]["cpu_s"] for rank in ranks) / counted,
                 "stall_s": sum(stalls) / counted,
                 "copy_s": max(stalls),
                 "kept": sum(stall > 0 for stall in stalls) / counted,
@@ -149,10 +129,6 @@ def pairs_of(ranks: list[list[dict[str, float]]]) -> list[dict[str, float]]:
             "step_s": off["step_s"],
             "step_ratio": on["step_s"] / off["step_s"],
             "cpu_ratio": on["cpu_s"] / off["cpu_s"],
-            "cpu_s": on["cpu_s"] - off["cpu_s"],
-            "own_share": sum(on[name] for name in OWN) / off["cpu_s"],
-            **{name: on[name] for name in OWN},
-            "stall_s": on["stall_s"],
             "stall_share": on["stall_s"] / off["step_s"],
             "copy_s": on["copy_s"],
             "kept": on["kept"],
@@ -167,8 +143,8 @@ def page(record: Record) -> str:
     text = (
         "A pair is two neighboring blocks of steps, with and without peer memory; the first two steps of each are "
         "left out, and each row is one document, so that all steps have the same work. **Stall** is how long the "
-        "slowest rank stood still for the copy of a state, over all steps; **own CPU** is peer memory's alone: of the "
-        "training threads while they copy, of the threads that save, and of the agents. Ranks and agents share the "
+        "slowest rank stood still for the copy of a state, over all steps; CPU time is of "
+        "ranks and agents. Ranks and agents share the "
         "cores here, so that each CPU second of peer memory is taken from training; beside GPUs it is taken from idle "
         f"cores. **Kept** is the share of steps that were kept. Goals: a stall of at most {GOAL_STALL:.0%} of a step, "
         f"steps and CPU at most {GOAL_STEP}."
@@ -194,19 +170,9 @@ def page(record: Record) -> str:
         step_with_over_without=of("step_ratio", "{:.3f}"),
         CPU_with_over_without=of("cpu_ratio", "{:.3f}"),
         goals=goal,
-        own_CPU_of_a_step=of("own_share", "{:.1f}%", 100),
-        training_threads=of("copying_s", "{:.0f} ms", 1000),
-        saving_threads=of("saving_s", "{:.0f} ms", 1000),
-        agents=of("agents_s", "{:.0f} ms", 1000),
         kept=of("kept", "{:.0f}%", 100),
     )
     return "\n\n".join([header("Peer memory beside training", record, text), runs])
-
-
-def _saving_s() -> float:
-    """Return the CPU time of this process's threads of peer memory."""
-    saving = [one for one in threading.enumerate() if one.name.startswith(("checkpoint-save", "peer-memory-"))]
-    return sum(time.clock_gettime(time.pthread_getcpuclockid(one.ident)) for one in saving if one.ident is not None)
 
 
 def _cpu_s(pid: int) -> float:

@@ -1,4 +1,4 @@
-"""What preparing text takes: MB per CPU second beside ``datasets.map``, and memory of one huge document.
+"""MB of text prepared per CPU second, beside ``datasets.map``.
 
 The texts are the standard library's sources, cut at lines into documents of a mean length, a JSON line each. The BPE
 tokenizer is trained on them, with the pattern of Llama 3.
@@ -17,20 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.runner import (
-    MIB,
-    Benchmark,
-    Record,
-    columns,
-    fresh,
-    header,
-    main,
-    met,
-    peak_rss_bytes,
-    ratios,
-    say,
-    spread,
-)  # fmt: skip
+from benchmarks.runner import Benchmark, Record, columns, fresh, header, main, met, ratios, say, spread
 
 LENGTHS = (300, 2_000)
 LLAMA_3 = (
@@ -74,14 +61,6 @@ def write_rows(path: Path, mean_length: int, num_bytes: int) -> int:
     return written
 
 
-def write_huge(path: Path, num_bytes: int) -> int:
-    """Write one document as one JSON line; return its bytes."""
-    text = "".join(library_texts())
-    text = (text * (num_bytes // len(text) + 1))[:num_bytes]
-    path.write_text(json.dumps({"text": text}) + "\n")
-    return len(text.encode())
-
-
 def train_tokenizer(folder: Path, vocabulary: int) -> Path:
     """Train a byte-level BPE tokenizer on the texts and store it with its end token."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
@@ -115,7 +94,7 @@ def prepare(side: str, source: str, tokenizer: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="bench-prepare-") as out:
         before = time.process_time()
         {"ours": _ours, "peer": _peer}[side](Path(source), Path(out), tokenizer)
-        return {"cpu_s": time.process_time() - before, "peak_rss_bytes": peak_rss_bytes()}
+        return {"cpu_s": time.process_time() - before}
 
 
 def _ours(source: Path, out: Path, tokenizer: str) -> None:
@@ -153,10 +132,10 @@ def _peer(source: Path, out: Path, tokenizer: str) -> int:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Prepare rows of each length by both sides in turn, and one huge line by ours."""
+    """Prepare rows of each length by both sides in turn."""
     # One thread, as a task of a preparation has one CPU.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    record: dict[str, Any] = {"speed": [], "huge": []}
+    record: dict[str, Any] = {"speed": []}
     with tempfile.TemporaryDirectory(prefix="bench-prepare-") as temporary:
         root = Path(temporary)
         bpe = train_tokenizer(root / "bpe", options.vocabulary)
@@ -172,9 +151,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 say(
                     f"{kind}, {length}: peer {median(found['peer']):.1f}, ours {median(found['ours']):.1f} MB per CPU s"
                 )
-            source = root / "huge.jsonl"
-            size = write_huge(source, options.huge // (1 if kind == "bytes" else 10))
-            record["huge"].append({"tokenizer": kind, "bytes": size, **fresh(prepare, "ours", source, tokenizer)})
     return record
 
 
@@ -196,15 +172,7 @@ def page(record: Record) -> str:
         ratio=lambda one: spread(ratios(one["ours"], one["peer"])),
         at_least_1=lambda one: met(median(ratios(one["ours"], one["peer"])) >= 1),
     )
-    huge = columns(
-        record["huge"],
-        tokenizer=lambda one: one["tokenizer"],
-        line=lambda one: f"{one['bytes'] / 1e6:.0f} MB",
-        peak_memory=lambda one: f"{one['peak_rss_bytes'] / MIB:,.0f} MiB",
-        bytes_per_byte=lambda one: f"{one['peak_rss_bytes'] / one['bytes']:.1f}",
-        CPU=lambda one: f"{one['cpu_s']:.1f} s",
-    )
-    return "\n\n".join([header("Preparing text", record, text), speed, "## One huge document, imports included", huge])
+    return "\n\n".join([header("Preparing text", record, text), speed])
 
 
 BENCHMARK = Benchmark(
@@ -216,11 +184,10 @@ BENCHMARK = Benchmark(
     hardware="one machine, files in its page cache",
     options={
         "megabytes": (40, "texts of a case; BPE takes a quarter"),
-        "huge": (200_000_000, "bytes of the huge line; BPE takes a tenth"),
         "vocabulary": (32_000, "tokens of the BPE tokenizer"),
         "rounds": (3, "runs of each side, in turn"),
     },
-    quick={"megabytes": 4, "huge": 4_000_000, "vocabulary": 1_000, "rounds": 1},
+    quick={"megabytes": 4, "vocabulary": 1_000, "rounds": 1},
 )
 
 if __name__ == "__main__":

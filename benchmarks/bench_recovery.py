@@ -7,6 +7,7 @@ notice (all its processes at once), or one training process is. The timeline com
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import subprocess
@@ -70,7 +71,7 @@ def recover(side: str, fault: str) -> dict[str, Any]:
         path.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)))
         arguments = ["-m", "ray_ulysses", "train", str(path)]
         if side == "ray":
-            arguments = [str(Path(__file__).with_name("recovery_peer.py")), str(path)]
+            arguments = ["-m", "benchmarks.runner", "benchmarks.bench_recovery:train_on_ray", json.dumps([str(path)])]
         with (folder / "log.txt").open("w") as log:
             process = subprocess.Popen(
                 [sys.executable, *arguments], stdout=log, stderr=log, start_new_session=True, cwd=REPOSITORY,
@@ -114,6 +115,53 @@ def recover(side: str, fault: str) -> dict[str, Any]:
             "lost_steps": last - started.resumed_step, "workers": started.world_size, "step_s": first.seconds,
             "times": {name: None if at is None else at - killed_at for name, at in times.items()},
         }  # fmt: skip
+
+
+def train_on_ray(path: str) -> None:
+    """Train the run of a configuration under Ray Train: elastic scaling, its own failure policy and health checks."""
+    import ray
+    import ray.train
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    from ray_ulysses.config.loading import load_config
+    from tests.distributed.run_case import prepare_attempt
+
+    config = load_config(Path(path))
+    prepare_attempt(config, "peer")
+    ray.init(address=config.cluster.address, log_to_driver=False)
+    limits = config.cluster.workers
+    TorchTrainer(
+        _attempt,
+        train_loop_config={"config": config.model_dump(mode="json")},
+        scaling_config=ScalingConfig(num_workers=(limits.min, limits.max), resources_per_worker={"CPU": 1.0}),
+        run_config=RunConfig(
+            name="peer", storage_path=str(config.run_dir / "ray"), failure_config=FailureConfig(max_failures=5)
+        ),
+    ).fit()
+
+
+def _attempt(job: dict[str, Any]) -> None:
+    """Run one attempt in a Ray Train worker, whose process group Ray has set up."""
+    import ray
+    import ray.train
+    import torch
+
+    from ray_ulysses.config.loading import parse_config
+    from ray_ulysses.data.read.row_source import DirectSource
+    from ray_ulysses.trainer.loop import run_attempt
+    from ray_ulysses.trainer.worker import Worker
+
+    def make_source(plan: Any, reader: Any, layout: Any, rank: int) -> DirectSource:
+        place = (layout.dp_rank(rank), layout.dp_size, layout.sp_rank(rank), layout.sp_size)
+        return DirectSource(reader, plan, *place, ring_size=layout.ring_size)
+
+    context = ray.train.get_context()
+    worker = Worker(
+        rank=context.get_world_rank(), local_rank=context.get_local_rank(), world_size=context.get_world_size(),
+        node=ray.util.get_node_ip_address(), device=torch.device("cpu"), session="peer", make_source=make_source,
+    )  # fmt: skip
+    run_attempt(parse_config(job["config"]), worker)
 
 
 def wait(holds: Callable[[], bool], what: str) -> None:

@@ -12,21 +12,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.runner import (
-    MIB,
-    NOT_MEASURED,
-    Benchmark,
-    Record,
-    forget_pages,
-    fresh,
-    header,
-    main,
-    met,
-    peak_rss_bytes,
-    say,
-    spread,
-    table,
-)  # fmt: skip
+from benchmarks import runner
+from benchmarks.runner import MIB, NOT_MEASURED, Benchmark, Record, fresh, header, met, peak_rss_bytes, say, spread
 
 CONTEXT_TOKENS = 131_072
 ROWS_PER_STEP = 64
@@ -120,6 +107,14 @@ def skip(folder: str, way: str, count: int) -> None:
     os._exit(0)
 
 
+def _forget_pages(folder: Path) -> None:
+    """Ask the kernel to drop the files below a folder from its page cache, so that they are read from the disk."""
+    for path in (path for path in folder.rglob("*") if path.is_file()):
+        with path.open("rb") as file:
+            os.fdatasync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Measure fresh processes of both sides in turn."""
     counts = [0, options.peer_documents // 2, options.peer_documents * 19 // 20]
@@ -132,7 +127,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         record["plan"] = fresh(plan_corpus, root / "corpus", root / "plan", options.documents)
         fresh(skip, root / "documents", "state", counts[-1])
         for repetition in range(options.repetitions):
-            forget_pages(root)
+            _forget_pages(root)
             for kind in ("cold", "warm"):
                 step = record["plan"]["num_steps"] // 2 + repetition
                 record[kind].append(fresh(first_row, root / "plan", step))
@@ -171,7 +166,7 @@ def page(record: Record) -> str:
     ]
     head = ("side", "first row or document", "imports", f"under {GOAL_S:.0f} s")
     title = f"Resume in a plan of {count:,} documents, beside skipping with `datasets`"
-    return "\n\n".join([header(title, record, text), table(head, rows)])
+    return "\n\n".join([header(title, record, text), runner.table(head, rows)])
 
 
 def _middle(runs: Sequence[Record]) -> float:
@@ -198,4 +193,4 @@ BENCHMARK = Benchmark(
 )
 
 if __name__ == "__main__":
-    main(BENCHMARK)
+    runner.main(BENCHMARK)

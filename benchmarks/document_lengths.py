@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import sysconfig
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,10 +39,3 @@ def mixed(num_documents: int, context_tokens: int, seed: int = 0) -> NDArray[np.
     small = log_normal(num_documents, seed=seed)
     near = near_context(round(float(small.sum(dtype=np.int64)) / (0.725 * context_tokens)), context_tokens, seed)
     return np.random.default_rng(seed).permutation(np.concatenate([small, near]))
-
-
-def standard_library() -> NDArray[np.uint32]:
-    """Return the bytes of each Python file of the standard library, one end token each; a byte is a token."""
-    root = Path(sysconfig.get_path("stdlib"))
-    files = sorted(path for path in root.rglob("*.py") if "site-packages" not in path.parts)
-    return np.asarray([path.stat().st_size + 1 for path in files], dtype=np.uint32)

@@ -50,22 +50,9 @@ class Benchmark:
     """The values of options with ``--quick``, which stores nothing."""
 
 
-def main(
-    benchmark: Benchmark, arguments: Sequence[str] | None = None, *, other: Mapping[str, Benchmark] | None = None
-) -> dict[str, Any]:
-    """Run a benchmark, print its page, store it and return its record.
-
-    Args:
-        benchmark: Runs by default.
-        arguments: The command line; by default this process's.
-        other: Further benchmarks of the module, by the word that chooses them when it comes first.
-    """
+def main(benchmark: Benchmark, arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Run a benchmark by a command line, by default this process's; print its page, store it and return its record."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    if other and arguments and arguments[0] in other:
-        benchmark = other[arguments[0]]
-        words, arguments = arguments[:1], arguments[1:]
-    else:
-        words = []
     parser = argparse.ArgumentParser(description=benchmark.about)
     for name, (default, text) in benchmark.options.items():
         several = {"nargs": "*"} if isinstance(default, list) else {}
@@ -84,7 +71,7 @@ def main(
         **provenance(benchmark.packages, f"{os.cpu_count()} shared CPU cores, no GPU, {benchmark.hardware}"),
         # Without paths of this machine.
         "command": " ".join(
-            ["python", "-m", f"benchmarks.{module}", *words]
+            ["python", "-m", f"benchmarks.{module}"]
             + [Path(one).name if one.startswith("/") else one for one in arguments]
         ),
         "load_before": os.getloadavg(),
@@ -130,7 +117,7 @@ def fresh(
         RuntimeError: The process failed; the end of its standard error.
     """
     module = function.__module__
-    if module == "__main__":
+    if module in ("__main__", "__mp_main__"):
         module = f"benchmarks.{Path(sys.modules['__main__'].__file__ or '').stem}"
     values = json.dumps(arguments, default=str)
     command = [python, "-m", "benchmarks.runner", f"{module}:{function.__name__}", values]
@@ -179,15 +166,6 @@ def _cpu_s() -> float:
 def _read_bytes() -> float:
     lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return float(lines["rchar"])
-
-
-def forget_pages(folder: Path) -> None:
-    """Ask the kernel to drop the files below a folder from its page cache, so that they are read from the disk."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fdatasync(file.fileno())
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def gpu_provenance(packages: Sequence[str], commit: str | None) -> dict[str, Any]:

@@ -14,10 +14,9 @@ import pytest
 import torch
 
 from benchmarks import bench_memory_model, best_fit_decreasing
-from benchmarks.attention_sides import Case, reference
-from benchmarks.bench_attention import count_rank, error_rank, relative, slowest
+from benchmarks.bench_attention import Case, count_rank, error_rank, reference, relative, slowest
 from benchmarks.bench_imbalance import random_imbalance
-from benchmarks.bench_memory import GOAL_PEAK, MODEL, longest, take_step
+from benchmarks.bench_memory import GOAL_PEAK, MODEL, take_step
 from benchmarks.document_lengths import LONGEST, log_normal, mixed, near_context
 from benchmarks.runner import RESULTS, Benchmark, Record, fresh, header, main, met
 from benchmarks.synthetic_corpus import write_corpus
@@ -142,12 +141,6 @@ def test_random_dealing_waits_for_the_largest_of_neighbors() -> None:
     # Steps of 4 rows on 2 groups: max(4, 1) + max(1, 2), then 8 alone.
     assert random_imbalance(costs, 4, 2) == (4 + 2 + 8) * 2 / 16
     assert step_times(costs, 4, 2).imbalance == (4 + 1 + 8) * 2 / 16
-
-
-def test_the_longest_row_is_found_within_4_percent() -> None:
-    low, high = longest(lambda tokens: 1000.0 * tokens + tokens**1.5, 40e6, 2048)
-    assert 1000 * low + low**1.5 <= 40e6 < 1000 * high + high**1.5
-    assert high <= 1.04 * low
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import pytest
 from ray_ulysses.config import load_config, parse_config
 from ray_ulysses.config.schema import section_models, setting_paths
 from ray_ulysses.errors import ConfigError, Problem
+from tests.configuration_page import PAGE, render_reference
 from tests.unit.config.trees import small_tree
 
 
@@ -156,3 +157,10 @@ def test_each_required_setting_of_an_empty_file_is_reported(tree: object) -> Non
         *("run.name", "run.storage", "data.context_tokens", "data.rows_per_step", "cluster.workers"),
         *("model.path", "data.path"),
     ]
+
+
+def test_the_reference_page_is_current_and_lists_every_setting_in_both_tables() -> None:
+    assert PAGE.read_text(encoding="utf-8") == render_reference(), "run `make docs`"
+    lines = render_reference().splitlines()
+    for path in setting_paths():
+        assert sum(line.startswith(f"| `{path}` |") for line in lines) == 2, path
