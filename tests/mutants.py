@@ -420,7 +420,7 @@ MUTANTS = (
         "data/read/row_source.py:DirectSource.step",
         "self._slices_from(step)",
         "self._slices_from(1)",
-        "unit/data/read/test_row_source.py::test_a_source_starts_at_every_step",
+        "unit/data/read/test_streamed_source.py::test_a_source_starts_at_every_step",
     ),
     Mutant(
         2,
@@ -428,7 +428,7 @@ MUTANTS = (
         "data/read/streamed_source.py:StreamedSource._streamed",
         "handover.num_direct",
         "0",
-        "unit/data/read/test_stream_takes_over.py::test_rows_that_were_read_directly_while_the_stream_was_ready_are_dropped_from_it",
+        "unit/data/read/test_streamed_source.py::test_rows_that_were_read_directly_while_the_stream_was_ready_are_dropped_from_it",
     ),
     Mutant(
         2,
@@ -436,7 +436,7 @@ MUTANTS = (
         "data/read/streamed_source.py:StreamedSource._streamed",
         "handover.num_direct += 1",
         "handover.num_direct += row is not None",
-        f"unit/data/read/test_stream_takes_over.py::{TAKES_OVER}[(0, 3, 1, 2, 1)]",
+        f"unit/data/read/test_streamed_source.py::{TAKES_OVER}[(0, 3, 1, 2, 1)]",
     ),
     Mutant(
         2,
@@ -452,7 +452,7 @@ MUTANTS = (
         "data/plan/drawing.py:_draw_block",
         "(documents[place - first], found[place - first])",
         "(documents[place % CHUNK], found[place % CHUNK])",
-        "unit/data/plan/test_drawing.py::test_every_document_and_fragment_is_drawn_at_its_place[1023]",
+        "unit/data/plan/test_packing.py::test_every_document_and_fragment_is_drawn_at_its_place[1023]",
     ),
     Mutant(
         2,
@@ -500,7 +500,7 @@ MUTANTS = (
         "data/plan/planning.py:_Planning._chosen",
         "self._uses += chosen",
         "self._uses += False",
-        "unit/data/plan/test_mixture.py::test_a_source_goes_on_where_it_stopped",
+        "unit/data/plan/test_branches.py::test_a_source_goes_on_where_it_stopped",
     ),
     Mutant(
         2,
@@ -508,7 +508,7 @@ MUTANTS = (
         "data/read/reader.py:slice_row",
         "np.arange(inside, inside + count)",
         "np.arange(count)",
-        "unit/data/read/test_digest.py::test_the_digest_of_a_row_is_the_same_for_every_sp_size",
+        "unit/data/read/test_reader.py::test_the_digest_of_a_row_is_the_same_for_every_sp_size",
     ),
     Mutant(
         3,
@@ -516,7 +516,7 @@ MUTANTS = (
         "data/plan/steps.py:assign_rows",
         "ordered[first:first + dp_size]",
         "ordered[max(first - 1, 0):][:min(dp_size, len(ordered) - first)]",
-        "unit/data/read/test_exactly_once.py::test_every_planned_token_is_received_exactly_once_at_any_sequence_of_worlds",
+        "unit/data/read/test_reader.py::test_every_planned_token_is_received_exactly_once_at_any_sequence_of_worlds",
     ),
     Mutant(
         3,
@@ -524,7 +524,7 @@ MUTANTS = (
         "data/plan/plan.py:Plan.step_rows",
         "range(first, min(first + size, segment.base_row + segment.train.num_rows))",
         "range(max(0, first - 1), min(first + size, segment.base_row + segment.train.num_rows))",
-        "unit/data/read/test_exactly_once.py::test_every_planned_token_is_received_exactly_once_at_any_sequence_of_worlds",
+        "unit/data/read/test_reader.py::test_every_planned_token_is_received_exactly_once_at_any_sequence_of_worlds",
     ),
     Mutant(
         3,
@@ -532,7 +532,7 @@ MUTANTS = (
         "data/read/digest.py:add_digests",
         "sum(digests) % MODULUS",
         "int(np.bitwise_xor.reduce(np.array(digests, dtype='uint64')))",
-        "unit/data/read/test_digest.py::test_rows_that_swap_contents_a_repeated_row_and_a_lost_one_are_noticed",
+        "unit/data/read/test_reader.py::test_rows_that_swap_contents_a_repeated_row_and_a_lost_one_are_noticed",
     ),
     Mutant(
         3,
@@ -572,7 +572,7 @@ MUTANTS = (
         "data/read/reader.py:slice_row",
         "piece.start + inside + 1",
         "piece.start + inside",
-        "unit/data/read/test_spans_in_rows.py::test_labels_are_the_spans_at_every_split",
+        "unit/data/read/test_reader.py::test_labels_are_the_spans_at_every_split",
     ),
     Mutant(
         3,
@@ -596,7 +596,7 @@ MUTANTS = (
         "data/prepare/unit_writer.py:_Collected.write_texts",
         "writer.add(ids) + np.cumsum(lengths) - lengths",
         "writer.add(ids) + np.cumsum(lengths)",
-        "unit/data/prepare/test_text_batches.py::test_the_corpus_is_the_same_however_texts_are_gathered[bytes-ends]",
+        "unit/data/prepare/test_preparation.py::test_the_corpus_is_the_same_however_texts_are_gathered[bytes-ends]",
     ),
     Mutant(
         3,
@@ -604,7 +604,7 @@ MUTANTS = (
         "data/read/reader.py:slice_row",
         "min(count, piece.num_labels - inside)",
         "min(count - 1, piece.num_labels - inside)",
-        "unit/data/read/test_exactly_once.py::test_every_planned_token_is_received_exactly_once_at_any_sequence_of_worlds",
+        "unit/data/read/test_reader.py::test_every_planned_token_is_received_exactly_once_at_any_sequence_of_worlds",
     ),
     Mutant(
         3,

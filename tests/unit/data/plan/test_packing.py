@@ -1,3 +1,5 @@
+"""Drawing, packing and dealing of rows to ranks."""
+
 from __future__ import annotations
 
 import itertools
@@ -9,9 +11,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ray_ulysses.data.plan import packing as packing_module
+from ray_ulysses.data.plan.drawing import CHUNK, COUNTERS, Drawing, Permutation
 from ray_ulysses.data.plan.packing import NUM_OPEN_ROWS, Packer
-from ray_ulysses.data.plan.rows import Pieces
-from ray_ulysses.data.plan.segment import Packing
+from ray_ulysses.data.plan.rows import Fragments, Pieces
+from ray_ulysses.data.plan.segment import Packing, PlanSettings
+from ray_ulysses.data.plan.steps import assign_rows, balance_windows, num_micro_batches, step_times
 
 
 def pieces_of(lengths: Sequence[int], has_next: Sequence[bool] | None = None) -> Pieces:
@@ -166,3 +170,108 @@ def test_concat_fills_every_row_but_the_last_and_loses_no_target(
         for at in range(start + 1, min(start + length, lengths[document] - 1) + 1)
     ]
     assert sorted(labels) == [(document, at) for document, size in enumerate(lengths) for at in range(1, size)]
+
+
+SEEDS = (7, 0, 1)
+
+
+@pytest.mark.parametrize("block_pieces", [100, CHUNK - 1, CHUNK, CHUNK + 1, 10 * CHUNK])
+def test_every_document_and_fragment_is_drawn_at_its_place(block_pieces: int) -> None:
+    lengths = (np.arange(3 * CHUNK + 5) * 37 % 900 + 2).astype(np.uint32)
+    sizes = np.array([0, 2 * CHUNK - 3, lengths.size], dtype=np.int64)
+    fragments = Fragments(
+        document=np.array([4, 9]), start=np.array([2, 0], dtype=np.int64), length=np.array([5, 3], dtype=np.int64)
+    )
+    drawing = Drawing(lengths, sizes, PlanSettings(seed=7, context_tokens=1000, pad_multiple=8, rows_per_step=1))
+    counters = np.zeros(len(COUNTERS), dtype=np.int64)
+    blocks = list(drawing.pieces(np.diff(sizes).tolist(), SEEDS, fragments, counters, block_pieces=block_pieces))
+    found = Pieces.join(blocks)
+    order = Permutation.seeded(lengths.size + 2, *SEEDS).elements(0, lengths.size + 2)
+    whole = order < lengths.size
+    assert np.array_equal(found.document, np.where(whole, order, np.where(order == lengths.size, 4, 9)))
+    assert np.array_equal(found.length[whole], lengths[order[whole]])
+    assert found.start[~whole].tolist() == [fragments.start[one - lengths.size] for one in order[~whole]]
+    assert found.has_next.tolist() == (~whole & (found.start + found.length < lengths[found.document])).tolist()
+    assert {block.size for block in blocks[:-1]} <= {block_pieces}
+
+
+@settings(deadline=None)  # the first call compiles
+@given(size=st.integers(1, 3000), seed=st.integers(0, 2**63))
+def test_a_permutation_has_every_element_once(size: int, seed: int) -> None:
+    assert np.array_equal(np.sort(Permutation.seeded(size, seed).elements(0, size)), np.arange(size))
+    large = Permutation.seeded(10**12 + size, seed).elements(10**12 - 1, 10**12 + 1)
+    assert len(set(large.tolist())) == 2 and (large < 10**12 + size).all()
+
+
+def test_permutations_of_many_seeds_are_as_even_as_fair_shuffles() -> None:
+    size, draws = 64, 3000
+    orders = np.stack([Permutation.seeded(size, seed).elements(0, size) for seed in range(draws)])
+    counts = np.stack([np.bincount(orders[:, place], minlength=size) for place in range(size)])
+    expected = draws / size
+    chi_square = ((counts - expected) ** 2 / expected).sum() / (size - 1) ** 2
+    assert 0.9 < chi_square < 1.1, "1 for a fair shuffle"
+    neighbours = (np.abs(np.diff(orders, axis=1)) == 1).mean()
+    assert abs(neighbours - 2 / size) < 0.003
+
+
+@given(costs=st.lists(st.integers(0, 1000), min_size=1, max_size=40), dp_size=st.integers(1, 9))
+def test_every_row_of_a_step_is_dealt_once(costs: list[int], dp_size: int) -> None:
+    rows = range(100, 100 + len(costs))
+    dealt = assign_rows(rows, costs, dp_size)
+    assert len(dealt) == num_micro_batches(len(costs), dp_size)
+    assert all(len(micro_batch) == dp_size for micro_batch in dealt)
+    flat = [row for micro_batch in dealt for row in micro_batch]
+    assert sorted(row for row in flat if row is not None) == list(rows)
+    assert sum(row is None for row in flat) == len(dealt) * dp_size - len(costs)
+    assert all(None not in micro_batch for micro_batch in dealt[:-1])
+
+
+def test_micro_batches_hold_neighbours_in_cost_and_alternate_direction() -> None:
+    assert assign_rows([0, 1, 2, 3, 4], [10, 50, 20, 40, 30], 2) == ((1, 3), (2, 4), (0, None))
+
+
+@given(
+    costs=st.lists(st.integers(1, 1000), min_size=1, max_size=60),
+    rows_per_step=st.integers(1, 12),
+    dp_size=st.integers(1, 5),
+)
+def test_imbalance_is_the_lockstep_time_of_the_dealing(costs: list[int], rows_per_step: int, dp_size: int) -> None:
+    lockstep = 0
+    for first in range(0, len(costs), rows_per_step):
+        rows = range(first, min(first + rows_per_step, len(costs)))
+        for micro_batch in assign_rows(rows, [costs[row] for row in rows], dp_size):
+            lockstep += max(costs[row] for row in micro_batch if row is not None)
+    expected = lockstep * dp_size / sum(costs)
+    times = step_times(np.asarray(costs), rows_per_step, dp_size)
+    assert times.imbalance == pytest.approx(expected, rel=1e-12)
+    assert 1.0 - 1e-12 <= times.bound <= times.imbalance * (1 + 1e-12)
+    assert times.fast <= 1.0 + 1e-12
+    assert times.slow >= 1.0 - 1e-12
+
+
+def test_the_bound_is_the_mean_of_the_ranks_or_the_dearest_row() -> None:
+    assert step_times(np.array([8, 1, 1, 2, 6, 6]), 3, 2).bound == pytest.approx((8 + 7) * 2 / 24)
+
+
+@given(
+    costs=st.lists(st.integers(0, 1000), max_size=80),
+    rows_per_step=st.integers(1, 9),
+    num_steps=st.integers(1, 5),
+    first_row=st.integers(0, 50),
+)
+def test_windows_move_rows_only_within_themselves(
+    costs: list[int], rows_per_step: int, num_steps: int, first_row: int
+) -> None:
+    order = balance_windows(np.asarray(costs, dtype=np.int64), rows_per_step, num_steps, first_row)
+    window = rows_per_step * num_steps
+    places = np.arange(len(costs))
+    assert sorted(order.tolist()) == places.tolist()
+    assert np.array_equal((order + first_row) // window, (places + first_row) // window)
+
+
+def test_each_step_of_a_window_holds_rows_of_all_costs() -> None:
+    order = balance_windows(np.arange(64)[::-1].copy(), 16, 4)
+    sums = np.arange(64)[::-1][order].reshape(4, 16).sum(axis=1)
+    assert np.ptp(sums) == 0
+    groups = np.sort(order.reshape(4, 4, 4), axis=2)
+    assert (np.diff(groups, axis=2) == 1).all(), "a step holds groups of neighbours"

@@ -33,7 +33,7 @@ from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.errors import UlyssesError
 from tests.local_preparation import prepare_local
 from tests.unit.data.corpora import varied_texts, write_texts
-from tests.unit.data.sources.test_line_ranges import described
+from tests.unit.data.sources.test_records import described
 from tests.unit.storage.test_retry import SleepingClock, policy_of
 
 AWAY = ("EIO", "ESTALE", "ETIMEDOUT", "ECONNRESET", "EHOSTUNREACH", "ENOTCONN", "EREMOTEIO", "EBUSY")

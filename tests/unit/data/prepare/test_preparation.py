@@ -22,13 +22,16 @@ from ray_ulysses.data.prepare.preparation import LOCK_FILE, PrepareProgress, Pre
 from ray_ulysses.data.prepare.unit_writer import UnitResult, write_unit
 from ray_ulysses.data.sources.rows import RowFields
 from ray_ulysses.data.sources.units import SourceSpec, Unit
+from ray_ulysses.data.tokenize import dividing
 from ray_ulysses.data.tokenize.encoding import DocumentEncoder, load_encoder
+from ray_ulysses.data.tokenize.options import EncodingOptions
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.storage.atomic import TEMPORARY_PREFIX
 from ray_ulysses.storage.retry import RetryPolicy
 from tests import local_preparation
 from tests.local_preparation import prepare_local, preparing
 from tests.unit.data.corpora import begin, check_content, varied_texts, write_texts
+from tests.unit.data.tokenize.test_encoding import bos_tokenizer
 from tests.unit.data.tokenize.test_tokenizers import fast_tokenizer
 
 BYTES = load_encoder("bytes")
@@ -384,3 +387,162 @@ def test_a_file_of_a_unit_that_is_gone_or_a_link_or_a_pipe_is_written_again_and_
             assert pending(request) == [1], (path, replacement)
             write_unit(request.out, units[1], BYTES)
             assert not path.is_symlink() and pending(request) == []
+
+
+ROWS: list[Any] = [
+    {"text": "the quick brown fox"},
+    {"text": ""},
+    {"text": "x"},
+    {"text": "weighted", "w": 2},
+    {"text": "the fox\njumps over\nthe dog " * 40},
+    {"text": 7},
+    {"text": "é漢🙂 and\nmore"},
+    {"text": "the quick brown fox"},
+    {"text": "y"},
+    {"text": "last\none"},
+]
+
+
+def prepared(root: Path, tokenizer: str, options: EncodingOptions) -> tuple[Corpus, list[Any]]:
+    root.mkdir()
+    path = root.parent / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    spec = SourceSpec(paths=(str(path),), fields=RowFields(text="text", weight="w"))
+    corpus = prepare_local(PrepareRequest(sources=spec, out=root / "corpus", tokenizer=tokenizer, encoding=options))
+    lines = (corpus.path / "quarantine.jsonl").read_text().splitlines()
+    left_out = [(one["offset"], one["reason"]) for one in map(json.loads, lines)]
+    return corpus, left_out
+
+
+@pytest.mark.parametrize("options", [EncodingOptions(), EncodingOptions(eos="none")], ids=["ends", "no end"])
+@pytest.mark.parametrize("kind", ["bytes", "bpe"])
+def test_the_corpus_is_the_same_however_texts_are_gathered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, options: EncodingOptions
+) -> None:
+    tokenizer = "bytes" if kind == "bytes" else str(bos_tokenizer(tmp_path / "bpe", None))
+    monkeypatch.setattr(dividing, "PART_CHARACTERS", 30)
+    found = {}
+    for name, limits in {
+        "many at once": {},
+        "by two": {"_BATCH_TEXTS": 2},
+        "one by one": {"_BATCH_CHARACTERS": 1},
+        "in parts": {"_LONG_CHARACTERS": 0},
+    }.items():
+        with monkeypatch.context() as patch:
+            for limit, value in limits.items():
+                patch.setattr(unit_writer, limit, value)
+            corpus, left_out = prepared(tmp_path / name, tokenizer, options)
+        files = {path.name: path.read_bytes() for path in corpus.path.rglob("*") if path.suffix in (".tokens", ".bin")}
+        found[name] = (corpus.fingerprint, left_out, files, corpus.digests().tobytes())
+        assert corpus.info.spans is not None and corpus.has_weights
+    assert len({(one[0], str(one[1])) for one in found.values()}) == 1
+    assert all(one == found["many at once"] for one in found.values())
+    singles = [3, 9] if options.eos == "none" else []
+    assert sorted(offset for offset, _ in found["by two"][1]) == sorted([2, 6, 8, *singles])
+
+    encoder = load_encoder(tokenizer, options)
+    texts = [row["text"] for number, row in enumerate(ROWS, start=1) if number not in (2, 6, 8, *singles)]
+    assert corpus.num_documents == len(texts)
+    for number, text in enumerate(texts):
+        (expected,) = encoder.encode(text)
+        assert np.array_equal(corpus.read(number, 0, int(corpus.lengths[number])), expected.ids)
+
+
+def test_a_long_document_is_never_held_as_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    most = 0
+    add = unit_writer.FlatWriter.add
+
+    def watched(writer: Any, ids: Any) -> Any:
+        nonlocal most
+        most = max(most, ids.nbytes)
+        return add(writer, ids)
+
+    monkeypatch.setattr(unit_writer.FlatWriter, "add", watched)
+    path = tmp_path / "long.txt"
+    path.write_text("0123456789abcdef" * 500_000)
+    corpus = prepare_local(PrepareRequest(sources=SourceSpec(paths=(str(path),)), out=tmp_path / "corpus"))
+    assert corpus.lengths.tolist() == [8_000_001] and 0 < most <= 8 << 18
+    assert corpus.read(0, 7_999_999, 2).tolist() == [ord("f"), 256]
+
+
+CORPUS = "corpus.json"
+
+
+class Disk:
+    """Records the syncs and renames of a process, to determine what a power failure would leave of a directory.
+
+    A file's content is durable once the file is synced, and its name once the folder is synced after the rename. A
+    rename that is not synced yet may or may not be durable.
+    """
+
+    def __init__(self, top: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.top = top
+        self.contents: dict[int, bytes] = {}
+        self.names: dict[Path, dict[str, int]] = {}
+        self.moments: list[tuple[str, dict[str, bytes], bytes | None]] = []
+        fsync, replace_name = os.fsync, os.replace
+
+        def recorded_fsync(descriptor: int) -> None:
+            fsync(descriptor)
+            path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+            if path.is_dir():
+                self.names[path] = {name: (path / name).stat().st_ino for name in os.listdir(path)}
+            else:
+                self.contents[path.stat().st_ino] = path.read_bytes()
+            self.record(f"sync {path.name}")
+
+        def recorded_replace(source: str, target: str, **folders: int) -> None:
+            replace_name(source, target, **folders)
+            self.record(f"rename {Path(target).name}")
+
+        monkeypatch.setattr(os, "fsync", recorded_fsync)
+        monkeypatch.setattr(os, "replace", recorded_replace)
+
+    def record(self, what: str) -> None:
+        commit = self.top / CORPUS
+        named = self.contents.get(commit.stat().st_ino, b"") if commit.exists() else None
+        self.moments.append((what, dict(self._durable(self.top)), named))
+
+    def _durable(self, folder: Path) -> Iterator[tuple[str, bytes]]:
+        for name, inode in self.names.get(folder, {}).items():
+            path = folder / name
+            if path in self.names or path.is_dir():
+                yield from self._durable(path)
+            else:
+                yield str(path.relative_to(self.top)), self.contents.get(inode, b"")
+
+
+def test_a_power_cut_at_any_moment_leaves_a_whole_corpus_or_one_to_go_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"prompt": f"{number}?", "answer": "yes" * (1 + number)} for number in range(9)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    spec = SourceSpec(paths=(str(tmp_path / "rows.jsonl"),), fields=RowFields(prompt="prompt", completion="answer"))
+    request = PrepareRequest(sources=spec, out=tmp_path / "some" / "where" / "corpus", unit_bytes=120)
+    with monkeypatch.context() as patched:
+        disk = Disk(request.out, patched)
+        corpus = prepare_local(request)
+    assert len(corpus.info.shards) > 2 and corpus.info.spans is not None
+    num_committed, tried = 0, []
+    for number, (what, durable, commit) in enumerate(disk.moments):
+        named = durable if commit is None else {**durable, CORPUS: commit}
+        # The name of corpus.json may be durable even if its folder was not synced after the rename.
+        for kind, files in (("synced", durable), ("named", named)):
+            if files in tried:
+                continue
+            tried.append(files)
+            left = replace(request, out=tmp_path / f"{number}-{kind}")
+            for name, content in files.items():
+                (left.out / name).parent.mkdir(parents=True, exist_ok=True)
+                (left.out / name).write_bytes(content)
+            if CORPUS in files:
+                num_committed += 1
+                check_content(Corpus.open(left.out))
+            found = prepare_local(left)
+            check_content(found)
+            assert found.fingerprint == corpus.fingerprint, (number, what, kind)
+    assert num_committed > 0 and len(tried) > 3
+    # In the end, corpus.json is durable, and so are its parent folders.
+    assert disk.moments[-1][1][CORPUS] == (request.out / CORPUS).read_bytes()
+    for folder in (request.out, *request.out.parents[:2]):
+        assert folder.name in disk.names[folder.parent]

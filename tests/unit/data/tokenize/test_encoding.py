@@ -1,23 +1,29 @@
-"""Tokens that begin and end documents, and the options that determine how documents are tokenized."""
+"""Tokens that begin and end documents, and label spans."""
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from ray_ulysses.commands.prepare import _request, _result
 from ray_ulysses.data.corpus.corpus import Corpus
-from ray_ulysses.data.sources.rows import CompletionRow, TokenRow
+from ray_ulysses.data.prepare import unit_writer
+from ray_ulysses.data.sources.rows import ChatRow, CompletionRow, RowError, TokenRow
 from ray_ulysses.data.tokenize.encoding import load_encoder, weighted
 from ray_ulysses.data.tokenize.options import EncodingOptions
+from ray_ulysses.data.tokenize.spans import LabelSpans, mask_spans, span_mask
 from ray_ulysses.data.tokenize.tokenizers import load_tokenizer
 from ray_ulysses.errors import UserError
+from tests.unit.data.corpora import mask_of
 from tests.unit.data.tokenize.test_chat import CHATML, CONVERSATION, FORGETFUL, chat_tokenizer
-from tests.unit.data.tokenize.test_supervision import prepare_rows
+from tests.unit.data.tokenize.test_supervision import prepare_rows, reasons_of
 from tests.unit.data.tokenize.test_tokenizers import fast_tokenizer
 
 BOS, EOS = 0, 1
@@ -180,3 +186,161 @@ def test_a_loss_mask_ends_turns_as_labels_do(tmp_path: Path) -> None:
         assert masked.ids[-1] == EOS and masked.turn_ends == labeled.turn_ends == {end}
     whole = weighted(plain, np.ones(7, dtype=np.float32), encoder.tokenizer.special_ids)
     assert whole.turn_ends == {end}
+
+
+FORGED = "a part of its text is tokenized as the special token '</s>'"
+
+
+def forgeable_tokenizer(directory: Path, kind: str) -> Path:
+    """Write a tokenizer that, like T5's, produces its end token from a text that spells the token."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    letters = [chr(code) for code in range(97, 123)]
+    if kind == "unigram":
+        pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *((one, -3.0) for one in ("\u2581", *letters))]
+        tokenizer = Tokenizer(models.Unigram(pieces, unk_id=2))
+    else:
+        vocabulary = ["<pad>", "</s>", "<unk>", "\u2581", *letters, "<", "/", ">", "</", "</s"]
+        merges = [("<", "/"), ("</", "s"), ("</s", ">")]
+        numbers = {one: number for number, one in enumerate(vocabulary)}
+        tokenizer = Tokenizer(models.BPE(numbers, merges, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.add_special_tokens(["<pad>", "</s>", "<unk>"])
+    directory.mkdir(parents=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    named = {"eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(named))
+    return directory
+
+
+def with_end(directory: Path, *, special: bool = False, normalizer: Any = None) -> tuple[str, int]:
+    """Return a tokenizer directory with an added token ``<end>`` that is not the end token, and the token's id."""
+    from tokenizers import AddedToken, Tokenizer
+
+    path = str(fast_tokenizer(directory) / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(path)
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    tokenizer.add_tokens([AddedToken("<end>", special=special)])
+    tokenizer.save(path)
+    return str(directory), int(tokenizer.token_to_id("<end>"))
+
+
+@pytest.fixture(params=[False, True], ids=["batch", "long"])
+def _length(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param:
+        monkeypatch.setattr(unit_writer, "_LONG_CHARACTERS", 4)
+
+
+@pytest.mark.usefixtures("_length")
+@pytest.mark.parametrize("kind", ["unigram", "bpe"])
+def test_a_document_that_forges_a_special_token_is_rejected(tmp_path: Path, kind: str) -> None:
+    directory = forgeable_tokenizer(tmp_path / "tokenizer", kind)
+    # Unknown characters and padding tokens are not a forgery.
+    texts = ["he said so", "he said </s> and", "", "what? 7", "end</s>", "a <pad> b"]
+    corpus = prepare_rows(tmp_path, [{"text": text} for text in texts], str(directory))
+    assert [corpus.source(document).offset for document in range(corpus.num_documents)] == [1, 4, 6]
+    assert sorted(reasons_of(corpus)) == [(2, FORGED), (3, "empty"), (5, FORGED)]
+    for document, length in enumerate(corpus.lengths.tolist()):
+        assert np.flatnonzero(corpus.read(document, 0, length) == 1).tolist() == [length - 1]
+
+
+def test_a_completion_that_forges_its_end_token_is_rejected(tmp_path: Path) -> None:
+    encoder = load_encoder(forgeable_tokenizer(tmp_path / "tokenizer", "unigram"))
+    for row in (CompletionRow(prompt="a </s>", completion=" b"), CompletionRow(prompt="a", completion=" </s> b")):
+        with pytest.raises(RowError, match=f"^{FORGED}$"):
+            encoder.encode(row)
+
+
+@pytest.mark.usefixtures("_length")
+@pytest.mark.parametrize("special", [False, True])
+def test_a_text_can_not_forge_a_chosen_end_token_that_is_not_special(tmp_path: Path, special: bool) -> None:
+    directory, number = with_end(tmp_path / "tokenizer", special=special)
+    rows = [{"text": text} for text in ("he said so", "he said <end> and")]
+    # The token may be spelled if it is not the chosen end token.
+    for name, options, num_kept in (
+        ("own", EncodingOptions(), 2),
+        ("chosen", EncodingOptions(eos="<end>"), 2 if special else 1),
+    ):
+        corpus = prepare_rows(tmp_path / name, rows, directory, encoding=options)
+        assert corpus.num_documents == num_kept and corpus.source(0).offset == 1
+    for document, length in enumerate(corpus.lengths.tolist()):
+        assert np.flatnonzero(corpus.read(document, 0, length) == number).tolist() == [length - 1]
+
+
+def test_a_chat_can_not_forge_a_chosen_end_token_that_is_not_special(tmp_path: Path) -> None:
+    from tokenizers import normalizers
+
+    directory, number = with_end(tmp_path / "tokenizer", normalizer=normalizers.NFKC())
+    template = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}<end>{% endfor %}"
+    Path(directory, "chat_template.jinja").write_text(template)
+    encoder = load_encoder(directory, EncodingOptions(eos="<end>"))
+
+    def answered(content: str) -> ChatRow:
+        return ChatRow(messages=({"role": "user", "content": "who?"}, {"role": "assistant", "content": content}))
+
+    # The template itself may write the token.
+    (chat,) = encoder.encode(answered("he said so"))
+    assert np.count_nonzero(chat.ids == number) == 2
+    for forged in ("he said <end> and", "he said \uff1cend\uff1e and"):
+        with pytest.raises(RowError, match=r"the special token '<end>'$"):
+            encoder.encode(answered(forged))
+    assert load_encoder(directory).encode(answered("he said <end> and"))
+
+
+def spans_of(documents: list[list[tuple[int, int]]]) -> LabelSpans:
+    flat = np.array([span for spans in documents for span in spans], dtype=np.int64).reshape(-1, 2)
+    offsets = np.cumsum([0, *(len(spans) for spans in documents)], dtype=np.int64)
+    return LabelSpans(offsets=offsets, starts=flat[:, 0], stops=flat[:, 1])
+
+
+@st.composite
+def documents(draw: st.DrawFn) -> list[list[tuple[int, int]]]:
+    """Draw documents with valid spans, including none, adjacent spans, and a span at the start."""
+    found = []
+    for _ in range(draw(st.integers(1, 6))):
+        spans, at = [], 0
+        for gap, size in draw(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4)), max_size=6)):
+            spans.append((at + gap, at + gap + size))
+            at += gap + size
+        found.append(spans)
+    return found
+
+
+RANGES = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 50), st.integers(0, 50)), min_size=1, max_size=20)
+
+
+@given(documents(), RANGES)
+@example([[(3, 5)], [(0, 2), (2, 4)]], [(0, 2, 3), (0, 2, 4), (0, 3, 5), (0, 4, 9), (0, 5, 9), (1, 0, 1_000)])
+@example([[], []], [(0, 0, 5)])
+def test_counts_and_masks_equal_a_loop_over_tokens(
+    spans: list[list[tuple[int, int]]], ranges: list[tuple[int, int, int]]
+) -> None:
+    label_spans = spans_of(spans)
+    ranges = [(document % len(spans), first, last) for document, first, last in ranges]
+    expected = []
+    for document, first, last in ranges:
+        tokens = [any(start <= token < stop for start, stop in spans[document]) for token in range(first, last)]
+        assert mask_of(label_spans, document, first, last).tolist() == tokens
+        expected.append(sum(tokens))
+    found = label_spans.count(*(np.array(column, dtype=np.int64) for column in zip(*ranges, strict=True)))
+    assert found.dtype == np.int64 and found.tolist() == expected
+    every = label_spans.count(np.arange(len(spans)), np.int64(1), np.int64(5))
+    assert every.tolist() == [mask_of(label_spans, document, 1, 5).sum() for document in range(len(spans))]
+
+
+@pytest.mark.parametrize("spans", [[(2, 2)], [(-1, 2)], [(0, 3), (2, 4)], [(5, 6), (0, 2)]])
+def test_inconsistent_spans_and_offsets_are_refused(spans: list[tuple[int, int]]) -> None:
+    with pytest.raises(ValueError, match="span"):
+        spans_of([spans])
+    one = np.array([0], dtype=np.int64)
+    for offsets in ([0, 2], [0, 2, 1]):
+        with pytest.raises(ValueError, match="offsets must"):
+            LabelSpans(offsets=np.array(offsets), starts=one, stops=one + 1)
+
+
+@given(st.lists(st.booleans(), max_size=30))
+def test_a_mask_and_its_spans_are_the_same(mask: list[bool]) -> None:
+    starts, stops = mask_spans(np.array(mask, dtype=np.bool_))
+    assert span_mask(starts, stops, 0, len(mask)).tolist() == mask
+    assert (starts[1:] > stops[:-1]).all()

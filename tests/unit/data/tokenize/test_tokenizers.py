@@ -1,21 +1,27 @@
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from ray_ulysses.data.prepare import unit_writer
 from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.sources.rows import ChatRow, RowError
 from ray_ulysses.data.sources.units import SourceSpec
+from ray_ulysses.data.tokenize.dividing import divide, dividing_pattern
 from ray_ulysses.data.tokenize.encoding import load_encoder
-from ray_ulysses.data.tokenize.tokenizers import ByteTokenizer, load_tokenizer
+from ray_ulysses.data.tokenize.tokenizers import ByteTokenizer, Vocabulary, load_tokenizer
 from ray_ulysses.errors import UserError
+from ray_ulysses.export.tokenizer_files import byte_tokenizer_files
+from ray_ulysses.validation import adapter, checked
 from tests.local_preparation import prepare_local
 
 
@@ -204,3 +210,214 @@ def test_a_list_that_the_library_accepts_in_place_of_an_object_is_accepted(tmp_p
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.encode_all(["the fox"])[0].tolist() == plain
     assert "".join(tokenizer.divide("the fox\njumps " * 40_000)) == "the fox\njumps " * 40_000
+
+
+Change = Callable[[dict[str, Any]], object]
+
+
+def added(token_id: int, text: str, *, special: bool = True) -> dict[str, Any]:
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": special}
+    return {"id": token_id, "content": text, **flags}
+
+
+def append(*texts: str) -> Change:
+    def change(fields: dict[str, Any]) -> None:
+        first = len(fields["model"]["vocab"])
+        fields["added_tokens"] += [added(first + place, text) for place, text in enumerate(texts)]
+
+    return change
+
+
+def mark_as_added(fields: dict[str, Any]) -> None:
+    """Add a token of the vocabulary to the added tokens, as a list of additional special tokens does."""
+    fields["added_tokens"].append(added(fields["model"]["vocab"]["!"], "!"))
+
+
+def rename_added(fields: dict[str, Any]) -> None:
+    vocabulary = fields["model"]["vocab"]
+    vocabulary["<mine>"] = vocabulary.pop("<s>")
+    fields["added_tokens"][0]["content"] = "<mine>"
+
+
+def swap_ids(fields: dict[str, Any]) -> None:
+    vocabulary = fields["model"]["vocab"]
+    vocabulary["!"], vocabulary['"'] = vocabulary['"'], vocabulary["!"]
+
+
+def drop_last_token(fields: dict[str, Any]) -> None:
+    vocabulary = fields["model"]["vocab"]
+    last = max(vocabulary, key=vocabulary.get)
+    del vocabulary[last]
+    fields["model"]["merges"] = [merge for merge in fields["model"]["merges"] if "".join(merge) != last]
+
+
+def merges_as_text(fields: dict[str, Any]) -> None:
+    """Store merges as strings, like versions of the library before 0.20."""
+    fields["model"]["merges"] = [" ".join(merge) for merge in fields["model"]["merges"]]
+
+
+def reorder_keys(fields: dict[str, Any]) -> None:
+    model = fields["model"]
+    model["vocab"] = dict(reversed(model["vocab"].items()))
+    fields["model"] = dict(reversed(model.items()))
+
+
+UNCHANGED: Change = lambda fields: None  # noqa: E731
+# Changes to the corpus's and the model's tokenizer, and the difference that results.
+CHANGES: dict[str, tuple[Change, Change, str | None]] = {
+    "merges as another version of the library writes them": (UNCHANGED, merges_as_text, None),
+    "another order of keys": (UNCHANGED, reorder_keys, None),
+    "no truncation and no padding": (UNCHANGED, lambda fields: fields.update(truncation=None, padding=None), None),
+    "one appended to each, and one more": (append("<tool>"), append("<tool>", "<pad>"), None),
+    "tokens appended for the corpus": (append("<tool>", "</tool>"), UNCHANGED, None),
+    "a token that is marked as special in the corpus": (mark_as_added, UNCHANGED, None),
+    "a token that is marked as special in the model": (UNCHANGED, mark_as_added, None),
+    "two ids swapped": (UNCHANGED, swap_ids, "have different texts"),
+    "merges in another order": (UNCHANGED, lambda fields: fields["model"]["merges"].reverse(), "their merges"),
+    "a renamed special token": (rename_added, UNCHANGED, "token 0 is '<mine>' in the corpus and '<s>' in the model"),
+    "another appended token": (append("<a>", "<b>"), append("<b>"), "'<a>' in the corpus and '<b>' in the model"),
+    "a token that the model's vocabulary has": (append("<b>"), append("<a>", "<b>"), "'<b>' is token"),
+    "a model with one more token of its own": (drop_last_token, UNCHANGED, "have different texts"),
+}
+
+
+def difference(corpus: Path | str, model: Path | str) -> str | None:
+    stored = json.loads(json.dumps(adapter(Vocabulary).dump_python(load_tokenizer(corpus).tokens.vocabulary())))
+    return load_tokenizer(model).tokens.difference_from(checked(adapter(Vocabulary), stored))
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_only_changed_meanings_of_ids_and_merges_are_a_difference(tmp_path: Path, case: str) -> None:
+    *changes, expected = CHANGES[case]
+    folders = [fast_tokenizer(tmp_path / name) for name in ("corpus", "model")]
+    for folder, change in zip(folders, changes, strict=True):
+        fields = json.loads((folder / "tokenizer.json").read_text())
+        change(fields)
+        (folder / "tokenizer.json").write_text(json.dumps(fields))
+    settings = {"eos_token": "</s>", "chat_template": "{{ messages }}", "padding_side": "left", "model_max_length": 8}
+    (folders[1] / "tokenizer_config.json").write_text(json.dumps(settings))
+    found = difference(*folders)
+    assert found is None if expected is None else expected in str(found)
+
+
+def test_bytes_differ_from_any_bpe_and_equal_their_own_export(tmp_path: Path) -> None:
+    assert "have different texts" in str(difference("bytes", fast_tokenizer(tmp_path / "bpe")))
+    assert difference(tmp_path / "bpe", "bytes") is not None
+    (tmp_path / "exported").mkdir()
+    for name, content in byte_tokenizer_files().items():
+        (tmp_path / "exported" / name).write_bytes(content)
+    assert difference("bytes", tmp_path / "exported") is None and difference(tmp_path / "exported", "bytes") is None
+
+
+_MARKS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+PATTERNS = {
+    "llama 3": rf"{_MARKS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_REST}",
+    "qwen 2": rf"{_MARKS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_REST}",
+    "o200k": rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_MARKS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_MARKS}?"
+    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_REST}",
+    "deepseek": r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_REST}",
+}
+BYTE_LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+PIECES = [
+    *("a", "B", "word", "1", "23", " ", "  ", "\n", "\n\n", "\r\n", "\t", ".", "'s", "/", "_"),
+    *("é", "e\u0301", "漢字", "🙂", "ß"),
+]
+
+
+def split(pattern: str) -> Any:
+    return pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+
+
+def pre_tokenizer_of(kind: str) -> Any:
+    if kind == "gpt 2":
+        return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    if kind == "deepseek":
+        before = [split(r"\p{N}{1,3}"), split(r"[一-龥぀-ゟ゠-ヿ]+")]
+        return pre_tokenizers.Sequence([*before, split(PATTERNS[kind]), BYTE_LEVEL])
+    return pre_tokenizers.Sequence([split(PATTERNS[kind]), BYTE_LEVEL])
+
+
+@functools.cache
+def tokenizer_of(kind: str) -> Tokenizer:
+    """Train a BPE with merges of line feeds, spaces and letters wherever the pre-tokenizer allows them."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizer_of(kind)
+    rng = np.random.default_rng(0)
+    texts = ["".join(PIECES[n] for n in rng.integers(0, len(PIECES), 300)) for _ in range(80)]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=700, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    found: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+    return found
+
+
+KINDS = [*PATTERNS, "gpt 2"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@example(pieces=["\n\n", "a"], size=2)
+@given(pieces=st.lists(st.sampled_from(PIECES), min_size=1, max_size=60), size=st.integers(2, 12))
+def test_the_parts_have_the_same_tokens_as_the_text(kind: str, pieces: list[str], size: int) -> None:
+    tokenizer, text = tokenizer_of(kind), "".join(pieces)
+    pattern = dividing_pattern(json.loads(tokenizer.to_str()))
+    assert pattern is not None
+    parts = list(divide(text, pattern, size))
+    assert "".join(parts) == text
+    assert [one for part in parts for one in ids(tokenizer, part)] == ids(tokenizer, text)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_long_text_is_divided(kind: str) -> None:
+    pattern = dividing_pattern(json.loads(tokenizer_of(kind).to_str()))
+    breaks = "\n" if kind == "gpt 2" else "\n\n"
+    text = f"A line of it.{breaks}" * 1000
+    parts = list(divide(text, pattern, 500))
+    assert len(parts) > 20 and max(map(len, parts)) < 540
+    assert list(divide(text.replace("\n", " "), pattern, 500)) == [text.replace("\n", " ")], "no place is known"
+
+
+def split_json(pattern: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("model", {"type": "Unigram"}),
+        ("model", {"type": "BPE", "dropout": 0.1}),
+        ("normalizer", {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Lowercase"}]}),
+        ("pre_tokenizer", None),
+        ("pre_tokenizer", {"type": "Metaspace", "replacement": "_", "prepend_scheme": "first"}),
+        ("pre_tokenizer", {"type": "ByteLevel", "add_prefix_space": True, "use_regex": True}),
+        ("pre_tokenizer", {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}),
+        ("pre_tokenizer", split_json(r"\n.*|\s+")),
+        ("pre_tokenizer", split_json(r"\p{N}|\s+")),
+        ("added_tokens", [{"id": 1, "content": "a\nb", "special": False}]),
+        ("added_tokens", [{"id": 1, "content": "ab", "special": False, "rstrip": True}]),
+    ],
+)
+def test_a_tokenizer_that_may_merge_across_a_cut_does_not_divide(part: str, value: Any) -> None:
+    assert dividing_pattern({**json.loads(tokenizer_of("llama 3").to_str()), part: value}) is None
+
+
+def test_a_text_with_a_special_token_and_bytes_are_divided() -> None:
+    tokenizer = Tokenizer.from_str(tokenizer_of("llama 3").to_str())
+    tokenizer.add_special_tokens([AddedToken("<x\ny>", special=True)])
+    tokenizer.encode_special_tokens = True
+    pattern = dividing_pattern(json.loads(tokenizer.to_str()))
+    assert pattern is not None
+    text = "one <x\ny> two <x\ny> three\n"
+    parts = list(divide(text, pattern, 3))
+    assert len(parts) == 3 and [one for part in parts for one in ids(tokenizer, part)] == ids(tokenizer, text)
+    text, encode = "é漢🙂" * 100_000, ByteTokenizer().encode_all
+    parts = list(ByteTokenizer().divide(text))
+    assert len(parts) > 1 and "".join(parts) == text
+    assert np.array_equal(np.concatenate([encode([part])[0] for part in parts]), encode([text])[0])
