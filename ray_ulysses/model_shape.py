@@ -394,7 +394,7 @@ def _refuse_large(name: str, value: object, source: str) -> None:
     most = next((most for part, most in _MOST if part in name), None)
     if isinstance(value, list | tuple):
         if most is not None and "layer" in name and len(value) > most:
-            raise UserError(f"{source}.{name}: has {len(value):,} layers; no model has more than {most:,}")
+            raise UserError(f"{source}.{name}: has {len(value):,} layers; use at most {most:,}")
         values: list[object] = list(value)
     else:
         values = [value]
@@ -402,9 +402,9 @@ def _refuse_large(name: str, value: object, source: str) -> None:
         # "not <=" instead of ">", because comparisons with NaN are false.
         if isinstance(one, int) and not abs(one) <= (most or _MOST_NUMBER):
             shown = one if abs(one) < 1 << 64 else "a number of more than 64 bits"
-            raise UserError(f"{source}.{name}={shown}: no model has more than {most or _MOST_NUMBER:,}; correct it")
+            raise UserError(f"{source}.{name}={shown}: must be at most {most or _MOST_NUMBER:,}")
         if isinstance(one, float) and most is not None and not abs(one) <= most:
-            raise UserError(f"{source}.{name}={one}: no model has more than {most:,}; correct it")
+            raise UserError(f"{source}.{name}={one}: must be at most {most:,}")
 
 
 def with_num_layers(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -438,7 +438,7 @@ def _largest(config: Mapping[str, Any], name: str, source: str) -> int:
     value = config[name]
     values: list[int] = list(value) if isinstance(value, list | tuple) else [value]
     if not all(isinstance(one, int) and not isinstance(one, bool) for one in values):
-        raise UserError(f"{source}.{name}={value!r}: must be a whole number, or a list with one per layer")
+        raise UserError(f"{source}.{name}={value!r}: must be a whole number, or a list with one number per layer")
     return max(values)
 
 

@@ -97,7 +97,7 @@ class _Replay(_Mode):
             return operator(*args, **(kwargs or {}))
         if not self._storage[operator]:
             raise RuntimeError(
-                f"the saved result of {operator} is gone after one backward pass; for a second backward pass through a "
+                f"the saved output of {operator} is freed by the first backward pass; for a second pass through a "
                 "checkpointed layer (retain_graph=True), set memory.attention_output=none"
             )
         return self._storage[operator].popleft()()

@@ -411,7 +411,7 @@ def check_adapters(model: nn.Module) -> None:
             raise UserError(
                 f"{type(module).__name__} at {name} has the adapter {', '.join(sorted(added))}, which was added or "
                 "activated after apply_ulysses and was not inspected; add adapters before apply_ulysses, or call "
-                "apply_ulysses again on the same model (if a PeftModel wraps the model, on its get_base_model())"
+                "apply_ulysses again on the same model (for a PeftModel, on the result of get_base_model())"
             )
 
 

@@ -223,8 +223,8 @@ def _read(content: bytes, take: Callable[[Mapping[str, Any]], _Taken]) -> _Taken
     except ContentError as error:
         raise ManifestError(f"the manifest's {error}") from error
     raise ForeignManifestError(
-        f"the manifest has schema version {version}, but this version of ray-ulysses reads {SCHEMA_VERSION}; load it "
-        "with the version that wrote it"
+        f"the manifest has schema version {version}, but this version of ray-ulysses reads version {SCHEMA_VERSION}; "
+        "load the checkpoint with the version of ray-ulysses that wrote it"
     )
 
 
@@ -237,7 +237,7 @@ def _manifest_of(values: Mapping[str, Any]) -> Manifest:
     for number, stored in enumerate(checked(adapter(_Shards), values).shards):
         shards.append(_entry(stored, f"shards[{number}]", folder, sizes))
         if stored.file in files:
-            raise ContentError(f"shards[{number}].file is {shown_value(stored.file)}, which another shard has too")
+            raise ContentError(f"shards[{number}].file is {shown_value(stored.file)}, the file of another shard too")
         files.add(stored.file)
     manifest = Manifest(
         step=ref.step, attempt=ref.attempt, world_size=ref.world_size, meta=meta, state=state, shards=tuple(shards)

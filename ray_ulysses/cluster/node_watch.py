@@ -263,7 +263,7 @@ class MetadataService:
                 return answer
             # The token has expired.
             self._token = None
-        raise UnexpectedAnswerError("HTTP 401 in spite of a new token")
+        raise UnexpectedAnswerError("the request returned HTTP 401 even with a new token")
 
     def _new_token(self) -> str:
         lifetime = {"X-aws-ec2-metadata-token-ttl-seconds": str(_TOKEN_TTL_S)}
@@ -282,7 +282,7 @@ class MetadataService:
         except urllib.error.HTTPError as error:
             response = error
         except (HTTPException, ValueError) as error:
-            raise OSError(f"{url} gives no HTTP answer ({type(error).__name__})") from error
+            raise OSError(f"{url} did not return a valid HTTP response ({type(error).__name__})") from error
         with contextlib.closing(response):
             status, date = int(response.status or 0), response.headers.get("Date")
             body = b""
@@ -291,9 +291,9 @@ class MetadataService:
                 while len(body) < _MOST_BYTES and (piece := response.read1(_PIECE)):
                     body += piece
                     if self._clock.monotonic() > end:
-                        raise TimeoutError(f"{url} does not respond within {_TIMEOUT_S:g} s")
+                        raise TimeoutError(f"{url} did not respond within {_TIMEOUT_S:g} s")
             except HTTPException as error:
-                raise OSError(f"{url} ended its answer early ({type(error).__name__})") from error
+                raise OSError(f"{url} sent an incomplete HTTP response ({type(error).__name__})") from error
         return Answer(
             status=status,
             body=body.decode(errors="replace"),

@@ -53,8 +53,8 @@ def private_session() -> Iterator[None]:
     longest = f"{folder}/ray/session_2026-01-01_00-00-00_000000_{os.getpid()}/sockets/plasma_store"
     if len(os.fsencode(longest)) > _MOST_BYTES:
         raise UserError(
-            f"{folder}: the paths of Ray's sockets there would have {len(os.fsencode(longest))} bytes, but at most "
-            f"{_MOST_BYTES} are allowed; set RAY_TMPDIR to a shorter path in a private directory"
+            f"{folder}: Ray's socket paths in this directory would be {len(os.fsencode(longest))} bytes long, but at "
+            f"most {_MOST_BYTES} are allowed; set RAY_TMPDIR to a shorter path in a private directory"
         )
     with _environment({"RAY_TMPDIR": folder}), _session_token():
         yield
@@ -103,13 +103,13 @@ def cluster_token(address: str, *, asks: bool) -> Iterator[None]:
         RunError: The token is missing, or the environment forbids its use.
     """
     if asks and _is_disabled():
-        raise RunError(f"the Ray cluster at {address} requires a token, but {MODE}=disabled sends none; unset {MODE}")
+        raise RunError(f"the Ray cluster at {address} requires a token, but {MODE}=disabled is set; unset {MODE}")
     with _environment({MODE: "token" if asks else "disabled"}):
         try:
             AuthenticationTokenLoader.instance().has_token()
         except AuthenticationError as error:
             raise RunError(
-                f"the Ray cluster at {address} requires a token, but there is none in {_PLACES}; {_HINT}"
+                f"the Ray cluster at {address} requires a token, but no token was found in {_PLACES}; {_HINT}"
             ) from error
         yield
 
@@ -207,16 +207,16 @@ def _resolve(target: str) -> str:
     """Return ``host:port``; ``auto`` stands for the head that was started last on this machine."""
     if "://" in target:
         raise UserError(
-            f"cluster.address={target!r} is not the address of a Ray head; on a node of the cluster use its host:port "
-            "(default port: 6379), elsewhere remove the setting and submit a job: `ray-ulysses submit CONFIG --address "
-            "http://HEAD:8265`, or `ray job submit`"
+            f"cluster.address={target!r} is not the address of a Ray head; on a node of the cluster, use the head's "
+            "host:port (default port: 6379); elsewhere, unset it and use `ray-ulysses submit CONFIG --address "
+            "http://HEAD:8265` or `ray job submit`"
         )
     try:
         address = services.canonicalize_bootstrap_address(target)
     except (ConnectionError, ValueError) as error:
         raise UserError(f"cluster.address={target!r}: {error}; use the host:port of a Ray head (port 6379)") from error
     if address is None:
-        raise RunError(f"cluster.address={target!r}: no Ray is running on this machine; {_ADDRESS_HINT}")
+        raise RunError(f"cluster.address={target!r}: Ray is not running on this machine; {_ADDRESS_HINT}")
     return address
 
 
@@ -232,7 +232,7 @@ def _check_membership(stub: Any, target: str, timeout_s: float) -> None:
     if not alive & set(services.find_node_ids()):
         raise RunError(
             f"this machine is not one of the {len(alive)} nodes of the Ray cluster at {target}; run the command on one "
-            "of them, have one of them run it (`ray job submit --address http://HEAD:8265 -- ...`), or join the "
+            "of these, submit it as a job (`ray job submit --address http://HEAD:8265 -- ...`), or join the "
             "cluster first (`ray start --address`)"
         )
 

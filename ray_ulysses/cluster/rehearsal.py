@@ -387,7 +387,7 @@ class FaultInjector:
             and one["StartTime"] / 1000 >= began
         ]
         if len(jobs) > 1:
-            raise RunError(f"Ray jobs {', '.join(jobs)} share a process ID: the training job can't be identified")
+            raise RunError(f"Ray jobs {', '.join(jobs)} share a process ID, so the training job can't be identified")
         return jobs
 
     def _inject(self, fault: Fault) -> InjectedFault | None:

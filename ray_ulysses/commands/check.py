@@ -114,7 +114,7 @@ def run_check(config: Config, options: CheckOptions, console: Console, say: Call
             stopping = parse_config(trial.model_dump(mode="json", exclude_unset=True), stops)
             status = _train(stopping, console, started, is_quiet=options.is_quiet)
             if status != "finished":
-                raise RunError(f"the check of run {config.run.name!r} ended early: its trial is {status}")
+                raise RunError(f"the check of run {config.run.name!r} ended early: the trial run is {status}")
             if not _found(prepared, options, num_steps, None).committed:
                 # There is no checkpoint to resume from.
                 break

@@ -124,7 +124,7 @@ def parse_lengths(text: str) -> tuple[int, ...]:
         value = int(match[1]) * _UNITS[match[2].lower()] if match else 0
         if value < _SHORTEST:
             raise UserError(
-                f"--lengths={shortened(text)}: {part.strip()[:20]!r} is not a number of tokens of {_SHORTEST} or more; "
+                f"--lengths={shortened(text)}: {part.strip()[:20]!r} is not a token count of {_SHORTEST} or more; "
                 "write lengths as 1024 or 1k, separated by commas, such as 1k,4k,16k"
             )
         found.add(value)

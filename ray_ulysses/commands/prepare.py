@@ -211,7 +211,7 @@ def _template_text(path: Path, tokenizer: str) -> str:
         return path.read_text(encoding="utf-8")
     except OSError as error:
         reason = error.strerror or str(error)
-        raise UserError(f"--chat-template={path}: can't be read ({reason}); give a Jinja file") from error
+        raise UserError(f"--chat-template={path}: can't be read ({reason}); specify a Jinja file") from error
     except UnicodeDecodeError as error:
         raise UserError(f"--chat-template={path}: is not UTF-8 ({error}); save it as UTF-8") from error
 

@@ -237,7 +237,7 @@ def _faults(
 
     if every_s is not None:
         if options.faults is not None or for_s is None or every_s <= 0:
-            raise UserError(f"--every={options.every}: random faults need --for and exclude --faults")
+            raise UserError(f"--every={options.every}: random faults require --for; set --for and omit --faults")
         kinds = _kinds(options.kinds, is_local=is_local)
         faults = random_schedule(options.seed, every_s=every_s, for_s=for_s, targets=targets, kinds=kinds)
         problems: Sequence[str] = () if faults else [f"no fault is possible within --for={options.lasts}"]
@@ -297,7 +297,7 @@ def local_targets(demand: Demand, nodes: int, num_gpus: int) -> FaultTargets:
         more = f"use --nodes={math.ceil(demand.wanted.most / num_gpus)}, whose nodes share them, " if num_gpus else ""
         raise UserError(
             f"cluster.gpus_per_worker={demand.gpus}: the {per_node} workers of each of {nodes} nodes need a GPU each, "
-            f"and torch finds {num_gpus} on this machine; {more}set RAY_ADDRESS to rehearse on a cluster, or --set "
+            f"but torch finds {num_gpus} on this machine; {more}set RAY_ADDRESS to rehearse on a cluster, or --set "
             "cluster.gpus_per_worker=0"
         )
     return FaultTargets(rooms=(per_node,) * nodes, elsewhere=0, least=demand.wanted.least)

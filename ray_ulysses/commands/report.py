@@ -35,7 +35,7 @@ def report(
         check_run(other, "--beside")
     file = place / REPORT_FILE if out is None else place_of(out)
     if file.name in ("", ".."):
-        raise UserError(f"--out={out!r}: is not a file name; use one such as report.html")
+        raise UserError(f"--out={out!r}: is not a file name; use a name such as report.html")
     with Waiting("loading libraries", is_quiet=quiet) as wait:
         from ray_ulysses.report.page import render_report
 

@@ -322,7 +322,7 @@ class ModelSection(Section):
         if value is not None and not isinstance(value.get("model_type"), str):
             raise refusal(
                 "an inline model configuration must have a model_type",
-                "add the model_type of its config.json, such as llama, qwen3 or mistral",
+                "add the model_type from the model's config.json, such as llama, qwen3 or mistral",
             )
         return value
 

@@ -84,7 +84,7 @@ def resume_conflicts(old: Config, new: Config, *, branch: bool = False) -> tuple
     changed = [(path, reason, differences(setting(old, path), setting(new, path))) for path, reason in paths.items()]
     if not branch:
         before, now = ([stage.model_dump(mode="json") for stage in config.stages] for config in (old, new))
-        changed.append((STAGES, "they determine what is trained when", differences(before, now)))
+        changed.append((STAGES, "stages determine the data of each step", differences(before, now)))
     return tuple(_conflict(old.run.name, path, reason, found) for path, reason, found in changed if found)
 
 
@@ -111,8 +111,8 @@ def stage_conflicts(old: Config, new: Config, num_begun: int) -> tuple[Problem, 
                 problems.append(_conflict(old.run.name, f"{STAGES}.{number}: {path}", reason, found))
         if (had_own := _has_own_schedule(old, number)) != _has_own_schedule(new, number):
             has = "a schedule of its own" if had_own else "the run's schedule"
-            rule = f"the stage began with {has}, and the other schedule counts steps differently"
-            hint = f"{'restore' if had_own else 'remove'} it"
+            rule = f"the stage began with {has}, and the two count steps differently"
+            hint = f"{'restore' if had_own else 'remove'} the stage's schedule"
             problems.append(Problem(path=f"{STAGES}.{number}.schedule", rule=rule, hint=hint))
     return tuple(problems)
 

@@ -37,7 +37,7 @@ def network_storage_has_a_server(config: Config) -> Iterator[Problem]:
     if uri is None or not (uri == "databricks" or uri.startswith(("http://", "https://"))):
         rule = "run.storage_kind=nfs requires an MLflow server, since SQLite is not safe on network file systems"
         if is_remote:
-            rule = f"run.storage={config.run.storage} requires an MLflow server: SQLite can't use an object store"
+            rule = f"run.storage={config.run.storage} requires an MLflow server: SQLite can't run in an object store"
         hint = "set the server's http:// or https:// address, or remove mlflow from tracking.trackers"
         yield problem_of(config, "tracking.uri", rule, hint)
 
@@ -58,7 +58,7 @@ def mlflow_reference_has_a_server(config: Config) -> Iterator[Problem]:
     yield Problem(
         path="tracking.trackers",
         value=list(tracking.trackers) if tracking.enabled else [],
-        rule=f"model.resume_from={reference!r} requires MLflow, which is not in use",
+        rule=f"model.resume_from={reference!r} requires MLflow, which is not enabled",
         hint="track the run in MLflow too, or set model.resume_from to the other run's directory or checkpoint store",
     )
 
@@ -119,7 +119,7 @@ def _weights_have_a_source(config: Config) -> Iterator[Problem]:
         rule = "model.part=text exports the decoder into a copy of the complete checkpoint"
         yield problem_of(config, "model.path", rule, "set model.path to the directory of the complete checkpoint")
     elif config.model.config is None:
-        hint = "add it inline under model.config, or set model.path to a directory with a config.json"
+        hint = "add the configuration inline under model.config, or set model.path to a directory with a config.json"
         yield problem_of(config, "model.config", "model.init=random requires a model configuration", hint)
 
 
@@ -127,8 +127,8 @@ def _data_has_a_source(config: Config) -> Iterator[Problem]:
     path, sources = config.data.path, config.data.sources
     if path is None and sources is None and not config.stages:
         # Each stage may have its own corpora, and this rule is applied to each stage too.
-        hint = "set data.path to a directory written by `ray-ulysses prepare`, or list several under data.sources"
-        yield problem_of(config, "data.path", "no corpus is given", hint)
+        hint = "set data.path to a directory written by `ray-ulysses prepare`, or list corpora under data.sources"
+        yield problem_of(config, "data.path", "no corpus is specified", hint)
     elif path is not None and sources is not None:
         hint = "list every corpus under data.sources, and remove data.path"
         yield problem_of(config, "data.path", "data.sources lists corpora as well", hint)
@@ -223,7 +223,7 @@ def ring_problems(config: Config, shape: ModelShape) -> Iterator[Problem]:
         return
     rings = [str(ring) for ring in range(1, sp_size + 1) if sp_size % ring == 0 and sp_size // ring <= heads]
     shared = sp_size // ring_size
-    rule = f"leaves {shared} of parallel.sp_size={sp_size} ranks to share the model's {heads} attention heads"
+    rule = f"leaves {shared} of the parallel.sp_size={sp_size} ranks to share only the model's {heads} attention heads"
     yield problem_of(config, "parallel.ring_size", rule, f"use {', '.join(rings)}, or null to choose automatically")
 
 
@@ -252,7 +252,7 @@ def _sp_is_allowed(config: Config) -> Iterator[Problem]:
     sp_size, allowed = config.parallel.sp_size, config.parallel.allowed_sp
     if allowed is not None and sp_size not in allowed:
         rule = f"is not in parallel.allowed_sp ({', '.join(str(size) for size in allowed)})"
-        yield problem_of(config, "parallel.sp_size", rule, "use one of these, or start a new run with it in allowed_sp")
+        yield problem_of(config, "parallel.sp_size", rule, "use one of these, or list it in a new run's allowed_sp")
 
 
 def _context_holds_the_padding(config: Config) -> Iterator[Problem]:

@@ -377,7 +377,7 @@ class ClusterSection(Section):
     def _steers_no_program(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if refused := [name for name in value if steers_programs(name)]:
             rule = f"lists {', '.join(refused)}, which can change the programs that run or the hosts they connect to"
-            raise refusal(rule, "set it in the environment of every node instead")
+            raise refusal(rule, "set these variables in the environment of every node")
         return value
 
     @field_validator("address")

@@ -75,7 +75,7 @@ def base_of(info: ValidationInfo) -> Path | None:
 
 def _has_known_home(value: str) -> str:
     if os.path.expanduser(value).startswith("~"):
-        raise refusal("contains the home directory of a user unknown to this machine", "write an absolute path")
+        raise refusal("refers to the home directory of a user that does not exist here", "write an absolute path")
     return value
 
 

@@ -71,10 +71,10 @@ def stage_problems(config: Config) -> Iterator[Problem]:
             yield Problem(path=f"{path}.steps", rule=rule, hint="set the stage's steps or tokens")
         if stage.path is not None and stage.sources is not None:
             hint = "list every corpus under sources, and remove path"
-            yield Problem(path=f"{path}.path", value=stage.path, rule="its sources list corpora as well", hint=hint)
+            yield Problem(path=f"{path}.path", value=stage.path, rule="sources lists corpora as well", hint=hint)
         yield from _within_the_run(config, stage, path)
     if config.stages and config.model.resume_from is not None and config.model.resume_state == "all":
-        rule = "continues another run at its step, but this run has stages of its own"
+        rule = "continues another run at its step, but this run has its own stages"
         yield problem_of(config, "model.resume_state", rule, "set model.resume_state: weights or optimizer")
 
 

@@ -107,8 +107,8 @@ def stored_config(path: str, name: str = "model.path") -> Any:
     if "auto_map" in fields and (not isinstance(kind, str) or kind not in CONFIG_MAPPING):
         raise UserError(
             f"{setting}: model_type {kind!r} is defined by Python code in the model's own repository. ray-ulysses "
-            "never runs such code (trust_remote_code is not supported): it would run on every worker, and its "
-            "attention can't be replaced exactly. Use a model whose architecture is part of Transformers"
+            "never runs such code (trust_remote_code is not supported): it would run on every worker, and the "
+            "model's attention can't be replaced exactly. Use a model whose architecture is part of Transformers"
         )
     _refuse_unknown_type(kind, f"{setting}: model_type")
     found = as_user_error(

@@ -17,7 +17,7 @@ from ray_ulysses.evaluation.scoring import Passage
 from ray_ulysses.inspect.run_data import DATA_ERRORS, PlannedData, open_plan, planned_data
 from ray_ulysses.storage.place import Place
 
-_GIVE = "give a corpus of held-out documents, made by `ray-ulysses prepare`: --data CORPUS"
+_GIVE = "specify a corpus of held-out documents, made by `ray-ulysses prepare`: --data CORPUS"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -89,7 +89,7 @@ def _refuse_other_tokens(data: Place, corpus: Corpus, sources: Sequence[PlannedS
     if trained and corpus.info.tokenizer.fingerprint not in trained:
         raise UserError(
             f"--data={str(data)!r}: was prepared with the tokenizer {corpus.info.tokenizer.name}, but the run's "
-            f"corpus ({next(iter(trained.values()))}) with a different one; prepare these documents with that tokenizer"
+            f"corpus ({next(iter(trained.values()))}) with another tokenizer; prepare these documents with the latter"
         )
 
 

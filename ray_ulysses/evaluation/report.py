@@ -78,7 +78,7 @@ def names_run(model: Place) -> bool:
     if not isinstance(model, Path):
         raise UserError(
             f"MODEL={str(model)!r}: is not a run (no {CONFIG_FILE}), and a model directory must be a local path; "
-            "give <run.storage>/<run.name>, or copy the model here"
+            "specify <run.storage>/<run.name>, or copy the model to this machine"
         )
     if (model / _ADAPTER_FILE).is_file():
         raise UserError(
@@ -89,7 +89,7 @@ def names_run(model: Place) -> bool:
         return False
     raise UserError(
         f"MODEL={str(model)!r}: is neither a run (no {CONFIG_FILE}) nor a model directory (no {_MODEL_FILE}); "
-        "give <run.storage>/<run.name>, or a directory written by `export` or save_pretrained"
+        "specify <run.storage>/<run.name>, or a directory written by `export` or save_pretrained"
     )
 
 

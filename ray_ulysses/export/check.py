@@ -107,7 +107,7 @@ def refuse_small_memory(num_parameters: int) -> None:
     if needed > free:
         raise RunError(
             f"the check loads the model in fp32, which takes {needed / 2**30:.1f} GiB, but only "
-            f"{free / 2**30:.1f} GiB of memory are free; export on a larger machine, or skip the check with --no-check"
+            f"{free / 2**30:.1f} GiB of memory is free; export on a larger machine, or skip the check with --no-check"
         )
 
 

@@ -196,7 +196,7 @@ def unpublished(out: Path, num_bytes: int) -> Iterator[Path]:
         if free < num_bytes + spare:
             raise RunError(
                 f"--out={str(out)!r}: the export needs {decimal_size(num_bytes)} and a reserve of "
-                f"{decimal_size(spare)}, but only {decimal_size(free)} are free; free up space or set another --out"
+                f"{decimal_size(spare)}, but only {decimal_size(free)} is free; free up space or set another --out"
             )
         folder = out.parent / f"{_prefix(out)}{uuid.uuid4().hex[:8]}"
         folder.mkdir()
@@ -233,7 +233,7 @@ def _sweep(out: Path) -> None:
             descriptor = lock_file(leftover / _LOCK_FILE, out.parent)
         except BlockingIOError as error:
             raise RunError(
-                f"--out={str(out)!r}: another process is exporting to it; wait for it, or stop it"
+                f"--out={str(out)!r}: another process is exporting to this directory; wait for that process, or stop it"
             ) from error
         shutil.rmtree(leftover, ignore_errors=True)
         os.close(descriptor)

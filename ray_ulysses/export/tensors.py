@@ -135,7 +135,7 @@ def published_tensors(model: Any, stored: Mapping[str, Stored]) -> tuple[Publish
             )
         )
     if rearranged:
-        raise _cannot_stream(model, f"{rearranged[0]} is not made of consecutive elements of one tensor")
+        raise _cannot_stream(model, f"{rearranged[0]} does not consist of consecutive elements of one tensor")
     _check_once(model, published, [stored[name] for name in on_meta])
     order = {place.key: number for number, place in enumerate(stored.values())}
     return tuple(sorted(published, key=lambda tensor: (order[tensor.stored.key], tensor.start)))

@@ -64,7 +64,7 @@ class TokenizerFiles:
         """
         if self.vocab_size > model_size:
             raise UserError(
-                f"--tokenizer: its largest token id is {self.vocab_size - 1}, but the model has {model_size} tokens; "
+                f"--tokenizer: the largest token id is {self.vocab_size - 1}, but the model has {model_size} tokens; "
                 "use the tokenizer that prepared the run's corpus"
             )
 

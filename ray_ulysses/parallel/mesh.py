@@ -187,7 +187,7 @@ def _refuse_unequal_names(sp_group: dist.ProcessGroup) -> None:
     dist.all_gather_object(counts, len(_world.pg_names), group=sp_group)
     if len(set(counts)) > 1:
         raise UserError(
-            f"the ranks of sp_group belong to {min(counts)} to {max(counts)} process groups, but with a ring all ranks "
-            "must belong to equally many; create the mesh before groups that contain only some of its ranks, or use "
+            f"the ranks of sp_group belong to {min(counts)} to {max(counts)} process groups, but a ring requires "
+            "the same number on all ranks; create the mesh before groups of only some of the mesh's ranks, or use "
             "SequenceMesh.from_layout"
         )

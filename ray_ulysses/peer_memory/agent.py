@@ -274,7 +274,7 @@ class _Requests:
     def _receive_lent(self, num_bytes: int) -> LentPages:
         _, descriptors, *_ = socket.recv_fds(self._connection, 1, 1)
         if len(descriptors) != 1:
-            raise FrameError("a request that lends memory has no descriptor")
+            raise FrameError("a request that lends memory has no file descriptor")
         try:
             os.set_inheritable(descriptors[0], False)
             check_lent(descriptors[0], num_bytes)

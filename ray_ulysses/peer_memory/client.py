@@ -237,7 +237,7 @@ class AgentClient:
             connection.connect(local_address(self.address))
             # Any user on the node can listen on an abstract socket address.
             if peer_user(connection) != os.geteuid():
-                raise PermissionError(errno.EACCES, "another user listens on the socket")
+                raise PermissionError(errno.EACCES, "the socket belongs to another user")
         except OSError:
             connection.close()
             raise

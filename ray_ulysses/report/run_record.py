@@ -130,5 +130,5 @@ def _newest_evaluation(run_dir: Place) -> Mapping[str, Any]:
         raise UserError("`ray-ulysses evaluate RUN` has not been run")
     found = parse_json(store.read_whole(keys[-1]))
     if not isinstance(found, dict) or found.get("format_version") != 1:
-        raise ValueError(f"{run_dir / keys[-1]}: is not an evaluation, or is from another version of ray-ulysses")
+        raise ValueError(f"{run_dir / keys[-1]}: is not an evaluation written by this version of ray-ulysses")
     return found

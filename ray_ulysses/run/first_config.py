@@ -75,8 +75,8 @@ def first_configs(model: str, context: int, gpus: int, gpu_memory: float, host_m
         return [replace(one, config=near.config, chosen=tuple(chosen.values()), memory=near.memory, time=near.time)]
     more = "" if near is None else f"--gpus {near.config.cluster.workers.min}, "
     raise UserError(
-        f"--gpus={gpus}: {model} with {context:,} tokens per row does not fit in any layout, with {gpu_memory:g} GB "
-        f"and {host_memory:g} GiB of host memory per GPU; use {more}a larger --gpu-memory or a smaller --context"
+        f"--gpus={gpus}: {model} with {context:,} tokens per row does not fit in any layout with {gpu_memory:g} GB "
+        f"of GPU and {host_memory:g} GiB of host memory per GPU; use {more}a larger --gpu-memory or a smaller --context"
     )
 
 

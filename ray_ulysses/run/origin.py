@@ -118,7 +118,7 @@ def _check_adapter(found: Manifest, origin: Origin, config: Config) -> None:
         named = ["no adapter" if one is None else f"model.adapter={one}" for one in (theirs, own)]
         raise UserError(
             f"{SETTING}={origin.reference!r}: the checkpoint of step {found.step} of run {found.meta.run!r} has "
-            f"{named[0]} and this run has {named[1]}, so the weights are incompatible; set the same adapter, or export "
+            f"{named[0]} and this run has {named[1]}, so the weights are incompatible; use the same adapter, or export "
             "that run (with --merge if it has an adapter) and set model.path to the exported directory"
         )
 
@@ -169,7 +169,7 @@ def choose_step(committed: Mapping[int, Committed], which: Which, asked: str) ->
     """
     steps = tuple(sorted(committed))
     if not steps:
-        raise UserError(f"{asked}: the run has no checkpoint; specify a run that has one")
+        raise UserError(f"{asked}: the run has no checkpoint; specify a run with a checkpoint")
     if which == "latest":
         return steps[-1]
     if which != "best":

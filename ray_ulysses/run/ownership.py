@@ -114,7 +114,7 @@ def _is_recorded(config: Config, manifest: Manifest) -> bool:
 
 def _refusal(config: Config, location: str, owner: str) -> UserError:
     return UserError(
-        f"checkpoint.storage={config.checkpoint.storage!r}: the checkpoints of run {config.run.name!r} there belong "
-        f"to {owner}, not to {config.run_dir}, and only one directory may continue them. Set another run.name or "
+        f"checkpoint.storage={config.checkpoint.storage!r}: the checkpoints of run {config.run.name!r} belong "
+        f"to {owner}, not to {config.run_dir}, and only the owner may continue the run. Set another run.name or "
         f"checkpoint.storage; model.resume_from={location} starts a new run from these checkpoints"
     )

@@ -328,8 +328,8 @@ def refuse_vanished(config: Config) -> None:
     """
     if not is_file(config.run_dir / CONFIG_FILE):
         raise RunError(
-            f"the run's directory {config.run_dir} was deleted or moved during training; move it back or restore it, "
-            "otherwise its content is lost"
+            f"the run's directory {config.run_dir} was deleted or moved during training; move or copy it back; "
+            "otherwise the run's files are lost"
         )
 
 

@@ -128,10 +128,10 @@ def read_secrets(path: str, names: Collection[str] = ()) -> dict[str, str]:
     others = [name for name in found if name not in CREDENTIALS and name not in names]
     if steering := [name for name in others if steers_programs(name)]:
         rule = f"sets {', '.join(steering)}, which can change the executed programs or redirect their connections"
-        raise _refusal(path, rule, "remove it from the file and set it in the environment of every node")
+        raise _refusal(path, rule, "remove them from the file and set them in the environment of every node")
     if others:
-        rule = f"sets {', '.join(others)}, which is not a credential"
-        hint = "set it in the environment of every node, or list it in cluster.secrets_names"
+        rule = f"sets {', '.join(others)}, but the file may set only credentials"
+        hint = "set other variables in the environment of every node, or list them in cluster.secrets_names"
         raise _refusal(path, rule, hint)
     return found
 

@@ -113,7 +113,7 @@ class RetryPolicy:
                 if not waiting.pause():
                     raise StorageAwayError(
                         f"{what}: the storage did not respond for {waiting.waited_s:.0f} s ({waiting.num_pauses + 1} "
-                        f"tries, the last: {error}); restore access and start again: committed work is preserved"
+                        f"tries, the last: {error}); restore access and start again; committed work is preserved"
                     ) from error
 
     def call_or_fail(self, what: object, attempt: Callable[[], T]) -> T:

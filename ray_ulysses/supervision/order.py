@@ -144,7 +144,7 @@ def receive(connection: socket.socket) -> tuple[Any, list[int]]:
     """
     content, descriptors, _, _ = socket.recv_fds(connection, MOST_BYTES, _MOST_FDS)
     if not content:
-        raise EOFError("the other side is gone")
+        raise EOFError("the other process closed the connection")
     for descriptor in descriptors:
         os.set_inheritable(descriptor, False)
     message = pickle.loads(content)
@@ -243,7 +243,7 @@ class LauncherProcess:
         try:
             return receive(self._connection)[0]
         except OSError as error:
-            raise EOFError("the launcher is gone") from error
+            raise EOFError("the launcher has exited") from error
 
     def kill(self) -> None:
         """Kill the launcher and thereby its child."""

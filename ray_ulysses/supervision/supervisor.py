@@ -382,7 +382,7 @@ class Supervisor:
                 beat |= {"generation": child.order.generation, "progress": asdict(child.progress_now)}
             channel.send(beat)
         if now - self._heard_at > SILENCE_S:
-            raise ConnectionError(f"the coordinator was silent for {SILENCE_S:g} s")
+            raise ConnectionError(f"no message from the coordinator for {SILENCE_S:g} s")
         child = self._child
         if child is None:
             return

@@ -290,4 +290,4 @@ def refused(rank: int, world_size: int) -> tuple[str, str]:
 def test_a_mesh_that_can_not_be_is_refused_before_any_rank_waits(reports: dict[str, list[Any]]) -> None:
     for ring, groups in reports["refused"]:
         assert "parallel.ring_size=3 does not divide parallel.sp_size=4" in ring
-        assert "all ranks must belong to equally many; create the mesh before" in groups
+        assert "a ring requires the same number on all ranks; create the mesh before" in groups

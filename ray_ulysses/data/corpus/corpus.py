@@ -474,6 +474,6 @@ def refuse_repeats(corpora: Sequence[Corpus], num_known: int = 1) -> None:
             path, before = corpora[number].folder, other.folder
             raise UserError(
                 f"data.sources: {path} repeats {elsewhere.size} documents of earlier corpora (the first: {place}, "
-                f"also in {before}), which would be trained on more than once; prepare it again in another "
-                f"directory with `--without {before}`, which leaves them out"
+                f"also in {before}), so a run would train on them twice; prepare {path} again in another "
+                f"directory with `--without {before}`, which omits them"
             )

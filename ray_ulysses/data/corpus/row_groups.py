@@ -64,7 +64,7 @@ class RowGroupReader:
             raise DamagedFileError("the columns do not match the corpus format")
         noted = (self._metadata.metadata or {}).get(_CONTENT_KEY.encode())
         if noted is None or int(noted, 16) != content_crc32:
-            raise DamagedFileError("the file was replaced by another one of the same size")
+            raise DamagedFileError("the file was replaced by another file of the same size")
 
     def group_of(self, row: int) -> tuple[int, int]:
         """Return the index of the group that contains a row, and the row's index within the group."""

@@ -208,8 +208,8 @@ class Drawing:
             if counters[REFUSED]:
                 document = int(counters[REFUSED]) - 1
                 raise UserError(
-                    f"data.overlong=error: document {document} has {int(self._lengths[document])} tokens, more than "
-                    f"the {self._capacity} of a row; use split, truncate or drop, or increase data.context_tokens"
+                    f"data.overlong=error: document {document} has {int(self._lengths[document])} tokens, but a row "
+                    f"has only {self._capacity}; use split, truncate or drop, or increase data.context_tokens"
                 )
             yield block.take(slice(0, count))
 

@@ -112,8 +112,8 @@ def put_segment(directory: ObjectLocation, folder: str, header: str, write: Call
                     path.rename(temporary / path.name)
     except OSError as error:
         raise RunError(
-            f"{_copies()}: the data plan can't be written there ({error.strerror or error}); free disk space on this "
-            "node, or set RAY_ULYSSES_CACHE_DIR to a folder on another disk, then start the same command again"
+            f"{_copies()}: the data plan can't be stored ({error.strerror or error}); free space on the "
+            "disk, or set RAY_ULYSSES_CACHE_DIR to a directory on another disk, then start the same command again"
         ) from error
     return copy
 

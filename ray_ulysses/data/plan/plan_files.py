@@ -322,8 +322,8 @@ def _read_header(folder: Path) -> _Header:
         version = fields.get("planner_version")
         if version != PLANNER_VERSION:
             raise UserError(
-                f"{folder}: the plan was made by planner version {version}, but this is version {PLANNER_VERSION}; "
-                "continue with the version that made it, or start a new run under another run.name"
+                f"{folder}: the plan was made by planner version {version}, not by version {PLANNER_VERSION}; "
+                "use the version of ray-ulysses that made the plan, or start a new run under another run.name"
             )
         if fields.pop(_CHECKSUM, None) != stable_hash(fields):
             raise ContentError("the checksum is wrong: the file was changed since the plan was made")

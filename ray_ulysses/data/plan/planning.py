@@ -112,8 +112,8 @@ def build_segment(
         if branch is not None and branch.skipped is not None:
             way = f"end it there (run.stop_step={branch.step}), or " if branch.step else ""
             raise UserError(
-                f"rows {branch.skipped[0]} to {branch.skipped[1] - 1} can't be left out: the run has no other rows to "
-                f"train on after step {branch.step}; {way}branch it (train --branch) and increase data.epochs"
+                f"rows {branch.skipped[0]} to {branch.skipped[1] - 1} can't be left out: no other rows are left to "
+                f"train on after step {branch.step}; {way}branch the run (train --branch) and increase data.epochs"
             )
         if planning.unlabelled_rows:
             raise UserError(
@@ -390,5 +390,5 @@ def _check(documents: PlanInput, settings: PlanSettings, remainder: Remainder | 
     num_documents = documents.lengths.size
     if num_documents > _MAX_DOCUMENTS:
         raise UserError(
-            f"data: a plan has at most {_MAX_DOCUMENTS} documents, but the sources have {num_documents}; remove some"
+            f"data: a plan has at most {_MAX_DOCUMENTS} documents, but the sources have {num_documents}; use fewer"
         )

@@ -186,7 +186,7 @@ def remainder_after(
     if step < newest.base_step:
         raise UserError(
             f"the newest committed checkpoint (step {step}) is older than the last change of the data (step "
-            f"{newest.base_step}); resume without a change until a newer checkpoint is committed, then branch"
+            f"{newest.base_step}); resume without changes until a newer checkpoint is committed, then branch"
         )
     places = [(source.fingerprint, source.num_documents) for source in newest.sources]
     if [(source.fingerprint, source.num_documents) for source in sources][: len(places)] != places:
@@ -260,7 +260,7 @@ def _left_out(newest: Segment, local: int, epoch: int, skipped: range) -> range:
         raise UserError(
             f"rows {skipped.start} to {skipped.stop - 1} can't be left out: they belong to two epochs, and rows of "
             "only one epoch can be left out; branch the run (train --branch) with another value of data.rows_per_step, "
-            "which moves the end of each step"
+            "which moves the step boundaries"
         )
     if last != epoch:
         raise UserError(

@@ -104,8 +104,8 @@ def merge(
             first = Rejected(**json.loads(next(lines)))
         where = f"{first.source} at {first.offset}" if first.offset else first.source
         raise UserError(
-            f"the sources contain no usable document: {num_quarantined} were left out: {common}; the first is {where}: "
-            f"{first.reason}"
+            f"the sources contain no usable document: {num_quarantined} were left out ({common}). The first is {where} "
+            f"({first.reason})"
         )
     documents = _write_documents(out, units, repeats)
     spans = _write_spans(out, units, repeats) if any(unit.has_spans for unit in units) else None

@@ -213,7 +213,7 @@ def _listed(request: PrepareRequest) -> Preparation:
         _ = encoder.chat
     elif request.encoding.chat_settings:
         option = f"--{request.encoding.chat_settings[0].replace('_', '-')}"
-        raise UserError(f"{option}: applies to chats only; remove it, or set --messages-field")
+        raise UserError(f"{option}: applies to chats only; omit the option, or set --messages-field")
     units, rejected = list_units(request.sources, request.unit_bytes, request.out)
     if not units:
         paths = ", ".join(map(path_text, request.sources.paths))
@@ -393,7 +393,7 @@ def _take(path: Path, note: bytes) -> int:
     except BlockingIOError as error:
         owner = read_owner(path) or "another process that has not written its name yet"
         raise UserError(
-            f"--out={path.parent}: is already being prepared by {owner}; wait for it or stop it, "
+            f"--out={path.parent}: is already being prepared by {owner}; wait for that process, stop it, "
             "or choose another directory"
         ) from error
     except OSError as error:
@@ -401,8 +401,8 @@ def _take(path: Path, note: bytes) -> int:
             raise
         if isinstance(error, NoLocksError):
             raise UserError(
-                f"--out={path.parent}: the file system does not support locks ({error.strerror}); mount it with locks, "
-                "or choose another directory"
+                f"--out={path.parent}: the file system does not support locks ({error.strerror}); mount it with lock "
+                "support, or choose another directory"
             ) from error
         raise UserError(
             f"--out={path.parent}: can't be written ({error.strerror}); choose a writable directory"

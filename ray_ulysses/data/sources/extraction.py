@@ -126,7 +126,7 @@ def refuse_missing_fields(units: Sequence[Unit]) -> None:
         path, names = example
         role, name = missing_role(names, units[0].fields)
         raise UserError(
-            f"{option(role)}={name}: none of the first rows of {path_text(path)} has such a field; "
+            f"{option(role)}={name}: none of the first rows of {path_text(path)} has this field; "
             f"{fields_found(names)}{', or --kind text for whole files' if may_be_text else ''}"
         )
 

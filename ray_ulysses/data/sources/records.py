@@ -300,10 +300,10 @@ def array_values(path: str | Path) -> Iterator[Any]:
                 text.next_character()
                 yield text.value()
             if separator != "]":
-                raise ValueError("no comma between two values" if separator else "its list has no end")
+                raise ValueError("no comma between two values" if separator else "the list has no end")
             text.place += 1
         if text.next_character():
-            raise ValueError("something follows the JSON list")
+            raise ValueError("there is content after the JSON list")
 
 
 class _Text:

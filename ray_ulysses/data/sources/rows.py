@@ -381,7 +381,7 @@ def conversation(messages: object, tools: object = None, prompt: object = None, 
         raise RowError(f"the system message is {_describe_type(system)}, not a string")
     if system:
         if said[0]["role"] == _SYSTEM:
-            raise RowError("the messages begin with a system message, and the system field has another one")
+            raise RowError("the messages begin with a system message, but the system field is set too")
         said.insert(0, {"role": _SYSTEM, "content": _utf8_text(system)})
     return ChatRow(messages=tuple(said), tools=_tools(tools))
 

@@ -148,13 +148,13 @@ def list_units(
                 units.extend(_units_of(of_group, files, fields, unit_bytes))
     if texts and not units and named:
         raise UserError(
-            f"{named[0]}: no source has rows with fields (first file: {texts[0].source}, {texts[0].reason}); give "
+            f"{named[0]}: no source has rows with fields (first file: {texts[0].source}, {texts[0].reason}); use "
             "JSONL, Parquet or a data set, set --kind, or remove the option"
         )
     rejected.extend(texts)
     if spec.split is not None and units and all(unit.split is None for unit in units):
         raise UserError(
-            f"--split={spec.split}: applies only to data sets with splits, and no source has any; remove the option"
+            f"--split={spec.split}: applies only to data sets with splits, but no source has splits; omit the option"
         )
     return tuple(replace(unit, index=index) for index, unit in enumerate(units)), tuple(rejected)
 
@@ -173,7 +173,7 @@ def open_dataset(path: str, split: str | None) -> tuple[Any, str | None]:
     is_saved = _is_saved_dataset(Path(path))
     if not Path(path).exists() and (refused := hub_refusal(path, "dataset")) is not None and not _is_cached(path):
         raise UserError(
-            f"source={path_text(path)}: no such file or directory{refused}; correct it, or use the id of a data "
+            f"source={path_text(path)}: no such file or directory{refused}; fix the path, or use the id of a data "
             "set that this machine can reach"
         )
     import datasets

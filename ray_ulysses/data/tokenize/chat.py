@@ -265,7 +265,7 @@ class TemplateChat:
             for text in strings(value):
                 for token in self._refused.values():
                     if token in text:
-                        raise RowError(f"{name} spells the special token '{token}'")
+                        raise RowError(f"{name} contains the text of the special token '{token}'")
 
     def _refuse_forged_tokens(
         self, written: WrittenChat, ids: _Int64Array, offsets: _Int64Array, messages: Messages, tools: Tools
@@ -281,7 +281,7 @@ class TemplateChat:
         forged = self._first_forged(written, meant, messages, tools)
         if forged is not None:
             token = self._refused[forged]
-            raise _ForgedTokenError(f"the chat template turns a string into the special token '{token}'")
+            raise _ForgedTokenError(f"the chat template turns text into the special token '{token}'")
 
     def _first_forged(
         self, written: WrittenChat, meant: list[tuple[int, int, int]], messages: Messages, tools: Tools
@@ -314,7 +314,7 @@ class TemplateChat:
                 hidden.append(chat)
         if not hidden:
             raise RowError(
-                "the chat template refuses placeholder strings, so forged special tokens would go undetected"
+                "the chat template rejects placeholder strings, so forged special tokens would go undetected"
             )
         # The template writes placeholders differently, for example escaped. Compare only the sequence of special
         # tokens.

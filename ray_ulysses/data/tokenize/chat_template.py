@@ -217,7 +217,7 @@ def training_template(tokenizer: str | Path, folder: Path | None = None) -> str:
         if plain.is_file() and plain.read_text(encoding="utf-8").strip() == own:
             return path.read_text(encoding="utf-8")
     raise UserError(
-        f"--chat-template={TRAINING}: TRL has no training variant of the chat template of tokenizer={tokenizer}; give "
+        f"--chat-template={TRAINING}: TRL has no training variant of the chat template of tokenizer={tokenizer}; use "
         f"a file, or {hint}"
     )
 
@@ -301,9 +301,9 @@ class _BoundedTemplate:
     def _spend(self, steps: int) -> None:
         self._steps += steps
         if self._steps > _MOST_STEPS:
-            raise EndlessTemplateError(f"its loops run for more than {_MOST_STEPS:,} iterations")
+            raise EndlessTemplateError(f"the loops run for more than {_MOST_STEPS:,} iterations")
         if time.monotonic() > self._deadline:
-            raise EndlessTemplateError(f"it runs for more than {_MOST_S:g} s")
+            raise EndlessTemplateError(f"rendering takes more than {_MOST_S:g} s")
 
     def _timed(self, values: Iterable[Any], steps: int) -> Iterator[Any]:
         for number, value in enumerate(values):

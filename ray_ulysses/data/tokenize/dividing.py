@@ -102,9 +102,7 @@ def unwritable_text_refused(*texts: str) -> Iterator[None]:
     or if one of the tokenizer's regular expressions exceeds its limits.
     """
     if (longest := max(map(len, texts), default=0)) > MOST_CHARACTERS:
-        raise RowError(
-            f"its {longest} characters exceed the {MOST_CHARACTERS} that this tokenizer can encode at once; split it"
-        )
+        raise RowError(f"{longest} characters exceed this tokenizer's limit of {MOST_CHARACTERS}; split the text")
     try:
         yield
     except BaseException as error:

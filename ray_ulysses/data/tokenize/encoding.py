@@ -233,9 +233,7 @@ class DocumentEncoder:
         completion = self._framed(row.completion)[self.bos_token_id is not None :]
         apart = np.concatenate([prompt, completion])
         if self.tokenizer.decode(apart) != self.tokenizer.decode(together):
-            raise RowError(
-                "the prompt's tokens change when the completion follows; let the prompt end with a complete word"
-            )
+            raise RowError("the completion changes the prompt's tokens; end the prompt with a complete word")
         return apart, prompt.size
 
 

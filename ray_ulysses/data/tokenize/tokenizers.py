@@ -356,7 +356,7 @@ def _through_transformers(directory: Path) -> RustTokenizer:
             raise away from error
         if "trust_remote_code" in str(error):
             raise UserError(
-                f"tokenizer={directory}: requires its own Python code, which ray-ulysses never runs; use a directory "
+                f"tokenizer={directory}: requires custom Python code, which ray-ulysses never runs; use a directory "
                 "with a tokenizer.json, the format in which most tokenizers can be saved"
             ) from error
         raise UserError(
@@ -366,7 +366,7 @@ def _through_transformers(directory: Path) -> RustTokenizer:
     backend: RustTokenizer | None = getattr(loaded, "backend_tokenizer", None)
     if backend is None:
         raise UserError(
-            f"tokenizer={directory}: Transformers has only the pure Python class {type(loaded).__name__} for it; "
+            f"tokenizer={directory}: Transformers has only the pure Python class {type(loaded).__name__}; "
             "use a directory with a tokenizer.json"
         )
     return backend
@@ -420,6 +420,6 @@ def _eos_id(directory: Path, vocabulary: dict[str, int]) -> int:
         if isinstance(content, str) and content in vocabulary:
             return vocabulary[content]
     raise UserError(
-        f"tokenizer={directory}: has no eos_token that is in its vocabulary, but documents must end with one; "
+        f"tokenizer={directory}: the vocabulary has no eos_token, but documents must end with this token; "
         'set "eos_token" in tokenizer_config.json'
     )

@@ -77,7 +77,7 @@ def written_turns(
             if must_be_whole:
                 raise RowError(
                     f"the chat template renders message {number} differently when it is the last message; "
-                    "learn it in a text of its own (--turns split), or use a template that marks its turns with "
+                    "train on it as a separate text (--turns split), or use a template that marks its turns with "
                     "{% generation %}"
                 )
             texts.append(_closed(turn, messages, number, render, special))
@@ -115,7 +115,7 @@ def marked_turns(
         borders = [_kept(render(messages[:end]), text, special) if end else 0 for end in (number, number + 1)]
         if borders[0] is None or borders[1] is None:
             raise RowError(
-                f"the chat template renders message {number} differently when it is the last message, so its marks "
+                f"the chat template renders message {number} differently when it is the last message, so these marks "
                 "can't be distinguished from other turns' marks; find the turns by rendering (--turns split)"
             )
         # Marks after the last message belong to the last message.
@@ -151,8 +151,8 @@ def _turn(messages: Messages, number: int, render: Render) -> WrittenChat:
         if number:
             raise
         raise RowError(
-            "the chat template has no generation prompt before message 0, which is from the assistant; let another "
-            "message come first, or use a template that marks its turns with {% generation %}"
+            "the chat template has no generation prompt before message 0, which is from the assistant; put another "
+            "message first, or use a template that marks its turns with {% generation %}"
         ) from error
     answered = render(messages[: number + 1])
     whole = (number + 1, False, 0)
@@ -177,7 +177,7 @@ def _turn(messages: Messages, number: int, render: Render) -> WrittenChat:
         said = answered[at + len(prompt) :]
         pieces = ((number, True, 0), (number + 1, False, at + len(prompt)))
         return WrittenChat(text=asked + said, pieces=pieces, ranges=[(len(asked), len(asked) + len(said))])
-    raise RowError(f"the chat template renders the messages before message {number} differently without it")
+    raise RowError(f"the chat template renders the messages before message {number} differently without that message")
 
 
 def _closed(turn: WrittenChat, messages: Messages, number: int, render: Render, special: Sequence[str]) -> WrittenChat:
@@ -268,7 +268,7 @@ def _refuse_unmarked(messages: Messages, learned: Sequence[int], marked: RenderM
     for probe, part in parts.items():
         if probe not in said:
             raise RowError(
-                f"the chat template does not mark {part} as the assistant's; find the turns by rendering "
+                f"the chat template does not mark {part} as part of the assistant's turn; find the turns by rendering "
                 "(--turns split)"
             )
 

@@ -192,7 +192,7 @@ def test_a_cluster_that_is_lost_for_long_leaves_the_job(naps: list[float], error
 
 def test_an_unknown_job_and_a_reader_that_is_gone_end_the_wait_at_once(naps: list[float]) -> None:
     error = RuntimeError("Request failed with status code 404: Job a-001 does not exist.")
-    with pytest.raises(RunError, match="its head was replaced"):
+    with pytest.raises(RunError, match="the head node was replaced"):
         follow(Cluster(states=[error]))
 
     def write(text: str) -> None:

@@ -213,7 +213,7 @@ def test_a_token_is_asked_for_once_and_again_when_it_has_expired(fake: FakeMetad
     with pytest.raises(UnexpectedAnswerError, match="request for a token returned HTTP 200"):
         service.notice()
     fake.answers["/latest/api/token"] = (200, "stale")
-    with pytest.raises(UnexpectedAnswerError, match="HTTP 401 in spite of a new token"):
+    with pytest.raises(UnexpectedAnswerError, match="HTTP 401 even with a new token"):
         service.notice()
     del fake.answers["/latest/api/token"]
     assert service.notice() is None

@@ -202,7 +202,7 @@ def _head(token: str | None) -> Server:
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
-        ({}, "there is none in RAY_AUTH_TOKEN"),
+        ({}, "no token was found in RAY_AUTH_TOKEN"),
         ({"RAY_AUTH_TOKEN": "cd" * 32}, "rejects the token"),
         ({"RAY_AUTH_TOKEN": _RIGHT, "RAY_AUTH_MODE": "disabled"}, "RAY_AUTH_MODE=disabled"),
     ],

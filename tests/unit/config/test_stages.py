@@ -54,7 +54,7 @@ def test_a_run_whose_stages_all_have_corpora_needs_none_of_its_own() -> None:
     assert corpus_paths(run) == ("runs/short", "b", "a")
     assert corpus_paths(config()) == ("runs/short", "runs/corpus", "a", "b")
     text = refused(*STAGES, data__path=None)
-    assert text.count("no corpus is given") == 1 and "data.path: " in text and "'middle'" in text
+    assert text.count("no corpus is specified") == 1 and "data.path: " in text and "'middle'" in text
 
 
 @pytest.mark.parametrize(

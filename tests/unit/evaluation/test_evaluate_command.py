@@ -210,16 +210,16 @@ def test_impossible_requests_are_refused_with_a_way_out(told: Told, corpus: Path
     refused: dict[tuple[object, ...], str] = {
         (tmp_path / "nowhere",): "is neither a run (no config.yaml) nor a model directory (no config.json); give",
         (tmp_path / "adapter",): "is an adapter without its base model; specify the run that",
-        (folder, "--lengths", "1z"): "is not a number of tokens of 2 or more; write lengths as 1024 or 1k",
+        (folder, "--lengths", "1z"): "is not a token count of 2 or more; write lengths as 1024 or 1k",
         (folder, "--step", "3", *data): "--step=3 is not a committed step of this run; use one of 4",
         (tmp_path / "hf", "--step", "3"): "--step=3: needs a run, but ",
         (tmp_path / "untrained", *data): "RUN has no committed checkpoint in ",
-        (folder,): "--data: is not set, and the run's own documents can't be read (the run has no data plan); give a",
-        (tmp_path / "hf",): "--data: must be set, because a model directory has no documents; give a corpus",
+        (folder,): "--data: is not set, and the run's own documents can't be read (the run has no data plan); specify",
+        (tmp_path / "hf",): "--data: must be set, because a model directory has no documents; specify a corpus",
         (folder, "--data", tmp_path): "is not a prepared corpus (no corpus.json); create one with `ray-ulysses",
         (tmp_path / "narrow", *data): "--data: the documents contain token 256, but the model has only 100 tokens",
         (folder, "--tokenizer", tmp_path / "x", *data): "no such directory; use 'bytes', or the local directory",
-        (folder, "--lengths", "200", *data): "--lengths=200: is too short for the facts and questions of several_keys,",
+        (folder, "--lengths", "200", *data): "--lengths=200: is too short: the facts and questions of several_keys",
         (gpt2, "--task", "loss", "--lengths", "100,257", *data): "the model's table of 256 positions, which, unlike",
         (folder, "--task", "speed"): "--task",
         (folder, "--sp-size", "0"): "--sp-size",
@@ -277,7 +277,7 @@ def test_documents_of_another_tokenizer_are_refused(told: Told, corpus: Path, tm
     said = told(tmp_path / "hf", "--data", other.path, "--task", "loss", *SMALL, code=2)
     assert f"tokenizer {words}, which differs from the model's tokenizer" in said, "with another end token alone"
     said = told(tmp_path / "run", "--data", other.path, "--task", "loss", code=2)
-    assert f"was prepared with the tokenizer {words}, but the run's corpus ({corpus}) with a different one;" in said
+    assert f"was prepared with the tokenizer {words}, but the run's corpus ({corpus}) with another tokenizer;" in said
 
 
 def test_a_corpus_without_its_tokenizer_needs_one_only_for_retrieval(told: Told, tmp_path: Path) -> None:

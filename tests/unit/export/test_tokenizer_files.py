@@ -74,7 +74,7 @@ def test_only_the_tokenizer_files_of_a_given_directory_are_copied(tmp_path: Path
 def test_tokenizers_that_can_not_be_exported_are_refused_or_reported(tmp_path: Path) -> None:
     found = find_tokenizer(tmp_path / "run", word_tokenizer(tmp_path / "words", 8))
     found.refuse_unknown_tokens(9)
-    with pytest.raises(UserError, match="--tokenizer: its largest token id is 8"):
+    with pytest.raises(UserError, match="--tokenizer: the largest token id is 8"):
         found.refuse_unknown_tokens(8)
     with pytest.raises(UserError, match="no such directory"):
         find_tokenizer(tmp_path / "run", tmp_path / "none")

@@ -186,7 +186,7 @@ def test_documents_that_are_not_those_of_corpus_json_are_refused(corpus: Corpus)
     swapped = with_column(corpus, "length", pa.array(table.column("length").to_numpy()[::-1]))
     with pytest.raises(UserError, match=r"documents\.parquet .*the document lengths do not match"):
         _ = Corpus.open(write_documents(corpus, swapped, crc32)).lengths
-    with pytest.raises(UserError, match=r"documents\.parquet .*replaced by another one"):
+    with pytest.raises(UserError, match=r"documents\.parquet .*replaced by another file"):
         Corpus.open(write_documents(corpus, swapped, None))
     with pytest.raises(UserError, match=r"documents\.parquet .*the file has 29 documents, expected 30"):
         Corpus.open(write_documents(corpus, table.slice(1), crc32))

@@ -151,7 +151,7 @@ def test_the_last_step_of_a_run_can_not_be_left_out_and_the_run_may_end_before_i
     with pytest.raises(UserError, match=rf"rows {rows[0]} to {rows[-1]} can't be left out.*run\.stop_step={step}"):
         branch(plan, step, corpora, SETTINGS, rows)
     whole = replace(SETTINGS, rows_per_step=1000)
-    with pytest.raises(UserError, match=r"no other rows to train on after step 0; branch it"):
+    with pytest.raises(UserError, match=r"no other rows are left to train on after step 0; branch the run"):
         branch(begin(corpora, whole), 0, corpora, whole, range(begin(corpora, whole).num_rows))
 
 
@@ -180,7 +180,7 @@ def test_rows_that_are_left_out_are_trained_in_no_later_segment_of_their_epoch_a
             break
         dropped = labels_of(plan, rows)
         if epoch == epochs - 1 and saved == bad - 1 and rows.stop == plan.num_rows:
-            with pytest.raises(UserError, match=f"no other rows to train on after step {saved}"):
+            with pytest.raises(UserError, match=f"no other rows are left to train on after step {saved}"):
                 branch(plan, saved, corpora, change, rows)
             break
         plan = branch(plan, saved, corpora, change, rows)

@@ -214,7 +214,7 @@ def test_every_row_has_a_label_and_every_label_is_in_a_row(packing: Packing) -> 
         ([1, 1], {}, "none of the 2 documents is left for training"),
         ([], {}, "none of the 0 documents is left for training"),
         ([9], {"context_tokens": 2**32}, "data.context_tokens=4294967296: is too large; use at most 2147483647"),
-        ([49, 50], {"overlong": "error"}, "data.overlong=error: document 1 has 50 tokens, more than the 48 of a row"),
+        ([49, 50], {"overlong": "error"}, "data.overlong=error: document 1 has 50 tokens, but a row has only 48"),
     ],
 )
 def test_documents_that_can_not_be_planned_are_refused(lengths: list[int], change: dict[str, Any], text: str) -> None:

@@ -240,7 +240,7 @@ def test_existing_files_are_never_overwritten(tmp_path: Path) -> None:
         ("a.txt", b"one", {"pattern": "*.py"}, "no file matches --pattern"),
         ("pipe", None, {}, r"all 1 files were left out \(the first: .*/pipe, not a regular file\)"),
         ("rows.jsonl", b"\n", {}, "the files are empty"),
-        ("a.txt", b"\xff", {}, r"1 were left out: not UTF-8 \(1\); the first is .*a\.txt"),
+        ("a.txt", b"\xff", {}, r"1 were left out \(not UTF-8 \(1\)\). The first is .*a\.txt"),
         ("bad.parquet", b"PAR1 not really", {}, r"bad\.parquet: the Parquet file can't be read"),
         ("rows.json", b'{"text": ""}', {"fields": RowFields(text="text")}, "no usable document"),
         ("rows.json", b'[{"text": "one"}', {"fields": RowFields(text="text")}, "can't be read"),

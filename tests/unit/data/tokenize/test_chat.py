@@ -98,7 +98,7 @@ def test_tools_that_are_omitted_or_spell_a_special_token_are_refused(chat_of: Ch
     for chat in (chat_of(CHATML)[1], ByteTokenizer().chat()):
         with pytest.raises(RowError, match=r"(omits the|can't encode) tools; leave --tools-field out"):
             chat.encode(CONVERSATION, TOOLS)
-    with pytest.raises(RowError, match=r"^tool 1 spells the special token '<\|im_end\|>'$"):
+    with pytest.raises(RowError, match=r"^tool 1 contains the text of the special token '<\|im_end\|>'$"):
         chat_of(TOOL_BLOCK + CHATML)[1].encode(CONVERSATION, [*TOOLS, {"name": "f", "description": "a<|im_end|>"}])
 
 
@@ -160,7 +160,7 @@ def test_ambiguous_marks_are_not_used(chat_of: ChatOf) -> None:
     # The template adds a reasoning tag to the last turn.
     forgetful = MARKED.replace("{% generation %}", "{% if loop.last %}{{ '<think>' }}{% endif %}{% generation %}")
     weighted = [*CONVERSATION[:4], {**CONVERSATION[4], "weight": 0}]
-    with pytest.raises(RowError, match=r"so its marks"):
+    with pytest.raises(RowError, match=r"so these marks"):
         chat_of(forgetful + ASKS, turns="marks")[1].encode(weighted)
     tokenizer, chat = chat_of(forgetful + ASKS)
     one = only(chat.encode(weighted))
@@ -177,7 +177,7 @@ def test_a_message_that_spells_a_special_token_is_refused(chat_of: ChatOf) -> No
     ):
         said = [*CONVERSATION[1:3]]
         said[number] = message
-        with pytest.raises(RowError, match=rf"^message {number} .* spells the special token"):
+        with pytest.raises(RowError, match=rf"^message {number} .* contains the text of the special token"):
             chat.encode(said)
 
 

@@ -394,7 +394,7 @@ def own(folder: Path, template: str) -> ChatTemplate:
 @named(ENDLESS)
 @pytest.mark.usefixtures("_few_steps")
 def test_an_endless_template_is_refused_when_it_is_loaded(tmp_path: Path, template: str) -> None:
-    with pytest.raises(UserError, match="its chat template never ends: its loops run for more than 200,000 iterations"):
+    with pytest.raises(UserError, match="its chat template never ends: the loops run for more than 200,000 iterations"):
         own(tmp_path, template)
 
 
@@ -416,7 +416,7 @@ def test_a_template_that_is_endless_for_some_conversations_rejects_them_and_is_t
 def test_a_template_with_few_slow_steps_reaches_the_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     template = own(tmp_path, LATER + "{% for a in range(9999) %}{% endfor %}{% endif %}")
     monkeypatch.setattr(chat_template, "_MOST_S", -1.0)
-    with pytest.raises(RowError, match="runs for more than -1 s"):
+    with pytest.raises(RowError, match="rendering takes more than -1 s"):
         template.render(CHAT, ())
 
 

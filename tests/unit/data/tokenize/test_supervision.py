@@ -142,7 +142,7 @@ def test_only_assistant_turns_of_chats_are_supervised(tmp_path: Path, form: str)
     directory = str(chat_tokenizer(tmp_path / "tokenizer"))
     corpus = prepare_rows(tmp_path, rows, directory, form, messages_field="chat")
     assert reasons_of(corpus) == [
-        (2, "message 2 (user) spells the special token '<|im_end|>'"),
+        (2, "message 2 (user) contains the text of the special token '<|im_end|>'"),
         (3, "none of its tokens is supervised"),
     ]
     learned = each_supervised(corpus)
@@ -241,7 +241,7 @@ def test_damaged_missing_or_replaced_spans_are_refused(tmp_path: Path) -> None:
         refuse(reason)
 
     pq.write_table(table, path)
-    refuse_other("replaced by another one")
+    refuse_other("replaced by another file")
     writer = RowGroupWriter(path, SPANS_SCHEMA, checksum=table_crc32, statistics=["document"])
     writer.add(table)
     writer.close(spans.content_crc32)

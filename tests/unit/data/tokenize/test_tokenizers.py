@@ -121,7 +121,7 @@ def test_a_tokenizers_own_code_is_never_run(tmp_path: Path, monkeypatch: pytest.
     config = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own_tokenizer.Own", None]}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "own_tokenizer.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
-    with pytest.raises(UserError, match="requires its own Python code"):
+    with pytest.raises(UserError, match="requires custom Python code"):
         load_tokenizer(tmp_path)
     assert not (tmp_path / "ran").exists()
 
