@@ -56,7 +56,7 @@ def test_every_family_of_transformers_has_the_same_loss_with_numbers_of_its_own(
 @pytest.mark.parametrize("model_type", ["llama", "deepseek_v3", "llama4_text", "afmoe"])
 def test_a_model_without_a_router_loss_is_refused(model_type: str) -> None:
     model = meta_model(model_type)
-    with pytest.raises(UserError, match=rf"{model_type} sets output_router_logits=True, but the forward of .* has no"):
+    with pytest.raises(UserError, match=rf"{model_type} sets output_router_logits=True, but the forward of .* computes no"):
         router_loss_of(model)
     model.forward = lambda *args, **kwargs: None
     with pytest.raises(UserError, match=rf"{model_type} sets .*, but the router loss requires"):
@@ -206,6 +206,6 @@ def test_the_setting_is_refused_for_a_model_without_such_a_loss() -> None:
         check_architecture(parse_config(small_tree(optimizer__router_loss=0.1)))
     # The setting also disables a router loss that the configuration requests but the model lacks.
     fields = {"model_type": "llama", "output_router_logits": True, **SIZES}
-    with pytest.raises(UserError, match=r"has no router loss; set optimizer\.router_loss: 0\.0"):
+    with pytest.raises(UserError, match=r"computes no router loss; set optimizer\.router_loss: 0\.0"):
         check_architecture(parse_config(small_tree(model__config=fields)))
     check_architecture(parse_config(small_tree(model__config=fields, optimizer__router_loss=0.0)))
