@@ -287,7 +287,7 @@ class _Wait:
         """Print the reason if a message is due, and sleep; raise `RunError` after the time limit."""
         now = time.monotonic()
         if now - self._bounded_from >= self._timeout_s:
-            raise RunError(f"waited {self._timeout_s:g} s for {self._what} ({reason}); {way_out}")
+            raise RunError(f"waited {self._timeout_s:g} s for {self._what}: {reason}; {way_out}")
         if reason != self._reason or now - self._said_at >= _SAID_AGAIN_S:
             self._say(f"elapsed={now - self._began:.0f}s waiting for {self._what}: {reason}")
             self._reason, self._said_at = reason, now
