@@ -56,7 +56,9 @@ def test_every_family_of_transformers_has_the_same_loss_with_numbers_of_its_own(
 @pytest.mark.parametrize("model_type", ["llama", "deepseek_v3", "llama4_text", "afmoe"])
 def test_a_model_without_a_router_loss_is_refused(model_type: str) -> None:
     model = meta_model(model_type)
-    with pytest.raises(UserError, match=rf"{model_type} sets output_router_logits=True, but the forward of .* computes no"):
+    with pytest.raises(
+        UserError, match=rf"{model_type} sets output_router_logits=True, but the forward of .* computes no"
+    ):
         router_loss_of(model)
     model.forward = lambda *args, **kwargs: None
     with pytest.raises(UserError, match=rf"{model_type} sets .*, but the router loss requires"):

@@ -208,7 +208,7 @@ def test_impossible_requests_are_refused_with_a_way_out(told: Told, corpus: Path
     merging_tokenizer(tmp_path / "many")
     folder, data = tmp_path / "run", ("--data", corpus)
     refused: dict[tuple[object, ...], str] = {
-        (tmp_path / "nowhere",): "is neither a run (no config.yaml) nor a model directory (no config.json); give",
+        (tmp_path / "nowhere",): "is neither a run (no config.yaml) nor a model directory (no config.json); specify",
         (tmp_path / "adapter",): "is an adapter without its base model; specify the run that",
         (folder, "--lengths", "1z"): "is not a token count of 2 or more; write lengths as 1024 or 1k",
         (folder, "--step", "3", *data): "--step=3 is not a committed step of this run; use one of 4",

@@ -123,7 +123,7 @@ def test_a_live_export_is_not_disturbed_and_a_killed_one_is_cleaned(tmp_path: Pa
     out = tmp_path / "out"
     process = start(out)
     try:
-        with refuses(RunError, "another process is exporting to it"):
+        with refuses(RunError, "another process is exporting to this directory"):
             publish(out)
         assert len(names(tmp_path)) == 1
     finally:
@@ -232,7 +232,7 @@ def test_a_name_with_brackets_is_locked_and_cleaned_like_any_other(tmp_path: Pat
     other = tmp_path / ".g1.exporting-0"
     other.mkdir()
     with unpublished(out, 10) as folder:
-        with pytest.raises(RunError, match="another process is exporting to it"), unpublished(out, 10):
+        with pytest.raises(RunError, match="another process is exporting to this directory"), unpublished(out, 10):
             pytest.fail("must not begin")
         assert folder.is_dir()
     dead = tmp_path / ".g[1].exporting-dead"
