@@ -227,7 +227,7 @@ def _check_membership(stub: Any, target: str, timeout_s: float) -> None:
     except grpc.RpcError as error:
         if error.code() in _REFUSED:
             raise RunError(refused_token(target)) from error
-        raise RunError(f"the Ray head at {target} does not list its nodes ({_reason(error, timeout_s)})") from error
+        raise RunError(f"can't get the list of nodes from {target} ({_reason(error, timeout_s)})") from error
     alive = {node.node_id.hex() for node in reply.node_info_list if node.state == GcsNodeInfo.ALIVE}
     if not alive & set(services.find_node_ids()):
         raise RunError(

@@ -369,7 +369,7 @@ class _Joining:
     until: float
     """Monotonic time at which the wait for the workers ends."""
     running: dict[int, Any]
-    """References to the return values of workers that supervise already, by worker number."""
+    """References to the results of the `supervise` calls of workers that are already supervising, by worker number."""
 
 
 class JoiningWorkers:

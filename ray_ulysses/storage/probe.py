@@ -72,7 +72,7 @@ def _check_create(store: Store, key: str) -> None:
     with ThreadPoolExecutor(_NUM_WRITERS) as pool:
         won = sum(pool.map(lambda _: create_if_absent(store, key, _FIRST), range(_NUM_WRITERS)))
     if won == 0:
-        raise _UnfitError("none of several concurrent writers could create a file, which checkpoint commits require")
+        raise _UnfitError("several writers tried to create the same file and none succeeded, but a commit needs one to")
     if won > 1:
         raise _UnfitError(
             "two writers can create the same file (conditional puts are ignored), so checkpoints can't be committed "

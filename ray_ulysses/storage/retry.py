@@ -125,7 +125,7 @@ class RetryPolicy:
         try:
             return self.call(what, attempt)
         except READ_ERRORS as error:
-            raise RunError(f"{what}: {error}; fix the cause and run the same command again, which continues") from error
+            raise RunError(f"{what}: {error}; fix the cause, then run the same command again to continue") from error
 
 
 class Waiting:

@@ -56,12 +56,12 @@ class StartTime:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeSpent:
-    """Time of all commands of a run by category, in seconds."""
+    """Time that all commands of a run spent, by category, in seconds."""
 
     steps_s: float = 0.0
-    """Time of the steps that count, including the wait for their rows."""
+    """Time spent on steps that count, including the wait for their rows."""
     lost_steps_s: float = 0.0
-    """Time of the steps that were lost to a failure and trained again."""
+    """Time spent on steps that were lost to a failure and trained again."""
     startup_s: float = 0.0
     """Time from a command's start to its first step, excluding `waiting_s`."""
     waiting_s: float = 0.0
@@ -73,9 +73,9 @@ class TimeSpent:
     saves_s: float = 0.0
     """Time for which checkpoints blocked training."""
     evaluation_s: float = 0.0
-    """Time of evaluations."""
+    """Time spent on evaluations."""
     other_s: float = 0.0
-    """Time of other pauses between steps, and of the end of each command."""
+    """Time spent on other pauses between steps, and on ending each command."""
     between_commands_s: float = 0.0
     """Time from a command's last record to the next command's start; not part of the total."""
     starts: StartTime = field(default_factory=StartTime)

@@ -119,6 +119,6 @@ def _storing(name: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise RunError(
-            f"{name}: can't be written or read ({error}); make the storage reachable and run the same command again, "
-            "which continues"
+            f"{name}: can't be written or read ({error}); make the storage reachable, then run the same command "
+            "again to continue"
         ) from error

@@ -518,7 +518,7 @@ def refuse_deep(value: object, name: str) -> None:
         level = [one for one in inner if not isinstance(one, str | bytes)]
         if not level:
             return
-    raise RowError(f"the {name} are nested more than {_MAX_DEPTH} deep")
+    raise RowError(f"the {name} are nested more than {_MAX_DEPTH} levels deep")
 
 
 def refuse_surrogates(value: object) -> None:

@@ -520,7 +520,7 @@ def test_another_corpus_or_a_part_of_one_is_not_written_over(
     folder = open_folder(s3.uri(prefix))
     assert isinstance(folder, ObjectStore)
     broken = FaultyStore(folder, fail_at=3, kinds=("create", "replace"))
-    with pytest.raises(RunError, match="run the same command again, which continues"):
+    with pytest.raises(RunError, match="then run the same command again to continue"):
         CorpusUpload(broken, str(folder), local.info.signature).run(local.path, lambda said: None)
     for _ in range(2):
         with pytest.raises(UserError, match=f"--out=s3://bucket/{prefix}: contains a corpus made from other sources"):
