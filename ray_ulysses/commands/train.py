@@ -83,7 +83,7 @@ def train(
 
 
 def run_texts(prepared: PreparedRun) -> RunTexts:
-    """Return the files that describe the run in its directory."""
+    """Return the content of the files in the run's directory that describe the run."""
     from ray_ulysses.report.plan import render_plan
     from ray_ulysses.report.readme import render_readme
     from ray_ulysses.run.checkpoint_store import needs_trust

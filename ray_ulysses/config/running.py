@@ -87,9 +87,9 @@ class MemorySection(Section):
     activations do not fit in memory at long context."""
 
     attention_output: Literal["auto", "both", "kernel", "none"] = "auto"
-    """Attention outputs that gradient checkpointing keeps. `both` keeps them in the kernel's and the model's layout (5
+    """Attention outputs that gradient checkpointing keeps. `both` keeps them in the kernel's and the model's layouts (5
     collectives per layer), `kernel` only in the kernel's layout (6 collectives, half the memory), and `none` computes
-    attention twice. Default `auto`: `both`, the fastest, if it fits `device_gib` by the estimate of `plan`, otherwise
+    attention twice. Default `auto`: `both`, the fastest, if `plan` estimates that it fits in `device_gib`, otherwise
     `kernel`. The decision is made before workers start, and a resume uses the stored decision if it fits."""
 
     offload_activations: tuple[KeptActivation, ...] = Field(default=(), strict=False)

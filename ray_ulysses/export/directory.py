@@ -133,7 +133,7 @@ def already_exported(place: Place, identity: Identity, *, overwrite: bool) -> Re
         raise RunError(f"{name}: can't be read ({error.strerror or error}); use another directory") from error
     if isinstance(place, Path) and sizes and there is None:
         raise UserError(
-            f"{name}: contains files that are not an export of ray-ulysses, which are never overwritten; use another "
+            f"{name}: contains files that ray-ulysses did not export, and these are never overwritten; use another "
             "directory, or empty it"
         )
     if there is None or overwrite:

@@ -18,7 +18,7 @@ from tests.distributed.harness import run_ranks
 from tests.distributed.run_case import assert_same_run, prepare_attempt, run_worker
 from tests.polling import wait_until
 
-TIMEOUT_S = 240.0
+TIMEOUT_S = 600.0
 CONTRACT = {
     "name", "status", "step", "tokens", "steps", "attempts", "checkpoints", "rows_consumed", "data_digest",
     "lost_steps", "goodput", "time_spent", "damaged_records",

@@ -35,7 +35,7 @@ from tests.distributed.run_case import make_config, make_corpus
 from tests.polling import wait_until
 from tests.unit.tracking.journals import read_events
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(2400)]
 
 RAYS_OWN = "ea57ec4498323973ffa0e70ad9c03641465b32b420381e791abd5fa8082d09e8"
 """Of the source of what `WatchedTrainer` overrides."""

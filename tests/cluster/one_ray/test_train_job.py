@@ -32,7 +32,7 @@ from tests.distributed.run_case import make_config
 from tests.polling import wait_until
 from tests.unit.tracking.journals import read_events
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(2400)]
 
 
 def saved_for(config: Config) -> set[str]:
