@@ -6,8 +6,7 @@ STAMP := $(VENV)/.installed
 # The first interpreter that this project supports; PYTHON=/path/to/python3.12 overrides it.
 PYTHON ?= $(firstword $(foreach name,python3 python3.12 python3.13 python3.11,$(shell \
 	$(name) -c 'import sys; print("$(name)" * ((3, 11) <= sys.version_info[:2] <= (3, 13)))' 2>/dev/null)))
-# In three processes, which wait more than they compute. The files of tests/cluster come first, one after another in one of them:
-# their Rays take a core.
+# In three processes, which wait more than they compute. The files of tests/cluster run by themselves: their Rays take a core.
 PARALLEL := $(BIN)/python -m pytest --numprocesses=3 --dist=loadfile --no-loadscope-reorder
 CONFIG := configs/llama-tiny_cpu_sp2-dp2_8k.yaml
 CORPUS := runs/corpus-stdlib
@@ -52,7 +51,8 @@ gpu: $(STAMP)  ## Run an item of the programme for a lent GPU, at most eight min
 	$(BIN)/python benchmarks/gpu/programme.py $(ITEM)
 
 test: $(STAMP)  ## Run the tests that every change must pass
-	$(PARALLEL) -m "not slow and not gpu" --durations=25 tests/cluster tests/distributed tests/unit
+	$(BIN)/python -m pytest -m "not slow and not gpu" --durations=5 tests/cluster
+	$(PARALLEL) -m "not slow and not gpu" --durations=25 tests/distributed tests/unit
 
 test-unit: $(STAMP)  ## Run the unit tests that take less than a third of a second, in three processes
 	$(PARALLEL) -m "not slow and not long and not gpu and not distributed" tests/unit

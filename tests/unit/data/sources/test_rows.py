@@ -139,7 +139,7 @@ NOT_MESSAGES: list[tuple[dict[str, Any], str]] = [
     (said("bard", "x"), "'bard'"),
     (said("human", 3), "type int"),
     (said("function_call", "jump"), "calls of message 0 are not JSON"),
-    (said("function_call", f'{{"name": "f", "arguments": {"[" * 600 + "]" * 600}}}'), "100 deep"),
+    (said("function_call", f'{{"name": "f", "arguments": {"[" * 600 + "]" * 600}}}'), "100 levels deep"),
     (said("function_call", '{"name": "f"}'), "no arguments"),
     (parts("a"), "part 1 .* type str"),
     (parts({"type": "image", "url": "b"}), 'part 1 .* "image"'),
