@@ -6,7 +6,8 @@ STAMP := $(VENV)/.installed
 # The first interpreter that this project supports; PYTHON=/path/to/python3.12 overrides it.
 PYTHON ?= $(firstword $(foreach name,python3 python3.12 python3.13 python3.11,$(shell \
 	$(name) -c 'import sys; print("$(name)" * ((3, 11) <= sys.version_info[:2] <= (3, 13)))' 2>/dev/null)))
-# In three processes, which wait more than they compute. The files of tests/cluster run by themselves: their Rays take a core.
+# In three processes, which wait more than they compute, in the order given: the files of tests/distributed take longest. Those of
+# tests/cluster run by themselves, since their Rays starve beside the ranks of other tests.
 PARALLEL := $(BIN)/python -m pytest --numprocesses=3 --dist=loadfile --no-loadscope-reorder
 CONFIG := configs/llama-tiny_cpu_sp2-dp2_8k.yaml
 CORPUS := runs/corpus-stdlib

@@ -7,11 +7,9 @@ import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import settings
-from xdist.scheduler import LoadFileScheduling
 
 from tests.long_tests import long_tests, without_case
 from tests.result_table import ResultTable
@@ -46,17 +44,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Leave what imports have made out of garbage collections, each of which would look through it: up to a second."""
     gc.collect()
     gc.freeze()
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling:
-    """Hand out whole files; the files of tests/cluster one after another to one process, whose Rays take a core."""
-    return FilesAndOneCluster(config, log)
-
-
-class FilesAndOneCluster(LoadFileScheduling):
-    def _split_scope(self, nodeid: str) -> str:
-        return "tests/cluster" if nodeid.startswith("tests/cluster/") else str(super()._split_scope(nodeid))
 
 
 @pytest.fixture(scope="session")
