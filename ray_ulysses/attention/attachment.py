@@ -50,7 +50,7 @@ class Attachment:
         return found
 
     def done(self, handle: RemovableHandle) -> None:
-        """Record the new hook and all attributes changed since this object was created; remove any earlier hook."""
+        """Record the new hook and all attributes changed since this object was created, and remove any earlier hook."""
         noted = {(id(module), name) for module, name, _ in self._changed}
         for module, before in self._before:
             now = vars(module)

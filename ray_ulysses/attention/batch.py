@@ -23,7 +23,7 @@ IGNORE_INDEX = -100
 """Label of a position that does not contribute to the loss."""
 
 MODEL_INPUT = "ulysses"
-"""Keyword argument that passes the batch to the model's forward."""
+"""Name of the keyword argument that passes the batch to the model's forward."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +77,7 @@ def shard_batch(
             otherwise one sequence per row. The remainder of a row is padding. If None, each row is a single document.
         mesh: The mesh to shard over. Rows are padded to a multiple of ``mesh.sp_size``, or ``2 * mesh.sp_size`` with a
             ring.
-        label_weights: Weight of each token's loss as a label, ``[B, S]`` or ``[S]``. None means 1 for all tokens.
+        label_weights: Loss weight of each token when it is a label, ``[B, S]`` or ``[S]``. None means 1 for all tokens.
 
     Returns:
         This rank's slice. Labels are shifted within documents, so a document's last token has no target.
@@ -166,7 +166,7 @@ def _largest_label(shifted_BS: torch.Tensor) -> int | None:
 
 
 def held_tokens(rows_BS: torch.Tensor, mesh: SequenceMesh) -> torch.Tensor:
-    """Extract this rank's tokens from complete rows, contiguous ``[B, L]``: with a ring, two ranges per row."""
+    """Return this rank's tokens of complete rows, contiguous ``[B, L]``. With a ring, each row has two ranges."""
     ranges = held_ranges(rows_BS.shape[1], mesh.sp_rank, mesh.sp_size, mesh.ring_size)
     return torch.cat([rows_BS[:, start:stop] for start, stop in ranges], dim=1)
 

@@ -183,7 +183,7 @@ class TokenOperations(TorchDispatchMode):
     """
 
     def __init__(self, num_tokens: int) -> None:
-        """Set the number of tokens, by which the token dim is recognized. No other dim may have this size."""
+        """Recognize the token dim by its size ``num_tokens``, which no other dim may have."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._num_tokens = num_tokens
         self.found: list[str] = []
@@ -344,7 +344,7 @@ class NoiseMatrix(torch.Tensor):
     shadow: torch.Tensor
     """Tensor on the meta device that tracks shape and strides."""
     seed: int
-    """Seed of the parameter; see `place`."""
+    """Seed of the parameter, from which `place` derives the seed of a view."""
     noise: torch.Tensor
 
     @staticmethod
@@ -370,7 +370,7 @@ class NoiseMatrix(torch.Tensor):
 
     @property
     def place(self) -> int:
-        """Seed of this view's values. All matrices of a batch that was expanded from one matrix have the same seed."""
+        """Seed of this view's values. If a batch was expanded from one matrix, all its matrices have the same seed."""
         shadow = self.shadow
         matrix = (tuple(shadow.shape[-2:]), shadow.stride()[-2:])
         return hash((self.seed, shadow.storage_offset(), matrix)) & 0xFFFFFFF

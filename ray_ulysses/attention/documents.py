@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 Span = tuple[int, int, int]
-"""``(row, start, end)``."""
+"""A range of tokens in a row: ``(row, start, end)``."""
 
 
 class Rectangle(NamedTuple):
-    """A block of this ring rank's queries and earlier keys of the same document, which needs no mask.
+    """A block of this ring rank's queries and of earlier keys in the same document. The block needs no mask.
 
     Indices refer to a ring rank's tokens, with all rows concatenated.
     """

@@ -43,7 +43,7 @@ _LAYOUT = "_ray_ulysses_layout"
 
 
 class _Reached(Exception):
-    """Raised to stop a module's forward at the projection from all channels, with the rank's partial result."""
+    """Raised to stop a module's forward at the projection from all channels; carries the rank's partial result."""
 
     def __init__(self, result: torch.Tensor) -> None:
         super().__init__()
@@ -314,7 +314,7 @@ _TABLES = {
     "chunk_kda": "cu_seqlens",
     "mamba_chunk_scan_combined": "seq_idx",
 }
-"""Argument that separates packed documents, by kernel function."""
+"""For each kernel function, the name of the argument that separates packed documents."""
 
 _OWN_NAME = "cu_seq_lens_q"
 """Name of the ``cu_seqlens`` argument in most Transformers layers. The others use the kernel's name."""

@@ -30,7 +30,7 @@ CHANGED_IN_PLACE = "{} was changed in place after the forward; the backward pass
 """Error template for a saved value that was modified, to be formatted with a description of the value."""
 
 Stash = Callable[[Any], Callable[[], Any]]
-"""Function that stores an operator's results and returns a function for retrieving them, which is called only once."""
+"""Stores an operator's results and returns a function that retrieves them; that function is called only once."""
 
 
 def checkpoint_contexts(keep: KeptOutput, stash: Stash | None = None) -> Callable[[], tuple[Any, Any]] | None:

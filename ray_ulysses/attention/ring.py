@@ -22,7 +22,7 @@ from ray_ulysses.attention.kernels.call import Gradients, Whole, demand_of
 from ray_ulysses.parallel.collectives import Circulation
 
 _KEYS, _GRADIENTS = 0, 1
-"""Message tags on the ring."""
+"""Tags of the ring's messages: one for keys and values, one for their gradients."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

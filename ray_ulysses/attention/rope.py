@@ -140,8 +140,8 @@ def _choose(is_longer_BL: torch.Tensor, longer: Any, shorter: Any) -> Any:
 def _forget_longest_row(module: Any, device: torch.device) -> None:
     """Reset a module with dynamic scaling to its original frequencies.
 
-    The module remembers the longest row so far (in some models per layer type), so frequencies would depend on earlier
-    rows and on the world size.
+    The module remembers the longest row so far (in some models per layer type). Without a reset, frequencies would
+    depend on earlier rows and on the world size.
     """
     fresh_length = module.original_max_seq_len
     for name in [name for name in vars(module) if name.endswith(_LONGEST_SEEN)]:

@@ -101,7 +101,7 @@ class KernelCall:
 
 
 class Whole(NamedTuple):
-    """Contiguous results of the complete softmax (a call may cover only a part), and the output's gradient."""
+    """Output gradient, and output and log-sum-exp of the complete softmax, even if a call covers only a part of it."""
 
     grad_out_THE: torch.Tensor
     out_THE: torch.Tensor
