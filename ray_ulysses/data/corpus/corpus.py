@@ -159,7 +159,7 @@ class Corpus:
         return self.info.spans is not None and self.info.spans.weights is not None
 
     def label_weights(self, document: int, first: int, last: int) -> NDArray[np.float32] | None:
-        """Return the loss weight of each token ``[first, last)`` of a document as a label, or None if all are 1.
+        """Return the loss weight of each label among tokens ``[first, last)`` of a document, or None if all are 1.
 
         The weight is 0 where a token may not be a label. The label at input position ``j`` is token ``j + 1``. Only the
         row groups that contain the document's spans are read.
@@ -293,7 +293,7 @@ class _SpanTable:
         return weights
 
     def _spans_of(self, document: int) -> Iterator[list[NDArray[Any]]]:
-        """Yield the span columns of a document, without ``document``, once per row group that contains its spans."""
+        """Yield a document's span columns except ``document``, once per row group that may contain its spans."""
         begin = int(np.searchsorted(self._last_documents, document, side="left"))
         end = int(np.searchsorted(self._first_documents, document, side="right"))
         for number in range(begin, end):
@@ -422,7 +422,7 @@ def read_shards(folder: FileStore, shards: Sequence[ShardInfo], dtype: np.dtype[
 
 
 def first_of_same_content(groups: Sequence[NDArray[np.uint64]]) -> list[NDArray[np.int64]]:
-    """Return, for each document, the number of the first document with the same content, or -1 for the first one.
+    """Return, for each document, the index of the first document with equal content, or -1 if none is earlier.
 
     Args:
         groups: Digests from `Corpus.digests`. Documents are numbered consecutively across the groups.

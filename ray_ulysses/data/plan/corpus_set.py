@@ -87,12 +87,12 @@ class CorpusSet:
         """All corpora, opened if necessary.
 
         Raises:
-            UserError: A corpus can't be opened, or was replaced since planning.
+            UserError: A corpus can't be opened, or has been replaced since planning.
         """
         return tuple(self._corpus(number) for number in range(len(self.sources)))
 
     def without_gone(self, needed: Collection[str]) -> CorpusSet:
-        """Return the set without corpora that can't be opened. Corpora with fingerprints in ``needed`` are kept."""
+        """Return the set without corpora that can't be opened and whose fingerprints are not in ``needed``."""
         kept = list(self.sources)
         for number, source in enumerate(self.sources):
             if source.fingerprint not in needed:
@@ -106,7 +106,7 @@ class CorpusSet:
         """Return ``length`` tokens of a document, starting at token ``start``, in the corpus's dtype.
 
         Raises:
-            UserError: The corpus can't be read, or was replaced since planning.
+            UserError: The corpus can't be read, or has been replaced since planning.
         """
         corpus, local = self.locate(document)
         return corpus.read(local, start, length)

@@ -71,7 +71,7 @@ class Permutation:
 
     @property
     def arguments(self) -> tuple[np.uint64, np.uint64, np.uint64, NDArray[np.uint64]]:
-        """Arguments that the compiled loops accept after the first position."""
+        """The fields as positional arguments of the compiled functions: size, low bits, high bits, round keys."""
         return self.size, self.low_bits, self.high_bits, self.round_keys
 
     def elements(self, first: int, stop: int) -> NDArray[np.int64]:
@@ -150,7 +150,7 @@ class Drawing:
         Args:
             source: Number of the source.
             tokens: Number of tokens to choose. If the source has fewer, every available document is chosen.
-            uses: [documents], number of times that each document was used so far. Ties are broken in a seeded order.
+            uses: [documents], number of times that each document has been used. Ties are broken in a seeded order.
             chosen: [documents], set to true for each chosen document.
         """
         documents = slice(int(self._bases[source]), int(self._bases[source + 1]))
@@ -233,7 +233,7 @@ def _mixed(value, low_bits, high_bits, round_keys):  # type: ignore[no-untyped-d
 
 @compiled
 def _permute_range(first, size, low_bits, high_bits, round_keys, out):  # type: ignore[no-untyped-def]
-    """Write the elements from position ``first`` on to ``out``; the other parameters are ``Permutation.arguments``."""
+    """Fill ``out`` with consecutive elements of the permutation, from position ``first``; see `Permutation`."""
     # The first loop has no branches, so a core computes several values at a time.
     for at in range(out.size):
         out[at] = _mixed(np.uint64(first + at), low_bits, high_bits, round_keys)
@@ -246,7 +246,7 @@ def _permute_range(first, size, low_bits, high_bits, round_keys, out):  # type: 
 
 @inlined
 def _is_held_out(document, key, threshold):  # type: ignore[no-untyped-def]
-    """Return whether the hash of a document's number is below the threshold. New documents do not affect others."""
+    """Return whether the hash of a document's number is below the threshold, independent of all other documents."""
     word = (np.uint64(document) ^ key) + np.uint64(0x9E3779B97F4A7C15)
     word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -341,7 +341,7 @@ def _choose_least_used(  # type: ignore[no-untyped-def]
 
 @inlined
 def _document_at(drawn, cumulative, bases):  # type: ignore[no-untyped-def]
-    """Return the number of the document that an element of the permutation over all used sources stands for."""
+    """Convert an element of the permutation over all used sources to the number of its document."""
     source = 0
     while drawn >= cumulative[source + 1]:
         source += 1
@@ -350,7 +350,7 @@ def _document_at(drawn, cumulative, bases):  # type: ignore[no-untyped-def]
 
 @compiled
 def _draw_chunk(first, order, sources, lengths, fragment_document, drawn, documents, found):  # type: ignore[no-untyped-def]
-    """Write each position's drawn element, document and document length, starting at position ``first``."""
+    """Write the element, document and document length at each position, starting at position ``first``."""
     size, low_bits, high_bits, round_keys = order
     cumulative, bases = sources
     num_documents = cumulative[cumulative.size - 1]
@@ -369,7 +369,7 @@ def _draw_chunk(first, order, sources, lengths, fragment_document, drawn, docume
 def _draw_block(  # type: ignore[no-untyped-def]
     place, num_places, order, sources, lengths, skipped, fragments, capacity, overlong, split, out, counters
 ):
-    """Fill the output arrays from position ``place`` on; return the next position and the number of pieces."""
+    """Draw pieces into ``out``, starting at position ``place``; return the next position and the number of pieces."""
     # Unpacked once: inside the loop, Numba would count references for each document.
     num_documents = sources[0][sources[0].size - 1]
     taken, key, threshold, want_held = skipped

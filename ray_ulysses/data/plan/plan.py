@@ -230,7 +230,7 @@ class Plan:
             )
 
     def check_corpus(self, fingerprint: str) -> None:
-        """Raise UserError if the corpus was replaced since planning."""
+        """Raise UserError if the corpus has been replaced since planning."""
         known = [source.fingerprint for source in self.newest.sources]
         planned = known[0] if len(known) == 1 else stable_hash(known)
         if fingerprint != planned:

@@ -159,7 +159,7 @@ def _filled(copy: Path) -> Iterator[Path]:
 
 
 def _sweep() -> None:
-    """Delete copies that were not opened for two weeks."""
+    """Delete copies that have not been opened for two weeks."""
     with suppress(OSError):
         for folder in _copies().iterdir():
             if time.time() - folder.stat().st_mtime > _KEPT_S:

@@ -203,7 +203,7 @@ def _write_files(
 
 
 class _ColumnsWriter:
-    """Writes entries block by block."""
+    """Writes a table's entries to a Parquet file, block by block."""
 
     def __init__(self, path: Path, kind: type[Columns]) -> None:
         self._schema = _schema(kind)

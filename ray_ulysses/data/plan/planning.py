@@ -62,16 +62,16 @@ class Remainder:
     waiting: Fragments
     """Untrained parts that the new segment skips: the source is unused, or the complete document is drawn instead."""
     planned: NDArray[np.bool_] | None
-    """[documents], true if the epoch planned but has not started the document. None if the epoch has not started."""
+    """[documents], true if the epoch includes the document but has not started it; None if the epoch has not begun."""
     keeps: bool
-    """Whether a weighted run's epoch continues with exactly the ``planned`` documents: the selection did not change."""
+    """Whether a weighted run's epoch still uses exactly the ``planned`` documents: the selection is unchanged."""
     uses: NDArray[np.uint32]
-    """[documents], number of times that each document was used in the epochs so far, including this one."""
+    """[documents], number of times that each document has been used in this epoch and all earlier epochs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagePart:
-    """The part of a stage planned by a segment: the rest after ``steps_done`` steps and ``tokens_done`` tokens."""
+    """The part of a stage that a segment plans: the rest after ``steps_done`` steps and ``tokens_done`` tokens."""
 
     length: StageLength
     steps_done: int = 0
@@ -293,7 +293,7 @@ class _Planning:
         return taken
 
     def _packed(self, blocks: Iterator[Pieces]) -> Iterator[tuple[Pieces, RowStats, int]]:
-        """Yield, per block, the pieces and token counts of closed rows with labels, and the number of rows without."""
+        """Yield each block's closed rows with labels (pieces and token counts), and the number of unlabelled rows."""
         packer = Packer(self._settings.packing, self._settings.capacity)
         for block in blocks:
             yield self._labelled(*packer.add(block, is_last=False))

@@ -248,6 +248,6 @@ def checksums_of(blocks: Iterable[Sequence[NDArray[Any]]]) -> str:
 
 
 def fragment_columns(fragments: Fragments, waiting: Fragments) -> tuple[NDArray[Any], ...]:
-    """Return stored columns: the fragments, then the waiting fragments, and a column that marks the waiting ones."""
+    """Return the columns to store: fragments, then waiting fragments, with a column that marks the waiting ones."""
     joined = Fragments.join([fragments, waiting])
     return (*joined.columns, np.arange(joined.size) >= fragments.size)

@@ -158,7 +158,7 @@ class _Done:
 
     @property
     def end(self) -> int:
-        """Number of the row from which on all rows are planned again."""
+        """First row after the trained and skipped rows; all rows from here on are planned again."""
         return max(self.trained, self.skipped.stop)
 
     def holds(self, first: int, num_rows: int) -> NDArray[np.bool_]:

@@ -192,7 +192,7 @@ def _kept_notes(
 def _repeats(
     out: Path, units: Sequence[UnitResult], others: Sequence[Corpus], duplicates: Duplicates
 ) -> list[NDArray[np.int64]]:
-    """Return, per document, the number of the document in ``others`` or the units whose content it repeats, or -1."""
+    """Find repeated documents; see `first_of_same_content`. With ``keep``, only documents in ``others`` count."""
     if duplicates == "keep" and not others:
         return [np.full(unit.num_documents, -1, dtype=np.int64) for unit in units]
 

@@ -123,7 +123,7 @@ class Received:
 
     @property
     def num_left(self) -> int:
-        """Number of tokens that were not read yet."""
+        """Number of tokens that have not been read yet."""
         return int(self.tokens.size) - self._place
 
     def read(self, document: int, start: int, length: int) -> NDArray[np.integer]:

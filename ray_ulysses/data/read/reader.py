@@ -37,7 +37,7 @@ class TokenStore(Protocol):
         ...
 
     def label_weights(self, document: int, first: int, last: int) -> NDArray[np.float32] | None:
-        """Return the loss weight of each token ``[first, last)`` of a document as a label, or None if all are 1.
+        """Return the loss weight of each label among tokens ``[first, last)`` of a document, or None if all are 1.
 
         The weight is 0 where a token may not be a label.
         """

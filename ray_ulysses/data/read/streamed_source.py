@@ -31,7 +31,7 @@ MAX_BLOCKS = 64
 """Maximum blocks per window. Ray Data takes milliseconds and tens of kB per block before the first block arrives."""
 
 MAX_ROWS = 128
-"""Maximum rows per block. Each row's plan lookup takes a millisecond, and all happen before the block is read."""
+"""Maximum rows per block. Before a block is read, each row is looked up in the plan, which takes a millisecond."""
 
 _MAX_WINDOW_ROWS = 1024
 _MAX_RANGES = 1 << 20
@@ -46,7 +46,7 @@ class _Handover:
     num_direct: int = 0
     """Number of rows that were read directly, including fillers. The stream skips these rows."""
     untrained: set[int] = field(default_factory=set)
-    """Numbers of the rows that were read directly but not trained yet."""
+    """Numbers of the rows that were read directly and have not been trained on yet."""
 
 
 class StreamedSource(DirectSource):
@@ -141,7 +141,7 @@ class StreamedSource(DirectSource):
     def _received(
         self, first_step: int, handover: _Handover
     ) -> Generator[tuple[int, Slot | None, Received | None], None, None]:
-        """Yield number, slot (None for a filler) and received tokens of each micro-batch that was not read directly."""
+        """Yield each micro-batch that was not read directly: number, slot (None for a filler) and received tokens."""
         for window in self._windows(first_step, handover):
             # Fillers are not requested.
             slots = [[slot for _, slot in block if slot is not None] for block in window]

@@ -326,7 +326,7 @@ def _batch_documents(
 
 
 def _value(column: pa.Array, place: int, role: FieldRole) -> object:
-    """Return the value at index ``place``. A list of integers becomes an array, since a million ints take a second.
+    """Return the value at index ``place``. A list of integers becomes an array, since converting to ints is slow.
 
     Raises:
         RowError: The value is too large, or has no Python equivalent: text that is not UTF-8, a time before the year 1,

@@ -90,7 +90,7 @@ class Vocabulary:
     others: str
     """Hash of the ids and texts of all other tokens."""
     merges: str
-    """Hash of the BPE merges in order, possibly none."""
+    """Hash of the ordered list of BPE merges, which may be empty."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

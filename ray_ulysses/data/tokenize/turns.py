@@ -130,7 +130,7 @@ def assistant_turns(messages: Messages) -> list[int]:
 
 
 def _kept(answered: str, text: str, special: Sequence[str]) -> int | None:
-    """Return the length of the prefix of ``text`` that equals a shorter conversation's text, or None if none does.
+    """Return the length of ``answered``, a shorter conversation's text, if ``text`` starts with it; else None.
 
     A special token after the end token of the last turn (Phi-3's ``<|endoftext|>``) may be missing in ``text``.
     """
