@@ -78,7 +78,7 @@ class _Slab:
 
 
 class _Slabs:
-    """A stack allocator for the host range; the backward pass frees slabs in roughly reverse order of allocation."""
+    """A stack allocator for the host range: the backward pass frees slabs in nearly reverse order of allocation."""
 
     def __init__(self, budget_bytes: int) -> None:
         self._budget_bytes = budget_bytes
@@ -126,7 +126,7 @@ class _Kept:
     tensor: torch.Tensor | None
     """The activation on the device, or None once the activation has been freed or used."""
     version: int
-    """Autograd version of the activation when the copy to the host was started."""
+    """Autograd version of the activation at the start of the copy to the host."""
     target: torch.Tensor | None = None
     """Destination tensor of the copy back to the device."""
     running: list[tuple[Any, torch.Tensor]] = field(default_factory=list)

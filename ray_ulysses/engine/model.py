@@ -136,7 +136,7 @@ def find_trained_part(config: Config) -> TrainedPart | None:
 
 
 def with_mixers(config: Config, shape: ModelShape) -> ModelShape:
-    """Return a hybrid model's shape as measured on its modules, or any other model's ``shape`` unchanged.
+    """Return the shape of a hybrid model, measured on its modules; return any other model's ``shape`` unchanged.
 
     Weights are not read. Parameters are counted in all layers, attention heads only in attention layers.
 

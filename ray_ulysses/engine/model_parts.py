@@ -34,7 +34,7 @@ _INSTEAD = f"its loss can't be computed over tiles: set {_OFF}"
 
 
 class NoTilesError(UserError):
-    """A model's forward can't run over tiles of tokens."""
+    """Raised if a model's forward can't run over tiles of tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

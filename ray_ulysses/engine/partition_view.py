@@ -31,7 +31,7 @@ from ray_ulysses.checkpoint.intervals import partition
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Partition:
-    """The location of this rank's elements of a trained parameter."""
+    """The location of this rank's elements of a trained parameter in the optimizer's flat tensors."""
 
     group: int
     """Index of the parameter's optimizer group, valid even if this rank owns none of the elements."""
@@ -51,7 +51,7 @@ def shape_of(parameter: Any) -> tuple[int, ...]:
 
 
 def flat_view(tensor: torch.Tensor, *, is_writing: bool) -> torch.Tensor:
-    """Return a tensor's elements in order as a 1-D tensor, which shares memory with the original if writing."""
+    """Return a tensor's elements as a 1-D tensor, which shares the tensor's memory if ``is_writing`` is set."""
     if is_writing and not tensor.is_contiguous():
         tensor.data = tensor.data.contiguous()
     return tensor.data.reshape(-1)
@@ -109,7 +109,7 @@ class Zero3View:
 
     @contextmanager
     def swapped_in(self, group: Sequence[int], *, is_writing: bool) -> Iterator[None]:
-        """Swap in a resident group's sub-groups for the duration of the block, and save changes if writing."""
+        """Swap in a resident group's sub-groups for the duration of the block; if ``is_writing``, save changes."""
         optimizer = self._optimizer
         swapped = [number for number in group if optimizer._swappable_optimizer_subgroup(number)]
         for number in swapped:
@@ -192,7 +192,7 @@ class GroupView:
         return intersect(group, position, parameter.numel(), partition_size=size, rank=self._rank)
 
     def weights(self, parameter: Any, *, is_writing: bool) -> tuple[int, torch.Tensor]:
-        """Return the start index and a view of a parameter in the model: in full if writing, else an even share."""
+        """Return a start index and view of a model parameter: all of it if ``is_writing``, else an even share."""
         flat = flat_view(parameter, is_writing=is_writing)
         if is_writing:
             return 0, flat

@@ -227,14 +227,14 @@ def _find(model: Any) -> RouterLoss:
 
 
 def _sizes(model: Any) -> Iterator[int]:
-    """Yield all integer attributes of a model and its configuration that may be the number of experts."""
+    """Yield the integer attributes of a model and its configuration that may be the number of experts."""
     values = (*vars(model).values(), *vars(model.config.get_text_config(decoder=True)).values())
     yield from sorted({value for value in values if type(value) is int and 1 < value <= _MOST_EXPERTS})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Probe:
-    """Synthetic scores, the model's router loss for them, and that loss times the coefficient."""
+    """Synthetic router scores, the model's router loss for these scores, and this loss times the coefficient."""
 
     scores: tuple[torch.Tensor, ...]
     loss: float
@@ -242,7 +242,7 @@ class _Probe:
 
 
 def _own_loss(parts: ModelParts, num_experts: int, num_layers: int, num_tokens: int) -> _Probe | None:
-    """Run a model's forward on synthetic scores; return None if the model has no router loss."""
+    """Run a model's forward on synthetic router scores; return None if the model has no router loss."""
     from transformers.modeling_outputs import MoeModelOutputWithPast
 
     generator = torch.Generator().manual_seed(num_layers)

@@ -227,7 +227,7 @@ def _step_error(
 def _error(
     found: Sequence[CheckResult], against: str, cause: str, node: str, broken: frozenset[int] = frozenset()
 ) -> RunError:
-    """Return one error for all ranks; ``broken`` ranks fail even in one process. All ranks must call this function."""
+    """Return the error to raise; ranks in ``broken`` fail even in one process. All ranks must call this function."""
     worst, wrong_ranks = _worst(found), _wrong_ranks(found)
     names: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(names, node)
@@ -332,7 +332,7 @@ _VOCAB = 61
 _HEAD_SIZE = 64
 """Head size of the tiny decoder, supported by every kernel."""
 _ROWS: tuple[tuple[int, tuple[int, ...]], ...] = ((48, (29, 1, 12)), (40, (7, 33)))
-"""Row lengths, each with document lengths; the rest of a row is padding."""
+"""For each row, its length and the lengths of its documents; the rest of the row is padding."""
 _MOST_ACCUMULATION = 2
 _NOTHING = 1e-7
 
@@ -345,7 +345,7 @@ class StepMeasured:
     """Norm-wise relative error of the worst gradient tensor, compared with a single process in fp64."""
     worst_tensor: str
     own_error: float
-    """Norm-wise relative error of a single process in the run's dtype, measured in the same way."""
+    """Norm-wise relative error of a single process in the run's dtype, also compared with fp64."""
     norm_ratio: float
     """Global gradient norm reported by the engine, divided by the norm in a single process."""
 

@@ -1,6 +1,6 @@
 """Compares attention over a packed row (exchange, kernel and ring) with the definition of attention in fp64.
 
-Legend: B rows, L tokens of a slice, S tokens of a row, H query heads, K KV heads, D head size of Q and K, E of V.
+Legend: B rows, L slice tokens, S row tokens, H query heads, K KV heads, D head size of Q and K, E head size of V.
 """
 
 from __future__ import annotations

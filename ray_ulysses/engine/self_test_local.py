@@ -67,7 +67,7 @@ def self_test_on(work: Callable[..., str], world_size: int, limit_s: float) -> L
 
 
 def _settings(device: torch.device) -> tuple[AttentionSettings, ZeroSettings]:
-    """Return attention and engine settings in the device's usual dtype, with KV heads shared by ranks."""
+    """Return attention and engine settings for the test, in bf16 on a GPU and otherwise in fp32."""
     is_gpu = device.type == "cuda"
     attention = AttentionSettings(
         num_heads=8,

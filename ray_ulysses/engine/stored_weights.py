@@ -42,7 +42,7 @@ def file_tensors(directory: Path) -> dict[str, FileTensor]:
     """Return the tensors that Transformers would read from a model directory, by name, without reading tensor data.
 
     Raises:
-        One of `UNREADABLE`: The directory has no safetensors files, or a damaged one.
+        One of `UNREADABLE`: The directory has no safetensors files, or one of them is damaged.
     """
     found = {}
     for name in _weight_files(directory):

@@ -21,7 +21,7 @@ def model_class(hf_config: Any, part: Part) -> Any:
     """Return the Transformers auto class that builds and loads a model.
 
     Raises:
-        UserError: A multimodal model requires the part ``text``, and any other model the part ``whole``.
+        UserError: ``part`` is ``whole`` for a multimodal model, or ``text`` for any other model.
     """
     has_parts = is_multimodal(hf_config)
     if part == "whole" and has_parts:
@@ -52,7 +52,7 @@ def is_multimodal(hf_config: Any) -> bool:
 
 
 def text_fields(hf_config: Any) -> dict[str, Any]:
-    """Return the decoder configuration of a multimodal model, including default values."""
+    """Return the fields of a multimodal model's decoder configuration, including default values."""
     fields: dict[str, Any] = hf_config.get_text_config(decoder=True).to_dict()
     # The output head and tie_word_embeddings belong to the multimodal model, not to its decoder.
     return fields | {"tie_word_embeddings": bool(getattr(hf_config, "tie_word_embeddings", False))}

@@ -163,7 +163,7 @@ def named_tensors(module: nn.Module) -> NamedTensors:
 def stepped_parts(
     tensors: NamedTensors, view: PartitionView, group: Sequence[int], moments: Sequence[str]
 ) -> Iterator[TensorPart]:
-    """Yield this rank's master weights and moments in one resident group."""
+    """Yield this rank's master weights and moments that belong to one resident group of flat tensors."""
     for name, parameter in tensors.trained:
         part = view.partition_of(parameter)
         if part.length and part.flat in group:
@@ -175,7 +175,7 @@ def stepped_parts(
 
 
 def stepped_intervals(tensors: NamedTensors, view: PartitionView, moments: Sequence[str]) -> Iterator[HeldInterval]:
-    """Yield the intervals of this rank's master weights and moments, including those not in memory."""
+    """Yield the intervals of this rank's master weights and moments, even if they are not in memory."""
     for name, parameter in tensors.trained:
         part = view.partition_of(parameter)
         if part.length:
@@ -186,7 +186,7 @@ def stepped_intervals(tensors: NamedTensors, view: PartitionView, moments: Seque
 
 
 def rounded_parts(tensors: NamedTensors, view: PartitionView) -> Iterator[TensorPart]:
-    """Yield this rank's share of the trained weights in the model's precision, unless that is fp32."""
+    """Yield this rank's share of the trained weights in the model's precision; nothing if it is fp32."""
     for name, parameter in tensors.trained:
         if parameter.dtype != torch.float32:
             start, tensor = view.weights(parameter, is_writing=False)
@@ -266,7 +266,7 @@ def describe(engine: Any, tensors: NamedTensors, view: PartitionView, moments: S
 
 
 def moment_names(view: PartitionView) -> tuple[str, ...]:
-    """Return the names of the optimizer's flat state tensors, of which there are none before the first step."""
+    """Return the names of the optimizer's flat state tensors; before the first step, there are none."""
     names: set[str] = set()
     for flat in view.flats:
         names |= {

@@ -18,10 +18,10 @@ def group_named(name: str) -> dist.ProcessGroup:
 
 
 class BlockExchange:
-    """An all-to-all in progress, with one block to and one from every other rank of a group; not differentiable.
+    """An all-to-all in progress that exchanges one block with every other rank of a group; not differentiable.
 
     The exchange is a batch of sends and receives, like NCCL's own all-to-all. A rank's own block is not copied, so the
-    caller can process that block while the others are in flight.
+    caller can process that block while the other blocks are in flight.
     """
 
     def __init__(

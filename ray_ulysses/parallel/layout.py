@@ -281,7 +281,7 @@ TileSetting = int | Literal["auto", "off"]
 """Number of tokens per tile. ``auto`` derives the number from the layer's width; ``off`` disables tiling."""
 
 TILE_TOKENS = "_tile_tokens"
-"""Attribute of a module with a tiled ``forward``: a function that returns the number of tokens per tile."""
+"""Name of an attribute of modules with a tiled ``forward``: a function that returns the tokens per tile."""
 
 _MOST_VALUES = 1 << 26
 _LEAST_VALUES = 1 << 20

@@ -24,7 +24,7 @@ from ray_ulysses.parallel.gpu_environment import expand_segments
 
 _POLL_S = 0.25
 _GRACE_S = 5.0
-"""Seconds in which the other ranks may exit after the first failure. One of them may raise the error that caused it."""
+"""Seconds to wait for the other ranks after a rank fails: another rank may raise the error that caused the failure."""
 
 
 @dataclass(eq=False)

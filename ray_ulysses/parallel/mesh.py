@@ -157,8 +157,8 @@ class SequenceMesh:
         """Return this process's group for a role.
 
         The ranks of ``sp`` share a row, and the ranks of ``dp`` have the same part of different rows. Token counts are
-        summed over ``loss``, and ZeRO partitions state over ``shard``. Within ``sp``, heads are exchanged over
-        ``ulysses``, and keys and values circulate over ``ring``. If only one has several ranks, the other has no group.
+        summed over ``loss``; ZeRO partitions state over ``shard``. Within ``sp``, heads are exchanged over ``ulysses``,
+        and keys and values circulate over ``ring``. If only one of these two has several ranks, the other has no group.
         """
         found = self.groups.get(role)
         if found is None:
