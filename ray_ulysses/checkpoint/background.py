@@ -90,7 +90,7 @@ class BackgroundSaver:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no save and no preparation task is queued or in progress."""
+        """Whether neither a save nor a preparation task is queued or in progress."""
         return self._calls.is_idle
 
     @property
@@ -158,7 +158,7 @@ class BackgroundSaver:
         return stall_s
 
     def prepare(self, task: Callable[[], None]) -> None:
-        """Run a background task that later saves depend on; if the task raises, this counts as a failed save.
+        """Run a background task on which later saves depend; an exception in the task counts as a failed save.
 
         `save` waits until the task has finished.
         """

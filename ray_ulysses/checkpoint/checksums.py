@@ -42,7 +42,7 @@ def num_blocks(num_bytes: int) -> int:
 
 
 def table_bytes(sizes: Iterable[int]) -> int:
-    """Return the size in bytes of the checksum table for intervals of these sizes in bytes."""
+    """Return the size in bytes of the checksum table for intervals with the given sizes in bytes."""
     return _SUM_BYTES * sum(num_blocks(size) for size in sizes)
 
 

@@ -77,7 +77,7 @@ def for_each_step(steps: Iterable[int], look: Callable[[int], _Found]) -> list[_
 
     Args:
         steps: Steps to examine.
-        look: Function of a step. It should not return the manifest itself: at a large world size, a manifest occupies
+        look: Examines one step. It should not return the manifest itself: at a large world size, a manifest occupies
             tens of megabytes, and a run may have a thousand manifests.
     """
     with ThreadPoolExecutor(_MOST_THREADS, thread_name_prefix="ray-ulysses-steps") as threads:

@@ -96,7 +96,7 @@ def plan_batches(
 
 
 def _ranges(read: Read, stored: StoredInterval, part_start: int) -> Iterator[ReadRange]:
-    """Split a read into ranges of at most `CHUNK_BYTES` that consist of complete blocks."""
+    """Split a read into ranges that consist of complete blocks and span at most `CHUNK_BYTES`."""
     item_bytes = stored.num_bytes // (stored.interval.stop - stored.interval.start)
     first = (read.start - stored.interval.start) * item_bytes
     last = (read.stop - stored.interval.start) * item_bytes
@@ -114,7 +114,7 @@ def _ranges(read: Read, stored: StoredInterval, part_start: int) -> Iterator[Rea
 
 
 def _joins(held: Sequence[ReadRange], read_range: ReadRange) -> bool:
-    """Return whether the range directly follows the last range in `held` and the batch stays within `CHUNK_BYTES`."""
+    """Return whether a range directly follows the batch `held` and fits into it: at most `CHUNK_BYTES` in all."""
     if not held:
         return False
     end = held[-1].stored.offset + held[-1].stop
@@ -175,7 +175,7 @@ def verify_rest(
     Args:
         store: The run's store.
         manifest: Manifest of the checkpoint.
-        loaded: Keys of the tensors of which this rank loaded its part. The parts of all ranks cover these tensors.
+        loaded: Keys of the tensors whose parts this rank loaded. Together, all ranks' parts cover these tensors.
         rank: Rank of this process.
         world_size: Number of ranks.
         messenger: Connects the ranks, so that all ranks raise if one fails.
@@ -217,7 +217,7 @@ def _whole_intervals(manifest: Manifest, keys: frozenset[str]) -> list[Batch]:
 
 
 def _share(batches: Sequence[Batch], rank: int, world_size: int) -> list[Batch]:
-    """Return the rank's contiguous share of the batches; all shares have about the same number of bytes."""
+    """Return a rank's contiguous share of the batches; all ranks' shares are about equally large."""
     ends = list(accumulate(batch.num_bytes for batch in batches))
     total = ends[-1] if ends else 0
     return [
@@ -226,7 +226,7 @@ def _share(batches: Sequence[Batch], rank: int, world_size: int) -> list[Batch]:
 
 
 def _together(messenger: RankMessenger | None, step: int, read: Callable[[], int]) -> int:
-    """Call `read` on every rank and return its result; if it fails on one rank, raise on all ranks."""
+    """Return this rank's result of `read`, or raise on all ranks if any fails. All ranks must call this function."""
     messenger = messenger if messenger is not None else SingleRankMessenger()
     problem, damage, unread, num_bytes = None, None, None, 0
     cause: Exception | None = None

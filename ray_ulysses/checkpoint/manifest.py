@@ -208,7 +208,7 @@ class _Version:
 
 
 def _read(content: bytes, take: Callable[[Mapping[str, Any]], _Taken]) -> _Taken:
-    """Verify a manifest file's checksum and version, and return the result of calling `take` on its fields."""
+    """Verify a manifest file's checksum and version, and return the result of `take`, called with the file's fields."""
     try:
         values = json.loads(content)
         is_whole_file = isinstance(values, dict) and _has_checksum(content)
@@ -302,7 +302,7 @@ def _meta_from_json(values: Mapping[str, Any]) -> CheckpointMeta:
 
 
 def _encode(head: Mapping[str, Any], shards: Sequence[ShardEntry]) -> bytes:
-    """Serialize the fields in `head` and the shards to the content of a manifest file."""
+    """Return the content of a manifest file with the fields in `head` and the given shards."""
     # One encoder call per shard: at a large world size, a single call would hold the GIL for seconds and block the
     # training loop in another thread.
     pieces = [_ENCODER.encode(head)[:-1].encode(), b',"shards":[']

@@ -80,7 +80,7 @@ def steps_to_delete(committed: Mapping[int, Committed], *, newest: int, rules: K
 
 
 def keep_reasons(committed: Mapping[int, Committed], *, newest: int, rules: KeepRules) -> dict[int, tuple[str, ...]]:
-    """Return short descriptions of the rules that keep each step; omits steps that no rule keeps."""
+    """Return, for each step that is kept, short descriptions of the rules that keep the step."""
     older = sorted(step for step in committed if step <= newest)
     reasons: dict[int, list[str]] = {step: ["beyond the newest"] for step in committed if step > newest}
     for step in older[-rules.last :]:

@@ -67,7 +67,7 @@ class ShardEntry:
 
 
 def place_intervals(intervals: Sequence[tuple[Interval, int]], header_bytes: int) -> tuple[StoredInterval, ...]:
-    """Return the positions of consecutive intervals after the header, given each interval with its size in bytes."""
+    """Return the positions of intervals that follow the header one after another, given their sizes in bytes."""
     sizes = [size for _, size in intervals]
     offsets = accumulate(sizes, initial=header_bytes)
     blocks = accumulate((num_blocks(size) for size in sizes), initial=0)

@@ -169,7 +169,7 @@ class Staging:
         return min(writable, key=lambda number: self._buffers[number] is None, default=None)
 
     def _is_writable(self, number: int) -> bool:
-        """Return whether a free buffer may be overwritten or allocated; drops the buffer's memory if it is lost."""
+        """Return whether a free buffer may be overwritten or allocated; if its memory is lost, drop the memory."""
         lent = self._lent.get(number)
         if lent is None or lent.is_returned:
             return True

@@ -48,7 +48,7 @@ class PeerMemoryAgent:
     Args:
         token: The run's secret. The agent closes connections from clients that do not prove that they know the token.
         host: The node's address, on which the agent listens.
-        port: Preferred port; if it is in use, any free port. Clients of a dead agent can reconnect on the same port.
+        port: Port to listen on, or any free port if it is in use. Clients of a dead agent reconnect to the same port.
         limit_bytes: Maximum total size of all files, or None for no limit.
         idle_limit_s: Seconds without a connection after which the agent exits.
         clock: Source of time.

@@ -313,7 +313,7 @@ def _reply(connection: socket.socket) -> tuple[dict[str, Any], int]:
 
 
 def _summed(memory: memoryview, extents: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """Split extents of `memory` into chunks, and return the offset, size and checksum of each chunk."""
+    """Split extents (offset, size) of `memory` into chunks, and return each chunk's offset, size and checksum."""
     pieces = [
         (start, min(start + CHUNK_BYTES, offset + size))
         for offset, size in extents

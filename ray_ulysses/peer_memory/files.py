@@ -163,7 +163,7 @@ class MemoryFile:
         self._add(Chunk(pages=self.pages, offset=self.own_bytes, num_bytes=len(room), checksum=wanted))
 
     def borrow(self, pages: LentPages) -> LentPages:
-        """Add and return lent memory; if the file already has the memory, close `pages` and return the known object."""
+        """Add and return lent memory; if the file already uses it, close `pages` and return the existing object."""
         for known in self.lent:
             if os.path.sameopenfile(known.fileno(), pages.fileno()):
                 pages.close()

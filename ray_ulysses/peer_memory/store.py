@@ -84,7 +84,7 @@ _EARLY_LOOKS = 6
 """Number of reconnection attempts with short pauses, because a dead agent is restarted within half a minute."""
 _MOST_DOUBLINGS = 6
 _STEADY_S = 60.0
-"""Seconds without a failure after which the pauses before the next reconnection attempts are short again."""
+"""If an agent does not fail for this many seconds, the pauses between attempts to reconnect are short again."""
 _T = TypeVar("_T")
 _log = get_logger(__name__)
 
@@ -253,14 +253,14 @@ class PeerMemoryStore(Store):
             raise
 
     def _first(self, nodes: Iterable[str], ask: Callable[[AgentClient], _T]) -> tuple[str, _T]:
-        """Call `ask` for the nodes' agents in order until one answers; return that node and the answer."""
+        """Call `ask` for the agents of the nodes, in order, until an agent answers; return its node and the answer."""
         for node in nodes:
             with contextlib.suppress(AgentGoneError):
                 return node, self._asked(node, ask)
         raise self._nobody()
 
     def first_that_has(self, key: str, ask: Callable[[AgentClient], _T]) -> _T:
-        """Call `ask` for the agents, starting with the last known holder, and return the answer of one with the file.
+        """Call `ask` for each agent, last known holder first, until an agent has the file, and return its answer.
 
         Raises:
             FileNotFoundError: Some agents answer, but none of them has the file.
