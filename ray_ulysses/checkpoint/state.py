@@ -110,7 +110,7 @@ class HeldInterval:
     """An interval of a flattened tensor that a rank owns, without the elements."""
 
     key: str
-    """See `TensorPart.key`."""
+    """Key of the tensor; see `TensorPart.key`."""
     start: int
     """Index of the first element in the flattened tensor, without padding."""
     num_elements: int

@@ -44,7 +44,7 @@ class AttentionSplit:
     copies_to_fp32: bool = False
 
     def heads(self, shape: ModelShape) -> HeadPlan:
-        """Return the head plan. For more ranks than heads, which `problems` refuses, assume one head per rank."""
+        """Return the head plan. With more ranks than heads, which `problems` refuses, assume one head per rank."""
         return assign_heads(shape.num_heads, shape.num_kv_heads, min(self.ulysses_size, shape.num_heads))
 
     @property

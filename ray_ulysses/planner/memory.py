@@ -33,7 +33,7 @@ _MOMENTS: tuple[tuple[Phase, ...], ...] = (
     ("always", "passes", "layer", "attention"),
     ("always", "update"),
 )
-"""Sets of phases whose terms are allocated at the same time."""
+"""Each entry lists phases whose memory is allocated at the same time; the peak is the largest sum of an entry."""
 _RUNTIME = always("runtime", 2 * GIB, "assumed for the CUDA context, loaded kernels and NCCL buffers; not yet measured")
 
 

@@ -272,7 +272,7 @@ def shortage(
 
 
 def _needed(memory: MemoryEstimate, place: MemoryPlace) -> tuple[tuple[MemoryTerm, ...], int]:
-    """Return the terms that are allocated at the peak in ``place``, and the bytes that a measurement there includes."""
+    """Return the terms that are allocated at the peak in ``place``, and the bytes that a measurement would show."""
     if place == "device":
         return at_peak(memory.device), memory.device_bytes
     if place == "host":
@@ -314,7 +314,7 @@ def _way_out(config: Config, shape: ModelShape, stage: int, place: MemoryPlace, 
 
 
 def _wider(config: Config, shape: ModelShape, number: int) -> Iterator[tuple[int, Config]]:
-    """Yield each larger sp size that a stage can use without a new data plan, and the run's configuration with it."""
+    """Yield each larger ``sp_size`` that a stage can use with the same data plan, and the changed configuration."""
     own = config.stages[number].sp_size if config.stages else None
     for size in allowed_sp(config, shape):
         if own is None or size <= own:

@@ -43,7 +43,7 @@ class LayoutFacts:
     """Parallel layout of the workers."""
 
     world_size: int
-    """Number of workers; in an elastic run, the largest number."""
+    """Number of workers; in an elastic run, the maximum."""
     least_world_size: int
     """Smallest number of workers, for which memory per rank is largest."""
     sp_size: int
@@ -70,7 +70,7 @@ class CorpusFacts:
 
     path: str
     is_made_up: bool
-    """Whether no corpus is prepared, so that all sizes are those of synthetic documents."""
+    """Whether no corpus is prepared, so that all sizes describe synthetic documents."""
     num_documents: int
     num_tokens: int
     """Total number of tokens in all documents."""

@@ -247,7 +247,7 @@ def leaner(
         config: The configuration to change.
         shape: The model's shape.
         more: Changes that all candidates include, such as more workers.
-        is_host_full: Whether offloaded state may move back to the device. None: only if the host exceeds its limit.
+        is_host_full: Whether offloaded state may move back to the device. If None, only if the host exceeds its limit.
     """
     more = more or {}
     host_gib = config.memory.host_gib
@@ -285,7 +285,7 @@ def fits_with(config: Config, shape: ModelShape, settings: Settings) -> bool:
 
 
 def is_allowed(config: Config, changed: Config) -> bool:
-    """Return whether the changed configuration violates no rule beyond those that ``config`` already violates."""
+    """Return whether the changed configuration violates only rules that ``config`` already violates."""
     known = {problem.path for problem in broken_rules(config)}
     return all(problem.path in known for problem in broken_rules(changed))
 
@@ -312,7 +312,7 @@ def _leaner_values(config: Config, path: str, *, is_either_way: bool) -> dict[An
 
 
 def attention_head_groups(config: Config, shape: ModelShape) -> dict[Any, int]:
-    """Return the configured number of head groups and its doublings, up to a rank's KV heads, with costs."""
+    """Return numbers of head groups with their costs, doubling from the configured number up to a rank's KV heads."""
     now = config.memory.attention_head_groups
     most = -(-shape.num_kv_heads // (config.parallel.sp_size // ring_size(config, shape)))
     return {now: 0} | {more: _HEAD_GROUPS_COST * n for n, more in enumerate(_powers(now, most)) if n}
@@ -484,7 +484,7 @@ def longest_context(config: Config, shape: ModelShape, *, above: int = 0) -> int
 
 
 def _bounds(config: Config, multiple: int) -> tuple[int, int]:
-    """Return bounds for the context in units of ``multiple``. The lower bound covers the contexts set by stages."""
+    """Return the context's bounds in units of ``multiple``. The lower bound covers every context that a stage sets."""
     own = [stage.context_tokens for stage in config.stages]
     least = -(-max((tokens for tokens in own if tokens is not None), default=0) // multiple)
     # If each stage has its own, a longer context would change nothing.

@@ -13,7 +13,7 @@ from ray_ulysses.planner.flops import token_cost
 
 
 def ring_size(config: Config, shape: ModelShape, sp_size: int | None = None) -> int:
-    """Return the configured ring size, or the default if none is configured or ``sp_size`` differs from the setting."""
+    """Return the ring size: the configured size if it is set and applies to ``sp_size``, otherwise the default."""
     size = sp_size or config.parallel.sp_size
     if config.parallel.ring_size is not None and size == config.parallel.sp_size:
         return config.parallel.ring_size
@@ -47,7 +47,7 @@ def allowed_sp(config: Config, shape: ModelShape) -> tuple[int, ...]:
 
 
 def pad_multiple(config: Config, shape: ModelShape) -> int:
-    """Return the number to whose multiples rows are padded, so that every allowed ``sp`` size can shard the rows."""
+    """Return the unit to which rows are padded: every allowed ``sp`` size can shard a multiple of this number."""
     return math.lcm(*(row_multiple(size, ring_size(config, shape, size)) for size in allowed_sp(config, shape)))
 
 

@@ -69,9 +69,9 @@ _RAMP_TOKENS, _RAMP_HEADS = 2000, 10_000
 """Document length at which attention reaches half of its full rate: ``_RAMP_TOKENS + _RAMP_HEADS / heads per rank``
 (fitted to measured kernels with 4 and 32 heads)."""
 _LAYER_BYTES_OF_HIDDEN, _LAYER_BYTES_OF_HEADS, _LAYER_BYTES_OF_MLP, _BYTES_OF_LOGITS = 84, 20, 10, 40
-"""Bytes moved by a layer's element-wise operations in the forward pass, for each value of the residual stream (two
-norms, 36 each, in fp32 inside; two sums, 6 each), of queries and keys (the rotation), and of the MLP's width (the
-activation and the product), counted from Transformers' modules in bf16; and bytes moved per logit in both passes."""
+"""Bytes that a layer's element-wise operations move in the forward pass: per value of the residual stream (two norms
+with fp32 intermediates, 36 each; two sums, 6 each), per value of queries and keys (rotation), and per intermediate MLP
+value (activation and product), counted from Transformers' modules in bf16. Last, bytes per logit in both passes."""
 _UPDATE_BYTES = 28
 """Bytes per parameter that Adam's update moves: it reads and writes the weight and moments, and reads the gradient."""
 
@@ -86,7 +86,7 @@ class Work:
     """Sum of the squared lengths in tokens of all documents, or of their pieces in rows."""
     rows: int
     imbalance: float
-    """Time of the step relative to perfectly balanced data-parallel groups."""
+    """Time of the step, divided by its time with perfectly balanced data-parallel groups."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -118,7 +118,7 @@ def write_text(path: Path, text: str, within: Path | None = None) -> None:
 
 
 def write_all(stream: RawIOBase, chunk: Buffer) -> int:
-    """Write a complete chunk and return its size in bytes. A single ``write`` call may write less (at most 2 GiB)."""
+    """Write a complete chunk and return its size in bytes. One ``write`` call may write less, and at most 2 GiB."""
     left = memoryview(chunk).cast("B")
     size = left.nbytes
     while left.nbytes:

@@ -52,11 +52,11 @@ class _Record(LockOwner):
     """The content of a holder file."""
 
     machine: str = ""
-    """See `_this_machine`."""
+    """Id of the holder's machine; see `_this_machine`."""
     place: str = ""
     """Location of the claimed store. A copy of the store's files has another location, so the copy is not claimed."""
     started: str | None = None
-    """See `_start_of`."""
+    """Start time of the holder's process; see `_start_of`."""
     command: str = ""
     """Unique name of the holder's command; see `Claim`."""
     beat: int = 0
@@ -68,7 +68,7 @@ _RECORD = TypeAdapter(_Record)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Sight:
-    """The newest holder file at the time of a read. Generation 0 means that there is none."""
+    """The newest holder file at the time of a read. Generation 0 means that no holder file exists."""
 
     generation: int
     content: bytes
@@ -260,7 +260,7 @@ class Claim:
         self.problem = RunError(f"run {self.run!r} was taken over by {sight.record or 'another process'}")
 
     def _is_silent(self, sight: _Sight) -> bool:
-        """Return True if no heartbeat arrives for `lease_s`, False if the holder releases the claim; else raise."""
+        """Return True if no heartbeat arrives for `lease_s`, False if the claim is released; raise if it is renewed."""
         seen_at = self._clock.monotonic()
         while True:
             self._clock.sleep(self._lease_s / _BEATS_A_LEASE / 2)

@@ -271,7 +271,7 @@ class ObjectStore(Store):
         """Delete a file or a folder tree; see `Store.delete`.
 
         Folder markers, which are empty objects created by consoles and file browsers, remain: their keys end with a
-        slash, which obstore 0.12.1 removes.
+        slash, which obstore 0.12.1 strips from keys.
         """
         keys, left = self.list(prefix) or [prefix], list[str]()
         while keys and keys != left:
@@ -414,14 +414,14 @@ class _Counted:
 
 
 def _given_whole(chunks: Iterable[Buffer]) -> bytes | None:
-    """Return the joined chunks if all of them are already in memory and fit into one put; otherwise return None."""
+    """Return the joined chunks if they were given as a list and fit into one put; otherwise return None."""
     if not isinstance(chunks, list | tuple) or sum(memoryview(chunk).nbytes for chunk in chunks) > _LARGEST_PUT_BYTES:
         return None
     return bytes(chunks[0]) if len(chunks) == 1 else b"".join(chunks)
 
 
 def _parts(chunks: Iterable[Buffer], part_bytes: int) -> Iterator[Buffer]:
-    """Copy chunks into parts of equal size, except for the last. The caller may then reuse the chunk buffers."""
+    """Copy chunks into parts of equal size (the last may be smaller), so that the chunks' buffers can be reused."""
     part = bytearray()
     for chunk in chunks:
         view = memoryview(chunk).cast("B")

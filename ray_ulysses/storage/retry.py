@@ -143,7 +143,7 @@ class Waiting:
 
     @property
     def goes_on(self) -> bool:
-        """Whether retry time is left."""
+        """Whether any retry time is left."""
         return self.waited_s < self._retry.wait_s
 
     def pause(self) -> bool:
