@@ -67,7 +67,7 @@ def check(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckOptions:
-    """Command-line options."""
+    """Command-line options of ``check``."""
 
     steps: int
     stage: str | None

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ray_ulysses.data.prepare.preparation import PrepareProgress
 
 _LINE_S = 2.0
-"""Minimum time between two lines."""
+"""Minimum time between two progress lines, in seconds."""
 
 
 class PlainConsole(Console):
@@ -63,7 +63,7 @@ class PrepareView(Display):
     """Shows a preparation's phase and progress, as a live line in a terminal and as plain lines elsewhere."""
 
     def __init__(self, console: Console | None = None, clock: Clock | None = None) -> None:
-        """Set up the view; nothing is shown before the block is entered.
+        """Set up the view; nothing is shown before the ``with`` block is entered.
 
         Args:
             console: Output console; standard output by default. Anything but a terminal gets plain lines.
@@ -134,7 +134,7 @@ class PrepareView(Display):
 
 
 def prepare_line(progress: PrepareProgress, first: PrepareProgress, seconds: float) -> str:
-    """Return one line of ``name=value`` fields without spaces.
+    """Return the progress as one line of ``name=value`` fields, whose values contain no spaces.
 
     Args:
         progress: Current progress.

@@ -49,7 +49,7 @@ class Check:
 
     name: str
     level: Level
-    """``ok``, ``warn`` (a run may work, or be slow) or ``fail`` (a run can't start)."""
+    """``ok``, ``warn`` (a run may fail or be slow) or ``fail`` (a run can't start)."""
     detail: str
     hint: str = ""
     """How to solve the problem; empty if the level is ``ok``."""
@@ -93,7 +93,7 @@ def _checks(*, storage: str | None, address: str | None, model: str | None) -> I
 
 
 def check_cloud(url: str | None = None, setting: CloudSetting = "auto") -> Check:
-    """Check whether the cloud announces that it will take this machine away. Outside a cloud, no request is sent.
+    """Check whether the cloud offers preemption notices and has issued none. Outside a cloud, no request is sent.
 
     Args:
         url: Value of ``elastic.cloud_metadata_url``.

@@ -48,8 +48,8 @@ def export(
 ) -> None:
     """Write a committed checkpoint as a Hugging Face model directory.
 
-    The directory appears only once it is complete. The check needs CPU memory for the model in fp32; without the
-    check, a few hundred MiB are enough for a model of any size.
+    The directory appears only once it is complete. Checking the export needs CPU memory for the model in fp32; without
+    the check, a few hundred MiB are enough for a model of any size.
     """
     from ray_ulysses.export.report import ExportRequest
     from ray_ulysses.run.run_files import check_run

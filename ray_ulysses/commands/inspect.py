@@ -458,7 +458,7 @@ def _quoted(text: str) -> list[str]:
 
 
 class ReadingReport:
-    """Prints the amount read, the rate and the remaining time.
+    """Prints the amount of data read, the rate and the remaining time.
 
     Args:
         write: Prints a line.

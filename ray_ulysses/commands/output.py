@@ -32,8 +32,8 @@ _KEPT = ("note:", "warning:")
 class SteadyStream(io.TextIOBase):
     """Writes to the current standard output or standard error, and never fails.
 
-    A training run must outlive the reader of its output: the same Ctrl-C also ends `tee`, a terminal is closed, the
-    log's disk is full, or a daemon has closed the descriptor.
+    A training run must outlive the reader of its output: Ctrl-C also ends a `tee`, a terminal may be closed, the log's
+    disk may be full, or a daemon may have closed the descriptor.
     """
 
     def __init__(self, name: Literal["stdout", "stderr"], *, escapes: bool = True) -> None:
@@ -156,7 +156,7 @@ class Display:
     """Context manager that calls `look` at a fixed interval from its own thread."""
 
     def __init__(self, clock: Clock | None = None, interval_s: float | None = None) -> None:
-        """Set up the display; nothing is shown before the block is entered.
+        """Set up the display; nothing is shown before the ``with`` block is entered.
 
         Args:
             clock: Clock that measures the phases.

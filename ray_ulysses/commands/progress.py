@@ -170,7 +170,7 @@ class ProgressView(Display):
         clock: Clock | None = None,
         is_quiet: bool = False,
     ) -> None:
-        """Set up the view; nothing is read or shown before the block is entered.
+        """Set up the view; nothing is read or shown before the ``with`` block is entered.
 
         Args:
             run_dir: The run's directory; it need not exist yet.
@@ -213,7 +213,7 @@ class ProgressView(Display):
             self._state = replace(self._state, phase=name)
 
     def awaiting_workers(self, phase: str) -> None:
-        """Set the phase of the workers' start, unless they have already reported."""
+        """Show that the workers are starting, unless they have already reported."""
         with self._lock:
             self._state = self._state.awaiting_workers(phase)
 

@@ -38,7 +38,7 @@ _STORY: dict[bool, str] = {
     True: "30s kill-node, 60s add-node, 100s drain-node, 130s add-node",
     False: "30s kill-worker, 60s stop-worker, 90s kill-agent, 120s kill-driver",
 }
-"""Default fault schedules: on nodes that the rehearsal starts (True), and on an existing cluster (False)."""
+"""Default fault schedules: for nodes that the rehearsal starts (True), and for an existing cluster (False)."""
 _GROW_EVERY_S = 5.0
 _MAX_FAILURES = 1000
 _HEAD_CPUS, _CPUS = 1, 2
@@ -74,8 +74,8 @@ def rehearse(
 ) -> None:
     """Train a copy of a run under injected faults, and prove that no row was lost or repeated.
 
-    Uses the cluster at RAY_ADDRESS or cluster.address, or else starts several nodes on this machine.
-    The faults are listed first; their times start at the run's first step. Exits with 1 if a check fails.
+    Uses the cluster at RAY_ADDRESS or cluster.address, or else starts several nodes on this machine. The faults are
+    listed first, with times relative to the run's first step. Exits with 1 if a check fails.
 
     \b
     kill-worker, crash-worker, stop-worker   a training process receives SIGKILL, SIGSEGV or SIGSTOP
@@ -116,7 +116,7 @@ def rehearse(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RehearseOptions:
-    """Command-line options."""
+    """Command-line options of ``rehearse``."""
 
     faults: str | None
     """A fault schedule, or the path of a file that contains one."""
@@ -131,7 +131,7 @@ class RehearseOptions:
     compare: int | None
     """Maximum number of steps of the run without faults; 0 skips that run."""
     min_ettr: float | None
-    """Minimum percentage of the time spent on steps that count."""
+    """Minimum effective training time ratio (ETTR): the percentage of time spent on steps that count."""
 
 
 def run_rehearsal(

@@ -129,7 +129,7 @@ def stop(
 
 
 def register(app: typer.Typer) -> None:
-    """Register the commands."""
+    """Add the commands of this module to the app."""
     app.command(epilog="Example: ray-ulysses submit config.yaml --address http://HEAD:8265")(submit)
     app.command(epilog="Example: ray-ulysses status; ray-ulysses status llama-tiny")(status)
     app.command(epilog="Example: ray-ulysses logs llama-tiny --follow")(logs)

@@ -21,14 +21,14 @@ CREDENTIALS = frozenset(
         *("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "PGPASSWORD", "WANDB_API_KEY"),
     }
 )
-"""Environment variables that ``cluster.secrets_file`` may set without an entry in ``cluster.secrets_names``. Except for
-the name of an Azure account, none of them selects the server that receives the credentials; none selects a program."""
+"""Environment variables that ``cluster.secrets_file`` may set without an entry in ``cluster.secrets_names``. None of
+them selects a program to run, and only the Azure account name affects which server receives credentials."""
 _STEERS_PROGRAMS = re.compile(
     r"(LD|DYLD|OPENSSL|RAY)_.*|PYTHON.*|.*_PROXY|PATH|HOME|SHELL|IFS|ENV|BASH_ENV|GCONV_PATH|GLIBC_TUNABLES",
     re.IGNORECASE,
 )
 _VARIABLE = re.compile(r"(?P<name>\$\{[^{}]*\})|(?:^|/)(?P<bare>\$[A-Z_][A-Z0-9_]*)(?=/|$)")
-"""Matches ``${NAME}`` anywhere, and ``$NAME`` as a path component. Lower case is excluded due to Azure's ``$web``."""
+"""Matches ``${NAME}`` anywhere, and an uppercase ``$NAME`` as a path component; Azure has a lowercase ``$web``."""
 _NODES = "in the environment of every node or in cluster.secrets_file"
 _SERVER = f"set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN, {_NODES}"
 _POSTGRESQL = f"leave the user in it, and set PGPASSWORD {_NODES}"
@@ -41,7 +41,7 @@ def steers_programs(name: str) -> bool:
 
 
 def text_problems(tree: object, path: str = "") -> Iterator[Problem]:
-    """Yield a problem for each string with credentials or environment variables in nested mappings and lists."""
+    """Yield a problem for each string in a nested tree that contains a credential or an environment variable."""
     if isinstance(tree, str):
         if (safe := without_secret(tree)) != tree:
             rule = "may not contain credentials, since it is stored with the run"

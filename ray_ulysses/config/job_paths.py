@@ -1,4 +1,4 @@
-"""Refuses relative paths in a Ray job: every submission has a new working directory, so a resume would miss the run."""
+"""Refuses relative paths in a Ray job: each submission has its own working directory, so a resume can't find them."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class AdapterSection(Section):
     """
 
     kind: Literal["lora"] = "lora"
-    """Type of adapter. Default `lora`, https://arxiv.org/abs/2106.09685."""
+    """Type of adapter. Default `lora` (https://arxiv.org/abs/2106.09685)."""
 
     rank: int = Field(default=16, ge=1, le=65_536)
     """Rank of the two matrices added to each target. Default 16."""
@@ -43,13 +43,13 @@ class AdapterSection(Section):
     factor of 2 at the default rank."""
 
     rslora: bool = False
-    """Whether to scale by `alpha / sqrt(rank)` instead of `alpha / rank`, which lets high ranks keep learning
+    """Whether to scale by `alpha / sqrt(rank)` instead of `alpha / rank`, which stabilizes training at high ranks
     (https://arxiv.org/abs/2312.03732). Default false."""
 
     targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(strict=False)] = ALL_LINEAR
-    """Linear layers that get an adapter: full module names, or the part after a dot, such as `[q_proj, v_proj]`.
-    Default `all-linear`: every linear layer except the output head, and except `x_proj` and `dt_proj` of Mamba 1, whose
-    weights are used without calling the layer."""
+    """Linear layers that get an adapter: full module names or their last parts, such as `[q_proj, v_proj]`. Default
+    `all-linear`: every linear layer except the output head, and except `x_proj` and `dt_proj` of Mamba 1, whose weights
+    are used without calling the layer."""
 
     modules_to_save: tuple[str, ...] = Field(default=(), strict=False)
     """Names of other modules that are fully trained and saved with the adapter. Default: none."""
@@ -57,7 +57,7 @@ class AdapterSection(Section):
     train_embeddings: bool = False
     """Whether to train the token embedding in full. Together with `train_norms`, this closes most of the gap between
     LoRA and full training when the context is extended (https://arxiv.org/abs/2309.12307). Default false, which suits
-    fine-tuning within the trained context."""
+    fine-tuning without a longer context."""
 
     train_norms: bool = False
     """Whether to train all norms in full. Default false."""
@@ -141,8 +141,8 @@ class RunSection(Section):
     `schedule.horizon_steps`. Default null: stop at the end of the planned data."""
 
     log_every_steps: int = Field(default=1, ge=1)
-    """Steps between progress lines, and between points sent to the trackers. The journal records every step. Default 1,
-    since a long-context step takes seconds."""
+    """Number of steps between progress lines, and between data points sent to the trackers. The journal records every
+    step. Default 1, since a long-context step takes seconds."""
 
     self_test: bool = True
     """Whether workers compare attention and gradients, computed over the live process groups, with a single-process
@@ -236,7 +236,7 @@ class ModelSection(Section):
 
     rope: Annotated[RopeSection | Literal["unchanged"] | None, fixed("other positions make another model")] = None
     """Rotary position embeddings of the trained and exported model. If layers differ, the setting applies to layers
-    with full attention. A new run whose documents exceed the positions of a pretrained model must set it, if only to
+    with full attention. A new run with documents longer than a pretrained model supports must set it, even if only to
     `unchanged`. Default null: as in the model's configuration."""
 
     adapter: Annotated[AdapterSection | None, fixed("it determines which weights are trained")] = None
@@ -256,7 +256,7 @@ class ModelSection(Section):
 
     compile: Annotated[bool, free("compiled layers sum in another order")] = False
     """Whether to compile each decoder layer with `torch.compile`, which helps with short rows and large layers. Measure
-    the gain: a small model on a CPU gains almost nothing, and GPUs have not been measured. Requires
+    the gain: a small model on a CPU gains almost nothing, and the gain on GPUs has not been measured. Requires
     `memory.gradient_checkpointing: false`, `memory.zero_stage` 1 or 2, and a compiler on each node. The first step of
     each attempt includes the compilation. Default false."""
 
@@ -362,11 +362,11 @@ class DataSection(Section):
     tokenizer is allowed, and `plan` reports a difference."""
 
     context_tokens: Annotated[int, by_branch("it determines how documents are packed into rows")] = Field(ge=2)
-    """Maximum length of a row in tokens, rounded down to the padding that `parallel.allowed_sp` requires. By default,
-    longer documents are split without losing a target (see `overlong`)."""
+    """Maximum length of a row in tokens, rounded down to a multiple that `parallel.allowed_sp` determines. By default,
+    longer documents are split without losing training targets (see `overlong`)."""
 
     rows_per_step: Annotated[int, _ROWS_OF_STEPS] = Field(ge=1, le=65_536)
-    """Global batch size in rows per optimizer step. A step has the same rows for any number of workers."""
+    """Global batch size in rows per optimizer step. A step trains on the same rows with any number of workers."""
 
     packing: Annotated[
         Literal["best_fit", "wide_fit", "concat", "none"], by_branch("it determines how rows are filled")
@@ -380,9 +380,9 @@ class DataSection(Section):
     overlong: Annotated[
         Literal["split", "truncate", "drop", "error"], by_branch("it determines which tokens are trained on")
     ] = "split"
-    """Treatment of documents longer than a row. `split` trains on the complete document, in pieces that lose no target;
-    `truncate` trains on the beginning only; `drop` leaves the document out; `error` refuses the corpus. Default
-    `split`; `plan` prints the number of tokens that the other options would lose."""
+    """Treatment of documents longer than a row. `split` trains on the complete document, in pieces, without losing
+    training targets; `truncate` trains on the beginning only; `drop` leaves the document out; `error` refuses the
+    corpus. Default `split`; `plan` prints the number of tokens that the other options would lose."""
 
     balance_steps: Annotated[int, _ROWS_OF_STEPS] = Field(default=1, ge=1, le=1024)
     """Number of consecutive steps that may exchange rows, so that rows of similar cost share a micro-batch. A larger
@@ -408,8 +408,8 @@ class DataSection(Section):
 
     engine: Annotated[Literal["ray", "local"], free("both yield the same bytes")] = "ray"
     """How rows reach a worker: `ray` streams the tokens from Ray Data tasks, `local` reads them in the worker. Both
-    deliver the same bytes. Default `ray`, which costs the workers no time; `local` needs no CPUs beyond the workers'
-    (`cluster.data_cpus`)."""
+    deliver the same bytes. Default `ray`, which does not slow down the workers; `local` needs no additional CPUs (see
+    `cluster.data_cpus`)."""
 
     prefetch_rows: Annotated[int, free()] = Field(default=2, ge=1)
     """Number of rows that each worker reads ahead. Default 2: one in use, one in transit."""
@@ -446,7 +446,7 @@ class OptimizerSection(Section):
 
     router_loss: float | None = Field(default=None, ge=0.0)
     """Coefficient of the load-balancing loss of a mixture of experts, which contributes to the gradient but is reported
-    separately from the loss; 0.0 disables it. Default null: `output_router_logits` and `router_aux_loss_coef` of the
+    separately from the loss; 0.0 disables it. Default null: `output_router_logits` and `router_aux_loss_coef` in the
     model's configuration decide."""
 
 

@@ -177,7 +177,7 @@ def _put(tree: dict[str, object], names: Sequence[str], value: object) -> tuple[
 
 
 def _place(node: Mapping[str, object] | Sequence[object], name: str) -> str | int | None:
-    """Return the key for a name. In a list such as ``stages``, names and indices both give an entry's index."""
+    """Return the mapping key or list index for a name. A list entry may be selected by its name or its index."""
     if isinstance(node, Mapping):
         return name
     if (named := next((number for number, entry in enumerate(node) if _name_of(entry) == name), None)) is not None:

@@ -10,7 +10,7 @@ from ray_ulysses.run_names import STEP_LOCATION
 from ray_ulysses.storage.location import LocationError, parse_location
 
 Which = int | Literal["latest", "best"]
-"""Step number, newest checkpoint (``latest``), or checkpoint with the lowest loss (``best``)."""
+"""A step number, ``latest`` for the newest checkpoint, or ``best`` for the checkpoint with the lowest loss."""
 
 SETTING = "model.resume_from"
 

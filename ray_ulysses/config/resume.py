@@ -1,4 +1,4 @@
-"""Compares the settings given for a resume with those of the run: some may change, others identify the run.
+"""Compares the settings given for a resume with the run's stored settings: some may change, others are fixed.
 
 A setting is fixed if it affects which tokens a step trains on, their order, or the computation. It may change if it
 affects where the run trains, on how many workers, for how long, or how verbosely.
@@ -69,7 +69,7 @@ def _marks() -> Iterator[tuple[str, OnResume]]:
 FIXED, BRANCHABLE, FREE = (
     {path: mark.note for path, mark in _marks() if mark.rule == rule} for rule in ("fixed", "by branch", "may change")
 )
-"""Setting paths by resume rule, mapped to the reason or a remark."""
+"""One mapping for each resume rule, from a setting's path to the reason for the rule or to a remark."""
 
 STAGES = "stages"
 """Path of the list of stages. A branch may change stages that have not begun."""
@@ -143,7 +143,7 @@ def _or_nothing(value: object) -> str:
 
 
 def resume_settings(config: Config) -> dict[str, Any]:
-    """Return the settings that a saved state depends on, as JSON values by path. All attempts have equal values."""
+    """Return the settings that a saved state depends on, as JSON values by path. They never change during a run."""
     return {path: setting(config, path) for path in FIXED if path not in _NAMES}
 
 

@@ -55,13 +55,13 @@ class ParallelSection(Section):
         int | None, free("any size that divides the rows, which are padded for `parallel.allowed_sp`")
     ] = Field(default=None, ge=1, le=65_536)
     """Number of ranks in a ring, a divisor of `sp_size`. Keys and values are passed around the ring, and heads are
-    exchanged among `sp_size / ring_size` ranks, at most the number of attention heads. Default null: 1 if there are at
+    exchanged among `sp_size / ring_size` ranks, at most as many as attention heads. Default null: 1 if there are at
     least as many heads as ranks, otherwise the smallest ring for which `sp_size / ring_size` divides the heads."""
 
     allowed_sp: tuple[Annotated[int, Field(ge=1, le=65_536)], ...] | None = Field(default=None, strict=False)
     """All values of `sp_size` that the run may use, in ascending order. For the duration of the run, rows are padded to
-    the least common multiple of these values, doubling each value that requires a ring. Default null: every divisor of
-    the number of attention heads, and `sp_size`."""
+    the least common multiple of these values, where each value that requires a ring counts double. Default null: every
+    divisor of the number of attention heads, and `sp_size`."""
 
     @field_validator("allowed_sp")
     @classmethod
@@ -94,9 +94,9 @@ class MemorySection(Section):
 
     offload_activations: tuple[KeptActivation, ...] = Field(default=(), strict=False)
     """Kept activations that are moved to host memory until the backward pass: `layer_inputs`, `attention_outputs` (the
-    outputs kept by `attention_output`), in this order. Copies overlap with computation, and the activations of two
-    layers are on the device at a time. `plan` includes them in its host memory estimate. Default: none, which avoids
-    the copies."""
+    outputs kept by `attention_output`), listed in this order. Copies overlap with computation, and the activations of
+    two layers are on the device at a time. `plan` includes them in its host memory estimate. Default: none, which
+    avoids the copies."""
 
     attention_head_groups: int = Field(default=1, ge=1)
     """Number of groups into which key-value heads are divided; groups are exchanged and attended to one after another.
@@ -165,15 +165,15 @@ class CheckpointSection(Section):
     """Steps between checkpoints; null disables this trigger. Default 100."""
 
     every_minutes: float | None = Field(default=None, gt=0.0)
-    """Minutes between checkpoints. If `every_steps` is set too, whichever comes first triggers a save. Default null: no
-    such trigger."""
+    """Minutes between checkpoints. If `every_steps` is set too, whichever comes first triggers a save. Default null:
+    time does not trigger a save."""
 
     keep_last: int = Field(default=3, ge=1)
     """Number of newest committed checkpoints to keep. An old checkpoint is deleted only after a newer one is committed.
     Default 3: one to resume from, one in case the newest is damaged, and one to compare with."""
 
     keep_every_steps: int | None = Field(default=None, ge=1)
-    """Keep every checkpoint whose step is a multiple of this number. Default null: no such checkpoints."""
+    """Keep every checkpoint whose step is a multiple of this number. Default null: this rule keeps no checkpoints."""
 
     keep_best: int = Field(default=0, ge=0)
     """Number of checkpoints with the lowest `best_metric` to keep in addition: per stage, if there are `stages`, and
@@ -189,7 +189,7 @@ class CheckpointSection(Section):
     host_buffers: int = Field(default=2, ge=0, le=2)
     """Number of copies of a rank's state in host memory from which checkpoints are written while training continues.
     With 2, a copy can be made while another is being written; with 1, the copy waits for the write; with 0, there is no
-    copy, and training pauses until the checkpoint is committed. Default 2; the second is allocated when needed."""
+    copy, and training pauses until the checkpoint is committed. Default 2; the second copy is allocated when needed."""
 
     save_timeout_s: float = Field(default=3600.0, gt=0.0)
     """Maximum time to write a checkpoint, in seconds. A run whose storage hangs for longer ends. Default 3600, enough
@@ -212,11 +212,11 @@ class ElasticSection(Section):
     on_resume: ClassVar[OnResume] = free()
 
     max_failures: Annotated[int, free("counted from the resume on")] = Field(default=3, ge=0)
-    """Number of failures after which the command restarts its workers instead of ending. A failure counts only if it
-    occurred within `failure_window_s` and since the last new checkpoint. A failure that the remaining workers survive
-    without a restart does not count if the attempt made progress, that is, if storage or peer memory has a newer state
-    than at the start of the attempt. Default 3: enough for workers that fail to start, few enough that a bug ends the
-    run."""
+    """Number of failures that the command answers with a restart of its workers; one more failure ends the run. A
+    failure counts only if it occurred within `failure_window_s` and since the last new checkpoint. A failure that the
+    remaining workers survive without a restart does not count if the attempt made progress, that is, if storage or peer
+    memory has a newer state than at the start of the attempt. Default 3: enough for workers that fail to start, few
+    enough that a bug ends the run."""
 
     failure_window_s: Annotated[float, free("failures are counted per command")] = Field(default=86400.0, gt=0.0)
     """Time for which a failure counts against `max_failures`, in seconds. Default 86400: one day."""
@@ -251,8 +251,8 @@ class ElasticSection(Section):
     the longest recent step. Default 120."""
 
     start_hang_timeout_s: float = Field(default=3600.0, gt=0.0)
-    """Allowed time without progress, in seconds, until the end of an attempt's first step, while the model is built, a
-    state is loaded and kernels are compiled (see `hang_timeout_s`). Default 3600."""
+    """Like `hang_timeout_s`, in seconds, but until the end of an attempt's first step, while the model is built, a
+    state is loaded and kernels are compiled. Default 3600."""
 
     bad_steps: Literal["stop", "skip"] = "stop"
     """Response to a step whose loss or gradient is not finite, or whose loss spikes (`loss_spike_mads`). `stop` ends
@@ -344,8 +344,8 @@ class ClusterSection(Section):
     """CPUs reserved per worker. With a fraction, several workers share a CPU. Default 1."""
 
     device: Literal["A100", "H100", "H200"] | None = None
-    """GPU model of the nodes (SXM), for which `plan` models the step time from published kernel rates. Default null: no
-    time is modelled."""
+    """GPU model of the nodes (the SXM variant), for which `plan` models the step time from published kernel rates.
+    Default null: no time is modelled."""
 
     gpus_per_node: int = Field(default=8, ge=1)
     """GPUs per node, from which `plan` models the traffic between nodes. Default 8."""

@@ -68,7 +68,7 @@ class Config(Section):
 
     @property
     def data_sources(self) -> tuple[tuple[str, float | None], ...]:
-        """Path and weight of each corpus of one stage or a run without stages. A weight of None uses every document."""
+        """Path and weight of each corpus of a run without stages or of one stage. A None weight uses every document."""
         if self.data.sources is not None:
             return tuple((source.path, source.weight) for source in self.data.sources)
         assert self.data.path is not None, "a rule requires a path or sources"
@@ -100,7 +100,7 @@ class Config(Section):
     def to_yaml(self) -> str:
         """Return the configuration as YAML, with defaults filled in. Loading the text gives an equal configuration.
 
-        The text records a run, so it includes settings that ``memory.plan: auto`` leaves to the planner.
+        The text is the record of a run, so it includes the settings that ``memory.plan: auto`` leaves to the planner.
         """
         return dump_yaml(self.model_dump(mode="json"))
 
@@ -138,7 +138,7 @@ def problem_of(config: Config, path: str, rule: str, hint: str) -> Problem:
 
 
 def zero_stage(config: Config) -> Literal[1, 2, 3]:
-    """Return the ZeRO stage of a run. Read only settings that determine it, since rules may lack the others."""
+    """Return the ZeRO stage of a run. The other settings are not read, since they may be missing or invalid."""
     memory = config.memory
     if memory.zero_stage != "auto":
         return memory.zero_stage

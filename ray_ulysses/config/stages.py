@@ -79,7 +79,7 @@ def stage_problems(config: Config) -> Iterator[Problem]:
 
 
 def _within_the_run(config: Config, stage: StageSection, path: str) -> Iterator[Problem]:
-    """Yield a problem if a stage exceeds the run's sizes, or if its rotary positions could not be exported."""
+    """Yield a problem if a stage's sizes do not fit the run's, or if its rotary positions could not be exported."""
     if isinstance(stage.rope, RopeSection) and config.model.part == "text":
         yield Problem(
             path=f"{path}.rope",

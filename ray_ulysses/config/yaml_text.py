@@ -1,4 +1,4 @@
-"""Reads and writes YAML without duplicate keys, tags, or plain words that turn into other values.
+"""Reads and writes YAML without duplicate keys, tags, or unquoted words that turn into other values.
 
 PyYAML follows YAML 1.1, in which ``3e-4`` is text, ``no`` is false, ``1:30`` is 90 and ``010`` is 8. This module
 applies the core schema of YAML 1.2 to plain scalars instead, and also accepts ``131_072`` as a number.
