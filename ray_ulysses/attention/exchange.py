@@ -29,7 +29,7 @@ from ray_ulysses.parallel.layout import HeadPlan, RankHeads, assign_heads
 
 HeadKind = Literal["query", "kv"]
 QKV: tuple[HeadKind, ...] = ("query", "kv", "kv")
-"""Kinds of heads in queries, keys and values."""
+"""Kind of head that queries, keys and values have, in this order."""
 
 
 def gather_heads(

@@ -66,7 +66,7 @@ class MixerLayout:
     vectors: tuple[str, ...] = ()
     """Names of parameters and buffers that are divided among ranks along their first dim larger than 1."""
     sizes: Mapping[str, Blocks] = field(default_factory=dict)
-    """Names of integer attributes that store a number of channels or heads, mapped to the blocks included in it."""
+    """Names of integer attributes that store a number of channels or heads, mapped to the blocks that it counts."""
     norms: tuple[str, ...] = ()
     """Names of norms that run on every rank, either per head or on values that are the same on all ranks."""
     summed: str | None = None

@@ -318,7 +318,7 @@ def _probe_mixer(
 
 
 def refused_keywords(kwargs: Mapping[str, Any]) -> list[str]:
-    """Describe keyword arguments of an attention call that are not supported, as predicates of the module's name."""
+    """Describe unsupported keyword arguments of an attention call, as phrases that follow the module's name."""
     odd = sorted(key for key, value in kwargs.items() if key not in _KNOWN_KEYWORDS and value is not None)
     problems = [f"passes {', '.join(odd)} to its attention, which no kernel supports"] if odd else []
     if kwargs.get("is_causal") is False:

@@ -20,7 +20,7 @@ Depth = Literal["sizes", "content"]
 """Depth of an examination: file sizes only, or checksums of all bytes."""
 
 _MOST_LOOKS = 10
-"""Maximum number of times that checkpoints are listed, in case some are deleted during the examination."""
+"""Maximum number of times that checkpoints are listed and examined, since some may be deleted meanwhile."""
 _MOST_THREADS = 16
 
 _Found = TypeVar("_Found")

@@ -56,7 +56,7 @@ class CheckpointMeta:
     sp_size: Positive
     """Number of ranks that shared a row. Checkpoints can be loaded at any `sp_size`, `ring_size` and `zero_stage`."""
     cursor: Free
-    """Position in the data, serialized by `data.cursor`."""
+    """Position in the data as JSON; see `data.plan.plan.Cursor.to_json`."""
     digest: DigestText
     """Sum of the data digests of all completed steps, as 16 hexadecimal digits."""
     tokens: Whole

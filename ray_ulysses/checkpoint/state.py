@@ -45,7 +45,7 @@ class TensorPart:
 
     @property
     def interval(self) -> Interval:
-        """The interval, without the elements."""
+        """Position of the part in the tensor, without the elements."""
         return Interval(key=self.key, start=self.start, stop=self.start + self.tensor.numel())
 
 

@@ -109,7 +109,7 @@ def _make_optimizer_state(view: PartitionView, group: Sequence[int], moments: Se
 
 
 PartitionView = Zero3View | GroupView
-"""A partition view for one kind of ZeRO optimizer."""
+"""Locates a rank's elements of each parameter in the flat tensors of one kind of ZeRO optimizer."""
 
 FP32 = "fp32"
 MODEL = "model"

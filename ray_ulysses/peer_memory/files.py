@@ -421,7 +421,7 @@ class LentMemory:
 
     @property
     def is_used(self) -> bool:
-        """Whether a buffer exists."""
+        """Whether a buffer that was created still exists."""
         return any(known() is not None for known in self._buffers)
 
     def place(self, view: memoryview) -> tuple[LentBuffer, int] | None:

@@ -251,7 +251,7 @@ class PeerMemoryFacts:
     """Cost of peer memory per worker, for the run's smallest number of workers."""
 
     kept_bytes: int
-    """Memory per worker on a node in bytes, for two nodes' copies of two states."""
+    """Peer memory per worker of a node, in bytes: two states, each stored for this node and for another node."""
     sent_bytes: int
     """Bytes sent over the network to the partner node per state."""
     save_s: float

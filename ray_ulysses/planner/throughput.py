@@ -71,14 +71,14 @@ _RAMP_TOKENS, _RAMP_HEADS = 2000, 10_000
 _LAYER_BYTES_OF_HIDDEN, _LAYER_BYTES_OF_HEADS, _LAYER_BYTES_OF_MLP, _BYTES_OF_LOGITS = 84, 20, 10, 40
 """Bytes that a layer's element-wise operations move in the forward pass: per value of the residual stream (two norms
 with fp32 intermediates, 36 each; two sums, 6 each), per value of queries and keys (rotation), and per intermediate MLP
-value (activation and product), counted from Transformers' modules in bf16. Last, bytes per logit in both passes."""
+value (activation and product), counted from Transformers' modules in bf16. The last: bytes per logit in both passes."""
 _UPDATE_BYTES = 28
 """Bytes per parameter that Adam's update moves: it reads and writes the weight and moments, and reads the gradient."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """Mean work of a step."""
+    """Work of an average step."""
 
     tokens: float
     """Number of processed tokens, including padding."""

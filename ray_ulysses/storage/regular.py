@@ -189,7 +189,7 @@ def _plain(descriptor: int, path: Path | str) -> int:
 
 
 def _named(error: OSError, path: Path, folder: int) -> OSError:
-    """Return an open error with the full path, or a link error if ``path`` is a symbolic link."""
+    """Add the full path to an error from ``open``, or return a link error if ``path`` is a symbolic link."""
     if error.errno in (errno.ELOOP, errno.ENOTDIR):
         try:
             if stat.S_ISLNK(os.stat(path.name, dir_fd=folder, follow_symlinks=False).st_mode):

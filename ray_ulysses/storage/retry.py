@@ -63,7 +63,7 @@ def is_transient(error: BaseException) -> bool:
 
 
 def transient_cause(error: BaseException) -> BaseException | None:
-    """Return the first transient error in an error's chain of causes, starting with itself, or None."""
+    """Return the first transient error among an error and its chain of causes, or None if none is transient."""
     seen: list[BaseException] = []
     at: BaseException | None = error
     while at is not None and at not in seen:

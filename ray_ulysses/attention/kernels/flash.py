@@ -84,7 +84,7 @@ def half_precision_refusal(demand: Demand) -> str | None:
 
 
 def ampere_refusal(demand: Demand) -> str | None:
-    """Return why a half-precision kernel for Ampere and later GPUs can't meet a demand here, or None if it can."""
+    """Return why a half-precision kernel that requires Ampere can't meet a demand on this GPU, or None if it can."""
     capability = compute_capability()
     if capability is not None and capability[0] < 8:
         return f"it requires compute capability 8.0 or later, but the GPU has {capability[0]}.{capability[1]}"
@@ -212,7 +212,7 @@ def unknown_signature(functions: FlashFunctions) -> str | None:
 
 @cache
 def flash_attn_3() -> FlashFunctions:
-    """Import version 3 and return its functions, which accept both layouts."""
+    """Import flash-attn 3 and return its functions, which accept both layouts."""
     library = importlib.import_module("flash_attn_interface")
     forward, backward = library._flash_attn_forward, library._flash_attn_backward
     return FlashFunctions(
@@ -222,7 +222,7 @@ def flash_attn_3() -> FlashFunctions:
 
 @cache
 def flash_attn_2() -> FlashFunctions:
-    """Import version 2 and return its functions."""
+    """Import flash-attn 2 and return its functions."""
     library = importlib.import_module("flash_attn.flash_attn_interface")
     return FlashFunctions(
         forward_dense=library._flash_attn_forward,
@@ -233,7 +233,7 @@ def flash_attn_2() -> FlashFunctions:
 
 
 def _build_refusal(demand: Demand) -> str | None:
-    """Describe the required features that this build of version 3 lacks; None if it has all or does not list them."""
+    """Describe required features that this build of flash-attn 3 lacks; None if it has all or does not list them."""
     if importlib.util.find_spec("flash_attn_config") is None:
         return None
     flags = importlib.import_module("flash_attn_config").CONFIG["build_flags"]

@@ -16,7 +16,7 @@ from ray_ulysses.errors import UserError
 KernelName = Literal["auto", "flash_attn_3", "flash_attn", "cudnn", "varlen", "sdpa", "math"]
 
 KERNELS: tuple[KernelEntry, ...] = (FLASH_3, FLASH_2, CUDNN, VARLEN, SDPA, MATH)
-"""All kernels, fastest first (on GPUs other than Hopper)."""
+"""All kernels, ordered from fastest to slowest on GPUs other than Hopper."""
 _ON_HOPPER = (FLASH_3, CUDNN, FLASH_2, VARLEN, SDPA, MATH)
 
 

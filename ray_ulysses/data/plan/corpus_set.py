@@ -207,7 +207,7 @@ def plan_input(corpora: CorpusSet) -> PlanInput:
 
 
 def _joined_spans(corpora: Sequence[Corpus]) -> LabelSpans | None:
-    """Return the label spans of all corpora, or None if no corpus has any. A document without spans gets one."""
+    """Return all corpora's label spans, or None if no corpus has any. A corpus without spans is fully supervised."""
     known = [corpus.spans for corpus in corpora]
     if all(spans is None for spans in known):
         return None

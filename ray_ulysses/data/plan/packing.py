@@ -64,7 +64,7 @@ class Packer:
     """Packs pieces into rows, block by block."""
 
     def __init__(self, packing: Packing, capacity: int) -> None:
-        """Start without open rows. ``concat`` packs complete documents, other modes pieces of at most ``capacity``."""
+        """Start without open rows. ``concat`` packs complete documents; other modes pack pieces up to ``capacity``."""
         self._packing = packing
         self._capacity = capacity
         num_open = WIDE_OPEN_ROWS if packing == "wide_fit" else NUM_OPEN_ROWS
@@ -253,7 +253,7 @@ def _split_all(  # type: ignore[no-untyped-def]
 
 
 def _no_classes(num_open: int) -> tuple[Int64Array, Int64Array, NDArray[np.uint64], Int64Array]:
-    """Return the state with all classes empty, as arrays that the other functions modify in place.
+    """Return the state of ``wide_fit`` with all classes of rows empty, as arrays that other functions modify in place.
 
     The arrays are, in order: for each open-row index, the next index in the same stack, or -1; for each class, the top
     index of the stack, or -1; one bit per class for nonempty classes, plus a last word with one bit per nonempty word;

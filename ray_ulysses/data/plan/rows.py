@@ -27,7 +27,7 @@ class Columns:
     MEMORY: ClassVar[np.dtype[Any]]
     """Structured dtype of the fields in memory."""
     STORED: ClassVar[np.dtype[Any]]
-    """Structured dtype of the same fields on disk."""
+    """Structured dtype of the fields on disk."""
 
     @classmethod
     def make(cls, columns: Sequence[NDArray[Any]]) -> Self:

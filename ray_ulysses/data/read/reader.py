@@ -60,11 +60,11 @@ class RowSlice:
     input_ids: NDArray[np.int64]
     """Token ids, [row_tokens // sp_size]. Padding is token 0."""
     labels: NDArray[np.int64]
-    """Labels, of the same shape: the document's next token, or -100 if it does not exist or may not be a label."""
+    """Label of each input token: the document's next token, or -100 if it does not exist or may not be a label."""
     position_ids: NDArray[np.int64]
-    """Positions, of the same shape, counted from 0 in each piece and in the padding."""
+    """Position of each input token, counted from 0 in each piece and in the padding."""
     label_weights: NDArray[np.float32] | None = None
-    """Loss weight of each label, of the same shape; 1 where there is no label. None if and only if no corpus has loss
+    """Loss weight of each input token's label, or 1 if it has no label. None if and only if no corpus has loss
     weights."""
 
     @property

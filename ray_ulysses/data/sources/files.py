@@ -95,11 +95,11 @@ class _Folder:
     """A folder waiting to be listed."""
 
     path: str
-    """Path with symbolic links unresolved."""
+    """Path of the folder, in which symbolic links are not resolved."""
     below: str
-    """The same path, relative to the source directory."""
+    """Path of the folder relative to the source directory, for patterns."""
     real: str
-    """Path with all symbolic links resolved."""
+    """Path of the folder with all symbolic links resolved."""
     entered: frozenset[str]
     """Resolved paths of the folder and all its parents."""
 

@@ -40,7 +40,7 @@ class WrittenChat:
     """Pieces that form the text, each given by the number of messages to render, whether a generation prompt follows,
     and the index of the first character to use."""
     ranges: list[tuple[int, int]] = field(default_factory=list)
-    """Character range of each turn to learn."""
+    """Character range of each supervised turn."""
     closing: str = ""
     """End of the text after the pieces: a special token that begins the next message, optionally after white space."""
     whole_turns: bool = True
@@ -54,7 +54,7 @@ class WrittenChat:
 def written_turns(
     messages: Messages, learned: Sequence[int], render: Render, *, special: Sequence[str], must_be_whole: bool
 ) -> list[WrittenChat]:
-    """Return texts in which the turns at indices ``learned`` (ascending) are learned, each turn in exactly one text.
+    """Return texts that supervise the turns at indices ``learned`` (ascending), each turn in exactly one text.
 
     ``special`` lists the special tokens' texts. If ``must_be_whole`` is set, no turn may require a separate text.
 
@@ -91,7 +91,7 @@ def marked_turns(
     marked: RenderMarked,
     special: Sequence[str],
 ) -> WrittenChat:
-    """Return the complete conversation with the character ranges that the template marks in the turns to learn.
+    """Return the complete conversation with the character ranges that the template marks in supervised turns.
 
     See ``written_turns``. ``marked`` renders the conversation and returns the text and the marked ranges.
 
@@ -217,7 +217,7 @@ def _refuse_unwritten(messages: Messages, text: str, render: Render) -> None:
 
 
 def _refuse_unwritten_turn(messages: Messages, number: int, said: str, render: Render) -> None:
-    """Refuse a turn to learn if the template omits its content, one of its tool calls, or its reasoning."""
+    """Refuse a supervised turn if the template omits its content, one of its tool calls, or its reasoning."""
     message = messages[number]
     text: str | None = None
 
@@ -258,7 +258,7 @@ def _refuse_unwritten_turn(messages: Messages, number: int, said: str, render: R
 
 
 def _refuse_unmarked(messages: Messages, learned: Sequence[int], marked: RenderMarked) -> None:
-    """Refuse turns to learn if the template renders their content, tool calls or reasoning outside the marks."""
+    """Refuse supervised turns whose content, tool calls or reasoning the template renders outside the marks."""
     parts: dict[str, str] = {}
     changed = list(messages)
     for number in learned:
