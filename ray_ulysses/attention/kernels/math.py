@@ -72,7 +72,7 @@ def _parts(call: KernelCall, block: Block) -> tuple[torch.Tensor, torch.Tensor, 
 
 
 def _scores(call: KernelCall, block: Block) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return scaled, capped and masked scores, and the cap's derivative ``1 - tanh(score / c) ** 2``, None without a cap."""
+    """Return scaled, capped and masked scores, and the derivative ``1 - tanh(score / c) ** 2`` of the cap, if any."""
     query_tKGD, key_uKD, _ = _parts(call, block)
     scores_KGtu = torch.einsum("tkgd,ukd->kgtu", query_tKGD, key_uKD).mul_(call.scale)
     slope_KGtu = None
