@@ -78,7 +78,7 @@ class BackgroundCalls:
             return ended
 
     def wait_promptly(self) -> None:
-        """Wait at most `PROMPT_S` for all calls queued so far; return at once if a call has been hanging that long."""
+        """Wait up to `PROMPT_S` for all calls queued so far; return at once if a call has hung for that long."""
         if self.hangs_for_s < PROMPT_S:
             self.wait(PROMPT_S)
 

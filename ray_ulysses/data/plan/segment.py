@@ -38,7 +38,7 @@ class PlanSettings:
     overlong: Overlong = "split"
     """Treatment of documents that have more targets than fit into a row."""
     balance_steps: Whole = 1
-    """Number of steps that exchange rows, so that rows of similar cost share a step. 1 disables the exchange."""
+    """Number of consecutive steps that exchange rows to balance their costs; 1 disables the exchange."""
     token_cost: Whole = 0
     """Cost of a token outside attention, in squared tokens. A row costs ``sum(length * (length + token_cost))``."""
     eval_fraction: Number = 0.0

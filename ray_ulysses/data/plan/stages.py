@@ -238,7 +238,7 @@ def remainder_after(
 
 
 def _keeps(newest: Segment, sources: Sequence[PlannedSource], settings: PlanSettings) -> bool:
-    """Return whether a new segment uses the epoch's planned documents, since the selection did not change."""
+    """Return whether a new segment uses the epoch's planned documents, because the selection has not changed."""
     known = [source.weight for source in newest.sources]
     weights = [*known, *[0.0] * (len(sources) - len(known))]
     # With weights, the selection depends on the number of tokens counted per document.

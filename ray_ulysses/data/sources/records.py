@@ -141,7 +141,7 @@ def range_lines(path: str | Path, first: int = 0, last: float = math.inf) -> Ite
 
 
 def line_records(path: str, first: int = 0, last: float = math.inf) -> Iterator[tuple[int, Record | None]]:
-    """Yield each line's number in the byte range, from 1, and its record, or None if the line is blank.
+    """Yield each line's number in the byte range, from 1, with its record, or with None if the line is blank.
 
     Raises:
         UserError: The file can't be read.

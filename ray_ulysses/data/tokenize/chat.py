@@ -62,7 +62,7 @@ _WORD = re.compile(r"[\w.-]+")
 
 
 class _ForgedTokenError(RowError):
-    """Error for a conversation that forges a special token. Other forms of the tool-call arguments are not tried."""
+    """Raised if text in a conversation would become a special token; no other form of its tool calls is tried."""
 
 
 class ByteChat:
