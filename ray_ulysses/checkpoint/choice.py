@@ -159,9 +159,9 @@ def set_aside(store: Store, damage: Damage, *, attempt: int) -> None:
 
     The manifest and the reason are stored in ``set-aside-<attempt>.json`` in the step's folder. The shards stay until
     retention deletes them after the next commit. Nothing is changed if the checkpoint is only unreadable, if another
-    version of ray-ulysses wrote it, or if another attempt has committed the step since the examination. Such a
-    checkpoint stops being part of the run when the current attempt records its start. Only the process that holds the
-    run's claim may call this function.
+    version of ray-ulysses wrote it, or if another attempt has committed the step since the examination. In these cases
+    the checkpoint stops being part of the run when the current attempt records its start. Only the process that holds
+    the run's claim may call this function.
 
     Args:
         store: The run's store.

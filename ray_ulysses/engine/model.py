@@ -206,7 +206,7 @@ def check_architecture(config: Config) -> ProbeResult:
     """Raise an error if a run's decoder can't be trained exactly. This check needs neither weights nor a GPU.
 
     Returns:
-        The layers' attention and the number of positions.
+        The result of probing the model's forward.
 
     Raises:
         UserError: The model configuration can't be read, or a layer or setting does not support exact training.
@@ -226,7 +226,7 @@ def refuse_architecture(
     """Build a decoder on the meta device, and raise an error if the decoder can't be trained exactly.
 
     Returns:
-        The layers' attention and the number of positions.
+        The result of probing the model's forward.
 
     Raises:
         UserError: Training would be inexact. The error contains the architecture or setting, the reason and a solution.

@@ -45,7 +45,7 @@ class ObjectFile(StoredFile):
     """One version of an object, opened for reading; see `StoredFile`.
 
     A small object is read completely when it is opened. For a large object, every request specifies the opened version,
-    so bytes of two versions are never mixed: a read raises `OSError` if the object was replaced.
+    so bytes of two versions are never mixed: a read raises `OSError` if the object has been replaced.
     """
 
     def __init__(self, client: Client, key: str, *, name: str, retry: RetryPolicy) -> None:

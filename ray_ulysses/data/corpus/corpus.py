@@ -215,7 +215,7 @@ class Corpus:
         """Check every file's size and the index's and shards' stored block checksums, without reading blocks.
 
         Raises:
-            UserError: A file is missing, truncated, or was replaced. The error names the first such file.
+            UserError: A file is missing or truncated, or has been replaced. The error names the first such file.
         """
         self._check_sidecars()
         self._index.check()

@@ -198,7 +198,7 @@ class FlatFiles:
         """Return ``count`` values, starting at position ``first`` of the array. They must be stored in one file.
 
         Raises:
-            UserError: The file is missing, truncated, damaged, or was replaced.
+            UserError: The file is missing, truncated or damaged, or has been replaced.
             StorageAwayError: The storage did not respond in time.
         """
         if count == 0:
@@ -238,7 +238,7 @@ class FlatFiles:
         """Check the size and the block checksums of every file, without reading the blocks.
 
         Raises:
-            UserError: A file is missing or was replaced. The error names the first such file.
+            UserError: A file is missing or has been replaced. The error names the first such file.
             StorageAwayError: The storage did not respond in time.
         """
         for number in range(len(self._keys)):

@@ -174,7 +174,7 @@ def remainder_after(
     Args:
         plan: The run's plan.
         step: Step of the newest committed checkpoint.
-        sources: The sources of the new segment: those of the plan, in the same order, then new ones.
+        sources: The sources of the new segment: the plan's sources in the same order, followed by new sources.
         settings: The settings of the new segment.
         skipped: Rows after that step to leave out of the plan.
 

@@ -177,7 +177,7 @@ class TemplateChat:
         """Tokenize a conversation into one document, or into several if its turns require separate texts.
 
         Raises:
-            RowError: The conversation forges a token, or the template refuses the conversation or omits its tools.
+            RowError: Text would become a special token, or the template refuses the conversation or omits its tools.
         """
         self._refuse_forgery(messages, tools)
         forms = [messages, *other_arguments(messages)]

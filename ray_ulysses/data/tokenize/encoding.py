@@ -42,8 +42,8 @@ class EncodedTexts:
     digests: list[bytes]
     """A 16-byte digest per text, equal for equal texts."""
     left_out: dict[int, str]
-    """Reasons for rejecting texts, by text index: the text forges a special token, or the tokenizer can't encode the
-    text."""
+    """Reasons for rejecting texts, by text index: a part of the text would become a special token, or the tokenizer
+    can't encode the text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,7 +161,7 @@ class DocumentEncoder:
         """Encode a long, completely supervised text, and yield the tokens in parts if the tokenizer allows.
 
         Raises:
-            RowError: The text has fewer than two tokens, or forges a token.
+            RowError: The text has fewer than two tokens, or a part of it would become a special token.
         """
         if self.forgeable:
             # Check all parts before yielding the first, because a part that was already stored is not removed.
