@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray._raylet import RAY_NODE_ID_KEY  # type: ignore[attr-defined]
 from ray.exceptions import RayError
 from ray.train.backend import BackendConfig
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
@@ -81,8 +82,11 @@ class WorkerGroupWatch(WorkerGroupCallback):
         self.scaling = WorkerScaling(run, job, scaling_config, self.coordinator, self._use_nodes)
 
     def before_worker_group_start(self, worker_group_context: WorkerGroupContext) -> None:
-        """Pin each worker to the node chosen for it."""
-        object.__setattr__(worker_group_context, "label_selector", self.scaling.selectors())
+        """Pin each worker to the node chosen for it, and start peer memory agents on these nodes meanwhile."""
+        selectors, nodes = self.scaling.selectors(), steady_nodes()
+        object.__setattr__(worker_group_context, "label_selector", selectors)
+        chosen = {one[RAY_NODE_ID_KEY] for one in selectors} & nodes.keys()
+        self._memory.prepare({node: host_of(nodes[node]["NodeManagerAddress"]) for node in chosen})
 
     def after_worker_group_start(self, worker_group: Any) -> None:
         """Send the coordinator's address to the workers, and record where each worker runs."""

@@ -34,7 +34,7 @@ from ray.train.v2._internal.execution.scaling_policy import NoopDecision, Resize
 
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.cluster.capacity import Demand, Node, node_of, room_for_workers
-from ray_ulysses.cluster.session import draining_nodes, steady_nodes
+from ray_ulysses.cluster.session import draining_nodes, is_embedded, steady_nodes
 from ray_ulysses.cluster.worker import supervise
 from ray_ulysses.elastic.placement import (
     Sizing,
@@ -104,9 +104,22 @@ class WorkerScaling(ScalingPolicy):
     def _get_num_workers_for_resource_request(self) -> int:
         return self._demand.wanted.most
 
+    def _maybe_send_resource_request(self) -> None:
+        # Without an autoscaler, the actor that forwards requests to it would only cost seconds at the start.
+        if not is_embedded():
+            super()._maybe_send_resource_request()  # type: ignore[no-untyped-call]
+
+    def _send_resource_request(self) -> None:
+        if not is_embedded():
+            super()._send_resource_request()  # type: ignore[no-untyped-call]
+
+    def _cancel_resource_request(self) -> None:
+        if not is_embedded():
+            super()._cancel_resource_request()  # type: ignore[no-untyped-call]
+
     def make_decision_for_non_running_worker_group(self) -> ScalingDecision:
         """Start as many workers as fit on the nodes, or none if too few fit."""
-        self._maybe_send_resource_request()  # type: ignore[no-untyped-call]
+        self._maybe_send_resource_request()
         placed = self.choose()
         if placed is None:
             return NoopDecision()
@@ -142,7 +155,7 @@ class WorkerScaling(ScalingPolicy):
         self, worker_group_state: WorkerGroupState, worker_group_status: WorkerGroupPollStatus
     ) -> ScalingDecision:
         """Never resize running workers directly: a request makes them save and end first."""
-        self._maybe_send_resource_request()  # type: ignore[no-untyped-call]
+        self._maybe_send_resource_request()
         return NoopDecision()
 
     def selectors(self) -> list[dict[str, str]]:

@@ -142,6 +142,11 @@ def host_of(address: str) -> str:
     return os.environ.get(_EMBEDDED_HOST, address)
 
 
+def is_embedded() -> bool:
+    """Return whether this process belongs to an embedded Ray, which has no autoscaler."""
+    return _EMBEDDED_HOST in os.environ
+
+
 def free_memory() -> int:
     """Return the number of bytes that this machine, or its container, can still use before Ray kills workers."""
     return int(_MEMORY_THRESHOLD * get_system_memory() - get_used_memory())
@@ -155,6 +160,9 @@ def _start_embedded(cpus: float, options: dict[str, Any]) -> None:
     os.environ.setdefault("RAY_worker_maximum_startup_concurrency", "16")
     os.environ.setdefault("RAY_num_workers_soft_limit", "16")
     os.environ.setdefault("RAY_idle_worker_killing_time_threshold_ms", "600000")
+    # Every process of ours has its own environment, so workers started in advance would stay idle.
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+    os.environ.setdefault("RAY_enable_worker_prestart", "0")
     for is_last in (False, True):
         try:
             with _children_apart():

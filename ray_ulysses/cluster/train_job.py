@@ -16,6 +16,7 @@ from ray.exceptions import RayError
 from ray.train import RunConfig, ScalingConfig
 from ray.train.constants import ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV
 from ray.train.torch import TorchTrainer
+from ray.train.v2._internal.callbacks import DatasetsCallback
 from ray.train.v2._internal.constants import get_env_vars_to_propagate
 from ray.train.v2.api.exceptions import TrainingFailedError
 
@@ -320,6 +321,11 @@ class WatchedTrainer(TorchTrainer):
     ) -> None:
         super().__init__(*arguments, train_loop_config=job, **options)
         self._run, self._book, self._job, self._look = run, book, job, look
+
+    def _create_default_callbacks(self) -> list[Any]:
+        callbacks = super()._create_default_callbacks()  # type: ignore[misc]
+        # No data set passes through Ray Train, so the actor that manages them would only cost seconds at the start.
+        return [one for one in callbacks if not isinstance(one, DatasetsCallback)]
 
     def _initialize_and_run_controller(self, **kwargs: Any) -> Any:
         """Run the controller, calling `look` meanwhile, without Ray's SIGINT handler, which would lose steps."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shlex
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -15,8 +17,10 @@ from ray_ulysses.commands.options import AsJson, Branch, ConfigPath, Overrides, 
 from ray_ulysses.commands.output import put, put_line
 from ray_ulysses.report.words import as_text, count, duration, facts, size
 from ray_ulysses.run_names import TENSORBOARD_FOLDER
+from ray_ulysses.supervision.image import warm_image
 
 if TYPE_CHECKING:
+    from ray_ulysses.config import Config
     from ray_ulysses.run.preflight import PreparedRun
     from ray_ulysses.run.run_files import RunTexts
     from ray_ulysses.storage.place import Place
@@ -45,9 +49,12 @@ def train(
 
     every = loaded.run.log_every_steps
     console = open_console(stderr=as_json)
-    with ProgressView(
-        absolute.run_dir, name=loaded.run.name, console=console, log_every_steps=every, is_quiet=quiet
-    ) as view:
+    with (
+        warm_image() if _is_local(loaded) else nullcontext(),
+        ProgressView(
+            absolute.run_dir, name=loaded.run.name, console=console, log_every_steps=every, is_quiet=quiet
+        ) as view,
+    ):
         view.phase("loading libraries")
         from ray_ulysses.run.preflight import prepare_run
 
@@ -80,6 +87,11 @@ def train(
             peak_gib=None if view.state.last is None else view.state.last.peak_memory_gib,
         )
     )
+
+
+def _is_local(config: Config) -> bool:
+    """Return whether the workers run on this machine, in an embedded Ray."""
+    return (config.cluster.address or os.environ.get("RAY_ADDRESS") or "local") == "local"
 
 
 def run_texts(prepared: PreparedRun) -> RunTexts:

@@ -1,8 +1,9 @@
 """A warm process that forks a child per attempt: all libraries are imported, and no GPU is in use.
 
-A supervisor executes ``python -m ray_ulysses.supervision.launcher FD``, where FD is one end of a socket pair. Each
-child is spared the seconds that importing PyTorch, DeepSpeed and Transformers takes. The launcher is executed, not
-forked from the supervisor, because the supervisor has Ray's threads.
+A supervisor executes ``python -m ray_ulysses.supervision.launcher FD``, where FD is one end of a socket pair, or asks
+this machine's image (`ray_ulysses.supervision.image`) to fork a launcher. Each child is spared the seconds that
+importing PyTorch, DeepSpeed and Transformers takes. The launcher is not forked from the supervisor, because the
+supervisor has Ray's threads.
 """
 
 from __future__ import annotations
@@ -75,15 +76,22 @@ class _Child:
 
 
 def main(arguments: list[str]) -> None:
-    """Serve orders until the supervisor is gone."""
-    orders = socket.socket(fileno=int(arguments[0]))
-    orders.set_inheritable(False)
-    supervisor, stopped, clock = os.getppid(), StopTimer(_STOPPED_S), SystemClock()
+    """Import the libraries, and serve orders until the supervisor is gone."""
+    supervisor = os.getppid()
     die_with_parent(supervisor)
     # Read the clock once for all children, because the wall clock may jump before a fork.
-    clock.now()
-    _import_everything()
-    send(orders, Ready())
+    SystemClock().now()
+    warm_up()
+    serve(socket.socket(fileno=int(arguments[0])), supervisor)
+
+
+def serve(orders: socket.socket, supervisor: int) -> None:
+    """Serve a supervisor's orders until it is gone; the libraries have been imported."""
+    orders.set_inheritable(False)
+    # The environment may have been replaced since the imports.
+    _set_defaults()
+    stopped, clock = StopTimer(_STOPPED_S), SystemClock()
+    send(orders, Ready(pid=os.getpid()))
     child: _Child | None = None
     while True:
         watched = [orders, *(() if child is None else (child.process, child.result))]
@@ -128,12 +136,17 @@ def is_safe_to_fork(descriptors: Path = Path("/proc/self/fd")) -> bool:
     return True
 
 
-def _import_everything() -> None:
+def _set_defaults() -> None:
     # DeepSpeed's import counts GPUs, which does not initialize CUDA if NVML is used.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     expand_segments(os.environ)
     if not os.path.exists(_DRIVER):
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+def warm_up() -> None:
+    """Import everything that a child needs."""
+    _set_defaults()
     importlib.import_module("ray_ulysses.supervision.child")
     # DeepSpeed's unused autotuner would import MLflow, which takes a quarter of the total import time.
     modules: dict[str, Any] = sys.modules

@@ -20,6 +20,8 @@ from ray_ulysses.peer_memory.store import AgentAddresses
 MOST_BYTES = 1 << 17
 """Longest message, in bytes, which fits the kernel's default socket buffers."""
 _MOST_FDS = 6
+IMAGE = "RAY_ULYSSES_IMAGE"
+"""Environment variable with the path of the image's socket."""
 STACKS_SIGNAL = signal.SIGUSR2
 """Signal that makes a child dump its threads' stacks."""
 
@@ -78,6 +80,19 @@ class Stop:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ready:
     """The launcher has finished its imports."""
+
+    pid: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """Request to an image to fork a launcher, sent with the launcher's socket, stdout and stderr."""
+
+    environment: dict[str, str]
+    folder: str
+    """Working directory."""
+    supervisor: int
+    """Process ID of the supervisor."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,28 +214,33 @@ class Stderr:
 
 
 class LauncherProcess:
-    """A running launcher."""
+    """A running launcher, forked by this machine's image if there is one, or else executed."""
 
     def __init__(self, module: str) -> None:
         self._connection, theirs = pair()
         self.stderr = Stderr()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", module, str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stderr=self.stderr.writing,
-            start_new_session=True,
-            # The launcher does not connect to Ray, so it needs no token.
-            env={name: value for name, value in os.environ.items() if name != "RAY_AUTH_TOKEN"},
-        )
+        environment = without_token()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pid: int | None = None
+        self._image = _ask_image(environment, (theirs.fileno(), 1, self.stderr.writing))
+        if self._image is None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stderr=self.stderr.writing,
+                start_new_session=True,
+                env=environment,
+            )
+            self._pid = self._process.pid
         theirs.close()
         os.close(self.stderr.writing)
         self.is_ready = False
 
     @property
-    def pid(self) -> int:
-        """Process ID of the launcher."""
-        return self._process.pid
+    def pid(self) -> int | None:
+        """Process ID of the launcher, or None until a forked launcher is ready."""
+        return self._pid
 
     def fileno(self) -> int:
         """Return the connection's file descriptor, for a selector."""
@@ -241,23 +261,56 @@ class LauncherProcess:
             # A full pipe would block the launcher.
             self.stderr.pass_on()
         try:
-            return receive(self._connection)[0]
+            message = receive(self._connection)[0]
         except OSError as error:
             raise EOFError("the launcher has exited") from error
+        if isinstance(message, Ready):
+            self._pid, self.is_ready = message.pid, True
+        return message
 
     def kill(self) -> None:
         """Kill the launcher and thereby its child."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        if self._image is not None:
+            with contextlib.suppress(OSError):
+                self._image.shutdown(socket.SHUT_WR)
+        if self._pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._pid, signal.SIGKILL)
 
     def end(self, within_s: float) -> int:
         """Kill the launcher, wait until it ends, and return its exit code."""
         self.kill()
         self._connection.close()
         self.stderr.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return self._process.wait(within_s)
-        return -signal.SIGKILL
+        code = -signal.SIGKILL
+        if self._image is not None:
+            with self._image, contextlib.suppress(OSError, EOFError):
+                self._image.settimeout(within_s)
+                code = receive(self._image)[0].code
+        elif self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = self._process.wait(within_s)
+        return code
+
+
+def without_token() -> dict[str, str]:
+    """Return this process's environment for a process that does not connect to Ray, and needs no token."""
+    return {name: value for name, value in os.environ.items() if name != "RAY_AUTH_TOKEN"}
+
+
+def _ask_image(environment: dict[str, str], descriptors: tuple[int, ...]) -> socket.socket | None:
+    """Ask this machine's image for a launcher; return the connection to the image, or None if there is no image."""
+    path = os.environ.get(IMAGE)
+    if path is None:
+        return None
+    image = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        image.connect(path)
+        send(image, Launch(environment=environment, folder=os.getcwd(), supervisor=os.getpid()), descriptors)
+    except OSError:
+        image.close()
+        return None
+    return image
 
 
 class StopTimer:

@@ -175,7 +175,7 @@ class Supervisor:
         try:
             launched = self._launch()
             if self._joins_late:
-                launched.is_ready = isinstance(launched.receive(), Ready)
+                launched.receive()
             channel = self._connect()
             self._selector.register(channel, selectors.EVENT_READ)
             while True:
@@ -315,11 +315,9 @@ class Supervisor:
         except EOFError:
             self._launcher_ended(channel, launched)
             return
-        if isinstance(message, Ready):
-            launched.is_ready = True
-        elif child is None:
+        if child is None or isinstance(message, Ready):
             return
-        elif isinstance(message, Started):
+        if isinstance(message, Started):
             child.pid, child.is_launcher = message.pid, message.is_launcher
         elif isinstance(message, Result):
             child.result = message
@@ -419,6 +417,8 @@ class Supervisor:
 
     def _look_for_stop(self, child: WatchedChild, now: float) -> None:
         assert child.pid is not None and self._launched is not None
+        # A child has a process ID only after its launcher was ready.
+        assert self._launched.pid is not None
         child.failure = child.find_stop(self._launched.pid, now)
         if child.failure is not None and process_state(self._launched.pid) == "T":
             # A stopped launcher would not report the child's end.

@@ -81,7 +81,8 @@ def worker_processes(command: Command) -> list[psutil.Process]:
 
 
 def training_processes(command: Command) -> list[psutil.Process]:
-    launchers = [launcher for worker in worker_processes(command) for launcher in worker.children()]
+    image = started_below(command, "ray_ulysses.supervision.image")[:1]
+    launchers = [launcher for parent in (*worker_processes(command), *image) for launcher in parent.children()]
     return [child for launcher in launchers for child in launcher.children()]
 
 

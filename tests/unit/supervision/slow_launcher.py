@@ -10,9 +10,11 @@ import threading
 import time
 from pathlib import Path
 
+from ray_ulysses.supervision.launcher import die_with_parent, is_safe_to_fork
 from ray_ulysses.supervision.order import Exited, Order, Ready, Result, Started, Stop, receive, send
 from ray_ulysses.supervision.shared_progress import SharedProgress
 
+__all__ = ["die_with_parent", "is_safe_to_fork", "serve", "warm_up"]
 WORDS = {
     "aborts": "echo terminate called >&2; echo '  what(): no' >&2; kill -ABRT $$",
     "waits": "trap '' USR2; echo NCCL WARN no route >&2; exec sleep 600",
@@ -22,11 +24,14 @@ NOTICED = "noticed"
 """The host of rank 0 whose child ends well once it has a notice."""
 
 
-def main(descriptor: str) -> None:
+def warm_up() -> None:
+    """Import nothing."""
+
+
+def serve(orders: socket.socket, supervisor: int) -> None:
     """Serve orders until the supervisor is gone."""
-    orders = socket.socket(fileno=int(descriptor))
     sys.stderr.write("-" * int(os.environ.get("TEST_STDERR_BYTES", "0")))
-    send(orders, Ready())
+    send(orders, Ready(pid=os.getpid()))
     child: subprocess.Popen[bytes] | None = None
     while True:
         try:
@@ -65,4 +70,4 @@ def _reap(orders: socket.socket, child: subprocess.Popen[bytes]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    serve(socket.socket(fileno=int(sys.argv[1])), os.getppid())

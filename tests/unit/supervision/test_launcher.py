@@ -18,7 +18,7 @@ from tests.polling import wait_until
 _LAUNCHER = """
 import sys
 from ray_ulysses.supervision import launcher
-launcher._import_everything = lambda: None
+launcher.warm_up = lambda: None
 launcher._LOOK_EVERY_S, launcher._STOPPED_S = 0.02, 0.1
 launcher.main(sys.argv[1:])
 """
@@ -56,8 +56,8 @@ def test_children_are_forked_until_cuda_was_used(tmp_path: Path) -> None:
 
 _IMPORTS = """
 import os, sys
-from ray_ulysses.supervision.launcher import _import_everything
-_import_everything()
+from ray_ulysses.supervision.launcher import warm_up
+warm_up()
 assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
 assert "deepspeed.runtime.zero.stage3" in sys.modules and "transformers" in sys.modules
 assert "mlflow" not in sys.modules
