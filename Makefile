@@ -3,6 +3,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+TESTS := $(VENV)/.installed-for-tests
 # The first interpreter that this project supports; PYTHON=/path/to/python3.12 overrides it.
 PYTHON ?= $(firstword $(foreach name,python3 python3.12 python3.13 python3.11,$(shell \
 	$(name) -c 'import sys; print("$(name)" * ((3, 11) <= sys.version_info[:2] <= (3, 13)))' 2>/dev/null)))
@@ -22,11 +23,15 @@ test test-unit test-all test-faults mutants: export PYTHONDONTWRITEBYTECODE :=
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-install: $(STAMP)  ## Make the environment in .venv
+install: $(STAMP)  ## Make the environment in .venv, without the tools of tests
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || test -n "$(PYTHON)" || { echo "no Python 3.11, 3.12 or 3.13 found: install one, or set PYTHON" >&2; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e . -c constraints.txt
+	@touch $@
+
+$(TESTS): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test]' -c constraints.txt
 	@touch $@
 
@@ -51,25 +56,25 @@ soak: runs/corpus-rehearsal  ## Train for half an hour with a fault a minute; wr
 gpu: $(STAMP)  ## Run an item of the programme for a lent GPU, at most eight minutes: make gpu ITEM=P1a
 	$(BIN)/python benchmarks/gpu/programme.py $(ITEM)
 
-test: $(STAMP)  ## Run the tests that every change must pass
+test: $(TESTS)  ## Run the tests that every change must pass
 	$(BIN)/python -m pytest -m "not slow and not gpu" --durations=5 tests/cluster
 	$(PARALLEL) -m "not slow and not gpu" --durations=25 tests/distributed tests/unit
 
-test-unit: $(STAMP)  ## Run the unit tests that take less than a third of a second, in three processes
+test-unit: $(TESTS)  ## Run the unit tests that take less than a third of a second, in three processes
 	$(PARALLEL) -m "not slow and not long and not gpu and not distributed" tests/unit
 
-test-all: $(STAMP)  ## Run every test, the whole parity matrix included
+test-all: $(TESTS)  ## Run every test, the whole parity matrix included
 	$(BIN)/python -m pytest
 
-test-faults: $(STAMP)  ## Strike runs with each fault in each phase, and store the table of what they did
+test-faults: $(TESTS)  ## Strike runs with each fault in each phase, and store the table of what they did
 	STORE_FAULTS="make test-faults" $(BIN)/python -m pytest tests/distributed/test_faults.py \
 		tests/distributed/test_object_store.py \
 		tests/unit/run/test_run_dir_in_a_store.py
 
-mutants: $(STAMP)  ## Plant known bugs one by one and check that a test catches each
+mutants: $(TESTS)  ## Plant known bugs one by one and check that a test catches each
 	$(BIN)/python -m tests.mutants
 
-check: $(STAMP) site  ## Lint, format, types, import contracts, spelling, the image's file and the site of docs/
+check: $(TESTS) site  ## Lint, format, types, import contracts, spelling, the image's file and the site of docs/
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -77,13 +82,13 @@ check: $(STAMP) site  ## Lint, format, types, import contracts, spelling, the im
 	$(BIN)/codespell
 	$(BIN)/hadolint infra/Dockerfile
 
-format: $(STAMP)  ## Format the code and fix what the linter can fix
+format: $(TESTS)  ## Format the code and fix what the linter can fix
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-docs: $(STAMP)  ## Update docs/configuration.md and docs/journal.md from their schemas
+docs: $(TESTS)  ## Update docs/configuration.md and docs/journal.md from their schemas
 	$(BIN)/python -m tests.configuration_page
 	$(BIN)/python -m tests.journal_page
 
-site: $(STAMP)  ## Build the site of docs/ into build/site; a broken link is an error
+site: $(TESTS)  ## Build the site of docs/ into build/site; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict

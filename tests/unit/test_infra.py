@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +23,7 @@ from ray.autoscaler._private.util import prepare_config, validate_config
 from ray_ulysses.config import Config, load_config
 from ray_ulysses.run.preflight import report_run
 from ray_ulysses.run_names import SAVE_FILE
+from tests.polling import wait_until
 
 _ROOT = Path(__file__).parents[2]
 _INFRA = _ROOT / "infra"
@@ -287,6 +291,41 @@ def test_lost_nodes_are_noticed_soon_wherever_a_head_is_started(
     on_machine = dict(re.findall(r"(RAY_health_check_\w+)=(\d+)", command))
     assert on_machine == {name: value for name, value in in_pod.items() if name.startswith("RAY_health_check_")}
     assert len(on_machine) == 4
+    for name in ("slurm.sbatch", "skypilot.yaml"):
+        text = (_INFRA / name).read_text(encoding="utf-8")
+        assert dict(re.findall(r"(RAY_health_check_\w+)=(\d+)", text)) == on_machine, name
+        assert "export RAY_AUTH_MODE=token\n" in text, name
+
+
+def test_a_slurm_job_starts_a_ray_node_on_each_of_its_nodes_and_passes_the_signal_to_the_run(tmp_path: Path) -> None:
+    """Slurm's and our commands are played; ``sbatch`` signals only the script's shell."""
+    programs = {
+        "scontrol": "echo n1; echo n2; echo n3",
+        "srun": 'echo "srun $*" >> calls; while [[ $1 == -* ]]; do shift; done; "$@"',
+        "ray": 'echo "ray $*" >> calls; [[ $* != *--block* ]] || exec sleep 60',
+        "ray-ulysses": 'echo "$RAY_ADDRESS $*" >> calls; trap "exit 7" TERM; sleep 60 & wait',
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "n[1-3]"}
+    job = subprocess.Popen(
+        ["bash", str(_INFRA / "slurm.sbatch"), "c.yaml"], cwd=tmp_path, env=environment, start_new_session=True
+    )
+    try:
+        calls = tmp_path / "calls"
+        wait_until(lambda: calls.exists() and "train" in calls.read_text(), "the run starts")
+        job.terminate()
+        assert job.wait(60) == 7
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)
+    lines = calls.read_text().splitlines()
+    assert "n1:6379 train c.yaml --set cluster.wait_for_nodes=true" in lines
+    started = {line.split("--nodelist=")[1].split()[0]: line for line in lines if line.startswith("srun")}
+    assert started.keys() == {"n1", "n2", "n3"}
+    assert "--head" in started["n1"]
+    assert all("--address=n1:6379 --block" in started[node] for node in ("n2", "n3"))
 
 
 def test_the_image_copies_what_exists() -> None:
