@@ -1,4 +1,4 @@
-"""Elastic long-context training of Hugging Face decoders: Ulysses attention on Ray, exact at every layout."""
+"""Elastic long-context training of Hugging Face decoders: Ulysses attention on Ray, exact in every layout."""
 
 from __future__ import annotations
 

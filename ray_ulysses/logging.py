@@ -24,7 +24,7 @@ _UNSEEN = re.compile(
 )
 _LETTER = "[\u0300-\u1fff\u2070-\ud7ff\ue000-\ufefe\uff00-\U000dffff]"
 _JOINED = re.compile(f"{_LETTER}[\u200c\u200d]{_LETTER}")
-"""Pattern for a zero-width joiner or non-joiner between non-Latin characters, where scripts and emoji need it."""
+"""Pattern for a zero-width joiner or non-joiner between non-Latin characters; some scripts and emoji need it."""
 
 
 def printable(text: str) -> str:

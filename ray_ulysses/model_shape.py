@@ -183,7 +183,7 @@ class ModelShape:
     repeated_parameters: int = 0
     """Number of parameters in modules that several layers share, included once for each use after the first."""
     counted_idle: int | None = None
-    """Value of `idle_parameters` if the parameters were counted in the modules."""
+    """Value of `idle_parameters` if the model's modules were counted; None to compute it from the sizes."""
     part: TrainedPart | None = None
     """The trained part, or None if all parameters are trained."""
     has_head_norms: bool = False

@@ -116,7 +116,7 @@ class Noticed:
     """Newest step whose complete state is in peer memory, or None if there is none."""
     ago_s: float = 0.0
     silent_s: float = 0.0
-    """Seconds without a sign of life before the failure was detected."""
+    """Seconds of silence before the failure was detected."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -266,7 +266,7 @@ class FailureJudge(FailurePolicy):
             self._verdict, self._is_left_to_ray = None, False
 
     def leave_to_ray(self) -> None:
-        """Note that Ray Train will report the failure that was judged last."""
+        """Record that Ray Train will report the failure that was judged last."""
         self._is_left_to_ray = True
 
     def make_decision(self, training_failed_error: Exception) -> FailureDecision:

@@ -110,7 +110,7 @@ def end_agents(run_key: str) -> None:
 
 
 def kill_agent(run_key: str, node: str) -> bool:
-    """Kill a run's agent on a node, as a fault would; return whether the node had an agent."""
+    """Kill a run's agent on a node to simulate a fault; return whether the node had an agent."""
     handle = _find(_name(run_key, node))
     if handle is not None:
         ray.kill(handle)

@@ -1,4 +1,4 @@
-"""Checks a cluster before connecting, and manages tokens: new ones for local sessions, the user's for a cluster.
+"""Checks a cluster before connecting, and provides tokens: a new token for a local session, the user's for a cluster.
 
 An unusable cluster is rejected within seconds, whereas Ray itself retries for minutes.
 

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from ray_ulysses.run.preflight import PreparedRun
 
 CALM_S = 10.0
-"""Seconds of training after the last recovery."""
+"""Seconds of training that must follow the last recovery."""
 _LOOK_EVERY_S = 0.5
 _REST_S = 5.0
 _RECOVERY_S = 300.0
@@ -57,7 +57,7 @@ _CODE = (
     "import sys; from ray_ulysses.supervision.launcher import die_with_parent; die_with_parent(int(sys.argv[1])); "
     "from ray_ulysses.cli import main; main(sys.argv[2:])"
 )
-"""Code that the train process runs. It makes the process end with its parent, which nothing else would do."""
+"""Code that the train process runs. It makes the process end when its parent ends; nothing else would."""
 _LAST_LINES = 12
 
 

@@ -167,12 +167,12 @@ class WorkerScaling(ScalingPolicy):
         self._broken |= broken
 
     def begin(self, announcement: Announcement, seats: Mapping[int, Seat]) -> None:
-        """Note that a worker group has started and occupies its resources."""
+        """Record that a worker group has started and occupies its resources."""
         self._holds_room = True
         self._joining.begin(announcement, seats)
 
     def end(self) -> None:
-        """Note that the worker group has ended and has released its resources."""
+        """Record that the worker group has ended and has released its resources."""
         self._holds_room = False
         self._joining.end()
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _GRACE_S = 4.0
 """Seconds until an interrupted command with nothing to save is forced to exit: Ray may ignore interrupts or hang."""
 _SAME_REQUEST_S = 2.0
-"""`timeout` and some schedulers signal both the process and its group: two signals this close count as one."""
+"""Two signals within this many seconds count as one: `timeout` and some schedulers signal a process and its group."""
 _ASK_AGAIN_S = 2.0
 
 
@@ -63,7 +63,7 @@ class StopSignals:
             signal.signal(number, handler)
 
     def workers_start(self) -> None:
-        """Note that the workers start or restart, and that `check` will be called from now on."""
+        """Record that the workers start or restart, and that `check` will be called from now on."""
         if not self._has_workers:
             self._steps.forget()
         self._has_workers = True
@@ -177,6 +177,6 @@ class UnsavedSteps:
                     self._state, self._kept_step = "kept", event.memory_step
 
     def lost(self) -> None:
-        """Note that a worker was lost along with the steps trained so far; steps in peer memory are kept."""
+        """Record that a worker was lost along with the steps trained so far; steps in peer memory are kept."""
         if self._state == "trained":
             self._state = "none"

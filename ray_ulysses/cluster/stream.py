@@ -190,7 +190,7 @@ class _Pace(ExecutionCallback):
 
 
 class _BlockSource(Datasource):
-    """Blocks as a Ray Data source, with one task per block."""
+    """A Ray Data source of blocks, with one read task per block."""
 
     def __init__(self, blocks: Sequence[Block], secrets: SecretsFile | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -49,7 +49,7 @@ PASSED = frozenset(
 _NETWORK_PREFIXES = ("NCCL_", "FI_", "GLOO_", "UCX_", "OFI_NCCL_", "TORCH_NCCL_", "TORCH_FR_")
 """Prefixes of variables that configure the libraries for communication between workers."""
 _OF_ONE_PROCESS = frozenset({"NCCL_HOSTID", "NCCL_COMM_ID"})
-"""Variables that have one of these prefixes but apply to only one process or group."""
+"""Variables with a prefix in `_NETWORK_PREFIXES` that apply to only one process or group."""
 _SECRET = re.compile(r"(^|_)(AUTH|CREDENTIALS?|KEY|PASSWORD|PASSWD|SECRET|TOKEN)(_|$)")
 _STORAGE_PREFIXES = ("AWS_", "AZURE_STORAGE_", "GOOGLE_")
 _JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"

@@ -22,8 +22,8 @@ the worker itself, an error caused by another rank's end, workers that did not s
 supervises the workers."""
 
 _RANK_KINDS: tuple[Kind, ...] = ("preempted", "lost", "device", "raised", "consequence")
-"""Kinds of failure of a rank; each kind can cause the kinds after it. A worker that raised an error lives until its
-group is ended, so a worker that is gone failed first."""
+"""Kinds of failure of a rank; each kind can cause the kinds after it. A worker that raised an error stays alive until
+its group is ended, so a worker that is gone failed first."""
 _MOST_RANKS = 8
 _MOST_CHARACTERS = 400
 _LAST_LINES = 3
@@ -61,7 +61,7 @@ class RankError:
     what: str
     """First line of the error, or how the process was lost."""
     silent_s: float = 0.0
-    """Seconds without a sign of life before the failure was detected."""
+    """Seconds of silence before the failure was detected."""
     node: str = ""
     """Name of the rank's node in the journal, or empty if the supervisor could not report it."""
 
@@ -243,11 +243,11 @@ def _hint(error: RankError) -> str:
 def failures_that_count(past: Sequence[EndEvent], *, now: float, step: int | None, window_s: float) -> int:
     """Return the number of earlier failures that count towards the limit in addition to the current one.
 
-    Failures before the newest checkpoint do not count: a fault that recurs before the next checkpoint is blamed on the
-    program, and a fault that recurs later on chance.
+    Failures before the newest checkpoint do not count: a fault that recurs before the next checkpoint is attributed to
+    the program, and a later fault to chance.
 
     Args:
-        past: Earlier failures of the same command. Failures that were not charged do not count.
+        past: Earlier failures of the same command. Failures that were not counted then do not count now.
         now: Current time, in seconds since the epoch.
         step: Newest committed step, or None if unknown, which is treated as no progress.
         window_s: Age in seconds beyond which a failure does not count.

@@ -68,7 +68,7 @@ class Hang:
     """Ranks that the others wait for, or all ranks if none is behind."""
     why: Literal["stopped", "behind", "together"]
     where: RankProgress
-    """Progress of one of `ranks`."""
+    """Progress of one rank in `ranks`."""
     bound_s: float
     """Longest tolerated time without progress in the phase of `where`, in seconds."""
 

@@ -1,4 +1,4 @@
-"""Parses cloud providers' notices that a machine will be taken away.
+"""Parses cloud providers' notices that a machine will be preempted, terminated or rebooted.
 
 Sources:
     * AWS: https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html and
@@ -33,19 +33,19 @@ _PAUSE_S = 2.0
 
 
 class UnexpectedAnswerError(ValueError):
-    """A metadata service's answer does not have its provider's format."""
+    """A metadata service's response does not have its provider's format."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """Answer of a metadata service."""
+    """Response of a metadata service."""
 
     status: int
     body: str
     server_time: float | None
     """Time on the service's clock, in seconds since the epoch, or None if unknown."""
     received_at: float
-    """Time on this node's clock when the answer arrived, in seconds since the epoch."""
+    """Time on this node's clock when the response arrived, in seconds since the epoch."""
 
     def on_this_clock(self, server_time: float) -> float:
         """Convert a time on the service's clock to this node's clock; the two may differ by minutes."""
@@ -54,11 +54,11 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CloudNotice:
-    """Announcement that this node will be taken away."""
+    """A cloud's announcement that it will stop this node."""
 
     what: str
     deadline: float | None
-    """Time of the node's end, in seconds since the epoch on this node's clock, or None if unknown."""
+    """Time at which the node will stop, in seconds since the epoch on this node's clock, or None if unknown."""
     is_hint: bool = False
     """Whether the notice is only a recommendation, so that the node may stay."""
 
@@ -79,7 +79,7 @@ def provider_of(firmware: Mapping[str, str]) -> Provider | None:
 
 
 def aws_interruption(answer: Answer) -> CloudNotice | None:
-    """Parse an answer of ``spot/instance-action``, available two minutes before an interruption; 404 means none."""
+    """Parse a response of ``spot/instance-action``, available two minutes before an interruption; 404 means none."""
     if answer.status == _NOT_FOUND:
         return None
     told = _object(answer)
@@ -93,7 +93,7 @@ def aws_interruption(answer: Answer) -> CloudNotice | None:
 
 
 def aws_rebalance(answer: Answer) -> CloudNotice | None:
-    """Parse an answer of ``events/recommendations/rebalance``; 404 means no recommendation."""
+    """Parse a response of ``events/recommendations/rebalance``; 404 means no recommendation."""
     if answer.status == _NOT_FOUND:
         return None
     if "noticeTime" not in _object(answer):
@@ -102,7 +102,7 @@ def aws_rebalance(answer: Answer) -> CloudNotice | None:
 
 
 def gcp_preempted(answer: Answer) -> CloudNotice | None:
-    """Parse an answer of ``instance/preempted``."""
+    """Parse a response of ``instance/preempted``."""
     match answer.status, answer.body.strip():
         case 200, "FALSE":
             return None
@@ -112,7 +112,7 @@ def gcp_preempted(answer: Answer) -> CloudNotice | None:
 
 
 def gcp_maintenance(answer: Answer) -> CloudNotice | None:
-    """Parse an answer of ``instance/maintenance-event``, available a minute ahead, or an hour ahead with GPUs.
+    """Parse a response of ``instance/maintenance-event``, available a minute ahead, or an hour ahead with GPUs.
 
     A VM that migrates to another host keeps running.
     """
@@ -125,10 +125,10 @@ def gcp_maintenance(answer: Answer) -> CloudNotice | None:
 
 
 def azure_events(answer: Answer, machine: str) -> CloudNotice | None:
-    """Return the earliest notice for a machine in an answer of ``scheduledevents``.
+    """Return the earliest notice for a machine in a response of ``scheduledevents``.
 
     Args:
-        answer: The answer, which lists the events of all machines in an availability set or scale set.
+        answer: The response, which lists the events of all machines in an availability set or scale set.
         machine: Name of this machine.
     """
     events = _object(answer).get("Events")
@@ -139,7 +139,7 @@ def azure_events(answer: Answer, machine: str) -> CloudNotice | None:
 
 
 def replaces(new: CloudNotice, old: CloudNotice | None) -> bool:
-    """Return whether a notice adds information to the previous one."""
+    """Return whether a notice adds information to the previous notice."""
     if old is None or old.is_hint > new.is_hint:
         return True
     if old.is_hint < new.is_hint or new.deadline is None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from statistics import median, median_low
 
 RATIO = 1.3
-"""Ratio of a rank's own compute time to the median rank's above which the rank is slow in a window. With an even number
-of ranks, the lower median is used, so that one slow node of two is found."""
+"""A rank is slow in a window if its own compute time exceeds the median rank's by this factor. With an even number of
+ranks, the lower median is used, so that one slow node of two is found."""
 WINDOWS = 5
 """Number of consecutive slow windows after which a rank is reported."""
 
@@ -54,9 +54,9 @@ def after_window(slow: Sequence[Straggler], compute_s: Mapping[int, float]) -> t
 
 
 WINDOW_STEPS = 50
-"""Number of recent steps with which a loss is compared."""
+"""Number of recent steps whose losses a new loss is compared with."""
 LEAST_STEPS = 20
-"""Number of steps before which no loss is a spike: losses fall fast at the start of a run."""
+"""Number of initial steps whose losses never count as spikes, since losses fall fast at the start of a run."""
 _LEAST_SPREAD = 0.01
 """Lower bound of the spread, as a fraction of the median: nearly constant losses would turn any change into a spike."""
 

@@ -29,7 +29,7 @@ def place_workers(room: Mapping[str, int], wanted: WorkerRange, first: Collectio
     Args:
         room: Number of workers that fit on each node, by node ID.
         wanted: The run's range of workers.
-        first: Nodes that are preferred to others that fit as many groups.
+        first: Nodes to prefer among nodes that fit equally many groups.
 
     Returns:
         Workers by node ID, in the order in which ranks are assigned, so that a group's ranks are contiguous; or None if
@@ -74,7 +74,7 @@ def nodes_to_use(
         nodes: Available nodes.
         slow: Compute time of each slow node relative to the median, by node; infinite for a broken node.
         in_use: Nodes that run workers. Among slow nodes, these are used first, so that a run does not alternate.
-        workers: Returns the number of workers that fit on the given nodes, or 0 if they are too few for the run.
+        workers: Returns the number of workers that fit on the given nodes, or 0 if these are too few for the run.
     """
     usable = {node for node in nodes if node not in slow}
     every = workers(nodes)
@@ -90,7 +90,7 @@ def nodes_to_use(
 SETTLE_S = 5.0
 """Seconds to wait for further nodes before growing, and for resources that are about to become free."""
 LEAVE_S = 2.0
-"""Seconds to wait for further preemption notices, so that one move leaves all affected nodes."""
+"""Seconds to wait for further preemption notices, so that one restart vacates all affected nodes."""
 _GAIN_PER_COST = 10.0
 """Factor by which the time saved by growing must exceed the time for the restart: growing may fail."""
 _HORIZON_S = 24 * 3600.0
@@ -102,7 +102,7 @@ class Sizing:
     """State of the decisions about a run's size."""
 
     since: float | None = None
-    """Time since which the nodes differ from those that the run uses or waits for, or None if they do not differ."""
+    """Time at which the available nodes began to differ from the nodes in use or awaited; None if they are the same."""
     grew_at: float | None = None
     """Time at which growth was last considered, regardless of the outcome, or None if never."""
 
@@ -118,7 +118,7 @@ class Resize:
 
     workers: int
     must: bool
-    """Whether the restart is necessary because nodes will be taken away. Otherwise it may not be worth its cost."""
+    """Whether the restart is necessary because nodes will be lost. Otherwise it may not be worth its cost."""
 
 
 def decide_placement(
@@ -165,8 +165,8 @@ def decide_resize(
         grow_interval_s: Shortest time between two considerations of growth, in seconds.
 
     Returns:
-        The next state, and the restart, or None to leave the workers unchanged. A restart leaves nodes that will be
-        taken away, if the other nodes fit enough workers, or uses resources that have become free.
+        The next state, and the restart, or None to leave the workers unchanged. A restart vacates nodes that will be
+        lost, if the other nodes fit enough workers, or uses resources that have become free.
     """
     possible = place_workers(room, wanted)
     leaves = any(node not in room for node in placed)

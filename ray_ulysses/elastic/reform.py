@@ -22,7 +22,7 @@ from ray_ulysses.elastic.causes import RankError
 from ray_ulysses.elastic.placement import WorkerRange, place_workers
 
 CAUSE_S = 1.5
-"""Longest wait for the root cause if all known errors are only consequences, in seconds."""
+"""Longest wait for the root cause, in seconds, if all known errors are only consequences."""
 MOST_FAILED_FORMS = 2
 """Consecutive generations that may fail before their first step; then Ray Train restarts the workers."""
 
@@ -52,7 +52,7 @@ class Report:
     status: str | None = None
     """Outcome of the attempt, or None if it failed."""
     error: RankError | None = None
-    """The failure, without a valid rank; None for a child that succeeded or was stopped on request."""
+    """The failure, whose rank is not set yet; None for a child that succeeded or was stopped on request."""
     step: int = 0
     """Step that the child was training; 0 before the first step."""
     stepped: bool = False
@@ -114,12 +114,12 @@ class Group:
     silent: frozenset[str] = frozenset()
     """Nodes that stopped answering: their last worker was lost because it fell silent, and none has joined since."""
     moves: bool = False
-    """Whether the generation was asked to end, so that the next one can avoid the unusable nodes."""
+    """Whether the generation was asked to end, so that the next generation can avoid the unusable nodes."""
     broken: frozenset[str] = frozenset()
     """Nodes whose GPU or network has failed."""
     suspects: frozenset[str] = frozenset()
     """Nodes on which NCCL reported an error of their own network in the previous generation, if nothing else failed.
-    The broken or disconnected node may be another one."""
+    The broken or disconnected node may be a different node."""
     tested: frozenset[int] = frozenset()
     """Workers that have passed the self-test and trained a step in some generation."""
     last_raised: Raised | None = None
@@ -359,7 +359,7 @@ def _stopping(group: Group, now: float) -> tuple[Group, tuple[Action, ...]]:
 def _find_broken(
     group: Group, errors: tuple[RankError, ...]
 ) -> tuple[tuple[RankError, ...], frozenset[str], frozenset[str]]:
-    """Return the errors, each reclassified in light of the others; the broken node; and the suspected nodes."""
+    """Return the errors, each reclassified in the light of the others; the broken node; and the suspected nodes."""
     if any(error.kind in ("preempted", "lost") for error in errors):
         # A lost worker may cause device and network errors on other ranks.
         return errors, frozenset(), frozenset()
@@ -406,7 +406,7 @@ def _judged(group: Group, event: Judged, now: float) -> tuple[Group, tuple[Actio
 
 
 def _form(group: Group, but: frozenset[str] = frozenset()) -> tuple[Group, tuple[Action, ...]] | None:
-    """Start the next generation with the workers on usable nodes and nodes in `but`, or return None if too few."""
+    """Start the next generation on usable nodes and on nodes in `but`; return None if there are too few workers."""
     unusable = (group.unusable - but) | group.broken
     by_node: dict[str, list[int]] = {}
     for number, worker in sorted(group.workers.items()):

@@ -128,7 +128,7 @@ class PositionLoss:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ContextLoss:
-    """Loss of the spans with a given number of tokens before each."""
+    """Loss of the spans with a given number of preceding tokens."""
 
     context_tokens: int
     tokens: int

@@ -59,7 +59,7 @@ class WeightFile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CopiedFile:
-    """A file to copy from the multimodal checkpoint, with the decoder's tensors to replace."""
+    """A file to copy from the multimodal checkpoint, and the decoder's tensors to replace in the copy."""
 
     name: str
     source: Path

@@ -1,4 +1,4 @@
-"""Finds an export's tokenizer files: those given by the user, or those that prepared the run's corpus."""
+"""Finds an export's tokenizer files: the files given by the user, or the files that prepared the run's corpus."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class TokenizerFiles:
     files: dict[str, bytes] = field(default_factory=dict)
     """File contents by name; empty if there is no tokenizer."""
     end_tokens: tuple[int, ...] = ()
-    """Tokens that end a text: those of the corpora's documents and supervised chat turns, and the tokenizer's own;
-    empty if unknown."""
+    """Tokens that end a document or a supervised chat turn in the corpora, and the tokenizer's own end tokens; empty if
+    unknown."""
     vocab_size: int = 0
     """Largest token id plus one; 0 if there is no tokenizer."""
 
@@ -70,7 +70,7 @@ class TokenizerFiles:
 
 
 def find_tokenizer(run_dir: Place, given: Path | None, *, trust_run: bool = False) -> TokenizerFiles:
-    """Find the tokenizer to export: ``given`` (a directory or ``bytes``) if set, otherwise that of the run's corpora.
+    """Find the tokenizer to export: ``given`` (a directory or ``bytes``) if set, otherwise the corpora's tokenizer.
 
     Raises:
         UserError: ``given`` can't be read.

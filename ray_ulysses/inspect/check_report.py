@@ -25,7 +25,7 @@ _CAUSES = {
     "not finite": "finite",
     "elastic.loss_spike_mads": "loss",
 }
-"""Report line that fails, by text in the failure's message. Other failures are attributed by the trial's progress."""
+"""Report line for a failure, by text in its message. Other failures are attributed by the trial's progress."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

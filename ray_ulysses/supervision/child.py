@@ -197,7 +197,7 @@ def _portable(error: BaseException) -> BaseException:
 
 _LOOK_EVERY_S = 0.2
 _FREE_PART = 1 / 16
-"""Largest fraction of memory in use on a free device: starting processes occupy about half a GiB."""
+"""A device is free if at most this fraction of its memory is in use: starting processes occupy about half a GiB."""
 
 
 def choose_free_device(

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _log = get_logger(__name__)
 SILENCE_S = 5.0
-"""Seconds of silence after which a supervisor is lost: its node is cut off, or its process has stopped."""
+"""Seconds of silence after which a supervisor counts as lost: its node is cut off, or its process has stopped."""
 _MOST_BYTES = 1 << 20
 """Longest line from a supervisor, in bytes."""
 _JUDGE_S = 60.0
@@ -410,7 +410,7 @@ class HangWatch:
             self._left[rank] = left
 
     def done(self, rank: int) -> None:
-        """Note that a rank's attempt has ended; the others may still write and save."""
+        """Record that a rank's attempt has ended; the others may still write and save."""
         self._done.add(rank)
 
     def find(self, now: float) -> Hang | None:

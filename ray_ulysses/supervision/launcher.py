@@ -63,7 +63,7 @@ _LAZY = (
     "safetensors.torch",
     "pandas",  # imported by PyArrow for any column as an array
 )
-"""Modules that libraries import on first use. Modules that an installed library lacks are skipped."""
+"""Modules that libraries import on first use. Modules that are not installed are skipped."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -47,9 +47,9 @@ if TYPE_CHECKING:
 
 BEAT_S = 0.5
 SILENCE_S = 10.0
-"""Seconds of silence after which the coordinator is gone, or this node is cut off from it."""
+"""Seconds of silence after which the coordinator counts as gone, or this node as cut off from it."""
 _CLOCKS_AGREE_S = 60.0
-"""Clock differences below this many seconds are ignored, because they may be message latency."""
+"""Clock differences below this many seconds are ignored, because they may be due to message latency."""
 _STACKS_S = 1.5
 """Longest wait for a child's stacks and its flight record, which the child writes to the run's storage."""
 _MOST_STACKS_BYTES = 1 << 16

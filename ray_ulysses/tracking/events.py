@@ -403,7 +403,7 @@ class AttemptEnded(EndEvent):
     saving_seconds: Seconds = 0.0
     """Time for which checkpoints blocked training since the last step."""
     fault_at: Seconds | None = None
-    """Time of the failure, or of the last sign of life before the failure; None if unknown."""
+    """Time of the failure, or of the last heartbeat before the failure; None if unknown."""
     detected_at: Seconds | None = None
     """Time at which the failure was detected; None means the time of this event."""
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 KEY_TAG = "ray_ulysses.key"
 """Tag that identifies the MLflow runs created by ray-ulysses."""
 MARKS = ("latest", "best")
-"""Tags that one checkpoint per run has at a time; they move to newer or better checkpoints."""
+"""Tags that only one checkpoint of a run has at a time; they move to newer or better checkpoints."""
 BEST_BY = ("eval_loss", "loss")
 """Metrics that select the best checkpoint, in order of precedence."""
 
@@ -113,7 +113,7 @@ def best_tracked(live: Sequence[TrackedCheckpoint]) -> TrackedCheckpoint | None:
 def mark_moves(tracked: Iterable[TrackedCheckpoint]) -> tuple[tuple[str, str | None, tuple[str, ...]], ...]:
     """Return the marks to move, as (mark, model that gets the mark or None, models that lose the mark).
 
-    Callers must set each mark before removing it from other checkpoints, so that readers always find a marked one.
+    Callers must set each mark before removing it elsewhere, so that readers always find a marked checkpoint.
     """
     tracked = tuple(tracked)
     live = usable(tracked)

@@ -1,8 +1,8 @@
 """Adds evaluations and reports to a run's MLflow run, outside of the tracker.
 
 The run's ``tracking.json`` specifies the MLflow run, but another user may have written that file. Therefore credentials
-are sent only to the server in ``MLFLOW_TRACKING_URI``, the only database that is opened is the one next to the run, and
-only an MLflow run with this run's key is changed.
+are sent only to the server in ``MLFLOW_TRACKING_URI``, only the database next to the run is opened, and only an MLflow
+run with this run's key is changed.
 """
 
 from __future__ import annotations

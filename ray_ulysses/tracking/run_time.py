@@ -32,7 +32,7 @@ _Mark = tuple[float, str]
 """A time, and the category that begins at that time."""
 
 _DIVIDED = {"startup_s": "starts", "waiting_s": "starts", "recovery_s": "recovery"}
-"""Field of `TimeSpent` that contains the breakdown of a category, for categories with a further breakdown."""
+"""Field of `TimeSpent` that contains a category's finer breakdown, for each category that has one."""
 _PARTS_OF_PHASES = {"build": "build_s", "load": "load_s"}
 
 

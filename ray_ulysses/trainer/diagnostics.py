@@ -49,7 +49,7 @@ class Diagnostics:
     def profiled(self, profile: ProfileSection | None, step: int, beat: Callable[[], object]) -> Iterator[None]:
         """Profile a block if ``profile`` selects this step and rank.
 
-        ``beat`` is called before the trace is written, as a sign of life.
+        ``beat`` is called before the trace is written, as a heartbeat.
         """
         if profile is None or step not in profile.steps or self.rank not in profile.ranks:
             yield

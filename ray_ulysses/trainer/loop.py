@@ -295,7 +295,7 @@ def _evaluate(attempt: _Attempt, outcome: StepOutcome) -> StepOutcome:
 
 
 def _beating(attempt: _Attempt, phase: Phase, step: int, slices: Iterator[RowSlice]) -> Iterator[RowSlice]:
-    """Send a sign of life before each micro-batch, and report when the rank is waiting for a row."""
+    """Send a heartbeat before each micro-batch, and report when the rank is waiting for a row."""
     worker = attempt.context.worker
     while True:
         worker.wait_for_row(True)
@@ -308,7 +308,7 @@ def _beating(attempt: _Attempt, phase: Phase, step: int, slices: Iterator[RowSli
 
 
 def _padded(attempt: _Attempt, slices: Iterator[RowSlice]) -> Iterator[RowSlice]:
-    """Pad a short last step with zero-weight fillers, because the engine expects equally many slices in each step."""
+    """Pad a short last step with zero-weight fillers, because each step must have the same number of slices."""
     layout = attempt.context.run.layout
     filler = attempt.reader.filler(layout.sp_rank(attempt.context.rank), layout.sp_size, layout.ring_size)
     num_rows = 0

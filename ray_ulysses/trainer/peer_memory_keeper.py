@@ -195,7 +195,7 @@ class PeerMemoryKeeper:
             self._reserve_at = now + _AGAIN_S
 
     def _on_saved(self, saved: Saved) -> None:
-        """Note a commit. Rank 0 drops earlier states, unless a newer attempt has taken over the run."""
+        """Record a commit. Rank 0 drops earlier states, unless a newer attempt has taken over the run."""
         self._has_saved = True
         if self._peer_memory is not None and self._worker.rank == 0:
             self._kept, self._is_warned = saved.ref.step, False

@@ -143,11 +143,11 @@ class NoticeWatch:
         return notice_asks(self._last, left_s=left_s, now=now, step_s=max(self._steps_s, default=0.0))
 
     def taken(self, step: int) -> None:
-        """Note that a state was captured for any reason while a notice is in effect."""
+        """Record that a state was captured, for any reason, while a notice is in effect."""
         self._last = NoticedSave(step=step, taken_at=self._worker.clock.monotonic())
 
     def committed(self, step: int, seconds: float) -> None:
-        """Note a commit and the duration of the save, in seconds. Any thread may call this method."""
+        """Record a commit and the duration of the save, in seconds. Any thread may call this method."""
         self._committed = (step, seconds)
 
     def _present_notice(self) -> Notice | None:
@@ -218,7 +218,7 @@ class CheckpointKeeper:
         )
 
     def resumed(self, step: int) -> None:
-        """Note the step that the attempt starts from, whose state need not be saved again."""
+        """Record the step that the attempt starts from; its state need not be saved again."""
         self._taken_step = step
 
     def flags(self) -> Flags:
@@ -354,7 +354,7 @@ class CheckpointKeeper:
                     break
                 _log.warning("%s; retrying", self._saver.failure)
                 waiting.pause()
-                # Send a sign of life, because each retry may take as long as a save.
+                # Send a heartbeat, because each retry may take as long as a save.
                 self._worker.beat("save", outcome.position.step)
                 self._take(engine, outcome, cursor, reason)
                 self._wait()

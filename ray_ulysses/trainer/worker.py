@@ -54,7 +54,7 @@ class Worker:
     is_tested: bool = False
     """Whether all ranks' devices have passed a self-test during this command; identical on every rank."""
     beat: Callable[[Phase, int], Any] = lambda phase, step: None
-    """Function called with the phase and step before each micro-batch, as a sign of life."""
+    """Function called with the phase and step before each micro-batch, as a heartbeat."""
     wait_for_row: Callable[[bool], Any] = lambda waits: None
     """Function called with True before the rank waits for its next row, and with False afterwards."""
     on_hang: Callable[[Callable[[], str | None]], Any] = lambda leave: None
