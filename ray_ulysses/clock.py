@@ -32,7 +32,7 @@ class SystemClock:
     """The machine's clocks.
 
     The wall clock may be adjusted during training. A command's processes on the same machine therefore read the wall
-    clock only once and add the time since boot, so that the difference between two times is a duration.
+    clock only once and add the time since boot, so that the difference between two times is the duration between them.
 
     Args:
         ahead_s: Offset added to `now`, in seconds, so that a worker agrees with the coordinator's clock.

@@ -258,7 +258,7 @@ class ModelShape:
         return self.part is None or self.part.has_embedding
 
     def level_sp_sizes(self) -> tuple[int, ...]:
-        """Return the ascending values of ``parallel.sp_size`` that divide the heads equally without a ring."""
+        """Return the values of ``parallel.sp_size`` that divide the heads equally without a ring, ascending."""
         level = (size for size in range(1, self.num_heads + 1) if self.num_heads % size == 0)
         return tuple(size for size in level if not self.mixer_layers or size in self.mixer_sp_sizes)
 

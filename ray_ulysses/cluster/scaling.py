@@ -411,7 +411,7 @@ class JoiningWorkers:
 
     @property
     def are_awaited(self) -> bool:
-        """Whether any started worker has not joined yet."""
+        """Whether any worker that was started has not joined yet."""
         return self._joining is not None
 
     def begin(self, announcement: Announcement, seats: Mapping[int, Seat]) -> None:

@@ -54,7 +54,7 @@ _DISCONNECTED = re.compile(r"connection error code 2|end of file", re.IGNORECASE
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankError:
-    """How one rank's worker ended."""
+    """Failure of one rank's worker."""
 
     rank: int
     kind: Kind

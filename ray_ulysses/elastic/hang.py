@@ -53,7 +53,7 @@ class HangLimits:
     floor_s: float
     """Lower bound of the limit within a step: a short step may be followed by a long one."""
     start_s: float
-    """Limit until the first step has ended."""
+    """Limit that applies until an attempt's first step has ended."""
     evaluation_s: float
     save_s: float
     row_s: float
@@ -62,7 +62,7 @@ class HangLimits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hang:
-    """A detected hang."""
+    """A detected hang: ranks make no progress for too long."""
 
     ranks: tuple[int, ...]
     """Ranks that the others wait for, or all ranks if none is behind."""

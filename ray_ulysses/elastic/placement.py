@@ -107,7 +107,7 @@ class Sizing:
     """Time at which growth was last considered, regardless of the outcome, or None if never."""
 
     def waited(self, now: float) -> tuple[Sizing, float]:
-        """Return the state after finding a difference, and the age of the difference in seconds."""
+        """Return the state with `since` set, and the seconds since then, for nodes that currently differ."""
         since = now if self.since is None else self.since
         return replace(self, since=since), now - since
 

@@ -61,7 +61,7 @@ class Report:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Supervised:
-    """The coordinator's view of one worker."""
+    """The coordinator's record of one worker."""
 
     place: Place | None = None
     """Address of the worker, or None before it has joined."""
@@ -203,7 +203,7 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed."""
+    """A periodic event that lets time limits expire."""
 
 
 @dataclass(frozen=True, slots=True)

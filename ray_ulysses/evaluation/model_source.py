@@ -44,7 +44,7 @@ class ModelSource:
     dtype: str
     """Dtype in which the model is computed."""
     weights: DType
-    """Which weights of the checkpoint to load."""
+    """Precision to which the checkpoint's weights are converted."""
     context_tokens: int
     """Context length in training, in tokens, if known; otherwise the model's number of positions. At most
     ``num_positions``."""

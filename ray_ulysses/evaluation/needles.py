@@ -72,7 +72,7 @@ class _Question:
     parts: tuple[tuple[Tokens, bool], ...]
     """Parts of the question and its answer: the tokens, and whether the part belongs to the answer."""
     numbers: int
-    """Count of numbers in the answer."""
+    """How many numbers the answer contains."""
 
     @property
     def num_tokens(self) -> int:
@@ -99,7 +99,7 @@ class Haystack:
         return tokens
 
     def take(self, num_tokens: int, rng: np.random.Generator) -> Tokens:
-        """Return ``num_tokens`` tokens of consecutive documents, without end tokens, starting at a random one."""
+        """Return ``num_tokens`` tokens of consecutive documents, without end tokens, starting at a random document."""
         held, parts, left = self._held, [], num_tokens
         place = int(rng.integers(held.numbers.size))
         while left:

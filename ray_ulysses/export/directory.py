@@ -40,7 +40,7 @@ _SPARE_SHARE = 128
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Identity:
-    """Properties that distinguish two exports."""
+    """Properties by which an export is identified; exports with equal properties are identical."""
 
     # Refuse records with unknown fields, which may distinguish exports in a newer version.
     __pydantic_config__ = KNOWN_FIELDS_ONLY

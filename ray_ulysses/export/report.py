@@ -65,7 +65,7 @@ class CheckResult:
 
     @property
     def words(self) -> str:
-        """Description of the result."""
+        """The result as a clause for messages."""
         where = f"over {self.tokens} tokens of {self.documents} documents ({self.origin})"
         if self.difference == 0:
             return f"its logits {where} equal the live model's bit for bit"

@@ -65,7 +65,7 @@ class PublishedTensor:
 
     @property
     def num_elements(self) -> int:
-        """Number of elements."""
+        """Number of elements in the published tensor."""
         return int(torch.Size(self.shape).numel())
 
     @property

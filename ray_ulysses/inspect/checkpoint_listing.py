@@ -77,7 +77,7 @@ class CheckpointReport:
     """Identity of the data that the metrics were measured on; metrics with different identities are not comparable."""
     plan_id: str = ""
     kept: tuple[str, ...] = ()
-    """Retention rules that keep the checkpoint."""
+    """Names of the retention rules that keep the checkpoint."""
     set_aside: tuple[SetAside, ...] = ()
     is_swept: bool = False
     """Whether the next commits delete the shards in this uncommitted folder."""

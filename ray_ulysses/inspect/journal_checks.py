@@ -51,9 +51,9 @@ class Finding:
     where: str
     """The affected step, rows or checkpoint, in words."""
     what: str
-    """The observed difference."""
+    """Difference between the observed and the expected state."""
     meaning: str
-    """The consequence for the run."""
+    """Consequence of the difference for the run."""
 
     def __str__(self) -> str:
         return f"{self.where}: {self.what}; {self.meaning}"

@@ -33,7 +33,7 @@ class Reading:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadingProgress:
-    """Progress of reading rows."""
+    """Progress of reading a run's rows again."""
 
     rows: int
     num_rows: int

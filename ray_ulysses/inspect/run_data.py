@@ -219,7 +219,7 @@ class SegmentRecord:
     rows_per_step: int
     """Number of rows in a global batch."""
     packing: str
-    """Packing method."""
+    """Method that packed the documents into rows (`data.packing`)."""
     sources: tuple[SourceRecord, ...]
     """Corpora of the segment."""
     stage: str | None = None

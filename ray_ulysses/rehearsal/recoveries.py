@@ -13,7 +13,7 @@ from ray_ulysses.tracking.events import AttemptEnded, AttemptStarted, Event, Pha
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InjectedFault:
-    """A fault that was injected."""
+    """A fault that was injected into the run."""
 
     fault: Fault
     at: float
@@ -46,7 +46,7 @@ class Recovery:
     workers: tuple[int | None, int | None] = (None, None)
     """World size before and after the fault."""
     is_shared: bool = False
-    """Whether an earlier fault has the same `attempt`."""
+    """Whether an earlier fault has the same `attempt`, so that both share one recovery."""
 
     @property
     def is_over(self) -> bool:
@@ -124,7 +124,7 @@ class _Attempt:
 
     @property
     def reached(self) -> int:
-        """Newest completed step."""
+        """Newest completed step of the attempt."""
         return self.steps[-1].step if self.steps else self.started.resumed_step
 
 

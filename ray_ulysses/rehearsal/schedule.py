@@ -42,7 +42,7 @@ _LIKELIHOOD: Mapping[FaultKind, int] = {
     "drain-node": 4,
     "add-node": 8,
 }
-"""Relative weight of each kind in random schedules."""
+"""Relative weight of each kind of fault in random schedules."""
 
 _TIME = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")
 _FORM = "specify a time and a kind, such as '40s kill-node, 1m30s drain-node'"

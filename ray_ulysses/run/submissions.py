@@ -28,7 +28,7 @@ class Submission:
     job: str
     """Ray's submission id."""
     status: Status
-    """Ray's job status."""
+    """Status of the Ray job."""
     message: str = ""
     """Ray's explanation of the status."""
     exit_code: int | None = None

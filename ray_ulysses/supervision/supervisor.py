@@ -477,7 +477,7 @@ _STOPPED_S = 1.0
 
 @dataclass
 class WatchedChild:
-    """Child of one generation."""
+    """A child of one generation, as watched by its supervisor."""
 
     order: Order
     progress: SharedProgress

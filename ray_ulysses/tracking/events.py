@@ -321,7 +321,7 @@ class EndEvent(CommandEvent):
     lost_steps: Whole | None = None
     """Number of steps trained after both `committed_step` and `memory_step`."""
     way_out: str = ""
-    """Advice to the user."""
+    """Advice to the user on how to fix the problem."""
     failure: Positive | None = None
     """Number of failures counted against `elastic.max_failures`, including this failure; None if it is not counted."""
     max_failures: Whole = 0
@@ -356,7 +356,7 @@ class BadStep(_Event):
     plan_id: str
     """Id of the data-plan segment that contains the rows."""
     reason: str
-    """Description of the problem."""
+    """Description of the bad loss or gradient."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -414,7 +414,7 @@ class RunFinished(_Event):
 
     event: Literal["run_finished"] = "run_finished"
     step: Whole
-    """The last step."""
+    """The run's last step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

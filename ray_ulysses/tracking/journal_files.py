@@ -74,7 +74,7 @@ class SegmentedFile:
 
 
 JournalFile = Path | SegmentedFile
-"""A file of a run's journal."""
+"""A file of a run's journal: a path, or segments in an object store."""
 
 
 def journal_files(run_dir: Place | str, retry_s: float = READ_RETRY_S) -> Iterator[tuple[int, JournalFile]]:

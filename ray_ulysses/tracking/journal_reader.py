@@ -268,7 +268,7 @@ def _are_valid(rows: Rows, attempt: int) -> bool:
 
 
 def read_entries(run_dir: Place | str, *, ends_only: bool = False) -> tuple[Entry, ...]:
-    """Return the entries of `read_journal`."""
+    """Read a run's journal and return only its entries; see `read_journal`."""
     return read_journal(run_dir, ends_only=ends_only).entries
 
 

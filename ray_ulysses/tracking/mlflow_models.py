@@ -83,7 +83,7 @@ class TrackedCheckpoint:
     """Tags from `MARKS` that the checkpoint has."""
 
     def is_of(self, step: int, attempt: int | None) -> bool:
-        """Return whether the step and the attempt match; None matches any attempt."""
+        """Return whether this is the checkpoint of a step and an attempt; None matches any attempt."""
         return self.step == step and attempt in (None, self.attempt)
 
 

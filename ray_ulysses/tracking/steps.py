@@ -67,12 +67,12 @@ class StepGroup:
 
     @property
     def first(self) -> StepDone:
-        """The first step."""
+        """Event of the first step in the group."""
         return step_of(self.rows[0])
 
     @property
     def last(self) -> StepDone:
-        """The last step."""
+        """Event of the last step in the group."""
         return step_of(self.rows[-1])
 
 
@@ -220,7 +220,7 @@ def _total(column: NDArray[Any]) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CountedSteps:
-    """The steps of a journal, divided into those that count and those that do not."""
+    """The steps of a journal, grouped by whether they count."""
 
     kept: Steps
     """Steps that count, ascending."""

@@ -51,7 +51,7 @@ class AttemptContext:
     """One rank's view of an attempt."""
 
     run: ResolvedRun
-    """The run, with the layout at this attempt's world size and the checkpoint store."""
+    """The run, including its checkpoint store and its layout at this attempt's world size."""
     worker: Worker
     """This rank's worker, including the clock."""
     attempt: int
