@@ -26,6 +26,14 @@ run.stop_step=` gives null. `--set stages.0.lr=1e-5` reaches into a list, and `-
 name of the entry, which counts first where a name is a number. The resolved configuration, defaults included, is stored
 as `config.yaml` in the run's directory.
 
+`extends: base.yaml`, a path relative to the file, takes the settings of another file. Sections are merged setting by
+setting; a setting, and the list of stages, replaces that of the extended file.
+
+Values in a file and in `--set` may refer to environment variables: `${NAME}`, which must be set, or `${NAME:-default}`.
+A reference that is a whole value may become a number; in quotation marks it stays text, and inside `[]` or `{}` it
+needs them. Variables that look like secrets are refused; use a [secrets file](recover.md#secrets). The stored
+`config.yaml` has the final values, so a resumed run does not depend on the environment.
+
 Everything that can be checked from the file alone is checked before a worker starts, and every problem is
 reported at once: unknown and misspelled keys, duplicate keys, types, ranges and the rules between settings.
 Nothing is converted or guessed: `workers: "4"` is refused. Numbers may be written as `3e-4` or `131_072`;

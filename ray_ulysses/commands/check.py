@@ -197,7 +197,7 @@ def trial_config(config: Config, options: CheckOptions, stamp: str) -> Config:
     tree["data"] |= {"row_order": "costliest", "epochs": 1}
     schedule = tree.setdefault("schedule", {})
     # The trial includes the peak of the learning rate.
-    schedule["warmup_steps"] = min(config.schedule.warmup_steps, options.steps // 5)
+    schedule |= {"warmup_ratio": None, "warmup_steps": min(config.schedule.warmup_steps, options.steps // 5)}
     saves = {"every_minutes": None, "save_at_end": False, "keep_best": 0}
     tree["checkpoint"] = {**tree.get("checkpoint", {}), **saves, "max_failed_saves": 0, "failed_saves_patience_s": 0.0}
     tree["tracking"] = {"enabled": False}

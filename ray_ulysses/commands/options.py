@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -38,7 +39,7 @@ def load_run_config(path: Path, overrides: list[str]) -> Config:
     from ray_ulysses.config import load_config
     from ray_ulysses.run.secrets_file import use_secrets
 
-    loaded = load_config(path, overrides, is_users=True)
+    loaded = load_config(path, overrides, environment=os.environ)
     use_secrets(loaded)
     return loaded
 

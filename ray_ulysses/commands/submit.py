@@ -53,7 +53,7 @@ def submit(
     from ray_ulysses.config import load_config
     from ray_ulysses.config.job_paths import refuse_relative_in_submission
 
-    loaded = load_config(config, overrides, is_users=True)
+    loaded = load_config(config, overrides, environment=os.environ)
     refuse_relative_in_submission(loaded, Path.cwd())
     say: Callable[[str], None] = (lambda _: None) if quiet else _say
     client = _connect(address, wait, say)

@@ -27,7 +27,7 @@ _STEERS_PROGRAMS = re.compile(
     r"(LD|DYLD|OPENSSL|RAY)_.*|PYTHON.*|.*_PROXY|PATH|HOME|SHELL|IFS|ENV|BASH_ENV|GCONV_PATH|GLIBC_TUNABLES",
     re.IGNORECASE,
 )
-_VARIABLE = re.compile(r"(?P<name>\$\{[^{}]*\})|(?:^|/)(?P<bare>\$[A-Z_][A-Z0-9_]*)(?=/|$)")
+_VARIABLE = re.compile(r"(?P<name>\$\{[^{}]*\}?)|(?:^|/)(?P<bare>\$[A-Z_][A-Z0-9_]*)(?=/|$)")
 """Matches ``${NAME}`` anywhere, and an uppercase ``$NAME`` as a path component; Azure has a lowercase ``$web``."""
 _NODES = "in the environment of every node or in cluster.secrets_file"
 _SERVER = f"set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN, {_NODES}"
@@ -48,8 +48,8 @@ def text_problems(tree: object, path: str = "") -> Iterator[Problem]:
             yield Problem(path=path, value=safe, rule=rule, hint=_hint(tree, path))
         if (found := _VARIABLE.search(safe)) is not None:
             name = found["name"] or found["bare"]
-            rule = f"contains {name}, but environment variables are not expanded in a configuration"
-            hint = f'write the value itself, or let a shell expand the variable: --set "{path}={safe}"'
+            rule = f"contains {name}, but only ${{NAME}} and ${{NAME:-default}} are expanded"
+            hint = "write the value itself, or refer to the variable in one of these forms"
             yield Problem(path=path, value=safe, rule=rule, hint=hint)
     elif isinstance(tree, Mapping | list | tuple):
         for name, part in tree.items() if isinstance(tree, Mapping) else enumerate(tree):

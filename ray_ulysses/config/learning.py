@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -104,6 +105,7 @@ class ProfileSection(Section):
 
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 _MAX_SEED = 2**63 - 1
+_WARMUP_STEPS = 100
 _OF_A_NEW_RUN = free("read only while the run has no checkpoint of its own")
 _ROWS_OF_STEPS = by_branch("it determines the rows of every step")
 _KERNEL_FILES = (Path("/proc"), Path("/sys"))
@@ -421,8 +423,9 @@ class OptimizerSection(Section):
     on_resume: ClassVar[OnResume] = fixed("it shapes the loss curve")
 
     lr: float = Field(default=3e-4, gt=0.0)
-    """Peak learning rate. Default 3e-4, a usual value for models below 10B parameters; continued training often uses
-    1e-5 to 1e-4."""
+    """Peak learning rate. Required with `model.init: pretrained`, since a high rate destroys what the model has
+    learned: 1e-5 to 3e-5 is usual for all weights, 1e-4 to 2e-4 for an adapter. Default 3e-4 with `model.init: random`,
+    a usual value for models below 10B parameters."""
 
     betas: tuple[Annotated[float, Field(ge=0.0, lt=1.0)], Annotated[float, Field(ge=0.0, lt=1.0)]] = Field(
         default=(0.9, 0.95), strict=False
@@ -460,8 +463,12 @@ class ScheduleSection(Section):
     or `wsd` (warm-up, stable, decay), which is constant until a linear decay to the floor over the last `decay_steps`.
     Default `cosine`."""
 
-    warmup_steps: int = Field(default=100, ge=0)
+    warmup_steps: int = Field(default=_WARMUP_STEPS, ge=0)
     """Number of steps in which the learning rate rises from 0 to its peak. Default 100."""
+
+    warmup_ratio: float | None = Field(default=None, ge=0.0, lt=1.0)
+    """Length of the warm-up as a fraction of the schedule's steps, rounded up, instead of `warmup_steps`. Default null:
+    `warmup_steps`."""
 
     horizon_steps: int | None = Field(default=None, ge=1)
     """Step at which the learning rate reaches the floor, where it stays. The horizon is independent of `run.stop_step`,
@@ -473,6 +480,17 @@ class ScheduleSection(Section):
 
     min_lr_ratio: float = Field(default=0.1, ge=0.0, le=1.0)
     """Floor of the learning rate, as a fraction of the peak. Default 0.1."""
+
+    def warmup(self, horizon: int) -> int:
+        """Return the number of warm-up steps of a schedule that ends at step `horizon`."""
+        return self.warmup_steps if self.warmup_ratio is None else math.ceil(self.warmup_ratio * horizon)
+
+    @field_validator("warmup_ratio")
+    @classmethod
+    def _is_the_only_length(cls, value: float | None, info: ValidationInfo) -> float | None:
+        if value is not None and info.data.get("warmup_steps", _WARMUP_STEPS) != _WARMUP_STEPS:
+            raise refusal("schedule.warmup_steps is set as well", "remove one of the two")
+        return value
 
     @field_validator("decay_steps")
     @classmethod

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from ray_ulysses.config.credentials import text_problems
+from ray_ulysses.config.files import expanded, read_extended
 from ray_ulysses.config.learning import StageSection
 from ray_ulysses.config.rules import broken_rules, broken_rules_of_part
 from ray_ulysses.config.schema import Config, section_models, setting_paths
@@ -23,17 +24,26 @@ from ray_ulysses.validation import hint_of, rule_of, shown_text
 _RENAMED = {"memory.attention_chunks": "memory.attention_head_groups"}
 
 
-def load_config(path: Place | str, overrides: Sequence[str] = (), *, is_users: bool = False) -> Config:
+def load_config(
+    path: Place | str, overrides: Sequence[str] = (), *, environment: Mapping[str, str] | None = None
+) -> Config:
     """Read a configuration file, apply overrides, and check every rule that depends on the settings alone.
 
-    Overrides have the form ``a.b=c``; later ones win. Symbolic links are followed only for a file specified by the user
-    (``is_users``).
+    Overrides have the form ``a.b=c``; later ones win.
+
+    Args:
+        path: The file.
+        overrides: Settings that replace those of the file.
+        environment: For a user's file, which may extend other files and refer to these environment variables. None for
+            a stored configuration, where neither is allowed and no symbolic link is followed.
 
     Raises:
         ConfigError: The file or an override has problems. The error lists all of them.
     """
-    tree, problems = read_yaml(Path(path) if isinstance(path, str) else path, is_users=is_users)
-    return _build(tree, problems, overrides, str(path))
+    place = Path(path) if isinstance(path, str) else path
+    if environment is None or not isinstance(place, Path):
+        return _build(*read_yaml(place), overrides, str(path))
+    return _build(*read_extended(place, environment), overrides, str(path), environment)
 
 
 def load_config_if_any(path: Place) -> Config | None:
@@ -61,15 +71,24 @@ def parse_config(tree: object, overrides: Sequence[str] = ()) -> Config:
     return _build(tree, (), overrides, "configuration")
 
 
-def _build(tree: object, problems: tuple[Problem, ...], overrides: Sequence[str], source: str) -> Config:
+def _build(
+    tree: object,
+    problems: tuple[Problem, ...],
+    overrides: Sequence[str],
+    source: str,
+    environment: Mapping[str, str] | None = None,
+) -> Config:
     if tree is None and problems:
         raise ConfigError(problems, source)
     if not isinstance(tree, Mapping | None):
         rule, hint = "the file must contain sections such as run, model and data", "see the examples in configs/"
         raise ConfigError((*problems, Problem(path="CONFIG", value=tree, rule=rule, hint=hint)), source)
     changed, wrong_overrides = apply_overrides(tree or {}, overrides)
+    changed, wrong_references = (changed, ()) if environment is None else expanded(changed, environment)
     config, wrong_settings = _validate(changed)
-    problems = (*problems, *wrong_overrides, *wrong_settings)
+    unexpanded = {problem.path for problem in wrong_references}
+    wrong_settings = tuple(problem for problem in wrong_settings if problem.path not in unexpanded)
+    problems = (*problems, *wrong_overrides, *wrong_references, *wrong_settings)
     reported = tuple(f"{problem.path}." for problem in problems)
     problems += tuple(one for one in text_problems(changed) if not f"{one.path}.".startswith(reported))
     if config is None or problems:
@@ -99,7 +118,7 @@ def _usable(sections: Mapping[str, object], bad: set[tuple[int | str, ...]]) -> 
         given = sections[name]
         if (name,) in bad or not isinstance(given, Mapping):
             continue
-        usable[name] = {
+        usable[name] = {"model_fields_set": set(given)} | {
             field: _built(info.annotation, given[field])
             if field in given
             else info.get_default(call_default_factory=True)

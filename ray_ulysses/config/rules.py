@@ -123,6 +123,15 @@ def _weights_have_a_source(config: Config) -> Iterator[Problem]:
         yield problem_of(config, "model.config", "model.init=random requires a model configuration", hint)
 
 
+def _pretrained_weights_have_a_rate(config: Config) -> Iterator[Problem]:
+    if config.model.init == "pretrained" and "lr" not in config.optimizer.model_fields_set:
+        yield Problem(
+            path="optimizer.lr",
+            rule="model.init=pretrained requires a learning rate: a high one destroys what the model has learned",
+            hint="set it; 1e-5 to 3e-5 is usual for all weights, 1e-4 to 2e-4 for an adapter",
+        )
+
+
 def _data_has_a_source(config: Config) -> Iterator[Problem]:
     path, sources = config.data.path, config.data.sources
     if path is None and sources is None and not config.stages:
@@ -295,8 +304,8 @@ def _planned_memory_has_a_limit(config: Config) -> Iterator[Problem]:
 
 
 def _warmup_ends_before_the_horizon(config: Config) -> Iterator[Problem]:
-    warmup, horizon = config.schedule.warmup_steps, config.schedule.horizon_steps
-    if horizon is not None and warmup >= horizon:
+    ratio, warmup, horizon = config.schedule.warmup_ratio, config.schedule.warmup_steps, config.schedule.horizon_steps
+    if horizon is not None and ratio is None and warmup >= horizon:
         hint = f"use at most {horizon - 1}, or increase schedule.horizon_steps"
         yield problem_of(config, "schedule.warmup_steps", f"must be below schedule.horizon_steps={horizon}", hint)
 
@@ -325,6 +334,7 @@ def _kernel_suits_the_device(config: Config) -> Iterator[Problem]:
 
 _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _weights_have_a_source,
+    _pretrained_weights_have_a_rate,
     _data_has_a_source,
     _weights_decide,
     _sp_divides_workers,

@@ -37,6 +37,12 @@ _MOST_BYTES, _MOST_VALUES, _MOST_LEVELS = 2**17, 10_000, 50
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")
 
 
+class QuotedText(str):
+    """Text with a ``${`` in quotation marks: after expansion it stays text, even if it reads as a number."""
+
+    __slots__ = ()
+
+
 class _Loader(yaml.SafeLoader):
     """A safe loader with size limits, YAML 1.2's plain scalars and no tags. It records duplicate keys."""
 
@@ -94,6 +100,11 @@ class _Loader(yaml.SafeLoader):
         """Return a decimal number, without treating a leading zero as octal."""
         return int(self.construct_scalar(node))
 
+    def construct_text(self, node: yaml.ScalarNode) -> str:
+        """Return text, marked if it is quoted and may refer to a variable."""
+        text = self.construct_scalar(node)
+        return QuotedText(text) if node.style is not None and "${" in text else text
+
 
 def _error(what: Any, problem: str) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(problem=problem, problem_mark=what.start_mark)
@@ -109,6 +120,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 _Loader.add_constructor(_TAG + "int", _Loader.construct_int)
+_Loader.add_constructor(_TAG + "str", _Loader.construct_text)
 for _kind, _pattern, _first in _RESOLVERS:
     _Loader.add_implicit_resolver(_TAG + _kind, _pattern, _first)
     _Dumper.add_implicit_resolver(_TAG + _kind, _pattern, _first)

@@ -67,10 +67,10 @@ def _config_notes(config: Config) -> Iterator[str]:
 def _data_notes(config: Config, stage: Stage) -> Iterator[str]:
     plan = stage.plan
     horizon = config.schedule.horizon_steps or stage.schedule_end(plan.num_steps) - stage.schedule_start
-    if config.schedule.warmup_steps >= horizon:
+    if (warmup := config.schedule.warmup(horizon)) >= horizon:
         yield (
-            f"{stage.schedule}.warmup_steps={config.schedule.warmup_steps} is not shorter than the schedule's "
-            f"{horizon} steps: the learning rate never decays"
+            f"{stage.schedule}.warmup_steps={warmup} is not shorter than the schedule's {horizon} steps: the learning "
+            "rate never decays"
         )
     yield from _share_notes(plan.newest)
     num_unlabelled = plan.newest.totals.unlabelled_rows

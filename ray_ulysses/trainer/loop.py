@@ -264,11 +264,12 @@ def _take_step(attempt: _Attempt, source: DirectSource, position: RunPosition) -
 def rate_of_step(stage: Stage, step: int) -> float:
     """Return a step's learning rate in the given stage. Steps are numbered from the start of the run."""
     schedule, start = stage.config.schedule, stage.schedule_start
+    horizon = schedule.horizon_steps or stage.schedule_end(step) - start
     return learning_rate(
         step - start,
         base_rate=stage.config.optimizer.lr,
-        warmup_steps=schedule.warmup_steps,
-        horizon_steps=schedule.horizon_steps or stage.schedule_end(step) - start,
+        warmup_steps=schedule.warmup(horizon),
+        horizon_steps=horizon,
         min_ratio=schedule.min_lr_ratio,
         kind=schedule.kind,
         decay_steps=schedule.decay_steps,

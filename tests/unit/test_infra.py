@@ -122,7 +122,7 @@ def _trained_config(command: str) -> Config:
     assert python == "python"
     assert script.startswith(_IN_IMAGE)
     assert (_ROOT / script.removeprefix(_IN_IMAGE)).is_file()
-    return load_config(_ROOT / file.removeprefix(_IN_IMAGE), options[1::2], is_users=True)
+    return load_config(_ROOT / file.removeprefix(_IN_IMAGE), options[1::2], environment={})
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ def test_the_mlflow_service_answers_by_the_name_that_the_configurations_use() ->
     service, deployment = documents["Service"], documents["Deployment"]
     (port,) = service["spec"]["ports"]
     address = f"{service['metadata']['name']}:{port['port']}"
-    assert {load_config(path, is_users=True).tracking.uri for path in _CONFIGS} == {f"http://{address}"}
+    assert {load_config(path, environment={}).tracking.uri for path in _CONFIGS} == {f"http://{address}"}
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     (allowed,) = [argument for argument in container["args"] if argument.startswith("--allowed-hosts=")]
     assert address in allowed.partition("=")[2].split(",")

@@ -32,7 +32,7 @@ def corpus_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("path", fast_only(_CONFIGS, *_EACH_KIND), ids=[path.stem for path in _CONFIGS])
 def test_a_shipped_configuration_is_planned_without_problems(path: Path, corpus_dir: Path, tmp_path: Path) -> None:
     overrides = (f"data.path={corpus_dir}", f"run.storage={tmp_path}")
-    config = load_config(path, overrides, is_users=True)
+    config = load_config(path, overrides, environment={})
     # The corpus is too short for stages of billions of tokens.
     short = {"tokens": None, "steps": 1, "rows_per_step": 1}
     stages = tuple(stage.model_copy(update=short) for stage in config.stages)
@@ -58,7 +58,7 @@ def test_a_shipped_configuration_is_sized_before_there_is_a_corpus(
     monkeypatch.chdir(tmp_path)
     assert run(app, ["plan", str(path)]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    config = load_config(path, is_users=True).with_absolute_paths(tmp_path)
+    config = load_config(path, environment={}).with_absolute_paths(tmp_path)
     assert f"no corpus is prepared in {config.data.path}: " in said
     assert "synthetic documents of up to" in said
     assert re.search(r"device: [0-9.]+ GiB at its peak", said)

@@ -33,11 +33,11 @@ def config_of(*stages: dict[str, Any], **changes: Any) -> Config:
 
 
 def test_the_trial_is_the_run_but_for_what_it_decides_itself() -> None:
-    config = config_of(elastic__bad_steps="skip", schedule__warmup_steps=100, optimizer__lr=7e-4)
+    config = config_of(elastic__bad_steps="skip", schedule__warmup_ratio=0.5, optimizer__lr=7e-4)
     trial = trial_config(config, OPTIONS, "now")
     assert trial.run.name == f"{config.run.name}-check-now" and not trial.tracking.enabled
     assert (trial.data.row_order, trial.elastic.bad_steps, trial.elastic.max_failures) == ("costliest", "stop", 0)
-    assert (trial.optimizer.lr, trial.schedule.warmup_steps) == (7e-4, 4)
+    assert (trial.optimizer.lr, trial.schedule.warmup(20)) == (7e-4, 4)
     assert trial.model == config.model and trial.memory == config.memory
 
 

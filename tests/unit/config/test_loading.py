@@ -155,7 +155,7 @@ def test_a_file_without_sections_is_refused(tree: object, tmp_path: Path) -> Non
 def test_each_required_setting_of_an_empty_file_is_reported(tree: object) -> None:
     assert [problem.path for problem in problems_of(tree)] == [
         *("run.name", "run.storage", "data.context_tokens", "data.rows_per_step", "cluster.workers"),
-        *("model.path", "data.path"),
+        *("model.path", "optimizer.lr", "data.path"),
     ]
 
 

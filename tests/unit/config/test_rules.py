@@ -15,6 +15,17 @@ def problems_of(**changes: Any) -> tuple[Problem, ...]:
     return caught.value.problems
 
 
+def test_pretrained_weights_require_a_learning_rate() -> None:
+    tree = {**small_tree(model__init="pretrained", model__path="m"), "optimizer": None}
+    for overrides in ((), ("data.context_tokens=0",)):
+        with pytest.raises(ConfigError) as caught:
+            parse_config(tree, overrides)
+        problem = caught.value.problems[-1]
+        assert problem.path == "optimizer.lr" and "1e-5 to 3e-5 is usual" in problem.hint
+    assert parse_config(tree, ["model.init=random"]).optimizer.lr == 3e-4
+    assert parse_config(tree, ["optimizer.lr=1e-5"]).optimizer.lr == 1e-5
+
+
 NVME = {"memory__offload_optimizer": "nvme", "memory__nvme_path": "/nvme"}
 SOURCES = {"data__path": None}
 
@@ -41,6 +52,7 @@ SOURCES = {"data__path": None}
         ({**SOURCES, "data__sources": [{"path": "a", "weight": 1.0}, {"path": "b"}]}, "data.sources"),
         ({**SOURCES, "data__sources": [{"path": "a", "weight": 0.0}]}, "data.sources"),
         ({"schedule__horizon_steps": 100}, "schedule.warmup_steps"),
+        ({"schedule__warmup_ratio": 0.1, "schedule__warmup_steps": 5}, "schedule.warmup_ratio"),
         ({"run__eval_every_steps": 5}, "run.eval_every_steps"),
         ({"model__attention": "flash_attn"}, "model.attention"),
         ({"model__attention": "varlen", "cluster__gpus_per_worker": 1}, "model.attention"),
@@ -96,6 +108,7 @@ def test_a_size_that_does_not_divide_is_refused_with_sizes_that_do() -> None:
         {"parallel__sp_size": 6, "parallel__ring_size": 1},
         {"parallel__sp_size": 6, "parallel__ring_size": 6},
         {"schedule__warmup_steps": 0, "schedule__horizon_steps": 1},
+        {"schedule__warmup_ratio": 0.1, "schedule__horizon_steps": 50},
         {"run__eval_every_steps": 5, "data__eval_fraction": 0.01},
         {"model__attention": "flash_attn", "model__dtype": "bf16", "cluster__gpus_per_worker": 1},
         {"run__storage_kind": "nfs", "tracking__uri": "http://mlflow:5000"},

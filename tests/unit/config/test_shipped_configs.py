@@ -21,7 +21,7 @@ _PARAMETERS = {"llama3-8b": 8_030_261_248, "qwen3-4b": 4_022_468_096}
 
 
 def _shape(path: Path) -> ModelShape:
-    config = load_config(path, is_users=True)
+    config = load_config(path, environment={})
     assert config.model.config is not None, "a shipped configuration is planned without a network"
     return model_shape(config)
 
@@ -32,7 +32,7 @@ def _context(match: re.Match[str]) -> int:
 
 @_BY_NAME
 def test_a_configuration_is_what_its_name_says(path: Path) -> None:
-    config, match = load_config(path, is_users=True), _NAME.match(path.stem)
+    config, match = load_config(path, environment={}), _NAME.match(path.stem)
     assert match is not None
     assert config.parallel.sp_size == int(match["sp"])
     assert config.cluster.workers.is_fixed is ("elastic" not in path.stem)

@@ -21,6 +21,7 @@ _TREE: dict[str, dict[str, Any]] = {
         },
     },
     "data": {"path": "runs/corpus", "context_tokens": 1024, "rows_per_step": 4},
+    "optimizer": {"lr": 3e-4},
     "cluster": {"workers": 6},
 }
 

@@ -35,6 +35,7 @@ def make_config(model_config: dict[str, Any] | None = None, **sections: dict[str
         "run": {"name": "demo", "storage": "/runs"},
         "model": {"init": "random", "config": model_config or MODEL},
         "data": {"path": "/corpus", "context_tokens": 64, "rows_per_step": 4},
+        "optimizer": {"lr": 3e-4},
         "schedule": {"warmup_steps": 1},
         "parallel": {"sp_size": 2},
         "cluster": {"workers": 4},

@@ -45,7 +45,7 @@ def test_dozens_of_workers_are_refused_with_the_number_that_fits() -> None:
     text = str(local_problem(*tiny(4, 4), RAY_BYTES + WORKER_BYTES))
     assert text.endswith("free memory, use a smaller model or context, or a cluster (cluster.address)")
     assert "has 0.0 GiB free" in str(local_problem(*tiny(1), -GIB))
-    assert local_problem(*sized(load_config(DEMO, is_users=True)), 6 * GIB) is None, "the demo fits on a small laptop"
+    assert local_problem(*sized(load_config(DEMO, environment={})), 6 * GIB) is None, "the demo fits on a small laptop"
 
 
 def test_the_stage_that_takes_the_most_memory_counts() -> None:

@@ -188,7 +188,7 @@ def test_other_stages_need_a_branch(corpora: tuple[str, str], tmp_path: Path, at
 def test_steps_before_a_branch_keep_their_learning_rate(
     corpora: tuple[str, str], tmp_path: Path, at_step: Callable[[int], None], is_own: bool
 ) -> None:
-    schedule = {"schedule": {"kind": "cosine", "warmup_steps": 1}} if is_own else {}
+    schedule = {"schedule": {"kind": "cosine", "warmup_ratio": 0.1}} if is_own else {}
 
     def rates(steps: int, at: int | None = None) -> list[float]:
         """Store a plan, or a branch of it, whose first stage has so many steps, and return the rates of all steps."""
