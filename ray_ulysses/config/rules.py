@@ -273,7 +273,7 @@ def _context_holds_the_padding(config: Config) -> Iterator[Problem]:
 
 
 def _least_multiple(config: Config, sp_size: int) -> int:
-    """Return the number that must divide row lengths at an sp size, as far as the file determines it."""
+    """Return the number that must divide row lengths with an ``sp_size``, as far as the file determines it."""
     ring_size = config.parallel.ring_size if sp_size == config.parallel.sp_size else None
     num_heads = (config.model.config or {}).get("num_attention_heads")
     takes_ring = isinstance(num_heads, int) and sp_size > num_heads if ring_size is None else ring_size > 1

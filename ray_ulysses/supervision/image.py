@@ -1,8 +1,8 @@
 """A process that imports the training libraries once for all launchers on a machine, and forks them.
 
-Four workers of an embedded Ray would otherwise import the same libraries at the same time on perhaps two cores. The
-``train`` command starts the image before it plans, so that the imports also overlap with planning and with Ray's start.
-If the image ends, its launchers end too, and each supervisor executes a launcher of its own instead.
+Four workers of an embedded Ray would otherwise import the same libraries at the same time, perhaps on only two cores.
+The ``train`` command starts the image before it plans, so that the imports also overlap with planning and with Ray's
+start. If the image ends, its launchers end too, and each supervisor executes its own launcher instead.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def warm_image(launcher: str = "ray_ulysses.supervision.launcher") -> Iterator[N
 
 @dataclass(kw_only=True, slots=True)
 class _Launcher:
-    """A forked launcher: its process ID, a pidfd that is readable once it has ended, its supervisor's connection."""
+    """A forked launcher: its process ID, a pidfd that is readable after its end, and its supervisor's connection."""
 
     pid: int
     process: int

@@ -1,9 +1,8 @@
 """A warm process that forks a child per attempt: all libraries are imported, and no GPU is in use.
 
 A supervisor executes ``python -m ray_ulysses.supervision.launcher FD``, where FD is one end of a socket pair, or asks
-this machine's image (`ray_ulysses.supervision.image`) to fork a launcher. Each child is spared the seconds that
-importing PyTorch, DeepSpeed and Transformers takes. The launcher is not forked from the supervisor, because the
-supervisor has Ray's threads.
+this machine's image (`ray_ulysses.supervision.image`) to fork a launcher. No child spends seconds on importing PyTorch,
+DeepSpeed and Transformers. The launcher is not forked from the supervisor, because the supervisor has Ray's threads.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class Launch:
 
     environment: dict[str, str]
     folder: str
-    """Working directory."""
+    """Working directory of the supervisor."""
     supervisor: int
     """Process ID of the supervisor."""
 
@@ -214,7 +214,7 @@ class Stderr:
 
 
 class LauncherProcess:
-    """A running launcher, forked by this machine's image if there is one, or else executed."""
+    """A running launcher, forked by this machine's image if there is an image, otherwise executed."""
 
     def __init__(self, module: str) -> None:
         self._connection, theirs = pair()
