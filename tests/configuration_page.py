@@ -61,7 +61,7 @@ def render_reference() -> str:
     parts = [_HEAD, *(_section(name, model) for name, model in section_models().items()), _stages(), _RESUME]
     rows = [f"| `{path}` | fixed | {reason} |" for path, reason in FIXED.items()]
     rows += [f"| `{path}` | by branch | {reason} |" for path, reason in BRANCHABLE.items()]
-    rows.append(f"| `{STAGES}` | by branch | those that have begun keep what is fixed above |")
+    rows.append(f"| `{STAGES}` | by branch | stages that have started keep the settings that are fixed above |")
     rows += [f"| `{path}` | may change | {note} |" for path, note in FREE.items()]
     return "\n".join(parts) + "\n".join(rows) + "\n"
 

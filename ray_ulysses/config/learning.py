@@ -107,7 +107,7 @@ _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 _MAX_SEED = 2**63 - 1
 _WARMUP_STEPS = 100
 _OF_A_NEW_RUN = free("read only while the run has no checkpoint of its own")
-_ROWS_OF_STEPS = by_branch("it determines the rows of every step")
+_ROWS_OF_STEPS = by_branch("a change would put different rows into each step")
 _KERNEL_FILES = (Path("/proc"), Path("/sys"))
 
 
@@ -116,7 +116,7 @@ class RunSection(Section):
 
     on_resume: ClassVar[OnResume] = free()
 
-    name: Annotated[str, fixed("it names the run")] = Field(pattern=_NAME, max_length=128)
+    name: Annotated[str, fixed("the name identifies the run")] = Field(pattern=_NAME, max_length=128)
     """Name of the run: letters, digits, `.`, `_` and `-`. The run's directory is `<storage>/<name>/`; the same name and
     storage resume the run."""
 
@@ -130,7 +130,7 @@ class RunSection(Section):
     """File system type of `storage`; use `nfs` for any network file system. With `nfs`, MLflow requires a server, since
     SQLite's locks are not safe on network file systems. Default `local`, which is right for a single machine."""
 
-    seed: Annotated[int, fixed("it determines the weights and the order of the data")] = Field(
+    seed: Annotated[int, fixed("a change would alter the initial weights and the data order")] = Field(
         default=0, ge=0, le=_MAX_SEED
     )
     """Seed of the weights (with `model.init: random`), the data plan, and every other random choice. Default 0, so that
@@ -216,7 +216,7 @@ class RopeSection(Section):
 class ModelSection(Section):
     """The decoder to train, its initial weights, and its attention kernel."""
 
-    on_resume: ClassVar[OnResume] = fixed("another model is another run")
+    on_resume: ClassVar[OnResume] = fixed("a change would make it a different model")
 
     path: NamedPlace | None = None
     """Local directory in Hugging Face layout, or a model id on the hub. Default null, which is valid only with
@@ -236,16 +236,16 @@ class ModelSection(Section):
     is then the directory of the complete checkpoint, and `export` writes the decoder into a copy of it. Default
     `whole`, for text-only models."""
 
-    rope: Annotated[RopeSection | Literal["unchanged"] | None, fixed("other positions make another model")] = None
+    rope: Annotated[RopeSection | Literal["unchanged"] | None, fixed("a change would alter the positions")] = None
     """Rotary position embeddings of the trained and exported model. If layers differ, the setting applies to layers
     with full attention. A new run with documents longer than a pretrained model supports must set it, even if only to
     `unchanged`. Default null: as in the model's configuration."""
 
-    adapter: Annotated[AdapterSection | None, fixed("it determines which weights are trained")] = None
+    adapter: Annotated[AdapterSection | None, fixed("a change would alter which weights are trained")] = None
     """Low-rank adapters to train instead of all weights (`docs/fine-tune.md`): `rank`, `alpha`, `rslora`, `targets`,
     `modules_to_save`, `train_embeddings`, `train_norms`. Default null: all weights are trained."""
 
-    dtype: Annotated[Literal["bf16", "fp32"], fixed("the precision of the weights shapes the loss curve")] = "bf16"
+    dtype: Annotated[Literal["bf16", "fp32"], fixed("a change would alter the loss curve")] = "bf16"
     """Data type of the computation. With bf16, the optimizer keeps fp32 master weights. Default `bf16`, which is fast
     on all supported GPUs; use `fp32` on CPU."""
 
@@ -256,7 +256,7 @@ class ModelSection(Section):
     """Attention kernel. The table in `docs/how-it-works.md` lists each kernel's requirements and limits. Default
     `auto`: for each layer, the fastest available kernel that computes it exactly."""
 
-    compile: Annotated[bool, free("compiled layers sum in another order")] = False
+    compile: Annotated[bool, free("compiled layers sum in a different order")] = False
     """Whether to compile each decoder layer with `torch.compile`, which helps with short rows and large layers. Measure
     the gain: a small model on a CPU gains almost nothing, and the gain on GPUs has not been measured. Requires
     `memory.gradient_checkpointing: false`, `memory.zero_stage` 1 or 2, and a compiler on each node. The first step of
@@ -343,14 +343,14 @@ class SourceSection(Section):
 class DataSection(Section):
     """The corpora, and how their documents are packed into rows and steps."""
 
-    on_resume: ClassVar[OnResume] = by_branch("it determines what is trained on")
+    on_resume: ClassVar[OnResume] = by_branch("a change would alter the training data")
 
     path: PlacePath | None = None
     """Directory of a corpus written by `ray-ulysses prepare`: a path that every node can access, or a URI in an object
     store, such as `s3://bucket/corpus`, with the same credentials as `checkpoint.storage`. Default null, which is valid
     only with `sources`, or if each of the `stages` sets its own corpora."""
 
-    sources: Annotated[tuple[SourceSection, ...] | None, by_branch("they determine what is trained on")] = Field(
+    sources: Annotated[tuple[SourceSection, ...] | None, by_branch("a change would alter the training data")] = Field(
         default=None, strict=False, min_length=1
     )
     """Several corpora instead of `path`, each with a `path` and a `weight`; either all or none of them have a weight.
@@ -363,7 +363,7 @@ class DataSection(Section):
     Default false: such a corpus is refused, since its token ids have different meanings. With `model.init: random`, any
     tokenizer is allowed, and `plan` reports a difference."""
 
-    context_tokens: Annotated[int, by_branch("it determines how documents are packed into rows")] = Field(ge=2)
+    context_tokens: Annotated[int, by_branch("a change would repack the documents into rows")] = Field(ge=2)
     """Maximum length of a row in tokens, rounded down to a multiple that `parallel.allowed_sp` determines. By default,
     longer documents are split without losing training targets (see `overlong`)."""
 
@@ -371,7 +371,7 @@ class DataSection(Section):
     """Global batch size in rows per optimizer step. A step trains on the same rows with any number of workers."""
 
     packing: Annotated[
-        Literal["best_fit", "wide_fit", "concat", "none"], by_branch("it determines how rows are filled")
+        Literal["best_fit", "wide_fit", "concat", "none"], by_branch("a change would repack the documents into rows")
     ] = "best_fit"
     """How documents are packed into rows. `best_fit` puts each document into the fullest of 64 open rows that has space
     for it, and splits only documents that are longer than a row. `wide_fit` uses 1,024 open rows, for documents that
@@ -380,7 +380,7 @@ class DataSection(Section):
     documents; `plan` reports if `wide_fit` would fill them better."""
 
     overlong: Annotated[
-        Literal["split", "truncate", "drop", "error"], by_branch("it determines which tokens are trained on")
+        Literal["split", "truncate", "drop", "error"], by_branch("a change would alter which tokens are trained on")
     ] = "split"
     """Treatment of documents longer than a row. `split` trains on the complete document, in pieces, without losing
     training targets; `truncate` trains on the beginning only; `drop` leaves the document out; `error` refuses the
@@ -395,17 +395,17 @@ class DataSection(Section):
     """Order of an epoch's rows: `shuffled` with the seed, or `costliest`, which puts the most expensive rows into the
     first step and shuffles the others, as `ray-ulysses check` does. Default `shuffled`."""
 
-    epochs: Annotated[int, by_branch("it determines the plan and its length")] = Field(default=1, ge=1, le=10_000)
+    epochs: Annotated[int, by_branch("a change would alter the plan's length")] = Field(default=1, ge=1, le=10_000)
     """Passes over the training documents, each in a different order. Default 1: repeating long documents is rarely
     necessary."""
 
-    eval_fraction: Annotated[float, fixed("it determines which documents are trained on")] = Field(
+    eval_fraction: Annotated[float, fixed("a change would alter which documents are held out")] = Field(
         default=0.0, ge=0.0, le=0.5
     )
     """Fraction of the documents that is held out for evaluation, from 0 to 0.5. Held-out documents are selected by a
     seeded hash and never trained on. Default 0: no documents are held out."""
 
-    eval_rows: Annotated[int, by_branch("evaluations must compare the same rows")] = Field(default=8, ge=1)
+    eval_rows: Annotated[int, by_branch("evaluations are comparable only on the same rows")] = Field(default=8, ge=1)
     """Maximum number of rows per evaluation. Default 8: at long context, a few rows have many tokens."""
 
     engine: Annotated[Literal["ray", "local"], free("both yield the same bytes")] = "ray"
@@ -420,7 +420,7 @@ class DataSection(Section):
 class OptimizerSection(Section):
     """AdamW, with decoupled weight decay and gradient clipping by the global norm."""
 
-    on_resume: ClassVar[OnResume] = fixed("it shapes the loss curve")
+    on_resume: ClassVar[OnResume] = fixed("a change would alter the loss curve")
 
     lr: float = Field(default=3e-4, gt=0.0)
     """Peak learning rate. Required with `model.init: pretrained`, since a high rate destroys what the model has
@@ -456,7 +456,7 @@ class OptimizerSection(Section):
 class ScheduleSection(Section):
     """Learning rate schedule: a linear warm-up, followed by a decay to a floor."""
 
-    on_resume: ClassVar[OnResume] = fixed("it shapes the loss curve")
+    on_resume: ClassVar[OnResume] = fixed("a change would alter the loss curve")
 
     kind: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """Curve after the warm-up: a half `cosine` or a `linear` decay from the peak to the floor, `constant` at the peak,

@@ -84,7 +84,7 @@ def resume_conflicts(old: Config, new: Config, *, branch: bool = False) -> tuple
     changed = [(path, reason, differences(setting(old, path), setting(new, path))) for path, reason in paths.items()]
     if not branch:
         before, now = ([stage.model_dump(mode="json") for stage in config.stages] for config in (old, new))
-        changed.append((STAGES, "stages determine the data of each step", differences(before, now)))
+        changed.append((STAGES, "a change would alter the data of each step", differences(before, now)))
     return tuple(_conflict(old.run.name, path, reason, found) for path, reason, found in changed if found)
 
 
@@ -94,14 +94,14 @@ def stage_conflicts(old: Config, new: Config, num_begun: int) -> tuple[Problem, 
     A run without stages counts as one stage.
     """
     if max(1, len(new.stages)) < num_begun:
-        rule = f"run '{old.run.name}' has begun {num_begun} stages"
-        return (Problem(path=STAGES, value=len(new.stages), rule=rule, hint="restore the stages that have begun"),)
+        rule = f"run '{old.run.name}' has already started {num_begun} stages"
+        return (Problem(path=STAGES, value=len(new.stages), rule=rule, hint="restore the stages that have started"),)
     problems: list[Problem] = []
     for number, (was, is_now) in enumerate(zip(old.stages[:num_begun], new.stages, strict=False)):
         # Checkpoints refer to their stage by its name.
         for name in ("name", "optimizer", *(() if number == num_begun - 1 else ("steps", "tokens"))):
             if found := differences(getattr(was, name), getattr(is_now, name)):
-                problems.append(_conflict(old.run.name, f"{STAGES}.{number}.{name}", "the stage has begun", found))
+                problems.append(_conflict(old.run.name, f"{STAGES}.{number}.{name}", "the stage has started", found))
     for number in range(num_begun):
         before, now = stage_config(old, number), stage_config(new, number)
         # Earlier stages can't be changed. A branch may change only the data of the current stage.
@@ -111,7 +111,7 @@ def stage_conflicts(old: Config, new: Config, num_begun: int) -> tuple[Problem, 
                 problems.append(_conflict(old.run.name, f"{STAGES}.{number}: {path}", reason, found))
         if (had_own := _has_own_schedule(old, number)) != _has_own_schedule(new, number):
             has = "a schedule of its own" if had_own else "the run's schedule"
-            rule = f"the stage began with {has}, and the two count steps differently"
+            rule = f"the stage started with {has}, and the two schedules count steps differently"
             hint = f"{'restore' if had_own else 'remove'} the stage's schedule"
             problems.append(Problem(path=f"{STAGES}.{number}.schedule", rule=rule, hint=hint))
     return tuple(problems)

@@ -35,8 +35,8 @@ KeptActivation = Literal["layer_inputs", "attention_outputs"]
 
 MOST_WORKERS = 65_536
 _MOVED_CHECKPOINTS = free(
-    "if the checkpoints were moved there; a run that has saved ends with an error, and does not restart from step 0, "
-    "if its checkpoints are missing or all damaged"
+    "if the checkpoints were moved there; a run whose checkpoints are missing or all damaged ends with an error, and "
+    "does not restart from step 0"
 )
 _RAY_ADDRESS = re.compile(r"auto|(?:\[[0-9A-Fa-f:.]+\]|[^\s/:@?#]+)(?::[0-9]{1,5})?")
 
@@ -44,15 +44,15 @@ _RAY_ADDRESS = re.compile(r"auto|(?:\[[0-9A-Fa-f:.]+\]|[^\s/:@?#]+)(?::[0-9]{1,5
 class ParallelSection(Section):
     """How workers share a row. The world size is dp x sp, where dp follows from `cluster.workers`."""
 
-    on_resume: ClassVar[OnResume] = fixed("it determines how rows are padded")
+    on_resume: ClassVar[OnResume] = fixed("a change would pad rows differently")
 
-    sp_size: Annotated[int, free("any value of `parallel.allowed_sp`")] = Field(default=1, ge=1, le=65_536)
+    sp_size: Annotated[int, free("any value in `parallel.allowed_sp`")] = Field(default=1, ge=1, le=65_536)
     """Number of ranks that share a row, each with a slice of its tokens (the `sp` axis). It must divide
     `cluster.workers`. Ranks have equal work if `sp_size` also divides the number of attention heads. Default 1: rows
     are not shared."""
 
     ring_size: Annotated[
-        int | None, free("any size that divides the rows, which are padded for `parallel.allowed_sp`")
+        int | None, free("any size that divides the row length (rows are padded for `parallel.allowed_sp`)")
     ] = Field(default=None, ge=1, le=65_536)
     """Number of ranks in a ring, a divisor of `sp_size`. Keys and values are passed around the ring, and heads are
     exchanged among `sp_size / ring_size` ranks, at most as many as attention heads. Default null: 1 if there are at
@@ -117,7 +117,7 @@ class MemorySection(Section):
     memory peak of a long row. `auto` uses up to 4,096 tokens and 2**26 intermediate values per tile, and only tiles
     with `gradient_checkpointing`. `off` processes all tokens at once. Default `auto`."""
 
-    zero_stage: Annotated[Literal["auto", 1, 2, 3], free("a checkpoint of any stage loads at any other")] = "auto"
+    zero_stage: Annotated[Literal["auto", 1, 2, 3], free("a checkpoint loads at any ZeRO stage")] = "auto"
     """DeepSpeed ZeRO stage. Stage 1 shards the optimizer state over the workers, stage 2 also the gradients, and stage
     3 also the weights. `auto` is 3, except for an fp32 run on a single worker without `offload_optimizer`: nothing can
     be sharded, and stage 1 has less overhead per layer, which matters for short rows. Default `auto`. If the weights
@@ -211,7 +211,7 @@ class ElasticSection(Section):
 
     on_resume: ClassVar[OnResume] = free()
 
-    max_failures: Annotated[int, free("counted from the resume on")] = Field(default=3, ge=0)
+    max_failures: Annotated[int, free("failures are counted per command")] = Field(default=3, ge=0)
     """Number of failures that the command answers with a restart of its workers; one more failure ends the run. A
     failure counts only if it occurred within `failure_window_s` and since the last new checkpoint. A failure that the
     remaining workers survive without a restart does not count if the attempt made progress, that is, if storage or peer
@@ -234,9 +234,9 @@ class ElasticSection(Section):
     if copying is slow. This takes host memory equal to 4 times the size of a worker's part; `plan` prints the amount.
     Default true. Checkpoints are saved to storage in either case."""
 
-    peer_memory_gib: Annotated[
-        float | None, free("the limit is set when a node's peer memory is first used, and stays while it is in use")
-    ] = Field(default=None, gt=0.0)
+    peer_memory_gib: Annotated[float | None, free("a node keeps its limit while its peer memory is in use")] = Field(
+        default=None, gt=0.0
+    )
     """Maximum host memory per node for `peer_memory`, in GiB. A run whose state needs more reports this and trains
     without peer memory. Default null: a third of the memory that is free on the node when the run starts."""
 
@@ -407,14 +407,14 @@ class TrackingSection(Section):
     enabled: bool = True
     """Whether to track the run. Default true."""
 
-    trackers: Annotated[tuple[TrackerName, ...], free("an added tracker gets the run from its first step")] = Field(
+    trackers: Annotated[tuple[TrackerName, ...], free("a tracker added later receives all earlier steps")] = Field(
         default=("mlflow",), strict=False, min_length=1
     )
     """Trackers of the run: `mlflow`; `wandb`, which is configured by its own environment variables (`WANDB_API_KEY`,
     `WANDB_ENTITY`, `WANDB_BASE_URL`, `WANDB_MODE`); `tensorboard`, which writes event files to the run's directory.
     Default `[mlflow]`."""
 
-    uri: Annotated[str | None, free("if the same server has moved")] = Field(default=None, min_length=1)
+    uri: Annotated[str | None, free("if the server has moved")] = Field(default=None, min_length=1)
     """URI of MLflow's tracking server, such as `http://mlflow:5000`. Required with `run.storage_kind: nfs`, and if
     `run.storage` is in an object store. Default null: an SQLite file `mlflow.db` in `run.storage`."""
 
@@ -422,7 +422,7 @@ class TrackingSection(Section):
     """Whether `MLFLOW_TRACKING_USERNAME`, `_PASSWORD` or `_TOKEN` may be sent to an `http://` server on another
     machine, in clear text. Default false: if one of these variables is set, such a server is refused."""
 
-    experiment: Annotated[str, fixed("a run is one MLflow run for its whole life")] = Field(
+    experiment: Annotated[str, fixed("a tracked run can't move to another experiment")] = Field(
         default="ray-ulysses", min_length=1
     )
     """MLflow experiment, or W&B project, that contains the run. Default `ray-ulysses`."""

@@ -88,8 +88,8 @@ class ModelSource:
         model, not_finite = live_model(config, meta.config.to_dict(), stored, WeightReader(store, manifest), self.dtype)
         if not_finite:
             raise RunError(
-                f"the checkpoint of step {manifest.step} has {len(not_finite)} weights that are not finite "
-                f"({not_finite[0]}): the run had diverged by that step; evaluate an earlier step with --step"
+                f"{len(not_finite)} weights in the checkpoint of step {manifest.step} have NaN or infinite values "
+                f"(first: {not_finite[0]}), so training had already diverged; evaluate an earlier step with --step"
             )
         return model
 

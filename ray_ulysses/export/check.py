@@ -172,8 +172,8 @@ def _live_logits(
     if not bool(logits.isfinite().all()):
         where = f"nor are {len(not_finite)} of its weights ({not_finite[0]})" if not_finite else "but its weights are"
         raise RunError(
-            f"the export failed its check: the live model's logits are not finite, {where}; the run had diverged by "
-            "the exported step. Nothing was published; export an earlier --step, or skip the check with --no-check"
+            f"the export failed its check: the live model's logits are not finite, {where}; training had already "
+            "diverged. Nothing was published; export an earlier --step, or skip the check with --no-check"
         )
     return logits
 

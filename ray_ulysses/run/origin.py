@@ -104,7 +104,10 @@ def check_origin(origin: Origin, config: Config, plan: Plan) -> Manifest:
     try:
         plan.check_cursor(Cursor.from_json(dict(found.meta.cursor)))
     except UserError as error:
-        raise UserError(f"{SETTING}={origin.reference!r}: {error}; or {other}") from error
+        raise UserError(
+            f"{SETTING}={origin.reference!r}: this run can't continue from the checkpoint's position in the data "
+            f"({str(error).partition('; ')[0]}); use the data, seed and context of run {found.meta.run!r}, or {other}"
+        ) from error
     return found
 
 

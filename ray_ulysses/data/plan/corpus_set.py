@@ -148,9 +148,9 @@ class CorpusSet:
             corpus = Corpus.open(source.path)
             if corpus.fingerprint != source.fingerprint:
                 raise UserError(
-                    f"data.path={source.path}: the corpus was replaced since planning: planned with corpus "
-                    f"{source.fingerprint}, found {corpus.fingerprint}; restore the corpus, or start a new run under "
-                    "another run.name"
+                    f"data.path={source.path}: the corpus has been replaced since the plan was made: the plan uses "
+                    f"corpus {source.fingerprint}, but found {corpus.fingerprint}; restore the corpus, or start a new "
+                    "run under another run.name"
                 )
             self._opened[number] = corpus
         return self._opened[number]

@@ -235,8 +235,8 @@ class Plan:
         planned = known[0] if len(known) == 1 else stable_hash(known)
         if fingerprint != planned:
             raise UserError(
-                f"data.path: the corpus was replaced since planning: plan {self.plan_id} was made for corpus "
-                f"{planned}, found {fingerprint}; restore the corpus, or start a new run under another run.name"
+                f"data.path: the corpus has been replaced since the plan was made: plan {self.plan_id} uses corpus "
+                f"{planned}, but found {fingerprint}; restore the corpus, or start a new run under another run.name"
             )
 
     def _cursor_in(self, number: int, step: int) -> Cursor:

@@ -309,8 +309,8 @@ def _read_segment(folder: Path, renew: Callable[[], object] | None = None) -> Se
     )
     if segment.plan_id != header.plan_id:
         raise UserError(
-            f"{folder}: {PLAN_FILE} records plan {header.plan_id}, but its fields hash to {segment.plan_id}: they were "
-            "changed since the plan was made; restore the file, or start a new run under another run.name"
+            f"{folder}: {PLAN_FILE} records plan {header.plan_id}, but its fields hash to {segment.plan_id}, so it has "
+            "been edited since the plan was made; restore the file, or start a new run under another run.name"
         )
     return segment
 
@@ -322,11 +322,12 @@ def _read_header(folder: Path) -> _Header:
         version = fields.get("planner_version")
         if version != PLANNER_VERSION:
             raise UserError(
-                f"{folder}: the plan was made by planner version {version}, not by version {PLANNER_VERSION}; "
-                "use the version of ray-ulysses that made the plan, or start a new run under another run.name"
+                f"{folder}: the plan was made by planner version {version}, but this version of ray-ulysses reads only "
+                f"version {PLANNER_VERSION}; use the version of ray-ulysses that made the plan, or start a new run "
+                "under another run.name"
             )
         if fields.pop(_CHECKSUM, None) != stable_hash(fields):
-            raise ContentError("the checksum is wrong: the file was changed since the plan was made")
+            raise ContentError("the checksum is wrong: the file has been edited since the plan was made")
         header = checked(adapter(_Header), fields)
         header.checksums()
     except KeyError as error:

@@ -28,7 +28,7 @@ def test_a_conflict_gives_both_values_the_reason_and_the_way_out() -> None:
     old, new = parse_config(small_tree()), parse_config(small_tree(run__seed=7))
     (problem,) = resume_conflicts(old, new)
     assert str(problem) == (
-        "run.seed=7: run 'first' was started with 0, and it determines the weights and the order of the data; "
+        "run.seed=7: run 'first' was started with 0, and a change would alter the initial weights and the data order; "
         "restore run.seed to resume, or choose another run.name to start a new run"
     )
     assert resume_fingerprint(old) != resume_fingerprint(new)

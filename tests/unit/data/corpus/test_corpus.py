@@ -345,7 +345,7 @@ def test_corpora_that_leave_out_other_documents_of_equal_lengths_differ_and_do_n
     assert len({corpus.fingerprint for corpus in corpora.values()}) == 3
     settings = PlanSettings(seed=1, context_tokens=64, pad_multiple=8, rows_per_step=2)
     plan = build_plan(corpora["val1"].lengths, corpora["val1"].fingerprint, settings)
-    with pytest.raises(UserError, match=r"the corpus was replaced since planning"):
+    with pytest.raises(UserError, match=r"the corpus has been replaced since the plan was made"):
         plan.check_corpus(corpora["val2"].fingerprint)
 
 

@@ -225,5 +225,7 @@ def test_documents_that_can_not_be_planned_are_refused(lengths: list[int], chang
 def test_a_replaced_corpus_is_refused() -> None:
     plan = build_plan(lengths_of(5), "f", SETTINGS)
     plan.check_corpus("f")
-    with pytest.raises(UserError, match=r"the corpus was replaced since planning: .* found g; restore the corpus"):
+    with pytest.raises(
+        UserError, match=r"the corpus has been replaced since the plan was made: .* found g; restore the corpus"
+    ):
         plan.check_corpus("g")

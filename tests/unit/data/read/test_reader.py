@@ -118,7 +118,7 @@ def test_a_plan_of_another_corpus_is_refused(tmp_path: Path) -> None:
     planned = PlannedSource(path=str(corpus.path), fingerprint="elsewhere", num_documents=1)
     settings = PlanSettings(seed=1, context_tokens=24, pad_multiple=8, rows_per_step=4)
     plan = build_plan(corpus.lengths, "elsewhere", settings)
-    with pytest.raises(UserError, match=r"the corpus was replaced since planning"):
+    with pytest.raises(UserError, match=r"the corpus has been replaced since the plan was made"):
         RowReader(CorpusSet([planned]), plan).read("train", 0, 0, 1)
 
 
