@@ -130,7 +130,7 @@ def _checked(
         )
     given = [*args, *(kwargs.get(key) for key in ("attention_mask", "cache_params", "past_key_values"))]
     if any(one is not None and one is not context for one in given):
-        raise UserError(f"{name} received a mask or a cache; pass neither, since shard_batch separates documents")
+        raise UserError(f"{name} received a mask or a cache; remove it, since shard_batch separates documents")
     if hidden_BLH.shape[1] != context.local_tokens:
         raise UserError(
             f"{name} received {hidden_BLH.shape[1]} tokens per row, but the batch's slice has {context.local_tokens} "

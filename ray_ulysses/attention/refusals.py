@@ -200,7 +200,7 @@ def _refuse_modules(model: nn.Module, kind: str) -> None:
     for name, module in model.named_modules():
         if getattr(module, "is_causal", True) is False:
             raise UserError(
-                f"{kind} has bidirectional attention at {name}; only causal attention is supported (of a multimodal "
+                f"{kind} has bidirectional attention at {name}; only causal attention is supported (for a multimodal "
                 "model, train only the text decoder; for a BERT decoder, set is_decoder: true in its config.json)"
             )
         if hasattr(module, "create_position_ids_from_input_ids"):
@@ -242,7 +242,7 @@ def _refuse_shares(kind: str, model: nn.Module, result: ProbeResult, mesh: Seque
     if mesh.ulysses_size not in valid:
         shared = sorted({f"{layout.num_units} {layout.unit}" for _, _, layout in find_mixers(model)})
         raise UserError(
-            f"parallel.sp_size={mesh.sp_size} does not divide the {' and '.join(shared)} of {kind} equally; set "
+            f"parallel.sp_size={mesh.sp_size} does not evenly divide the {' and the '.join(shared)} in {kind}; set "
             f"parallel.sp_size to one of {_listed(valid)}"
         )
 

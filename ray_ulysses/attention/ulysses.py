@@ -328,7 +328,7 @@ def _checked(
             "**batch.model_inputs(), or this architecture does not pass keyword arguments on to its attention"
         )
     if attention_mask is not None:
-        raise UserError(f"{name} received an attention mask; pass none, since shard_batch separates documents")
+        raise UserError(f"{name} received an attention mask; remove it, since shard_batch separates documents")
     if dropout:
         raise UserError(f"{name} requests attention dropout {dropout}; set attention_dropout: 0.0")
     if getattr(module, "is_causal", True) is False:

@@ -64,7 +64,7 @@ def check_cover(num_elements: Mapping[str, int], intervals: Sequence[Interval]) 
     by_key: dict[str, list[Interval]] = {key: [] for key in num_elements}
     for interval in intervals:
         if interval.key not in by_key:
-            raise CoverError(f"{interval.key} is stored, but the state has no such tensor")
+            raise CoverError(f"{interval.key} is stored, but the model's state has no such tensor")
         by_key[interval.key].append(interval)
     for key, held in by_key.items():
         reached = 0

@@ -349,7 +349,7 @@ class _Reader:
 
     def _fill(self, batch: Batch, content: memoryview) -> None:
         if self._opened(batch.shard.file).read_into(batch.offset, content) < len(content):
-            raise ShardDamage(f"{batch.shard.file} ends too early, in {batch.ranges[-1].stored.interval.key}")
+            raise ShardDamage(f"{batch.shard.file} is truncated within {batch.ranges[-1].stored.interval.key}")
 
     def _opened(self, name: str) -> StoredFile:
         # One open file per thread is enough, because batches are ordered by file.

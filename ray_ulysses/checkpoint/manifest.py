@@ -237,7 +237,7 @@ def _manifest_of(values: Mapping[str, Any]) -> Manifest:
     for number, stored in enumerate(checked(adapter(_Shards), values).shards):
         shards.append(_entry(stored, f"shards[{number}]", folder, sizes))
         if stored.file in files:
-            raise ContentError(f"shards[{number}].file is {shown_value(stored.file)}, the file of another shard too")
+            raise ContentError(f"shards[{number}].file is {shown_value(stored.file)}, which another shard also uses")
         files.add(stored.file)
     manifest = Manifest(
         step=ref.step, attempt=ref.attempt, world_size=ref.world_size, meta=meta, state=state, shards=tuple(shards)
@@ -387,7 +387,7 @@ def _entry(shard: _Shard, place: str, folder: str, sizes: Mapping[str, tuple[int
     data_end = intervals[-1].offset + intervals[-1].num_bytes if intervals else shard.header_bytes
     if entry.sums_offset != data_end:
         whole = entry.num_bytes - entry.sums_offset + data_end
-        raise ContentError(f"{place}.bytes is {shard.bytes}, but the header, intervals and checksums take {whole}")
+        raise ContentError(f"{place}.bytes is {shard.bytes}, but its header, intervals and checksums add up to {whole}")
     return entry
 
 

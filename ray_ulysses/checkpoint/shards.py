@@ -117,7 +117,7 @@ def read_sums(store: Store, folder: str, entry: ShardEntry) -> bytes:
         _check_size(file, entry)
         values = bytes(file.read_at(entry.sums_offset, entry.num_bytes - entry.sums_offset))
     if checksum(values) != entry.sums_sum:
-        raise ShardDamage(f"{entry.file}: the table of checksums is damaged (from byte {entry.sums_offset} on)")
+        raise ShardDamage(f"{entry.file}: the checksum table at byte {entry.sums_offset} is damaged")
     return values
 
 
@@ -163,7 +163,7 @@ def verified_chunks(store: Store, folder: str, entry: ShardEntry) -> Iterator[in
             for start in range(0, stored.num_bytes, CHUNK_BYTES):
                 content = chunk[: stored.num_bytes - start]
                 if file.readinto(content) < len(content):
-                    raise ShardDamage(f"{entry.file} ends too early, in {stored.interval.key}")
+                    raise ShardDamage(f"{entry.file} is truncated within {stored.interval.key}")
                 check_blocks(entry, stored, sums, content, start)
                 yield len(content)
 

@@ -193,7 +193,7 @@ class Staging:
             # The buffer outlives all copies into it, because it is only dropped after its release.
             if self._stream is not None and (error := pin(memory, self.device, owner=memory)):
                 raise MemoryError(
-                    f"the memory can't be pinned: CUDA error {error}; raise the limit of locked memory (ulimit -l)"
+                    f"the memory can't be pinned: CUDA error {error}; raise the locked-memory limit (ulimit -l)"
                 )
             return memory
         except (RuntimeError, MemoryError, OSError) as error:

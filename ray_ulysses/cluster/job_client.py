@@ -96,7 +96,7 @@ def connect(address: str, timeout_s: float, say: Say) -> Client:
     except AuthenticationError as error:
         raise RunError(refused_token(address)) from error
     except (*_LOST, ValueError) as error:
-        raise RunError(f"the Ray cluster at {address} rejects this command ({error})") from error
+        raise RunError(f"the Ray cluster at {address} rejected this command ({error})") from error
 
 
 def list_submissions(client: Client) -> list[Submission]:
@@ -105,7 +105,7 @@ def list_submissions(client: Client) -> list[Submission]:
     Raises:
         RunError: The cluster does not respond.
     """
-    with _asking("does not list its jobs"):
+    with _asking("did not list its jobs"):
         jobs = client.list_jobs()
     return [one for one in map(_submission, jobs) if one is not None]
 
@@ -157,7 +157,7 @@ def submit(
                 # The dashboard answers seconds before an agent can start jobs, and another command may have taken the
                 # job ID since the jobs were listed.
                 if "No available agent" not in str(error) and "already exists" not in str(error):
-                    raise RunError(f"the Ray cluster rejects the job ({error})") from error
+                    raise RunError(f"the Ray cluster rejected the job ({error})") from error
                 wait.go_on(
                     "the cluster's agents are starting", "check the cluster's nodes (`ray status`), or increase --wait"
                 )
@@ -216,7 +216,7 @@ class JobLog:
             except _LOST as error:
                 if "status code 404" in str(error):
                     raise RunError(
-                        f"the Ray cluster has lost job {self._submission.job}, because the head node was replaced; "
+                        f"the Ray cluster no longer knows job {self._submission.job}: the head node was replaced; "
                         "submit the run again to resume it"
                     ) from error
                 wait.go_on(
@@ -246,7 +246,7 @@ def stop(client: Client, submission: Submission) -> None:
     Raises:
         RunError: The cluster does not respond.
     """
-    with _asking(f"does not stop job {submission.job}"):
+    with _asking(f"did not stop job {submission.job}"):
         client.stop_job(submission.job)
 
 

@@ -64,7 +64,7 @@ def drain_node(node: str, why: str, deadline: float | None) -> None:
     address = ray.get_runtime_context().gcs_address
     accepted, text = GcsClient(address=address).drain_node(node, reason, why, until_ms)
     if not accepted:
-        raise RuntimeError(f"Ray refuses to drain node {node}: {text}")
+        raise RuntimeError(f"Ray refused to drain node {node}: {text}")
 
 
 def node_news(
@@ -251,7 +251,7 @@ class MetadataService:
             self._name = answer.body.strip()
             if answer.status != _OK or not self._name:
                 self._name = ""
-                raise UnexpectedAnswerError(f"the request for the machine's name returned HTTP {answer.status}")
+                raise UnexpectedAnswerError(f"the request for the instance name returned HTTP {answer.status}")
         return azure_events(self._ask("/metadata/scheduledevents?api-version=2020-07-01", header), self._name)
 
     def _aws(self, path: str) -> Answer:

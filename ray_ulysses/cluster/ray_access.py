@@ -73,8 +73,8 @@ def _own_folder() -> str:
         if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
             return str(folder)
     raise UserError(
-        f"{folder}: belongs to another account or is accessible to others; remove the directory, or set RAY_TMPDIR to "
-        "a private directory"
+        f"the directory {folder} belongs to another account or is accessible to others; remove it, or set RAY_TMPDIR "
+        "to a private directory"
     )
 
 
@@ -191,7 +191,9 @@ def asks_for_token(target: str, *, timeout_s: float = 4.0) -> bool:
         except grpc.RpcError as error:
             if error.code() in _REFUSED:
                 return True
-            raise RunError(f"no Ray head answers at {target} ({_reason(error, timeout_s)}); {_ADDRESS_HINT}") from error
+            raise RunError(
+                f"no Ray head answers at {target} ({_reason(error, timeout_s)}); {_ADDRESS_HINT}"
+            ) from error
     return False
 
 
@@ -232,7 +234,7 @@ def _check_membership(stub: Any, target: str, timeout_s: float) -> None:
     if not alive & set(services.find_node_ids()):
         raise RunError(
             f"this machine is not one of the {len(alive)} nodes of the Ray cluster at {target}; run the command on one "
-            "of these, submit it as a job (`ray job submit --address http://HEAD:8265 -- ...`), or join the "
+            "of them, submit it as a job (`ray job submit --address http://HEAD:8265 -- ...`), or join the "
             "cluster first (`ray start --address`)"
         )
 

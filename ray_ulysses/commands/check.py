@@ -103,7 +103,7 @@ def run_check(config: Config, options: CheckOptions, console: Console, say: Call
     if num_steps < _FEWEST_STEPS:
         raise UserError(
             f"data: the plan of {config.run.name!r} has {prepared.plan.num_steps} steps, but a check needs at least "
-            f"{_FEWEST_STEPS + 2}; use a longer corpus or a smaller data.rows_per_step"
+            f"{_FEWEST_STEPS + 2}; use a larger corpus or a smaller data.rows_per_step"
         )
     where = trial.run_dir if options.keep else f"{trial.run_dir} (deleted afterwards)"
     if not options.is_quiet:
@@ -185,7 +185,7 @@ def trial_config(config: Config, options: CheckOptions, stamp: str) -> Config:
     names = [stage.name for stage in config.stages]
     if options.stage is not None and options.stage not in names:
         known = f"the stages are {', '.join(names)}" if names else "the run has no stages"
-        raise UserError(f"--stage={options.stage}: the stage does not exist; {known}")
+        raise UserError(f"--stage={options.stage}: no such stage; {known}")
     config = stage_config(config, names.index(options.stage) if options.stage is not None else len(names) - 1)
     tree = config.model_dump(mode="json", exclude_unset=True)
     tree.pop("stages", None)

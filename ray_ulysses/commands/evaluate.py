@@ -72,7 +72,7 @@ def evaluate(
     place = place_of(model)
     is_run = names_run(place)
     if not is_run and step != "latest":
-        raise UserError(f"--step={step}: needs a run, but {model} is a model directory; omit --step")
+        raise UserError(f"--step={step}: applies only to a run, but {model} is a model directory; omit --step")
     options |= {
         "model": place,
         "is_run": is_run,

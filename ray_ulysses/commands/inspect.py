@@ -107,7 +107,7 @@ def inspect(
     if len(given) > 1:
         raise UserError(f"{' and '.join(given)}: use only one of these options")
     if beside is not None and not verify:
-        raise UserError(f"OTHER={str(beside)!r}: comparing two runs needs --verify; add --verify")
+        raise UserError(f"OTHER={str(beside)!r}: comparing two runs requires --verify; add it")
     if no_read and not verify:
         raise UserError("--no-read: applies only to --verify; add --verify, or omit --no-read")
     if corpora and row is None and not verify:
@@ -134,7 +134,7 @@ def _parse_checkpoint(text: str) -> int | Literal["latest"]:
     if text == "latest":
         return "latest"
     if not STEP_NUMBER.match(text):
-        raise UserError(f"--verify-checkpoint={shortened(text)}: must be a committed step or latest")
+        raise UserError(f"--verify-checkpoint={shortened(text)}: must be the step of a committed checkpoint, or latest")
     return int(text)
 
 

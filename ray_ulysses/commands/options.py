@@ -53,7 +53,7 @@ def parse_step(text: str) -> Which:
     if text in ("latest", "best"):
         return "latest" if text == "latest" else "best"
     if not STEP_NUMBER.match(text):
-        raise UserError(f"--step={shortened(text)}: must be a committed step, latest or best")
+        raise UserError(f"--step={shortened(text)}: must be the step of a committed checkpoint, latest or best")
     return int(text)
 
 

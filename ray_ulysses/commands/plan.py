@@ -65,7 +65,7 @@ def _tell_fit(config: Config, base: Path, as_json: bool, *, longest: bool, fit: 
     if config.memory.device_gib is None:
         option = "--longest" if longest else "--fit"
         raise UserError(
-            f"memory.device_gib must be set for {option}; set the memory of one GPU in GiB, such as "
+            f"{option} requires memory.device_gib; set it to the memory of one GPU in GiB, such as "
             "--set memory.device_gib=79"
         )
     planned, shape, chosen = planned_memory(config, base)

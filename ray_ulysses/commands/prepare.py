@@ -54,7 +54,7 @@ def prepare(
     train_on: Annotated[Literal["all", "last"], _option("Chats: which assistant turns are learned.")] = "all",
     bos: Annotated[str, _option("Begins a text: tokenizer (its own), none, or a token.")] = "tokenizer",
     eos: Annotated[str, _option("Ends a document: tokenizer (its own), none, or a token.")] = "tokenizer",
-    split: Annotated[str | None, _option("Split of the data set, if it has several.")] = None,
+    split: Annotated[str | None, _option("Split of the dataset, if it has several.")] = None,
     duplicates: Annotated[Literal["quarantine", "keep"], _option("How to treat repeated documents.")] = "quarantine",
     without: Annotated[list[str] | None, _option("Leave out documents of this corpus; can be repeated.")] = None,
     staging: Annotated[Path | None, _option("Working directory if --out is an object store.")] = None,
@@ -64,7 +64,7 @@ def prepare(
 ) -> None:
     """Turn text, source trees, JSONL, Parquet or a `datasets` dataset into token shards. Resumable.
 
-    Each text file is one document, as is each row of JSONL, Parquet or a data set. The field options
+    Each text file is one document, as is each row of JSONL, Parquet or a dataset. The field options
     select one of four kinds of row:
 
     \b

@@ -294,11 +294,11 @@ def local_targets(demand: Demand, nodes: int, num_gpus: int) -> FaultTargets:
     if demand.gpus and per_node > num_gpus:
         per_node = math.ceil(demand.wanted.most / nodes)
     if demand.gpus and per_node > num_gpus:
-        more = f"use --nodes={math.ceil(demand.wanted.most / num_gpus)}, whose nodes share them, " if num_gpus else ""
+        more = f"use --nodes={math.ceil(demand.wanted.most / num_gpus)} (nodes share the GPUs), " if num_gpus else ""
         raise UserError(
-            f"cluster.gpus_per_worker={demand.gpus}: the {per_node} workers of each of {nodes} nodes need a GPU each, "
-            f"but torch finds {num_gpus} on this machine; {more}set RAY_ADDRESS to rehearse on a cluster, or --set "
-            "cluster.gpus_per_worker=0"
+            f"cluster.gpus_per_worker={demand.gpus}: each of {nodes} nodes runs {per_node} workers and needs a GPU for "
+            f"each, but torch finds {num_gpus} GPUs on this machine; {more}set RAY_ADDRESS to rehearse on a cluster, "
+            "or --set cluster.gpus_per_worker=0"
         )
     return FaultTargets(rooms=(per_node,) * nodes, elsewhere=0, least=demand.wanted.least)
 

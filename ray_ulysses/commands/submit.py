@@ -117,7 +117,9 @@ def stop(
 
     job = found[-1]
     if job.is_ended:
-        raise UserError(f"RUN={run!r}: the newest job {job.job} has ended ({job.status}); no job can be stopped")
+        raise UserError(
+            f"RUN={run!r}: there is nothing to stop, since the newest job {job.job} has ended ({job.status})"
+        )
     log = job_client.JobLog(client, job, _write, _say)
     log.skip()
     job_client.stop(client, job)

@@ -81,7 +81,7 @@ class AdapterSection(Section):
     @classmethod
     def _has_targets(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
         if not value:
-            raise refusal("lists no layer, so nothing would be adapted", "use all-linear, or leave model.adapter out")
+            raise refusal("is empty, so no layer would be adapted", "use all-linear, or omit model.adapter")
         return value
 
 
@@ -99,7 +99,7 @@ class ProfileSection(Section):
     @classmethod
     def _is_ascending(cls, value: tuple[int, ...]) -> tuple[int, ...]:
         if list(value) != sorted(set(value)):
-            raise refusal("must be different numbers in ascending order", "write it as [10, 11]")
+            raise refusal("must list distinct numbers in ascending order", "use a list such as [10, 11]")
         return value
 
 
@@ -163,7 +163,7 @@ class RunSection(Section):
     def _is_a_directory(cls, value: str) -> str:
         where = parse_location(value)
         if isinstance(where, Path) and any(where.is_relative_to(root) for root in _KERNEL_FILES):
-            raise refusal("is on a kernel file system, which can't store files", "use a directory on a disk")
+            raise refusal("is on a virtual file system, which can't store files", "use a directory on a disk")
         return value
 
 
@@ -288,7 +288,7 @@ class ModelSection(Section):
             raise refusal(
                 "changes the text decoder's positions, but model.part=text exports into a copy of the complete "
                 "checkpoint, whose config.json is not changed",
-                "change config.json of model.path instead, and set model.rope: unchanged",
+                "edit the config.json in model.path instead, and set model.rope: unchanged",
             )
         return value
 

@@ -67,7 +67,7 @@ class ParallelSection(Section):
     @classmethod
     def _is_ascending(cls, value: tuple[int, ...] | None) -> tuple[int, ...] | None:
         if value is not None and (not value or list(value) != sorted(set(value))):
-            raise refusal("must be different numbers in ascending order", "write it as [1, 2, 4], or null")
+            raise refusal("must list distinct numbers in ascending order", "use a list such as [1, 2, 4], or null")
         return value
 
 
@@ -147,7 +147,7 @@ class MemorySection(Section):
     def _is_in_order(cls, value: tuple[KeptActivation, ...]) -> tuple[KeptActivation, ...]:
         if list(value) != [one for one in get_args(KeptActivation) if one in value]:
             kinds = ", ".join(get_args(KeptActivation))
-            raise refusal(f"must be different kinds in the order {kinds}", "write one of them, both, or []")
+            raise refusal(f"must list distinct kinds in the order {kinds}", "use one of them, both, or []")
         return value
 
 

@@ -13,7 +13,7 @@ from ray_ulysses.storage.location import expand_home
 Kind = Literal["model", "dataset"]
 _ANSWER_S = 5.0
 _TOO_MANY, _BROKEN = 429, 500
-_KINDS: dict[Kind, str] = {"model": "model", "dataset": "data set"}
+_KINDS: dict[Kind, str] = {"model": "model", "dataset": "dataset"}
 _PROBED = {"model": "config.json", "dataset": "README.md"}
 
 

@@ -51,7 +51,7 @@ class DocumentSource(NamedTuple):
     """Origin of a document."""
 
     source: str
-    """File path or data set name."""
+    """File path or dataset name."""
     offset: int
     """1-based line or row number in the source, or 0 if the document is the complete file."""
     id: str

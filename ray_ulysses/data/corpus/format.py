@@ -66,7 +66,7 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     for dtype in (np.uint8, np.uint16, np.uint32):
         if vocab_size - 1 <= np.iinfo(dtype).max:
             return np.dtype(dtype)
-    raise ValueError(f"vocab_size={vocab_size} does not fit into 32 bits")
+    raise ValueError(f"vocab_size={vocab_size} does not fit in 32 bits")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -272,7 +272,7 @@ class _Planning:
         empty = [source for source, tokens in zip(sources, available, strict=True) if source.weight and not tokens]
         if empty and planned is None:
             raise UserError(
-                f"data.sources: {empty[0].path} has weight {empty[0].weight}, but no tokens left for epoch {epoch}; "
+                f"data.sources: {empty[0].path} has weight {empty[0].weight} but no tokens left for epoch {epoch}; "
                 "set its weight to 0, or add documents"
             )
         chosen = np.zeros(self._uses.size, dtype=np.bool_)
@@ -360,11 +360,11 @@ def _planned_stage(part: StagePart, base_step: int, train: Rows, settings: PlanS
         steps = int(np.searchsorted(ends, left)) + 1 if left > 0 else 0
     if steps > num_steps:
         raise UserError(
-            f"{name}: the stage's data end after {part.steps_done + num_steps} steps; shorten the stage, add "
+            f"{name}: the stage runs out of data after {part.steps_done + num_steps} steps; shorten the stage, add "
             "documents, or increase data.epochs"
         )
     if steps < 1:
-        raise UserError(f"{name}: the stage has already trained {part.steps_done} steps; make the stage longer")
+        raise UserError(f"{name}: the stage has already trained {part.steps_done} steps; increase this length")
     return PlannedStage(length=length, end_step=base_step + steps)
 
 
@@ -390,5 +390,5 @@ def _check(documents: PlanInput, settings: PlanSettings, remainder: Remainder | 
     num_documents = documents.lengths.size
     if num_documents > _MAX_DOCUMENTS:
         raise UserError(
-            f"data: a plan has at most {_MAX_DOCUMENTS} documents, but the sources have {num_documents}; use fewer"
+            f"data: the sources have {num_documents} documents, but a plan is limited to {_MAX_DOCUMENTS}; use fewer"
         )

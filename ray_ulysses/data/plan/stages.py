@@ -185,7 +185,7 @@ def remainder_after(
     newest = plan.newest
     if step < newest.base_step:
         raise UserError(
-            f"the newest committed checkpoint (step {step}) is older than the last change of the data (step "
+            f"the newest committed checkpoint (step {step}) is older than the last data change (step "
             f"{newest.base_step}); resume without changes until a newer checkpoint is committed, then branch"
         )
     places = [(source.fingerprint, source.num_documents) for source in newest.sources]
@@ -258,9 +258,9 @@ def _left_out(newest: Segment, local: int, epoch: int, skipped: range) -> range:
     first, last = newest.epoch_of(found[0]), newest.epoch_of(found[-1])
     if first != last:
         raise UserError(
-            f"rows {skipped.start} to {skipped.stop - 1} can't be left out: they belong to two epochs, and rows of "
-            "only one epoch can be left out; branch the run (train --branch) with another value of data.rows_per_step, "
-            "which moves the step boundaries"
+            f"rows {skipped.start} to {skipped.stop - 1} can't be left out: they span two epochs, and a branch can "
+            "leave out rows of only one; branch the run (train --branch) with a different data.rows_per_step, which "
+            "moves the step boundaries"
         )
     if last != epoch:
         raise UserError(

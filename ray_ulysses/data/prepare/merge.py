@@ -98,7 +98,7 @@ def merge(
         # The shards contain only duplicates.
         shutil.rmtree(out / SHARDS_DIRECTORY, ignore_errors=True)
         if not num_quarantined:
-            raise UserError("the sources contain no document: the files are empty")
+            raise UserError("the sources contain no documents: the files are empty")
         common = "; ".join(f"{reason} ({count})" for reason, count in reasons[:3])
         with (out / QUARANTINE_FILE).open(encoding="utf-8") as lines:
             first = Rejected(**json.loads(next(lines)))

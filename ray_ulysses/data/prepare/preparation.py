@@ -204,7 +204,7 @@ def _listed(request: PrepareRequest) -> Preparation:
     request = _with_absolute_paths(request)
     for name, path in (("--out", str(request.out)), ("--tokenizer", request.tokenizer)):
         if path_text(path) != path:
-            raise UserError(f"{name}={path_text(path)}: the name is not UTF-8, so a corpus can't store it; rename it")
+            raise UserError(f"{name}={path_text(path)}: the path is not UTF-8, so a corpus can't store it; rename it")
     fields = request.sources.fields
     fields.check(request.sources.kind)
     encoder = load_encoder(request.tokenizer, request.encoding)

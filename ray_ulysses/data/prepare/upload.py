@@ -108,8 +108,8 @@ class CorpusUpload:
     def _check(self, signature: str) -> None:
         if signature != self._signature:
             raise UserError(
-                f"--out={self._name}: contains a corpus made from other sources, options or source files, or a part of "
-                "one; nothing was overwritten. Choose another folder, or delete this one first"
+                f"--out={self._name}: contains a complete or partial corpus made from other sources, options or source "
+                "files; nothing was overwritten. Choose another folder, or delete this one first"
             )
 
 

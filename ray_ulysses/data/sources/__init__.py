@@ -1,1 +1,1 @@
-"""Lists the user's files and data sets, divides them into units of work, and reads their documents."""
+"""Lists the user's files and datasets, divides them into units of work, and reads their documents."""

@@ -67,7 +67,7 @@ class RawDocument:
     content: Content
     """Non-empty valid UTF-8 text, tokens, a chat, or a prompt with its completion."""
     source: str
-    """Path of the source file, or path or Hub id of the data set."""
+    """Path of the source file, or path or Hub id of the dataset."""
     offset: int
     """Line or row number within the source, from 1, or 0 if the document is an entire file."""
     id: str = ""
@@ -303,7 +303,7 @@ def _read_dataset(unit: Unit) -> Iterator[RawDocument | Rejected]:
         try:
             table = dataset[first : min(first + size, unit.last)]
         except READ_ERRORS as error:
-            raise unreadable(path, error, "data set's") from error
+            raise unreadable(path, error, "dataset's") from error
         row = first + 1
         for batch in table.combine_chunks().to_batches():
             yield from _batch_documents(batch, unit.fields, path, row)

@@ -31,7 +31,7 @@ _HEAD_BYTES = 1 << 16
 _MEGATRON_MARK = b"MMIDIDX\x00\x00"
 _IN_HUB_CACHE = re.compile(r"/(?:datasets|models|spaces)--[^/]+/(?:blobs|refs)/")
 _DOCUMENTATION = ("readme", "license", "licence")
-# The front matter that makes a README a data set card on the Hugging Face Hub.
+# The front matter that makes a README a dataset card on the Hugging Face Hub.
 _CARD = re.compile(
     rb"\A---\s*\n(?:(?!---).*\n)*?"
     rb"(?:annotations_creators|configs|dataset_info|license|pretty_name|size_categories|task_categories):"
@@ -46,22 +46,22 @@ class _ForeignFormat(NamedTuple):
 
 
 _MDS = _ForeignFormat(
-    "an MDS data set from MosaicML Streaming",
+    "an MDS dataset from MosaicML Streaming",
     "export the samples of streaming.StreamingDataset as JSON Lines or Parquet",
 )
 _LITDATA = _ForeignFormat(
-    "a LitData data set", "export the samples of litdata.StreamingDataset as JSON Lines or Parquet"
+    "a LitData dataset", "export the samples of litdata.StreamingDataset as JSON Lines or Parquet"
 )
 _MEGATRON = _ForeignFormat(
-    "a tokenized Megatron-LM data set",
+    "a tokenized Megatron-LM dataset",
     "use the JSON Lines it was built from, or export the documents of megatron.core's IndexedDataset as a Parquet "
     "column of token ids (--tokens-field)",
 )
-_HUB_CACHE = _ForeignFormat("an internal Hub cache folder", "use a folder in snapshots/, or the data set's Hub id")
+_HUB_CACHE = _ForeignFormat("an internal Hub cache folder", "use a folder in snapshots/, or the dataset's Hub id")
 _BY_SUFFIX = {
     (".mds", ".mds.zstd"): _MDS,
     (".ds", ".ds.index", ".ds.loss", ".ds.metadata"): _ForeignFormat(
-        "a tokenized datatrove data set",
+        "a tokenized datatrove dataset",
         "use the documents it was built from, as written by datatrove's JsonlWriter or ParquetWriter",
     ),
     (".npy", ".npz"): _ForeignFormat(
@@ -295,7 +295,7 @@ def _foreign_formats(paths: Sequence[str]) -> dict[str, _ForeignFormat]:
 
 
 def _indexed(path: str) -> dict[str, _ForeignFormat]:
-    """Map the paths of a data set index and its listed files to their format; return {} if the file is not an index."""
+    """Map the paths of a dataset index and its listed files to their format; return {} if the file is not an index."""
     try:
         index = parse_json(Path(path).read_bytes())
     except OSError as error:
@@ -312,7 +312,7 @@ def _indexed(path: str) -> dict[str, _ForeignFormat]:
 
 
 def files_of_hub_data_sets(files: Sequence[FileStamp], is_text: Callable[[str], bool]) -> set[str]:
-    """Return all file paths in local copies of Hub data sets: folders that contain rows and a data set card as README.
+    """Return all file paths in local copies of Hub datasets: folders that contain rows and a dataset card as README.
 
     Args:
         files: All files of a source.

@@ -1,6 +1,6 @@
 """Turns rows into documents, or into reasons to reject them.
 
-A row of JSONL, Parquet or a data set is of one of four kinds: text; tokens with optional labels; a chat in OpenAI,
+A row of JSONL, Parquet or a dataset is of one of four kinds: text; tokens with optional labels; a chat in OpenAI,
 ShareGPT or TRL format; or a prompt with a completion. The field options determine the kind.
 """
 
@@ -38,7 +38,7 @@ _ALPACA_PROMPT = (
     "### Instruction:\n{prompt}\n\n### Response:"
 )
 _MOST_NAMES = 12
-# Field names of common data sets by row kind, in the order in which the kinds are tried.
+# Field names of common datasets by row kind, in the order in which the kinds are tried.
 _COMMON_FIELDS: tuple[dict[FieldRole, tuple[str, ...]], ...] = (
     {"messages": ("messages", "conversations", "conversation", "chat", "dialog"), "tools": ("tools",)},
     {"prompt": ("prompt",), "completion": ("completion", "response", "output", "answer")},
@@ -89,7 +89,7 @@ class Rejected:
     """A rejected document or file, with the reason."""
 
     source: str
-    """Path of the source file, or path or Hub id of the data set."""
+    """Path of the source file, or path or Hub id of the dataset."""
     offset: int
     """Line or row number within the source, from 1, or 0 for an entire file."""
     reason: str
@@ -227,7 +227,7 @@ def fields_found(names: Sequence[str]) -> str:
 
 
 def fitting_options(names: Sequence[str]) -> str:
-    """Return the options that fit a row's fields, or an empty string if the fields match no common data set format."""
+    """Return the options that fit a row's fields, or an empty string if the fields match no common dataset format."""
     for known in _COMMON_FIELDS:
         given = {role: next((name for name in choices if name in names), None) for role, choices in known.items()}
         if all(name is not None for role, name in given.items() if role not in (*OPTIONAL_ROLES, "labels")):
@@ -279,7 +279,7 @@ def row_content(row: Mapping[FieldRole, Any], kind: RowKind) -> Content:
         raise RowError("empty")
     labels = _integers(row["labels"], "labels") if "labels" in row else None
     if labels is not None and labels.size != tokens.size:
-        raise RowError(f"{labels.size} labels for {tokens.size} tokens")
+        raise RowError(f"there are {labels.size} labels for {tokens.size} tokens")
     return TokenRow(tokens=tokens, labels=labels)
 
 
@@ -321,9 +321,9 @@ def row_weight(value: object, content: Content) -> float | NDArray[np.float32]:
     if not isinstance(value, list | np.ndarray):
         return _weight(value, "the weight")
     if not isinstance(content, TokenRow):
-        raise RowError("the weight is a list, which is only allowed with tokens")
+        raise RowError("the weight is a list, but only rows of tokens can have one weight per token")
     if len(value) != content.tokens.size:
-        raise RowError(f"{len(value)} weights for {content.tokens.size} tokens")
+        raise RowError(f"there are {len(value)} weights for {content.tokens.size} tokens")
     # A mask may contain booleans.
     numbers = (float(one) if isinstance(one, bool | np.bool_) else one for one in value)
     return np.array([_weight(one, f"weight {place}") for place, one in enumerate(numbers)], dtype=np.float32)
@@ -349,7 +349,7 @@ def _text(value: object, name: str) -> str:
 def _integers(value: object, name: str) -> NDArray[np.int64]:
     if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "iu":
         if value.dtype == np.uint64 and value.size and value.max() > np.iinfo(np.int64).max:
-            raise RowError(f"the {name} do not fit into 64 bits")
+            raise RowError(f"the {name} do not fit in 64 bits")
         return value.astype(np.int64)
     if not isinstance(value, list):
         raise RowError(f"the {name} are {_describe_type(value)}, not a list of integers")
@@ -359,7 +359,7 @@ def _integers(value: object, name: str) -> NDArray[np.int64]:
     try:
         return np.array(value, dtype=np.int64)
     except OverflowError as error:
-        raise RowError(f"the {name} do not fit into 64 bits") from error
+        raise RowError(f"the {name} do not fit in 64 bits") from error
 
 
 def conversation(messages: object, tools: object = None, prompt: object = None, system: object = None) -> ChatRow:
@@ -381,7 +381,7 @@ def conversation(messages: object, tools: object = None, prompt: object = None, 
         raise RowError(f"the system message is {_describe_type(system)}, not a string")
     if system:
         if said[0]["role"] == _SYSTEM:
-            raise RowError("the messages begin with a system message, but the system field is set too")
+            raise RowError("the messages begin with a system message, but the row's system field is also set")
         said.insert(0, {"role": _SYSTEM, "content": _utf8_text(system)})
     return ChatRow(messages=tuple(said), tools=_tools(tools))
 
@@ -415,7 +415,7 @@ def _message(message: object, number: int) -> Mapping[str, Any]:
     # As in fine-tuning APIs, weight 0 excludes an assistant message from the loss.
     weight = kept.pop(WEIGHT, 1)
     if role == ASSISTANT and weight not in (0, 1):
-        raise RowError(f"message {number} ({role}): the weight is {weight!r:.40}, neither 0 nor 1")
+        raise RowError(f"message {number} ({role}): the weight is {weight!r:.40}, not 0 or 1")
     return {**kept, WEIGHT: 0} if role == ASSISTANT and weight == 0 else kept
 
 
@@ -436,7 +436,7 @@ def _from_sharegpt(message: Mapping[str, Any], number: int) -> dict[str, Any]:
     calls = calls if isinstance(calls, list) else [calls]
     for call in calls:
         if not isinstance(call, Mapping) or not isinstance(call.get("name"), str) or "arguments" not in call:
-            raise RowError(f"message {number} ({_FUNCTION_CALL}): a call has no name or no arguments")
+            raise RowError(f"message {number} ({_FUNCTION_CALL}): a call lacks a name or arguments")
     functions = [{"name": call["name"], "arguments": call["arguments"]} for call in calls]
     return {**rest, "role": role, "tool_calls": [{"type": "function", "function": one} for one in functions]}
 
@@ -533,7 +533,7 @@ def _utf8_text(text: str) -> str:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise RowError(f"a lone surrogate at character {error.start}") from error
+        raise RowError(f"the text has a lone surrogate at character {error.start}") from error
     return text
 
 

@@ -1,4 +1,4 @@
-"""Divides the user's files and data sets into units of work."""
+"""Divides the user's files and datasets into units of work."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ class SourceSpec:
     fields: RowFields = field(default_factory=RowFields)
     """The keys or columns to read from each row."""
     split: str | None = None
-    """Name of the split to read, for data sets with several splits."""
+    """Name of the split to read, for datasets with several splits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unit:
     """A unit of work that becomes one shard: several files, or a range of one file.
 
-    JSONL files are divided into byte ranges, Parquet files into ranges of row groups, and data sets into row ranges.
+    JSONL files are divided into byte ranges, Parquet files into ranges of row groups, and datasets into row ranges.
     Text files, JSON files and compressed files are never divided.
     """
 
@@ -71,19 +71,19 @@ class Unit:
     """Index in the list of units, whose order determines the document order."""
     kind: UnitKind
     files: tuple[FileStamp, ...]
-    """Files to read, or the directory or Hub id of a data set."""
+    """Files to read, or the directory or Hub id of a dataset."""
     first: int = 0
-    """Start of the range: a byte (JSONL), row group (Parquet) or row (data set)."""
+    """Start of the range: a byte (JSONL), row group (Parquet) or row (dataset)."""
     last: int = 0
     """End of the range, exclusive; 0 if files are read completely."""
     num_bytes: int = 0
     """Input size in bytes: the stored size if files are read completely, otherwise the uncompressed size."""
     fields: RowFields = field(default_factory=RowFields)
     split: str | None = None
-    """Split of the data set; None for files and for data sets without splits."""
+    """Split of the dataset; None for files and for datasets without splits."""
     state: str = ""
-    """Hash of the file sizes and times when a data set on disk was listed. The hash is not part of the signature,
-    because the same data set may be saved again."""
+    """Hash of the file sizes and times when a dataset on disk was listed. The hash is not part of the signature,
+    because the same dataset may be saved again."""
 
     @property
     def signature(self) -> str:
@@ -104,7 +104,7 @@ def list_units(
         The units, and a `Rejected` for each skipped file, such as a broken link or a file that was listed twice.
 
     Raises:
-        UserError: A source is missing, a Parquet file or data set can't be opened, or the fields are inconsistent or
+        UserError: A source is missing, a Parquet file or dataset can't be opened, or the fields are inconsistent or
             missing.
     """
     named = [f"{option(role)}={name!r}" for role, name in asdict(spec.fields).items() if name is not None]
@@ -138,7 +138,7 @@ def list_units(
                 elif named:
                     reason = f"a text file, but {named[0]} requires rows"
                 else:
-                    reason = "a text file in a Hub data set that has rows"
+                    reason = "a text file in a Hub dataset that has rows"
                 texts.append(left_out(file.path, reason))
             else:
                 groups[kind, RowFields() if kind == "text" else fields].append(file)
@@ -148,33 +148,33 @@ def list_units(
                 units.extend(_units_of(of_group, files, fields, unit_bytes))
     if texts and not units and named:
         raise UserError(
-            f"{named[0]}: no source has rows with fields (first file: {texts[0].source}, {texts[0].reason}); use "
-            "JSONL, Parquet or a data set, set --kind, or remove the option"
+            f"{named[0]}: applies only to rows with named fields, but no source has any (first file: "
+            f"{texts[0].source}, {texts[0].reason}); use JSONL, Parquet or a dataset, set --kind, or remove the option"
         )
     rejected.extend(texts)
     if spec.split is not None and units and all(unit.split is None for unit in units):
         raise UserError(
-            f"--split={spec.split}: applies only to data sets with splits, but no source has splits; omit the option"
+            f"--split={spec.split}: applies only to datasets with splits, but no source has any; omit the option"
         )
     return tuple(replace(unit, index=index) for index, unit in enumerate(units)), tuple(rejected)
 
 
 def open_dataset(path: str, split: str | None) -> tuple[Any, str | None]:
-    """Open one split of a ``datasets`` data set that was saved to disk or is on the Hub.
+    """Open one split of a ``datasets`` dataset that was saved to disk or is on the Hub.
 
     Returns:
-        The data set, and ``split`` or, if the data set has no split information, None.
+        The dataset, and ``split`` or, if the dataset has no split information, None.
 
     Raises:
-        UserError: The data set can't be opened, lacks the split, or has several splits although ``split`` is None.
+        UserError: The dataset can't be opened, lacks the split, or has several splits although ``split`` is None.
     """
     if find_spec("datasets") is None:
         raise UserError("--kind=datasets: requires the package `datasets`; install it, or use Parquet files")
     is_saved = _is_saved_dataset(Path(path))
     if not Path(path).exists() and (refused := hub_refusal(path, "dataset")) is not None and not _is_cached(path):
         raise UserError(
-            f"source={path_text(path)}: no such file or directory{refused}; fix the path, or use the id of a data "
-            "set that this machine can reach"
+            f"source={path_text(path)}: no such file or directory{refused}; correct the path, or use the id of a "
+            "dataset that this machine can reach"
         )
     import datasets
 
@@ -187,7 +187,7 @@ def open_dataset(path: str, split: str | None) -> tuple[Any, str | None]:
         if (away := transient_cause(error)) is not None:
             raise away from error
         if isinstance(error, FileNotFoundError) and error.errno is None and _is_whole_dataset(Path(path)):
-            # The library raises FileNotFoundError without an errno when an intact data set's storage does not respond.
+            # The library raises FileNotFoundError without an errno when an intact dataset's storage does not respond.
             raise OSError(errno.EAGAIN, str(error), path) from error
         raise UserError(
             f"source={path_text(path)}: can't be loaded as a `save_to_disk` directory or from the Hub "
@@ -198,7 +198,7 @@ def open_dataset(path: str, split: str | None) -> tuple[Any, str | None]:
             return loaded, None
         if split not in (None, str(loaded.split)):
             raise UserError(
-                f"--split={split}: the data set {path_text(path)} has only the split {loaded.split}; set that split, "
+                f"--split={split}: the dataset {path_text(path)} has only the split {loaded.split}; set that split, "
                 "or remove the option"
             )
         return loaded, split
@@ -206,13 +206,13 @@ def open_dataset(path: str, split: str | None) -> tuple[Any, str | None]:
     chosen = split or (names[0] if len(names) == 1 else None)
     if chosen not in names:
         raise UserError(
-            f"--split={split}: the data set {path_text(path)} has the splits {', '.join(names)}; set one of them"
+            f"--split={split}: the dataset {path_text(path)} has the splits {', '.join(names)}; set one of them"
         )
     return loaded[chosen], split
 
 
 def _is_cached(path: str) -> bool:
-    """Return whether the ``datasets`` cache contains a Hub data set.
+    """Return whether the ``datasets`` cache contains a Hub dataset.
 
     The cache folders, named ``OWNER___NAME`` with NAME in snake case, are searched here because importing the library
     takes a second, which is too long for refusing a misspelt path.
@@ -232,7 +232,7 @@ def _is_saved_dataset(path: Path) -> bool:
 
 
 def _is_dataset(path: str) -> bool:
-    """Return whether a path is a saved data set, or does not exist and is a valid Hub id outside every local folder."""
+    """Return whether a path is a saved dataset, or does not exist and is a valid Hub id outside every local folder."""
     if _is_saved_dataset(Path(path)):
         return True
     is_within = "/" in path and Path(path).parent.exists()
@@ -315,7 +315,7 @@ def _check_columns(fields: RowFields, columns: Sequence[str], source: str) -> No
 
 def _dataset_units(path: str, spec: SourceSpec, unit_bytes: int) -> Iterator[Unit]:
     dataset, split = open_dataset(path, spec.split)
-    _check_columns(spec.fields, dataset.column_names, f"the data set {path_text(path)}")
+    _check_columns(spec.fields, dataset.column_names, f"the dataset {path_text(path)}")
     num_rows = len(dataset)
     rows_per_unit = max(1, int(num_rows * unit_bytes / max(1, dataset.data.nbytes)))
     stamp, state = dataset_stamp(path, dataset), dataset_state(path, dataset)
@@ -335,15 +335,15 @@ def _dataset_units(path: str, spec: SourceSpec, unit_bytes: int) -> Iterator[Uni
 
 
 def dataset_stamp(path: str, dataset: Any) -> FileStamp:
-    """Return the stamp of an open data set: its number of rows, and a hash of the library's fingerprint."""
+    """Return the stamp of an open dataset: its number of rows, and a hash of the library's fingerprint."""
     number = int(stable_hash(str(dataset._fingerprint))[:12], 16)
     return FileStamp(path=path, num_bytes=len(dataset), modified_ns=number)
 
 
 def dataset_state(path: str, dataset: Any) -> str:
-    """Return a hash of the file sizes and times of a data set, or an empty string if no file is below ``path``.
+    """Return a hash of the file sizes and times of a dataset, or an empty string if no file is below ``path``.
 
-    The fingerprint alone is not enough: while a data set is being saved again, the library still reports the old
+    The fingerprint alone is not enough: while a dataset is being saved again, the library still reports the old
     fingerprint, because it writes the new one last.
 
     Raises:

@@ -110,11 +110,12 @@ class ChatTemplate:
             template = _BoundedTemplate(text)
         except TemplateSyntaxError as error:
             raise UserError(
-                f"{self._name} is not a valid Jinja template (line {error.lineno}: {error}); fix it"
+                f"{self._name} is not a valid Jinja template (line {error.lineno}: {error}); correct the template"
             ) from error
         except Exception as error:
             # Python may reject the code that Jinja generates.
-            raise UserError(f"{self._name} can't be compiled ({type(error).__name__}: {error}); fix it") from error
+            found = f"{type(error).__name__}: {error}"
+            raise UserError(f"{self._name} can't be compiled ({found}); correct the template") from error
         try:
             template.render(conversations=[[{"role": "user", "content": "."}]])
         except EndlessTemplateError as error:

@@ -210,7 +210,7 @@ class DocumentEncoder:
 
     def _chat(self, chat: EncodedDocument) -> EncodedDocument:
         if not chat.ids.size:
-            raise RowError("the chat template renders an empty text")
+            raise RowError("the chat template renders an empty string")
         if self.eos_token_id is not None and chat.ids[-1] != self.eos_token_id:
             if chat.ends_open:
                 # The appended end token also ends the open turn. A turn that has its own end token does not need

@@ -115,7 +115,7 @@ def marked_turns(
         borders = [_kept(render(messages[:end]), text, special) if end else 0 for end in (number, number + 1)]
         if borders[0] is None or borders[1] is None:
             raise RowError(
-                f"the chat template renders message {number} differently when it is the last message, so these marks "
+                f"the chat template renders message {number} differently when it is the last message, so its marks "
                 "can't be distinguished from other turns' marks; find the turns by rendering (--turns split)"
             )
         # Marks after the last message belong to the last message.
@@ -177,7 +177,7 @@ def _turn(messages: Messages, number: int, render: Render) -> WrittenChat:
         said = answered[at + len(prompt) :]
         pieces = ((number, True, 0), (number + 1, False, at + len(prompt)))
         return WrittenChat(text=asked + said, pieces=pieces, ranges=[(len(asked), len(asked) + len(said))])
-    raise RowError(f"the chat template renders the messages before message {number} differently without that message")
+    raise RowError(f"the chat template renders earlier messages differently once message {number} is added")
 
 
 def _closed(turn: WrittenChat, messages: Messages, number: int, render: Render, special: Sequence[str]) -> WrittenChat:

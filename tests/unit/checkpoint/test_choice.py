@@ -38,7 +38,7 @@ SHARD = "checkpoints/step-00000030/attempt-0001/rank-00001-of-00002.safetensors"
 MANIFEST, OTHER = manifest_key(30), manifest_key(20)
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a flipped byte in a shard": (lambda run: _flip(run / SHARD, _data(run)), "checksum of fp32/a"),
-    "a flipped byte in a table": (lambda run: _flip(run / SHARD, -1), "table of checksums"),
+    "a flipped byte in a table": (lambda run: _flip(run / SHARD, -1), "checksum table"),
     "a flipped byte in a manifest": (lambda run: _flip(run / MANIFEST, 700), "manifest's checksum|not JSON"),
     "a flipped byte in a header": (lambda run: _flip(run / SHARD, 20), "header's checksum"),
     "a truncated shard": (lambda run: _cut(run / SHARD, 7), "bytes instead of"),

@@ -186,7 +186,7 @@ def test_a_log_is_written_once_over_lost_connections_and_until_the_job_ends(naps
 def test_a_cluster_that_is_lost_for_long_leaves_the_job(naps: list[float], error: Exception) -> None:
     with pytest.raises(RunError, match=r"waited 300 s for job a-001: .*`ray-ulysses logs a --follow`"):
         follow(Cluster(states=[error]))
-    with pytest.raises(RunError, match="rejects the job"):
+    with pytest.raises(RunError, match="rejected the job"):
         _submit(Cluster(refusals=[error]))
 
 
@@ -241,7 +241,7 @@ def test_what_a_configuration_leaves_to_the_planner_is_left_to_it_in_the_job(nap
 def test_a_head_whose_agents_still_start_is_waited_for_and_other_refusals_are_told(naps: list[float]) -> None:
     starting = RuntimeError("Request failed with status code 500: No available agent to submit job")
     assert _submit(Cluster(refusals=[starting, starting])).job == "a-001" and len(naps) == 2
-    with pytest.raises(RunError, match=r"rejects the job .*too large"):
+    with pytest.raises(RunError, match=r"rejected the job .*too large"):
         _submit(Cluster(refusals=[RuntimeError("the package is too large")]))
 
 

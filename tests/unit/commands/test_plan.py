@@ -95,7 +95,7 @@ def test_what_fits_and_what_never_fits_is_said(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize("option", ["--longest", "--fit"])
 def test_a_question_about_memory_needs_the_memory(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(app, ["plan", _TINY, option]) == 2
-    assert f"memory.device_gib must be set for {option}" in " ".join(capsys.readouterr().err.split())
+    assert f"{option} requires memory.device_gib" in " ".join(capsys.readouterr().err.split())
 
 
 def test_what_the_planner_chose_is_stored_with_the_run_and_kept_by_a_resume(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_what_failed_before_does_not_block_the_right_command(tmp_path: Path, s3:
         prepare(one, s3.uri(prefix), exclude=["*.parquet"])
     good: dict[str, Any] = {"exclude": ["*.parquet", "*.jsonl"]}
     prepare(one, s3.uri(prefix), **good)
-    another = "contains a corpus made from other sources, options or source files, or a part of one"
+    another = "contains a complete or partial corpus made from other sources, options or source files"
     with pytest.raises(UserError, match=another):
         prepare(other, s3.uri(prefix))
     said = prepare(one, s3.uri(prefix), **good)

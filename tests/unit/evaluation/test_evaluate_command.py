@@ -212,7 +212,7 @@ def test_impossible_requests_are_refused_with_a_way_out(told: Told, corpus: Path
         (tmp_path / "adapter",): "is an adapter without its base model; specify the run that",
         (folder, "--lengths", "1z"): "is not a token count of 2 or more; write lengths as 1024 or 1k",
         (folder, "--step", "3", *data): "--step=3 is not a committed step of this run; use one of 4",
-        (tmp_path / "hf", "--step", "3"): "--step=3: needs a run, but ",
+        (tmp_path / "hf", "--step", "3"): "--step=3: applies only to a run, but ",
         (tmp_path / "untrained", *data): "RUN has no committed checkpoint in ",
         (folder,): "--data: is not set, and the run's own documents can't be read (the run has no data plan); specify",
         (tmp_path / "hf",): "--data: must be set, because a model directory has no documents; specify a corpus",

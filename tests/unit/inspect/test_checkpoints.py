@@ -369,7 +369,7 @@ def test_a_flipped_bit_is_located_by_file_tensor_and_bytes(saved: Path) -> None:
     ("damage", "said"),
     [
         (lambda path: flip(path, 20), "the header's checksum is wrong"),
-        (lambda path: flip(path, -1), "the table of checksums is damaged"),
+        (lambda path: flip(path, -1), r"the checksum table at byte \d+ is damaged"),
         (lambda path: cut(path, 7), r"has \d+ bytes instead of \d+"),
         (lambda path: path.unlink(), "is missing"),
     ],

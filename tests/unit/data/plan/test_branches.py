@@ -139,7 +139,7 @@ def test_a_step_with_rows_of_two_epochs_can_not_be_left_out() -> None:
     last, is_inside = divmod(plan.newest.epochs[1].first_row, 3)
     rows = plan.step_rows(last + 1)
     assert is_inside
-    said = rf"rows {rows[0]} to {rows[-1]} can't be left out: they belong to two epochs, .* data\.rows_per_step"
+    said = rf"rows {rows[0]} to {rows[-1]} can't be left out: they span two epochs, .* data\.rows_per_step"
     with pytest.raises(UserError, match=said):
         branch(plan, last, corpora, change, rows)
 
@@ -174,7 +174,7 @@ def test_rows_that_are_left_out_are_trained_in_no_later_segment_of_their_epoch_a
         epoch = max(plan.cursor(saved).epoch, plan.newest.branch.epoch if plan.newest.branch else 0)
         if plan.newest.epoch_of(rows[-1] - plan.newest.base_row) != epoch:
             straddles = plan.newest.epoch_of(rows[0] - plan.newest.base_row) != 1
-            words = "they belong to two epochs" if straddles else "they belong to epoch 2"
+            words = "they span two epochs" if straddles else "they belong to epoch 2"
             with pytest.raises(UserError, match=f"can't be left out: {words}"):
                 branch(plan, saved, corpora, change, rows)
             break
@@ -338,7 +338,7 @@ def test_a_branch_that_can_not_continue_the_run_is_refused() -> None:
     plan, longer = begin(corpora), replace(SETTINGS, context_tokens=64)
     with pytest.raises(UserError, match="is left for training"):
         branch(plan, plan.num_steps, corpora, longer)
-    with pytest.raises(UserError, match=r"\(step 1\) is older than the last change of the data \(step 2\)"):
+    with pytest.raises(UserError, match=r"\(step 1\) is older than the last data change \(step 2\)"):
         branch(branch(plan, 2, corpora, longer), 1, corpora, SETTINGS)
     with pytest.raises(UserError, match=r"the corpora of a run must keep their order"):
         remainder_after(plan, 2, tuple(reversed(corpora.documents.sources)), SETTINGS)
@@ -422,7 +422,7 @@ def test_a_source_goes_on_where_it_stopped() -> None:
 
 
 def test_a_weighted_source_without_a_document_to_train_on_is_refused() -> None:
-    with pytest.raises(UserError, match=r"c1 has weight 1.0, but no tokens left for epoch 0"):
+    with pytest.raises(UserError, match=r"c1 has weight 1.0 but no tokens left for epoch 0"):
         begin(Corpora(((20,) * 5, (1,) * 5), (1.0, 1.0)), SETTINGS)
 
 

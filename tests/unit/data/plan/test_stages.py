@@ -149,7 +149,9 @@ def test_rows_left_out_of_a_stage_do_not_affect_later_stages(corpora: tuple[Corp
 
 def test_a_stage_longer_than_its_data_or_than_what_was_trained_is_refused(corpora: tuple[Corpus, Corpus]) -> None:
     first, second = corpora
-    with pytest.raises(UserError, match=r"stage 's0': stages\.0\.steps=9999: the stage's data end after \d+ steps"):
+    with pytest.raises(
+        UserError, match=r"stage 's0': stages\.0\.steps=9999: the stage runs out of data after \d+ steps"
+    ):
         plan_stages([stage(0, first, steps=9999), stage(1, second)])
     with pytest.raises(UserError, match=r"stages\.1\.tokens=9999999: the stage's data end"):
         plan_stages([stage(0, first, steps=2), stage(1, first, tokens=9_999_999)])

@@ -313,7 +313,7 @@ def test_a_data_set_that_is_saved_again_during_a_preparation_is_refused(
 ) -> None:
     datasets = pytest.importorskip("datasets")
     if case == "other rows of the hub":
-        # A data set from the hub has no local files by which a change could be detected.
+        # A dataset from the hub has no local files by which a change could be detected.
         for module in ("extraction", "units"):
             monkeypatch.setattr(f"ray_ulysses.data.sources.{module}.dataset_state", lambda path, opened: "")
     path = tmp_path / "set"
@@ -330,7 +330,7 @@ def test_a_data_set_that_is_saved_again_during_a_preparation_is_refused(
     with pytest.raises(UserError, match=r"^source=.*/set: changed while it was being prepared"):
         write_unit(request.out, units[1], BYTES)
     if case == "the old fingerprint":
-        # The same data set may be saved again.
+        # The same dataset may be saved again.
         assert [one.index for one in begin(request).done] == [0]
 
 

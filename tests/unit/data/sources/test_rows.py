@@ -148,7 +148,7 @@ NOT_MESSAGES: list[tuple[dict[str, Any], str]] = [
 ]
 NOT_DOCUMENTS: list[tuple[Any, dict[str, Any], str]] = [
     *(("tokens", {"tokens": value}, reason) for value, reason in NOT_TOKENS),
-    ("tokens", {"tokens": [1], "labels": [1, 2]}, "2 labels for 1"),
+    ("tokens", {"tokens": [1], "labels": [1, 2]}, "there are 2 labels for 1"),
     *(("messages", row, reason) for row, reason in NOT_MESSAGES),
     ("completion", {"prompt": "p", "completion": ""}, "completion is empty"),
     ("completion", {"prompt": "p", "input": 0, "completion": "c"}, "input is of type int"),
@@ -295,7 +295,7 @@ def test_names_that_are_not_utf8_are_read_and_shown_with_their_bytes(tmp_path: P
     assert names == [r"d\xe9/vertr\xe4ge.txt", r"rows\xff.jsonl", r"cells\xfe.parquet"]
     left_out = [json.loads(line)["source"] for line in (corpus.path / "quarantine.jsonl").read_text().splitlines()]
     assert [Path(name).name for name in left_out] == [r"rows\xff.jsonl", r"cells\xfe.parquet"]
-    with pytest.raises(UserError, match=r"^--out=.*/out\\xff: the name is not UTF-8"):
+    with pytest.raises(UserError, match=r"^--out=.*/out\\xff: the path is not UTF-8"):
         begin(PrepareRequest(sources=SourceSpec(paths=(str(tmp_path / "in"),)), out=tmp_path / "out\udcff"))
     (tmp_path / "in" / "bad\udcff.parquet").write_text("PAR1 not really")
     with pytest.raises(UserError, match=r"^source=.*/bad\\xff.parquet: the Parquet file"):

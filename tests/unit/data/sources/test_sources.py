@@ -275,7 +275,7 @@ def test_a_split_is_required_only_if_there_are_several(tmp_path: Path) -> None:
     for own in ("test", "train[:10%]"):
         path = saved(tmp_path / own, "four", split=own)
         assert texts_of(spec_of(path, split=own)) == texts_of(spec_of(path)) == ["four"]
-        with pytest.raises(UserError, match=r"^--split=train: the data set"):
+        with pytest.raises(UserError, match=r"^--split=train: the dataset"):
             list_units(spec_of(path, split="train"))
 
 
@@ -383,11 +383,11 @@ def with_suffix(*names: str) -> Callable[[Path], None]:
 
 
 FORMATS: dict[str, tuple[str, Callable[[Path], None]]] = {
-    "mds": ("an MDS data set from MosaicML Streaming", mds),
-    "litdata": ("a LitData data set", litdata),
-    "datatrove": ("a tokenized datatrove data set", with_suffix("0_tokens.ds", "0.ds.index", "0.ds.metadata")),
+    "mds": ("an MDS dataset from MosaicML Streaming", mds),
+    "litdata": ("a LitData dataset", litdata),
+    "datatrove": ("a tokenized datatrove dataset", with_suffix("0_tokens.ds", "0.ds.index", "0.ds.metadata")),
     "webdataset": ("a tar archive, such as a WebDataset shard", with_suffix("shard-000000.tar")),
-    "megatron": ("a tokenized Megatron-LM data set", megatron),
+    "megatron": ("a tokenized Megatron-LM dataset", megatron),
     "numpy": ("a NumPy array", with_suffix("tokens.npy")),
     "arrow": ("an Arrow file", with_suffix("data-00000-of-00001.arrow")),
     "tfrecord": ("a TFRecord file", with_suffix("train.tfrecord")),
@@ -428,7 +428,7 @@ def test_files_that_an_index_does_not_list_are_read(tmp_path: Path, write: Calla
 @pytest.mark.parametrize("packed", ["c4.json.gz", "texts.txt.zst"])
 def test_a_compressed_file_among_rows_is_left_out_with_the_reason(tmp_path: Path, packed: str) -> None:
     (tmp_path / packed).write_bytes(b"\x1f\x8b")
-    with pytest.raises(UserError, match=rf"no source has rows.*{packed}, only \.jsonl\.gz"):
+    with pytest.raises(UserError, match=rf"no source has any.*{packed}, only \.jsonl\.gz"):
         read(tmp_path, RowFields(text="text"))
     (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "one"}))
     texts, left_out = read(tmp_path, RowFields(text="text"))
@@ -459,7 +459,7 @@ def test_a_readme_next_to_parquet_is_left_out_even_if_it_is_not_a_data_set_card(
     (tmp_path / "notes.txt").write_text("notes")
     texts, left_out = read(tmp_path)
     assert texts == ["notes", *(f"{name} {text}" for name in ("one", "two") for text in TEXTS)]
-    assert left_out == {"README.md": "a text file in a Hub data set that has rows"}
+    assert left_out == {"README.md": "a text file in a Hub dataset that has rows"}
 
 
 @pytest.mark.parametrize(
@@ -527,7 +527,7 @@ def test_a_source_that_is_neither_here_nor_on_the_hub_is_refused_after_one_reque
         with pytest.raises(UserError, match="no such file or directory") as refused:
             list_units(SourceSpec(paths=(path,), kind=kind))
         assert len(asked) == requests
-    assert ("has no data set with this id" in str(refused.value)) == (requests > 0)
+    assert ("has no dataset with this id" in str(refused.value)) == (requests > 0)
 
 
 def test_an_unreachable_hub_is_reported_at_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,7 +160,7 @@ def test_ambiguous_marks_are_not_used(chat_of: ChatOf) -> None:
     # The template adds a reasoning tag to the last turn.
     forgetful = MARKED.replace("{% generation %}", "{% if loop.last %}{{ '<think>' }}{% endif %}{% generation %}")
     weighted = [*CONVERSATION[:4], {**CONVERSATION[4], "weight": 0}]
-    with pytest.raises(RowError, match=r"so these marks"):
+    with pytest.raises(RowError, match=r"so its marks"):
         chat_of(forgetful + ASKS, turns="marks")[1].encode(weighted)
     tokenizer, chat = chat_of(forgetful + ASKS)
     one = only(chat.encode(weighted))

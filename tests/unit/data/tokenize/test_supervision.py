@@ -113,7 +113,7 @@ def test_tokens_and_labels_that_do_not_fit_are_left_out_with_the_reason(tmp_path
         (3, "token -1 at index 1 is outside the vocabulary of 257 tokens"),
         (4, "label 3 at index 1 is neither -100 nor the token 2"),
         (5, "none of its tokens is supervised"),
-        (6, "1 labels for 2 tokens"),
+        (6, "there are 1 labels for 2 tokens"),
         (7, "no field 'labels': the fields are 'ids'"),
         (8, "none of its tokens is supervised"),
     ]
