@@ -191,9 +191,7 @@ def asks_for_token(target: str, *, timeout_s: float = 4.0) -> bool:
         except grpc.RpcError as error:
             if error.code() in _REFUSED:
                 return True
-            raise RunError(
-                f"no Ray head answers at {target} ({_reason(error, timeout_s)}); {_ADDRESS_HINT}"
-            ) from error
+            raise RunError(f"no Ray head answers at {target} ({_reason(error, timeout_s)}); {_ADDRESS_HINT}") from error
     return False
 
 

@@ -45,7 +45,7 @@ def network_storage_has_a_server(config: Config) -> Iterator[Problem]:
 def event_files_have_a_path(config: Config) -> Iterator[Problem]:
     """Yield a problem if TensorBoard would append to event files in an object store."""
     if "tensorboard" in config.trackers and not isinstance(config.run_dir, Path):
-        rule = f"TensorBoard appends to its event files, which is impossible in run.storage={config.run.storage}"
+        rule = f"TensorBoard appends to event files, which run.storage={config.run.storage} does not support"
         hint = "remove tensorboard, or set run.storage to a path that every node can access"
         yield problem_of(config, "tracking.trackers", rule, hint)
 
@@ -140,7 +140,7 @@ def _data_has_a_source(config: Config) -> Iterator[Problem]:
         yield problem_of(config, "data.path", "no corpus is specified", hint)
     elif path is not None and sources is not None:
         hint = "list every corpus under data.sources, and remove data.path"
-        yield problem_of(config, "data.path", "data.sources lists corpora as well", hint)
+        yield problem_of(config, "data.path", "data.sources is also set", hint)
 
 
 def _weights_decide(config: Config) -> Iterator[Problem]:
@@ -175,7 +175,7 @@ def _nvme_has_a_place(config: Config) -> Iterator[Problem]:
         hint = "set memory.zero_stage: 3, or memory.offload_optimizer: cpu"
         yield problem_of(config, "memory.offload_optimizer", rule, hint)
     if config.checkpoint.host_buffers == 0:
-        rule = "with memory.offload_optimizer=nvme, there is no state in memory to write a checkpoint from"
+        rule = "memory.offload_optimizer=nvme requires a host buffer, from which checkpoints are written"
         yield problem_of(config, "checkpoint.host_buffers", rule, "set checkpoint.host_buffers to 1 or 2")
 
 
@@ -232,7 +232,7 @@ def ring_problems(config: Config, shape: ModelShape) -> Iterator[Problem]:
         return
     rings = [str(ring) for ring in range(1, sp_size + 1) if sp_size % ring == 0 and sp_size // ring <= heads]
     shared = sp_size // ring_size
-    rule = f"leaves {shared} of the parallel.sp_size={sp_size} ranks to share only the model's {heads} attention heads"
+    rule = f"leaves {heads} attention heads for {shared} ranks (parallel.sp_size={sp_size}), which need one head each"
     yield problem_of(config, "parallel.ring_size", rule, f"use {', '.join(rings)}, or null to choose automatically")
 
 
@@ -261,7 +261,7 @@ def _sp_is_allowed(config: Config) -> Iterator[Problem]:
     sp_size, allowed = config.parallel.sp_size, config.parallel.allowed_sp
     if allowed is not None and sp_size not in allowed:
         rule = f"is not in parallel.allowed_sp ({', '.join(str(size) for size in allowed)})"
-        yield problem_of(config, "parallel.sp_size", rule, "use one of these, or list it in a new run's allowed_sp")
+        yield problem_of(config, "parallel.sp_size", rule, "use one of these, or start a new run that allows it")
 
 
 def _context_holds_the_padding(config: Config) -> Iterator[Problem]:
@@ -290,7 +290,7 @@ def _tiles_are_shorter_than_rows(config: Config) -> Iterator[Problem]:
     for path, tile in (("memory.loss_tile", config.memory.loss_tile), ("memory.mlp_tile", config.memory.mlp_tile)):
         if isinstance(tile, int) and tile > longest:
             rule = (
-                f"is longer than a rank's {longest} tokens of the longest row "
+                f"exceeds the {longest} tokens that a rank has of the longest row "
                 f"(data.context_tokens={context} / parallel.sp_size={sp_size}), so nothing would be tiled"
             )
             yield problem_of(config, path, rule, f"use at most {longest}, auto or off")

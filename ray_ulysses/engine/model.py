@@ -116,8 +116,8 @@ def _compilable_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     layers: list[torch.nn.Module] = [one for one in model.modules() if isinstance(one, GradientCheckpointingLayer)]
     if not layers:
         raise UserError(
-            f"model.compile=true: no layer of {type(model).__name__} has Transformers' layer class, so nothing can "
-            "be compiled; set model.compile: false"
+            f"model.compile=true: {type(model).__name__} has no layer of class GradientCheckpointingLayer, so nothing "
+            "can be compiled; set model.compile: false"
         )
     return layers
 

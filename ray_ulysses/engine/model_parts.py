@@ -181,9 +181,8 @@ def own_forward(module: Any, setting: str = _OFF) -> Callable[..., Any]:
     forward = getattr(forward, "__func__", forward)
     if "forward" in vars(module) or getattr(forward, "__module__", None) != owner.__module__:
         raise NoTilesError(
-            f"the forward of {kind.__name__} was replaced by {getattr(forward, '__module__', forward)}, such as by a "
-            "fused kernel, but tiling requires the model's own forward; remove the replacement, or set "
-            f"{setting}"
+            f"the forward of {kind.__name__} was replaced by {getattr(forward, '__module__', forward)} (perhaps with "
+            f"a fused kernel), but tiling requires the model's own forward; remove the replacement, or set {setting}"
         )
     own: Callable[..., Any] = forward
     return own

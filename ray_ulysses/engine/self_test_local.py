@@ -102,7 +102,7 @@ def self_test_rank(device: torch.device, say: Callable[[str], object]) -> str:
         mesh = SequenceMesh.from_layout(ParallelLayout(world_size=world_size, sp_size=world_size))
         return run_self_test(mesh, device, *_settings(device)).in_words().removeprefix("self-test ")
     except UlyssesError as error:
-        raise RunError(str(error), "a run on this machine would train with wrong results; see above") from error
+        raise RunError(str(error), "training on this machine would give wrong results; see above") from error
     except RuntimeError as error:
         text = f"a kernel or a collective failed: {str(error).strip().splitlines()[0]}"
         raise RunError(text, "check the driver and the builds of torch, NCCL and flash-attn") from error

@@ -88,8 +88,8 @@ def _refuse_other_tokens(data: Place, corpus: Corpus, sources: Sequence[PlannedS
     trained = {source.tokenizer: source.path for source in sources if source.tokenizer}
     if trained and corpus.info.tokenizer.fingerprint not in trained:
         raise UserError(
-            f"--data={str(data)!r}: was prepared with the tokenizer {corpus.info.tokenizer.name}, but the run's "
-            f"corpus ({next(iter(trained.values()))}) with another tokenizer; prepare these documents with the latter"
+            f"--data={str(data)!r}: was prepared with the tokenizer {corpus.info.tokenizer.name}, which differs from "
+            f"the tokenizer of the run's corpus ({next(iter(trained.values()))}); prepare the documents with that one"
         )
 
 
@@ -107,7 +107,7 @@ def _of(corpora: CorpusSet, numbers: NDArray[np.int64] | None, *, words: str, is
     numbers = np.arange(lengths.size) if numbers is None else numbers
     numbers = numbers[lengths[numbers] > 1]
     if numbers.size == 0:
-        raise UserError(f"--data: no document has two or more tokens ({words}); {_GIVE}")
+        raise UserError(f"--data: no document has at least two tokens ({words}); {_GIVE}")
     return HeldOut(
         corpora=corpora,
         numbers=numbers,

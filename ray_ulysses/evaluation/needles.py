@@ -192,8 +192,8 @@ def _shared_out(questions: Sequence[_Question], kind: Kind, length: int) -> Iter
     least = taken + max(one.num_tokens for one in open_ones)
     if least > _MOST_FILLED * length:
         raise UserError(
-            f"--lengths={length}: is too short: the facts and questions of {kind} take {least} tokens with "
-            f"this tokenizer, and need surrounding text; use at least {int(least / _MOST_FILLED) + 1}, or --task loss"
+            f"--lengths={length}: is too short, since the facts and questions of {kind} take {least} tokens with "
+            f"this tokenizer and need surrounding text; use at least {int(least / _MOST_FILLED) + 1}, or --task loss"
         )
     while open_ones:
         row, filled = list(examples), taken

@@ -94,7 +94,7 @@ class SequenceMesh:
             if world_size > 1:
                 raise UserError(
                     f"sp_group=None is ambiguous in a world of {world_size} ranks; pass torch.distributed.group.WORLD "
-                    "to shard rows over all ranks, or dist.new_group([rank]) not to shard rows"
+                    "to shard rows over all ranks, or dist.new_group([rank]) to keep rows whole"
                 )
             sp_group = dist.group.WORLD
         if not isinstance(sp_group, dist.ProcessGroup):

@@ -41,9 +41,9 @@ def plan_notes(
         notes.append(f"the parameter count of model_type {shape.model_type!r} is an estimate")
     if shape.mixer_layers:
         notes.append(
-            f"{shape.mixer_layers} of {shape.num_layers} layers are recurrent: their activation memory is estimated as "
-            "for attention (1.0 to 11.5 times as much was measured without the optimized kernel packages), and their "
-            "time as for matrix products; measure both with `ray-ulysses check`"
+            f"{shape.mixer_layers} of {shape.num_layers} layers are recurrent: their activation memory is estimated "
+            "as if they were attention layers (1.0 to 11.5 times as much was measured without the optimized kernel "
+            "packages), and their time as matrix products only; measure both with `ray-ulysses check`"
         )
     return tuple(notes)
 
@@ -69,8 +69,8 @@ def _data_notes(config: Config, stage: Stage) -> Iterator[str]:
     horizon = config.schedule.horizon_steps or stage.schedule_end(plan.num_steps) - stage.schedule_start
     if (warmup := config.schedule.warmup(horizon)) >= horizon:
         yield (
-            f"{stage.schedule}.warmup_steps={warmup} is not shorter than the schedule's {horizon} steps: the learning "
-            "rate never decays"
+            f"{stage.schedule}.warmup_steps={warmup} is not below the schedule's {horizon} steps, so the learning rate "
+            "never decays"
         )
     yield from _share_notes(plan.newest)
     num_unlabelled = plan.newest.totals.unlabelled_rows
@@ -118,14 +118,14 @@ def _encoding_notes(corpora: Sequence[Corpus]) -> Iterator[str]:
                 f"in {corpus.folder} with {'no token' if token is None else f'token {token}'}"
                 for token, corpus in found.items()
             )
-            yield (f"documents {does} differently: {where}. If unintended, use the same option: prepare --{which}")
+            yield (f"documents {does} differently: {where}. If unintended, prepare all corpora with the same --{which}")
     templates = [corpus.info.encoding.chat_template for corpus in corpora]
     writers = {text: corpora[templates.index(text)] for text in templates if text is not None}
     if len(writers) > 1:
         yield (
             f"conversations in {' and '.join(str(corpus.folder) for corpus in writers.values())} were rendered with "
-            "different chat templates, but an export contains only the first template. If unintended, use the same "
-            "option: prepare --chat-template"
+            "different chat templates, but an export contains only the first template. If unintended, prepare all "
+            "corpora with the same --chat-template"
         )
 
 
@@ -171,8 +171,8 @@ def _balance_notes(config: Config, segment: Segment) -> Iterator[str]:
         then = step_times(np.concatenate(level), rows, dp_size).imbalance
         if then - 1 <= (now - 1) / 2:
             yield (
-                f"data.balance_steps=1: with {dp_size} data-parallel groups, steps take {now:.2f}x the time of "
-                f"perfectly balanced ranks; with data.balance_steps={num_steps}, they take {then:.2f}x"
+                f"data.balance_steps=1: with {dp_size} data-parallel groups, steps take {now:.2f}x as long as with "
+                f"perfectly balanced ranks; with data.balance_steps={num_steps}, they would take {then:.2f}x"
             )
             return
 
@@ -189,7 +189,7 @@ def _checkpoint_notes(config: Config, stage: Stage) -> Iterator[str]:
         when = "only at its end" if saves_at_end else "only on demand"
         yield (
             f"checkpoint.every_steps={every if every is not None else 'null'} and checkpoint.every_minutes=null up to "
-            f"step {last_step:,}: the {what} saves {when}, and an earlier failure loses all progress"
+            f"step {last_step:,}: the {what} saves {when}, so an earlier failure loses all progress"
             f"{f' since step {stage.first_step:,}' if stage.first_step else ''}"
         )
     if checkpoint.keep_best == 0 or checkpoint.best_metric != "eval_loss" or evaluation is None:

@@ -50,7 +50,7 @@ def heads_problems(config: Config, shape: ModelShape) -> Iterator[Problem]:
         return
     valid = [size for size in shape.mixer_sp_sizes if size <= shape.num_heads]
     hint = f"use {', '.join(map(str, valid))}"
-    why = f"can't divide the heads of the {shape.mixer_layers} recurrent layers equally"
+    why = f"does not evenly divide the heads of the {shape.mixer_layers} recurrent layers"
     parallel = config.parallel
     if parallel.ring_size is not None and parallel.ring_size > 1:
         rule = (
@@ -117,14 +117,14 @@ def plan_problems(config: Config, plan: Plan) -> Iterator[Problem]:
         yield problem_of(config, "run.stop_step", rule, hint)
     if config.run.eval_every_steps is not None and plan.evaluation.num_rows == 0:
         rule = "holds out no document with labels, but run.eval_every_steps is set"
-        yield problem_of(config, "data.eval_fraction", rule, "use a larger share, or set run.eval_every_steps=null")
+        yield problem_of(config, "data.eval_fraction", rule, "use a larger fraction, or set run.eval_every_steps=null")
 
 
 def corpus_problems(config: Config, plan: Plan) -> Iterator[Problem]:
     """Refuse a corpus with fewer rows than a step takes."""
     num_rows = plan.newest.train.num_rows
     if num_rows < plan.settings.rows_per_step and plan.newest.branch is None:
-        rule = f"exceeds the corpus, which has only {num_rows} rows, so there is no full step"
+        rule = f"exceeds the corpus, which has only {num_rows} rows, so no step would be full"
         hint = f"use at most {num_rows}, reduce data.context_tokens, increase data.epochs or add documents"
         yield problem_of(config, "data.rows_per_step", rule, hint)
 
@@ -158,13 +158,13 @@ def fit_hint(config: Config, shape: ModelShape) -> str:
     """Describe the nearest settings with which all stages fit, or the lowest memory use if no settings fit."""
     near, shorter = nearest(config, shape), _shorter_contexts(config, shape)
     if near is not None:
-        settings = f"by this estimate the nearest settings that fit are {near.options()}"
+        settings = f"by this estimate, the nearest settings that fit are {near.options()}"
         return f"{settings} (see `plan --fit`); or use {shorter}"
     least = leanest(config, shape)
     device, host = least.memory.device_bytes / GIB, least.memory.host_bytes / GIB
     options = f", with {least.options()}" if least.changes else ""
     return (
-        "by this estimate no settings fit, even with 8 times the workers; the configured workers need at least "
+        "by this estimate, no settings fit, even with 8 times the workers; the configured workers need at least "
         f"{device:.1f} GiB per device and {host:.1f} GiB per host{options}; use {shorter}"
     )
 
@@ -217,7 +217,7 @@ def local_problem(config: Config, shape: ModelShape, free_bytes: int) -> Problem
     if fitting:
         hint = f"use {fitting} (a run can resume with any number of workers), or a cluster (cluster.address)"
     else:
-        hint = "free memory, use a smaller model or context, or a cluster (cluster.address)"
+        hint = "free up memory, use a smaller model or context, or use a cluster (cluster.address)"
     return Problem(path="cluster.workers", value=workers, rule=rule, hint=hint)
 
 
@@ -227,7 +227,9 @@ def gpu_problem(config: Config, num_gpus: int) -> Problem | None:
     if config.cluster.gpus_per_worker == 0 or least <= num_gpus:
         return None
     fitting = num_gpus // sp_size * sp_size
-    fewer = f"use cluster.workers={fitting} (a run can resume with any number)," if fitting else "use 0 for CPUs,"
+    fewer = (
+        f"use cluster.workers={fitting} (a run can resume with any number)," if fitting else "use 0 to train on CPU,"
+    )
     rule = f"requires {least} GPUs for cluster.workers={least}, but torch finds {num_gpus} on this machine"
     return problem_of(config, "cluster.gpus_per_worker", rule, f"{fewer} or use a cluster (cluster.address)")
 
@@ -266,7 +268,7 @@ def shortage(
     said = ", ".join(f"{one.name} {one.bytes / GIB:.3g}" for one in largest)
     most_bytes = min(peak_gib, _LESS * planned_gib) * GIB
     return (
-        f"{peak_gib:.3g} GiB were {what} at its peak, {planned_gib:.3g} planned (largest: {said} GiB); "
+        f"{peak_gib:.3g} GiB were {what} at the peak, and {planned_gib:.3g} GiB were planned (largest: {said} GiB); "
         f"{_way_out(config, shape, stage, place, most_bytes)}"
     )
 
@@ -308,7 +310,7 @@ def _way_out(config: Config, shape: ModelShape, stage: int, place: MemoryPlace, 
             options = f"--set {where}.sp_size={size} {options}".rstrip()
             return f"the nearest settings that take less memory, on a branch of the run (--branch): {options}"
     return (
-        "no settings save a tenth of the memory with these workers; use more workers, reduce "
+        "no settings would save a tenth of the memory with these workers; use more workers, reduce "
         f"{where}.context_tokens, or use a smaller model"
     )
 

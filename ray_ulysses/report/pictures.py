@@ -229,7 +229,7 @@ def time_shares(record: RunRecord) -> tuple[Floats, dict[str, Floats]]:
 
 def _time(record: RunRecord) -> Figure:
     if record.timeline.end <= record.timeline.begin:
-        raise NothingToDrawError("the journal covers no time yet")
+        raise NothingToDrawError("the journal contains no timings yet")
     edges, shares = time_shares(record)
     length = edges[-1] - edges[0]
     unit, scale = next(

@@ -97,7 +97,7 @@ def _read_owner(store: Store, location: str) -> _Owner | None:
     except ContentError as error:
         raise UserError(
             f"{location}/{OWNER_FILE}, which records the owner of the checkpoints, is damaged ({error}); delete the "
-            "file, and the run directory whose journal records the newest checkpoint can continue"
+            "file, then continue the run in the directory whose journal records the newest checkpoint"
         ) from error
 
 

@@ -186,7 +186,7 @@ def _branch(run: ResolvedRun, bad: BadStep) -> tuple[int, str]:
     if kept.plan_id != bad.plan_id:
         raise RunError(f"the rows belong to plan {bad.plan_id}, but the run's plan is {kept.plan_id}")
     if step == 0 and config.model.resume_from is not None:
-        raise RunError("the run has no checkpoint of its own yet; decrease checkpoint.every_steps")
+        raise RunError("the run has not saved a checkpoint yet; decrease checkpoint.every_steps")
     stages = stage_plans(config, run.shape, stored.settings)
     plan, new = plan_stages(stages, kept, step, range(*bad.rows))
     store_plan(config, new, stored)

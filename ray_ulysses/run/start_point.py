@@ -242,7 +242,7 @@ class RecoverySources:
             return None
         origin = pinned_origin(config)
         if origin is None:
-            raise UserError(f"{SETTING}={config.model.resume_from!r} is not resolved; start the run with `train`")
+            raise UserError(f"{SETTING}={config.model.resume_from!r} was not looked up yet; start the run with `train`")
         return "another run", origin.location, check_origin(origin, config, self.plan)
 
     def open(self, source: Source, location: str, manifest: Manifest) -> Candidate:
@@ -403,7 +403,7 @@ def _none_committed(run_dir: Place, location: str, lineage: Lineage) -> UserErro
     steps = commits_that_count(journal.entries, lineage)
     if steps:
         return RunError(
-            f"{none} records {len(steps)}, the newest at step {steps[-1]}; check that the storage is mounted and "
+            f"{none} records {len(steps)} (newest: step {steps[-1]}); check that the storage is mounted and "
             "checkpoint.storage is unchanged, then try again"
         )
     if journal.damaged:

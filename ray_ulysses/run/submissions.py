@@ -124,7 +124,7 @@ def check_outcome(ended: Submission) -> None:
             "--upload-package"
         )
     if ended.exit_code == 2:
-        raise UserError(f"job {ended.job} was refused; see the job's log")
+        raise UserError(f"job {ended.job} was refused for its configuration or options; see the job's log")
     if ended.exit_code is None:
         # The job's command did not start, or its node was lost.
         raise RunError(f"job {ended.job} failed: {ended.message.strip()}; {again}")

@@ -72,10 +72,10 @@ def _check_create(store: Store, key: str) -> None:
     with ThreadPoolExecutor(_NUM_WRITERS) as pool:
         won = sum(pool.map(lambda _: create_if_absent(store, key, _FIRST), range(_NUM_WRITERS)))
     if won == 0:
-        raise _UnfitError("several writers tried to create the same file and none succeeded, but a commit needs one to")
+        raise _UnfitError("several writers tried to create the same file, but none succeeded, so nothing can be saved")
     if won > 1:
         raise _UnfitError(
-            "two writers can create the same file (conditional puts are ignored), so checkpoints can't be committed "
+            "several writers created the same file (conditional puts are ignored), so checkpoints can't be committed "
             "safely"
         )
 

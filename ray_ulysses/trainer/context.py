@@ -197,7 +197,7 @@ def probe_storage(run_dir: Place, worker: Worker, messenger: RankMessenger) -> N
         hint = "Mount the same file system at that path on every node"
         if not isinstance(run_dir, Path):
             hint = "Set the same endpoint and credentials on every node, in the environment or cluster.secrets_file"
-        raise UserError(f"run.storage: {run_dir} is not a directory shared by all nodes: {problem}. {hint}")
+        raise UserError(f"run.storage: {run_dir} is not shared by all nodes: {problem}. {hint}")
 
 
 def _refuse_away(run_dir: Place, nodes: str | None) -> None:

@@ -139,8 +139,8 @@ def resume(engine: Any, start: StartingState, context: AttemptContext, recorder:
         if chosen is None:
             # The engine was built without weights, and is now partially filled.
             raise CheckpointError(
-                "the state in peer memory could not be loaded completely, and there is no checkpoint on storage yet; "
-                "the next attempt starts from step 0"
+                "the state in peer memory could not be loaded completely, and no checkpoint has been saved yet; the "
+                "next attempt starts from step 0"
             )
         if stage_at(context.run.config, sources.plan, chosen.position.step).number != start.stage.number:
             # Set damaged checkpoints aside, so that the next attempt does not select them again.

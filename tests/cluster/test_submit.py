@@ -109,7 +109,7 @@ def test_a_job_is_followed_and_found_by_its_runs_name_and_a_refusal_is_the_users
     assert "no-corpus" in out
     assert err.splitlines()[0] == "connecting to the Ray cluster"
     assert "submitted run 'first' as job first-001\n" in err
-    assert "error: job first-001 was refused; see the job's log" in err
+    assert "error: job first-001 was refused for its configuration or options; see the job's log" in err
 
     assert run(app, ["status"]) == 0
     line = next(line for line in capfd.readouterr().out.splitlines() if line.split()[:1] == ["first"])

@@ -127,6 +127,6 @@ def test_a_stage_that_has_begun_keeps_a_schedule_of_its_own() -> None:
 
 def test_a_tile_may_be_longer_than_the_rows_of_a_short_stage() -> None:
     assert config(memory__loss_tile=512).memory.loss_tile == 512, "the first has 256 tokens per rank, the others 512"
-    assert "memory.loss_tile=513: is longer than a rank's 512 tokens" in refused(memory__loss_tile=513)
+    assert "memory.loss_tile=513: exceeds the 512 tokens" in refused(memory__loss_tile=513)
     # A stage whose rows are shared by fewer ranks has the longest.
     assert config({"name": "a", "steps": 3}, {"name": "b", "sp_size": 1}, memory__loss_tile=1024).stages

@@ -129,7 +129,7 @@ def test_positions_of_a_part_and_of_a_model_without_rotary_positions_are_refused
     with pytest.raises(ConfigError, match=r"model\.part=text exports into a copy of the complete checkpoint"):
         config_of(LLAMA, ROPES["yarn"], part="text", init="pretrained", path="/model")
     learned = {"model_type": "gpt2", "n_embd": 32, "n_head": 2, "n_layer": 1, "vocab_size": 64}
-    with pytest.raises(UserError, match=r"model\.rope: gpt2 has no rotary positions"):
+    with pytest.raises(UserError, match=r"model\.rope: gpt2 has no rotary embeddings"):
         described_config(config_of(learned | LLAMA | {"model_type": "gpt2"}, ROPES["theta"]))
 
 

@@ -177,6 +177,6 @@ def test_a_row_that_is_too_short_is_refused_with_a_sufficient_length(held: HeldO
     with pytest.raises(UserError) as error:
         rows_of(held, "several_keys", length=512)
     text = str(error.value)
-    assert text.startswith("--lengths=512: is too short: the facts and questions of several_keys take ")
+    assert text.startswith("--lengths=512: is too short, since the facts and questions of several_keys take ")
     least = int(text.removesuffix(", or --task loss").rpartition(" ")[2])
     assert len(rows_of(held, "several_keys", length=least + 8)) == 10

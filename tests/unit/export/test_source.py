@@ -79,7 +79,7 @@ def test_a_storage_without_the_journals_checkpoints_is_named(tmp_path: Path, pla
         (far / "run").mkdir(parents=True)
     if place == "a file":
         (far / "run/checkpoints").write_text("x")
-    with pytest.raises(RunError, match=r"journal records 3, the newest at step 6; .*checkpoint\.storage"):
+    with pytest.raises(RunError, match=r"journal records 3 \(newest: step 6\); .*checkpoint\.storage"):
         find_checkpoint(stored_config(run_dir), run_dir, "latest")
 
 

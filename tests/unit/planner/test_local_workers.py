@@ -43,7 +43,7 @@ def test_dozens_of_workers_are_refused_with_the_number_that_fits() -> None:
     # Only complete groups of sp_size workers.
     assert "; use 4 (a run" in str(local_problem(*tiny(64, 4), local_bytes(*tiny(7)) + WORKER_BYTES // 2))
     text = str(local_problem(*tiny(4, 4), RAY_BYTES + WORKER_BYTES))
-    assert text.endswith("free memory, use a smaller model or context, or a cluster (cluster.address)")
+    assert text.endswith("free up memory, use a smaller model or context, or use a cluster (cluster.address)")
     assert "has 0.0 GiB free" in str(local_problem(*tiny(1), -GIB))
     assert local_problem(*sized(load_config(DEMO, environment={})), 6 * GIB) is None, "the demo fits on a small laptop"
 
@@ -65,7 +65,7 @@ def test_the_memory_of_a_gpu_is_not_included() -> None:
     assert local_bytes(on_gpu, shape) == RAY_BYTES + 2 * (WORKER_BYTES + other.host_bytes)
 
 
-@pytest.mark.parametrize(("num_gpus", "way_out"), [(0, "use 0 for CPUs"), (3, "cluster.workers=2"), (4, None)])
+@pytest.mark.parametrize(("num_gpus", "way_out"), [(0, "use 0 to train on CPU"), (3, "cluster.workers=2"), (4, None)])
 def test_a_machine_with_too_few_gpus_is_refused_with_the_number_that_fits(num_gpus: int, way_out: str | None) -> None:
     config, _ = tiny(4, 2, cluster__gpus_per_worker=1)
     problem = gpu_problem(config, num_gpus)

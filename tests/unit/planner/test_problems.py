@@ -79,7 +79,7 @@ def test_memory_that_does_not_fit_is_refused_with_settings_that_do() -> None:
         str(problem),
     )
     assert (
-        "; by this estimate the nearest settings that fit are --set memory.loss_tile=auto (see `plan --fit`); "
+        "; by this estimate, the nearest settings that fit are --set memory.loss_tile=auto (see `plan --fit`); "
         in str(problem)
     )
 
