@@ -117,9 +117,7 @@ def stop(
 
     job = found[-1]
     if job.is_ended:
-        raise UserError(
-            f"RUN={run!r}: there is nothing to stop, since the newest job {job.job} has ended ({job.status})"
-        )
+        raise UserError(f"RUN={run!r}: the newest job {job.job} has ended ({job.status}), so there is nothing to stop")
     log = job_client.JobLog(client, job, _write, _say)
     log.skip()
     job_client.stop(client, job)

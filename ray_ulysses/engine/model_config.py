@@ -228,9 +228,7 @@ def set_rope(hf_config: Any, rope: RopeSection, context_tokens: int) -> None:
         raise UserError(f"model.rope: {text.model_type} has no rotary embeddings; remove model.rope")
     kinds = [name for name, value in stored.items() if isinstance(value, Mapping)]
     if kinds and _FULL not in kinds:
-        raise UserError(
-            f"model.rope: {text.model_type} has rotary embeddings for {', '.join(kinds)} layers, but not for {_FULL}"
-        )
+        raise UserError(f"model.rope: {text.model_type} has rotary embeddings only for {', '.join(kinds)}, not {_FULL}")
     changed = _merged(stored[_FULL] if kinds else stored, rope, trained)
     text.rope_parameters = {**stored, _FULL: changed} if kinds else changed
     if _ORIGINAL in changed and hasattr(text, _ORIGINAL):

@@ -50,7 +50,7 @@ def heads_problems(config: Config, shape: ModelShape) -> Iterator[Problem]:
         return
     valid = [size for size in shape.mixer_sp_sizes if size <= shape.num_heads]
     hint = f"use {', '.join(map(str, valid))}"
-    why = f"does not evenly divide the heads of the {shape.mixer_layers} recurrent layers"
+    why = f"can't evenly divide the heads of the {shape.mixer_layers} recurrent layers"
     parallel = config.parallel
     if parallel.ring_size is not None and parallel.ring_size > 1:
         rule = (
@@ -227,9 +227,7 @@ def gpu_problem(config: Config, num_gpus: int) -> Problem | None:
     if config.cluster.gpus_per_worker == 0 or least <= num_gpus:
         return None
     fitting = num_gpus // sp_size * sp_size
-    fewer = (
-        f"use cluster.workers={fitting} (a run can resume with any number)," if fitting else "use 0 to train on CPU,"
-    )
+    fewer = f"use cluster.workers={fitting} (a run can resume with any number)," if fitting else "use 0 (CPU training),"
     rule = f"requires {least} GPUs for cluster.workers={least}, but torch finds {num_gpus} on this machine"
     return problem_of(config, "cluster.gpus_per_worker", rule, f"{fewer} or use a cluster (cluster.address)")
 

@@ -104,19 +104,15 @@ def check_origin(origin: Origin, config: Config, plan: Plan) -> Manifest:
     try:
         plan.check_cursor(Cursor.from_json(dict(found.meta.cursor)))
     except UserError as error:
-        raise UserError(
-            f"{SETTING}={origin.reference!r}: this run can't continue from the checkpoint's position in the data "
-            f"({str(error).partition('; ')[0]}); use the data, seed and context of run {found.meta.run!r}, or {other}"
-        ) from error
+        why = f"this run can't continue from the checkpoint's data position ({str(error).partition('; ')[0]})"
+        hint = f"use the data, seed and context of run {found.meta.run!r}, or {other}"
+        raise UserError(f"{SETTING}={origin.reference!r}: {why}; {hint}") from error
     return found
 
 
 def _check_adapter(found: Manifest, origin: Origin, config: Config) -> None:
     """Refuse a checkpoint with a different ``model.adapter``, whose tensors have other names and shapes."""
-    theirs, own = (
-        found.meta.extra.get("settings", {}).get("model.adapter"),
-        setting(config, "model.adapter"),
-    )
+    theirs, own = found.meta.extra.get("settings", {}).get("model.adapter"), setting(config, "model.adapter")
     if theirs != own:
         named = ["no adapter" if one is None else f"model.adapter={one}" for one in (theirs, own)]
         raise UserError(

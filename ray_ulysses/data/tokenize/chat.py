@@ -102,8 +102,7 @@ class ByteChat:
         for number, message in enumerate(messages):
             role, content = message["role"], message.get("content")
             if role not in _BYTE_ROLES:
-                roles = ", ".join(_BYTE_ROLES)
-                raise RowError(f"message {number} has the role '{role}'; the byte tokenizer supports only {roles}")
+                raise RowError(f"message {number} has role '{role}'; byte chats support only {', '.join(_BYTE_ROLES)}")
             if content is None:
                 raise RowError(f"message {number} ({role}) has no content")
             if lost := next((name for name in ("tool_calls", *REASONING) if message.get(name)), None):

@@ -114,8 +114,7 @@ class ChatTemplate:
             ) from error
         except Exception as error:
             # Python may reject the code that Jinja generates.
-            found = f"{type(error).__name__}: {error}"
-            raise UserError(f"{self._name} can't be compiled ({found}); correct the template") from error
+            raise UserError(f"{self._name} can't be compiled ({type(error).__name__}: {error}); correct it") from error
         try:
             template.render(conversations=[[{"role": "user", "content": "."}]])
         except EndlessTemplateError as error:

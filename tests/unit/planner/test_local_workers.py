@@ -65,7 +65,7 @@ def test_the_memory_of_a_gpu_is_not_included() -> None:
     assert local_bytes(on_gpu, shape) == RAY_BYTES + 2 * (WORKER_BYTES + other.host_bytes)
 
 
-@pytest.mark.parametrize(("num_gpus", "way_out"), [(0, "use 0 to train on CPU"), (3, "cluster.workers=2"), (4, None)])
+@pytest.mark.parametrize(("num_gpus", "way_out"), [(0, "use 0 (CPU training)"), (3, "cluster.workers=2"), (4, None)])
 def test_a_machine_with_too_few_gpus_is_refused_with_the_number_that_fits(num_gpus: int, way_out: str | None) -> None:
     config, _ = tiny(4, 2, cluster__gpus_per_worker=1)
     problem = gpu_problem(config, num_gpus)
