@@ -104,16 +104,16 @@ def check_cloud(url: str | None = None, setting: CloudSetting = "auto") -> Check
 
     provider = node_watch.found_provider(setting)
     if provider is None:
-        detail = "none, according to this machine's firmware: runs expect no notices (elastic.cloud_notices)"
+        detail = "none detected in the firmware, so runs expect no preemption notices (elastic.cloud_notices)"
         return Check(name="cloud", level="ok", detail=detail)
     name = PROVIDER_NAMES[provider]
     try:
         notice = node_watch.MetadataService(provider, url=url, hints=True).notice()
     except (OSError, UnexpectedAnswerError) as error:
-        detail = f"{name}, but its metadata service gives no preemption notices ({error})"
+        detail = f"{name}, but its metadata service provides no preemption notices ({error})"
         return Check(name="cloud", level="warn", detail=detail, hint=reach_hint(provider))
     if notice is not None:
-        detail = f"{name} is about to take this machine away: {notice.what}"
+        detail = f"{name} is about to reclaim this machine: {notice.what}"
         return Check(name="cloud", level="warn", detail=detail, hint="use another machine")
     return Check(name="cloud", level="ok", detail=f"{name}, with preemption notices")
 
@@ -230,7 +230,7 @@ def check_accelerator() -> list[Check]:
         import torch
         import torch.distributed as dist
     except ImportError as error:
-        return [Check(name="accelerator", level="fail", detail=f"torch can't be imported: {error}", hint="see torch")]
+        return [Check(name="accelerator", level="fail", detail=f"torch can't be imported: {error}", hint="see above")]
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         gib = torch.cuda.get_device_properties(0).total_memory / _GIB
@@ -318,7 +318,7 @@ def check_locked_memory(devices: Path, limit: int) -> Iterator[Check]:
         yield Check(name="locked memory", level="ok", detail="unlimited")
         return
     detail = f"limited to {limit / _GIB:.3g} GiB, but the devices in {devices} transfer only locked memory"
-    hint = "docker run --ulimit memlock=-1:-1, or LimitMEMLOCK=infinity for the container runtime of the node"
+    hint = "use docker run --ulimit memlock=-1:-1, or set LimitMEMLOCK=infinity for the node's container runtime"
     yield Check(name="locked memory", level="warn", detail=detail, hint=hint)
 
 

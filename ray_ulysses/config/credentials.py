@@ -31,8 +31,8 @@ _VARIABLE = re.compile(r"(?P<name>\$\{[^{}]*\}?)|(?:^|/)(?P<bare>\$[A-Z_][A-Z0-9
 """Matches ``${NAME}`` anywhere, and an uppercase ``$NAME`` as a path component; Azure has a lowercase ``$web``."""
 _NODES = "in the environment of every node or in cluster.secrets_file"
 _SERVER = f"set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN, {_NODES}"
-_POSTGRESQL = f"leave the user in it, and set PGPASSWORD {_NODES}"
-_DATABASE = "give the address of an MLflow server in front of the database"
+_POSTGRESQL = f"keep only the user name in it, and set PGPASSWORD {_NODES}"
+_DATABASE = "use the address of an MLflow server in front of the database"
 
 
 def steers_programs(name: str) -> bool:

@@ -64,14 +64,14 @@ def stage_problems(config: Config) -> Iterator[Problem]:
             rule, hint = "is the name of another stage", "choose another name"
             yield Problem(path=f"{path}.name", value=stage.name, rule=rule, hint=hint)
         if stage.steps is not None and stage.tokens is not None:
-            rule = f"stages.{number}.tokens={stage.tokens} sets the stage's length as well"
+            rule = f"stages.{number}.tokens={stage.tokens} also sets the stage's length"
             yield Problem(path=f"{path}.steps", value=stage.steps, rule=rule, hint="remove steps or tokens")
         elif stage.steps is None and stage.tokens is None and not is_last:
             rule = "every stage except the last requires a length"
             yield Problem(path=f"{path}.steps", rule=rule, hint="set the stage's steps or tokens")
         if stage.path is not None and stage.sources is not None:
             hint = "list every corpus under sources, and remove path"
-            yield Problem(path=f"{path}.path", value=stage.path, rule="sources lists corpora as well", hint=hint)
+            yield Problem(path=f"{path}.path", value=stage.path, rule="sources is also set", hint=hint)
         yield from _within_the_run(config, stage, path)
     if config.stages and config.model.resume_from is not None and config.model.resume_state == "all":
         rule = "continues another run at its step, but this run has its own stages"
@@ -85,7 +85,7 @@ def _within_the_run(config: Config, stage: StageSection, path: str) -> Iterator[
             path=f"{path}.rope",
             rule="changes the text decoder's positions, but model.part=text exports into a copy of the complete "
             "checkpoint, whose config.json is not changed",
-            hint="change config.json of model.path instead, for the whole run",
+            hint="edit the config.json in model.path instead, for the whole run",
         )
     context, sp_size = config.data.context_tokens, config.parallel.sp_size
     if stage.context_tokens is not None and stage.context_tokens > context:

@@ -204,7 +204,7 @@ def _hint(error: RankError) -> str:
     if "memory monitor" in error.what:
         return "give the node more memory or fewer workers, or reduce the workers' memory use (see `ray-ulysses plan`)"
     if "ran out of memory" in error.what:
-        return "change what the error lists; `ray-ulysses plan CONFIG --fit` with a lower memory.device_gib finds more"
+        return "use the settings in the error, or lower memory.device_gib and see `ray-ulysses plan CONFIG --fit`"
     if "out of memory" in error.what.lower():
         return (
             "reduce memory use per worker: increase parallel.sp_size or memory.attention_head_groups, or set "

@@ -170,7 +170,7 @@ def _live_logits(
     batch = shard_batch(tokens, tokens, lengths, mesh)
     logits: torch.Tensor = unshard(model(**batch.model_inputs()).logits, batch)[0]
     if not bool(logits.isfinite().all()):
-        where = f"nor are {len(not_finite)} of its weights ({not_finite[0]})" if not_finite else "but its weights are"
+        where = f"and neither are {len(not_finite)} weights ({not_finite[0]})" if not_finite else "but its weights are"
         raise RunError(
             f"the export failed its check: the live model's logits are not finite, {where}; training had already "
             "diverged. Nothing was published; export an earlier --step, or skip the check with --no-check"
