@@ -288,7 +288,7 @@ class ModelShape:
         missing = [name for name in ("model_type", *_REQUIRED) if config.get(name) is None]
         if missing:
             raise UserError(
-                f"{source}: {', '.join(missing)} missing; a decoder's configuration must define "
+                f"{source}: {', '.join(missing)} not found; a decoder's configuration must define "
                 f"{', '.join(('model_type', *_REQUIRED))}, as on the Hugging Face hub{_nearest_family(model_type)}"
             )
         if not isinstance(model_type, str):

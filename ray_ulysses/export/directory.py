@@ -233,7 +233,7 @@ def _sweep(out: Path) -> None:
             descriptor = lock_file(leftover / _LOCK_FILE, out.parent)
         except BlockingIOError as error:
             raise RunError(
-                f"--out={str(out)!r}: another process is exporting to this directory; wait for that process, or stop it"
+                f"--out={str(out)!r}: another process is exporting to this directory; wait for it to finish, or stop it"
             ) from error
         shutil.rmtree(leftover, ignore_errors=True)
         os.close(descriptor)

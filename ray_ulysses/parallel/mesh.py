@@ -188,6 +188,6 @@ def _refuse_unequal_names(sp_group: dist.ProcessGroup) -> None:
     if len(set(counts)) > 1:
         raise UserError(
             f"the ranks of sp_group belong to {min(counts)} to {max(counts)} process groups, but a ring requires "
-            "the same number on all ranks; create the mesh before groups of only some of the mesh's ranks, or use "
+            "the same number on all ranks; create the mesh before groups that have only some of its ranks, or use "
             "SequenceMesh.from_layout"
         )

@@ -164,7 +164,7 @@ class Claim:
             raise
         except OSError as error:
             raise UserError(
-                f"{self._setting}: the storage of run {self.run!r} is not usable ({error.strerror or error}); repair "
+                f"{self._setting}: the storage of run {self.run!r} can't be used ({error.strerror or error}); repair "
                 f"it, or set {self._setting} to another location"
             ) from error
         if beat_in_background:

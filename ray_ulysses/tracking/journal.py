@@ -371,7 +371,7 @@ class SegmentedJournal:
                 self._sealed = b""
                 self._next += 1
             return
-        raise OSError(errno.EIO, f"{_MOST_TRIES} segments of another writer follow the last segment", self.path)
+        raise OSError(errno.EIO, f"another writer has added {_MOST_TRIES} segments after the last one", self.path)
 
     def _look(self) -> None:
         """Set `is_gone` if the segment that claimed the attempt no longer exists."""
