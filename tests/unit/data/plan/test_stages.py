@@ -153,7 +153,7 @@ def test_a_stage_longer_than_its_data_or_than_what_was_trained_is_refused(corpor
         UserError, match=r"stage 's0': stages\.0\.steps=9999: the stage runs out of data after \d+ steps"
     ):
         plan_stages([stage(0, first, steps=9999), stage(1, second)])
-    with pytest.raises(UserError, match=r"stages\.1\.tokens=9999999: the stage's data end"):
+    with pytest.raises(UserError, match=r"stages\.1\.tokens=9999999: the stage runs out of data"):
         plan_stages([stage(0, first, steps=2), stage(1, first, tokens=9_999_999)])
     stages = three(first, second)
     plan, _ = plan_stages(stages)
