@@ -533,7 +533,7 @@ def _utf8_text(text: str) -> str:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise RowError(f"the text has a lone surrogate at character {error.start}") from error
+        raise RowError(f"a lone surrogate at character {error.start}") from error
     return text
 
 
