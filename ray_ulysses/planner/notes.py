@@ -172,7 +172,7 @@ def _balance_notes(config: Config, segment: Segment) -> Iterator[str]:
         if then - 1 <= (now - 1) / 2:
             yield (
                 f"data.balance_steps=1: with {dp_size} data-parallel groups, steps take {now:.2f}x as long as with "
-                f"perfectly balanced ranks; with data.balance_steps={num_steps}, they would take {then:.2f}x"
+                f"perfectly balanced ranks; with data.balance_steps={num_steps}, they take {then:.2f}x"
             )
             return
 
