@@ -75,8 +75,7 @@ def _check_create(store: Store, key: str) -> None:
         raise _UnfitError("several writers tried to create the same file, but none succeeded, so nothing can be saved")
     if won > 1:
         raise _UnfitError(
-            "several writers created the same file (conditional puts are ignored), so checkpoints can't be committed "
-            "safely"
+            "two writers created the same file (conditional puts are ignored), so checkpoints can't be committed safely"
         )
 
 

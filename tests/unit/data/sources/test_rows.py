@@ -140,7 +140,7 @@ NOT_MESSAGES: list[tuple[dict[str, Any], str]] = [
     (said("human", 3), "type int"),
     (said("function_call", "jump"), "calls of message 0 are not JSON"),
     (said("function_call", f'{{"name": "f", "arguments": {"[" * 600 + "]" * 600}}}'), "100 levels deep"),
-    (said("function_call", '{"name": "f"}'), "no arguments"),
+    (said("function_call", '{"name": "f"}'), "lacks a name or arguments"),
     (parts("a"), "part 1 .* type str"),
     (parts({"type": "image", "url": "b"}), 'part 1 .* "image"'),
     (parts({"type": "text"}), "part 1 is missing"),
