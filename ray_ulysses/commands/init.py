@@ -21,10 +21,13 @@ _NFS = """
 
 
 def init(
-    model: Annotated[str, typer.Option(help="Directory of a Hugging Face model, or its id on the hub.")],
-    context: Annotated[int, typer.Option(help="Tokens per row.", min=128)],
-    gpus: Annotated[int, typer.Option(help="Number of GPUs; a node has eight.", min=1)],
     out: Annotated[Path, typer.Option(help="YAML file to write.")],
+    model: Annotated[str | None, typer.Option(help="Directory of a Hugging Face model, or its id on the hub.")] = None,
+    context: Annotated[int | None, typer.Option(help="Tokens per row.", min=128)] = None,
+    gpus: Annotated[int | None, typer.Option(help="Number of GPUs; a node has eight.", min=1)] = None,
+    files: Annotated[
+        list[Path] | None, typer.Option("--from", help="Convert this file of another tool; can be repeated.")
+    ] = None,
     gpu_memory: Annotated[float, typer.Option(help="Memory of one GPU in GB, as in its product name.", min=4)] = 80.0,
     host_memory: Annotated[float, typer.Option(help="Host memory per GPU, in GiB.", min=4)] = 200.0,
     quiet: Quiet = False,
@@ -33,11 +36,18 @@ def init(
 
     It passes ``plan`` and uses the layout with the fastest predicted step among the layouts that fit. Settings that the
     user must decide are marked with `edit`.
+
+    With --from, convert the configuration of DeepSpeed, Accelerate, Transformers, TRL, Axolotl, LLaMA-Factory, ms-swift
+    or torchtitan. The other options are then needed only for values that the files do not state.
     """
     if out.exists():
         raise UserError(f"--out={str(out)!r}: already exists; use another file or remove this one")
+    if files:
+        _convert(files, {"--model": model, "--context": context, "--gpus": gpus}, out)
+        return
+    if model is None or context is None or gpus is None:
+        raise UserError("--model, --context and --gpus: must be given, or --from FILE to convert another tool's file")
     from ray_ulysses.planner.memory_terms import GIB
-    from ray_ulysses.storage.atomic import write_text
 
     with Waiting("loading libraries", is_quiet=quiet) as wait:
         import yaml
@@ -57,15 +67,30 @@ def init(
             problems = problems or "; ".join(map(str, report.problems))
         else:
             raise UserError(f"--model={model!r}: {problems}")
-    try:
-        write_text(out, text)
-    except OSError as error:
-        raise RunError(f"--out={str(out)!r}: can't be written ({error.strerror}); use another file") from error
+    _write(out, text)
     gib = first.memory.device_bytes / GIB
     put_line(
         f"{out}: {first.config.parallel.sp_size} of {gpus} GPUs share a row, {gib:.1f} GiB per GPU; "
         f"edit what is marked with `edit`, then: ray-ulysses plan {out}"
     )
+
+
+def _convert(files: list[Path], given: dict[str, str | int | None], out: Path) -> None:
+    from ray_ulysses.migration.write import convert
+
+    text = convert(files, {name: value for name, value in given.items() if value is not None})
+    _write(out, text)
+    edits = sum("# edit" in line for line in text.splitlines())
+    put_line(f"{out}: edit the {edits} lines that are marked with `edit`, then: ray-ulysses plan {out}")
+
+
+def _write(out: Path, text: str) -> None:
+    from ray_ulysses.storage.atomic import write_text
+
+    try:
+        write_text(out, text)
+    except OSError as error:
+        raise RunError(f"--out={str(out)!r}: can't be written ({error.strerror}); use another file") from error
 
 
 def _render(first: FirstConfig, model: str, gpu_memory: float) -> str:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ray_ulysses.errors import UserError
+from ray_ulysses.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
@@ -39,7 +40,15 @@ def load_run_config(path: Path, overrides: list[str]) -> Config:
     from ray_ulysses.config import load_config
     from ray_ulysses.run.secrets_file import use_secrets
 
-    loaded = load_config(path, overrides, environment=os.environ)
+    try:
+        loaded = load_config(path, overrides, environment=os.environ)
+    except ConfigError as error:
+        from ray_ulysses.migration.tables import foreign_tool
+
+        if (tool := foreign_tool(path)) is not None:
+            command = f"ray-ulysses init --from {shlex.quote(str(path))} --out converted.yaml"
+            raise UserError(f"CONFIG={str(path)!r}: is a configuration of {tool}; to convert it: {command}") from error
+        raise
     use_secrets(loaded)
     return loaded
 

@@ -1,0 +1,1 @@
+"""Conversion of other tools' configurations to ours: one table per tool in ``tables/``, and one writer for all."""
