@@ -385,11 +385,11 @@ def _warmup(w: _Writer, steps: int) -> int:
     ratio, warmup = (warmup, 0.0) if 0 < warmup < 1 else (0.0 if warmup else ratio, warmup)
     if f.text("schedule") == "constant":
         ratio = warmup = 0.0
+    why = "its rates are those of one step later, since the first step has rate 0 there"
     if ratio and not steps:
-        w.put("schedule.warmup_steps", 0, "warmup_ratio", "warmup_steps", why=f"edit: {ratio:g} of the planned steps")
+        w.put("schedule.warmup_ratio", ratio, "warmup_ratio", "warmup_steps", why=why)
         return 0
     known = math.ceil(ratio * steps) if ratio else int(warmup)
-    why = "its rates are those of one step later, since the first step has rate 0 there"
     why = "" if not known or f.flag("exact_warmup") else why
     if steps and known >= steps:
         known, why = steps - 1, "the run has no more steps"

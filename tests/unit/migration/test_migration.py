@@ -102,7 +102,7 @@ FACTS: dict[str, tuple[Any, str, Any]] = {
     "decay_ratio": (0.1, "schedule.decay_steps", None),
     "decay_shape": ("linear", "schedule.kind", "wsd"),
     "warmup_steps": (20, "schedule.warmup_steps", 20),
-    "warmup_ratio": (0.1, "schedule.warmup_steps", None),
+    "warmup_ratio": (0.1, "schedule.warmup_ratio", None),
     "checkpointing": (True, "memory.gradient_checkpointing", True),
     "offload_activations": (True, "memory.offload_activations", ["layer_inputs"]),
     "zero_stage": (2, "memory.zero_stage", 2),
