@@ -64,8 +64,8 @@ def prepare(
 ) -> None:
     """Turn text, source trees, JSONL, Parquet or a `datasets` dataset into token shards. Resumable.
 
-    Each text file is one document, as is each row of JSONL, Parquet or a dataset. The field options
-    select one of four kinds of row:
+    Reads Megatron-LM, datatrove and MDS datasets too. Each text file is one document, as is each row
+    of JSONL, Parquet or a dataset. The field options select one of four kinds of row:
 
     \b
     row     options                              what is learned

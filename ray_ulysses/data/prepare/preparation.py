@@ -6,6 +6,7 @@ The units may be processed anywhere, for example in Ray tasks (``ray_ulysses.clu
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -13,20 +14,24 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
+
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.corpus.format import CORPUS_FILE, PREPARATION_FILE, SHARDS_DIRECTORY
 from ray_ulysses.data.fingerprint import stable_hash
 from ray_ulysses.data.prepare.merge import Duplicates, merge, remove_working_files, working_files
-from ray_ulysses.data.prepare.unit_writer import UnitResult, finished_unit, unit_signature
-from ray_ulysses.data.sources.extraction import refuse_missing_fields
+from ray_ulysses.data.prepare.unit_writer import UnitResult, finished_unit, other_tokenizer, unit_signature
+from ray_ulysses.data.sources.extraction import RawDocument, read_unit, refuse_missing_fields
 from ray_ulysses.data.sources.files import path_text
-from ray_ulysses.data.sources.rows import Rejected
-from ray_ulysses.data.sources.units import DEFAULT_UNIT_BYTES, SourceSpec, Unit, list_units
-from ray_ulysses.data.tokenize.encoding import DocumentEncoder, load_encoder
+from ray_ulysses.data.sources.rows import Rejected, RowError, TokenRow
+from ray_ulysses.data.sources.token_files import stored_tokenizer, stored_type
+from ray_ulysses.data.sources.units import DEFAULT_UNIT_BYTES, TOKENIZED, SourceSpec, Unit, list_units
+from ray_ulysses.data.tokenize.encoding import DocumentEncoder, OutsideVocabularyError, load_encoder
 from ray_ulysses.data.tokenize.options import EncodingOptions
 from ray_ulysses.data.tokenize.tokenizers import BYTES, TokenizerInfo
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.atomic import TEMPORARY_PREFIX, make_folders, write_text
+from ray_ulysses.storage.hub import is_id
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.location import expand_home
 from ray_ulysses.storage.lock import LockOwner, NoLocksError, lock_file, read_owner, write_note
@@ -35,6 +40,9 @@ from ray_ulysses.storage.retry import RETRY, RetryPolicy, is_transient
 from ray_ulysses.validation import parse_json
 
 LOCK_FILE = ".prepare.lock"
+_FIRST_DOCUMENTS = 1000
+# Texts without an end token often end with one of these, and rarely all with the same other token.
+_FEWEST_ENDS, _TEXT_ENDS = 16, ("", ".", ")", "}", ">", ";", "。")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,12 +235,56 @@ def _listed(request: PrepareRequest) -> Preparation:
             f"(--kind={request.sources.kind}), or none of the matching files has rows; nothing was written"
         )
     refuse_missing_fields(units)
+    _refuse_other_tokenizer(units, encoder)
     others = _other_corpora(request, encoder.tokenizer.info)
     options = _options_signature(request, encoder, others)
     signature = stable_hash([options, [unit_signature(unit, encoder) for unit in units]])
     return Preparation(
         request=request, encoder=encoder, units=units, rejected=rejected, options=options, signature=signature
     )
+
+
+def _refuse_other_tokenizer(units: Sequence[Unit], encoder: DocumentEncoder) -> None:
+    """Refuse token files that another tokenizer made, as far as their metadata and the first documents show."""
+    info, seen = encoder.tokenizer.info, set()
+    for unit in units:
+        if unit.kind not in TOKENIZED or unit.first:
+            continue
+        source, (name, _) = path_text(unit.files[0].path), stored_tokenizer(unit.files)
+        # A local folder may be the tokenizer of the same name; another machine's path says nothing.
+        if name and is_id(name) and name.lower().split("/")[-1] not in info.name.lower().replace("--", "/").split("/"):
+            way = f"the tokenizer {name} made it (a folder with the same tokenizer must have the name of this id)"
+            raise other_tokenizer(source, way, encoder)
+        dtype = stored_type(unit.files, unit.fields)
+        if dtype is not None and (dtype.kind not in "iu" or np.iinfo(dtype).max < info.vocab_size - 1):
+            rule = f"stores tokens as {dtype.name}, which can't represent a vocabulary of {info.vocab_size:,} tokens"
+            raise other_tokenizer(source, rule, encoder)
+        if unit.kind not in seen:
+            seen.add(unit.kind)
+            _refuse_other_tokens(unit, encoder)
+
+
+def _refuse_other_tokens(unit: Unit, encoder: DocumentEncoder) -> None:
+    ends = []
+    for document in itertools.islice(read_unit(unit), _FIRST_DOCUMENTS):
+        if isinstance(document, RawDocument) and isinstance(document.content, TokenRow):
+            try:
+                encoder.encode(document.content)
+            except OutsideVocabularyError as error:
+                raise other_tokenizer(document.source, f"document {document.offset}: {error}", encoder) from error
+            except RowError:
+                continue
+            ends += [] if document.content.is_window else [int(document.content.tokens[-1])]
+    if encoder.eos_token_id is None or len(set(ends)) != 1 or ends[0] == encoder.eos_token_id:
+        return
+    text, is_special = encoder.tokenizer.decode(np.array(ends[:1])), ends[0] in encoder.tokenizer.special_ids
+    if is_special or (len(ends) >= _FEWEST_ENDS and text.strip() not in _TEXT_ENDS):
+        raise UserError(
+            f"source={path_text(unit.files[0].path)}: its documents end with the token {ends[0]} ({text!r}), but "
+            f"documents end with {encoder.eos_token_id} in --tokenizer={encoder.tokenizer.info.name}; set --tokenizer "
+            f"to the tokenizer that made the file, --eos={text!r} if the token ends documents, or --eos=none to add no "
+            "token"
+        )
 
 
 def _finished_units(preparation: Preparation) -> tuple[UnitResult, ...]:

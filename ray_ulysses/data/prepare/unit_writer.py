@@ -23,14 +23,16 @@ from ray_ulysses.data.sources.extraction import RawDocument, read_unit
 from ray_ulysses.data.sources.files import changed
 from ray_ulysses.data.sources.records import LineCounts
 from ray_ulysses.data.sources.rows import ChatRow, Rejected, RowError
-from ray_ulysses.data.sources.units import Unit
+from ray_ulysses.data.sources.units import TOKENIZED, Unit
 from ray_ulysses.data.tokenize.encoding import (
     NOT_SUPERVISED,
     DocumentEncoder,
+    OutsideVocabularyError,
     text_digest,
     weighted,
 )
 from ray_ulysses.data.tokenize.spans import EncodedDocument
+from ray_ulysses.errors import UserError
 from ray_ulysses.storage.atomic import atomic_file, write_text
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.regular import open_regular, read_regular
@@ -141,7 +143,7 @@ def write_unit(out: Path, unit: Unit, encoder: DocumentEncoder, retry: RetryPoli
 
 def _write_unit(out: Path, unit: Unit, encoder: DocumentEncoder) -> UnitResult:
     shard_path = out / SHARDS_DIRECTORY / f"shard-{unit.index:05d}.tokens"
-    collected = _Collected(encoder)
+    collected = _Collected(encoder, unit)
     with atomic_file(shard_path, out) as temporary:
         writer = FlatWriter(temporary, token_dtype(encoder.tokenizer.info.vocab_size))
         try:
@@ -180,14 +182,14 @@ def _write_unit(out: Path, unit: Unit, encoder: DocumentEncoder) -> UnitResult:
 class _Collected:
     """Notes of a unit, collected while the unit is read."""
 
-    def __init__(self, encoder: DocumentEncoder) -> None:
+    def __init__(self, encoder: DocumentEncoder, unit: Unit) -> None:
         self.rejected: list[Rejected] = []
         self.columns: dict[str, list[Any]] = {name: [] for name in NOTES_SCHEMA.names}
         self.has_spans = self.has_weights = False
         self.turn_ends: set[int] = set()
         self.lines: LineCounts | None = None
         self.num_chats = self.num_chat_documents = self.num_open_turns = 0
-        self._encoder = encoder
+        self._encoder, self._is_tokenized = encoder, unit.kind in TOKENIZED
         # Texts are encoded in batches. Rejected documents wait with the texts around them, to preserve the order.
         self._texts: list[RawDocument | Rejected] = []
         self._num_characters = 0
@@ -210,6 +212,9 @@ class _Collected:
             special = self._encoder.tokenizer.special_ids
             written = [weighted(one, document.weight, special) for one in self._encoder.encode(document.content)]
         except RowError as error:
+            if self._is_tokenized and isinstance(error, OutsideVocabularyError):
+                rule = f"document {document.offset}: {error}"
+                raise other_tokenizer(document.source, rule, self._encoder) from error
             self._reject(document, str(error))
             return
         if isinstance(document.content, ChatRow):
@@ -315,6 +320,14 @@ class _Collected:
         write_text(unit_file(out, index, "quarantine.jsonl"), lines, out)
         with atomic_file(unit_file(out, index, "parquet"), out) as temporary:
             pq.write_table(pa.table(self.columns, schema=NOTES_SCHEMA), temporary, compression="zstd")
+
+
+def other_tokenizer(source: str, rule: str, encoder: DocumentEncoder) -> UserError:
+    """Return the error for a file whose tokens do not fit the tokenizer."""
+    return UserError(
+        f"source={source}: {rule}, but --tokenizer={encoder.tokenizer.info.name}; set --tokenizer to the tokenizer "
+        "that made the file, or exclude the file (--exclude)"
+    )
 
 
 def _refuse_changed_files(unit: Unit) -> None:

@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from ray_ulysses.data.sources.rows import (
     Rejected,
     RowError,
     RowFields,
+    TokenRow,
     fields_found,
     fitting_options,
     missing_role,
@@ -44,6 +45,7 @@ from ray_ulysses.data.sources.rows import (
     row_id,
     row_weight,
 )
+from ray_ulysses.data.sources.token_files import mds_rows, token_rows
 from ray_ulysses.data.sources.units import Unit, dataset_stamp, dataset_state, open_dataset
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.retry import READ_ERRORS
@@ -91,6 +93,9 @@ def read_unit(unit: Unit) -> Iterator[RawDocument | Rejected | LineCounts]:
         "jsonl": _read_jsonl,
         "parquet": _read_parquet,
         "datasets": _read_dataset,
+        "megatron": _read_tool_files,
+        "datatrove": _read_tool_files,
+        "mds": _read_tool_files,
     }
     yield from readers[unit.kind](unit)
 
@@ -310,6 +315,20 @@ def _read_dataset(unit: Unit) -> Iterator[RawDocument | Rejected]:
             row += batch.num_rows
     if dataset_state(path, opened) != unit.state:
         raise changed(path)
+
+
+def _read_tool_files(unit: Unit) -> Iterator[RawDocument | Rejected]:
+    path = unit.files[0].path
+    fields = unit.fields if unit.kind == "mds" else RowFields(tokens="tokens")
+    if unit.kind == "mds":
+        rows = mds_rows(path, fields, unit.first, unit.last)
+    else:
+        rows = token_rows(unit.files, unit.first, unit.last)
+    for number, row in enumerate(rows, unit.first + 1):
+        found = left_out(path, str(row), number) if isinstance(row, RowError) else _document(row, fields, path, number)
+        if unit.is_windows and isinstance(found, RawDocument) and isinstance(found.content, TokenRow):
+            found = replace(found, content=replace(found.content, is_window=True))
+        yield found
 
 
 def _batch_documents(

@@ -1,6 +1,7 @@
 """Lists the sources' files in an order that depends only on the file names, and each file only once despite links.
 
-Files in other tools' formats are detected and rejected, since they would otherwise be read as text.
+Other tools' datasets are detected by their indexes. Formats that are not read are rejected, since they would otherwise
+be read as text.
 """
 
 from __future__ import annotations
@@ -8,18 +9,20 @@ from __future__ import annotations
 import errno
 import fnmatch
 import functools
+import glob
 import os
 import re
 import stat
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import yaml
 
 from ray_ulysses.data.sources.rows import Rejected
 from ray_ulysses.errors import UserError
@@ -45,24 +48,23 @@ class _ForeignFormat(NamedTuple):
     way_out: str
 
 
-_MDS = _ForeignFormat(
-    "an MDS dataset from MosaicML Streaming",
-    "export the samples of streaming.StreamingDataset as JSON Lines or Parquet",
+_STREAMING = _ForeignFormat(
+    "a MosaicML Streaming dataset in a format other than MDS, or in MDS packed by other means than zstd or gzip",
+    "write MDS with MDSWriter(compression='zstd')",
 )
 _LITDATA = _ForeignFormat(
     "a LitData dataset", "export the samples of litdata.StreamingDataset as JSON Lines or Parquet"
 )
-_MEGATRON = _ForeignFormat(
-    "a tokenized Megatron-LM dataset",
-    "use the JSON Lines it was built from, or export the documents of megatron.core's IndexedDataset as a Parquet "
-    "column of token ids (--tokens-field)",
+_MEGATRON_INDEX = _ForeignFormat(
+    "the index of a tokenized Megatron-LM dataset", "keep the files .idx and .bin together"
 )
 _HUB_CACHE = _ForeignFormat("an internal Hub cache folder", "use a folder in snapshots/, or the dataset's Hub id")
 _BY_SUFFIX = {
-    (".mds", ".mds.zstd"): _MDS,
+    (".mds", ".mds.zstd", ".mds.gz"): _ForeignFormat(
+        "an MDS shard that no index.json lists", "add the index.json that its writer created"
+    ),
     (".ds", ".ds.index", ".ds.loss", ".ds.metadata"): _ForeignFormat(
-        "a tokenized datatrove dataset",
-        "use the documents it was built from, as written by datatrove's JsonlWriter or ParquetWriter",
+        "a part of a tokenized datatrove dataset", "keep the files .ds and .ds.index together"
     ),
     (".npy", ".npz"): _ForeignFormat(
         "a NumPy array", "export its documents as a Parquet column of token ids (--tokens-field)"
@@ -255,18 +257,25 @@ def changed(path: str) -> UserError:
     )
 
 
-def without_foreign(source: Path, files: Sequence[FileStamp]) -> tuple[list[FileStamp], list[Rejected]]:
-    """Return the source's files without those in other tools' formats, and a `Rejected` for each file left out.
+def without_foreign(
+    source: Path, files: Sequence[FileStamp], num_read_bytes: int = 0
+) -> tuple[list[FileStamp], list[Rejected]]:
+    """Return the source's files without those in formats that are not read, and a `Rejected` for each file left out.
+
+    Args:
+        source: The source.
+        files: Its files, without the datasets of other tools that are read.
+        num_read_bytes: Size of these datasets.
 
     Raises:
-        UserError: Most of the source's bytes are in another tool's format.
+        UserError: Most of the source's bytes are in such a format.
     """
     formats = _foreign_formats([file.path for file in files])
     sizes: Counter[_ForeignFormat] = Counter()
     for file in files:
         if file.path in formats:
             sizes[formats[file.path]] += file.num_bytes
-    if 2 * sizes.total() > sum(file.num_bytes for file in files):
+    if 2 * sizes.total() > num_read_bytes + sum(file.num_bytes for file in files):
         found = sizes.most_common(1)[0][0]
         example = max((file for file in files if formats.get(file.path) == found), key=lambda file: file.num_bytes).path
         raise UserError(
@@ -290,25 +299,144 @@ def _foreign_formats(paths: Sequence[str]) -> dict[str, _ForeignFormat]:
         elif name == "index.json":
             found |= {other: one for other, one in _indexed(path).items() if other in known}
         elif name.endswith(".idx") and _head(path).startswith(_MEGATRON_MARK):
-            found |= {other: _MEGATRON for other in (path, f"{path[:-4]}.bin") if other in known}
+            found[path] = _MEGATRON_INDEX
     return found
 
 
 def _indexed(path: str) -> dict[str, _ForeignFormat]:
     """Map the paths of a dataset index and its listed files to their format; return {} if the file is not an index."""
+    for key, mark, one in (("shards", "raw_data", _STREAMING), ("chunks", "chunk_bytes", _LITDATA)):
+        if entries := _index_entries(path, key, mark):
+            parts = [part for entry in entries for part in (entry, *entry.values()) if isinstance(part, dict)]
+            names = [name for part in parts for name in part.values() if isinstance(name, str)]
+            return dict.fromkeys([path, *(os.path.join(os.path.dirname(path), name) for name in names)], one)
+    return {}
+
+
+def _index_entries(path: str, key: str, mark: str) -> list[Any]:
+    """Return the entries of a dataset's index, or [] unless it is an index whose entries have the key ``mark``."""
     try:
         index = parse_json(Path(path).read_bytes())
     except OSError as error:
         raise unreadable(path, error) from error
     except ValueError:
+        return []
+    entries = index.get(key) if isinstance(index, dict) else None
+    is_index = isinstance(entries, list) and all(isinstance(entry, dict) and mark in entry for entry in entries)
+    return entries if is_index and isinstance(entries, list) else []
+
+
+class DataSetFiles(NamedTuple):
+    """Files in another tool's format that is read: an MDS shard, or a token file with its index and other files."""
+
+    kind: Literal["megatron", "datatrove", "mds"]
+    files: tuple[FileStamp, ...]
+    """The file with the documents first."""
+
+
+def of_other_tools(files: Sequence[FileStamp]) -> tuple[list[DataSetFiles], list[FileStamp]]:
+    """Separate the datasets of Megatron-LM, datatrove and MosaicML Streaming from the other files.
+
+    Raises:
+        UserError: A shard is missing or does not have the size stated in the index.
+    """
+    by_path = {file.path: file for file in files}
+    found: list[DataSetFiles] = []
+    taken: set[str] = set()
+    for path, file in by_path.items():
+        name = _name(path)
+        if name == "index.json" and (shards := _mds_shards(path, by_path)):
+            # The index of a folder may list the shards of its subfolders, which have an index too.
+            found += [DataSetFiles("mds", (one,)) for one in shards if one.path not in taken]
+            taken |= {path, *(one.path for one in shards)}
+        elif name.endswith(".idx") and f"{path[:-4]}.bin" in by_path and _head(path).startswith(_MEGATRON_MARK):
+            found.append(DataSetFiles("megatron", (by_path[f"{path[:-4]}.bin"], file)))
+        elif name.endswith(".ds") and f"{path}.index" in by_path:
+            parts = [f"{path}{suffix}" for suffix in (".index", ".loss", ".metadata")]
+            found.append(DataSetFiles("datatrove", (file, *(by_path[part] for part in parts if part in by_path))))
+    taken |= {file.path for one in found for file in one.files}
+    return found, [file for file in files if file.path not in taken]
+
+
+def _mds_shards(index: str, by_path: Mapping[str, FileStamp]) -> list[FileStamp]:
+    """Return the selected shards that an index lists, or [] if it is not an index or a shard's format is not read."""
+    shards = []
+    for entry in _index_entries(index, "shards", "raw_data"):
+        parts = [part for part in (entry["raw_data"], entry.get("zip_data")) if isinstance(part, dict)]
+        sizes = {os.path.join(os.path.dirname(index), str(part.get("basename"))): part.get("bytes") for part in parts}
+        if entry.get("format") != "mds" or not all(path.endswith((".mds", ".mds.zstd", ".mds.gz")) for path in sizes):
+            return []
+        path = next((path for path in sizes if path in by_path), None)
+        if path is not None and by_path[path].num_bytes != sizes[path]:
+            problem = f"has {by_path[path].num_bytes:,} bytes, but its index.json states {sizes[path]}; restore"
+        elif path is None and not any(map(os.path.exists, sizes)):
+            path, problem = [*sizes, index][0], "is missing, but its index.json lists it; add"
+        else:
+            shards += [] if path is None else [by_path[path]]
+            continue
+        raise UserError(f"source={path_text(path)}: {problem} the file, or exclude the dataset (--exclude)")
+    return shards
+
+
+def splits_by_card(files: Sequence[FileStamp], split: str | None) -> dict[str, str | None]:
+    """Map each file of a Hub dataset whose card names its ``data_files`` to its split, or None for an unused file.
+
+    Args:
+        files: All files of a source.
+        split: Split to read, or None if every dataset has only one.
+
+    Raises:
+        UserError: A card can't be read, has several subsets and no default, or lacks the split.
+    """
+    found: dict[str, str | None] = {}
+    for card in (one.path for one in files if _name(one.path) == "readme.md"):
+        if not (patterns := _card_patterns(card)):
+            continue
+        folder = os.path.dirname(card)
+        chosen = split or (next(iter(patterns)) if len(patterns) == 1 else None)
+        if chosen not in patterns:
+            raise UserError(
+                f"--split={split}: the dataset {path_text(folder)} has the splits {', '.join(sorted(patterns))}; "
+                "set one of them"
+            )
+        matches = (glob.iglob(pattern, root_dir=folder, recursive=True) for pattern in patterns[chosen])
+        data_files = {os.path.join(folder, path) for of_pattern in matches for path in of_pattern}
+        below = [one.path for one in files if one.path.startswith(f"{folder}/")]
+        if data_files.isdisjoint(below):
+            raise UserError(
+                f"source={path_text(card)}: no file matches {patterns[chosen]}, its split {chosen}; add the files"
+            )
+        found |= {path: chosen if path in data_files else None for path in below}
+    return found
+
+
+def _card_patterns(card: str) -> dict[str, list[str]]:
+    """Return the patterns of the data files by split, or {} if a README names none."""
+    if not _CARD.match(_head(card)):
         return {}
-    for key, mark, one in (("shards", "raw_data", _MDS), ("chunks", "chunk_bytes", _LITDATA)):
-        entries = index.get(key) if isinstance(index, dict) else None
-        if isinstance(entries, list) and entries and isinstance(entries[0], dict) and mark in entries[0]:
-            parts = [part for entry in entries for part in (entry, *entry.values()) if isinstance(part, dict)]
-            names = [name for part in parts for name in part.values() if isinstance(name, str)]
-            return dict.fromkeys([path, *(os.path.join(os.path.dirname(path), name) for name in names)], one)
-    return {}
+    patterns: dict[str, list[str]] = defaultdict(list)
+    try:
+        front = yaml.safe_load(re.split(rb"^---\s*$", Path(card).read_bytes(), maxsplit=2, flags=re.MULTILINE)[1])
+        subsets = [one for one in front.get("configs") or () if {"data_files", "data_dir"} & one.keys()]
+        named = {str(one["config_name"]): one for one in subsets}
+        default = next((one for one in subsets if one.get("default") is True), named.get("default"))
+        if len(subsets) > 1 and default is None:
+            raise UserError(
+                f"source={path_text(card)}: has the subsets {', '.join(named)} and no default; select the files of "
+                "one (--pattern)"
+            )
+        for one in subsets if default is None else [default]:
+            listed = one.get("data_files", "**")
+            if not isinstance(listed, list) or not isinstance(listed[0], dict):
+                listed = [{"split": "train", "path": listed}]
+            for entry in listed:
+                paths = [entry["path"]] if isinstance(entry["path"], str) else entry["path"]
+                patterns[entry["split"]] += [os.path.join(one.get("data_dir", ""), path) for path in paths]
+    except OSError as error:
+        raise unreadable(card, error) from error
+    except (yaml.YAMLError, AttributeError, IndexError, KeyError, TypeError) as error:
+        raise UserError(f"source={path_text(card)}: its front matter can't be read ({error}); correct it") from error
+    return dict(patterns)
 
 
 def files_of_hub_data_sets(files: Sequence[FileStamp], is_text: Callable[[str], bool]) -> set[str]:

@@ -29,7 +29,7 @@ from ray_ulysses.data.sources.files import left_out, path_text, unreadable
 from ray_ulysses.data.sources.rows import MOST_BYTES, Rejected, RowError, json_problem, too_large
 from ray_ulysses.errors import UserError
 
-PACKED_SUFFIXES = (".gz", ".zst")
+PACKED_SUFFIXES = (".gz", ".zst", ".zstd")
 ONLY_JSONL = "only .jsonl.gz and .jsonl.zst are read compressed; decompress it, or convert it to JSON Lines"
 """Reason for rejecting compressed files in any format other than JSONL."""
 _PACKING_MARKS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
@@ -102,9 +102,10 @@ def is_packed(path: str) -> bool:
     return path.lower().endswith(PACKED_SUFFIXES)
 
 
-def _opened(path: str | Path) -> AbstractContextManager[BinaryIO]:
+def opened(path: str | Path) -> AbstractContextManager[BinaryIO]:
+    """Open a file for reading, and unpack it if its name has a compression suffix."""
     name = str(path).lower()
-    if name.endswith(".zst"):
+    if name.endswith((".zst", ".zstd")):
         # pyarrow reports a truncated file; zstandard 0.25 does not.
         return io.BufferedReader(pa.CompressedInputStream(open(path, "rb"), "zstd"), _ZSTD_BUFFER_BYTES)
     return cast("BinaryIO", gzip.open(path, "rb")) if name.endswith(".gz") else open(path, "rb")
@@ -121,7 +122,7 @@ def range_lines(path: str | Path, first: int = 0, last: float = math.inf) -> Ite
         EOFError: The compressed file is truncated.
         zlib.error: The compressed file is damaged.
     """
-    with _opened(path) as file:
+    with opened(path) as file:
         at = 0
         if first:
             # The byte before `first` shows whether a line begins at `first`.

@@ -242,6 +242,8 @@ class TokenRow:
     tokens: NDArray[np.int64]
     labels: NDArray[np.int64] | None
     """One label per token, either -100 or the token; None if every token is supervised."""
+    is_window: bool = False
+    """Whether the tokens are a window of concatenated documents, each ended by an end token, instead of a document."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

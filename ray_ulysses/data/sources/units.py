@@ -11,19 +11,25 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from ray_ulysses.data.fingerprint import stable_hash
 from ray_ulysses.data.sources.files import (
+    DataSetFiles,
     FileListing,
     FileStamp,
     files_of_hub_data_sets,
     left_out,
+    of_other_tools,
     open_parquet,
     path_text,
+    splits_by_card,
     unreadable,
     without_foreign,
 )
 from ray_ulysses.data.sources.records import ONLY_JSONL, PACKED_SUFFIXES, byte_ranges, is_packed
 from ray_ulysses.data.sources.rows import DEFAULT_TEXT_FIELD, Rejected, RowFields, fields_found, option
+from ray_ulysses.data.sources.token_files import damaged, mds_header, refuse_mds_columns, token_documents
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.hub import hub_refusal, is_id
 from ray_ulysses.storage.location import expand_home
@@ -31,7 +37,9 @@ from ray_ulysses.storage.retry import READ_ERRORS, transient_cause
 from ray_ulysses.validation import parse_json
 
 SourceKind = Literal["auto", "text", "jsonl", "parquet", "datasets"]
-UnitKind = Literal["text", "json", "jsonl", "parquet", "datasets"]
+UnitKind = Literal["text", "json", "jsonl", "parquet", "datasets", "megatron", "datatrove", "mds"]
+TOKENIZED = ("megatron", "datatrove", "mds")
+"""Kinds of units in other tools' formats, which may be tokenized already."""
 DEFAULT_UNIT_BYTES = 16 << 20
 DEFAULT_EXCLUDE = (".*", "__pycache__")
 _JSONL_SUFFIXES = tuple(f"{kind}{packed}" for kind in (".jsonl", ".ndjson") for packed in ("", *PACKED_SUFFIXES))
@@ -50,7 +58,8 @@ class SourceSpec:
     ``.json`` if the file is a list of rows or has one row per line. All other files are text. If a field option is set,
     text files are rejected and every ``.json`` file is read as rows."""
     pattern: str = "*"
-    """Pattern for a file's path below its source directory; ``*`` also matches ``/``."""
+    """Pattern for a file's path below its source directory; ``*`` also matches ``/``. A pattern other than ``*``
+    overrides the ``data_files`` of a Hub dataset's card."""
     exclude: tuple[str, ...] = DEFAULT_EXCLUDE
     """Patterns of files to skip. A pattern without ``/`` also matches directory names."""
     fields: RowFields = field(default_factory=RowFields)
@@ -63,17 +72,17 @@ class SourceSpec:
 class Unit:
     """A unit of work that becomes one shard: several files, or a range of one file.
 
-    JSONL files are divided into byte ranges, Parquet files into ranges of row groups, and datasets into row ranges.
-    Text files, JSON files and compressed files are never divided.
+    JSONL files are divided into byte ranges, Parquet files into ranges of row groups, and datasets, token files and
+    MDS shards into ranges of rows. Text files, JSON files and compressed files are never divided.
     """
 
     index: int
     """Index in the list of units, whose order determines the document order."""
     kind: UnitKind
     files: tuple[FileStamp, ...]
-    """Files to read, or the directory or Hub id of a dataset."""
+    """Files to read, or the directory or Hub id of a dataset. A token file precedes its index and other files."""
     first: int = 0
-    """Start of the range: a byte (JSONL), row group (Parquet) or row (dataset)."""
+    """Start of the range: a byte (JSONL), row group (Parquet), or row (any other kind)."""
     last: int = 0
     """End of the range, exclusive; 0 if files are read completely."""
     num_bytes: int = 0
@@ -81,6 +90,8 @@ class Unit:
     fields: RowFields = field(default_factory=RowFields)
     split: str | None = None
     """Split of the dataset; None for files and for datasets without splits."""
+    is_windows: bool = False
+    """Whether the rows are windows of equal length from a sequence of concatenated documents."""
     state: str = ""
     """Hash of the file sizes and times when a dataset on disk was listed. The hash is not part of the signature,
     because the same dataset may be saved again."""
@@ -111,7 +122,8 @@ def list_units(
     units: list[Unit] = []
     rejected: list[Rejected] = []
     # Files grouped by reader, and text files that are rejected because rows are expected.
-    groups: dict[tuple[UnitKind, RowFields], list[FileStamp]] = defaultdict(list)
+    groups: dict[tuple[UnitKind, RowFields, str | None], list[FileStamp]] = defaultdict(list)
+    tool_units: list[Unit] = []
     texts: list[Rejected] = []
     listing = FileListing(spec.pattern, spec.exclude, out)
     for path in spec.paths:
@@ -123,10 +135,17 @@ def list_units(
         rejected.extend(one for one in found if isinstance(one, Rejected))
         files = [one for one in found if isinstance(one, FileStamp)]
         of_hub: set[str] = set()
+        splits: dict[str, str | None] = {}
         if spec.kind == "auto":
-            files, foreign = without_foreign(source, files)
+            found_sets, files = of_other_tools(files)
+            tool_units.extend(_tool_units(found_sets, spec.fields, unit_bytes))
+            files, foreign = without_foreign(source, files, sum(one.files[0].num_bytes for one in found_sets))
             rejected.extend(foreign)
-            of_hub = files_of_hub_data_sets(files, lambda path: _kind_of(path, "auto") == "text")
+            splits = splits_by_card(files, spec.split) if spec.pattern == "*" else {}
+            unused = "not among the data files of this split on the dataset's card"
+            rejected.extend(left_out(path, unused) for path, split in splits.items() if split is None)
+            files = [file for file in files if splits.get(file.path, "") is not None]
+            of_hub = splits.keys() | files_of_hub_data_sets(files, lambda path: _kind_of(path, "auto") == "text")
         for file in files:
             kind = _kind_of(file.path, spec.kind)
             fields = spec.fields
@@ -141,11 +160,13 @@ def list_units(
                     reason = "a text file in a Hub dataset that has rows"
                 texts.append(left_out(file.path, reason))
             else:
-                groups[kind, RowFields() if kind == "text" else fields].append(file)
+                split = splits.get(file.path)
+                groups[kind, RowFields() if kind == "text" else fields, split].append(file)
     for kind in ("text", "json", "jsonl", "parquet"):
-        for (of_group, fields), files in groups.items():
+        for (of_group, fields, split), files in groups.items():
             if of_group == kind:
-                units.extend(_units_of(of_group, files, fields, unit_bytes))
+                units.extend(replace(unit, split=split) for unit in _units_of(of_group, files, fields, unit_bytes))
+    units.extend(tool_units)
     if texts and not units and named:
         raise UserError(
             f"{named[0]}: applies only to rows with named fields, but no source has any (first file: "
@@ -290,6 +311,35 @@ def _units_of(kind: UnitKind, files: Sequence[FileStamp], fields: RowFields, uni
             continue
         for first, last in ranges:
             yield replace(whole, first=first, last=last, num_bytes=last - first)
+
+
+def _tool_units(found: Sequence[DataSetFiles], fields: RowFields, unit_bytes: int) -> Iterator[Unit]:
+    shards = {one.files[0].path: mds_header(one.files[0].path) for one in found if one.kind == "mds"}
+    sizes = {int(size) for header in shards.values() for size in np.diff(header.offsets)}
+    num_samples = sum(header.offsets.size - 1 for header in shards.values())
+    for one in found:
+        first_file = one.files[0]
+        whole = Unit(index=0, kind=one.kind, files=one.files, num_bytes=first_file.num_bytes)
+        if one.kind != "mds":
+            documents = token_documents(one.files)
+            row_bytes = np.diff(documents.borders) * documents.dtype.itemsize
+        else:
+            header = shards[first_file.path]
+            of_shard = fields
+            if not fields.are_named and DEFAULT_TEXT_FIELD not in header.encodings and "tokens" in header.encodings:
+                of_shard = RowFields(tokens="tokens")
+            _check_columns(of_shard, [*header.encodings], path_text(first_file.path))
+            refuse_mds_columns(header, of_shard, first_file.path)
+            is_windows = of_shard == RowFields(tokens=of_shard.tokens) and len(sizes) == 1 < num_samples
+            whole = replace(whole, fields=of_shard, is_windows=is_windows)
+            if is_packed(first_file.path):
+                yield whole
+                continue
+            if header.offsets[-1] != first_file.num_bytes:
+                raise damaged(first_file.path, first_file.num_bytes, f"the samples end at byte {header.offsets[-1]:,}")
+            row_bytes = np.diff(header.offsets)
+        for first, last, num_bytes in _ranges(row_bytes.tolist(), unit_bytes):
+            yield replace(whole, first=first, last=last, num_bytes=num_bytes)
 
 
 def _row_group_bytes(file: FileStamp, fields: RowFields) -> list[int]:

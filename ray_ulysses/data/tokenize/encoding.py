@@ -31,6 +31,10 @@ _DIGEST_CHARACTERS = 1 << 20
 NOT_SUPERVISED = "none of its tokens is supervised"
 
 
+class OutsideVocabularyError(RowError):
+    """Error for token ids that the tokenizer does not have."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class EncodedTexts:
     """Encoded texts, each supervised completely."""
@@ -117,7 +121,7 @@ class DocumentEncoder:
             starts, stops = np.zeros(1, dtype=np.int64), np.array([ids.size], dtype=np.int64)
             return [EncodedDocument(ids=ids, starts=starts, stops=stops)]
         if isinstance(content, TokenRow):
-            return [self._token_row(content)]
+            return self._window(content) if content.is_window else [self._token_row(content)]
         if isinstance(content, ChatRow):
             chats = self.chat.encode(content.messages, content.tools)
             if not chats:
@@ -189,12 +193,28 @@ class DocumentEncoder:
     def _forged(self, token_id: int) -> str:
         return f"a part of its text is tokenized as the special token '{self.forgeable[token_id]}'"
 
-    def _token_row(self, row: TokenRow) -> EncodedDocument:
-        ids, labels, vocab_size = row.tokens, row.labels, self.tokenizer.info.vocab_size
+    def _refuse_outside(self, ids: NDArray[np.int64]) -> None:
+        vocab_size = self.tokenizer.info.vocab_size
         outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
         if outside.size:
             place = int(outside[0])
-            raise RowError(f"token {ids[place]} at index {place} is outside the vocabulary of {vocab_size} tokens")
+            raise OutsideVocabularyError(
+                f"token {ids[place]} at index {place} is outside the vocabulary of {vocab_size} tokens"
+            )
+
+    def _window(self, row: TokenRow) -> list[EncodedDocument]:
+        """Divide a window after each end token. The last document gets no end token, since it may continue."""
+        self._refuse_outside(row.tokens)
+        ends = row.tokens == self.eos_token_id if self.eos_token_id is not None else np.zeros(row.tokens.size, np.bool_)
+        parts = [part for part in np.split(row.tokens, np.flatnonzero(ends) + 1) if part.size > 1]
+        if not parts:
+            raise RowError(NOT_SUPERVISED)
+        start = np.zeros(1, dtype=np.int64)
+        return [EncodedDocument(ids=part, starts=start, stops=start + part.size) for part in parts]
+
+    def _token_row(self, row: TokenRow) -> EncodedDocument:
+        ids, labels = row.tokens, row.labels
+        self._refuse_outside(ids)
         mask = np.ones(ids.size, dtype=np.bool_)
         if labels is not None:
             mask = labels != IGNORED_LABEL

@@ -19,6 +19,7 @@ from ray_ulysses.errors import UserError
 from ray_ulysses.storage.retry import is_transient
 from tests.hub_server import AWAY, refuse_waits, serve_hub, use_hub
 from tests.unit.data.corpora import write_texts
+from tests.unit.data.tool_files import write_mds, write_megatron
 
 BODY = RowFields(text="body")
 
@@ -334,7 +335,7 @@ def test_json_lists_and_lines_of_rows_are_rows_and_other_json_is_text(tmp_path: 
 
 TEXTS = ["the first text " * 40, "the second text " * 40]
 LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
-CARD = "---\nlanguage: en\nlicense: mit\nconfigs:\n- config_name: default\n---\n# A data set\n"
+CARD = "---\nlanguage: en\nlicense: mit\nconfigs:\n- config_name: default\n---\n# A dataset\n"
 
 
 def read(path: Path, fields: RowFields | None = None) -> tuple[list[str], dict[str, str]]:
@@ -346,10 +347,10 @@ def read(path: Path, fields: RowFields | None = None) -> tuple[list[str], dict[s
     return texts, {Path(one.source).name: getattr(one, "reason", "") for one in left_out}
 
 
-def mds(folder: Path) -> None:
-    shard = {"column_names": ["text"], "format": "mds", "raw_data": {"basename": "shard.00000.mds", "bytes": 1300}}
-    (folder / "index.json").write_text(json.dumps({"shards": [shard | {"samples": 2}], "version": 2}))
-    (folder / "shard.00000.mds").write_bytes(np.arange(6, dtype="<u4").tobytes() + "".join(TEXTS).encode())
+def streaming_json(folder: Path) -> None:
+    shard = {"format": "json", "raw_data": {"basename": "shard.00000.json", "bytes": 1300}, "samples": 2}
+    (folder / "index.json").write_text(json.dumps({"shards": [shard], "version": 2}))
+    (folder / "shard.00000.json").write_text("".join(TEXTS))
 
 
 def litdata(folder: Path) -> None:
@@ -358,9 +359,8 @@ def litdata(folder: Path) -> None:
     (folder / "chunk-0-0.bin").write_bytes(np.arange(3, dtype="<u4").tobytes() + "".join(TEXTS).encode())
 
 
-def megatron(folder: Path) -> None:
-    (folder / "train_text_document.idx").write_bytes(b"MMIDIDX\x00\x00" + np.arange(8, dtype="<u8").tobytes())
-    (folder / "train_text_document.bin").write_bytes(np.full(700, 65, dtype="<u2").tobytes())
+def brotli_mds(folder: Path) -> None:
+    write_mds(folder, {"text": "str"}, [{"text": text} for text in TEXTS], packing="br")
 
 
 def hub_cache(folder: Path) -> None:
@@ -383,11 +383,19 @@ def with_suffix(*names: str) -> Callable[[Path], None]:
 
 
 FORMATS: dict[str, tuple[str, Callable[[Path], None]]] = {
-    "mds": ("an MDS dataset from MosaicML Streaming", mds),
+    "streaming": ("a MosaicML Streaming dataset in a format other than MDS", streaming_json),
+    "brotli": ("a MosaicML Streaming dataset .* packed by other means", brotli_mds),
+    "mds alone": ("an MDS shard that no index.json lists", with_suffix("shard.00000.mds")),
     "litdata": ("a LitData dataset", litdata),
-    "datatrove": ("a tokenized datatrove dataset", with_suffix("0_tokens.ds", "0.ds.index", "0.ds.metadata")),
+    "datatrove": (
+        "a part of a tokenized datatrove dataset",
+        with_suffix("0_tokens.ds", "0.ds.index", "0.ds.metadata"),
+    ),
     "webdataset": ("a tar archive, such as a WebDataset shard", with_suffix("shard-000000.tar")),
-    "megatron": ("a tokenized Megatron-LM dataset", megatron),
+    "megatron": (
+        "the index of a tokenized Megatron-LM dataset",
+        lambda folder: write_megatron(folder / "a", [])[0].unlink(),
+    ),
     "numpy": ("a NumPy array", with_suffix("tokens.npy")),
     "arrow": ("an Arrow file", with_suffix("data-00000-of-00001.arrow")),
     "tfrecord": ("a TFRecord file", with_suffix("train.tfrecord")),
@@ -416,7 +424,7 @@ def test_a_data_set_of_another_tool_is_refused_by_name_or_left_out_of_a_large_tr
     assert texts == [source] and left_out.keys() == left
 
 
-@pytest.mark.parametrize("write", [mds, litdata])
+@pytest.mark.parametrize("write", [streaming_json, litdata])
 def test_files_that_an_index_does_not_list_are_read(tmp_path: Path, write: Callable[[Path], None]) -> None:
     write(tmp_path)
     (tmp_path / "notes.txt").write_text(TEXTS[0])
@@ -452,7 +460,7 @@ def test_only_rows_are_read_from_a_hub_snapshot(tmp_path: Path, form: str) -> No
 
 
 def test_a_readme_next_to_parquet_is_left_out_even_if_it_is_not_a_data_set_card(tmp_path: Path) -> None:
-    for name, readme in (("one", CARD), ("two", "# A data set\n")):
+    for name, readme in (("one", CARD), ("two", "# A dataset\n")):
         (tmp_path / name / "data").mkdir(parents=True)
         pq.write_table(pa.table({"text": [f"{name} {text}" for text in TEXTS]}), tmp_path / name / "data" / "a.parquet")
         (tmp_path / name / "README.md").write_text(readme)
@@ -460,6 +468,69 @@ def test_a_readme_next_to_parquet_is_left_out_even_if_it_is_not_a_data_set_card(
     texts, left_out = read(tmp_path)
     assert texts == ["notes", *(f"{name} {text}" for name in ("one", "two") for text in TEXTS)]
     assert left_out == {"README.md": "a text file in a Hub dataset that has rows"}
+
+
+def hub_folder(folder: Path, configs: str, *names: str) -> Path:
+    """Write a dataset card and a JSONL file of each name, whose rows contain the name."""
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(json.dumps({"text": name}))
+    (folder / "README.md").write_text(f"---\nlicense: mit\nconfigs:\n{configs}---\n# About\n")
+    return folder
+
+
+ONE = "- config_name: default\n  data_files: 'data/**/*.jsonl'\n"
+TWO = (
+    "- config_name: {}\n  data_dir: {}\n  data_files:\n  - split: train\n    path: [a.jsonl, 'b*']\n"
+    "  - split: test\n    path: t*\n"
+)
+FILES = ("data/a.jsonl", "data/b1.jsonl", "data/b/c.jsonl", "data/t.jsonl", "other/a.jsonl", "stray.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("configs", "split", "expected"),
+    [
+        (ONE, None, {"data/a.jsonl", "data/b1.jsonl", "data/b/c.jsonl", "data/t.jsonl"}),
+        (TWO.format("x", "data"), "train", {"data/a.jsonl", "data/b1.jsonl"}),
+        (TWO.format("x", "data"), "test", {"data/t.jsonl"}),
+        (TWO.format("y", "other") + TWO.format("default", "data"), "test", {"data/t.jsonl"}),
+        (ONE + TWO.format("y", "other") + "  default: true\n", "train", {"other/a.jsonl"}),
+        ("- config_name: z\n  data_dir: other\n", None, {"other/a.jsonl"}),
+    ],
+)
+def test_a_hub_folder_is_read_by_the_data_files_of_its_card(
+    tmp_path: Path, configs: str, split: str | None, expected: set[str]
+) -> None:
+    hub_folder(tmp_path / "set", configs, *FILES)
+    (tmp_path / "beside.jsonl").write_text('{"text": "beside"}')
+    units, rejected = list_units(SourceSpec(paths=(str(tmp_path),), split=split))
+    found = {str(one.content) for unit in units for one in read_unit(unit) if isinstance(one, RawDocument)}
+    assert found == expected | {"beside"}
+    assert {one.source for one in rejected} == {
+        str(tmp_path / "set" / name) for name in {*FILES, "README.md"} - expected
+    }
+    selected = SourceSpec(paths=(str(tmp_path / "set"),), pattern="stray*")
+    assert [
+        one.content for unit in list_units(selected)[0] for one in read_unit(unit) if isinstance(one, RawDocument)
+    ] == ["stray.jsonl"], "--pattern overrides the card"
+
+
+@pytest.mark.parametrize(
+    ("configs", "split", "rule"),
+    [
+        (TWO.format("x", "data"), None, "has the splits test, train; set one"),
+        (TWO.format("x", "data"), "dev", "--split=dev: .* has the splits test, train"),
+        (TWO.format("x", "data") + TWO.format("y", "other"), "test", "has the subsets x, y and no default"),
+        (TWO.format("x", "nowhere"), "test", r"no file matches \['nowhere/t\*'\]"),
+        ("- config_name: [\n", None, "its front matter can't be read"),
+    ],
+)
+def test_a_card_that_does_not_select_files_is_refused(
+    tmp_path: Path, configs: str, split: str | None, rule: str
+) -> None:
+    hub_folder(tmp_path, configs, *FILES)
+    with pytest.raises(UserError, match=rule):
+        list_units(SourceSpec(paths=(str(tmp_path),), split=split))
 
 
 @pytest.mark.parametrize(
@@ -496,7 +567,9 @@ def test_a_hub_data_set_is_found_by_its_id_and_later_in_the_cache(
     cache: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     name = "Owner/MyRows_2k"
-    with serve_hub({f"datasets/{name}": {"README.md": b"", "train.jsonl": ROWS}}) as (address, _):
+    card = b"---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: rows.jsonl\n---\n"
+    files = {"README.md": card, "rows.jsonl": ROWS, "unused.jsonl": ROWS}
+    with serve_hub({f"datasets/{name}": files}) as (address, _):
         use_hub(address, cache, monkeypatch)
         monkeypatch.setattr("datasets.config.HF_ENDPOINT", address)
         found = list_units(SourceSpec(paths=(name,)))
