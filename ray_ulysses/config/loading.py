@@ -12,16 +12,15 @@ from pydantic_core import ErrorDetails
 
 from ray_ulysses.config.credentials import text_problems
 from ray_ulysses.config.files import expanded, read_extended
+from ray_ulysses.config.foreign_names import foreign_problem
 from ray_ulysses.config.learning import StageSection
 from ray_ulysses.config.rules import broken_rules, broken_rules_of_part
-from ray_ulysses.config.schema import Config, section_models, setting_paths
+from ray_ulysses.config.schema import Config, nested_paths, section_models
 from ray_ulysses.config.section import Section
 from ray_ulysses.config.yaml_text import decode_yaml, parse_yaml, read_yaml
 from ray_ulysses.errors import NOT_GIVEN, ConfigError, Problem
 from ray_ulysses.storage.place import Place, open_store
 from ray_ulysses.validation import hint_of, rule_of, shown_text
-
-_RENAMED = {"memory.attention_chunks": "memory.attention_head_groups"}
 
 
 def load_config(
@@ -215,6 +214,8 @@ def _name_of(entry: object) -> str | None:
 
 
 _MOST_GUESSED = 50
+_AMBIGUOUS = ("kind", "name", "path", "enabled", "config", "steps", "min", "max", "plan", "weight", "engine")
+"""Names that mean something else in each section, so they are not searched in other sections."""
 _REFERENCE = "docs/configuration.md lists every setting"
 _NAME_RULE = "may have only letters, digits, '.', '_' and '-', and must start with a letter or digit"
 
@@ -239,14 +240,8 @@ def _problem(detail: ErrorDetails, *, is_guessed: bool) -> Problem:
 
 
 def _unknown(path: str, value: object, *, is_guessed: bool) -> Problem:
-    if path.rpartition(".")[2] == "trust_remote_code":
-        return Problem(
-            path=path,
-            value=value,
-            rule="code from a model repository is never run: it would run on every worker, and its attention can't "
-            "be replaced exactly",
-            hint="remove the setting, and use a model whose architecture is implemented in Transformers",
-        )
+    if (problem := foreign_problem(path, value)) is not None:
+        return problem
     nearest = nearest_name(path) if is_guessed else None
     hint = "correct the name, or remove it" if nearest else f"remove it; {_REFERENCE}"
     return Problem(path=path, value=value, rule="there is no such setting", hint=hint, nearest=nearest)
@@ -257,25 +252,26 @@ def nearest_name(path: str) -> str | None:
 
     Settings of the same section are searched first, then all other sections.
     """
-    if path in _RENAMED:
-        return _RENAMED[path]
     section, _, setting = path.rpartition(".")
     if not section:
         return _closest(setting, tuple(section_models())) or _elsewhere(setting)
     if section.startswith("stages."):
-        close = _closest(setting, tuple(StageSection.model_fields))
-        return f"{section}.{close}" if close else _elsewhere(setting)
-    own = [known for known in setting_paths() if known.startswith(f"{section}.")]
-    close = _closest(setting, [known.partition(".")[2] for known in own])
+        own = tuple(StageSection.model_fields)
+    else:
+        own = tuple(known[len(section) + 1 :] for known in nested_paths() if known.rpartition(".")[0] == section)
+    close = _closest(setting, own)
     return f"{section}.{close}" if close else _elsewhere(setting)
 
 
 def _elsewhere(setting: str) -> str | None:
-    names = {known.partition(".")[2]: known for known in reversed(setting_paths())}
-    close = _closest(setting, tuple(names))
+    names = {known.rpartition(".")[2]: known for known in reversed(tuple(nested_paths()))}
+    names = {name: known for name, known in names.items() if name not in _AMBIGUOUS}
+    close = _closest(setting, tuple(names), cutoff=0.85)
     return names[close] if close else None
 
 
-def _closest(name: str, known: Sequence[str]) -> str | None:
-    found = difflib.get_close_matches(name.lower().replace("-", "_"), known, n=1, cutoff=0.7)
-    return found[0] if found else None
+def _closest(name: str, known: Sequence[str], cutoff: float = 0.75) -> str | None:
+    plain = name.lower().replace("-", "_")
+    # A typing error rarely changes the first letter, and tp_size and sp_size are not the same setting.
+    likely = [one for one in known if one[:1] == plain[:1]]
+    return next(iter(difflib.get_close_matches(plain, likely, n=1, cutoff=cutoff)), None)

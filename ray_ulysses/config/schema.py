@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import ConfigDict, Field
 
@@ -115,6 +116,16 @@ class Config(Section):
 def setting_paths() -> tuple[str, ...]:
     """Return the dotted path of every setting, in schema order."""
     return tuple(f"{name}.{field}" for name, model in section_models().items() for field in model.model_fields)
+
+
+def nested_paths() -> Iterator[str]:
+    """Yield the dotted path of every setting, including those of a group within a section, such as model.adapter."""
+    for section, model in section_models().items():
+        for name, info in model.model_fields.items():
+            yield f"{section}.{name}"
+            for part in (info.annotation, *get_args(info.annotation)):
+                if isinstance(part, type) and issubclass(part, Section):
+                    yield from (f"{section}.{name}.{below}" for below in part.model_fields)
 
 
 def section_models() -> dict[str, type[Section]]:

@@ -70,7 +70,6 @@ def test_all_errors_of_a_file_are_reported_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "nearest"),
     [
-        ("memory.attention_chunks", "memory.attention_head_groups"),
         ("run.stop-step", "run.stop_step"),
         ("parallel.workers", "cluster.workers"),
         ("paralll.sp_size", "parallel"),
