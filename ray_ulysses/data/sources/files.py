@@ -434,7 +434,9 @@ def _card_patterns(card: str) -> dict[str, list[str]]:
                 patterns[entry["split"]] += [os.path.join(one.get("data_dir", ""), path) for path in paths]
     except OSError as error:
         raise unreadable(card, error) from error
-    except (yaml.YAMLError, AttributeError, IndexError, KeyError, TypeError) as error:
+    except UserError:
+        raise
+    except (yaml.YAMLError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
         raise UserError(f"source={path_text(card)}: its front matter can't be read ({error}); correct it") from error
     return dict(patterns)
 

@@ -151,6 +151,11 @@ def list_units(
             fields = spec.fields
             if file.path in of_hub and not fields.are_named:
                 fields = RowFields(text=DEFAULT_TEXT_FIELD)
+            if kind == "text" and splits.get(file.path) is not None:
+                raise UserError(
+                    f"source={path_text(file.path)}: this data file of the dataset's card is neither Parquet, JSON "
+                    "Lines nor JSON; set --kind=datasets, which reads other formats, or exclude the file (--exclude)"
+                )
             if kind == "text" and fields.are_named:
                 if file.path.lower().endswith(_COMPRESSED_SUFFIXES):
                     reason = ONLY_JSONL

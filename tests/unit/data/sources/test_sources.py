@@ -523,12 +523,14 @@ def test_a_hub_folder_is_read_by_the_data_files_of_its_card(
         (TWO.format("x", "data") + TWO.format("y", "other"), "test", "has the subsets x, y and no default"),
         (TWO.format("x", "nowhere"), "test", r"no file matches \['nowhere/t\*'\]"),
         ("- config_name: [\n", None, "its front matter can't be read"),
+        ("- config_name: " + "[" * 9999 + "\n", None, "its front matter can't be read"),
+        ("- config_name: c\n  data_files: '*.csv'\n", None, r"stray\.csv: .* neither Parquet, .*--kind=datasets"),
     ],
 )
 def test_a_card_that_does_not_select_files_is_refused(
     tmp_path: Path, configs: str, split: str | None, rule: str
 ) -> None:
-    hub_folder(tmp_path, configs, *FILES)
+    hub_folder(tmp_path, configs, *FILES, "stray.csv")
     with pytest.raises(UserError, match=rule):
         list_units(SourceSpec(paths=(str(tmp_path),), split=split))
 
