@@ -35,6 +35,7 @@ from ray_ulysses.attention.batch import MODEL_INPUT
 from ray_ulysses.attention.exchange import gather_channels, scatter_channels, sum_over_ranks
 from ray_ulysses.attention.mixer_layouts import MixerLayout, arranged, layout_of, local_channels
 from ray_ulysses.errors import UserError
+from ray_ulysses.parallel.compilation import not_compiled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -112,7 +113,7 @@ def set_forward(module: Any, forward: Callable[..., Any]) -> None:
 
 
 # A compiled forward would guard on document lengths and recompile for every batch.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@not_compiled
 def _forward(module: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     layout: MixerLayout = getattr(module, _LAYOUT)
     output = _mix(module, layout, hidden_states, _checked(module, hidden_states, args, kwargs))

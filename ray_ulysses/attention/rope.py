@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ray_ulysses.parallel.compilation import not_compiled
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -99,7 +101,7 @@ def _longrope(
 
 
 # Transformers reads this type's length on the host. A compiled forward would guard on it and recompile per batch.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@not_compiled
 def _dynamic_ntk(
     module: Any,
     plain: Callable[..., Any],

@@ -24,6 +24,7 @@ from ray_ulysses.attention.refusals import refuse_inexact, refuse_mixed_devices
 from ray_ulysses.attention.rope import CurrentBatch, follow_documents, take_temperature, tempered
 from ray_ulysses.errors import UserError
 from ray_ulysses.logging import get_logger
+from ray_ulysses.parallel.compilation import not_compiled
 from ray_ulysses.parallel.layout import assign_heads
 
 if TYPE_CHECKING:
@@ -182,7 +183,7 @@ def context_maker(
 
 
 # A compiled forward would guard on document lengths and recompile for every batch.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@not_compiled
 def _local_span_tables(batch: ShardedBatch, mesh: SequenceMesh, sizes: Sequence[int]) -> dict[int, Tables]:
     ring = {"ring_size": mesh.ring_size, "ring_rank": mesh.ring_rank}
     return {size: local_span_tables(batch.documents, size, **ring) for size in sizes}

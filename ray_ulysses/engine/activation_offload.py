@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_map
 
 from ray_ulysses.attention.recompute import CHANGED_IN_PLACE, KeptOutput, checkpoint_contexts
 from ray_ulysses.errors import UserError
+from ray_ulysses.parallel.compilation import not_compiled
 from ray_ulysses.parallel.device import pin, reserve_host
 
 if TYPE_CHECKING:
@@ -190,7 +191,7 @@ class ActivationOffload:
         self._give_back()
         return self._slabs.end
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @not_compiled
     def checkpoint(self, own: Callable[..., Any], function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Run a layer with ``own``, a partial of ``torch.utils.checkpoint.checkpoint``, and offload its activations."""
         layer: list[int] = []

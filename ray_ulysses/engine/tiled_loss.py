@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from ray_ulysses.attention.batch import IGNORE_INDEX, ShardedBatch
 from ray_ulysses.engine.router_loss import SCORES_WANTED, RouterLoss, router_loss_sum
 from ray_ulysses.errors import UserError
+from ray_ulysses.parallel.compilation import not_compiled
 from ray_ulysses.parallel.layout import TileSetting, loss_tile_tokens
 
 if TYPE_CHECKING:
@@ -57,7 +59,7 @@ class TiledLoss:
             loss_sum: torch.Tensor = model(**self.batch.model_inputs(), **self._scores(True))
         return loss_sum
 
-    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
+    @partial(not_compiled, recursive=False)
     def _forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         output = self.parts.decoded(args, kwargs)
         # Disable router scores for the rest of the forward, which would otherwise compute a router loss per tile.
@@ -72,7 +74,7 @@ class TiledLoss:
     def _scores(self, wanted: bool) -> dict[str, bool]:
         return {} if self.router_loss is None else dict.fromkeys(SCORES_WANTED, wanted)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @not_compiled
     def _head_forward(self, hidden_BLH: torch.Tensor) -> torch.Tensor:
         head = self.parts.head_module
         _refuse_ungathered(head)

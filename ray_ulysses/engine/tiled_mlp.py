@@ -26,6 +26,7 @@ from ray_ulysses.engine.partition_view import shape_of
 from ray_ulysses.engine.tiled_loss import add_gradients
 from ray_ulysses.errors import UserError
 from ray_ulysses.logging import get_logger
+from ray_ulysses.parallel.compilation import not_compiled
 from ray_ulysses.parallel.layout import TILE_TOKENS, TileSetting, mlp_tile_tokens, norm_tile_vectors
 
 if TYPE_CHECKING:
@@ -150,7 +151,7 @@ def mlp_width(mlp: nn.Module) -> int:
     return max(max(shape[-2:]) for shape in shapes) * (chosen if any(len(shape) > 2 for shape in shapes) else 1)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@not_compiled
 def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     own = type(self).forward
     hidden = args[0] if len(args) == 1 and not kwargs else None
