@@ -86,8 +86,9 @@ format: $(TESTS)  ## Format the code and fix what the linter can fix
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-docs: $(TESTS)  ## Update docs/configuration.md and docs/journal.md from their schemas
+docs: $(TESTS)  ## Update docs/configuration.md, docs/journal.md and the JSON schema of a configuration
 	$(BIN)/python -m tests.configuration_page
+	$(BIN)/python -m tests.config_schema
 	$(BIN)/python -m tests.journal_page
 
 site: $(TESTS)  ## Build the site of docs/ into build/site; a broken link is an error

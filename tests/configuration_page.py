@@ -39,6 +39,11 @@ reported at once: unknown and misspelled keys, duplicate keys, types, ranges and
 Nothing is converted or guessed: `workers: "4"` is refused. Numbers may be written as `3e-4` or `131_072`;
 only `true` and `false` are booleans, so `no` is text.
 
+Names that other tools use, such as `learning_rate` or `max_seq_length`, are refused with ours.
+
+Editors complete and check a file by the JSON schema that `ray-ulysses init --schema` prints. A first line
+`# yaml-language-server: $schema=FILE`, which `init` writes, names it.
+
 A setting without a default is required. The column "resume" tells whether a run may be resumed with another value;
 [the table at the end](#what-may-change-on-resume) has the reasons.
 """

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ray_ulysses.commands.options import Quiet
-from ray_ulysses.commands.output import Waiting, put_line
+from ray_ulysses.commands.output import Waiting, put, put_line
 from ray_ulysses.errors import RunError, UserError
 
 if TYPE_CHECKING:
@@ -18,6 +18,13 @@ EXAMPLE = "Example: ray-ulysses init --model Qwen/Qwen3-8B --context 131072 --gp
 _NFS = """
   # More than one node: a path that every node can access.
   storage_kind: nfs"""
+_SCHEMA = Path(__file__).parents[1] / "config.schema.json"
+
+
+def _print_schema(is_wanted: bool) -> None:
+    if is_wanted:
+        put(_SCHEMA.read_text(encoding="utf-8"), end="")
+        raise typer.Exit
 
 
 def init(
@@ -30,6 +37,12 @@ def init(
     ] = None,
     gpu_memory: Annotated[float, typer.Option(help="Memory of one GPU in GB, as in its product name.", min=4)] = 80.0,
     host_memory: Annotated[float, typer.Option(help="Host memory per GPU, in GiB.", min=4)] = 200.0,
+    schema: Annotated[
+        bool,
+        typer.Option(
+            "--schema", is_eager=True, callback=_print_schema, help="Print the JSON schema of a configuration."
+        ),
+    ] = False,
     quiet: Quiet = False,
 ) -> None:
     """Write a commented configuration for a model, a context length and a number of GPUs.
@@ -88,7 +101,7 @@ def _write(out: Path, text: str) -> None:
     from ray_ulysses.storage.atomic import write_text
 
     try:
-        write_text(out, text)
+        write_text(out, f"# yaml-language-server: $schema={_SCHEMA}\n{text}")
     except OSError as error:
         raise RunError(f"--out={str(out)!r}: can't be written ({error.strerror}); use another file") from error
 
