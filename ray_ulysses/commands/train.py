@@ -17,7 +17,6 @@ from ray_ulysses.commands.options import AsJson, Branch, ConfigPath, Overrides, 
 from ray_ulysses.commands.output import put, put_line
 from ray_ulysses.report.words import as_text, count, duration, facts, size
 from ray_ulysses.run_names import TENSORBOARD_FOLDER
-from ray_ulysses.supervision.image import warm_image
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
@@ -46,6 +45,7 @@ def train(
     stored = refuse_changed(absolute, branch=branch)
     from ray_ulysses.commands.display import open_console
     from ray_ulysses.commands.progress import ProgressView
+    from ray_ulysses.supervision.image import warm_image
 
     every = loaded.run.log_every_steps
     console = open_console(stderr=as_json)

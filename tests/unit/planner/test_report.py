@@ -120,8 +120,8 @@ def encoding_notes(**encodings: dict[str, Any]) -> tuple[str, ...]:
 
 def test_corpora_with_different_start_or_end_tokens_are_noted() -> None:
     begin, end = encoding_notes(bos={"bos_token_id": 1}, none={"eos_token_id": None})
-    assert all(text in begin for text in ("/bos with token 1", "in /none with no token", "prepare --bos"))
-    assert all(text in end for text in ("/bos with token 256", "/none with no token", "prepare --eos"))
+    assert all(text in begin for text in ("/bos with token 1", "in /none with no token", "same --bos"))
+    assert all(text in end for text in ("/bos with token 256", "/none with no token", "same --eos"))
     assert encoding_notes(one={}, other={}) == ()
 
 

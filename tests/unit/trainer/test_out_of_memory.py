@@ -100,7 +100,7 @@ def test_a_step_that_runs_out_of_memory_says_all_there_is_to_know(failed_step: C
     planned = configured_memory(run.config, run.shape).device_bytes / GIB
     text = failed_step(run, CUDA, 78.5, snapshot="state")
     assert text.startswith("step 7 ran out of memory (snapshot: memory/step-00000007.pickle): 78.5 GiB were allocated ")
-    assert f"{planned:.3g} planned (largest: attention outputs, kept 16.1, layer inputs" in text
+    assert f"{planned:.3g} GiB were planned (largest: attention outputs, kept 16.1, layer inputs" in text
     assert configured_memory(with_the_proposal(run, text), run.shape).device_bytes / GIB <= 0.9 * planned
     cause = root_cause([raised(3, diagnostics.OutOfMemoryError(text))])
     assert (cause.kind, cause.rank) == ("raised", 3)
@@ -133,7 +133,7 @@ def test_what_is_proposed_to_a_stage_changes_that_stage(failed_step: Callable[..
     run = staged(wide, {"name": "phase.1", "steps": 9, "sp_size": 2}, {"name": "c"}, **memory)
     planned = configured_memory(stage_config(run.config, 1), run.shape).device_bytes / GIB
     text = failed_step(run, CUDA, planned, stage=1)
-    assert f"{planned:.3g} planned" in text
+    assert f"{planned:.3g} GiB were planned" in text
     before, _, options = text.partition(": --set ")
     assert "parallel." not in options and "workers" not in options
     assert ("stages.1.sp_size=4" in options) == bool(memory) == ("(--branch)" in before)
