@@ -424,3 +424,25 @@ def test_a_schedule_of_torchtitan_keeps_its_rates(ratio: float | None, tmp_path:
         for step in range(40)
     ]
     assert rates(config, 40) == pytest.approx(theirs, rel=1e-12)
+
+
+PAGE = (Path(__file__).parents[3] / "docs/migrating.md").read_text(encoding="utf-8")
+
+
+def test_the_page_names_options_that_decide_the_setting_beside_them() -> None:
+    header, _, *rows = (line for line in PAGE.splitlines() if line.startswith("|") and line.count("|") == 8)
+    columns = ["trl" if "TRL" in name else name.strip().lower().replace("-", "_") for name in header.split("|")[2:-1]]
+    columns = [{"llama_factory": "llamafactory"}.get(name, name) for name in columns]
+    cells = [[cell.strip(" `") for cell in row.split("|")[1:-1]] for row in rows]
+    named = [(path, tool, option) for path, *own in cells for tool, option in zip(columns, own, strict=True) if option]
+    assert len(named) > 60
+    entries = [(path, load_table(tool).entries[option]) for path, tool, option in named]
+    assert [path for path, entry in entries if entry.kind != "carried" or FACTS[entry.text][1] != path] == []
+
+
+def test_the_recipe_of_the_page_is_converted_as_it_says(tmp_path: Path) -> None:
+    recipe = yaml.safe_load(PAGE.partition("```yaml\n")[2].partition("```")[0])
+    _, config = converted(tmp_path, recipe, given={"--gpus": 1})
+    assert (config.data.rows_per_step, config.data.packing, config.data.overlong) == (8, "none", "truncate")
+    assert (config.optimizer.betas, config.optimizer.eps, config.optimizer.weight_decay) == ((0.9, 0.999), 1e-8, 0.0)
+    assert rates(config, 200) == pytest.approx([2e-5 * (200 - step) / 200 for step in range(200)], rel=1e-12)
