@@ -18,6 +18,8 @@ EXAMPLE = "Example: ray-ulysses init --model Qwen/Qwen3-8B --context 131072 --gp
 _NFS = """
   # More than one node: a path that every node can access.
   storage_kind: nfs"""
+_TRACKING = "  enabled: true  # MLflow, in a file beside the runs; uri: http://HOST:5000 sends it to a server"
+_NFS_TRACKING = "  trackers: [tensorboard]  # edit: [mlflow] needs uri: http://HOST:5000 of a server"
 _SCHEMA = Path(__file__).parents[1] / "config.schema.json"
 
 
@@ -31,7 +33,8 @@ def init(
     out: Annotated[Path, typer.Option(help="YAML file to write.")],
     model: Annotated[str | None, typer.Option(help="Directory of a Hugging Face model, or its id on the hub.")] = None,
     context: Annotated[int | None, typer.Option(help="Tokens per row.", min=128)] = None,
-    gpus: Annotated[int | None, typer.Option(help="Number of GPUs; a node has eight.", min=1)] = None,
+    gpus: Annotated[int | None, typer.Option(help="GPUs, eight to a node; 0 for this machine's CPU.", min=0)] = None,
+    data: Annotated[str | None, typer.Option(help="A prepared corpus, from whose size the batch is chosen.")] = None,
     files: Annotated[
         list[Path] | None, typer.Option("--from", help="Convert this file of another tool; can be repeated.")
     ] = None,
@@ -56,6 +59,8 @@ def init(
     if out.exists():
         raise UserError(f"--out={str(out)!r}: already exists; use another file or remove this one")
     if files:
+        if data is not None or gpus == 0:
+            raise UserError("--data and --gpus=0: apply to a new configuration; omit them with --from")
         _convert(files, {"--model": model, "--context": context, "--gpus": gpus}, out)
         return
     if model is None or context is None or gpus is None:
@@ -69,10 +74,10 @@ def init(
         from ray_ulysses.run.first_config import first_configs
         from ray_ulysses.run.preflight import report_run
 
-        wait.phase(f"looking for layouts of {gpus} GPUs")
+        wait.phase(f"looking for layouts of {gpus} GPUs" if gpus else "planning a run on the CPU")
         problems = ""
-        for first in first_configs(model, context, gpus, gpu_memory, host_memory):
-            text = _render(first, model, gpu_memory)
+        for first in first_configs(model, context, gpus, gpu_memory, host_memory, data):
+            text = _render(first, model, gpu_memory, has_corpus=data is not None)
             # Plan the configuration exactly as written.
             report = report_run(parse_config(yaml.safe_load(text)), Path.cwd())
             if not report.problems:
@@ -82,10 +87,9 @@ def init(
             raise UserError(f"--model={model!r}: {problems}")
     _write(out, text)
     gib = first.memory.device_bytes / GIB
-    put_line(
-        f"{out}: {first.config.parallel.sp_size} of {gpus} GPUs share a row, {gib:.1f} GiB per GPU; "
-        f"edit what is marked with `edit`, then: ray-ulysses plan {out}"
-    )
+    layout = f"{first.config.parallel.sp_size} of {gpus} GPUs share a row, {gib:.1f} GiB per GPU"
+    layout = layout if gpus else f"one worker on the CPU, {gib:.1f} GiB"
+    put_line(f"{out}: {layout}; edit what is marked with `edit`, then: ray-ulysses plan {out}")
 
 
 def _convert(files: list[Path], given: dict[str, str | int | None], out: Path) -> None:
@@ -106,14 +110,16 @@ def _write(out: Path, text: str) -> None:
         raise RunError(f"--out={str(out)!r}: can't be written ({error.strerror}); use another file") from error
 
 
-def _render(first: FirstConfig, model: str, gpu_memory: float) -> str:
+def _render(first: FirstConfig, model: str, gpu_memory: float, *, has_corpus: bool) -> str:
     """Return the configuration file's text.
 
     Args:
         first: The configuration.
         model: The model's path or hub id, as the user gave it.
         gpu_memory: Memory of one GPU in GB.
+        has_corpus: Whether the corpus is prepared.
     """
+    from ray_ulysses.config.yaml_text import dump_yaml
     from ray_ulysses.planner.memory_terms import GIB
 
     config, tree = first.config, first.tree
@@ -122,23 +128,29 @@ def _render(first: FirstConfig, model: str, gpu_memory: float) -> str:
     time = "" if first.time is None else f" Predicted time of a step: {first.time.seconds:.3g} s."
     elastic = _chosen(first, "elastic")
     elastic = f"elastic:\n{elastic}\n" if elastic else ""
+    path = tree["data"]["path"]
+    has_gpus = cluster.gpus_per_worker > 0
+    devices = f"{cluster.workers.max} GPUs of {gpu_memory:g} GB" if has_gpus else "the CPU of this machine"
+    nfs = _NFS if run.storage_kind == "nfs" else ""
+    evaluation = f"  eval_every_steps: {run.eval_every_steps}\n" if run.eval_every_steps else ""
+    source = f"  # edit: ray-ulysses prepare SOURCES --tokenizer MODEL_DIRECTORY --out {path}\n"
     text = f"""\
-# {model} at {data.context_tokens:,} tokens on {cluster.workers.max} GPUs of {gpu_memory:g} GB.
-# {config.parallel.sp_size} of them share each row, and {groups} rows are trained at a time.
-# Estimated memory of one GPU: {gib:.1f} GiB.{time} `ray-ulysses plan` shows all estimates.
+# {model} at {data.context_tokens:,} tokens on {devices}.
+# {config.parallel.sp_size} of {cluster.workers.max} workers share each row, and {groups} rows are trained at a time.
+# Estimated memory of one worker: {gib:.1f} GiB.{time} `ray-ulysses plan` shows all estimates.
 run:
   name: {run.name}  # its directory is STORAGE/NAME; the same name resumes
-  storage: {run.storage}  # edit: a directory that every node can access{_NFS if run.storage_kind == "nfs" else ""}
-  # stop_step: 100  # ends here; by default after data.epochs
+  storage: {tree["run"]["storage"]}  # edit: a directory that every node can access{nfs}
+{evaluation}  # stop_step: 100  # ends here; by default after data.epochs
 
 model:
 {_model(tree["model"], first.trained_positions)}
 
 data:
-  # edit: ray-ulysses prepare SOURCES --tokenizer MODEL_DIRECTORY --out {data.path}
-  path: {data.path}
+{"" if has_corpus else source}  {dump_yaml({"path": path}).strip()}
   context_tokens: {data.context_tokens}
   rows_per_step: {data.rows_per_step}  # {data.rows_per_step * data.context_tokens:,} tokens a step
+  eval_fraction: {data.eval_fraction:g}  # of the documents, held out for evaluation
 
 parallel:
   sp_size: {config.parallel.sp_size}
@@ -147,25 +159,34 @@ optimizer:
   lr: 2.0e-5  # edit: not tuned for this model
 
 schedule:
-  warmup_steps: {config.schedule.warmup_steps}
+  warmup_ratio: {config.schedule.warmup_ratio:g}  # of the run's steps
 
-memory:
-  device_gib: {config.memory.device_gib:g}  # of one GPU, less what its driver keeps
-  host_gib: {config.memory.host_gib:g}  # edit: memory of a node per GPU
-{_chosen(first, "memory")}
-checkpoint:
+{_memory(first)}checkpoint:
   every_steps: {config.checkpoint.every_steps}
 {_chosen(first, "checkpoint")}
 {elastic}tracking:
-  enabled: false  # edit: true, and with several nodes uri: http://HOST:5000 of an MLflow server
+{_NFS_TRACKING if nfs else _TRACKING}
 
 cluster:
-  workers: {cluster.workers.max}  # {{min: ..., max: ...}} follows the nodes of a spot cluster
-  gpus_per_worker: 1
+  workers: {cluster.workers.max}{"  # {min: ..., max: ...} follows the nodes of a spot cluster" if has_gpus else ""}
+  gpus_per_worker: {cluster.gpus_per_worker}
 """
     if cluster.device is not None:
         text += f"  device: {cluster.device}  # its speed is known to `plan`; edit it for another GPU\n"
     return text
+
+
+def _memory(first: FirstConfig) -> str:
+    """Return the ``memory`` section, or nothing for a CPU, whose memory is measured when the run is planned."""
+    memory = first.config.memory
+    if memory.device_gib is None or memory.host_gib is None:
+        return ""
+    return f"""\
+memory:
+  device_gib: {memory.device_gib:g}  # of one GPU, less what its driver keeps
+  host_gib: {memory.host_gib:g}  # edit: memory of a node per GPU
+{_chosen(first, "memory")}
+"""
 
 
 def _chosen(first: FirstConfig, section: str) -> str:
@@ -186,6 +207,8 @@ def _model(section: dict[str, Any], trained: int | None) -> str:
 
     # Quoted where YAML needs it.
     lines = [f"  {line}" for line in dump_yaml({"path": section["path"]}).splitlines()]
+    if "dtype" in section:
+        lines.append(f"  dtype: {section['dtype']}")
     if "part" in section:
         lines.append("  part: text  # the decoder of a multimodal checkpoint")
     if "config" in section:

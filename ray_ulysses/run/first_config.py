@@ -10,15 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from ray_ulysses.config import parse_config
+from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.errors import UserError
 from ray_ulysses.model_shape import ModelShape, read_model_config
 from ray_ulysses.planner.memory import configured_memory, fits
 from ray_ulysses.planner.search import FirstConfig, nearest
 from ray_ulysses.planner.throughput import configured_time, full_rows
 from ray_ulysses.run.preflight import planned_memory
+from ray_ulysses.storage.location import absolute_location
 
 STORAGE, CORPORA = "/mnt/shared/runs", "/mnt/shared/corpora"
-_TOKENS_PER_STEP = 1 << 21
+_TOKENS_PER_STEP, _TOKENS_PER_STEP_ON_CPU = 1 << 21, 1 << 14
+_FEWEST_STEPS = 100
+_FEWEST_HELD_OUT, _FEWEST_DOCUMENTS = 8, 80
+"""Documents held out on average, so that a hash very rarely holds out none, and those that allow an evaluation."""
 _GPUS_PER_NODE = 8
 _NOT_USABLE_GIB = 1
 """Memory that the driver reserves on each GPU, in GiB."""
@@ -30,27 +35,37 @@ _NOISE = frozenset((
 """Fields of ``config.json`` that do not affect training."""
 
 
-def first_configs(model: str, context: int, gpus: int, gpu_memory: float, host_memory: float) -> list[FirstConfig]:
+def first_configs(
+    model: str, context: int, gpus: int, gpu_memory: float, host_memory: float, data: str | None = None
+) -> list[FirstConfig]:
     """Return one configuration for each value of ``parallel.sp_size`` that fits into memory, fastest first.
 
     Args:
         model: A local model directory or a hub id.
         context: Row length in tokens.
-        gpus: Total number of GPUs, assuming eight per node.
+        gpus: Total number of GPUs, assuming eight per node, or 0 for one worker on the CPU of this machine.
         gpu_memory: Nominal memory per GPU in GB, for example 80 for an H100.
         host_memory: Host memory per GPU in GiB.
+        data: Directory or URI of a prepared corpus, from whose size the batch is chosen.
 
     Raises:
-        UserError: The model can't be read, or does not fit with any ``sp_size``.
+        UserError: The model or the corpus can't be read, or the model does not fit with any ``sp_size``.
     """
     described = _described(model)
+    data = None if data is None else absolute_location(data, Path.cwd())
+    corpus = None if data is None else _corpus(data)
+    workers = max(1, gpus)
     found: list[FirstConfig] = []
     too_large: list[tuple[FirstConfig, ModelShape]] = []
     refused: list[UserError] = []
-    for sp_size in (size for size in range(1, gpus + 1) if gpus % size == 0):
-        tree = _tree(model, described, context, gpus, sp_size)
-        tree["memory"] |= {"device_gib": gpu_memory - _NOT_USABLE_GIB, "host_gib": host_memory}
-        if (device := _DEVICES.get(round(gpu_memory))) is not None:
+    for sp_size in (size for size in range(1, workers + 1) if workers % size == 0):
+        tree = _tree(model, described, context, gpus, sp_size, corpus)
+        if data is not None:
+            tree["data"]["path"] = data
+        if gpus:
+            memory = {"plan": "auto", "device_gib": gpu_memory - _NOT_USABLE_GIB, "host_gib": host_memory}
+            tree["memory"] = memory
+        if gpus and (device := _DEVICES.get(round(gpu_memory))) is not None:
             tree["cluster"]["device"] = device
         try:
             one, shape = _completed(tree)
@@ -111,29 +126,55 @@ def _described(model: str) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name not in _NOISE and value is not None}
 
 
-def _tree(model: str, described: Mapping[str, Any], context: int, gpus: int, sp_size: int) -> dict[str, Any]:
+def _corpus(data: str) -> Corpus:
+    try:
+        return Corpus.open(data)
+    except UserError as error:
+        raise UserError(f"--data{str(error).removeprefix('data.path')}") from error
+
+
+def _tree(
+    model: str, described: Mapping[str, Any], context: int, gpus: int, sp_size: int, corpus: Corpus | None
+) -> dict[str, Any]:
     """Return a configuration tree without memory settings, which the planner chooses later."""
-    directory, groups = Path(model).expanduser(), gpus // sp_size
+    directory = Path(model).expanduser()
     is_local = directory.is_dir()
     name = re.sub(r"[^a-z0-9.]+", "-", (directory.resolve().name if is_local else model.rpartition("/")[2]).lower())
-    rows = -(-max(1, _TOKENS_PER_STEP // context) // groups) * groups
+    eval_fraction = 0.01 if corpus is None else max(0.01, _FEWEST_HELD_OUT / corpus.num_documents)
+    if corpus is not None and corpus.num_documents < _FEWEST_DOCUMENTS:
+        eval_fraction = 0.0
+    rows = (_TOKENS_PER_STEP if gpus else _TOKENS_PER_STEP_ON_CPU) // context
+    if corpus is not None:
+        # Twice the average share is left out, since the documents that are held out may be long.
+        rows = min(rows, int(corpus.info.num_tokens * (1 - 2 * eval_fraction)) // (_FEWEST_STEPS * context))
+    groups = max(1, gpus) // sp_size
+    path = f"{CORPORA}/{name.strip('-.')}" if gpus else "corpus"
     section: dict[str, Any] = {"path": str(directory.resolve()) if is_local else model}
     if not is_local:
         section["config"] = dict(described)
     elif any(isinstance(value, Mapping) and "hidden_size" in value for value in described.values()):
         section["part"] = "text"
+    if not gpus:
+        section["dtype"] = "fp32"
+    is_nfs = gpus > _GPUS_PER_NODE
     return {
-        "run": {"name": f"{name.strip('-.') or 'run'}-{_length(context)}", "storage": STORAGE}
-        | ({"storage_kind": "nfs"} if gpus > _GPUS_PER_NODE else {}),
+        "run": {"name": f"{name.strip('-.') or 'run'}-{_length(context)}", "storage": STORAGE if gpus else "runs"}
+        | ({"storage_kind": "nfs"} if is_nfs else {})
+        | ({"eval_every_steps": 50} if eval_fraction else {}),
         "model": section,
-        "data": {"path": f"{CORPORA}/{name.strip('-.')}", "context_tokens": context, "rows_per_step": rows},
+        "data": {
+            "path": path,
+            "context_tokens": context,
+            "rows_per_step": max(1, rows // groups) * groups,
+            "eval_fraction": round(eval_fraction, 4),
+        },
         "parallel": {"sp_size": sp_size},
         "optimizer": {"lr": 2e-5},
-        "schedule": {"warmup_steps": 50},
-        "memory": {"plan": "auto"},
+        "schedule": {"warmup_ratio": 0.05},
         "checkpoint": {"every_steps": 50},
-        "tracking": {"enabled": False},
-        "cluster": {"workers": gpus, "gpus_per_worker": 1},
+        # On network storage, MLflow needs a server.
+        "tracking": {"trackers": ["tensorboard"]} if is_nfs else {"enabled": True},
+        "cluster": {"workers": max(1, gpus), "gpus_per_worker": min(1, gpus)},
     }
 
 

@@ -14,6 +14,7 @@ from ray_ulysses.config import load_config
 from ray_ulysses.run.first_config import first_configs
 from ray_ulysses.run.preflight import report_run
 from tests.breadth import fast_only
+from tests.unit.data.corpora import text_corpus, varied_texts
 
 SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"
@@ -66,9 +67,41 @@ def test_what_init_writes_plans_and_uses_every_gpu(tmp_path: Path, name: str) ->
     assert report_run(config, tmp_path).problems == ()
     assert config.cluster.workers.min == config.cluster.workers.max == gpus
     assert config.data.context_tokens == context and config.data.rows_per_step % config.dp_size == 0
+    assert config.tracking.trackers == (("tensorboard",) if gpus > 8 else ("mlflow",)) and config.data.eval_fraction
     assert config.memory.plan != "auto" and config.memory.attention_output != "auto", "what was chosen is written"
     written = (tmp_path / "c.yaml").read_text()
     assert f"path: {tmp_path / name}\n" in written and written.count("edit: ") >= 4
+
+
+def test_a_laptop_gets_a_run_of_its_corpus_with_a_hundred_steps_an_evaluation_and_tracking(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = tmp_path / "tiny"
+    model.mkdir()
+    fields = sizes("llama", 320, 32, 64, 2, 2, 2, max_position_embeddings=512)
+    (model / "config.json").write_text(json.dumps(fields))
+    (model / "model.safetensors").write_bytes(b"")
+    text_corpus(tmp_path, varied_texts(400))
+    assert init(tmp_path, model, 256, 0, "--data", "corpus") == 0
+    config = load_config(tmp_path / "c.yaml")
+    report = report_run(config, tmp_path)
+    assert report.problems == () and (config.run.storage, config.data.path) == ("runs", str(tmp_path / "corpus"))
+    assert (config.cluster.workers.max, config.cluster.gpus_per_worker, config.model.dtype) == (1, 0, "fp32")
+    assert 100 <= report.data.num_steps < 200, "a larger batch would have given fewer than 100 steps"
+    assert config.run.eval_every_steps and config.data.eval_fraction > 0 and config.tracking.enabled
+    (tmp_path / "c.yaml").unlink()
+    # A corpus of few rows still gets a row per step, and one of few documents no evaluation.
+    text_corpus(tmp_path / "few", varied_texts(9))
+    assert init(tmp_path, model, 256, 0, "--data", "few/corpus") == 0
+    few = load_config(tmp_path / "c.yaml")
+    assert (few.data.rows_per_step, few.data.eval_fraction, few.run.eval_every_steps) == (1, 0.0, None)
+
+
+def test_a_corpus_that_is_none_is_refused_by_its_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = directory(tmp_path, "smollm3-3b")
+    assert init(tmp_path, model, 65536, 2, "--data", str(tmp_path / "nothing")) == 2
+    assert "--data=" in capsys.readouterr().err
 
 
 def test_a_model_may_lie_in_a_directory_of_any_name(tmp_path: Path) -> None:
