@@ -144,6 +144,7 @@ def _directory_config(path: Path, dtype: DType) -> Config:
         "run": {"name": "evaluation", "storage": str(path)},
         "model": {"path": str(path), "init": "pretrained", "dtype": dtype, "part": _part(path)},
         "data": {"path": str(path), "context_tokens": 1024, "rows_per_step": 1},
+        "optimizer": {"lr": 1e-5},  # required with pretrained weights, and not used
         "memory": {"gradient_checkpointing": False},
         "cluster": {"workers": 1},
     }
