@@ -17,7 +17,7 @@ EXAMPLE = "Example: ray-ulysses report runs/llama-tiny --out report.html; ... --
 def report(
     run: RunDirectory,
     beside: Annotated[
-        str | None, typer.Option(metavar="RUN", help="Another run to draw next to it, on the same axes.")
+        list[str] | None, typer.Option(metavar="RUN", help="Another run to draw in the same plots; may be repeated.")
     ] = None,
     out: Annotated[
         str | None, typer.Option(help="HTML file to write.  [default: RUN/report.html]", show_default=False)
@@ -29,9 +29,9 @@ def report(
     from ray_ulysses.run.run_files import check_run
     from ray_ulysses.storage.place import open_store, place_of
 
-    place, other = place_of(run), None if beside is None else place_of(beside)
+    place, others = place_of(run), [place_of(other) for other in beside or ()]
     check_run(place)
-    if other is not None:
+    for other in others:
         check_run(other, "--beside")
     file = place / REPORT_FILE if out is None else place_of(out)
     if file.name in ("", ".."):
@@ -40,7 +40,7 @@ def report(
         from ray_ulysses.report.page import render_report
 
         wait.phase("drawing the report")
-        text = render_report(place, other, trust_run=trust_run)
+        text = render_report(place, others, trust_run=trust_run)
     try:
         open_store(file.parent).replace(file.name, [text.encode()])
     except OSError as error:

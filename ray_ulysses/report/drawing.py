@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from html import escape
 from typing import Any
@@ -17,19 +17,24 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import StepPatch
 from matplotlib.ticker import EngFormatter, MaxNLocator
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 COLUMNS = 480
 """Horizontal resolution of a plot. A curve has at most four points per column."""
+_BANDS = 96
+"""Maximum number of ranges of a plot whose values are shown when the pointer is over them."""
+NARROW, WIDE = 5.4, 11.0
+"""Widths of plots, in inches."""
 # Placeholder colors, replaced by CSS variables that the page defines for its light and dark themes.
 FOREGROUND, GRID = "#010101", "#020202"
 SERIES = tuple(f"#0300{number:02x}" for number in range(1, 9))
 _VARIABLES = {FOREGROUND: "fg", GRID: "grid"} | {color: f"c{number}" for number, color in enumerate(SERIES, 1)}
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
-    "svg.hashsalt": "ray-ulysses",
     "font.family": "sans-serif",
     "font.size": 10.0,
     "text.color": FOREGROUND,
@@ -59,12 +64,13 @@ def style() -> Iterator[None]:
         yield
 
 
-def new_figure(x_label: str, y_label: str, *, width: float = 5.4) -> tuple[Figure, Axes]:
+def new_figure(x_label: str, y_label: str, *, width: float = NARROW) -> tuple[Figure, Axes]:
     """Return an empty figure and its axes. Labels should include units."""
     figure = Figure(figsize=(width, 3.0), layout="constrained")
     axes = figure.subplots()
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
+    axes.fmt_xdata = lambda x: f"{x_label} {x:,.6g}"
     # Fractional steps have no meaning.
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=x_label == "step"))
     return figure, axes
@@ -108,7 +114,8 @@ def log_if_wide(axes: Axes, y: Floats, ratio: float = 100.0) -> None:
 
 
 def legend(axes: Axes) -> None:
-    """Draw the legend above the plot if there are several labels."""
+    """Draw the legend above the plot, in place of an earlier one, if there are several labels."""
+    axes.figure.legends.clear()
     handles, labels = axes.get_legend_handles_labels()
     unique = dict(zip(labels, handles, strict=True))
     if len(unique) > 1:
@@ -129,12 +136,100 @@ def same_limits(figures: Sequence[Figure]) -> None:
             getattr(one, put)(min(low for low, _ in limits), max(high for _, high in limits))
 
 
+def overlay(figures: Sequence[Figure], names: Sequence[str]) -> Figure:
+    """Draw the curves of several runs in the plot of the first, with one color per run and one dash per label."""
+    same_limits(figures)
+    axes = figures[0].axes[0]
+    runs = [[line for line in _curves(one.axes[0]) if line.get_linestyle() != "None"] for one in figures]
+    labels = list(dict.fromkeys(str(line.get_label()) for lines in runs for line in lines))
+    for artist in (*axes.lines, *axes.patches, *axes.texts, *axes.collections):
+        artist.remove()
+    # Positions of one run, such as its steps by tokens, do not apply to the others.
+    axes.fmt_xdata = lambda x: f"{axes.get_xlabel()} {x:,.6g}"
+    for number, (name, lines) in enumerate(zip(names, runs, strict=True)):
+        for line in lines:
+            label = str(line.get_label())
+            axes.plot(
+                *line.get_data(),
+                color=SERIES[number % len(SERIES)],
+                linestyle=("-", "--", ":", "-.")[labels.index(label) % 4],
+                marker=line.get_marker(),
+                markersize=4,
+                label=plain(name) if len(labels) == 1 else plain(f"{name}: {label}"),
+            )
+    legend(axes)
+    return figures[0]
+
+
+def _curves(axes: Axes) -> list[Line2D]:
+    """Return the labelled lines whose points are data, in contrast to lines that span the axes."""
+    return [
+        line
+        for line in axes.lines
+        if line.get_transform() is axes.transData and not str(line.get_label()).startswith("_")
+    ]
+
+
+def _hover(figure: Figure) -> str:
+    """Return invisible SVG rectangles over a plot whose titles give the values of all curves in that range."""
+    if len(figure.axes) > 1:
+        return ""
+    axes = figure.axes[0]
+    found: list[tuple[str, Floats, Floats]] = []
+    for line in _curves(axes):
+        x, y = (np.asarray(part, dtype=np.float64) for part in line.get_data())
+        found.append((str(line.get_label()), x, y))
+    for patch in axes.patches:
+        if isinstance(patch, StepPatch):
+            values, edges, baseline = patch.get_data()
+            shares = values - baseline
+            there = shares > 0
+            found.append((str(patch.get_label()), ((edges[:-1] + edges[1:]) / 2)[there], shares[there]))
+    found = [(label, x, y) for label, x, y in found if len(x)]
+    if not found:
+        return ""
+    left, bottom, width, height = axes.bbox.bounds
+    pixels = [axes.transData.transform(np.stack((x, np.ones_like(x)), axis=1))[:, 0] for _, x, _ in found]
+    middles = np.unique(np.concatenate(pixels).round(1))
+    if len(middles) > _BANDS:
+        middles = np.linspace(middles[0], middles[-1], _BANDS)
+    limits = np.concatenate(([left], (middles[:-1] + middles[1:]) / 2, [left + width]))
+    words: list[list[str]] = [[] for _ in middles]
+    for (label, x, y), at in zip(found, pixels, strict=True):
+        band = np.searchsorted(limits[1:-1], at)
+        for number in np.unique(band):
+            inside = band == number
+            if not words[number]:
+                words[number].append(_span(x[inside], axes.format_xdata))
+            words[number].append(f"{label} {_span(y[inside], '{:.4g}'.format)}".replace(r"\$", "$"))
+    place = f'y="{figure.bbox.height - bottom - height:.1f}" height="{height:.1f}"'
+    rects = (
+        f'<rect x="{limits[n]:.1f}" width="{limits[n + 1] - limits[n]:.1f}" {place}>'
+        f"<title>{escape(chr(10).join(lines))}</title></rect>"
+        for n, lines in enumerate(words)
+        if lines
+    )
+    return f'<g class="hover" fill="transparent">{"".join(rects)}</g>'
+
+
+def _span(values: Floats, form: Callable[[float], str]) -> str:
+    low, high = form(float(values.min())), form(float(values.max()))
+    return low if low == high else f"{low} to {high}"
+
+
 def to_svg(figure: Figure, title: str) -> str:
-    """Render a figure as an inline SVG element, with ``title`` as its label for screen readers."""
+    """Render a figure as an inline SVG element, with ``title`` as its label for screen readers.
+
+    Where the pointer is over a plot, the browser shows the values there.
+    """
     text = io.StringIO()
     metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-    FigureCanvasSVG(figure).print_svg(text, metadata=metadata)  # type: ignore[no-untyped-call]
-    svg = text.getvalue()
+    # The resolution of SVG, so that positions in `_hover` are those of the drawing.
+    figure.set_dpi(72)
+    # Ids must differ between the drawings of a page: a reference into a hidden drawing shows nothing.
+    with matplotlib.rc_context({"svg.hashsalt": f"{title} {figure.get_size_inches()}"}):
+        FigureCanvasSVG(figure).print_svg(text, metadata=metadata)  # type: ignore[no-untyped-call]
+    svg = text.getvalue().replace("</svg>", f"{_hover(figure)}</svg>")
     tag, _, rest = svg[svg.index("<svg ") :].partition(">")
     tag = re.sub(r' (?:xmlns(?::xlink)?|width|height)="[^"]*"', "", tag)
     svg = re.sub(r"font: ([0-9.]+)px [^;\"]*", r"font: \1px system-ui, sans-serif", f"{tag}>{rest}")
@@ -152,7 +247,7 @@ def retrieval_grids(cells: Sequence[Mapping[str, Any]]) -> Figure:
     kinds = list(dict.fromkeys(cell["kind"] for cell in cells))
     lengths = sorted({cell["length"] for cell in cells})
     depths = sorted({cell["depth"] for cell in cells})
-    figure = Figure(figsize=(11.0, 0.9 + 0.36 * len(depths)), layout="constrained")
+    figure = Figure(figsize=(WIDE, 0.9 + 0.36 * len(depths)), layout="constrained")
     for number, kind in enumerate(kinds):
         axes = figure.add_subplot(1, len(kinds), number + 1)
         grid = np.full((len(depths), len(lengths)), np.nan)

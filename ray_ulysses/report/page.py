@@ -1,19 +1,21 @@
-"""Renders the report of one run, or of two runs side by side, as a self-contained HTML page."""
+"""Renders the report of one run, or of several runs in the same plots, as a self-contained HTML page."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
+from pathlib import PurePosixPath
 
+import numpy as np
 from matplotlib.figure import Figure
 
 from ray_ulysses.logging import printable
-from ray_ulysses.report.drawing import same_limits, style, to_svg
-from ray_ulysses.report.pictures import PICTURES, Picture
+from ray_ulysses.report.drawing import NARROW, legend, overlay, style, to_svg
+from ray_ulysses.report.pictures import PICTURES, Picture, tokens_per_second
 from ray_ulysses.report.run_record import NothingToDrawError, RunRecord, read_record
 from ray_ulysses.report.words import count, duration, percent, size
 from ray_ulysses.storage.place import Place
-from ray_ulysses.tracking.events import AttemptStarted, CheckpointCommitted
+from ray_ulysses.tracking.events import AttemptStarted, CheckpointCommitted, Evaluated
 
 _MOST_ROWS = 200
 _STYLE = """
@@ -30,7 +32,11 @@ h1{font-size:1.5rem;margin:0 0 4px}h2{font-size:1rem;margin:0 0 4px}p{margin:4px
 .dim{color:var(--dim);font-size:.87rem}
 .grid{display:grid;gap:14px;grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr));margin:14px 0}
 section{background:var(--card);border:1px solid var(--grid);border-radius:8px;padding:12px;min-width:0}
-.wide{grid-column:1/-1}.scroll{overflow-x:auto}.grid svg{max-width:600px}.grid .wide svg{min-width:640px;max-width:none}
+.wide{grid-column:1/-1}.scroll{overflow-x:auto}.grid svg{max-width:600px}.grid .wide svg{max-width:none}
+.phone{display:none}@media (max-width:700px){.desk{display:none}.phone{display:block}}
+.hover rect:hover{fill:var(--fg);fill-opacity:.08}
+.tiles{display:grid;gap:8px;grid-template-columns:repeat(auto-fit,minmax(130px,1fr));margin:10px 0}
+dt{color:var(--dim);font-size:.8rem}dd{margin:0;font-size:1.15rem;font-variant-numeric:tabular-nums;overflow-wrap:anywhere}
 svg{width:100%;height:auto;display:block}
 table{border-collapse:collapse;font-size:.87rem;font-variant-numeric:tabular-nums}
 th,td{text-align:right;padding:3px 10px 3px 0;white-space:nowrap}th{color:var(--dim);font-weight:500}
@@ -39,19 +45,18 @@ pre{overflow-x:auto;font-size:.8rem;margin:8px 0}summary{cursor:pointer}li{overf
 """
 
 
-def render_report(run_dir: Place, beside: Place | None = None, *, trust_run: bool = False) -> str:
+def render_report(run_dir: Place, beside: Sequence[Place] = (), *, trust_run: bool = False) -> str:
     """Render the report of a run as an HTML page.
 
     Args:
         run_dir: The run's directory.
-        beside: Directory of a second run to compare with.
+        beside: Directories of other runs, whose curves are drawn in the same plots.
         trust_run: See `open_run_storage`.
 
     Raises:
         OSError: A journal can't be read.
     """
-    runs = [run_dir] if beside is None else [run_dir, beside]
-    records = [read_record(run, trust_run=trust_run) for run in runs]
+    records = [read_record(run, trust_run=trust_run) for run in (run_dir, *beside)]
     names = " beside ".join(escape(record.history.name) for record in records)
     with style():
         sections = [text for picture in PICTURES for text in _sections(picture, records)]
@@ -69,43 +74,53 @@ def render_report(run_dir: Place, beside: Place | None = None, *, trust_run: boo
 
 
 def _sections(picture: Picture, records: Sequence[RunRecord]) -> list[str]:
-    """Return one section per run, each containing the plot or the reason why there is no plot."""
-    found: list[Figure | str] = []
+    """Return the sections of a picture: a plot of all runs or one per run. Runs without data for it are left out."""
+    drawn: list[tuple[str, Figure]] = []
+    sections = []
     for record in records:
+        name = record.history.name
         try:
-            found.append(picture.draw(record))
-        except NothingToDrawError as error:
-            found.append(str(error))
+            drawn.append((name, picture.draw(record)))
+        except NothingToDrawError:
+            continue
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             # A damaged plan or evaluation must not prevent the other plots.
-            found.append(f"drawing failed: {type(error).__name__}: {error}")
-    drawn = [figure for figure in found if isinstance(figure, Figure)]
-    for one in drawn:
-        if len(records) > 1 and len(one.axes) == 1:
-            one.set_size_inches(5.4, 3.2)
+            reason = escape(f"drawing failed: {type(error).__name__}: {error}")
+            sections.append(f'<section><h2>{picture.title} · {escape(name)}</h2><p class="dim">{reason}</p></section>')
     if picture.is_shared and len(drawn) > 1:
-        same_limits(drawn)
-    sections = []
-    for record, figure in zip(records, found, strict=True):
-        name = f" · {escape(record.history.name)}" if len(records) > 1 else ""
-        title = f"<h2>{picture.title}{name}</h2>"
-        if isinstance(figure, str):
-            sections.append(f'<section>{title}<p class="dim">Nothing to show: {escape(figure)}</p></section>')
-            continue
-        is_wide = figure.get_figwidth() > 6
+        names, figures = zip(*drawn, strict=True)
+        drawn = [(", ".join(names), overlay(figures, names))]
+    has_names = len(records) > 1 and not (picture.is_shared and len(drawn) == 1)
+    for name, figure in drawn:
+        title = picture.title + (f" · {escape(name)}" if has_names else "")
         note = f'<p class="dim">{escape(picture.note)}</p>' if picture.note else ""
-        svg = to_svg(figure, escape(f"{picture.title} of {record.history.name}", quote=True))
+        is_wide = figure.get_figwidth() > NARROW
+        svg = _svg(figure, escape(f"{picture.title} of {name}", quote=True))
         opening = '<section class="wide">' if is_wide else "<section>"
-        sections.append(f'{opening}{title}<div class="scroll">{svg}</div>{note}</section>')
+        sections.append(f"{opening}<h2>{title}</h2>{svg}{note}</section>")
     return sections
 
 
+def _svg(figure: Figure, title: str) -> str:
+    """Render a figure, and a wide plot a second time for a phone, where its text would be too small to read."""
+    svg = to_svg(figure, title)
+    if figure.get_figwidth() <= NARROW or len(figure.axes) > 1:
+        return svg
+    (axes,) = figure.axes
+    figure.set_size_inches(NARROW, 3.6)
+    for text in (*axes.texts,):
+        text.remove()
+    legend(axes)
+    return f'<div class="desk">{svg}</div><div class="phone">{to_svg(figure, title)}</div>'
+
+
 def _facts(record: RunRecord) -> str:
-    """Return a section that lists the run's status and totals, and the parts of the report that can't be shown."""
+    """Return a section with the run's status, key figures and totals, and the parts that can't be shown."""
     history, spent, num_attempts = record.history, record.history.time_spent, len(record.history.attempts)
     goodput = "" if history.goodput is None else f" · goodput {percent(history.goodput)}"
     lines = [
         f"<h2>{escape(history.name)}: {history.status.replace('_', ' ')} at step {history.step:,}</h2>",
+        _tiles(record),
         f"<p>{count(history.tokens)} supervised tokens · {num_attempts} attempt{'s' * (num_attempts != 1)} · "
         f"{history.lost_steps:,} replayed steps · {duration(spent.total_s)}{goodput}</p>",
     ]
@@ -117,8 +132,29 @@ def _facts(record: RunRecord) -> str:
     return f'<section class="wide">{"".join(lines)}</section>'
 
 
+def _tiles(record: RunRecord) -> str:
+    """Return the figures that a reader looks for first."""
+    if not len(record.kept):
+        return '<p class="dim">no step has completed yet</p>'
+    settings = next((one.settings for one in reversed(record.events(AttemptStarted)) if one.settings), {})
+    model = str(settings.get("model.path") or settings.get("model.config.model_type") or "")
+    parts = [PurePosixPath(model).name, "" if record.num_parameters is None else count(record.num_parameters)]
+    context = settings.get("data.context_tokens")
+    losses = [one.loss for one in record.events(Evaluated) if one.step <= record.history.step]
+    tiles = {
+        "model": " · ".join(part for part in parts if part),
+        "context": "" if context is None else f"{context:,} tokens",
+        "final loss": f"{record.kept['loss'][-1]:.4f}",
+        "validation loss": f"{losses[-1]:.4f}" if losses else "",
+        "median step": f"{np.median(record.kept['seconds']):.3g} s",
+        "median tokens/s": count(float(np.nanmedian(tokens_per_second(record)))),
+    }
+    cells = (f"<div><dt>{name}</dt><dd>{escape(value)}</dd></div>" for name, value in tiles.items() if value)
+    return f'<dl class="tiles">{"".join(cells)}</dl>'
+
+
 def _tables(record: RunRecord) -> list[str]:
-    found = [_attempts(record), _checkpoints(record), _data(record)]
+    found = [one for one in (_attempts(record), _checkpoints(record), _data(record)) if one]
     versions = next((one.versions for one in reversed(record.events(AttemptStarted)) if one.versions), {})
     if versions:
         found.append(
@@ -145,12 +181,12 @@ def _attempts(record: RunRecord) -> str:
         for one in record.history.attempts
     ]
     header = ("attempt", "ranks", "dp×sp", "stage", "steps", "to first step", "from", "ended by")
-    return _section("Attempts", _table(header, rows))
+    return _section("Attempts", _table(header, rows)) if rows else ""
 
 
 def _checkpoints(record: RunRecord) -> str:
-    if record.listing is None:
-        return _section("Checkpoints", '<p class="dim">The checkpoints can\'t be listed.</p>')
+    if record.listing is None or not record.listing.checkpoints:
+        return ""
     times = {one.step: one for one in record.events(CheckpointCommitted)}
     rows = []
     for one in record.listing.checkpoints:
@@ -173,7 +209,7 @@ def _data(record: RunRecord) -> str:
             facts = (f"{segment.base_step:,}", f"{segment.settings.context_tokens:,}", segment.settings.rows_per_step)
             rows.append((number, *facts, percent(segment.fill), share, source.path))
     header = ("segment", "after step", "context", "rows/step", "fill", "share", "corpus")
-    return _section("Data mix", _table(header, rows) if rows else '<p class="dim">There is no data plan.</p>')
+    return _section("Data mix", _table(header, rows)) if rows else ""
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -19,7 +19,9 @@ from ray_ulysses.data.plan.segment import Segment
 from ray_ulysses.report.drawing import (
     FOREGROUND,
     GRID,
+    NARROW,
     SERIES,
+    WIDE,
     count_axis,
     curve,
     legend,
@@ -30,6 +32,7 @@ from ray_ulysses.report.drawing import (
     stack,
 )
 from ray_ulysses.report.run_record import Floats, NothingToDrawError, RunRecord
+from ray_ulysses.report.words import count
 from ray_ulysses.tracking.events import AttemptStarted, CheckpointCommitted, Evaluated, RowsSkipped
 from ray_ulysses.tracking.run_time import Timeline
 from ray_ulysses.tracking.steps import Rows
@@ -64,13 +67,13 @@ class Picture:
     note: str
     """Explanation shown below the plot."""
     is_shared: bool = True
-    """Whether the plots of two runs have the same axis limits."""
+    """Whether the curves of several runs are drawn in one plot."""
 
 
 def loss_picture(record: RunRecord) -> Figure:
     """Draw training loss, evaluation loss and replayed steps, with attempts, stages and plan branches."""
     figure, axes = _over_tokens(record, "loss in nats per token", is_wide=True)
-    figure.set_size_inches(11.0, 4.0)
+    figure.set_size_inches(WIDE, 4.0)
     if len(record.lost):
         lost = np.sort(record.lost, order="step")
         axes.plot(record.tokens_at(lost["step"]), lost["loss"], ".", color=SERIES[1], markersize=4, label="replayed")
@@ -94,7 +97,9 @@ def _over_tokens(record: RunRecord, y_label: str, *, is_wide: bool = False) -> t
     """
     if not len(record.kept):
         raise NothingToDrawError("no step has completed yet")
-    figure, axes = new_figure("supervised tokens", y_label, width=11.0 if is_wide else 5.4)
+    figure, axes = new_figure("supervised tokens", y_label, width=WIDE if is_wide else NARROW)
+    steps, tokens = np.append(0, record.kept["step"]), np.append(float(record.inherited_tokens), record.tokens)
+    axes.fmt_xdata = lambda x: f"step {np.interp(x, tokens, steps):,.0f}, {count(x)} tokens"
     _attempts(axes, record, has_labels=is_wide)
     count_axis(axes, "x")
     return figure, axes
@@ -237,8 +242,8 @@ def _time(record: RunRecord) -> Figure:
         for u, s in (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0), ("s", 1.0))
         if length > 2 * s or s == 1.0
     )
-    figure, axes = new_figure(f"{unit} since the start", "share of the time", width=11.0)
-    figure.set_size_inches(11.0, 3.4)
+    figure, axes = new_figure(f"{unit} since the start", "share of the time", width=WIDE)
+    figure.set_size_inches(WIDE, 3.4)
     parts = [(name, color, shares[name]) for name, (_, color) in _PARTS.items() if shares[name].max() > 0]
     stack(axes, (edges - edges[0]) / scale, parts)
     handles, labels = axes.get_legend_handles_labels()
@@ -413,17 +418,15 @@ def gain_picture(record: RunRecord) -> Figure:
     """Draw the loss reduction by context length, with standard errors."""
     contexts = _part(record, "context_gain")["contexts"]
     figure, axes = new_figure("tokens of context", "gain in nats per token")
-    axes.errorbar(
-        [one["context_tokens"] for one in contexts],
-        [one["gain"] for one in contexts],
-        yerr=[one["standard_error"] or 0.0 for one in contexts],
-        color=SERIES[0],
-        marker="o",
-        capsize=3,
+    lengths, gains = (
+        np.array([one[name] for one in contexts], dtype=np.float64) for name in ("context_tokens", "gain")
     )
+    curve(axes, lengths, gains, "gain", SERIES[0], marker="o")
+    errors = [one["standard_error"] or 0.0 for one in contexts]
+    axes.errorbar(lengths, gains, yerr=errors, fmt="none", ecolor=SERIES[0], capsize=3)
     axes.set_xscale("symlog", base=2, linthresh=1.0)
     # Place ticks at the measured lengths, which may not be powers of two.
-    axes.set_xticks([one["context_tokens"] for one in contexts])
+    axes.set_xticks(lengths)
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     return figure
 
@@ -446,7 +449,7 @@ PICTURES = (
     Picture(
         "Loss",
         loss_picture,
-        "Every second attempt is shaded. Labels: attempt number, and ranks as data-parallel × sequence-parallel.",
+        "Every second attempt is shaded. Labels on wide screens: attempt, ranks as data-parallel × sequence-parallel.",
     ),
     Picture(
         "Where the time went",

@@ -52,6 +52,8 @@ class RunRecord:
     """Newest result of ``ray-ulysses evaluate``."""
     planned_gib: float | None
     """Planned memory per rank, in GiB."""
+    num_parameters: int | None
+    """Number of the model's parameters, according to the plan."""
     texts: Mapping[str, str]
     """Texts that describe the run, by file name."""
     missing: Sequence[str]
@@ -87,6 +89,7 @@ def read_record(run_dir: Place, *, trust_run: bool = False) -> RunRecord:
     history = read_run(run_dir, journal, trust_run=trust_run)
     missing += [f"damaged line in the journal: {text}" for text in history.damaged_records]
     missing += [f"steps {first:,} to {last:,} have no record in the journal" for first, last in history.missing_steps]
+    gib, num_parameters = _try(missing, "the planned memory", lambda: _planned(run_dir)) or (None, None)
     return RunRecord(
         history=history,
         journal=journal,
@@ -99,7 +102,8 @@ def read_record(run_dir: Place, *, trust_run: bool = False) -> RunRecord:
             missing, "the checkpoints", lambda: list_checkpoints(run_dir, journal.entries, trust_run=trust_run)
         ),
         evaluation=_try(missing, "the evaluation", lambda: _newest_evaluation(run_dir)),
-        planned_gib=_try(missing, "the planned memory", lambda: _planned_gib(run_dir)),
+        planned_gib=gib,
+        num_parameters=num_parameters,
         texts=describing_files(run_dir),
         missing=tuple(missing),
     )
@@ -116,11 +120,13 @@ def _try(missing: list[str], what: str, read: Callable[[], _Found]) -> _Found | 
     return None
 
 
-def _planned_gib(run_dir: Place) -> float:
+def _planned(run_dir: Place) -> tuple[float, int]:
+    """Return the planned memory per rank in GiB, and the number of the model's parameters."""
+    facts = read_plan_facts(run_dir)
     try:
-        return float(read_plan_facts(run_dir)["memory"]["device_bytes"]) / 2**30
+        return float(facts["memory"]["device_bytes"]) / 2**30, int(facts["shape"]["num_parameters"])
     except (KeyError, TypeError) as error:
-        raise ValueError(f"{PLAN_FACTS_FILE} has no memory.device_bytes") from error
+        raise ValueError(f"{PLAN_FACTS_FILE} has no memory.device_bytes or shape.num_parameters") from error
 
 
 def _newest_evaluation(run_dir: Place) -> Mapping[str, Any]:

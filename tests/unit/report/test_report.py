@@ -60,6 +60,7 @@ def write_run(run_dir: Path, num_steps: int, *, added_losses: bool = True) -> Pa
         started = journals.started(
             first - 1, time=begin, attempt=attempt, session=f"s{attempt}", command_started=begin - 30.0,
             world_size=ranks, dp_size=ranks // 2, last_step=num_steps, versions={"torch": "2.13.0"},
+            settings={"model.path": "hub/tiny", "data.context_tokens": 2048},
         )  # fmt: skip
         with (run_dir / f"journal/attempt-{attempt:04}.jsonl").open("wb") as file:
             file.write(with_checksum(encode_event(started)) + b"\n")
@@ -142,20 +143,55 @@ def test_the_page_loads_nothing(tmp_path: Path) -> None:
     # All colors are CSS variables of the page.
     assert not re.findall(r"#0[123]00\w\w|#0[12]0[12]0[12]", page)
     assert "prefers-color-scheme:dark" in page and "width=device-width" in page
-    assert page.count("<svg") == 9
-    for title in ("Loss", "Where the time went", "Attempts", "Checkpoints", "Versions"):
+    assert page.count("<svg") == 11, "two wide plots are drawn a second time for a phone"
+    # Without an evaluation, a checkpoint or a plan, their cards are left out.
+    assert not re.findall("Nothing to show|<h2>(?:Retrieval|Saving|Fill|Checkpoints|Data mix)", page)
+    for title in ("Loss", "Where the time went", "Attempts", "Versions"):
         assert f"<h2>{title}</h2>" in page
     assert "<td>2.13.0</td><td>torch</td>" in page
 
 
-def test_two_runs_have_the_same_axes(tmp_path: Path) -> None:
-    short, long = write_run(tmp_path / "short", 10), write_run(tmp_path / "long", 40)
-    page = render_report(short, long)
-    assert "<title>short beside long</title>" in page
-    assert page.index("<h2>Loss · short</h2>") < page.index("<h2>Loss · long</h2>")
-    loss = page[page.index("<h2>Loss · short") : page.index("<h2>Where the time")]
-    ticks = [re.findall(r">([0-9]+k)</text>", part) for part in loss.split("<h2>Loss · long")]
-    assert ticks[0] == ticks[1] and "150k" in ticks[0]
+def test_the_key_figures_are_at_the_top(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 40)
+    (run / "plan-facts.json").write_text('{"memory": {"device_bytes": 1}, "shape": {"num_parameters": 800000}}')
+    evaluated = '{"event": "evaluation", "time": 1.8e9, "attempt": 2, "step": 40, "loss": 2.25, "tokens": 8}'
+    with (run / "journal/attempt-0002.jsonl").open("ab") as file:
+        file.write(with_checksum(evaluated.encode()) + b"\n")
+    tiles = re.findall(r"<dt>([^<]*)</dt><dd>([^<]*)</dd>", render_report(run))
+    assert tiles == [
+        ("model", "tiny · 800k"),
+        ("context", "2,048 tokens"),
+        ("final loss", f"{loss_of(40, 2, 40):.4f}"),
+        ("validation loss", "2.2500"),
+        ("median step", "1.5 s"),
+        ("median tokens/s", "2.73k"),
+    ]
+
+
+def test_the_values_under_the_pointer_are_those_of_the_curves(tmp_path: Path) -> None:
+    page = render_report(write_run(tmp_path / "run", 30))
+    loss = page[page.index("<h2>Loss") : page.index("</svg>")]
+    titles = re.findall(r"<title>([^<]*)</title></rect>", loss)
+    assert titles[0] == f"step 1, 4.10k tokens\ntraining {loss_of(1, 1, 30):.4g}"
+    assert f"step 16, 65.5k tokens\nreplayed {loss_of(16, 1, 30):.4g}\ntraining {loss_of(16, 2, 30):.4g}" in titles
+    assert len(titles) == 30
+    # Many steps share a range.
+    long = render_report(write_run(tmp_path / "long", 1000))
+    ranges = re.findall(r"<title>step ([0-9,]+), [^<]* to step ([0-9,]+),", long[: long.index("</svg>")])
+    assert len(ranges) == 96 and ranges[0][0] == "1" and ranges[-1][1] == "1,000"
+
+
+def test_the_curves_of_several_runs_are_in_the_same_plots(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, steps) for name, steps in (("short", 10), ("$long$", 40), ("_last", 20))]
+    page = render_report(runs[0], runs[1:])
+    assert "<title>short beside $long$ beside _last</title>" in page
+    assert page.count("<h2>Loss</h2>") == page.count("<h2>Gradient norm</h2>") == 1
+    assert [page.count(f"<h2>Where the time went · {name}</h2>") for name in ("short", "$long$", "_last")] == [1] * 3
+    loss = page[page.index("<h2>Loss") : page.index("</svg>")]
+    # The curve of the longest run ends at its last token.
+    assert ">150k</text>" in loss and f"supervised tokens 163,840\n$long$ {loss_of(40, 2, 40):.4g}</title>" in loss
+    speed = page[page.index("<h2>Speed") :]
+    assert "short 2731\n$long$ 2731\n./_last 2731" in speed[: speed.index("</svg>")]
 
 
 def test_a_run_with_a_plan_shows_its_fill_and_balance(tmp_path: Path, report_run: Run) -> None:
@@ -218,7 +254,7 @@ def test_the_report_of_a_broken_run_lists_the_missing_parts(tmp_path: Path) -> N
         "steps 13 to 13 have no record in the journal",
         "damaged line in the journal: journal/attempt-0002.jsonl",
         "has no data plan yet",
-        "the planned memory: plan-facts.json has no memory.device_bytes",
+        "the planned memory: plan-facts.json has no memory.device_bytes or shape.num_parameters",
     ):
         assert words in page
     cell = '{"kind": 3, "length": 1, "depth": 0.5, "accuracy": 1}'
