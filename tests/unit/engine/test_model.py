@@ -223,5 +223,5 @@ def test_layers_are_compiled_under_their_own_names(
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compiled.append(self))
     compile_layers(model)
     assert compiled == list(model.model.layers) and list(model.state_dict()) == names
-    with pytest.raises(UserError, match=r"^model\.compile=true: no layer of Linear has"):
+    with pytest.raises(UserError, match=r"^model\.compile=true: Linear has no layer of class"):
         compile_layers(torch.nn.Linear(2, 2))
