@@ -125,7 +125,7 @@ class AttemptStarted(CommandEvent):
     versions: dict[str, str]
     """Versions of ray-ulysses, Python and the libraries. Informational."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """Settings of the model, data, optimizer, schedule and stages, by dotted path."""
+    """The seed and the settings of the model, data, optimizer, schedule and stages, by dotted path."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

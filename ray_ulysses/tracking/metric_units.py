@@ -23,21 +23,33 @@ class MetricUnit:
         return f"{self.unit}: {self.meaning}"
 
 
+STEP_METRICS = {
+    "loss": "train/loss",
+    "z_loss": "train/z_loss",
+    "router_loss": "train/router_loss",
+    "grad_norm": "train/grad_norm",
+    "learning_rate": "train/learning_rate",
+    "seconds": "train/step_s",
+    "mfu": "train/mfu",
+    "peak_memory_gib": "memory/peak_gib",
+}
+"""Names of metrics by the field of `StepDone`. Trackers group metrics by the prefix."""
+TOKENS_PER_S, WORLD_SIZE, EVAL_LOSS = "train/tokens_per_s", "train/world_size", "eval/loss"
 METRIC_UNITS: tuple[MetricUnit, ...] = (
-    MetricUnit("loss", "nats per token", "mean over the supervised tokens of a step"),
-    MetricUnit("eval_loss", "nats per token", "mean over the supervised tokens of the evaluation rows"),
-    MetricUnit("z_loss", "nats per token", "z-loss times its coefficient, as added to the loss"),
-    MetricUnit("router_loss", "nats per token", "load-balancing loss times its coefficient, as added to the loss"),
-    MetricUnit("grad_norm", "1", "gradient norm over all parameters, before clipping"),
-    MetricUnit("learning_rate", "1", "learning rate of the step"),
-    MetricUnit("seconds", "s", "duration of the step, including the wait for its rows"),
-    MetricUnit("tokens_per_s", "tokens/s", "supervised tokens per second, all ranks combined"),
-    MetricUnit("mfu", "fraction", "model FLOPs of the step over the peak bf16 FLOPs of all GPUs"),
-    MetricUnit("peak_memory_gib", "GiB", "peak memory of rank 0 so far: allocated on a GPU, resident on a CPU"),
-    MetricUnit("world_size", "ranks", "number of ranks that trained the step"),
-    MetricUnit("goodput", "fraction", "time in steps that count over the time of all commands (ETTR)"),
-    MetricUnit("time_*", "s", "time of all commands so far, by category"),
-    MetricUnit("checkpoint_*", "same as the metric", "value of the metric when the checkpoint was committed"),
+    MetricUnit("train/loss", "nats per token", "mean over the supervised tokens of a step"),
+    MetricUnit("eval/loss", "nats per token", "mean over the supervised tokens of the evaluation rows"),
+    MetricUnit("train/z_loss", "nats per token", "z-loss times its coefficient, as added to the loss"),
+    MetricUnit("train/router_loss", "nats per token", "router loss times its coefficient, as added to the loss"),
+    MetricUnit("train/grad_norm", "1", "gradient norm over all parameters, before clipping"),
+    MetricUnit("train/learning_rate", "1", "learning rate of the step"),
+    MetricUnit("train/step_s", "s", "duration of the step, including the wait for its rows"),
+    MetricUnit("train/tokens_per_s", "tokens/s", "supervised tokens per second, all ranks combined"),
+    MetricUnit("train/mfu", "fraction", "model FLOPs of the step over the peak bf16 FLOPs of all GPUs"),
+    MetricUnit("memory/peak_gib", "GiB", "peak memory of rank 0 so far: allocated on a GPU, resident on a CPU"),
+    MetricUnit("train/world_size", "ranks", "number of ranks that trained the step"),
+    MetricUnit("time/goodput", "fraction", "time in steps that count over the time of all commands (ETTR)"),
+    MetricUnit("time/*_s", "s", "time of all commands so far, by category"),
+    MetricUnit("checkpoint/*", "same as the metric", "value of the metric when the checkpoint was committed"),
     MetricUnit("system/*_percentage", "percent", "utilization on rank 0's node when the step ended"),
     MetricUnit("system/*_megabytes", "MB", "usage on rank 0's node; for the network, since the attempt started"),
 )

@@ -4,7 +4,7 @@ A model's tags contain the checkpoint's location and ``state``. One checkpoint p
 is tagged ``best``. Aliases are not used, because they belong to registered models and MLflow reserves "latest". The
 description repeats the location and the state, because a model's page does not show tags. In lists, a usable
 checkpoint is ``Ready``, a damaged one is ``Failed``, and a deleted or superseded one has no status.
-Parameters are shown as columns that MLflow can sort and compare. Metrics are named ``checkpoint_<name>``, because
+Parameters are shown as columns that MLflow can sort and compare. Metrics are named ``checkpoint/<name>``, because
 MLflow adds a model's metrics to its run's curves. All calls are idempotent.
 """
 
@@ -14,6 +14,7 @@ import datetime
 import json
 import math
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -39,7 +40,7 @@ CheckpointState = Literal["committed", "superseded", "deleted", "damaged"]
 """``superseded``: a later attempt committed the step again; ``deleted``: removed by the retention policy; ``damaged``:
 set aside."""
 MODEL_TYPE = "checkpoint"
-METRIC_PREFIX = "checkpoint_"
+METRIC_PREFIX = "checkpoint/"
 DESCRIPTION = "mlflow.note.content"
 """Tag that MLflow renders as the model's description, in Markdown."""
 
@@ -153,7 +154,7 @@ class CheckpointModels:
 
     def commit(self, checkpoint: CheckpointEvent) -> None:
         """Record a committed checkpoint, which supersedes earlier attempts' checkpoints of the same step."""
-        of_step = self._tracked(f" AND name='{_name(checkpoint.step)}'")
+        of_step = self._tracked(f" AND name='{self._name(checkpoint.step)}'")
         own = next((one for one in of_step if one.is_of(checkpoint.step, checkpoint.attempt)), None)
         others = [one for one in of_step if own is None or one.model_id != own.model_id]
         later = [one for one in others if one.attempt > checkpoint.attempt]
@@ -168,7 +169,7 @@ class CheckpointModels:
 
     def take_away(self, gone: GoneCheckpoint) -> None:
         """Mark a checkpoint as no longer usable, if MLflow has a record of it."""
-        for one in self._tracked(f" AND name='{_name(gone.step)}'"):
+        for one in self._tracked(f" AND name='{self._name(gone.step)}'"):
             if one.is_of(gone.step, gone.attempt) and (gone.attempt is not None or one.state == "committed"):
                 self._set_state(one.model_id, gone.state, gone.reason)
 
@@ -176,12 +177,12 @@ class CheckpointModels:
         """Create a checkpoint's model, or complete the model if an earlier process died while recording it."""
         from mlflow.entities import LoggedModelOutput
 
-        description = _description(checkpoint, self._run_tags.get("run_name", ""), self._run_id)
+        description = _description(checkpoint, self._run_tags, self._run_id)
         tags = {**_tags(checkpoint), **self._run_tags, "state": state, DESCRIPTION: description}
         if own is None:
             model_id = self._client.create_logged_model(
                 self._experiment_id,
-                name=_name(checkpoint.step),
+                name=self._name(checkpoint.step),
                 source_run_id=self._run_id,
                 tags=tags,
                 params=_params(checkpoint),
@@ -255,6 +256,11 @@ class CheckpointModels:
         tags = [RunTag(f"checkpoint.{name}", value[:_TAG_CHARACTERS]) for name, value in values.items()]
         self._client.log_batch(self._run_id, tags=tags, synchronous=True)
 
+    def _name(self, step: int) -> str:
+        # MLflow lists the models of all runs together, and refuses some punctuation in their names.
+        run = re.sub(r"[^\w-]", "-", self._run_tags["run_name"])
+        return f"{run}-step-{step:08d}"
+
     def _tracked(self, condition: str) -> list[TrackedCheckpoint]:
         return tracked_checkpoints(self._client, self._experiment_id, self._run_id, condition)
 
@@ -268,7 +274,7 @@ def tracked_checkpoints(
         client: MLflow client.
         experiment_id: Id of the run's experiment.
         run_id: Id of the MLflow run.
-        condition: Additional filter in MLflow's syntax, such as `` AND name='step-00000010'``.
+        condition: Additional filter in MLflow's syntax, such as `` AND name='demo-step-00000010'``.
     """
     models = _search(client, experiment_id, f"source_run_id='{run_id}'{condition}")
     found = map(_tracked_checkpoint, models)
@@ -341,14 +347,16 @@ def _topology(checkpoint: CheckpointEvent) -> dict[str, int]:
     return {**sizes, "dp_size": checkpoint.world_size // checkpoint.sp_size}
 
 
-def _description(checkpoint: CheckpointEvent, run_name: str, run_id: str) -> str:
+def _description(checkpoint: CheckpointEvent, run_tags: Mapping[str, str], run_id: str) -> str:
     """Return the description shown on a checkpoint's page."""
     layout = ", ".join(f"{name} {value}" for name, value in _topology(checkpoint).items())
     zero = f", ZeRO {checkpoint.zero_stage}" if checkpoint.zero_stage is not None else ""
     lines = [
-        f"Checkpoint after step {checkpoint.step:,} of run `{run_name}`, written by attempt {_text(checkpoint.attempt)}"
-        f" ({layout}{zero}).",
+        f"Checkpoint after step {checkpoint.step:,} of run `{run_tags['run_name']}`, written by attempt "
+        f"{_text(checkpoint.attempt)} ({layout}{zero}).",
         f"Files: `{checkpoint.path}`",
+        "This is training state, which `mlflow` can't load. To make a model directory that Transformers loads: "
+        f"`ray-ulysses export {shlex.quote(run_tags['run_dir'])} --step {checkpoint.step}`",
         f"To start another run from this checkpoint: `model.resume_from: mlflow:{run_id}/{checkpoint.step}`",
     ]
     return "\n\n".join(lines)
@@ -368,10 +376,6 @@ def _params(checkpoint: CheckpointEvent) -> dict[str, str]:
         "parent": _text(checkpoint.parent),
     }
     return {name: value[:_PARAM_CHARACTERS] for name, value in params.items() if value}
-
-
-def _name(step: int) -> str:
-    return f"step-{step:08d}"
 
 
 def _text(value: object | None) -> str:

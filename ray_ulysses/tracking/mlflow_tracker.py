@@ -6,10 +6,12 @@ nor training waits for MLflow.
 
 from __future__ import annotations
 
+import getpass
 import json
 import shlex
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -22,6 +24,7 @@ from ray_ulysses.run_names import TRACKING_FILE
 from ray_ulysses.storage.location import sqlite_path
 from ray_ulysses.storage.place import Place, open_store
 from ray_ulysses.tracking.failures import TAG_PREFIX
+from ray_ulysses.tracking.journal_reader import read_entries
 from ray_ulysses.tracking.mlflow_client import open_client
 from ray_ulysses.tracking.mlflow_models import KEY_TAG, CheckpointModels
 from ray_ulysses.tracking.tail import RefusedUpdate, Sink
@@ -44,8 +47,11 @@ _STATE_TAG = "state"
 _DESCRIPTION_TAG, _DESCRIPTION_FILE = "mlflow.note.content", "README.md"
 
 _REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_ALREADY_EXISTS")
-_MLFLOW_STATUS = {"finished": "FINISHED", "stopped": "FINISHED", "failed": "FAILED"}
-"""MLflow status by attempt status. A stop on request is not ``KILLED``, which MLflow displays as a failure."""
+_MLFLOW_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+"""MLflow status by attempt status."""
+_EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
+"""Selects the view for training; MLflow would otherwise ask the user which view to show."""
+_DIGEST_CHARACTERS, _NAME_CHARACTERS = 36, 500
 _UI_ADDRESS = "http://127.0.0.1:5000"
 """Default address of ``mlflow ui``."""
 _TRAINING = "?workflowType=machine_learning"
@@ -223,6 +229,7 @@ class MlflowSink(Sink):
                     self._log_steps([update for update in group if isinstance(update, StepMetrics)])
                 case AttemptBegan() as began:
                     self._log_start(began)
+                    self._log_corpora(began)
                     self._log_files(began)
                 case AttemptOver() as over:
                     self._log_end(over)
@@ -241,7 +248,9 @@ class MlflowSink(Sink):
         if found is None:
             try:
                 location = _artifact_root(self._uri)
-                return str(self._client.create_experiment(self._experiment, artifact_location=location))
+                return str(
+                    self._client.create_experiment(self._experiment, artifact_location=location, tags=_EXPERIMENT_TAGS)
+                )
             except MlflowException:  # another process created the experiment in the meantime
                 found = self._client.get_experiment_by_name(self._experiment)
                 if found is None:
@@ -275,10 +284,19 @@ class MlflowSink(Sink):
         return str(runs[0].info.run_id) if runs else None
 
     def _create_run(self, identity: TrackingIdentity) -> str:
+        # The journal's first event may be older than the connection: after an outage, or in a tracker added later.
+        first = next(iter(read_entries(self._run_dir, ends_only=True)), None)
         run = self._client.create_run(
             self._experiment_id,
             run_name=self._run_name,
-            tags={KEY_TAG: identity.key, "run_dir": str(self._run_dir)},
+            start_time=None if first is None else int(first.time * 1000),
+            tags={
+                KEY_TAG: identity.key,
+                "run_dir": str(self._run_dir),
+                "mlflow.source.name": "ray-ulysses train",
+                "mlflow.source.type": "LOCAL",
+                **_user(),
+            },
         )
         return str(run.info.run_id)
 
@@ -301,15 +319,35 @@ class MlflowSink(Sink):
                 self._client.delete_tag(self._run_id, tag)
         self._client.update_run(self._run_id, status="RUNNING")
 
+    def _log_corpora(self, began: AttemptBegan) -> None:
+        """Log the corpora as dataset inputs. Their digest is the plan's id, which covers the data and its order."""
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        inputs = [
+            DatasetInput(
+                Dataset(
+                    # MLflow merges inputs with the same name and digest.
+                    name=path[-_NAME_CHARACTERS:],
+                    digest=began.plan_id[:_DIGEST_CHARACTERS],
+                    source_type="ray_ulysses_corpus",
+                    source=json.dumps({"uri": path}),
+                ),
+                [InputTag("mlflow.data.context", "training")],
+            )
+            for path in began.corpora
+        ]
+        if inputs:
+            self._client.log_inputs(self._run_id, datasets=inputs)
+
     def _log_end(self, over: AttemptOver) -> None:
-        """Record how the run ended. A tag records whether the run was stopped, which MLflow's status cannot express."""
+        """Record how and when the run ended. The tag also says at which step."""
         if over.metrics:
             self._log_steps([StepMetrics(time=over.time, step=over.step or 0, metrics=over.metrics)])
         step = f" at step {over.step}" if over.step else ""
         self._client.set_tag(self._run_id, _STATE_TAG, f"{over.status}{step}")
         for key, value in over.tags.items():
             self._client.set_tag(self._run_id, key, str(value)[:_TAG_CHARACTERS])
-        self._client.set_terminated(self._run_id, status=_MLFLOW_STATUS[over.status])
+        self._client.set_terminated(self._run_id, status=_MLFLOW_STATUS[over.status], end_time=int(over.time * 1000))
 
     def _log_files(self, began: AttemptBegan) -> None:
         """Store the run's files as artifacts, and its README as the description unless the run has a description.
@@ -339,6 +377,13 @@ class MlflowSink(Sink):
         ]
         for part in _slices(points, _METRICS_PER_BATCH):
             self._client.log_batch(self._run_id, metrics=part, synchronous=True)
+
+
+def _user() -> dict[str, str]:
+    # A container may run under a user id without a name.
+    with suppress(KeyError, OSError):
+        return {"mlflow.user": getpass.getuser()}
+    return {}
 
 
 def _is_active(info: RunInfo | Experiment) -> bool:

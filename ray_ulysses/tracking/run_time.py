@@ -103,10 +103,10 @@ class TimeSpent:
         metrics: dict[str, float] = {}
         for name, value in self.to_json().items():
             if isinstance(value, dict):
-                metrics |= {f"time_{name}_{part}": seconds for part, seconds in value.items()}
+                metrics |= {f"time/{name}_{part}": seconds for part, seconds in value.items()}
             else:
-                metrics[f"time_{name}"] = value
-        return metrics if self.goodput is None else {**metrics, "goodput": self.goodput}
+                metrics[f"time/{name}"] = value
+        return metrics if self.goodput is None else {**metrics, "time/goodput": self.goodput}
 
 
 _PARTS = tuple(one.name for one in fields(TimeSpent) if one.name not in _DIVIDED.values())

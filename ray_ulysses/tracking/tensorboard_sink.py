@@ -88,7 +88,10 @@ def _curves(metrics: Mapping[str, float]) -> Iterator[Any]:
 
     for name, value in metrics.items():
         unit = unit_of(name)
-        yield summary.scalar(name, value, summary_description="" if unit is None else str(unit))
+        one = summary.scalar(name, value, summary_description="" if unit is None else str(unit))
+        # tensorboardX leaves it empty, and readers select scalars by it.
+        one.value[0].metadata.plugin_data.plugin_name = "scalars"
+        yield one
 
 
 def _table(rows: Mapping[str, object]) -> str:

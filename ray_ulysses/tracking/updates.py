@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from ray_ulysses.storage.place import place_of
 from ray_ulysses.tracking.events import (
@@ -24,8 +24,9 @@ from ray_ulysses.tracking.events import (
     StepDone,
 )
 from ray_ulysses.tracking.failures import failure_tags
+from ray_ulysses.tracking.metric_units import EVAL_LOSS, STEP_METRICS, TOKENS_PER_S, WORLD_SIZE
 from ray_ulysses.tracking.run_time import TimeLedger
-from ray_ulysses.tracking.steps import OPTIONAL_FIELDS, Entry, StepGroup
+from ray_ulysses.tracking.steps import Entry, StepGroup
 
 RunStatus = Literal["finished", "stopped", "failed"]
 """Outcome of an attempt: it completed all steps, was stopped on request or at a stop step, or failed."""
@@ -42,6 +43,10 @@ class AttemptBegan:
     """Values that may differ between attempts, such as the world size and library versions."""
     files: Mapping[str, str] = field(default_factory=dict)
     """Texts that describe the run, by file name."""
+    corpora: tuple[str, ...] = ()
+    """Paths or URIs of the corpora that the run trains on."""
+    plan_id: str = ""
+    """Id of the data plan, a hash of the corpora and of the settings that order their rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,7 +134,7 @@ class Translation:
             case Evaluated():
                 if event.step > self._evaluated_step and not math.isnan(event.loss):
                     self._evaluated_step = event.step
-                    yield StepMetrics(time=event.time, step=event.step, metrics={"eval_loss": event.loss})
+                    yield StepMetrics(time=event.time, step=event.step, metrics={EVAL_LOSS: event.loss})
             case AttemptStarted():
                 yield from self._began(event)
             case CheckpointCommitted():
@@ -160,7 +165,7 @@ class Translation:
         sizes = {name: getattr(event, name) for name in ("world_size", "sp_size", "ring_size", "dp_size")}
         yield AttemptBegan(
             time=event.time,
-            params=event.settings,
+            params={**event.settings, **sizes},
             tags={
                 **self._tags,
                 "run_dir": self._run_dir,
@@ -171,6 +176,8 @@ class Translation:
                 **({} if event.stage is None else {"stage": event.stage}),
                 **{f"version.{name}": number for name, number in event.versions.items()},
             },
+            corpora=_corpora(event.settings),
+            plan_id=event.plan_ids[-1],
         )
         beyond = {step for step in self._committed if step > event.resumed_step}
         yield from self._gone(beyond, "superseded", f"attempt {event.attempt} resumed before it")
@@ -180,11 +187,11 @@ class Translation:
         if event.step % self._every or event.step <= self._logged_step:
             return
         self._logged_step = event.step
-        known = {name: getattr(event, name) for name in ("loss", "seconds", *OPTIONAL_FIELDS)}
+        known = {metric: getattr(event, name) for name, metric in STEP_METRICS.items()}
         if event.seconds > 0:
-            known["tokens_per_s"] = event.tokens / event.seconds
+            known[TOKENS_PER_S] = event.tokens / event.seconds
         if self._world_size:
-            known["world_size"] = float(self._world_size)
+            known[WORLD_SIZE] = float(self._world_size)
         found = {**known, **self._time_news(), **(event.system or {})}
         metrics = {name: value for name, value in found.items() if value is not None and not math.isnan(value)}
         yield StepMetrics(time=event.time, step=event.step, metrics=metrics)
@@ -218,3 +225,15 @@ class Translation:
         for step in sorted(steps):
             # With the attempt, a repeated update cannot apply to a newer checkpoint of the same step.
             yield GoneCheckpoint(step=step, attempt=self._committed.pop(step, None), state=state, reason=reason)
+
+
+def _corpora(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the corpora of the run and of its stages, each once."""
+    data = {name: settings.get(f"data.{name}") for name in ("path", "sources")}
+    found = [
+        path
+        for part in (data, *settings.get("stages", ()))
+        for path in (part.get("path"), *(source["path"] for source in part.get("sources") or ()))
+        if path
+    ]
+    return tuple(dict.fromkeys(found))

@@ -205,7 +205,9 @@ class Recorder:
             streams=config.data.engine == "ray",
             device_gib=device_memory_gib(self._context.worker.device),
             versions=versions(),
-            settings=flat_settings(config.model_dump(mode="json", include=_RECORDED | stages)),
+            settings=flat_settings(
+                config.model_dump(mode="json", include={**dict.fromkeys(_RECORDED | stages, True), "run": {"seed"}})
+            ),
         )
         # Without this record, later records could not be interpreted.
         self._insist()

@@ -376,7 +376,7 @@ def test_time_between_stages_is_not_recovery_unless_an_attempt_fails() -> None:
     journal.step(2, 25.0, 2, seconds=2.0)
     spent = journal.spent
     assert (spent.saves_s, spent.stages_s, spent.recovery_s) == (1.0, 23.0 - 16.0, 0.0)
-    assert spent.recovery == StartTime() and spent.metrics()["time_stages_s"] == 7.0
+    assert spent.recovery == StartTime() and spent.metrics()["time/stages_s"] == 7.0
     # This attempt is lost, and so is the first attempt of the next stage.
     journal.claim(3, 30.0, command_started=0.0).start(3, 30.0, resumed=2).step(3, 32.0, 3, seconds=2.0)
     assert (journal.spent.stages_s, journal.spent.recovery_s) == (7.0, 5.0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ray_ulysses.model_shape import ModelShape
-from ray_ulysses.tracking.metric_units import METRIC_UNITS
+from ray_ulysses.tracking.metric_units import EVAL_LOSS, METRIC_UNITS, STEP_METRICS, TOKENS_PER_S, WORLD_SIZE
 from ray_ulysses.tracking.mlflow_models import METRIC_PREFIX
 from ray_ulysses.tracking.run_time import TimeSpent
 from ray_ulysses.trainer.record import SystemMeter
@@ -21,10 +21,11 @@ def test_every_metric_has_one_unit_and_every_unit_a_metric(monkeypatch: pytest.M
     )  # fmt: skip
     monkeypatch.setattr("ray_ulysses.trainer.step.peak_bf16_flops", lambda name: 1e12)
     meter = StepMeter(ModelShape.from_config_dict(LLAMA_3_8B), torch.device("cpu"), world_size=4)
-    recorded = set(meter.numbers(result, seconds=1.0, document_tokens=8, cost=64, learning_rate=0.1))
-    recorded |= {"eval_loss", f"{METRIC_PREFIX}loss"}
-    assert {"mfu", "z_loss", "router_loss"} <= recorded
+    fields = set(meter.numbers(result, seconds=1.0, document_tokens=8, cost=64, learning_rate=0.1))
+    assert {*STEP_METRICS, "tokens_per_s", "world_size"} == fields
+    recorded = {*STEP_METRICS.values(), TOKENS_PER_S, WORLD_SIZE, EVAL_LOSS, f"{METRIC_PREFIX}loss"}
     recorded |= set(TimeSpent(steps_s=1.0).metrics()) | set(SystemMeter(torch.device("cpu")).read())
     found = {name: [one for one in METRIC_UNITS if one.is_of(name)] for name in recorded}
     assert {name: len(units) for name, units in found.items() if len(units) != 1} == {}
+    assert {name.partition("/")[0] for name in recorded} == {"train", "eval", "time", "memory", "checkpoint", "system"}
     assert [one.name for one in METRIC_UNITS if not any(map(one.is_of, recorded))] == []

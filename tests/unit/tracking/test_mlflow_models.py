@@ -27,7 +27,7 @@ class Demo:
         found = client.get_experiment_by_name("models")
         self.experiment = found.experiment_id if found else client.create_experiment("models")
         self.run_id = client.create_run(self.experiment, run_name=f"demo-{uuid.uuid4().hex[:6]}").info.run_id
-        tags = {"run_name": "demo", "run_dir": "/runs/demo", "store": STORE}
+        tags = {"run_name": "demo.1", "run_dir": "/runs/demo", "store": STORE}
         self.models = CheckpointModels(client, experiment_id=self.experiment, run_id=self.run_id, run_tags=tags)
 
     def states(self):
@@ -51,21 +51,22 @@ def test_a_committed_checkpoint_has_all_tags_params_and_metrics(demo):
     checkpoint = committed(20, 2, cursor={"plan_id": "0123abcd"}, tokens=99, **fields)
     demo.models.commit(checkpoint)
     (model,) = demo.logged()
-    assert (model.name, model.model_type, model.status) == ("step-00000020", "checkpoint", "READY")
+    assert (model.name, model.model_type, model.status) == ("demo-1-step-00000020", "checkpoint", "READY")
     tags = dict(model.tags)
     described = tags.pop(DESCRIPTION)
     assert f"`{STORE}/checkpoints/step-00000020`" in described
     assert f"`model.resume_from: mlflow:{demo.run_id}/20`" in described
+    assert "`ray-ulysses export /runs/demo --step 20`" in described
     common = {"step": "20", "attempt": "2", "plan_id": "0123abcd", **fields, "zero_stage": "3"}
     sizes = {"world_size": 4, "sp_size": 2, "ring_size": 1, "dp_size": 2}
     assert model.params == {**common, **{name: str(size) for name, size in sizes.items()}, "tokens": "99"}
     assert tags == {
         **common, "path": f"{STORE}/checkpoints/step-00000020", "store": STORE, "topology": json.dumps(sizes),
-        "cursor": json.dumps({"plan_id": "0123abcd"}), "digest": f"{20:016x}", "run_name": "demo",
+        "cursor": json.dumps({"plan_id": "0123abcd"}), "digest": f"{20:016x}", "run_name": "demo.1",
         "run_dir": "/runs/demo", "state": "committed",
     }  # fmt: skip
-    assert [(metric.key, metric.value) for metric in model.metrics] == [("checkpoint_loss", 4.8)]
-    (point,) = demo.client.get_metric_history(demo.run_id, "checkpoint_loss")
+    assert [(metric.key, metric.value) for metric in model.metrics] == [("checkpoint/loss", 4.8)]
+    (point,) = demo.client.get_metric_history(demo.run_id, "checkpoint/loss")
     assert (point.step, point.timestamp) == (20, 1_700_000_020_000)
     assert demo.tags()["checkpoint.step"] == "20" and demo.tags()["checkpoint.attempt"] == "2"
     (back,) = tracked_checkpoints(demo.client, demo.experiment, demo.run_id)
@@ -81,12 +82,12 @@ def marked(demo, mark):
 def test_one_usable_checkpoint_each_is_the_latest_and_the_best(demo):
     for step, loss in ((10, 4.0), (20, 3.0), (30, 3.5)):
         demo.models.update(committed(step, metrics={"eval_loss": loss}))
-    assert (marked(demo, "latest"), marked(demo, "best")) == (["step-00000030"], ["step-00000020"])
+    assert (marked(demo, "latest"), marked(demo, "best")) == (["demo-1-step-00000030"], ["demo-1-step-00000020"])
     tags = demo.tags()
     assert (tags["checkpoint.best.step"], tags["checkpoint.best.eval_loss"]) == ("20", "3")
     demo.models.update(GoneCheckpoint(step=20, attempt=1, state="deleted"))
     demo.models.update(GoneCheckpoint(step=30, attempt=1, state="damaged"))
-    assert (marked(demo, "latest"), marked(demo, "best")) == (["step-00000010"], ["step-00000010"])
+    assert (marked(demo, "latest"), marked(demo, "best")) == (["demo-1-step-00000010"], ["demo-1-step-00000010"])
     assert demo.tags()["checkpoint.best.step"] == "10"
 
 
@@ -99,10 +100,10 @@ def test_a_mark_is_set_before_it_is_removed_elsewhere(demo, monkeypatch):
         broken.setattr(MlflowClient, "delete_logged_model_tag", Mock(side_effect=ConnectionError("away")))
         with pytest.raises(ConnectionError):
             demo.models.update(committed(20))
-    assert sorted(marked(demo, "latest")) == ["step-00000010", "step-00000020"]
+    assert sorted(marked(demo, "latest")) == ["demo-1-step-00000010", "demo-1-step-00000020"]
     # The update is sent again, as after a lost response.
     demo.models.update(committed(20))
-    assert marked(demo, "latest") == ["step-00000020"]
+    assert marked(demo, "latest") == ["demo-1-step-00000020"]
 
 
 def test_repeated_updates_change_nothing(demo):
@@ -111,13 +112,13 @@ def test_repeated_updates_change_nothing(demo):
         demo.models.commit(committed(10))
         demo.models.take_away(gone)
     assert demo.states() == [(10, 1, "deleted")]
-    assert len(demo.client.get_metric_history(demo.run_id, "checkpoint_loss")) == 1
+    assert len(demo.client.get_metric_history(demo.run_id, "checkpoint/loss")) == 1
     assert len(demo.client.get_run(demo.run_id).outputs.model_outputs) == 1
 
 
 def test_an_incomplete_model_is_completed_and_not_duplicated(demo):
     demo.client.create_logged_model(
-        demo.experiment, name="step-00000010", source_run_id=demo.run_id, tags={"step": "10", "attempt": "1"}
+        demo.experiment, name="demo-1-step-00000010", source_run_id=demo.run_id, tags={"step": "10", "attempt": "1"}
     )
     assert not tracked_checkpoints(demo.client, demo.experiment, demo.run_id)[0].is_complete
     demo.models.commit(committed(10))

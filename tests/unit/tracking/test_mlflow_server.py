@@ -122,10 +122,10 @@ def test_updates_are_delivered_after_an_outage(server, tmp_path):
     # A deleted checkpoint has no status over HTTP either.
     states = [(model.name, model.tags["attempt"], model.tags["state"], str(model.status)) for model in models]
     assert sorted(states) == [
-        ("step-00000010", "1", "deleted", "UNSPECIFIED"),
-        ("step-00000020", "1", "committed", "READY"),
-        ("step-00000030", "2", "committed", "READY"),
-        ("step-00000040", "3", "committed", "READY"),
+        ("demo-step-00000010", "1", "deleted", "UNSPECIFIED"),
+        ("demo-step-00000020", "1", "committed", "READY"),
+        ("demo-step-00000030", "2", "committed", "READY"),
+        ("demo-step-00000040", "3", "committed", "READY"),
     ]
     assert (run.info.status, run.data.tags["state"]) == ("FINISHED", "finished")
     assert len(client.search_runs([run.info.experiment_id])) == 1

@@ -16,11 +16,14 @@ import mlflow
 import pytest
 
 from ray_ulysses.errors import UserError
+from ray_ulysses.tracking.journal_lines import encode_event, with_checksum
 from ray_ulysses.tracking.mlflow_client import open_client
 from ray_ulysses.tracking.mlflow_models import KEY_TAG, tracked_checkpoints
 from ray_ulysses.tracking.mlflow_results import track_evaluation
 from ray_ulysses.tracking.mlflow_tracker import MlflowSink, TrackingIdentity, is_tracked, mlflow_page
+from ray_ulysses.tracking.updates import AttemptBegan, AttemptOver
 from tests.polling import wait_until
+from tests.unit.tracking import journals
 from tests.unit.tracking.checkpoints import STORE, committed
 from tests.unit.tracking.tails import ScriptedTracker
 
@@ -74,18 +77,42 @@ def test_three_attempts_make_one_run_with_one_curve(uri, client, tmp_path):
     assert len(client.search_runs([experiment.experiment_id], filter_string=f"tags.run_dir='{tmp_path}'")) == 1
 
 
-def test_a_resumed_run_is_running_and_a_stopped_run_is_finished(uri, client, tmp_path):
+def test_a_resumed_run_is_running_and_a_stopped_run_is_killed(uri, client, tmp_path):
     def state():
         run = mlflow_run(client, tmp_path)
         return run.info.status, run.data.tags["state"]
 
     run_attempt(uri, tmp_path, range(1, 3), status="stopped")
-    assert state() == ("FINISHED", "stopped")
+    assert state() == ("KILLED", "stopped")
     tracker = make_tracker(uri, tmp_path)
     tracker.start({}, {})
     wait_until(lambda: state() == ("RUNNING", "running"), "the run is running again")
     tracker.finish("failed", 7)
     assert state() == ("FAILED", "failed at step 7")
+
+
+def test_a_run_has_its_own_start_and_end_its_user_its_source_and_its_corpora(uri, client, tmp_path, monkeypatch):
+    monkeypatch.setenv("LOGNAME", "ada")
+    (tmp_path / "journal").mkdir()
+    first = with_checksum(encode_event({**journals.started(), "time": 1.7e9, "attempt": 1}))
+    (tmp_path / "journal/attempt-0001.jsonl").write_bytes(first + b"\n")
+    tracker = make_tracker(uri, tmp_path, experiment="corpora")
+    tracker.log(AttemptBegan(time=1.7e9, corpora=("s3://bucket/code/corpus", "/data/corpus"), plan_id="0123abcd"))
+    tracker.log(AttemptOver(time=1.7e9 + 60, status="finished"))
+    assert tracker.catch_up()
+    run = mlflow_run(client, tmp_path)
+    assert (run.info.start_time, run.info.end_time) == (1_700_000_000_000, 1_700_000_060_000)
+    tags = {"mlflow.user": "ada", "mlflow.source.name": "ray-ulysses train", "mlflow.source.type": "LOCAL"}
+    assert tags.items() <= run.data.tags.items()
+    inputs = run.inputs.dataset_inputs
+    assert {(one.dataset.name, one.dataset.digest, one.dataset.source) for one in inputs} == {
+        (path, "0123abcd", f'{{"uri": "{path}"}}') for path in ("s3://bucket/code/corpus", "/data/corpus")
+    }  # fmt: skip
+    kind = client.get_experiment(run.info.experiment_id).tags["mlflow.experimentKind"]
+    assert kind == "custom_model_development"
+    tracker.log(AttemptBegan(time=1.7e9, corpora=("/data/corpus",), plan_id="0123abcd"))
+    assert make_tracker(uri, tmp_path, experiment="corpora").catch_up()
+    assert len(mlflow_run(client, tmp_path).inputs.dataset_inputs) == 2
 
 
 def test_end_metrics_replace_metrics_of_the_same_step(uri, client, tmp_path):

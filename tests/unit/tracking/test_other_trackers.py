@@ -59,9 +59,9 @@ def train(tracker: ScriptedTracker, steps: range, attempt: int = 1) -> None:
     files = {"README.md": "# Run", "plan.txt": "a | b"}
     tracker.start({"optimizer.lr": 0.5}, {"attempt": attempt, "sp_size": 2}, files)
     for step in steps:
-        tracker.log_step(step, {"loss": 1.0 / step, "tokens_per_s": 10.0 * step})
+        tracker.log_step(step, {"train/loss": 1.0 / step, "train/tokens_per_s": 10.0 * step})
         if step % 2 == 0:
-            tracker.log_step(step, {"eval_loss": 2.0 / step})
+            tracker.log_step(step, {"eval/loss": 2.0 / step})
             tracker.log(committed(step))
 
 
@@ -69,23 +69,25 @@ def train_twice(make: Callable[[Path], ScriptedTracker], run_dir: Path) -> None:
     """Track two attempts; step 5 is lost with the first and trained again."""
     one, again = make(run_dir), make(run_dir)
     train(one, range(1, 6))
-    one.finish("failed", 5, {"goodput": 0.5})
+    one.finish("failed", 5, {"time/goodput": 0.5})
     train(again, range(5, 9), attempt=2)
-    again.finish("finished", 8, {"goodput": 0.75})
+    again.finish("finished", 8, {"time/goodput": 0.75})
 
 
 def test_tensorboard_shows_every_step_once_over_all_attempts(tmp_path: Path) -> None:
     train_twice(tensorboard, tmp_path)
-    assert points(tmp_path, "loss") == [(step, pytest.approx(1.0 / step)) for step in range(1, 9)]
-    assert points(tmp_path, "eval_loss") == [(step, pytest.approx(2.0 / step)) for step in (2, 4, 6, 8)]
-    assert points(tmp_path, "goodput") == [(5, 0.5), (8, 0.75)]
+    assert points(tmp_path, "train/loss") == [(step, pytest.approx(1.0 / step)) for step in range(1, 9)]
+    assert points(tmp_path, "eval/loss") == [(step, pytest.approx(2.0 / step)) for step in (2, 4, 6, 8)]
+    assert points(tmp_path, "time/goodput") == [(5, 0.5), (8, 0.75)]
     shown = texts(tmp_path)
     assert "| optimizer.lr | 0.5 |" in shown["settings"] and "| attempt | 2 |" in shown["attempt"]
     assert shown["README.md"] == "# Run" and shown["plan.txt"] == "```\na | b\n```"
     assert "| step | 8 |" in shown["checkpoints"] and "| state | finished |" in shown["state"]
     assert len(list((tmp_path / TENSORBOARD_FOLDER).iterdir())) == 2
-    losses = [value for _, value in values(tmp_path) if value.tag == "loss"]
+    losses = [value for _, value in values(tmp_path) if value.tag == "train/loss"]
     assert any("nats per token" in value.metadata.summary_description for value in losses)
+    # TensorBoard's readers select curves by the plugin.
+    assert {value.metadata.plugin_data.plugin_name for value in losses} == {"scalars"}
     first = next(event.wall_time for event in events_of(tmp_path) if event.summary.value)
     assert abs(first - os.stat(tmp_path).st_ctime) < 60
 
@@ -105,7 +107,7 @@ def test_a_full_disk_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     train(tracker, range(1, 4))
     tracker.finish("finished", 3)
     assert failures == []
-    assert {step for step, _ in points(tmp_path, "loss")} == {1, 2, 3}
+    assert {step for step, _ in points(tmp_path, "train/loss")} == {1, 2, 3}
 
 
 def wandb_tracker(run_dir: Path, sink: type[WandbSink] = WandbSink, drain_s: float = 60.0) -> ScriptedTracker:
@@ -159,10 +161,10 @@ def test_wandb_offline_has_one_run_for_all_attempts(
     records = wandb_records(tmp_path)
     assert {record.run.run_id for record in records if record.run.run_id} == {"abc123"}
     rows = wandb_rows(records)
-    losses = [(row["step"], row["loss"]) for row in rows if "loss" in row]
+    losses = [(row["step"], row["train/loss"]) for row in rows if "train/loss" in row]
     assert losses == [(step, 1.0 / step) for step in range(1, 9)], "every step once"
-    assert [row["step"] for row in rows if "eval_loss" in row] == [2, 4, 6, 8]
-    assert [(row["step"], row["goodput"]) for row in rows if "goodput" in row] == [(5, 0.5), (8, 0.75)]
+    assert [row["step"] for row in rows if "eval/loss" in row] == [2, 4, 6, 8]
+    assert [(row["step"], row["time/goodput"]) for row in rows if "time/goodput" in row] == [(5, 0.5), (8, 0.75)]
     summary = {item.key or ".".join(item.nested_key): item.value_json for r in records for item in r.summary.update}
     assert json.loads(summary["state"]) == "finished" and json.loads(summary["checkpoint.step"]) == 8
     config = {item.key: item.value_json for record in records for item in record.config.update}
@@ -218,7 +220,7 @@ train(tracker, range(1, 6))
 wait_until(lambda: tracker.is_delivered(), "all is delivered", timeout_s=60)
 print("delivered", flush=True)
 sys.stdin.readline()
-tracker.log_step(6, {{"loss": 0.5}})
+tracker.log_step(6, {{"train/loss": 0.5}})
 tracker.finish("finished", 6)
 """
     with serve_wandb() as server:
@@ -236,7 +238,7 @@ tracker.finish("finished", 6)
     monkeypatch.setenv("WANDB_MODE", "offline")
     assert wandb_tracker(tmp_path).catch_up()
     rows = wandb_rows([*wandb_records(tmp_path, "run-*"), *wandb_records(tmp_path)])
-    assert sorted({row["step"] for row in rows if "loss" in row}) == [1, 2, 3, 4, 5, 6]
+    assert sorted({row["step"] for row in rows if "train/loss" in row}) == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_batch_that_fails_halfway_repeats_no_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +259,7 @@ def test_a_batch_that_fails_halfway_repeats_no_event(tmp_path: Path, monkeypatch
     tracker = wandb_tracker(tmp_path, Failing)
     tracker.start({}, {})
     for step in (*range(1, 6), 3, *range(6, 9)):
-        tracker.log_step(step, {"loss": 1.0 / step})
+        tracker.log_step(step, {"train/loss": 1.0 / step})
     tracker.finish("finished", 8)
     assert failures == [0]
     assert taken == [(AttemptBegan, None), *((StepMetrics, step) for step in range(1, 9)), (AttemptOver, 8)]

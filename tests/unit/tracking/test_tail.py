@@ -268,9 +268,13 @@ def checkpoints(told: Sequence[Update]) -> list[tuple[Any, ...]]:
 
 
 def test_an_attempt_begins_with_its_settings_and_its_facts() -> None:
+    stages = [{"path": "/c"}, {"sources": [{"path": "/a"}, {"path": "/d"}]}]
+    settings = {"run.seed": 3, "data.path": None, "data.sources": [{"path": "/a"}, {"path": "/b"}], "stages": stages}
     fields = {"plan_ids": ["a", "b"], "versions": {"torch": "2.13.0"}, "stage": "long"}
-    (began,) = updates([started(2, **fields)], tags={"team": "x"})
-    assert isinstance(began, AttemptBegan) and began.params == {"optimizer.lr": 0.1}
+    (began,) = updates([{**started(2, **fields), "settings": settings}], tags={"team": "x"})
+    assert isinstance(began, AttemptBegan)
+    assert began.params == {**settings, "world_size": 4, "sp_size": 2, "ring_size": 1, "dp_size": 2}
+    assert (began.corpora, began.plan_id) == (("/a", "/b", "/c", "/d"), "b")
     assert began.tags == {
         "team": "x", "run_dir": "/runs/demo", "attempt": 2, "plan_id": "b", "plan_segment": 1, "world_size": 4,
         "sp_size": 2, "ring_size": 1, "dp_size": 2, "stage": "long", "version.torch": "2.13.0",
@@ -282,10 +286,11 @@ def test_metrics_are_logged_every_n_steps() -> None:
     told = [one for one in updates(records, log_every_steps=2) if isinstance(one, StepMetrics)]
     assert [one.step for one in told] == [2, 4]
     first = dict(told[0].metrics)
-    assert {name: first.pop(name) for name in list(first) if not name.startswith(("time_", "goodput"))} == {
-        "loss": 4.8, "grad_norm": 1.5, "seconds": 2.0, "tokens_per_s": 4.5, "world_size": 4.0, "system/x": 3.0,
+    assert {name: first.pop(name) for name in list(first) if not name.startswith("time/")} == {
+        "train/loss": 4.8, "train/grad_norm": 1.5, "train/step_s": 2.0, "train/tokens_per_s": 4.5,
+        "train/world_size": 4.0, "system/x": 3.0,
     }  # fmt: skip
-    assert first["time_steps_s"] == 4.0 and "goodput" in first
+    assert first["time/steps_s"] == 4.0 and "time/goodput" in first
 
 
 def test_a_replayed_step_is_logged_once() -> None:
@@ -294,9 +299,9 @@ def test_a_replayed_step_is_logged_once() -> None:
     first = [started(), step(1), unknown, step(2), evaluation, step(3, z_loss="nan")]
     again = [started(2, 1), step(2, 2), {**evaluation, "attempt": 2}, step(3, 2), step(4, 2)]
     told = [one for one in updates([*first, *again]) if isinstance(one, StepMetrics)]
-    assert [one.step for one in told if "loss" in one.metrics] == [1, 2, 3, 4]
-    assert [one.step for one in told if "eval_loss" in one.metrics] == [2]
-    assert not any("z_loss" in one.metrics for one in told), "NaN is omitted"
+    assert [one.step for one in told if "train/loss" in one.metrics] == [1, 2, 3, 4]
+    assert [one.step for one in told if "eval/loss" in one.metrics] == [2]
+    assert not any("train/z_loss" in one.metrics for one in told), "NaN is omitted"
 
 
 @pytest.mark.parametrize(
@@ -324,8 +329,8 @@ def test_the_end_of_an_attempt_is_reported_unless_another_follows(
 def test_the_end_has_the_time_metrics_that_changed() -> None:
     paused = {"event": "attempt_ended", "reason": "stopped", "time": 108.0, "saving_seconds": 2.0}
     over = updates([started(), step(1), step(2), paused])[-1]
-    assert isinstance(over, AttemptOver) and over.metrics["time_saves_s"] == 2.0
-    assert "time_steps_s" not in over.metrics
+    assert isinstance(over, AttemptOver) and over.metrics["time/saves_s"] == 2.0
+    assert "time/steps_s" not in over.metrics
 
 
 def test_checkpoint_updates_have_the_writing_attempt() -> None:
@@ -491,7 +496,7 @@ def test_wherever_a_command_dies_updates_arrive_once_and_in_order(
     top = tmp_path if kind == "files" else place_of(s3.uri(prefix))
     deaths = Deaths()
     whole = _play(top / "whole", deaths, batch)
-    assert [number for name, number, _ in whole.points if name == "loss"] == [1, 2, 3, 4]
+    assert [number for name, number, _ in whole.points if name == "train/loss"] == [1, 2, 3, 4]
     assert [type(one) for one in whole.others] == [
         AttemptBegan, CheckpointCommitted, AttemptBegan, CheckpointCommitted, GoneCheckpoint, AttemptOver
     ]  # fmt: skip
@@ -501,7 +506,7 @@ def test_wherever_a_command_dies_updates_arrive_once_and_in_order(
         assert len(sink.points) == len({(name, number) for name, number, _ in sink.points}), at
         # The next command repeats time metrics that have not changed.
         extra = set(sink.points) - set(whole.points)
-        assert all(name.startswith(("time_", "goodput")) for name, _, _ in extra), at
+        assert all(name.startswith("time/") for name, _, _ in extra), at
         assert [one for one in sink.points if one not in extra] == whole.points, at
         assert [_without_time(one) for one in sink.others] == [_without_time(one) for one in whole.others], at
 
