@@ -25,9 +25,10 @@ from ray_ulysses.commands import (
     submit,
     train,
 )
-from ray_ulysses.commands.output import SteadyStream, put_line
+from ray_ulysses.commands.output import SteadyStream, columns, put_line
 from ray_ulysses.errors import INTERRUPTED, RunError, UserError
 from ray_ulysses.logging import escaped_output, indented, one_line
+from ray_ulysses.report.words import folded
 
 _LONGEST_PATH = 4096  # PATH_MAX on Linux
 app = typer.Typer(
@@ -102,19 +103,19 @@ def _run(command: Callable[..., Any], arguments: list[str] | None) -> int:
     try:
         code = command(args=arguments, standalone_mode=False)
     except (UserError, RunError) as error:
-        errors.write(f"error: {error}\n")
+        _tell(errors, str(error))
         return 2 if isinstance(error, UserError) else 1
     except KeyboardInterrupt:
         code = INTERRUPTED
     except typer.Abort:
-        errors.write("error: not confirmed; use --yes to skip the prompt\n")
+        _tell(errors, "not confirmed; use --yes to skip the prompt")
         return 1
     except OSError as error:
         # Last resort: code that knows the file's purpose raises a more specific error.
-        errors.write(f"error: {indented(_of_the_system(error))}\n")
+        _tell(errors, indented(_of_the_system(error)))
         return 1
     except UnicodeEncodeError as error:
-        errors.write(f"error: {_of_the_locale(error)}\n")
+        _tell(errors, _of_the_locale(error))
         return 2
     except Exception as error:
         if hasattr(error, "show") and hasattr(error, "exit_code"):
@@ -125,6 +126,10 @@ def _run(command: Callable[..., Any], arguments: list[str] | None) -> int:
     if code == INTERRUPTED:
         errors.write("interrupted; committed checkpoints are kept, and the same command resumes\n")
     return code if isinstance(code, int) else 0
+
+
+def _tell(errors: TextIO, message: str) -> None:
+    errors.write(f"{folded(f'error: {message}', columns(errors))}\n")
 
 
 def _of_the_locale(error: UnicodeEncodeError) -> str:

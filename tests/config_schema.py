@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ray_ulysses.config.devices import DEVICES
 from ray_ulysses.config.schema import Config, section_models
 
 FILE = Path(__file__).parents[1] / "ray_ulysses" / "config.schema.json"
@@ -22,6 +23,8 @@ def render_schema() -> str:
     # WorkerLimits also takes one number, by a validator that pydantic can't describe.
     limits = schema["$defs"]["WorkerLimits"]
     schema["$defs"]["WorkerLimits"] = {"anyOf": [{"type": "integer", "minimum": 1}, limits]}
+    # DeviceSection also takes a name.
+    schema["$defs"]["DeviceSection"] = {"anyOf": [{"enum": list(DEVICES)}, schema["$defs"]["DeviceSection"]]}
     for name, model in section_models().items():
         # An extended file or --set may give what this file lacks, and an empty section counts as a missing one.
         schema["$defs"][model.__name__].pop("required", None)

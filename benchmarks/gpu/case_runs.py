@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from benchmarks.runner import RESULTS, gpu_provenance, say, store
 from ray_ulysses.config import Config
+from ray_ulysses.config.devices import DeviceSection
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.planner.throughput import Work, configured_time
 
@@ -174,7 +175,7 @@ def wire_s(config: Config, case: dict[str, Any]) -> float:
         config: The configuration of the run that the measured rank belongs to.
         case: The case.
     """
-    cluster = config.cluster.model_copy(update={"device": "H100", "gpus_per_worker": 1})
+    cluster = config.cluster.model_copy(update={"device": DeviceSection.model_validate("H100"), "gpus_per_worker": 1})
     squares = sum(length**2 for length in case["documents"])
     work = Work(tokens=case["context"], squares=squares, rows=1, imbalance=1.0)
     shape = ModelShape.from_config_dict(case["model"])

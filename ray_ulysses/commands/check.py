@@ -21,7 +21,7 @@ from ray_ulysses.clock import SystemClock
 from ray_ulysses.commands.options import AsJson, ConfigPath, Overrides, Quiet, load_run_config
 from ray_ulysses.commands.output import Waiting, put, put_line
 from ray_ulysses.errors import ConfigError, RunError, UserError
-from ray_ulysses.report.words import as_text, wrapped
+from ray_ulysses.report.words import as_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 EXAMPLE = "Example: ray-ulysses check configs/llama-tiny_cpu_sp2-dp2_8k.yaml --steps 20"
 _FEWEST_STEPS = 6
 _MARKS = {True: "ok", False: "FAILED", None: "-"}
-_WIDTH = 100
 
 
 def check(
@@ -60,7 +59,7 @@ def check(
 
     options = CheckOptions(steps=steps, stage=stage, max_memory=max_memory, keep=keep, is_quiet=quiet)
     report = run_check(loaded, options, open_console(stderr=as_json), partial(put_line, stderr=True))
-    put(json.dumps(report.to_json(), indent=2) if as_json else render_check(report))
+    put(json.dumps(report.to_json(), indent=2) if as_json else render_check(report), is_exact=as_json)
     if report.failed:
         raise typer.Exit(1)
 
@@ -262,12 +261,13 @@ def _found(prepared: PreparedRun, options: CheckOptions, num_steps: int, failure
         tolerance=TOLERANCES[config.model.dtype],
         has_gpu=config.cluster.gpus_per_worker > 0,
         planned_bytes=report.memory.device_bytes,
-        limit_gib=config.memory.device_gib or (attempts[0].device_gib if attempts else None),
+        limit_gib=config.memory.device_gib or (attempts[0].device_gib if attempts else config.device_gib),
         most_of_limit=options.max_memory / 100,
         # Scale by cost: the trial's rows are more expensive than the mean row.
         modelled_s=None
         if report.step_time is None or not work
         else report.step_time.seconds * median(work) / report.data.flops_per_step,
+        is_compared=report.step_time is not None and report.step_time.is_measured,
         is_pretrained=config.model.init == "pretrained",
     )
 
@@ -289,8 +289,7 @@ def render_check(report: CheckReport) -> str:
     width = max(len(line.name) for line in report.lines)
     lines = [f"check of run {report.name!r}", ""]
     for line in report.lines:
-        first = f"  {_MARKS[line.holds]:<6}  {line.name:<{width}}  "
-        lines += wrapped(f"{line.found} [{line.rule}]", _WIDTH, first, " " * len(first))
+        lines.append(f"  {_MARKS[line.holds]:<6}  {line.name:<{width}}  {line.found} [{line.rule}]")
     failed = ", ".join(line.name for line in report.failed)
     lines += ["", f"FAILED: {failed}" if failed else "ready for the whole run"]
     return as_text(lines)

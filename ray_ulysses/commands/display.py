@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TextIO, cast
 
@@ -14,7 +14,7 @@ from rich.text import Text
 from ray_ulysses.clock import Clock
 from ray_ulysses.commands.output import Display, SteadyStream
 from ray_ulysses.logging import escape_output, one_line, printable
-from ray_ulysses.report.words import duration, size
+from ray_ulysses.report.words import duration, folded, size
 
 if TYPE_CHECKING:
     from ray_ulysses.data.prepare.preparation import PrepareProgress
@@ -31,8 +31,9 @@ class PlainConsole(Console):
         super().__init__(file=file, markup=False, emoji=False, highlight=False, soft_wrap=True, **options)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print objects, each string on a single line."""
-        super().print(*(one_line(one) if isinstance(one, str) else one for one in objects), **options)
+        """Print objects, each string on a single line, or in a terminal on as many lines as its width needs."""
+        width = self.width if self.is_terminal else None
+        super().print(*(folded(one_line(one), width) if isinstance(one, str) else one for one in objects), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         """Render an object, with all control characters in its text escaped."""
@@ -48,6 +49,14 @@ def open_console(*, stderr: bool = False, quiet: bool = False) -> Console:
         quiet: Whether the console writes nothing.
     """
     return PlainConsole(cast("TextIO", SteadyStream("stderr" if stderr else "stdout", escapes=False)), quiet=quiet)
+
+
+def put_styled(text: str, styles: Mapping[str, str]) -> None:
+    """Print text whose lines fit into the terminal, with Rich's styles by regular expression."""
+    styled = Text(text)
+    for pattern, style in styles.items():
+        styled.highlight_regex(pattern, style)
+    open_console().print(styled)
 
 
 def start_live(renderable: RenderableType, console: Console, *, transient: bool) -> Live:

@@ -74,7 +74,10 @@ def doctor(
             checks.append(check)
             if not (as_json or (quiet and check.level == "ok")):
                 wait.show(render_check(check))
-    put(json.dumps({"checks": [asdict(one) for one in checks]}, indent=2) if as_json else render_sum(checks))
+    put(
+        json.dumps({"checks": [asdict(one) for one in checks]}, indent=2) if as_json else render_sum(checks),
+        is_exact=as_json,
+    )
     if exit_code(checks):
         raise typer.Exit(1)
 
@@ -232,9 +235,16 @@ def check_accelerator() -> list[Check]:
     except ImportError as error:
         return [Check(name="accelerator", level="fail", detail=f"torch can't be imported: {error}", hint="see above")]
     if torch.cuda.is_available():
+        from ray_ulysses.config.devices import device_of
+        from ray_ulysses.planner.flops import peak_bf16_flops
+
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         gib = torch.cuda.get_device_properties(0).total_memory / _GIB
-        devices = Check(name="accelerator", level="ok", detail=f"{len(names)} x {names[0]}, {gib:.0f} GiB each")
+        known = device_of(names[0])
+        is_known = known is not None and peak_bf16_flops(names[0]) == known.tflops * 1e12
+        setting = f" (cluster.device: {known.name})" if known is not None and is_known else ""
+        detail = f"{len(names)} x {names[0]}, {gib:.0f} GiB each{setting}"
+        devices = Check(name="accelerator", level="ok", detail=detail)
         return [devices, *gpu_versions(torch, dist, _DRIVER)]
     devices = Check(
         name="accelerator",

@@ -96,7 +96,7 @@ def evaluate(
             report, problem = error.report, error
         if request.is_run and problem is None:
             _draw_report(request.model, trust_run, wait)
-    put(json.dumps(report.to_json(), indent=2) if as_json else render_evaluation(report, written))
+    put(json.dumps(report.to_json(), indent=2) if as_json else render_evaluation(report, written), is_exact=as_json)
     if problem is not None:
         raise problem
 

@@ -76,7 +76,7 @@ def export(
 
         wait.phase("exporting")
         done = export_run(request, wait.say)
-    put(json.dumps(asdict(done), indent=2) if as_json else render_export(done))
+    put(json.dumps(asdict(done), indent=2) if as_json else render_export(done), is_exact=as_json)
 
 
 def parse_size(text: str) -> int:

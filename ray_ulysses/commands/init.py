@@ -79,7 +79,7 @@ def init(
         for first in first_configs(model, context, gpus, gpu_memory, host_memory, data):
             text = _render(first, model, gpu_memory, has_corpus=data is not None)
             # Plan the configuration exactly as written.
-            report = report_run(parse_config(yaml.safe_load(text)), Path.cwd())
+            report = report_run(parse_config(yaml.safe_load(text)), Path.cwd(), synthetic=True)
             if not report.problems:
                 break
             problems = problems or "; ".join(map(str, report.problems))

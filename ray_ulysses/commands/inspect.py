@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -16,7 +15,7 @@ import typer
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.commands.inspect_checks import render_checkpoints, render_verdict, render_verification
 from ray_ulysses.commands.options import STEP_NUMBER, AsJson, Quiet, RunDirectory, TrustRun, shortened
-from ray_ulysses.commands.output import Waiting, put
+from ray_ulysses.commands.output import Waiting, columns, put
 from ray_ulysses.errors import UserError
 from ray_ulysses.report.words import as_text, count, duration, facts, percent, size, table
 from ray_ulysses.run_names import CHECKPOINT_FOLDER
@@ -144,7 +143,7 @@ def _show_history(run: Place, as_json: bool, quiet: bool, trust_run: bool) -> No
     with Waiting("reading the journal", is_quiet=quiet):
         history, plan_history = read_run(run, trust_run=trust_run), read_plan_history(run)
     for text in history_json(history, plan_history) if as_json else (render_history(history, plan_history), "\n"):
-        put(text, end="")
+        put(text, end="", is_exact=as_json)
 
 
 def _show_row(
@@ -154,7 +153,7 @@ def _show_row(
 
     with Waiting("reading the row", is_quiet=quiet):
         report = report_row(run, row, corpora=corpora, text=text, trust_run=trust_run)
-    put(json.dumps(report.to_json(), indent=2) if as_json else render_row(report))
+    put(json.dumps(report.to_json(), indent=2) if as_json else render_row(report), is_exact=as_json)
 
 
 def _show_verification(
@@ -171,7 +170,7 @@ def _show_verification(
     with Waiting("verifying the data", is_quiet=quiet) as wait:
         watch = ReadingReport(wait.say, SystemClock()).rows
         found = verify_run(run, other=other, read=read, corpora=corpora, watch=watch, trust_run=trust_run)
-    put(json.dumps(found.to_json(), indent=2) if as_json else render_verification(found))
+    put(json.dumps(found.to_json(), indent=2) if as_json else render_verification(found), is_exact=as_json)
     return found.holds
 
 
@@ -180,7 +179,10 @@ def _show_checkpoints(run: Place, as_json: bool, quiet: bool, trust_run: bool) -
 
     with Waiting("reading the checkpoints", is_quiet=quiet):
         listing = list_checkpoints(run, trust_run=trust_run)
-    put(json.dumps(listing.to_json(), indent=2) if as_json else render_checkpoints(listing, _width()))
+    put(
+        json.dumps(listing.to_json(), indent=2) if as_json else render_checkpoints(listing, columns(sys.stdout)),
+        is_exact=as_json,
+    )
 
 
 def _show_checkpoint(run: Place, step: int | Literal["latest"], as_json: bool, quiet: bool, trust_run: bool) -> bool:
@@ -189,13 +191,8 @@ def _show_checkpoint(run: Place, step: int | Literal["latest"], as_json: bool, q
     with Waiting("verifying the checkpoint", is_quiet=quiet) as wait:
         watch = ReadingReport(wait.say, SystemClock()).bytes
         verdict = verify_checkpoint(run, step, clock=SystemClock(), watch=watch, trust_run=trust_run)
-    put(json.dumps(verdict.to_json(), indent=2) if as_json else render_verdict(verdict, _width()))
+    put(json.dumps(verdict.to_json(), indent=2) if as_json else render_verdict(verdict), is_exact=as_json)
     return verdict.is_whole
-
-
-def _width() -> int | None:
-    """Return the terminal's width, or None if the output is not a terminal."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def render_history(history: RunHistory, plan_history: PlanHistory | None = None) -> str:

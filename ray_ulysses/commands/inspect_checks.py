@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ray_ulysses.report.words import as_text, count, duration, facts, size, table, wrapped
+from ray_ulysses.report.words import as_text, count, duration, facts, size, table
 
 if TYPE_CHECKING:
     from ray_ulysses.inspect.checkpoint_listing import CheckpointListing, CheckpointReport
@@ -56,17 +56,17 @@ def render_checkpoints(listing: CheckpointListing, width: int | None = None) -> 
     reports = listing.checkpoints
     lines = [f"run {listing.name!r}: {_summary(listing)}", *facts(_totals(listing))]
     if listing.refusal is not None:
-        lines += ["", *wrapped(listing.refusal, width)]
+        lines += ["", f"  {listing.refusal}"]
     if reports:
         columns, hidden = _fitting(reports, width)
         header = [column.name for column in columns]
         lines += ["", *table(header, [[column.cell(report) for column in columns] for report in reports])]
         if hidden:
             names = ", ".join(column.name for column in _COLUMNS if column in hidden)
-            lines += wrapped(f"not shown, since the line is too short: {names}", width)
+            lines.append(f"  not shown, since the line is too short: {names}")
     for report in reports:
         for note in _notes(report):
-            lines += ["", *wrapped(note, width)]
+            lines += ["", f"  {note}"]
     return as_text(lines)
 
 
@@ -169,17 +169,12 @@ def _or_dash(value: object | None) -> str:
     return "-" if value is None else str(value)
 
 
-def render_verdict(verdict: CheckpointVerdict, width: int | None = None) -> str:
-    """Return the result of verifying every byte of a checkpoint, as text.
-
-    Args:
-        verdict: The result of the verification.
-        width: Characters per line; None for no limit.
-    """
+def render_verdict(verdict: CheckpointVerdict) -> str:
+    """Return the result of verifying every byte of a checkpoint, as text."""
     title = f"checkpoint of step {verdict.step:,} of run {verdict.name!r}: {_VERDICTS[verdict.condition]}"
     lines = [title, *facts(_read(verdict))]
     if verdict.problem is not None:
-        lines += ["", *wrapped(verdict.problem, width)]
+        lines += ["", f"  {verdict.problem}"]
     bad = [file for file in verdict.files if file.problem is not None]
     good = [file for file in verdict.files if file.problem is None]
     # A checkpoint may have thousands of files: show the damaged files first.
@@ -190,9 +185,9 @@ def render_verdict(verdict: CheckpointVerdict, width: int | None = None) -> str:
     if len(shown) < len(verdict.files):
         lines.append(f"  and {len(verdict.files) - len(shown):,} more, all intact (--json lists them)")
     for file in bad:
-        lines += ["", *wrapped(str(file.problem), width)]
+        lines += ["", f"  {file.problem}"]
     if verdict.condition == "unreadable":
-        lines += ["", *wrapped("unreadable files may be intact: repair the storage and verify again", width)]
+        lines += ["", "  unreadable files may be intact: repair the storage and verify again"]
     return as_text(lines)
 
 

@@ -35,13 +35,16 @@ STEP_NUMBER = re.compile(r"^[0-9]{1,15}$")
 _MOST_SHOWN = 40
 
 
-def load_run_config(path: Path, overrides: list[str]) -> Config:
-    """Read a configuration. Call this function before slow imports, so that errors are reported immediately."""
+def load_run_config(path: Path, overrides: list[str], *, needs_corpus: bool = True) -> Config:
+    """Read a configuration. Call this function before slow imports, so that errors are reported immediately.
+
+    ``needs_corpus`` refuses a configuration that names no corpus.
+    """
     from ray_ulysses.config import load_config
     from ray_ulysses.run.secrets_file import use_secrets
 
     try:
-        loaded = load_config(path, overrides, environment=os.environ)
+        loaded = load_config(path, overrides, environment=os.environ, needs_corpus=needs_corpus)
     except ConfigError as error:
         from ray_ulysses.migration.tables import foreign_tool
 

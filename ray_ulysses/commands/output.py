@@ -9,6 +9,7 @@ import errno
 import io
 import logging
 import os
+import shutil
 import sys
 import threading
 from contextlib import suppress
@@ -17,7 +18,7 @@ from typing import Literal, Self, TextIO, cast
 
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.logging import get_logger, one_line, printable
-from ray_ulysses.report.words import duration
+from ray_ulysses.report.words import duration, folded
 
 _GONE = (errno.EPIPE, errno.EIO, errno.EBADF)
 """Errors after which a stream stays unusable: its reader, terminal or descriptor is gone. A full disk may recover."""
@@ -100,11 +101,19 @@ class SteadyStream(io.TextIOBase):
                 os.close(nowhere)
 
 
-def put(text: str, *, stderr: bool = False, end: str = "\n") -> None:
-    """Print formatted text. Commands print through this function only."""
+def columns(stream: TextIO) -> int | None:
+    """Return a terminal's width in characters, or None if the stream is not a terminal."""
+    return shutil.get_terminal_size().columns if stream.isatty() else None
+
+
+def put(text: str, *, stderr: bool = False, end: str = "\n", is_exact: bool = False) -> None:
+    """Print formatted text. Commands print through this function only.
+
+    In a terminal, lines are broken between words to fit the terminal's width, unless ``is_exact`` is set.
+    """
     if (stream := sys.stderr if stderr else sys.stdout) is not None:
         try:
-            stream.write(text + end)
+            stream.write((text if is_exact else folded(text, columns(stream))) + end)
             stream.flush()
         except BrokenPipeError:
             if stderr:
@@ -242,7 +251,7 @@ class Waiting(Display):
             return
         with self._lock:
             self._clear()
-            self._stream.write(f"{one_line(line)}\n")
+            self._stream.write(f"{folded(one_line(line), columns(self._stream))}\n")
             self._stream.flush()
 
     def show(self, text: str) -> None:

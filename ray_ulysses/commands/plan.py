@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ray_ulysses.commands.options import AsJson, Branch, ConfigPath, Overrides, Quiet, load_run_config
-from ray_ulysses.commands.output import Waiting, put
+from ray_ulysses.commands.output import Waiting, columns, put
 from ray_ulysses.errors import UserError
-from ray_ulysses.report.words import as_text, duration, facts, size, wrapped
+from ray_ulysses.report.words import as_text, duration, facts, folded, size
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
@@ -20,6 +21,16 @@ if TYPE_CHECKING:
 
 EXAMPLE = "Example: ray-ulysses plan configs/llama-tiny_cpu_sp2-dp2_8k.yaml --set cluster.workers=8"
 _WIDTH = 100
+"""Width of the text where there is no terminal."""
+_STYLES = {
+    r"(?m)^run '.*": "bold",
+    r"(?m)^\d+ problems?:": "bold red",
+    r"(?m)^note:": "yellow",
+    r"(?m)^  [a-z]+(?=  )": "bold",
+    r"(?<=  )fits:": "bold green",
+    r"(?<=  )does not fit:": "bold red",
+    r"(?m)^more: .*": "dim",
+}
 
 
 def plan(
@@ -31,23 +42,36 @@ def plan(
     price: Annotated[float | None, typer.Option(help="Price per GPU and hour; adds the run's cost.", min=0.0)] = None,
     longest: Annotated[bool, typer.Option("--longest", help="Print the longest context that fits instead.")] = False,
     fit: Annotated[bool, typer.Option("--fit", help="Print the nearest settings that fit instead.")] = False,
+    synthetic: Annotated[
+        bool, typer.Option("--synthetic", help="Assume document lengths if the corpus is not prepared yet.")
+    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Add each term of memory, time and data.")] = False,
 ) -> None:
-    """Print a run's layout, rows, padding, time and memory, without starting it. Exits with 2 if the run can't start.
+    """Print whether a run fits and what it will take, without starting it. Exits with 2 if the run can't start.
 
-    Needs no GPU and no network. Without a corpus, synthetic document lengths are used.
+    Needs no GPU and no network.
     """
-    loaded = load_run_config(config, overrides)
+    loaded = load_run_config(config, overrides, needs_corpus=False)
+    width = columns(sys.stdout)
     with Waiting("planning", is_quiet=quiet):
         if longest or fit:
             text, can_start = _tell_fit(loaded, Path.cwd(), as_json, longest=longest, fit=fit)
         else:
-            from ray_ulysses.report.plan import render_plan
+            from ray_ulysses.report.plan import render_plan, render_verdict
             from ray_ulysses.run.preflight import report_run
 
-            report = report_run(loaded, Path.cwd(), branch=branch)
-            text = json.dumps(report.to_json(), indent=2) if as_json else render_plan(report, price)
+            report = report_run(loaded, Path.cwd(), branch=branch, synthetic=synthetic)
+            render = render_plan if verbose else render_verdict
+            text = folded(render(report, price), width or _WIDTH)
+            if as_json:
+                text = json.dumps(report.to_json(), indent=2)
             can_start = not report.problems
-    put(text)
+    if as_json or width is None:
+        put(text, is_exact=True)
+    else:
+        from ray_ulysses.commands.display import put_styled
+
+        put_styled(folded(text, width), _STYLES)
     if not can_start:
         raise typer.Exit(2)
 
@@ -56,17 +80,17 @@ def _tell_fit(config: Config, base: Path, as_json: bool, *, longest: bool, fit: 
     """Return the longest context that fits, the nearest settings that fit, or both, and whether anything fits.
 
     Raises:
-        UserError: ``memory.device_gib`` is not set.
+        UserError: No limit of memory is set.
     """
     from ray_ulysses.planner.problems import fit_hint
     from ray_ulysses.planner.search import choices, longest_contexts, nearest
     from ray_ulysses.run.preflight import planned_memory
 
-    if config.memory.device_gib is None:
+    if config.device_gib is None:
         option = "--longest" if longest else "--fit"
         raise UserError(
             f"{option} requires memory.device_gib; set it to the memory of one GPU in GiB, such as "
-            "--set memory.device_gib=79"
+            "--set memory.device_gib=79, or set a GPU model, such as --set cluster.device=H100"
         )
     planned, shape, chosen = planned_memory(config, base)
     answers: dict[str, dict[str, Any]] = {}
@@ -107,9 +131,9 @@ def _render_longest(lengths: LongestContexts) -> str:
 def _render_fit(config: Config, near: Found | None, hint: str, chosen: Sequence[Chosen]) -> str:
     """Return the nearest settings that fit, with the reason for each, as options and as YAML."""
     context = f"{config.data.context_tokens:,} tokens"
-    said = [line for one in chosen for line in wrapped(f"chosen: {one}", _WIDTH)]
+    said = [f"  chosen: {one}" for one in chosen]
     if near is None:
-        return as_text([f"{context} do not fit", *said, *wrapped(hint, _WIDTH)])
+        return as_text([f"{context} do not fit", *said, f"  {hint}"])
     if not near.changes:
         return as_text([f"{context} fit as configured; no setting needs to change", *said, *_needs(near)])
     return as_text(
@@ -151,12 +175,12 @@ def _reason(change: Change) -> str:
 
 
 def _needs(found: Found) -> list[str]:
-    limits, memory = found.config.memory, found.memory
+    memory = found.memory
     rows = [
         (name, size(taken) + (f" of {limit:g} GiB" if limit else ""))
         for name, taken, limit in (
-            ("device", memory.device_bytes, limits.device_gib),
-            ("host", memory.host_bytes, limits.host_gib),
+            ("device", memory.device_bytes, found.config.device_gib),
+            ("host", memory.host_bytes, found.config.memory.host_gib),
         )
     ]
     if found.time is not None:

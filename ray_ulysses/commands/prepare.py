@@ -84,7 +84,7 @@ def prepare(
         view.phase("loading libraries")
         importlib.import_module("ray_ulysses.data.prepare.preparation")
         lines = prepare_corpus(view=view, **options)
-    put(json.dumps(corpus_facts(out), indent=2) if as_json else as_text(lines))
+    put(json.dumps(corpus_facts(out), indent=2) if as_json else as_text(lines), is_exact=as_json)
 
 
 def prepare_corpus(

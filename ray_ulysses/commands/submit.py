@@ -82,7 +82,7 @@ def status(
     every = job_client.list_submissions(client)
     found = submissions.newest_of_each_run(every) if run is None else submissions.find(run, every)
     if as_json:
-        put(json.dumps({"jobs": [one.to_json() for one in found]}, indent=2))
+        put(json.dumps({"jobs": [one.to_json() for one in found]}, indent=2), is_exact=True)
     elif run is None:
         put(render_runs(found, time.time()))
     else:

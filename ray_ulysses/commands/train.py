@@ -15,7 +15,7 @@ from ray_ulysses.clock import SystemClock
 from ray_ulysses.commands.inspect import goodput_in_words
 from ray_ulysses.commands.options import AsJson, Branch, ConfigPath, Overrides, Quiet, load_run_config
 from ray_ulysses.commands.output import put, put_line
-from ray_ulysses.report.words import as_text, count, duration, facts, size
+from ray_ulysses.report.words import as_text, count, duration, facts, folded, size
 from ray_ulysses.run_names import TENSORBOARD_FOLDER
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def train(
         view.expect(prepared.last_step)
         result = run_training(prepared, run_texts(prepared), view, started)
     if as_json:
-        put(json.dumps(result.history.to_json(), indent=2))
+        put(json.dumps(result.history.to_json(), indent=2), is_exact=True)
         return
     if result.was_complete:
         put_line(
@@ -104,7 +104,7 @@ def run_texts(prepared: PreparedRun) -> RunTexts:
     config, report = prepared.config, prepared.report
     trust = needs_trust(config)
     readme = render_readme(report, config.run_dir, prepared.run.location, needs_trust=trust)
-    return RunTexts(plan=render_plan(report), readme=readme, facts=report.to_json())
+    return RunTexts(plan=folded(render_plan(report), 120), readme=readme, facts=report.to_json())
 
 
 def render_summary(

@@ -14,7 +14,7 @@ from ray_ulysses.config.credentials import text_problems
 from ray_ulysses.config.files import expanded, read_extended
 from ray_ulysses.config.foreign_names import foreign_problem
 from ray_ulysses.config.learning import StageSection
-from ray_ulysses.config.rules import broken_rules, broken_rules_of_part
+from ray_ulysses.config.rules import NO_CORPUS, broken_rules, broken_rules_of_part
 from ray_ulysses.config.schema import Config, nested_paths, section_models
 from ray_ulysses.config.section import Section
 from ray_ulysses.config.yaml_text import decode_yaml, parse_yaml, read_yaml
@@ -24,7 +24,11 @@ from ray_ulysses.validation import hint_of, rule_of, shown_text
 
 
 def load_config(
-    path: Place | str, overrides: Sequence[str] = (), *, environment: Mapping[str, str] | None = None
+    path: Place | str,
+    overrides: Sequence[str] = (),
+    *,
+    environment: Mapping[str, str] | None = None,
+    needs_corpus: bool = True,
 ) -> Config:
     """Read a configuration file, apply overrides, and check every rule that depends on the settings alone.
 
@@ -35,6 +39,7 @@ def load_config(
         overrides: Settings that replace those of the file.
         environment: For a user's file, which may extend other files and refer to these environment variables. None for
             a stored configuration, where neither is allowed and no symbolic link is followed.
+        needs_corpus: Whether a configuration that names no corpus is refused.
 
     Raises:
         ConfigError: The file or an override has problems. The error lists all of them.
@@ -42,7 +47,7 @@ def load_config(
     place = Path(path) if isinstance(path, str) else path
     if environment is None or not isinstance(place, Path):
         return _build(*read_yaml(place), overrides, str(path))
-    return _build(*read_extended(place, environment), overrides, str(path), environment)
+    return _build(*read_extended(place, environment), overrides, str(path), environment, needs_corpus)
 
 
 def load_config_if_any(path: Place) -> Config | None:
@@ -76,6 +81,7 @@ def _build(
     overrides: Sequence[str],
     source: str,
     environment: Mapping[str, str] | None = None,
+    needs_corpus: bool = True,
 ) -> Config:
     if tree is None and problems:
         raise ConfigError(problems, source)
@@ -86,7 +92,11 @@ def _build(
     changed, wrong_references = (changed, ()) if environment is None else expanded(changed, environment)
     config, wrong_settings = _validate(changed)
     unexpanded = {problem.path for problem in wrong_references}
-    wrong_settings = tuple(problem for problem in wrong_settings if problem.path not in unexpanded)
+    wrong_settings = tuple(
+        problem
+        for problem in wrong_settings
+        if problem.path not in unexpanded and (needs_corpus or problem.rule != NO_CORPUS)
+    )
     problems = (*problems, *wrong_overrides, *wrong_references, *wrong_settings)
     reported = tuple(f"{problem.path}." for problem in problems)
     problems += tuple(one for one in text_problems(changed) if not f"{one.path}.".startswith(reported))

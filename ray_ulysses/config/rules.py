@@ -14,6 +14,9 @@ from ray_ulysses.config.stages import divisors, in_stage, stage_config, stage_co
 from ray_ulysses.errors import Problem, UserError
 from ray_ulysses.model_shape import ModelShape
 
+NO_CORPUS = "no corpus is specified"
+"""The rule that only `plan` may break."""
+
 
 def profiled_steps_come(config: Config) -> Iterator[Problem]:
     """Yield a problem if the run will not reach a step to profile, or will not have a rank to profile."""
@@ -137,7 +140,7 @@ def _data_has_a_source(config: Config) -> Iterator[Problem]:
     if path is None and sources is None and not config.stages:
         # Each stage may have its own corpora, and this rule is applied to each stage too.
         hint = "set data.path to a directory written by `ray-ulysses prepare`, or list corpora under data.sources"
-        yield problem_of(config, "data.path", "no corpus is specified", hint)
+        yield problem_of(config, "data.path", NO_CORPUS, hint)
     elif path is not None and sources is not None:
         hint = "list every corpus under data.sources, and remove data.path"
         yield problem_of(config, "data.path", "data.sources is also set", hint)
@@ -297,9 +300,9 @@ def _tiles_are_shorter_than_rows(config: Config) -> Iterator[Problem]:
 
 
 def _planned_memory_has_a_limit(config: Config) -> Iterator[Problem]:
-    if config.memory.plan == "auto" and config.memory.device_gib is None:
+    if config.memory.plan == "auto" and config.memory.device_gib is None and config.cluster.device is None:
         rule = "memory.plan=auto requires a memory limit"
-        hint = "set the memory of one GPU in GiB, such as 79, or set memory.plan: off"
+        hint = "set cluster.device or the memory of one GPU in GiB, such as 79, or set memory.plan: off"
         yield problem_of(config, "memory.device_gib", rule, hint)
 
 

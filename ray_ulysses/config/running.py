@@ -16,6 +16,7 @@ from pydantic import (
 )
 
 from ray_ulysses.config.credentials import steers_programs
+from ray_ulysses.config.devices import DeviceSection
 from ray_ulysses.config.section import (
     LocalPath,
     OnResume,
@@ -137,7 +138,7 @@ class MemorySection(Section):
 
     device_gib: float | None = Field(default=None, gt=0.0)
     """Memory of one GPU in GiB, the limit for the estimate of `plan`; a run that does not fit is refused. Default null:
-    the estimate is printed, and nothing is refused."""
+    the memory of `cluster.device`; without a device, the estimate is printed, and nothing is refused."""
 
     host_gib: float | None = Field(default=None, gt=0.0)
     """Host memory per worker in GiB, the limit for the estimate of `plan`. Default null: nothing is refused."""
@@ -343,9 +344,12 @@ class ClusterSection(Section):
     cpus_per_worker: float = Field(default=1.0, gt=0.0)
     """CPUs reserved per worker. With a fraction, several workers share a CPU. Default 1."""
 
-    device: Literal["A100", "H100", "H200"] | None = None
-    """GPU model of the nodes (the SXM variant), for which `plan` models the step time from published kernel rates.
-    Default null: no time is modelled."""
+    device: DeviceSection | None = None
+    """GPU model of the nodes, from whose data sheet `plan` predicts the step time, and which sets the limit of memory
+    if `memory.device_gib` is null. The time was compared with measured steps on `H100` and `H200`; all other models
+    were never measured. For a model that is not listed, set its dense bf16 peak in TFLOP/s, its memory in GiB and its
+    memory bandwidth in GB/s: `{name: V100, tflops: 125, gib: 31, gbps: 900}`; its links are assumed to be PCIe 4.0.
+    Default null: no time is predicted."""
 
     gpus_per_node: int = Field(default=8, ge=1)
     """GPUs per node, from which `plan` models the traffic between nodes. Default 8."""

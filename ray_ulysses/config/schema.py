@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import ConfigDict, Field
 
+from ray_ulysses.config.devices import Device
 from ray_ulysses.config.learning import (
     DataSection,
     ModelSection,
@@ -63,6 +64,17 @@ class Config(Section):
         return self.cluster.workers.max // self.parallel.sp_size
 
     @property
+    def gpu(self) -> Device | None:
+        """GPU model of the workers, or None on CPUs and without ``cluster.device``."""
+        device = self.cluster.device
+        return None if device is None or self.cluster.gpus_per_worker == 0 else device.figures
+
+    @property
+    def device_gib(self) -> float | None:
+        """Memory limit of one GPU in GiB: ``memory.device_gib``, or by default the memory of ``cluster.device``."""
+        return self.memory.device_gib or (None if self.gpu is None else self.gpu.gib)
+
+    @property
     def zero_stage(self) -> Literal[1, 2, 3]:
         """ZeRO stage: ``memory.zero_stage`` with ``auto`` resolved."""
         return zero_stage(self)
@@ -72,8 +84,8 @@ class Config(Section):
         """Path and weight of each corpus of a run without stages or of one stage. A None weight uses every document."""
         if self.data.sources is not None:
             return tuple((source.path, source.weight) for source in self.data.sources)
-        assert self.data.path is not None, "a rule requires a path or sources"
-        return ((self.data.path, None),)
+        # Only `plan` accepts a configuration without a corpus.
+        return () if self.data.path is None else ((self.data.path, None),)
 
     @property
     def trackers(self) -> tuple[TrackerName, ...]:

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
+from ray_ulysses.config.devices import contains_words, device_of
 from ray_ulysses.model_shape import ModelShape
 
-# Dense bf16 TFLOP/s from the vendors' data sheets. (NVIDIA's sheets show twice the value, "with sparsity".) The first
-# entry whose words all occur in the device name is used, so variants must precede their family.
+# Dense bf16 TFLOP/s of variants with a rate of their own, and of devices that `cluster.device` does not name, from the
+# vendors' data sheets. The first entry whose words all occur in the device name is used, before `DEVICES`.
 _PEAK_TFLOPS: tuple[tuple[tuple[str, ...], float], ...] = (
     (("GB200",), 2500.0),
-    (("B200",), 2250.0),
-    (("GH200",), 989.4),
     (("H200", "NVL"), 835.5),
-    (("H200",), 989.4),
     (("H100", "NVL"), 835.5),
-    (("H100", "PCIe"), 756.0),
-    (("H100",), 989.4),
+    (("H100", "PCIE"), 756.0),
     (("H800",), 989.4),
     (("H20",), 148.0),
-    (("A100",), 312.0),
     (("A800",), 312.0),
-    (("L40S",), 362.0),
     (("L40",), 181.0),
     (("L4",), 121.0),
-    (("A10G",), 70.0),
     (("A10",), 125.0),
-    (("RTX", "4090"), 165.2),
     (("MI325X",), 1307.4),
     (("MI300X",), 1307.4),
     (("MI250X",), 191.5),  # torch sees one of its two dies
@@ -42,12 +35,10 @@ def peak_bf16_flops(device_name: str | None) -> float | None:
     """
     if device_name is None:
         return None
-    # Compare complete words, so that ``L4`` does not match ``L40S`` and ``H20`` does not match ``H200``.
-    words = device_name.replace("-", " ").replace("_", " ").upper().split()
-    for names, tflops in _PEAK_TFLOPS:
-        if all(name.upper() in words for name in names):
-            return tflops * 1e12
-    return None
+    variant = next((tflops for words, tflops in _PEAK_TFLOPS if contains_words(device_name, words)), None)
+    known = device_of(device_name)
+    tflops = variant or (None if known is None else known.tflops)
+    return None if tflops is None else tflops * 1e12
 
 
 def step_flops(shape: ModelShape, *, tokens: int, sum_squared_lengths: int) -> float:

@@ -107,8 +107,8 @@ def run_memory(config: Config, shape: ModelShape) -> MemoryEstimate:
 
 
 def fits(config: Config, memory: MemoryEstimate) -> bool:
-    """Return whether an estimate is within ``memory.device_gib`` and ``memory.host_gib``, if these limits are set."""
-    limits = ((config.memory.device_gib, memory.device_bytes), (config.memory.host_gib, memory.host_bytes))
+    """Return whether an estimate is within the limits of device and host memory, as far as they are set."""
+    limits = ((config.device_gib, memory.device_bytes), (config.memory.host_gib, memory.host_bytes))
     return all(limit is None or taken <= limit * GIB for limit, taken in limits)
 
 

@@ -136,14 +136,22 @@ def memory_problems(
 
     If ``config`` is a stage's configuration, ``run`` must be the run's configuration, to which the proposals apply.
     """
+    device = "cluster.device" if config.memory.device_gib is None else "memory.device_gib"
     limits = (
-        ("memory.device_gib", config.memory.device_gib, memory.device_bytes, memory.device),
+        (device, config.device_gib, memory.device_bytes, memory.device),
         ("memory.host_gib", config.memory.host_gib, memory.host_bytes, memory.host),
     )
-    exceeded = [one for one in limits if one[1] is not None and one[2] > one[1] * GIB]
+    exceeded = [
+        (path, limit, needed, terms)
+        for path, limit, needed, terms in limits
+        if limit is not None and needed > limit * GIB
+    ]
     hint = fit_hint(run or config, shape) if exceeded else ""
-    for path, _, needed, terms in exceeded:
-        rule = f"each rank is estimated to take {needed / GIB:.1f} GiB ({memory.note}), mostly for {_largest(terms)}"
+    for path, limit, needed, terms in exceeded:
+        rule = (
+            f"each rank is estimated to take {needed / GIB:.1f} of {limit:g} GiB ({memory.note}), mostly for "
+            f"{_largest(terms)}"
+        )
         yield problem_of(config, path, rule, hint)
 
 

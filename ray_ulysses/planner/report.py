@@ -85,6 +85,21 @@ class CorpusFacts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SourceFacts:
+    """A corpus of a mixture and its part in the data plan."""
+
+    path: str
+    weight: float | None
+    """Configured weight, or None if every document is used."""
+    tokens: int | None
+    """Number of planned tokens in all epochs, or None if it is unknown, as in a stored plan with weights."""
+    share: float | None
+    """Fraction of all planned tokens. If ``tokens`` is unknown, the fraction that the weight asks for."""
+    epochs: float | None
+    """Ratio of ``tokens`` to the corpus's tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DataFacts:
     """Sizes of the data plan."""
 
@@ -134,6 +149,8 @@ class DataFacts:
     """Number of steps before the segment."""
     flops_per_step: float
     """Mean model FLOPs per step, for the forward and backward passes."""
+    mixture: tuple[SourceFacts, ...]
+    """Corpora that the segment uses; empty if no corpus is prepared."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,6 +173,8 @@ class StageFacts:
     optimizer: str
     """Whether the optimizer's moments are kept or reset at the stage's start."""
     sources: tuple[str, ...]
+    mixture: tuple[SourceFacts, ...]
+    """Parts of the sources; empty if no corpus is prepared."""
     device_bytes: int
     step_seconds: float | None
     """Predicted seconds per step, or None if there is no prediction for the device."""
@@ -179,6 +198,8 @@ class PlanReport:
     peer_memory: PeerMemoryFacts | None
     """Cost of peer memory, or None if ``elastic.peer_memory`` is false."""
     device_gib: float | None
+    host_gib: float | None
+    has_gpu: bool
     problems: tuple[Problem, ...]
     """Problems that prevent the run from starting."""
     notes: tuple[str, ...]
@@ -225,9 +246,9 @@ def build_report(
         stage: The stage to report on.
         run: The run's configuration, if ``config`` is a stage's.
     """
-    memory, data = configured_memory(config, shape), _data(config, shape, plan)
     # Checks of lengths and token ids require a prepared corpus.
     opened = () if isinstance(corpora, PlanInput) else corpora.corpora
+    memory, data = configured_memory(config, shape), _data(config, shape, plan, opened)
     of_data = _data_problems(config, shape, opened, plan) if opened else ()
     return PlanReport(
         name=config.run.name,
@@ -239,7 +260,9 @@ def build_report(
         memory=memory,
         chosen=chosen,
         peer_memory=peer_memory_facts(config, shape),
-        device_gib=config.memory.device_gib,
+        device_gib=config.device_gib,
+        host_gib=config.memory.host_gib,
+        has_gpu=config.cluster.gpus_per_worker > 0,
         problems=(*changed, *heads_problems(config, shape), *of_data, *memory_problems(config, shape, memory, run)),
         notes=plan_notes(config, shape, (stage or stage_at(config, plan, 0)) if opened else None, opened),
     )
@@ -298,7 +321,22 @@ def _made_up(config: Config, documents: PlanInput) -> CorpusFacts:
     )
 
 
-def _data(config: Config, shape: ModelShape, plan: Plan) -> DataFacts:
+def _mixture(segment: Segment, opened: Sequence[Corpus]) -> Iterator[SourceFacts]:
+    sizes = {corpus.fingerprint: corpus.info.num_tokens for corpus in opened}
+    planned = [sum(tokens) for tokens in zip(*segment.source_tokens, strict=True)]
+    weights = sum(source.weight or 0.0 for source in segment.sources)
+    if not weights:
+        planned = [sizes.get(source.fingerprint, 0) * len(segment.epochs) for source in segment.sources]
+    for number, source in enumerate(segment.sources):
+        if source.is_used and opened:
+            tokens = planned[number] if planned else None
+            share = (source.weight or 0.0) / weights if tokens is None else tokens / max(1, sum(planned))
+            size = sizes.get(source.fingerprint)
+            epochs = tokens / size if tokens is not None and size else None
+            yield SourceFacts(path=source.path, weight=source.weight, tokens=tokens, share=share, epochs=epochs)
+
+
+def _data(config: Config, shape: ModelShape, plan: Plan, opened: Sequence[Corpus]) -> DataFacts:
     segment = plan.newest
     stats = segment.train.stats(0, segment.num_rows)
     tokens = int(stats.document_tokens.sum(dtype=np.int64))
@@ -332,6 +370,7 @@ def _data(config: Config, shape: ModelShape, plan: Plan) -> DataFacts:
         segment=len(plan.segments) - 1,
         base_step=segment.base_step,
         flops_per_step=total / max(1, segment.end_step - segment.base_step),
+        mixture=tuple(_mixture(segment, opened)),
         **totals,
     )
 
@@ -429,6 +468,7 @@ def stage_facts(
         rope=_rope(own),
         optimizer="reset" if stage.optimizer == "reset" and number > 0 else "kept",
         sources=sources,
+        mixture=report.data.mixture,
         device_bytes=report.memory.device_bytes,
         step_seconds=None if report.step_time is None else report.step_time.seconds,
     )

@@ -215,7 +215,7 @@ def fastest(config: Config, shape: ModelShape, options: Mapping[str, Mapping[Any
 
 def leanest(config: Config, shape: ModelShape) -> Found:
     """Return the candidate, on the configured workers, that exceeds the memory limits by the smallest factor."""
-    limits = config.memory.device_gib or math.inf, config.memory.host_gib or math.inf
+    limits = config.device_gib or math.inf, config.memory.host_gib or math.inf
 
     def excess(candidate: Candidate) -> float:
         changed = with_settings(config, candidate.settings)
@@ -419,7 +419,7 @@ def _explained(
     for path, value in found.items():
         first = next(iter(options[path]))
         reason = "the fastest" + (" that fits" if fits_with(config, shape, found) else "")
-        if config.memory.device_gib is None:
+        if config.device_gib is None:
             reason = "the fastest; memory.device_gib is not set"
         if value != first:
             (saved,) = reasons(with_settings(chosen, {path: first}), shape, {path: value})

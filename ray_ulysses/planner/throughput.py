@@ -9,12 +9,12 @@ ZeRO-3 communication, and copies between host and device overlap with compute.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ray_ulysses.config import Config
+from ray_ulysses.config.devices import Device
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.parallel.layout import ParallelLayout, assign_heads
-from ray_ulysses.planner.flops import peak_bf16_flops
 from ray_ulysses.planner.memory import configured_memory
 from ray_ulysses.planner.settings import kept_attention, run_layout
 
@@ -22,40 +22,26 @@ GB = 1e9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DeviceRates:
-    """Achievable compute rates and bandwidths of a device."""
+class KernelRates:
+    """Rates of a device's kernels, as fractions of its dense bf16 peak."""
 
     matmul: float
-    """Fraction of the dense bf16 peak that large matrix products reach."""
+    """Fraction that large matrix products reach."""
     attention_forward: float
-    """Fraction of the peak that causal attention's forward reaches, for long documents and head size 128."""
+    """Fraction that causal attention's forward reaches, for long documents and head size 128."""
     attention_backward: float
-    """Fraction of the peak that causal attention's backward reaches, with twice the forward's FLOPs."""
-    memory: float
-    """Memory bandwidth, in bytes per second."""
-    link: float
-    """Bandwidth to another device on the same node in one direction, in bytes per second."""
-    host: float
-    """Bandwidth between host and device in one direction, in bytes per second."""
+    """Fraction that causal attention's backward reaches, with twice the forward's FLOPs."""
 
 
 # Hopper: fitted to benchmarks/results/step_gpu.md, recipe_gpu.md and kernels_gpu.md (cuDNN). Long steps run at the
 # device's power limit, so rates are lower than in kernel benchmarks such as FlashAttention-3's
-# (https://arxiv.org/abs/2407.08608: causal, head size 128, 16k: 616 TFLOP/s forward). Ampere: not measured. Attention
-# rates are from FlashAttention-2 (https://arxiv.org/abs/2307.08691: 189 TFLOP/s forward and backward combined); matrix
-# products are assumed to reach five sixths of the peak. Bandwidths are from data sheets, in one direction.
-_HOPPER = DeviceRates(
-    matmul=0.75, attention_forward=0.585, attention_backward=0.43, memory=3350 * GB, link=450 * GB, host=64 * GB
-)
-_AMPERE = DeviceRates(
-    matmul=0.83, attention_forward=0.606, attention_backward=0.606, memory=2039 * GB, link=300 * GB, host=32 * GB
-)
-DEVICE_RATES: dict[str, DeviceRates] = {
-    "A100": _AMPERE,
-    "H100": _HOPPER,
-    "H200": replace(_HOPPER, memory=4800 * GB),
-}
-"""Rates by device name in `cluster.device`, for the SXM variants."""
+# (https://arxiv.org/abs/2407.08608: causal, head size 128, 16k: 616 TFLOP/s forward), and assumed for devices with
+# newer tensor cores and for unknown ones. Ampere: not measured. Attention rates are from FlashAttention-2
+# (https://arxiv.org/abs/2307.08691: 189 TFLOP/s forward and backward combined on an A100); matrix products are assumed
+# to reach five sixths of the peak. The same is assumed for GPUs whose tensor cores take the same instructions.
+_HOPPER = KernelRates(matmul=0.75, attention_forward=0.585, attention_backward=0.43)
+_AMPERE = KernelRates(matmul=0.83, attention_forward=0.606, attention_backward=0.606)
+_LIKE_AMPERE = ("A100", "A10G", "L40S", "RTX 4090", "RTX 5090")
 
 _LINK_SHARE = 0.8
 """Fraction of a link's bandwidth that a collective of many megabytes reaches (an assumption)."""
@@ -104,6 +90,10 @@ class StepTime:
     """Predicted time of a step, term by term."""
 
     device: str
+    is_measured: bool
+    """Whether predictions for this device were compared with measured steps."""
+    source: str
+    """Address of the device's data sheet, or the setting that has its figures."""
     terms: tuple[TimeTerm, ...]
     mfu: float
     """Model FLOPs utilization, without recomputation."""
@@ -114,6 +104,12 @@ class StepTime:
     def seconds(self) -> float:
         """Total time of the step in seconds."""
         return sum(term.seconds for term in self.terms)
+
+    @property
+    def basis(self) -> str:
+        """How far the prediction can be trusted, as text."""
+        sheet = "predicted from the data sheet, never measured"
+        return "predicted, within 10% of measured steps" if self.is_measured else sheet
 
 
 def full_rows(config: Config) -> Work:
@@ -126,14 +122,13 @@ def full_rows(config: Config) -> Work:
 
 def configured_time(config: Config, shape: ModelShape, work: Work) -> StepTime | None:
     """Predict a step's time on the run's largest number of workers, or return None if the device has no known rates."""
-    cluster, layout = config.cluster, run_layout(config, shape)
+    gpu, layout = config.gpu, run_layout(config, shape)
     is_modelled = config.model.dtype == "bf16" and layout.ulysses_size <= shape.num_heads
     is_on_nvme = config.memory.offload_optimizer == "nvme"
-    if cluster.device is None or cluster.gpus_per_worker == 0 or is_on_nvme or not is_modelled:
+    if gpu is None or is_on_nvme or not is_modelled:
         return None
-    rates, peak = DEVICE_RATES[cluster.device], peak_bf16_flops(cluster.device)
-    assert peak is not None
-    parts = _Parts(config=config, shape=shape, layout=layout, work=work, rates=rates, peak=peak)
+    rates, peak = _AMPERE if gpu.name in _LIKE_AMPERE else _HOPPER, gpu.tflops * 1e12
+    parts = _Parts(config=config, shape=shape, layout=layout, work=work, gpu=gpu, rates=rates, peak=peak)
     compute = [parts.matmul(), parts.attention(), parts.elementwise()]
     busy_s = sum(term.seconds for term in compute)
     traffic = [parts.exchange(), parts.ring(compute[1].seconds), parts.weights(busy_s), parts.host_copies(busy_s)]
@@ -141,7 +136,9 @@ def configured_time(config: Config, shape: ModelShape, work: Work) -> StepTime |
     seconds = sum(term.seconds for term in terms)
     could = seconds * layout.world_size * peak
     return StepTime(
-        device=cluster.device,
+        device=gpu.name,
+        is_measured=gpu.is_measured,
+        source=gpu.source,
         terms=tuple(terms),
         mfu=(parts.matmul_flops(6) + parts.attention_flops(6)) / could,
         hfu=(parts.matmul_flops(parts.passes) + parts.attention_flops(parts.attention_passes)) / could,
@@ -150,9 +147,9 @@ def configured_time(config: Config, shape: ModelShape, work: Work) -> StepTime |
 
 def link_bandwidth(config: Config, ranks: int) -> float:
     """Return the bandwidth per rank of a collective over ``ranks`` contiguous ranks, in bytes per second."""
-    cluster = config.cluster
-    assert cluster.device is not None
-    link, per_node = DEVICE_RATES[cluster.device].link, cluster.gpus_per_node
+    cluster, gpu = config.cluster, config.gpu
+    assert gpu is not None
+    link, per_node = gpu.link_gbps * GB, cluster.gpus_per_node
     if ranks > per_node:
         # Traffic between nodes uses the network; traffic within a node uses device links at the same time.
         outside = (ranks - per_node) / (ranks - 1)
@@ -166,7 +163,8 @@ class _Parts:
     shape: ModelShape
     layout: ParallelLayout
     work: Work
-    rates: DeviceRates
+    gpu: Device
+    rates: KernelRates
     peak: float
 
     @property
@@ -247,9 +245,9 @@ class _Parts:
         text = (
             f"{self._rank_tokens:,.0f} tokens per rank x ({shape.num_layers} layers x {each:,} bytes x {times} passes "
             f"+ {shape.vocab_size:,} logits x {_BYTES_OF_LOGITS}), at {_MEMORY_SHARE:.0%} of "
-            f"{self.rates.memory / GB:,.0f} GB/s"
+            f"{self.gpu.gbps:,.0f} GB/s"
         )
-        seconds = self._rank_tokens * per_token / (_MEMORY_SHARE * self.rates.memory)
+        seconds = self._rank_tokens * per_token / (_MEMORY_SHARE * self.gpu.gbps * GB)
         return TimeTerm(name="element-wise", seconds=seconds, source=text)
 
     def exchange(self) -> TimeTerm:
@@ -316,10 +314,11 @@ class _Parts:
             gradients = micro_batches * 4 * self.shape.trained_parameters / world
         forward, backward = max(kept, weights), kept + weights + gradients
         forward_s = compute_s * 2 / self.passes
-        late = forward / self.rates.host - forward_s, backward / self.rates.host - (compute_s - forward_s)
+        host = self.gpu.host_gbps * GB
+        late = forward / host - forward_s, backward / host - (compute_s - forward_s)
         text = (
             f"{forward / GB:,.1f} GB per rank in the forward pass and {backward / GB:,.1f} GB in the backward pass, at "
-            f"{self.rates.host / GB:,.0f} GB/s, overlapped with compute"
+            f"{self.gpu.host_gbps:,.0f} GB/s, overlapped with compute"
         )
         return TimeTerm(name="host copies", seconds=sum(max(0.0, seconds) for seconds in late), source=text)
 
@@ -328,8 +327,8 @@ class _Parts:
         shard = self.shape.trained_parameters / self.layout.world_size
         if self.config.memory.offload_optimizer == "none":
             text = f"{shard:,.0f} parameters per rank x {_UPDATE_BYTES} bytes of device memory"
-            return TimeTerm(name="update", seconds=shard * _UPDATE_BYTES / self.rates.memory, source=text)
+            return TimeTerm(name="update", seconds=shard * _UPDATE_BYTES / (self.gpu.gbps * GB), source=text)
         # Per parameter, 4 bytes of gradient go to the host and 2 bytes of bf16 weight return to the device.
-        copies_s, update_s = shard * 6 / self.rates.host, shard * _UPDATE_BYTES / _HOST_MEMORY
+        copies_s, update_s = shard * 6 / (self.gpu.host_gbps * GB), shard * _UPDATE_BYTES / _HOST_MEMORY
         text = f"{shard:,.0f} parameters per rank on the host: {_UPDATE_BYTES} bytes each at 25 GB/s, 6 bytes copied"
         return TimeTerm(name="update", seconds=copies_s + update_s, source=text)

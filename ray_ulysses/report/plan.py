@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import textwrap
-
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.parallel.layout import HeadPlan
-from ray_ulysses.planner.memory_terms import MemoryTerm
+from ray_ulysses.planner.memory_terms import GIB, MemoryTerm
 from ray_ulysses.planner.report import DataFacts, PlanReport, StageFacts
 from ray_ulysses.planner.state_memory import PeerMemoryFacts
-from ray_ulysses.report.words import as_text, count, duration, facts, percent, size, table, wrapped
+from ray_ulysses.report.words import as_text, count, duration, facts, percent, size, table
 
 _PHASES = {
     "always": "",
@@ -23,35 +21,106 @@ _PHASES = {
 }
 _READERS = {"ray": "in tasks of Ray Data on the workers' nodes", "local": "in the workers"}
 _MOST_SIZES = 8
-_WIDTH = 100
 _FLOPS = ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"))
 
 
-def render_plan(report: PlanReport, price: float | None = None) -> str:
-    """Render a run's plan as text, including whether the run can start.
+def render_verdict(report: PlanReport, price: float | None = None) -> str:
+    """Render a plan on one screen: problems and notes, the verdict in about ten lines, and the parts of a mixture.
 
     ``price`` is the price per GPU-hour, in any currency. None omits the cost.
     """
-    lines = [f"plan of run {report.name!r}", "", *_model(report), ""]
+    return as_text([*_screen(report, price), "more: --verbose"])
+
+
+def render_plan(report: PlanReport, price: float | None = None) -> str:
+    """Render a plan's verdict, followed by every term of it. For ``price``, see `render_verdict`."""
+    lines = [*_screen(report, price), "", *_model(report), ""]
     if report.stages:
         lines += ["stages", *_stages(report.stages), ""]
         lines += [f"the sections below describe the last stage, {report.stages[-1].name}", ""]
-    lines += [*_layout(report), "", *_data(report), ""]
-    lines += [*_time(report, price), ""]
-    lines += _memory(report)
-    lines += ["", *_peer_memory(report.peer_memory)]
-    for note in report.notes:
-        lines += ["", *wrapped(f"note: {note}", _WIDTH, "", "      ")]
-    lines.append("")
+    lines += [*_layout(report), "", *_data(report), "", *_time(report, price), "", *_memory(report)]
+    return as_text([*lines, "", *_peer_memory(report.peer_memory)])
+
+
+def _screen(report: PlanReport, price: float | None) -> list[str]:
+    lines = []
     if report.problems:
-        lines.append("this run can't start:")
-        for problem in report.problems:
-            lines += wrapped(f"- {problem}", _WIDTH)
-    elif report.corpus.is_made_up:
-        lines.append(f"ready to start after a corpus is prepared in {report.corpus.path}")
+        many = len(report.problems)
+        lines += [f"{many} problem{'s' * (many > 1)}:", *(f"- {problem}" for problem in report.problems), ""]
+    for note in report.notes:
+        lines += [f"note: {note}", ""]
+    state = "can't start" if report.problems else "is ready to start"
+    if report.corpus.is_made_up and not report.problems:
+        state = "can start once it has a corpus"
+    number = count(report.shape.num_parameters)
+    lines += [f"run {report.name!r} ({number} parameters, {report.shape.model_type}) {state}"]
+    return [*lines, *facts(_verdict(report, price)), *_mixture(report)]
+
+
+def _verdict(report: PlanReport, price: float | None) -> list[tuple[str, str]]:
+    layout, data, memory, time = report.layout, report.data, report.memory, report.step_time
+    most = max(memory.device_bytes, *(one.device_bytes for one in report.stages), 0)
+    of_device, of_host = (most, report.device_gib), (memory.host_bytes, report.host_gib)
+    limits = [taken <= limit * GIB for taken, limit in (of_device, of_host) if limit is not None]
+    unlimited = "no limit is set: " if report.has_gpu else ""
+    fits = unlimited if not limits else "fits: " if all(limits) else "does not fit: "
+    needs = f"{_amount(*of_device)} per {'GPU' if report.has_gpu else 'worker'}, {_amount(*of_host)} of host memory"
+    last = " of the last stage" if report.stages else ""
+    unknown = "not predicted (needs cluster.device, GPUs and bf16)"
+    sizes = ", ".join(map(str, layout.level_world_sizes[:_MOST_SIZES]))
+    more = ", ..." if len(layout.level_world_sizes) > _MOST_SIZES else ""
+    valid = f"multiples of {layout.sp_size} up to {layout.largest_world_size}, best {sizes}{more}"
+    rows = [
+        ("memory", fits + needs),
+        ("time", unknown if time is None else f"{time.seconds:.3g} s per step{last}, MFU {time.mfu:.0%}, {time.basis}"),
+        ("workers", f"{_workers(report)}; also {valid}"),
+    ]
+    if report.stages:
+        rows.append(("stages", ", ".join(f"{one.name} ({one.row_tokens:,} tokens)" for one in report.stages)))
+    tokens = f"up to {data.rows_per_step * data.row_tokens:,} tokens"
+    if report.corpus.is_made_up:
+        where = f"there is no corpus in {report.corpus.path}" if report.corpus.path else "data.path is not set"
+        rows.append(("data", f"synthetic documents: {where}"))
+        rows.append(("steps", f"of {data.rows_per_step} rows, {tokens}; the number depends on the corpus"))
     else:
-        lines.append("ready to start")
-    return as_text(lines)
+        padding = percent(data.padding_tokens / max(1, data.tokens + data.padding_tokens))
+        filled = f"{percent(data.fill)} full, {padding} padding"
+        lost = f"; {data.lost_tokens:,} tokens lost" if data.lost_tokens else ""
+        rows.append(
+            ("data", f"{count(data.tokens)} tokens in {data.num_rows:,} rows of {data.row_tokens:,}, {filled}{lost}")
+        )
+        rows.append(
+            ("steps", f"{data.num_steps:,} of {data.rows_per_step} rows, {tokens}; stops at {data.stop_step:,}")
+        )
+    if (bill := _bill(report, price)) is not None:
+        rows.append(("run", bill))
+    return rows
+
+
+def _amount(taken: int, limit_gib: float | None) -> str:
+    return size(taken) if limit_gib is None else f"{size(taken).removesuffix(' GiB')} of {limit_gib:g} GiB"
+
+
+def _mixture(report: PlanReport) -> list[str]:
+    """Return a table of the corpora of a mixture, by stage if there are stages."""
+    of_stages = [(one.name, one.mixture) for one in report.stages] or [("", report.data.mixture)]
+    if max(len(mixture) for _, mixture in of_stages) < 2:
+        return []
+    rows = [
+        (
+            stage,
+            "all" if one.weight is None else f"{one.weight:g}",
+            "-" if one.tokens is None else count(one.tokens),
+            "-" if one.share is None else f"{one.share:.1%}",
+            "-" if one.epochs is None else f"{one.epochs:.2f}",
+            one.path,
+        )
+        for stage, mixture in of_stages
+        for one in mixture
+    ]
+    header = ("stage", "weight", "tokens used", "share", "epochs", "source")
+    first = 0 if report.stages else 1
+    return table(header[first:], [row[first:] for row in rows])
 
 
 def _model(report: PlanReport) -> list[str]:
@@ -83,14 +152,11 @@ def _layout(report: PlanReport) -> list[str]:
     layout = report.layout
     sizes = layout.level_world_sizes
     shown = ", ".join(str(size) for size in sizes[:_MOST_SIZES]) + (", ..." if len(sizes) > _MOST_SIZES else "")
-    workers = f"{layout.world_size} = dp {layout.dp_size} x sp {layout.sp_size}"
-    if layout.least_world_size != layout.world_size:
-        workers = f"{layout.least_world_size} to {workers}; memory is planned for {layout.least_world_size}"
     split = f"sp {layout.sp_size} = ulysses {layout.ulysses_size} x ring {layout.ring_size}"
     if layout.ring_size > 1 and layout.ring_is_chosen:
         split += f", chosen because {layout.sp_size} ranks can't share {layout.heads.num_heads} heads"
     rows = [
-        ("workers", workers),
+        ("workers", _workers(report)),
         ("row split", split),
         ("heads per rank", _heads(layout.heads)),
         ("other sp sizes", ", ".join(str(size) for size in layout.valid_sp_sizes)),
@@ -98,6 +164,15 @@ def _layout(report: PlanReport) -> list[str]:
         ("balanced counts", shown),
     ]
     return ["layout", *facts(rows)]
+
+
+def _workers(report: PlanReport) -> str:
+    layout, time = report.layout, report.step_time
+    device = "" if time is None else f" {time.device}"
+    workers = f"{layout.world_size}{device} = dp {layout.dp_size} x sp {layout.sp_size}"
+    if layout.least_world_size == layout.world_size:
+        return workers
+    return f"{layout.least_world_size} to {workers}; memory is planned for {layout.least_world_size}"
 
 
 def _stages(stages: tuple[StageFacts, ...]) -> list[str]:
@@ -147,7 +222,7 @@ def _made_up_data(report: PlanReport) -> list[str]:
         ("steps", f"of {data.rows_per_step} rows, up to {tokens:,} tokens; the number of steps depends on the corpus"),
         *_costs(data),
     ]
-    return ["data", *wrapped(said, _WIDTH, "  ", "  "), *facts(rows)]
+    return ["data", f"  {said}", *facts(rows)]
 
 
 def _costs(data: DataFacts) -> list[tuple[str, str]]:
@@ -213,19 +288,27 @@ def _time(report: PlanReport, price: float | None) -> list[str]:
         return [said]
     width = max(len(term.name) for term in modelled.terms)
     lines = [
-        f"time per step: {modelled.seconds:.3g} s on {world} {modelled.device}, modelled, not measured; "
-        f"MFU {modelled.mfu:.0%}, HFU {modelled.hfu:.0%}"
+        f"time per step: {modelled.seconds:.3g} s on {world} {modelled.device}, {modelled.basis}; "
+        f"MFU {modelled.mfu:.0%}, HFU {modelled.hfu:.0%}",
+        f"  figures of {modelled.device}: {modelled.source}",
     ]
     for term in modelled.terms:
-        lines += _row(f"{term.seconds:.3g} s", term.name, width, term.source)
-    of_stages = _left(report)
-    steps = None if report.corpus.is_made_up else sum(count for count, _ in of_stages)
-    total_s = modelled.seconds if steps is None else sum(count * seconds for count, seconds in of_stages)
-    where = " of all stages" if report.stages else ""
-    what = "  one step" if steps is None else f"  {steps:,} steps{where}: {duration(total_s)} without faults and saves"
-    if price is not None:
-        what += f"; {total_s / 3600 * world * price:,.2f} at {price:g} per GPU-hour"
-    return [*lines, what] if steps is not None or price is not None else lines
+        lines.append(_row(f"{term.seconds:.3g} s", term.name, width, term.source))
+    bill = _bill(report, price)
+    return lines if bill is None else [*lines, f"  {bill}, without faults and saves"]
+
+
+def _bill(report: PlanReport, price: float | None) -> str | None:
+    """Return the remaining steps and their time and price, as far as these are known, or None if the time is not."""
+    if report.step_time is None:
+        return None
+    world, of_stages = report.layout.world_size, _left(report)
+    steps, total_s = sum(count for count, _ in of_stages), sum(count * seconds for count, seconds in of_stages)
+    said = f"{steps:,} steps: {duration(total_s)}"
+    if report.corpus.is_made_up:
+        said, total_s = "one step", report.step_time.seconds
+    hours = total_s / 3600 * world
+    return f"{said}, {hours:,.1f} GPU-hours" + ("" if price is None else f", {hours * price:,.2f} at {price:g} each")
 
 
 def _left(report: PlanReport) -> list[tuple[int, float]]:
@@ -244,15 +327,15 @@ def _left(report: PlanReport) -> list[tuple[int, float]]:
 
 def _memory(report: PlanReport) -> list[str]:
     memory = report.memory
-    limit = "" if report.device_gib is None else f"; memory.device_gib is {report.device_gib:g}"
+    limit = "" if report.device_gib is None else f"; the limit is {report.device_gib:g} GiB"
     width = max(len(_title(term)) for term in (*memory.device, *memory.host))
     return [
         f"memory per rank: {memory.note}",
         f"  device: {size(memory.device_bytes)} at its peak{limit}",
-        *[line for one in memory.device for line in _row(size(one.bytes), _title(one), width, one.source)],
+        *[_row(size(one.bytes), _title(one), width, one.source) for one in memory.device],
         f"  host: {size(memory.host_bytes)} at its peak",
-        *[line for one in memory.host for line in _row(size(one.bytes), _title(one), width, one.source)],
-        *[line for one in report.chosen for line in wrapped(f"chosen: {one}", _WIDTH)],
+        *[_row(size(one.bytes), _title(one), width, one.source) for one in memory.host],
+        *[f"  chosen: {one}" for one in report.chosen],
     ]
 
 
@@ -274,6 +357,5 @@ def _title(term: MemoryTerm) -> str:
     return f"{term.name} ({_PHASES[term.phase]})" if _PHASES[term.phase] else term.name
 
 
-def _row(value: str, name: str, width: int, source: str) -> list[str]:
-    first = f"  {value:>10}  {name:<{width}}  "
-    return textwrap.wrap(source, 140, initial_indent=first, subsequent_indent=" " * len(first))
+def _row(value: str, name: str, width: int, source: str) -> str:
+    return f"  {value:>10}  {name:<{width}}  {source}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
 
@@ -9,6 +10,7 @@ from ray_ulysses.logging import indented, one_line
 
 _COUNT_UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 _GIB = 1 << 30
+_GAP = re.compile(r"\S {2,}")
 
 
 def count(number: float) -> str:
@@ -80,10 +82,19 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], indent: str = " 
     ]
 
 
-def wrapped(text: str, width: int | None, first: str = "  ", others: str = "    ") -> list[str]:
-    """Wrap a text at ``width`` characters (None: no wrapping), without breaking paths, so that they can be copied."""
-    if width is None:
-        return [first + text]
-    return textwrap.wrap(
-        text, width, initial_indent=first, subsequent_indent=others, break_on_hyphens=False, break_long_words=False
-    )
+def folded(text: str, width: int | None) -> str:
+    """Break lines that are longer than ``width`` characters, between words. None changes nothing.
+
+    A continuation line starts below the line's last column, or is indented if that column leaves too little room. A
+    word that is longer than a line, such as a path, gets a line of its own and can still be copied.
+    """
+    return text if width is None else "\n".join(_folded(line, width) for line in text.split("\n"))
+
+
+def _folded(line: str, width: int) -> str:
+    if len(line) <= width:
+        return line
+    column = max((gap.end() for gap in _GAP.finditer(line) if gap.end() <= width // 2), default=0)
+    longest = max(map(len, line[column:].split()))
+    indent = column if column and column + longest <= width else len(line) - len(line.lstrip()) + 2
+    return textwrap.fill(line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)

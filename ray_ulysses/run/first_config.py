@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ray_ulysses.config import parse_config
+from ray_ulysses.config.devices import DEVICES
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.errors import UserError
 from ray_ulysses.model_shape import ModelShape, read_model_config
@@ -27,7 +28,8 @@ _FEWEST_HELD_OUT, _FEWEST_DOCUMENTS = 8, 80
 _GPUS_PER_NODE = 8
 _NOT_USABLE_GIB = 1
 """Memory that the driver reserves on each GPU, in GiB."""
-_DEVICES = {40: "A100", 80: "H100", 141: "H200"}
+_DEVICES = {32: "RTX 5090", 40: "A100", 48: "L40S", 80: "H100", 141: "H200", 180: "B200"}
+"""The GPU model that is assumed for a nominal memory in GB."""
 _NOISE = frozenset((
     "_name_or_path", "architectures", "auto_map", "bos_token_id", "dtype", "eos_token_id", "pad_token_id",
     "torch_dtype", "transformers_version", "use_cache",
@@ -62,11 +64,12 @@ def first_configs(
         tree = _tree(model, described, context, gpus, sp_size, corpus)
         if data is not None:
             tree["data"]["path"] = data
-        if gpus:
-            memory = {"plan": "auto", "device_gib": gpu_memory - _NOT_USABLE_GIB, "host_gib": host_memory}
-            tree["memory"] = memory
+        usable_gib = gpu_memory - _NOT_USABLE_GIB
         if gpus and (device := _DEVICES.get(round(gpu_memory))) is not None:
             tree["cluster"]["device"] = device
+            usable_gib = min(usable_gib, DEVICES[device].gib)
+        if gpus:
+            tree["memory"] = {"plan": "auto", "device_gib": usable_gib, "host_gib": host_memory}
         try:
             one, shape = _completed(tree)
         except UserError as error:

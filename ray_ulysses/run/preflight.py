@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, get_args
 
 from ray_ulysses.config import Config
 from ray_ulysses.config.job_paths import relative_path_problems
+from ray_ulysses.config.resume import STAGES
 from ray_ulysses.config.stages import corpus_paths, in_stage, stage_config
 from ray_ulysses.data.corpus.corpus import corpus_exists
 from ray_ulysses.data.plan.corpus_set import CorpusSet
@@ -202,19 +203,30 @@ def _longest_planned(config: Config, corpora: CorpusSet, plan: Plan) -> int:
     return max((int(longest_planned(corpus.lengths, row_tokens, overlong)) for corpus in there), default=0)
 
 
-def report_run(config: Config, base: Path, *, branch: bool = False) -> PlanReport:
-    """Return the report of the ``plan`` command. If a corpus is not prepared yet, document lengths are assumed.
+def report_run(config: Config, base: Path, *, branch: bool = False, synthetic: bool = False) -> PlanReport:
+    """Return the report of the ``plan`` command. If a corpus is missing or not set, document lengths are assumed.
 
-    Arguments and exceptions are the same as for `prepare_run`, except that corpora may be missing.
+    Arguments and exceptions are the same as for `prepare_run`, except that a missing corpus is a problem of the report,
+    or none with ``synthetic``.
     """
     absolute = config.with_absolute_paths(base)
-    missing = [path for path in corpus_paths(absolute) if not corpus_exists(path)]
-    if not missing or num_segments(absolute.run_dir / PLAN_FOLDER):
+    named = corpus_paths(absolute)
+    paths = [path for path in named if not corpus_exists(path)]
+    if named and (not paths or num_segments(absolute.run_dir / PLAN_FOLDER)):
         return prepare_run(config, base, branch=branch).report
+    hint = "prepare it with `ray-ulysses prepare`, correct the path, or use --synthetic to assume documents"
+    missing = (
+        []
+        if synthetic
+        else [
+            Problem(path=_setting_of(absolute, path), value=path, rule="there is no corpus", hint=hint)
+            for path in paths
+        ]
+    )
     stored = read_stored_run(absolute)
     absolute, shape, chosen = planned_memory(config, base, stored)
     num_positions = check_architecture(absolute).num_positions
-    problems, facts = list(stored.conflicts(absolute, branch=branch)), []
+    problems, facts = [*missing, *stored.conflicts(absolute, branch=branch)], []
     for number, planned in enumerate(stage_plans(absolute, shape)):
         # Without documents, the leftover rows of the previous stage are unknown, so each stage is planned on its own.
         documents, own = stand_in_documents(planned.settings), stage_config(absolute, number)
@@ -222,8 +234,8 @@ def report_run(config: Config, base: Path, *, branch: bool = False) -> PlanRepor
         report = build_report(own, shape, documents, plan, (), chosen, None, absolute)
         found = [*context_problems(own, planned.settings.capacity, trained_positions(own)), *report.problems]
         if absolute.stages:
-            stage, paths = absolute.stages[number], tuple(path for path, _ in own.data_sources)
-            facts.append(stage_facts(stage, own, report, number, None, stage.tokens, paths))
+            stage, corpora = absolute.stages[number], tuple(path for path, _ in own.data_sources)
+            facts.append(stage_facts(stage, own, report, number, None, stage.tokens, corpora))
             found = [in_stage(one, stage) for one in found]
         problems += found
     notes = report.notes
@@ -233,6 +245,12 @@ def report_run(config: Config, base: Path, *, branch: bool = False) -> PlanRepor
             "corpus with a longer document will be refused",
         )
     return replace(report, problems=tuple(problems), stages=tuple(facts), notes=notes)
+
+
+def _setting_of(config: Config, path: str) -> str:
+    if path == config.data.path:
+        return "data.path"
+    return "data.sources" if any(path == source.path for source in config.data.sources or ()) else STAGES
 
 
 def planned_memory(

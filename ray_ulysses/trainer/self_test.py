@@ -73,7 +73,7 @@ def slow_links(links: Sequence[LinkTime], config: Config, nodes: Sequence[str]) 
     Without ``cluster.device``, the plan assumes no link speed, so there are no warnings.
     """
     cluster = config.cluster
-    if cluster.device is None or cluster.gpus_per_worker == 0:
+    if config.gpu is None:
         return []
     found = []
     for link in links:

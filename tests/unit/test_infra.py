@@ -174,7 +174,7 @@ def test_an_overlay_has_the_gpus_of_its_name(size: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", _SIZES)
 def test_the_run_of_an_overlay_fits_its_gpus(size: int) -> None:
-    assert report_run(_trained_config(_job(f"gpus-{size}")["spec"]["entrypoint"]), _ROOT).problems == ()
+    assert report_run(_trained_config(_job(f"gpus-{size}")["spec"]["entrypoint"]), _ROOT, synthetic=True).problems == ()
 
 
 def test_voluntary_disruptions_wait_for_the_head_and_take_one_worker_at_a_time(manifests: list[dict[str, Any]]) -> None:

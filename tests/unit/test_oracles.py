@@ -49,8 +49,8 @@ _OF_THE_MOMENT = {
     "seconds", "seconds_to_first_step", "time_spent", "goodput", "node", "nodes", "written_at", "versions", "crc32"
 }  # fmt: skip
 """Fields of a run that was really trained which tell when and where that was."""
-_PROSE = {"source", "note", "reason", "path"}
-"""Fields of a plan's report that are sentences, or paths of this machine."""
+_PROSE = {"source", "is_measured", "has_gpu", "host_gib", "mixture", "note", "reason", "path"}
+"""Fields of a plan's report that are sentences, paths of this machine, or repeat the configuration."""
 
 
 def texts(count: int, seed: int = 0) -> list[str]:
@@ -201,7 +201,9 @@ def trained(folder: Path) -> Any:
 
 def prediction(path: Path, folder: Path) -> Any:
     """Return the main numbers that `plan` predicts for a configuration, and a digest of each section."""
-    outcome = CliRunner().invoke(app, ["plan", str(path), "--set", f"run.storage={folder}", "--json", "--quiet"])
+    outcome = CliRunner().invoke(
+        app, ["plan", str(path), "--set", f"run.storage={folder}", "--json", "--quiet", "--synthetic"]
+    )
     report = json.loads(outcome.stdout)
     sections = without(report, _PROSE)
     for texts_of in ("problems", "notes"):

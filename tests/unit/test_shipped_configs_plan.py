@@ -56,13 +56,13 @@ def test_a_shipped_configuration_is_sized_before_there_is_a_corpus(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run(app, ["plan", str(path)]) == 0
+    assert run(app, ["plan", str(path)]) == 2
+    assert "data.path=" in (said := capsys.readouterr().out) and "--synthetic" in said
+    assert run(app, ["plan", str(path), "--synthetic"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     config = load_config(path, environment={}).with_absolute_paths(tmp_path)
-    assert f"no corpus is prepared in {config.data.path}: " in said
-    assert "synthetic documents of up to" in said
-    assert re.search(r"device: [0-9.]+ GiB at its peak", said)
-    assert said.endswith(f"ready to start after a corpus is prepared in {config.data.path}")
+    assert f"data synthetic documents: there is no corpus in {config.data.path} steps" in said
+    assert re.search(r"memory (fits: )?[0-9.]+ ", said) and "can start once it has a corpus" in said
     # Nothing that would be read as a property of the user's own data.
     assert not re.search(r"longest document|split documents|token id|stops at step", said)
     assert list(tmp_path.iterdir()) == []
@@ -71,7 +71,7 @@ def test_a_shipped_configuration_is_sized_before_there_is_a_corpus(
 @pytest.mark.usefixtures("no_network")
 def test_a_model_that_does_not_fit_is_refused_without_a_corpus_too(capsys: pytest.CaptureFixture[str]) -> None:
     path = next(path for path in _CONFIGS if "512k" in path.stem)
-    assert run(app, ["plan", str(path), "--set", "memory.device_gib=16", "--json"]) == 2
+    assert run(app, ["plan", str(path), "--set", "memory.device_gib=16", "--json", "--synthetic"]) == 2
     report = json.loads(capsys.readouterr().out)
     assert report["corpus"]["is_made_up"] is True
     assert [problem.partition("=")[0] for problem in report["problems"]] == ["memory.device_gib"]

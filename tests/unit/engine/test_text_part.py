@@ -53,7 +53,7 @@ def test_a_plan_sizes_the_decoder_alone(whole: Any, tmp_path: Path) -> None:
     assert counted - 200 <= shape.num_parameters <= counted
     assert len(check_architecture(config).layers) == 2
     planned = with_settings(config, {"parallel.sp_size": 2, "run.storage": str(tmp_path / "runs")})
-    assert report_run(planned, tmp_path).problems == ()
+    assert report_run(planned, tmp_path, synthetic=True).problems == ()
 
 
 def test_a_decoder_is_drawn_from_the_seed_and_described_in_line(tmp_path: Path) -> None:

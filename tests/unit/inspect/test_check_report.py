@@ -28,7 +28,7 @@ GOOD = Trial(
     num_steps=12, row_tokens=1024, longest_row=1024, step_tokens=[1000] * 13, steps=steps(LOSSES),
     again=steps([LOSSES[-1], 3.7], attempt=2, first=13), committed=[12], unsaved=None, loaded_step=12, failure=None,
     tolerance=1e-5, has_gpu=True, planned_bytes=48 * 2**30, limit_gib=79.0, most_of_limit=0.75, modelled_s=1.8,
-    is_pretrained=False,
+    is_compared=True, is_pretrained=False,
 )  # fmt: skip
 
 
@@ -91,6 +91,13 @@ def test_checks_that_were_not_reached_do_not_fail() -> None:
     assert {line.name for line in report.lines if line.holds} == {
         "documents apart", "memory", "memory as planned", "finite"
     }  # fmt: skip
+
+
+def test_a_slow_step_does_not_fail_against_the_data_sheet_of_a_gpu_that_was_never_measured() -> None:
+    (line,) = (
+        line for line in judge("run", replace(GOOD, modelled_s=0.9, is_compared=False)).lines if line.name == "speed"
+    )
+    assert line.holds is None and "(2.22 x)" in line.found and "data sheet" in line.rule
 
 
 def test_the_loss_check_excludes_the_first_step_with_the_most_expensive_rows() -> None:

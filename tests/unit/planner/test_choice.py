@@ -16,8 +16,8 @@ from tests.unit.planner.runs import llama_config, make_shape
 ONE_WORKER = {"cluster.workers": WorkerLimits(min=1, max=1), "parallel.sp_size": 1, "model.dtype": "fp32"}
 
 
-def config_of(context: int = 131_072, **memory: Any) -> Config:
-    return llama_config(context, device="H100", **memory)
+def config_of(context: int = 131_072, device: str | None = "H100", **memory: Any) -> Config:
+    return llama_config(context, device=device, **memory)
 
 
 def chosen(config: Config, stored: Config | None = None) -> tuple[Config, list[str]]:
@@ -30,10 +30,12 @@ def chosen(config: Config, stored: Config | None = None) -> tuple[Config, list[s
     [
         (131_072, {"device_gib": 79.0}, "both"),
         (1 << 20, {"device_gib": 79.0}, "kernel"),
-        (1 << 24, {}, "both"),
+        (1 << 20, {}, "kernel"),
+        (1 << 20, {"device": "H200"}, "both"),
+        (1 << 24, {"device": None}, "both"),
         (131_072, {"device_gib": 79.0, "host_gib": 5.0}, "both"),
     ],
-    ids=["fits", "long", "no-limit", "small-host"],
+    ids=["fits", "long", "of-the-device", "of-a-larger-device", "no-limit", "small-host"],
 )
 def test_attention_output_is_both_where_that_fits_on_the_device_else_kernel(
     context: int, limits: dict[str, Any], kept: str
@@ -109,4 +111,4 @@ def test_a_resume_keeps_its_choices_as_long_as_they_fit() -> None:
 
 def test_a_plan_needs_a_limit() -> None:
     with pytest.raises(ConfigError, match=r"memory\.device_gib: memory\.plan=auto requires a memory limit"):
-        parse_config(config_of(plan="auto").model_dump(mode="json"))
+        parse_config(config_of(device=None, plan="auto").model_dump(mode="json"))

@@ -74,7 +74,7 @@ def test_a_stop_beyond_the_data_is_refused_with_epochs_that_suffice() -> None:
 def test_memory_that_does_not_fit_is_refused_with_settings_that_do() -> None:
     (problem,) = problems_of(llama_config(device_gib=40.0, loss_tile="off"))
     assert re.match(
-        r"memory\.device_gib=40\.0: each rank is estimated to take 5\d\.\d GiB \(a first estimate by formula, "
+        r"memory\.device_gib=40\.0: each rank is estimated to take 5\d\.\d of 40 GiB \(a first estimate by formula, "
         r"not a measurement\), mostly for logits \(23\.5 GiB\) and attention outputs, kept \(8\.1 GiB\); ",
         str(problem),
     )
@@ -93,8 +93,10 @@ def test_memory_that_does_not_fit_is_refused_with_settings_that_do() -> None:
         # 78.5 GiB without offloaded activations, 52.4 of which are peer memory.
         ({"host_gib": 79.0, "offload_activations": ["layer_inputs"]}, "memory.host_gib", "offload_activations=[]"),
         ({"host_gib": 64.0}, "memory.host_gib", "elastic.peer_memory=false"),
+        ({"device": "H100"}, None, ""),
+        ({"device": {"name": "own", "tflops": 100.0, "gib": 30.0, "gbps": 900.0}}, "cluster.device", "memory."),
     ],
-    ids=["no-limit", "fits", "device", "activations", "host"],
+    ids=["no-limit", "fits", "device", "activations", "host", "known-device", "own-device"],
 )
 def test_the_hint_of_a_memory_problem_fits(limits: dict[str, Any], path: str | None, change: str) -> None:
     config = llama_config(**limits)

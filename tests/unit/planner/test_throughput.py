@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu.recipe_rank import make_config as recipe_config
+from ray_ulysses.config.devices import DEVICES
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.planner.flops import step_flops
 from ray_ulysses.planner.memory import configured_memory
 from ray_ulysses.planner.memory_terms import GIB
-from ray_ulysses.planner.throughput import DEVICE_RATES, StepTime, Work, configured_time
+from ray_ulysses.planner.throughput import StepTime, Work, configured_time
 from tests.unit.planner.runs import LLAMA_3_8B, make_config
 
 SHAPE = ModelShape.from_config_dict(LLAMA_3_8B)
@@ -25,7 +26,7 @@ OURS = [row for row in MEASURED if row["side"].startswith("ours:")]
 
 
 def step_time(
-    shape: ModelShape, work: Work, *, sp: int, world: int, ring: int = 1, device: str = "H100", gbps: float = 400.0,
+    shape: ModelShape, work: Work, *, sp: int, world: int, ring: int = 1, device: Any = "H100", gbps: float = 400.0,
     **memory: Any,
 ) -> StepTime:  # fmt: skip
     cluster = {"workers": world, "gpus_per_worker": 1, "device": device, "network_gbps": gbps}
@@ -180,7 +181,7 @@ ON_HOST: dict[str, Any] = {"offload_optimizer": "cpu", "offload_param": "cpu"}
 def test_copies_between_host_and_device_take_their_bytes(
     memory: dict[str, Any], per_token: int, per_parameter: int, micro_batches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(DEVICE_RATES, "H100", replace(DEVICE_RATES["H100"], host=1e4))
+    monkeypatch.setitem(DEVICES, "H100", replace(DEVICES["H100"], host_gbps=1e-5))
     time = modelled(8192, 8, 8, rows=micro_batches, **memory)
     # What compute hides is a thousandth of it.
     size = micro_batches * (8192 / 8 * per_token + SHAPE.num_parameters / 8 * per_parameter)
@@ -193,5 +194,17 @@ def test_copies_overlap_with_the_pass_that_they_run_beside(monkeypatch: pytest.M
     assert waits[0] > 0 and not waits[1]
     inputs = {"offload_activations": ("layer_inputs",)}
     assert not seconds(modelled(**inputs), "host copies")
-    monkeypatch.setitem(DEVICE_RATES, "H100", replace(DEVICE_RATES["H100"], host=1e9))
+    monkeypatch.setitem(DEVICES, "H100", replace(DEVICES["H100"], host_gbps=1.0))
     assert 0 < seconds(modelled(**inputs), "host copies") < 131_072 / 8 * 32 * 4096 * 2 * 2 / 1e9
+
+
+def test_a_device_that_was_never_measured_is_predicted_from_its_figures_and_says_so() -> None:
+    measured, sheet = modelled(device="H100"), modelled(device="L40S")
+    assert measured.basis == "predicted, within 10% of measured steps"
+    assert sheet.basis == "predicted from the data sheet, never measured"
+    assert {name for name, device in DEVICES.items() if device.is_measured} == {"H100", "H200"}
+    own = modelled(device={"name": "own", "tflops": 2 * 989.4, "gib": 80, "gbps": 2 * 3350})
+    for name in ("matrix products", "attention", "element-wise", "update"):
+        assert seconds(own, name) == pytest.approx(seconds(measured, name) / 2)
+    # NVLink has 450 GB/s, and PCIe 4.0 has 32.
+    assert seconds(own, "exchange of heads") == pytest.approx(seconds(measured, "exchange of heads") * 450 / 32)

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from ray_ulysses.data.plan.corpus_set import CorpusSet, PlannedSource
 from ray_ulysses.planner.report import StageFacts, build_report
-from ray_ulysses.report.plan import _time, render_plan
+from ray_ulysses.report.plan import _time, render_plan, render_verdict
 from ray_ulysses.report.readme import render_readme
+from ray_ulysses.report.words import folded
 from ray_ulysses.run.checkpoint_store import checkpoint_location, needs_trust, stored_checkpoints
 from ray_ulysses.storage.place import UnnamedServerError
 from tests.unit.planner.runs import make_config, make_corpus, make_plan, make_shape
@@ -18,14 +20,14 @@ def text_of(config, corpus):
     return render_plan(build_report(config, make_shape(config), corpus, make_plan(config, corpus)))
 
 
-def test_the_plan_text_has_all_sections_and_ends_with_the_verdict():
+def test_the_plan_text_starts_with_the_verdict_and_has_all_sections():
     text = text_of(make_config(), make_corpus([64, 64, 100, 1, 30]))
     for title in ("model", "layout", "data", "memory per rank: a first estimate by formula, not a measurement"):
         assert f"\n{title}\n" in text
     assert "  workers              4 = dp 2 x sp 2\n" in text
     assert "  balanced counts      2, 4, 8\n" in text
     assert "byte entropy       3.250 nats" in text
-    assert text.endswith("ready to start")
+    assert text.startswith("run 'demo' (107k parameters, llama) is ready to start\n  memory   ")
 
 
 def layout_text(**parallel):
@@ -61,10 +63,53 @@ def test_peer_memory_has_its_size_and_frequency():
     assert "MiB  peer memory" in text and "MiB  peer memory" not in without
 
 
-def test_problems_come_last():
+def test_problems_come_first():
     text = text_of(make_config(run={"stop_step": 99}), make_corpus([64] * 9))
-    assert "this run can't start:\n  - run.stop_step=99: is beyond the planned data" in text
-    assert "ready to start" not in text
+    assert text.startswith("1 problem:\n- run.stop_step=99: is beyond the planned data")
+    assert "can't start" in text and "ready to start" not in text
+
+
+GPUS = {"workers": {"min": 64, "max": 1024}, "gpus_per_worker": 1, "device": "RTX 4090"}
+
+
+@pytest.mark.parametrize("width", [80, 120, 200])
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"cluster": GPUS, "model": {"dtype": "bf16"}, "data": {"rows_per_step": 1024}, "memory": {"host_gib": 200.0}},
+        {"run": {"stop_step": 99}, "memory": {"device_gib": 0.001, "host_gib": 0.001}},
+        {"data": {"packing": "none", "overlong": "truncate", "context_tokens": 32}},
+    ],
+    ids=["cpu", "elastic", "problems", "lost"],
+)
+def test_the_verdict_fits_the_terminal_in_twelve_lines_and_breaks_no_word(sections: dict[str, Any], width: int) -> None:
+    config, corpus = make_config(**sections), make_corpus([64] * 99_999)
+    report = build_report(config, make_shape(config), corpus, make_plan(config, corpus))
+    whole = render_verdict(report, 12345.67)
+    text = folded(whole, width)
+    assert text.split() == whole.split() and max(map(len, text.split("\n"))) <= width
+    assert len(text[text.index("run 'demo'") :].split("\n")) <= 12
+    assert text.endswith("\nmore: --verbose")
+    assert ("fits: " in text) is ("host_gib" in sections.get("memory", {}) and not report.problems)
+    assert ("does not fit: " in text) is bool(report.problems)
+
+
+def test_the_verdict_of_a_mixture_has_a_table_of_its_sources():
+    weights = (3.0, 1.0)
+    corpora = [make_corpus([64] * size).corpora[0] for size in (6, 10)]
+    sources = [
+        PlannedSource(path=f"/{name}", fingerprint=one.fingerprint, num_documents=one.num_documents, weight=weight)
+        for name, one, weight in zip("ab", corpora, weights, strict=True)
+    ]
+    config, both = make_config(data={"epochs": 2}), CorpusSet(sources, corpora)
+    report = build_report(config, make_shape(config), both, make_plan(config, both))
+    first, second = report.data.mixture
+    assert first.tokens is not None and first.tokens + second.tokens == report.data.tokens
+    assert first.share == pytest.approx(0.75, abs=0.05) and first.epochs == first.tokens / (6 * 64)
+    header, *rows = [line.split() for line in render_verdict(report).split("\n")[-4:-1]]
+    assert header == ["weight", "tokens", "used", "share", "epochs", "source"]
+    assert [(row[0], row[-1]) for row in rows] == [("3", "/a"), ("1", "/b")]
 
 
 def test_fill_and_padding_have_the_right_denominators():
@@ -89,13 +134,15 @@ def test_the_step_time_is_broken_down_and_the_run_is_priced():
     assert report.step_time is not None and report.to_json()["step_time"]["seconds"] == report.step_time.seconds
     text = render_plan(report, 3600.0).partition("\ntime per step: ")[2].partition("\n\n")[0]
     title, *terms, run = text.splitlines()
-    assert title.startswith(f"{report.step_time.seconds:.3g} s on 4 H100, modelled, not measured; MFU ")
+    assert title.startswith(
+        f"{report.step_time.seconds:.3g} s on 4 H100, predicted, within 10% of measured steps; MFU "
+    )
     assert [line.split(" s  ")[1].split("  ")[0] for line in terms if " s  " in line] == [
         term.name for term in report.step_time.terms
     ]
     steps = report.data.stop_step
     cost = report.step_time.seconds * steps * 4
-    assert run.startswith(f"  {steps} steps: 0s without faults and saves; {cost:,.2f} at 3600 per GPU-hour")
+    assert run == f"  {steps} steps: 0s, 0.0 GPU-hours, {cost:,.2f} at 3600 each, without faults and saves"
 
 
 def test_the_run_time_covers_all_stages_up_to_the_stop_step():
@@ -113,11 +160,11 @@ def test_the_run_time_covers_all_stages_up_to_the_stop_step():
         text = "\n".join(_time(replace(report, data=data, stages=stages), 1.0))
         return text.splitlines()[-1]
 
-    assert said(30) == "  30 steps of all stages: 3h30m without faults and saves; 14.00 at 1 per GPU-hour"
-    assert said(10) == "  10 steps of all stages: 10m00s without faults and saves; 0.67 at 1 per GPU-hour"
-    assert said(4).startswith("  4 steps of all stages: 4m00s ")
+    assert said(30) == "  30 steps: 3h30m, 14.0 GPU-hours, 14.00 at 1 each, without faults and saves"
+    assert said(10) == "  10 steps: 10m00s, 0.7 GPU-hours, 0.67 at 1 each, without faults and saves"
+    assert said(4).startswith("  4 steps: 4m00s, ")
     ended = replace(report, data=replace(report.data, stop_step=4, base_step=10))
-    assert _time(ended, 1.0)[-1].startswith("  0 steps: 0s "), "a branch behind the stop"
+    assert _time(ended, 1.0)[-1].startswith("  0 steps: 0s, "), "a branch behind the stop"
 
 
 MINIO = "s3://bucket/runs?endpoint_override=minio:9000&scheme=http"

@@ -64,7 +64,7 @@ def test_what_init_writes_plans_and_uses_every_gpu(tmp_path: Path, name: str) ->
     _, context, gpus = MODELS[name]
     assert init(tmp_path, directory(tmp_path, name), context, gpus) == 0
     config = load_config(tmp_path / "c.yaml")
-    assert report_run(config, tmp_path).problems == ()
+    assert report_run(config, tmp_path, synthetic=True).problems == ()
     assert config.cluster.workers.min == config.cluster.workers.max == gpus
     assert config.data.context_tokens == context and config.data.rows_per_step % config.dp_size == 0
     assert config.tracking.trackers == (("tensorboard",) if gpus > 8 else ("mlflow",)) and config.data.eval_fraction
