@@ -82,7 +82,7 @@ def test_llama_counts_the_bias_of_its_mlp_and_has_its_published_parameters():
 def test_sizes_that_can_not_be_are_refused(change, name):
     with pytest.raises(UserError, match=name):
         ModelShape.from_config_dict({**SMALL, "model_type": "llama", **change})
-    with pytest.raises(UserError, match="intermediate_size, num_hidden_layers, vocab_size missing"):
+    with pytest.raises(UserError, match="intermediate_size, num_hidden_layers, vocab_size not found"):
         ModelShape.from_config_dict({"model_type": "llama", "hidden_size": 48, "num_attention_heads": 6})
 
 

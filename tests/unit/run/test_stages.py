@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -247,7 +248,10 @@ def test_only_needed_corpora_must_exist(
     monkeypatch.setattr(planning, "known_step", lambda store: 4)
     again = prepared(config)
     assert again.new == () and [str(corpus.path) for corpus in again.corpora.corpora] == [str(paths[1])]
-    assert again.report.stages == first.report.stages
+    # Without its corpus, a past stage's mixture is not known.
+    assert [replace(one, mixture=()) for one in again.report.stages] == [
+        replace(one, mixture=()) for one in first.report.stages
+    ]
     paths[1].rename(tmp_path / "elsewhere too")
     with pytest.raises(UserError, match=r"corpus-1"):
         prepared(config)
