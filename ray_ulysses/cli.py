@@ -16,6 +16,7 @@ from ray_ulysses.commands import (
     doctor,
     evaluate,
     export,
+    generate,
     init,
     inspect,
     plan,
@@ -65,6 +66,7 @@ app.command(epilog=export.EXAMPLE)(export.export)
 app.command(epilog=check.EXAMPLE)(check.check)
 app.command(epilog=demo.EXAMPLE)(demo.demo)
 app.command(epilog=evaluate.EXAMPLE)(evaluate.evaluate)
+app.command(epilog=generate.EXAMPLE)(generate.generate)
 app.command(epilog=init.EXAMPLE)(init.init)
 app.command(epilog=report.EXAMPLE)(report.report)
 submit.register(app)

@@ -132,7 +132,7 @@ def find_trained_part(config: Config) -> TrainedPart | None:
     """
     if config.model.adapter is None:
         return None
-    return trained_part(_meta_model(planned_config(config), "whole"), config.model.adapter)
+    return trained_part(meta_model(planned_config(config), "whole"), config.model.adapter)
 
 
 def with_mixers(config: Config, shape: ModelShape) -> ModelShape:
@@ -146,7 +146,7 @@ def with_mixers(config: Config, shape: ModelShape) -> ModelShape:
     hf_config = planned_config(config)
     if hf_config.get_text_config(decoder=True).model_type not in HYBRID_LAYER_TYPES:
         return shape
-    model = _meta_model(hf_config, config.model.part)
+    model = meta_model(hf_config, config.model.part)
     mixers = [(module, layout) for _, module, layout in find_mixers(model)]
     known = {id(module) for module, _ in mixers}
     # Count a module once per layer that uses it.
@@ -231,7 +231,7 @@ def refuse_architecture(
     Raises:
         UserError: Training would be inexact. The error contains the architecture or setting, the reason and a solution.
     """
-    model = _meta_model(hf_config, part)
+    model = meta_model(hf_config, part)
     if checkpointed and not model.supports_gradient_checkpointing:
         raise UserError(
             f"memory.gradient_checkpointing=true: {type(model).__name__} does not support gradient checkpointing in "
@@ -253,7 +253,7 @@ def differs_from_stored(config: Config, state: StateDescription) -> str | None:
     Raises:
         UserError: The model configuration can't be read.
     """
-    model = _meta_model(described_config(config, is_tied=bool(state.tied)), config.model.part)
+    model = meta_model(described_config(config, is_tied=bool(state.tied)), config.model.part)
     if config.model.adapter is not None:
         with torch.device("meta"):
             model = add_adapter(model, config.model.adapter, config.run.seed)
@@ -265,7 +265,12 @@ def differs_from_stored(config: Config, state: StateDescription) -> str | None:
     return "; ".join(found[:2]) + more if found else None
 
 
-def _meta_model(hf_config: Any, part: Part) -> Any:
+def meta_model(hf_config: Any, part: Part) -> Any:
+    """Build a decoder on the meta device, without weights.
+
+    Raises:
+        UserError: The architecture has no decoder that ray-ulysses can build.
+    """
     # Check first, so that architectures that can't be built as a decoder get a specific error.
     refuse_config(hf_config)
     builder = model_class(hf_config, part)

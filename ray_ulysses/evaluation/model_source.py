@@ -1,4 +1,4 @@
-"""Finds the model to evaluate, a run's checkpoint or a model directory, and loads it onto a device."""
+"""Finds the model to evaluate or to generate with, a run's checkpoint or a model directory, and loads it."""
 
 from __future__ import annotations
 
@@ -67,10 +67,16 @@ class ModelSource:
             UserError: The model can't be computed exactly on this mesh.
             RunError: The checkpoint is damaged, or does not fit the model.
         """
-        model = self._built().eval().to(device)
+        model = self.build().eval().to(device)
         return apply_ulysses(model, mesh)
 
-    def _built(self) -> Any:
+    def build(self) -> Any:
+        """Build the model on the CPU with Transformers' own attention, which supports a KV cache.
+
+        Raises:
+            UserError: The weights can't be loaded.
+            RunError: The checkpoint is damaged, does not fit the model, or has weights that are not finite.
+        """
         config = self.config
         if self.checkpoint is None:
             return build_model(config)
@@ -89,7 +95,7 @@ class ModelSource:
         if not_finite:
             raise RunError(
                 f"{len(not_finite)} weights in the checkpoint of step {manifest.step} have NaN or infinite values "
-                f"(first: {not_finite[0]}), so training had already diverged; evaluate an earlier step with --step"
+                f"(first: {not_finite[0]}), so training had already diverged; use an earlier step with --step"
             )
         return model
 

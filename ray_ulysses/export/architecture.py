@@ -131,7 +131,7 @@ def describe(
     model.config.architectures = [type(model).__name__]
     # The default is a path on the training machine.
     model.config._name_or_path = ""
-    generation = _generation(config, model, end_tokens) if model.can_generate() else None
+    generation = generation_settings(config, model, end_tokens) if model.can_generate() else None
     return Architecture(model=model, generation=generation)
 
 
@@ -205,7 +205,7 @@ def _scaling(rope: Mapping[str, Any]) -> dict[str, Any] | None:
     return {name: value for name, value in rope.items() if name not in ("rope_theta", "partial_rotary_factor")}
 
 
-def _generation(config: Config, model: Any, end_tokens: Sequence[int]) -> dict[str, Any]:
+def generation_settings(config: Config, model: Any, end_tokens: Sequence[int]) -> dict[str, Any]:
     """Return the base model's generation settings, with the run's end tokens added."""
     from transformers import GenerationConfig
 

@@ -92,19 +92,23 @@ def _first_documents(run_dir: Place, most: int, trust_run: bool) -> tuple[tuple[
     return tuple(tuple(tokens.tolist()) for tokens in read)
 
 
+def free_memory_bytes() -> int | None:
+    """Return this machine's free memory in bytes, or None if it is unknown."""
+    try:
+        lines = dict(line.split(":", 1) for line in _MEMORY_FILE.read_text().splitlines())
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, ValueError, KeyError):
+        return None
+
+
 def refuse_small_memory(num_parameters: int) -> None:
     """Refuse the check if the model does not fit into the free memory in fp32. If free memory is unknown, do nothing.
 
     Raises:
         RunError: The model does not fit.
     """
-    try:
-        lines = dict(line.split(":", 1) for line in _MEMORY_FILE.read_text().splitlines())
-        free = int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, ValueError, KeyError):
-        return
-    needed = 4 * num_parameters
-    if needed > free:
+    free, needed = free_memory_bytes(), 4 * num_parameters
+    if free is not None and needed > free:
         raise RunError(
             f"the check loads the model in fp32, which takes {needed / 2**30:.1f} GiB, but only "
             f"{free / 2**30:.1f} GiB of memory is free; export on a larger machine, or skip the check with --no-check"

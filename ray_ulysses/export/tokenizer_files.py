@@ -112,6 +112,15 @@ def find_tokenizer(run_dir: Place, given: Path | None, *, trust_run: bool = Fals
     )
 
 
+def tokenizer_in(directory: Path) -> TokenizerFiles:
+    """Read the tokenizer of a model directory, or ``bytes``.
+
+    Raises:
+        UserError: There is no tokenizer, or it can't be read.
+    """
+    return _given(directory, _Prepared())
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Prepared:
     """The tokenizer with which a run's corpora were prepared."""

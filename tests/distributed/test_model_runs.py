@@ -107,7 +107,7 @@ def test_an_adapter_is_trained_resumed_elsewhere_and_loaded_by_peft(
     merged = logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto"))
     assert apart(adapted, before) > 1e-3, "nothing was learned"
     assert apart(logits_of(said_names["model"]), adapted) <= 1e-6
-    evaluated = find_model(EvaluationRequest(model=run, is_run=True, dtype="fp32"))._built()
+    evaluated = find_model(EvaluationRequest(model=run, is_run=True, dtype="fp32")).build()
     assert apart(logits_of(evaluated), adapted) <= (1e-5 if dtype == "fp32" else 3e-2)
     # The merged weights are rounded once more in bf16.
     assert apart(merged, adapted) <= (1e-5 if dtype == "fp32" else 3e-2)

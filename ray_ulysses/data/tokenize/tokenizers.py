@@ -346,11 +346,16 @@ def _loaded(directory: Path) -> RustTokenizer:
     return tokenizer
 
 
-def _through_transformers(directory: Path) -> RustTokenizer:
+def transformers_tokenizer(directory: Path) -> Any:
+    """Load a directory's tokenizer with Transformers, without network access and without running its code.
+
+    Raises:
+        UserError: The directory has no tokenizer, or one that requires custom code.
+    """
     from transformers import AutoTokenizer
 
     try:
-        loaded = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
         if (away := transient_cause(error)) is not None:
             raise away from error
@@ -363,6 +368,10 @@ def _through_transformers(directory: Path) -> RustTokenizer:
             f"tokenizer={directory}: can't be loaded ({error}); "
             "use a directory that AutoTokenizer.from_pretrained can load"
         ) from error
+
+
+def _through_transformers(directory: Path) -> RustTokenizer:
+    loaded = transformers_tokenizer(directory)
     backend: RustTokenizer | None = getattr(loaded, "backend_tokenizer", None)
     if backend is None:
         raise UserError(
