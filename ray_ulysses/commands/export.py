@@ -12,11 +12,11 @@ import typer
 
 from ray_ulysses.commands.options import AsJson, Quiet, RunDirectory, TrustRun, parse_step, shortened
 from ray_ulysses.commands.output import Waiting, put
-from ray_ulysses.errors import UserError
+from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.report.words import as_text, count, duration, facts
 
 if TYPE_CHECKING:
-    from ray_ulysses.export.report import ExportReport
+    from ray_ulysses.export.report import ExportReport, ExportRequest
 
 EXAMPLE = "Example: ray-ulysses export runs/llama-tiny --step best --out llama-tiny-hf --dtype bf16"
 # Limited to 15 digits, since Python refuses to parse very long integers.
@@ -42,6 +42,9 @@ def export(
     check: Annotated[bool, typer.Option(help="Load the export and compare logits with the trained model.")] = True,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier export in the directory.")] = False,
     merge: Annotated[bool, typer.Option("--merge", help="Write the full model instead of the adapter alone.")] = False,
+    mlflow: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Also register the model under this name in the run's MLflow.")
+    ] = None,
     trust_run: TrustRun = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -76,7 +79,28 @@ def export(
 
         wait.phase("exporting")
         done = export_run(request, wait.say)
+        if mlflow is not None:
+            wait.phase("registering the model in MLflow")
+            wait.say(f"registered as {_register(mlflow, request, done)}")
     put(json.dumps(asdict(done), indent=2) if as_json else render_export(done), is_exact=as_json)
+
+
+def _register(name: str, request: ExportRequest, done: ExportReport) -> str:
+    """Register an export in MLflow and return the version's URI."""
+    from ray_ulysses.run.secrets_file import stored_config
+    from ray_ulysses.tracking.mlflow_results import ArtifactError, register_model
+
+    missing = "" if done.has_tokenizer else "a tokenizer; use --tokenizer"
+    missing = "a complete model; use --merge" if done.adapter else missing
+    if missing:
+        raise UserError(f"--mlflow={name!r}: the export in {done.out} is complete, but MLflow needs {missing}")
+    allow_http = stored_config(request.run_dir, trust_run=request.trust_run).tracking.allow_http
+    try:
+        return register_model(
+            request.run_dir, done.step, Path(done.out), name, trust_run=request.trust_run, allow_http=allow_http
+        )
+    except ArtifactError as error:
+        raise RunError(f"--mlflow={name!r}: the export in {done.out} is complete, but {error}") from error
 
 
 def parse_size(text: str) -> int:

@@ -8,8 +8,11 @@ run with this run's key is changed.
 from __future__ import annotations
 
 import os
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
@@ -44,17 +47,78 @@ def store_text(run_dir: Place, name: str, text: str, *, trust_run: bool = False,
         ArtifactError: The MLflow run does not exist, MLflow or its artifact store fails, or the server is specified
             only by an untrusted run.
     """
+    with _own_run(run_dir, name, trust_run=trust_run, allow_http=allow_http) as (client, run_id):
+        client.log_text(run_id, text, name)
+
+
+def register_model(
+    run_dir: Place, step: int, model: Path, name: str, *, trust_run: bool = False, allow_http: bool = False
+) -> str:
+    """Copy a model directory into MLflow and register it as a version that `mlflow` loads, with the run as its source.
+
+    Args:
+        run_dir: The run's directory.
+        step: Step of the exported checkpoint.
+        model: The directory of a complete model and its tokenizer, which must fit into memory.
+        name: Name of the registered model, which is created if it does not exist.
+        trust_run: See `store_text`.
+        allow_http: See `store_text`.
+
+    Returns:
+        The version's URI, which `mlflow.transformers.load_model` accepts.
+
+    Raises:
+        ArtifactError: See `store_text`.
+    """
+    with _own_run(run_dir, "the model", trust_run=trust_run, allow_http=allow_http) as (client, run_id):
+        import mlflow.transformers
+        from mlflow.entities import LoggedModelStatus
+        from mlflow.exceptions import MlflowException
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        with tempfile.TemporaryDirectory(prefix="ray-ulysses-") as folder:
+            # Without these, MLflow loads the model in another process to find its imports.
+            needed = [f"{library}=={version(library)}" for library in ("transformers", "torch")]
+            path = f"{folder}/model"
+            # Loaded, since MLflow 3.17 can't save a directory with Transformers 5 (its tasks name classes by string).
+            parts = {
+                "model": AutoModelForCausalLM.from_pretrained(model),
+                "tokenizer": AutoTokenizer.from_pretrained(model),
+            }
+            mlflow.transformers.save_model(parts, path, task="text-generation", pip_requirements=needed)
+            logged = client.create_logged_model(
+                client.get_run(run_id).info.experiment_id,
+                name=f"exported-step-{step:08d}",
+                source_run_id=run_id,
+                params={"step": str(step)},
+                model_type="transformers",
+            )
+            client.log_model_artifacts(logged.model_id, path)
+        client.finalize_logged_model(logged.model_id, LoggedModelStatus.READY)
+        try:
+            client.create_registered_model(name)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+        made = client.create_model_version(
+            name, logged.artifact_location, run_id, tags={"step": str(step)}, model_id=logged.model_id
+        )
+        return f"models:/{name}/{made.version}"
+
+
+@contextmanager
+def _own_run(run_dir: Place, what: str, **options: bool) -> Iterator[tuple[MlflowClient, str]]:
+    """Open the run's MLflow run for the block, and convert errors to `ArtifactError`."""
     identity = TrackingIdentity.load(run_dir)
     if identity is None or identity.run_id is None:
         raise ArtifactError("the run has no MLflow run yet")
     try:
-        client = _client(identity, run_dir, trust_run=trust_run, allow_http=allow_http)
-        client.log_text(identity.run_id, text, name)
+        yield _client(identity, run_dir, **options), identity.run_id
     except UserError as error:
         raise ArtifactError(str(error)) from error
     except Exception as error:  # MLflow and its artifact stores raise errors of many libraries
         shown = without_secret(identity.uri)
-        raise ArtifactError(f"{shown} did not store {name} ({str(error).replace(identity.uri, shown)})") from error
+        raise ArtifactError(f"{shown} did not store {what} ({str(error).replace(identity.uri, shown)})") from error
 
 
 def track_evaluation(

@@ -14,12 +14,16 @@ from unittest.mock import Mock
 
 import mlflow
 import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ray_ulysses.errors import UserError
 from ray_ulysses.tracking.journal_lines import encode_event, with_checksum
 from ray_ulysses.tracking.mlflow_client import open_client
 from ray_ulysses.tracking.mlflow_models import KEY_TAG, tracked_checkpoints
-from ray_ulysses.tracking.mlflow_results import track_evaluation
+from ray_ulysses.tracking.mlflow_results import register_model, track_evaluation
 from ray_ulysses.tracking.mlflow_tracker import MlflowSink, TrackingIdentity, is_tracked, mlflow_page
 from ray_ulysses.tracking.updates import AttemptBegan, AttemptOver
 from tests.polling import wait_until
@@ -433,6 +437,24 @@ def test_a_database_elsewhere_is_changed_only_if_the_run_is_trusted(uri: str, cl
     assert client.get_run(run_id).data.metrics == {}
     assert track_evaluation(tmp_path, 4, METRICS, EVALUATED, trust_run=True) == ""
     assert client.get_run(run_id).data.metrics == METRICS
+
+
+def test_an_exported_model_is_registered_with_its_run_and_loads(uri: str, client: Any, run_dir: Path) -> None:
+    run_id = _tracked(client, run_dir, uri)
+    config = LlamaConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(run_dir / "hf")
+    words = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="a").save_pretrained(run_dir / "hf")
+    name = f"registered {run_dir.name}"
+    assert register_model(run_dir, 4, run_dir / "hf", name) == f"models:/{name}/1"
+    assert register_model(run_dir, 8, run_dir / "hf", name) == f"models:/{name}/2"
+    made = client.get_model_version(name, "2")
+    assert (made.run_id, made.tags) == (run_id, {"step": "8"})
+    loaded = mlflow.transformers.load_model(made.source, return_type="components")["model"]
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), model.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("theirs", ["key", "artifacts", "dots"])
