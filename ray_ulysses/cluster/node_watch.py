@@ -132,7 +132,7 @@ class NodeWatchActor:
 
 
 class NodeWatches:
-    """Actors that watch a run's nodes. They end with the command that owns this object.
+    """Actors that watch a run's nodes. They exit when the command that owns this object exits.
 
     Args:
         start: Starts watching a node, given its ID, and returns an actor with `NodeWatchActor`'s methods.

@@ -137,7 +137,7 @@ class PeerMemoryStore(Store):
             self._near = AgentClient(address, addresses.token, answer_s=answer_s, progress_s=progress_s, is_local=True)
 
     def lent_memory(self) -> LentMemory | None:
-        """Return memory that this node's agent can use without a copy, or None if the agent's Unix socket fails."""
+        """Return memory that this node's agent can use without copying, or None if the agent's Unix socket fails."""
         if self._near is None:
             return None
         try:

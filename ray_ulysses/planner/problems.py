@@ -1,4 +1,4 @@
-"""Detects problems that prevent a run, before any worker starts. Every problem comes with a hint that resolves it.
+"""Detects, before any worker starts, problems that would keep a run from working. Each comes with a hint.
 
 `shortage` proposes settings after a step has run out of memory.
 """

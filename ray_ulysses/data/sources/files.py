@@ -404,7 +404,8 @@ def splits_by_card(files: Sequence[FileStamp], split: str | None) -> dict[str, s
         below = [one.path for one in files if one.path.startswith(f"{folder}/")]
         if data_files.isdisjoint(below):
             raise UserError(
-                f"source={path_text(card)}: no file matches {patterns[chosen]}, its split {chosen}; add the files"
+                f"source={path_text(card)}: no file matches the patterns that this card lists for split {chosen} "
+                f"({', '.join(patterns[chosen])}); add the missing files"
             )
         found |= {path: chosen if path in data_files else None for path in below}
     return found

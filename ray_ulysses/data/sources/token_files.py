@@ -101,7 +101,8 @@ def _megatron(files: Sequence[FileStamp], first: int, last: int) -> TokenDocumen
     _, version, code, num_sequences, num_borders = _MEGATRON_HEADER.unpack(header)
     if version != 1 or code not in _MEGATRON_TYPES:
         known = ", ".join(map(str, _MEGATRON_TYPES))
-        raise damaged(index.path, 9, f"version {version}, token type {code}: only version 1, types {known} have tokens")
+        wanted = f"expected version 1 and a token type among {known}"
+        raise damaged(index.path, 9, f"unsupported version {version} or token type {code}; {wanted}")
     at_offsets = len(header) + 4 * num_sequences
     at_borders = at_offsets + 8 * num_sequences
     size, num_bytes = at_borders + 8 * num_borders, index.num_bytes

@@ -162,7 +162,7 @@ class DocumentEncoder:
         return EncodedTexts(ids=ids, lengths=lengths, digests=[text_digest(text) for text in texts], left_out=left_out)
 
     def encode_parts(self, text: str) -> Iterator[NDArray[np.integer[Any]]]:
-        """Encode a long, completely supervised text, and yield the tokens in parts if the tokenizer allows.
+        """Encode a long, completely supervised text, and yield the tokens in parts if the tokenizer allows it.
 
         Raises:
             RowError: The text has fewer than two tokens, or a part of it would become a special token.

@@ -26,8 +26,8 @@ class EncodedDocument:
     stops: Int64Array
     """Index after the last token of each supervised span."""
     turn_ends: frozenset[int] = frozenset()
-    """Special tokens that end supervised spans, ignoring trailing white space. A model learns to emit them as stop
-    tokens."""
+    """Special tokens that end supervised spans; white space after them does not count. A model learns to emit them as
+    stop tokens."""
     num_open: int = 0
     """Number of supervised turns that do not end with a special token."""
     ends_open: bool = False
