@@ -53,7 +53,8 @@ _RESUME = """## What may change on resume
 `ray-ulysses train` with the same `run.name` and `run.storage` resumes the run. Its stored configuration is
 compared with the given one. A fixed setting that differs is refused by name before a worker starts; to train with
 another value, choose another `run.name`. A setting marked "by branch" needs `train --branch`: the run then continues
-from its newest committed checkpoint with a [new segment of its plan](data.md#change-the-data-of-a-running-job).
+from its newest committed checkpoint with a [new segment of its plan](data.md#change-the-data-of-a-running-job), or
+with another learning rate.
 
 | setting | on resume | |
 |---|---|---|

@@ -22,7 +22,8 @@ ConfigPath = Annotated[
 ]
 Overrides = Annotated[list[str], typer.Option("--set", metavar="A.B=C", help="Override a setting; can be repeated.")]
 Branch = Annotated[
-    bool, typer.Option("--branch", help="Allow changed data from the run's newest committed checkpoint on.")
+    bool,
+    typer.Option("--branch", help="Allow other data or another learning rate from the run's newest checkpoint on."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 TrustRun = Annotated[

@@ -422,7 +422,7 @@ class OptimizerSection(Section):
 
     on_resume: ClassVar[OnResume] = fixed("a change would alter the loss curve")
 
-    lr: float = Field(default=3e-4, gt=0.0)
+    lr: Annotated[float, by_branch("a change would alter the loss curve")] = Field(default=3e-4, gt=0.0)
     """Peak learning rate. Required with `model.init: pretrained`, since a high rate destroys what the model has
     learned: 1e-5 to 3e-5 is usual for all weights, 1e-4 to 2e-4 for an adapter. Default 3e-4 with `model.init: random`,
     a usual value for models below 10B parameters."""
@@ -456,7 +456,7 @@ class OptimizerSection(Section):
 class ScheduleSection(Section):
     """Learning rate schedule: a linear warm-up, followed by a decay to a floor."""
 
-    on_resume: ClassVar[OnResume] = fixed("a change would alter the loss curve")
+    on_resume: ClassVar[OnResume] = by_branch("a change would alter the loss curve")
 
     kind: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """Curve after the warm-up: a half `cosine` or a `linear` decay from the peak to the floor, `constant` at the peak,

@@ -71,6 +71,9 @@ FIXED, BRANCHABLE, FREE = (
 )
 """One mapping for each resume rule, from a setting's path to the reason for the rule or to a remark."""
 
+OUTSIDE_PLAN = tuple(path for path in BRANCHABLE if not path.startswith("data."))
+"""Paths of settings that a branch may change without a change of the data plan."""
+
 STAGES = "stages"
 """Path of the list of stages. A branch may change stages that have not begun."""
 
@@ -78,7 +81,7 @@ STAGES = "stages"
 def resume_conflicts(old: Config, new: Config, *, branch: bool = False) -> tuple[Problem, ...]:
     """Return a problem for each setting that must not differ from the run's stored value, but does.
 
-    With ``branch``, settings of the data plan may change.
+    With ``branch``, settings of the data plan and the learning rate may change.
     """
     paths = {**({} if branch else BRANCHABLE), **FIXED}
     changed = [(path, reason, differences(setting(old, path), setting(new, path))) for path, reason in paths.items()]
@@ -104,7 +107,7 @@ def stage_conflicts(old: Config, new: Config, num_begun: int) -> tuple[Problem, 
                 problems.append(_conflict(old.run.name, f"{STAGES}.{number}.{name}", "the stage has started", found))
     for number in range(num_begun):
         before, now = stage_config(old, number), stage_config(new, number)
-        # Earlier stages can't be changed. A branch may change only the data of the current stage.
+        # Earlier stages can't be changed. A branch may change only data and learning rate of the current stage.
         fixed = FIXED if number == num_begun - 1 else {**FIXED, **BRANCHABLE}
         for path, reason in fixed.items():
             if path not in _NAMES and (found := differences(setting(before, path), setting(now, path))):
@@ -142,9 +145,23 @@ def _or_nothing(value: object) -> str:
     return "nothing" if value is NOT_GIVEN else shown(value)
 
 
+def branch_changes(old: Config, new: Config) -> tuple[str, ...]:
+    """Describe a branch's changes to the learning rate and the stages. Changes to the data are in the plan."""
+    before, now = (
+        {**{path: setting(config, path) for path in OUTSIDE_PLAN}, STAGES: config.model_dump(mode="json")[STAGES]}
+        for config in (old, new)
+    )
+    return tuple(
+        f"{one.name} changes from {_or_nothing(one.old)} to {_or_nothing(one.new)}" for one in differences(before, now)
+    )
+
+
 def resume_settings(config: Config) -> dict[str, Any]:
-    """Return the settings that a saved state depends on, as JSON values by path. They never change during a run."""
-    return {path: setting(config, path) for path in FIXED if path not in _NAMES}
+    """Return the settings that a state is saved with, as JSON values by path.
+
+    Only a branch changes those in ``OUTSIDE_PLAN``; the others are equal in all attempts of a run.
+    """
+    return {path: setting(config, path) for path in (*FIXED, *OUTSIDE_PLAN) if path not in _NAMES}
 
 
 def settings_that_differ(stored: Mapping[str, Any], config: Config) -> str:
@@ -158,8 +175,9 @@ def settings_that_differ(stored: Mapping[str, Any], config: Config) -> str:
 
 
 def resume_fingerprint(config: Config) -> str:
-    """Return a hash of `resume_settings`."""
-    text = json.dumps(resume_settings(config), sort_keys=True, separators=(",", ":"))
+    """Return a hash of the settings that a saved state depends on, which are equal in all attempts of a run."""
+    settings = {path: value for path, value in resume_settings(config).items() if path in FIXED}
+    text = json.dumps(settings, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 

@@ -28,7 +28,7 @@ def fixed(reason: str) -> OnResume:
 
 
 def by_branch(reason: str) -> OnResume:
-    """Mark a setting of the data plan, which may change only in a branch (``train --branch``)."""
+    """Mark a setting that may change only in a branch of the run (``train --branch``)."""
     return OnResume(rule="by branch", note=reason)
 
 

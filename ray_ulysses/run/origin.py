@@ -94,8 +94,8 @@ def check_origin(origin: Origin, config: Config, plan: Plan) -> Manifest:
         _check_adapter(found, origin, config)
         return found
     other = "set model.resume_state to weights or optimizer to start a separate run from the checkpoint"
-    if found.meta.config_fingerprint != resume_fingerprint(config):
-        differences = settings_that_differ(found.meta.extra.get("settings", {}), config)
+    differences = settings_that_differ(found.meta.extra.get("settings", {}), config)
+    if differences or found.meta.config_fingerprint != resume_fingerprint(config):
         raise UserError(
             f"{SETTING}={origin.reference!r}: the checkpoint of step {found.step} of run {found.meta.run!r} was "
             f"written with different settings ({differences}), so this run can't continue from it; restore those "

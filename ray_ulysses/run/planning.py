@@ -156,7 +156,7 @@ def skip_bad_step(run: ResolvedRun, clock: Clock) -> str | None:
     if number > elastic.max_skipped_steps:
         _log.warning(
             "the rows of step %d are not skipped: elastic.max_skipped_steps=%d steps were skipped in the last %g s; "
-            "start a new run with a lower optimizer.lr, or increase elastic.max_skipped_steps",
+            "decrease optimizer.lr (`ray-ulysses train --branch`), or increase elastic.max_skipped_steps",
             bad.step,
             elastic.max_skipped_steps,
             elastic.failure_window_s,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, get_args
 
 from ray_ulysses.config import Config
 from ray_ulysses.config.job_paths import relative_path_problems
-from ray_ulysses.config.resume import STAGES
+from ray_ulysses.config.resume import STAGES, branch_changes
 from ray_ulysses.config.stages import corpus_paths, in_stage, stage_config
 from ray_ulysses.data.corpus.corpus import corpus_exists
 from ray_ulysses.data.plan.corpus_set import CorpusSet
@@ -65,7 +65,7 @@ class PreparedRun:
     new: tuple[NewSegment, ...]
     """The plan's segments that are not stored yet."""
     branch: bool
-    """Whether the data settings may differ from the stored settings."""
+    """Whether the settings of data and learning rate may differ from the stored settings."""
     stored: StoredRun
     """The run's stored state when it was last read."""
     stored_plan: Plan | None
@@ -103,15 +103,20 @@ class PreparedRun:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes to print before the run starts: the report's notes, and a note about the branch."""
+        """Notes to print before the run starts: the report's notes, and notes about the branch."""
+        began_with = self.stored.config if self.branch and self.stored.has_begun else None
+        changes = () if began_with is None else branch_changes(began_with, self.config)
+        changed = tuple(f"--branch: {change} after the newest saved state" for change in changes)
         if self.branched is None:
-            unchanged = "--branch: the run's data is unchanged, so no branch is created"
-            return (*self.report.notes, *([unchanged] if self.branch and not self.new else []))
+            unchanged = "--branch: neither the data nor the learning rate changes, so no branch is created"
+            is_unchanged = self.branch and not self.new and not changed
+            return (*changed, *self.report.notes, *([unchanged] if is_unchanged else []))
         point, segment = self.branched.branch, self.plan.newest
         return (
             f"--branch: the run's data changes after step {point.step:,}, at row {point.row:,} in epoch "
             f"{point.epoch + 1}; plan {segment.plan_id} has {segment.train.num_rows:,} more rows, up to step "
             f"{segment.end_step:,}",
+            *changed,
             *self.report.notes,
         )
 

@@ -47,7 +47,7 @@ class StoredRun:
 
         Args:
             config: The new configuration with absolute paths.
-            branch: Whether data settings may change.
+            branch: Whether the settings of data and learning rate may change.
         """
         if not self.has_begun or self.config is None:
             return ()

@@ -411,7 +411,7 @@ class StepGuard:
         row = result.bad_rows[0] if result.bad_rows else rows.start
         return (
             f"a restart would fail again. Inspect the documents (`ray-ulysses inspect RUN --row {row}`), skip the rows "
-            "(elastic.bad_steps: skip), or decrease optimizer.lr or increase schedule.warmup_steps in a new run"
+            "(elastic.bad_steps: skip), or decrease optimizer.lr (`ray-ulysses train --branch`)"
         )
 
 

@@ -19,8 +19,11 @@ from ray_ulysses.run.planning import skip_bad_step
 from ray_ulysses.run.preflight import prepare_run
 from ray_ulysses.run.settings import resolve_run
 from ray_ulysses.storage import LocalStore
+from ray_ulysses.tracking.events import AttemptStarted, StepDone
 from ray_ulysses.tracking.history import read_history
 from ray_ulysses.tracking.journal import claim_journal
+from ray_ulysses.tracking.journal_reader import read_entries
+from ray_ulysses.tracking.steps import ungroup_steps
 from tests.breadth import fast_only
 from tests.distributed.harness import run_ranks_to_outcomes
 from tests.distributed.run_case import (
@@ -100,6 +103,23 @@ def test_a_change_without_the_flag_is_refused_and_changes_nothing(corpora: tuple
     with pytest.raises(ConfigError, match=r"data.context_tokens=512: .*--branch"):
         prepare_attempt(after(tmp_path, corpora), "second")
     assert content and content == files()
+
+
+def test_another_learning_rate_applies_from_the_branch_on(corpora: tuple[Path, Path], tmp_path: Path) -> None:
+    ours = {"cluster__workers": WORLD, "schedule__kind": "constant", "schedule__warmup_steps": 0}
+    assert train(before(tmp_path, corpora, **ours, run__stop_step=2), "one") == ("finished", 2)
+    lower = before(tmp_path, corpora, **ours, run__stop_step=3, optimizer__lr=1e-4)
+    with pytest.raises(ConfigError, match=r"optimizer.lr=0.0001: .*--branch"):
+        prepare_attempt(lower, "two")
+    notes = prepare_run(lower, Path("/"), branch=True).notes
+    assert "--branch: optimizer.lr changes from 0.0003 to 0.0001 after the newest saved state" in notes
+    assert train(lower, "two", branch=True) == ("finished", 3)
+    events = tuple(ungroup_steps(read_entries(lower.run_dir)))
+    rates = [event.learning_rate for event in events if isinstance(event, StepDone)]
+    assert rates == [3e-4, 3e-4, 1e-4]
+    recorded = [event.settings["optimizer.lr"] for event in events if isinstance(event, AttemptStarted)]
+    assert recorded == [3e-4, 1e-4]
+    assert not prepare_run(lower, Path("/")).report.problems, "later commands do not need the flag"
 
 
 WORLD = 2

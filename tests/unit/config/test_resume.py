@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from ray_ulysses.config import Config, parse_config, resume_conflicts, resume_fingerprint
-from ray_ulysses.config.resume import BRANCHABLE, FIXED
+from ray_ulysses.config.resume import BRANCHABLE, FIXED, resume_settings, settings_that_differ
 from tests.unit.config.trees import small_tree
 
 
@@ -44,6 +44,16 @@ def test_the_data_may_change_in_a_branch() -> None:
     other_seed = parse_config(small_tree(), [*overrides, "run.seed=3"])
     assert conflicts(old, other_seed) == ["data.path", "data.sources", "data.context_tokens", "run.seed"]
     assert conflicts(old, other_seed, branch=True) == ["run.seed"]
+
+
+def test_the_learning_rate_may_change_in_a_branch() -> None:
+    old = parse_config(small_tree())
+    new = parse_config(small_tree(optimizer__lr=1e-4, schedule__horizon_steps=900))
+    assert conflicts(old, new) == ["optimizer.lr", "schedule.horizon_steps"]
+    assert "`ray-ulysses train --branch`" in str(resume_conflicts(old, new)[0])
+    assert conflicts(old, new, branch=True) == []
+    assert resume_fingerprint(old) == resume_fingerprint(new), "the run's own states load"
+    assert settings_that_differ(resume_settings(old), new).startswith("optimizer.lr is 0.0001 and was 0.0003; schedule")
 
 
 _OTHER: dict[str, dict[str, Any]] = {

@@ -89,7 +89,8 @@ def test_stages_are_refused_with_another_runs_state_or_a_part_of_a_model() -> No
     ("changed", "num_begun", "words"),
     [
         ([STAGES[0], dict(STAGES[1], lr=2e-4), STAGES[2]], 1, None),
-        ([STAGES[0], dict(STAGES[1], lr=2e-4), STAGES[2]], 2, "stages.1: optimizer.lr=0.0002: "),
+        ([STAGES[0], dict(STAGES[1], lr=2e-4), STAGES[2]], 2, None),
+        ([STAGES[0], dict(STAGES[1], lr=2e-4), STAGES[2]], 3, "stages.1: optimizer.lr=0.0002: "),
         ([dict(STAGES[0], context_tokens=512), *STAGES[1:]], 1, None),
         ([dict(STAGES[0], context_tokens=512), *STAGES[1:]], 2, "stages.0: data.context_tokens=512: "),
         (STAGES[:2], 3, "stages=2: "),
@@ -101,7 +102,7 @@ def test_stages_are_refused_with_another_runs_state_or_a_part_of_a_model() -> No
         ([STAGES[0], STAGES[1], dict(STAGES[2], schedule={"warmup_steps": 5})], 2, None),
     ],
 )
-def test_a_branch_may_change_the_data_of_the_current_stage_and_later_stages(
+def test_a_branch_may_change_data_and_learning_rate_of_the_current_stage_and_later_stages(
     changed: list[dict[str, Any]], num_begun: int, words: str | None
 ) -> None:
     problems = [str(problem) for problem in stage_conflicts(config(), config(*changed), num_begun)]

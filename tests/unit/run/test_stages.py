@@ -180,8 +180,8 @@ def test_other_stages_need_a_branch(corpora: tuple[str, str], tmp_path: Path, at
     assert any("--branch: the run's data changes after step 6" in note for note in branch.notes)
     assert prepared(changed).new == (), "it is the run's own plan now"
     given = stages(corpora, rows_per_step=2)
-    given[1]["lr"] = 1e-3
-    with pytest.raises(ConfigError, match=r"stages\.1: optimizer\.lr=0\.001"):
+    given[0]["lr"] = 1e-3
+    with pytest.raises(ConfigError, match=r"stages\.0: optimizer\.lr=0\.001"):
         prepared(config_of(tmp_path, corpora, given), branch=True)
 
 
