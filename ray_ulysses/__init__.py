@@ -8,19 +8,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ray_ulysses.attention.batch import shard_batch, unshard
     from ray_ulysses.attention.ulysses import apply_ulysses, remove_ulysses
+    from ray_ulysses.commands.library import plan, train
     from ray_ulysses.engine.loss import causal_lm_loss, loss_scale
     from ray_ulysses.parallel.mesh import SequenceMesh
 
-__all__ = ["SequenceMesh", "apply_ulysses", "causal_lm_loss", "loss_scale", "remove_ulysses", "shard_batch", "unshard"]
+__all__ = ["SequenceMesh", "apply_ulysses", "causal_lm_loss", "loss_scale", "plan", "remove_ulysses"]
+__all__ += ["shard_batch", "train", "unshard"]
 __version__ = "0.1.0"
 
-_HOMES = {"SequenceMesh": "parallel.mesh", "apply_ulysses": "attention.ulysses", "shard_batch": "attention.batch"}
-_HOMES |= {
-    "remove_ulysses": "attention.ulysses",
-    "unshard": "attention.batch",
-    "causal_lm_loss": "engine.loss",
-    "loss_scale": "engine.loss",
-}
+_HOMES = {"SequenceMesh": "parallel.mesh", "plan": "commands.library"}
+_HOMES |= {"train": "commands.library", "apply_ulysses": "attention.ulysses", "remove_ulysses": "attention.ulysses"}
+_HOMES |= {"shard_batch": "attention.batch", "unshard": "attention.batch"}
+_HOMES |= dict.fromkeys(("causal_lm_loss", "loss_scale"), "engine.loss")
 
 
 def __getattr__(name: str) -> object:

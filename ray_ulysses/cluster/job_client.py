@@ -21,7 +21,6 @@ import aiohttp
 from ray.exceptions import AuthenticationError
 from ray.job_submission import JobDetails, JobSubmissionClient
 
-import ray_ulysses
 from ray_ulysses.cluster.ray_access import cluster_token, refused_token
 from ray_ulysses.cluster.worker_environment import network_settings
 from ray_ulysses.config import Config
@@ -139,7 +138,7 @@ def submit(
     variables = network_settings(os.environ) | {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S)}
     runtime: dict[str, Any] = {"env_vars": variables}
     if upload_package:
-        runtime |= {"py_modules": [str(Path(ray_ulysses.__file__).parent)], "excludes": ["__pycache__"]}
+        runtime |= {"py_modules": [str(Path(__file__).parents[1])], "excludes": ["__pycache__"]}
     wait = _Wait("a node that accepts the job", timeout_s, say)
     with tempfile.TemporaryDirectory(prefix="ray-ulysses-") as folder:
         (Path(folder) / file_name).write_text(config.as_written(), encoding="utf-8")

@@ -22,7 +22,7 @@ from ray.exceptions import RayError
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.cluster.capacity import ClusterView, Node, node_of
 from ray_ulysses.cluster.ray_access import MODE, check_address, cluster_token, private_session
-from ray_ulysses.errors import RunError
+from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.logging import get_logger
 
 _SLACK_CPUS = 1.0
@@ -48,9 +48,14 @@ def ray_session(address: str | None, *, cpus: float, environment: dict[str, str]
         Whether Ray is embedded.
 
     Raises:
-        UserError: The address is not valid.
+        UserError: The address is not valid, or this process is already connected to Ray.
         RunError: The cluster is unreachable, which is detected within seconds.
     """
+    if ray.is_initialized():
+        raise UserError(
+            "this process is already connected to Ray, but a run connects with its own settings; call ray.shutdown() "
+            "first, and set RAY_ADDRESS to train on that cluster"
+        )
     target = cluster_address(address)
     asks = target is None or check_address(target)
     if not asks and os.environ.get(MODE) == "token":

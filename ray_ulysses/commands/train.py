@@ -7,6 +7,7 @@ import math
 import os
 import shlex
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -19,6 +20,9 @@ from ray_ulysses.report.words import as_text, count, duration, facts, folded, si
 from ray_ulysses.run_names import TENSORBOARD_FOLDER
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ray_ulysses.cluster.train_job import TrainResult
     from ray_ulysses.config import Config
     from ray_ulysses.run.preflight import PreparedRun
     from ray_ulysses.run.run_files import RunTexts
@@ -39,36 +43,10 @@ def train(
     """Train a model, or resume the run with this name and storage. Uses the cluster at RAY_ADDRESS, or this machine."""
     started = SystemClock().now()
     loaded = load_run_config(config, overrides)
-    from ray_ulysses.run.stored_run import refuse_changed
-
-    absolute = loaded.with_absolute_paths(Path.cwd())
-    stored = refuse_changed(absolute, branch=branch)
     from ray_ulysses.commands.display import open_console
-    from ray_ulysses.commands.progress import ProgressView
-    from ray_ulysses.supervision.image import warm_image
 
-    every = loaded.run.log_every_steps
-    console = open_console(stderr=as_json)
-    with (
-        warm_image() if _is_local(loaded) else nullcontext(),
-        ProgressView(
-            absolute.run_dir, name=loaded.run.name, console=console, log_every_steps=every, is_quiet=quiet
-        ) as view,
-    ):
-        view.phase("loading libraries")
-        from ray_ulysses.run.preflight import prepare_run
-
-        view.phase("planning")
-        prepared = prepare_run(loaded, Path.cwd(), branch=branch, stored=stored)
-        prepared.report.raise_problems()
-        # Import Ray only after every check has passed.
-        from ray_ulysses.cluster.train_job import train as run_training
-        from ray_ulysses.tracking.mlflow_tracker import is_tracked
-
-        for note in prepared.notes:
-            put_line(f"note: {note}", stderr=True)
-        view.expect(prepared.last_step)
-        result = run_training(prepared, run_texts(prepared), view, started)
+    trained = train_config(loaded, console=open_console(stderr=as_json), started=started, branch=branch, is_quiet=quiet)
+    result = trained.result
     if as_json:
         put(json.dumps(result.history.to_json(), indent=2), is_exact=True)
         return
@@ -77,14 +55,16 @@ def train(
             f"run {result.history.name!r} is complete at step {result.history.step:,}; nothing was started. "
             "Raise run.stop_step to continue, or choose another run.name for a new run"
         )
+    from ray_ulysses.tracking.mlflow_tracker import is_tracked
+
     put(
         render_summary(
             result.history,
-            prepared,
+            trained.prepared,
             command=(str(config), tuple(overrides)),
             elapsed_s=result.seconds,
-            is_heard=is_tracked(absolute.run_dir),
-            peak_gib=None if view.state.last is None else view.state.last.peak_memory_gib,
+            is_heard=is_tracked(trained.prepared.config.run_dir),
+            peak_gib=trained.peak_gib,
         )
     )
 
@@ -92,6 +72,61 @@ def train(
 def _is_local(config: Config) -> bool:
     """Return whether the workers run on this machine, in an embedded Ray."""
     return (config.cluster.address or os.environ.get("RAY_ADDRESS") or "local") == "local"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trained:
+    """A run that `train_config` has trained."""
+
+    prepared: PreparedRun
+    result: TrainResult
+    peak_gib: float | None
+    """Measured peak memory, or None if no step was measured."""
+
+
+def train_config(config: Config, *, console: Console, started: float, branch: bool, is_quiet: bool) -> Trained:
+    """Train a run, showing its progress on a console.
+
+    Args:
+        config: The loaded configuration.
+        console: The console.
+        started: Start time of the command, in seconds since the epoch.
+        branch: Whether an existing run's data and learning rate may change.
+        is_quiet: Whether to show no progress.
+
+    Raises:
+        UserError: The run can't start.
+        RunError: Training failed.
+    """
+    from ray_ulysses.run.stored_run import refuse_changed
+
+    absolute = config.with_absolute_paths(Path.cwd())
+    stored = refuse_changed(absolute, branch=branch)
+    from ray_ulysses.commands.progress import ProgressView
+    from ray_ulysses.supervision.image import warm_image
+
+    every = config.run.log_every_steps
+    with (
+        warm_image() if _is_local(config) else nullcontext(),
+        ProgressView(
+            absolute.run_dir, name=config.run.name, console=console, log_every_steps=every, is_quiet=is_quiet
+        ) as view,
+    ):
+        view.phase("loading libraries")
+        from ray_ulysses.run.preflight import prepare_run
+
+        view.phase("planning")
+        prepared = prepare_run(config, Path.cwd(), branch=branch, stored=stored)
+        prepared.report.raise_problems()
+        # Import Ray only after every check has passed.
+        from ray_ulysses.cluster.train_job import train as run_training
+
+        for note in prepared.notes:
+            put_line(f"note: {note}", stderr=True)
+        view.expect(prepared.last_step)
+        result = run_training(prepared, run_texts(prepared), view, started)
+    peak_gib = None if view.state.last is None else view.state.last.peak_memory_gib
+    return Trained(prepared=prepared, result=result, peak_gib=peak_gib)
 
 
 def run_texts(prepared: PreparedRun) -> RunTexts:
