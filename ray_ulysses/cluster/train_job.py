@@ -33,6 +33,7 @@ from ray_ulysses.cluster.failures import (
 )
 from ray_ulysses.cluster.node_watch import watch_nodes
 from ray_ulysses.cluster.peer_memory_agents import end_agents
+from ray_ulysses.cluster.run_metrics import RunMetrics
 from ray_ulysses.cluster.session import (
     cluster_address,
     cluster_nodes,
@@ -249,6 +250,7 @@ def _run_workers(
         nonlocal page_of
         end_if_lost(claims, config.run_dir, session)
         workers.check()
+        metrics.export()
         if nodes is not None:
             nodes.look(workers.nodes)
         signals.check(workers_are_whole=workers.is_whole)
@@ -261,7 +263,8 @@ def _run_workers(
 
     command = {"session": session, "command_started": book.command_started, "workers_asked": SystemClock().now()}
     try:
-        _trainer(run, book, look, command).fit()
+        with RunMetrics(config) as metrics:
+            _trainer(run, book, look, command).fit()
         if config.elastic.peer_memory:
             # Storage has the final state by now; unreachable agents end on their own.
             with contextlib.suppress(RayError, OSError, RuntimeError):
