@@ -10,6 +10,7 @@ from ray.util.metrics import Gauge
 from ray_ulysses.logging import get_logger
 from ray_ulysses.run.checkpoint_store import checkpoint_location
 from ray_ulysses.storage.background import BackgroundCalls
+from ray_ulysses.tracking.metric_units import STEP_METRICS, TOKENS_PER_S
 from ray_ulysses.tracking.tail import JournalSource
 from ray_ulysses.tracking.updates import StepMetrics, Translation
 
@@ -20,10 +21,11 @@ _log = get_logger(__name__)
 _READ_EVERY_S = 1.0
 _EXPORTED = {
     "step": "Number of completed optimizer steps.",
-    "loss": "Mean loss over the last step's supervised tokens, in nats.",
-    "tokens_per_s": "Supervised tokens per second in the last step.",
-    "goodput": "Fraction of the run's time that was spent in steps that count.",
+    STEP_METRICS["loss"]: "Mean loss over the last step's supervised tokens, in nats.",
+    TOKENS_PER_S: "Supervised tokens per second in the last step.",
+    "time/goodput": "Fraction of the run's time that was spent in steps that count.",
 }
+"""Descriptions of the exported metrics. A gauge has the metric's name without its group."""
 
 
 class Settable(Protocol):
@@ -50,7 +52,9 @@ class RunMetrics:
         """Create the gauges, which have the tag ``run``. The process must be connected to Ray."""
         self._config, self._tags = config, {"run": config.run.name}
         # Ray adds the prefix `ray_` to the names of all metrics.
-        self._gauges = {name: make_gauge(f"ulysses_{name}", text, ("run",)) for name, text in _EXPORTED.items()}
+        self._gauges = {
+            name: make_gauge(f"ulysses_{name.rpartition('/')[2]}", text, ("run",)) for name, text in _EXPORTED.items()
+        }
         self._newest: Mapping[str, float] = {}
         self._exported: Mapping[str, float] = {}
         self._source = self._open()

@@ -199,7 +199,7 @@ def test_mlflow_that_goes_away_stops_nothing(tmp_path: Path, fault_table: Result
                 server.start()
         run_dir = rows.run.config.run_dir
         identity: Any = TrackingIdentity.load(run_dir)
-        logged = {one.step for one in open_client(server.uri).get_metric_history(identity.run_id, "loss")}
+        logged = {one.step for one in open_client(server.uri).get_metric_history(identity.run_id, "train/loss")}
         assert logged == set(range(1, read_history(run_dir).step + 1)), "what was not logged at once was kept"
     finally:
         server.stop()

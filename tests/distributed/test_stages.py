@@ -198,7 +198,7 @@ def test_mlflow_has_one_run_with_its_newest_stage(unbroken: Config) -> None:
     (experiment,) = [one for one in client.search_experiments() if one.name == unbroken.tracking.experiment]
     (run,) = client.search_runs([experiment.experiment_id])
     assert run.data.tags["stage"] == "long" and run.info.status == "FINISHED"
-    steps = [metric.step for metric in client.get_metric_history(run.info.run_id, "loss")]
+    steps = [metric.step for metric in client.get_metric_history(run.info.run_id, "train/loss")]
     assert steps == list(range(1, LAST_STEP + 1))
 
 

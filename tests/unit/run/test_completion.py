@@ -74,7 +74,7 @@ def test_an_attempt_that_died_after_its_last_save_is_completed(prepare: Callable
     for _ in range(2):
         added = prepare(tracking__enabled=True, tracking__trackers=["tensorboard"])
         assert record_completion(added) is not None
-    assert [number for number, _ in points(run_dir, "loss")] == [1, 2, 3]
+    assert [number for number, _ in points(run_dir, "train/loss")] == [1, 2, 3]
     shown = texts(run_dir)
     assert "| state | finished |" in shown["state"] and "| step | 2 |" in shown["checkpoints"]
 
