@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -16,7 +17,10 @@ from ray_ulysses.errors import UserError
 from ray_ulysses.report.words import as_text
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from ray_ulysses.commands.display import PrepareView
+    from ray_ulysses.config import Config
     from ray_ulysses.data.corpus.corpus import Corpus
     from ray_ulysses.data.prepare.preparation import PrepareRequest
     from ray_ulysses.storage.object_store import ObjectStore
@@ -130,6 +134,39 @@ def prepare_corpus(
     said = _prepare(address, view, directory, folder, options, here_only=staging is None)
     shutil.rmtree(directory, ignore_errors=True)
     return said
+
+
+def prepare_first(config: Config, base: Path, console: Console) -> None:
+    """Prepare the corpus of a run from ``data.prepare`` if it is missing and nothing else prevents the run's start.
+
+    Raises:
+        UserError: The run can't start, or ``data.prepare`` can't be used.
+        RunError: The corpus can't be written to its storage.
+    """
+    from ray_ulysses.commands.display import PrepareView
+    from ray_ulysses.run.preflight import needs_preparation, report_run
+
+    absolute = config.with_absolute_paths(base)
+    if not needs_preparation(absolute):
+        return
+    section, out = absolute.data.prepare, absolute.data.path
+    assert section is not None and out is not None
+    options = section.model_dump()
+    # The shell expands the home directory in options of the command.
+    for name in ("sources", "without"):
+        options[name] = [os.path.expanduser(one) for one in options[name]]
+    options["tokenizer"] = os.path.expanduser(section.tokenizer)
+    for name in ("chat_template", "staging"):
+        options[name] = None if options[name] is None else Path(options[name]).expanduser()
+    with PrepareView(console) as view:
+        view.phase("planning")
+        # A problem of the run is reported before a preparation that may take hours.
+        report_run(config, base).raise_problems()
+        view.phase("preparing the corpus")
+        try:
+            prepare_corpus(address=config.cluster.address, view=view, out=out, **options)
+        except UserError as error:
+            raise UserError(f"data.prepare: {error}") from error
 
 
 def _prepare(

@@ -102,9 +102,12 @@ def train_config(config: Config, *, console: Console, started: float, branch: bo
 
     absolute = config.with_absolute_paths(Path.cwd())
     stored = refuse_changed(absolute, branch=branch)
+    from ray_ulysses.commands.display import open_console
+    from ray_ulysses.commands.prepare import prepare_first
     from ray_ulysses.commands.progress import ProgressView
     from ray_ulysses.supervision.image import warm_image
 
+    prepare_first(config, Path.cwd(), open_console(quiet=True) if is_quiet else console)
     every = config.run.log_every_steps
     with (
         warm_image() if _is_local(config) else nullcontext(),

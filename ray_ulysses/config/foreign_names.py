@@ -139,7 +139,7 @@ _NONE = {
     "chat_template template special_tokens train_on_inputs train_on_prompt completion_only_loss assistant_only_loss "
     "roles_to_train field_messages preprocessing_num_workers dataset_num_proc": (
         "documents are tokenized once, before training",
-        "remove it, and use the options of `ray-ulysses prepare`",
+        "remove it, and use the options of `ray-ulysses prepare` or data.prepare",
     ),
     "push_to_hub hub_model_id hub_strategy save_safetensors save_only_model merge_lora": (
         "a run stores checkpoints; a model directory is exported from one of them",

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from ray_ulysses.config.raw_data import PrepareSection
 from ray_ulysses.config.reference_to_checkpoint import ReferenceProblem, RunReference, parse_reference
 from ray_ulysses.config.section import (
     NamedPlace,
@@ -357,6 +358,10 @@ class DataSection(Section):
     Without weights, an epoch uses every document of every source. With weights, an epoch uses every document of the
     source that is smallest relative to its weight, and tokens of the others in proportion to their weights. Default
     null."""
+
+    prepare: Annotated[PrepareSection | None, free("it is read only while `data.path` holds no corpus")] = None
+    """Raw data from which `train` prepares `data.path` first if no corpus is there, with the options of `ray-ulysses
+    prepare`; `sources` and `tokenizer` are required. Default null: the corpus must exist."""
 
     allow_other_tokenizer: Annotated[bool, free("rows do not change")] = False
     """Whether pretrained weights may be trained on a corpus prepared with a tokenizer other than that of `model.path`.

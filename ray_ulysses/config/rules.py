@@ -146,6 +146,12 @@ def _data_has_a_source(config: Config) -> Iterator[Problem]:
         yield problem_of(config, "data.path", "data.sources is also set", hint)
 
 
+def _prepared_corpus_has_a_place(config: Config) -> Iterator[Problem]:
+    if config.data.prepare is not None and config.data.path is None:
+        hint = "set data.path to the directory of the corpus, or remove data.prepare"
+        yield problem_of(config, "data.path", "data.prepare writes the corpus to data.path, which is not set", hint)
+
+
 def _weights_decide(config: Config) -> Iterator[Problem]:
     weights = [source.weight for source in config.data.sources or ()]
     given = [weight for weight in weights if weight is not None]
@@ -339,6 +345,7 @@ _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _weights_have_a_source,
     _pretrained_weights_have_a_rate,
     _data_has_a_source,
+    _prepared_corpus_has_a_place,
     _weights_decide,
     _sp_divides_workers,
     _heads_allow_sp,

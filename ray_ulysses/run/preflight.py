@@ -212,12 +212,12 @@ def report_run(config: Config, base: Path, *, branch: bool = False, synthetic: b
     """Return the report of the ``plan`` command. If a corpus is missing or not set, document lengths are assumed.
 
     Arguments and exceptions are the same as for `prepare_run`, except that a missing corpus is a problem of the report,
-    or none with ``synthetic``.
+    or none with ``synthetic`` or if ``train`` prepares it first.
     """
     absolute = config.with_absolute_paths(base)
-    named = corpus_paths(absolute)
-    paths = [path for path in named if not corpus_exists(path)]
-    if named and (not paths or num_segments(absolute.run_dir / PLAN_FOLDER)):
+    named, is_first = corpus_paths(absolute), needs_preparation(absolute)
+    paths = [path for path in named if not corpus_exists(path) and not (is_first and path == absolute.data.path)]
+    if named and not is_first and (not paths or num_segments(absolute.run_dir / PLAN_FOLDER)):
         return prepare_run(config, base, branch=branch).report
     hint = "prepare it with `ray-ulysses prepare`, correct the path, or use --synthetic to assume documents"
     missing = (
@@ -244,12 +244,26 @@ def report_run(config: Config, base: Path, *, branch: bool = False, synthetic: b
             found = [in_stage(one, stage) for one in found]
         problems += found
     notes = report.notes
+    if is_first and absolute.data.prepare is not None:
+        sources = ", ".join(absolute.data.prepare.sources)
+        notes += (f"data.path={absolute.data.path}: there is no corpus; train prepares it first from {sources}",)
     if num_positions is not None and absolute.data.context_tokens > num_positions:
         notes += (
             f"data.context_tokens={absolute.data.context_tokens}: the model has only {num_positions} positions; a "
             "corpus with a longer document will be refused",
         )
     return replace(report, problems=tuple(problems), stages=tuple(facts), notes=notes)
+
+
+def needs_preparation(config: Config) -> bool:
+    """Return whether ``train`` prepares the corpus first: ``data.prepare`` is set, and the corpus is not complete.
+
+    Raises:
+        UserError: The location of the corpus can't be used.
+        RunError: The storage does not respond.
+    """
+    path = config.data.path
+    return config.data.prepare is not None and path is not None and not corpus_exists(path, is_complete=True)
 
 
 def _setting_of(config: Config, path: str) -> str:

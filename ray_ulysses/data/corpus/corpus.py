@@ -354,8 +354,8 @@ def _columns(table: pa.Table, names: Sequence[str]) -> list[NDArray[Any]]:
     return [table.column(name).to_numpy() for name in names]
 
 
-def corpus_exists(location: Path | str) -> bool:
-    """Return whether a file or folder exists at a corpus location.
+def corpus_exists(location: Path | str, *, is_complete: bool = False) -> bool:
+    """Return whether a file or folder exists at a corpus location, or whether it holds a complete corpus.
 
     Raises:
         UserError: The location can't be used.
@@ -363,9 +363,17 @@ def corpus_exists(location: Path | str) -> bool:
     """
     folder = open_folder(location)
     try:
-        return RETRY.call(folder, folder.exists)
+        return RETRY.call(folder, lambda: _is_complete(folder) if is_complete else folder.exists())
     except OSError as error:
         raise unreadable(folder, error.strerror) from error
+
+
+def _is_complete(folder: FileStore) -> bool:
+    try:
+        folder.size(CORPUS_FILE)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _read_info(folder: FileStore) -> CorpusInfo:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
+import re
 import subprocess
 import sys
 import types
@@ -21,16 +23,20 @@ from ray_ulysses.cluster import prepare_job, session
 from ray_ulysses.commands import output
 from ray_ulysses.commands import prepare as prepare_command
 from ray_ulysses.commands.display import PrepareView
-from ray_ulysses.commands.prepare import prepare_corpus
+from ray_ulysses.commands.prepare import prepare_corpus, prepare_first
+from ray_ulysses.config import Config, parse_config
+from ray_ulysses.config.raw_data import PrepareSection
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.prepare import preparation
 from ray_ulysses.data.prepare.preparation import Preparation, PrepareProgress, finish
 from ray_ulysses.data.prepare.unit_writer import write_unit
 from ray_ulysses.data.sources.rows import RowFields, option
 from ray_ulysses.errors import UserError
+from ray_ulysses.run.preflight import report_run
 from tests.s3_server import S3Server
 from tests.unit.commands.histories import HandClock
-from tests.unit.data.corpora import text_corpus, write_texts
+from tests.unit.config.trees import small_tree
+from tests.unit.data.corpora import text_corpus, varied_texts, write_texts
 
 TEXTS = ["one", "two " * 300, "three"]
 OPTIONS: dict[str, Any] = {
@@ -189,3 +195,54 @@ def test_the_first_word_comes_before_anything_large_is_imported() -> None:
     assert lines[0] == "loading libraries []"
     assert lines[1].startswith("listing the sources [") and "'ray'" not in lines[1] and "'torch'" not in lines[1]
     assert "error: source=nowhere: no such file or directory" in done.stderr
+
+
+def raw_run(folder: Path, **changes: Any) -> Config:
+    """Return a run that prepares its corpus from raw texts."""
+    write_texts(folder / "raw", [*TEXTS, *varied_texts(30)])
+    raw = {"sources": [str(folder / "raw")], "tokenizer": "bytes"} | changes.pop("data__prepare", {})
+    small = {"parallel__sp_size": 1, "cluster__workers": 1, "data__context_tokens": 256, "tracking__enabled": False}
+    places = {"run__storage": str(folder / "runs"), "data__path": str(folder / "corpus")}
+    return parse_config(small_tree(data__prepare=raw, **places, **small, **changes))
+
+
+def test_the_configuration_has_the_options_of_the_command() -> None:
+    named = inspect.signature(prepare_command.prepare).parameters
+    options = {name: one.default for name, one in named.items() if name not in ("out", "address", "as_json", "quiet")}
+    fields = PrepareSection.model_fields
+    assert [*options] == [*fields]
+    for name, default in options.items():
+        is_required = default is inspect.Parameter.empty
+        assert fields[name].is_required() == is_required
+        assert is_required or (default or None) == (fields[name].default or None)
+
+
+def test_a_run_prepares_its_corpus_first_and_only_once(tmp_path: Path) -> None:
+    config = raw_run(tmp_path)
+    report = report_run(config, tmp_path)
+    (note,) = (one for one in report.notes if "prepares it first" in one)
+    assert str(tmp_path / "raw") in note and not report.problems and not (tmp_path / "corpus").exists()
+    prepare_first(config, tmp_path, Console(file=io.StringIO()))
+    corpus = Corpus.open(tmp_path / "corpus")
+    assert corpus.num_documents == 33
+    (tmp_path / "raw" / "more.txt").write_text("added later")
+    prepare_first(config, tmp_path, Console(file=io.StringIO()))
+    assert Corpus.open(tmp_path / "corpus").fingerprint == corpus.fingerprint
+    assert not [one for one in report_run(config, tmp_path).notes if "prepares it first" in one]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"data__prepare": {"sources": ["nothing-there"]}}, "data.prepare: "),
+        ({"data__prepare": {"turns": "whole"}}, "data.prepare: --turns"),
+        ({"data__prepare": {"chat_template": "none.jinja"}}, "none.jinja"),
+        ({"memory__device_gib": 0.001}, "memory"),
+    ],
+    ids=str,
+)
+def test_a_run_that_cannot_start_prepares_nothing(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    config = raw_run(tmp_path, **changes)
+    with pytest.raises(UserError, match=re.escape(said)):
+        prepare_first(config, tmp_path, Console(file=io.StringIO()))
+    assert not (tmp_path / "corpus").exists()

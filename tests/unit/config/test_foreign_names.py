@@ -36,7 +36,8 @@ def test_each_name_without_a_setting_is_answered_with_the_reason() -> None:
     assert set(found) == set(UNSUPPORTED) and not FOREIGN.keys() & UNSUPPORTED.keys()
     for name, (reason, way) in UNSUPPORTED.items():
         assert (found[name].rule, found[name].hint, found[name].nearest) == (reason, way, None)
-        assert not any(path.endswith(f".{name}") for path in _PATHS), f"{name} is a setting of ours"
+        ours = [path for path in _PATHS if path.endswith(f".{name}") and path.rpartition(".")[0] not in way]
+        assert not ours, f"{name} is a setting of ours in a section that the answer does not name"
         assert all(path in _PATHS for path in _MENTIONED.findall(f"{reason} {way}"))
 
 
