@@ -54,7 +54,7 @@ def test_each_name_without_a_setting_is_answered_with_the_reason() -> None:
         ("model.trust_remote_code=true", "code from a model repository is never run"),
         ("parallel.tp_size=2", "there is no tensor parallelism"),
         # Typing errors are still guessed, but not what only resembles a name.
-        ("model.adapter.aplha=8", "did you mean 'model.adapter.alpha'?"),
+        ("model.adapter.alphaa=8", "did you mean 'model.adapter.alpha'?"),
         ("run.context_tokns=8", "did you mean 'data.context_tokens'?"),
         ("parallel.mp_size=2", "docs/configuration.md lists every setting"),
         ("tracking.kind=x", "docs/configuration.md lists every setting"),
