@@ -143,14 +143,17 @@ def prepare_first(config: Config, base: Path, console: Console) -> None:
         UserError: The run can't start, or ``data.prepare`` can't be used.
         RunError: The corpus can't be written to its storage.
     """
+    absolute = config.with_absolute_paths(base)
+    section, out = absolute.data.prepare, absolute.data.path
+    if section is None:
+        # Importing the planner takes seconds, in which the command would show nothing.
+        return
     from ray_ulysses.commands.display import PrepareView
     from ray_ulysses.run.preflight import needs_preparation, report_run
 
-    absolute = config.with_absolute_paths(base)
     if not needs_preparation(absolute):
         return
-    section, out = absolute.data.prepare, absolute.data.path
-    assert section is not None and out is not None
+    assert out is not None
     options = section.model_dump()
     # The shell expands the home directory in options of the command.
     for name in ("sources", "without"):
