@@ -63,12 +63,11 @@ def train(
         UserError: The run can't start; all problems with the configuration are in one error.
         RunError: Training failed. All committed checkpoints are kept, and the same call resumes the run.
     """
-    from ray_ulysses.commands.display import open_console
     from ray_ulysses.commands.train import train_config
 
     started = SystemClock().now()
     loaded = _loaded(config, overrides)
-    return train_config(loaded, console=open_console(), started=started, branch=branch, is_quiet=quiet).result
+    return train_config(loaded, to_stderr=False, started=started, branch=branch, is_quiet=quiet).result
 
 
 def _loaded(config: Path | str | Mapping[str, Any], overrides: Sequence[str]) -> Config:

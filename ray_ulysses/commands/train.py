@@ -20,8 +20,6 @@ from ray_ulysses.report.words import as_text, count, duration, facts, folded, si
 from ray_ulysses.run_names import TENSORBOARD_FOLDER
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ray_ulysses.cluster.train_job import TrainResult
     from ray_ulysses.config import Config
     from ray_ulysses.run.preflight import PreparedRun
@@ -43,9 +41,7 @@ def train(
     """Train a model, or resume the run with this name and storage. Uses the cluster at RAY_ADDRESS, or this machine."""
     started = SystemClock().now()
     loaded = load_run_config(config, overrides)
-    from ray_ulysses.commands.display import open_console
-
-    trained = train_config(loaded, console=open_console(stderr=as_json), started=started, branch=branch, is_quiet=quiet)
+    trained = train_config(loaded, to_stderr=as_json, started=started, branch=branch, is_quiet=quiet)
     result = trained.result
     if as_json:
         put(json.dumps(result.history.to_json(), indent=2), is_exact=True)
@@ -84,12 +80,12 @@ class Trained:
     """Measured peak memory, or None if no step was measured."""
 
 
-def train_config(config: Config, *, console: Console, started: float, branch: bool, is_quiet: bool) -> Trained:
-    """Train a run, showing its progress on a console.
+def train_config(config: Config, *, to_stderr: bool, started: float, branch: bool, is_quiet: bool) -> Trained:
+    """Train a run, showing its progress.
 
     Args:
         config: The loaded configuration.
-        console: The console.
+        to_stderr: Whether progress is written to standard error instead of standard output.
         started: Start time of the command, in seconds since the epoch.
         branch: Whether an existing run's data and learning rate may change.
         is_quiet: Whether to show no progress.
@@ -107,6 +103,7 @@ def train_config(config: Config, *, console: Console, started: float, branch: bo
     from ray_ulysses.commands.progress import ProgressView
     from ray_ulysses.supervision.image import warm_image
 
+    console = open_console(stderr=to_stderr)
     prepare_first(config, Path.cwd(), open_console(quiet=True) if is_quiet else console)
     every = config.run.log_every_steps
     with (
