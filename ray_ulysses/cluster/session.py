@@ -20,6 +20,7 @@ from ray._private.utils import get_used_memory
 from ray.exceptions import RayError
 
 from ray_ulysses.clock import SystemClock
+from ray_ulysses.cluster.address import cluster_address
 from ray_ulysses.cluster.capacity import ClusterView, Node, node_of
 from ray_ulysses.cluster.ray_access import MODE, check_address, cluster_token, private_session
 from ray_ulysses.errors import RunError, UserError
@@ -131,12 +132,6 @@ def _handle(handlers: Mapping[signal.Signals, Any]) -> None:
     if threading.current_thread() is threading.main_thread():
         for number, handler in handlers.items():
             signal.signal(number, handler)
-
-
-def cluster_address(address: str | None) -> str | None:
-    """Return the configured address, else ``RAY_ADDRESS``, or None for an embedded Ray."""
-    target = address or os.environ.get("RAY_ADDRESS") or None
-    return None if target == "local" else target
 
 
 def host_of(address: str) -> str:

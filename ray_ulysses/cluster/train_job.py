@@ -21,6 +21,7 @@ from ray.train.v2._internal.constants import get_env_vars_to_propagate
 from ray.train.v2.api.exceptions import TrainingFailedError
 
 from ray_ulysses.clock import SystemClock
+from ray_ulysses.cluster.address import cluster_address
 from ray_ulysses.cluster.capacity import Demand, WorkerWatch, hint, places, shortfall
 from ray_ulysses.cluster.controller import NoProcessGroup, StopWatch, SupervisedController
 from ray_ulysses.cluster.failures import (
@@ -35,7 +36,6 @@ from ray_ulysses.cluster.node_watch import watch_nodes
 from ray_ulysses.cluster.peer_memory_agents import end_agents
 from ray_ulysses.cluster.run_metrics import RunMetrics
 from ray_ulysses.cluster.session import (
-    cluster_address,
     cluster_nodes,
     free_memory,
     free_nodes,

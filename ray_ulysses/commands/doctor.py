@@ -134,8 +134,8 @@ def _check_cluster(address: str | None) -> Check:
 
 def check_token(address: str | None) -> Iterator[Check]:
     """Check whether the cluster requires a token; yields nothing if no cluster answers."""
+    from ray_ulysses.cluster.address import cluster_address
     from ray_ulysses.cluster.ray_access import asks_for_token
-    from ray_ulysses.cluster.session import cluster_address
 
     target = cluster_address(address)
     if target is None:

@@ -154,7 +154,8 @@ def run_rehearsal(
         UserError: The request is impossible or was not confirmed.
         RunError: A cluster could not be started or reached.
     """
-    from ray_ulysses.cluster.session import cluster_address, ray_session
+    from ray_ulysses.cluster.address import cluster_address
+    from ray_ulysses.cluster.session import ray_session
 
     address = cluster_address(config.cluster.address)
     if address is None:
@@ -325,7 +326,7 @@ def _cluster_targets(demand: Demand) -> FaultTargets:
 
 
 def _intent(request: Request) -> str:
-    from ray_ulysses.cluster.session import cluster_address
+    from ray_ulysses.cluster.address import cluster_address
     from ray_ulysses.rehearsal.schedule import LOSES_A_NODE, MEANINGS
 
     config = request.prepared.config

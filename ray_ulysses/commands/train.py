@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shlex
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -65,11 +64,6 @@ def train(
     )
 
 
-def _is_local(config: Config) -> bool:
-    """Return whether the workers run on this machine, in an embedded Ray."""
-    return (config.cluster.address or os.environ.get("RAY_ADDRESS") or "local") == "local"
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trained:
     """A run that `train_config` has trained."""
@@ -98,6 +92,7 @@ def train_config(config: Config, *, to_stderr: bool, started: float, branch: boo
 
     absolute = config.with_absolute_paths(Path.cwd())
     stored = refuse_changed(absolute, branch=branch)
+    from ray_ulysses.cluster.address import cluster_address
     from ray_ulysses.commands.display import open_console
     from ray_ulysses.commands.prepare import prepare_first
     from ray_ulysses.commands.progress import ProgressView
@@ -107,7 +102,7 @@ def train_config(config: Config, *, to_stderr: bool, started: float, branch: boo
     prepare_first(config, Path.cwd(), open_console(quiet=True) if is_quiet else console)
     every = config.run.log_every_steps
     with (
-        warm_image() if _is_local(config) else nullcontext(),
+        warm_image() if cluster_address(config.cluster.address) is None else nullcontext(),
         ProgressView(
             absolute.run_dir, name=config.run.name, console=console, log_every_steps=every, is_quiet=is_quiet
         ) as view,
