@@ -44,8 +44,8 @@ Names that other tools use, such as `learning_rate` or `max_seq_length`, are ref
 Editors complete and check a file by the JSON schema that `ray-ulysses init --schema` prints. A first line
 `# yaml-language-server: $schema=FILE`, which `init` writes, names it.
 
-A setting without a default is required. The column "resume" tells whether a run may be resumed with another value;
-[the table at the end](#what-may-change-on-resume) has the reasons.
+Each setting has a link, such as `#optimizer-lr`. The line below its name has its type, its default, and whether a run
+may be resumed with another value; [the table at the end](#what-may-change-on-resume) has the reasons.
 """
 
 _RESUME = """## What may change on resume
@@ -65,19 +65,19 @@ _BOUNDS = {Ge: ("ge", "≥ {}"), Gt: ("gt", "> {}"), Le: ("le", "≤ {}"), Lt: (
 
 def render_reference() -> str:
     parts = [_HEAD, *(_section(name, model) for name, model in section_models().items()), _stages(), _RESUME]
-    rows = [f"| `{path}` | fixed | {reason} |" for path, reason in FIXED.items()]
-    rows += [f"| `{path}` | by branch | {reason} |" for path, reason in BRANCHABLE.items()]
-    rows.append(f"| `{STAGES}` | by branch | stages that have started keep the settings that are fixed above |")
-    rows += [f"| `{path}` | may change | {note} |" for path, note in FREE.items()]
+    rows = [f"| {_link(path)} | fixed | {reason} |" for path, reason in FIXED.items()]
+    rows += [f"| {_link(path)} | by branch | {reason} |" for path, reason in BRANCHABLE.items()]
+    rows.append(f"| {_link(STAGES)} | by branch | stages that have started keep the settings that are fixed above |")
+    rows += [f"| {_link(path)} | may change | {note} |" for path, note in FREE.items()]
     return "\n".join(parts) + "\n".join(rows) + "\n"
 
 
-def _stages() -> str:
-    lines = ["## stages", "", "A list of stages, one after the other; without it a run is one stage.", ""]
-    lines += ["| setting | type | default | meaning |", "|---|---|---|---|"]
-    for field, info in StageSection.model_fields.items():
-        lines.append(f"| `stages[].{field}` | {_type(info)} | {_default(info)} | {cell(info.description)} |")
-    return "\n".join([*lines, ""])
+def anchor(path: str) -> str:
+    return path.replace("[]", "").replace(".", "-")
+
+
+def _link(path: str) -> str:
+    return f"[`{path}`](#{anchor(path)})"
 
 
 def cell(text: str | None) -> str:
@@ -86,12 +86,39 @@ def cell(text: str | None) -> str:
 
 def _section(name: str, model: type[Section]) -> str:
     lines = [f"## {name}", "", (model.__doc__ or "").strip(), ""]
-    lines += ["| setting | type | default | resume | meaning |", "|---|---|---|---|---|"]
     for field, info in model.model_fields.items():
         path = f"{name}.{field}"
         resume = "fixed" if path in FIXED else "by branch" if path in BRANCHABLE else "may change"
-        lines.append(f"| `{path}` | {_type(info)} | {_default(info)} | {resume} | {cell(info.description)} |")
-    return "\n".join([*lines, ""])
+        lines += _setting(path, info, f" · {resume}")
+        for part in _mappings(info.annotation):
+            below = f"{path}{'[]' * _is_list(info)}"
+            lines += [
+                f"    {line}" for one in part.model_fields.items() for line in _setting(f"{below}.{one[0]}", one[1])
+            ]
+    return "\n".join(lines)
+
+
+def _stages() -> str:
+    lines = ["## stages", "", "A list of stages, one after the other; without it a run is one stage.", ""]
+    lines += [line for field, info in StageSection.model_fields.items() for line in _setting(f"stages[].{field}", info)]
+    return "\n".join(lines)
+
+
+def _setting(path: str, info: FieldInfo, resume: str = "") -> list[str]:
+    facts = f"{_type(info)} · {_default(info)}{resume}".replace("\\|", "|")
+    meaning = " ".join((info.description or "").split())
+    return [f'* <a id="{anchor(path)}"></a>**{_link(path)}**<br>{facts}<br>{meaning}', ""]
+
+
+def _mappings(annotation: Any) -> list[type[Section]]:
+    """Return the groups of settings that a setting may consist of."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return [annotation]
+    return [found for argument in get_args(annotation) for found in _mappings(argument)]
+
+
+def _is_list(info: FieldInfo) -> bool:
+    return any(get_origin(argument) is tuple for argument in (info.annotation, *get_args(info.annotation)))
 
 
 def _type(info: FieldInfo) -> str:
@@ -124,7 +151,7 @@ def type_name(annotation: Any, named: Sequence[tuple[Any, str]] = ()) -> str:
     if origin is dict:
         return "mapping"
     if isinstance(annotation, type) and issubclass(annotation, Section):
-        return f"{annotation.short_form}mapping of " + ", ".join(f"`{name}`" for name in annotation.model_fields)
+        return f"{annotation.short_form}mapping"
     return {int: "integer", float: "number", str: "text", bool: "true or false"}[annotation]
 
 
@@ -133,10 +160,10 @@ def _default(info: FieldInfo) -> str:
         return "required"
     value = info.get_default(call_default_factory=True)
     if value is None:
-        return "`null`"
+        return "default `null`"
     if isinstance(value, bool):
-        return f"`{str(value).lower()}`"
-    return f"`{list(value) if isinstance(value, tuple) else value}`"
+        return f"default `{str(value).lower()}`"
+    return f"default `{list(value) if isinstance(value, tuple) else value}`"
 
 
 if __name__ == "__main__":

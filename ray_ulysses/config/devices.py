@@ -97,9 +97,16 @@ class DeviceSection(Section):
     short_form: ClassVar[str] = "".join(f"`{name}` \\| " for name in DEVICES)
 
     name: str = Field(min_length=1)
+    """Name of the GPU in outputs."""
+
     tflops: float = Field(gt=0.0)
+    """Peak of dense bf16 products, in TFLOP/s; data sheets often print twice this figure, "with sparsity"."""
+
     gib: float = Field(gt=0.0)
+    """Memory that CUDA reports, in GiB."""
+
     gbps: float = Field(gt=0.0)
+    """Memory bandwidth, in GB/s."""
 
     @model_validator(mode="before")
     @classmethod

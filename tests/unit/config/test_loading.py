@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 from ray_ulysses.config import load_config, parse_config
 from ray_ulysses.config.schema import section_models, setting_paths
 from ray_ulysses.errors import ConfigError, Problem
-from tests.configuration_page import PAGE, render_reference
+from tests.configuration_page import PAGE, anchor, render_reference
 from tests.unit.config.trees import small_tree
 
 
@@ -158,8 +159,13 @@ def test_each_required_setting_of_an_empty_file_is_reported(tree: object) -> Non
     ]
 
 
-def test_the_reference_page_is_current_and_lists_every_setting_in_both_tables() -> None:
-    assert PAGE.read_text(encoding="utf-8") == render_reference(), "run `make docs`"
-    lines = render_reference().splitlines()
+def test_the_reference_page_is_current_and_has_an_anchor_for_every_setting() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == render_reference(), "run `make docs`"
+    anchors = re.findall(r'<a id="([^"]+)">', page)
+    assert len(anchors) == len(set(anchors))
+    nested = {"model-adapter-rank", "data-sources-weight", "cluster-device-gib", "stages-lr"}
+    assert nested <= set(anchors)
     for path in setting_paths():
-        assert sum(line.startswith(f"| `{path}` |") for line in lines) == 2, path
+        assert anchor(path) in anchors
+        assert page.count(f"| [`{path}`](#{anchor(path)}) | ") == 1, path
