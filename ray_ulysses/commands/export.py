@@ -45,6 +45,9 @@ def export(
     mlflow: Annotated[
         str | None, typer.Option(metavar="NAME", help="Also register the model under this name in the run's MLflow.")
     ] = None,
+    average: Annotated[
+        int, typer.Option(help="Average the weights of this many checkpoints, the last ones up to --step.", min=1)
+    ] = 1,
     trust_run: TrustRun = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -71,6 +74,7 @@ def export(
         check=check,
         overwrite=overwrite,
         merge=merge,
+        average=average,
         trust_run=trust_run,
     )
     check_run(place)
@@ -118,13 +122,14 @@ def parse_size(text: str) -> int:
 
 def render_export(report: ExportReport) -> str:
     """Return the lines that ``ray-ulysses export`` prints."""
-    from ray_ulysses.export.report import context_words, python_lines, serve_line
+    from ray_ulysses.export.report import average_words, context_words, python_lines, serve_line
 
     done = "already exported" if report.was_there else f"exported in {duration(report.seconds)}"
     rows = [
         ("directory", report.out),
         ("model", f"{report.architecture}, {count(report.parameters)} parameters"),
         ("weights", report.weights),
+        *([("average", average_words(report))] if report.averaged_steps else []),
         ("files", _files(report)),
         ("context", context_words(report)),
         ("tokenizer", report.tokenizer),

@@ -46,7 +46,7 @@ class Identity:
     __pydantic_config__ = KNOWN_FIELDS_ONLY
 
     manifest: str
-    """Hash of the checkpoint manifest."""
+    """Hash of the manifests of the checkpoint, or of all averaged checkpoints."""
     weights: str
     max_shard_bytes: int
     """Maximum tensor bytes per file."""
@@ -55,6 +55,8 @@ class Identity:
     checked: bool
     """Whether the export was compared with the live model."""
     merged: bool = False
+    average: int = 1
+    """Number of checkpoints whose weights were averaged."""
 
     def differences(self, other: Identity) -> list[str]:
         """Describe how an existing export ``other`` differs from this one."""
@@ -67,6 +69,8 @@ class Identity:
             found.append("its tokenizer is different")
         if self.merged != other.merged:
             found.append("its adapter is merged" if other.merged else "its adapter is not merged")
+        if self.average != other.average:
+            found.append(f"it averages {other.average} checkpoints" if other.average > 1 else "it is not an average")
         if self.checked and not other.checked:
             found.append("it was not checked")
         return found

@@ -17,6 +17,7 @@ from ray_ulysses.engine.text_part import auto_class
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.export.adapters import AdapterExport, adapter_export
 from ray_ulysses.export.architecture import Architecture, describe
+from ray_ulysses.export.average import AverageReader, averaged_checkpoints
 from ray_ulysses.export.check import check_export, refuse_small_memory, take_sample
 from ray_ulysses.export.decoder_merge import DecoderMerge, plan_merge, refuse_options
 from ray_ulysses.export.directory import (
@@ -58,7 +59,8 @@ class _Export:
 
     request: ExportRequest
     config: Config
-    manifest: Manifest
+    manifests: tuple[Manifest, ...]
+    """The checkpoint, or all averaged checkpoints in order of their steps."""
     out: Path
     architecture: Architecture
     tokenizer: TokenizerFiles
@@ -68,6 +70,11 @@ class _Export:
     identity: Identity
     merge: DecoderMerge | None
     adapter: AdapterExport | None
+
+    @property
+    def manifest(self) -> Manifest:
+        """The newest checkpoint, whose step names the export."""
+        return self.manifests[-1]
 
     @property
     def is_adapter(self) -> bool:
@@ -110,7 +117,8 @@ def export_run(request: ExportRequest, log: _Log) -> ExportReport:
         if export.adapter is not None:
             trained = sum(torch.Size(place.shape).numel() for place in export.adapter.live.values())
         refuse_small_memory(export.merge.num_elements if export.merge else trained)
-    weights = WeightReader(store, manifest)
+    one_checkpoint = len(export.manifests) == 1
+    weights = WeightReader(store, manifest) if one_checkpoint else AverageReader(store, export.manifests)
     small = _small_files(export)
     num_bytes = sum(file.num_bytes for file in export.all_files) + sum(map(len, small.values()))
     with unpublished(export.out, num_bytes) as folder:
@@ -144,6 +152,14 @@ def _prepare(store: Store, manifest: Manifest, config: Config, request: ExportRe
     files: tuple[WeightFile, ...] = ()
     if request.merge and config.model.adapter is None:
         raise UserError("--merge: the run has no adapter (model.adapter); remove the option")
+    if request.average > 1 and config.model.adapter is not None:
+        raise UserError(
+            f"--average={request.average}: the mean of adapters is not the mean of the models with these adapters; "
+            "export single steps with --merge"
+        )
+    with storage_answers(checkpoint_location(config, request.run_dir)):
+        manifests = averaged_checkpoints(store, manifest, request.average)
+        committed = b"".join(store.read_whole(manifest_key(one.step)) for one in manifests)
     if config.model.part == "text":
         refuse_options(request)
         merge = plan_merge(config, manifest.state)
@@ -162,8 +178,6 @@ def _prepare(store: Store, manifest: Manifest, config: Config, request: ExportRe
         if stored:
             files = lay_out(published_tensors(architecture.model, stored), request.max_shard_bytes)
     contents = b"".join(name.encode() + b"\0" + content for name, content in sorted(tokenizer.files.items()))
-    with storage_answers(checkpoint_location(config, request.run_dir)):
-        committed = store.read_whole(manifest_key(manifest.step))
     identity = Identity(
         manifest=hashlib.sha256(committed).hexdigest()[:16],
         weights=request.weights,
@@ -171,11 +185,12 @@ def _prepare(store: Store, manifest: Manifest, config: Config, request: ExportRe
         tokenizer=hashlib.sha256(contents).hexdigest()[:16],
         checked=request.check,
         merged=request.merge,
+        average=request.average,
     )
     return _Export(
         request=request,
         config=config,
-        manifest=manifest,
+        manifests=manifests,
         out=out.absolute(),
         published=published.absolute(),
         architecture=architecture,
@@ -246,6 +261,7 @@ def _report(export: _Export, check: CheckResult | None, small: dict[str, int]) -
         seconds=0.0,
         was_there=False,
         adapter=adapter,
+        averaged_steps=tuple(one.step for one in export.manifests) if len(export.manifests) > 1 else (),
     )
 
 
@@ -258,6 +274,8 @@ def _weights_words(export: _Export) -> str:
         return f"{name}, an adapter of rank {adapter.rank} with its fully trained modules, without the base model"
     if adapter is not None:
         return f"{name}, with the adapter of rank {adapter.rank} merged in fp32"
+    if len(export.manifests) > 1:
+        return f"{name}, averaged in fp32 from the master weights"
     if name == export.config.model.dtype:
         return f"{name}, as used in training"
     if name == "fp32":

@@ -38,6 +38,8 @@ class ExportRequest:
     overwrite: bool = False
     """Whether to replace another export at ``out``."""
     merge: bool = False
+    average: int = 1
+    """Number of checkpoints, up to ``step``, whose weights are averaged."""
     trust_run: bool = False
     """Whether to trust the secrets file and servers that only the run's stored configuration specifies."""
 
@@ -132,6 +134,8 @@ class ExportReport:
     """Transformers or PEFT class that loads the directory."""
     adapter: AdapterFacts | None = None
     """The exported adapter; None for a complete model."""
+    averaged_steps: tuple[int, ...] = ()
+    """Steps of the averaged checkpoints, ascending; empty without an average."""
 
     def published(self) -> ExportReport:
         """Return the report to store in the directory, without local paths."""
@@ -170,6 +174,7 @@ def model_card(report: ExportReport) -> bytes:
     rows = [
         ("run", f"`{report.run}`, attempt {report.attempt}"),
         ("step", f"{report.step:,}"),
+        *([("average", average_words(report))] if report.averaged_steps else []),
         ("trained tokens", f"{report.trained_tokens:,} supervised"),
         ("data digest", f"`{report.data_digest}`"),
         ("context", context_words(report)),
@@ -202,6 +207,11 @@ def model_card(report: ExportReport) -> bytes:
     ]
     front = _FRONT.replace("transformers", "peft", 1) if report.adapter else _FRONT
     return (front + "\n" + "\n".join(lines) + "\n").encode()
+
+
+def average_words(report: ExportReport) -> str:
+    """Name the checkpoints that were averaged."""
+    return f"mean of the checkpoints of steps {', '.join(f'{step:,}' for step in report.averaged_steps)}"
 
 
 def context_words(report: ExportReport) -> str:

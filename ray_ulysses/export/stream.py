@@ -156,14 +156,16 @@ class WeightReader:
             view = buffer[offset : offset + part.stored_bytes].view(part.stored.dtype)
             parts.append(TensorPart(key=part.stored.key, start=part.start, tensor=view))
             offset += _padded(part.stored_bytes)
-        try:
-            load_parts(self._store, self._manifest, parts)
-        except CheckpointError as error:
-            raise self._explained(error) from error
+        self._load(self._manifest, parts)
         return parts
 
-    def _explained(self, error: CheckpointError) -> RunError:
-        step = self._manifest.step
+    def _load(self, manifest: Manifest, parts: Sequence[TensorPart]) -> None:
+        try:
+            load_parts(self._store, manifest, parts)
+        except CheckpointError as error:
+            raise self._explained(error, manifest.step) from error
+
+    def _explained(self, error: CheckpointError, step: int) -> RunError:
         if isinstance(error, DamagedCheckpointError):
             try:
                 is_gone = manifest_key(step) not in self._store.list(step_folder(step))
