@@ -1,11 +1,11 @@
-"""The model and data of the three example loops; replace them with your own."""
+"""The model and data of the example loops; replace them with your own."""
 
 from __future__ import annotations
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-STEPS = 3
+STEPS = 5
 ROWS_PER_STEP = 4
 VOCABULARY = 64
 DOCUMENT_LENGTHS = (40, 1, 23)

@@ -17,7 +17,7 @@ import torch
 
 from tests.distributed.harness import run_ranks
 
-LOOPS = ("ddp", "fsdp2", "deepspeed_zero3")
+LOOPS = ("ddp", "fsdp2", "deepspeed_zero3", "hf_trainer")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 _LINE = re.compile(r"^step=\d+ loss=(\S+) grad_norm=(\S+)$", re.MULTILINE)
 
@@ -58,7 +58,7 @@ def check(printed: str) -> None:
     """Hold what a loop printed against the reference."""
     found = [(float(loss), float(norm)) for loss, norm in _LINE.findall(printed)]
     wanted = reference()
-    assert len(found) == len(wanted) == 3, printed
+    assert len(found) == len(wanted) == 5, printed
     # Law 1's floor for losses and gradients, in every step: the later ones show that the weights moved alike.
     for ours, truth in zip(found, wanted, strict=True):
         assert ours == pytest.approx(truth, rel=1e-5)
@@ -69,6 +69,10 @@ def test_a_loop_trains_as_one_process_does(loop: str, tmp_path: Path) -> None:
     # Rows are shared by two ranks, two groups have two rows each: a scale that is off by any of these sizes shows.
     run_ranks(run_example, 4, loop, str(tmp_path), process_group=False)
     check((tmp_path / "rank-0.txt").read_text())
+
+
+def test_the_trainer_of_transformers_takes_at_most_60_lines() -> None:
+    assert len((EXAMPLES / "hf_trainer.py").read_text().splitlines()) <= 60
 
 
 @pytest.mark.slow
