@@ -119,5 +119,7 @@ def quiet_libraries() -> None:
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    # Numba would start colorama, which resets colors at exit, through a stream that escapes the sequence.
+    os.environ.setdefault("NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING", "1")
     if not sys.warnoptions:
         warnings.simplefilter("ignore")

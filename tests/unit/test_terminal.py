@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import io
 import logging
+import os
+import subprocess
 import sys
 import unicodedata
 
@@ -105,3 +107,12 @@ def test_a_console_shows_markup_links_and_escapes_as_they_are(monkeypatch: pytes
     assert r"\x1b]8;;http://a" in said or not is_live
     if not is_live:
         assert "\x1b" not in said
+
+
+def test_no_library_resets_colors_at_the_end_of_a_command() -> None:
+    # The escaping output would show the sequence.
+    text = "from ray_ulysses.logging import quiet_libraries; quiet_libraries(); import numba; "
+    text += "numba.njit(lambda x: x)(1); from colorama import initialise; print(initialise.atexit_done)"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("NUMBA_")}
+    done = subprocess.run([sys.executable, "-c", text], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
