@@ -18,6 +18,7 @@ from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.export.adapters import AdapterExport, adapter_export
 from ray_ulysses.export.architecture import Architecture, describe
 from ray_ulysses.export.average import AverageReader, averaged_checkpoints
+from ray_ulysses.export.card import CARD_FILE, model_card, training_facts
 from ray_ulysses.export.check import check_export, refuse_small_memory, take_sample
 from ray_ulysses.export.decoder_merge import DecoderMerge, plan_merge, refuse_options
 from ray_ulysses.export.directory import (
@@ -31,7 +32,7 @@ from ray_ulysses.export.directory import (
     upload,
 )
 from ray_ulysses.export.files import INDEX_FILE, CopiedFile, WeightFile, index_json, lay_out, write_files
-from ray_ulysses.export.report import AdapterFacts, CheckResult, ExportReport, ExportRequest, decimal_size, model_card
+from ray_ulysses.export.report import AdapterFacts, CheckResult, ExportReport, ExportRequest, decimal_size
 from ray_ulysses.export.stream import WeightReader
 from ray_ulysses.export.tensors import DTYPES, Stored, published_tensors, stored_tensors
 from ray_ulysses.export.tokenizer_files import TokenizerFiles, find_tokenizer
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
     from ray_ulysses.config import Config
     from ray_ulysses.storage import Store
 
-CARD_FILE = "README.md"
 _UNCHANGED = "the multimodal checkpoint's own"
 _Log = Callable[[str], None]
 
@@ -262,6 +262,7 @@ def _report(export: _Export, check: CheckResult | None, small: dict[str, int]) -
         was_there=False,
         adapter=adapter,
         averaged_steps=tuple(one.step for one in export.manifests) if len(export.manifests) > 1 else (),
+        training=training_facts(export.config, manifest, export.request.run_dir),
     )
 
 

@@ -1,17 +1,16 @@
-"""Options of an export, its report, and the model card rendered from the report."""
+"""Options of an export, and its report."""
 
 from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from ray_ulysses.config.reference_to_checkpoint import Which
 from ray_ulysses.storage.place import Place
 
-_FRONT = "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- ray-ulysses\n- long-context\n---\n"
 # The values that vLLM's --max-lora-rank accepts.
 _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
@@ -94,6 +93,26 @@ class AdapterFacts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingFacts:
+    """The training that led to an exported checkpoint. What is unknown is left out."""
+
+    base_model: str | None = None
+    """Hub id of the base model."""
+    datasets: tuple[str, ...] = ()
+    """Hub ids of the training data."""
+    license: str | None = None
+    """License of the base model, from its card."""
+    planned_steps: int | None = None
+    """Number of steps in the run's data plan."""
+    loss: float | None = None
+    """Training loss at the step."""
+    validation: tuple[int, float] | None = None
+    """Step and loss of the last evaluation."""
+    settings: dict[str, str] = field(default_factory=dict)
+    """Values of the settings that affect what the model learns, by path."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ExportReport:
     """Report about one export."""
 
@@ -136,6 +155,7 @@ class ExportReport:
     """The exported adapter; None for a complete model."""
     averaged_steps: tuple[int, ...] = ()
     """Steps of the averaged checkpoints, ascending; empty without an average."""
+    training: TrainingFacts = field(default_factory=TrainingFacts)
 
     def published(self) -> ExportReport:
         """Return the report to store in the directory, without local paths."""
@@ -164,49 +184,6 @@ def decimal_size(num_bytes: int) -> str:
         if num_bytes >= unit:
             return f"{num_bytes / unit:.3g} {name}"
     return f"{num_bytes} B"
-
-
-def model_card(report: ExportReport) -> bytes:
-    """Render the model card, README.md."""
-    checked = "It was not compared with the live model (`--no-check`)."
-    if report.check is not None:
-        checked = f"It was loaded and compared with the live model: {report.check.words}."
-    rows = [
-        ("run", f"`{report.run}`, attempt {report.attempt}"),
-        ("step", f"{report.step:,}"),
-        *([("average", average_words(report))] if report.averaged_steps else []),
-        ("trained tokens", f"{report.trained_tokens:,} supervised"),
-        ("data digest", f"`{report.data_digest}`"),
-        ("context", context_words(report)),
-        ("weights", f"{report.architecture}, {report.parameters:,} parameters, {report.weights}"),
-        ("tokenizer", report.tokenizer),
-        (
-            "versions",
-            ", ".join(f"{name} {version}" for name, version in sorted(report.versions.items())) or "not recorded",
-        ),
-    ]
-    lines = [
-        f"# {report.run}, step {report.step:,}",
-        "",
-        "Trained with ray-ulysses: full attention over the whole context, every planned row "
-        f"up to step {report.step:,} once.",
-        "",
-        "| | |",
-        "|---|---|",
-        *[f"| {name} | {value} |" for name, value in rows],
-        "",
-        checked,
-        "",
-        "```python",
-        *python_lines(report, "."),
-        "```",
-        "",
-        "```sh",
-        serve_line(report, "."),
-        "```",
-    ]
-    front = _FRONT.replace("transformers", "peft", 1) if report.adapter else _FRONT
-    return (front + "\n" + "\n".join(lines) + "\n").encode()
 
 
 def average_words(report: ExportReport) -> str:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from ray_ulysses.commands.export import render_export
-from ray_ulysses.export.report import AdapterFacts, CheckResult, ExportReport, model_card, python_lines, serve_line
+from ray_ulysses.export.card import model_card
+from ray_ulysses.export.report import AdapterFacts, CheckResult, ExportReport, python_lines, serve_line
 
 REPORT = ExportReport(
     run="long-8b", step=2000, attempt=3, trained_tokens=1_234_567_890, data_digest="00ff00ff00ff00ff",
