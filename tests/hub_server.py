@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
@@ -18,17 +19,38 @@ AWAY = "http://127.0.0.1:9"
 
 
 @contextmanager
-def serve_hub(repositories: Mapping[str, Mapping[str, bytes]], *, status: int = 200) -> Iterator[tuple[str, list[str]]]:
+def serve_hub(
+    repositories: Mapping[str, Mapping[str, bytes]],
+    *,
+    status: int = 200,
+    pushed: dict[str, dict[str, bytes]] | None = None,
+    token: str = "",
+) -> Iterator[tuple[str, list[str]]]:
     """Serve repositories, named as in the hub's paths (``owner/name``, ``datasets/owner/name``), of some files.
 
-    With another status than 200, every answer is that.
+    With another status than 200, every answer is that. Models can be created and committed to in ``pushed``, with the
+    token.
 
     Yields:
         The address, and the requests so far.
     """
     requests: list[str] = []
+    large: dict[str, bytes] = {}
 
     class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            requests.append(f"{self.command} {self.path}")
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            code, answer = (status, {}) if status != 200 else (401, {})
+            if status == 200 and self.headers["Authorization"] == f"Bearer {token}" and pushed is not None:
+                code, answer = _written(self.path, body, pushed, large, f"http://{self.headers['Host']}")
+            self._send(code, json.dumps(answer).encode(), {"Content-Type": "application/json"})
+
+        def do_PUT(self) -> None:
+            requests.append(f"{self.command} {self.path}")
+            large[self.path.rpartition("/")[2]] = self.rfile.read(int(self.headers["Content-Length"]))
+            self._send(200, b"", {})
+
         def do_HEAD(self) -> None:
             self._answer()
 
@@ -47,11 +69,12 @@ def serve_hub(repositories: Mapping[str, Mapping[str, bytes]], *, status: int = 
                 return
             path = self.path.partition("?")[0].lstrip("/")
             name = path.removeprefix("api/").removeprefix("models/")
-            repository = next((one for one in repositories if name == one or name.startswith(f"{one}/")), None)
+            known = {**repositories, **(pushed or {})}
+            repository = next((one for one in known if name == one or name.startswith(f"{one}/")), None)
             if repository is None:
                 self._send(404, b"", {"X-Error-Code": "RepoNotFound"})
                 return
-            files, rest = repositories[repository], name.removeprefix(repository).strip("/")
+            files, rest = known[repository], name.removeprefix(repository).strip("/")
             if path.startswith("api/"):
                 if rest.startswith("tree/"):
                     found: object = _entries(files, rest.partition("/")[2].partition("/")[2])
@@ -71,7 +94,7 @@ def serve_hub(repositories: Mapping[str, Mapping[str, bytes]], *, status: int = 
             for name, value in {**headers, "Content-Length": str(len(body))}.items():
                 self.send_header(name, value)
             self.end_headers()
-            if self.command == "GET":
+            if self.command != "HEAD":
                 self.wfile.write(body)
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
@@ -83,6 +106,44 @@ def serve_hub(repositories: Mapping[str, Mapping[str, bytes]], *, status: int = 
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def _written(
+    path: str, body: bytes, pushed: dict[str, dict[str, bytes]], large: Mapping[str, bytes], address: str
+) -> tuple[int, object]:
+    """Return the answer to a request that writes."""
+    lines = [json.loads(line) for line in body.splitlines()]
+    fields = lines[0]
+    if path == "/api/validate-yaml":
+        return 200, {"errors": [], "warnings": []}
+    if path == "/api/repos/create":
+        name = f"{fields['organization']}/{fields['name']}"
+        if name in pushed:
+            return 409, {"error": "exists", "url": f"{address}/{name}"}
+        pushed[name] = {".visibility": fields["visibility"].encode()}
+        return 200, {"url": f"{address}/{name}"}
+    if path.endswith("/info/lfs/objects/batch"):
+        objects = [
+            {**one, "actions": {"upload": {"href": f"{address}/large/{one['oid']}"}}} for one in fields["objects"]
+        ]
+        return 200, {"objects": objects, "transfer": "basic"}
+    name, _, verb = path.removeprefix("/api/models/").rpartition("/")[0].rpartition("/")
+    if verb == "preupload":
+        modes = {True: "lfs", False: "regular"}
+        files = [
+            {"path": one["path"], "uploadMode": modes[one["path"].endswith(".safetensors")], "shouldIgnore": False}
+            for one in fields["files"]
+        ]
+        return 200, {"files": files}
+    assert verb == "commit", path
+    for kind, value in ((line["key"], line["value"]) for line in lines[1:]):
+        if kind == "deletedFile":
+            del pushed[name][value["path"]]
+        else:
+            content = large[value["oid"]] if kind == "lfsFile" else base64.b64decode(value["content"])
+            pushed[name][value["path"]] = content
+    commit = {"commitUrl": f"{address}/{name}/commit/{_COMMIT}", "commitOid": _COMMIT, "success": True}
+    return 200, commit
 
 
 def _entries(files: Mapping[str, bytes], folder: str) -> list[dict[str, object]]:

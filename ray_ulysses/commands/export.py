@@ -17,6 +17,7 @@ from ray_ulysses.report.words import as_text, count, duration, facts
 
 if TYPE_CHECKING:
     from ray_ulysses.export.report import ExportReport, ExportRequest
+    from ray_ulysses.storage.place import Place
 
 EXAMPLE = "Example: ray-ulysses export runs/llama-tiny --step best --out llama-tiny-hf --dtype bf16"
 # Limited to 15 digits, since Python refuses to parse very long integers.
@@ -45,6 +46,10 @@ def export(
     mlflow: Annotated[
         str | None, typer.Option(metavar="NAME", help="Also register the model under this name in the run's MLflow.")
     ] = None,
+    push_to_hub: Annotated[
+        str | None, typer.Option(metavar="REPO", help="Also upload the directory to this repository on the hub.")
+    ] = None,
+    public: Annotated[bool, typer.Option("--public", help="Make a new repository public, not private.")] = False,
     average: Annotated[
         int, typer.Option(help="Average the weights of this many checkpoints, the last ones up to --step.", min=1)
     ] = 1,
@@ -64,6 +69,10 @@ def export(
     if out is not None and re.match(r"^[a-z0-9+]+:/", str(out)):
         raise UserError(f"--out={str(out)!r}: is a URI; use a local directory")
     place = place_of(run)
+    if push_to_hub is not None:
+        _refuse_push(push_to_hub, out or place)
+    elif public:
+        raise UserError("--public: needs a repository; add --push-to-hub REPO")
     request = ExportRequest(
         run_dir=place,
         step=parse_step(step),
@@ -83,10 +92,37 @@ def export(
 
         wait.phase("exporting")
         done = export_run(request, wait.say)
+        registered = pushed = None
         if mlflow is not None:
             wait.phase("registering the model in MLflow")
-            wait.say(f"registered as {_register(mlflow, request, done)}")
-    put(json.dumps(asdict(done), indent=2) if as_json else render_export(done), is_exact=as_json)
+            registered = _register(mlflow, request, done)
+            wait.say(f"registered as {registered}")
+        if push_to_hub is not None:
+            wait.phase("uploading to the hub")
+            pushed = _push(push_to_hub, done, private=not public)
+            wait.say(f"uploaded: {pushed}")
+    found = {**asdict(done), "mlflow_model": registered, "hub_commit": pushed}
+    put(json.dumps(found, indent=2) if as_json else render_export(done), is_exact=as_json)
+
+
+def _refuse_push(repo: str, out: Place) -> None:
+    from ray_ulysses.storage.hub import refuse_push
+
+    if not isinstance(out, Path):
+        raise UserError(f"--push-to-hub={repo!r}: uploads a local directory; add --out DIR")
+    refuse_push(repo, f"--push-to-hub={repo!r}")
+
+
+def _push(repo: str, done: ExportReport, *, private: bool) -> str:
+    """Upload an export to the hub and return the commit's URL."""
+    from ray_ulysses.storage.hub import push_folder
+
+    average = f", mean of {len(done.averaged_steps)} checkpoints" if done.averaged_steps else ""
+    message = f"{done.run}, step {done.step:,}{average}"
+    try:
+        return push_folder(Path(done.out), repo, f"--push-to-hub={repo!r}", private=private, message=message)
+    except RunError as error:
+        raise RunError(f"{error}. The export in {done.out} is complete; the same command uploads it") from error
 
 
 def _register(name: str, request: ExportRequest, done: ExportReport) -> str:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from ray_ulysses.errors import UserError
+from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.storage.location import expand_home
 
 Kind = Literal["model", "dataset"]
 _ANSWER_S = 5.0
 _TOO_MANY, _BROKEN = 429, 500
+_NO_TOKEN, _NO_ACCESS = 401, (403, 404)
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 _KINDS: dict[Kind, str] = {"model": "model", "dataset": "dataset"}
 _PROBED = {"model": "config.json", "dataset": "README.md"}
 
@@ -109,3 +112,65 @@ def _refusal(endpoint: str, name: str, kind: Kind) -> str | None:
     except Exception as error:  # the HTTP client's exception types vary with its version
         return f", and {hub} does not respond ({error or type(error).__name__})"
     return None
+
+
+def refuse_push(repo: str, setting: str) -> None:
+    """Refuse an upload that can't succeed, without a request.
+
+    Raises:
+        UserError: The repository id is invalid, the hub is switched off, or there is no token.
+    """
+    from huggingface_hub import constants, get_token
+
+    if not is_id(repo):
+        raise UserError(f"{setting}: is not a repository id; use OWNER/NAME")
+    if constants.HF_HUB_OFFLINE:
+        raise UserError(f"{setting}: HF_HUB_OFFLINE=1 forbids the upload; unset it")
+    if get_token() is None:
+        raise UserError(
+            f"{setting}: there is no token for {constants.ENDPOINT}; set HF_TOKEN to a token with write access, or run "
+            "`hf auth login`"
+        )
+
+
+def push_folder(folder: Path, repo: str, setting: str, *, private: bool, message: str) -> str:
+    """Upload all files of a directory to a model repository on the hub, in one commit.
+
+    The repository is created if it does not exist. Weight files of an earlier model in it are deleted.
+
+    Args:
+        folder: The directory.
+        repo: The repository's id.
+        setting: The setting and its value, for errors.
+        private: Whether a new repository is private. An existing repository keeps its visibility.
+        message: The commit's message.
+
+    Returns:
+        The commit's URL.
+
+    Raises:
+        RunError: The upload failed; the repository is unchanged.
+    """
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
+    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
+
+    disable_progress_bars()
+    hub, api = f"the hub at {constants.ENDPOINT}", HfApi()
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    try:
+        made = api.create_repo(repo, private=private, exist_ok=True).repo_id
+        there = {name for name in api.list_repo_files(made) if any(fnmatch.fnmatch(name, one) for one in _WEIGHTS)}
+        added = [CommitOperationAdd(path_in_repo=path.name, path_or_fileobj=path) for path in files]
+        deleted = [CommitOperationDelete(path_in_repo=name) for name in sorted(there - {path.name for path in files})]
+        return str(api.create_commit(made, [*added, *deleted], commit_message=message).commit_url)
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        rule, hint = f"{hub} answers with HTTP {status}", "try again later"
+        if status == _NO_TOKEN:
+            rule, hint = f"{hub} does not accept the token", "set HF_TOKEN to a valid one"
+        elif status in _NO_ACCESS:
+            rule, hint = f"the token may not write there (HTTP {status})", "use a token with write access to the owner"
+        raise RunError(f"{setting}: {rule}; {hint}") from error
+    except Exception as error:  # the HTTP client's exception types vary with its version
+        raise RunError(f"{setting}: {hub} did not store the files ({error or type(error).__name__})") from error
