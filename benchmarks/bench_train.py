@@ -197,7 +197,7 @@ def _rows(config: Any) -> list[list[tuple[Any, Any, Any]]]:
     from ray_ulysses.trainer.loop import open_rows
 
     plan = load_plan(config.run_dir / PLAN_FOLDER)
-    reader = open_rows(config, plan)
+    reader, _ = open_rows(config, plan)
     source = DirectSource(reader, plan, 0, 1, 0, 1)
     rows = [
         [

@@ -19,6 +19,8 @@ from ray_ulysses.tracking.events import (
     CheckpointEvent,
     CommandEvent,
     EndEvent,
+    Evaluated,
+    EvaluatedCorpus,
     Event,
     InheritedSteps,
     RowRange,
@@ -42,6 +44,7 @@ _NAMED = (
     (tuple[AttemptRecord, ...], "list"),
     (tuple[CheckpointRecord, ...], "list"),
     (tuple[SourceRecord, ...], "list"),
+    (tuple[EvaluatedCorpus, ...], "list"),
     *((kind, "object") for kind in (InheritedSteps, TimeSpent, StartTime, RunFailed)),
     *((dict[str, value], "object") for value in (Any, str, float)),
 )
@@ -201,6 +204,8 @@ def render_journal() -> str:
             parts.append(_table(kind, names, are_marked=True))
         if kind is AttemptStarted:
             parts += ["#### `taken_over`", _table(InheritedSteps, _own(InheritedSteps), are_marked=True)]
+        elif kind is Evaluated:
+            parts += ["#### `corpora[]`", _table(EvaluatedCorpus, _own(EvaluatedCorpus))]
     (step,) = Steps(step_rows([encode_record(_EXAMPLE)[0]])).json_lines()
     of_plan = [
         "| `plan` | list | Segments of the data plan. |",

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from ray_ulysses.config.raw_data import PrepareSection
 from ray_ulysses.config.reference_to_checkpoint import ReferenceProblem, RunReference, parse_reference
@@ -153,7 +153,8 @@ class RunSection(Section):
     and when a worker joins. Default true: a broken link or kernel is found immediately instead of after a week."""
 
     eval_every_steps: int | None = Field(default=None, ge=1)
-    """Steps between evaluations. Requires `data.eval_fraction` above 0. Default null: no evaluations."""
+    """Steps between evaluations, which begin before the first step. Requires `data.validation`, or `data.eval_fraction`
+    above 0. Default null: no evaluations."""
 
     profile: ProfileSection | None = None
     """Steps and ranks to trace with the PyTorch profiler, such as `{steps: [10, 11], ranks: [0, 8]}`. Traces are
@@ -410,8 +411,17 @@ class DataSection(Section):
     """Fraction of the documents that is held out for evaluation, from 0 to 0.5. Held-out documents are selected by a
     seeded hash and never trained on. Default 0: no documents are held out."""
 
+    validation: Annotated[
+        tuple[PlacePath, ...],
+        by_branch("evaluations are comparable only on the same rows"),
+        BeforeValidator(lambda value: (value,) if isinstance(value, str) else value, str | tuple[str, ...]),
+    ] = Field(default=(), strict=False)
+    """Prepared corpus for evaluations, or a list of them, each with a loss of its own. They are never trained on, and
+    may be combined with `eval_fraction`. Default `[]`."""
+
     eval_rows: Annotated[int, by_branch("evaluations are comparable only on the same rows")] = Field(default=8, ge=1)
-    """Maximum number of rows per evaluation. Default 8: at long context, a few rows have many tokens."""
+    """Maximum number of rows per evaluation of held-out documents and of each validation corpus. Default 8: at long
+    context, a few rows have many tokens."""
 
     engine: Annotated[Literal["ray", "local"], free("both yield the same bytes")] = "ray"
     """How rows reach a worker: `ray` streams the tokens from Ray Data tasks, `local` reads them in the worker. Both

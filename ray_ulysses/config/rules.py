@@ -320,9 +320,11 @@ def _warmup_ends_before_the_horizon(config: Config) -> Iterator[Problem]:
 
 
 def _evaluation_has_documents(config: Config) -> Iterator[Problem]:
-    if config.run.eval_every_steps is not None and config.data.eval_fraction == 0.0:
-        hint = "set data.eval_fraction to a fraction such as 0.01, or remove run.eval_every_steps"
-        yield problem_of(config, "run.eval_every_steps", "requires data.eval_fraction above 0", hint)
+    has_documents = config.data.eval_fraction > 0.0 or config.data.validation
+    if config.run.eval_every_steps is not None and not has_documents:
+        rule = "requires data.validation, or data.eval_fraction above 0"
+        hint = "list corpora, set a fraction such as 0.01, or remove run.eval_every_steps"
+        yield problem_of(config, "run.eval_every_steps", rule, hint)
 
 
 def _kernel_suits_the_device(config: Config) -> Iterator[Problem]:

@@ -51,8 +51,9 @@ def stage_configs(config: Config) -> Iterator[Config]:
 
 
 def corpus_paths(config: Config) -> tuple[str, ...]:
-    """Return the path of every corpus that a run trains on, without duplicates."""
-    return tuple(dict.fromkeys(path for own in stage_configs(config) for path, _ in own.data_sources))
+    """Return the path of every corpus that a run trains on or is evaluated on, without duplicates."""
+    trained = (path for own in stage_configs(config) for path, _ in own.data_sources)
+    return tuple(dict.fromkeys((*trained, *config.data.validation)))
 
 
 def stage_problems(config: Config) -> Iterator[Problem]:

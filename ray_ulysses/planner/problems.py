@@ -64,12 +64,14 @@ def heads_problems(config: Config, shape: ModelShape) -> Iterator[Problem]:
         yield problem_of(config, "parallel.allowed_sp", f"{wrong} {why}", hint)
 
 
-def vocabulary_problems(max_token_id: int, vocab_size: int, corpus_path: str) -> Iterator[Problem]:
+def vocabulary_problems(
+    max_token_id: int, vocab_size: int, corpus_path: str, setting: str = "data.path"
+) -> Iterator[Problem]:
     """Refuse a corpus with a token id outside the model's vocabulary."""
     if max_token_id >= vocab_size:
         rule = f"contains token id {max_token_id}, but the model's vocab_size={vocab_size} is too small"
         hint = "prepare the corpus with the model's own tokenizer, or use a model whose vocab_size is at least "
-        yield Problem(path="data.path", value=corpus_path, rule=rule, hint=f"{hint}{max_token_id + 1}")
+        yield Problem(path=setting, value=corpus_path, rule=rule, hint=f"{hint}{max_token_id + 1}")
 
 
 def position_problems(config: Config, longest_document: int, num_positions: int) -> Iterator[Problem]:

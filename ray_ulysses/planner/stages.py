@@ -29,13 +29,17 @@ def stage_plans(config: Config, shape: ModelShape, settled: PlanSettings | None 
     """
     run = plan_settings(config, shape, settled)
     if not config.stages:
-        return (StagePlan(name="", settings=run, shares=config.data_sources, length=None),)
+        shares, validation = config.data_sources, config.data.validation
+        return (StagePlan(name="", settings=run, shares=shares, length=None, validation=validation),)
     stages = []
     for number, stage in enumerate(config.stages):
         own = stage_config(config, number)
         settings = replace(plan_settings(own, shape, settled), pad_multiple=run.pad_multiple)
         length = StageLength(number=number, steps=stage.steps, tokens=stage.tokens)
-        stages.append(StagePlan(name=stage.name, settings=settings, shares=own.data_sources, length=length))
+        shares, validation = own.data_sources, config.data.validation
+        stages.append(
+            StagePlan(name=stage.name, settings=settings, shares=shares, length=length, validation=validation)
+        )
     return tuple(stages)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ray_ulysses.config.resume import stage_conflicts
 from ray_ulysses.config.stages import corpus_paths
 from ray_ulysses.data.corpus.corpus import Corpus
-from ray_ulysses.data.plan.corpus_set import open_sources, plan_input
+from ray_ulysses.data.plan.corpus_set import open_sources, open_validation, plan_input
 from ray_ulysses.data.plan.plan_files import load_plan, num_segments, write_segment
 from ray_ulysses.data.plan.stages import num_made, plan_rest, plan_stages
 from ray_ulysses.errors import ConfigError, RunError, UserError
@@ -38,8 +38,8 @@ _NAME_IT = "add the corpus to data.sources with weight 0"
 
 def plan_run(
     run: ResolvedRun, stored: Plan | None, stored_run: StoredRun, *, branch: bool
-) -> tuple[CorpusSet, Plan, tuple[NewSegment, ...]]:
-    """Return a run's corpora, its plan, and the plan segments that are not stored yet, without writing files.
+) -> tuple[CorpusSet, CorpusSet, Plan, tuple[NewSegment, ...]]:
+    """Return a run's training and validation corpora, its plan, and the segments not stored yet, without writing files.
 
     A stored plan that was created with the same settings is returned unchanged. Corpora that are used only by completed
     stages may be missing.
@@ -62,14 +62,15 @@ def plan_run(
     began_with = stored_run.config or run.config
     plan, new = _planned(run, stages, stored, step, began_with if branch else None)
     corpora = open_sources(stages[-1].shares, plan.newest.sources).without_gone(plan.sources_after(step))
-    for corpus in corpora.corpora:
+    validation = open_validation(stages[-1].validation, plan.newest.sources)
+    for corpus in (*corpora.corpora, *validation.corpora):
         corpus.check_files()
-    return corpora, plan, new
+    return corpora, validation, plan, new
 
 
 def _refuse_strange_corpora(config: Config, stored: Plan) -> None:
     """Refuse a stored plan with a corpus on a server that the configuration does not specify."""
-    for source in {source for segment in stored.segments for source in segment.sources}:
+    for source in {source for segment in stored.segments for source in (*segment.sources, *segment.validation)}:
         try:
             refuse_server(source.path, f"a corpus of {config.run_dir / PLAN_FOLDER}", named_by(config), _NAME_IT)
         except UnnamedServerError:
@@ -124,7 +125,7 @@ def store_plan(config: Config, new: Sequence[NewSegment], stored: Plan | None) -
     # The numbers of segments that a branch has replaced are not reused.
     first = num_segments(folder) if missing and stored is not None else 0
     for number, one in enumerate(missing, start=first):
-        settings, documents = one.segment.settings, plan_input(one.corpora)
+        settings, documents = one.segment.settings, plan_input(one.corpora, one.validation)
         write_segment(folder, number, documents, settings, one.remainder, one.part)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
@@ -28,7 +28,7 @@ from ray_ulysses.engine.stored_weights import INDEX_FILE, SINGLE_FILE
 from ray_ulysses.errors import ConfigError, Problem, RunError, UserError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.model_shape import ModelShape, read_model_config
-from ray_ulysses.planner.problems import context_problems, local_bytes, position_problems
+from ray_ulysses.planner.problems import context_problems, local_bytes, position_problems, vocabulary_problems
 from ray_ulysses.planner.report import PlanReport, build_report, report_run_of_stages, stage_facts
 from ray_ulysses.planner.search import Chosen, chosen_settings
 from ray_ulysses.planner.stages import stage_plans, stages_of, stand_in_documents
@@ -171,17 +171,21 @@ def _prepare(config: Config, problems: list[Problem], stored_run: StoredRun, *, 
     num_positions = check_architecture(config).num_positions
     stored = load_plan_if_any(config.run_dir / PLAN_FOLDER) if stored_run.has_begun else None
     problems += misfit(run, stored)
-    corpora, plan, new = plan_run(run, stored, stored_run, branch=branch)
+    corpora, validation, plan, new = plan_run(run, stored, stored_run, branch=branch)
     problems += () if problems else other_plan(config, stored, plan, len(new))
     known = 0 if stored is None else max(segment.settings.capacity for segment in stored.segments)
     for stage in stages_of(config, plan):
         own, so_far = stage.config, stage.plan
         capacity = so_far.settings.capacity
-        longest = min(_longest_planned(own, corpora, so_far), capacity)
+        longest = min(_longest_planned(own, (*corpora.corpora, *validation.corpora), so_far), capacity)
         if num_positions is not None:
             problems += position_problems(own, longest, num_positions)
         if capacity > known:
             problems += context_problems(own, longest, trained_positions(own))
+    for corpus in validation.corpora:
+        problems += vocabulary_problems(
+            corpus.info.max_token_id, shape.vocab_size, str(corpus.folder), "data.validation"
+        )
     others, notes = compare_tokenizers(config, corpora.corpora[0])
     report = report_run_of_stages(config, shape, corpora, plan, (*problems, *others), chosen)
     report = replace(report, notes=(*report.notes, *notes))
@@ -200,11 +204,12 @@ def _prepare(config: Config, problems: list[Problem], stored_run: StoredRun, *, 
     )
 
 
-def _longest_planned(config: Config, corpora: CorpusSet, plan: Plan) -> int:
+def _longest_planned(config: Config, corpora: Sequence[Corpus], plan: Plan) -> int:
     """Return the length in tokens of the longest document that may be packed into a row, or 0 without documents."""
     overlong, row_tokens = get_args(Overlong).index(config.data.overlong), plan.settings.capacity
-    used = {source.fingerprint for source in plan.newest.sources if source.is_used}
-    there = [corpus for corpus in corpora.corpora if corpus.fingerprint in used]
+    planned = (*plan.newest.sources, *plan.newest.validation)
+    used = {source.fingerprint for source in planned if source.is_used}
+    there = [corpus for corpus in corpora if corpus.fingerprint in used]
     return max((int(longest_planned(corpus.lengths, row_tokens, overlong)) for corpus in there), default=0)
 
 
@@ -269,6 +274,8 @@ def needs_preparation(config: Config) -> bool:
 def _setting_of(config: Config, path: str) -> str:
     if path == config.data.path:
         return "data.path"
+    if path in config.data.validation:
+        return "data.validation"
     return "data.sources" if any(path == source.path for source in config.data.sources or ()) else STAGES
 
 

@@ -178,6 +178,20 @@ class StepDone(_Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluatedCorpus:
+    """Result of an evaluation on a validation corpus, or on the held-out documents of the training corpora."""
+
+    name: str
+    """Name in metrics, such as `eval/loss/NAME`; `held_out` for held-out documents."""
+    path: str | None
+    """Path of the corpus when the rows were planned; None for held-out documents."""
+    loss: float
+    """Mean loss over the supervised tokens of the corpus's evaluation rows, in nats."""
+    tokens: Whole
+    """Number of supervised tokens in these rows."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluated(_Event):
     """An evaluation of the model completed."""
 
@@ -190,6 +204,8 @@ class Evaluated(_Event):
     """Number of supervised tokens in the evaluation rows."""
     seconds: Seconds = 0.0
     """Duration of the evaluation."""
+    corpora: tuple[EvaluatedCorpus, ...] = ()
+    """Results by corpus; empty without `data.validation`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

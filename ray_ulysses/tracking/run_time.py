@@ -320,7 +320,10 @@ class TimeLedger:
         else:
             # Has an effect only if the record of the attempt's start is damaged.
             self._resume(first.step - 1)
-            self._advance(command, begin, command.pause if command.has_stepped else "startup_s")
+            # A run is evaluated before its first step.
+            self._advance(command, begin - command.evaluation_s, command.pause if command.has_stepped else "startup_s")
+            self._advance(command, begin, "evaluation_s" if command.evaluation_s else "startup_s")
+            command.evaluation_s = 0.0
         command.has_stepped = command.attempt_has_stepped = True
         self._seconds.append(self._advance(command, first.time, "steps_s"))
         self._seconds.frombytes(self._advance_through(command, group).tobytes())

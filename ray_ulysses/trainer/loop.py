@@ -71,6 +71,7 @@ class _Attempt:
     mesh: SequenceMesh
     stage: Stage
     reader: RowReader
+    evaluation_reader: RowReader
     accumulation: int
     engine: Any
     meter: StepMeter
@@ -150,12 +151,13 @@ def _run(whole: AttemptContext, recorder: Recorder, start: StartingState, memory
             compile_layers(model)
         engine = build_engine(model, settings)
         engine.train()
-        reader = open_rows(config, stage.plan)
+        reader, evaluation_reader = open_rows(config, stage.plan)
         attempt = _Attempt(
             context=context,
             mesh=mesh,
             stage=stage,
             reader=reader,
+            evaluation_reader=evaluation_reader,
             accumulation=settings.accumulation,
             engine=engine,
             meter=StepMeter(run.shape, worker.device, run.layout.world_size),
@@ -190,6 +192,8 @@ def _train(attempt: _Attempt, source: DirectSource, position: RunPosition) -> At
     last_step, diagnostics = last_step_of(config, plan), attempt.context.diagnostics
     last_status: Status = "finished" if attempt.stage.ends_the_run else "stage"
     status = last_status
+    if config.run.eval_every_steps is not None and position.step == 0:
+        _evaluate(attempt, StepOutcome(position=position, metrics={}, flags=Flags()))
     while position.step < last_step and status == last_status:
         step = position.step + 1
         with (
@@ -287,11 +291,12 @@ def _flags(attempt: _Attempt) -> Flags:
 def _evaluate(attempt: _Attempt, outcome: StepOutcome) -> StepOutcome:
     context = attempt.context
     clock, device = context.worker.clock, context.worker.device
-    started = clock.monotonic()
+    started, sets = clock.monotonic(), attempt.plan.evaluation_sets
     slices = _beating(attempt, "evaluation", outcome.position.step, _evaluation_slices(attempt))
     with memory_explained(context.run, attempt.stage, context.diagnostics, attempt.memory, outcome.position.step):
-        loss, tokens = evaluate(attempt.engine, slices, attempt.mesh, device, context.run.config.memory.loss_tile)
-    attempt.recorder.evaluated(outcome.position.step, loss, tokens, clock.monotonic() - started)
+        tile, ends = context.run.config.memory.loss_tile, [one.rows.stop for one in sets]
+        sums = evaluate(attempt.engine, slices, attempt.mesh, device, tile, ends=ends)
+    loss = attempt.recorder.evaluated(outcome.position.step, sets, sums, clock.monotonic() - started)
     return replace(outcome, metrics={**outcome.metrics, "eval_loss": loss})
 
 
@@ -329,28 +334,31 @@ def _evaluation_slices(attempt: _Attempt) -> Iterator[RowSlice]:
         if row is None:
             yield attempt.reader.filler(sp_rank, layout.sp_size, layout.ring_size)
         else:
-            yield attempt.reader.read("evaluation", row, sp_rank, layout.sp_size, layout.ring_size)
+            yield attempt.evaluation_reader.read("evaluation", row, sp_rank, layout.sp_size, layout.ring_size)
 
 
 def _due(every: int | None, step: int, is_last: bool = False) -> bool:
     return every is not None and (step % every == 0 or is_last)
 
 
-def open_rows(config: Config, plan: Plan) -> RowReader:
-    """Return a reader for the rows of a stage's plan.
+def open_rows(config: Config, plan: Plan) -> tuple[RowReader, RowReader]:
+    """Return a reader for the training rows of a stage's plan, and one for the evaluation rows.
 
     Each corpus is read from its configured path, or else from the path in the plan.
 
     Raises:
         UserError: A corpus can't be read, or differs from the planned corpus.
     """
-    known = {source.fingerprint: source for source in plan.newest.sources}
-    for path, _ in config.data_sources:
+    sources, validation = plan.newest.sources, plan.newest.validation
+    known = {source.fingerprint: source for source in (*sources, *validation)}
+    for path in (*(path for path, _ in config.data_sources), *config.data.validation):
         fingerprint = Corpus.open(path).fingerprint
         if fingerprint not in known:
             plan.check_corpus(fingerprint)
         known[fingerprint] = replace(known[fingerprint], path=path)
-    return RowReader(CorpusSet(tuple(known[source.fingerprint] for source in plan.newest.sources)), plan)
+    # Evaluations number the documents of validation corpora after those of the training corpora.
+    trained, all_known = CorpusSet(tuple(known.values())[: len(sources)]), CorpusSet(tuple(known.values()))
+    return RowReader(trained, plan), RowReader(all_known, plan)
 
 
 _MOST_WARNINGS = 1000

@@ -7,7 +7,7 @@ import errno
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from ray_ulysses.trainer.step import device_memory_gib
 if TYPE_CHECKING:
     from ray_ulysses.checkpoint import Damage
     from ray_ulysses.checkpoint.background import Saved
+    from ray_ulysses.data.plan.segment import EvaluationSet
     from ray_ulysses.parallel.layout import ParallelLayout
     from ray_ulysses.planner.stages import Stage
     from ray_ulysses.run.start_point import RunPosition
@@ -240,9 +241,26 @@ class Recorder:
             # On a file system, a written record survives this process. In an object store it waits for a segment.
             self._calls.wait_promptly()
 
-    def evaluated(self, step: int, loss: float, tokens: int, seconds: float) -> None:
-        """Record an evaluation."""
-        self._append("evaluation", step=step, loss=loss, tokens=tokens, seconds=round(seconds, 6))
+    def evaluated(
+        self, step: int, sets: Sequence[EvaluationSet], sums: Sequence[tuple[float, int]], seconds: float
+    ) -> float:
+        """Record an evaluation, and return its mean loss over the tokens of all sets.
+
+        Args:
+            step: Number of completed steps.
+            sets: The evaluation sets.
+            sums: Sum of the losses and number of supervised tokens of each set.
+            seconds: Duration of the evaluation.
+        """
+        tokens = sum(num_tokens for _, num_tokens in sums)
+        loss = math.fsum(loss_sum for loss_sum, _ in sums) / tokens
+        corpora = [
+            {"name": one.name, "path": one.path, "loss": loss_sum / num_tokens, "tokens": num_tokens}
+            for one, (loss_sum, num_tokens) in zip(sets, sums, strict=True)
+        ]
+        by_corpus = {"corpora": corpora} if any(one.path is not None for one in sets) else {}
+        self._append("evaluation", step=step, loss=loss, tokens=tokens, seconds=round(seconds, 6), **by_corpus)
+        return loss
 
     def checkpoint_committed(self, saved: Saved) -> None:
         """Record a committed checkpoint."""

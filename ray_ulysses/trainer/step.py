@@ -7,6 +7,7 @@ import itertools
 import math
 import resource
 import sys
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, fields, replace
@@ -294,26 +295,30 @@ def evaluate(
     mesh: SequenceMesh,
     device: torch.device,
     loss_tile: TileSetting = "auto",
-) -> tuple[float, int]:
-    """Return the mean loss over the evaluation rows, and their number of supervised tokens.
+    *,
+    ends: Sequence[int],
+) -> list[tuple[float, int]]:
+    """Return the sum of the losses and the number of supervised tokens of each set of evaluation rows.
 
-    All ranks must call this function, with the same number of slices. The loss is the unweighted mean cross-entropy
-    over supervised tokens, without label weights or auxiliary losses.
+    All ranks must call this function, with the same number of slices. The sets are consecutive, and ``ends`` contains
+    the row after the last of each. The loss is the unweighted cross-entropy over supervised tokens, without label
+    weights or auxiliary losses.
     """
     engine.eval()
-    totals = torch.zeros(2, dtype=torch.float64, device=device)
+    totals = torch.zeros(len(ends), 2, dtype=torch.float64, device=device)
     try:
         with torch.no_grad():
             for row in slices:
                 batch: ShardedBatch = batch_of(replace(row, label_weights=None), mesh, device)
                 found = training_loss(engine, batch, tile=loss_tile)
-                totals[0] += found.loss_sum.double()
-                totals[1] += found.num_tokens
+                # A filler row has neither loss nor tokens, and its number is below all others.
+                of_set = totals[bisect_right(ends, row.row)]
+                of_set[0] += found.loss_sum.double()
+                of_set[1] += found.num_tokens
     finally:
         engine.train()
     dist.all_reduce(totals, group=mesh.group("loss"))
-    loss_sum, num_tokens = totals.tolist()
-    return loss_sum / num_tokens, int(num_tokens)
+    return [(loss_sum, int(num_tokens)) for loss_sum, num_tokens in totals.tolist()]
 
 
 def _agree(

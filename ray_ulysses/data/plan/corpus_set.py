@@ -60,6 +60,13 @@ class PlanInput:
     """Token count of each document, concatenated over all sources; [documents]."""
     spans: LabelSpans | None = None
     """Label spans, or None if every token may be a label."""
+    validation: tuple[PlanInput, ...] = ()
+    """Documents of each validation corpus, which only evaluations read. Their numbers continue those of ``sources``."""
+
+    @property
+    def validation_sources(self) -> tuple[PlannedSource, ...]:
+        """The validation corpora."""
+        return tuple(source for one in self.validation for source in one.sources)
 
 
 def first_documents(sources: Sequence[PlannedSource]) -> NDArray[np.int64]:
@@ -177,15 +184,7 @@ def open_sources(shares: Sequence[tuple[str, float | None]], known: Sequence[Pla
                 f"data.sources: {path} and {found[corpus.fingerprint].path} are the same corpus; list it once"
             )
         tokenizers[corpus.info.tokenizer.fingerprint] = path
-        found[corpus.fingerprint] = PlannedSource(
-            path=path,
-            fingerprint=corpus.fingerprint,
-            num_documents=corpus.num_documents,
-            weight=weight,
-            tokenizer=corpus.info.tokenizer.fingerprint,
-            end_tokens=corpus.info.end_tokens,
-            has_weights=corpus.has_weights,
-        )
+        found[corpus.fingerprint] = _planned(path, corpus, weight)
     if len(tokenizers) > 1:
         raise UserError(
             f"data.sources: {' and '.join(tokenizers.values())} were prepared with different tokenizers; prepare all "
@@ -195,7 +194,54 @@ def open_sources(shares: Sequence[tuple[str, float | None]], known: Sequence[Pla
     return CorpusSet([*places, *found.values()], opened)
 
 
-def plan_input(corpora: CorpusSet) -> PlanInput:
+def _planned(path: str, corpus: Corpus, weight: float | None) -> PlannedSource:
+    return PlannedSource(
+        path=path,
+        fingerprint=corpus.fingerprint,
+        num_documents=corpus.num_documents,
+        weight=weight,
+        tokenizer=corpus.info.tokenizer.fingerprint,
+        end_tokens=corpus.info.end_tokens,
+        has_weights=corpus.has_weights,
+    )
+
+
+def open_validation(paths: Sequence[str], trained: Sequence[PlannedSource]) -> CorpusSet:
+    """Open the validation corpora of a configuration.
+
+    Args:
+        paths: Paths of the corpora.
+        trained: Corpora that the run trains on.
+
+    Raises:
+        UserError: A corpus can't be opened, is listed twice, is trained on, or was prepared with another tokenizer than
+            the training corpora.
+    """
+    found: dict[str, PlannedSource] = {}
+    others = {source.fingerprint: source.path for source in trained}
+    tokenizers = {source.tokenizer: source.path for source in trained if source.tokenizer}
+    opened = []
+    for path in paths:
+        corpus = Corpus.open(path)
+        opened.append(corpus)
+        if corpus.fingerprint in others:
+            raise UserError(
+                f"data.validation: {path} is the same corpus as {others[corpus.fingerprint]}, so its loss would not be "
+                "that of unseen text; remove it, or hold documents of a training corpus out with data.eval_fraction"
+                if corpus.fingerprint not in found
+                else f"data.validation: {path} and {others[corpus.fingerprint]} are the same corpus; list it once"
+            )
+        if tokenizers and corpus.info.tokenizer.fingerprint not in tokenizers:
+            raise UserError(
+                f"data.validation: {path} was prepared with the tokenizer {corpus.info.tokenizer.name}, which is not "
+                f"that of {next(iter(tokenizers.values()))}; prepare both with the same tokenizer"
+            )
+        others[corpus.fingerprint] = path
+        found[corpus.fingerprint] = _planned(path, corpus, None)
+    return CorpusSet(tuple(found.values()), opened)
+
+
+def plan_input(corpora: CorpusSet, validation: CorpusSet | None = None) -> PlanInput:
     """Return the planner's input for all documents of all corpora; raise UserError if a corpus can't be read."""
     opened = corpora.corpora
     lengths = [corpus.lengths for corpus in opened]
@@ -203,6 +249,12 @@ def plan_input(corpora: CorpusSet) -> PlanInput:
         sources=corpora.sources,
         lengths=lengths[0] if len(lengths) == 1 else np.concatenate(lengths),
         spans=_joined_spans(opened),
+        validation=()
+        if validation is None
+        else tuple(
+            plan_input(CorpusSet((source,), (corpus,)))
+            for source, corpus in zip(validation.sources, validation.corpora, strict=True)
+        ),
     )
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ray_ulysses.data.fingerprint import stable_hash
 from ray_ulysses.data.plan.drawing import evaluation_split, mark_held_out
 from ray_ulysses.data.plan.rows import Piece, Rows, RowStats
-from ray_ulysses.data.plan.segment import PlanSettings, Segment
+from ray_ulysses.data.plan.segment import EvaluationSet, PlanSettings, Segment
 from ray_ulysses.data.plan.steps import MicroBatches, assign_rows
 from ray_ulysses.errors import UserError
 from ray_ulysses.validation import KNOWN_FIELDS_ONLY, ContentError, Whole, adapter, checked
@@ -96,6 +96,11 @@ class Plan:
     def evaluation(self) -> Rows:
         """Evaluation rows of the newest segment."""
         return self.newest.evaluation
+
+    @property
+    def evaluation_sets(self) -> tuple[EvaluationSet, ...]:
+        """Evaluation sets of the newest segment, whose rows are consecutive."""
+        return self.newest.evaluation_sets
 
     def held_out(self) -> NDArray[np.bool_]:
         """Return a mask of documents held out in every segment whose sources include the document; bool [documents]."""

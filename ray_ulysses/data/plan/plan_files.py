@@ -105,6 +105,7 @@ class _Header:
     plan_id: str
     settings: PlanSettings
     sources: tuple[PlannedSource, ...]
+    validation: tuple[PlannedSource, ...] = ()
     branch: Branch | None
     stage: PlannedStage | None = None
     epochs: tuple[EpochInfo, ...]
@@ -142,7 +143,7 @@ def write_segment(
     if is_file(folder / PLAN_FILE):
         found = _open_segment(folder)
         branch, length = remainder.branch if remainder else None, stage.length if stage else None
-        if not found.is_made_of(settings, documents.sources, branch, length):
+        if not found.is_made_of(settings, documents.sources, branch, length, documents.validation_sources):
             raise UserError(
                 f"{folder}: contains plan {found.plan_id}, which was made from different data or settings, or for a "
                 "different branch or stage; nothing was overwritten. Data, seed and context can't change in a run: use "
@@ -191,6 +192,7 @@ def _write_files(
         plan_id=segment.plan_id,
         settings=segment.settings,
         sources=segment.sources,
+        validation=segment.validation,
         branch=segment.branch,
         stage=segment.stage,
         epochs=segment.epochs,
@@ -297,6 +299,7 @@ def _read_segment(folder: Path, renew: Callable[[], object] | None = None) -> Se
     segment = Segment(
         settings=header.settings,
         sources=header.sources,
+        validation=header.validation,
         branch=header.branch,
         stage=header.stage,
         epochs=header.epochs,

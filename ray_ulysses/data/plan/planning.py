@@ -106,6 +106,7 @@ def build_segment(
     lengths = np.ascontiguousarray(documents.lengths, dtype=np.uint32)
     planning = _Planning(documents, lengths, settings, remainder, take_pieces)
     evaluation, num_held, num_without = planning.evaluation()
+    evaluation = _with_validation(evaluation, documents, settings)
     train, epochs = planning.train()
     branch = remainder.branch if remainder else None
     if not train.num_rows:
@@ -150,8 +151,33 @@ def build_segment(
         checksums=checksums,
         train=train,
         evaluation=evaluation,
+        validation=documents.validation_sources,
         source_tokens=tuple(planning.source_tokens),
     )
+
+
+def _with_validation(held_out: Rows, documents: PlanInput, settings: PlanSettings) -> Rows:
+    """Append up to ``eval_rows`` rows of each validation corpus to the rows of held-out documents.
+
+    A corpus's rows depend only on the corpus and the settings, whatever the run trains on.
+    """
+    first = int(first_documents(documents.sources)[-1])
+    stats, pieces = [held_out.stats(0, held_out.num_rows)], [held_out.closed_pieces()]
+    for one in documents.validation:
+        path, lengths = one.sources[0].path, np.ascontiguousarray(one.lengths, dtype=np.uint32)
+        try:
+            if not (lengths >= 2).any():
+                raise UserError("no document has two tokens")
+            rows, _, _ = _Planning(one, lengths, replace(settings, eval_fraction=1.0), None, None).evaluation()
+            if not rows.num_rows:
+                raise UserError("no document has a label")
+        except UserError as error:
+            raise UserError(f"data.validation={path}: {error}; remove the corpus, or change it") from error
+        found = rows.closed_pieces()
+        stats.append(rows.stats(0, rows.num_rows))
+        pieces.append(replace(found, document=found.document + first))
+        first += lengths.size
+    return Rows(entries=_with_first_pieces(RowStats.join(stats), 0), all_pieces=Pieces.join(pieces))
 
 
 class _Planning:

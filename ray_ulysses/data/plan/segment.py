@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from ray_ulysses.data.fingerprint import stable_hash
-from ray_ulysses.data.plan.corpus_set import PlannedSource
+from ray_ulysses.data.plan.corpus_set import PlannedSource, first_documents
 from ray_ulysses.data.plan.rows import Fragments, Int64Array, Rows
 from ray_ulysses.data.plan.steps import StepTimes, step_times
 from ray_ulysses.validation import KNOWN_FIELDS_ONLY, Number, Whole
 
 PLANNER_VERSION = 4
+HELD_OUT = "held_out"
+"""Name of the evaluation set of held-out documents."""
 Packing = Literal["best_fit", "wide_fit", "concat", "none"]
 Overlong = Literal["split", "truncate", "drop", "error"]
 RowOrder = Literal["shuffled", "costliest"]
@@ -152,6 +155,28 @@ class Checksums:
     """Checksums of all fragments, including waiting ones."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationSet:
+    """Evaluation rows with a loss of their own."""
+
+    name: str
+    """Name in metrics: `HELD_OUT`, or the last part of the corpus's path, with more parts where it is not unique."""
+    path: str | None
+    """Path of the validation corpus at planning time; None for held-out documents."""
+    rows: range
+    """Evaluation rows of the segment."""
+
+
+def _distinct_names(paths: Sequence[str]) -> list[str]:
+    """Return a distinct name for each path, of its last parts, in characters that all trackers accept."""
+    parts = [re.sub(r"[^\w./-]", "_", path).split("/") for path in paths]
+    for length in range(1, max(map(len, parts), default=0) + 1):
+        names = ["/".join(one[-length:]) for one in parts]
+        if len({*names, HELD_OUT}) > len(names):
+            return names
+    return [f"corpus-{number}" for number in range(len(paths))]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Segment:
     """A part of a plan, planned with one set of settings."""
@@ -175,7 +200,9 @@ class Segment:
     train: Rows
     """Training rows, numbered from 0 within the segment."""
     evaluation: Rows
-    """Evaluation rows. Their documents never occur in ``train``."""
+    """Evaluation rows: of held-out documents, then of each validation corpus. They never occur in ``train``."""
+    validation: tuple[PlannedSource, ...] = ()
+    """Validation corpora, whose documents are numbered after those of ``sources``."""
     source_tokens: tuple[tuple[int, ...], ...] = ()
     """Number of tokens from each source, per epoch. Empty without weights, or if the segment was read from disk."""
 
@@ -196,6 +223,8 @@ class Segment:
             del content["branch"]["skipped"]
         if self.stage is not None:
             content["stage"] = asdict(self.stage)
+        if self.validation:
+            content["validation"] = [source.identity for source in self.validation]
         object.__setattr__(self, "plan_id", stable_hash(content)[:16])
 
     @property
@@ -222,10 +251,23 @@ class Segment:
         Adding epochs or skipping rows does not change the hash.
         """
         of_rows = (self.checksums.evaluation_rows, self.checksums.evaluation_pieces)
-        used = [source for source in self.sources if source.is_used]
+        used = [source for source in (*self.sources, *self.validation) if source.is_used]
         shares = [source.fingerprint if self.evaluation.num_rows else source.identity for source in used]
         parts = [self.settings.capacity, shares, of_rows if self.evaluation.num_rows else None]
         return stable_hash(parts)
+
+    @property
+    def evaluation_sets(self) -> tuple[EvaluationSet, ...]:
+        """Held-out documents, if any, and the validation corpora, with their evaluation rows."""
+        first_pieces = self.evaluation.stats(0, self.evaluation.num_rows).first_piece
+        documents = self.evaluation.closed_pieces().document[first_pieces]
+        places = first_documents((*self.sources, *self.validation))[len(self.sources) :]
+        held_out, *ends = (documents < places[:, None]).sum(axis=1).tolist()
+        sets = [EvaluationSet(name=HELD_OUT, path=None, rows=range(held_out))] if held_out else []
+        names = _distinct_names([source.path for source in self.validation])
+        for name, source, first, end in zip(names, self.validation, [held_out, *ends], ends, strict=False):
+            sets.append(EvaluationSet(name=name, path=source.path, rows=range(first, end)))
+        return tuple(sets)
 
     @property
     def num_rows(self) -> int:
@@ -248,11 +290,14 @@ class Segment:
         sources: Sequence[PlannedSource],
         branch: Branch | None,
         length: StageLength | None = None,
+        validation: Sequence[PlannedSource] = (),
     ) -> bool:
         """Return whether the segment was planned from the given inputs. The sources' paths may differ."""
-        ours, theirs = ([source.identity for source in one] for one in (self.sources, sources))
+        groups = (self.sources, sources, self.validation, validation)
+        ours, theirs, own_validation, other_validation = ([source.identity for source in one] for one in groups)
         own = self.stage.length if self.stage else None
-        return (self.settings, ours, self.branch, own) == (settings, theirs, branch, length)
+        made_of = (self.settings, ours, self.branch, own, own_validation)
+        return made_of == (settings, theirs, branch, length, other_validation)
 
     def epoch_of(self, row: int) -> int:
         """Return the epoch of a row in the segment, or the last epoch if the row is beyond the end."""

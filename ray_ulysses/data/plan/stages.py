@@ -13,7 +13,14 @@ from numpy.typing import NDArray
 
 from ray_ulysses.data.corpus.corpus import refuse_repeats
 from ray_ulysses.data.corpus.row_groups import GROUP_ROWS
-from ray_ulysses.data.plan.corpus_set import CorpusSet, PlannedSource, first_documents, open_sources, plan_input
+from ray_ulysses.data.plan.corpus_set import (
+    CorpusSet,
+    PlannedSource,
+    first_documents,
+    open_sources,
+    open_validation,
+    plan_input,
+)
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.planning import Remainder, StagePart, build_segment
 from ray_ulysses.data.plan.rows import Fragments, Int64Array, Pieces
@@ -32,6 +39,8 @@ class StagePlan:
     """Path and weight of each corpus."""
     length: StageLength | None
     """Length of the stage; None for the only stage of a run without stages."""
+    validation: tuple[str, ...] = ()
+    """Path of each validation corpus."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -40,6 +49,7 @@ class NewSegment:
 
     segment: Segment
     corpora: CorpusSet
+    validation: CorpusSet
     remainder: Remainder | None
     """The run's untrained remainder at the start of the segment; None for the first segment."""
     part: StagePart | None
@@ -63,7 +73,8 @@ def num_made(plan: Plan, stages: Sequence[StagePlan], num_done: int = 0) -> int 
             if number >= num_done:
                 raise
             sources = segment.sources
-        if not segment.is_made_of(stage.settings, sources, segment.branch, stage.length):
+        validation = open_validation(stage.validation, sources).sources
+        if not segment.is_made_of(stage.settings, sources, segment.branch, stage.length, validation):
             return None
     return len(newest)
 
@@ -119,13 +130,14 @@ def _next(
     known = plan.newest.sources if plan else ()
     corpora = open_sources(stage.shares, known)
     refuse_repeats(corpora.corpora, num_known=max(1, len(known)))
+    validation = open_validation(stage.validation, corpora.sources)
     remainder = remainder_after(plan, step, corpora.sources, stage.settings, skipped) if plan else None
-    for corpus in corpora.corpora:
+    for corpus in (*corpora.corpora, *validation.corpora):
         corpus.check_files()
     kept: list[Pieces] = []
     take: Callable[[Pieces], None] | None = None if is_last else kept.append
     try:
-        segment = build_segment(plan_input(corpora), stage.settings, remainder, part, take_pieces=take)
+        segment = build_segment(plan_input(corpora, validation), stage.settings, remainder, part, take_pieces=take)
     except UserError as error:
         if part is None:
             raise
@@ -133,7 +145,7 @@ def _next(
     if not is_last:
         # These pieces determine what the segment leaves untrained, which is an input of the next stage.
         segment = replace(segment, train=replace(segment.train, all_pieces=Pieces.join(kept)))
-    return NewSegment(segment=segment, corpora=corpora, remainder=remainder, part=part)
+    return NewSegment(segment=segment, corpora=corpora, validation=validation, remainder=remainder, part=part)
 
 
 def _part_after(plan: Plan, step: int, length: StageLength) -> StagePart:

@@ -45,6 +45,8 @@ def test_shipped_configurations_are_valid(path: Path) -> None:
         ({"data": None, "cluster": {"workers": {"min": 2, "max": 4}}}, None),
         ({"run": {"name": "a-${JOB}", "stop_step": "${STEPS:-5}"}, "model": {"init": "${INIT}"}}, None),
         ({"stages": [{"name": "a", "steps": 3, "rope": {"rope_type": "yarn", "factor": 2.0}}]}, None),
+        ({"data": {"validation": "corpus"}}, None),
+        ({"data": {"validation": ["a", "s3://bucket/b"]}}, None),
         ({"memory": {"zero_stage": 2, "offload_activations": ["layer_inputs"]}}, None),
         ({"optimiser": {}}, "optimiser"),
         ({"run": {"stop_step": "five"}}, "five"),

@@ -110,6 +110,7 @@ def test_a_size_that_does_not_divide_is_refused_with_sizes_that_do() -> None:
         {"schedule__warmup_steps": 0, "schedule__horizon_steps": 1},
         {"schedule__warmup_ratio": 0.1, "schedule__horizon_steps": 50},
         {"run__eval_every_steps": 5, "data__eval_fraction": 0.01},
+        {"run__eval_every_steps": 5, "data__validation": "validation"},
         {"model__attention": "flash_attn", "model__dtype": "bf16", "cluster__gpus_per_worker": 1},
         {"run__storage_kind": "nfs", "tracking__uri": "http://mlflow:5000"},
         {"run__storage": "gs://bucket/runs", "tracking__enabled": False},

@@ -217,3 +217,26 @@ def test_the_models_own_tokenizer_passes_and_none_is_noted(model: Path, corpus: 
     report = report_of(bare, corpus)
     (note,) = of_tokenizer(report.notes)
     assert report.problems == () and "can't compare the corpus's tokenizer" in note
+
+
+def test_validation_is_refused_with_the_other_problems_and_only_a_branch_changes_it(
+    tmp_path: Path, stdlib: Path
+) -> None:
+    other = str(make_corpus(tmp_path / "other", ("copy.py",)))
+
+    def prepared(*validation: str, **changes: Any) -> PreparedRun:
+        settings = {"data__validation": list(validation), "run__eval_every_steps": 5, **changes}
+        return prepare_run(make_config(tmp_path / "runs", stdlib, **settings), Path("/"))
+
+    first = prepared(other)
+    assert [one.path for one in first.plan.evaluation_sets] == [other] and not first.report.problems
+    claim_run(first)
+    assert prepared(other).new == ()
+    with pytest.raises(ConfigError, match=r"(?s)run.seed=7.*data.validation: .* is the same corpus as"):
+        prepared(str(stdlib), run__seed=7)
+    moved = str(shutil.copytree(other, tmp_path / "moved"))
+    paths = [problem.path for problem in prepared(moved, data__eval_rows=1).report.problems]
+    assert paths == ["data.validation", "data.eval_rows"]
+    model = {**(make_config(tmp_path, stdlib).model.config or {}), "vocab_size": 100}
+    problems = prepared(other, model__config=model).report.problems
+    assert {"data.path", "data.validation"} <= {problem.path for problem in problems}

@@ -20,8 +20,8 @@ from ray_ulysses.trainer.step import Flags
 _log = get_logger(__name__)
 
 
-def order_of(monkeypatch: pytest.MonkeyPatch, flags: Flags) -> list[str]:
-    """Run a step with these flags, after which an evaluation is due, and return the actions in order."""
+def order_of(monkeypatch: pytest.MonkeyPatch, flags: Flags, first: int = 4) -> list[str]:
+    """Train from a step with these flags to step 5, when an evaluation is due, and return the actions in order."""
     done: list[str] = []
     position: Any = SimpleNamespace(step=5)
 
@@ -42,8 +42,12 @@ def order_of(monkeypatch: pytest.MonkeyPatch, flags: Flags) -> list[str]:
     monkeypatch.setattr(loop, "_evaluate", evaluate)
     monkeypatch.setattr(loop, "memory_explained", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(loop, "last_step_of", lambda *_: 5)
-    assert loop._train(attempt, None, SimpleNamespace(step=4)).step == 5  # type: ignore[arg-type]
+    assert loop._train(attempt, None, SimpleNamespace(step=first)).step == 5  # type: ignore[arg-type]
     return done
+
+
+def test_a_run_is_evaluated_before_its_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert order_of(monkeypatch, Flags(), first=0)[:2] == ["evaluation", "step"]
 
 
 @pytest.mark.parametrize("flags", [Flags(stop=True), Flags(notice=True)], ids=["stop", "notice"])
