@@ -1,4 +1,4 @@
-"""Names from other tools that users write into a configuration, with our name or the reason why there is none."""
+"""Names of other tools' settings, with our name, or the reason why there is no such setting."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ _NOTES = {
     "memory.zero_stage": "the state is sharded over all workers",
     "parallel.sp_size": "the number of ranks that share a row; a ring is chosen automatically",
     "schedule.min_lr_ratio": "a fraction of optimizer.lr",
-    "cluster.workers": "one per GPU; workers / parallel.sp_size groups train different rows",
+    "cluster.workers": "one per GPU; parallel.sp_size workers share each row",
 }
 _NONE = {
     "optim optimizer.kind optimizer.name optimizer.type optimizer_type optim_args": (
@@ -142,7 +142,7 @@ _NONE = {
         "remove it, and use the options of `ray-ulysses prepare` or data.prepare",
     ),
     "push_to_hub hub_model_id hub_strategy save_safetensors save_only_model merge_lora": (
-        "a run stores checkpoints; a model directory is exported from one of them",
+        "a run stores only checkpoints; `export` writes a model directory from one of them",
         "remove it, and use `ray-ulysses export`",
     ),
     "rl rl_beta dpo_beta reward_model loss_type": (
@@ -151,7 +151,7 @@ _NONE = {
     ),
     "training trainer train job deepspeed deepspeed_config accelerate parallelism compute_environment": (
         "settings of other tools are not read",
-        "move what it contains into our sections; docs/configuration.md lists every setting",
+        "move its content into our sections; docs/configuration.md lists every setting",
     ),
 }
 FOREIGN = {name: ours for ours, names in _OURS.items() for name in names.split()}
@@ -161,7 +161,7 @@ UNSUPPORTED = {name: both for names, both in _NONE.items() for name in names.spl
 
 
 def foreign_problem(path: str, value: object) -> Problem | None:
-    """Return the problem of an unknown setting that other tools know by this name, or None if none is known to."""
+    """Return the problem of an unknown setting whose name other tools use, or None if no known tool uses it."""
     section, _, written = path.rpartition(".")
     name = written.lower().replace("-", "_")
     if (reason := UNSUPPORTED.get(f"{section}.{name}") or UNSUPPORTED.get(name)) is not None:

@@ -1,4 +1,4 @@
-"""What files of other tools say, independent of the names that a tool uses."""
+"""The facts that files of other tools state, under names that do not depend on the tool."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Fact:
 
 @dataclass(kw_only=True, slots=True)
 class Facts:
-    """Facts of all files; `used` names those that some line of the configuration quotes."""
+    """Facts of all files; `used` has the names of the facts that a line of the configuration quotes."""
 
     stated: dict[str, Fact]
     source: str
@@ -51,7 +51,7 @@ class Facts:
         return None if fact is None else fact.value
 
     def number(self, name: str) -> float | None:
-        """Return a fact as a number, or None. A text that is no number is a problem."""
+        """Return a fact as a number, or None. Text that is not a number is a problem."""
         value = self.value(name)
         if value is None:
             return None
@@ -90,14 +90,14 @@ class Facts:
     def leave_unused(self) -> None:
         """Leave out the facts that no line of the configuration quotes."""
         for name in self.stated.keys() - self.used:
-            self.leave(name, _WITHOUT_EFFECT.get(name, "has no effect with the other options of the file"))
+            self.leave(name, _WITHOUT_EFFECT.get(name, "has no effect with the file's other options"))
 
 
 def read_facts(paths: Sequence[Path], given: Mapping[str, Fact]) -> Facts:
     """Read files of other tools. The first file that states a fact wins, after the facts that are given.
 
     Raises:
-        UserError: A file can't be read, or belongs to none of the tools.
+        UserError: A file can't be read, or belongs to no known tool.
     """
     facts = Facts(stated=dict(given), source=paths[0].stem, tools=(), left_out={}, problems=[])
     owners: list[Table] = []
@@ -125,7 +125,7 @@ def _read(facts: Facts, table: Table, tree: Mapping[object, object]) -> None:
         if entry is None:
             why = f"unknown: {table.tool} {table.version} has no such option"
         elif value == "auto" and option != "bf16":
-            why = "decided elsewhere in the tool, and here by the other settings"
+            why = "left to the tool; here it follows from the other settings"
         elif entry.kind == "carried":
             _add(facts, entry.text, Fact(value=value, option=option, tool=table.tool))
             continue

@@ -1,7 +1,7 @@
 """Tables of other tools' options, and recognition of a file by them.
 
-A table says of each option of a tool what becomes of it: it is carried over as a fact that `write` knows, left out with
-the replacement, or refused with the reason. A table may extend another one, as TRL's arguments extend Transformers'.
+A table gives the fate of each option: carried over as a fact that `write` knows, left out with the replacement, or
+refused with the reason. A table may extend another one, as TRL's arguments extend Transformers'.
 """
 
 from __future__ import annotations

@@ -126,12 +126,12 @@ class _Writer:
             self.put(path, value, name)
 
     def need(self, name: str, option: str, what: str) -> bool:
-        """Return whether a fact is stated; otherwise the missing option is a problem."""
+        """Return whether a fact is stated. If not, record the missing option as a problem."""
         if self.facts.fact(name) is None:
             tools = " and ".join(dict.fromkeys(self.facts.tools))
             missing = Fact(value=NOT_GIVEN, option=option, tool="")
             self.facts.refuse(
-                missing, f"must be given: the configuration of {tools} does not state {what}", "pass it to init"
+                missing, f"must be given: the {tools} configuration does not state {what}", "pass it to init"
             )
         return self.facts.fact(name) is not None
 
@@ -202,7 +202,7 @@ def _model(w: _Writer) -> None:
     kind = w.choice(
         "adapter",
         {**dict.fromkeys(_LORA, "lora"), **dict.fromkeys(_FULL, "full")},
-        "the only adapters are LoRA on weights that are not quantized",
+        "the only supported adapter is LoRA, on weights that are not quantized",
         "use lora, or full for all weights",
     )
     if kind == "full" and f.fact("adapter") is not None:
@@ -259,15 +259,15 @@ def _data(w: _Writer) -> None:
     if w.need("context", "--context", "the length of a row"):
         w.put("data.context_tokens", f.whole("context"), "context")
     _batch(w)
-    wrong = ("no such packing exists here", "use bfd or wrapped")
+    wrong = ("is not a supported kind of packing", "use bfd or wrapped")
     packing = w.choice("packing", _PACKING, *wrong)
     strategy = w.choice("packing_strategy", _PACKING, *wrong) if packing == "best_fit" else None
     if packing is not None:
         why = "documents are fitted into 64 open rows" if f.text("packing_strategy") == "sequential" else ""
         note = "each document has a row of its own, as in a padded batch" if packing == "none" else ""
         w.put("data.packing", strategy or packing, "packing", "packing_strategy", why=why, note=note)
-    rule = "a long document keeps its beginning, or all of it in pieces"
-    overlong = w.choice("overlong", _OVERLONG, rule, "use the truncation of the end, drop or split")
+    rule = "a long document is cut off at its end, split, dropped or refused"
+    overlong = w.choice("overlong", _OVERLONG, rule, "use truncation at the end, drop or split")
     if overlong is not None:
         w.put("data.overlong", overlong, "overlong")
     epochs = f.number("epochs")
@@ -293,7 +293,7 @@ def _batch(w: _Writer) -> None:
     if world % ranks:
         fact = f.fact("world")
         assert fact is not None
-        f.refuse(fact, f"is no multiple of the {ranks} GPUs that share a row", "use a multiple")
+        f.refuse(fact, f"is not a multiple of {ranks}, the GPUs that share a row", f"use a multiple of {ranks}")
         return
     groups, whole = world // ranks, f.whole("global_batch") or 0
     micro, accumulation = f.whole("micro_batch") or 1, f.whole("accumulation")
@@ -313,7 +313,7 @@ def _batch(w: _Writer) -> None:
         w.put("parallel.sp_size", sp, "sp")
     for name in ("tp", "pp"):
         if name in shared:
-            f.leave(name, "ZeRO-3 shards the weights instead, with the same result; parallel.sp_size shares rows")
+            f.leave(name, "ZeRO-3 shards the weights instead, with the same result; parallel.sp_size divides rows")
 
 
 def _optimizer(w: _Writer) -> None:
@@ -347,7 +347,7 @@ def _optimizer(w: _Writer) -> None:
 def _schedule(w: _Writer) -> None:
     f = w.facts
     hint = "use linear, cosine, constant or warmup_stable_decay"
-    kind = w.choice("schedule", _SCHEDULES, "no such schedule exists here", hint) or "constant"
+    kind = w.choice("schedule", _SCHEDULES, "is not a supported schedule", hint) or "constant"
     steps = max(f.whole("horizon") or f.whole("max_steps") or 0, 0)
     warmup = _warmup(w, steps)
     ratio, shape = f.number("decay_ratio"), f.text("decay_shape")
@@ -355,16 +355,16 @@ def _schedule(w: _Writer) -> None:
     if decay and kind == "cosine":
         fact = f.fact("decay_ratio") or f.fact("decay_steps")
         assert fact is not None
-        f.refuse(fact, "a cosine decays from the end of the warm-up here", "use a linear decay, or remove it")
+        f.refuse(fact, "a cosine decay starts at the end of the warm-up", "use a linear decay, or remove it")
     linear = kind == "linear" or (kind == "wsd" and bool(decay) and shape == "linear")
     names, ends = ("schedule", "decay_ratio", "decay_steps", "decay_shape"), ("horizon", "max_steps")
     if linear and steps and f.flag("exact_rates"):
-        # Rates of the other tools count steps from 0: the same curve ends one step later.
+        # The other tools count steps from 0, so the same curve ends one step later.
         w.put("schedule.kind", "wsd", *names, note="with the next two lines the same linear decay, step by step")
-        w.put("schedule.horizon_steps", steps + 1, *ends, note="one more, since rates count from 0 there")
+        w.put("schedule.horizon_steps", steps + 1, *ends, note="one more, since steps are counted from 0 there")
         w.put("schedule.decay_steps", decay or max(1, steps - warmup), *ends, note="the steps of the decay")
     else:
-        late = "the rates are those of one step later, since they count steps from 0 there"
+        late = "each step has the rate of the next step there, where steps are counted from 0"
         why = "" if kind == "constant" else f"the decay is linear, and {late}" if kind == "wsd" else late
         w.put("schedule.kind", kind, *names, why=why, note="" if f.fact("schedule") else "no schedule is set")
         if steps and kind != "constant":
@@ -385,7 +385,7 @@ def _warmup(w: _Writer, steps: int) -> int:
     ratio, warmup = (warmup, 0.0) if 0 < warmup < 1 else (0.0 if warmup else ratio, warmup)
     if f.text("schedule") == "constant":
         ratio = warmup = 0.0
-    why = "its rates are those of one step later, since the first step has rate 0 there"
+    why = "each step has the rate of the next step there, where the first rate is 0"
     if ratio and not steps:
         w.put("schedule.warmup_ratio", ratio, "warmup_ratio", "warmup_steps", why=why)
         return 0
@@ -402,7 +402,7 @@ def _memory(w: _Writer) -> None:
     offloads = f.flag("offload_activations") or str(f.value("checkpointing")).startswith("offload")
     if f.fact("checkpointing") is not None or offloads:
         on = f.flag("checkpointing")
-        why = "the kept inputs of layers are offloaded, and the rest is computed again" if offloads and not on else ""
+        why = "layer inputs are offloaded, and everything else is recomputed" if offloads and not on else ""
         w.put("memory.gradient_checkpointing", on or offloads, "checkpointing", why=why)
     if offloads:
         w.put("memory.offload_activations", ["layer_inputs"], "offload_activations", "checkpointing")

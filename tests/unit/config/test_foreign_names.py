@@ -46,7 +46,7 @@ def test_each_name_without_a_setting_is_answered_with_the_reason() -> None:
     [
         ("optimizer.learning_rate=1e-4", "optimizer.learning_rate=0.0001: there is no such setting; use optimizer.lr "),
         ("optimizer.kind=muon", "AdamW is the only optimizer"),
-        ("training.fp16=true", "move what it contains into our sections"),
+        ("training.fp16=true", "move its content into our sections"),
         ("model.fp16=true", "set model.dtype: bf16, or fp32 on CPU"),
         ("data.batch_size=8", "use data.rows_per_step instead, the rows of a step over all workers"),
         ("data.max-seq-length=8", "use data.context_tokens instead"),
