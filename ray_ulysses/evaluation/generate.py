@@ -20,7 +20,7 @@ from ray_ulysses.engine.model import find_trained_part, meta_model, torch_dtype
 from ray_ulysses.engine.model_config import described_config
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.evaluation.model_source import ModelSource, find_model
-from ray_ulysses.evaluation.report import DType, EvaluationRequest
+from ray_ulysses.evaluation.report import DType
 from ray_ulysses.export.architecture import describe, generation_settings
 from ray_ulysses.export.check import free_memory_bytes
 from ray_ulysses.export.tokenizer_files import TokenizerFiles, find_tokenizer, tokenizer_in
@@ -183,13 +183,7 @@ def generate(request: GenerateRequest, say: Callable[[str], None]) -> Generation
     clock = SystemClock()
     started = clock.monotonic()
     source = find_model(
-        EvaluationRequest(
-            model=request.model,
-            is_run=request.is_run,
-            step=request.step,
-            dtype=request.dtype,
-            trust_run=request.trust_run,
-        )
+        request.model, is_run=request.is_run, step=request.step, dtype=request.dtype, trust_run=request.trust_run
     )
     files = _tokenizer_files(request)
     files.refuse_unknown_tokens(source.vocab_size)

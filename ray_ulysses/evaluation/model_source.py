@@ -12,7 +12,7 @@ from ray_ulysses.engine.model import build_model, refuse_architecture
 from ray_ulysses.engine.model_config import described_config, stored_positions
 from ray_ulysses.engine.text_part import is_multimodal
 from ray_ulysses.errors import RunError
-from ray_ulysses.evaluation.report import DType, EvaluationRequest
+from ray_ulysses.evaluation.report import DType
 from ray_ulysses.export.adapters import adapted_tensors
 from ray_ulysses.export.architecture import describe
 from ray_ulysses.export.decoder_merge import plan_merge
@@ -29,8 +29,10 @@ if TYPE_CHECKING:
 
     from ray_ulysses.checkpoint.manifest import Manifest
     from ray_ulysses.config import Config
+    from ray_ulysses.config.reference_to_checkpoint import Which
     from ray_ulysses.parallel.mesh import SequenceMesh
     from ray_ulysses.storage import Store
+    from ray_ulysses.storage.place import Place
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -100,28 +102,36 @@ class ModelSource:
         return model
 
 
-def find_model(request: EvaluationRequest) -> ModelSource:
-    """Find a request's model, without reading weights.
+def find_model(
+    model: Place, *, is_run: bool, step: Which = "latest", dtype: DType = "model", trust_run: bool = False
+) -> ModelSource:
+    """Find a model, without reading weights.
+
+    Args:
+        model: Directory of a run or a model.
+        is_run: Whether it is the directory of a run.
+        step: Step of the run's checkpoint.
+        dtype: Dtype in which to compute the model.
+        trust_run: Whether to trust the secrets file and servers that only the run's stored configuration specifies.
 
     Raises:
         UserError: The checkpoint does not exist, or the model can't be evaluated exactly.
         RunError: The checkpoint is damaged, or its storage does not respond.
     """
     checkpoint = None
-    if request.model_dir is None:
-        config = stored_config(request.model, trust_run=request.trust_run)
-        checkpoint = find_checkpoint(config, request.model, request.step, trust_run=request.trust_run)
+    if is_run:
+        config = stored_config(model, trust_run=trust_run)
+        checkpoint = find_checkpoint(config, model, step, trust_run=trust_run)
         manifest = checkpoint[1]
-        config = with_planned_context(config_of_checkpoint(config, manifest), request.model, manifest.step)
-        dtype = config.model.dtype if request.dtype == "model" else request.dtype
+        config = with_planned_context(config_of_checkpoint(config, manifest), model, manifest.step)
     else:
-        config = _directory_config(request.model_dir, request.dtype)
-        dtype = config.model.dtype
+        assert isinstance(model, Path)
+        config = _directory_config(model, dtype)
     hf_config = described_config(config, None if checkpoint is None else bool(checkpoint[1].state.tied))
     num_positions = refuse_architecture(hf_config, config.model.part).num_positions
     text = hf_config.get_text_config(decoder=True)
     rotary = stored_positions(hf_config)
-    if request.is_run:
+    if is_run:
         # Use the setting, because documents may be shorter than the rows that they are packed into.
         context_tokens = min(config.data.context_tokens, num_positions or config.data.context_tokens)
     else:
@@ -129,8 +139,8 @@ def find_model(request: EvaluationRequest) -> ModelSource:
     return ModelSource(
         config=config,
         checkpoint=checkpoint,
-        dtype=dtype,
-        weights=request.dtype,
+        dtype=config.model.dtype if dtype == "model" or not is_run else dtype,
+        weights=dtype,
         context_tokens=context_tokens,
         rotary_positions=rotary,
         num_positions=num_positions,

@@ -18,7 +18,6 @@ from ray_ulysses.config import Config
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.engine.model import build_model
 from ray_ulysses.evaluation.model_source import find_model
-from ray_ulysses.evaluation.report import EvaluationRequest
 from ray_ulysses.tracking.events import Evaluated, StepDone
 from ray_ulysses.tracking.history import read_history
 from tests.apart import losses_apart, relative
@@ -107,7 +106,7 @@ def test_an_adapter_is_trained_resumed_elsewhere_and_loaded_by_peft(
     merged = logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto"))
     assert apart(adapted, before) > 1e-3, "nothing was learned"
     assert apart(logits_of(said_names["model"]), adapted) <= 1e-6
-    evaluated = find_model(EvaluationRequest(model=run, is_run=True, dtype="fp32")).build()
+    evaluated = find_model(run, is_run=True, dtype="fp32").build()
     assert apart(logits_of(evaluated), adapted) <= (1e-5 if dtype == "fp32" else 3e-2)
     # The merged weights are rounded once more in bf16.
     assert apart(merged, adapted) <= (1e-5 if dtype == "fp32" else 3e-2)
