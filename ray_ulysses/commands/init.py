@@ -172,7 +172,7 @@ cluster:
   gpus_per_worker: {cluster.gpus_per_worker}
 """
     if cluster.device is not None:
-        text += f"  device: {cluster.device}  # its speed is known to `plan`; edit it for another GPU\n"
+        text += f"  device: {cluster.device}  # `plan` knows its speed; change it for another GPU\n"
     return text
 
 
@@ -183,7 +183,7 @@ def _memory(first: FirstConfig) -> str:
         return ""
     return f"""\
 memory:
-  device_gib: {memory.device_gib:g}  # of one GPU, less what its driver keeps
+  device_gib: {memory.device_gib:g}  # of one GPU, without the driver's share
   host_gib: {memory.host_gib:g}  # edit: memory of a node per GPU
 {_chosen(first, "memory")}
 """
@@ -212,7 +212,7 @@ def _model(section: dict[str, Any], trained: int | None) -> str:
     if "part" in section:
         lines.append("  part: text  # the decoder of a multimodal checkpoint")
     if "config" in section:
-        lines.append("  config:  # what `plan` uses without a network; the loaded model is checked against it")
+        lines.append("  config:  # for `plan` without a network; the loaded model must match it")
         dumped = yaml.safe_dump(section["config"], sort_keys=False)
         lines += [f"    {line}" for line in dumped.splitlines()]
     rope = section.get("rope")

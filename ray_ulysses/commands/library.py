@@ -51,13 +51,13 @@ def train(
 ) -> TrainResult:
     """Train a model, or resume the run with this name and storage, like the command ``train``.
 
-    Ray is connected to for the duration of the call, and must not be initialized in this process.
+    Connects to Ray for the duration of the call; Ray must not be initialized in this process.
 
     Args:
         config: Path of a configuration file, or its content as nested mappings.
         overrides: Changed settings as in ``--set``, such as ``"run.stop_step=20"``; later ones win.
         branch: Whether an existing run's data and learning rate may change.
-        quiet: Whether to print no progress.
+        quiet: Whether to hide the progress.
 
     Raises:
         UserError: The run can't start; all problems with the configuration are in one error.

@@ -34,7 +34,7 @@ class PrepareSection(Section):
     """Field with a list of token ids. Default null."""
 
     labels_field: str | None = None
-    """Field with a list of labels, -100 or the token. Default null."""
+    """Field with a list of labels: the token, or -100 for a token that is not learned. Default null."""
 
     messages_field: str | None = None
     """Field with the messages of a chat. Default null."""
@@ -64,7 +64,7 @@ class PrepareSection(Section):
     """Template file, or `training` for TRL's templates. Default null: the tokenizer's."""
 
     turns: Literal["auto", "marks", "split", "whole"] = "auto"
-    """How the turns of a chat are found. Default `auto`."""
+    """How the turns of a chat are found (`docs/data.md`). Default `auto`."""
 
     train_on: Literal["all", "last"] = "all"
     """Assistant turns that are learned. Default `all`."""

@@ -284,7 +284,7 @@ def _data(report: PlanReport) -> list[str]:
 def _time(report: PlanReport, price: float | None) -> list[str]:
     modelled, world = report.step_time, report.layout.world_size
     if modelled is None:
-        said = "time: not modelled; the model requires cluster.device, GPUs, bf16, and an optimizer that is not on NVMe"
+        said = "time: not predicted; it requires cluster.device, GPUs, bf16, and an optimizer that is not on NVMe"
         return [said]
     width = max(len(term.name) for term in modelled.terms)
     lines = [

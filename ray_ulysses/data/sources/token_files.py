@@ -1,9 +1,9 @@
-"""Reads the datasets of other training tools: Megatron-LM's and datatrove's token files, and MDS shards.
+"""Reads the datasets of other training tools: token files of Megatron-LM and datatrove, and MDS shards.
 
 All numbers are little-endian. The layouts are those of Megatron-LM's ``indexed_dataset.py``, datatrove's
 ``TokenizedFile`` and MosaicML Streaming's ``MDSWriter``:
 
-* Megatron-LM: ``NAME.bin`` contains the tokens of sequences. ``NAME.idx`` contains a mark of 9 bytes, the version
+* Megatron-LM: ``NAME.bin`` contains the tokens of sequences. ``NAME.idx`` contains 9 magic bytes, the version
   (u64), a code of the token type (u8), the number of sequences and the number of document borders (u64 each), the
   sequences' lengths (i32) and byte offsets (i64), and the borders: the index of each document's first sequence, and the
   number of sequences (i64).
@@ -126,12 +126,15 @@ def _megatron(files: Sequence[FileStamp], first: int, last: int) -> TokenDocumen
     positions = np.append(0, np.cumsum(lengths)) + (offsets[0] // dtype.itemsize if start else 0)
     wrong = np.flatnonzero((lengths < 0) | (offsets != positions[:-1] * dtype.itemsize))
     if wrong.size:
-        raise damaged(index.path, at_offsets + 8 * (start + int(wrong[0])), "the sequence does not follow the previous")
+        raise damaged(
+            index.path, at_offsets + 8 * (start + int(wrong[0])), "the sequence does not follow the previous one"
+        )
     if is_whole and positions[-1] * dtype.itemsize != tokens.num_bytes:
         raise damaged(
             tokens.path,
             tokens.num_bytes,
-            f"the index lists {positions[-1]:,} tokens of {dtype.itemsize} bytes, which the file does not have exactly",
+            f"the index lists {positions[-1]:,} tokens of {dtype.itemsize} bytes, but the file has "
+            f"{tokens.num_bytes:,} bytes",
         )
     return TokenDocuments(dtype=dtype, borders=positions[borders - start])
 
@@ -146,11 +149,11 @@ def _datatrove(files: Sequence[FileStamp], first: int, last: int) -> TokenDocume
     stored = stored_tokenizer(files)[1] or width
     if num_documents and (width * num_tokens != tokens.num_bytes or width != stored or width not in _DATATROVE_WIDTHS):
         sizes = f"{stored}" if stored != width else "2 or 4"
-        rule = f"the index lists {num_tokens:,} tokens, which do not have {sizes} bytes each"
+        rule = f"the index lists {num_tokens:,} tokens, but the file does not have {sizes} bytes for each"
         raise damaged(tokens.path, tokens.num_bytes, rule)
     loss = _companion(files, ".loss")
     if loss is not None and loss.num_bytes != num_tokens:
-        raise damaged(loss.path, loss.num_bytes, f"the file has one byte for each of {num_tokens:,} tokens")
+        raise damaged(loss.path, loss.num_bytes, f"the file must have one byte for each of {num_tokens:,} tokens")
     before = max(0, first - 1)
     borders = _numbers(index.path, 8 * before, "u8", (last or num_documents) - before)
     _refuse_decrease(index.path, 8 * before, borders, num_tokens)
@@ -163,7 +166,7 @@ def _refuse_decrease(path: str, offset: int, borders: NDArray[np.int64], most: i
     wrong = np.flatnonzero((np.diff(borders, prepend=0) < 0) | (borders > most))
     if wrong.size:
         raise damaged(
-            path, offset + 8 * int(wrong[0]), f"the document's border is not from the previous one to {most:,}"
+            path, offset + 8 * int(wrong[0]), f"the document's border is not between the previous one and {most:,}"
         )
 
 
@@ -330,7 +333,7 @@ def _mds_row(
     sizes = [next(varying, 0) if size is None else size for size in header.sizes]
     stops = 4 * num_varying + np.cumsum(sizes)
     if len(data) != 4 * num_varying + sum(sizes):
-        raise damaged(path, offset, f"the sample's columns do not have the size of the sample, {len(data):,} bytes")
+        raise damaged(path, offset, f"the sizes of the columns do not add up to the sample's {len(data):,} bytes")
     values = {
         name: data[stop - size : stop] for name, size, stop in zip(header.encodings, sizes, stops.tolist(), strict=True)
     }

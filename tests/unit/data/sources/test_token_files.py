@@ -121,11 +121,11 @@ DAMAGE: list[tuple[str, Callable[[Path], None], str]] = [
     (MEGATRON, lambda path: put(path, AT_OFFSETS + 24, b"\7"), f"byte {AT_OFFSETS + 24}: the sequence does not follow"),
     (MEGATRON, lambda path: put(path, AT_BORDERS + 16, b"\0"), f"byte {AT_BORDERS + 16}: the document's border"),
     (MEGATRON, lambda path: put(path, AT_BORDERS + 8 * NUM, b"\0"), "do not go from sequence 0 to 9"),
-    ("0.ds", cut, "byte .*: the index lists .* tokens, which do not have 2 bytes each"),
+    ("0.ds", cut, "byte .*: the index lists .* tokens, but the file does not have 2 bytes for each"),
     (DATATROVE, cut, "ends within a number of 8 bytes"),
     (DATATROVE, lambda path: cut(path, 8), "the index lists"),
     (DATATROVE, lambda path: put(path, 16, b"\0"), "byte 16: the document's border"),
-    ("0.ds.metadata", lambda path: path.write_text("x|4\n"), "which do not have 4 bytes each"),
+    ("0.ds.metadata", lambda path: path.write_text("x|4\n"), "does not have 4 bytes for each"),
     ("0.ds.metadata", lambda path: path.write_text("x|two\n"), "byte 0: the first line"),
     ("0.ds.loss", cut, "one byte for each of"),
     ("shard.00000.mds", cut, "index.json states"),
@@ -136,7 +136,7 @@ DAMAGE: list[tuple[str, Callable[[Path], None], str]] = [
     (
         "shard.00000.mds",
         lambda path: put(path, int.from_bytes(path.read_bytes()[8:12], "little"), b"\1"),
-        "byte .*: the sample's columns",
+        "byte .*: the sizes of the columns",
     ),
 ]
 
