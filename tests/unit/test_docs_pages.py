@@ -10,6 +10,7 @@ import pytest
 from mkdocs.config import load_config
 
 from ray_ulysses import run_names
+from tests.notebook import NOTEBOOK, code_cells, load
 
 _ROOT = Path(__file__).parents[2]
 _PACKAGE = _ROOT / "ray_ulysses"
@@ -119,3 +120,13 @@ def test_every_page_has_one_place_in_the_site() -> None:
 
     config = load_config(str(_ROOT / "mkdocs.yml"))
     assert sorted(pages(config["nav"])) == sorted(file.name for file in (_ROOT / "docs").glob("*.md"))
+
+
+def test_the_notebook_is_stored_with_outputs_that_name_no_place_of_a_machine() -> None:
+    notebook = load()
+    cells = code_cells(notebook)
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    assert sum(bool(cell["outputs"]) for cell in cells) > len(cells) / 2
+    assert re.findall(r"/(?:tmp|root|home|work)/", NOTEBOOK.read_text(encoding="utf-8")) == []
+    links = [link for cell in notebook["cells"] for link in _LINK.findall("".join(cell["source"]))]
+    assert links and [link for link in links if not (NOTEBOOK.parent / link).exists()] == []
