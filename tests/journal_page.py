@@ -45,7 +45,7 @@ _NAMED = (
     (tuple[CheckpointRecord, ...], "list"),
     (tuple[SourceRecord, ...], "list"),
     (tuple[EvaluatedCorpus, ...], "list"),
-    *((kind, "object") for kind in (InheritedSteps, TimeSpent, StartTime, RunFailed)),
+    *((kind, "object") for kind in (InheritedSteps, TimeSpent, StartTime, RunFailed, Evaluated)),
     *((dict[str, value], "object") for value in (Any, str, float)),
 )
 _EXAMPLE = {
@@ -163,6 +163,12 @@ The fields of `starts` add up to `startup_s + waiting_s`, and those of `recovery
 
 {starts}
 
+### `evaluation`
+
+A `loss` that is not a number is null.
+
+{evaluation}
+
 ### `failure`
 
 {failure}
@@ -220,6 +226,7 @@ def render_journal() -> str:
             checkpoints=_table(CheckpointRecord, _own(CheckpointRecord)),
             time_spent=_table(TimeSpent, _own(TimeSpent), before=[total]),
             starts=_table(StartTime, _own(StartTime)),
+            evaluation=_table(Evaluated, ["step", "loss", "tokens", "corpora"]),
             failure=_table(EndEvent, ["session", *_own(EndEvent)]),
             plan=_table(SegmentRecord, _own(SegmentRecord)),
             sources=_table(SourceRecord, _own(SourceRecord)),

@@ -268,11 +268,16 @@ def history_json(history: RunHistory, plan_history: PlanHistory) -> Iterator[str
 
 
 def _totals(history: RunHistory) -> list[tuple[str, str]]:
-    share = history.goodput
+    share, last = history.goodput, history.evaluation
+    by_corpus = "" if last is None else ", ".join(f"{one.name} {one.loss:.4f}" for one in last.corpora)
+    evaluated = [] if last is None else [("eval loss", f"{last.loss:.4f} after step {last.step:,}")]
+    if by_corpus:
+        evaluated.append(("  by corpus", by_corpus))
     return [
         ("tokens", f"{count(history.tokens)} ({history.tokens:,})"),
         ("rows consumed", f"{history.rows_consumed:,}"),
         ("data digest", history.data_digest),
+        *evaluated,
         ("lost steps", f"{history.lost_steps:,} (discarded by a failure and trained again)"),
         ("goodput", "-" if share is None else f"{percent(share)} of the time was spent on steps that count"),
     ]
@@ -365,7 +370,8 @@ def _segment(segment: SegmentRecord) -> tuple[str, ...]:
     ]
     numbers = (segment.base_step, segment.base_row, segment.context_tokens, segment.rows_per_step)
     cells = tuple(f"{number:,}" for number in numbers)
-    return (str(segment.segment), segment.plan_id, *cells, segment.packing, ", ".join(sources))
+    validation = f"; validation: {', '.join(segment.validation)}" if segment.validation else ""
+    return (str(segment.segment), segment.plan_id, *cells, segment.packing, ", ".join(sources) + validation)
 
 
 def _attempt(attempt: AttemptRecord) -> tuple[str, ...]:

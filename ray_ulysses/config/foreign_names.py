@@ -37,6 +37,7 @@ _OURS = {
     "data.packing": "sample_packing packing_strategy neat_packing packing_length pad_to_sequence_len",
     "data.overlong": "truncation truncation_mode truncation_strategy excess_length_strategy",
     "data.epochs": "num_train_epochs num_epochs max_epochs",
+    "data.validation": "test_datasets eval_dataset val_dataset validation_dataset validation_data",
     "data.eval_fraction": "val_set_size val_size validation_split split_dataset_ratio test_size",
     "data.eval_rows": "eval_batch_size per_device_eval_batch_size max_eval_samples",
     "data.prefetch_rows": "dataloader_num_workers dataloader_prefetch_factor num_workers",

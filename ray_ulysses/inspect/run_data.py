@@ -222,6 +222,8 @@ class SegmentRecord:
     """Method that packed the documents into rows (`data.packing`)."""
     sources: tuple[SourceRecord, ...]
     """Corpora of the segment."""
+    validation: tuple[str, ...] = ()
+    """Paths of the validation corpora when the segment was planned."""
     stage: str | None = None
     """Name of the segment's stage, or its index if the configuration can't be read; None in a run without stages."""
 
@@ -262,6 +264,7 @@ def read_plan_history(run_dir: Place) -> PlanHistory:
                 rows_per_step=segment.settings.rows_per_step,
                 packing=segment.settings.packing,
                 sources=tuple(SourceRecord(path=source.path, weight=source.weight) for source in segment.sources),
+                validation=tuple(source.path for source in segment.validation),
                 stage=None if segment.stage is None else names.get(segment.stage_number, str(segment.stage_number)),
             )
             for number, segment in enumerate(plan.segments)

@@ -11,7 +11,7 @@ from ray_ulysses.migration.tables import Table, owner_of, read_foreign
 
 _OFF: tuple[object, ...] = (None, False, 0, "", "none", "no", "false", [], {})
 _MOST_SHOWN = 60
-_OF_EVALUATION = "set data.eval_fraction, which holds documents out, and run.eval_every_steps"
+_OF_EVALUATION = "set data.validation, or data.eval_fraction, which holds documents out, and run.eval_every_steps"
 _WITHOUT_EFFECT = dict.fromkeys(("eval_strategy", "eval_steps", "keep_best"), _OF_EVALUATION)
 
 
@@ -143,7 +143,7 @@ def _read(facts: Facts, table: Table, tree: Mapping[object, object]) -> None:
 def _add(facts: Facts, name: str, fact: Fact) -> None:
     if fact.value is None:
         return
-    if name in facts.stated and name == "dataset" and facts.stated[name].tool == fact.tool:
+    if name in facts.stated and name in ("dataset", "validation") and facts.stated[name].tool == fact.tool:
         before = facts.stated[name]
         fact = Fact(value=[*_listed(before.value), *_listed(fact.value)], option=before.option, tool=fact.tool)
         facts.stated[name] = fact

@@ -185,7 +185,7 @@ def _run(w: _Writer) -> None:
         w.put("run.log_every_steps", max(1, int(every)), "log_steps", why="steps, not a fraction" if every < 1 else "")
     fraction = f.number("eval_fraction") or 0.0
     wants = str(f.value("eval_strategy") or "steps").lower() != "no"
-    if fraction > 0 and wants:
+    if (fraction > 0 or f.flag("validation")) and wants:
         every = f.number("eval_steps") or f.number("save_steps") or 100
         is_steps = every >= 1 and f.text("eval_strategy") != "epoch"
         why = "" if is_steps and f.fact("eval_steps") else "evaluations are counted in steps"
@@ -246,16 +246,28 @@ def _precision(w: _Writer) -> None:
     w.put("model.dtype", dtype or "bf16", name, why="" if fact else "no lower precision is set")
 
 
+def _sources(given: object) -> list[str]:
+    return [part for one in (given if isinstance(given, list) else [given]) if one for part in str(one).split(",")]
+
+
+def _prepare(f: Facts, sources: str, fields: Sequence[str], out: str) -> str:
+    """Return the command that prepares raw data as a corpus."""
+    options = "".join(f" {_FIELD_OPTIONS[name]} {f.text(name)}" for name in fields)
+    options += _ROWS.get(str(f.value("dataset_type")), "")
+    return f"ray-ulysses prepare {sources} --tokenizer {f.text('model') or 'MODEL'} --out {out}{options}"
+
+
 def _data(w: _Writer) -> None:
     f = w.facts
-    given = f.value("dataset")
-    sources = [part for one in (given if isinstance(given, list) else [given]) if one for part in str(one).split(",")]
-    model = f.text("model") or "MODEL"
-    command = f"ray-ulysses prepare {' '.join(sources) or 'SOURCES'} --tokenizer {model} --out corpus"
     fields = [name for name in _FIELD_OPTIONS if (fact := f.fact(name)) is not None and fact.option]
-    command += "".join(f" {_FIELD_OPTIONS[name]} {f.text(name)}" for name in fields)
-    command += _ROWS.get(str(f.value("dataset_type")), "")
+    command = _prepare(f, " ".join(_sources(f.value("dataset"))) or "SOURCES", fields, "corpus")
     w.put("data.path", "corpus", "dataset", "dataset_type", *fields, why=f"edit: {command}")
+    if validation := _sources(f.value("validation")):
+        # Each has a loss of its own. The split is that of the training data.
+        outs = {f"validation-{number}": one for number, one in enumerate(validation, 1)}
+        fields = [name for name in fields if name != "dataset_split"]
+        commands = " && ".join(_prepare(f, one, fields, out) for out, one in outs.items())
+        w.put("data.validation", list(outs), "validation", why=f"edit: {commands}")
     if w.need("context", "--context", "the length of a row"):
         w.put("data.context_tokens", f.whole("context"), "context")
     _batch(w)

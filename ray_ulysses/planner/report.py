@@ -100,6 +100,18 @@ class SourceFacts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationFacts:
+    """A set of evaluation rows with a loss of its own."""
+
+    name: str
+    path: str | None
+    """Path of the corpus, or None for held-out documents."""
+    rows: int
+    tokens: int
+    """Number of supervised tokens in the rows."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DataFacts:
     """Sizes of the data plan."""
 
@@ -136,7 +148,8 @@ class DataFacts:
     skipped_documents: int
     """Number of documents that are skipped because no token has a target."""
     held_out_documents: int
-    evaluation_rows: int
+    evaluation: tuple[EvaluationFacts, ...]
+    """Held-out documents and validation corpora."""
     imbalance: float
     """Estimated time of all steps relative to perfectly balanced ranks, for the configured ``dp`` size."""
     imbalance_by_dp: tuple[tuple[int, float, float], ...]
@@ -363,7 +376,6 @@ def _data(config: Config, shape: ModelShape, plan: Plan, opened: Sequence[Corpus
         padding_tokens=int(stats.padded_tokens(segment.settings.pad_multiple).sum()) - tokens,
         packing=segment.settings.packing,
         engine=config.data.engine,
-        evaluation_rows=plan.evaluation.num_rows,
         imbalance=times.imbalance,
         imbalance_by_dp=_imbalances(segment),
         step_spread=(times.fast, times.slow),
@@ -371,6 +383,15 @@ def _data(config: Config, shape: ModelShape, plan: Plan, opened: Sequence[Corpus
         base_step=segment.base_step,
         flops_per_step=total / max(1, segment.end_step - segment.base_step),
         mixture=tuple(_mixture(segment, opened)),
+        evaluation=tuple(
+            EvaluationFacts(
+                name=one.name,
+                path=one.path,
+                rows=len(one.rows),
+                tokens=int(plan.evaluation.stats(one.rows.start, one.rows.stop).supervised.sum(dtype=np.int64)),
+            )
+            for one in plan.evaluation_sets
+        ),
         **totals,
     )
 

@@ -78,11 +78,17 @@ def loss_picture(record: RunRecord) -> Figure:
         lost = np.sort(record.lost, order="step")
         axes.plot(record.tokens_at(lost["step"]), lost["loss"], ".", color=SERIES[1], markersize=4, label="replayed")
     curve(axes, record.tokens, record.kept["loss"], "training", SERIES[0])
-    found = {one.step: one.loss for one in record.events(Evaluated) if one.step <= record.history.step}
-    if found:
-        steps = np.array(sorted(found))
-        losses = np.array([found[int(step)] for step in steps])
-        curve(axes, record.tokens_at(steps), losses, "evaluation", SERIES[3], marker="o")
+    found: dict[str, dict[int, float]] = {}
+    for one in record.events(Evaluated):
+        if one.step <= record.history.step:
+            found.setdefault("evaluation", {})[one.step] = one.loss
+            for corpus in one.corpora if len(one.corpora) > 1 else ():
+                found.setdefault(plain(corpus.name), {})[one.step] = corpus.loss
+    for number, (name, losses) in enumerate(found.items()):
+        steps = np.array(sorted(losses))
+        values = np.array([losses[int(step)] for step in steps])
+        color = SERIES[(3 + number) % len(SERIES)]
+        curve(axes, record.tokens_at(steps), values, name, color, marker="" if number else "o")
     _stages_and_branches(axes, record)
     log_if_wide(axes, record.kept["loss"], _LOSS_RATIO)
     legend(axes)

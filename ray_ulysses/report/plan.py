@@ -21,6 +21,7 @@ _PHASES = {
 }
 _READERS = {"ray": "in tasks of Ray Data on the workers' nodes", "local": "in the workers"}
 _MOST_SIZES = 8
+_MOST_SETS = 3
 _FLOPS = ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"))
 
 
@@ -92,6 +93,10 @@ def _verdict(report: PlanReport, price: float | None) -> list[tuple[str, str]]:
         rows.append(
             ("steps", f"{data.num_steps:,} of {data.rows_per_step} rows, {tokens}; stops at {data.stop_step:,}")
         )
+        if any(one.path for one in data.evaluation):
+            sets = [f"{one.name} ({count(one.tokens)} tokens)" for one in data.evaluation]
+            more = f" and {len(sets) - _MOST_SETS} more" if len(sets) > _MOST_SETS else ""
+            rows.append(("evaluated on", ", ".join(sets[:_MOST_SETS]) + more))
     if (bill := _bill(report, price)) is not None:
         rows.append(("run", bill))
     return rows
@@ -271,9 +276,9 @@ def _data(report: PlanReport) -> list[str]:
     if corpus.loss_weights is not None:
         low, high = corpus.loss_weights
         rows.insert(2, ("loss weights", f"from {low:g} to {high:g}; a step's loss is the mean by weight"))
-    if data.held_out_documents:
-        held_out = f"{data.held_out_documents:,} held-out documents, {data.evaluation_rows} rows per evaluation"
-        rows.insert(5, ("evaluation", held_out))
+    for one in reversed(data.evaluation):
+        documents = one.path or f"{data.held_out_documents:,} held-out documents"
+        rows.insert(5, ("evaluation", f"{one.rows} rows, {one.tokens:,} tokens with a label, of {documents}"))
     if data.skipped_documents:
         rows.insert(5, ("skipped documents", f"{data.skipped_documents:,} with a single token"))
     if corpus.unigram_nats is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, TypeVar
@@ -19,6 +20,7 @@ from ray_ulysses.tracking.events import (
     CheckpointCommitted,
     CommandEnded,
     CommandEvent,
+    Evaluated,
     Event,
     RunFailed,
     RunFinished,
@@ -131,6 +133,8 @@ class RunHistory:
     """Fraction of `time_spent` that was spent in steps that count."""
     time_spent: TimeSpent = field(default_factory=TimeSpent)
     """Breakdown of the time that the run's commands took."""
+    evaluation: Evaluated | None = None
+    """The newest evaluation at a step that counts; None before the first."""
     failure: RunFailed | None = None
     """The failure that ended the run; None if no failure ended it."""
     missing_steps: tuple[tuple[int, int], ...] = ()
@@ -148,11 +152,21 @@ class RunHistory:
             "attempts": [asdict(attempt) for attempt in self.attempts],
             "checkpoints": [asdict(checkpoint) for checkpoint in self.checkpoints],
             "time_spent": self.time_spent.to_json(),
+            "evaluation": None if self.evaluation is None else _evaluation_fields(self.evaluation),
             "failure": None if self.failure is None else failure_fields(self.failure),
             "missing_steps": [list(steps) for steps in self.missing_steps],
             "damaged_records": list(self.damaged_records),
             "diagnostics": list(self.diagnostics),
         }
+
+
+def _evaluation_fields(evaluation: Evaluated) -> dict[str, Any]:
+    found = {name: getattr(evaluation, name) for name in ("step", "loss", "tokens")}
+    found["corpora"] = [asdict(corpus) for corpus in evaluation.corpora]
+    # JSON has no NaN.
+    for one in (found, *found["corpora"]):
+        one["loss"] = one["loss"] if math.isfinite(one["loss"]) else None
+    return found
 
 
 def read_history(
@@ -206,10 +220,11 @@ def build_history(
         owner = None
     failure = None if owner is not None else _last_failure(journal.entries)
     before, spent = inherited_steps(journal.entries), time_spent(journal.entries)
+    step = max(last, before.step)
     return RunHistory(
         name=name,
         status="failed" if failure is not None else _status(attempts, owner),
-        step=max(last, before.step),
+        step=step,
         tokens=before.tokens + kept.tokens,
         steps=kept,
         attempts=tuple(map(_attempt_record, attempts, [None, *attempts])),
@@ -219,6 +234,9 @@ def build_history(
         lost_steps=len(counted.lost),
         goodput=spent.goodput,
         time_spent=spent,
+        evaluation=next(
+            (one for one in reversed(journal.entries) if isinstance(one, Evaluated) and one.step <= step), None
+        ),
         failure=failure,
         missing_steps=kept.missing_after(before.step),
         damaged_records=tuple(str(record) for record in journal.damaged),

@@ -332,9 +332,10 @@ class MlflowSink(Sink):
                     source_type="ray_ulysses_corpus",
                     source=json.dumps({"uri": path}),
                 ),
-                [InputTag("mlflow.data.context", "training")],
+                [InputTag("mlflow.data.context", context)],
             )
-            for path in began.corpora
+            for context, paths in (("training", began.corpora), ("evaluation", began.validation))
+            for path in paths
         ]
         if inputs:
             self._client.log_inputs(self._run_id, datasets=inputs)

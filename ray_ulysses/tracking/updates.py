@@ -45,6 +45,8 @@ class AttemptBegan:
     """Texts that describe the run, by file name."""
     corpora: tuple[str, ...] = ()
     """Paths or URIs of the corpora that the run trains on."""
+    validation: tuple[str, ...] = ()
+    """Paths or URIs of the corpora that the run is evaluated on."""
     plan_id: str = ""
     """Id of the data plan, a hash of the corpora and of the settings that order their rows."""
 
@@ -134,7 +136,9 @@ class Translation:
             case Evaluated():
                 if event.step > self._evaluated_step and not math.isnan(event.loss):
                     self._evaluated_step = event.step
-                    yield StepMetrics(time=event.time, step=event.step, metrics={EVAL_LOSS: event.loss})
+                    by_corpus = {f"{EVAL_LOSS}/{one.name}": one.loss for one in event.corpora}
+                    metrics = {EVAL_LOSS: event.loss, **by_corpus}
+                    yield StepMetrics(time=event.time, step=event.step, metrics=metrics)
             case AttemptStarted():
                 yield from self._began(event)
             case CheckpointCommitted():
@@ -177,6 +181,7 @@ class Translation:
                 **{f"version.{name}": number for name, number in event.versions.items()},
             },
             corpora=_corpora(event.settings),
+            validation=tuple(event.settings.get("data.validation") or ()),
             plan_id=event.plan_ids[-1],
         )
         beyond = {step for step in self._committed if step > event.resumed_step}

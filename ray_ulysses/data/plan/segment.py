@@ -169,7 +169,7 @@ class EvaluationSet:
 
 def _distinct_names(paths: Sequence[str]) -> list[str]:
     """Return a distinct name for each path, of its last parts, in characters that all trackers accept."""
-    parts = [re.sub(r"[^\w./-]", "_", path).split("/") for path in paths]
+    parts = [re.sub(r"[^\w./-]", "_", path.strip("/")).split("/") for path in paths]
     for length in range(1, max(map(len, parts), default=0) + 1):
         names = ["/".join(one[-length:]) for one in parts]
         if len({*names, HELD_OUT}) > len(names):

@@ -19,7 +19,7 @@ from ray_ulysses.inspect.row_checks import Reading, ReadingProgress
 from ray_ulysses.inspect.run_data import PlanHistory, SegmentRecord, SourceRecord
 from ray_ulysses.inspect.verification import Verification
 from ray_ulysses.report.words import folded
-from ray_ulysses.tracking.events import RunFailed
+from ray_ulysses.tracking.events import Evaluated, EvaluatedCorpus, RunFailed
 from ray_ulysses.tracking.run_time import StartTime, TimeSpent
 from ray_ulysses.tracking.steps import Steps, step_rows
 from tests.unit.commands.histories import HandClock, make_history, make_step
@@ -76,6 +76,16 @@ def test_missing_steps_are_not_hidden():
     assert "MISSING: the journal has no record of steps 3, 7-9" in text
 
 
+def test_the_newest_evaluation_is_shown_by_corpus() -> None:
+    corpora = tuple(
+        EvaluatedCorpus(name=name, path=f"/{name}", loss=loss, tokens=8)
+        for name, loss in (("code", 2.0), ("books", 2.5))
+    )
+    evaluated = Evaluated(time=1.0, attempt=1, step=40, loss=2.25, tokens=16, corpora=corpora)
+    text = render_history(make_history(evaluation=evaluated))
+    assert "\n  eval loss      2.2500 after step 40\n    by corpus    code 2.0000, books 2.5000\n" in text
+
+
 def make_segment(number, **changes):
     fields = {
         "plan_id": f"plan{number}", "segment": number, "base_step": 1000 * number, "base_row": 4000 * number,
@@ -95,6 +105,8 @@ def test_the_segments_of_the_plan_are_a_line_each():
         "        1  plan1   long       1,000     4,000   16,384              4  best_fit  /data/a (weight 3),",
     ):
         assert line in text
+    validated = make_segment(0, validation=("/data/v", "/data/w"))
+    assert "/data/a; validation: /data/v, /data/w" in render_history(make_history(), PlanHistory(segments=(validated,)))
     unstaged = render_history(make_history(), PlanHistory(segments=(make_segment(0),)))
     assert "  segment   plan  after step" in unstaged
 

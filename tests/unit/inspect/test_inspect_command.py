@@ -47,7 +47,7 @@ def test_text_and_json_contain_the_plan(inspect: Inspect, run: Run, corpus: Path
     assert set(fields) == {
         *("name", "status", "step", "tokens", "steps", "attempts", "checkpoints"),
         *("rows_consumed", "data_digest", "lost_steps", "goodput", "time_spent"),
-        *("damaged_records", "missing_steps", "failure", "plan", "diagnostics"),
+        *("damaged_records", "missing_steps", "evaluation", "failure", "plan", "diagnostics"),
     }
     assert fields["plan"][0]["sources"] == [{"path": str(corpus), "weight": None}]
 
@@ -228,7 +228,8 @@ def test_the_page_reads_lines_as_the_journal_writes_them(run: Run) -> None:
 
 def test_the_page_has_the_fields_of_inspect(inspect: Inspect, run: Run) -> None:
     failed = {"event": "run_failed", "session": "s", "reason": "lost worker 1", "restarts": False}
-    run.attempt([run.started(), *run.steps(1, 3), run.committed(3), failed])
+    evaluated = {"event": "evaluation", "step": 3, "loss": "nan", "tokens": 8}
+    run.attempt([run.started(), *run.steps(1, 3), evaluated, run.committed(3), failed])
     (run.folder / "checkpoints/step-00000003").mkdir(parents=True)
     (run.folder / "checkpoints/step-00000003/manifest.json").write_text("{}")
     code, out, _ = inspect(run.folder, "--json")
@@ -238,7 +239,7 @@ def test_the_page_has_the_fields_of_inspect(inspect: Inspect, run: Run) -> None:
     (segment,) = found["plan"]
     parts = {
         **{f"{name}[]": found[name][0] for name in ("steps", "attempts", "checkpoints", "plan")},
-        **{name: found[name] for name in ("time_spent", "failure")},
+        **{name: found[name] for name in ("time_spent", "evaluation", "failure")},
         "time_spent.starts": found["time_spent"]["starts"],
         "plan[].sources[]": segment["sources"][0],
     }

@@ -379,9 +379,10 @@ def test_each_edit_of_a_run_is_a_segment(run: Run, corpus: Path, more: Path) -> 
     one, two = json.loads(json.dumps(read_plan_history(run.folder).to_json()))["plan"]
     sources = [{"path": str(path), "weight": None} for path in (corpus, more)]
     fields = {"segment": 0, "base_step": 0, "base_row": 0, "context_tokens": 128, "rows_per_step": 4}
-    assert one == {"plan_id": first, **fields, "packing": "best_fit", "sources": sources[:1], "stage": None}
+    rest = {"validation": [], "stage": None}
+    assert one == {"plan_id": first, **fields, "packing": "best_fit", "sources": sources[:1], **rest}
     fields = {"segment": 1, "base_step": 5, "base_row": 20, "context_tokens": 256, "rows_per_step": 3}
-    assert two == {"plan_id": run.plan.plan_id, **fields, "packing": "concat", "sources": sources, "stage": None}
+    assert two == {"plan_id": run.plan.plan_id, **fields, "packing": "concat", "sources": sources, **rest}
 
 
 @pytest.mark.parametrize("error", [RunError("the store is away"), UserError("it is damaged"), OSError("gone")])

@@ -49,6 +49,7 @@ FACTS: dict[str, tuple[Any, str, Any]] = {
     "horizon": (500, "schedule.horizon_steps", None),
     "log_steps": (5, "run.log_every_steps", 5),
     "eval_fraction": (0.1, "data.eval_fraction", 0.1),
+    "validation": ("a,b", "data.validation", ["validation-1", "validation-2"]),
     "eval_steps": (50, "run.eval_every_steps", 50),
     "eval_strategy": ("no", "run.eval_every_steps", None),
     "keep_best": (True, "checkpoint.keep_best", 1),
@@ -298,6 +299,20 @@ def test_every_line_has_a_comment_and_every_value_that_is_wrong_is_reported_at_o
     with pytest.raises(ConfigError) as error:
         converted(tmp_path, LEAST["axolotl"] | wrong, given={"--model": "m"})
     assert {problem.path for problem in error.value.problems} == {*wrong, "--gpus"}
+
+
+def test_sets_of_evaluation_become_corpora_that_the_file_says_how_to_prepare(tmp_path: Path) -> None:
+    sets = {"test_datasets": [{"path": "books", "split": "test"}, {"path": "code.jsonl"}], "eval_steps": 20}
+    sets["datasets"] = [{"path": "all", "type": "completion", "split": "train"}]
+    text, config = converted(tmp_path, LEAST["axolotl"] | sets)
+    assert config.data.validation == ("validation-1", "validation-2") and config.run.eval_every_steps == 20
+    line = next(line for line in text.splitlines() if line.startswith("  validation:"))
+    options = "--tokenizer org/model --out validation-{} --text-field text"
+    commands = " && ".join(
+        f"ray-ulysses prepare {name} {options.format(number)}" for number, name in enumerate(("books", "code.jsonl"), 1)
+    )
+    assert line.endswith(f"  # edit: {commands} (from test_datasets.path)")
+    assert "test_datasets.split: 'test'" in text.partition("# Left out:")[2]
 
 
 def test_several_files_state_one_run_and_the_first_that_states_a_fact_decides(tmp_path: Path) -> None:

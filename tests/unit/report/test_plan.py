@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from ray_ulysses.data.plan.corpus_set import CorpusSet, PlannedSource
+from ray_ulysses.data.plan.corpus_set import CorpusSet, PlannedSource, plan_input
+from ray_ulysses.data.plan.plan import Plan
+from ray_ulysses.data.plan.planning import build_segment
 from ray_ulysses.planner.report import StageFacts, build_report
 from ray_ulysses.report.plan import _time, render_plan, render_verdict
 from ray_ulysses.report.readme import render_readme
@@ -93,6 +95,23 @@ def test_the_verdict_fits_the_terminal_in_twelve_lines_and_breaks_no_word(sectio
     assert text.endswith("\nmore: --verbose")
     assert ("fits: " in text) is ("host_gib" in sections.get("memory", {}) and not report.problems)
     assert ("does not fit: " in text) is bool(report.problems)
+
+
+@pytest.mark.parametrize("width", [80, 120, 200])
+def test_the_plan_names_the_corpora_of_evaluations_with_their_tokens(width: int) -> None:
+    config, corpus = make_config(cluster=GPUS, model={"dtype": "bf16"}), make_corpus([64] * 99)
+    paths = ["/a/books", "/b/books", "/code", "/papers"]
+    sources = [PlannedSource(path=path, fingerprint=path, num_documents=3) for path in paths]
+    validation = tuple(replace(plan_input(make_corpus([30] * 3)), sources=(source,)) for source in sources)
+    plan = make_plan(config, corpus)
+    segment = build_segment(replace(plan_input(corpus), validation=validation), plan.settings)
+    report = build_report(config, make_shape(config), corpus, Plan(segments=(segment,)))
+    facts = {one.path: (one.name, one.rows, one.tokens) for one in report.data.evaluation}
+    assert facts == {path: (path[1:], 2, 3 * 29) for path in paths}
+    verdict = render_verdict(report, 3.0)
+    assert "a/books (87 tokens), b/books (87 tokens), code (87 tokens) and 1 more" in verdict
+    assert len(folded(verdict[verdict.index("run 'demo'") :], width).split("\n")) <= 12
+    assert "2 rows, 87 tokens with a label, of /papers" in render_plan(report)
 
 
 def test_the_verdict_of_a_mixture_has_a_table_of_its_sources():

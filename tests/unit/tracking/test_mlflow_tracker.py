@@ -25,7 +25,7 @@ from ray_ulysses.tracking.mlflow_client import open_client
 from ray_ulysses.tracking.mlflow_models import KEY_TAG, tracked_checkpoints
 from ray_ulysses.tracking.mlflow_results import register_model, track_evaluation
 from ray_ulysses.tracking.mlflow_tracker import MlflowSink, TrackingIdentity, is_tracked, mlflow_page
-from ray_ulysses.tracking.updates import AttemptBegan, AttemptOver
+from ray_ulysses.tracking.updates import AttemptBegan, AttemptOver, StepMetrics
 from tests.polling import wait_until
 from tests.unit.tracking import journals
 from tests.unit.tracking.checkpoints import STORE, committed
@@ -101,7 +101,10 @@ def test_a_run_has_its_own_start_and_end_its_user_its_source_and_its_corpora(uri
     first = with_checksum(encode_event({**journals.started(), "time": 1.7e9, "attempt": 1}))
     (tmp_path / "journal/attempt-0001.jsonl").write_bytes(first + b"\n")
     tracker = make_tracker(uri, tmp_path, experiment="corpora")
-    tracker.log(AttemptBegan(time=1.7e9, corpora=("s3://bucket/code/corpus", "/data/corpus"), plan_id="0123abcd"))
+    corpora = {"corpora": ("s3://bucket/code/corpus", "/data/corpus"), "validation": ("/data/books",)}
+    tracker.log(AttemptBegan(time=1.7e9, **corpora, plan_id="0123abcd"))
+    losses = {"eval/loss": 4.0, "eval/loss/books": 3.0, "eval/loss/b/c.d-e_f": 5.0}
+    tracker.log(StepMetrics(time=1.7e9, step=0, metrics=losses))
     tracker.log(AttemptOver(time=1.7e9 + 60, status="finished"))
     assert tracker.catch_up()
     run = mlflow_run(client, tmp_path)
@@ -110,13 +113,16 @@ def test_a_run_has_its_own_start_and_end_its_user_its_source_and_its_corpora(uri
     assert tags.items() <= run.data.tags.items()
     inputs = run.inputs.dataset_inputs
     assert {(one.dataset.name, one.dataset.digest, one.dataset.source) for one in inputs} == {
-        (path, "0123abcd", f'{{"uri": "{path}"}}') for path in ("s3://bucket/code/corpus", "/data/corpus")
+        (path, "0123abcd", f'{{"uri": "{path}"}}') for paths in corpora.values() for path in paths
     }  # fmt: skip
+    contexts = {one.dataset.name: tag.value for one in inputs for tag in one.tags}
+    assert contexts["/data/books"] == "evaluation" and [*contexts.values()].count("training") == 2
+    assert losses.items() <= run.data.metrics.items()
     kind = client.get_experiment(run.info.experiment_id).tags["mlflow.experimentKind"]
     assert kind == "custom_model_development"
     tracker.log(AttemptBegan(time=1.7e9, corpora=("/data/corpus",), plan_id="0123abcd"))
     assert make_tracker(uri, tmp_path, experiment="corpora").catch_up()
-    assert len(mlflow_run(client, tmp_path).inputs.dataset_inputs) == 2
+    assert len(mlflow_run(client, tmp_path).inputs.dataset_inputs) == 3
 
 
 def test_end_metrics_replace_metrics_of_the_same_step(uri, client, tmp_path):

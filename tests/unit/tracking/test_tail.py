@@ -269,12 +269,18 @@ def checkpoints(told: Sequence[Update]) -> list[tuple[Any, ...]]:
 
 def test_an_attempt_begins_with_its_settings_and_its_facts() -> None:
     stages = [{"path": "/c"}, {"sources": [{"path": "/a"}, {"path": "/d"}]}]
-    settings = {"run.seed": 3, "data.path": None, "data.sources": [{"path": "/a"}, {"path": "/b"}], "stages": stages}
+    settings = {
+        "run.seed": 3,
+        "data.validation": ["/v"],
+        "data.path": None,
+        "data.sources": [{"path": "/a"}, {"path": "/b"}],
+        "stages": stages,
+    }
     fields = {"plan_ids": ["a", "b"], "versions": {"torch": "2.13.0"}, "stage": "long"}
     (began,) = updates([{**started(2, **fields), "settings": settings}], tags={"team": "x"})
     assert isinstance(began, AttemptBegan)
     assert began.params == {**settings, "world_size": 4, "sp_size": 2, "ring_size": 1, "dp_size": 2}
-    assert (began.corpora, began.plan_id) == (("/a", "/b", "/c", "/d"), "b")
+    assert (began.corpora, began.validation, began.plan_id) == (("/a", "/b", "/c", "/d"), ("/v",), "b")
     assert began.tags == {
         "team": "x", "run_dir": "/runs/demo", "attempt": 2, "plan_id": "b", "plan_segment": 1, "world_size": 4,
         "sp_size": 2, "ring_size": 1, "dp_size": 2, "stage": "long", "version.torch": "2.13.0",
@@ -291,6 +297,13 @@ def test_metrics_are_logged_every_n_steps() -> None:
         "train/world_size": 4.0, "system/x": 3.0,
     }  # fmt: skip
     assert first["time/steps_s"] == 4.0 and "time/goodput" in first
+
+
+def test_each_validation_corpus_has_a_metric_from_step_0_on() -> None:
+    corpora = [{"name": name, "path": f"/{name}", "loss": loss, "tokens": 1} for name, loss in (("a", 3.0), ("b", 5.0))]
+    (told,) = updates([{"event": "evaluation", "step": 0, "loss": 4.0, "tokens": 2, "corpora": corpora}])
+    assert isinstance(told, StepMetrics) and told.step == 0
+    assert told.metrics == {"eval/loss": 4.0, "eval/loss/a": 3.0, "eval/loss/b": 5.0}
 
 
 def test_a_replayed_step_is_logged_once() -> None:
