@@ -144,7 +144,7 @@ _NONE = {
     ),
     "push_to_hub hub_model_id hub_strategy save_safetensors save_only_model merge_lora": (
         "a run stores only checkpoints; `export` writes a model directory from one of them",
-        "remove it, and use `ray-ulysses export`",
+        "remove it, and use `ray-ulysses export` (--push-to-hub uploads the model)",
     ),
     "rl rl_beta dpo_beta reward_model loss_type": (
         "models are trained to predict the next token; there are no preference or reward losses",

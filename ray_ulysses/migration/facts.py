@@ -131,8 +131,10 @@ def _read(facts: Facts, table: Table, tree: Mapping[object, object]) -> None:
             continue
         elif entry.kind == "left out":
             why = entry.text
-        elif value in _OFF or value in entry.harmless:
+        elif value in _OFF:
             why = "off, as here"
+        elif value in entry.harmless:
+            why = "the same here"
         else:
             hint = f"remove the option from the file of {table.tool} to train without it"
             facts.problems.append(Problem(path=option, value=value, rule=entry.text, hint=hint))

@@ -376,7 +376,7 @@ def _schedule(w: _Writer) -> None:
         w.put("schedule.horizon_steps", steps + 1, *ends, note="one more, since steps are counted from 0 there")
         w.put("schedule.decay_steps", decay or max(1, steps - warmup), *ends, note="the steps of the decay")
     else:
-        late = "each step has the rate of the next step there, where steps are counted from 0"
+        late = "rates come one step earlier than there, where steps are counted from 0"
         why = "" if kind == "constant" else f"the decay is linear, and {late}" if kind == "wsd" else late
         w.put("schedule.kind", kind, *names, why=why, note="" if f.fact("schedule") else "no schedule is set")
         if steps and kind != "constant":
@@ -397,7 +397,7 @@ def _warmup(w: _Writer, steps: int) -> int:
     ratio, warmup = (warmup, 0.0) if 0 < warmup < 1 else (0.0 if warmup else ratio, warmup)
     if f.text("schedule") == "constant":
         ratio = warmup = 0.0
-    why = "each step has the rate of the next step there, where the first rate is 0"
+    why = "rates come one step earlier than there, where the first rate is 0"
     if ratio and not steps:
         w.put("schedule.warmup_ratio", ratio, "warmup_ratio", "warmup_steps", why=why)
         return 0
@@ -462,7 +462,7 @@ def _tracking(w: _Writer) -> None:
     names += ["wandb"] if has_project and "wandb" not in names else []
     known = list(_TRACKERS) if names == ["all"] else [name for name in names if name in _TRACKERS]
     others = [name for name in names if name not in (*_TRACKERS, "none", "all")]
-    of = ("trackers", *(f"use_{name}" for name in _TRACKERS))
+    of = ("trackers", *(f"use_{name}" for name in _TRACKERS), *(["experiment"] if has_project else []))
     w.put(
         "tracking.enabled",
         bool(known),
