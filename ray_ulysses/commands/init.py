@@ -59,8 +59,8 @@ def init(
     if out.exists():
         raise UserError(f"--out={str(out)!r}: already exists; use another file or remove this one")
     if files:
-        if data is not None or gpus == 0:
-            raise UserError("--data and --gpus=0: apply to a new configuration; omit them with --from")
+        if data is not None:
+            raise UserError(f"--data={data!r}: applies to a new configuration; omit it with --from")
         _convert(files, {"--model": model, "--context": context, "--gpus": gpus}, out)
         return
     if model is None or context is None or gpus is None:

@@ -38,20 +38,12 @@ _OVERLONG = {
 }
 _PACKING = {"bfd": "best_fit", "bfd_split": "best_fit", "binpack": "best_fit", "wrapped": "concat"}
 _PACKING |= {"sequential": "best_fit", "true": "best_fit", "none": "none", "false": "none", "concat": "concat"}
-_FIELD_OPTIONS = {
-    "dataset_split": "--split",
-    "text_field": "--text-field",
-    "messages_field": "--messages-field",
-    "tools_field": "--tools-field",
-    "prompt_field": "--prompt-field",
-    "completion_field": "--completion-field",
-    "chat_template": "--chat-template",
-}
+_FIELDS = ("text_field", "messages_field", "tools_field", "prompt_field", "completion_field", "chat_template")
 _ROWS = {
-    "alpaca": " --prompt-field instruction --input-field input --completion-field output",
-    "chat_template": " --messages-field messages",
-    "sharegpt": " --messages-field conversations",
-    "completion": " --text-field text",
+    "alpaca": {"prompt_field": "instruction", "input_field": "input", "completion_field": "output"},
+    "chat_template": {"messages_field": "messages"},
+    "sharegpt": {"messages_field": "conversations"},
+    "completion": {"text_field": "text"},
 }
 _TRACKERS = ("mlflow", "wandb", "tensorboard")
 
@@ -250,24 +242,25 @@ def _sources(given: object) -> list[str]:
     return [part for one in (given if isinstance(given, list) else [given]) if one for part in str(one).split(",")]
 
 
-def _prepare(f: Facts, sources: str, fields: Sequence[str], out: str) -> str:
-    """Return the command that prepares raw data as a corpus."""
-    options = "".join(f" {_FIELD_OPTIONS[name]} {f.text(name)}" for name in fields)
-    options += _ROWS.get(str(f.value("dataset_type")), "")
-    return f"ray-ulysses prepare {sources} --tokenizer {f.text('model') or 'MODEL'} --out {out}{options}"
-
-
 def _data(w: _Writer) -> None:
     f = w.facts
-    fields = [name for name in _FIELD_OPTIONS if (fact := f.fact(name)) is not None and fact.option]
-    command = _prepare(f, " ".join(_sources(f.value("dataset"))) or "SOURCES", fields, "corpus")
-    w.put("data.path", "corpus", "dataset", "dataset_type", *fields, why=f"edit: {command}")
+    sources, tokenizer = _sources(f.value("dataset")), f.text("model") or "MODEL"
+    stated = {name: f.text(name) for name in _FIELDS if (fact := f.fact(name)) is not None and fact.option}
+    fields = _ROWS.get(str(f.value("dataset_type")), {}) | stated
+    w.put("data.path", "corpus", why="edit: a directory that every node can access; `train` prepares the corpus there")
+    w.put("data.prepare.sources", sources or ["SOURCES"], "dataset", why="" if sources else "edit: the raw data")
+    w.put("data.prepare.tokenizer", tokenizer, "model")
+    for name, value in fields.items():
+        w.put(f"data.prepare.{name}", value, name, "dataset_type")
+    if f.fact("dataset_split") is not None:
+        w.put("data.prepare.split", f.text("dataset_split"), "dataset_split")
     if validation := _sources(f.value("validation")):
         # Each has a loss of its own. The split is that of the training data.
         outs = {f"validation-{number}": one for number, one in enumerate(validation, 1)}
-        fields = [name for name in fields if name != "dataset_split"]
-        commands = " && ".join(_prepare(f, one, fields, out) for out, one in outs.items())
-        w.put("data.validation", list(outs), "validation", why=f"edit: {commands}")
+        options = "".join(f" --{name.replace('_', '-')} {value}" for name, value in fields.items())
+        commands = (f"ray-ulysses prepare {one} --tokenizer {tokenizer} --out {out}" for out, one in outs.items())
+        why = " && ".join(f"{command}{options}" for command in commands)
+        w.put("data.validation", list(outs), "validation", why=f"edit: {why}")
     if w.need("context", "--context", "the length of a row"):
         w.put("data.context_tokens", f.whole("context"), "context")
     _batch(w)
