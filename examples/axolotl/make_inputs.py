@@ -1,4 +1,4 @@
-"""Write what `axolotl.yml` names: a small random model with a tokenizer of bytes, and documents from Python's library."""
+"""Write what `axolotl.yml` names: a small random model with a tokenizer of bytes, and documents from Python itself."""
 
 from __future__ import annotations
 
