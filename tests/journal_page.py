@@ -25,6 +25,8 @@ from ray_ulysses.tracking.events import (
     InheritedSteps,
     RowRange,
     RunFailed,
+    Sample,
+    Sampled,
     StepDone,
 )
 from ray_ulysses.tracking.history import AttemptRecord, CheckpointRecord, RunHistory
@@ -42,6 +44,8 @@ _NAMED = (
     (tuple[int, int], "two integers"),
     (Steps, "list"),
     (tuple[AttemptRecord, ...], "list"),
+    (tuple[Sample, ...], "list"),
+    (tuple[Sampled, ...], "list"),
     (tuple[CheckpointRecord, ...], "list"),
     (tuple[SourceRecord, ...], "list"),
     (tuple[EvaluatedCorpus, ...], "list"),

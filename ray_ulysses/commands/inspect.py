@@ -232,6 +232,10 @@ def render_history(history: RunHistory, plan_history: PlanHistory | None = None)
         ]
         lines += ["", _titled("checkpoints", len(shown), len(history.checkpoints))]
         lines += table(("step", "workers", "state", "path"), checkpoints)
+    if history.samples:
+        lines += ["", _titled("samples", 1, len(history.samples))]
+        for one in history.samples[-1].samples:
+            lines += [f"  step {history.samples[-1].step:,}: {one.prompt}", f"    {one.text}"]
     if history.diagnostics:
         left = history.diagnostics[-_LAST_DIAGNOSTICS:]
         lines += ["", _titled("diagnostics", len(left), len(history.diagnostics)), *(f"  {key}" for key in left)]

@@ -32,6 +32,7 @@ from ray_ulysses.tracking.events import (
     PhaseStarted,
     PreemptionNoticed,
     RunFinished,
+    Sampled,
     StartFailed,
     StepDone,
     WorkerWarned,
@@ -285,6 +286,8 @@ def render_line(event: Event, state: ProgressState) -> str | None:
             )
         case Evaluated():
             return f"evaluation step={event.step} eval_loss={event.loss:.4f}"
+        case Sampled(samples=(first, *_)):
+            return f"sample step={event.step} {_first_line(first.prompt)}{_first_line(first.text)}"
         case CheckpointCommitted():
             return f"checkpoint step={event.step} path={event.path}"
         case CheckpointFailed():

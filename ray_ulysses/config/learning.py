@@ -156,6 +156,20 @@ class RunSection(Section):
     """Steps between evaluations, which begin before the first step. Requires `data.validation`, or `data.eval_fraction`
     above 0. Default null: no evaluations."""
 
+    sample_every_steps: int | None = Field(default=None, ge=1)
+    """Steps between samples: the model continues each of `sample_prompts` with its most probable tokens, and the text
+    is recorded for `inspect`, `report` and the trackers. Each token takes a forward pass over the text so far by all
+    workers; the training is unaffected. Default null: no samples."""
+
+    sample_prompts: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        default=("The most important thing is",), min_length=1, strict=False
+    )
+    """Texts for the model to continue as plain text, without a chat template. Default: `The most important thing
+    is`."""
+
+    sample_tokens: int = Field(default=64, ge=1)
+    """Maximum number of tokens to add to each of `sample_prompts`. Default 64."""
+
     profile: ProfileSection | None = None
     """Steps and ranks to trace with the PyTorch profiler, such as `{steps: [10, 11], ranks: [0, 8]}`. Traces are
     written to `diagnostics/` in the run's directory and open in Perfetto. Default null: no traces."""

@@ -41,6 +41,8 @@ svg{width:100%;height:auto;display:block}
 table{border-collapse:collapse;font-size:.87rem;font-variant-numeric:tabular-nums}
 th,td{text-align:right;padding:3px 10px 3px 0;white-space:nowrap}th{color:var(--dim);font-weight:500}
 th:last-child,td:last-child{text-align:left}
+.texts td{text-align:left;vertical-align:top;white-space:pre-wrap;overflow-wrap:anywhere}
+.texts td:last-child{min-width:18em}
 pre{overflow-x:auto;font-size:.8rem;margin:8px 0}summary{cursor:pointer}li{overflow-wrap:anywhere}
 """
 
@@ -154,7 +156,8 @@ def _tiles(record: RunRecord) -> str:
 
 
 def _tables(record: RunRecord) -> list[str]:
-    found = [one for one in (_attempts(record), _checkpoints(record), _data(record)) if one]
+    parts = (_samples(record), _attempts(record), _checkpoints(record), _data(record))
+    found = [one for one in parts if one]
     versions = next((one.versions for one in reversed(record.events(AttemptStarted)) if one.versions), {})
     if versions:
         found.append(
@@ -164,6 +167,12 @@ def _tables(record: RunRecord) -> list[str]:
         if name != "README.md":
             found.append(_section(name, f"<details><summary>show</summary><pre>{escape(text)}</pre></details>"))
     return found
+
+
+def _samples(record: RunRecord) -> str:
+    rows = [(f"{one.step:,}", sample.prompt, sample.text) for one in record.history.samples for sample in one.samples]
+    table = _table(("step", "prompt", "text"), rows)
+    return _section("Samples", f'<div class="texts">{table}</div>') if rows else ""
 
 
 def _attempts(record: RunRecord) -> str:

@@ -35,6 +35,7 @@ from ray_ulysses.planner.stages import stage_plans, stages_of, stand_in_document
 from ray_ulysses.run.checkpoint_store import run_dir_answers, storage_answers
 from ray_ulysses.run.origin import Origin, check_origin, find_origin, is_there, pin_origin, pinned_origin
 from ray_ulysses.run.planning import plan_run, store_plan
+from ray_ulysses.run.sample_prompts import read_prompts
 from ray_ulysses.run.settings import ResolvedRun, last_step_of, model_shape, resolve_run
 from ray_ulysses.run.start_point import committed_step
 from ray_ulysses.run.stored_run import StoredRun, misfit, other_plan, read_stored_run
@@ -182,6 +183,7 @@ def _prepare(config: Config, problems: list[Problem], stored_run: StoredRun, *, 
             problems += position_problems(own, longest, num_positions)
         if capacity > known:
             problems += context_problems(own, longest, trained_positions(own))
+        problems += _sample_problems(own, corpora.corpora[0])
     for corpus in validation.corpora:
         problems += vocabulary_problems(
             corpus.info.max_token_id, shape.vocab_size, str(corpus.folder), "data.validation"
@@ -417,6 +419,18 @@ def _check_model_path(config: Config) -> None:
             "convert the model with save_pretrained, or set model.init: random"
         )
     check_described(config.model.config, read_model_config(directory, f"model.path={path!r}"), path)
+
+
+def _sample_problems(config: Config, corpus: Corpus) -> Iterator[Problem]:
+    every = config.run.sample_every_steps
+    if every is not None:
+        try:
+            read_prompts(config, corpus.info)
+        except (UserError, OSError) as error:
+            hint = "correct run.sample_prompts, make the tokenizer readable, or set null"
+            yield Problem(
+                path="run.sample_every_steps", value=every, rule=f"can't tokenize prompts: {error}", hint=hint
+            )
 
 
 def compare_tokenizers(config: Config, corpus: Corpus) -> tuple[tuple[Problem, ...], tuple[str, ...]]:

@@ -209,6 +209,30 @@ class Evaluated(_Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """A prompt of `run.sample_prompts` and its continuation."""
+
+    prompt: str
+    text: str
+    """The continuation, without the prompt."""
+    tokens: Whole
+    """Number of tokens in the continuation."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampled(_Event):
+    """The model continued the prompts of `run.sample_prompts` with its most probable tokens."""
+
+    event: Literal["samples"] = "samples"
+    step: Whole
+    """Number of completed steps."""
+    samples: tuple[Sample, ...]
+    """Objects with a `prompt`, its continuation as `text`, and the continuation's number of `tokens`."""
+    seconds: Seconds = 0.0
+    """Duration of all continuations."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointEvent(_Event):
     """An event that describes a committed checkpoint."""
 
@@ -446,6 +470,7 @@ Event = (
     | StreamStarted
     | StepDone
     | Evaluated
+    | Sampled
     | CheckpointCommitted
     | CheckpointsFound
     | CheckpointDeleted

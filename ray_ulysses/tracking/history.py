@@ -24,6 +24,7 @@ from ray_ulysses.tracking.events import (
     Event,
     RunFailed,
     RunFinished,
+    Sampled,
     StartFailed,
     StepDone,
     StreamStarted,
@@ -135,6 +136,8 @@ class RunHistory:
     """Breakdown of the time that the run's commands took."""
     evaluation: Evaluated | None = None
     """The newest evaluation at a step that counts; None before the first."""
+    samples: tuple[Sampled, ...] = ()
+    """What the model wrote: objects with `step` and `samples` as in the event `samples`, the last ones of each step."""
     failure: RunFailed | None = None
     """The failure that ended the run; None if no failure ended it."""
     missing_steps: tuple[tuple[int, int], ...] = ()
@@ -153,6 +156,7 @@ class RunHistory:
             "checkpoints": [asdict(checkpoint) for checkpoint in self.checkpoints],
             "time_spent": self.time_spent.to_json(),
             "evaluation": None if self.evaluation is None else _evaluation_fields(self.evaluation),
+            "samples": [{"step": one.step, "samples": list(map(asdict, one.samples))} for one in self.samples],
             "failure": None if self.failure is None else failure_fields(self.failure),
             "missing_steps": [list(steps) for steps in self.missing_steps],
             "damaged_records": list(self.damaged_records),
@@ -237,10 +241,17 @@ def build_history(
         evaluation=next(
             (one for one in reversed(journal.entries) if isinstance(one, Evaluated) and one.step <= step), None
         ),
+        samples=_samples(journal.entries, step),
         failure=failure,
         missing_steps=kept.missing_after(before.step),
         damaged_records=tuple(str(record) for record in journal.damaged),
     )
+
+
+def _samples(entries: Iterable[Entry], last: int) -> tuple[Sampled, ...]:
+    """Return the samples up to a step. After a replay, the last ones of a step count."""
+    found = {one.step: one for one in entries if isinstance(one, Sampled) and one.step <= last}
+    return tuple(found[step] for step in sorted(found))
 
 
 def _by_attempt(entries: Iterable[Entry]) -> list[list[Entry]]:

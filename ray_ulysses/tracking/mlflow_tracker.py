@@ -28,7 +28,7 @@ from ray_ulysses.tracking.journal_reader import read_entries
 from ray_ulysses.tracking.mlflow_client import open_client
 from ray_ulysses.tracking.mlflow_models import KEY_TAG, CheckpointModels
 from ray_ulysses.tracking.tail import RefusedUpdate, Sink
-from ray_ulysses.tracking.updates import AttemptBegan, AttemptOver, StepMetrics, Update
+from ray_ulysses.tracking.updates import AttemptBegan, AttemptOver, SampleText, StepMetrics, Update
 from ray_ulysses.validation import ContentError, read_json
 
 if TYPE_CHECKING:
@@ -231,6 +231,8 @@ class MlflowSink(Sink):
                     self._log_start(began)
                     self._log_corpora(began)
                     self._log_files(began)
+                case SampleText() as sample:
+                    self._log_texts({f"samples/step-{sample.step:08d}.md": sample.text})
                 case AttemptOver() as over:
                     self._log_end(over)
                 case checkpoint:
@@ -351,16 +353,20 @@ class MlflowSink(Sink):
         self._client.set_terminated(self._run_id, status=_MLFLOW_STATUS[over.status], end_time=int(over.time * 1000))
 
     def _log_files(self, began: AttemptBegan) -> None:
-        """Store the run's files as artifacts, and its README as the description unless the run has a description.
+        """Store the run's files as artifacts, and its README as the description unless the run has a description."""
+        description = began.files.get(_DESCRIPTION_FILE)
+        if description is not None and _DESCRIPTION_TAG not in self._client.get_run(self._run_id).data.tags:
+            self._client.set_tag(self._run_id, _DESCRIPTION_TAG, description[:_TAG_CHARACTERS])
+        self._log_texts(began.files)
+
+    def _log_texts(self, texts: Mapping[str, str]) -> None:
+        """Store texts as artifacts.
 
         Raises:
             RefusedUpdate: The artifact store fails although MLflow is available. Metrics must not wait for that store.
         """
-        description = began.files.get(_DESCRIPTION_FILE)
-        if description is not None and _DESCRIPTION_TAG not in self._client.get_run(self._run_id).data.tags:
-            self._client.set_tag(self._run_id, _DESCRIPTION_TAG, description[:_TAG_CHARACTERS])
         try:
-            for name, text in began.files.items():
+            for name, text in texts.items():
                 self._client.log_text(self._run_id, text, name)
         except Exception as error:
             # If MLflow itself is unavailable, this call raises too, and the update is retried.

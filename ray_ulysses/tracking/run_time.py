@@ -23,6 +23,7 @@ from ray_ulysses.tracking.events import (
     Evaluated,
     PhaseStarted,
     RunFinished,
+    Sampled,
 )
 from ray_ulysses.tracking.steps import Entry, StepGroup, group_steps
 
@@ -73,7 +74,7 @@ class TimeSpent:
     saves_s: float = 0.0
     """Time for which checkpoints blocked training."""
     evaluation_s: float = 0.0
-    """Time spent on evaluations."""
+    """Time spent on evaluations and samples."""
     other_s: float = 0.0
     """Time spent on other pauses between steps, and on ending each command."""
     between_commands_s: float = 0.0
@@ -264,7 +265,7 @@ class TimeLedger:
             self._resume(event.resumed_step)
         elif isinstance(event, StepGroup):
             self._add_steps(command, event)
-        elif isinstance(event, Evaluated):
+        elif isinstance(event, Evaluated | Sampled):
             command.evaluation_s += event.seconds
         elif isinstance(event, AttemptEnded):
             command.start.attempt_ended(event, command.end)

@@ -12,7 +12,7 @@ from ray_ulysses.storage.regular import make_folder
 from ray_ulysses.tracking.events import CheckpointEvent
 from ray_ulysses.tracking.metric_units import unit_of
 from ray_ulysses.tracking.tail import Sink
-from ray_ulysses.tracking.updates import AttemptBegan, AttemptOver, StepMetrics, Update
+from ray_ulysses.tracking.updates import AttemptBegan, AttemptOver, SampleText, StepMetrics, Update
 
 if TYPE_CHECKING:
     from tensorboardX.event_file_writer import EventsWriter
@@ -71,6 +71,8 @@ def _summaries(update: Update) -> Iterator[tuple[float, int, Any]]:
             yield time, 0, summary.text("attempt", _table(update.tags))
             for name, text in update.files.items():
                 yield time, 0, summary.text(name, text if name.endswith(".md") else "```\n" + text + "\n```")
+        case SampleText(time=time, step=step, text=text):
+            yield time, step, summary.text("samples", text)
         case CheckpointEvent():
             shown = ("step", "path", "reason", "tokens", "metrics", "stage")
             rows = {name: value for name in shown if (value := getattr(update, name))}

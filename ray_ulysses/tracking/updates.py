@@ -21,6 +21,7 @@ from ray_ulysses.tracking.events import (
     Event,
     RunFailed,
     RunFinished,
+    Sampled,
     StepDone,
 )
 from ray_ulysses.tracking.failures import failure_tags
@@ -61,6 +62,15 @@ class StepMetrics:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SampleText:
+    """What the model wrote at a step, as Markdown."""
+
+    time: float
+    step: int
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GoneCheckpoint:
     """A committed checkpoint that must no longer be used."""
 
@@ -83,7 +93,7 @@ class AttemptOver:
     tags: Mapping[str, str] = field(default_factory=dict)
 
 
-Update = AttemptBegan | StepMetrics | AttemptOver | CheckpointEvent | GoneCheckpoint
+Update = AttemptBegan | StepMetrics | SampleText | AttemptOver | CheckpointEvent | GoneCheckpoint
 """An update for trackers. In a `CheckpointEvent`, `attempt` is the writing attempt, and `path` the absolute path."""
 
 
@@ -139,6 +149,9 @@ class Translation:
                     by_corpus = {f"{EVAL_LOSS}/{one.name}": one.loss for one in event.corpora}
                     metrics = {EVAL_LOSS: event.loss, **by_corpus}
                     yield StepMetrics(time=event.time, step=event.step, metrics=metrics)
+            case Sampled():
+                quoted = (f"> {one.prompt}\n\n{one.text}\n" for one in event.samples)
+                yield SampleText(time=event.time, step=event.step, text="\n".join(quoted))
             case AttemptStarted():
                 yield from self._began(event)
             case CheckpointCommitted():

@@ -19,7 +19,7 @@ import psutil
 from ray_ulysses.storage.regular import refuse_links
 from ray_ulysses.tracking.events import CheckpointEvent
 from ray_ulysses.tracking.tail import PartlyDelivered, Sink
-from ray_ulysses.tracking.updates import AttemptBegan, AttemptOver, StepMetrics, Update
+from ray_ulysses.tracking.updates import AttemptBegan, AttemptOver, SampleText, StepMetrics, Update
 
 if TYPE_CHECKING:
     from wandb import Run, Settings
@@ -102,6 +102,8 @@ class WandbSink(Sink):
                 run.config.update({**update.params, "attempt": dict(update.tags)}, allow_val_change=True)  # type: ignore[no-untyped-call]
                 run.summary["state"] = "running"
                 self._store(run, update.files)
+            case SampleText():
+                self._store(run, {f"samples-step-{update.step:08d}.md": update.text})
             case CheckpointEvent():
                 _show_checkpoint(run, update)
             case AttemptOver():

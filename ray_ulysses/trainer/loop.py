@@ -36,6 +36,7 @@ from ray_ulysses.trainer.diagnostics import MemoryRecorder, memory_explained
 from ray_ulysses.trainer.peer_memory_keeper import PeerMemoryKeeper
 from ray_ulysses.trainer.record import Recorder
 from ray_ulysses.trainer.resume import AnotherStageError, find_state, resume
+from ray_ulysses.trainer.sampling import open_sampler
 from ray_ulysses.trainer.saving import CheckpointKeeper, StepOutcome
 from ray_ulysses.trainer.self_test import check_start
 from ray_ulysses.trainer.step import Flags, StepGuard, StepMeter, evaluate, train_step, with_requests
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from ray_ulysses.planner.stages import Stage
     from ray_ulysses.run.start_point import RunPosition
     from ray_ulysses.trainer.resume import StartingState
+    from ray_ulysses.trainer.sampling import Sampler
     from ray_ulysses.trainer.worker import Worker
 
 Status = Literal["finished", "stopped", "resized", "stage"]
@@ -81,6 +83,7 @@ class _Attempt:
     guard: StepGuard
     watch: ComputeWatch
     memory: MemoryRecorder
+    sampler: Sampler | None
 
     @property
     def plan(self) -> Plan:
@@ -167,6 +170,7 @@ def _run(whole: AttemptContext, recorder: Recorder, start: StartingState, memory
             guard=StepGuard(config.elastic, recorder.bad_step),
             watch=ComputeWatch(context, recorder),
             memory=memory,
+            sampler=open_sampler(context),
         )
         position = resume(engine, start, whole, recorder)
         keeper.resumed(position.step)
@@ -217,6 +221,8 @@ def _train(attempt: _Attempt, source: DirectSource, position: RunPosition) -> At
             attempt.keeper.after_step(attempt.engine, outcome, plan.cursor(step), last_step)
         if evaluates and saves_first:
             _evaluate(attempt, outcome)
+        if attempt.sampler is not None and _due(config.run.sample_every_steps, step, is_last=step == last_step):
+            _sample(attempt, attempt.sampler, step)
     return AttemptEnd(status=status, step=position.step)
 
 
@@ -298,6 +304,15 @@ def _evaluate(attempt: _Attempt, outcome: StepOutcome) -> StepOutcome:
         sums = evaluate(attempt.engine, slices, attempt.mesh, device, tile, ends=ends)
     loss = attempt.recorder.evaluated(outcome.position.step, sets, sums, clock.monotonic() - started)
     return replace(outcome, metrics={**outcome.metrics, "eval_loss": loss})
+
+
+def _sample(attempt: _Attempt, sampler: Sampler, step: int) -> None:
+    worker, tile = attempt.context.worker, attempt.context.run.config.memory.loss_tile
+    started = worker.clock.monotonic()
+    with memory_explained(attempt.context.run, attempt.stage, attempt.context.diagnostics, attempt.memory, step):
+        beat = partial(worker.beat, "evaluation", step)
+        found = sampler.run(attempt.engine, attempt.mesh, worker.device, tile, beat)
+    attempt.recorder.sampled(step, sampler, found, worker.clock.monotonic() - started)
 
 
 def _beating(attempt: _Attempt, phase: Phase, step: int, slices: Iterator[RowSlice]) -> Iterator[RowSlice]:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from ray_ulysses.run.start_point import RunPosition
     from ray_ulysses.tracking.journal import JournalWriter
     from ray_ulysses.trainer.context import AttemptContext
+    from ray_ulysses.trainer.sampling import Sampler
     from ray_ulysses.trainer.step import StepResult
 
 _AFTER_A_PAUSE = ("step", "attempt_ended")
@@ -261,6 +262,17 @@ class Recorder:
         by_corpus = {"corpora": corpora} if any(one.path is not None for one in sets) else {}
         self._append("evaluation", step=step, loss=loss, tokens=tokens, seconds=round(seconds, 6), **by_corpus)
         return loss
+
+    def sampled(self, step: int, sampler: Sampler, found: Sequence[Sequence[int]], seconds: float) -> None:
+        """Record the texts that the model wrote."""
+        if sampler.text is None:
+            return
+        prompts = self._context.run.config.run.sample_prompts
+        samples = [
+            {"prompt": prompt, "text": sampler.text.decode(tokens), "tokens": len(tokens)}
+            for prompt, tokens in zip(prompts, found, strict=True)
+        ]
+        self._append("samples", step=step, samples=samples, seconds=round(seconds, 6))
 
     def checkpoint_committed(self, saved: Saved) -> None:
         """Record a committed checkpoint."""

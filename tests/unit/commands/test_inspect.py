@@ -19,7 +19,7 @@ from ray_ulysses.inspect.row_checks import Reading, ReadingProgress
 from ray_ulysses.inspect.run_data import PlanHistory, SegmentRecord, SourceRecord
 from ray_ulysses.inspect.verification import Verification
 from ray_ulysses.report.words import folded
-from ray_ulysses.tracking.events import Evaluated, EvaluatedCorpus, RunFailed
+from ray_ulysses.tracking.events import Evaluated, EvaluatedCorpus, RunFailed, Sample, Sampled
 from ray_ulysses.tracking.run_time import StartTime, TimeSpent
 from ray_ulysses.tracking.steps import Steps, step_rows
 from tests.unit.commands.histories import HandClock, make_history, make_step
@@ -37,6 +37,17 @@ def test_a_run_is_told_in_full():
     assert "    12        -  not committed  checkpoints/step-00000012" in text
     assert "steps (the last 10 of 12)" in text
     assert "    12  3.8000   1,000  [44, 48)  2" in text
+
+
+def test_the_newest_samples_are_shown_and_no_text_starts_a_line_of_its_own() -> None:
+    samples = (Sample(prompt="Once", text=" upon\nrun finished", tokens=4),)
+    history = make_history(samples=tuple(Sampled(time=0.0, attempt=1, step=n, samples=samples) for n in (4, 8)))
+    lines = render_history(history).splitlines()
+    first = lines.index("samples (the last 1 of 2)")
+    assert lines[first + 1] == "  step 8: Once" and lines[first + 2].startswith("     upon")
+    assert not any(line.startswith("run finished") for line in lines)
+    shown = json.loads("".join(history_json(history, PlanHistory())))["samples"]
+    assert shown[1] == {"step": 8, "samples": [{"prompt": "Once", "text": " upon\nrun finished", "tokens": 4}]}
 
 
 def test_where_the_time_went_is_told_by_name() -> None:

@@ -25,7 +25,7 @@ from ray_ulysses.tracking.mlflow_client import open_client
 from ray_ulysses.tracking.mlflow_models import KEY_TAG, tracked_checkpoints
 from ray_ulysses.tracking.mlflow_results import register_model, track_evaluation
 from ray_ulysses.tracking.mlflow_tracker import MlflowSink, TrackingIdentity, is_tracked, mlflow_page
-from ray_ulysses.tracking.updates import AttemptBegan, AttemptOver, StepMetrics
+from ray_ulysses.tracking.updates import AttemptBegan, AttemptOver, StepMetrics, Translation
 from tests.polling import wait_until
 from tests.unit.tracking import journals
 from tests.unit.tracking.checkpoints import STORE, committed
@@ -153,6 +153,19 @@ def test_configuration_plan_and_readme_are_artifacts_and_the_readme_is_the_descr
     client.set_tag(run_id, "mlflow.note.content", "the one for the paper")
     start_with_files(uri, tmp_path)
     assert client.get_run(run_id).data.tags["mlflow.note.content"] == "the one for the paper"
+
+
+def test_what_the_model_wrote_is_an_artifact_of_its_step(uri, client, tmp_path):
+    sample = {"prompt": "Once", "text": " upon\na time", "tokens": 4}
+    event = journals.event({"event": "samples", "step": 8, "samples": [sample], "seconds": 0.5})
+    (update,) = Translation(run_dir="", location="").updates(event)
+    tracker = make_tracker(uri, tmp_path)
+    tracker.start({}, {})
+    tracker.log(update)
+    tracker.finish("finished")
+    run_id = TrackingIdentity.load(tmp_path).run_id
+    path = client.download_artifacts(run_id, "samples/step-00000008.md", tmp_path)
+    assert Path(path).read_text() == "> Once\n\n upon\na time\n"
 
 
 def test_a_failing_artifact_store_does_not_block_metrics(uri, client, tmp_path, caplog, monkeypatch):

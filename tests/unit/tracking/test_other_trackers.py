@@ -18,7 +18,7 @@ from tensorboardX.record_writer import masked_crc32c
 
 from ray_ulysses.run_names import TENSORBOARD_FOLDER
 from ray_ulysses.tracking.tensorboard_sink import TensorBoardSink
-from ray_ulysses.tracking.updates import AttemptBegan, AttemptOver, StepMetrics
+from ray_ulysses.tracking.updates import AttemptBegan, AttemptOver, SampleText, StepMetrics
 from ray_ulysses.tracking.wandb_sink import WandbSink
 from tests.unit.tracking.checkpoints import committed
 from tests.unit.tracking.tails import ScriptedTracker
@@ -63,6 +63,7 @@ def train(tracker: ScriptedTracker, steps: range, attempt: int = 1) -> None:
         if step % 2 == 0:
             tracker.log_step(step, {"eval/loss": 2.0 / step})
             tracker.log(committed(step))
+            tracker.log(SampleText(time=1.0, step=step, text=f"> Once\n\nupon {step}"))
 
 
 def train_twice(make: Callable[[Path], ScriptedTracker], run_dir: Path) -> None:
@@ -82,6 +83,7 @@ def test_tensorboard_shows_every_step_once_over_all_attempts(tmp_path: Path) -> 
     shown = texts(tmp_path)
     assert "| optimizer.lr | 0.5 |" in shown["settings"] and "| attempt | 2 |" in shown["attempt"]
     assert shown["README.md"] == "# Run" and shown["plan.txt"] == "```\na | b\n```"
+    assert shown["samples"] == "> Once\n\nupon 8"
     assert "| step | 8 |" in shown["checkpoints"] and "| state | finished |" in shown["state"]
     assert len(list((tmp_path / TENSORBOARD_FOLDER).iterdir())) == 2
     losses = [value for _, value in values(tmp_path) if value.tag == "train/loss"]
@@ -170,6 +172,7 @@ def test_wandb_offline_has_one_run_for_all_attempts(
     config = {item.key: item.value_json for record in records for item in record.config.update}
     assert json.loads(config["optimizer.lr"]) == 0.5 and json.loads(config["attempt"])["attempt"] == 2
     files = [path.name for path in tmp_path.glob("wandb/offline-run-*/files/*")]
+    assert files.count("samples-step-00000004.md") == 1
     assert files.count("plan.txt") == 2 and files.count("README.md") == 2
 
 

@@ -33,7 +33,7 @@ def order_of(monkeypatch: pytest.MonkeyPatch, flags: Flags, first: int = 4) -> l
         done.append("evaluation")
         return replace(outcome, metrics={"eval_loss": 1.0})
 
-    attempt = MagicMock(stage=SimpleNamespace(ends_the_run=True))
+    attempt = MagicMock(stage=SimpleNamespace(ends_the_run=True), sampler=None)
     attempt.context.run.config.run = SimpleNamespace(eval_every_steps=5, profile=None)
     for name in ("peer_memory", "keeper"):
         saver = getattr(attempt, name)
