@@ -8,10 +8,11 @@ run with this run's key is changed.
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -85,7 +86,9 @@ def register_model(
                 "model": AutoModelForCausalLM.from_pretrained(model),
                 "tokenizer": AutoTokenizer.from_pretrained(model),
             }
-            mlflow.transformers.save_model(parts, path, task="text-generation", pip_requirements=needed)
+            # Saving imports DeepSpeed, whose log would become part of the output of `--json`.
+            with redirect_stdout(sys.stderr):
+                mlflow.transformers.save_model(parts, path, task="text-generation", pip_requirements=needed)
             logged = client.create_logged_model(
                 client.get_run(run_id).info.experiment_id,
                 name=f"exported-step-{step:08d}",
