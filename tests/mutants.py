@@ -353,7 +353,7 @@ MUTANTS = (
     Mutant(
         1,
         "the z-loss includes ignored labels",
-        "engine/tiled_loss.py:token_losses",
+        "engine/tiled_loss.py:_cross_entropy",
         "torch.where(is_counted_T, z_loss * log_z_T.square(), zero)",
         "z_loss * log_z_T.square()",
         "unit/engine/test_tiled_loss.py::test_a_z_loss_is_that_of_the_models_own_logits[7-granite]",

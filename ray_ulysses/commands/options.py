@@ -28,7 +28,9 @@ Branch = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 TrustRun = Annotated[
     bool,
-    typer.Option("--trust-run", help="Use the secrets file and the servers that only the run's own files specify."),
+    typer.Option(
+        "--trust-run", help="Use the secrets file, the servers and the plugins that only the run's own files specify."
+    ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the result, warnings and errors.")]
 # Limited to 15 digits, since Python refuses to parse very long integers.

@@ -105,6 +105,7 @@ class ProfileSection(Section):
 
 
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+_OBJECT = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*$"
 _MAX_SEED = 2**63 - 1
 _WARMUP_STEPS = 100
 _OF_A_NEW_RUN = free("read only while the run has no checkpoint of its own")
@@ -170,9 +171,23 @@ class RunSection(Section):
     sample_tokens: int = Field(default=64, ge=1)
     """Maximum number of tokens to add to each of `sample_prompts`. Default 64."""
 
+    plugins: Annotated[
+        tuple[Annotated[str, Field(pattern=_OBJECT)], ...], by_branch("a change may alter the loss curve")
+    ] = Field(default=(), strict=False)
+    """Plugins of the run, as `module:object`: classes or instances of `ray_ulysses.Plugin`, with
+    [callbacks, a loss or a model class](extend.md#plugins). The module is imported by the command and by every worker,
+    from `PYTHONPATH` or the `working_dir` of the submitted job. Default: none."""
+
     profile: ProfileSection | None = None
     """Steps and ranks to trace with the PyTorch profiler, such as `{steps: [10, 11], ranks: [0, 8]}`. Traces are
     written to `diagnostics/` in the run's directory and open in Perfetto. Default null: no traces."""
+
+    @field_validator("plugins")
+    @classmethod
+    def _are_different(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(value)) < len(value):
+            raise refusal("lists a plugin twice", "list each plugin once")
+        return value
 
     @field_validator("storage")
     @classmethod

@@ -71,6 +71,7 @@ FIXED, BRANCHABLE, FREE = (
 )
 """One mapping for each resume rule, from a setting's path to the reason for the rule or to a remark."""
 
+_PLUGINS = "run.plugins"
 OUTSIDE_PLAN = tuple(path for path in BRANCHABLE if not path.startswith("data."))
 """Paths of settings that a branch may change without a change of the data plan."""
 
@@ -81,7 +82,7 @@ STAGES = "stages"
 def resume_conflicts(old: Config, new: Config, *, branch: bool = False) -> tuple[Problem, ...]:
     """Return a problem for each setting that must not differ from the run's stored value, but does.
 
-    With ``branch``, settings of the data plan and the learning rate may change.
+    With ``branch``, settings of the data plan, the learning rate and the plugins may change.
     """
     paths = {**({} if branch else BRANCHABLE), **FIXED}
     changed = [(path, reason, differences(setting(old, path), setting(new, path))) for path, reason in paths.items()]
@@ -110,7 +111,7 @@ def stage_conflicts(old: Config, new: Config, num_begun: int) -> tuple[Problem, 
         # Earlier stages can't be changed. A branch may change only data and learning rate of the current stage.
         fixed = FIXED if number == num_begun - 1 else {**FIXED, **BRANCHABLE}
         for path, reason in fixed.items():
-            if path not in _NAMES and (found := differences(setting(before, path), setting(now, path))):
+            if path not in (*_NAMES, _PLUGINS) and (found := differences(setting(before, path), setting(now, path))):
                 problems.append(_conflict(old.run.name, f"{STAGES}.{number}: {path}", reason, found))
         if (had_own := _has_own_schedule(old, number)) != _has_own_schedule(new, number):
             has = "a schedule of its own" if had_own else "the run's schedule"
@@ -146,7 +147,7 @@ def _or_nothing(value: object) -> str:
 
 
 def branch_changes(old: Config, new: Config) -> tuple[str, ...]:
-    """Describe a branch's changes to the learning rate and the stages. Changes to the data are in the plan."""
+    """Describe a branch's changes to learning rate, plugins and stages. Changes to the data are in the plan."""
     before, now = (
         {**{path: setting(config, path) for path in OUTSIDE_PLAN}, STAGES: config.model_dump(mode="json")[STAGES]}
         for config in (old, new)

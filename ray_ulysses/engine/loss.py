@@ -16,7 +16,7 @@ import torch
 from ray_ulysses.attention.batch import IGNORE_INDEX, ShardedBatch
 from ray_ulysses.engine.model_parts import ModelParts, NoTilesError, find_parts, inner_model, refuse_auxiliary_loss
 from ray_ulysses.engine.router_loss import SCORES_WANTED, RouterLoss, router_loss_of, router_loss_sum
-from ray_ulysses.engine.tiled_loss import TiledLoss, token_losses
+from ray_ulysses.engine.tiled_loss import TiledLoss, TokenLoss, token_losses
 from ray_ulysses.errors import UserError
 from ray_ulysses.logging import get_logger
 
@@ -46,7 +46,7 @@ class TrainingLoss:
     objective_sum: torch.Tensor
     """fp32 scalar to differentiate at most once: the sum of cross-entropy, z-loss and router loss."""
     loss_sum: torch.Tensor
-    """fp32 scalar, detached: cross-entropy in nats."""
+    """fp32 scalar, detached: cross-entropy in nats, or the token loss."""
     z_loss_sum: torch.Tensor
     """fp32 scalar, detached: z-loss including its coefficient; 0 if the z-loss is disabled."""
     router_loss_sum: torch.Tensor
@@ -75,7 +75,12 @@ def causal_lm_loss(
 
 
 def training_loss(
-    model: Callable[..., Any], batch: ShardedBatch, *, tile: TileSetting = "auto", z_loss: float = 0.0
+    model: Callable[..., Any],
+    batch: ShardedBatch,
+    *,
+    tile: TileSetting = "auto",
+    z_loss: float = 0.0,
+    token_loss: TokenLoss | None = None,
 ) -> TrainingLoss:
     """Run the forward pass and return the loss of this rank's slice, as sums over tokens.
 
@@ -93,6 +98,7 @@ def training_loss(
             single tile is used if the model has a structure other than a decoder and an output head, or if its forward
             was replaced.
         z_loss: Coefficient of the z-loss; see :func:`ray_ulysses.engine.tiled_loss.token_losses`.
+        token_loss: Loss of each token in place of the cross-entropy.
 
     Raises:
         UserError: The model's own forward adds another loss, the loss can't be tiled, or a wrapper rounds the loss.
@@ -102,13 +108,15 @@ def training_loss(
     router_loss = router_loss_of(inner_model(model))
     parts = _tiled_parts(model, tile)
     if parts is not None:
-        tiled = TiledLoss(parts=parts, batch=batch, tile=tile, z_loss=z_loss, router_loss=router_loss)
+        tiled = TiledLoss(
+            parts=parts, batch=batch, tile=tile, z_loss=z_loss, router_loss=router_loss, token_loss=token_loss
+        )
         objective_sum = tiled.run(model)
         _refuse_rounded(objective_sum)
         losses_N, z_losses_N, router_sum = tiled.losses_N, tiled.z_losses_N, tiled.router_loss_sum
     else:
         outputs = _whole_outputs(model, batch, router_loss)
-        losses_N, z_losses_N = _whole_losses(outputs.logits, batch, z_loss)
+        losses_N, z_losses_N = _whole_losses(outputs.logits, batch, z_loss, token_loss)
         objective_sum = losses_N.sum() if z_losses_N is None else losses_N.sum() + z_losses_N.sum()
         router_sum = None if router_loss is None else router_loss_sum(outputs, router_loss, batch)
         objective_sum = objective_sum if router_sum is None else objective_sum + router_sum
@@ -175,10 +183,10 @@ def _whole_outputs(model: Callable[..., Any], batch: ShardedBatch, router_loss: 
 
 
 def _whole_losses(
-    logits_BLV: torch.Tensor, batch: ShardedBatch, z_loss: float = 0.0
+    logits_BLV: torch.Tensor, batch: ShardedBatch, z_loss: float = 0.0, token_loss: TokenLoss | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the fp32 loss at each position, ``[B * L]``, and the z-loss, which is None if disabled."""
-    losses_N, z_losses_N = token_losses(logits_BLV.flatten(0, 1), batch.labels_BL.flatten(), z_loss)
+    losses_N, z_losses_N = token_losses(logits_BLV.flatten(0, 1), batch.labels_BL.flatten(), z_loss, token_loss)
     if batch.label_weights_BL is None:
         return losses_N, z_losses_N
     weights_N = batch.label_weights_BL.flatten()

@@ -142,7 +142,8 @@ def _refuse_unknown_type(kind: object, setting: str) -> None:
     hint = f" (did you mean '{near[0]}'?)" if near else ""
     raise UserError(
         f"{setting}={kind!r}: Transformers {__version__} does not support this model type; use the model_type from "
-        f"the model's config.json on the hub, such as llama, mistral or qwen3{hint}"
+        f"the model's config.json on the hub, such as llama, mistral or qwen3{hint}; or import the plugin that "
+        "defines it (run.plugins, or --trust-run)"
     )
 
 

@@ -10,6 +10,7 @@ Legend: B rows, L tokens of this rank's slice, N = B * L, T tokens of a tile, H 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,11 +26,14 @@ from ray_ulysses.parallel.compilation import not_compiled
 from ray_ulysses.parallel.layout import TileSetting, loss_tile_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import nn
 
     from ray_ulysses.engine.model_parts import ModelParts
+
+TokenLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Function from the labels' log-probabilities, fp32 ``[T]``, and the labels, int64 ``[T]``, to each token's loss."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,8 +46,9 @@ class TiledLoss:
     wants_predictions: bool = False
     z_loss: float = 0.0
     router_loss: RouterLoss | None = None
+    token_loss: TokenLoss | None = None
     losses_N: torch.Tensor = field(init=False)
-    """fp32 cross-entropy at each position, set by the forward pass; 0 where the label is ignored."""
+    """fp32 cross-entropy or `token_loss` at each position, set by the forward pass; 0 where the label is ignored."""
     z_losses_N: torch.Tensor | None = field(init=False, default=None)
     """fp32 z-loss at each position, or None if the z-loss is disabled."""
     router_loss_sum: torch.Tensor | None = field(init=False, default=None)
@@ -127,7 +132,7 @@ class TiledLoss:
         logits_TV = self._logits_of(hidden_TH[None])[0]
         if self.predictions_N is not None:
             self.predictions_N[part] = logits_TV.detach().argmax(dim=-1)
-        return token_losses(logits_TV, self.batch.labels_BL.flatten()[part], self.z_loss)
+        return token_losses(logits_TV, self.batch.labels_BL.flatten()[part], self.z_loss, self.token_loss)
 
     def _tile_tokens(self, num_tokens: int) -> int:
         width = getattr(self.parts.model.get_output_embeddings(), "out_features", None)
@@ -135,14 +140,26 @@ class TiledLoss:
 
 
 def token_losses(
-    logits_TV: torch.Tensor, labels_T: torch.Tensor, z_loss: float = 0.0
+    logits_TV: torch.Tensor, labels_T: torch.Tensor, z_loss: float = 0.0, token_loss: TokenLoss | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return each token's fp32 cross-entropy and z-loss. The z-loss is None if ``z_loss`` is 0.
+    """Return each token's fp32 cross-entropy, or its ``token_loss``, and its z-loss, which is None if ``z_loss`` is 0.
 
     The z-loss is ``z_loss * log(Z)**2``, where ``Z`` is the softmax denominator. The z-loss keeps ``log(Z)`` close to 0
-    (https://arxiv.org/abs/2204.02311, section 5). Both losses are 0 where the label is ignored.
+    (https://arxiv.org/abs/2204.02311, section 5). All losses are 0 where the label is ignored.
     """
-    logits_TV = logits_TV.float()
+    losses_T, z_losses_T = _cross_entropy(logits_TV.float(), labels_T, z_loss)
+    if token_loss is None:
+        return losses_T, z_losses_T
+    is_counted_T = labels_T != IGNORE_INDEX
+    # An ignored token has the log-probability 0, where the gradient of a token's loss may be infinite.
+    log_probs_T = torch.where(is_counted_T, -losses_T, -1.0)
+    own_T = token_loss(log_probs_T, torch.where(is_counted_T, labels_T, 0))
+    return torch.where(is_counted_T, own_T, 0.0), z_losses_T
+
+
+def _cross_entropy(
+    logits_TV: torch.Tensor, labels_T: torch.Tensor, z_loss: float
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     if not z_loss:
         losses_T = torch.nn.functional.cross_entropy(logits_TV, labels_T, ignore_index=IGNORE_INDEX, reduction="none")
         return losses_T, None

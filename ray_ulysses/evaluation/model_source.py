@@ -10,6 +10,7 @@ from ray_ulysses.attention.ulysses import apply_ulysses
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.engine.model import build_model, refuse_architecture
 from ray_ulysses.engine.model_config import described_config, stored_positions
+from ray_ulysses.engine.plugins import load_plugins
 from ray_ulysses.engine.text_part import is_multimodal
 from ray_ulysses.errors import RunError
 from ray_ulysses.evaluation.report import DType
@@ -112,7 +113,7 @@ def find_model(
         is_run: Whether it is the directory of a run.
         step: Step of the run's checkpoint.
         dtype: Dtype in which to compute the model.
-        trust_run: Whether to trust the secrets file and servers that only the run's stored configuration specifies.
+        trust_run: Whether to trust the secrets file, servers and plugins that only the run's own configuration names.
 
     Raises:
         UserError: The checkpoint does not exist, or the model can't be evaluated exactly.
@@ -121,6 +122,8 @@ def find_model(
     checkpoint = None
     if is_run:
         config = stored_config(model, trust_run=trust_run)
+        if trust_run:
+            load_plugins(config)
         checkpoint = find_checkpoint(config, model, step, trust_run=trust_run)
         manifest = checkpoint[1]
         config = with_planned_context(config_of_checkpoint(config, manifest), model, manifest.step)

@@ -13,6 +13,7 @@ import torch
 from ray_ulysses.checkpoint.manifest import Manifest
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.config.job_paths import refuse_relative_in_job
+from ray_ulysses.engine.plugins import load_plugins
 from ray_ulysses.engine.text_part import auto_class
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.export.adapters import AdapterExport, adapter_export
@@ -102,6 +103,8 @@ def export_run(request: ExportRequest, log: _Log) -> ExportReport:
         refuse_relative_in_job("--out", place)
     trust_run = request.trust_run
     config = stored_config(request.run_dir, trust_run=trust_run)
+    if trust_run:
+        load_plugins(config)
     store, manifest = find_checkpoint(config, request.run_dir, request.step, trust_run=trust_run)
     config = with_planned_context(config_of_checkpoint(config, manifest), request.run_dir, manifest.step)
     clock = SystemClock()

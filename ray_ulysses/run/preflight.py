@@ -24,6 +24,7 @@ from ray_ulysses.data.plan.stages import NewSegment
 from ray_ulysses.data.tokenize.tokenizers import files_fingerprint, load_tokenizer, tokenizer_folder
 from ray_ulysses.engine.model import check_architecture, differs_from_stored
 from ray_ulysses.engine.model_config import check_described, trained_positions
+from ray_ulysses.engine.plugins import find_plugins
 from ray_ulysses.engine.stored_weights import INDEX_FILE, SINGLE_FILE
 from ray_ulysses.errors import ConfigError, Problem, RunError, UserError
 from ray_ulysses.logging import get_logger
@@ -109,7 +110,9 @@ class PreparedRun:
         changes = () if began_with is None else branch_changes(began_with, self.config)
         changed = tuple(f"--branch: {change} after the newest saved state" for change in changes)
         if self.branched is None:
-            unchanged = "--branch: neither the data nor the learning rate changes, so no branch is created"
+            unchanged = (
+                "--branch: neither the data nor the learning rate nor the plugins change, so no branch is created"
+            )
             is_unchanged = self.branch and not self.new and not changed
             return (*changed, *self.report.notes, *([unchanged] if is_unchanged else []))
         point, segment = self.branched.branch, self.plan.newest
@@ -140,6 +143,7 @@ def prepare_run(config: Config, base: Path, *, branch: bool = False, stored: Sto
     config = config.with_absolute_paths(base)
     stored = read_stored_run(config) if stored is None else stored
     problems = [*relative, *_tracking_problems(config), *stored.conflicts(config, branch=branch)]
+    problems += _plugin_problems(config)
     try:
         with run_dir_answers(config):
             return _prepare(config, problems, stored, branch=branch)
@@ -147,6 +151,21 @@ def prepare_run(config: Config, base: Path, *, branch: bool = False, stored: Sto
         if not problems:
             raise
         raise ConfigError(problems, source=f"run {config.run.name!r}", beside=error) from error
+
+
+def _plugin_problems(config: Config) -> Iterator[Problem]:
+    """Import the plugins before the model is read, because they may define it, and yield a problem for each misfit."""
+    plugins, problems = find_plugins(config)
+    yield from problems
+    described = config.model.config
+    if plugins.model_type is None or described is None or described["model_type"] == plugins.model_type:
+        return
+    yield Problem(
+        path="model.config.model_type",
+        value=described["model_type"],
+        rule=f"differs from that of the plugins' model class, {plugins.model_type}, which would not be used",
+        hint=f"set it to {plugins.model_type}, or remove the plugin",
+    )
 
 
 def _tracking_problems(config: Config) -> Iterator[Problem]:
@@ -236,9 +255,9 @@ def report_run(config: Config, base: Path, *, branch: bool = False, synthetic: b
         ]
     )
     stored = read_stored_run(absolute)
+    problems, facts = [*missing, *stored.conflicts(absolute, branch=branch), *_plugin_problems(absolute)], []
     absolute, shape, chosen = planned_memory(config, base, stored)
     num_positions = check_architecture(absolute).num_positions
-    problems, facts = [*missing, *stored.conflicts(absolute, branch=branch)], []
     for number, planned in enumerate(stage_plans(absolute, shape)):
         # Without documents, the leftover rows of the previous stage are unknown, so each stage is planned on its own.
         documents, own = stand_in_documents(planned.settings), stage_config(absolute, number)

@@ -22,6 +22,7 @@ from ray_ulysses.data.read.reader import RowReader
 from ray_ulysses.engine.activation_offload import offload_activations
 from ray_ulysses.engine.model import build_model, compile_layers
 from ray_ulysses.engine.optimizer import learning_rate
+from ray_ulysses.engine.plugins import Plugins, load_plugins
 from ray_ulysses.engine.tiled_mlp import tile_mlps
 from ray_ulysses.engine.zero import build_engine, partition_config, prepare_process
 from ray_ulysses.logging import get_logger
@@ -84,6 +85,7 @@ class _Attempt:
     watch: ComputeWatch
     memory: MemoryRecorder
     sampler: Sampler | None
+    plugins: Plugins
 
     @property
     def plan(self) -> Plan:
@@ -106,6 +108,7 @@ def run_attempt(config: Config, worker: Worker) -> AttemptEnd:
     """
     # The attempt: all ranks agree on one number, on storage that they share.
     prepare_process(worker.local_rank, worker.device.type)
+    plugins = load_plugins(config)
     context, journal = open_attempt(resolve_run(config, worker.world_size), worker)
     worker.on_hang(context.diagnostics.leave_flight_record)
     recorder = Recorder.open(context, journal)
@@ -117,7 +120,7 @@ def run_attempt(config: Config, worker: Worker) -> AttemptEnd:
             start = find_state(load_plan(config.run_dir / PLAN_FOLDER), context, recorder)
             memory = MemoryRecorder(worker.device)
             with memory_explained(context.run, start.stage, context.diagnostics, memory, None):
-                return _run(context, recorder, start, memory)
+                return _run(context, recorder, start, memory, plugins)
         except AnotherStageError as left:
             # Not a failure: the same workers continue in an earlier stage, with that stage's model.
             recorder.ended("stage", left.step)
@@ -127,7 +130,9 @@ def run_attempt(config: Config, worker: Worker) -> AttemptEnd:
             raise
 
 
-def _run(whole: AttemptContext, recorder: Recorder, start: StartingState, memory: MemoryRecorder) -> AttemptEnd:
+def _run(
+    whole: AttemptContext, recorder: Recorder, start: StartingState, memory: MemoryRecorder, plugins: Plugins
+) -> AttemptEnd:
     worker, stage, config = whole.worker, start.stage, start.stage.config
     run = whole.run if config is whole.run.config else resolve_run(config, worker.world_size)
     context = replace(whole, run=run, stage=stage.name, measured=stage.plan.newest.measured)
@@ -171,6 +176,7 @@ def _run(whole: AttemptContext, recorder: Recorder, start: StartingState, memory
             watch=ComputeWatch(context, recorder),
             memory=memory,
             sampler=open_sampler(context),
+            plugins=plugins,
         )
         position = resume(engine, start, whole, recorder)
         keeper.resumed(position.step)
@@ -182,6 +188,8 @@ def _run(whole: AttemptContext, recorder: Recorder, start: StartingState, memory
         finally:
             source.close()
         keeper.finish()
+        _report_checkpoints(attempt)
+        plugins.call("on_end", worker.rank, end.step, end.status)
         peer_memory.close()
         recorder.ended(end.status, end.step)
     except BaseException as error:
@@ -223,6 +231,8 @@ def _train(attempt: _Attempt, source: DirectSource, position: RunPosition) -> At
             _evaluate(attempt, outcome)
         if attempt.sampler is not None and _due(config.run.sample_every_steps, step, is_last=step == last_step):
             _sample(attempt, attempt.sampler, step)
+        attempt.plugins.call("on_step", worker.rank, step, outcome.metrics)
+        _report_checkpoints(attempt)
     return AttemptEnd(status=status, step=position.step)
 
 
@@ -247,6 +257,7 @@ def _take_step(attempt: _Attempt, source: DirectSource, position: RunPosition) -
         seed=config.run.seed,
         loss_tile=config.memory.loss_tile,
         z_loss=config.optimizer.z_loss,
+        token_loss=attempt.plugins.token_loss,
         flags=lambda: _flags(attempt),
         num_direct=lambda: source.num_direct or 0,
         before_update=attempt.before_update,
@@ -303,6 +314,7 @@ def _evaluate(attempt: _Attempt, outcome: StepOutcome) -> StepOutcome:
         tile, ends = context.run.config.memory.loss_tile, [one.rows.stop for one in sets]
         sums = evaluate(attempt.engine, slices, attempt.mesh, device, tile, ends=ends)
     loss = attempt.recorder.evaluated(outcome.position.step, sets, sums, clock.monotonic() - started)
+    attempt.plugins.call("on_evaluation", context.rank, outcome.position.step, loss)
     return replace(outcome, metrics={**outcome.metrics, "eval_loss": loss})
 
 
@@ -313,6 +325,13 @@ def _sample(attempt: _Attempt, sampler: Sampler, step: int) -> None:
         beat = partial(worker.beat, "evaluation", step)
         found = sampler.run(attempt.engine, attempt.mesh, worker.device, tile, beat)
     attempt.recorder.sampled(step, sampler, found, worker.clock.monotonic() - started)
+
+
+def _report_checkpoints(attempt: _Attempt) -> None:
+    """Tell the plugins about the checkpoints committed since the last call."""
+    committed = attempt.keeper.committed
+    while committed:
+        attempt.plugins.call("on_checkpoint", attempt.context.rank, *committed.popleft())
 
 
 def _beating(attempt: _Attempt, phase: Phase, step: int, slices: Iterator[RowSlice]) -> Iterator[RowSlice]:

@@ -129,7 +129,7 @@ _CLOSE_S = 60.0
 """Maximum time to wait for closing the journal, in seconds."""
 _ABANDON_S = 1.0
 _TEND_EVERY_S = 3.0
-_RECORDED = {"model", "data", "optimizer", "schedule"}
+_RECORDED = ("model", "data", "optimizer", "schedule")
 
 
 class Recorder:
@@ -189,7 +189,8 @@ class Recorder:
             RunError: The journal can't be written.
         """
         config, nodes, plan = self._context.run.config, self._context.nodes, stage.plan
-        stages = {"stages"} if config.stages else set()
+        recorded: Any = dict.fromkeys((*_RECORDED, *(["stages"] if config.stages else ())), True)
+        recorded["run"] = {"seed", *(["plugins"] if config.run.plugins else [])}
         sizes = {name: getattr(layout, name) for name in ("world_size", "sp_size", "ring_size", "dp_size")}
         self._append(
             "attempt_started",
@@ -207,9 +208,7 @@ class Recorder:
             streams=config.data.engine == "ray",
             device_gib=device_memory_gib(self._context.worker.device),
             versions=versions(),
-            settings=flat_settings(
-                config.model_dump(mode="json", include={**dict.fromkeys(_RECORDED | stages, True), "run": {"seed"}})
-            ),
+            settings=flat_settings(config.model_dump(mode="json", include=recorded)),
         )
         # Without this record, later records could not be interpreted.
         self._insist()

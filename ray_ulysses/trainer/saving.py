@@ -199,6 +199,8 @@ class CheckpointKeeper:
         self._taken_at = worker.clock.monotonic()
         self._taken_step = -1
         self._noticed = False
+        # Steps and folders of commits that the plugins have not been told about; the saving thread adds to it.
+        self.committed: deque[tuple[int, str]] = deque()
         # Reason and start time of a save that is waiting for a free buffer.
         self._postponed: tuple[Reason, float] | None = None
         self.requests = RequestWatch(config.run_dir, worker.session) if worker.rank == 0 else None
@@ -405,6 +407,7 @@ class CheckpointKeeper:
     def _on_saved(self, saved: Saved) -> None:
         """Record a commit and delete superseded checkpoints. Called on the saving thread."""
         self._notices.committed(saved.ref.step, saved.save_s)
+        self.committed.append((saved.ref.step, saved.ref.folder))
         if self._worker.rank == 0:
             self._recorder.checkpoint_committed(saved)
             try:

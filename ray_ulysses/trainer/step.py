@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from ray_ulysses.config.running import ElasticSection
     from ray_ulysses.data.read.reader import RowSlice
+    from ray_ulysses.engine.tiled_loss import TokenLoss
     from ray_ulysses.model_shape import ModelShape
     from ray_ulysses.parallel.layout import TileSetting
     from ray_ulysses.parallel.mesh import SequenceMesh
@@ -207,6 +208,7 @@ def train_step(
     seed: int,
     loss_tile: TileSetting = "auto",
     z_loss: float = 0.0,
+    token_loss: TokenLoss | None = None,
     flags: Callable[[], Flags] = Flags,
     num_direct: Callable[[], int] = lambda: 0,
     before_update: Callable[[], object] = lambda: None,
@@ -226,6 +228,7 @@ def train_step(
         seed: Base seed. Each row's random state is derived from the seed and the row, independent of the rank.
         loss_tile: Number of tokens per rank whose logits exist at a time.
         z_loss: Coefficient of the z-loss.
+        token_loss: Loss of each token in place of the cross-entropy.
         flags: Function that returns this rank's flags; called at the end of the step.
         num_direct: Function that returns the number of slices read directly because the stream had not started; called
             at the end of the step.
@@ -242,7 +245,7 @@ def train_step(
     for steps, row in enumerate(slices, start=1):
         batch = batch_of(row, mesh, device)
         _seed_generators(mix_int(mix_int(seed) ^ (row.row % 2**64)) >> 1, device)
-        row_loss = training_loss(engine, batch, tile=loss_tile, z_loss=z_loss)
+        row_loss = training_loss(engine, batch, tile=loss_tile, z_loss=z_loss, token_loss=token_loss)
         engine.backward(row_loss.objective_sum * scale)
         if steps == accumulation:
             before_update()

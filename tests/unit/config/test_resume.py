@@ -57,7 +57,7 @@ def test_the_learning_rate_may_change_in_a_branch() -> None:
 
 
 _OTHER: dict[str, dict[str, Any]] = {
-    "run": {"name": "second", "seed": 1},
+    "run": {"name": "second", "seed": 1, "plugins": ["package.module:Plugin"]},
     "model": {
         "path": "other", "init": "pretrained", "config": None, "part": "text", "rope": {"rope_theta": 1e6},
         "adapter": {"rank": 4}, "dtype": "bf16",

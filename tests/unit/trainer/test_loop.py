@@ -35,6 +35,7 @@ def order_of(monkeypatch: pytest.MonkeyPatch, flags: Flags, first: int = 4) -> l
 
     attempt = MagicMock(stage=SimpleNamespace(ends_the_run=True), sampler=None)
     attempt.context.run.config.run = SimpleNamespace(eval_every_steps=5, profile=None)
+    attempt.keeper.committed = []
     for name in ("peer_memory", "keeper"):
         saver = getattr(attempt, name)
         saver.after_step = lambda engine, outcome, *_, name=name: done.append(f"{name} {sorted(outcome.metrics)}")
