@@ -5,7 +5,7 @@ from __future__ import annotations
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.parallel.layout import HeadPlan
 from ray_ulysses.planner.memory_terms import GIB, MemoryTerm
-from ray_ulysses.planner.report import DataFacts, PlanReport, StageFacts
+from ray_ulysses.planner.report import DataFacts, LayoutFacts, PlanReport, StageFacts
 from ray_ulysses.planner.state_memory import PeerMemoryFacts
 from ray_ulysses.report.words import as_text, count, duration, facts, percent, size, table
 
@@ -70,7 +70,7 @@ def _verdict(report: PlanReport, price: float | None) -> list[tuple[str, str]]:
     unknown = "not predicted (needs cluster.device, GPUs and bf16)"
     sizes = ", ".join(map(str, layout.level_world_sizes[:_MOST_SIZES]))
     more = ", ..." if len(layout.level_world_sizes) > _MOST_SIZES else ""
-    valid = f"multiples of {layout.sp_size} up to {layout.largest_world_size}, best {sizes}{more}"
+    valid = f"{_other_counts(layout)}, best {sizes}{more}"
     rows = [
         ("memory", fits + needs),
         ("time", unknown if time is None else f"{time.seconds:.3g} s per step{last}, MFU {time.mfu:.0%}, {time.basis}"),
@@ -165,10 +165,15 @@ def _layout(report: PlanReport) -> list[str]:
         ("row split", split),
         ("heads per rank", _heads(layout.heads)),
         ("other sp sizes", ", ".join(str(size) for size in layout.valid_sp_sizes)),
-        ("other worker counts", f"multiples of {layout.sp_size} up to {layout.largest_world_size}"),
+        ("other worker counts", _other_counts(layout)),
         ("balanced counts", shown),
     ]
     return ["layout", *facts(rows)]
+
+
+def _other_counts(layout: LayoutFacts) -> str:
+    multiples = f"multiples of {layout.sp_size}" if layout.sp_size > 1 else "any number"
+    return f"{multiples} up to {layout.largest_world_size}"
 
 
 def _workers(report: PlanReport) -> str:
