@@ -47,7 +47,7 @@ def test_text_and_json_contain_the_plan(inspect: Inspect, run: Run, corpus: Path
     assert set(fields) == {
         *("name", "status", "step", "tokens", "steps", "attempts", "checkpoints"),
         *("rows_consumed", "data_digest", "lost_steps", "goodput", "time_spent"),
-        *("damaged_records", "missing_steps", "evaluation", "failure", "plan", "diagnostics"),
+        *("damaged_records", "missing_steps", "evaluation", "samples", "failure", "plan", "diagnostics"),
     }
     assert fields["plan"][0]["sources"] == [{"path": str(corpus), "weight": None}]
 

@@ -97,6 +97,7 @@ def test_the_json_is_the_contracts_object(tmp_path: Path) -> None:
         # 3 s in steps that count. Attempt 1 ran 100..104, attempt 2 ran 110..112.5; the pause is not counted.
         "goodput": round(3 / 6.5, 4),
         "evaluation": None,
+        "samples": [],
         "failure": None,
         "time_spent": time_spent(read_entries(run_dir)).to_json(),
         "missing_steps": [],
