@@ -158,7 +158,7 @@ def _imported(name: str, foreign: Iterator[Path]) -> Plugin:
     try:
         # Finding the outermost package runs no code.
         spec = importlib.util.find_spec(module.partition(".")[0])
-        homes = [] if spec is None else [*(spec.submodule_search_locations or ()), spec.origin or ""]
+        homes = [] if spec is None else [*(spec.submodule_search_locations or ()), *filter(None, [spec.origin])]
         inside = [folder for folder in foreign if any(Path(home).resolve().is_relative_to(folder) for home in homes)]
         if inside:
             raise _Unusable(f"is in {inside[0]}, a folder of data or models; move the module to the job's own code")

@@ -105,6 +105,9 @@ def test_no_code_is_imported_from_a_folder_of_data_or_models(tmp_path: Path, mon
     (problem,) = find_plugins(config_of("planted:Plugin", data__path=str(tmp_path)))[1]
     assert f"is in {tmp_path}, a folder of data or models" in str(problem)
     assert "planted" not in sys.modules
+    # The folder of a command that stores its runs beside itself is not the home of a package without __init__.py.
+    monkeypatch.chdir(tmp_path)
+    assert find_plugins(config_of("examples.plugin:Focal", run__storage=str(tmp_path)))[1] == ()
 
 
 def test_plan_reports_a_plugin_with_the_other_problems(tmp_path: Path) -> None:
