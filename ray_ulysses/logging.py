@@ -101,11 +101,22 @@ class _Formatter(logging.Formatter):
         return indented(super().format(record))
 
 
+class _Handler(logging.StreamHandler[TextIO]):
+    """Writes to the current stderr, which a live display replaces while it is shown."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stderr
+
+
 def configure_logging() -> None:
     """Send the package's log messages to stderr. Commands call this function; importing the package does not."""
     logger = logging.getLogger(_ROOT)
     if not logger.handlers:
-        handler = logging.StreamHandler(sys.stderr)
+        handler = _Handler()
         handler.setFormatter(_Formatter("%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S"))
         logger.addHandler(handler)
     logger.setLevel(logging.INFO)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TextIO, cast
@@ -60,8 +61,9 @@ def put_styled(text: str, styles: Mapping[str, str]) -> None:
 
 
 def start_live(renderable: RenderableType, console: Console, *, transient: bool) -> Live:
-    """Start a live display; other output appears above it."""
-    live = Live(renderable, console=console, auto_refresh=False, transient=transient)
+    """Start a live display; other output appears above it, or where stderr is redirected."""
+    to_terminal = sys.stderr.isatty()
+    live = Live(renderable, console=console, auto_refresh=False, transient=transient, redirect_stderr=to_terminal)
     live.start(refresh=True)
     # Rich's replacements for the standard streams would interpret escape sequences.
     escape_output()

@@ -13,8 +13,16 @@ from rich.table import Table
 from rich.text import Text
 
 from ray_ulysses.cli import main, run
-from ray_ulysses.commands.display import open_console, start_live
-from ray_ulysses.logging import EscapingStream, escaped_output, indented, one_line, printable
+from ray_ulysses.commands.display import PlainConsole, open_console, start_live
+from ray_ulysses.logging import (
+    EscapingStream,
+    configure_logging,
+    escaped_output,
+    get_logger,
+    indented,
+    one_line,
+    printable,
+)
 from ray_ulysses.report.words import as_text, facts, table
 from tests.unit.foreign_text import ATTACK, faults_of
 
@@ -85,6 +93,7 @@ def test_a_console_shows_markup_links_and_escapes_as_they_are(monkeypatch: pytes
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stdout", stream)
     monkeypatch.setattr(sys, "stderr", io.StringIO())
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_live, raising=False)
     monkeypatch.setattr(stream, "isatty", lambda: is_live, raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
     with escaped_output():
@@ -116,3 +125,17 @@ def test_no_library_resets_colors_at_the_end_of_a_command() -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("NUMBA_")}
     done = subprocess.run([sys.executable, "-c", text], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+@pytest.mark.parametrize("is_redirected", [False, True])
+def test_a_warning_appears_above_a_live_display_or_in_the_file_of_stderr(
+    is_redirected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal, errors = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(errors, "isatty", lambda: not is_redirected, raising=False)
+    monkeypatch.setattr(sys, "stderr", errors)
+    configure_logging()
+    live = start_live(Text("the bar"), PlainConsole(terminal, force_terminal=True), transient=True)
+    get_logger("ray_ulysses.test").warning("took long")
+    live.stop()
+    assert ("took long" in terminal.getvalue(), "took long" in errors.getvalue()) == (not is_redirected, is_redirected)
