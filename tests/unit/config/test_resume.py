@@ -65,6 +65,7 @@ _OTHER: dict[str, dict[str, Any]] = {
     "data": {
         "path": "other", "context_tokens": 2048, "rows_per_step": 8, "epochs": 2, "packing": "concat",
         "overlong": "drop", "balance_steps": 2, "eval_fraction": 0.1, "eval_rows": 4, "row_order": "costliest",
+        "validation": ["held-out"],
     },
     "parallel": {"allowed_sp": [1, 2]},
     "optimizer": {
