@@ -182,7 +182,7 @@ class EvaluatedCorpus:
     """Result of an evaluation on a validation corpus, or on the held-out documents of the training corpora."""
 
     name: str
-    """Name in metrics, such as `eval/loss/NAME`; `held_out` for held-out documents."""
+    """Name in metrics, such as `eval/NAME/loss`; `held_out` for held-out documents."""
     path: str | None
     """Path of the corpus when the rows were planned; None for held-out documents."""
     loss: float

@@ -38,7 +38,7 @@ TOKENS_PER_S, WORLD_SIZE, EVAL_LOSS = "train/tokens_per_s", "train/world_size", 
 METRIC_UNITS: tuple[MetricUnit, ...] = (
     MetricUnit("train/loss", "nats per token", "mean over the supervised tokens of a step"),
     MetricUnit("eval/loss", "nats per token", "mean over the supervised tokens of the evaluation rows"),
-    MetricUnit("eval/loss/*", "nats per token", "the same, of one validation corpus or of held-out documents"),
+    MetricUnit("eval/*/loss", "nats per token", "the same, of one validation corpus or of held-out documents"),
     MetricUnit("train/z_loss", "nats per token", "z-loss times its coefficient, as added to the loss"),
     MetricUnit("train/router_loss", "nats per token", "router loss times its coefficient, as added to the loss"),
     MetricUnit("train/grad_norm", "1", "gradient norm over all parameters, before clipping"),

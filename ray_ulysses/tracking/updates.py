@@ -146,7 +146,8 @@ class Translation:
             case Evaluated():
                 if event.step > self._evaluated_step and not math.isnan(event.loss):
                     self._evaluated_step = event.step
-                    by_corpus = {f"{EVAL_LOSS}/{one.name}": one.loss for one in event.corpora}
+                    # MLflow stores a metric in a file of its name, so no name may begin with another and a slash.
+                    by_corpus = {f"eval/{one.name}/loss": one.loss for one in event.corpora}
                     metrics = {EVAL_LOSS: event.loss, **by_corpus}
                     yield StepMetrics(time=event.time, step=event.step, metrics=metrics)
             case Sampled():

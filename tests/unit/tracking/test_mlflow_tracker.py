@@ -103,7 +103,7 @@ def test_a_run_has_its_own_start_and_end_its_user_its_source_and_its_corpora(uri
     tracker = make_tracker(uri, tmp_path, experiment="corpora")
     corpora = {"corpora": ("s3://bucket/code/corpus", "/data/corpus"), "validation": ("/data/books",)}
     tracker.log(AttemptBegan(time=1.7e9, **corpora, plan_id="0123abcd"))
-    losses = {"eval/loss": 4.0, "eval/loss/books": 3.0, "eval/loss/b/c.d-e_f": 5.0}
+    losses = {"eval/loss": 4.0, "eval/books/loss": 3.0, "eval/b/c.d-e_f/loss": 5.0}
     tracker.log(StepMetrics(time=1.7e9, step=0, metrics=losses))
     tracker.log(AttemptOver(time=1.7e9 + 60, status="finished"))
     assert tracker.catch_up()

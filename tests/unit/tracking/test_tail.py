@@ -303,7 +303,7 @@ def test_each_validation_corpus_has_a_metric_from_step_0_on() -> None:
     corpora = [{"name": name, "path": f"/{name}", "loss": loss, "tokens": 1} for name, loss in (("a", 3.0), ("b", 5.0))]
     (told,) = updates([{"event": "evaluation", "step": 0, "loss": 4.0, "tokens": 2, "corpora": corpora}])
     assert isinstance(told, StepMetrics) and told.step == 0
-    assert told.metrics == {"eval/loss": 4.0, "eval/loss/a": 3.0, "eval/loss/b": 5.0}
+    assert told.metrics == {"eval/loss": 4.0, "eval/a/loss": 3.0, "eval/b/loss": 5.0}
 
 
 def test_a_replayed_step_is_logged_once() -> None:
