@@ -105,7 +105,8 @@ def check_inspect(config: Config, folder: Path) -> None:
     command = Command("inspect", config.run_dir, "--json", "--quiet", log=folder / "inspect.json")
     assert command.wait() == 0
     printed = json.loads(command.text)
-    assert set(printed) == CONTRACT | {"plan", "failure", "missing_steps", "diagnostics"}, "the contract, and what grew"
+    grown = {"plan", "failure", "missing_steps", "diagnostics", "evaluation", "samples"}
+    assert set(printed) == CONTRACT | grown, "the contract, and what grew"
     assert [segment["base_row"] for segment in printed["plan"]] == [0]
     rows = [step["rows"] for step in printed["steps"]]
     assert all(before[1] == after[0] for before, after in pairwise(rows))
