@@ -115,12 +115,14 @@ def _refuse_push(repo: str, out: Place) -> None:
 
 def _push(repo: str, done: ExportReport, *, private: bool) -> str:
     """Upload an export to the hub and return the commit's URL."""
+    from ray_ulysses.export.directory import RECORD_FILE
     from ray_ulysses.storage.hub import push_folder
 
     average = f", mean of {len(done.averaged_steps)} checkpoints" if done.averaged_steps else ""
     message = f"{done.run}, step {done.step:,}{average}"
+    files, setting = {*done.files, RECORD_FILE}, f"--push-to-hub={repo!r}"
     try:
-        return push_folder(Path(done.out), repo, f"--push-to-hub={repo!r}", private=private, message=message)
+        return push_folder(Path(done.out), files, repo, setting, private=private, message=message)
     except RunError as error:
         raise RunError(f"{error}. The export in {done.out} is complete; the same command uploads it") from error
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.storage.location import expand_home
+from ray_ulysses.storage.regular import open_regular
 
 Kind = Literal["model", "dataset"]
 _ANSWER_S = 5.0
 _TOO_MANY, _BROKEN = 429, 500
 _NO_TOKEN, _NO_ACCESS = 401, (403, 404)
-_WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+_WEIGHTS = re.compile(r"(adapter_)?model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 _KINDS: dict[Kind, str] = {"model": "model", "dataset": "dataset"}
 _PROBED = {"model": "config.json", "dataset": "README.md"}
 
@@ -133,13 +134,15 @@ def refuse_push(repo: str, setting: str) -> None:
         )
 
 
-def push_folder(folder: Path, repo: str, setting: str, *, private: bool, message: str) -> str:
-    """Upload all files of a directory to a model repository on the hub, in one commit.
+def push_folder(folder: Path, files: Collection[str], repo: str, setting: str, *, private: bool, message: str) -> str:
+    """Upload files of a directory to a model repository on the hub, in one commit.
 
-    The repository is created if it does not exist. Weight files of an earlier model in it are deleted.
+    The repository is created if it does not exist. The commit deletes weight files of an earlier model from its top
+    level, or those of an earlier adapter if an adapter is uploaded.
 
     Args:
         folder: The directory.
+        files: Names of the files to upload.
         repo: The repository's id.
         setting: The setting and its value, for errors.
         private: Whether a new repository is private. An existing repository keeps its visibility.
@@ -149,6 +152,7 @@ def push_folder(folder: Path, repo: str, setting: str, *, private: bool, message
         The commit's URL.
 
     Raises:
+        UserError: A file is a symbolic link or not a regular file.
         RunError: The upload failed; the repository is unchanged.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
@@ -157,12 +161,14 @@ def push_folder(folder: Path, repo: str, setting: str, *, private: bool, message
 
     disable_progress_bars()
     hub, api = f"the hub at {constants.ENDPOINT}", HfApi()
-    files = sorted(path for path in folder.iterdir() if path.is_file())
+    for name in files:
+        open_regular(folder / name, folder).close()
     try:
         made = api.create_repo(repo, private=private, exist_ok=True).repo_id
-        there = {name for name in api.list_repo_files(made) if any(fnmatch.fnmatch(name, one) for one in _WEIGHTS)}
-        added = [CommitOperationAdd(path_in_repo=path.name, path_or_fileobj=path) for path in files]
-        deleted = [CommitOperationDelete(path_in_repo=name) for name in sorted(there - {path.name for path in files})]
+        kinds = {match[1] for name in files if (match := _WEIGHTS.fullmatch(name))}
+        there = {one for one in api.list_repo_files(made) if (match := _WEIGHTS.fullmatch(one)) and match[1] in kinds}
+        added = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=folder / name) for name in sorted(files)]
+        deleted = [CommitOperationDelete(path_in_repo=name) for name in sorted(there - {*files})]
         return str(api.create_commit(made, [*added, *deleted], commit_message=message).commit_url)
     except HfHubHTTPError as error:
         status = error.response.status_code

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ray_ulysses.cli import app, run
+from ray_ulysses.storage.hub import push_folder
 from tests.hub_server import AWAY, serve_hub, use_hub
 from tests.unit.attention.models import ARCHITECTURES, zoo_model
 from tests.unit.export.runs import fields_of, write_checkpoint, write_config
@@ -50,6 +51,45 @@ def test_a_push_is_one_commit_of_all_files_without_an_earlier_models_weights(
             assert pushed["me/long"] == files | {".visibility": visibility.encode()}
     found = json.loads(out)
     assert found["hub_commit"] == f"{address}/me/long/commit/{'c' * 40}" and found["mlflow_model"] is None
+
+
+@pytest.mark.parametrize(("kind", "other"), [("model", "adapter_model"), ("adapter_model", "model")])
+def test_a_push_deletes_only_weights_of_its_kind_at_the_top_level(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, other: str
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+    old = [f"{kind}-00001-of-00002.safetensors", f"{kind}.safetensors.index.json"]
+    kept = [f"checkpoint/{kind}.safetensors", f"{other}.safetensors", "voice.safetensors", "notes.txt"]
+    pushed = {"me/long": dict.fromkeys([*old, *kept], b"old")}
+    new = f"{kind}.safetensors"
+    (tmp_path / new).write_bytes(b"new")
+    with serve_hub({}, pushed=pushed, token=TOKEN) as (address, _):
+        use_hub(address, tmp_path / "hub", monkeypatch)
+        push_folder(tmp_path, [new], "me/long", "push", private=True, message="new")
+    assert pushed["me/long"] == {**dict.fromkeys(kept, b"old"), new: b"new"}
+
+
+def test_a_push_takes_only_the_exported_files_and_refuses_links(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pushed: dict[str, dict[str, bytes]] = {}
+    assert run(app, ["export", str(made), "--no-check"]) == 0
+    folder = made / "export/step-00000004"
+    (tmp_path / "private").write_bytes(b"secret")
+    (folder / "notes.txt").symlink_to(tmp_path / "private")
+    with serve_hub({}, pushed=pushed, token=TOKEN) as (address, _):
+        use_hub(address, tmp_path / "hub", monkeypatch)
+        code, _, err = push(capsys, made)
+        assert code == 0, err
+        assert pushed["me/long"].keys() == {path.name for path in folder.iterdir()} - {"notes.txt"} | {".visibility"}
+        pushed.clear()
+        # A record in another user's run may name a link, whose size is the length of its target.
+        record = json.loads((folder / "ray_ulysses_export.json").read_text())
+        record["report"]["files"]["notes.txt"] = (folder / "notes.txt").lstat().st_size
+        (folder / "ray_ulysses_export.json").write_text(json.dumps(record))
+        code, _, err = push(capsys, made)
+    assert code == 2 and "notes.txt is a link" in " ".join(err.split()) and not pushed
 
 
 @pytest.mark.parametrize(
