@@ -222,6 +222,8 @@ def _train(attempt: _Attempt, source: DirectSource, position: RunPosition) -> At
         saves_first = flags.notice_due or flags.resize or (flags.notice and flags.stop)
         if evaluates and not saves_first:
             outcome = _evaluate(attempt, outcome)
+        if attempt.sampler is not None and not saves_first:
+            _sample(attempt, attempt.sampler, step, is_last=step == last_step)
         attempt.watch.after_step(flags)
         worker.beat("save", step)
         with attempt.recorder.time.saving():
@@ -229,8 +231,6 @@ def _train(attempt: _Attempt, source: DirectSource, position: RunPosition) -> At
             attempt.keeper.after_step(attempt.engine, outcome, plan.cursor(step), last_step)
         if evaluates and saves_first:
             _evaluate(attempt, outcome)
-        if attempt.sampler is not None and _due(config.run.sample_every_steps, step, is_last=step == last_step):
-            _sample(attempt, attempt.sampler, step)
         attempt.plugins.call("on_step", worker.rank, step, outcome.metrics)
         _report_checkpoints(attempt)
     return AttemptEnd(status=status, step=position.step)
@@ -318,7 +318,9 @@ def _evaluate(attempt: _Attempt, outcome: StepOutcome) -> StepOutcome:
     return replace(outcome, metrics={**outcome.metrics, "eval_loss": loss})
 
 
-def _sample(attempt: _Attempt, sampler: Sampler, step: int) -> None:
+def _sample(attempt: _Attempt, sampler: Sampler, step: int, *, is_last: bool) -> None:
+    if not _due(attempt.context.run.config.run.sample_every_steps, step, is_last=is_last):
+        return
     worker, tile = attempt.context.worker, attempt.context.run.config.memory.loss_tile
     started = worker.clock.monotonic()
     with memory_explained(attempt.context.run, attempt.stage, attempt.context.diagnostics, attempt.memory, step):

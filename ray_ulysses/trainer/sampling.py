@@ -17,12 +17,16 @@ from ray_ulysses.attention.batch import held_tokens, shard_batch
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.engine.loss import score_tokens
 from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.logging import get_logger
 from ray_ulysses.run.sample_prompts import SamplePrompts, read_prompts
 
 if TYPE_CHECKING:
     from ray_ulysses.parallel.layout import TileSetting
     from ray_ulysses.parallel.mesh import SequenceMesh
     from ray_ulysses.trainer.context import AttemptContext
+
+
+_log = get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,28 +95,27 @@ class Sampler:
 def open_sampler(context: AttemptContext) -> Sampler | None:
     """Tokenize the prompts on rank 0, and return a sampler on each rank, or None if the run has no samples.
 
-    All ranks must call this function.
-
-    Raises:
-        RunError: The tokenizer can't be read on rank 0's node.
+    All ranks must call this function. If rank 0's node can't read the tokenizer, this attempt takes no samples: the
+    tokenizer was checked when the command started, and another node must not end the run for it.
     """
     config, layout = context.run.config, context.run.layout
     if config.run.sample_every_steps is None:
         return None
-    text, problem = None, ""
+    text = None
     if context.rank == 0:
         try:
             text = read_prompts(config, Corpus.open(config.data_sources[0][0]).info)
         except (UserError, RunError, OSError) as error:
-            # The other ranks wait for the broadcast.
-            problem = str(error)
-    given = None if text is None else (text.tokens, text.end_tokens)
-    given, problem = context.messenger.broadcast((given, problem))
+            _log.warning(
+                "run.sample_every_steps=%s: node %s can't read the tokenizer, so this attempt takes no samples "
+                "(%s); put it where every node can read it",
+                config.run.sample_every_steps,
+                context.nodes[0],
+                error,
+            )
+    given = context.messenger.broadcast(None if text is None else (text.tokens, text.end_tokens))
     if given is None:
-        raise RunError(
-            f"run.sample_every_steps={config.run.sample_every_steps}: node {context.nodes[0]} can't read the corpus's "
-            f"tokenizer ({problem}); put it where every node can read it, or set run.sample_every_steps: null"
-        )
+        return None
     return Sampler(
         prompts=given[0],
         end_tokens=given[1],

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from ray_ulysses.report.page import render_report
 from ray_ulysses.run.preflight import prepare_run
 from ray_ulysses.tracking.events import Sampled
 from ray_ulysses.tracking.history import read_history
+from ray_ulysses.trainer.sampling import open_sampler
 from tests.distributed.run_case import make_config, make_corpus, train
 from tests.unit.export.runs import export
 
@@ -78,3 +81,18 @@ def test_prompts_that_can_not_be_tokenized_or_fill_a_row_are_refused_before_a_wo
     config = make_config(tmp_path, corpus, **(SAMPLES | {"run__sample_prompts": ["a" * 256]}))
     with pytest.raises(ConfigError, match=r"run\.sample_every_steps.*has 256 tokens, and a row has 256"):
         prepare_run(config, Path("/")).report.raise_problems()
+
+
+def test_an_attempt_whose_node_can_not_read_the_tokenizer_goes_on_without_samples(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make_config(tmp_path, tmp_path / "elsewhere", **SAMPLES)
+    context: Any = SimpleNamespace(
+        run=SimpleNamespace(config=config, layout=None),
+        rank=0,
+        nodes=("node-1/10.0.0.1",),
+        messenger=SimpleNamespace(broadcast=lambda value: value),
+    )
+    with caplog.at_level(logging.WARNING, logger="ray_ulysses"):
+        assert open_sampler(context) is None
+    assert "node-1/10.0.0.1 can't read the tokenizer, so this attempt takes no samples" in caplog.text

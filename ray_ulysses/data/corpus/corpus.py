@@ -458,12 +458,13 @@ def first_of_same_content(groups: Sequence[NDArray[np.uint64]]) -> list[NDArray[
     return list(np.split(repeated, np.cumsum([len(group) for group in groups])[:-1]))
 
 
-def refuse_repeats(corpora: Sequence[Corpus], num_known: int = 1) -> None:
-    """Refuse corpora that repeat documents of earlier corpora, since a run would train on these documents twice.
+def refuse_repeats(corpora: Sequence[Corpus], num_known: int = 1, *, are_validation: bool = False) -> None:
+    """Refuse corpora that repeat documents which a run trains on.
 
     Args:
         corpora: The corpora of a run, in order.
         num_known: Number of leading corpora that are not checked.
+        are_validation: Whether the other corpora are for validation, and may share documents with each other.
 
     Raises:
         UserError: A corpus repeats documents, or can't be read. The error names both corpora and one document.
@@ -473,15 +474,19 @@ def refuse_repeats(corpora: Sequence[Corpus], num_known: int = 1) -> None:
     repeated = first_of_same_content([corpus.digests() for corpus in corpora])
     bases = np.cumsum([0, *(corpus.num_documents for corpus in corpora)])
     for number in range(num_known, len(corpora)):
-        elsewhere = np.flatnonzero((repeated[number] >= 0) & (repeated[number] < bases[number]))
+        end = bases[num_known if are_validation else number]
+        elsewhere = np.flatnonzero((repeated[number] >= 0) & (repeated[number] < end))
         if elsewhere.size:
             first = int(repeated[number][elsewhere[0]])
             other = corpora[int(np.searchsorted(bases, first, side="right")) - 1]
             source = corpora[number].source(int(elsewhere[0]))
             place = source.source + (f" at {source.offset}" if source.offset else "")
             path, before = corpora[number].folder, other.folder
+            setting, others, why = "data.sources", "earlier corpora", "a run would train on them twice"
+            if are_validation:
+                setting, others, why = "data.validation", "training corpora", "its loss would not measure unseen text"
             raise UserError(
-                f"data.sources: {path} repeats {elsewhere.size} documents of earlier corpora (the first: {place}, "
-                f"also in {before}), so a run would train on them twice; prepare {path} again in another "
+                f"{setting}: {path} repeats {elsewhere.size} documents of {others} (the first: {place}, "
+                f"also in {before}), so {why}; prepare {path} again in another "
                 f"directory with `--without {before}`, which omits them"
             )

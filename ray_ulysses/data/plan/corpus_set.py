@@ -226,8 +226,8 @@ def open_validation(paths: Sequence[str], trained: Sequence[PlannedSource]) -> C
         opened.append(corpus)
         if corpus.fingerprint in others:
             raise UserError(
-                f"data.validation: {path} is the same corpus as {others[corpus.fingerprint]}, so its loss would not be "
-                "that of unseen text; remove it, or hold documents of a training corpus out with data.eval_fraction"
+                f"data.validation: {path} is the same corpus as {others[corpus.fingerprint]}, so its loss would not "
+                "measure unseen text; remove it, or hold documents of a training corpus out with data.eval_fraction"
                 if corpus.fingerprint not in found
                 else f"data.validation: {path} and {others[corpus.fingerprint]} are the same corpus; list it once"
             )

@@ -131,6 +131,7 @@ def _next(
     corpora = open_sources(stage.shares, known)
     refuse_repeats(corpora.corpora, num_known=max(1, len(known)))
     validation = open_validation(stage.validation, corpora.sources)
+    refuse_repeats((*corpora.corpora, *validation.corpora), num_known=len(corpora.corpora), are_validation=True)
     remainder = remainder_after(plan, step, corpora.sources, stage.settings, skipped) if plan else None
     for corpus in (*corpora.corpora, *validation.corpora):
         corpus.check_files()

@@ -222,7 +222,7 @@ def test_the_models_own_tokenizer_passes_and_none_is_noted(model: Path, corpus: 
 def test_validation_is_refused_with_the_other_problems_and_only_a_branch_changes_it(
     tmp_path: Path, stdlib: Path
 ) -> None:
-    other = str(make_corpus(tmp_path / "other", ("copy.py",)))
+    other = str(make_corpus(tmp_path / "other", ("queue.py",)))
 
     def prepared(*validation: str, **changes: Any) -> PreparedRun:
         settings = {"data__validation": list(validation), "run__eval_every_steps": 5, **changes}

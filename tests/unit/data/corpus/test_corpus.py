@@ -311,6 +311,10 @@ def test_documents_of_two_corpora_are_refused_by_their_content(folder: Path) -> 
     refuse_repeats([one, copied], num_known=2)
     with pytest.raises(UserError, match=r"rows\.jsonl-corpus repeats 1"):
         refuse_repeats([one, copied, rows], num_known=2)
+    # Validation corpora may share documents with each other, but not with the training corpora.
+    refuse_repeats([two, one, rows], num_known=1, are_validation=True)
+    with pytest.raises(UserError, match=r"^data\.validation: .*rows\.jsonl-corpus repeats 1 .*training corpora"):
+        refuse_repeats([one, two, rows], num_known=1, are_validation=True)
 
 
 @pytest.mark.parametrize("duplicates", ["quarantine", "keep"])
