@@ -37,7 +37,7 @@ _SETTINGS: dict[str, Any] = {
     "schedule": True,
     "data": {"rows_per_step", "packing"},
     "model": {"dtype": True, "adapter": True},
-    "run": {"seed"},
+    "run": {"seed", "plugins"},
 }
 
 
@@ -60,7 +60,7 @@ def training_facts(config: Config, manifest: Manifest, run_dir: Place) -> Traini
         planned_steps=_planned_steps(run_dir, manifest.step),
         loss=manifest.meta.metrics.get("loss"),
         validation=_validation(config, manifest, run_dir),
-        settings={name: str(value) for name, value in flat_settings(settings).items()},
+        settings={name: str(value) for name, value in flat_settings(settings).items() if value != []},
     )
 
 
@@ -157,15 +157,15 @@ def model_card(report: ExportReport) -> bytes:
 def _rows(report: ExportReport) -> dict[str, str]:
     facts = report.training
     steps = f"{report.step:,}" if facts.planned_steps is None else f"{report.step:,} of {facts.planned_steps:,} steps"
-    of_step = f", of the checkpoint of step {report.step:,}" if report.averaged_steps else ""
+    note = ", before averaging" if report.averaged_steps else ""
     versions = ", ".join(f"{name} {version}" for name, version in sorted(report.versions.items()))
     rows = {
         "run": f"`{report.run}`, attempt {report.attempt}",
         "base model": "" if facts.base_model is None else f"`{facts.base_model}`",
         "trained": f"{steps}, {report.trained_tokens:,} supervised tokens",
         "average": average_words(report) if report.averaged_steps else "",
-        "training loss": "" if facts.loss is None else f"{facts.loss:.4f}{of_step}",
-        "validation loss": "" if facts.validation is None else "{1:.4f} at step {0:,}".format(*facts.validation),
+        "training loss": "" if facts.loss is None else f"{facts.loss:.4f}{note}",
+        "validation loss": "{1:.4f} at step {0:,}{2}".format(*facts.validation, note) if facts.validation else "",
         "data digest": f"`{report.data_digest}`",
         "context": context_words(report),
         "weights": f"{report.architecture}, {report.parameters:,} parameters, {report.weights}",

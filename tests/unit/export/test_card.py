@@ -39,12 +39,13 @@ def test_the_card_says_how_much_was_trained_the_losses_and_the_settings(tmp_path
     assert report.training.planned_steps is not None and report.training.planned_steps > 2
     for line in (
         f"| trained | 2 of {report.training.planned_steps:,} steps, 1,200 supervised tokens |",
-        "| training loss | 2.5000, of the checkpoint of step 2 |",
-        "| validation loss | 2.2500 at step 2 |",
+        "| training loss | 2.5000, before averaging |",
+        "| validation loss | 2.2500 at step 2, before averaging |",
         "| average | mean of the checkpoints of steps 1, 2 |",
         f"| `optimizer.lr` | `{stored_config(run.folder).optimizer.lr}` |",
     ):
         assert line in card.splitlines(), line
+    assert "run.plugins" not in card
     assert front_of(card) == {
         "library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["ray-ulysses", "long-context"],
     }  # fmt: skip
@@ -57,11 +58,14 @@ def test_only_what_is_on_the_hub_is_named_and_the_license_is_that_of_the_base(tm
     (base / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
     prepare = {"sources": ["org/texts", str(base), "org/texts.jsonl"], "tokenizer": "bytes", "kind": "auto"}
     path = str(base) if is_local else "org/base-of-nobody"
-    config = parse_config(small_tree(model__init="pretrained", model__path=path, data__prepare=prepare))
+    plugins = ["examples.plugin:Focal"]
+    changes = {"model__path": path, "data__prepare": prepare, "run__plugins": plugins}
+    config = parse_config(small_tree(model__init="pretrained", **changes))
     write_checkpoint(tmp_path / "run", AutoModelForCausalLM.from_config(described_config(parse_config(small_tree()))))
     facts = training_facts(config, choose_checkpoint(LocalStore(tmp_path / "run"), "latest"), tmp_path / "run")
     assert (facts.base_model, facts.license) == ((None, "apache-2.0") if is_local else ("org/base-of-nobody", None))
     assert (facts.datasets, facts.planned_steps, facts.loss, facts.validation) == (("org/texts",), None, None, None)
+    assert facts.settings["run.plugins"] == str(plugins)
     front = front_of(model_card(replace(ADAPTER, training=facts)).decode())
     named = {"license": "apache-2.0"} if is_local else {"base_model": "org/base-of-nobody"}
     assert front.items() >= {**named, "library_name": "peft", "datasets": ["org/texts"]}.items()
