@@ -17,7 +17,6 @@ from ray_ulysses.report.words import as_text, count, duration, facts
 
 if TYPE_CHECKING:
     from ray_ulysses.export.report import ExportReport, ExportRequest
-    from ray_ulysses.storage.place import Place
 
 EXAMPLE = "Example: ray-ulysses export runs/llama-tiny --step best --out llama-tiny-hf --dtype bf16"
 # Limited to 15 digits, since Python refuses to parse very long integers.
@@ -69,9 +68,9 @@ def export(
     if out is not None and re.match(r"^[a-z0-9+]+:/", str(out)):
         raise UserError(f"--out={str(out)!r}: is a URI; use a local directory")
     place = place_of(run)
-    if push_to_hub is not None:
-        _refuse_push(push_to_hub, out or place)
-    elif public:
+    if push_to_hub is not None and not isinstance(out or place, Path):
+        raise UserError(f"--push-to-hub={push_to_hub!r}: uploads a local directory; add --out DIR")
+    if push_to_hub is None and public:
         raise UserError("--public: needs a repository; add --push-to-hub REPO")
     request = ExportRequest(
         run_dir=place,
@@ -87,6 +86,8 @@ def export(
         trust_run=trust_run,
     )
     check_run(place)
+    if push_to_hub is not None:
+        _refuse_push(push_to_hub, request)
     with Waiting("loading libraries", is_quiet=quiet) as wait:
         from ray_ulysses.export.export_run import export_run
 
@@ -105,11 +106,12 @@ def export(
     put(json.dumps(found, indent=2) if as_json else render_export(done), is_exact=as_json)
 
 
-def _refuse_push(repo: str, out: Place) -> None:
+def _refuse_push(repo: str, request: ExportRequest) -> None:
+    from ray_ulysses.run.secrets_file import stored_config
     from ray_ulysses.storage.hub import refuse_push
 
-    if not isinstance(out, Path):
-        raise UserError(f"--push-to-hub={repo!r}: uploads a local directory; add --out DIR")
+    # The secrets file of a trusted run may contain the token.
+    stored_config(request.run_dir, trust_run=request.trust_run)
     refuse_push(repo, f"--push-to-hub={repo!r}")
 
 

@@ -53,6 +53,25 @@ def test_a_push_is_one_commit_of_all_files_without_an_earlier_models_weights(
     assert found["hub_commit"] == f"{address}/me/long/commit/{'c' * 40}" and found["mlflow_model"] is None
 
 
+def test_the_token_may_be_in_the_secrets_file_of_a_trusted_run(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secrets = tmp_path / "secrets.env"
+    secrets.write_text(f"HF_TOKEN={TOKEN}\n")
+    secrets.chmod(0o600)
+    write_config(made, fields_of(ARCHITECTURES["llama"]()), cluster__secrets_file=str(secrets))
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
+    code, _, err = push(capsys, made)
+    assert code == 2 and "there is no token" in err
+    pushed: dict[str, dict[str, bytes]] = {}
+    with serve_hub({}, pushed=pushed, token=TOKEN) as (address, _):
+        use_hub(address, tmp_path / "hub", monkeypatch)
+        code, _, err = push(capsys, made, "--trust-run")
+    assert code == 0, err
+    assert "model.safetensors" in pushed["me/long"]
+
+
 @pytest.mark.parametrize(("kind", "other"), [("model", "adapter_model"), ("adapter_model", "model")])
 def test_a_push_deletes_only_weights_of_its_kind_at_the_top_level(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, other: str
