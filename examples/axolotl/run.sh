@@ -8,5 +8,5 @@ set -x
 ray-ulysses init --from axolotl.yml --gpus 0 --out ours.yaml
 ray-ulysses plan ours.yaml
 ray-ulysses train ours.yaml
-ray-ulysses generate outputs/tiny-sft --prompt 'def ' --max-new-tokens 40 --temperature 1
+ray-ulysses generate outputs/tiny-sft --prompt 'def ' --max-new-tokens 40
 ray-ulysses export outputs/tiny-sft --out exported
