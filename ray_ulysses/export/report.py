@@ -94,7 +94,7 @@ class AdapterFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingFacts:
-    """The training that led to an exported checkpoint. What is unknown is left out."""
+    """The training that led to an exported checkpoint. Unknown facts are omitted."""
 
     base_model: str | None = None
     """Hub id of the base model."""

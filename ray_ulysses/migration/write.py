@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from ray_ulysses.config import parse_config
 from ray_ulysses.config.yaml_text import dump_yaml, parse_yaml
-from ray_ulysses.errors import NOT_GIVEN, ConfigError
+from ray_ulysses.errors import NOT_GIVEN, ConfigError, shown
 from ray_ulysses.logging import one_line
 from ray_ulysses.migration.facts import Fact, Facts, read_facts
 
@@ -45,6 +45,9 @@ _ROWS = {
     "sharegpt": {"messages_field": "conversations"},
     "completion": {"text_field": "text"},
 }
+_PREPARE_READS = "`prepare` reads the data: see its options for the kind of the rows, the fields and the chat template"
+# Options of one of Axolotl's evaluation sets, which stay together.
+_OF_SET = {"split": "split", "field": "text_field", "field_messages": "messages_field", "field_tools": "tools_field"}
 _TRACKERS = ("mlflow", "wandb", "tensorboard")
 
 
@@ -242,6 +245,22 @@ def _sources(given: object) -> list[str]:
     return [part for one in (given if isinstance(given, list) else [given]) if one for part in str(one).split(",")]
 
 
+def _validation(facts: Facts, fields: Mapping[str, object]) -> Iterator[tuple[str, Mapping[str, object]]]:
+    """Yield each evaluation source with its options of ``prepare``: those of the training data, or its own."""
+    given = facts.value("validation")
+    for one in given if isinstance(given, list) else [given]:
+        if not isinstance(one, Mapping):
+            yield from ((source, fields) for source in _sources(one))
+        elif "path" in one:
+            rows = _ROWS.get(str(one.get("type")))
+            own = {name: one[option] for option, name in _OF_SET.items() if one.get(option) is not None}
+            yield str(one["path"]), {**(fields if rows is None else rows), **own}
+            known = {"path", *_OF_SET, *(["type"] if rows is not None else [])}
+            rest = [f"test_datasets.{option}: {shown(one[option])}" for option in one if option not in known]
+            if rest:
+                facts.left_out.setdefault(_PREPARE_READS, []).extend(rest)
+
+
 def _data(w: _Writer) -> None:
     f = w.facts
     sources, tokenizer = _sources(f.value("dataset")), f.text("model") or "MODEL"
@@ -254,13 +273,14 @@ def _data(w: _Writer) -> None:
         w.put(f"data.prepare.{name}", value, name, "dataset_type")
     if f.fact("dataset_split") is not None:
         w.put("data.prepare.split", f.text("dataset_split"), "dataset_split")
-    if validation := _sources(f.value("validation")):
-        # Each has a loss of its own. The split is that of the training data.
-        outs = {f"validation-{number}": one for number, one in enumerate(validation, 1)}
-        options = "".join(f" --{name.replace('_', '-')} {value}" for name, value in fields.items())
-        commands = (f"ray-ulysses prepare {one} --tokenizer {tokenizer} --out {out}" for out, one in outs.items())
-        why = " && ".join(f"{command}{options}" for command in commands)
-        w.put("data.validation", list(outs), "validation", why=f"edit: {why}")
+    # Each has a loss of its own.
+    outs, commands = [], []
+    for number, (source, own) in enumerate(_validation(f, fields), 1):
+        outs.append(f"validation-{number}")
+        options = "".join(f" --{name.replace('_', '-')} {value}" for name, value in own.items())
+        commands.append(f"ray-ulysses prepare {source} --tokenizer {tokenizer} --out {outs[-1]}{options}")
+    if outs:
+        w.put("data.validation", outs, "validation", why=f"edit: {' && '.join(commands)}")
     if w.need("context", "--context", "the length of a row"):
         w.put("data.context_tokens", f.whole("context"), "context")
     _batch(w)

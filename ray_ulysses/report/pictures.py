@@ -83,7 +83,7 @@ def loss_picture(record: RunRecord) -> Figure:
         if one.step <= record.history.step:
             found.setdefault("evaluation", {})[one.step] = one.loss
             for corpus in one.corpora if len(one.corpora) > 1 else ():
-                found.setdefault(plain(corpus.name), {})[one.step] = corpus.loss
+                found.setdefault(plain(f"evaluation: {corpus.name}"), {})[one.step] = corpus.loss
     for number, (name, losses) in enumerate(found.items()):
         steps = np.array(sorted(losses))
         values = np.array([losses[int(step)] for step in steps])

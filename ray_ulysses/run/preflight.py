@@ -312,8 +312,15 @@ def planned_memory(
         RunError: The run's storage does not respond.
     """
     config = config.with_absolute_paths(base)
+    # A plugin may define the model.
+    problems = tuple(_plugin_problems(config))
     _check_model_path(config)
-    shape = model_shape(config)
+    try:
+        shape = model_shape(config)
+    except UserError as error:
+        if not problems:
+            raise
+        raise ConfigError(problems, source=f"run {config.run.name!r}", beside=error) from error
     stored = read_stored_run(config) if stored is None else stored
     config, chosen = chosen_settings(config, shape, stored.config if stored.has_begun else None)
     return config, shape, chosen

@@ -137,7 +137,7 @@ class RunHistory:
     evaluation: Evaluated | None = None
     """The newest evaluation at a step that counts; None before the first."""
     samples: tuple[Sampled, ...] = ()
-    """What the model wrote: objects with `step` and `samples` as in the event `samples`, the last ones of each step."""
+    """Samples: objects with `step` and `samples` as in the event `samples`, the last of each step."""
     failure: RunFailed | None = None
     """The failure that ended the run; None if no failure ended it."""
     missing_steps: tuple[tuple[int, int], ...] = ()

@@ -63,7 +63,7 @@ class StepMetrics:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleText:
-    """What the model wrote at a step, as Markdown."""
+    """Samples of a step, as Markdown."""
 
     time: float
     step: int

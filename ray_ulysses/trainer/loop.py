@@ -330,7 +330,7 @@ def _sample(attempt: _Attempt, sampler: Sampler, step: int, *, is_last: bool) ->
 
 
 def _report_checkpoints(attempt: _Attempt) -> None:
-    """Tell the plugins about the checkpoints committed since the last call."""
+    """Report new checkpoints to the plugins."""
     committed = attempt.keeper.committed
     while committed:
         attempt.plugins.call("on_checkpoint", attempt.context.rank, *committed.popleft())

@@ -199,7 +199,7 @@ class CheckpointKeeper:
         self._taken_at = worker.clock.monotonic()
         self._taken_step = -1
         self._noticed = False
-        # Steps and folders of commits that the plugins have not been told about; the saving thread adds to it.
+        # Steps and folders of commits not yet reported to the plugins; the saving thread adds to it.
         self.committed: deque[tuple[int, str]] = deque()
         # Reason and start time of a save that is waiting for a free buffer.
         self._postponed: tuple[Reason, float] | None = None

@@ -8,7 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from ray_ulysses import Plugin
 from ray_ulysses.commands import check
 from ray_ulysses.commands.check import CheckOptions, starting_from, trial_config
 from ray_ulysses.config import Config, parse_config
@@ -106,6 +108,32 @@ def test_a_run_that_does_not_fit_is_refused_without_a_trial(tmp_path: Path, tria
     with pytest.raises(ConfigError, match=r"(?s)memory\.device_gib=.*\(in stage 'long'\)"):
         run_check(config, replace(OPTIONS, stage="short"))
     assert trials == []
+
+
+class OwnConfig(LlamaConfig):
+    model_type = "llama_of_a_plugin"
+
+
+class OwnLlama(LlamaForCausalLM):
+    config_class = OwnConfig
+
+
+class Own(Plugin):
+    model_class = OwnLlama
+
+
+def test_a_plugin_may_define_the_model_that_is_checked(tmp_path: Path, trials: list[Config]) -> None:
+    described = small_tree()["model"]["config"] | {"model_type": "llama_of_a_plugin"}
+    # Without an adapter, the memory follows from the description alone.
+    adapter = {"rank": 4, "alpha": 8, "targets": "all-linear"}
+    changes: dict[str, Any] = {
+        "run__storage": str(tmp_path), "model__config": described, "model__adapter": adapter,
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match=r"(?s)2 problems.*run\.plugins\.0.*does not support this model type"):
+        run_check(config_of(run__plugins=["no_such_module:Own"], **changes))
+    with pytest.raises(Stopped):
+        run_check(config_of(run__plugins=[f"{__name__}:Own"], **changes))
+    assert [trial.run.plugins for trial in trials] == [(f"{__name__}:Own",)]
 
 
 def test_a_job_is_told_all_problems_of_its_configuration_at_once(

@@ -302,17 +302,25 @@ def test_every_line_has_a_comment_and_every_value_that_is_wrong_is_reported_at_o
 
 
 def test_sets_of_evaluation_become_corpora_that_the_file_says_how_to_prepare(tmp_path: Path) -> None:
-    sets = {"test_datasets": [{"path": "books", "split": "test"}, {"path": "code.jsonl"}], "eval_steps": 20}
+    chats = {"path": "chats", "type": "chat_template", "field_messages": "turns", "split": "dev", "name": "all"}
+    sets: dict[str, Any] = {"test_datasets": [{"path": "books", "split": "test"}, {"path": "code.jsonl"}, chats]}
+    sets["eval_steps"] = 20
     sets["datasets"] = [{"path": "all", "type": "completion", "split": "train"}]
     text, config = converted(tmp_path, LEAST["axolotl"] | sets)
-    assert config.data.validation == ("validation-1", "validation-2") and config.run.eval_every_steps == 20
+    assert config.data.validation == ("validation-1", "validation-2", "validation-3")
+    assert config.run.eval_every_steps == 20
     line = next(line for line in text.splitlines() if line.startswith("  validation:"))
-    options = "--tokenizer org/model --out validation-{} --text-field text"
+    options = {
+        "books": "--text-field text --split test",
+        "code.jsonl": "--text-field text",
+        "chats": "--messages-field turns --split dev",
+    }
     commands = " && ".join(
-        f"ray-ulysses prepare {name} {options.format(number)}" for number, name in enumerate(("books", "code.jsonl"), 1)
+        f"ray-ulysses prepare {name} --tokenizer org/model --out validation-{number} {own}"
+        for number, (name, own) in enumerate(options.items(), 1)
     )
-    assert line.endswith(f"  # edit: {commands} (from test_datasets.path)")
-    assert "test_datasets.split: 'test'" in text.partition("# Left out:")[2]
+    assert line.endswith(f"  # edit: {commands} (from test_datasets)")
+    assert "test_datasets.name: 'all'" in text.partition("# Left out:")[2]
 
 
 def test_several_files_state_one_run_and_the_first_that_states_a_fact_decides(tmp_path: Path) -> None:

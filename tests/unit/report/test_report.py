@@ -171,16 +171,16 @@ def test_the_key_figures_are_at_the_top(tmp_path: Path) -> None:
 
 def test_each_validation_corpus_has_a_curve(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", 40)
-    corpora = [
-        {"name": name, "path": f"/{name}", "loss": loss, "tokens": 8} for name, loss in (("a", 2.0), ("_b", 3.5))
-    ]
+    losses = (("a", 2.0), ("_b", 3.5), ("evaluation", 3.0))
+    corpora = [{"name": name, "path": f"/{name}", "loss": loss, "tokens": 8} for name, loss in losses]
     with (run / "journal/attempt-0002.jsonl").open("ab") as file:
         for step in (20, 40):
             fields = {"event": "evaluation", "time": 1.8e9, "attempt": 2, "step": step, "loss": 2.75, "tokens": 16}
             file.write(with_checksum(json.dumps({**fields, "corpora": corpora}).encode()) + b"\n")
     page = render_report(run)
     loss = page[page.index("<h2>Loss") : page.index("</svg>")]
-    assert re.search(r"<title>step 40, [^<]*\nevaluation 2.75\na 2\n\./_b 3.5</title>", loss)
+    curves = r"evaluation 2.75\nevaluation: a 2\nevaluation: _b 3.5\nevaluation: evaluation 3"
+    assert re.search(rf"<title>step 40, [^<]*\n{curves}</title>", loss)
 
 
 def test_the_values_under_the_pointer_are_those_of_the_curves(tmp_path: Path) -> None:
