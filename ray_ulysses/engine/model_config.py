@@ -143,7 +143,7 @@ def _refuse_unknown_type(kind: object, setting: str) -> None:
     raise UserError(
         f"{setting}={kind!r}: Transformers {__version__} does not support this model type; use the model_type from "
         f"the model's config.json on the hub, such as llama, mistral or qwen3{hint}; or import the plugin that "
-        "defines it (for a run: run.plugins, with --trust-run for evaluate and export)"
+        "defines it (run.plugins; evaluate and export need --trust-run)"
     )
 
 
