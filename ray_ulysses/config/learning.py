@@ -1,89 +1,26 @@
-"""Settings that affect what the model learns: run, model, data, optimizer and schedule."""
+"""Settings of the run, the data and the stages."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 
+from ray_ulysses.config.model import RopeSection
+from ray_ulysses.config.optimizer import ScheduleSection
 from ray_ulysses.config.raw_data import PrepareSection
-from ray_ulysses.config.reference_to_checkpoint import ReferenceProblem, RunReference, parse_reference
 from ray_ulysses.config.section import (
-    NamedPlace,
     OnResume,
     PlacePath,
     Section,
     StoragePlace,
-    base_of,
     by_branch,
     fixed,
     free,
     refusal,
 )
-from ray_ulysses.storage.location import absolute_location, parse_location
-
-ALL_LINEAR: Literal["all-linear"] = "all-linear"
-
-
-class AdapterSection(Section):
-    """Low-rank adapters (LoRA), added by PEFT. All other weights are frozen, except those selected in this section.
-
-    Dropout is not supported: its masks depend on the layout, so the result would depend on the world size.
-    """
-
-    kind: Literal["lora"] = "lora"
-    """Type of adapter. Default `lora` (https://arxiv.org/abs/2106.09685)."""
-
-    rank: int = Field(default=16, ge=1, le=65_536)
-    """Rank of the two matrices added to each target. Default 16."""
-
-    alpha: int = Field(default=32, ge=1)
-    """Scale of the adapters: the product of the two matrices is multiplied by `alpha / rank`. Default 32, which gives a
-    factor of 2 at the default rank."""
-
-    rslora: bool = False
-    """Whether to scale by `alpha / sqrt(rank)` instead of `alpha / rank`, which stabilizes training at high ranks
-    (https://arxiv.org/abs/2312.03732). Default false."""
-
-    targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(strict=False)] = ALL_LINEAR
-    """Linear layers that get an adapter: full module names or their last parts, such as `[q_proj, v_proj]`. Default
-    `all-linear`: every linear layer except the output head, and except `x_proj` and `dt_proj` of Mamba 1, whose weights
-    are used without calling the layer."""
-
-    modules_to_save: tuple[str, ...] = Field(default=(), strict=False)
-    """Names of other modules that are fully trained and saved with the adapter. Default: none."""
-
-    train_embeddings: bool = False
-    """Whether to train the token embedding in full. Together with `train_norms`, this closes most of the gap between
-    LoRA and full training when the context is extended (https://arxiv.org/abs/2309.12307). Default false, which suits
-    fine-tuning without a longer context."""
-
-    train_norms: bool = False
-    """Whether to train all norms in full. Default false."""
-
-    @field_validator("targets", mode="before")
-    @classmethod
-    def _is_no_pattern(cls, value: object) -> object:
-        if isinstance(value, str) and value != ALL_LINEAR:
-            raise refusal("must be all-linear or a list of names", f"write [{value}]")
-        return value
-
-    @field_validator("targets", "modules_to_save")
-    @classmethod
-    def _names_modules(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
-        if isinstance(value, tuple) and (not all(value) or len(set(value)) < len(value)):
-            raise refusal("contains an empty or duplicate name", "list each module once")
-        return value
-
-    @field_validator("targets")
-    @classmethod
-    def _has_targets(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
-        if not value:
-            raise refusal("is empty, so no layer would be adapted", "use all-linear, or omit model.adapter")
-        return value
+from ray_ulysses.storage.location import parse_location
 
 
 class ProfileSection(Section):
@@ -107,8 +44,6 @@ class ProfileSection(Section):
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 _OBJECT = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*$"
 _MAX_SEED = 2**63 - 1
-_WARMUP_STEPS = 100
-_OF_A_NEW_RUN = free("read only while the run has no checkpoint of its own")
 _ROWS_OF_STEPS = by_branch("a change would put different rows into each step")
 _KERNEL_FILES = (Path("/proc"), Path("/sys"))
 
@@ -195,168 +130,6 @@ class RunSection(Section):
         where = parse_location(value)
         if isinstance(where, Path) and any(where.is_relative_to(root) for root in _KERNEL_FILES):
             raise refusal("is on a virtual file system, which can't store files", "use a directory on a disk")
-        return value
-
-
-class RopeSection(Section):
-    """Rotary position embeddings that replace the model's own. Names follow `rope_parameters` in Transformers.
-
-    If `rope_type` stays the same, omitted values are taken from the model; otherwise, from Transformers' defaults.
-    """
-
-    rope_type: Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"] | None = None
-    """Method that scales the frequencies; `default` does not scale them. Default null: the model's method."""
-
-    rope_theta: float | None = Field(default=None, gt=1.0)
-    """Base of the frequencies; a longer context needs a larger base. Default null: the model's base."""
-
-    factor: float | None = Field(default=None, ge=1.0)
-    """Factor by which the trained positions are extended, such as 8 to extend 4,096 to 32,768. Required by every
-    scaling method. Default null: the model's factor."""
-
-    original_max_position_embeddings: int | None = Field(default=None, ge=1)
-    """Number of positions that the model was trained on, for `yarn`, `longrope` and `llama3`. Default null: the model's
-    value."""
-
-    attention_factor: float | None = Field(default=None, gt=0.0)
-    """Factor applied to the rotated queries and keys, for `yarn` and `longrope`. Default null: computed by the
-    method."""
-
-    beta_fast: float | None = Field(default=None, gt=0.0)
-    """Number of rotations above which `yarn` does not change a frequency. Default null: 32."""
-
-    beta_slow: float | None = Field(default=None, gt=0.0)
-    """Number of rotations below which `yarn` divides a frequency by `factor`. Default null: 1."""
-
-    low_freq_factor: float | None = Field(default=None, gt=0.0)
-    """`llama3` divides frequencies by `factor` if their wavelength is above `original_max_position_embeddings /
-    low_freq_factor`. Required by `llama3`. Default null: the model's value."""
-
-    high_freq_factor: float | None = Field(default=None, gt=0.0)
-    """`llama3` does not change frequencies whose wavelength is below `original_max_position_embeddings /
-    high_freq_factor`. Required by `llama3`. Default null: the model's value."""
-
-    short_factor: tuple[float, ...] | None = Field(default=None, strict=False)
-    """Divisor of each frequency in short documents; required by `longrope`. Default null: the model's values."""
-
-    long_factor: tuple[float, ...] | None = Field(default=None, strict=False)
-    """Divisor of each frequency in documents longer than `original_max_position_embeddings`; required by `longrope`.
-    Default null: the model's values."""
-
-
-class ModelSection(Section):
-    """The decoder to train, its initial weights, and its attention kernel."""
-
-    on_resume: ClassVar[OnResume] = fixed("a change would make it a different model")
-
-    path: NamedPlace | None = None
-    """Local directory in Hugging Face layout, or a model id on the hub. Default null, which is valid only with
-    `init: random` and an inline `config`."""
-
-    init: Literal["pretrained", "random"] = "pretrained"
-    """Initial weights: `pretrained` loads them from `path`, `random` draws them with `run.seed`. Default `pretrained`,
-    since most long-context runs extend a base model."""
-
-    config: dict[str, Any] | None = None
-    """Hugging Face model configuration: a mapping with a `model_type`. With `init: random`, it defines the model. With
-    `init: pretrained`, `plan` uses it when there is no network, and the loaded model must match it. Default null: read
-    from `path`."""
-
-    part: Literal["whole", "text"] = "whole"
-    """Part of the model to train. `text` is the text decoder of a multimodal checkpoint (`docs/fine-tune.md`): `path`
-    is then the directory of the complete checkpoint, and `export` writes the decoder into a copy of it. Default
-    `whole`, for text-only models."""
-
-    rope: Annotated[RopeSection | Literal["unchanged"] | None, fixed("a change would alter the positions")] = None
-    """Rotary position embeddings of the trained and exported model. If layers differ, the setting applies to layers
-    with full attention. A new run with documents longer than a pretrained model supports must set it, even if only to
-    `unchanged`. Default null: as in the model's configuration."""
-
-    adapter: Annotated[AdapterSection | None, fixed("a change would alter which weights are trained")] = None
-    """Low-rank adapters to train instead of all weights (`docs/fine-tune.md`): `rank`, `alpha`, `rslora`, `targets`,
-    `modules_to_save`, `train_embeddings`, `train_norms`. Default null: all weights are trained."""
-
-    dtype: Annotated[Literal["bf16", "fp32"], fixed("a change would alter the loss curve")] = "bf16"
-    """Data type of the computation. With bf16, the optimizer keeps fp32 master weights. Default `bf16`, which is fast
-    on all supported GPUs; use `fp32` on CPU."""
-
-    attention: Annotated[
-        Literal["auto", "flash_attn_3", "flash_attn", "cudnn", "varlen", "sdpa", "math"],
-        free("kernels agree within their tolerance"),
-    ] = "auto"
-    """Attention kernel. The table in `docs/how-it-works.md` lists each kernel's requirements and limits. Default
-    `auto`: for each layer, the fastest available kernel that computes it exactly."""
-
-    compile: Annotated[bool, free("compiled layers sum in a different order")] = False
-    """Whether to compile each decoder layer with `torch.compile`, which helps with short rows and large layers. Measure
-    the gain: a small model on a CPU gains almost nothing, and the gain on GPUs has not been measured. Requires
-    `memory.gradient_checkpointing: false`, `memory.zero_stage` 1 or 2, and a compiler on each node. The first step of
-    each attempt includes the compilation. Default false."""
-
-    resume_from: Annotated[NamedPlace | None, _OF_A_NEW_RUN] = None
-    """Checkpoint of another run to start from while this run has no checkpoint: `RUN[@STEP]`, where RUN is a run's
-    directory or checkpoint store, or `mlflow:RUN/STEP`, where RUN is the id or name of a tracked run. STEP is a number,
-    `latest` (default) or `best`. Default null: start from the weights selected by `init`."""
-
-    resume_state: Annotated[Literal["all", "optimizer", "weights"], _OF_A_NEW_RUN] = "all"
-    """State to load from `resume_from`. `all` continues the other run at its step and data position, with the same
-    settings. `optimizer` loads weights and optimizer moments, and starts at step 0 with this run's data. `weights`
-    loads only the weights, as for the next stage of a context extension. Default `all`, for recovery."""
-
-    @field_validator("path")
-    @classmethod
-    def _is_absolute_if_a_directory(cls, value: str | None, info: ValidationInfo) -> str | None:
-        base = base_of(info)
-        if base is None or value is None or not (base / Path(value).expanduser()).is_dir():
-            # A hub id is not a path.
-            return value
-        return absolute_location(value, base)
-
-    @field_validator("rope")
-    @classmethod
-    def _is_exported(cls, value: RopeSection | str | None, info: ValidationInfo) -> RopeSection | str | None:
-        if isinstance(value, RopeSection) and info.data.get("part") == "text":
-            raise refusal(
-                "changes the text decoder's positions, but model.part=text exports into a copy of the complete "
-                "checkpoint, whose config.json is not changed",
-                "edit the config.json in model.path instead, and set model.rope: unchanged",
-            )
-        return value
-
-    @field_validator("adapter")
-    @classmethod
-    def _is_of_a_whole_model(cls, value: AdapterSection | None, info: ValidationInfo) -> AdapterSection | None:
-        if value is not None and info.data.get("part") == "text":
-            raise refusal(
-                "adapts a complete model, but model.part=text exports into a copy of a multimodal checkpoint",
-                "remove model.adapter to train the text decoder",
-                value.kind,
-            )
-        return value
-
-    @field_validator("resume_from")
-    @classmethod
-    def _names_a_checkpoint(cls, value: str | None, info: ValidationInfo) -> str | None:
-        if value is None:
-            return None
-        try:
-            reference = parse_reference(value)
-        except ReferenceProblem as error:
-            raise refusal(error.rule, error.hint, error.shown) from error
-        base = base_of(info)
-        if base is None or not isinstance(reference, RunReference):
-            return value
-        moved = replace(reference, location=absolute_location(reference.location, base))
-        return value if moved == reference else str(moved)
-
-    @field_validator("config")
-    @classmethod
-    def _names_its_type(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        if value is not None and not isinstance(value.get("model_type"), str):
-            raise refusal(
-                "an inline model configuration must have a model_type",
-                "add the model_type from the model's config.json, such as llama, qwen3 or mistral",
-            )
         return value
 
 
@@ -459,89 +232,6 @@ class DataSection(Section):
 
     prefetch_rows: Annotated[int, free()] = Field(default=2, ge=1)
     """Number of rows that each worker reads ahead. Default 2: one in use, one in transit."""
-
-
-class OptimizerSection(Section):
-    """AdamW, with decoupled weight decay and gradient clipping by the global norm."""
-
-    on_resume: ClassVar[OnResume] = fixed("a change would alter the loss curve")
-
-    lr: Annotated[float, by_branch("a change would alter the loss curve")] = Field(default=3e-4, gt=0.0)
-    """Peak learning rate. Required with `model.init: pretrained`, since a high rate destroys what the model has
-    learned: 1e-5 to 3e-5 is usual for all weights, 1e-4 to 2e-4 for an adapter. Default 3e-4 with `model.init: random`,
-    a usual value for models below 10B parameters."""
-
-    betas: tuple[Annotated[float, Field(ge=0.0, lt=1.0)], Annotated[float, Field(ge=0.0, lt=1.0)]] = Field(
-        default=(0.9, 0.95), strict=False
-    )
-    """Decay rates of the two moment estimates. Default 0.9 and 0.95, the usual values for large language models."""
-
-    eps: float = Field(default=1e-8, gt=0.0)
-    """Term added to the denominator of the update, which keeps it finite. Default 1e-8, as in AdamW."""
-
-    weight_decay: float = Field(default=0.1, ge=0.0)
-    """Decoupled weight decay of projections and embeddings. Norms, biases and other vectors are exempt. Default 0.1,
-    the usual value for decoders."""
-
-    max_grad_norm: float | None = Field(default=1.0, gt=0.0)
-    """Maximum norm of the complete gradient, over all ranks; null disables clipping. Default 1.0."""
-
-    z_loss: float = Field(default=0.0, ge=0.0)
-    """Coefficient of the z-loss, `z_loss * log(Z)**2` per supervised token, where `Z` is the denominator of the
-    softmax. The z-loss prevents logits from drifting (https://arxiv.org/abs/2204.02311 uses 1e-4). It contributes to
-    the gradient, but is reported separately from the loss. Default 0.0: no z-loss."""
-
-    router_loss: float | None = Field(default=None, ge=0.0)
-    """Coefficient of the load-balancing loss of a mixture of experts, which contributes to the gradient but is reported
-    separately from the loss; 0.0 disables it. Default null: `output_router_logits` and `router_aux_loss_coef` in the
-    model's configuration decide."""
-
-
-class ScheduleSection(Section):
-    """Learning rate schedule: a linear warm-up, followed by a decay to a floor."""
-
-    on_resume: ClassVar[OnResume] = by_branch("a change would alter the loss curve")
-
-    kind: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """Curve after the warm-up: a half `cosine` or a `linear` decay from the peak to the floor, `constant` at the peak,
-    or `wsd` (warm-up, stable, decay), which is constant until a linear decay to the floor over the last `decay_steps`.
-    Default `cosine`."""
-
-    warmup_steps: int = Field(default=_WARMUP_STEPS, ge=0)
-    """Number of steps in which the learning rate rises from 0 to its peak. Default 100."""
-
-    warmup_ratio: float | None = Field(default=None, ge=0.0, lt=1.0)
-    """Length of the warm-up as a fraction of the schedule's steps, rounded up, instead of `warmup_steps`. Default null:
-    `warmup_steps`."""
-
-    horizon_steps: int | None = Field(default=None, ge=1)
-    """Step at which the learning rate reaches the floor, where it stays. The horizon is independent of `run.stop_step`,
-    so stopping and resuming does not change the curve. Default null: the last step of the data plan."""
-
-    decay_steps: int | None = Field(default=None, ge=1)
-    """Number of decay steps with `kind: wsd`; the decay ends at `horizon_steps`. Default null: a tenth of the
-    horizon."""
-
-    min_lr_ratio: float = Field(default=0.1, ge=0.0, le=1.0)
-    """Floor of the learning rate, as a fraction of the peak. Default 0.1."""
-
-    def warmup(self, horizon: int) -> int:
-        """Return the number of warm-up steps of a schedule that ends at step `horizon`."""
-        return self.warmup_steps if self.warmup_ratio is None else math.ceil(self.warmup_ratio * horizon)
-
-    @field_validator("warmup_ratio")
-    @classmethod
-    def _is_the_only_length(cls, value: float | None, info: ValidationInfo) -> float | None:
-        if value is not None and info.data.get("warmup_steps", _WARMUP_STEPS) != _WARMUP_STEPS:
-            raise refusal("schedule.warmup_steps is set as well", "remove one of the two")
-        return value
-
-    @field_validator("decay_steps")
-    @classmethod
-    def _is_of_wsd(cls, value: int | None, info: ValidationInfo) -> int | None:
-        if value is not None and info.data.get("kind", "wsd") != "wsd":
-            raise refusal("requires schedule.kind=wsd", "set schedule.kind: wsd, or remove it")
-        return value
 
 
 class StageSection(Section):

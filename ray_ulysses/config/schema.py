@@ -10,14 +10,9 @@ from typing import Any, Literal, get_args
 from pydantic import ConfigDict, Field
 
 from ray_ulysses.config.devices import Device
-from ray_ulysses.config.learning import (
-    DataSection,
-    ModelSection,
-    OptimizerSection,
-    RunSection,
-    ScheduleSection,
-    StageSection,
-)
+from ray_ulysses.config.learning import DataSection, RunSection, StageSection
+from ray_ulysses.config.model import ModelSection
+from ray_ulysses.config.optimizer import OptimizerSection, ScheduleSection
 from ray_ulysses.config.running import (
     CheckpointSection,
     ClusterSection,

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from ray_ulysses.config.learning import RopeSection, StageSection
+from ray_ulysses.config.learning import StageSection
+from ray_ulysses.config.model import RopeSection
 from ray_ulysses.config.schema import Config, problem_of
 from ray_ulysses.errors import Problem
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ray_ulysses.attention.mixers import read_linears
-from ray_ulysses.config.learning import ALL_LINEAR, AdapterSection
+from ray_ulysses.config.model import ALL_LINEAR, AdapterSection
 from ray_ulysses.engine.optimizer import is_norm
 from ray_ulysses.engine.partition_view import shape_of
 from ray_ulysses.errors import UserError

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ray_ulysses.config.learning import RopeSection
+from ray_ulysses.config.model import RopeSection
 from ray_ulysses.engine.stored_weights import SOURCES, resolve_tie
 from ray_ulysses.errors import UserError
 from ray_ulysses.model_shape import refuse_implausible

@@ -15,7 +15,7 @@ from ray_ulysses.export.tensors import LowRank, PublishedTensor, Stored, find_st
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
-    from ray_ulysses.config.learning import AdapterSection
+    from ray_ulysses.config.model import AdapterSection
     from ray_ulysses.export.architecture import Architecture
     from ray_ulysses.export.report import ExportRequest, WeightType
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ray_ulysses.config import Config
-from ray_ulysses.config.learning import OptimizerSection, ScheduleSection
+from ray_ulysses.config.optimizer import OptimizerSection, ScheduleSection
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.plan_files import load_plan

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ray_ulysses.checkpoint.state import StateDescription
-from ray_ulysses.config.learning import AdapterSection
 from ray_ulysses.config.loading import parse_config
+from ray_ulysses.config.model import AdapterSection
 from ray_ulysses.engine import adapter as adapter_module
 from ray_ulysses.engine.adapter import find_adapted
 from ray_ulysses.engine.model import build_model

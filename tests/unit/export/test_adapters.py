@@ -11,8 +11,8 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from ray_ulysses.config.learning import AdapterSection
 from ray_ulysses.config.loading import parse_config
+from ray_ulysses.config.model import AdapterSection
 from ray_ulysses.engine.adapter import add_adapter
 from ray_ulysses.errors import UserError
 from ray_ulysses.export.report import python_lines, serve_line

@@ -12,8 +12,8 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ray_ulysses.config.learning import RopeSection
 from ray_ulysses.config.loading import parse_config
+from ray_ulysses.config.model import RopeSection
 from ray_ulysses.engine.model_config import set_rope
 from ray_ulysses.errors import UserError
 from ray_ulysses.export.architecture import Architecture, describe, merged_ends, with_older_names

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from ray_ulysses.config.learning import RopeSection
+from ray_ulysses.config.model import RopeSection
 from ray_ulysses.engine.model_config import set_rope
 from ray_ulysses.errors import UserError
 from ray_ulysses.export.architecture import Architecture
