@@ -2,34 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
 from ray_ulysses.attention.mixers import find_mixers, shared_sizes
 from ray_ulysses.attention.recompute import KeptOutput, checkpoint_contexts
 from ray_ulysses.attention.refusals import refuse_config, refuse_inexact
 from ray_ulysses.engine.adapter import add_adapter, trained_part
+from ray_ulysses.engine.load_weights import PretrainedWeights, find_weights, together
 from ray_ulysses.engine.loss import refuse_own_loss
 from ray_ulysses.engine.model_config import (
     as_user_error,
     described_config,
     planned_config,
     refuse_no_decoder,
+    stored_quantization,
 )
+from ray_ulysses.engine.quantized_source import quantizer_of
 from ray_ulysses.engine.router_loss import router_loss_of, set_router_loss
 from ray_ulysses.engine.text_part import Part, keep_text_part, model_class
 from ray_ulysses.engine.zero_state import FP32, FROZEN, differing
 from ray_ulysses.errors import UserError
 from ray_ulysses.model_shape import HYBRID_LAYER_TYPES
 from ray_ulysses.planner.settings import kept_attention
-from ray_ulysses.storage.hub import hub_refusal
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -53,11 +54,11 @@ def build_model(
     """Build a run's decoder. If ``partition`` is set, all ranks of the world must call this function.
 
     With ``init: random``, every rank initializes the full model on its host in fp32, seeded with ``run.seed``, so that
-    weights do not depend on the world size. With ``init: pretrained``, weights are loaded. If ``partition`` is set,
-    each pretrained parameter is partitioned as it is loaded, so no device ever holds the full model, but every host
-    reads all weights once. If ``state`` is set, parameters are neither initialized nor loaded before the state is
-    imported; if ``partition`` is set as well, no host or device ever holds the full model. If ``model.adapter`` is set,
-    the result is a ``PeftModel``.
+    weights do not depend on the world size. With ``init: pretrained``, weights are loaded, and dequantized if they are
+    stored in FP8 or MXFP4. If ``partition`` is set, one rank reads each pretrained parameter and sends the other ranks
+    their shares, so no host or device ever holds the full model. If ``state`` is set, parameters are neither
+    initialized nor loaded before the state is imported; if ``partition`` is set as well, no host or device ever holds
+    the full model. If ``model.adapter`` is set, the result is a ``PeftModel``.
 
     Args:
         config: The run's configuration.
@@ -67,19 +68,24 @@ def build_model(
     Raises:
         UserError: The model can't be found, lacks weights, or differs from ``model.config``.
     """
-    dtype = torch_dtype(config.model.dtype)
+    dtype, weights = torch_dtype(config.model.dtype), None
     if state is not None:
         model = _empty_model(config, dtype, is_tied=bool(state.tied))
     elif config.model.init == "random":
         model = _random_model(config, dtype)
+    elif partition is None:
+        model, weights = _pretrained_model(config, dtype)
     else:
-        model = _pretrained_model(config, dtype, partition)
+        model, weights = together(lambda: _pretrained_model(config, dtype))
     if config.model.part == "text":
         keep_text_part(model)
     # The KV cache is useful only for generation, and causes a warning with gradient checkpointing.
     model.config.use_cache = model.config.get_text_config(decoder=True).use_cache = False
     if config.memory.gradient_checkpointing:
         _checkpoint_layers(model, kept_attention(config))
+    if weights is not None:
+        allocate_weights(model, dtype, partition)
+        weights.load(model, is_partitioned=partition is not None)
     if config.model.adapter is not None:
         with nullcontext() if state is None else without_weights():
             model = add_adapter(model, config.model.adapter, config.run.seed)
@@ -285,7 +291,7 @@ def meta_model(hf_config: Any, part: Part) -> Any:
     return model
 
 
-def _empty_model(config: Config, dtype: torch.dtype, *, is_tied: bool) -> PreTrainedModel:
+def _empty_model(config: Config, dtype: torch.dtype, *, is_tied: bool | None = None) -> PreTrainedModel:
     """Return the model as it would be after initializing or loading weights, but with meta-device parameters."""
     hf_config = _trained_config(config, is_tied=is_tied)
     if config.model.init == "random":
@@ -295,7 +301,23 @@ def _empty_model(config: Config, dtype: torch.dtype, *, is_tied: bool) -> PreTra
         model: PreTrainedModel = model_class(hf_config, config.model.part).from_config(
             hf_config, dtype=dtype, trust_remote_code=False
         )
+    _keep_in_fp32(model, dtype)
     return model
+
+
+def _keep_in_fp32(model: Any, dtype: torch.dtype) -> None:
+    """Convert tensors to fp32 that the architecture computes in fp32 in every precision, as ``from_pretrained`` does.
+
+    ZeRO trains parameters in the run's precision, so only buffers stay in fp32 during training.
+    """
+    from transformers.core_model_loading import build_glob_alternation
+
+    names = list(model._get_dtype_plan(dtype))
+    if names:
+        pattern, *_ = build_glob_alternation(names)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if pattern.search(name):
+                tensor.data = tensor.data.to(torch.float32)
 
 
 def _trained_config(config: Config, is_tied: bool | None = None) -> Any:
@@ -315,58 +337,13 @@ def _random_model(config: Config, dtype: torch.dtype) -> PreTrainedModel:
     return initialized
 
 
-def _pretrained_model(config: Config, dtype: torch.dtype, partition: Mapping[str, Any] | None) -> PreTrainedModel:
+def _pretrained_model(config: Config, dtype: torch.dtype) -> tuple[PreTrainedModel, PretrainedWeights]:
+    """Return the model without weights, and its stored weights."""
     path = str(config.model.path)
-    hf_config = _trained_config(config)
-    refuse_architecture(hf_config, config.model.part)
-    refused, keep_alive = hub_refusal(path), None
-    if partition is not None:
-        from transformers.integrations.deepspeed import HfDeepSpeedConfig
-
-        # While this object is alive, from_pretrained partitions each parameter on creation.
-        keep_alive = HfDeepSpeedConfig(dict(partition))
-    try:
-        loaded: Any = model_class(hf_config, config.model.part).from_pretrained(
-            path,
-            config=hf_config,
-            dtype=dtype,
-            output_loading_info=True,
-            trust_remote_code=False,
-            local_files_only=refused is not None,
-        )
-    except (OSError, RuntimeError, TypeError, SafetensorError) as error:
-        # Transformers 5.23 raises TypeError if generation_config.json is not a JSON object.
-        raise UserError(
-            f"model.path={path!r}: the weights can't be loaded ({error}){refused or ''}; use a directory with "
-            "config.json and safetensors files, or a hub ID that is reachable from this machine"
-        ) from error
-    finally:
-        del keep_alive
-    model: PreTrainedModel = loaded[0]
-    _refuse_missing(loaded[1]["missing_keys"], path)
-    _refuse_scaled(loaded[1]["unexpected_keys"], {name for name, _ in model.named_parameters()}, path)
-    return model
-
-
-def _refuse_missing(names: Collection[str], path: str) -> None:
-    """Raise an error if tensors are missing. Transformers would only warn, and initialize the tensors randomly."""
-    if names:
-        shown = ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        raise UserError(
-            f"model.path={path!r}: the weights lack {len(names)} of the model's tensors ({shown}); use a complete "
-            "causal language model, or set model.init: random"
-        )
-
-
-def _refuse_scaled(unexpected: Collection[str], names: Collection[str], path: str) -> None:
-    """Raise an error if weights have quantization scales, which Transformers drops without a quantization_config."""
-    scaled = [key for key in unexpected if any(key[:end] in names for end, mark in enumerate(key) if mark in "._")]
-    if scaled:
-        raise UserError(
-            f"model.path={path!r}: the weights are quantized ({min(scaled)} scales another tensor), but config.json "
-            "has no quantization_config; dequantize the model, and save it with "
-            "save_pretrained(..., save_original_format=False)"
-        )
+    refuse_architecture(_trained_config(config), config.model.part)
+    quantization = stored_quantization(path)
+    model = _empty_model(config, dtype)
+    return model, find_weights(model, path, None if quantization is None else quantizer_of(quantization))
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ray_ulysses.config.model import RopeSection
+from ray_ulysses.engine.quantized_source import take_quantization
 from ray_ulysses.engine.stored_weights import SOURCES, resolve_tie
 from ray_ulysses.errors import UserError
 from ray_ulysses.model_shape import refuse_implausible
@@ -76,7 +77,7 @@ def inline_config(described: Mapping[str, Any]) -> Any:
     """Return the ``PreTrainedConfig`` that ``model.config`` describes, without network access.
 
     Raises:
-        UserError: The model type is unknown, a field has an invalid value, or the weights are quantized.
+        UserError: The model type is unknown, a field has an invalid value, or the quantized format is not supported.
     """
     from transformers import AutoConfig
 
@@ -84,17 +85,32 @@ def inline_config(described: Mapping[str, Any]) -> Any:
     refuse_implausible(fields, "model.config")
     _refuse_unknown_type(fields.get("model_type"), "model.config.model_type")
     found = as_user_error(lambda: AutoConfig.for_model(fields.pop("model_type"), **fields), "model.config")
-    _refuse_quantized(found, "model.config")
+    take_quantization(found, "model.config")
     return found
 
 
 def stored_config(path: str, name: str = "model.path") -> Any:
-    """Return the ``PreTrainedConfig`` for a directory or hub ID. Errors report ``name`` as the setting.
+    """Return the ``PreTrainedConfig`` for a directory or hub ID, without a ``quantization_config``.
+
+    Errors report ``name`` as the setting.
 
     Raises:
         UserError: The configuration can't be read, has an unknown model type, requires code from the model's
-            repository, or describes quantized weights.
+            repository, or describes weights in a quantized format that is not supported.
     """
+    return _read_config(path, name)[0]
+
+
+def stored_quantization(path: str) -> dict[str, Any] | None:
+    """Return the ``quantization_config`` of the weights in a directory or hub ID, or None if they are not quantized.
+
+    Raises:
+        UserError: See `stored_config`.
+    """
+    return _read_config(path, "model.path")[1]
+
+
+def _read_config(path: str, name: str) -> tuple[Any, dict[str, Any] | None]:
     from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
     setting = f"{name}={path!r}"
@@ -115,22 +131,7 @@ def stored_config(path: str, name: str = "model.path") -> Any:
         lambda: AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True), setting
     )
     found.name_or_path = path
-    _refuse_quantized(found, setting)
-    return found
-
-
-def _refuse_quantized(found: Any, setting: str) -> None:
-    """Raise if stored weights are quantized: the exported config.json would mark trained weights as quantized."""
-    # Transformers reads quantization_config from both configurations.
-    for config in (found, found.get_text_config(decoder=True)):
-        quantization = getattr(config, "quantization_config", None)
-        if quantization is not None:
-            raise UserError(
-                f"{setting}: the weights are quantized (quantization_config: "
-                f"{dict(quantization).get('quant_method')}) and can't be trained; dequantize the model while loading "
-                "(such as from_pretrained with quantization_config=FineGrainedFP8Config(dequantize=True)), save the "
-                "model with save_pretrained(DIRECTORY, save_original_format=False), and set model.path: DIRECTORY"
-            )
+    return found, take_quantization(found, setting)
 
 
 def _refuse_unknown_type(kind: object, setting: str) -> None:

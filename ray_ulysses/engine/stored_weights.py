@@ -61,6 +61,18 @@ def file_tensors(directory: Path) -> dict[str, FileTensor]:
     return found
 
 
+def open_tensors(directory: Path) -> dict[str, Any]:
+    """Return the tensors that Transformers would read from a model directory, by name, as safetensors slices.
+
+    Tensor data is read, through a memory map, when a slice is indexed.
+
+    Raises:
+        One of `UNREADABLE`: The directory has no safetensors files, or one of them is damaged.
+    """
+    files: Iterator[Any] = (safe_open(directory / name, framework="pt") for name in _weight_files(directory))
+    return {name: file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118
+
+
 def _weight_files(directory: Path) -> list[str]:
     if (directory / SINGLE_FILE).is_file():
         return [SINGLE_FILE]
@@ -93,7 +105,7 @@ def resolve_tie(hf_config: Any, part: Part, path: str) -> None:
     if not getattr(hf_config, "tie_word_embeddings", False):
         return
     text = hf_config.get_text_config(decoder=True)
-    directory = _weights_directory(path)
+    directory = weights_directory(path)
     if directory is None:
         return
     try:
@@ -110,7 +122,7 @@ def resolve_tie(hf_config: Any, part: Part, path: str) -> None:
     hf_config.tie_word_embeddings = False
 
 
-def _weights_directory(path: str) -> Path | None:
+def weights_directory(path: str) -> Path | None:
     """Return the directory of ``model.path``'s weights, downloaded if needed, or None if there are no safetensors."""
     directory = Path(path).expanduser()
     if directory.is_dir():

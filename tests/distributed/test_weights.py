@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
 from transformers.initialization import TORCH_INIT_FUNCTIONS
 
 from ray_ulysses.checkpoint.manifest import read_manifest
 from ray_ulysses.config import Config
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.engine import model as model_module
+from ray_ulysses.engine import stored_weights
 from ray_ulysses.engine.model import build_model
 from ray_ulysses.engine.zero import build_engine, partition_config
 from ray_ulysses.engine.zero_state import state_source
@@ -134,7 +134,7 @@ def resuming_worker(rank: int, world_size: int, config: Config, session: str) ->
     for name in TORCH_INIT_FUNCTIONS:
         setattr(torch.nn.init, name, drawn)
         TORCH_INIT_FUNCTIONS[name] = drawn
-    PreTrainedModel.from_pretrained = read
+    stored_weights.safe_open = read
     model_module._memory = spoiled
     loop.resume = loaded
     return run_worker(rank, world_size, config, session)

@@ -36,7 +36,6 @@ def nothing_drawn_or_read(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]
         for name in ("normal_", "uniform_", "trunc_normal_", "kaiming_uniform_", "xavier_uniform_"):
             monkeypatch.setattr(torch.nn.init, name, drawn)
             monkeypatch.setitem(TORCH_INIT_FUNCTIONS, name, drawn)
-        monkeypatch.setattr(PreTrainedModel, "from_pretrained", read)
         monkeypatch.setattr("ray_ulysses.engine.stored_weights.safe_open", read)
 
     return forbid

@@ -166,12 +166,12 @@ def test_a_model_type_without_a_decoder_is_refused_in_one_line(model_type: str, 
 
 
 @pytest.mark.parametrize("init", ["pretrained", "random"])
-def test_quantized_weights_are_refused_before_they_are_read(tmp_path: Path, init: str) -> None:
-    quantized = {**INLINE, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+def test_weights_in_an_unknown_quantized_format_are_refused_before_they_are_read(tmp_path: Path, init: str) -> None:
+    quantized = {**INLINE, "quantization_config": {"quant_method": "gptq", "bits": 4}}
     (tmp_path / "config.json").write_text(json.dumps(quantized))
     config = pretrained(tmp_path, model__init=init)
     for load in (check_architecture, build_model, lambda config: describe(config, "model")):
-        with pytest.raises(UserError, match=r"model\.path='.*': the weights are quantized \(.* fp8\).* dequantize"):
+        with pytest.raises(UserError, match=r"model\.path='.*': the weights are quantized \(.* gptq\).* dequantize"):
             load(config)
 
 

@@ -1,0 +1,280 @@
+"""Loads pretrained weights tensor by tensor, dequantized, directly into each rank's ZeRO partition.
+
+Transformers' own rules rename, convert and dequantize the stored tensors, so the result is bitwise equal to
+``from_pretrained``. Each tensor is read by one rank and scattered, so the ranks together read every byte once, and no
+rank holds more than its share and the tensor that it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ray_ulysses.engine.partition_view import shape_of
+from ray_ulysses.engine.stored_weights import UNREADABLE, open_tensors, weights_directory
+from ray_ulysses.errors import UserError
+from ray_ulysses.storage.hub import hub_refusal
+
+T = TypeVar("T")
+_QUANTIZED = ("F8_E4M3", "F8_E5M2", "I8", "U8")
+"""Dtypes, in safetensors notation, of tensors that are meaningless without their scales."""
+_SCALES = (
+    ("", "_scale_inv"),
+    ("", "_scale"),
+    (".weight", ".scale"),
+    (".weight", ".qscale_weight"),
+    ("_blocks", "_scales"),
+)
+"""Endings of a quantized tensor's name, and of its scale's name in the same file."""
+_SCALE_NAMES = tuple(scale for _, scale in _SCALES)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Conversion:
+    """Model tensors that are computed together, and the stored tensors that they are computed from."""
+
+    first: str
+    """The model tensor by which Transformers identifies the conversion."""
+    targets: tuple[str, ...]
+    """Names of the model tensors."""
+    transform: Any
+    """Transformers' ``WeightTransform``, which reads and converts the stored tensors when it is called."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PretrainedWeights:
+    """The weights of a model directory, located but not read."""
+
+    path: str
+    """``model.path``, for errors."""
+    quantizer: Any
+    """Transformers' quantizer, which dequantizes the stored tensors; None if they are not quantized."""
+    conversions: tuple[_Conversion, ...]
+    """All conversions, in the same order on every rank."""
+
+    @torch.no_grad()
+    def load(self, model: Any, *, is_partitioned: bool) -> None:
+        """Load the weights into an allocated model. If it is partitioned, all ranks of the world must call this method.
+
+        Tensors that the model no longer has, such as the removed parts of a multimodal model, are not read.
+
+        Args:
+            model: The model for which the weights were located, after `allocate_weights`.
+            is_partitioned: Whether each rank holds only its ZeRO-3 partition of every parameter.
+
+        Raises:
+            UserError: A tensor can't be read or converted, or its shape differs from the model's.
+        """
+        tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+        wanted = [one for one in self.conversions if any(name in tensors for name in one.targets)]
+        if not is_partitioned:
+            for one in wanted:
+                for name, value in self._read(one, model, tensors).items():
+                    tensors[name].data = value.to(tensors[name].device)
+            return
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        for start in range(0, len(wanted), world_size):
+            turn = wanted[start : start + world_size]
+            own = turn[rank] if rank < len(turn) else None
+            values = together(partial(self._read, own, model, tensors))
+            for owner, one in enumerate(turn):
+                for name in (name for name in one.targets if name in tensors):
+                    _deal(tensors[name], values.pop(name) if owner == rank else None, owner)
+
+    def _read(
+        self, one: _Conversion | None, model: Any, tensors: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Read and convert stored tensors, and return the model's tensors by name."""
+        if one is None:
+            return {}
+        try:
+            found = one.transform.convert(one.first, model=model, config=model.config, hf_quantizer=self.quantizer)
+        except Exception as error:
+            # Catch everything: the other ranks wait for this tensor, and Transformers' conversions validate little.
+            raise unreadable(self.path, f"{one.first}: {error}") from error
+        values = {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
+        for name in one.targets:
+            if name not in values:
+                raise unreadable(self.path, f"{name} is missing")
+            if name in tensors and values[name].shape != shape_of(tensors[name]):
+                stored, here = list(values[name].shape), list(shape_of(tensors[name]))
+                raise unreadable(self.path, f"{name} is {stored} in the files and {here} in the model")
+        return {name: values[name].detach() for name in one.targets if name in tensors}
+
+
+def unreadable(path: str, reason: object) -> UserError:
+    """Return the error for a directory whose weights can't be loaded."""
+    return UserError(
+        f"model.path={path!r}: the weights can't be loaded ({reason}){hub_refusal(path) or ''}; use a directory with "
+        "config.json and safetensors files, or a hub ID that is reachable from this machine"
+    )
+
+
+def together(call: Callable[[], T]) -> T:
+    """Call a function on all ranks, and raise the first rank's ``UserError`` on all of them if any rank raises one."""
+    result, error = None, None
+    try:
+        result = call()
+    except UserError as raised:
+        error = raised
+    errors: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, None if error is None else str(error))
+    first = next((one for one in errors if one is not None), None)
+    if first is not None:
+        raise UserError(first) from error
+    return result  # type: ignore[return-value]
+
+
+def _deal(target: Any, value: torch.Tensor | None, owner: int) -> None:
+    """Send a tensor from its owner to all ranks: a parameter's partitions, or a complete buffer."""
+    if not hasattr(target, "ds_tensor"):
+        if value is not None:
+            target.copy_(value)
+        dist.broadcast(target, owner)
+        return
+    share, parts = target.ds_tensor, None
+    size = share.ds_numel
+    if value is not None:
+        flat = value.to(device=target.device, dtype=share.dtype).reshape(-1)
+        parts = [_padded(flat[start : start + size], size) for start in range(0, size * dist.get_world_size(), size)]
+    received = torch.empty(size, dtype=share.dtype, device=target.device)
+    dist.scatter(received, parts, owner, group=target.ds_process_group)
+    share.copy_(received)
+
+
+def _padded(part: torch.Tensor, size: int) -> torch.Tensor:
+    return part if part.numel() == size else torch.cat([part, part.new_zeros(size - part.numel())])
+
+
+def find_weights(model: Any, path: str, quantizer: Any) -> PretrainedWeights:
+    """Locate a model's weights, without reading them.
+
+    Args:
+        model: The model, without weights, with all of its parts.
+        path: ``model.path``. Files from the hub are downloaded.
+        quantizer: Transformers' quantizer, or None if the weights are not quantized.
+
+    Raises:
+        UserError: The files can't be read, or lack a tensor of the model.
+    """
+    from transformers import GenerationConfig
+    from transformers.utils.loading_report import LoadStateDictInfo
+
+    directory = weights_directory(path)
+    if directory is None:
+        raise unreadable(path, "there are no safetensors files")
+    try:
+        stored = open_tensors(directory)
+        if (directory / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(directory)
+    except UNREADABLE as error:
+        raise unreadable(path, error) from error
+    transforms, unexpected = _transforms(model, stored, quantizer)
+    if quantizer is not None and (unscaled := _unscaled(transforms, stored)) is not None:
+        raise unreadable(path, f"{unscaled} is quantized, but its scale is missing")
+    parameters: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
+    conversions, loaded, held = [], set[str](), set[int]()
+    expected = set(model.state_dict())
+    for first, transform in transforms.items():
+        targets = tuple(name for name in _targets(first, transform) if name in expected)
+        loaded.update(targets)
+        # The files may store a tied tensor twice.
+        if any(id(parameters.get(name, name)) not in held for name in targets):
+            conversions.append(_Conversion(first=first, targets=targets, transform=transform))
+        held.update(id(parameters.get(name, name)) for name in targets)
+    missing = {name for name in expected - loaded if id(parameters.get(name, name)) not in held}
+    info = LoadStateDictInfo(
+        missing_keys=missing, unexpected_keys=unexpected, mismatched_keys=set(), error_msgs=[], conversion_errors={},
+        skipped_pp_keys=set(),
+    )  # fmt: skip
+    # Old files may lack some tensors, or have some that the model computes.
+    model._adjust_missing_and_unexpected_keys(info)
+    _refuse_missing(info.missing_keys, path)
+    if quantizer is None:
+        _refuse_scaled(info.unexpected_keys, set(parameters), path)
+    return PretrainedWeights(path=path, quantizer=quantizer, conversions=tuple(conversions))
+
+
+def _transforms(model: Any, stored: Mapping[str, Any], quantizer: Any) -> tuple[dict[str, Any], set[str]]:
+    """Return Transformers' conversion of each model tensor, and the names of unused stored tensors.
+
+    The loop follows ``convert_and_load_state_dict_in_model`` of Transformers 5.23, which would read all tensors.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+        spawn_materialize,
+    )
+
+    rules = get_model_conversion_mapping(model, None, quantizer)
+    renamings = [one for one in rules if isinstance(one, WeightRenaming)]
+    converters = [one for one in rules if isinstance(one, WeightConverter)]
+    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    wanted, prefix = model.state_dict(), model.base_model_prefix
+    found: dict[str, Any] = {}
+    unexpected = set()
+    for key in sorted(stored, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, prefix, wanted)
+        if name not in wanted and key in wanted:
+            name, pattern = rename_source_key(key, [], [], prefix, wanted)
+        if name not in wanted:
+            unexpected.add(name)
+            continue
+        if pattern is None:
+            transform, pattern = found.setdefault(name, WeightRenaming(key, name)), key
+        else:
+            transform = found.setdefault(name, deepcopy(by_pattern[pattern]))
+        to = wanted[name].dtype
+        if quantizer is not None:
+            to = quantizer.get_new_dtype(transform, stored[key], to)
+        transform.add_tensor(name, key, pattern, spawn_materialize(None, stored[key], "cpu", to))
+    return found, unexpected
+
+
+def _targets(first: str, transform: Any) -> Iterator[str]:
+    """Return the names of all model tensors that a conversion computes."""
+    from transformers.core_model_loading import WeightConverter
+
+    patterns = transform.target_patterns if isinstance(transform, WeightConverter) else [first]
+    return (first.replace(patterns[0], pattern, 1) for pattern in patterns)
+
+
+def _unscaled(transforms: Mapping[str, Any], stored: Mapping[str, Any]) -> str | None:
+    """Return the name of a quantized stored tensor without a scale, or None. Transformers 5.23 would only cast it."""
+    for name, transform in transforms.items():
+        own: set[str] = transform.layer_targets[name]
+        for key in sorted(key for key in own if stored[key].get_dtype() in _QUANTIZED):
+            scales = [key.removesuffix(end) + scale for end, scale in _SCALES if key.endswith(end)]
+            if not key.endswith(_SCALE_NAMES) and own.isdisjoint(scales):
+                return key
+    return None
+
+
+def _refuse_missing(names: Collection[str], path: str) -> None:
+    """Raise an error if tensors are missing. Transformers would only warn, and initialize the tensors randomly."""
+    if names:
+        shown = ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        raise UserError(
+            f"model.path={path!r}: the weights lack {len(names)} of the model's tensors ({shown}); use a complete "
+            "causal language model, or set model.init: random"
+        )
+
+
+def _refuse_scaled(unexpected: Collection[str], names: Collection[str], path: str) -> None:
+    """Raise an error if weights have quantization scales, which Transformers drops without a quantization_config."""
+    scaled = [key for key in unexpected if any(key[:end] in names for end, mark in enumerate(key) if mark in "._")]
+    if scaled:
+        raise UserError(
+            f"model.path={path!r}: the weights are quantized ({min(scaled)} scales another tensor), but config.json "
+            "has no quantization_config; dequantize the model, and save it with "
+            "save_pretrained(..., save_original_format=False)"
+        )

@@ -1,0 +1,84 @@
+"""Determines the quantization format of stored weights, and builds Transformers' quantizer to dequantize them.
+
+Quantized formats are inputs only: training, checkpoints and exports use bf16 or fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any
+
+from ray_ulysses.errors import UserError
+
+_DEQUANTIZE = (
+    "dequantize the model (load it with Transformers and save it with save_pretrained(DIRECTORY, "
+    "save_original_format=False)), and set model.path: DIRECTORY"
+)
+
+
+def take_quantization(hf_config: Any, setting: str) -> dict[str, Any] | None:
+    """Remove the ``quantization_config`` from a model configuration, and return it; None if there is none.
+
+    An exported config.json would otherwise mark the trained weights as quantized.
+
+    Raises:
+        UserError: The format can't be dequantized while weights are loaded.
+    """
+    found = None
+    # Transformers reads quantization_config from both configurations.
+    for config in (hf_config, hf_config.get_text_config(decoder=True)):
+        quantization = getattr(config, "quantization_config", None)
+        if quantization is not None:
+            found = found or dict(quantization)
+            del config.quantization_config
+    if found is not None:
+        _refuse_unsupported(found, setting)
+    return found
+
+
+def source_format(quantization: Mapping[str, Any]) -> str:
+    """Return the display name of a supported format, such as ``FP8 (blocks of 128 x 128)``."""
+    method = str(quantization.get("quant_method"))
+    if method == "fp8":
+        rows, columns = quantization.get("weight_block_size") or (128, 128)
+        return f"FP8 (blocks of {rows} x {columns})"
+    if method == "mxfp4":
+        return "MXFP4"
+    kinds = sorted({str(weights.get("strategy")) for weights in _compressed_weights(quantization)})
+    return f"FP8 (compressed-tensors, one scale per {' or '.join(kinds)})"
+
+
+def quantizer_of(quantization: Mapping[str, Any]) -> Any:
+    """Return Transformers' quantizer, configured to dequantize weights while they are loaded."""
+    from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
+
+    settings = AutoQuantizationConfig.from_dict(dict(quantization))
+    settings.dequantize = True
+    return AutoHfQuantizer.from_config(settings, pre_quantized=True)
+
+
+def _compressed_weights(quantization: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    groups = quantization.get("config_groups") or {}
+    return [group.get("weights") or {} for group in groups.values()]
+
+
+def _refuse_unsupported(quantization: Mapping[str, Any], setting: str) -> None:
+    method, name = quantization.get("quant_method"), ""
+    if method in ("fp8", "mxfp4"):
+        return
+    if method == "compressed-tensors":
+        weights = _compressed_weights(quantization)
+        kinds = {f"{one.get('type')}-{one.get('num_bits')}-{one.get('strategy')}" for one in weights}
+        if weights and kinds <= {"float-8-channel", "float-8-tensor", "float-8-block"}:
+            if find_spec("compressed_tensors") is None:
+                raise UserError(
+                    f"{setting}: the weights are quantized (quantization_config: compressed-tensors), which requires "
+                    "the package compressed-tensors; pip install 'ray-ulysses[quantized]'"
+                )
+            return
+        name = f" with {', '.join(sorted(kinds)) or 'no config_groups'}"
+    raise UserError(
+        f"{setting}: the weights are quantized (quantization_config: {method}{name}), and only FP8 block scales (fp8), "
+        f"MXFP4 (mxfp4) and FP8 from compressed-tensors can be loaded; {_DEQUANTIZE}"
+    )
