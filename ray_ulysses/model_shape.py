@@ -141,6 +141,12 @@ class TrainedPart:
     """Number of trained parameters, including the adapters'."""
     has_embedding: bool
     has_head: bool
+    summed: int = 0
+    """Number of frozen parameters to which the adapter's product is added before use, such as adapted experts."""
+    largest_sum: int = 0
+    """Number of these parameters in the module that has the most."""
+    added_to_sums: int = 0
+    """Number of adapter parameters in these products. They are not multiplied with tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -220,6 +226,7 @@ class ModelShape:
     def layer_multiply_adds(self) -> int:
         """Multiply-adds per token of all layers in a forward pass, excluding attention scores and values."""
         used = self.num_parameters - self.idle_parameters + self.repeated_parameters
+        used -= 0 if self.part is None else self.part.added_to_sums
         return used + self.mixer_multiply_adds - (1 if self.tied_embeddings else 2) * self.embedding_parameters
 
     @property
@@ -242,8 +249,15 @@ class ModelShape:
 
     @property
     def frozen_matrices(self) -> int:
-        """Number of frozen parameters in matrix products, excluding idle experts and an untied embedding (a lookup)."""
+        """Number of parameters in matrix products whose gradient is not computed.
+
+        Idle experts and an untied embedding (a lookup) are excluded, and frozen parameters to which an adapter's
+        product is added: the gradient of the sum is computed.
+        """
         frozen = self.num_parameters - self.trained_parameters - (0 if self.part is None else self.idle_parameters)
+        if self.part is not None:
+            experts = self.experts
+            frozen -= self.part.summed if experts is None else self.part.summed * experts.active // experts.count
         is_lookup = self.part is not None and not self.part.has_embedding and not self.tied_embeddings
         return frozen - (self.embedding_parameters if is_lookup else 0)
 

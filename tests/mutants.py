@@ -479,6 +479,31 @@ MUTANTS = (
         "unit/run/test_stages.py::test_a_run_at_a_border_is_in_the_stage_that_follows",
     ),
     Mutant(
+        1,
+        "each expert has the adapter of the next one",
+        "engine/adapter.py:_forward_with_sum",
+        "torch.baddbmm(weight, left, right, alpha=scale)",
+        "torch.baddbmm(weight, left.roll(1, 0), right.roll(1, 0), alpha=scale)",
+        "unit/engine/test_adapter.py::test_each_expert_has_its_own_adapter",
+    ),
+    Mutant(
+        1,
+        "gradients of adapters are not summed over the ranks",
+        "engine/zero.py:build_engine",
+        "engine.swap_folder = swap_folder",
+        "engine.swap_folder = swap_folder; engine.optimizer.average_tensor = lambda *given: None",
+        "distributed/test_seam_parity.py::test_adapters_on_experts_and_a_dora_have_the_gradients_of_one_process",
+    ),
+    Mutant(
+        1,
+        "a merge adds the adapter of another expert",
+        "export/stream.py:WeightReader._update",
+        "b.view(b.shape[0], -1, count)[..., number]",
+        "b.view(b.shape[0], -1, count)[..., number - 1]",
+        "unit/export/test_adapters.py::test_adapters_of_experts_single_ranks_and_doras_equal_those_of_peft"
+        "[mixtral-experts]",
+    ),
+    Mutant(
         2,
         "each rank draws its own adapter",
         "engine/adapter.py:add_adapter",

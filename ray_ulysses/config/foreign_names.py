@@ -20,7 +20,11 @@ _OURS = {
     "model.adapter.rank": "r lora_r lora_rank",
     "model.adapter.alpha": "lora_alpha",
     "model.adapter.rslora": "use_rslora peft_use_rslora",
-    "model.adapter.targets": "target_modules lora_target lora_target_modules lora_target_linear",
+    "model.adapter.dora": "use_dora peft_use_dora lora_use_dora lora_dora",
+    "model.adapter.ranks": "rank_pattern",
+    "model.adapter.alphas": "alpha_pattern",
+    "model.adapter.targets": "target_modules lora_target lora_target_modules lora_target_linear "
+    "target_parameters lora_target_parameters",
     "model.adapter.modules_to_save": "lora_modules_to_save additional_target",
     "model.dtype": "bf16 pure_bf16 bfloat16 torch_dtype precision mixed_precision mixed_precision_param",
     "model.attention": "attn_implementation attn_impl flash_attn flash_attention use_flash_attn use_flash_attention_2 "

@@ -37,9 +37,21 @@ class AdapterSection(Section):
     (https://arxiv.org/abs/2312.03732). Default false."""
 
     targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(strict=False)] = ALL_LINEAR
-    """Linear layers that get an adapter: full module names or their last parts, such as `[q_proj, v_proj]`. Default
-    `all-linear`: every linear layer except the output head, and except `x_proj` and `dt_proj` of Mamba 1, whose weights
-    are used without calling the layer."""
+    """Weights that get an adapter: full names or their last parts, such as `[q_proj, v_proj]`. In a model whose experts
+    share one tensor, `experts` stands for all of the experts' matrices, `gate_up_proj` or `down_proj` for one of them
+    in each layer, and the router's name (`gate` or `router`) for the router. Default `all-linear`: every linear layer
+    except the output head, and except `x_proj` and `dt_proj` of Mamba 1, whose weights are used without calling the
+    layer. Experts that share a tensor are not linear layers, so by default they stay frozen."""
+
+    dora: bool = False
+    """Whether to train the magnitude of each weight's rows separately from their direction (DoRA,
+    https://arxiv.org/abs/2402.09353). Not supported for experts. Default false."""
+
+    ranks: dict[str, Annotated[int, Field(ge=1, le=65_536)]] = Field(default_factory=dict)
+    """Ranks of single targets instead of `rank`, by name as in `targets`, such as `{q_proj: 32}`. Default: none."""
+
+    alphas: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
+    """Values of `alpha` for single targets, by name as in `targets`. Default: none."""
 
     modules_to_save: tuple[str, ...] = Field(default=(), strict=False)
     """Names of other modules that are fully trained and saved with the adapter. Default: none."""
@@ -149,8 +161,9 @@ class ModelSection(Section):
     `unchanged`. Default null: as in the model's configuration."""
 
     adapter: Annotated[AdapterSection | None, fixed("a change would alter which weights are trained")] = None
-    """Low-rank adapters to train instead of all weights (`docs/fine-tune.md`): `rank`, `alpha`, `rslora`, `targets`,
-    `modules_to_save`, `train_embeddings`, `train_norms`. Default null: all weights are trained."""
+    """Low-rank adapters to train instead of all weights (`docs/fine-tune.md`): `rank`, `alpha`, `rslora`, `dora`,
+    `targets`, `ranks`, `alphas`, `modules_to_save`, `train_embeddings`, `train_norms`. Default null: all weights are
+    trained."""
 
     dtype: Annotated[Literal["bf16", "fp32"], fixed("a change would alter the loss curve")] = "bf16"
     """Data type of the computation. With bf16, the optimizer keeps fp32 master weights. Default `bf16`, which is fast

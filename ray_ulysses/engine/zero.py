@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from ray_ulysses.attention.mixer_layouts import layout_of
+from ray_ulysses.engine.adapter import reads_others
 from ray_ulysses.engine.model_parts import inner_model
 from ray_ulysses.engine.optimizer import parameter_groups
 from ray_ulysses.engine.partition_view import shape_of
@@ -176,7 +177,7 @@ def gather_experts_at_once(model: nn.Module) -> None:
 
     Call this function before building the engine. Some layers, such as DBRX's, call a separate module for each expert
     that receives tokens. Ranks have different tokens, so a gather on each of these calls would wait for ranks that do
-    not make the call.
+    not make the call. PEFT's adapters on experts, and linear layers with DoRA, read the weights of their submodules.
     """
     from deepspeed.utils import set_z3_leaf_module
 
@@ -184,7 +185,8 @@ def gather_experts_at_once(model: nn.Module) -> None:
         shapes = (shape_of(one) for one in module.parameters(recurse=False))
         is_stacked = any(sum(size > 1 for size in shape) > 2 for shape in shapes)
         is_stacked = is_stacked and layout_of(module) is None  # Zamba's recurrent layers have stacked heads.
-        if (is_stacked or type(module).__name__.endswith("Experts")) and next(module.children(), None) is not None:
+        is_experts = is_stacked or type(module).__name__.endswith("Experts")
+        if (is_experts and next(module.children(), None) is not None) or reads_others(module):
             set_z3_leaf_module(module, True)
 
 

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ray_ulysses.checkpoint.state import StateDescription
-from ray_ulysses.engine.adapter import PREFIX, Adapted, find_adapted, lora_config, whole_names
+from ray_ulysses.engine.adapter import (
+    ADAPTER_NAME,
+    PREFIX,
+    Adapted,
+    find_adapted,
+    in_adapter_file,
+    lora_config,
+    whole_names,
+)
 from ray_ulysses.errors import UserError
 from ray_ulysses.export.files import WeightFile, aligned
 from ray_ulysses.export.tensors import LowRank, PublishedTensor, Stored, find_stored, stored_tensors
@@ -21,7 +30,7 @@ if TYPE_CHECKING:
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 SETTINGS_FILE = "adapter_config.json"
-_NAME = "default"
+_MAGNITUDE = "lora_magnitude_vector"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,9 +71,7 @@ def adapter_export(
         )
     # Tied weights are stored under both names, because PEFT loads a copy for each name.
     tensors = tuple(
-        PublishedTensor(
-            name=name.replace(f".{_NAME}.", "."), shape=place.shape, dtype=place.published, stored=place, start=0
-        )
+        PublishedTensor(name=_published_name(name), shape=place.shape, dtype=place.published, stored=place, start=0)
         for name, place in live.items()
         if not place.key.startswith(("frozen/", "buffer/"))
     )
@@ -92,10 +99,16 @@ def adapted_tensors(state: StateDescription, weights: WeightType, model_dtype: s
     return found
 
 
+def _published_name(name: str) -> str:
+    """Return a tensor's name in PEFT's files."""
+    published = name.replace(f".{ADAPTER_NAME}.", ".")
+    return published.removesuffix(".weight") if published.endswith(f".{_MAGNITUDE}.weight") else published
+
+
 def _settings(config: Config, adapter: AdapterSection, adapted: Adapted, model: Any) -> bytes:
     settings = lora_config(
         adapter,
-        adapted,
+        in_adapter_file(model, adapted, is_part=config.model.part == "text"),
         modules_to_save=whole_names(model, adapted) or None,
         base_model_name_or_path=str(config.model.path),
         inference_mode=True,
@@ -109,36 +122,38 @@ def _merged(
 ) -> dict[str, Stored]:
     from transformers.pytorch_utils import Conv1D
 
-    scale = adapter.alpha / (adapter.rank**0.5 if adapter.rslora else adapter.rank)
-    targets = set(adapted.targets)
+    stored_name = {_plain_name(name): name for name in (place.key.split("/", 1)[1] for place in live.values())}
+    weights = {f"{name}.weight": name for name in adapted.targets} | {name: name for name in adapted.parameters}
     merged = {}
     for name, place in plain.items():
-        kind, stored_name = place.key.split("/", 1)
-        module, _, last = stored_name.rpartition(".")
-        place = replace(place, key=f"{kind}/{_stored_name(stored_name, targets)}")
-        if module in targets and last == "weight":
-            a, b = (live[f"{PREFIX}{module}.lora_{one}.{_NAME}.weight"] for one in "AB")
-            is_transposed = isinstance(model.get_submodule(module), Conv1D)
-            place = replace(place, low_rank=LowRank(a=a, b=b, scale=scale, is_transposed=is_transposed))
+        kind, own_name = place.key.split("/", 1)
+        place = replace(place, key=f"{kind}/{stored_name[own_name]}")
+        if own_name in weights:
+            target = weights[own_name]
+            module = f"{PREFIX}{adapted.matrices(target)}"
+            rank, holder = adapted.ranks[target], model.get_submodule(own_name.rpartition(".")[0])
+            low_rank = LowRank(
+                a=live[f"{module}.lora_A.{ADAPTER_NAME}.weight"],
+                b=live[f"{module}.lora_B.{ADAPTER_NAME}.weight"],
+                magnitude=live.get(f"{module}.{_MAGNITUDE}.{ADAPTER_NAME}.weight"),
+                scale=adapted.alphas[target] / (rank**0.5 if adapter.rslora else rank),
+                is_transposed=isinstance(holder, Conv1D) or getattr(holder, "is_transposed", False),
+            )
+            place = replace(place, low_rank=low_rank)
         merged[name] = place
     return merged
 
 
-def _stored_name(name: str, targets: set[str]) -> str:
-    """Return the checkpoint name of a tensor that belongs to the model without its adapter."""
-    module, _, last = name.rpartition(".")
-    return f"{PREFIX}{module}.base_layer.{last}" if module in targets else f"{PREFIX}{name}"
+def _plain_name(name: str) -> str:
+    """Return the base model's name of a tensor of the model with its adapter."""
+    return re.sub(r"(\.base_layer)+\.", ".", name.removeprefix(PREFIX))
 
 
 def _plain(state: StateDescription) -> StateDescription:
     """Return the base model's part of a state description, with the base model's tensor names."""
-
-    def renamed(name: str) -> str:
-        return name.removeprefix(PREFIX).replace(".base_layer.", ".")
-
     tensors = {}
     for key, spec in state.tensors.items():
         kind, _, name = key.partition("/")
         if ".lora_" not in name:
-            tensors[f"{kind}/{renamed(name)}"] = spec
-    return replace(state, tensors=tensors, tied={renamed(a): renamed(b) for a, b in state.tied.items()})
+            tensors[f"{kind}/{_plain_name(name)}"] = spec
+    return replace(state, tensors=tensors, tied={_plain_name(a): _plain_name(b) for a, b in state.tied.items()})

@@ -239,7 +239,12 @@ def _report(export: _Export, check: CheckResult | None, small: dict[str, int]) -
     adapter = None
     if settings is not None and export.is_adapter:
         has_modules = bool(settings.modules_to_save or settings.train_embeddings or settings.train_norms)
-        adapter = AdapterFacts(base=str(export.config.model.path), rank=settings.rank, has_modules=has_modules)
+        adapter = AdapterFacts(
+            base=str(export.config.model.path),
+            rank=max(settings.rank, *settings.ranks.values()) if settings.ranks else settings.rank,
+            has_modules=has_modules,
+            is_dora=settings.dora,
+        )
     tensors = [tensor for file in export.all_files for tensor in file.tensors]
     return ExportReport(
         run=manifest.meta.run or export.config.run.name,

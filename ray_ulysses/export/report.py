@@ -88,8 +88,10 @@ class AdapterFacts:
     base: str
     """Hub id or directory of the base model."""
     rank: int
+    """The largest rank."""
     has_modules: bool
     """Whether fully trained modules, such as embeddings and norms, are saved with the adapter."""
+    is_dora: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -236,8 +238,9 @@ def serve_line(report: ExportReport, path: str) -> str:
     if adapter is None:
         return f"vllm serve {folder} {length}"
     rank = min((rank for rank in _VLLM_RANKS if rank >= adapter.rank), default=None)
-    if adapter.has_modules or rank is None:
+    if adapter.has_modules or adapter.is_dora or rank is None:
         why = f"a rank above {_VLLM_RANKS[-1]}" if rank is None else "fully trained modules such as embeddings or norms"
+        why = "DoRA" if adapter.is_dora else why
         return f"# vLLM does not load adapters with {why}: serve a complete model from `ray-ulysses export --merge`"
     options = ["--enable-lora", f"--max-lora-rank {rank}", f"--lora-modules adapter={folder}", length]
     if "config.json" in report.files:

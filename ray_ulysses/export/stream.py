@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,7 @@ from ray_ulysses.checkpoint.manifest import Manifest
 from ray_ulysses.checkpoint.state import TensorPart
 from ray_ulysses.engine.model import build_model
 from ray_ulysses.errors import RunError
-from ray_ulysses.export.tensors import PublishedTensor, Stored
+from ray_ulysses.export.tensors import LowRank, PublishedTensor, Stored
 from ray_ulysses.run_names import manifest_key, step_folder
 from ray_ulysses.storage import Store
 
@@ -90,7 +90,7 @@ class WeightReader:
         self._store, self._manifest = store, manifest
         self._buffers = [torch.empty(BATCH_BYTES, dtype=torch.uint8) for _ in range(2)]
         self._borders: dict[str, list[int]] = {}
-        self._product: tuple[str, torch.Tensor] | None = None
+        self._product: tuple[tuple[str, int], torch.Tensor, torch.Tensor | None] | None = None
         for shard in manifest.shards:
             for entry in shard.intervals:
                 if entry.interval.stop > entry.interval.start:
@@ -130,20 +130,40 @@ class WeightReader:
                 read = part.tensor[first : first + _CONVERTED_ELEMENTS]
                 start = wanted.start + first
                 if wanted.stored.low_rank is not None:
-                    read = read.float() + self._added(wanted.stored)[start : start + read.numel()]
+                    read = self._merged(wanted.stored, start, read.float())
                 values = read.to(wanted.stored.published)
                 if values.dtype == torch.float16 and bool(values.isinf().any()):
                     _refuse_overflow(wanted.stored.key, read)
                 yield ElementRange(stored=wanted.stored, start=start, stop=start + values.numel()), values
 
-    def _added(self, stored: Stored) -> torch.Tensor:
-        """Return the adapter's update of a weight, 1-D in fp32, computed as in a PEFT merge."""
-        if self._product is None or self._product[0] != stored.key:
-            assert stored.low_rank is not None
-            a, b = (self._whole(one) for one in (stored.low_rank.a, stored.low_rank.b))
-            product = (b @ a).T if stored.low_rank.is_transposed else b @ a
-            self._product = stored.key, (product * stored.low_rank.scale).flatten()
-        return self._product[1]
+    def _merged(self, stored: Stored, start: int, read: torch.Tensor) -> torch.Tensor:
+        """Return consecutive elements of a weight after a merge in fp32, computed as PEFT does."""
+        assert stored.low_rank is not None
+        size = torch.Size(stored.shape[-2:]).numel()
+        # Elements of one matrix at a time, because the experts of a layer are large.
+        parts = []
+        for number in range(start // size, (start + read.numel() - 1) // size + 1):
+            first, last = max(start, number * size), min(start + read.numel(), (number + 1) * size)
+            added, factors = self._update(stored, stored.low_rank, number)
+            part = read[first - start : last - start] + added[first - number * size : last - number * size]
+            parts.append(part if factors is None else part * factors[first:last])
+        return torch.cat(parts)
+
+    def _update(self, stored: Stored, low_rank: LowRank, number: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the product to add to one matrix, 1-D in fp32, and DoRA's factor of each element of the sum."""
+        if self._product is None or self._product[0] != (stored.key, number):
+            a, b = (self._whole(one) for one in (low_rank.a, low_rank.b))
+            count = torch.Size(stored.shape[:-2]).numel()
+            a, b = a.view(count, -1, a.shape[-1])[number], b.view(b.shape[0], -1, count)[..., number]
+            added = ((b @ a).T if low_rank.is_transposed else b @ a) * low_rank.scale
+            factors = None
+            if low_rank.magnitude is not None:
+                total = self._whole(replace(stored, low_rank=None)) + added
+                inputs = 0 if low_rank.is_transposed else 1
+                factors = self._whole(low_rank.magnitude) / torch.linalg.norm(total, dim=inputs)
+                factors = factors.unsqueeze(inputs).expand(total.shape).flatten()
+            self._product = (stored.key, number), added.flatten(), factors
+        return self._product[1:]
 
     def _whole(self, stored: Stored) -> torch.Tensor:
         wanted = ElementRange(stored=stored, start=0, stop=torch.Size(stored.shape).numel())

@@ -31,12 +31,14 @@ class LowRank:
     """The product of an adapter's matrices, to add to a weight."""
 
     a: Stored
-    """Matrix A, ``[rank, in]``."""
+    """Matrix A, ``[rank, in]``; for a weight with E experts, ``[E x rank, in]``, one expert after another."""
     b: Stored
-    """Matrix B, ``[out, rank]``."""
+    """Matrix B, ``[out, rank]``; for a weight with E experts, ``[out, rank x E]``, one rank after another."""
+    magnitude: Stored | None = None
+    """DoRA's norm of each output's weights, ``[out]``; None for plain LoRA."""
     scale: float
     is_transposed: bool
-    """Whether the weight has the shape ``[in, out]``."""
+    """Whether the weight, or each expert's weight, has the shape ``[in, out]``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -127,6 +127,7 @@ def activation_terms(
     return [
         *terms,
         *_router_scores(shape, tokens, value),
+        *_sums_with_adapter(shape, value, checkpointed=checkpointed or tiles.mlp < tokens),
         _mlp_backward(shape, tokens, value, tiles, checkpointed=checkpointed),
         *_attention_backward(shape, tokens, split, value, tiles),
     ]
@@ -184,6 +185,20 @@ def _router_scores(shape: ModelShape, tokens: int, value: int) -> list[MemoryTer
         "router loss, later their gradients"
     )
     return [in_passes("router scores", layers * tokens * experts.count * value, text)]
+
+
+def _sums_with_adapter(shape: ModelShape, value: int, *, checkpointed: bool) -> list[MemoryTerm]:
+    """Return the memory of experts with their adapter's product; without recomputation, every layer keeps its sum."""
+    part = shape.part
+    if part is None or not part.summed:
+        return []
+    text = f"{part.largest_sum:,} x 2 x {value} bytes: the experts of a layer plus their adapter, and the gradient"
+    terms = [term("experts plus adapter", part.largest_sum * 2 * value, "mlp", text)]
+    if not checkpointed:
+        kept = part.summed - part.largest_sum
+        text = f"{kept:,} x {value} bytes: saved, because memory.gradient_checkpointing is false"
+        terms.append(in_passes("experts plus adapter, other layers", kept * value, text))
+    return terms
 
 
 def _mlp_backward(shape: ModelShape, tokens: int, value: int, tiles: Tiles, *, checkpointed: bool) -> MemoryTerm:

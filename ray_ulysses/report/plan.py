@@ -141,6 +141,8 @@ def _model(report: PlanReport) -> list[str]:
     if shape.part is not None:
         number, share = shape.trained_parameters, shape.trained_parameters / shape.num_parameters
         said = f"{count(number)} ({number:,}), {share:.2%} of all; adapters have {count(shape.part.added)}"
+        if shape.experts is not None and not shape.part.summed:
+            said += "; experts that share a tensor are frozen unless model.adapter.targets names them"
         rows.insert(1, ("trained", said))
     return ["model", *facts(rows)]
 

@@ -76,6 +76,9 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     },
     "mlp": {"rank": 4, "targets": ["gate_proj", "up_proj", "down_proj"]},
     "head": {"rank": 4, "targets": ["lm_head", "down_proj"], "modules_to_save": ["up_proj"]},
+    "experts": {"rank": 2, "targets": ["q_proj", "experts"], "ranks": {"down_proj": 3}, "alphas": {"q_proj": 5}},
+    "router": {"rank": 2, "targets": ["gate", "experts"]},
+    "dora": {"rank": 4, "dora": True, "ranks": {"q_proj": 2}},
 }  # fmt: skip
 
 

@@ -147,6 +147,17 @@ def test_the_gradients_of_an_adapter_equal_those_of_one_process(bases: dict[str,
     ])  # fmt: skip
 
 
+def test_adapters_on_experts_and_a_dora_have_the_gradients_of_one_process(bases: dict[str, str]) -> None:
+    two: dict[str, Any] = {"zero_stage": 3, "accumulation": 3}
+    hold([
+        SeamCase(architecture="mixtral", adapter="router", ulysses_size=2, **two, **LEAN),
+        SeamCase(architecture="gpt_oss", adapter="experts", ring_size=2, zero_stage=1, accumulation=2, tile="off"),
+        SeamCase(architecture="qwen3_moe", adapter="experts", dp_size=2, **two, tile="off"),
+        # The magnitudes are the norms of weights that were partitioned while they were loaded.
+        SeamCase(architecture="untied", adapter="dora", base=bases["untied"], ulysses_size=2, **two, **LEAN),
+    ])  # fmt: skip
+
+
 def _matrices() -> dict[str, tuple[str, list[SeamCase]]]:
     shapes, kept = list(product((1, 2, 4), (1, 2))), ("both", "kernel", "none", None)
     return {
@@ -200,7 +211,25 @@ def _matrices() -> dict[str, tuple[str, list[SeamCase]]]:
                     (1, 2, 3), (LEAN, {"tile": "off"}),
                 )
                 # An adapter of a tied head is refused, and some models name their layers otherwise.
-                if name == "untied" or adapter == "linear" or (name == "tied" and adapter != "head")
+                if adapter in ("linear", "extension", "mlp", "head")
+                and (name == "untied" or adapter == "linear" or (name == "tied" and adapter != "head"))
+            ],
+        ),
+        "adapters_on_experts": (
+            "Law 1 for adapters on experts and routers, and for DoRA: one step against one process, fp32",
+            [
+                SeamCase(
+                    architecture=name, adapter=adapter, ulysses_size=u, ring_size=ring, zero_stage=stage,
+                    accumulation=2, **memory,
+                )
+                for u, ring, (name, adapter), stage, memory in product(
+                    (1, 2), (1, 2),
+                    (
+                        ("mixtral", "experts"), ("mixtral", "router"), ("qwen3_moe", "experts"), ("gpt_oss", "experts"),
+                        ("untied", "dora"),
+                    ),
+                    (1, 3), (LEAN, {"tile": "off"}),
+                )
             ],
         ),
         "router_loss": (

@@ -33,6 +33,18 @@ _CASES = {
     for adapter in _ADAPTERS
     for dtype in ("fp32", "bf16")
 }
+_EXPERTS: dict[str, Any] = {"rank": 3, "ranks": {"down_proj": 2}, "alphas": {"q_proj": 7, "experts": 9}}
+_OTHER_ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral-experts": ("mixtral", {**_EXPERTS, "targets": ["q_proj", "experts", "gate"]}),
+    # Only one matrix of the experts, and dense layers with the names of experts in an older Transformers.
+    "qwen3-experts": ("qwen3_moe", {**_EXPERTS, "targets": ["q_proj", "down_proj"], "rslora": True}),
+    "deepseek-experts": ("deepseek_v3", {"rank": 3, "targets": ["experts", "gate_proj", "up_proj", "down_proj"]}),
+    "deepseek-ranks": ("deepseek_v3", {"rank": 3, "ranks": {"gate_proj": 5}, "alphas": {"layers.0.mlp.up_proj": 1}}),
+    # Biases and transposed matrices.
+    "gpt-oss-experts": ("gpt_oss", {"rank": 3, "targets": ["v_proj", "experts", "router"], "train_norms": True}),
+    "dora": ("qwen2", {"rank": 3, "dora": True, "ranks": {"v_proj": 5}}),
+    "dora-transposed": ("gpt2", {"rank": 3, "dora": True, "alphas": {"c_proj": 3}}),
+}
 
 
 def make_run(folder: Path, kind: str, adapter: dict[str, Any], dtype: str, init: str = "pretrained") -> Any:
@@ -67,7 +79,21 @@ def logits_of(model: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize(("kind", "adapter", "dtype"), fast_cases(_CASES, "gemma2-extension-fp32", "qwen2-linear-bf16"))
 def test_adapter_and_merged_model_equal_those_of_peft(tmp_path: Path, kind: str, adapter: str, dtype: str) -> None:
-    trained = make_run(tmp_path, kind, _ADAPTERS[adapter], dtype)
+    _hold(tmp_path, kind, _ADAPTERS[adapter], dtype)
+
+
+@pytest.mark.parametrize(
+    ("kind", "adapter"),
+    fast_cases(_OTHER_ADAPTERS, "mixtral-experts", "gpt-oss-experts", "deepseek-ranks", "dora-transposed"),
+)
+def test_adapters_of_experts_single_ranks_and_doras_equal_those_of_peft(
+    tmp_path: Path, kind: str, adapter: dict[str, Any]
+) -> None:
+    _hold(tmp_path, kind, adapter, "fp32")
+
+
+def _hold(tmp_path: Path, kind: str, adapter: dict[str, Any], dtype: str) -> None:
+    trained = make_run(tmp_path, kind, adapter, dtype)
     files = export(tmp_path / "run", weights="fp32", out=tmp_path / "adapter")
     assert files.check is not None and files.check.holds
     assert files.parameters >= sum(one.numel() for one in trained.parameters() if one.requires_grad)
