@@ -93,7 +93,9 @@ def _section(name: str, model: type[Section]) -> str:
         for part in _mappings(info.annotation):
             below = f"{path}{'[]' * _is_list(info)}"
             lines += [
-                f"    {line}" for one in part.model_fields.items() for line in _setting(f"{below}.{one[0]}", one[1])
+                f"    {line}"
+                for one in part.model_fields.items()
+                for line in _setting(f"{below}.{one[1].alias or one[0]}", one[1])
             ]
     return "\n".join(lines)
 

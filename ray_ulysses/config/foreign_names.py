@@ -21,8 +21,9 @@ _OURS = {
     "model.adapter.alpha": "lora_alpha",
     "model.adapter.rslora": "use_rslora peft_use_rslora",
     "model.adapter.dora": "use_dora peft_use_dora lora_use_dora lora_dora",
-    "model.adapter.ranks": "rank_pattern",
-    "model.adapter.alphas": "alpha_pattern",
+    "model.adapter.ranks": "rank_pattern lora_rank_pattern",
+    "model.adapter.alphas": "alpha_pattern lora_alpha_pattern",
+    "model.adapter.from": "adapter_name_or_path adapter_path lora_model_dir peft_checkpoint",
     "model.adapter.targets": "target_modules lora_target lora_target_modules lora_target_linear "
     "target_parameters lora_target_parameters",
     "model.adapter.modules_to_save": "lora_modules_to_save additional_target",

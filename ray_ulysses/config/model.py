@@ -16,6 +16,14 @@ _OF_A_NEW_RUN = free("read only while the run has no checkpoint of its own")
 ALL_LINEAR: Literal["all-linear"] = "all-linear"
 
 
+def _absolute_directory(value: str | None, info: ValidationInfo) -> str | None:
+    base = base_of(info)
+    if base is None or value is None or not (base / Path(value).expanduser()).is_dir():
+        # A hub id is not a path.
+        return value
+    return absolute_location(value, base)
+
+
 class AdapterSection(Section):
     """Low-rank adapters (LoRA), added by PEFT. All other weights are frozen, except those selected in this section.
 
@@ -56,6 +64,11 @@ class AdapterSection(Section):
     modules_to_save: tuple[str, ...] = Field(default=(), strict=False)
     """Names of other modules that are fully trained and saved with the adapter. Default: none."""
 
+    from_: NamedPlace | None = Field(default=None, alias="from")
+    """Existing LoRA adapter of PEFT whose weights training starts from: a directory with `adapter_config.json` and
+    `adapter_model.safetensors`, or a hub id. The other settings must be equal to the adapter's; an error names each
+    difference. Dropout that the adapter was trained with is not applied. Default null: new adapters."""
+
     train_embeddings: bool = False
     """Whether to train the token embedding in full. Together with `train_norms`, this closes most of the gap between
     LoRA and full training when the context is extended (https://arxiv.org/abs/2309.12307). Default false, which suits
@@ -63,6 +76,11 @@ class AdapterSection(Section):
 
     train_norms: bool = False
     """Whether to train all norms in full. Default false."""
+
+    @field_validator("from_")
+    @classmethod
+    def _is_absolute_if_a_directory(cls, value: str | None, info: ValidationInfo) -> str | None:
+        return _absolute_directory(value, info)
 
     @field_validator("targets", mode="before")
     @classmethod
@@ -162,8 +180,8 @@ class ModelSection(Section):
 
     adapter: Annotated[AdapterSection | None, fixed("a change would alter which weights are trained")] = None
     """Low-rank adapters to train instead of all weights (`docs/fine-tune.md`): `rank`, `alpha`, `rslora`, `dora`,
-    `targets`, `ranks`, `alphas`, `modules_to_save`, `train_embeddings`, `train_norms`. Default null: all weights are
-    trained."""
+    `targets`, `ranks`, `alphas`, `modules_to_save`, `from`, `train_embeddings`, `train_norms`. Default null: all
+    weights are trained."""
 
     dtype: Annotated[Literal["bf16", "fp32"], fixed("a change would alter the loss curve")] = "bf16"
     """Data type of the computation. With bf16, the optimizer keeps fp32 master weights. Default `bf16`, which is fast
@@ -195,11 +213,7 @@ class ModelSection(Section):
     @field_validator("path")
     @classmethod
     def _is_absolute_if_a_directory(cls, value: str | None, info: ValidationInfo) -> str | None:
-        base = base_of(info)
-        if base is None or value is None or not (base / Path(value).expanduser()).is_dir():
-            # A hub id is not a path.
-            return value
-        return absolute_location(value, base)
+        return _absolute_directory(value, info)
 
     @field_validator("rope")
     @classmethod
@@ -220,6 +234,12 @@ class ModelSection(Section):
                 "adapts a complete model, but model.part=text exports into a copy of a multimodal checkpoint",
                 "remove model.adapter to train the text decoder",
                 value.kind,
+            )
+        if value is not None and value.from_ is not None and info.data.get("init") == "random":
+            raise refusal(
+                "continues from an adapter of pretrained weights, but model.init=random draws the base weights",
+                "set model.init: pretrained, or remove model.adapter.from",
+                value.from_,
             )
         return value
 

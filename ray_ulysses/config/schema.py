@@ -132,7 +132,7 @@ def nested_paths() -> Iterator[str]:
             yield f"{section}.{name}"
             for part in (info.annotation, *get_args(info.annotation)):
                 if isinstance(part, type) and issubclass(part, Section):
-                    yield from (f"{section}.{name}.{below}" for below in part.model_fields)
+                    yield from (f"{section}.{name}.{one.alias or below}" for below, one in part.model_fields.items())
 
 
 def section_models() -> dict[str, type[Section]]:

@@ -56,6 +56,7 @@ class Section(BaseModel):
         allow_inf_nan=False,
         use_attribute_docstrings=True,
         protected_namespaces=(),
+        serialize_by_alias=True,
     )
 
 

@@ -33,6 +33,10 @@ from ray_ulysses.model_shape import TrainedPart
 
 PREFIX = "base_model.model."
 """Prefix that PEFT adds to the base model's tensor names, in the model and in adapter files."""
+ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_SETTINGS_FILE = "adapter_config.json"
+MAGNITUDE = "lora_magnitude_vector"
+"""Name of DoRA's magnitudes in the model."""
 ADAPTER_NAME = "default"
 """Name of the adapter in the model. Adapter files do not contain it."""
 _MOST_NAMED = 5
@@ -160,6 +164,12 @@ def _gathering(model: nn.Module) -> Iterator[None]:
         enabled = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})
     yield
     del enabled
+
+
+def file_name(name: str) -> str:
+    """Return the name of one of the model's tensors in PEFT's files."""
+    published = name.replace(f".{ADAPTER_NAME}.", ".")
+    return published.removesuffix(".weight") if published.endswith(f".{MAGNITUDE}.weight") else published
 
 
 def lora_config(adapter: AdapterSection, adapted: Adapted, **options: Any) -> Any:

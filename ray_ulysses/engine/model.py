@@ -15,6 +15,7 @@ from ray_ulysses.attention.mixers import find_mixers, shared_sizes
 from ray_ulysses.attention.recompute import KeptOutput, checkpoint_contexts
 from ray_ulysses.attention.refusals import refuse_config, refuse_inexact
 from ray_ulysses.engine.adapter import add_adapter, trained_part
+from ray_ulysses.engine.adapter_start import load_adapter, refuse_other_adapter, refuse_other_tensors
 from ray_ulysses.engine.load_weights import PretrainedWeights, find_weights, together
 from ray_ulysses.engine.loss import refuse_own_loss
 from ray_ulysses.engine.model_config import (
@@ -89,6 +90,8 @@ def build_model(
     if config.model.adapter is not None:
         with nullcontext() if state is None else without_weights():
             model = add_adapter(model, config.model.adapter, config.run.seed)
+        if state is None and config.model.adapter.from_ is not None:
+            load_adapter(model, config.model.adapter)
     if state is not None:
         allocate_weights(model, dtype, partition)
     return model
@@ -138,7 +141,13 @@ def find_trained_part(config: Config) -> TrainedPart | None:
     """
     if config.model.adapter is None:
         return None
-    return trained_part(meta_model(planned_config(config), "whole"), config.model.adapter)
+    adapter, model = config.model.adapter, meta_model(planned_config(config), "whole")
+    if adapter.from_ is not None:
+        refuse_other_adapter(model, adapter, config.model.path)
+    part = trained_part(model, adapter)
+    if adapter.from_ is not None:
+        refuse_other_tensors(model, adapter)
+    return part
 
 
 def with_mixers(config: Config, shape: ModelShape) -> ModelShape:

@@ -10,9 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from ray_ulysses.checkpoint.state import StateDescription
 from ray_ulysses.engine.adapter import (
+    ADAPTER_FILE,
     ADAPTER_NAME,
+    ADAPTER_SETTINGS_FILE,
+    MAGNITUDE,
     PREFIX,
     Adapted,
+    file_name,
     find_adapted,
     in_adapter_file,
     lora_config,
@@ -27,10 +31,6 @@ if TYPE_CHECKING:
     from ray_ulysses.config.model import AdapterSection
     from ray_ulysses.export.architecture import Architecture
     from ray_ulysses.export.report import ExportRequest, WeightType
-
-WEIGHTS_FILE = "adapter_model.safetensors"
-SETTINGS_FILE = "adapter_config.json"
-_MAGNITUDE = "lora_magnitude_vector"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,17 +71,17 @@ def adapter_export(
         )
     # Tied weights are stored under both names, because PEFT loads a copy for each name.
     tensors = tuple(
-        PublishedTensor(name=_published_name(name), shape=place.shape, dtype=place.published, stored=place, start=0)
+        PublishedTensor(name=file_name(name), shape=place.shape, dtype=place.published, stored=place, start=0)
         for name, place in live.items()
         if not place.key.startswith(("frozen/", "buffer/"))
     )
     # Keep generation_config.json, which has the end tokens.
     small = {name: content for name, content in architecture.files().items() if name != "config.json"}
-    small[SETTINGS_FILE] = _settings(config, adapter, adapted, model)
+    small[ADAPTER_SETTINGS_FILE] = _settings(config, adapter, adapted, model)
     if config.model.rope is not None and config.model.rope != "unchanged":
         # The base model's own configuration has different rotary positions from training.
         small["config.json"] = architecture.files()["config.json"]
-    files = (WeightFile(name=WEIGHTS_FILE, tensors=aligned(tensors)),)
+    files = (WeightFile(name=ADAPTER_FILE, tensors=aligned(tensors)),)
     return AdapterExport(stored={}, files=files, small=small, live=live)
 
 
@@ -97,12 +97,6 @@ def adapted_tensors(state: StateDescription, weights: WeightType, model_dtype: s
         if place is not None:
             found[name] = place
     return found
-
-
-def _published_name(name: str) -> str:
-    """Return a tensor's name in PEFT's files."""
-    published = name.replace(f".{ADAPTER_NAME}.", ".")
-    return published.removesuffix(".weight") if published.endswith(f".{_MAGNITUDE}.weight") else published
 
 
 def _settings(config: Config, adapter: AdapterSection, adapted: Adapted, model: Any) -> bytes:
@@ -135,7 +129,7 @@ def _merged(
             low_rank = LowRank(
                 a=live[f"{module}.lora_A.{ADAPTER_NAME}.weight"],
                 b=live[f"{module}.lora_B.{ADAPTER_NAME}.weight"],
-                magnitude=live.get(f"{module}.{_MAGNITUDE}.{ADAPTER_NAME}.weight"),
+                magnitude=live.get(f"{module}.{MAGNITUDE}.{ADAPTER_NAME}.weight"),
                 scale=adapted.alphas[target] / (rank**0.5 if adapter.rslora else rank),
                 is_transposed=isinstance(holder, Conv1D) or getattr(holder, "is_transposed", False),
             )

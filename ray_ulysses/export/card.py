@@ -53,6 +53,7 @@ def training_facts(config: Config, manifest: Manifest, run_dir: Place) -> Traini
     base = str(model.path) if model.init == "pretrained" and model.path is not None else None
     sources = prepare.sources if prepare is not None and prepare.kind in ("auto", "datasets") else ()
     settings = config.model_dump(mode="json", include=_SETTINGS, exclude_none=True)
+    settings["model"].get("adapter", {}).pop("from", None)  # may be a local path
     return TrainingFacts(
         base_model=base if base is not None and _is_on_the_hub(base) else None,
         datasets=tuple(one for one in sources if "/" in one and not Path(one).suffix and _is_on_the_hub(one)),

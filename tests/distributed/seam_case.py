@@ -78,6 +78,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "head": {"rank": 4, "targets": ["lm_head", "down_proj"], "modules_to_save": ["up_proj"]},
     "experts": {"rank": 2, "targets": ["q_proj", "experts"], "ranks": {"down_proj": 3}, "alphas": {"q_proj": 5}},
     "router": {"rank": 2, "targets": ["gate", "experts"]},
+    "continued": {"rank": 2, "targets": ["q_proj", "down_proj"], "train_norms": True},
     "dora": {"rank": 4, "dora": True, "ranks": {"q_proj": 2}},
 }  # fmt: skip
 
@@ -146,6 +147,8 @@ class SeamCase:
             tree["model"]["config"] = fields_of(ARCHITECTURES[self.architecture]())
         if self.base:
             tree["model"] |= {"init": "pretrained", "path": self.base}
+        if self.adapter == "continued":
+            tree["model"]["adapter"] = {**ADAPTERS["continued"], "from": f"{self.base}/adapter"}
         return parse_config(tree)
 
 

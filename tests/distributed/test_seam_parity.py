@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 
 from ray_ulysses import SequenceMesh, apply_ulysses, causal_lm_loss, shard_batch
 from ray_ulysses.attention.batch import ShardedBatch
 from ray_ulysses.attention.recompute import KeptOutput
 from ray_ulysses.config.loading import parse_config
+from ray_ulysses.config.model import AdapterSection
+from ray_ulysses.engine.adapter import ADAPTER_FILE, add_adapter, file_name
 from ray_ulysses.engine.model import build_model
 from ray_ulysses.engine.zero import build_engine
 from ray_ulysses.parallel.layout import ParallelLayout, held_ranges, row_multiple
@@ -133,6 +136,12 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         tree["model"]["config"]["tie_word_embeddings"] = name == "tied"
         model: Any = build_model(parse_config(tree))
         model.save_pretrained(folder / name)
+        adapted = add_adapter(model, AdapterSection(**ADAPTERS["continued"]), seed=1)
+        trained = {name: one for name, one in adapted.named_parameters() if one.requires_grad}
+        for one in trained.values():
+            one.data += 0.05 * torch.randn_like(one)
+        adapted.save_pretrained(folder / name / "adapter")
+        save_file({file_name(key): one.data for key, one in trained.items()}, folder / name / "adapter" / ADAPTER_FILE)
     return {name: str(folder / name) for name in ("tied", "untied")}
 
 
@@ -153,6 +162,7 @@ def test_adapters_on_experts_and_a_dora_have_the_gradients_of_one_process(bases:
         SeamCase(architecture="mixtral", adapter="router", ulysses_size=2, **two, **LEAN),
         SeamCase(architecture="gpt_oss", adapter="experts", ring_size=2, zero_stage=1, accumulation=2, tile="off"),
         SeamCase(architecture="qwen3_moe", adapter="experts", dp_size=2, **two, tile="off"),
+        SeamCase(architecture="untied", adapter="continued", base=bases["untied"], ulysses_size=2, **two, tile="off"),
         # The magnitudes are the norms of weights that were partitioned while they were loaded.
         SeamCase(architecture="untied", adapter="dora", base=bases["untied"], ulysses_size=2, **two, **LEAN),
     ])  # fmt: skip
