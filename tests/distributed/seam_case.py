@@ -223,18 +223,18 @@ def checkpointed(model: Any, kept: KeptOutput | None) -> Any:
     return model.train()
 
 
-def _drawn(model: Any) -> Any:
+def _drawn(case: SeamCase, model: Any) -> Any:
     """Return a model whose adapters change something: at the start their product is zero."""
     generator = torch.Generator().manual_seed(7)
     for name, parameter in model.named_parameters():
-        if "lora_B" in name:
+        if "lora_B" in name and case.adapter != "continued":
             parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
     return model
 
 
 def _whole_model(case: SeamCase, dtype: torch.dtype = torch.float32) -> Any:
     if case.adapter:
-        model = _drawn(build_model(case.config(is_checkpointed=False))).to(dtype)
+        model = _drawn(case, build_model(case.config(is_checkpointed=False))).to(dtype)
         if hasattr(model, "set_experts_implementation"):
             # Grouped products of experts know no fp64.
             model.set_experts_implementation("eager")
@@ -252,7 +252,8 @@ def _trained_model(case: SeamCase, mesh: SequenceMesh, device: torch.device, set
     if case.adapter:
         config = case.config(is_checkpointed=case.kept is not None)
         # Under ZeRO-3 it is partitioned while it is built, as a run builds it.
-        model, keep = _drawn(build_model(config, partition_config(settings))), kept_attention(config)
+        model = _drawn(case, build_model(config, partition_config(settings)))
+        keep = kept_attention(config)
     else:
         model = _whole_model(case)
         if case.architecture in MULTIMODAL:
