@@ -34,6 +34,14 @@ TIED_BY_DEFAULT = frozenset((
 """Families that tie the embedding and the output head if ``tie_word_embeddings`` is omitted, which is common in files
 on the hub. A test compares this list with Transformers' classes."""
 
+BALANCING_BIASES = frozenset((
+    "axk1", "bailing_hybrid", "deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite", "hy_v3", "kimi_linear",
+    "kolibri1", "lfm2_moe", "longcat_flash", "mimo_v2_flash", "minimax_m2", "minimax_m3_vl_text", "nemotron_h",
+    "solar_open",
+))  # fmt: skip
+"""Families whose routers have a bias that balances them, which `optimizer.router_bias_rate` updates. A test compares
+this list with Transformers' modules."""
+
 _LINEAR = frozenset({"linear_attention"})
 HYBRID_LAYER_TYPES: Mapping[str, frozenset[str]] = {
     "lfm2": frozenset({"conv"}),

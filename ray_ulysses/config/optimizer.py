@@ -47,6 +47,13 @@ class OptimizerSection(Section):
     separately from the loss; 0.0 disables it. Default null: `output_router_logits` and `router_aux_loss_coef` in the
     model's configuration decide."""
 
+    router_bias_rate: float | None = Field(default=None, gt=0.0)
+    """Rate that balances the experts of a mixture without a loss (https://arxiv.org/abs/2408.15664): after each step,
+    the router's bias of an expert grows by this rate if the expert received fewer of the step's tokens than the mean
+    over experts, and shrinks by the rate if it received more. Requires a model whose routers have such a bias, a buffer
+    named `e_score_correction_bias` or `expert_bias` (DeepSeek-V3, GLM-4.5 and others), and no adapter. DeepSeek-V3 used
+    1e-3. Default null: the biases do not change."""
+
 
 class ScheduleSection(Section):
     """Learning rate schedule: a linear warm-up, followed by a decay to a floor."""

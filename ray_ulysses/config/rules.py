@@ -135,6 +135,13 @@ def _pretrained_weights_have_a_rate(config: Config) -> Iterator[Problem]:
         )
 
 
+def _biases_are_exported(config: Config) -> Iterator[Problem]:
+    if config.optimizer.router_bias_rate is not None and config.model.adapter is not None:
+        rule = "changes buffers of the model, which the export of an adapter does not contain"
+        hint = "remove it, or remove model.adapter to train all weights"
+        yield problem_of(config, "optimizer.router_bias_rate", rule, hint)
+
+
 def _data_has_a_source(config: Config) -> Iterator[Problem]:
     path, sources = config.data.path, config.data.sources
     if path is None and sources is None and not config.stages:
@@ -346,6 +353,7 @@ def _kernel_suits_the_device(config: Config) -> Iterator[Problem]:
 _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _weights_have_a_source,
     _pretrained_weights_have_a_rate,
+    _biases_are_exported,
     _data_has_a_source,
     _prepared_corpus_has_a_place,
     _weights_decide,

@@ -26,6 +26,7 @@ from ray_ulysses.engine.model_config import (
     stored_quantization,
 )
 from ray_ulysses.engine.quantized_source import quantizer_of
+from ray_ulysses.engine.router_health import refuse_no_bias
 from ray_ulysses.engine.router_loss import router_loss_of, set_router_loss
 from ray_ulysses.engine.text_part import Part, keep_text_part, model_class
 from ray_ulysses.engine.zero_state import FP32, FROZEN, differing
@@ -232,11 +233,17 @@ def check_architecture(config: Config) -> ProbeResult:
         config.model.part,
         checkpointed=config.memory.gradient_checkpointing,
         compiled=config.model.compile,
+        router_bias_rate=config.optimizer.router_bias_rate,
     )
 
 
 def refuse_architecture(
-    hf_config: Any, part: Part = "whole", *, checkpointed: bool = False, compiled: bool = False
+    hf_config: Any,
+    part: Part = "whole",
+    *,
+    checkpointed: bool = False,
+    compiled: bool = False,
+    router_bias_rate: float | None = None,
 ) -> ProbeResult:
     """Build a decoder on the meta device, and raise an error if the decoder can't be trained exactly.
 
@@ -256,6 +263,7 @@ def refuse_architecture(
         _compilable_layers(model)
     result = refuse_inexact(model, model.config.get_text_config(decoder=True), None)
     router_loss_of(model)
+    refuse_no_bias(model, router_bias_rate)
     refuse_own_loss(model)
     return result
 

@@ -191,7 +191,7 @@ def own_forward(module: Any, setting: str = _OFF) -> Callable[..., Any]:
 def unhooked(module: nn.Module) -> nn.Module:
     """Return a stand-in that shares a module's parameters but has no hooks on the module or its submodules.
 
-    Only the hooks with which Transformers records router scores are retained.
+    Only the hooks with which Transformers and `RouterWatch` record the outputs of routers are retained.
     """
     stand_in: nn.Module = object.__new__(type(module))
     children = {name: child if child is None else unhooked(child) for name, child in module._modules.items()}
@@ -202,7 +202,8 @@ def unhooked(module: nn.Module) -> nn.Module:
     return stand_in
 
 
-_HOME = "transformers.utils.output_capturing"
+_RECORDERS = ("transformers.utils.output_capturing", "ray_ulysses.engine.router_health")
+"""Modules whose hooks record the outputs of routers."""
 _SCORES = "router_logits"
 
 
@@ -228,8 +229,8 @@ def record(scores: Sequence[torch.Tensor]) -> None:
 
 
 def is_recorder(hook: Any) -> bool:
-    """Return whether a forward hook is Transformers' hook for collecting module outputs."""
-    return getattr(hook, "__module__", None) == _HOME
+    """Return whether a forward hook is Transformers' hook for collecting module outputs, or that of `RouterWatch`."""
+    return getattr(hook, "__module__", None) in _RECORDERS
 
 
 def _collector() -> Any:

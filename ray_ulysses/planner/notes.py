@@ -12,7 +12,9 @@ from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.plan.packing import NUM_OPEN_ROWS, WIDE_OPEN_ROWS
 from ray_ulysses.data.plan.segment import Segment
 from ray_ulysses.data.plan.steps import balance_windows, step_times
-from ray_ulysses.model_shape import ModelShape
+from ray_ulysses.model_shape import BALANCING_BIASES, ModelShape
+from ray_ulysses.planner.experts import ExpertTraffic
+from ray_ulysses.planner.memory_terms import GIB
 from ray_ulysses.planner.stages import Stage
 
 _WANTED_FILL = 0.995
@@ -29,7 +31,7 @@ def plan_notes(
 
     ``stage`` is None if no corpus is prepared. A run without stages is treated as a single stage.
     """
-    notes = [*_config_notes(config), *_encoding_notes(corpora)]
+    notes = [*_config_notes(config), *_encoding_notes(corpora), *_expert_notes(config, shape)]
     if stage is not None:
         notes += [
             *_data_notes(config, stage),
@@ -61,6 +63,25 @@ def _config_notes(config: Config) -> Iterator[str]:
         yield (
             f"model.resume_state={model.resume_state} has no effect, because model.resume_from is null; the run starts "
             f"with model.init={model.init}"
+        )
+
+
+def _expert_notes(config: Config, shape: ModelShape) -> Iterator[str]:
+    is_balanced = shape.experts is not None and shape.model_type in BALANCING_BIASES
+    if is_balanced and config.optimizer.router_bias_rate is None:
+        yield (
+            f"optimizer.router_bias_rate is null, so the biases that balance the routers of {shape.model_type} keep "
+            "their values"
+        )
+    traffic = ExpertTraffic.of(config, shape)
+    if traffic is not None:
+        exchanged = traffic.tokens * traffic.token_bytes
+        less = "less" if traffic.zero_bytes <= exchanged else "more"
+        yield (
+            f"per layer and micro-batch, ZeRO-3 moves {traffic.zero_bytes / GIB:.2f} GiB per rank for the experts, "
+            f"{less} than the {exchanged / GIB:.2f} GiB of expert parallelism (not implemented) for the "
+            f"{traffic.tokens:,} tokens per rank of a full row; both move the same at {traffic.break_even_tokens:,} "
+            "tokens"
         )
 
 

@@ -173,8 +173,34 @@ class StepDone(_Event):
     """Mean z-loss over the supervised tokens, times its coefficient. Not included in `loss`."""
     router_loss: float | None = None
     """Mean load-balancing loss over the supervised tokens, times its coefficient. Not included in `loss`."""
+    router_imbalance: float | None = None
+    """Tokens of the busiest expert over the mean of its layer's experts, in the layer where this ratio is largest."""
+    dead_experts: Number | None = None
+    """Number of experts, over all layers, that received none of the step's document tokens."""
+    router_entropy: float | None = None
+    """Mean entropy of the routers' probabilities over all document tokens and layers, in nats."""
     system: dict[str, float] | None = None
     """System metrics of rank 0's node; only in steps that are logged to trackers (`tracking.system_metrics`)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoutersMeasured(_Event):
+    """How the routers of a mixture of experts distributed a step's document tokens, layer by layer.
+
+    Recorded in steps that are logged to trackers, up to about a thousand times in a run.
+    """
+
+    event: Literal["routers"] = "routers"
+    step: Whole
+    """Number of completed steps, including this step."""
+    layers: tuple[Whole, ...]
+    """Numbers of the layers that have a router, from 0. The other lists have one value for each of these layers."""
+    imbalance: tuple[float, ...]
+    """Tokens of the busiest expert over the mean of the layer's experts."""
+    dead: tuple[Whole, ...]
+    """Number of experts that received no token."""
+    entropy: tuple[float, ...]
+    """Mean entropy of the router's probabilities over all tokens, in nats."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -469,6 +495,7 @@ Event = (
     | AttemptStarted
     | StreamStarted
     | StepDone
+    | RoutersMeasured
     | Evaluated
     | Sampled
     | CheckpointCommitted

@@ -34,12 +34,18 @@ STEP_ROW = np.dtype(
         ("mfu", "<f8"),
         ("z_loss", "<f8"),
         ("router_loss", "<f8"),
+        ("router_imbalance", "<f8"),
+        ("dead_experts", "<f8"),
+        ("router_entropy", "<f8"),
     ]
 )
 """All numeric fields of `StepDone`; NaN represents None."""
 
 _Other = TypeVar("_Other")
-OPTIONAL_FIELDS = ("learning_rate", "grad_norm", "peak_memory_gib", "mfu", "z_loss", "router_loss")
+OPTIONAL_FIELDS = (
+    "learning_rate", "grad_norm", "peak_memory_gib", "mfu", "z_loss", "router_loss", "router_imbalance", "dead_experts",
+    "router_entropy",
+)  # fmt: skip
 _MAX_STEPS = 4096
 
 

@@ -23,6 +23,7 @@ from ray_ulysses.engine.activation_offload import offload_activations
 from ray_ulysses.engine.model import build_model, compile_layers
 from ray_ulysses.engine.optimizer import learning_rate
 from ray_ulysses.engine.plugins import Plugins, load_plugins
+from ray_ulysses.engine.router_health import RouterWatch
 from ray_ulysses.engine.tiled_mlp import tile_mlps
 from ray_ulysses.engine.zero import build_engine, partition_config, prepare_process
 from ray_ulysses.logging import get_logger
@@ -86,6 +87,7 @@ class _Attempt:
     memory: MemoryRecorder
     sampler: Sampler | None
     plugins: Plugins
+    routers: RouterWatch
 
     @property
     def plan(self) -> Plan:
@@ -157,6 +159,7 @@ def _run(
         )  # fmt: skip
         if config.model.compile:
             compile_layers(model)
+        routers = RouterWatch(model, config.optimizer.router_bias_rate)
         engine = build_engine(model, settings)
         engine.train()
         reader, evaluation_reader = open_rows(config, stage.plan)
@@ -177,6 +180,7 @@ def _run(
             memory=memory,
             sampler=open_sampler(context),
             plugins=plugins,
+            routers=routers,
         )
         position = resume(engine, start, whole, recorder)
         keeper.resumed(position.step)
@@ -258,6 +262,7 @@ def _take_step(attempt: _Attempt, source: DirectSource, position: RunPosition) -
         loss_tile=config.memory.loss_tile,
         z_loss=config.optimizer.z_loss,
         token_loss=attempt.plugins.token_loss,
+        routers=attempt.routers,
         flags=lambda: _flags(attempt),
         num_direct=lambda: source.num_direct or 0,
         before_update=attempt.before_update,

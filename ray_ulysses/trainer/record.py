@@ -129,6 +129,8 @@ _CLOSE_S = 60.0
 """Maximum time to wait for closing the journal, in seconds."""
 _ABANDON_S = 1.0
 _TEND_EVERY_S = 3.0
+_ROUTER_RECORDS = 1000
+"""Approximate maximum number of records of routers in a run. A record is as long as the model is deep."""
 _RECORDED = ("model", "data", "optimizer", "schedule")
 
 
@@ -150,6 +152,7 @@ class Recorder:
         self._is_warned = self._is_said_to_hang = False
         self._num_bytes = 0
         self._direct_rows = 0.0
+        self._routers_every = 1
         config = context.run.config
         self._awaits_stream = config.data.engine == "ray"
         self._patience_s = max(60.0, config.checkpoint.failed_saves_patience_s)
@@ -189,6 +192,8 @@ class Recorder:
             RunError: The journal can't be written.
         """
         config, nodes, plan = self._context.run.config, self._context.nodes, stage.plan
+        logged = config.run.log_every_steps
+        self._routers_every = logged * max(1, last_step // (_ROUTER_RECORDS * logged))
         recorded: Any = dict.fromkeys((*_RECORDED, *(["stages"] if config.stages else ())), True)
         recorded["run"] = {"seed", *(["plugins"] if config.run.plugins else [])}
         sizes = {name: getattr(layout, name) for name in ("world_size", "sp_size", "ring_size", "dp_size")}
@@ -227,6 +232,15 @@ class Recorder:
             self._awaits_stream = False
             self._append("stream_started", step=step, direct_rows=math.ceil(self._direct_rows))
         is_logged = step % self._context.run.config.run.log_every_steps == 0
+        if result.routing and is_logged and step % self._routers_every == 0:
+            self._append(
+                "routers",
+                step=step,
+                layers=[one.layer for one in result.routing],
+                imbalance=[round(one.imbalance, 4) for one in result.routing],
+                dead=[one.dead for one in result.routing],
+                entropy=[round(one.entropy, 4) for one in result.routing],
+            )
         system = self._system.read() if self._system is not None and is_logged else {}
         self._append(
             "step",

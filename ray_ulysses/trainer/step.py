@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from ray_ulysses.config.running import ElasticSection
     from ray_ulysses.data.read.reader import RowSlice
+    from ray_ulysses.engine.router_health import LayerRouting, RouterWatch
     from ray_ulysses.engine.tiled_loss import TokenLoss
     from ray_ulysses.model_shape import ModelShape
     from ray_ulysses.parallel.layout import TileSetting
@@ -191,6 +192,8 @@ class StepResult:
     """Sum of the digests of the rows that the model received, modulo 2**64."""
     flags: Flags
     """Flags that at least one rank has raised."""
+    routing: tuple[LayerRouting, ...] = ()
+    """How the routers of a mixture of experts distributed the step's document tokens, for each layer with a router."""
     direct_rows: float = 0.0
     """Number of rows that were read directly because the stream had not started; fractional, because each rank counts
     its slices."""
@@ -209,6 +212,7 @@ def train_step(
     loss_tile: TileSetting = "auto",
     z_loss: float = 0.0,
     token_loss: TokenLoss | None = None,
+    routers: RouterWatch | None = None,
     flags: Callable[[], Flags] = Flags,
     num_direct: Callable[[], int] = lambda: 0,
     before_update: Callable[[], object] = lambda: None,
@@ -229,6 +233,7 @@ def train_step(
         loss_tile: Number of tokens per rank whose logits exist at a time.
         z_loss: Coefficient of the z-loss.
         token_loss: Loss of each token in place of the cross-entropy.
+        routers: Counts the tokens of each expert, and balances routers after the update.
         flags: Function that returns this rank's flags; called at the end of the step.
         num_direct: Function that returns the number of slices read directly because the stream had not started; called
             at the end of the step.
@@ -245,7 +250,8 @@ def train_step(
     for steps, row in enumerate(slices, start=1):
         batch = batch_of(row, mesh, device)
         _seed_generators(mix_int(mix_int(seed) ^ (row.row % 2**64)) >> 1, device)
-        row_loss = training_loss(engine, batch, tile=loss_tile, z_loss=z_loss, token_loss=token_loss)
+        with contextlib.nullcontext() if routers is None else routers.counting(batch):
+            row_loss = training_loss(engine, batch, tile=loss_tile, z_loss=z_loss, token_loss=token_loss)
         engine.backward(row_loss.objective_sum * scale)
         if steps == accumulation:
             before_update()
@@ -260,7 +266,7 @@ def train_step(
     # If this norm is not finite, ZeRO in DeepSpeed 0.19.8 skips the update without any other report.
     grad_norm = float(engine.get_global_grad_norm())
     checksums, received = received_of(given, len(rows), device)
-    return _agree(losses, grad_norm, checksums, received, rows, (tokens, weight), flags(), num_direct(), mesh)
+    return _agree(losses, grad_norm, checksums, received, rows, (tokens, weight), flags(), num_direct(), mesh, routers)
 
 
 def _seed_generators(seed: int, device: torch.device) -> None:
@@ -334,9 +340,12 @@ def _agree(
     flags: Flags,
     num_direct: int,
     mesh: SequenceMesh,
+    routers: RouterWatch | None,
 ) -> StepResult:
     tokens, weight = planned
-    dist.all_reduce(losses, group=mesh.group("loss"))
+    # One collective, and one read by the host, for the losses and the routers' sums.
+    sums, num_losses = torch.cat([losses, *([] if routers is None else routers.take())]), len(losses)
+    dist.all_reduce(sums, group=mesh.group("loss"))
     # A row's checksum is the sum of its slices' checksums modulo 2**64, which matches int64 overflow.
     counts = torch.tensor(
         [
@@ -351,25 +360,30 @@ def _agree(
     )
     dist.all_reduce(counts, group=mesh.group("loss"))
     total, direct_slices, num_bad_norms, *rest = counts.tolist()
-    raised, sums = rest[:NUM_FLAGS], rest[NUM_FLAGS:]
+    raised, row_sums = rest[:NUM_FLAGS], rest[NUM_FLAGS:]
     if total != tokens:
         raise RunError(
             f"rows {rows.start} to {rows.stop - 1} contain {total} supervised tokens, but the plan expects {tokens}: "
             "the corpus changed during the run. Restore data.path, then resume the run"
         )
-    *row_losses, z_loss_sum, router_loss_sum = losses.tolist()
+    read: list[float] = sums.tolist()
+    *row_losses, z_loss_sum, router_loss_sum = read[:num_losses]
     loss_sum = sum(row_losses)
-    digest = add_digests(*(row_digest(row, from_int64(value)) for row, value in zip(rows, sums, strict=True)))
+    digest = add_digests(*(row_digest(row, from_int64(value)) for row, value in zip(rows, row_sums, strict=True)))
+    is_finite = math.isfinite(loss_sum) and num_bad_norms == 0
+    if routers is not None and is_finite:
+        routers.balance(sums[num_losses:])
     return StepResult(
         loss=loss_sum / weight,
         z_loss=z_loss_sum / weight,
         router_loss=router_loss_sum / weight,
         grad_norm=grad_norm,
-        is_finite=math.isfinite(loss_sum) and num_bad_norms == 0,
+        is_finite=is_finite,
         bad_rows=tuple(row for row, value in zip(rows, row_losses, strict=False) if not math.isfinite(value)),
         tokens=tokens,
         digest=digest,
         flags=Flags.from_counts(raised),
+        routing=() if routers is None else routers.summary(read[num_losses:]),
         direct_rows=direct_slices / mesh.sp_size,
     )
 
@@ -453,7 +467,8 @@ class StepMeter:
     ) -> dict[str, float]:
         """Return a step's metrics by name.
 
-        ``mfu`` is included only if the device's peak FLOPS are known, and auxiliary losses only if they are not zero.
+        ``mfu`` is included only if the device's peak FLOPS are known, auxiliary losses only if they are not zero, and
+        metrics of routers only for a mixture of experts.
         ``document_tokens`` excludes padding, and ``cost`` is the sum of the documents' squared lengths.
         """
         flops = step_flops(self._shape, tokens=document_tokens, sum_squared_lengths=cost)
@@ -468,6 +483,12 @@ class StepMeter:
             "world_size": float(self._world_size),
         }
         found = {"mfu": utilisation, "z_loss": result.z_loss or None, "router_loss": result.router_loss or None}
+        if result.routing:
+            found |= {
+                "router_imbalance": max(one.imbalance for one in result.routing),
+                "dead_experts": float(sum(one.dead for one in result.routing)),
+                "router_entropy": math.fsum(one.entropy for one in result.routing) / len(result.routing),
+            }
         return numbers | {name: value for name, value in found.items() if value is not None}
 
 

@@ -40,7 +40,7 @@ FREE_RUNNING = 1e-5
 OPTIMIZER: dict[str, Any] = {
     "lr": 2e-3, "betas": [0.7, 0.8], "eps": 1e-3, "weight_decay": 2.0, "max_grad_norm": 0.4, "z_loss": 3e-3,
     # Of a model without routers.
-    "router_loss": None,
+    "router_loss": None, "router_bias_rate": None,
 }  # fmt: skip
 SCHEDULE: dict[str, Any] = {
     "kind": "wsd", "warmup_steps": WARMUP, "horizon_steps": HORIZON, "decay_steps": DECAY, "min_lr_ratio": 0.3,
@@ -174,7 +174,8 @@ def test_every_setting_of_the_optimizer_is_away_from_its_default() -> None:
         # A warm-up is given in steps or as a ratio.
         assert set(chosen) == set(section.model_fields) - {"warmup_ratio"}
         own, default = (section.model_validate(values).model_dump() for values in (chosen, {}))
-        assert {name for name in own if own[name] == default[name]} <= {"router_loss", "warmup_ratio"}
+        kept = {name for name in own if own[name] == default[name]}
+        assert kept <= {"router_loss", "router_bias_rate", "warmup_ratio"}
 
 
 @pytest.mark.parametrize("layout", fast_only(LAYOUTS, "stage-3-alone"))

@@ -70,7 +70,7 @@ _OTHER: dict[str, dict[str, Any]] = {
     "parallel": {"allowed_sp": [1, 2]},
     "optimizer": {
         "lr": 1e-3, "betas": [0.9, 0.99], "eps": 1e-6, "weight_decay": 0.0, "max_grad_norm": None, "z_loss": 1e-4,
-        "router_loss": 1e-3,
+        "router_loss": 1e-3, "router_bias_rate": 1e-3,
     },
     "schedule": {"kind": "linear", "decay_steps": 7, "warmup_steps": 10, "warmup_ratio": 0.1, "horizon_steps": 1000,
                  "min_lr_ratio": 0.0},
