@@ -62,7 +62,7 @@ class Wanted:
 
 def settings(storage: Path, corpus: Path, **layout: Any) -> Config:
     options: dict[str, Any] = {
-        "model__config": MODEL, "data__context_tokens": 128, "data__rows_per_step": 4, "run__stop_step": STEPS,
+        "model__config": MODEL, "data__context_tokens": 64, "data__rows_per_step": 4, "run__stop_step": STEPS,
         "checkpoint__every_steps": None, "parallel__sp_size": 1, "optimizer__lr": LEARNING_RATE,
         "optimizer__router_bias_rate": RATE, "schedule__kind": "constant", "schedule__warmup_steps": 0,
     }  # fmt: skip
