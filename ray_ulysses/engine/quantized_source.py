@@ -5,7 +5,7 @@ Quantized formats are inputs only: training, checkpoints and exports use bf16 or
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -41,8 +41,8 @@ def source_format(quantization: Mapping[str, Any]) -> str:
     """Return the display name of a supported format, such as ``FP8 (blocks of 128 x 128)``."""
     method = str(quantization.get("quant_method"))
     if method == "fp8":
-        rows, columns = quantization.get("weight_block_size") or (128, 128)
-        return f"FP8 (blocks of {rows} x {columns})"
+        block = quantization.get("weight_block_size", (128, 128))
+        return "FP8 (one scale per tensor)" if block is None else f"FP8 (blocks of {block[0]} x {block[1]})"
     if method == "mxfp4":
         return "MXFP4"
     kinds = sorted({str(weights.get("strategy")) for weights in _compressed_weights(quantization)})
@@ -55,7 +55,34 @@ def quantizer_of(quantization: Mapping[str, Any]) -> Any:
 
     settings = AutoQuantizationConfig.from_dict(dict(quantization))
     settings.dequantize = True
-    return AutoHfQuantizer.from_config(settings, pre_quantized=True)
+    quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=True)
+    quantizer.validate_environment()
+    if quantization.get("quant_method") == "fp8" and settings.weight_block_size is not None:
+        operation = _with_partial_blocks(settings.weight_block_size)
+        quantizer.get_load_operations = lambda: {"dequantize": operation}
+    return quantizer
+
+
+def _with_partial_blocks(block: Sequence[int]) -> type:
+    """Return Transformers' FP8 dequantization, extended to matrices whose last blocks are partial.
+
+    Transformers 5.23 divides a matrix evenly by the shape of its scales. Therefore it rejects DeepSeek-V3's
+    ``kv_a_proj_with_mqa`` (576 rows in blocks of 128), and would use a wrong scale for a matrix of 192 rows.
+    """
+    from torch.nn.functional import pad
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    class WithPartialBlocks(Fp8Dequantize):  # type: ignore[misc]
+        def _dequantize_one(self, quantized: Any, scales: Any, output_dtype: Any = None) -> Any:
+            sizes = tuple(quantized.shape[-2:])
+            rest = [-size % length for size, length in zip(sizes, block, strict=True)]
+            grid = [-(-size // length) for size, length in zip(sizes, block, strict=True)]
+            if not any(rest) or list(scales.shape[-2:]) != grid or not quantized.is_floating_point():
+                return super()._dequantize_one(quantized, scales, output_dtype)
+            full = pad(quantized.float(), (0, rest[1], 0, rest[0]))
+            return super()._dequantize_one(full, scales, output_dtype)[..., : sizes[0], : sizes[1]].contiguous()
+
+    return WithPartialBlocks
 
 
 def _compressed_weights(quantization: Mapping[str, Any]) -> list[Mapping[str, Any]]:
