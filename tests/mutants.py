@@ -520,6 +520,22 @@ MUTANTS = (
         "unit/engine/test_empty_model.py::test_shared_frozen_and_marked_parameters_stay_what_they_are",
     ),
     Mutant(
+        1,
+        "a loaded tensor's shares go to the ranks in reverse order",
+        "engine/load_weights.py:_deal",
+        "range(0, size * dist.get_world_size(), size)",
+        "reversed(range(0, size * dist.get_world_size(), size))",
+        "distributed/test_quantized_weights.py::test_every_rank_gets_the_weights_that_transformers_dequantizes[2]",
+    ),
+    Mutant(
+        1,
+        "the routers' correction biases are loaded in bf16",
+        "engine/model.py:_keep_in_fp32",
+        "tensor.data.to(torch.float32)",
+        "tensor.data",
+        "unit/engine/test_quantized_weights.py::test_weights_equal_bitwise_those_that_transformers_dequantizes[glm4_moe-fp8-static-bf16]",
+    ),
+    Mutant(
         2,
         "a source starts over in every epoch",
         "data/plan/planning.py:_Planning._chosen",

@@ -109,8 +109,8 @@ _NONE = {
     ),
     "fp8 enable_fp8 float8 load_in_4bit load_in_8bit quantization_config quantization_bit quant_method "
     "bnb_4bit_compute_dtype": (
-        "weights are trained in bf16 or fp32, and quantized weights are refused",
-        "remove it; docs/fine-tune.md shows how to dequantize a model",
+        "weights are trained in bf16 or fp32; checkpoints in FP8 or MXFP4 are dequantized automatically",
+        "remove it; docs/fine-tune.md lists the supported formats",
     ),
     "tp_size tensor_parallel_size tensor_parallel_degree tensor_model_parallel_size autotp_size": (
         "there is no tensor parallelism: ranks share the tokens of a row, and ZeRO shards the weights",

@@ -72,7 +72,7 @@ def _with_partial_blocks(block: Sequence[int]) -> type:
     from torch.nn.functional import pad
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-    class WithPartialBlocks(Fp8Dequantize):  # type: ignore[misc]
+    class WithPartialBlocks(Fp8Dequantize):
         def _dequantize_one(self, quantized: Any, scales: Any, output_dtype: Any = None) -> Any:
             sizes = tuple(quantized.shape[-2:])
             rest = [-size % length for size, length in zip(sizes, block, strict=True)]
@@ -101,7 +101,7 @@ def _refuse_unsupported(quantization: Mapping[str, Any], setting: str) -> None:
             if find_spec("compressed_tensors") is None:
                 raise UserError(
                     f"{setting}: the weights are quantized (quantization_config: compressed-tensors), which requires "
-                    "the package compressed-tensors; pip install 'ray-ulysses[quantized]'"
+                    "the package compressed-tensors; pip install compressed-tensors"
                 )
             return
         name = f" with {', '.join(sorted(kinds)) or 'no config_groups'}"

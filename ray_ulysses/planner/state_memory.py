@@ -147,9 +147,14 @@ def load_terms(
     This memory is needed only if a run starts without a checkpoint.
     """
     count, value = shape.num_parameters, sharing.value_bytes
+    if init == "pretrained" and sharing.stage == 3:
+        most = _largest_tensor(shape)
+        text = f"{most:,} parameters x 2 x {value} bytes: at step 0 each rank reads and converts one tensor at a time"
+        host = term("a tensor, while it is loaded", 2 * most * value, "load", text)
+        text = f"{most:,} parameters x {value} bytes: at step 0 each rank sends the others their shares of one tensor"
+        return host, term("a tensor, before it is sharded", most * value, "load", text)
     if init == "pretrained":
-        then = ", then partitions them" if sharing.stage == 3 else ""
-        text = f"{count:,} parameters x {value} bytes: at step 0 each rank reads all weights{then}"
+        text = f"{count:,} parameters x {value} bytes: at step 0 each rank reads all weights"
         host = term("the model, while it is loaded", count * value, "load", text)
     else:
         text = f"{count:,} parameters x 4 bytes: at step 0 each rank initializes the complete model in fp32"
@@ -158,10 +163,16 @@ def load_terms(
         flat, what = (count, "the whole model") if shape.part is None else (shape.trained_parameters, "trained weights")
         text = f"({count:,} + {flat:,} parameters) x {value} bytes: DeepSpeed flattens {what} into a copy"
         return host, term("the model, beside its flat copy", (count + flat) * value, "load", text)
-    if init == "pretrained":
-        return (host,)
     text = f"{count:,} parameters x {value} bytes: at step 0 DeepSpeed moves all weights to the device, then partitions"
     return host, term("the model, before it is sharded", count * value, "load", text)
+
+
+def _largest_tensor(shape: ModelShape) -> int:
+    """Return the number of elements in the model's largest tensor: the embedding, an MLP matrix or stacked experts."""
+    experts = shape.experts
+    matrix = shape.hidden_size * shape.intermediate_size
+    stacked = 0 if experts is None else experts.count * 2 * experts.width * shape.hidden_size
+    return max(shape.embedding_parameters, matrix, stacked)
 
 
 def _weights(shape: ModelShape, sharing: StateSharing) -> MemoryTerm:

@@ -13,13 +13,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForMultimodalLM,
-    CompressedTensorsConfig,
-    FineGrainedFP8Config,
-    Mxfp4Config,
-)
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
+from transformers.utils.quantization_config import CompressedTensorsConfig, FineGrainedFP8Config, Mxfp4Config
 
 from tests.unit.attention.models import tiny_model
 from tests.unit.attention.multimodal import multimodal_model
@@ -74,8 +69,8 @@ def write_checkpoint(directory: Path, name: str) -> None:
 def dequantized_by_transformers(directory: Path, name: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Return the state that Transformers loads from a checkpoint of `QUANTIZED`, dequantized."""
     kind, how = QUANTIZED[name]
-    plain = {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}.get(how.partition("-")[0], CompressedTensorsConfig)
-    auto = AutoModelForCausalLM if kind in _MODELS else AutoModelForMultimodalLM
+    plain: Any = {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}.get(how.partition("-")[0], CompressedTensorsConfig)
+    auto: Any = AutoModelForCausalLM if kind in _MODELS else AutoModelForMultimodalLM
     model, info = auto.from_pretrained(
         directory, quantization_config=plain(dequantize=True), dtype=dtype, output_loading_info=True
     )
@@ -92,10 +87,10 @@ def _fp8(tensors: dict[str, torch.Tensor], how: str) -> tuple[dict[str, torch.Te
     from transformers.integrations.finegrained_fp8 import Fp8Quantize
     from transformers.quantizers.auto import AutoHfQuantizer
 
-    scales = {"scale_fmt": "ue8m0"} if how == "fp8-ue8m0" else {}
+    scales: dict[str, Any] = {"scale_fmt": "ue8m0"} if how == "fp8-ue8m0" else {}
     settings = FineGrainedFP8Config(weight_block_size=(BLOCK, BLOCK), **scales)
-    writer = Fp8Quantize(AutoHfQuantizer.from_config(settings, pre_quantized=True))
-    written = {}
+    writer: Any = Fp8Quantize(AutoHfQuantizer.from_config(settings, pre_quantized=True))
+    written: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         found = writer.convert({name: tensor}) if _is_quantized(name, tensor) else {name: tensor}
         assert len(found) == 2 or not _is_quantized(name, tensor), name
@@ -130,7 +125,7 @@ def _compressed(tensors: dict[str, torch.Tensor], strategy: str) -> tuple[dict[s
         weights["block_structure"] = [BLOCK, BLOCK]
     scheme = QuantizationScheme(targets=["Linear"], weights=weights)
     compressor = BaseCompressor.get_value_from_registry("float-quantized")
-    written = {}
+    written: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         if not _is_quantized(name, tensor):
             written[name] = tensor

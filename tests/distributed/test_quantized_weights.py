@@ -1,0 +1,120 @@
+"""Quantized weights reach every rank's partition bitwise, within its share of memory, or no rank goes on."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ray_ulysses.engine.model import build_model
+from ray_ulysses.engine.zero import partition_config
+from ray_ulysses.errors import UserError
+from tests.breadth import fast_only
+from tests.distributed.harness import run_calls
+from tests.distributed.seam_case import zero_settings
+from tests.unit.config.trees import small_tree
+from tests.unit.engine.quantized_checkpoints import QUANTIZED, dequantized_by_transformers, write_checkpoint
+from tests.unit.engine.test_quantized_weights import config_of
+
+
+def gathered(rank: int, world_size: int, path: str, name: str, stage: int) -> dict[str, torch.Tensor]:
+    import deepspeed
+
+    model = build_model(config_of(Path(path), name), partition_config(zero_settings(stage=stage)))
+    found: dict[str, torch.Tensor] = {}
+    for key, parameter in model.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter], enabled=stage == 3):
+            found[key] = parameter.detach().clone()
+    return found | {key: one for key, one in model.named_buffers() if key in model.state_dict()}
+
+
+@pytest.mark.parametrize("world_size", fast_only([1, 2, 4], 2))
+def test_every_rank_gets_the_weights_that_transformers_dequantizes(tmp_path: Path, world_size: int) -> None:
+    names = QUANTIZED if world_size == 4 else ("qwen3_moe-fp8", "glm4_moe-fp8-static", "gpt_oss-mxfp4", "qwen3_vl-fp8")
+    wanted = {}
+    for name in names:
+        write_checkpoint(tmp_path / name, name)
+        wanted[name] = dequantized_by_transformers(tmp_path / name, name, torch.bfloat16)
+    calls = {f"{name} {stage}": (gathered, str(tmp_path / name), name, stage) for name in names for stage in (1, 3)}
+    for case, ranks in run_calls(world_size, calls, timeout_s=300).items():
+        name = case.split()[0]
+        for found in ranks:
+            assert found and all(torch.equal(one, wanted[name][key]) for key, one in found.items()), case
+            assert all(one.dtype == wanted[name][key].dtype for key, one in found.items()), case
+
+
+def refused(rank: int, world_size: int, path: str, name: str) -> str:
+    own = Path(path) / str(rank)
+    try:
+        build_model(config_of(own, name), partition_config(zero_settings(stage=3)))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_all_ranks_fail_if_one_of_them_can_not_read_its_files(tmp_path: Path) -> None:
+    name, calls = "qwen3-fp8", {}
+    for fault in ("missing", "torn"):
+        for rank in ("0", "1"):
+            write_checkpoint(tmp_path / fault / rank, name)
+        calls[fault] = (refused, str(tmp_path / fault), name)
+    (tmp_path / "missing/1/model.safetensors").unlink()
+    torn = tmp_path / "torn/1/model.safetensors"
+    torn.write_bytes(torn.read_bytes()[:-100])
+    for fault, errors in run_calls(2, calls).items():
+        assert len(set(errors)) == 1 and f"{fault}/1" in errors[0] and "weights can't be loaded" in errors[0], errors
+
+
+_MIB = 1 << 20
+
+
+def _anonymous_bytes() -> int:
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields["RssAnon"].split()[0]) * 1024
+
+
+def peak_of_loading(rank: int, world_size: int, path: str) -> tuple[int, int, int]:
+    """Return the growth of anonymous memory while a model is loaded, this rank's share, and the largest tensor."""
+    tree = small_tree(model__init="pretrained", model__config=None, model__path=path, model__dtype="bf16")
+    from ray_ulysses.config.loading import parse_config
+
+    config, partition = parse_config(tree), partition_config(zero_settings(stage=3))
+    before = peak = _anonymous_bytes()
+    done = threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.wait(0.002):
+            peak = max(peak, _anonymous_bytes())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        model = build_model(config, partition)
+    finally:
+        done.set()
+        watcher.join()
+    parameters: list[Any] = list(model.parameters())
+    share = sum(one.ds_tensor.numel() * 2 for one in parameters)
+    return peak - before, share, max(one.ds_numel * 2 for one in parameters)
+
+
+@pytest.mark.parametrize("world_size", fast_only([2, 4], 2))
+def test_a_rank_holds_its_share_and_one_tensor_while_it_loads(tmp_path: Path, world_size: int) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 8}
+    hf_config = AutoConfig.for_model("qwen3", vocab_size=2048, num_hidden_layers=10, head_dim=128, **sizes)
+    AutoModelForCausalLM.from_config(hf_config, dtype=torch.bfloat16).save_pretrained(tmp_path / "big")
+    write_checkpoint(tmp_path / "warm", "qwen3-fp8")
+    calls = {
+        "warm": (gathered, str(tmp_path / "warm"), "qwen3-fp8", 3),
+        "measured": (peak_of_loading, str(tmp_path / "big")),
+    }
+    for peak, share, largest in run_calls(world_size, calls, timeout_s=300)["measured"]:
+        print(f"peak {peak / _MIB:.0f} MiB, share {share / _MIB:.0f} MiB, largest tensor {largest / _MIB:.0f} MiB")
+        assert share > 40 * _MIB
+        assert peak <= 1.3 * share + largest
