@@ -257,11 +257,7 @@ class ModelShape:
 
     @property
     def frozen_matrices(self) -> int:
-        """Number of parameters in matrix products whose gradient is not computed.
-
-        Idle experts and an untied embedding (a lookup) are excluded, and frozen parameters to which an adapter's
-        product is added: the gradient of the sum is computed.
-        """
+        """Number of parameters in matrix products that have no gradient, even after an adapter's product is added."""
         frozen = self.num_parameters - self.trained_parameters - (0 if self.part is None else self.idle_parameters)
         if self.part is not None:
             experts = self.experts

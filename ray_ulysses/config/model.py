@@ -228,13 +228,7 @@ class ModelSection(Section):
 
     @field_validator("adapter")
     @classmethod
-    def _is_of_a_whole_model(cls, value: AdapterSection | None, info: ValidationInfo) -> AdapterSection | None:
-        if value is not None and info.data.get("part") == "text":
-            raise refusal(
-                "adapts a complete model, but model.part=text exports into a copy of a multimodal checkpoint",
-                "remove model.adapter to train the text decoder",
-                value.kind,
-            )
+    def _has_its_base(cls, value: AdapterSection | None, info: ValidationInfo) -> AdapterSection | None:
         if value is not None and value.from_ is not None and info.data.get("init") == "random":
             raise refusal(
                 "continues from an adapter of pretrained weights, but model.init=random draws the base weights",

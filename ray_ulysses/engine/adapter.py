@@ -392,9 +392,10 @@ def trained_part(model: Any, adapter: AdapterSection) -> TrainedPart:
     )
 
 
-def whole_names(model: Any, adapted: Adapted) -> list[str]:
+def whole_names(model: Any, adapted: Adapted, *, is_part: bool) -> list[str]:
     """Return PEFT's ``modules_to_save``: name suffixes that match exactly the modules trained in full.
 
+    If the trained model is only a part of the base model (``is_part``), full names are returned.
     Modules that share weights with these modules are included, because PEFT trains and loads a copy of each module.
     """
     modules = {name: module for name, module in model.named_modules() if name}
@@ -408,7 +409,7 @@ def whole_names(model: Any, adapted: Adapted) -> list[str]:
     wanted = {*adapted.whole, *tied}
     short = {name.rpartition(".")[2] for name in wanted}
     found = {name for name in modules if any(name.endswith(end) for end in short)}
-    return sorted(short if found == wanted else wanted)
+    return sorted(short if found == wanted and not is_part else wanted)
 
 
 def _count(parameters: Iterable[torch.Tensor]) -> int:

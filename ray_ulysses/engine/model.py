@@ -142,7 +142,7 @@ def find_trained_part(config: Config) -> TrainedPart | None:
     """
     if config.model.adapter is None:
         return None
-    adapter, model = config.model.adapter, meta_model(planned_config(config), "whole")
+    adapter, model = config.model.adapter, meta_model(planned_config(config), config.model.part)
     if adapter.from_ is not None:
         refuse_other_adapter(model, adapter, config.model.path)
     part = trained_part(model, adapter)

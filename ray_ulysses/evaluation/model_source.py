@@ -14,7 +14,7 @@ from ray_ulysses.engine.plugins import load_plugins
 from ray_ulysses.engine.text_part import is_multimodal
 from ray_ulysses.errors import RunError
 from ray_ulysses.evaluation.report import DType
-from ray_ulysses.export.adapters import adapted_tensors
+from ray_ulysses.export.adapters import adapted_tensors, base_state
 from ray_ulysses.export.architecture import describe
 from ray_ulysses.export.decoder_merge import plan_merge
 from ray_ulysses.export.stream import WeightReader, live_model
@@ -85,7 +85,8 @@ class ModelSource:
             return build_model(config)
         store, manifest = self.checkpoint
         if config.model.part == "text":
-            meta = plan_merge(config, manifest.state).model
+            state = manifest.state if config.model.adapter is None else base_state(manifest.state)
+            meta = plan_merge(config, state).model
         else:
             meta = describe(config, "model", is_tied=bool(manifest.state.tied)).model
         dtype = config.model.dtype

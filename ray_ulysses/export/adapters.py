@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ray_ulysses.config import Config
     from ray_ulysses.config.model import AdapterSection
     from ray_ulysses.export.architecture import Architecture
+    from ray_ulysses.export.decoder_merge import DecoderMerge
     from ray_ulysses.export.report import ExportRequest, WeightType
 
 
@@ -61,7 +62,7 @@ def adapter_export(
     adapted = find_adapted(model, adapter)
     live = adapted_tensors(state, "fp32" if request.merge else request.weights, config.model.dtype)
     # Also called for adapter files, because it refuses a checkpoint of another model.
-    plain = stored_tensors(model, _plain(state), request.weights, config.model.dtype)
+    plain = stored_tensors(model, base_state(state), request.weights, config.model.dtype)
     if request.merge:
         return AdapterExport(stored=_merged(plain, adapter, adapted, model, live), files=(), small={}, live=live)
     if config.model.init == "random":
@@ -85,6 +86,23 @@ def adapter_export(
     return AdapterExport(stored={}, files=files, small=small, live=live)
 
 
+def merged_decoder(config: Config, state: StateDescription, merge: DecoderMerge) -> DecoderMerge:
+    """Return the plan for merging a text decoder, with the decoder's adapter added to its weights.
+
+    ``merge`` is the plan for the decoder without its adapter; see `base_state`.
+    """
+    adapter = config.model.adapter
+    assert adapter is not None
+    live = adapted_tensors(state, "fp32", config.model.dtype)
+    stored = _merged(merge.stored, adapter, find_adapted(merge.model, adapter), merge.model, live)
+    by_key = {merge.stored[name].key: place for name, place in stored.items()}
+    files = tuple(
+        replace(file, tensors=tuple(replace(one, stored=by_key[one.stored.key]) for one in file.tensors))
+        for file in merge.files
+    )
+    return replace(merge, stored=stored, files=files)
+
+
 def adapted_tensors(state: StateDescription, weights: WeightType, model_dtype: str) -> dict[str, Stored]:
     """Locate each tensor of a model with its adapter in a checkpoint, by model tensor name.
 
@@ -100,10 +118,11 @@ def adapted_tensors(state: StateDescription, weights: WeightType, model_dtype: s
 
 
 def _settings(config: Config, adapter: AdapterSection, adapted: Adapted, model: Any) -> bytes:
+    is_part = config.model.part == "text"
     settings = lora_config(
         adapter,
-        in_adapter_file(model, adapted, is_part=config.model.part == "text"),
-        modules_to_save=whole_names(model, adapted) or None,
+        in_adapter_file(model, adapted, is_part=is_part),
+        modules_to_save=whole_names(model, adapted, is_part=is_part) or None,
         base_model_name_or_path=str(config.model.path),
         inference_mode=True,
     )
@@ -143,7 +162,7 @@ def _plain_name(name: str) -> str:
     return re.sub(r"(\.base_layer)+\.", ".", name.removeprefix(PREFIX))
 
 
-def _plain(state: StateDescription) -> StateDescription:
+def base_state(state: StateDescription) -> StateDescription:
     """Return the base model's part of a state description, with the base model's tensor names."""
     tensors = {}
     for key, spec in state.tensors.items():

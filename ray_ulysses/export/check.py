@@ -200,7 +200,7 @@ def _exported(folder: Path, part: Part) -> Any:
 def _with_adapter(folder: Path, config: Config) -> Any:
     """Load the base model in the training precision, with the exported adapter."""
     from peft import PeftModel
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     path = str(config.model.path)
     place = folder if (folder / "config.json").is_file() else path
@@ -208,7 +208,7 @@ def _with_adapter(folder: Path, config: Config) -> Any:
     try:
         with without_progress_bar():
             hf_config = AutoConfig.from_pretrained(place, local_files_only=is_cached)
-            base: Any = AutoModelForCausalLM.from_pretrained(
+            base: Any = auto_class(config.model.part).from_pretrained(
                 path, config=hf_config, dtype=torch.float32, local_files_only=is_cached
             )
             # Round the base weights as in training, but neither buffers nor adapter weights.

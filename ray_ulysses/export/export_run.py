@@ -16,7 +16,7 @@ from ray_ulysses.config.job_paths import refuse_relative_in_job
 from ray_ulysses.engine.plugins import load_plugins
 from ray_ulysses.engine.text_part import auto_class
 from ray_ulysses.errors import RunError, UserError
-from ray_ulysses.export.adapters import AdapterExport, adapter_export
+from ray_ulysses.export.adapters import AdapterExport, adapter_export, base_state, merged_decoder
 from ray_ulysses.export.architecture import Architecture, describe
 from ray_ulysses.export.average import AverageReader, averaged_checkpoints
 from ray_ulysses.export.card import CARD_FILE, model_card, training_facts
@@ -164,11 +164,17 @@ def _prepare(store: Store, manifest: Manifest, config: Config, request: ExportRe
         manifests = averaged_checkpoints(store, manifest, request.average)
         committed = b"".join(store.read_whole(manifest_key(one.step)) for one in manifests)
     if config.model.part == "text":
-        refuse_options(request)
-        merge = plan_merge(config, manifest.state)
+        is_adapter = config.model.adapter is not None
+        if request.merge or not is_adapter:
+            refuse_options(request)
+        merge = plan_merge(config, base_state(manifest.state) if is_adapter else manifest.state)
         tokenizer = TokenizerFiles(words=_UNCHANGED, published=_UNCHANGED)
         architecture = Architecture(model=merge.model, generation=None)
         stored = merge.stored
+        if is_adapter:
+            adapter = adapter_export(config, manifest.state, architecture, request)
+            merge = merged_decoder(config, manifest.state, merge) if request.merge else None
+            stored, files = adapter.stored, adapter.files
     else:
         tokenizer = find_tokenizer(request.run_dir, request.tokenizer, trust_run=request.trust_run)
         architecture = describe(config, request.weights, tokenizer.end_tokens, is_tied=bool(manifest.state.tied))
@@ -244,6 +250,7 @@ def _report(export: _Export, check: CheckResult | None, small: dict[str, int]) -
             rank=max(settings.rank, *settings.ranks.values()) if settings.ranks else settings.rank,
             has_modules=has_modules,
             is_dora=settings.dora,
+            base_class=auto_class(export.config.model.part).__name__,
         )
     tensors = [tensor for file in export.all_files for tensor in file.tensors]
     return ExportReport(

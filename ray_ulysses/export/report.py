@@ -92,6 +92,8 @@ class AdapterFacts:
     has_modules: bool
     """Whether fully trained modules, such as embeddings and norms, are saved with the adapter."""
     is_dora: bool = False
+    base_class: str = "AutoModelForCausalLM"
+    """Transformers class that loads the base model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -209,6 +211,13 @@ def python_lines(report: ExportReport, path: str) -> list[str]:
     classes, imports, lines = [report.loaded_with], [], []
     if report.adapter is None:
         lines.append(f'model = {report.loaded_with}.from_pretrained({quoted}, dtype="auto")')
+    elif report.adapter.base_class != "AutoModelForCausalLM":
+        classes, imports = [report.adapter.base_class], ["from peft import PeftModel"]
+        base = json.dumps(report.adapter.base, ensure_ascii=False)
+        lines += [
+            f'base = {report.adapter.base_class}.from_pretrained({base}, dtype="auto")',
+            f"model = PeftModel.from_pretrained(base, {quoted})",
+        ]
     elif "config.json" not in report.files:
         classes, imports = [], [f"from peft import {report.loaded_with}"]
         lines.append(f'model = {report.loaded_with}.from_pretrained({quoted}, dtype="auto")')

@@ -204,8 +204,6 @@ def test_an_impossible_setting_is_refused(adapter: dict[str, Any], path: str) ->
     with pytest.raises(ConfigError) as error:
         config_of(adapter)
     assert "model.adapter" + path in {problem.path for problem in error.value.problems}
-    with pytest.raises(ConfigError, match=r"model\.adapter"):
-        config_of({}, model__part="text")
 
 
 @pytest.mark.parametrize(

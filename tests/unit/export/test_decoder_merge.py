@@ -14,11 +14,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForMultimodalLM
 
 from ray_ulysses.config.loading import parse_config
+from ray_ulysses.config.model import AdapterSection
+from ray_ulysses.engine.adapter import add_adapter
 from ray_ulysses.engine.text_part import keep_text_part
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.export.decoder_merge import DecoderMerge, plan_merge
 from ray_ulysses.export.export_run import export_run
-from ray_ulysses.export.report import ExportRequest
+from ray_ulysses.export.report import ExportRequest, python_lines
 from tests.breadth import fast_only
 from tests.unit.attention.multimodal import MULTIMODAL, multimodal_model
 from tests.unit.config.trees import small_tree
@@ -51,7 +53,8 @@ def make_run(run_dir: Path, base: Path, decoder: Any, dtype: str = "fp32", **cha
     tree["run"] |= {"name": run_dir.name, "storage": str(run_dir.parent)}
     run_dir.mkdir()
     (run_dir / "config.yaml").write_text(parse_config(tree).to_yaml())
-    write_checkpoint(run_dir, decoder, dtype=dtype)
+    frozen = [name for name, one in decoder.named_parameters() if not one.requires_grad]
+    write_checkpoint(run_dir, decoder, dtype=dtype, frozen=frozen)
 
 
 def check_merged(tmp_path: Path, whole: Any, dtype: str = "fp32") -> tuple[Path, Any, Any]:
@@ -131,6 +134,40 @@ def test_an_untied_head_stays_untied_whatever_the_configuration_says(tmp_path: P
     fields["tie_word_embeddings"] = True
     (tmp_path / "base/config.json").write_text(json.dumps(fields))
     check_merged(tmp_path, whole)
+
+
+@pytest.mark.parametrize("name", fast_only(["gemma3", "qwen3_vl"], "gemma3"))
+def test_an_adapter_of_the_decoder_loads_on_the_whole_and_merges_into_it(tmp_path: Path, name: str) -> None:
+    whole = make_whole(tmp_path / "base", name)
+    decoder, adapter = deepcopy(whole), {"rank": 2, "targets": ["q_proj", "down_proj"], "train_norms": True}
+    keep_text_part(decoder)
+    trained = add_adapter(decoder, AdapterSection(**adapter), seed=1)
+    with torch.no_grad():
+        for one in trained.parameters():
+            one.add_(0.05 * torch.randn(one.shape) * one.requires_grad)
+    make_run(tmp_path / "run", tmp_path / "base", trained, adapter=adapter)
+    report = export(tmp_path / "run", out=tmp_path / "adapter")
+    assert report.check is not None and report.check.holds
+    names: dict[str, Any] = {}
+    exec("\n".join(python_lines(report, str(tmp_path / "adapter"))), names)
+    # The vision tower has projections with the same names.
+    adapted = {name for name, _ in names["model"].named_parameters() if "lora_" in name}
+    assert adapted == {name for name, _ in trained.named_parameters() if "lora_" in name}
+    ids = torch.arange(9)[None]
+    with torch.no_grad():
+        wanted = trained(input_ids=ids, use_cache=False).logits
+        found = names["model"](input_ids=ids, use_cache=False).logits
+    assert float((found - wanted).abs().max()) <= 1e-5 * float(wanted.abs().max())
+    merged = export(tmp_path / "run", out=tmp_path / "merged", merge=True)
+    assert merged.check is not None and merged.check.holds
+    changed = {
+        name
+        for name, one in tensors_in(tmp_path / "merged").items()
+        if not one.equal(tensors_in(tmp_path / "base")[name])
+    }
+    assert any("q_proj" in name for name in changed) and not any("vision" in name for name in changed)
+    with pytest.raises(UserError, match=r"^--dtype"):
+        export(tmp_path / "run", out=tmp_path / "other", merge=True, weights="bf16")
 
 
 @pytest.fixture
