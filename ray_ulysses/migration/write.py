@@ -211,6 +211,8 @@ def _model(w: _Writer) -> None:
     )
     if f.flag("rslora"):
         w.put("model.adapter.rslora", True, "rslora")
+    if f.flag("dora"):
+        w.put("model.adapter.dora", True, "dora")
     given = f.value("lora_targets")
     targets = given.split(",") if isinstance(given, str) else list(given) if isinstance(given, list) else []
     targets = [str(target).strip() for target in targets if target]

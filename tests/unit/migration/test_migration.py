@@ -66,6 +66,7 @@ FACTS: dict[str, tuple[Any, str, Any]] = {
     "lora_modules": (["lm_head"], "model.adapter.modules_to_save", ["lm_head"]),
     "lora_dropout": (0.1, "model.adapter.rank", None),
     "rslora": (True, "model.adapter.rslora", True),
+    "dora": (True, "model.adapter.dora", True),
     "dataset": ("a,b", "data.prepare.sources", ["a", "b"]),
     "dataset_split": ("train", "data.prepare.split", "train"),
     "dataset_type": ("alpaca", "data.prepare.input_field", "input"),
@@ -123,7 +124,7 @@ FACTS: dict[str, tuple[Any, str, Any]] = {
 }  # fmt: skip
 # Facts that take effect only beside others.
 BESIDE: dict[str, dict[str, Any]] = {
-    **{name: {"adapter": "lora"} for name in FACTS if name.startswith("lora_") or name == "rslora"},
+    **{name: {"adapter": "lora"} for name in FACTS if name.startswith("lora_") or name in ("rslora", "dora")},
     **{name: {"eval_fraction": 0.1} for name in ("eval_steps", "eval_strategy", "keep_best")},
     "packing_strategy": {"packing": True},
     "nvme_path": {"offload_optimizer": "nvme"},
