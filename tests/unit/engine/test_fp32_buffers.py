@@ -1,0 +1,73 @@
+"""Buffers that an architecture keeps in fp32, such as correction biases of routers, stay fp32 in a bf16 model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from ray_ulysses.checkpoint.state import StateDescription
+from ray_ulysses.config import Config
+from ray_ulysses.config.loading import parse_config
+from ray_ulysses.engine.model import build_model
+from tests.breadth import fast_only
+from tests.distributed.sweep_case import _tiny_config, causal_types
+from tests.unit.attention.models import zoo_model
+from tests.unit.config.trees import small_tree
+
+BIASES = ("bailing_hybrid", "deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "hy_v3", "mimo_v2_flash")
+"""Model types with a correction bias in fp32 that can be trained and built tiny."""
+
+
+def save_with_biases(model: Any, directory: Path) -> dict[str, torch.Tensor]:
+    """Save a model in bf16 with correction biases in fp32 that bf16 would round, and return these."""
+    model = model.to(torch.bfloat16)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name == "e_score_correction_bias":
+                # As in GLM-5.2: large values with small differences.
+                setattr(module, name, 5 + 0.001 * torch.arange(buffer.numel(), dtype=torch.float32))
+    model.save_pretrained(directory)
+    return {name: one for name, one in model.named_buffers() if name.endswith("e_score_correction_bias")}
+
+
+def config_of(directory: Path, init: str = "pretrained") -> Config:
+    model = {"init": init, "path": str(directory), "dtype": "bf16"}
+    return parse_config({**small_tree(), "model": model})
+
+
+def tiny(name: str) -> Any:
+    if name in ("deepseek_v3", "bailing_hybrid"):
+        return zoo_model(name)
+    return AutoModelForCausalLM.from_config(_tiny_config(name, {}))
+
+
+@pytest.mark.parametrize("name", fast_only(BIASES, "deepseek_v3", "glm4_moe"))
+def test_fp32_tensors_stay_fp32(tmp_path: Path, name: str) -> None:
+    biases = save_with_biases(tiny(name), tmp_path)
+    assert biases, "the model has no correction bias"
+    loaded = dict(build_model(config_of(tmp_path)).named_buffers())
+    empty = dict(build_model(config_of(tmp_path), state=StateDescription(tensors={})).named_buffers())
+    drawn = dict(build_model(config_of(tmp_path, "random")).named_buffers())
+    for key, bias in biases.items():
+        assert loaded[key].dtype == torch.float32 and torch.equal(loaded[key], bias)
+        assert empty[key].dtype == drawn[key].dtype == torch.float32
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", causal_types())
+def test_a_loaded_model_equals_that_of_transformers(tmp_path: Path, name: str) -> None:
+    try:
+        save_with_biases(tiny(name), tmp_path)
+        config = config_of(tmp_path)
+        model = build_model(config)
+    except Exception as error:
+        pytest.skip(f"can't be built tiny, or is refused: {str(error)[:100]}")
+    wanted = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).state_dict()
+    state = model.state_dict()
+    assert state.keys() == wanted.keys()
+    for key, tensor in state.items():
+        assert tensor.dtype == wanted[key].dtype and torch.equal(tensor, wanted[key]), key
