@@ -132,5 +132,8 @@ def quiet_libraries() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     # Numba would start colorama, which resets colors at exit, through a stream that escapes the sequence.
     os.environ.setdefault("NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING", "1")
+    # Transformers imports torchao if it is installed, and torchao 0.18 reports each CUDA extension that it lacks.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     if not sys.warnoptions:
         warnings.simplefilter("ignore")

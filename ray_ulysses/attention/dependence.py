@@ -18,10 +18,11 @@ the original model.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from types import CellType, FunctionType, MethodType
 from typing import Any, Self
 
@@ -266,11 +267,16 @@ _SMALL = 1 << 12
 
 def noise_copy(model: nn.Module) -> tuple[Any, torch.Tensor]:
     """Copy a model to the host with noise in place of its weights, and return the copy and the noise buffer."""
-    longest = max((dim for one in model.parameters() for dim in getattr(one, "ds_shape", one.shape)), default=1)
+    # Quantized modules (engine/quantized_base.py) get weights with their original shapes.
+    quantized: list[Any] = [module for module in model.modules() if hasattr(module, "make_plain")]
+    packed = {id(one): nn.Parameter(torch.empty(0)) for module in quantized for one in module.packed_parameters()}
+    shapes = [getattr(one, "ds_shape", one.shape) for one in model.parameters() if id(one) not in packed]
+    shapes += [shape for module in quantized for shape in module.quantized.values()]
+    longest = max((dim for shape in shapes for dim in shape), default=1)
     # noise_like starts in the first half of the buffer, so one half must fit the largest thin matrix.
     size = max(_LEAST_NOISE, 2 * _RANK * longest)
     noise = torch.randn(size, generator=torch.Generator().manual_seed(5), dtype=DTYPE)
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = {**packed}
     for module in model.modules():
         held = (*module._parameters.values(), *module._buffers.values(), *vars(module).values())
         for tensor in held:
@@ -278,6 +284,9 @@ def noise_copy(model: nn.Module) -> tuple[Any, torch.Tensor]:
                 memo[id(tensor)] = _copied(tensor, len(memo), noise)
     with torch.no_grad():
         copy = deepcopy(model, memo)
+    seeds = count(len(memo))
+    for module in quantized:
+        memo[id(module)].make_plain(partial(_noise_weight, seeds, noise))
     for module in copy.modules():
         forward = vars(module).get("forward")
         if forward is not None:
@@ -286,6 +295,12 @@ def noise_copy(model: nn.Module) -> tuple[Any, torch.Tensor]:
             for number, hook in hooks.items():
                 hooks[number] = _rebound(hook, memo)
     return copy, noise
+
+
+def _noise_weight(seeds: Iterator[int], noise: torch.Tensor, module: Any, name: str) -> torch.Tensor:
+    weight = NoiseMatrix(torch.empty(module.quantized[name], dtype=DTYPE, device="meta"), next(seeds), noise)
+    weight._is_param = True
+    return weight
 
 
 def _rebound(call: Any, memo: Mapping[int, Any]) -> Any:

@@ -146,6 +146,7 @@ class Manifest:
                 "group_of": dict(self.state.group_of),
             },
             "counters": dict(self.state.counters),
+            **({"base_fingerprint": self.state.base_fingerprint} if self.state.base_fingerprint else {}),
         }
         # Convert the values to JSON types (tuples to lists), because the validation below expects parsed JSON.
         head = json.loads(json.dumps(head))
@@ -183,6 +184,7 @@ class _State:
     tied: dict[str, Text]
     optimizer: _Optimizer
     counters: dict[str, Whole]
+    base_fingerprint: Text = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -349,6 +351,7 @@ def _state_from_json(values: Mapping[str, Any]) -> StateDescription:
         groups=groups,
         group_of=group_of,
         counters=state.counters,
+        base_fingerprint=state.base_fingerprint,
     )
 
 

@@ -87,6 +87,8 @@ class StateDescription:
     """Index in `groups` of each trainable parameter's optimizer group, by parameter name."""
     counters: Mapping[str, int] = field(default_factory=dict)
     """Step counters of the engine, by name."""
+    base_fingerprint: str = ""
+    """Digest of the frozen weights if they are quantized and therefore not stored; otherwise empty."""
 
 
 def begun_anew(description: StateDescription, *, with_optimizer: bool) -> StateDescription:
@@ -102,6 +104,7 @@ def begun_anew(description: StateDescription, *, with_optimizer: bool) -> StateD
         tensors=kept,
         tied=description.tied,
         optimizer_step=description.optimizer_step if with_optimizer else 0,
+        base_fingerprint=description.base_fingerprint,
     )
 
 

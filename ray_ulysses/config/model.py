@@ -14,6 +14,7 @@ from ray_ulysses.storage.location import absolute_location
 
 _OF_A_NEW_RUN = free("read only while the run has no checkpoint of its own")
 ALL_LINEAR: Literal["all-linear"] = "all-linear"
+BaseDtype = Literal["bf16", "fp8", "nf4", "int8"]
 
 
 def _absolute_directory(value: str | None, info: ValidationInfo) -> str | None:
@@ -182,6 +183,12 @@ class ModelSection(Section):
     """Low-rank adapters to train instead of all weights (`docs/fine-tune.md`): `rank`, `alpha`, `rslora`, `dora`,
     `targets`, `ranks`, `alphas`, `modules_to_save`, `from`, `train_embeddings`, `train_norms`. Default null: all
     weights are trained."""
+
+    base_dtype: Annotated[BaseDtype, fixed("a change would alter the frozen weights")] = "bf16"
+    """Type in which the frozen weights of the layers are stored when adapters are trained (`docs/fine-tune.md`): `nf4`,
+    `int8` or `fp8`, quantized with torchao while the model is loaded, and dequantized to `dtype` in each pass.
+    Checkpoints then contain the trained weights, and a fingerprint of the others. Default `bf16`: not quantized; all
+    weights have the type `dtype`."""
 
     dtype: Annotated[Literal["bf16", "fp32"], fixed("a change would alter the loss curve")] = "bf16"
     """Data type of the computation. With bf16, the optimizer keeps fp32 master weights. Default `bf16`, which is fast

@@ -350,6 +350,17 @@ def _kernel_suits_the_device(config: Config) -> Iterator[Problem]:
     yield problem_of(config, "model.attention", rule, hint)
 
 
+def _quantized_base_is_frozen(config: Config) -> Iterator[Problem]:
+    if config.model.base_dtype == "bf16":
+        return
+    if config.model.adapter is None:
+        rule = "quantized weights can't be trained, but without model.adapter all weights are trained"
+        yield problem_of(config, "model.base_dtype", rule, "add model.adapter, or remove model.base_dtype")
+    if config.model.compile:
+        rule = "layers with quantized weights can't be compiled, but model.compile is true"
+        yield problem_of(config, "model.base_dtype", rule, "set model.compile: false, or remove model.base_dtype")
+
+
 _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _weights_have_a_source,
     _pretrained_weights_have_a_rate,
@@ -370,6 +381,7 @@ _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _offloaded_weights_are_sharded,
     _offloaded_activations_are_kept,
     _compiled_layers_are_whole,
+    _quantized_base_is_frozen,
     _kernel_suits_the_device,
     network_storage_has_a_server,
     event_files_have_a_path,

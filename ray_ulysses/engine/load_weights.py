@@ -7,7 +7,7 @@ rank holds more than its share and the tensor that it reads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ray_ulysses.engine.partition_view import shape_of
+from ray_ulysses.engine.quantized_base import PACKED, SCALES, Quantized
 from ray_ulysses.engine.stored_weights import UNREADABLE, open_tensors, weights_directory
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.hub import hub_refusal
@@ -72,25 +73,30 @@ class PretrainedWeights:
             UserError: A tensor can't be read or converted, or its shape differs from the model's.
         """
         tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
-        wanted = [one for one in self.conversions if any(name in tensors for name in one.targets)]
+        quantized = dict(_quantized_weights(model))
+        wanted = [one for one in self.conversions if any(name in tensors or name in quantized for name in one.targets)]
         if not is_partitioned:
             for one in wanted:
-                for name, value in self._read(one, model, tensors).items():
+                for name, value in self._read(one, model, tensors, quantized).items():
                     tensors[name].data = value.to(tensors[name].device)
             return
         rank, world_size = dist.get_rank(), dist.get_world_size()
         for start in range(0, len(wanted), world_size):
             turn = wanted[start : start + world_size]
             own = turn[rank] if rank < len(turn) else None
-            values = together(partial(self._read, own, model, tensors))
+            values = together(partial(self._read, own, model, tensors, quantized))
             for owner, one in enumerate(turn):
-                for name in (name for name in one.targets if name in tensors):
+                for name in _parts(one.targets, tensors, quantized):
                     _deal(tensors[name], values.pop(name) if owner == rank else None, owner)
 
     def _read(
-        self, one: _Conversion | None, model: Any, tensors: Mapping[str, torch.Tensor]
+        self,
+        one: _Conversion | None,
+        model: Any,
+        tensors: Mapping[str, torch.Tensor],
+        quantized: Mapping[str, Quantized],
     ) -> dict[str, torch.Tensor]:
-        """Read and convert stored tensors, and return the model's tensors by name."""
+        """Read, convert and quantize stored tensors, and return the model's tensors by name."""
         if one is None:
             return {}
         try:
@@ -102,10 +108,36 @@ class PretrainedWeights:
         for name in one.targets:
             if name not in values:
                 raise unreadable(self.path, f"{name} is missing")
-            if name in tensors and values[name].shape != shape_of(tensors[name]):
-                stored, here = list(values[name].shape), list(shape_of(tensors[name]))
+            own = quantized[name].quantized[_last(name)] if name in quantized else None
+            shape = shape_of(tensors[name]) if name in tensors else own
+            if shape is not None and values[name].shape != shape:
+                stored, here = list(values[name].shape), list(shape)
                 raise unreadable(self.path, f"{name} is {stored} in the files and {here} in the model")
-        return {name: values[name].detach() for name in one.targets if name in tensors}
+        result = {name: values[name].detach() for name in one.targets if name in tensors}
+        for name in (name for name in one.targets if name in quantized):
+            for part, value in quantized[name].encoded(_last(name), values[name].detach()).items():
+                result[f"{name.removesuffix(_last(name))}{part}"] = value
+        return result
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _quantized_weights(model: Any) -> Iterator[tuple[str, Quantized]]:
+    """Yield each weight that a quantized parameter replaces, by its name in the files, and its module."""
+    for prefix, module in model.named_modules():
+        if isinstance(module, Quantized):
+            yield from ((f"{prefix}.{name}", module) for name in module.quantized)
+
+
+def _parts(targets: Sequence[str], tensors: Mapping[str, Any], quantized: Mapping[str, Quantized]) -> Iterator[str]:
+    """Yield the names of the model's tensors that a conversion computes, in the same order on every rank."""
+    for name in targets:
+        if name in tensors:
+            yield name
+        elif name in quantized:
+            yield from (name + end for end in (PACKED, SCALES))
 
 
 def unreadable(path: str, reason: object) -> UserError:

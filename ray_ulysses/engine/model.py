@@ -14,7 +14,7 @@ from torch import nn
 from ray_ulysses.attention.mixers import find_mixers, shared_sizes
 from ray_ulysses.attention.recompute import KeptOutput, checkpoint_contexts
 from ray_ulysses.attention.refusals import refuse_config, refuse_inexact
-from ray_ulysses.engine.adapter import add_adapter, trained_part
+from ray_ulysses.engine.adapter import add_adapter, find_adapted, trained_part
 from ray_ulysses.engine.adapter_start import load_adapter, refuse_other_adapter, refuse_other_tensors
 from ray_ulysses.engine.load_weights import PretrainedWeights, find_weights, together
 from ray_ulysses.engine.loss import refuse_own_loss
@@ -25,6 +25,7 @@ from ray_ulysses.engine.model_config import (
     refuse_no_decoder,
     stored_quantization,
 )
+from ray_ulysses.engine.quantized_base import quantize_layers
 from ray_ulysses.engine.quantized_source import quantizer_of
 from ray_ulysses.engine.router_health import refuse_no_bias
 from ray_ulysses.engine.router_loss import router_loss_of, set_router_loss
@@ -60,7 +61,8 @@ def build_model(
     stored in FP8 or MXFP4. If ``partition`` is set, one rank reads each pretrained parameter and sends the other ranks
     their shares, so no host or device ever holds the full model. If ``state`` is set, parameters are neither
     initialized nor loaded before the state is imported; if ``partition`` is set as well, no host or device ever holds
-    the full model. If ``model.adapter`` is set, the result is a ``PeftModel``.
+    the full model. If ``model.adapter`` is set, the result is a ``PeftModel``. With a quantized base, ``state`` lacks
+    the frozen weights, which are therefore loaded and quantized in any case.
 
     Args:
         config: The run's configuration.
@@ -71,7 +73,8 @@ def build_model(
         UserError: The model can't be found, lacks weights, or differs from ``model.config``.
     """
     dtype, weights = torch_dtype(config.model.dtype), None
-    if state is not None:
+    is_quantized = config.model.base_dtype != "bf16"
+    if state is not None and not is_quantized:
         model = _empty_model(config, dtype, is_tied=bool(state.tied))
     elif config.model.init == "random":
         model = _random_model(config, dtype)
@@ -85,17 +88,32 @@ def build_model(
     model.config.use_cache = model.config.get_text_config(decoder=True).use_cache = False
     if config.memory.gradient_checkpointing:
         _checkpoint_layers(model, kept_attention(config))
+    if is_quantized:
+        quantize_base(model, config)
     if weights is not None:
         allocate_weights(model, dtype, partition)
         weights.load(model, is_partitioned=partition is not None)
+    is_empty = state is not None and not is_quantized
     if config.model.adapter is not None:
-        with nullcontext() if state is None else without_weights():
+        with without_weights() if is_empty else nullcontext():
             model = add_adapter(model, config.model.adapter, config.run.seed)
         if state is None and config.model.adapter.from_ is not None:
             load_adapter(model, config.model.adapter)
-    if state is not None:
+    if is_empty:
         allocate_weights(model, dtype, partition)
     return model
+
+
+def quantize_base(model: Any, config: Config) -> None:
+    """Quantize the frozen weights of a decoder's layers, in place, before an adapter is added.
+
+    Raises:
+        UserError: torchao can't be imported, the adapter does not fit, or no weight can be quantized.
+    """
+    model_settings = config.model
+    assert model_settings.adapter is not None and model_settings.base_dtype != "bf16"
+    whole = find_adapted(model, model_settings.adapter).whole
+    quantize_layers(model, model_settings.base_dtype, whole, recomputes=not config.memory.gradient_checkpointing)
 
 
 def _checkpoint_layers(model: PreTrainedModel, kept: KeptOutput) -> None:

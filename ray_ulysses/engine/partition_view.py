@@ -238,3 +238,15 @@ def bf16_view(optimizer: Any) -> GroupView:
             positions[id(parameter)] = (number, offset)
             offset += parameter.numel()
     return GroupView(optimizer, optimizer.fp32_groups_flat_partition, optimizer.bf16_groups_flat, positions)
+
+
+PartitionView = Zero3View | GroupView
+"""Locates a rank's elements of each parameter in the flat tensors of one kind of ZeRO optimizer."""
+
+
+def partition_view(engine: Any) -> PartitionView:
+    """Return the partition view of an engine's ZeRO optimizer."""
+    optimizer = engine.optimizer
+    if engine.zero_optimization_stage() == 3:
+        return Zero3View(optimizer)
+    return bf16_view(optimizer) if hasattr(optimizer, "bf16_groups") else zero12_view(optimizer)

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from ray_ulysses.attention.mixer_layouts import layout_of
 from ray_ulysses.engine.model_parts import NoTilesError, is_recording, own_forward, record, recorded, unhooked
-from ray_ulysses.engine.partition_view import shape_of
+from ray_ulysses.engine.quantized_base import held_weights, weight_shapes
 from ray_ulysses.engine.tiled_loss import add_gradients
 from ray_ulysses.errors import UserError
 from ray_ulysses.logging import get_logger
@@ -140,13 +140,13 @@ def _is_norm(module: nn.Module) -> bool:
     return is_plain and not is_fused and not _matrices(module)
 
 
-def _matrices(module: nn.Module) -> list[torch.Tensor]:
-    return [one for one in module.parameters() if len(shape_of(one)) > 1]
+def _matrices(module: nn.Module) -> list[tuple[int, ...]]:
+    return [shape for shape in weight_shapes(module) if len(shape) > 1]
 
 
 def mlp_width(mlp: nn.Module) -> int:
     """Return the approximate number of intermediate values per token in an MLP."""
-    shapes: list[tuple[int, ...]] = [shape_of(one) for one in _matrices(mlp)]
+    shapes = _matrices(mlp)
     chosen = int(getattr(getattr(mlp, "config", None), "num_experts_per_tok", None) or getattr(mlp, "top_k", None) or 1)
     return max(max(shape[-2:]) for shape in shapes) * (chosen if any(len(shape) > 2 for shape in shapes) else 1)
 
@@ -236,14 +236,15 @@ class _Bare:
         """Return the hidden states of all tokens, and store their router scores."""
         result_1NH: torch.Tensor | None = None
         tiles: list[list[torch.Tensor]] = []
-        for start in range(0, hidden_1NH.shape[1], tile):
-            part = slice(start, start + tile)
-            result_1TH, scores = self(hidden_1NH[:, part])
-            tiles.append(scores)
-            if result_1NH is None:
-                # Use the output's dtype: a norm with fp32 weights returns fp32 for any input.
-                result_1NH = torch.empty_like(hidden_1NH, dtype=result_1TH.dtype)
-            result_1NH[:, part] = result_1TH
+        with held_weights(self.mlp):
+            for start in range(0, hidden_1NH.shape[1], tile):
+                part = slice(start, start + tile)
+                result_1TH, scores = self(hidden_1NH[:, part])
+                tiles.append(scores)
+                if result_1NH is None:
+                    # Use the output's dtype: a norm with fp32 weights returns fp32 for any input.
+                    result_1NH = torch.empty_like(hidden_1NH, dtype=result_1TH.dtype)
+                result_1NH[:, part] = result_1TH
         assert result_1NH is not None
         self.scores = [torch.cat(parts) for parts in zip(*tiles, strict=True)]
         return result_1NH
@@ -279,18 +280,19 @@ class _Tiles(torch.autograd.Function):
         (hidden_1NH,) = ctx.keeper.saved_tensors
         d_hidden_1NH = torch.empty_like(hidden_1NH)
         sums: list[torch.Tensor | None] = [None] * len(ctx.weights)
-        for start in range(0, hidden_1NH.shape[1], ctx.tile):
-            part = slice(start, start + ctx.tile)
-            hidden_1TH = hidden_1NH[:, part].detach().requires_grad_()
-            with torch.enable_grad():
-                result_1TH, scores = ctx.mlp(hidden_1TH)
-            wanted = [hidden_1TH, *ctx.weights]
-            gradients = [d_result_1NH[:, part], *(one[part] for one in d_scores)]
-            d_hidden_1TH, *found = torch.autograd.grad([result_1TH, *scores], wanted, gradients, allow_unused=True)
-            del result_1TH, scores
-            d_hidden_1NH[:, part] = d_hidden_1TH
-            add_gradients(sums, found)
-            # Free the gradients before the next tile: they are as large as the MLP.
-            del d_hidden_1TH, found
+        with held_weights(ctx.mlp.mlp):
+            for start in range(0, hidden_1NH.shape[1], ctx.tile):
+                part = slice(start, start + ctx.tile)
+                hidden_1TH = hidden_1NH[:, part].detach().requires_grad_()
+                with torch.enable_grad():
+                    result_1TH, scores = ctx.mlp(hidden_1TH)
+                wanted = [hidden_1TH, *ctx.weights]
+                gradients = [d_result_1NH[:, part], *(one[part] for one in d_scores)]
+                d_hidden_1TH, *found = torch.autograd.grad([result_1TH, *scores], wanted, gradients, allow_unused=True)
+                del result_1TH, scores
+                d_hidden_1NH[:, part] = d_hidden_1TH
+                add_gradients(sums, found)
+                # Free the gradients before the next tile: they are as large as the MLP.
+                del d_hidden_1TH, found
         scaled = [None if one is None else one.to(weight.dtype) for one, weight in zip(sums, ctx.weights, strict=True)]
         return None, None, None, d_hidden_1NH, *scaled

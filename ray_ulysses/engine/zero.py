@@ -14,9 +14,10 @@ import torch
 
 from ray_ulysses.attention.mixer_layouts import layout_of
 from ray_ulysses.engine.adapter import reads_others
+from ray_ulysses.engine.base_fingerprint import base_fingerprint
 from ray_ulysses.engine.model_parts import inner_model
 from ray_ulysses.engine.optimizer import parameter_groups
-from ray_ulysses.engine.partition_view import shape_of
+from ray_ulysses.engine.partition_view import partition_view, shape_of
 from ray_ulysses.planner.state_memory import NVME_BUFFERS, NVME_SUB_GROUP, REDUCE_BUCKET
 from ray_ulysses.storage.lock import lock, lock_file
 from ray_ulysses.storage.regular import NotAPlainFileError, open_inside
@@ -159,6 +160,7 @@ def build_engine(model: nn.Module, settings: ZeroSettings) -> Any:
     engine.swap_folder = swap_folder
     if settings.stage == 3:
         trace_parameters_only(engine)
+    engine.base_fingerprint = base_fingerprint(engine, partition_view(engine))
     return engine
 
 

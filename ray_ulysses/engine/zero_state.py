@@ -27,7 +27,9 @@ from ray_ulysses.checkpoint.state import (
     TensorSpec,
     dtype_name,
 )
-from ray_ulysses.engine.partition_view import GroupView, Zero3View, bf16_view, flat_view, shape_of, zero12_view
+from ray_ulysses.engine.model_parts import inner_model
+from ray_ulysses.engine.partition_view import PartitionView, flat_view, partition_view, shape_of
+from ray_ulysses.engine.quantized_base import quantized_modules
 from ray_ulysses.errors import UserError
 
 
@@ -75,6 +77,13 @@ def import_state(engine: Any, description: StateDescription, fill: Callable[[Seq
     view, tensors = partition_view(engine), named_tensors(engine.module)
     moments = stored_moments(description)
     check_same_model(tensors, description, moments)
+    if engine.base_fingerprint != description.base_fingerprint:
+        base: Any = inner_model(engine.module)
+        raise UserError(
+            f"model.path={base.name_or_path!r}: the base model differs from the model with which the checkpoint was "
+            "trained (its quantized weights have another fingerprint); restore the original files, or set another "
+            "run.name"
+        )
     view.begin()
     untrained = tuple(untrained_parts(tensors, view, is_writing=True))
     for group in view.resident_groups:
@@ -84,14 +93,6 @@ def import_state(engine: Any, description: StateDescription, fill: Callable[[Seq
         untrained = ()
     restore_counters(engine, description)
     view.finish()
-
-
-def partition_view(engine: Any) -> PartitionView:
-    """Return the partition view of an engine's ZeRO optimizer."""
-    optimizer = engine.optimizer
-    if engine.zero_optimization_stage() == 3:
-        return Zero3View(optimizer)
-    return bf16_view(optimizer) if hasattr(optimizer, "bf16_groups") else zero12_view(optimizer)
 
 
 def _make_optimizer_state(view: PartitionView, group: Sequence[int], moments: Sequence[str], step: int) -> None:
@@ -108,9 +109,6 @@ def _make_optimizer_state(view: PartitionView, group: Sequence[int], moments: Se
         view.inner.state[flat] = state
 
 
-PartitionView = Zero3View | GroupView
-"""Locates a rank's elements of each parameter in the flat tensors of one kind of ZeRO optimizer."""
-
 FP32 = "fp32"
 MODEL = "model"
 FROZEN = "frozen"
@@ -124,7 +122,7 @@ class NamedTensors:
     trained: tuple[tuple[str, Any], ...]
     """Trained parameters; a tied parameter is listed once, under its first name."""
     frozen: tuple[tuple[str, Any], ...]
-    """Frozen parameters; a tied parameter is listed once, under its first name."""
+    """Frozen parameters; a tied parameter is listed once, under its first name. Empty if the base is quantized."""
     tied: Mapping[str, str]
     """Other names of tied parameters, each mapped to the parameter's first name."""
     buffer_places: tuple[tuple[str, nn.Module], ...]
@@ -154,6 +152,9 @@ def named_tensors(module: nn.Module) -> NamedTensors:
             tied[name] = known
         else:
             (trained if parameter.requires_grad else frozen).append((name, parameter))
+    if next(quantized_modules(module), None) is not None:
+        # The base is loaded and quantized again from `model.path`, and its fingerprint is compared.
+        frozen = []
     places = tuple(
         (f"{prefix}." if prefix else "", inner) for prefix, inner in module.named_modules() if inner._buffers
     )
@@ -262,6 +263,7 @@ def describe(engine: Any, tensors: NamedTensors, view: PartitionView, moments: S
         groups=tuple(_hyperparameters(group) for group in view.inner.param_groups),
         group_of={name: view.partition_of(parameter).group for name, parameter in tensors.trained},
         counters={name: int(getattr(engine, name)) for name in _COUNTERS},
+        base_fingerprint=engine.base_fingerprint,
     )
 
 

@@ -26,6 +26,7 @@ from ray_ulysses.config.loading import parse_config
 from ray_ulysses.engine.activation_offload import offload_activations
 from ray_ulysses.engine.loss import training_loss
 from ray_ulysses.engine.model import build_model
+from ray_ulysses.engine.quantized_base import dequantize_layers
 from ray_ulysses.engine.text_part import keep_text_part
 from ray_ulysses.engine.tiled_mlp import tile_mlps
 from ray_ulysses.engine.zero import ZeroSettings, build_engine, partition_config
@@ -102,6 +103,8 @@ class SeamCase:
     """Masked: the first half of the first row has no label. Weighted: labels have weights, in a span 0, and there is a
     z-loss. Padded: half of each row is padding."""
     adapter: str = ""
+    base_dtype: str = "bf16"
+    """Of the adapter's base; the one process has the same weights, dequantized."""
     base: str = ""
     """Directory of the adapter's base model; empty to draw it."""
     offloads: bool = False
@@ -120,7 +123,7 @@ class SeamCase:
         """Return what one process has to know of the case."""
         return SeamCase(
             architecture=self.architecture, rows=self.rows, adapter=self.adapter, base=self.base,
-            has_router_loss=self.has_router_loss,
+            base_dtype=self.base_dtype, has_router_loss=self.has_router_loss,
         )  # fmt: skip
 
     @property
@@ -128,6 +131,7 @@ class SeamCase:
         parts = [
             self.architecture,
             *([self.adapter, "pretrained" if self.base else "drawn"] if self.adapter else []),
+            *([] if self.base_dtype == "bf16" else [self.base_dtype]),
             f"u{self.ulysses_size}-r{self.ring_size}-dp{self.dp_size}-zero{self.zero_stage}-acc{self.accumulation}",
             *([] if self.rows == "masked" else [self.rows]),
             *([] if self.kept is None else [f"checkpointed-{self.kept}"]),
@@ -141,6 +145,7 @@ class SeamCase:
     def config(self, *, is_checkpointed: bool) -> Config:
         """Return the configuration of a model with the adapter."""
         tree = small_tree(model__adapter=ADAPTERS[self.adapter], memory__gradient_checkpointing=is_checkpointed)
+        tree["model"]["base_dtype"] = self.base_dtype
         if self.architecture in ("tied", "untied"):
             tree["model"]["config"]["tie_word_embeddings"] = self.architecture == "tied"
         else:
@@ -234,7 +239,9 @@ def _drawn(case: SeamCase, model: Any) -> Any:
 
 def _whole_model(case: SeamCase, dtype: torch.dtype = torch.float32) -> Any:
     if case.adapter:
-        model = _drawn(case, build_model(case.config(is_checkpointed=False))).to(dtype)
+        model = _drawn(case, build_model(case.config(is_checkpointed=False)))
+        dequantize_layers(model)
+        model = model.to(dtype)
         if hasattr(model, "set_experts_implementation"):
             # Grouped products of experts know no fp64.
             model.set_experts_implementation("eager")

@@ -1,0 +1,52 @@
+"""The fingerprint of a quantized base, which checkpoints contain instead of the frozen weights."""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ray_ulysses.engine.quantized_base import quantized_modules
+
+if TYPE_CHECKING:
+    from ray_ulysses.engine.partition_view import PartitionView
+
+_CHUNK = 2**22
+_WORDS = {2: torch.int16, 4: torch.int32}
+# Odd 64-bit constants of SplitMix64 (https://doi.org/10.1145/2714064.2660195), as signed integers.
+_STEP, _MIX_1, _MIX_2 = -7046029254386353131, -4658895280553007687, -7723592293110705685
+
+
+@torch.no_grad()
+def base_fingerprint(engine: Any, view: PartitionView) -> str:
+    """Return a digest of all frozen parameters, or "" if no weight is quantized. All ranks must call this function.
+
+    The digest is a sum over elements, modulo 2**64, of a hash of the parameter's name, the element's index and its
+    bits. Each rank adds its own elements, so the digest does not depend on the world size or the ZeRO stage.
+    """
+    if next(quantized_modules(engine.module), None) is None:
+        return ""
+    total = torch.zeros((), dtype=torch.int64, device=engine.device)
+    for name, parameter in engine.module.named_parameters():
+        if not parameter.requires_grad:
+            start, values = view.weights(parameter, is_writing=False)
+            total += _digest(name, start, values).to(total.device)
+    dist.all_reduce(total)
+    return f"{int(total) & (2**64 - 1):016x}"
+
+
+def _digest(name: str, start: int, values: torch.Tensor) -> torch.Tensor:
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    name_hash = torch.tensor(zlib.crc32(name.encode()), device=values.device) * _STEP
+    words = values.view(_WORDS[values.element_size()])
+    for first in range(0, len(words), _CHUNK):
+        part = words[first : first + _CHUNK].long()
+        index = torch.arange(start + first, start + first + len(part), device=part.device)
+        # Integers wrap around, so that this is arithmetic modulo 2**64.
+        part = (part + index * 2**32 ^ name_hash) * _STEP
+        for mix in (_MIX_1, _MIX_2):
+            part = (part ^ part >> 31) * mix
+        total += (part ^ part >> 29).sum()
+    return total
