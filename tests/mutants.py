@@ -512,6 +512,23 @@ MUTANTS = (
         "unit/engine/test_adapter.py::test_the_first_weights_depend_on_the_seed_alone",
     ),
     Mutant(
+        1,
+        "the second value of an NF4 byte is taken for the first",
+        "engine/quantized_base.py:_nf4_pairs",
+        "[values.repeat_interleave(16), values.repeat(16)]",
+        "[values.repeat(16), values.repeat_interleave(16)]",
+        "unit/engine/test_quantized_base.py::test_a_weight_in_bf16_keeps_its_rows_of_zeros_and_most_of_its_bits[nf4-0.1]",
+    ),
+    Mutant(
+        1,
+        "dequantized experts are saved for the backward pass",
+        "engine/quantized_base.py:QuantizedExperts.forward",
+        "self.recomputes",
+        "False",
+        "unit/engine/test_quantized_base.py::"
+        "test_logits_and_gradients_are_those_of_the_dequantized_weights_and_none_of_these_is_kept[mixtral]",
+    ),
+    Mutant(
         2,
         "shared weights are separated by a restart",
         "engine/model.py:allocate_weights",

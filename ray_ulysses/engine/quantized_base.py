@@ -146,7 +146,7 @@ class Quantized(nn.Module):
     def make_plain(self, parameter_of: Callable[[Quantized, str], nn.Parameter]) -> None:
         """Restore the module's class, with the parameters that a function returns for each quantized weight."""
         parameters = {name: parameter_of(self, name) for name in self.quantized}
-        self.__class__ = self.plain
+        self.__class__ = self.plain  # type: ignore[assignment]
         for name, parameter in parameters.items():
             del self._parameters[name + PACKED], self._parameters[name + SCALES]
             self.register_parameter(name, parameter)
@@ -158,7 +158,7 @@ class QuantizedLinear(Quantized, nn.Linear):
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
         """The dequantized weight; NaN while ZeRO-3 has partitioned it, when PEFT reads only its device and dtype."""
-        scales = self.weight_scales
+        scales: Any = self.weight_scales
         if shape_of(scales) == tuple(scales.shape) and not scales.is_meta:
             return self.dequantized("weight")
         return torch.full((), torch.nan, dtype=scales.dtype, device=scales.device).expand(self.quantized["weight"])
@@ -202,7 +202,7 @@ class QuantizedExperts(Quantized):
 
 
 @cache
-def _quantized_experts(plain: type[nn.Module]) -> type[QuantizedExperts]:
+def _quantized_experts(plain: Any) -> type[QuantizedExperts]:
     return type(f"Quantized{plain.__name__}", (QuantizedExperts, plain), {})
 
 
@@ -264,7 +264,8 @@ def quantize_layers(
     """
     known: dict[nn.Parameter, tuple[nn.Parameter, nn.Parameter]] = {}
     for module, names in list(quantizable(model, whole)):
-        plain, shapes = type(module), {}
+        plain: Any = type(module)
+        shapes = {}
         for name in names:
             parameter = module._parameters.pop(name)
             assert parameter is not None

@@ -168,6 +168,18 @@ def test_adapters_on_experts_and_a_dora_have_the_gradients_of_one_process(bases:
     ])  # fmt: skip
 
 
+def test_the_gradients_over_a_quantized_base_equal_those_of_its_dequantized_weights(bases: dict[str, str]) -> None:
+    case: dict[str, Any] = {"adapter": "linear", "accumulation": 2}
+    hold([
+        SeamCase(
+            architecture="untied", base=bases["untied"], base_dtype="nf4", ulysses_size=2, zero_stage=3, **case, **LEAN
+        ),
+        # Nothing is checkpointed or tiled: the backward pass must find its weights again.
+        SeamCase(architecture="mixtral", base_dtype="int8", ring_size=2, zero_stage=3, **case, tile="off"),
+        SeamCase(architecture="mixtral", base_dtype="nf4", ulysses_size=2, zero_stage=1, **case, **LEAN),
+    ])  # fmt: skip
+
+
 def _matrices() -> dict[str, tuple[str, list[SeamCase]]]:
     shapes, kept = list(product((1, 2, 4), (1, 2))), ("both", "kernel", "none", None)
     return {
@@ -239,6 +251,18 @@ def _matrices() -> dict[str, tuple[str, list[SeamCase]]]:
                         ("untied", "dora"),
                     ),
                     (1, 3), (LEAN, {"tile": "off"}),
+                )
+            ],
+        ),
+        "quantized_base": (
+            "Law 1 for `model.base_dtype`: one step against one process with the dequantized weights, fp32",
+            [
+                SeamCase(
+                    architecture=name, adapter="linear", base_dtype=kind, ulysses_size=u, ring_size=ring,
+                    zero_stage=stage, accumulation=2, **memory,
+                )
+                for u, ring, name, kind, stage, memory in product(
+                    (1, 2), (1, 2), ("untied", "mixtral"), ("nf4", "int8", "fp8"), (1, 3), (LEAN, {"tile": "off"})
                 )
             ],
         ),

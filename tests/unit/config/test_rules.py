@@ -65,6 +65,17 @@ SOURCES = {"data__path": None}
             "memory.offload_param",
         ),
         ({"memory__offload_param": "cpu"}, "memory.offload_param"),
+        ({"model__base_dtype": "nf4"}, "model.base_dtype"),
+        (
+            {
+                "model__base_dtype": "int8",
+                "model__adapter": {},
+                "model__compile": True,
+                "memory__gradient_checkpointing": False,
+                "cluster__workers": 1,
+            },
+            "model.base_dtype",
+        ),
         ({"model__compile": True, "memory__zero_stage": 2}, "model.compile"),
         ({"model__compile": True, "memory__gradient_checkpointing": False}, "model.compile"),
         (
