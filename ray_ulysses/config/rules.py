@@ -356,6 +356,9 @@ def _quantized_base_is_frozen(config: Config) -> Iterator[Problem]:
     if config.model.adapter is None:
         rule = "quantized weights can't be trained, but without model.adapter all weights are trained"
         yield problem_of(config, "model.base_dtype", rule, "add model.adapter, or remove model.base_dtype")
+    elif config.model.adapter.dora:
+        rule = "DoRA reads the norms of the frozen weights, which is not supported for quantized weights"
+        yield problem_of(config, "model.base_dtype", rule, "set model.adapter.dora: false, or remove model.base_dtype")
     if config.model.compile:
         rule = "layers with quantized weights can't be compiled, but model.compile is true"
         yield problem_of(config, "model.base_dtype", rule, "set model.compile: false, or remove model.base_dtype")

@@ -25,7 +25,8 @@ from ray_ulysses.engine.model_config import (
     refuse_no_decoder,
     stored_quantization,
 )
-from ray_ulysses.engine.quantized_base import quantize_layers
+from ray_ulysses.engine.partition_view import shape_of
+from ray_ulysses.engine.quantized_base import quantize_layers, torchao
 from ray_ulysses.engine.quantized_source import quantizer_of
 from ray_ulysses.engine.router_health import refuse_no_bias
 from ray_ulysses.engine.router_loss import router_loss_of, set_router_loss
@@ -108,12 +109,20 @@ def quantize_base(model: Any, config: Config) -> None:
     """Quantize the frozen weights of a decoder's layers, in place, before an adapter is added.
 
     Raises:
-        UserError: torchao can't be imported, the adapter does not fit, or no weight can be quantized.
+        UserError: torchao can't be imported, or the adapter does not fit.
     """
     model_settings = config.model
     assert model_settings.adapter is not None and model_settings.base_dtype != "bf16"
-    whole = find_adapted(model, model_settings.adapter).whole
-    quantize_layers(model, model_settings.base_dtype, whole, recomputes=not config.memory.gradient_checkpointing)
+    adapted = find_adapted(model, model_settings.adapter)
+    experts = [name for name in adapted.parameters if len(shape_of(model.get_parameter(name))) > 2]
+    if experts:
+        raise UserError(
+            f"model.adapter.targets={experts[0]}: experts with an adapter can't be quantized, but model.base_dtype is "
+            f"{model_settings.base_dtype}; remove the experts from the targets, or remove model.base_dtype"
+        )
+    quantize_layers(
+        model, model_settings.base_dtype, adapted.whole, recomputes=not config.memory.gradient_checkpointing
+    )
 
 
 def _checkpoint_layers(model: PreTrainedModel, kept: KeptOutput) -> None:
@@ -163,6 +172,9 @@ def find_trained_part(config: Config) -> TrainedPart | None:
     adapter, model = config.model.adapter, meta_model(planned_config(config), config.model.part)
     if adapter.from_ is not None:
         refuse_other_adapter(model, adapter, config.model.path)
+    if config.model.base_dtype != "bf16":
+        torchao()
+        quantize_base(meta_model(planned_config(config), config.model.part), config)
     part = trained_part(model, adapter)
     if adapter.from_ is not None:
         refuse_other_tensors(model, adapter)

@@ -66,6 +66,7 @@ SOURCES = {"data__path": None}
         ),
         ({"memory__offload_param": "cpu"}, "memory.offload_param"),
         ({"model__base_dtype": "nf4"}, "model.base_dtype"),
+        ({"model__base_dtype": "fp8", "model__adapter": {"dora": True}}, "model.base_dtype"),
         (
             {
                 "model__base_dtype": "int8",

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ray_ulysses.config.loading import parse_config
-from ray_ulysses.engine.model import build_model
+from ray_ulysses.engine.model import build_model, find_trained_part
 from ray_ulysses.engine.quantized_base import (
     QuantizedLinear,
     dequantize,
@@ -122,6 +122,13 @@ def test_weights_held_for_several_tiles_are_dequantized_once_and_freed() -> None
     with held_weights(mlp):
         assert down.dequantized("weight") is down.dequantized("weight")
     assert down.held is None and down.dequantized("weight") is not down.dequantized("weight")
+
+
+def test_experts_with_an_adapter_are_refused_before_a_worker_starts() -> None:
+    tree = small_tree(model__adapter={"targets": ["experts.down_proj"]}, model__base_dtype="nf4")
+    tree["model"]["config"] = fields_of(ARCHITECTURES["mixtral"]())
+    with pytest.raises(UserError, match=r"model\.adapter\.targets=.*experts\.down_proj: .*base_dtype"):
+        find_trained_part(parse_config(tree))
 
 
 def test_a_missing_torchao_is_refused_with_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
