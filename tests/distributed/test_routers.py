@@ -23,12 +23,11 @@ from ray_ulysses.evaluation.model_source import find_model
 from ray_ulysses.tracking.events import RoutersMeasured, StepDone
 from ray_ulysses.tracking.history import read_history
 from tests.apart import relative
-from tests.breadth import fast_only
 from tests.distributed.run_case import make_config, prepare_attempt, train, train_to_death
 from tests.distributed.test_plain_loop import plain_optimizer
 from tests.unit.tracking.journals import read_events
 
-STEPS, RATE, LEARNING_RATE = 40, 0.004, 3e-4
+STEPS, FAST_STEPS, RATE, LEARNING_RATE = 40, 6, 0.004, 3e-4
 BOUND = 1e-5
 """Law 2's floor for fp32 that runs freely."""
 MODEL: dict[str, Any] = {
@@ -57,7 +56,7 @@ class Wanted:
     losses: list[float]
     tokens: list[list[torch.Tensor]]
     entropies: list[list[float]]
-    biases: list[torch.Tensor]
+    biases: list[list[torch.Tensor]]
 
 
 def settings(storage: Path, corpus: Path, **layout: Any) -> Config:
@@ -108,7 +107,7 @@ def wanted(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Wanted:
             found.entropies[-1].append(float(-(probabilities * probabilities.log()).sum(dim=-1).mean()))
             direction = torch.sign(tokens.double().mean() - tokens.double())
             model.get_submodule(name).e_score_correction_bias += RATE * direction
-    found.biases.extend(model.get_submodule(name).e_score_correction_bias.clone() for name in ROUTERS)
+        found.biases.append([model.get_submodule(name).e_score_correction_bias.clone() for name in ROUTERS])
     return found
 
 
@@ -116,26 +115,29 @@ def biases_of(model: Any) -> list[torch.Tensor]:
     return [model.get_submodule(name).e_score_correction_bias for name in ROUTERS]
 
 
-def assert_balanced(found: Sequence[torch.Tensor], wanted: Wanted) -> None:
-    for ours, bias in zip(found, wanted.biases, strict=True):
+def assert_balanced(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> None:
+    for ours, bias in zip(found, wanted, strict=True):
         assert ours.dtype == torch.float32
         torch.testing.assert_close(ours, bias, rtol=0, atol=1e-6)
-        # Some experts were given more in most steps than in a few.
-        assert bias.abs().max() > 5 * RATE
+        # The expert that was balanced most has moved in the same direction in several steps.
+        assert bias.abs().max() > 3 * RATE
 
 
-@pytest.mark.parametrize("layout", fast_only(LAYOUTS, "slices, tiles"))
-def test_forty_steps_count_and_balance_as_a_plain_loop(
-    corpus: Path, wanted: Wanted, tmp_path: Path, layout: str
+@pytest.mark.parametrize(
+    ("layout", "num_steps"),
+    [("slices, tiles", FAST_STEPS), *(pytest.param(name, STEPS, marks=pytest.mark.slow) for name in LAYOUTS)],
+)
+def test_a_run_counts_and_balances_as_a_plain_loop(
+    corpus: Path, wanted: Wanted, tmp_path: Path, layout: str, num_steps: int
 ) -> None:
-    config = settings(tmp_path, corpus, **LAYOUTS[layout])
+    config = settings(tmp_path, corpus, **LAYOUTS[layout], run__stop_step=num_steps)
     train(config)
     events = read_events(config.run_dir)
     steps = [one for one in events if isinstance(one, StepDone)]
     measured = [one for one in events if isinstance(one, RoutersMeasured)]
-    assert relative([one.loss for one in steps], wanted.losses) <= BOUND
-    assert [one.step for one in measured] == [one.step for one in steps] == list(range(1, STEPS + 1))
-    for step, one, tokens, entropies in zip(steps, measured, wanted.tokens, wanted.entropies, strict=True):
+    assert relative([one.loss for one in steps], wanted.losses[:num_steps]) <= BOUND
+    assert [one.step for one in measured] == [one.step for one in steps] == list(range(1, num_steps + 1))
+    for step, one, tokens, entropies in zip(steps, measured, wanted.tokens, wanted.entropies, strict=False):
         assert one.layers == (1, 2)
         assert one.imbalance == tuple(round(float(of.max() / of.double().mean()), 4) for of in tokens)
         assert one.dead == tuple(int((of == 0).sum()) for of in tokens)
@@ -143,7 +145,9 @@ def test_forty_steps_count_and_balance_as_a_plain_loop(
         assert step.router_imbalance == pytest.approx(max(one.imbalance), abs=1e-4)
         assert step.dead_experts == sum(one.dead)
         assert step.router_entropy == pytest.approx(sum(entropies) / 2, rel=1e-5)
-    assert_balanced(biases_of(find_model(config.run_dir, is_run=True, dtype="fp32").build()), wanted)
+    assert_balanced(
+        biases_of(find_model(config.run_dir, is_run=True, dtype="fp32").build()), wanted.biases[num_steps - 1]
+    )
 
 
 @pytest.mark.slow
@@ -158,4 +162,4 @@ def test_biases_survive_a_kill_a_resume_at_another_world_and_an_export(
     assert [attempt.first_step for attempt in read_history(config.run_dir).attempts][1] > 5
     assert run_cli(app, ["export", str(config.run_dir)]) == 0, capsys.readouterr().err
     exported = config.run_dir / f"export/step-{STEPS:08d}"
-    assert_balanced(biases_of(AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)), wanted)
+    assert_balanced(biases_of(AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)), wanted.biases[-1])
