@@ -60,7 +60,7 @@ _OTHER: dict[str, dict[str, Any]] = {
     "run": {"name": "second", "seed": 1, "plugins": ["package.module:Plugin"]},
     "model": {
         "path": "other", "init": "pretrained", "config": None, "part": "text", "rope": {"rope_theta": 1e6},
-        "adapter": {"rank": 4}, "dtype": "bf16",
+        "adapter": {"rank": 4}, "dtype": "bf16", "base_dtype": "nf4",
     },
     "data": {
         "path": "other", "context_tokens": 2048, "rows_per_step": 8, "epochs": 2, "packing": "concat",
@@ -80,7 +80,8 @@ _OTHER: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("path", [*FIXED, *(path for path in BRANCHABLE if path != "data.sources")])
 def test_each_fixed_setting_alone_is_a_conflict(path: str) -> None:
-    kind = {"schedule__kind": "wsd"} if path == "schedule.decay_steps" else {}
+    required = {"schedule.decay_steps": {"schedule__kind": "wsd"}, "model.base_dtype": {"model__adapter": {}}}
+    kind = required.get(path, {})
     old, changed = parse_config(small_tree(model__path="m", **kind)), small_tree(model__path="m", **kind)
     section, _, name = path.partition(".")
     changed.setdefault(section, {})[name] = _OTHER[section][name]
