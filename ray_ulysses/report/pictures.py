@@ -33,7 +33,7 @@ from ray_ulysses.report.drawing import (
 )
 from ray_ulysses.report.run_record import Floats, NothingToDrawError, RunRecord
 from ray_ulysses.report.words import count
-from ray_ulysses.tracking.events import AttemptStarted, CheckpointCommitted, Evaluated, RowsSkipped
+from ray_ulysses.tracking.events import AttemptStarted, CheckpointCommitted, Evaluated, RoutersMeasured, RowsSkipped
 from ray_ulysses.tracking.run_time import Timeline
 from ray_ulysses.tracking.steps import Rows
 
@@ -187,6 +187,39 @@ added_losses_picture = _columns(
     {"z_loss": "z-loss", "router_loss": "router loss"},
     "the run has neither a z-loss nor a router loss",
 )
+
+
+_NO_ROUTERS = "the model has no routers that are counted"
+router_imbalance_picture = _columns("busiest expert / mean", {"router_imbalance": "worst layer"}, _NO_ROUTERS)
+dead_experts_picture = _columns("experts of all layers", {"dead_experts": "dead"}, _NO_ROUTERS, from_zero=True)
+router_entropy_picture = _columns("nats", {"router_entropy": "mean over layers"}, _NO_ROUTERS, from_zero=True)
+
+
+def router_layers_picture(record: RunRecord) -> Figure:
+    """Draw each layer's load imbalance over the steps; a column that stands for several steps shows the largest."""
+    measured = {one.step: one for one in record.events(RoutersMeasured) if one.step <= record.history.step}
+    if not measured:
+        raise NothingToDrawError(_NO_ROUTERS)
+    steps = sorted(measured)
+    layers = measured[steps[-1]].layers
+    table = np.array([measured[step].imbalance for step in steps])
+    columns = np.array_split(table, min(_BINS, len(steps)))
+    figure, axes = new_figure("step", "layer")
+    # An image, because a cell of a mesh would be a path of the SVG.
+    image = axes.imshow(
+        np.stack([column.max(axis=0) for column in columns], axis=1),
+        cmap="cividis",
+        vmin=1.0,
+        aspect="auto",
+        interpolation="none",
+        origin="lower",
+        extent=(steps[0] - 0.5, steps[-1] + 0.5, -0.5, len(layers) - 0.5),
+    )
+    shown = np.unique(np.linspace(0, len(layers) - 1, 8).astype(int))
+    axes.set_yticks(shown, [str(layers[place]) for place in shown])
+    axes.grid(visible=False)
+    figure.colorbar(image, ax=axes, label="busiest expert / mean")
+    return figure
 
 
 def tokens_per_second(record: RunRecord) -> Floats:
@@ -469,6 +502,15 @@ PICTURES = (
         added_losses_picture,
         "Multiplied by their coefficients, as added to the loss.",
     ),
+    Picture("Router imbalance", router_imbalance_picture, "Tokens of the busiest expert over the mean; 1 is balanced."),
+    Picture(
+        "Router imbalance by layer",
+        router_layers_picture,
+        "The largest value of the steps in a column. Blue is balanced.",
+        False,
+    ),
+    Picture("Dead experts", dead_experts_picture, "Experts that received none of the step's document tokens."),
+    Picture("Router entropy", router_entropy_picture, "A router that always chooses the same experts has entropy 0."),
     Picture("Learning rate", _columns("learning rate", {"learning_rate": "learning rate"}), ""),
     Picture("Gradient norm", _columns("norm before clipping", {"grad_norm": "norm before clipping"}), ""),
     Picture("Speed", _speed, ""),

@@ -9,6 +9,7 @@ import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,9 +23,13 @@ from ray_ulysses.report.page import render_report
 from ray_ulysses.report.pictures import (
     PICTURES,
     added_losses_picture,
+    dead_experts_picture,
     loss_picture,
     mix_picture,
     mix_shares,
+    router_entropy_picture,
+    router_imbalance_picture,
+    router_layers_picture,
     time_shares,
     tokens_per_second,
 )
@@ -117,6 +122,51 @@ def test_added_losses_are_drawn_if_the_journal_has_them(tmp_path: Path) -> None:
     assert not np.isnan(without.kept["learning_rate"]).any()
     with pytest.raises(NothingToDrawError, match="neither a z-loss nor a router loss"):
         added_losses_picture(without)
+
+
+ROUTER_PICTURES = (router_imbalance_picture, dead_experts_picture, router_entropy_picture, router_layers_picture)
+
+
+def imbalance_of(layer: int, step: int, attempt: int) -> float:
+    return round(1 + attempt + layer / 10 + step / 100, 4)
+
+
+def write_mixture(run_dir: Path, num_steps: int, layers: tuple[int, ...]) -> Path:
+    """Write a run whose second attempt trains the last two steps of the first again."""
+    (run_dir / "journal").mkdir(parents=True)
+    half = num_steps // 2
+    for attempt, first, last in ((1, 1, half + 2), (2, half + 1, num_steps)):
+        stamp: dict[str, Any] = {"time": float(attempt), "attempt": attempt}
+        records = [journals.started(first - 1, last_step=num_steps, **stamp)]
+        for step in range(first, last + 1):
+            imbalance = [imbalance_of(layer, step, attempt) for layer in layers]
+            summary = {"router_imbalance": max(imbalance), "dead_experts": step % 3, "router_entropy": 1.5}
+            records.append(journals.step(step, **summary, **stamp))
+            lists = {"imbalance": imbalance, "dead": [0] * len(layers), "entropy": [1.5] * len(layers)}
+            records.append({"event": "routers", "step": step, "layers": list(layers), **lists, **stamp})
+        lines = (with_checksum(encode_event(one)) + b"\n" for one in records)
+        (run_dir / f"journal/attempt-{attempt:04}.jsonl").write_bytes(b"".join(lines))
+    return run_dir
+
+
+def test_routers_are_drawn_by_step_and_layer_if_the_journal_has_them(tmp_path: Path) -> None:
+    layers = (1, 2, 5)
+    record = read_record(write_mixture(tmp_path / "run", 20, layers))
+    attempts = [1 if step <= 10 else 2 for step in range(1, 21)]
+    wanted = [[imbalance_of(layer, n, attempt) for n, attempt in enumerate(attempts, 1)] for layer in layers]
+    with style():
+        drawn = [draw(record).axes[0] for draw in ROUTER_PICTURES]
+    curves = [list(axes.lines[0].get_ydata()) for axes in drawn[:3]]
+    assert curves == [wanted[-1], [step % 3 for step in range(1, 21)], [1.5] * 20]
+    assert drawn[3].images[0].get_array().tolist() == wanted
+    assert [text.get_text() for text in drawn[3].get_yticklabels()] == ["1", "2", "5"]
+    page = render_report(tmp_path / "run")
+    assert all(f"<h2>{title}</h2>" in page for title in ("Router imbalance by layer", "Dead experts", "Router entropy"))
+    dense = write_run(tmp_path / "dense", 30)
+    for draw in ROUTER_PICTURES:
+        with pytest.raises(NothingToDrawError, match="no routers"):
+            draw(read_record(dense))
+    assert "Dead experts" not in render_report(dense)
 
 
 def test_the_timeline_adds_up_to_the_ledger(tmp_path: Path) -> None:

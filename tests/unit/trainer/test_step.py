@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from ray_ulysses.data.plan.segment import PlanSettings
 from ray_ulysses.data.read.digest import add_digests, row_digest, slice_checksum
 from ray_ulysses.data.read.reader import RowReader, RowSlice
 from ray_ulysses.data.read.row_source import DirectSource
+from ray_ulysses.engine.router_health import RouterWatch
 from ray_ulysses.errors import FinalError, RunError
 from ray_ulysses.parallel.layout import ParallelLayout
 from ray_ulysses.parallel.mesh import SequenceMesh
@@ -182,6 +184,28 @@ def test_a_gradient_that_is_not_finite_is_seen_under_a_finite_loss(mesh: Sequenc
     engine.norm = norm
     found = take(engine, mesh, slices_of(1))
     assert (found.is_finite, found.bad_rows) == (False, ()) and found.loss < 5.0
+
+
+@pytest.mark.parametrize("norm", [1.5, float("nan")])
+def test_a_step_that_is_not_applied_changes_no_bias_of_a_router_and_its_tokens_do_not_count_later(
+    mesh: SequenceMesh, norm: float
+) -> None:
+    model: Any = apply_ulysses(zoo_model("deepseek_v3", n_routed_experts=8), mesh)
+    routers = RouterWatch(model, 0.25)
+    biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    before = [bias.clone() for bias in biases]
+
+    class Mixture(FakeEngine):
+        def __call__(self, *args: Any, **inputs: Any) -> Any:
+            return model(*args, **inputs)
+
+    engine = Mixture(3)
+    engine.norm = norm
+    found = take(engine, mesh, slices_of(1), routers=routers)
+    is_changed = [not torch.equal(bias, old) for bias, old in zip(biases, before, strict=True)]
+    assert is_changed == [math.isfinite(norm)] * len(biases) and biases
+    assert len(found.routing) == len(biases)
+    assert not torch.cat(routers.take()).any()
 
 
 def test_the_weights_are_not_updated_before_the_copies_of_the_last_state_are_waited_for(mesh: SequenceMesh) -> None:
