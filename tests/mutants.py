@@ -569,6 +569,32 @@ MUTANTS = (
         "unit/data/read/test_reader.py::test_the_digest_of_a_row_is_the_same_for_every_sp_size",
     ),
     Mutant(
+        2,
+        "tokens of experts are not summed over ranks",
+        "trainer/step.py:_agree",
+        'dist.all_reduce(sums, group=mesh.group("loss"))',
+        'dist.all_reduce(sums[: len(losses)], group=mesh.group("loss"))',
+        "distributed/test_routers.py::test_a_run_counts_and_balances_as_a_plain_loop[slices, tiles-6]",
+    ),
+    Mutant(
+        2,
+        "the sign of a router's bias update is reversed",
+        "engine/router_health.py:RouterWatch.balance",
+        "torch.sign(tokens_E.sum() - tokens_E * router.num_experts)",
+        "torch.sign(tokens_E * router.num_experts - tokens_E.sum())",
+        "unit/engine/test_router_health.py::test_a_bias_grows_for_experts_below_the_mean_and_shrinks_for_those_above",
+    ),
+    Mutant(
+        2,
+        "a router counts the tokens of a recomputed forward again",
+        "engine/router_health.py:RouterWatch.counting",
+        "try:\n    yield\nfinally:\n    num_tokens, self._is_token_N = self._is_token_N.numel(), None\n"
+        "if any(router.num_seen != num_tokens for router in self._routers):\n    self._give_up()",
+        "yield\nfor router in self._routers:\n    router.num_seen = 0",
+        "unit/engine/test_router_health.py::test_a_token_counts_once_when_layers_are_tiled_recomputed_or_compiled"
+        "[checkpointed]",
+    ),
+    Mutant(
         3,
         "a row is dealt to two ranks",
         "data/plan/steps.py:assign_rows",
