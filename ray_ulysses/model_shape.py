@@ -155,6 +155,8 @@ class TrainedPart:
     """Number of these parameters in the module that has the most."""
     added_to_sums: int = 0
     """Number of adapter parameters in these products. They are not multiplied with tokens."""
+    dropout: float = 0.0
+    """Dropout with which an existing adapter was trained. It is not applied."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

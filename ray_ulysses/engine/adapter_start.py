@@ -58,6 +58,11 @@ def refuse_other_adapter(model: Any, adapter: AdapterSection, base: str | None) 
         raise UserError(f"{shown}: {ADAPTER_SETTINGS_FILE} differs from the settings: {'; '.join(differences)}")
 
 
+def dropout_of(adapter: AdapterSection) -> float:
+    """Return the dropout with which an existing adapter was trained."""
+    return float(_fields(*_folder(adapter)).get("lora_dropout") or 0.0)
+
+
 def _differences(model: Any, adapter: AdapterSection, fields: Mapping[str, Any]) -> Iterator[str]:
     """Yield the settings to change."""
     from peft.utils.other import get_pattern_key

@@ -15,7 +15,7 @@ from ray_ulysses.attention.mixers import find_mixers, shared_sizes
 from ray_ulysses.attention.recompute import KeptOutput, checkpoint_contexts
 from ray_ulysses.attention.refusals import refuse_config, refuse_inexact
 from ray_ulysses.engine.adapter import add_adapter, find_adapted, trained_part
-from ray_ulysses.engine.adapter_start import load_adapter, refuse_other_adapter, refuse_other_tensors
+from ray_ulysses.engine.adapter_start import dropout_of, load_adapter, refuse_other_adapter, refuse_other_tensors
 from ray_ulysses.engine.load_weights import PretrainedWeights, find_weights, together
 from ray_ulysses.engine.loss import refuse_own_loss
 from ray_ulysses.engine.model_config import (
@@ -178,6 +178,7 @@ def find_trained_part(config: Config) -> TrainedPart | None:
     part = trained_part(model, adapter)
     if adapter.from_ is not None:
         refuse_other_tensors(model, adapter)
+        part = replace(part, dropout=dropout_of(adapter))
     return part
 
 

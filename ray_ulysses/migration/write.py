@@ -197,8 +197,8 @@ def _model(w: _Writer) -> None:
     kind = w.choice(
         "adapter",
         {**dict.fromkeys(_LORA, "lora"), **dict.fromkeys(_FULL, "full")},
-        "the only supported adapter is LoRA, on weights that are not quantized",
-        "use lora, or full for all weights",
+        "the only supported adapter is LoRA, here also DoRA",
+        "use lora, for a quantized base with model.base_dtype in the converted file, or full for all weights",
     )
     if kind == "full" and f.fact("adapter") is not None:
         f.leave("adapter", "all weights are trained, as without model.adapter")
@@ -213,20 +213,50 @@ def _model(w: _Writer) -> None:
         w.put("model.adapter.rslora", True, "rslora")
     if f.flag("dora"):
         w.put("model.adapter.dora", True, "dora")
-    given = f.value("lora_targets")
-    targets = given.split(",") if isinstance(given, str) else list(given) if isinstance(given, list) else []
-    targets = [str(target).strip() for target in targets if target]
-    if f.flag("lora_all_linear") or not targets or {"all", "all-linear", "all_linear"} & set(targets):
-        why = "" if targets or f.flag("lora_all_linear") else "edit: PEFT would choose them by model type"
-        w.put("model.adapter.targets", "all-linear", "lora_targets", "lora_all_linear", why=why)
-    else:
-        w.put("model.adapter.targets", targets, "lora_targets")
-    modules = f.value("lora_modules")
-    if modules:
-        named = modules.split(",") if isinstance(modules, str) else modules
-        w.put("model.adapter.modules_to_save", named, "lora_modules")
+    _targets(w)
+    for name, setting in (("lora_ranks", "ranks"), ("lora_alphas", "alphas")):
+        _pattern(w, name, setting)
+    adapters = _names(f.value("adapter_from"))
+    if (fact := f.fact("adapter_from")) is not None and len(adapters) > 1:
+        f.refuse(fact, "training continues from a single adapter", "merge the others into the model, and name the last")
+    elif adapters:
+        w.put("model.adapter.from", adapters[0], "adapter_from")
+    if modules := _names(f.value("lora_modules")):
+        w.put("model.adapter.modules_to_save", modules, "lora_modules")
     if f.flag("lora_dropout"):
         f.leave("lora_dropout", "adapters have no dropout here, since its masks would depend on the layout")
+
+
+def _targets(w: _Writer) -> None:
+    """Add the adapted layers. Parameters of experts are listed with them."""
+    f = w.facts
+    targets, parameters = _names(f.value("lora_targets")), _names(f.value("lora_parameters"))
+    is_all = f.flag("lora_all_linear") or bool({"all", "all-linear", "all_linear"} & set(targets))
+    fact = f.fact("lora_parameters")
+    if fact is not None and is_all and parameters:
+        f.refuse(fact, "model.adapter.targets can't list all linear layers and experts together", "list the layers too")
+    elif parameters or (targets and not is_all):
+        w.put("model.adapter.targets", [*targets, *parameters], "lora_targets", "lora_parameters")
+    else:
+        why = "" if is_all else "edit: PEFT would choose them by model type"
+        w.put("model.adapter.targets", "all-linear", "lora_targets", "lora_all_linear", why=why)
+
+
+def _pattern(w: _Writer, name: str, setting: str) -> None:
+    """Add ranks or alphas of single layers. PEFT's keys are regular expressions for the ends of names."""
+    fact = w.facts.fact(name)
+    if fact is None or not fact.value:
+        return
+    if isinstance(fact.value, dict) and all(re.fullmatch(r"[\w.]+", str(key)) for key in fact.value):
+        w.put(f"model.adapter.{setting}", fact.value, name)
+    else:
+        w.facts.refuse(fact, "must be a mapping of names; regular expressions are not supported", "list each layer")
+
+
+def _names(value: object) -> list[str]:
+    """Return the names in a list, or in text separated by commas."""
+    given = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else []
+    return [str(name).strip() for name in given if name]
 
 
 def _precision(w: _Writer) -> None:

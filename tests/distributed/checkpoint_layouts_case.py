@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from ray_ulysses import SequenceMesh, apply_ulysses, causal_lm_loss, loss_scale, shard_batch
 from ray_ulysses.checkpoint import (
@@ -27,6 +27,8 @@ from ray_ulysses.checkpoint import (
     save_checkpoint,
 )
 from ray_ulysses.checkpoint.intervals import check_cover
+from ray_ulysses.config.model import AdapterSection
+from ray_ulysses.engine.adapter import add_adapter
 from ray_ulysses.engine.zero import build_engine
 from ray_ulysses.engine.zero_state import StateReader, import_state, partition_view, state_source
 from ray_ulysses.parallel.layout import ParallelLayout
@@ -54,8 +56,8 @@ class Layout:
     offload_param: bool = False
     keeps_small: bool = False
     """Whether ZeRO-3 keeps small parameters, here all, whole between uses."""
-    model: Literal["decoder", "adapters", "trained"] = "decoder"
-    """With frozen parts, frozen under LoRA adapters, or with nothing frozen and without a buffer."""
+    model: Literal["decoder", "adapters", "experts", "trained"] = "decoder"
+    """With frozen parts, frozen under adapters, under adapters of experts too, or with nothing frozen and no buffer."""
     layers: int = 2
     width: int = 28
     sub_group_elements: int | None = None
@@ -172,12 +174,20 @@ def _engine(layout: Layout, mesh: SequenceMesh, folder: Path) -> Any:
 
 
 def _model(layout: Layout, mesh: SequenceMesh) -> torch.nn.Module:
-    config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=layout.width, intermediate_size=layout.width + 5, num_attention_heads=4,
-        num_hidden_layers=layout.layers, num_key_value_heads=2, head_dim=6, tie_word_embeddings=True,
-    )  # fmt: skip
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB, "hidden_size": layout.width, "intermediate_size": layout.width + 5,
+        "num_attention_heads": 4, "num_hidden_layers": layout.layers, "num_key_value_heads": 2, "head_dim": 6,
+        "tie_word_embeddings": True,
+    }  # fmt: skip
     torch.manual_seed(0)
-    model: Any = LlamaForCausalLM(config)
+    model: Any
+    if layout.model == "experts":
+        # Grouped matrix products need rows of a multiple of 16 bytes.
+        model = MixtralForCausalLM(
+            MixtralConfig(**sizes | {"intermediate_size": layout.width + 4}, num_local_experts=3)
+        )
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**sizes))
     if layout.model != "trained":
         model.register_buffer("seen", torch.arange(3, dtype=torch.float32))
     if layout.model == "adapters":
@@ -185,6 +195,9 @@ def _model(layout: Layout, mesh: SequenceMesh) -> torch.nn.Module:
 
         adapters = LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "down_proj"], modules_to_save=["norm"])
         model = get_peft_model(model, adapters)
+    elif layout.model == "experts":
+        section = AdapterSection(rank=3, alpha=6, targets=("q_proj", "experts", "gate"), modules_to_save=("norm",))
+        model = add_adapter(model, section, seed=0)
     elif layout.model == "decoder":
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name not in FROZEN)

@@ -50,6 +50,9 @@ KINDS: dict[str, tuple[Layout, ...]] = {
         Layout(world_size=world, stage=stage, model="adapters", dtype="bf16")
         for world, stage in product((1, 3), STAGES)
     ),
+    "adapters of experts": tuple(
+        Layout(world_size=world, stage=stage, model="experts") for world, stage in product((1, 2, 3), STAGES)
+    ),
     "offload": (
         *(Layout(world_size=world, stage=n, offload="cpu") for world, n in product((1, 2, 3), STAGES)),
         *(Layout(world_size=world, offload="cpu", offload_param=True) for world in (1, 2)),
@@ -126,6 +129,19 @@ def test_every_stage_and_world_loads_every_other_and_goes_on(tmp_path: Path) -> 
     assert {key for key in state.tensors if key.startswith("frozen/")} == {f"frozen/{name}" for name in FROZEN}
     assert state.tensors["buffer/seen"].shape == (3,)
     assert state.optimizer_step == SAVED_AT
+
+
+def test_adapters_of_experts_load_at_another_world_and_go_on(tmp_path: Path) -> None:
+    layouts = [
+        Layout(world_size=1, model="experts"),
+        Layout(world_size=3, stage=1, model="experts"),
+        Layout(world_size=2, sp_size=2, model="experts"),
+    ]
+    exchange_states(layouts, tmp_path)
+    tensors = read_manifest(LocalStore(tmp_path / layouts[-1].label), SAVED_AT).state.tensors
+    of_experts = {key for key in tensors if "experts" in key and "lora_" in key}
+    assert {key.partition("/")[0] for key in of_experts} >= {"fp32"}
+    assert not any(key.startswith("fp32/") and "base_layer" in key and "lora_" not in key for key in tensors)
 
 
 @pytest.mark.parametrize("stages", fast_only([(3,), (1, 2)], (3,)), ids=str)

@@ -206,6 +206,12 @@ def test_an_impossible_setting_is_refused(adapter: dict[str, Any], path: str) ->
     assert "model.adapter" + path in {problem.path for problem in error.value.problems}
 
 
+@pytest.mark.parametrize("name", ["dropout", "lora_dropout"])
+def test_dropout_is_refused_with_its_reason(name: str) -> None:
+    with pytest.raises(ConfigError, match="its masks would depend on the layout"):
+        config_of({name: 0.1})
+
+
 @pytest.mark.parametrize(
     ("kind", "targets"), [("mixtral", ["q_proj", "experts"]), ("deepseek_v3", "all-linear")], ids=["experts", "dense"]
 )

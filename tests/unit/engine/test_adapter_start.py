@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.engine.model import build_model
 from ray_ulysses.errors import ConfigError, UserError
+from ray_ulysses.planner.notes import plan_notes
 from ray_ulysses.run.settings import model_shape
 from tests.unit.attention.models import zoo_model
 from tests.unit.config.trees import small_tree
@@ -113,6 +115,19 @@ def test_an_adapter_that_differs_is_refused(
         (tmp_path / "adapter/adapter_model.safetensors").symlink_to(plain / "adapter/adapter_model.safetensors")
     with pytest.raises(UserError, match=rf"^model\.adapter\.from=.*{said}"):
         model_shape(config_of(tmp_path, {**_PLAIN, **settings}))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_the_plan_notes_that_dropout_is_not_applied(plain: Path, tmp_path: Path, dropout: float) -> None:
+    (tmp_path / "base").symlink_to(plain / "base")
+    shutil.copytree(plain / "adapter", tmp_path / "adapter")
+    fields = json.loads((plain / "adapter/adapter_config.json").read_text())
+    (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(fields | {"lora_dropout": dropout}))
+    config = config_of(tmp_path, _PLAIN)
+    noted = [note for note in plan_notes(config, model_shape(config), None) if "lora_dropout" in note]
+    assert [note.startswith("model.adapter.from=") and "=0.1, which is not applied" in note for note in noted] == (
+        [True] if dropout else []
+    )
 
 
 def test_an_adapter_of_another_base_is_refused_with_the_tensor(plain: Path, tmp_path: Path) -> None:

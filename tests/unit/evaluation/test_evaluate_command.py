@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,12 @@ import torch
 from ray_ulysses.cli import app, run
 from ray_ulysses.commands.evaluate import parse_lengths
 from ray_ulysses.config.loading import load_config, parse_config
+from ray_ulysses.config.model import AdapterSection
 from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.sources.units import SourceSpec
+from ray_ulysses.engine.adapter import add_adapter
 from ray_ulysses.engine.model import build_model
+from ray_ulysses.engine.text_part import keep_text_part
 from ray_ulysses.errors import UserError
 from ray_ulysses.evaluation.evaluate import default_lengths, prepare_evaluation
 from ray_ulysses.evaluation.report import EvaluationReport, EvaluationRequest, PositionBin, PositionLoss
@@ -33,6 +37,8 @@ from tests.unit.data.corpora import text_corpus, varied_texts, write_texts
 from tests.unit.evaluation.test_retrieval import merging_tokenizer
 from tests.unit.export.runs import fields_of, word_tokenizer, write_checkpoint, write_config
 from tests.unit.export.test_adapters import make_run as make_adapted
+from tests.unit.export.test_decoder_merge import make_run as make_part
+from tests.unit.export.test_decoder_merge import make_whole
 from tests.unit.inspect.runs import SETTINGS, make_run
 
 VOCAB = 320
@@ -366,6 +372,26 @@ def test_a_damaged_checkpoint_is_reported_with_its_file(told: Told, corpus: Path
     assert "error: the checkpoint of step 4 is damaged: " in said and damaged.name in said
     assert said.endswith("; select another step with --step, or restore the file")
     assert not (tmp_path / "run/evaluation").exists()
+
+
+def test_a_run_with_adapters_of_the_text_part_gives_the_numbers_of_its_merged_export(
+    told: Told, corpus: Path, tmp_path: Path
+) -> None:
+    decoder = deepcopy(make_whole(tmp_path / "base", "gemma3", vocab_size=VOCAB))
+    keep_text_part(decoder)
+    adapter = {"rank": 2, "targets": ["q_proj", "down_proj"]}
+    trained = add_adapter(decoder, AdapterSection(**adapter), seed=1)
+    with torch.no_grad():
+        for one in trained.parameters():
+            one.add_(0.2 * torch.randn(one.shape, generator=torch.Generator().manual_seed(2)) * one.requires_grad)
+    make_part(tmp_path / "run", tmp_path / "base", trained, adapter=adapter)
+    told.export(tmp_path / "run", "--merge", "--out", tmp_path / "merged")
+    options = ("--data", corpus, *SMALL)
+    ours = told.json(tmp_path / "run", *options)["position_loss"]["loss"]
+    theirs = told.json(tmp_path / "merged", *options, "--out", tmp_path / "out")["position_loss"]["loss"]
+    before = told.json(tmp_path / "base", *options, "--out", tmp_path / "before")["position_loss"]["loss"]
+    assert ours == pytest.approx(theirs, abs=1e-6)
+    assert abs(ours - before) > 1e-4
 
 
 def test_a_run_with_adapters_gives_the_numbers_of_its_merged_export(told: Told, corpus: Path, tmp_path: Path) -> None:

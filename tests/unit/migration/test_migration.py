@@ -67,6 +67,10 @@ FACTS: dict[str, tuple[Any, str, Any]] = {
     "lora_dropout": (0.1, "model.adapter.rank", None),
     "rslora": (True, "model.adapter.rslora", True),
     "dora": (True, "model.adapter.dora", True),
+    "lora_parameters": (["mlp.experts.down_proj"], "model.adapter.targets", ["q_proj", "mlp.experts.down_proj"]),
+    "lora_ranks": ({"q_proj": 32}, "model.adapter.ranks", {"q_proj": 32}),
+    "lora_alphas": ({"layers.0.q_proj": 64}, "model.adapter.alphas", {"layers.0.q_proj": 64}),
+    "adapter_from": (["hub/adapter"], "model.adapter.from", "hub/adapter"),
     "dataset": ("a,b", "data.prepare.sources", ["a", "b"]),
     "dataset_split": ("train", "data.prepare.split", "train"),
     "dataset_type": ("alpaca", "data.prepare.input_field", "input"),
@@ -125,6 +129,8 @@ FACTS: dict[str, tuple[Any, str, Any]] = {
 # Facts that take effect only beside others.
 BESIDE: dict[str, dict[str, Any]] = {
     **{name: {"adapter": "lora"} for name in FACTS if name.startswith("lora_") or name in ("rslora", "dora")},
+    "adapter_from": {"adapter": "lora"},
+    "lora_parameters": {"adapter": "lora", "lora_targets": ["q_proj"]},
     **{name: {"eval_fraction": 0.1} for name in ("eval_steps", "eval_strategy", "keep_best")},
     "packing_strategy": {"packing": True},
     "nvme_path": {"offload_optimizer": "nvme"},
@@ -284,6 +290,24 @@ def test_an_option_that_changes_the_result_is_refused_unless_it_is_off(tool: str
     off = {option: next(iter(entry.harmless), False) for option, entry in refused.items()}
     text, _ = converted(tmp_path, merged(LEAST[tool], tree_of(off)))
     assert all(option in text for option in refused)
+
+
+@pytest.mark.parametrize(
+    ("tool", "wrong"),
+    [
+        ("axolotl", {"lora_rank_pattern": {"layers.[01].q_proj": 32}}),
+        ("axolotl", {"lora_alpha_pattern": "q_proj"}),
+        ("ms_swift", {"target_parameters": ["mlp.experts.down_proj"]}),  # with all linear layers
+        ("llamafactory", {"adapter_name_or_path": "one,other"}),
+    ],
+)
+def test_settings_of_adapters_without_an_exact_equivalent_are_refused(
+    tool: str, wrong: dict[str, Any], tmp_path: Path
+) -> None:
+    kind = {"axolotl": "adapter", "ms_swift": "tuner_type", "llamafactory": "finetuning_type"}[tool]
+    with pytest.raises(ConfigError) as error:
+        converted(tmp_path, LEAST[tool] | {kind: "lora"} | wrong)
+    assert {problem.path for problem in error.value.problems} == {*wrong}
 
 
 def test_every_line_has_a_comment_and_every_value_that_is_wrong_is_reported_at_once(tmp_path: Path) -> None:
