@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ray_ulysses.engine.quantized_base import quantized_modules
 
@@ -28,12 +30,27 @@ def base_fingerprint(engine: Any, view: PartitionView) -> str:
     """
     if next(quantized_modules(engine.module), None) is None:
         return ""
-    total = torch.zeros((), dtype=torch.int64, device=engine.device)
-    for name, parameter in engine.module.named_parameters():
-        if not parameter.requires_grad:
-            start, values = view.weights(parameter, is_writing=False)
-            total += _digest(name, start, values).to(total.device)
+    frozen = ((name, one) for name, one in engine.module.named_parameters() if not one.requires_grad)
+    parts = ((name, *view.weights(one, is_writing=False)) for name, one in frozen)
+    total = _sum(parts).to(engine.device)
     dist.all_reduce(total)
+    return _text(total)
+
+
+@torch.no_grad()
+def model_fingerprint(model: nn.Module) -> str:
+    """Return the digest that `base_fingerprint` returns for an engine with this model, without communication."""
+    return _text(_sum((name, 0, one.flatten()) for name, one in model.named_parameters() if not one.requires_grad))
+
+
+def _sum(parts: Iterable[tuple[str, int, torch.Tensor]]) -> torch.Tensor:
+    total = torch.zeros((), dtype=torch.int64)
+    for name, start, values in parts:
+        total += _digest(name, start, values).to(total.device)
+    return total
+
+
+def _text(total: torch.Tensor) -> str:
     return f"{int(total) & (2**64 - 1):016x}"
 
 

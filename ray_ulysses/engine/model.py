@@ -307,16 +307,28 @@ def differs_from_stored(config: Config, state: StateDescription) -> str | None:
     Raises:
         UserError: The model configuration can't be read.
     """
-    model = meta_model(described_config(config, is_tied=bool(state.tied)), config.model.part)
-    if config.model.adapter is not None:
-        with torch.device("meta"):
-            model = add_adapter(model, config.model.adapter, config.run.seed)
-    here = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    named = ((key.partition("/"), spec) for key, spec in state.tensors.items())
-    stored = {name: tuple(spec.shape) for (kind, _, name), spec in named if kind in (FP32, FROZEN)}
+    model = adapted_meta_model(config, is_tied=bool(state.tied))
+    is_stored = config.model.base_dtype == "bf16"
+    named = model.named_parameters()
+    here = {name: tuple(parameter.shape) for name, parameter in named if is_stored or parameter.requires_grad}
+    keys = ((key.partition("/"), spec) for key, spec in state.tensors.items())
+    stored = {name: tuple(spec.shape) for (kind, _, name), spec in keys if kind in (FP32, FROZEN)}
     found = differing(here, stored, lambda shape: str(list(shape)))
     more = f", and {len(found) - 2} more" if len(found) > 2 else ""
     return "; ".join(found[:2]) + more if found else None
+
+
+def adapted_meta_model(config: Config, *, is_tied: bool) -> Any:
+    """Build a run's model on the meta device, with its adapter if it has one, and without quantized weights.
+
+    Raises:
+        UserError: The model configuration can't be read.
+    """
+    model = meta_model(described_config(config, is_tied=is_tied), config.model.part)
+    if config.model.adapter is not None:
+        with torch.device("meta"):
+            model = add_adapter(model, config.model.adapter, config.run.seed)
+    return model
 
 
 def meta_model(hf_config: Any, part: Part) -> Any:

@@ -17,7 +17,8 @@ from ray_ulysses.evaluation.report import DType
 from ray_ulysses.export.adapters import adapted_tensors, base_state
 from ray_ulysses.export.architecture import describe
 from ray_ulysses.export.decoder_merge import plan_merge
-from ray_ulysses.export.stream import WeightReader, live_model
+from ray_ulysses.export.frozen_base import weight_reader, with_base
+from ray_ulysses.export.stream import live_model
 from ray_ulysses.export.tensors import stored_tensors
 from ray_ulysses.inspect.run_data import with_planned_context
 from ray_ulysses.model_shape import read_model_config
@@ -95,7 +96,9 @@ class ModelSource:
             stored = stored_tensors(meta, manifest.state, self.weights, dtype)
         else:
             stored = adapted_tensors(manifest.state, self.weights, dtype)
-        model, not_finite = live_model(config, meta.config.to_dict(), stored, WeightReader(store, manifest), self.dtype)
+        model, not_finite = live_model(
+            config, meta.config.to_dict(), stored, weight_reader(config, store, manifest), self.dtype
+        )
         if not_finite:
             raise RunError(
                 f"{len(not_finite)} weights in the checkpoint of step {manifest.step} have NaN or infinite values "
@@ -125,9 +128,9 @@ def find_model(
         config = stored_config(model, trust_run=trust_run)
         if trust_run:
             load_plugins(config)
-        checkpoint = find_checkpoint(config, model, step, trust_run=trust_run)
-        manifest = checkpoint[1]
+        store, manifest = find_checkpoint(config, model, step, trust_run=trust_run)
         config = with_planned_context(config_of_checkpoint(config, manifest), model, manifest.step)
+        checkpoint = store, with_base(config, manifest)
     else:
         assert isinstance(model, Path)
         config = _directory_config(model, dtype)

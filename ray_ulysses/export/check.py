@@ -22,9 +22,10 @@ from ray_ulysses.attention.batch import shard_batch, unshard
 from ray_ulysses.attention.ulysses import apply_ulysses
 from ray_ulysses.data.plan.corpus_set import CorpusSet
 from ray_ulysses.data.plan.rows import Piece
-from ray_ulysses.engine.model import torch_dtype
+from ray_ulysses.engine.model import quantize_base, torch_dtype
+from ray_ulysses.engine.quantized_base import dequantize_layers
 from ray_ulysses.engine.stored_weights import without_progress_bar
-from ray_ulysses.engine.text_part import Part, auto_class
+from ray_ulysses.engine.text_part import Part, auto_class, keep_text_part
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.export.report import CheckResult
 from ray_ulysses.export.stream import WeightReader, live_model
@@ -213,7 +214,15 @@ def _with_adapter(folder: Path, config: Config) -> Any:
             )
             # Round the base weights as in training, but neither buffers nor adapter weights.
             for parameter in base.parameters():
-                parameter.data = parameter.data.to(torch_dtype(config.model.dtype)).float()
+                parameter.data = parameter.data.to(torch_dtype(config.model.dtype))
+            if config.model.base_dtype != "bf16":
+                # The adapter was trained on the quantized weights.
+                if config.model.part == "text":
+                    keep_text_part(base)
+                quantize_base(base, config)
+                dequantize_layers(base)
+            for parameter in base.parameters():
+                parameter.data = parameter.data.float()
             return PeftModel.from_pretrained(base, folder)
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         raise _not_loaded("PeftModel.from_pretrained", error) from error

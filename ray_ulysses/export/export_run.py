@@ -33,6 +33,7 @@ from ray_ulysses.export.directory import (
     upload,
 )
 from ray_ulysses.export.files import INDEX_FILE, CopiedFile, WeightFile, index_json, lay_out, write_files
+from ray_ulysses.export.frozen_base import weight_reader, with_base
 from ray_ulysses.export.report import AdapterFacts, CheckResult, ExportReport, ExportRequest, decimal_size
 from ray_ulysses.export.stream import WeightReader
 from ray_ulysses.export.tensors import DTYPES, Stored, published_tensors, stored_tensors
@@ -107,6 +108,7 @@ def export_run(request: ExportRequest, log: _Log) -> ExportReport:
         load_plugins(config)
     store, manifest = find_checkpoint(config, request.run_dir, request.step, trust_run=trust_run)
     config = with_planned_context(config_of_checkpoint(config, manifest), request.run_dir, manifest.step)
+    manifest = with_base(config, manifest)
     clock = SystemClock()
     started = clock.monotonic()
     export = _prepare(store, manifest, config, request)
@@ -121,7 +123,7 @@ def export_run(request: ExportRequest, log: _Log) -> ExportReport:
             trained = sum(torch.Size(place.shape).numel() for place in export.adapter.live.values())
         refuse_small_memory(export.merge.num_elements if export.merge else trained)
     one_checkpoint = len(export.manifests) == 1
-    weights = WeightReader(store, manifest) if one_checkpoint else AverageReader(store, export.manifests)
+    weights = weight_reader(config, store, manifest) if one_checkpoint else AverageReader(store, export.manifests)
     small = _small_files(export)
     num_bytes = sum(file.num_bytes for file in export.all_files) + sum(map(len, small.values()))
     with unpublished(export.out, num_bytes) as folder:
@@ -289,7 +291,9 @@ def _weights_words(export: _Export) -> str:
         assert adapter is not None
         return f"{name}, an adapter of rank {adapter.rank} with its fully trained modules, without the base model"
     if adapter is not None:
-        return f"{name}, with the adapter of rank {adapter.rank} merged in fp32"
+        base_dtype = export.config.model.base_dtype
+        base = "" if base_dtype == "bf16" else f" into a base dequantized from {base_dtype}"
+        return f"{name}, with the adapter of rank {adapter.rank} merged{base} in fp32"
     if len(export.manifests) > 1:
         return f"{name}, averaged in fp32 from the master weights"
     if name == export.config.model.dtype:

@@ -249,7 +249,9 @@ def live_model(
 
 
 def _filled_config(config: Config, model_config: Mapping[str, Any], dtype: str) -> Config:
-    model = config.model.model_copy(update={"init": "random", "config": dict(model_config), "dtype": dtype})
+    model = config.model.model_copy(
+        update={"init": "random", "config": dict(model_config), "dtype": dtype, "base_dtype": "bf16"}
+    )
     if model.adapter is not None:
         model = model.model_copy(update={"adapter": model.adapter.model_copy(update={"from_": None})})
     memory = config.memory.model_copy(update={"gradient_checkpointing": False})

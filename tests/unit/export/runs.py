@@ -58,18 +58,20 @@ def write_config(run_dir: Path, model_config: Mapping[str, Any], dtype: str = "f
 
 def write_checkpoint(
     run_dir: Path, model: Any, *, dtype: str = "fp32", step: int = 4, world_size: int = 2,
-    frozen: Collection[str] = (), with_model: bool = True, moments: bool = True, **meta: Any,
+    frozen: Collection[str] = (), base_fingerprint: str = "", with_model: bool = True, moments: bool = True,
+    **meta: Any,
 ) -> None:  # fmt: skip
     """Save a checkpoint whose fp32 master weights are the model's parameters, on ``world_size`` threads.
 
     With ``dtype="bf16"`` and ``with_model``, the rounded weights are stored too. ``moments`` adds an optimizer moment.
-    ``meta`` overrides fields of the checkpoint metadata.
+    With ``base_fingerprint``, ``frozen`` weights are not stored. ``meta`` overrides fields of the checkpoint metadata.
     """
     tensors: dict[str, torch.Tensor] = {}
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters():
         if name in frozen:
-            tensors[f"frozen/{name}"] = parameter.detach().to(_DTYPES[dtype])
+            if not base_fingerprint:
+                tensors[f"frozen/{name}"] = parameter.detach().to(_DTYPES[dtype])
             continue
         tensors[f"fp32/{name}"] = parameter.detach()
         if moments:
@@ -85,7 +87,7 @@ def write_checkpoint(
 
     def save(rank: int, messenger: ThreadExchange) -> None:
         state = shard_of(tensors, rank, world_size)
-        description = StateDescription(tensors=state.description.tensors, tied=tied)
+        description = StateDescription(tensors=state.description.tensors, tied=tied, base_fingerprint=base_fingerprint)
         save_checkpoint(
             LocalStore(run_dir), step=step, attempt=1, rank=rank, world_size=world_size,
             state=ShardedState(parts=state.parts, description=description),

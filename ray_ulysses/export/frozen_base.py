@@ -1,0 +1,92 @@
+"""Provides the frozen weights of a run with ``model.base_dtype``, which the run's checkpoints do not contain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ray_ulysses.checkpoint.manifest import Manifest
+from ray_ulysses.checkpoint.state import TensorPart, TensorSpec, dtype_name
+from ray_ulysses.engine.base_fingerprint import model_fingerprint
+from ray_ulysses.engine.model import adapted_meta_model, build_model, torch_dtype
+from ray_ulysses.engine.quantized_base import Quantized
+from ray_ulysses.engine.zero_state import FROZEN, named_tensors
+from ray_ulysses.errors import UserError
+from ray_ulysses.export.stream import WeightReader
+from ray_ulysses.storage import Store
+
+if TYPE_CHECKING:
+    from ray_ulysses.config import Config
+
+
+def with_base(config: Config, manifest: Manifest) -> Manifest:
+    """Add the frozen weights to the description of a checkpoint of a run with ``model.base_dtype``.
+
+    Only a `weight_reader` can read the result. Checkpoints of other runs are returned unchanged.
+
+    Raises:
+        UserError: The model configuration can't be read.
+    """
+    if config.model.base_dtype == "bf16":
+        return manifest
+    named = named_tensors(adapted_meta_model(config, is_tied=bool(manifest.state.tied)))
+    dtype = dtype_name(torch_dtype(config.model.dtype))
+    frozen = {f"{FROZEN}/{name}": TensorSpec(shape=tuple(one.shape), dtype=dtype) for name, one in named.frozen}
+    return replace(
+        manifest, state=replace(manifest.state, tensors={**manifest.state.tensors, **frozen}, tied=named.tied)
+    )
+
+
+def weight_reader(config: Config, store: Store, manifest: Manifest) -> WeightReader:
+    """Return a reader of all weights in a manifest that `with_base` returned."""
+    if config.model.base_dtype == "bf16":
+        return WeightReader(store, manifest)
+    return _QuantizedReader(config, store, manifest)
+
+
+class _QuantizedReader(WeightReader):
+    """Reads frozen weights from the base model, with their values after quantization and dequantization.
+
+    The first frozen weight loads and quantizes the complete base, as at the start of training.
+    """
+
+    def __init__(self, config: Config, store: Store, manifest: Manifest) -> None:
+        super().__init__(store, manifest)
+        self._config, self._manifest = config, manifest
+        self._latest: tuple[str, torch.Tensor] | None = None
+
+    @cached_property
+    def _base(self) -> Any:
+        model, memory = self._config.model, self._config.memory
+        assert model.adapter is not None
+        # The checkpoint has all values of the adapter, and gradients are not computed.
+        model = model.model_copy(update={"adapter": model.adapter.model_copy(update={"from_": None})})
+        memory = memory.model_copy(update={"gradient_checkpointing": False})
+        base = build_model(self._config.model_copy(update={"model": model, "memory": memory}))
+        if model_fingerprint(base) != self._manifest.state.base_fingerprint:
+            raise UserError(
+                f"model.path={str(model.path)!r}: the base model differs from the model with which the checkpoint was "
+                "trained (its quantized weights have another fingerprint); restore the original files"
+            )
+        return base
+
+    def _load(self, manifest: Manifest, parts: Sequence[TensorPart]) -> None:
+        super()._load(manifest, [part for part in parts if not part.key.startswith(f"{FROZEN}/")])
+        for part in parts:
+            kind, _, name = part.key.partition("/")
+            if kind == FROZEN:
+                part.tensor.copy_(self._values(name)[part.start : part.start + part.tensor.numel()])
+
+    @torch.no_grad()
+    def _values(self, name: str) -> torch.Tensor:
+        if self._latest is None or self._latest[0] != name:
+            place, _, own = name.rpartition(".")
+            module = self._base.get_submodule(place)
+            is_quantized = isinstance(module, Quantized) and own in module.quantized
+            weight = module.dequantized(own) if is_quantized else module.get_parameter(own)
+            self._latest = name, weight.detach().flatten()
+        return self._latest[1]
