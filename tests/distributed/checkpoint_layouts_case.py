@@ -29,8 +29,9 @@ from ray_ulysses.checkpoint import (
 from ray_ulysses.checkpoint.intervals import check_cover
 from ray_ulysses.config.model import AdapterSection
 from ray_ulysses.engine.adapter import add_adapter
+from ray_ulysses.engine.quantized_base import quantize_layers
 from ray_ulysses.engine.zero import build_engine
-from ray_ulysses.engine.zero_state import StateReader, import_state, partition_view, state_source
+from ray_ulysses.engine.zero_state import StateReader, import_state, named_tensors, partition_view, state_source
 from ray_ulysses.parallel.layout import ParallelLayout
 from ray_ulysses.storage import LocalStore
 from tests.distributed.seam_case import zero_settings
@@ -56,8 +57,8 @@ class Layout:
     offload_param: bool = False
     keeps_small: bool = False
     """Whether ZeRO-3 keeps small parameters, here all, whole between uses."""
-    model: Literal["decoder", "adapters", "experts", "trained"] = "decoder"
-    """With frozen parts, frozen under adapters, under adapters of experts too, or with nothing frozen and no buffer."""
+    model: Literal["decoder", "adapters", "experts", "quantized", "trained"] = "decoder"
+    """With frozen parts, frozen under adapters, of experts too, quantized under them, or with nothing frozen."""
     layers: int = 2
     width: int = 28
     sub_group_elements: int | None = None
@@ -190,7 +191,9 @@ def _model(layout: Layout, mesh: SequenceMesh) -> torch.nn.Module:
         model = LlamaForCausalLM(LlamaConfig(**sizes))
     if layout.model != "trained":
         model.register_buffer("seen", torch.arange(3, dtype=torch.float32))
-    if layout.model == "adapters":
+    if layout.model == "quantized":
+        quantize_layers(model, "nf4", ("model.norm",), recomputes=True)
+    if layout.model in ("adapters", "quantized"):
         from peft import LoraConfig, get_peft_model
 
         adapters = LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "down_proj"], modules_to_save=["norm"])
@@ -272,9 +275,8 @@ def _load(engine: Any, run_dir: Path, step: int) -> Manifest:
     spoiled = replace(manifest.state, groups=groups, counters={"global_steps": 77}, optimizer_step=88)
     import_state(engine, spoiled, lambda parts: [part.tensor.fill_(SPOILED) for part in parts])
     # What training leaves alone too, so that what a load leaves alone is not right by chance.
-    for parameter in engine.module.parameters():
-        if not parameter.requires_grad:
-            getattr(parameter, "ds_tensor", parameter).data.fill_(SPOILED)
+    for _, parameter in named_tensors(engine.module).frozen:
+        getattr(parameter, "ds_tensor", parameter).data.fill_(SPOILED)
     for buffer in _persistent_buffers(engine.module).values():
         buffer.fill_(SPOILED)
     messenger = TorchRankMessenger()
@@ -301,6 +303,10 @@ def _differences(engine: Any, manifest: Manifest, run_dir: Path) -> tuple[str, .
             wrong.append(part.key)
     # As the forward pass sees them, on every rank: the weights, and the buffers.
     if is_same_precision:
+        # The bytes, because packed bytes may be NaN as numbers.
+        weights, whole = (
+            {name: one.flatten().view(torch.uint8) for name, one in of.items()} for of in (weights, whole)
+        )
         wrong += [f"whole {name}" for name in whole if not torch.equal(whole[name], weights[name])]
         wrong += ["the description"] if state.description != manifest.state else []
     wrong += [f"{name} is missing" for name in weights.keys() - whole.keys()]

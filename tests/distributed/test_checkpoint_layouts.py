@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -52,6 +53,10 @@ KINDS: dict[str, tuple[Layout, ...]] = {
     ),
     "adapters of experts": tuple(
         Layout(world_size=world, stage=stage, model="experts") for world, stage in product((1, 2, 3), STAGES)
+    ),
+    "quantized": tuple(
+        Layout(world_size=world, stage=stage, model="quantized", width=64)
+        for world, stage in product((1, 2, 3), STAGES)
     ),
     "offload": (
         *(Layout(world_size=world, stage=n, offload="cpu") for world, n in product((1, 2, 3), STAGES)),
@@ -142,6 +147,14 @@ def test_adapters_of_experts_load_at_another_world_and_go_on(tmp_path: Path) -> 
     of_experts = {key for key in tensors if "experts" in key and "lora_" in key}
     assert {key.partition("/")[0] for key in of_experts} >= {"fp32"}
     assert not any(key.startswith("fp32/") and "base_layer" in key and "lora_" not in key for key in tensors)
+
+
+def test_a_quantized_base_is_not_stored_and_a_state_over_it_loads_at_every_stage_and_world(tmp_path: Path) -> None:
+    chosen = [replace(one, model="quantized", width=64) for one in CHOSEN]
+    exchange_states(chosen, tmp_path)
+    states = [read_manifest(LocalStore(tmp_path / one.label), SAVED_AT).state for one in chosen]
+    assert {one.base_fingerprint for one in states} == {states[0].base_fingerprint} != {""}
+    assert not any(key.startswith("frozen/") for one in states for key in one.tensors)
 
 
 @pytest.mark.parametrize("stages", fast_only([(3,), (1, 2)], (3,)), ids=str)

@@ -12,15 +12,19 @@ from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
 
 from ray_ulysses import SequenceMesh, apply_ulysses, shard_batch, unshard
+from ray_ulysses.checkpoint import read_manifest
+from ray_ulysses.checkpoint.choice import committed_steps
 from ray_ulysses.cli import app
 from ray_ulysses.cli import run as run_cli
 from ray_ulysses.config import Config
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.engine.model import build_model
 from ray_ulysses.evaluation.model_source import find_model
+from ray_ulysses.storage import LocalStore
 from ray_ulysses.tracking.events import Evaluated, StepDone
 from ray_ulysses.tracking.history import read_history
 from tests.apart import losses_apart, relative
+from tests.distributed.harness import RankFailure
 from tests.distributed.run_case import assert_same_run, make_config, train, train_to_death
 from tests.unit.attention.multimodal import multimodal_model
 from tests.unit.tracking.journals import read_events
@@ -110,6 +114,51 @@ def test_an_adapter_is_trained_resumed_elsewhere_and_loaded_by_peft(
     assert apart(logits_of(evaluated), adapted) <= (1e-5 if dtype == "fp32" else 3e-2)
     # The merged weights are rounded once more in bf16.
     assert apart(merged, adapted) <= (1e-5 if dtype == "fp32" else 3e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("base_dtype", ["nf4", "int8"])
+def test_a_quantized_base_survives_a_kill_and_another_world_and_another_base_is_refused(
+    tmp_path: Path, corpus: Path, base_dtype: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base: Any = build_model(make_config(tmp_path, corpus, run__seed=5))
+    base.save_pretrained(tmp_path / "base")
+    settings: dict[str, Any] = {
+        "model__init": "pretrained", "model__path": str(tmp_path / "base"), "model__config": None,
+        "model__adapter": ADAPTERS["linear"], "model__base_dtype": base_dtype, "optimizer__lr": 3e-2,
+        "checkpoint__every_steps": 1, "run__stop_step": STEPS,
+    }  # fmt: skip
+
+    unbroken = make_config(tmp_path / "unbroken", corpus, **settings, **LAYOUTS[0])
+    train(unbroken, "unbroken")
+    first = make_config(tmp_path / "killed", corpus, **settings, **LAYOUTS[1])
+    train_to_death(first, "first", (1, "step", 3))
+    # Only the trained weights are stored.
+    manifest = read_manifest(LocalStore(first.run_dir), committed_steps(LocalStore(first.run_dir))[-1])
+    assert len(manifest.state.base_fingerprint) == 16
+    assert not [key for key in manifest.state.tensors if ".lora_" not in key]
+
+    # A base with one other weight is refused, and the original is taken at another world, stage and layout.
+    weight = base.get_output_embeddings().weight.data
+    original = weight.clone()
+    weight[3, 5] += 0.1
+    base.save_pretrained(tmp_path / "base")
+    second = make_config(tmp_path / "killed", corpus, **settings, **LAYOUTS[2])
+    with pytest.raises(RankFailure, match=r"model\.path=.*base.*another fingerprint"):
+        train(second, "refused")
+    weight.copy_(original)
+    base.save_pretrained(tmp_path / "base")
+    assert train(second, "second") == ("finished", STEPS)
+    wanted, ours = ([step.loss for step in read_history(one.run_dir).steps] for one in (unbroken, second))
+    assert len(ours) == len(wanted) == STEPS
+    assert ours[-1] < ours[0] - 0.01
+    assert relative(ours, wanted) <= 1e-5
+
+    for options in (["--out", str(tmp_path / "adapter")], ["--merge", "--out", str(tmp_path / "merged")]):
+        assert run_cli(app, ["export", str(second.run_dir), *options]) == 0, capsys.readouterr().err
+    evaluated = find_model(second.run_dir, is_run=True, dtype="fp32").build()
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
+    assert apart(logits_of(evaluated), logits_of(merged)) <= 1e-5
 
 
 QWEN3_NEXT: dict[str, Any] = {
