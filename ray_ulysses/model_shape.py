@@ -10,6 +10,7 @@ from typing import Any
 
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.regular import read_regular
+from ray_ulysses.trained_part import MatchedParameters, MuonPart, TrainedPart
 from ray_ulysses.validation import parse_json
 
 # Families whose query and key norms run in fp32 in Transformers; a test compares this list with Transformers' modules.
@@ -140,26 +141,6 @@ class Experts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainedPart:
-    """The trained part of a model with adapters."""
-
-    added: int
-    """Number of adapter parameters."""
-    trained: int
-    """Number of trained parameters, including the adapters'."""
-    has_embedding: bool
-    has_head: bool
-    summed: int = 0
-    """Number of frozen parameters to which the adapter's product is added before use, such as adapted experts."""
-    largest_sum: int = 0
-    """Number of these parameters in the module that has the most."""
-    added_to_sums: int = 0
-    """Number of adapter parameters in these products. They are not multiplied with tokens."""
-    dropout: float = 0.0
-    """Dropout with which an existing adapter was trained. It is not applied."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
     """The sizes of a causal decoder."""
 
@@ -202,6 +183,10 @@ class ModelShape:
     """Value of `idle_parameters` if the model's modules were counted; None to compute it from the sizes."""
     part: TrainedPart | None = None
     """The trained part, or None if all parameters are trained."""
+    matched: tuple[MatchedParameters, ...] = ()
+    """Trained parameters of each entry of ``optimizer.groups``."""
+    muon: MuonPart | None = None
+    """Matrices that Muon updates, or None with other optimizers."""
     has_head_norms: bool = False
     """Whether queries and keys are normalized in fp32."""
     experts: Experts | None = None
@@ -260,12 +245,22 @@ class ModelShape:
     @property
     def frozen_matrices(self) -> int:
         """Number of parameters in matrix products that have no gradient, even after an adapter's product is added."""
-        frozen = self.num_parameters - self.trained_parameters - (0 if self.part is None else self.idle_parameters)
-        if self.part is not None:
-            experts = self.experts
-            frozen -= self.part.summed if experts is None else self.part.summed * experts.active // experts.count
-        is_lookup = self.part is not None and not self.part.has_embedding and not self.tied_embeddings
-        return frozen - (self.embedding_parameters if is_lookup else 0)
+        if self.part is None:
+            return 0
+        frozen, idle = self.num_parameters - self.trained_parameters, self.idle_parameters
+        if not self.has_adapter:
+            # The experts of trained layers are trained. Assume that all layers have the same share of idle parameters.
+            in_layers = frozen - self.embedding_parameters * ((not self.part.has_embedding) + (not self.part.has_head))
+            idle = idle * max(0, in_layers) // (self.num_layers * self.layer_parameters + self.other_parameters)
+        experts = self.experts
+        summed = self.part.summed if experts is None else self.part.summed * experts.active // experts.count
+        is_lookup = not self.part.has_embedding and not self.tied_embeddings
+        return frozen - idle - summed - (self.embedding_parameters if is_lookup else 0)
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether adapters are added to the model."""
+        return self.part is not None and self.part.added > 0
 
     @property
     def head_is_trained(self) -> bool:

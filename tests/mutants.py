@@ -121,10 +121,39 @@ MUTANTS = (
     Mutant(
         1,
         "multi-dimensional biases get weight decay",
-        "engine/optimizer.py:parameter_groups",
-        "is_norm(modules[module]) or own in _EXEMPT or 'bias' in own",
-        "is_norm(modules[module]) or own in _EXEMPT",
+        "engine/optimizer.py:_is_exempt",
+        "is_norm(module) or last in _EXEMPT or 'bias' in last",
+        "is_norm(module) or last in _EXEMPT",
         "unit/engine/test_optimizer.py::test_all_but_norms_biases_and_state_space_coefficients_decays[gpt_oss]",
+    ),
+    Mutant(
+        2,
+        "Muon orthogonalizes each rank's elements of a matrix instead of the whole matrix",
+        "engine/muon.py:MuonAdamW._orthogonalized",
+        """
+dist.all_to_all_single(received, sent, sizes, sent_sizes, group=view.process_group)
+if own is not None:
+    received = orthogonalized(received.view(own.rows, own.columns)).reshape(-1)
+dist.all_to_all_single(sent, received, sent_sizes, sizes, group=view.process_group)
+""",
+        "sent = torch.cat([orthogonalized(one.view(1, -1)).reshape(-1) for one in updates])",
+        "distributed/test_optimizers.py::test_muon_is_the_published_algorithm_on_whole_matrices_and_each_expert[4-zero-3-then-1-zero-1]",
+    ),
+    Mutant(
+        1,
+        "optimizer.groups[].lr_scale is ignored",
+        "trainer/loop.py:_take_step",
+        "rate * group['lr_scale']",
+        "rate",
+        "distributed/test_optimizers.py::test_groups_and_frozen_layers_are_those_of_a_plain_loop[2-zero-3]",
+    ),
+    Mutant(
+        1,
+        "bf16 moments are rounded with the same random bits at every step",
+        "engine/bf16_moments.py:_key",
+        "f'{seed}/{step}/{name}'",
+        "f'{seed}/{name}'",
+        "unit/engine/test_bf16_moments.py::test_moments_that_are_rounded_at_random_are_right_on_average",
     ),
     Mutant(
         1,

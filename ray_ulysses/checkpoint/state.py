@@ -90,6 +90,11 @@ class StateDescription:
     base_fingerprint: str = ""
     """Digest of the frozen weights if they are quantized and therefore not stored; otherwise empty."""
 
+    @property
+    def has_moments(self) -> bool:
+        """Whether the state contains optimizer moments."""
+        return any(_is_moment(key) for key in self.tensors)
+
 
 def begun_anew(description: StateDescription, *, with_optimizer: bool) -> StateDescription:
     """Return the description for a new run that starts from a stored state, without hyperparameters and counters.
@@ -98,14 +103,17 @@ def begun_anew(description: StateDescription, *, with_optimizer: bool) -> StateD
         description: Description of the stored state.
         with_optimizer: Whether to keep the optimizer's moments and its step count, which bias correction needs.
     """
-    moments = {key for key in description.tensors if key.split("/", 1)[0] not in WEIGHT_KINDS}
-    kept = description.tensors if with_optimizer else {k: v for k, v in description.tensors.items() if k not in moments}
+    tensors = description.tensors
     return StateDescription(
-        tensors=kept,
+        tensors=tensors if with_optimizer else {key: one for key, one in tensors.items() if not _is_moment(key)},
         tied=description.tied,
         optimizer_step=description.optimizer_step if with_optimizer else 0,
         base_fingerprint=description.base_fingerprint,
     )
+
+
+def _is_moment(key: str) -> bool:
+    return key.split("/", 1)[0] not in WEIGHT_KINDS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

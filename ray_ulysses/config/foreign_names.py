@@ -16,6 +16,7 @@ _OURS = {
     "model.path": "base_model model_name_or_path pretrained_model_name_or_path model_id model_id_or_path",
     "model.part": "freeze_vision_tower freeze_vit",
     "model.rope": "rope_scaling rope_parameters",
+    "model.freeze": "freeze_parameters frozen_parameters",
     "model.adapter": "lora peft peft_config use_peft finetuning_type train_type tuner_type",
     "model.adapter.rank": "r lora_r lora_rank",
     "model.adapter.alpha": "lora_alpha",
@@ -49,6 +50,8 @@ _OURS = {
     "parallel.sp_size": "context_parallel_size context_parallel_degree cp_size cp_degree sequence_parallel_size "
     "sequence_parallel_degree sequence_parallel ulysses_size ulysses_degree sp_degree",
     "parallel.ring_size": "ring_degree ring_attn_func heads_k_stride",
+    "optimizer.kind": "optim optimizer_name optimizer_type use_muon",
+    "optimizer.groups": "lr_groups param_groups",
     "optimizer.lr": "learning_rate max_lr peak_lr base_lr",
     "optimizer.betas": "adam_beta1 adam_beta2 adam_betas beta1 beta2",
     "optimizer.eps": "adam_epsilon adam_eps epsilon",
@@ -88,6 +91,7 @@ _NOTES = {
     "run.stop_step": "the step after which the command stops; by default, training ends with the data",
     "model.adapter": "a mapping with rank, alpha and targets, or null to train all weights",
     "model.dtype": "bf16 or fp32",
+    "optimizer.kind": "adamw, adamw_bf16_moments or muon",
     "model.resume_from": "the same run.name and run.storage resume automatically",
     "data.path": "the directory of a corpus that `ray-ulysses prepare` wrote",
     "data.rows_per_step": "the rows of a step over all workers; gradient accumulation follows from it",
@@ -99,9 +103,9 @@ _NOTES = {
     "cluster.workers": "one per GPU; parallel.sp_size workers share each row",
 }
 _NONE = {
-    "optim optimizer.kind optimizer.name optimizer.type optimizer_type optim_args": (
-        "AdamW is the only optimizer",
-        "remove it; optimizer.lr, betas, eps and weight_decay are its settings",
+    "optim_args": (
+        "optimizers have no other arguments",
+        "remove it; optimizer.lr, betas, eps and weight_decay are the settings of all kinds",
     ),
     "fp16 use_fp16 half float16 loss_scale initial_scale_power amp": (
         "fp16 is not supported: its range is too small for gradients without loss scaling",

@@ -190,6 +190,13 @@ class ModelSection(Section):
     Checkpoints then contain the trained weights, and a fingerprint of the others. Default `bf16`: not quantized; all
     weights have the type `dtype`."""
 
+    freeze: Annotated[
+        tuple[Annotated[str, Field(min_length=1)], ...], fixed("a change would alter which weights are trained")
+    ] = Field(default=(), strict=False)
+    """Shell-style patterns of the names of parameters that are not trained, such as `*.embed_tokens.*` or
+    `model.layers.[0-7].*`. Frozen parameters have no optimizer state, and are exported unchanged. Every pattern must
+    match at least one parameter; a tied output head is frozen together with the embedding. Default: none."""
+
     dtype: Annotated[Literal["bf16", "fp32"], fixed("a change would alter the loss curve")] = "bf16"
     """Data type of the computation. With bf16, the optimizer keeps fp32 master weights. Default `bf16`, which is fast
     on all supported GPUs; use `fp32` on CPU."""
@@ -242,6 +249,14 @@ class ModelSection(Section):
                 "set model.init: pretrained, or remove model.adapter.from",
                 value.from_,
             )
+        return value
+
+    @field_validator("freeze")
+    @classmethod
+    def _is_without_adapter(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        if value and info.data.get("adapter") is not None:
+            rule = "model.adapter already freezes all weights except those that it selects"
+            raise refusal(rule, "remove model.freeze, or remove model.adapter")
         return value
 
     @field_validator("resume_from")

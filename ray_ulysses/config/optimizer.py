@@ -9,13 +9,45 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from ray_ulysses.config.section import OnResume, Section, by_branch, fixed, refusal
 
+Pattern = Annotated[str, Field(min_length=1)]
+"""A shell-style pattern of parameter names."""
+OptimizerKind = Literal["adamw", "adamw_bf16_moments", "muon"]
+
 _WARMUP_STEPS = 100
 
 
-class OptimizerSection(Section):
-    """AdamW, with decoupled weight decay and gradient clipping by the global norm."""
+class ParameterGroup(Section):
+    """Optimizer settings of the parameters whose names match a pattern."""
 
     on_resume: ClassVar[OnResume] = fixed("a change would alter the loss curve")
+
+    match: tuple[Pattern, ...] = Field(min_length=1, strict=False)
+    """Shell-style patterns that are compared with complete parameter names, such as `model.layers.[0-7].*` or
+    `*.embed_tokens.*`. A parameter belongs to the first entry with a matching pattern. Every pattern must match at
+    least one trained parameter. With `model.adapter`, names are those of PEFT without its prefix `base_model.model.`,
+    such as `model.layers.0.self_attn.q_proj.lora_A.default.weight`."""
+
+    lr_scale: float = Field(default=1.0, gt=0.0)
+    """Factor applied to the learning rate at every step. Default 1.0. Set `model.freeze` to freeze parameters."""
+
+    weight_decay: float | None = Field(default=None, ge=0.0)
+    """Decoupled weight decay of all matching parameters, including norms, biases and other vectors. Default null:
+    `optimizer.weight_decay`, from which these are exempt."""
+
+
+class OptimizerSection(Section):
+    """Optimizer, with decoupled weight decay and gradient clipping by the global norm."""
+
+    on_resume: ClassVar[OnResume] = fixed("a change would alter the loss curve")
+
+    kind: OptimizerKind = "adamw"
+    """Optimizer (`docs/optimizers.md`). `adamw` stores two fp32 moments per parameter. `adamw_bf16_moments` stores them
+    in bf16 with stochastic rounding, which saves 4 bytes per parameter. `muon` orthogonalizes the updates of weight
+    matrices, which have one fp32 moment, and uses AdamW for embeddings, the output head and vectors. Default
+    `adamw`."""
+
+    groups: tuple[ParameterGroup, ...] = Field(default=(), strict=False)
+    """Settings of parameters by name: each entry has `match`, `lr_scale` and `weight_decay`. Default: none."""
 
     lr: Annotated[float, by_branch("a change would alter the loss curve")] = Field(default=3e-4, gt=0.0)
     """Peak learning rate. Required with `model.init: pretrained`, since a high rate destroys what the model has
@@ -53,6 +85,11 @@ class OptimizerSection(Section):
     over experts, and shrinks by the rate if it received more. Requires a model whose routers have such a bias, a buffer
     named `e_score_correction_bias` or `expert_bias` (DeepSeek-V3, GLM-4.5 and others), and no adapter. DeepSeek-V3 used
     1e-3. Default null: the biases do not change."""
+
+    @property
+    def is_by_parameter(self) -> bool:
+        """Whether the settings depend on the parameter."""
+        return bool(self.groups) or self.kind == "muon"
 
 
 class ScheduleSection(Section):

@@ -195,6 +195,19 @@ def _nvme_has_a_place(config: Config) -> Iterator[Problem]:
         yield problem_of(config, "checkpoint.host_buffers", rule, "set checkpoint.host_buffers to 1 or 2")
 
 
+def _optimizer_fits(config: Config) -> Iterator[Problem]:
+    kind, offload = config.optimizer.kind, config.memory.offload_optimizer
+    if kind == "muon" and config.model.adapter is not None:
+        rule = "orthogonalizes updates of complete weights, and the two factors of an adapter are not weights"
+        yield problem_of(config, "optimizer.kind", rule, "use adamw or adamw_bf16_moments, or remove model.adapter")
+    if kind == "muon" and offload != "none":
+        rule = f"orthogonalizes matrices on the device, but memory.offload_optimizer={offload} updates them on the host"
+        yield problem_of(config, "optimizer.kind", rule, "set memory.offload_optimizer: none, or use adamw")
+    if kind == "adamw_bf16_moments" and offload == "nvme":
+        rule = "memory.offload_optimizer=nvme swaps only fp32 moments"
+        yield problem_of(config, "optimizer.kind", rule, "set memory.offload_optimizer: none or cpu, or use adamw")
+
+
 def _offloaded_weights_are_sharded(config: Config) -> Iterator[Problem]:
     memory = config.memory
     if memory.offload_param != "none" and (memory.zero_stage in (1, 2) or memory.offload_optimizer != "cpu"):
@@ -381,6 +394,7 @@ _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _evaluation_has_documents,
     _best_has_a_metric,
     _nvme_has_a_place,
+    _optimizer_fits,
     _offloaded_weights_are_sharded,
     _offloaded_activations_are_kept,
     _compiled_layers_are_whole,

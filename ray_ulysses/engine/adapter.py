@@ -29,10 +29,8 @@ from ray_ulysses.config.model import ALL_LINEAR, AdapterSection
 from ray_ulysses.engine.optimizer import is_norm
 from ray_ulysses.engine.partition_view import shape_of
 from ray_ulysses.errors import UserError
-from ray_ulysses.model_shape import TrainedPart
+from ray_ulysses.trained_part import TrainedPart
 
-PREFIX = "base_model.model."
-"""Prefix that PEFT adds to the base model's tensor names, in the model and in adapter files."""
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_SETTINGS_FILE = "adapter_config.json"
 MAGNITUDE = "lora_magnitude_vector"
@@ -374,6 +372,11 @@ def trained_part(model: Any, adapter: AdapterSection) -> TrainedPart:
     before = _count(model.parameters())
     with torch.device("meta"):
         adapted = add_adapter(model, adapter, seed=0)
+    return count_trained(model, added=_count(adapted.parameters()) - before)
+
+
+def count_trained(model: Any, added: int = 0) -> TrainedPart:
+    """Return the number and kinds of a model's trained parameters, of which ``added`` are adapters'."""
     head = model.get_output_embeddings()
     head = getattr(head, "base_layer", head)
     summed, added_to_sums = Counter[int](), 0
@@ -382,8 +385,8 @@ def trained_part(model: Any, adapter: AdapterSection) -> TrainedPart:
             summed[id(module.get_base_layer())] += module.get_param().numel()
             added_to_sums += _count([*module.lora_A.parameters(), *module.lora_B.parameters()])
     return TrainedPart(
-        added=_count(adapted.parameters()) - before,
-        trained=_count(one for one in adapted.parameters() if one.requires_grad),
+        added=added,
+        trained=_count(one for one in model.parameters() if one.requires_grad),
         has_embedding=model.get_input_embeddings().weight.requires_grad,
         has_head=head is not None and head.weight.requires_grad,
         summed=summed.total(),

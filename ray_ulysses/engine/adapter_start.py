@@ -11,7 +11,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ray_ulysses.config.model import AdapterSection
-from ray_ulysses.engine.adapter import ADAPTER_FILE, ADAPTER_SETTINGS_FILE, PREFIX, file_name, find_adapted
+from ray_ulysses.engine.adapter import ADAPTER_FILE, ADAPTER_SETTINGS_FILE, file_name, find_adapted
+from ray_ulysses.engine.parameter_names import PREFIX
 from ray_ulysses.engine.partition_view import shape_of
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.hub import hub_folder, is_id

@@ -14,7 +14,7 @@ from torch import nn
 from ray_ulysses.attention.mixers import find_mixers, shared_sizes
 from ray_ulysses.attention.recompute import KeptOutput, checkpoint_contexts
 from ray_ulysses.attention.refusals import refuse_config, refuse_inexact
-from ray_ulysses.engine.adapter import add_adapter, find_adapted, trained_part
+from ray_ulysses.engine.adapter import add_adapter, count_trained, find_adapted, trained_part
 from ray_ulysses.engine.adapter_start import dropout_of, load_adapter, refuse_other_adapter, refuse_other_tensors
 from ray_ulysses.engine.load_weights import PretrainedWeights, find_weights, together
 from ray_ulysses.engine.loss import refuse_own_loss
@@ -25,6 +25,9 @@ from ray_ulysses.engine.model_config import (
     refuse_no_decoder,
     stored_quantization,
 )
+from ray_ulysses.engine.muon import NEWTON_SCHULZ_STEPS
+from ray_ulysses.engine.optimizer import muon_matrices
+from ray_ulysses.engine.parameter_names import freeze_parameters, matched_parameters
 from ray_ulysses.engine.partition_view import shape_of
 from ray_ulysses.engine.quantized_base import quantize_layers, torchao
 from ray_ulysses.engine.quantized_source import quantizer_of
@@ -35,6 +38,7 @@ from ray_ulysses.engine.zero_state import FP32, FROZEN, differing
 from ray_ulysses.errors import UserError
 from ray_ulysses.model_shape import HYBRID_LAYER_TYPES
 from ray_ulysses.planner.settings import kept_attention
+from ray_ulysses.trained_part import MuonPart
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,7 +46,8 @@ if TYPE_CHECKING:
     from ray_ulysses.attention.probe import ProbeResult
     from ray_ulysses.checkpoint.state import StateDescription
     from ray_ulysses.config import Config
-    from ray_ulysses.model_shape import ModelShape, TrainedPart
+    from ray_ulysses.model_shape import ModelShape
+    from ray_ulysses.trained_part import TrainedPart
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -100,6 +105,8 @@ def build_model(
             model = add_adapter(model, config.model.adapter, config.run.seed)
         if state is None and config.model.adapter.from_ is not None:
             load_adapter(model, config.model.adapter)
+    if config.model.freeze:
+        freeze_parameters(model, config.model.freeze)
     if is_empty:
         allocate_weights(model, dtype, partition)
     return model
@@ -180,6 +187,39 @@ def find_trained_part(config: Config) -> TrainedPart | None:
         refuse_other_tensors(model, adapter)
         part = replace(part, dropout=dropout_of(adapter))
     return part
+
+
+def with_training(config: Config, shape: ModelShape) -> ModelShape:
+    """Return a model's shape with the numbers of parameters that are trained, by the settings that select them.
+
+    Weights are not read.
+
+    Raises:
+        UserError: The model configuration can't be read, the adapter does not fit the model, or a pattern matches no
+            parameter.
+    """
+    adapter, freeze, optimizer = config.model.adapter, config.model.freeze, config.optimizer
+    model = meta_model(planned_config(config), config.model.part)
+    if adapter is not None:
+        shape = replace(shape, part=trained_part(model, adapter))
+    elif freeze:
+        freeze_parameters(model, freeze)
+        shape = replace(shape, part=count_trained(model))
+    if optimizer.kind == "muon":
+        shape = replace(shape, muon=_muon_part(model))
+    return replace(shape, matched=matched_parameters(model, optimizer.groups))
+
+
+def _muon_part(model: Any) -> MuonPart:
+    found = muon_matrices(model).values()
+    sides = [(one.count, min(one.rows, one.columns), max(one.rows, one.columns)) for one in found]
+    return MuonPart(
+        parameters=sum(count * small * large for count, small, large in sides),
+        matrices=sum(count for count, _, _ in sides),
+        largest=max((small * large for _, small, large in sides), default=0),
+        # Each step has two products of the matrix and a square one, and one of two square ones.
+        flops=sum(count * NEWTON_SCHULZ_STEPS * (4 * s * s * n + 2 * s**3) for count, s, n in sides),
+    )
 
 
 def with_mixers(config: Config, shape: ModelShape) -> ModelShape:

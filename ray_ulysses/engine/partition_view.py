@@ -70,6 +70,8 @@ class Zero3View:
         swapped = [number for number in numbers if optimizer._swappable_optimizer_subgroup(number)]
         resident = tuple(number for number in numbers if number not in swapped)
         self.resident_groups: tuple[tuple[int, ...], ...] = (resident, *((number,) for number in swapped))
+        self.process_group: Any = optimizer.dp_process_group
+        self.rank, self.world_size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
 
     @property
     def inner(self) -> torch.optim.Optimizer:
@@ -91,8 +93,16 @@ class Zero3View:
     def _locate(self, parameter: Any) -> Partition:
         start, stop = _held(parameter)
         number, offset, _ = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
-        group = int(self._optimizer.sub_group_to_group_id[number])
-        return Partition(group=group, flat=number, offset=offset, start=start, length=stop - start)
+        return Partition(group=self.group_of_flat(number), flat=number, offset=offset, start=start, length=stop - start)
+
+    def group_of_flat(self, number: int) -> int:
+        """Return the index of a flat tensor's optimizer group."""
+        return int(self._optimizer.sub_group_to_group_id[number])
+
+    def bounds(self, parameter: Any) -> tuple[int, ...]:
+        """Return the start index of each rank's elements of a trained parameter, and the number of elements."""
+        size = -(-parameter.ds_numel // self.world_size)
+        return tuple(min(rank * size, parameter.ds_numel) for rank in range(self.world_size + 1))
 
     def weights(self, parameter: Any, *, is_writing: bool) -> tuple[int, torch.Tensor]:
         """Return the start index and a view of this rank's share of a parameter in the model, without padding."""
@@ -176,11 +186,12 @@ class GroupView:
     ) -> None:
         group = optimizer.real_dp_process_group[0]
         self._optimizer, self._positions = optimizer, positions
-        self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.process_group = group
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         assert all(other is group for other in optimizer.real_dp_process_group)
         # `begin` only assigns this attribute, so without this check a renamed attribute would go unnoticed.
         assert hasattr(optimizer, "_hp_optimizer_states_linked")
-        assert [flat.numel() * self._world_size for flat in flats] == [whole.numel() for whole in wholes]
+        assert [flat.numel() * self.world_size for flat in flats] == [whole.numel() for whole in wholes]
         self.flats = flats
         self.inner: torch.optim.Optimizer = optimizer.optimizer
         self.resident_groups = (tuple(range(len(flats))),)
@@ -189,14 +200,24 @@ class GroupView:
         """Return the location of this rank's elements of a trained parameter."""
         group, position = self._positions[id(parameter)]
         size = self.flats[group].numel()
-        return intersect(group, position, parameter.numel(), partition_size=size, rank=self._rank)
+        return intersect(group, position, parameter.numel(), partition_size=size, rank=self.rank)
+
+    def group_of_flat(self, number: int) -> int:
+        """Return the index of a flat tensor's optimizer group."""
+        return number
+
+    def bounds(self, parameter: Any) -> tuple[int, ...]:
+        """Return the start index of each rank's elements of a trained parameter, and the number of elements."""
+        group, position = self._positions[id(parameter)]
+        size, count = self.flats[group].numel(), parameter.numel()
+        return tuple(min(max(rank * size - position, 0), count) for rank in range(self.world_size + 1))
 
     def weights(self, parameter: Any, *, is_writing: bool) -> tuple[int, torch.Tensor]:
         """Return a start index and view of a model parameter: all of it if ``is_writing``, else an even share."""
         flat = flat_view(parameter, is_writing=is_writing)
         if is_writing:
             return 0, flat
-        start, stop = partition(flat.numel(), self._world_size, self._rank)
+        start, stop = partition(flat.numel(), self.world_size, self.rank)
         return start, flat.narrow(0, start, stop - start)
 
     def begin(self) -> None:

@@ -15,15 +15,20 @@ import torch
 from ray_ulysses.attention.mixer_layouts import layout_of
 from ray_ulysses.engine.adapter import reads_others
 from ray_ulysses.engine.base_fingerprint import base_fingerprint
+from ray_ulysses.engine.bf16_moments import AdamWBf16Moments
 from ray_ulysses.engine.model_parts import inner_model
-from ray_ulysses.engine.optimizer import parameter_groups
+from ray_ulysses.engine.muon import MuonAdamW
+from ray_ulysses.engine.optimizer import muon_matrices, parameter_groups
 from ray_ulysses.engine.partition_view import partition_view, shape_of
+from ray_ulysses.engine.zero_state import named_tensors
 from ray_ulysses.planner.state_memory import NVME_BUFFERS, NVME_SUB_GROUP, REDUCE_BUCKET
 from ray_ulysses.storage.lock import lock, lock_file
 from ray_ulysses.storage.regular import NotAPlainFileError, open_inside
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from ray_ulysses.config.optimizer import OptimizerKind, ParameterGroup
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """glibc's mallopt constants M_TRIM_THRESHOLD and M_MMAP_THRESHOLD (malloc.h)."""
@@ -43,6 +48,11 @@ class ZeroSettings:
     eps: float
     weight_decay: float
     """Weight decay for the weights of projections and embeddings."""
+    kind: OptimizerKind = "adamw"
+    groups: tuple[ParameterGroup, ...] = ()
+    """Settings of parameters by name pattern, which take precedence over ``weight_decay``."""
+    seed: int = 0
+    """Seed of the stochastic rounding of bf16 moments."""
     offload_optimizer: Literal["none", "cpu", "nvme"] = "none"
     offload_param: Literal["none", "cpu"] = "none"
     """Device that stores each rank's shard of the weights in stage 3."""
@@ -148,7 +158,7 @@ def build_engine(model: nn.Module, settings: ZeroSettings) -> Any:
     if settings.stage == 3:
         _gather_head_at_once(model)
         gather_experts_at_once(model)
-    groups = parameter_groups(model, settings.weight_decay)
+    groups = parameter_groups(model, settings.weight_decay, kind=settings.kind, groups=settings.groups)
     optimizer = _optimizer(groups, settings)
     config = zero_config(settings)
     swap_folder = None
@@ -161,6 +171,11 @@ def build_engine(model: nn.Module, settings: ZeroSettings) -> Any:
     if settings.stage == 3:
         trace_parameters_only(engine)
     engine.base_fingerprint = base_fingerprint(engine, partition_view(engine))
+    trained = named_tensors(model).trained
+    if isinstance(optimizer, MuonAdamW):
+        optimizer.locate(partition_view(engine), [one for _, one in trained], muon_matrices(model))
+    elif isinstance(optimizer, AdamWBf16Moments):
+        optimizer.locate(partition_view(engine), trained)
     return engine
 
 
@@ -214,6 +229,11 @@ def trace_parameters_only(engine: Any) -> None:
 
 def _optimizer(groups: list[dict[str, Any]], settings: ZeroSettings) -> torch.optim.Optimizer:
     options: dict[str, Any] = {"lr": settings.learning_rate, "betas": settings.betas, "eps": settings.eps}
+    if settings.kind == "muon":
+        dtype = torch.float32 if settings.dtype == "fp32" else torch.bfloat16
+        return MuonAdamW(groups, dtype=dtype, **options)
+    if settings.kind == "adamw_bf16_moments":
+        return AdamWBf16Moments(groups, seed=settings.seed, **options)
     if settings.offload_optimizer != "none" and torch.cuda.is_available():
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 

@@ -4,8 +4,9 @@ Tensors are stored as exact intervals, without padding. A state saved at any sta
 loaded at any other stage and world size. Only `partition_view` reads DeepSpeed's private attributes.
 
 Keys are ``fp32/<parameter>`` for master weights of trained parameters, ``<moment>/<parameter>`` for their optimizer
-moments, ``model/<parameter>`` for trained parameters in the model's precision if it is not fp32, ``frozen/<parameter>``
-and ``buffer/<name>``. A tied parameter is stored once, under its first name.
+moments, which depend on the kind of the parameter's group, ``model/<parameter>`` for trained parameters in the model's
+precision if it is not fp32, ``frozen/<parameter>`` and ``buffer/<name>``. A tied parameter is stored once, under its
+first name.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from ray_ulysses.checkpoint.state import (
     dtype_name,
 )
 from ray_ulysses.engine.model_parts import inner_model
+from ray_ulysses.engine.optimizer import MOMENTS
 from ray_ulysses.engine.partition_view import PartitionView, flat_view, partition_view, shape_of
 from ray_ulysses.engine.quantized_base import quantized_modules
 from ray_ulysses.errors import UserError
@@ -45,7 +47,7 @@ class StateReader:
         The result is a view of the live state: copy or store its contents before the next step.
         """
         view, tensors = self._view, self._tensors
-        moments = moment_names(view)
+        moments = Moments(view, exist=has_moments(view))
         description = describe(self._engine, tensors, view, moments)
         resident = (*rounded_parts(tensors, view), *untrained_parts(tensors, view, is_writing=False))
         if len(view.resident_groups) > 1:
@@ -75,7 +77,7 @@ def import_state(engine: Any, description: StateDescription, fill: Callable[[Seq
         UserError: The engine's parameters differ from the stored parameters.
     """
     view, tensors = partition_view(engine), named_tensors(engine.module)
-    moments = stored_moments(description)
+    moments = Moments(view, exist=description.has_moments)
     check_same_model(tensors, description, moments)
     if engine.base_fingerprint != description.base_fingerprint:
         base: Any = inner_model(engine.module)
@@ -95,18 +97,48 @@ def import_state(engine: Any, description: StateDescription, fill: Callable[[Seq
     view.finish()
 
 
-def _make_optimizer_state(view: PartitionView, group: Sequence[int], moments: Sequence[str], step: int) -> None:
+def _make_optimizer_state(view: PartitionView, group: Sequence[int], moments: Moments, step: int) -> None:
     """Allocate zeroed state tensors in the inner optimizer, which has no state before the first step."""
     is_torch = isinstance(view.inner, torch.optim.Adam)
     for number in group:
         flat = view.flats[number]
-        if not moments:
+        if not moments.exist:
             view.inner.state.pop(flat, None)
             continue
-        state: dict[str, Any] = {name: torch.zeros_like(flat.data) for name in moments}
+        state: dict[str, Any] = {
+            name: torch.zeros_like(flat.data, dtype=dtype) for name, dtype in moments.of_flat(number).items()
+        }
         # torch's Adam counts steps in a tensor on the host, DeepSpeed's in an int.
         state["step"] = torch.tensor(float(step), dtype=torch.float32) if is_torch else step
         view.inner.state[flat] = state
+
+
+class Moments:
+    """Names and dtypes of the optimizer's moments, which depend on the parameter group.
+
+    Args:
+        view: The partition view of the ZeRO optimizer.
+        exist: Whether there are moments; before the first step, there are none.
+    """
+
+    def __init__(self, view: PartitionView, *, exist: bool) -> None:
+        self._view, self.exist = view, exist
+
+    def of(self, parameter: Any) -> Mapping[str, torch.dtype]:
+        """Return the moments of a trained parameter."""
+        return self._of_group(self._view.partition_of(parameter).group)
+
+    def of_flat(self, number: int) -> Mapping[str, torch.dtype]:
+        """Return the moments of a flat tensor."""
+        return self._of_group(self._view.group_of_flat(number))
+
+    def _of_group(self, group: int) -> Mapping[str, torch.dtype]:
+        return MOMENTS[self._view.inner.param_groups[group]["kind"]] if self.exist else {}
+
+
+def has_moments(view: PartitionView) -> bool:
+    """Return whether the optimizer has moments, which it creates in its first step."""
+    return any(view.inner.state.get(flat) for flat in view.flats)
 
 
 FP32 = "fp32"
@@ -162,28 +194,26 @@ def named_tensors(module: nn.Module) -> NamedTensors:
 
 
 def stepped_parts(
-    tensors: NamedTensors, view: PartitionView, group: Sequence[int], moments: Sequence[str]
+    tensors: NamedTensors, view: PartitionView, group: Sequence[int], moments: Moments
 ) -> Iterator[TensorPart]:
     """Yield this rank's master weights and moments that belong to one resident group of flat tensors."""
     for name, parameter in tensors.trained:
         part = view.partition_of(parameter)
         if part.length and part.flat in group:
             flat = view.flats[part.flat]
-            for kind in (FP32, *moments):
+            for kind in (FP32, *moments.of(parameter)):
                 tensor = flat if kind == FP32 else view.inner.state[flat][kind]
                 elements = tensor.data.narrow(0, part.offset, part.length)
                 yield TensorPart(key=f"{kind}/{name}", start=part.start, tensor=elements)
 
 
-def stepped_intervals(tensors: NamedTensors, view: PartitionView, moments: Sequence[str]) -> Iterator[HeldInterval]:
+def stepped_intervals(tensors: NamedTensors, view: PartitionView, moments: Moments) -> Iterator[HeldInterval]:
     """Yield the intervals of this rank's master weights and moments, even if they are not in memory."""
     for name, parameter in tensors.trained:
         part = view.partition_of(parameter)
         if part.length:
-            for kind in (FP32, *moments):
-                yield HeldInterval(
-                    key=f"{kind}/{name}", start=part.start, num_elements=part.length, dtype=torch.float32
-                )
+            for kind, dtype in {FP32: torch.float32, **moments.of(parameter)}.items():
+                yield HeldInterval(key=f"{kind}/{name}", start=part.start, num_elements=part.length, dtype=dtype)
 
 
 def rounded_parts(tensors: NamedTensors, view: PartitionView) -> Iterator[TensorPart]:
@@ -218,7 +248,7 @@ class SwappedState:
 
     tensors: NamedTensors
     view: PartitionView
-    moments: tuple[str, ...]
+    moments: Moments
     resident: tuple[TensorPart, ...]
     """Parts that are always in memory: all except master weights and moments."""
     description: StateDescription
@@ -254,35 +284,17 @@ _Value = TypeVar("_Value")
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
-def describe(engine: Any, tensors: NamedTensors, view: PartitionView, moments: Sequence[str]) -> StateDescription:
+def describe(engine: Any, tensors: NamedTensors, view: PartitionView, moments: Moments) -> StateDescription:
     """Return the description of an engine's state, identical on every rank."""
     return StateDescription(
         tensors=_tensor_specs(tensors, moments),
         tied=tensors.tied,
-        optimizer_step=_optimizer_step(view) if moments else 0,
+        optimizer_step=_optimizer_step(view) if moments.exist else 0,
         groups=tuple(_hyperparameters(group) for group in view.inner.param_groups),
         group_of={name: view.partition_of(parameter).group for name, parameter in tensors.trained},
         counters={name: int(getattr(engine, name)) for name in _COUNTERS},
         base_fingerprint=engine.base_fingerprint,
     )
-
-
-def moment_names(view: PartitionView) -> tuple[str, ...]:
-    """Return the names of the optimizer's flat state tensors; before the first step, there are none."""
-    names: set[str] = set()
-    for flat in view.flats:
-        names |= {
-            key
-            for key, value in view.inner.state.get(flat, {}).items()
-            if torch.is_tensor(value) and value.dim() == 1 and value.numel() == flat.numel()
-        }
-    return tuple(sorted(names))
-
-
-def stored_moments(description: StateDescription) -> tuple[str, ...]:
-    """Return the names of the moments in a stored state."""
-    kinds = {key.split("/", 1)[0] for key in description.tensors}
-    return tuple(sorted(kinds - {FP32, MODEL, FROZEN, BUFFER}))
 
 
 def restore_counters(engine: Any, description: StateDescription) -> None:
@@ -292,7 +304,7 @@ def restore_counters(engine: Any, description: StateDescription) -> None:
     engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
 
 
-def check_same_model(tensors: NamedTensors, description: StateDescription, moments: Sequence[str]) -> None:
+def check_same_model(tensors: NamedTensors, description: StateDescription, moments: Moments) -> None:
     """Raise an error if a model's tensors differ from the stored tensors.
 
     For trained parameters, only the fp32 master weights are compared, not the rounded copies under ``model/``. The
@@ -329,13 +341,14 @@ def _comparable(tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
     return {key: spec for key, spec in tensors.items() if not key.startswith(f"{MODEL}/")}
 
 
-def _tensor_specs(tensors: NamedTensors, moments: Sequence[str]) -> dict[str, TensorSpec]:
+def _tensor_specs(tensors: NamedTensors, moments: Moments) -> dict[str, TensorSpec]:
     specs: dict[str, TensorSpec] = {}
     for name, parameter in tensors.trained:
-        spec = TensorSpec(shape=shape_of(parameter), dtype="F32")
-        specs.update((f"{kind}/{name}", spec) for kind in (FP32, *moments))
+        shape = shape_of(parameter)
+        for kind, dtype in {FP32: torch.float32, **moments.of(parameter)}.items():
+            specs[f"{kind}/{name}"] = TensorSpec(shape=shape, dtype=dtype_name(dtype))
         if parameter.dtype != torch.float32:
-            specs[f"{MODEL}/{name}"] = TensorSpec(shape=spec.shape, dtype=dtype_name(parameter.dtype))
+            specs[f"{MODEL}/{name}"] = TensorSpec(shape=shape, dtype=dtype_name(parameter.dtype))
     for name, parameter in tensors.frozen:
         specs[f"{FROZEN}/{name}"] = TensorSpec(shape=shape_of(parameter), dtype=dtype_name(parameter.dtype))
     for name, buffer in tensors.buffers:

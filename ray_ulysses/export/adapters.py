@@ -14,7 +14,6 @@ from ray_ulysses.engine.adapter import (
     ADAPTER_NAME,
     ADAPTER_SETTINGS_FILE,
     MAGNITUDE,
-    PREFIX,
     Adapted,
     file_name,
     find_adapted,
@@ -22,6 +21,7 @@ from ray_ulysses.engine.adapter import (
     lora_config,
     whole_names,
 )
+from ray_ulysses.engine.parameter_names import PREFIX
 from ray_ulysses.errors import UserError
 from ray_ulysses.export.files import WeightFile, aligned
 from ray_ulysses.export.tensors import LowRank, PublishedTensor, Stored, find_stored, stored_tensors

@@ -209,14 +209,14 @@ def _mlp_backward(shape: ModelShape, tokens: int, value: int, tiles: Tiles, *, c
         of_norm += tokens * 2 * value
     norm = of_norm * shape.hidden_size
     # An adapter adds its product and a scaled copy to the product with frozen weights.
-    of_adapter = 0 if shape.part is None else 2
+    of_adapter = 2 if shape.has_adapter else 0
     if checkpointed and tile >= tokens:
         # During the norm's backward pass, the MLP's saved tensors and its input are already freed.
         norm -= tokens * (4 * shape.mlp_width + shape.hidden_size) * value
     if tile < tokens:
         values = 6 + of_adapter
         each, weights = values * shape.mlp_width * value, shape.mlp_parameters
-        weights *= shape.part is None
+        weights *= not shape.has_adapter
         size = tile * each + tokens * shape.hidden_size * value + weights * (FP32_BYTES + value)
         text = (
             f"{tile:,} tokens of {tokens:,} per rank (memory.mlp_tile) x {each:,} bytes: {values} values of its width; "

@@ -140,10 +140,17 @@ def _model(report: PlanReport) -> list[str]:
     ]
     if shape.part is not None:
         number, share = shape.trained_parameters, shape.trained_parameters / shape.num_parameters
-        said = f"{count(number)} ({number:,}), {share:.2%} of all; adapters have {count(shape.part.added)}"
-        if shape.experts is not None and not shape.part.summed:
+        said = f"{count(number)} ({number:,}), {share:.2%} of all"
+        said += f"; adapters have {count(shape.part.added)}" if shape.has_adapter else ""
+        if shape.has_adapter and shape.experts is not None and not shape.part.summed:
             said += "; experts that share a tensor are frozen unless model.adapter.targets names them"
         rows.insert(1, ("trained", said))
+    if shape.muon is not None:
+        muon, others = shape.muon, shape.trained_parameters - shape.muon.parameters
+        said = f"Muon trains {count(muon.parameters)} in {muon.matrices:,} matrices, AdamW trains {count(others)}"
+        rows.append(("optimizer", said))
+    for one in shape.matched:
+        rows.append(("optimizer group", f"{', '.join(one.match)}: {count(one.parameters)} in {one.tensors:,} tensors"))
     return ["model", *facts(rows)]
 
 

@@ -91,7 +91,7 @@ def check_origin(origin: Origin, config: Config, plan: Plan) -> Manifest:
     if isinstance(found, Damage):
         raise UserError(f"{SETTING}={origin.reference!r}: {found}; specify another step")
     if config.model.resume_state != "all":
-        _check_adapter(found, origin, config)
+        _check_trained(found, origin, config)
         return found
     other = "set model.resume_state to weights or optimizer to start a separate run from the checkpoint"
     differences = settings_that_differ(found.meta.extra.get("settings", {}), config)
@@ -110,9 +110,18 @@ def check_origin(origin: Origin, config: Config, plan: Plan) -> Manifest:
     return found
 
 
-def _check_adapter(found: Manifest, origin: Origin, config: Config) -> None:
-    """Refuse a checkpoint with a different ``model.adapter``, whose tensors have other names and shapes."""
-    theirs, own = found.meta.extra.get("settings", {}).get("model.adapter"), setting(config, "model.adapter")
+def _check_trained(found: Manifest, origin: Origin, config: Config) -> None:
+    """Refuse a checkpoint with different adapters, frozen weights or, if they are loaded, optimizer moments."""
+    settings = found.meta.extra.get("settings", {})
+    for name in ("model.freeze", *(["optimizer.kind"] if config.model.resume_state == "optimizer" else [])):
+        theirs, own = settings.get(name), setting(config, name)
+        if theirs is not None and theirs != own:
+            raise UserError(
+                f"{SETTING}={origin.reference!r}: the checkpoint of step {found.step} of run {found.meta.run!r} was "
+                f"trained with {name}={theirs} and this run has {own}, so the states are incompatible; use the same "
+                "value, or export that run and set model.path to the exported directory"
+            )
+    theirs, own = settings.get("model.adapter"), setting(config, "model.adapter")
     if theirs != own:
         named = ["no adapter" if one is None else f"model.adapter={one}" for one in (theirs, own)]
         raise UserError(

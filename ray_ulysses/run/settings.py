@@ -75,7 +75,8 @@ def model_shape(config: Config) -> ModelShape:
     """Return the shape of the configured model, which is defined inline, in a local directory or on the hub.
 
     Raises:
-        UserError: The model configuration can't be read, is not a decoder, or does not support ``model.adapter``.
+        UserError: The model configuration can't be read, is not a decoder, or does not fit the adapter or a
+            name pattern.
     """
     shape = _whole_shape(config)
     if shape.experts is not None and config.optimizer.router_loss is not None:
@@ -84,11 +85,11 @@ def model_shape(config: Config) -> ModelShape:
         from ray_ulysses.engine.model import with_mixers
 
         shape = with_mixers(config, shape)
-    if config.model.adapter is None:
+    if config.model.adapter is None and not config.model.freeze and not config.optimizer.is_by_parameter:
         return shape
-    from ray_ulysses.engine.model import find_trained_part
+    from ray_ulysses.engine.model import with_training
 
-    return replace(shape, part=find_trained_part(config))
+    return with_training(config, shape)
 
 
 def _whole_shape(config: Config) -> ModelShape:
@@ -124,6 +125,9 @@ def zero_settings(config: Config, accumulation: int) -> ZeroSettings:
         betas=config.optimizer.betas,
         eps=config.optimizer.eps,
         weight_decay=config.optimizer.weight_decay,
+        kind=config.optimizer.kind,
+        groups=config.optimizer.groups,
+        seed=config.run.seed,
         offload_optimizer=config.memory.offload_optimizer,
         offload_param=config.memory.offload_param,
         # Each run swaps to its own directory.

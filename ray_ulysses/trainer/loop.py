@@ -249,7 +249,7 @@ def _take_step(attempt: _Attempt, source: DirectSource, position: RunPosition) -
     started = worker.clock.monotonic()
     rate = rate_of_step(attempt.stage, step)
     for group in engine.optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group["lr_scale"]
     result = train_step(
         engine,
         _beating(attempt, "step", step, _padded(attempt, source.step(step))),

@@ -172,10 +172,11 @@ def wanted(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple
 def test_every_setting_of_the_optimizer_is_away_from_its_default() -> None:
     for section, chosen in ((OptimizerSection, OPTIMIZER), (ScheduleSection, SCHEDULE)):
         # A warm-up is given in steps or as a ratio.
-        assert set(chosen) == set(section.model_fields) - {"warmup_ratio"}
+        # Other kinds and groups have tests of their own, in test_optimizers.
+        assert set(chosen) == set(section.model_fields) - {"warmup_ratio", "kind", "groups"}
         own, default = (section.model_validate(values).model_dump() for values in (chosen, {}))
         kept = {name for name in own if own[name] == default[name]}
-        assert kept <= {"router_loss", "router_bias_rate", "warmup_ratio"}
+        assert kept <= {"router_loss", "router_bias_rate", "warmup_ratio", "kind", "groups"}
 
 
 @pytest.mark.parametrize("layout", fast_only(LAYOUTS, "stage-3-alone"))

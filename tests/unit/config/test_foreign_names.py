@@ -45,7 +45,7 @@ def test_each_name_without_a_setting_is_answered_with_the_reason() -> None:
     ("written", "said"),
     [
         ("optimizer.learning_rate=1e-4", "optimizer.learning_rate=0.0001: there is no such setting; use optimizer.lr "),
-        ("optimizer.kind=muon", "AdamW is the only optimizer"),
+        ("optimizer.optim=muon", "use optimizer.kind instead, adamw, adamw_bf16_moments or muon"),
         ("training.fp16=true", "move its content into our sections"),
         ("model.fp16=true", "set model.dtype: bf16, or fp32 on CPU"),
         ("data.batch_size=8", "use data.rows_per_step instead, the rows of a step over all workers"),

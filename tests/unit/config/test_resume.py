@@ -61,6 +61,7 @@ _OTHER: dict[str, dict[str, Any]] = {
     "model": {
         "path": "other", "init": "pretrained", "config": None, "part": "text", "rope": {"rope_theta": 1e6},
         "adapter": {"rank": 4}, "dtype": "bf16", "base_dtype": "nf4",
+        "freeze": ["*.embed_tokens.*"],
     },
     "data": {
         "path": "other", "context_tokens": 2048, "rows_per_step": 8, "epochs": 2, "packing": "concat",
@@ -70,7 +71,7 @@ _OTHER: dict[str, dict[str, Any]] = {
     "parallel": {"allowed_sp": [1, 2]},
     "optimizer": {
         "lr": 1e-3, "betas": [0.9, 0.99], "eps": 1e-6, "weight_decay": 0.0, "max_grad_norm": None, "z_loss": 1e-4,
-        "router_loss": 1e-3, "router_bias_rate": 1e-3,
+        "router_loss": 1e-3, "router_bias_rate": 1e-3, "kind": "adamw_bf16_moments", "groups": [{"match": ["*"]}],
     },
     "schedule": {"kind": "linear", "decay_steps": 7, "warmup_steps": 10, "warmup_ratio": 0.1, "horizon_steps": 1000,
                  "min_lr_ratio": 0.0},

@@ -8,11 +8,12 @@ from typing import Any, Literal
 import pytest
 
 from ray_ulysses.config.loading import parse_config
-from ray_ulysses.model_shape import ModelShape, TrainedPart
+from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.planner.flops import step_flops
 from ray_ulysses.planner.memory import MemoryEstimate, configured_memory
 from ray_ulysses.planner.search import longest_context
 from ray_ulysses.planner.throughput import configured_time, full_rows
+from ray_ulysses.trained_part import TrainedPart
 from tests.planned import estimate
 from tests.unit.config.trees import small_tree
 from tests.unit.planner.runs import LLAMA_3_8B

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from ray_ulysses.config import parse_config
-from ray_ulysses.model_shape import ModelShape, TrainedPart
+from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.planner.experts import ExpertTraffic
+from ray_ulysses.trained_part import TrainedPart
 from tests.unit.config.trees import small_tree
 
 QWEN3_30B_A3B: dict[str, Any] = {

@@ -1,0 +1,135 @@
+"""AdamW whose moments are stored in bf16 with stochastic rounding; master weights remain fp32.
+
+Rounding to nearest would lose most updates of the second moment, which changes by a twentieth per step or less. With
+stochastic rounding, the stored moments are correct on average. The random bits are a hash of the seed, the parameter's
+name, the element's index and the step, and each operation is rounded separately, so the same gradient bits give the
+same update bits for every layout.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from ray_ulysses.engine.partition_view import GroupView, Zero3View
+
+CHUNK = 1 << 22
+"""Number of elements that are updated at once, which bounds the temporaries."""
+# Constants of SplitMix64 (https://doi.org/10.1145/2660193.2660195) as signed integers, which wrap around in torch.
+_INCREMENT, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Piece:
+    """This rank's elements of a parameter."""
+
+    name: str
+    start: int
+    """Index of the first element in the flattened parameter."""
+    offset: int
+    """Index of the first element in the flat tensor."""
+    length: int
+
+
+class AdamWBf16Moments(torch.optim.AdamW):
+    """AdamW with moments in bf16.
+
+    Args:
+        groups: Parameter groups; see `engine.optimizer.parameter_groups`.
+        seed: Seed of the rounding.
+        options: Arguments of ``torch.optim.AdamW``.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], *, seed: int, **options: Any) -> None:
+        super().__init__(groups, **options)
+        self._seed = seed
+        self._pieces: dict[int, list[_Piece]] = {}
+
+    def locate(self, view: GroupView | Zero3View, parameters: Sequence[tuple[str, Any]]) -> None:
+        """Locate the named, trained parameters in the flat tensors that ZeRO has created."""
+        for name, parameter in parameters:
+            part = view.partition_of(parameter)
+            self._pieces.setdefault(id(view.flats[part.flat]), []).append(
+                _Piece(name=name, start=part.start, offset=part.offset, length=part.length)
+            )
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update the flat tensors in all parameter groups."""
+        for group in self.param_groups:
+            for flat in group["params"]:
+                self._step_flat(flat, group)
+
+    def _step_flat(self, flat: torch.Tensor, group: dict[str, Any]) -> None:
+        state, gradient = self.state[flat], flat.grad
+        assert gradient is not None
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(flat, dtype=torch.bfloat16) for _ in range(2))
+        state["step"] += 1
+        step = int(state["step"])
+        for piece in self._pieces[id(flat)]:
+            key = _key(self._seed, piece.name, step)
+            for begin in range(0, piece.length, CHUNK):
+                size = min(CHUNK, piece.length - begin)
+                tensors = (flat, gradient, state["exp_avg"], state["exp_avg_sq"])
+                views = [one.narrow(0, piece.offset + begin, size) for one in tensors]
+                _update(*views, group=group, step=step, key=key, first=piece.start + begin)
+
+
+def _update(
+    weight: torch.Tensor,
+    gradient: torch.Tensor,
+    mean: torch.Tensor,
+    variance: torch.Tensor,
+    *,
+    group: dict[str, Any],
+    step: int,
+    key: int,
+    first: int,
+) -> None:
+    """Update one chunk in place.
+
+    Fused operations such as ``addcmul`` are avoided: on CPU, they round differently in the last elements of a tensor,
+    which are not vectorized.
+    """
+    beta1, beta2 = group["betas"]
+    bits = _hashed(key, first, weight.numel(), weight.device)
+    new_mean = (mean.float() * beta1).add_(gradient * (1 - beta1))
+    new_variance = (variance.float() * beta2).add_((gradient * gradient).mul_(1 - beta2))
+    mean.copy_(_rounded(new_mean, bits & 0xFFFF))
+    variance.copy_(_rounded(new_variance, (bits >> 16) & 0xFFFF))
+    scale = (1 - beta2**step) ** 0.5
+    denominator = new_variance.sqrt_().div_(scale).add_(group["eps"])
+    weight.mul_(1 - group["lr"] * group["weight_decay"])
+    weight.sub_(new_mean.mul_(group["lr"] / (1 - beta1**step)).div_(denominator))
+
+
+def _rounded(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    """Return fp32 values rounded up or down to bf16, according to 16 random bits per value."""
+    raised = values.view(torch.int32) + bits.to(torch.int32)
+    return (raised & -0x10000).view(torch.float32).bfloat16()
+
+
+def _key(seed: int, name: str, step: int) -> int:
+    digest = hashlib.blake2b(f"{seed}/{step}/{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def _hashed(key: int, first: int, count: int, device: torch.device) -> torch.Tensor:
+    """Return SplitMix64's outputs number ``first`` to ``first + count - 1`` for the seed ``key``, as int64."""
+    x = torch.arange(first + 1, first + count + 1, dtype=torch.int64, device=device)
+    x = x.mul_(_INCREMENT).add_(key)
+    for shift, factor in ((30, _FIRST), (27, _SECOND)):
+        x = (x ^ _shifted(x, shift)).mul_(factor)
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: torch.Tensor, shift: int) -> torch.Tensor:
+    """Shift without extending the sign."""
+    return (x >> shift).bitwise_and_((1 << (64 - shift)) - 1)

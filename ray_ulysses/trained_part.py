@@ -1,0 +1,48 @@
+"""Numbers of parameters that a run trains, by the settings that select them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainedPart:
+    """The trained part of a model with adapters or frozen parameters."""
+
+    added: int
+    """Number of adapter parameters; 0 without adapters."""
+    trained: int
+    """Number of trained parameters, including the adapters'."""
+    has_embedding: bool
+    has_head: bool
+    summed: int = 0
+    """Number of frozen parameters to which the adapter's product is added before use, such as adapted experts."""
+    largest_sum: int = 0
+    """Number of these parameters in the module that has the most."""
+    added_to_sums: int = 0
+    """Number of adapter parameters in these products. They are not multiplied with tokens."""
+    dropout: float = 0.0
+    """Dropout with which an existing adapter was trained. It is not applied."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MatchedParameters:
+    """The trained parameters of an entry of ``optimizer.groups``."""
+
+    match: tuple[str, ...]
+    """The entry's patterns."""
+    tensors: int
+    parameters: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MuonPart:
+    """The matrices that Muon updates."""
+
+    parameters: int
+    """Total number of elements."""
+    matrices: int
+    largest: int
+    """Number of elements of the largest matrix."""
+    flops: int
+    """Number of FLOPs to orthogonalize all matrices."""
