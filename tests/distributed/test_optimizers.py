@@ -97,8 +97,8 @@ class Plain(torch.optim.Optimizer):
 
 
 def newton_schulz(matrix: torch.Tensor) -> torch.Tensor:
-    """Follow https://kellerjordan.github.io/posts/muon in fp32."""
-    x = matrix / (matrix.norm() + 1e-7)
+    """Follow torch.optim.Muon, but in fp32."""
+    x = matrix / matrix.norm().clamp(min=1e-7)
     if matrix.shape[0] > matrix.shape[1]:
         x = x.T
     for _ in range(5):
