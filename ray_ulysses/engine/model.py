@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from ray_ulysses.attention.probe import ProbeResult
     from ray_ulysses.checkpoint.state import StateDescription
     from ray_ulysses.config import Config
+    from ray_ulysses.config.model import AdapterSection
     from ray_ulysses.model_shape import ModelShape
     from ray_ulysses.trained_part import TrainedPart
 
@@ -174,9 +175,12 @@ def find_trained_part(config: Config) -> TrainedPart | None:
     Raises:
         UserError: The model configuration can't be read, or the adapter does not fit the model.
     """
-    if config.model.adapter is None:
-        return None
-    adapter, model = config.model.adapter, meta_model(planned_config(config), config.model.part)
+    return None if config.model.adapter is None else _adapted(config, config.model.adapter)[0]
+
+
+def _adapted(config: Config, adapter: AdapterSection) -> tuple[TrainedPart, Any]:
+    """Return the trained part of a run with an adapter, and the model on the meta device with the adapter."""
+    model = meta_model(planned_config(config), config.model.part)
     if adapter.from_ is not None:
         refuse_other_adapter(model, adapter, config.model.path)
     if config.model.base_dtype != "bf16":
@@ -186,7 +190,7 @@ def find_trained_part(config: Config) -> TrainedPart | None:
     if adapter.from_ is not None:
         refuse_other_tensors(model, adapter)
         part = replace(part, dropout=dropout_of(adapter))
-    return part
+    return part, model
 
 
 def with_training(config: Config, shape: ModelShape) -> ModelShape:
@@ -199,10 +203,12 @@ def with_training(config: Config, shape: ModelShape) -> ModelShape:
             parameter.
     """
     adapter, freeze, optimizer = config.model.adapter, config.model.freeze, config.optimizer
-    model = meta_model(planned_config(config), config.model.part)
     if adapter is not None:
-        shape = replace(shape, part=trained_part(model, adapter))
-    elif freeze:
+        part, model = _adapted(config, adapter)
+        shape = replace(shape, part=part)
+    else:
+        model = meta_model(planned_config(config), config.model.part)
+    if freeze:
         freeze_parameters(model, freeze)
         shape = replace(shape, part=count_trained(model))
     if optimizer.kind == "muon":
