@@ -21,6 +21,12 @@ class TrainedPart:
     """Number of these parameters in the module that has the most."""
     added_to_sums: int = 0
     """Number of adapter parameters in these products. They are not multiplied with tokens."""
+    quantized: int = 0
+    """Number of frozen parameters that are quantized."""
+    packed_bytes: int = 0
+    """Size of the quantized parameters with their scales, in bytes."""
+    largest_quantized: int = 0
+    """Largest number of quantized parameters in the linear layers or experts of one MLP or attention."""
     dropout: float = 0.0
     """Dropout with which an existing adapter was trained. It is not applied."""
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import cast
 
+from ray_ulysses.config.model import AdapterSection
 from ray_ulysses.config.reference_to_checkpoint import MlflowReference, parse_reference
 from ray_ulysses.config.running import mlflow_is_on
 from ray_ulysses.config.schema import Config, problem_of, zero_stage
@@ -369,7 +370,8 @@ def _quantized_base_is_frozen(config: Config) -> Iterator[Problem]:
     if config.model.adapter is None:
         rule = "quantized weights can't be trained, but without model.adapter all weights are trained"
         yield problem_of(config, "model.base_dtype", rule, "add model.adapter, or remove model.base_dtype")
-    elif config.model.adapter.dora:
+    elif isinstance(config.model.adapter, AdapterSection) and config.model.adapter.dora:
+        # If another setting is invalid, a section within a section is still a dict.
         rule = "DoRA reads the norms of the frozen weights, which is not supported for quantized weights"
         yield problem_of(config, "model.base_dtype", rule, "set model.adapter.dora: false, or remove model.base_dtype")
     if config.model.compile:

@@ -29,7 +29,7 @@ from ray_ulysses.engine.muon import NEWTON_SCHULZ_STEPS
 from ray_ulysses.engine.optimizer import muon_matrices
 from ray_ulysses.engine.parameter_names import freeze_parameters, matched_parameters
 from ray_ulysses.engine.partition_view import shape_of
-from ray_ulysses.engine.quantized_base import quantize_layers, torchao
+from ray_ulysses.engine.quantized_base import quantize_layers, quantized_sizes, torchao
 from ray_ulysses.engine.quantized_source import quantizer_of
 from ray_ulysses.engine.router_health import refuse_no_bias
 from ray_ulysses.engine.router_loss import router_loss_of, set_router_loss
@@ -183,10 +183,16 @@ def _adapted(config: Config, adapter: AdapterSection) -> tuple[TrainedPart, Any]
     model = meta_model(planned_config(config), config.model.part)
     if adapter.from_ is not None:
         refuse_other_adapter(model, adapter, config.model.path)
+    sizes = None
     if config.model.base_dtype != "bf16":
         torchao()
-        quantize_base(meta_model(planned_config(config), config.model.part), config)
+        base = meta_model(planned_config(config), config.model.part).to(torch_dtype(config.model.dtype))
+        quantize_base(base, config)
+        sizes = quantized_sizes(base)
     part = trained_part(model, adapter)
+    if sizes is not None:
+        quantized, packed_bytes, largest = sizes
+        part = replace(part, quantized=quantized, packed_bytes=packed_bytes, largest_quantized=largest)
     if adapter.from_ is not None:
         refuse_other_tensors(model, adapter)
         part = replace(part, dropout=dropout_of(adapter))

@@ -11,6 +11,7 @@ A quantized module dequantizes its weights in each forward and backward pass, an
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -293,6 +294,18 @@ def _quantized_on_device(weight: torch.Tensor, dtype: QuantizedDtype) -> tuple[t
 def quantized_modules(model: nn.Module) -> Iterator[Quantized]:
     """Yield the modules of a model that have quantized weights."""
     return (module for module in model.modules() if isinstance(module, Quantized))
+
+
+def quantized_sizes(model: nn.Module) -> tuple[int, int, int]:
+    """Return the number of quantized elements, their bytes with scales, and the most elements within one sublayer."""
+    packed = {one for module in quantized_modules(model) for one in module.packed_parameters()}
+    count, sublayers = 0, Counter[str]()
+    for name, module in model.named_modules():
+        if isinstance(module, Quantized):
+            size = sum(torch.Size(shape).numel() for shape in module.quantized.values())
+            count += size
+            sublayers[name.rpartition(".")[0]] += size
+    return count, sum(one.nbytes for one in packed), max(sublayers.values(), default=0)
 
 
 def dequantize_layers(model: nn.Module) -> None:

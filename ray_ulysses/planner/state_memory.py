@@ -11,6 +11,7 @@ from typing import Literal, Self
 from ray_ulysses.config import Config
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.planner.memory_terms import FP32_BYTES, GIB, MemoryTerm, Phase, always, in_passes, term
+from ray_ulysses.trained_part import TrainedPart
 
 _BYTES_PER_VALUE: dict[str, int] = {"bf16": 2, "fp32": 4}
 # Default of `stage3_max_live_parameters` in DeepSpeed 0.19: number of parameters that may stay gathered for reuse.
@@ -82,15 +83,32 @@ class StateSharing:
     def stored_bytes(self, shape: ModelShape) -> int:
         """Return the number of bytes of a rank's share in a checkpoint. Frozen parameters have no optimizer state."""
         trained = self.trained(shape)
-        return trained * self.trained_bytes + (self.shard(shape) - trained) * self.value_bytes
+        return trained * self.trained_bytes + self.stored_frozen(shape) * self.value_bytes
+
+    def stored_frozen(self, shape: ModelShape) -> int:
+        """Return the number of frozen parameters of a rank's share in a checkpoint. A quantized base is not stored."""
+        is_quantized = shape.part is not None and shape.part.quantized > 0
+        return 0 if is_quantized else self.shard(shape) - self.trained(shape)
+
+    def weight_bytes(self, shape: ModelShape) -> int:
+        """Return the number of bytes of all weights, of which some may be quantized."""
+        plain = shape.num_parameters * self.value_bytes
+        return plain if shape.part is None else plain - self._saved_bytes(shape.part)
+
+    def layer_bytes(self, shape: ModelShape) -> int:
+        """Return the number of bytes of a layer's weights."""
+        plain = shape.layer_parameters * self.value_bytes
+        return plain if shape.part is None else plain - self._saved_bytes(shape.part) // shape.num_layers
+
+    def _saved_bytes(self, part: TrainedPart) -> int:
+        return part.quantized * self.value_bytes - part.packed_bytes
 
     def stored_words(self, shape: ModelShape) -> str:
         """Return the derivation of `stored_bytes` as text."""
-        trained = self.trained(shape)
         each = f"{_each(shape, self)} x {self.trained_bytes}"
         if shape.part is None:
             return f"{each} bytes"
-        return f"({each} + {self.shard(shape) - trained:,} frozen parameters x {self.value_bytes}) bytes"
+        return f"({each} + {self.stored_frozen(shape):,} frozen parameters x {self.value_bytes}) bytes"
 
 
 def device_state(shape: ModelShape, sharing: StateSharing, *, has_device: bool) -> list[MemoryTerm]:
@@ -103,6 +121,8 @@ def device_state(shape: ModelShape, sharing: StateSharing, *, has_device: bool) 
         terms.append(gradients)
     if sharing.stage == 3:
         terms.append(_gathered(shape, sharing))
+    if shape.part is not None and shape.part.quantized:
+        terms.append(_dequantized(shape.part, sharing))
     return [*terms, *_unreduced(shape, sharing)]
 
 
@@ -176,12 +196,28 @@ def _largest_tensor(shape: ModelShape) -> int:
 
 
 def _weights(shape: ModelShape, sharing: StateSharing) -> MemoryTerm:
-    count, value = shape.num_parameters, sharing.value_bytes
+    count, value, part = shape.num_parameters, sharing.value_bytes, shape.part
+    if part is not None and part.quantized:
+        total = sharing.weight_bytes(shape)
+        text = (
+            f"{count - part.quantized:,} parameters x {value} bytes + {part.packed_bytes:,} bytes of "
+            f"{part.quantized:,} quantized ones"
+        )
+        if sharing.stage < 3:
+            return always("weights, whole", total, f"{text}: with ZeRO-{sharing.stage}, every rank has all weights")
+        text = f"({text}) / {sharing.world_size} ranks: ZeRO-3 shards them"
+        return always("weights, sharded", -(-total // sharing.world_size), text)
     if sharing.stage < 3:
         text = f"{count:,} parameters x {value} bytes: with ZeRO-{sharing.stage}, every rank has all weights"
         return always("weights, whole", count * value, text)
     text = f"{count:,} parameters / {sharing.world_size} ranks x {value} bytes: ZeRO-3 shards them"
     return always("weights, sharded", sharing.shard(shape) * value, text)
+
+
+def _dequantized(part: TrainedPart, sharing: StateSharing) -> MemoryTerm:
+    count, value = part.largest_quantized, sharing.value_bytes
+    text = f"{count:,} parameters x {value} bytes: the quantized weights of one MLP or attention, while it is computed"
+    return in_passes("weights, dequantized", count * value, text)
 
 
 def _optimizer(shape: ModelShape, sharing: StateSharing) -> list[MemoryTerm]:
@@ -217,13 +253,15 @@ def _host_gradients(shape: ModelShape, sharing: StateSharing) -> list[MemoryTerm
 
 
 def _gathered(shape: ModelShape, sharing: StateSharing) -> MemoryTerm:
-    working = max(2 * shape.layer_parameters, shape.embedding_parameters)
-    live = max(working, min(shape.num_parameters, _LIVE_PARAMETERS))
+    value = sharing.value_bytes
+    # Packed bytes are stored, and counted by DeepSpeed, as parameters of the model's dtype.
+    working = max(2 * sharing.layer_bytes(shape) // value, shape.embedding_parameters)
+    live = max(working, min(sharing.weight_bytes(shape) // value, _LIVE_PARAMETERS))
     text = (
-        f"{live:,} parameters x {sharing.value_bytes} bytes: a layer, the prefetched layer, and weights that stay "
+        f"{live:,} parameters x {value} bytes: a layer, the prefetched layer, and weights that stay "
         "gathered for reuse (stage3_max_live_parameters)"
     )
-    return in_passes("weights, gathered", live * sharing.value_bytes, text)
+    return in_passes("weights, gathered", live * value, text)
 
 
 def _update(shape: ModelShape, sharing: StateSharing, *, has_device: bool) -> MemoryTerm:

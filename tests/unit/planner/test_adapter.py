@@ -8,10 +8,12 @@ from typing import Any, Literal
 import pytest
 
 from ray_ulysses.config.loading import parse_config
+from ray_ulysses.engine.model import build_model, find_trained_part
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.planner.flops import step_flops
 from ray_ulysses.planner.memory import MemoryEstimate, configured_memory
 from ray_ulysses.planner.search import longest_context
+from ray_ulysses.planner.state_memory import StateSharing
 from ray_ulysses.planner.throughput import configured_time, full_rows
 from ray_ulysses.trained_part import TrainedPart
 from tests.planned import estimate
@@ -53,6 +55,22 @@ def test_only_trained_weights_have_gradients_and_a_state(stage: Literal[1, 2, 3]
     stored = 14 * share + 2 * (WHOLE.num_parameters // 8)
     assert abs(found["checkpoints, staged"] - 2 * stored) < 100
     assert abs(found["peer memory"] - 4 * stored) < 100
+
+
+@pytest.mark.parametrize("base_dtype", ["nf4", "int8", "fp8"])
+def test_a_quantized_base_takes_its_packed_bytes_and_is_not_stored(base_dtype: str) -> None:
+    config = parse_config(small_tree(model__adapter={}, model__base_dtype=base_dtype, memory__zero_stage=1))
+    model_config = config.model.config
+    assert model_config is not None
+    shape = replace(ModelShape.from_config_dict(model_config), part=find_trained_part(config))
+    found = {one.name: one.bytes for one in configured_memory(config, shape).device}
+    model = build_model(config)
+    assert found["weights, whole"] == sum(one.nbytes for one in model.parameters())
+    mlp = 3 * shape.hidden_size * shape.intermediate_size
+    assert found["weights, dequantized"] == 4 * mlp
+    assert StateSharing.of(config).stored_bytes(shape) == 12 * -(
+        -shape.trained_parameters // config.cluster.workers.min
+    )
 
 
 def test_a_frozen_head_has_no_gradient_to_sum_over_tiles() -> None:
