@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ray_ulysses.engine.partition_view import shape_of
 from ray_ulysses.engine.quantized_base import PACKED, SCALES, Quantized
@@ -78,13 +79,15 @@ class PretrainedWeights:
         if not is_partitioned:
             for one in wanted:
                 for name, value in self._read(one, model, tensors, quantized).items():
-                    tensors[name].data = value.to(tensors[name].device)
+                    own = tensors[name]
+                    # ZeRO casts parameters that an architecture keeps in fp32, but no buffers.
+                    own.data = value.to(own.device, own.dtype if isinstance(own, nn.Parameter) else value.dtype)
             return
         rank, world_size = dist.get_rank(), dist.get_world_size()
         for start in range(0, len(wanted), world_size):
             turn = wanted[start : start + world_size]
-            own = turn[rank] if rank < len(turn) else None
-            values = together(partial(self._read, own, model, tensors, quantized))
+            mine = turn[rank] if rank < len(turn) else None
+            values = together(partial(self._read, mine, model, tensors, quantized))
             for owner, one in enumerate(turn):
                 for name in _parts(one.targets, tensors, quantized):
                     _deal(tensors[name], values.pop(name) if owner == rank else None, owner)

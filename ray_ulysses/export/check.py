@@ -22,7 +22,8 @@ from ray_ulysses.attention.batch import shard_batch, unshard
 from ray_ulysses.attention.ulysses import apply_ulysses
 from ray_ulysses.data.plan.corpus_set import CorpusSet
 from ray_ulysses.data.plan.rows import Piece
-from ray_ulysses.engine.model import quantize_base, torch_dtype
+from ray_ulysses.engine.model import build_model, quantize_base, torch_dtype
+from ray_ulysses.engine.model_config import stored_quantization
 from ray_ulysses.engine.quantized_base import dequantize_layers
 from ray_ulysses.engine.stored_weights import without_progress_bar
 from ray_ulysses.engine.text_part import Part, auto_class, keep_text_part
@@ -209,8 +210,12 @@ def _with_adapter(folder: Path, config: Config) -> Any:
     try:
         with without_progress_bar():
             hf_config = AutoConfig.from_pretrained(place, local_files_only=is_cached)
-            base: Any = auto_class(config.model.part).from_pretrained(
-                path, config=hf_config, dtype=torch.float32, local_files_only=is_cached
+            base: Any = (
+                auto_class(config.model.part).from_pretrained(
+                    path, config=hf_config, dtype=torch.float32, local_files_only=is_cached
+                )
+                if stored_quantization(path) is None
+                else build_model(_base_of(config))
             )
             # Round the base weights as in training, but neither buffers nor adapter weights.
             for parameter in base.parameters():
@@ -226,6 +231,11 @@ def _with_adapter(folder: Path, config: Config) -> Any:
             return PeftModel.from_pretrained(base, folder)
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         raise _not_loaded("PeftModel.from_pretrained", error) from error
+
+
+def _base_of(config: Config) -> Config:
+    model = config.model.model_copy(update={"adapter": None, "base_dtype": "bf16"})
+    return config.model_copy(update={"model": model})
 
 
 def _not_loaded(loader: str, error: Exception) -> RunError:

@@ -38,7 +38,7 @@ class ExpertTraffic:
             return None
         weights = experts.count * 3 * shape.hidden_size * experts.width
         # An adapter's gradients are small enough to be ignored.
-        reduced = FP32_BYTES if shape.part is None else 0
+        reduced = 0 if shape.has_adapter else FP32_BYTES
         return cls(
             zero_bytes=weights * (_GATHERS * sharing.value_bytes + reduced),
             token_bytes=_EXCHANGES * experts.active * shape.hidden_size * sharing.value_bytes,

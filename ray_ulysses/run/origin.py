@@ -113,7 +113,11 @@ def check_origin(origin: Origin, config: Config, plan: Plan) -> Manifest:
 def _check_trained(found: Manifest, origin: Origin, config: Config) -> None:
     """Refuse a checkpoint with different adapters, frozen weights or, if they are loaded, optimizer moments."""
     settings = found.meta.extra.get("settings", {})
-    for name in ("model.freeze", *(["optimizer.kind"] if config.model.resume_state == "optimizer" else [])):
+    for name in (
+        "model.freeze",
+        "model.base_dtype",
+        *(["optimizer.kind"] if config.model.resume_state == "optimizer" else []),
+    ):
         theirs, own = settings.get(name), setting(config, name)
         if theirs is not None and theirs != own:
             raise UserError(

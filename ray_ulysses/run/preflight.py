@@ -23,7 +23,7 @@ from ray_ulysses.data.plan.segment import Overlong
 from ray_ulysses.data.plan.stages import NewSegment
 from ray_ulysses.data.tokenize.tokenizers import files_fingerprint, load_tokenizer, tokenizer_folder
 from ray_ulysses.engine.model import check_architecture, differs_from_stored
-from ray_ulysses.engine.model_config import check_described, trained_positions
+from ray_ulysses.engine.model_config import check_described, stored_quantization, trained_positions
 from ray_ulysses.engine.plugins import find_plugins
 from ray_ulysses.engine.stored_weights import INDEX_FILE, SINGLE_FILE
 from ray_ulysses.errors import ConfigError, Problem, RunError, UserError
@@ -439,6 +439,12 @@ def _check_model_path(config: Config) -> None:
         )
     if not (directory / "config.json").is_file():
         raise UserError(f"model.path={path!r} contains no config.json; use a Hugging Face model directory")
+    if config.model.part == "text" and stored_quantization(path) is not None:
+        raise UserError(
+            f"model.path={path!r}: the weights are quantized, and model.part=text exports into a copy of the "
+            "checkpoint, which can't have quantized weights; dequantize the model, save it, and set model.path to its "
+            "directory"
+        )
     if (config.model.init == "pretrained" or config.model.part == "text") and not has_weights:
         raise UserError(
             f"model.path={path!r} contains no safetensors weights ({SINGLE_FILE}, or {INDEX_FILE} and its files); "
