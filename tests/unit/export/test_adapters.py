@@ -14,11 +14,13 @@ from transformers import AutoModelForCausalLM
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.config.model import AdapterSection
 from ray_ulysses.engine.adapter import add_adapter
+from ray_ulysses.engine.model import build_model
 from ray_ulysses.errors import UserError
 from ray_ulysses.export.report import python_lines, serve_line
 from tests.breadth import fast_cases
 from tests.unit.attention.models import ARCHITECTURES, zoo_model
 from tests.unit.config.trees import small_tree
+from tests.unit.engine.quantized_checkpoints import write_checkpoint as write_quantized
 from tests.unit.export.runs import assert_same, export, fields_of, tensors_in, write_checkpoint, write_config
 
 # Conv1D, biases, tied heads, experts, soft-caps, one fused matrix.
@@ -106,6 +108,27 @@ def _hold(tmp_path: Path, kind: str, adapter: dict[str, Any], dtype: str) -> Non
     assert merged.check is not None and merged.check.holds
     trained.merge_and_unload().save_pretrained(tmp_path / "wanted")
     assert_same(tensors_in(tmp_path / "merged"), tensors_in(tmp_path / "wanted"))
+
+
+def test_an_adapter_of_an_fp8_base_is_checked_on_the_dequantized_weights(tmp_path: Path) -> None:
+    write_quantized(tmp_path / "base", "qwen3-fp8")
+    tree = small_tree(run__name="run", run__storage=str(tmp_path), model__dtype="fp32", model__adapter={"rank": 3})
+    tree["model"] |= {"path": str(tmp_path / "base"), "config": None, "init": "pretrained"}
+    config = parse_config(tree)
+    model: Any = build_model(config)
+    frozen = [name for name, one in model.named_parameters() if not one.requires_grad]
+    with torch.no_grad():
+        for one in model.parameters():
+            if one.requires_grad:
+                one.add_(torch.randn(one.shape) * 0.05)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.yaml").write_text(config.to_yaml())
+    write_checkpoint(tmp_path / "run", model, dtype="fp32", frozen=frozen)
+    files = export(tmp_path / "run", out=tmp_path / "adapter")
+    assert files.check is not None and files.check.holds
+    merged = export(tmp_path / "run", out=tmp_path / "merged", merge=True)
+    assert merged.check is not None and merged.check.holds
+    assert "quantization_config" not in json.loads((tmp_path / "merged/config.json").read_text())
 
 
 def test_the_settings_have_the_base_model_and_the_fully_trained_modules(tmp_path: Path) -> None:

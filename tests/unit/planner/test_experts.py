@@ -19,6 +19,7 @@ QWEN3_30B_A3B: dict[str, Any] = {
     "num_experts_per_tok": 8, "moe_intermediate_size": 768,
 }  # fmt: skip
 LORA = TrainedPart(added=1, trained=1, has_embedding=False, has_head=False)
+FROZEN_EMBEDDING = TrainedPart(added=0, trained=1, has_embedding=False, has_head=True)
 
 
 def traffic(part: TrainedPart | None = None, **changes: Any) -> ExpertTraffic | None:
@@ -27,7 +28,12 @@ def traffic(part: TrainedPart | None = None, **changes: Any) -> ExpertTraffic | 
 
 
 @pytest.mark.parametrize(
-    ("part", "zero_bytes", "tokens"), [(None, 4_831_838_208, 36_864), (LORA, 2_415_919_104, 18_432)]
+    ("part", "zero_bytes", "tokens"),
+    [
+        (None, 4_831_838_208, 36_864),
+        (FROZEN_EMBEDDING, 4_831_838_208, 36_864),
+        (LORA, 2_415_919_104, 18_432),
+    ],
 )
 def test_a_layer_of_qwen3_30b_a3b_is_gathered_twice_and_reduced_in_fp32(
     part: Any, zero_bytes: int, tokens: int
