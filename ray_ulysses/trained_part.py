@@ -48,7 +48,3 @@ class MuonPart:
     parameters: int
     """Total number of elements."""
     matrices: int
-    largest: int
-    """Number of elements of the largest matrix."""
-    flops: int
-    """Number of FLOPs to orthogonalize all matrices."""

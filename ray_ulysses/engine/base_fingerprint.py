@@ -11,14 +11,13 @@ import torch.distributed as dist
 from torch import nn
 
 from ray_ulysses.engine.quantized_base import quantized_modules
+from ray_ulysses.engine.splitmix import INCREMENT, mixed
 
 if TYPE_CHECKING:
     from ray_ulysses.engine.partition_view import PartitionView
 
 _CHUNK = 2**22
 _WORDS = {2: torch.int16, 4: torch.int32}
-# Odd 64-bit constants of SplitMix64 (https://doi.org/10.1145/2714064.2660195), as signed integers.
-_STEP, _MIX_1, _MIX_2 = -7046029254386353131, -4658895280553007687, -7723592293110705685
 
 
 @torch.no_grad()
@@ -56,14 +55,11 @@ def _text(total: torch.Tensor) -> str:
 
 def _digest(name: str, start: int, values: torch.Tensor) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.int64, device=values.device)
-    name_hash = torch.tensor(zlib.crc32(name.encode()), device=values.device) * _STEP
+    name_hash = torch.tensor(zlib.crc32(name.encode()), device=values.device) * INCREMENT
     words = values.view(_WORDS[values.element_size()])
     for first in range(0, len(words), _CHUNK):
         part = words[first : first + _CHUNK].long()
         index = torch.arange(start + first, start + first + len(part), device=part.device)
         # Integers wrap around, so that this is arithmetic modulo 2**64.
-        part = (part + index * 2**32 ^ name_hash) * _STEP
-        for mix in (_MIX_1, _MIX_2):
-            part = (part ^ part >> 31) * mix
-        total += (part ^ part >> 29).sum()
+        total += mixed((part + index * 2**32 ^ name_hash) * INCREMENT).sum()
     return total

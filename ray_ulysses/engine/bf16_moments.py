@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ray_ulysses.engine.splitmix import INCREMENT, mixed
+
 if TYPE_CHECKING:
     from ray_ulysses.engine.partition_view import GroupView, Zero3View
 
 CHUNK = 1 << 22
 """Number of elements that are updated at once, which bounds the temporaries."""
-# Constants of SplitMix64 (https://doi.org/10.1145/2660193.2660195) as signed integers, which wrap around in torch.
-_INCREMENT, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,12 +124,4 @@ def _key(seed: int, name: str, step: int) -> int:
 def _hashed(key: int, first: int, count: int, device: torch.device) -> torch.Tensor:
     """Return SplitMix64's outputs number ``first`` to ``first + count - 1`` for the seed ``key``, as int64."""
     x = torch.arange(first + 1, first + count + 1, dtype=torch.int64, device=device)
-    x = x.mul_(_INCREMENT).add_(key)
-    for shift, factor in ((30, _FIRST), (27, _SECOND)):
-        x = (x ^ _shifted(x, shift)).mul_(factor)
-    return x ^ _shifted(x, 31)
-
-
-def _shifted(x: torch.Tensor, shift: int) -> torch.Tensor:
-    """Shift without extending the sign."""
-    return (x >> shift).bitwise_and_((1 << (64 - shift)) - 1)
+    return mixed(x.mul_(INCREMENT).add_(key))

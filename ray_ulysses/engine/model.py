@@ -25,7 +25,6 @@ from ray_ulysses.engine.model_config import (
     refuse_no_decoder,
     stored_quantization,
 )
-from ray_ulysses.engine.muon import NEWTON_SCHULZ_STEPS
 from ray_ulysses.engine.optimizer import muon_matrices
 from ray_ulysses.engine.parameter_names import freeze_parameters, matched_parameters
 from ray_ulysses.engine.partition_view import shape_of
@@ -224,13 +223,8 @@ def with_training(config: Config, shape: ModelShape) -> ModelShape:
 
 def _muon_part(model: Any) -> MuonPart:
     found = muon_matrices(model).values()
-    sides = [(one.count, min(one.rows, one.columns), max(one.rows, one.columns)) for one in found]
     return MuonPart(
-        parameters=sum(count * small * large for count, small, large in sides),
-        matrices=sum(count for count, _, _ in sides),
-        largest=max((small * large for _, small, large in sides), default=0),
-        # Each step has two products of the matrix and a square one, and one of two square ones.
-        flops=sum(count * NEWTON_SCHULZ_STEPS * (4 * s * s * n + 2 * s**3) for count, s, n in sides),
+        parameters=sum(one.count * one.rows * one.columns for one in found), matrices=sum(one.count for one in found)
     )
 
 

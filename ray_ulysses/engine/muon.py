@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ray_ulysses.engine.partition_view import GroupView, Zero3View
 
 MOMENTUM = 0.95
-NEWTON_SCHULZ_STEPS = 5
+_STEPS = 5
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 """Coefficients of the Newton-Schulz polynomial, which maximize its slope at zero."""
 _LEAST_NORM = 1e-7
@@ -177,7 +177,7 @@ def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if is_tall else matrix
     x = x / x.norm().clamp(min=_LEAST_NORM)
-    for _ in range(NEWTON_SCHULZ_STEPS):
+    for _ in range(_STEPS):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=_B, alpha=_C), x, beta=_A)
     return x.T if is_tall else x

@@ -224,15 +224,11 @@ def quantizable(model: nn.Module, whole: Collection[str]) -> Iterator[tuple[nn.M
             continue
         for name, module in layer.named_modules(prefix=layer_name):
             if module not in skipped and not in_fp32 & set(name.split(".")):
-                names = tuple(one for one in _weights(module, name) if shape_numel(module, one) % _NF4_BLOCK == 0)
+                found = ((own, torch.Size(shape_of(module._parameters[own]))) for own in _weights(module, name))
+                names = tuple(own for own, shape in found if shape.numel() % _NF4_BLOCK == 0)
                 if names:
                     skipped.add(module)
                     yield module, names
-
-
-def shape_numel(module: nn.Module, name: str) -> int:
-    """Return the number of elements of a module's parameter."""
-    return torch.Size(shape_of(module._parameters[name])).numel()
 
 
 def _weights(module: nn.Module, name: str) -> Iterator[str]:

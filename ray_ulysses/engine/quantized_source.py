@@ -37,18 +37,6 @@ def take_quantization(hf_config: Any, setting: str) -> dict[str, Any] | None:
     return found
 
 
-def source_format(quantization: Mapping[str, Any]) -> str:
-    """Return the display name of a supported format, such as ``FP8 (blocks of 128 x 128)``."""
-    method = str(quantization.get("quant_method"))
-    if method == "fp8":
-        block = quantization.get("weight_block_size", (128, 128))
-        return "FP8 (one scale per tensor)" if block is None else f"FP8 (blocks of {block[0]} x {block[1]})"
-    if method == "mxfp4":
-        return "MXFP4"
-    kinds = sorted({str(weights.get("strategy")) for weights in _compressed_weights(quantization)})
-    return f"FP8 (compressed-tensors, one scale per {' or '.join(kinds)})"
-
-
 def quantizer_of(quantization: Mapping[str, Any]) -> Any:
     """Return Transformers' quantizer, configured to dequantize weights while they are loaded."""
     from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig

@@ -170,12 +170,13 @@ def build_engine(model: nn.Module, settings: ZeroSettings) -> Any:
     engine.swap_folder = swap_folder
     if settings.stage == 3:
         trace_parameters_only(engine)
-    engine.base_fingerprint = base_fingerprint(engine, partition_view(engine))
+    view = partition_view(engine)
+    engine.base_fingerprint = base_fingerprint(engine, view)
     trained = named_tensors(model).trained
     if isinstance(optimizer, MuonAdamW):
-        optimizer.locate(partition_view(engine), [one for _, one in trained], muon_matrices(model))
+        optimizer.locate(view, [one for _, one in trained], muon_matrices(model))
     elif isinstance(optimizer, AdamWBf16Moments):
-        optimizer.locate(partition_view(engine), trained)
+        optimizer.locate(view, trained)
     return engine
 
 
