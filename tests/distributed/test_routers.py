@@ -115,12 +115,12 @@ def biases_of(model: Any) -> list[torch.Tensor]:
     return [model.get_submodule(name).e_score_correction_bias for name in ROUTERS]
 
 
-def assert_balanced(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> None:
+def assert_balanced(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], num_steps: int) -> None:
     for ours, bias in zip(found, wanted, strict=True):
         assert ours.dtype == torch.float32
         torch.testing.assert_close(ours, bias, rtol=0, atol=1e-6)
         # The expert that was balanced most has moved in the same direction in several steps.
-        assert bias.abs().max() > 3 * RATE
+        assert bias.abs().max() > (5 if num_steps == STEPS else 3) * RATE
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,9 @@ def test_a_run_counts_and_balances_as_a_plain_loop(
         assert step.dead_experts == sum(one.dead)
         assert step.router_entropy == pytest.approx(sum(entropies) / 2, rel=1e-5)
     assert_balanced(
-        biases_of(find_model(config.run_dir, is_run=True, dtype="fp32").build()), wanted.biases[num_steps - 1]
+        biases_of(find_model(config.run_dir, is_run=True, dtype="fp32").build()),
+        wanted.biases[num_steps - 1],
+        num_steps,
     )
 
 
@@ -162,4 +164,5 @@ def test_biases_survive_a_kill_a_resume_at_another_world_and_an_export(
     assert [attempt.first_step for attempt in read_history(config.run_dir).attempts][1] > 5
     assert run_cli(app, ["export", str(config.run_dir)]) == 0, capsys.readouterr().err
     exported = config.run_dir / f"export/step-{STEPS:08d}"
-    assert_balanced(biases_of(AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)), wanted.biases[-1])
+    model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
+    assert_balanced(biases_of(model), wanted.biases[-1], STEPS)
