@@ -27,8 +27,6 @@ class TrainedPart:
     """Size of the quantized parameters with their scales, in bytes."""
     largest_quantized: int = 0
     """Largest number of quantized parameters in the linear layers or experts of one MLP or attention."""
-    dropout: float = 0.0
-    """Dropout with which an existing adapter was trained. It is not applied."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -59,9 +59,14 @@ def refuse_other_adapter(model: Any, adapter: AdapterSection, base: str | None) 
         raise UserError(f"{shown}: {ADAPTER_SETTINGS_FILE} differs from the settings: {'; '.join(differences)}")
 
 
-def dropout_of(adapter: AdapterSection) -> float:
-    """Return the dropout with which an existing adapter was trained."""
-    return float(_fields(*_folder(adapter)).get("lora_dropout") or 0.0)
+def unapplied(adapter: AdapterSection) -> tuple[str, ...]:
+    """Return a note if an existing adapter was trained with dropout."""
+    dropout = float(_fields(*_folder(adapter)).get("lora_dropout") or 0.0)
+    note = (
+        f"model.adapter.from={adapter.from_!r}: the adapter was trained with lora_dropout={dropout:g}, which is not "
+        "applied, because the masks would depend on the layout"
+    )
+    return (note,) if dropout else ()
 
 
 def _differences(model: Any, adapter: AdapterSection, fields: Mapping[str, Any]) -> Iterator[str]:

@@ -15,7 +15,7 @@ from ray_ulysses.attention.mixers import find_mixers, shared_sizes
 from ray_ulysses.attention.recompute import KeptOutput, checkpoint_contexts
 from ray_ulysses.attention.refusals import refuse_config, refuse_inexact
 from ray_ulysses.engine.adapter import add_adapter, count_trained, find_adapted, trained_part
-from ray_ulysses.engine.adapter_start import dropout_of, load_adapter, refuse_other_adapter, refuse_other_tensors
+from ray_ulysses.engine.adapter_start import load_adapter, refuse_other_adapter, refuse_other_tensors, unapplied
 from ray_ulysses.engine.load_weights import PretrainedWeights, find_weights, together
 from ray_ulysses.engine.loss import refuse_own_loss
 from ray_ulysses.engine.model_config import (
@@ -180,8 +180,6 @@ def find_trained_part(config: Config) -> TrainedPart | None:
 def _adapted(config: Config, adapter: AdapterSection) -> tuple[TrainedPart, Any]:
     """Return the trained part of a run with an adapter, and the model on the meta device with the adapter."""
     model = meta_model(planned_config(config), config.model.part)
-    if adapter.from_ is not None:
-        refuse_other_adapter(model, adapter, config.model.path)
     sizes = None
     if config.model.base_dtype != "bf16":
         torchao()
@@ -192,10 +190,25 @@ def _adapted(config: Config, adapter: AdapterSection) -> tuple[TrainedPart, Any]
     if sizes is not None:
         quantized, packed_bytes, largest = sizes
         part = replace(part, quantized=quantized, packed_bytes=packed_bytes, largest_quantized=largest)
-    if adapter.from_ is not None:
-        refuse_other_tensors(model, adapter)
-        part = replace(part, dropout=dropout_of(adapter))
     return part, model
+
+
+def check_adapter_start(config: Config, adapter: AdapterSection) -> tuple[str, ...]:
+    """Compare the existing adapter in ``model.adapter.from`` with the settings and the base model.
+
+    A run needs this adapter only until it has committed a checkpoint. Weights are not read.
+
+    Returns:
+        Notes about settings of the adapter that training ignores.
+
+    Raises:
+        UserError: The adapter can't be read, has an unsupported kind, or differs from the settings or the base model.
+    """
+    model = meta_model(planned_config(config), config.model.part)
+    refuse_other_adapter(model, adapter, config.model.path)
+    with torch.device("meta"):
+        refuse_other_tensors(add_adapter(model, adapter, config.run.seed), adapter)
+    return unapplied(adapter)
 
 
 def with_training(config: Config, shape: ModelShape) -> ModelShape:

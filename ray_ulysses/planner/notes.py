@@ -31,8 +31,7 @@ def plan_notes(
 
     ``stage`` is None if no corpus is prepared. A run without stages is treated as a single stage.
     """
-    notes = [*_config_notes(config), *_encoding_notes(corpora), *_adapter_notes(config, shape)]
-    notes += _expert_notes(config, shape)
+    notes = [*_config_notes(config), *_encoding_notes(corpora), *_expert_notes(config, shape)]
     if stage is not None:
         notes += [
             *_data_notes(config, stage),
@@ -64,15 +63,6 @@ def _config_notes(config: Config) -> Iterator[str]:
         yield (
             f"model.resume_state={model.resume_state} has no effect, because model.resume_from is null; the run starts "
             f"with model.init={model.init}"
-        )
-
-
-def _adapter_notes(config: Config, shape: ModelShape) -> Iterator[str]:
-    adapter = config.model.adapter
-    if adapter is not None and shape.part is not None and shape.part.dropout:
-        yield (
-            f"model.adapter.from={adapter.from_!r}: the adapter was trained with lora_dropout={shape.part.dropout:g}, "
-            "which is not applied, because the masks would depend on the layout"
         )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
+from ray_ulysses.checkpoint.choice import committed_steps
 from ray_ulysses.config import Config
 from ray_ulysses.config.job_paths import relative_path_problems
 from ray_ulysses.config.resume import STAGES, branch_changes
@@ -22,7 +23,7 @@ from ray_ulysses.data.plan.planning import Remainder, build_segment
 from ray_ulysses.data.plan.segment import Overlong
 from ray_ulysses.data.plan.stages import NewSegment
 from ray_ulysses.data.tokenize.tokenizers import files_fingerprint, load_tokenizer, tokenizer_folder
-from ray_ulysses.engine.model import check_architecture, differs_from_stored
+from ray_ulysses.engine.model import check_adapter_start, check_architecture, differs_from_stored
 from ray_ulysses.engine.model_config import check_described, stored_quantization, trained_positions
 from ray_ulysses.engine.plugins import find_plugins
 from ray_ulysses.engine.stored_weights import INDEX_FILE, SINGLE_FILE
@@ -33,7 +34,7 @@ from ray_ulysses.planner.problems import context_problems, local_bytes, position
 from ray_ulysses.planner.report import PlanReport, build_report, report_run_of_stages, stage_facts
 from ray_ulysses.planner.search import Chosen, chosen_settings
 from ray_ulysses.planner.stages import stage_plans, stages_of, stand_in_documents
-from ray_ulysses.run.checkpoint_store import run_dir_answers, storage_answers
+from ray_ulysses.run.checkpoint_store import checkpoint_location, run_dir_answers, storage_answers
 from ray_ulysses.run.origin import Origin, check_origin, find_origin, is_there, pin_origin, pinned_origin
 from ray_ulysses.run.planning import plan_run, store_plan
 from ray_ulysses.run.sample_prompts import read_prompts
@@ -189,6 +190,7 @@ def _prepare(config: Config, problems: list[Problem], stored_run: StoredRun, *, 
     config, chosen = chosen_settings(config, run.shape, stored_run.config if stored_run.has_begun else None)
     run, shape = replace(run, config=config), run.shape
     num_positions = check_architecture(config).num_positions
+    adapter_notes = _adapter_start(config)
     stored = load_plan_if_any(config.run_dir / PLAN_FOLDER) if stored_run.has_begun else None
     problems += misfit(run, stored)
     corpora, validation, plan, new = plan_run(run, stored, stored_run, branch=branch)
@@ -209,7 +211,7 @@ def _prepare(config: Config, problems: list[Problem], stored_run: StoredRun, *, 
         )
     others, notes = compare_tokenizers(config, corpora.corpora[0])
     report = report_run_of_stages(config, shape, corpora, plan, (*problems, *others), chosen)
-    report = replace(report, notes=(*report.notes, *notes))
+    report = replace(report, notes=(*report.notes, *adapter_notes, *notes))
     problems[:] = report.problems
     return PreparedRun(
         run=run,
@@ -258,6 +260,7 @@ def report_run(config: Config, base: Path, *, branch: bool = False, synthetic: b
     problems, facts = [*missing, *stored.conflicts(absolute, branch=branch), *_plugin_problems(absolute)], []
     absolute, shape, chosen = planned_memory(config, base, stored)
     num_positions = check_architecture(absolute).num_positions
+    adapter_notes = _adapter_start(absolute)
     for number, planned in enumerate(stage_plans(absolute, shape)):
         # Without documents, the leftover rows of the previous stage are unknown, so each stage is planned on its own.
         documents, own = stand_in_documents(planned.settings), stage_config(absolute, number)
@@ -269,7 +272,7 @@ def report_run(config: Config, base: Path, *, branch: bool = False, synthetic: b
             facts.append(stage_facts(stage, own, report, number, None, stage.tokens, corpora))
             found = [in_stage(one, stage) for one in found]
         problems += found
-    notes = report.notes
+    notes = (*report.notes, *adapter_notes)
     if is_first and absolute.data.prepare is not None:
         sources = ", ".join(absolute.data.prepare.sources)
         notes += (f"data.path={absolute.data.path}: there is no corpus; train prepares it first from {sources}",)
@@ -324,6 +327,15 @@ def planned_memory(
     stored = read_stored_run(config) if stored is None else stored
     config, chosen = chosen_settings(config, shape, stored.config if stored.has_begun else None)
     return config, shape, chosen
+
+
+def _adapter_start(config: Config) -> tuple[str, ...]:
+    """Check ``model.adapter.from`` and return notes, unless a committed checkpoint contains the adapter's weights."""
+    if config.model.adapter is None or config.model.adapter.from_ is None:
+        return ()
+    with storage_answers(location := checkpoint_location(config)):
+        is_stored = bool(committed_steps(open_store(location)))
+    return () if is_stored else check_adapter_start(config, config.model.adapter)
 
 
 def _origin(run: ResolvedRun, plan: Plan) -> Origin | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
 
 from ray_ulysses import SequenceMesh, apply_ulysses, shard_batch, unshard
@@ -19,13 +19,15 @@ from ray_ulysses.cli import run as run_cli
 from ray_ulysses.config import Config
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.engine.model import build_model
+from ray_ulysses.errors import UserError
 from ray_ulysses.evaluation.model_source import find_model
+from ray_ulysses.run.preflight import prepare_run
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.tracking.events import Evaluated, StepDone
 from ray_ulysses.tracking.history import read_history
 from tests.apart import losses_apart, relative
 from tests.distributed.harness import RankFailure
-from tests.distributed.run_case import assert_same_run, make_config, train, train_to_death
+from tests.distributed.run_case import assert_same_run, claim_run, make_config, train, train_to_death
 from tests.unit.attention.multimodal import multimodal_model
 from tests.unit.tracking.journals import read_events
 
@@ -114,6 +116,45 @@ def test_an_adapter_is_trained_resumed_elsewhere_and_loaded_by_peft(
     assert apart(logits_of(evaluated), adapted) <= (1e-5 if dtype == "fp32" else 3e-2)
     # The merged weights are rounded once more in bf16.
     assert apart(merged, adapted) <= (1e-5 if dtype == "fp32" else 3e-2)
+
+
+def test_a_run_needs_its_existing_adapter_only_until_a_checkpoint_is_committed(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base: Any = build_model(make_config(tmp_path, corpus, run__seed=5))
+    base.save_pretrained(tmp_path / "base")
+    options: dict[str, Any] = {"r": 2, "lora_alpha": 3, "target_modules": ["v_proj"], "lora_dropout": 0.1}
+    adapted = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **options))
+    adapted.save_pretrained(adapter := tmp_path / "adapter")
+    settings: dict[str, Any] = {
+        "model__init": "pretrained", "model__path": str(tmp_path / "base"), "model__config": None,
+        "model__adapter": {"from": str(adapter), "rank": 2, "alpha": 3, "targets": ["v_proj"]}, **LAYOUTS[0],
+    }  # fmt: skip
+
+    def prepared(stop: int) -> Any:
+        config = make_config(tmp_path, corpus, run__stop_step=stop, **settings)
+        return prepare_run(config, Path("/"))
+
+    claim_run(first := prepared(1))
+    assert any("lora_dropout=0.1" in note for note in first.report.notes)
+    adapter.rename(moved := tmp_path / "moved")
+    # An attempt has begun, but nothing is stored yet.
+    with pytest.raises(UserError, match=r"model\.adapter\.from="):
+        prepared(1)
+    moved.rename(adapter)
+    train(first.config, "one")
+    adapter.rename(moved)
+    resumed = prepared(2)
+    assert not any("lora_dropout" in note for note in resumed.report.notes)
+    assert train(resumed.config, "two") == ("finished", 2)
+    run = str(resumed.config.run_dir)
+    for command in (
+        ["export", run, "--out", str(tmp_path / "exported")],
+        ["export", run, "--merge", "--out", str(tmp_path / "merged")],
+        ["generate", run, "--tokenizer", "bytes", "--prompt", "def ", "--max-new-tokens", "2", "-q"],
+        ["evaluate", run, "--task", "loss", "--data", str(corpus), "--out", str(tmp_path / "evaluation"), "-q"],
+    ):
+        assert run_cli(app, command) == 0, capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -13,9 +13,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from ray_ulysses.config.loading import parse_config
-from ray_ulysses.engine.model import build_model
+from ray_ulysses.engine.model import build_model, check_adapter_start
 from ray_ulysses.errors import ConfigError, UserError
-from ray_ulysses.planner.notes import plan_notes
 from ray_ulysses.run.settings import model_shape
 from tests.unit.attention.models import zoo_model
 from tests.unit.config.trees import small_tree
@@ -57,6 +56,10 @@ def config_of(folder: Path, adapter: dict[str, Any], **changes: Any) -> Any:
     tree["model"] |= {"init": "pretrained", "config": None, "path": str(folder / "base")}
     tree["model"]["adapter"] = {"from": str(folder / "adapter"), **adapter}
     return parse_config(tree)
+
+
+def check(config: Any) -> tuple[str, ...]:
+    return check_adapter_start(config, config.model.adapter)
 
 
 def logits_of(model: Any) -> torch.Tensor:
@@ -114,17 +117,16 @@ def test_an_adapter_that_differs_is_refused(
         (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(fields | changed))
         (tmp_path / "adapter/adapter_model.safetensors").symlink_to(plain / "adapter/adapter_model.safetensors")
     with pytest.raises(UserError, match=rf"^model\.adapter\.from=.*{said}"):
-        model_shape(config_of(tmp_path, {**_PLAIN, **settings}))
+        check(config_of(tmp_path, {**_PLAIN, **settings}))
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_the_plan_notes_that_dropout_is_not_applied(plain: Path, tmp_path: Path, dropout: float) -> None:
+def test_the_check_notes_that_dropout_is_not_applied(plain: Path, tmp_path: Path, dropout: float) -> None:
     (tmp_path / "base").symlink_to(plain / "base")
     shutil.copytree(plain / "adapter", tmp_path / "adapter")
     fields = json.loads((plain / "adapter/adapter_config.json").read_text())
     (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(fields | {"lora_dropout": dropout}))
-    config = config_of(tmp_path, _PLAIN)
-    noted = [note for note in plan_notes(config, model_shape(config), None) if "lora_dropout" in note]
+    noted = check(config_of(tmp_path, _PLAIN))
     assert [note.startswith("model.adapter.from=") and "=0.1, which is not applied" in note for note in noted] == (
         [True] if dropout else []
     )
@@ -134,7 +136,7 @@ def test_an_adapter_of_another_base_is_refused_with_the_tensor(plain: Path, tmp_
     zoo_model("qwen3", hidden_size=64).save_pretrained(tmp_path / "base")
     (tmp_path / "adapter").symlink_to(plain / "adapter")
     with pytest.raises(UserError, match=r"v_proj\.lora_A\.weight is \[2, 64\] .* has \[2, 32\]; use the adapter's own"):
-        model_shape(config_of(tmp_path, _PLAIN))
+        check(config_of(tmp_path, _PLAIN))
 
 
 def test_pickled_and_incomplete_weights_are_refused(plain: Path, tmp_path: Path) -> None:
@@ -142,13 +144,13 @@ def test_pickled_and_incomplete_weights_are_refused(plain: Path, tmp_path: Path)
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter/adapter_config.json").write_text((plain / "adapter/adapter_config.json").read_text())
     with pytest.raises(UserError, match=r"adapter_model\.safetensors not found; pickled weights .* are never loaded"):
-        model_shape(config_of(tmp_path, _PLAIN))
+        check(config_of(tmp_path, _PLAIN))
     tensors = load_file(plain / "adapter/adapter_model.safetensors")
     gone = next(name for name in tensors if "layers.1" in name)
     kept = {name: one for name, one in tensors.items() if name != gone}
     save_file(kept, tmp_path / "adapter/adapter_model.safetensors")
     with pytest.raises(UserError, match=rf"{gone} is .* lacks it"):
-        model_shape(config_of(tmp_path, _PLAIN))
+        check(config_of(tmp_path, _PLAIN))
 
 
 def test_random_base_weights_have_no_adapter_to_continue() -> None:
