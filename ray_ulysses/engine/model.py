@@ -324,6 +324,7 @@ def check_architecture(config: Config) -> ProbeResult:
         checkpointed=config.memory.gradient_checkpointing,
         compiled=config.model.compile,
         router_bias_rate=config.optimizer.router_bias_rate,
+        dtype=config.model.dtype,
     )
 
 
@@ -334,8 +335,11 @@ def refuse_architecture(
     checkpointed: bool = False,
     compiled: bool = False,
     router_bias_rate: float | None = None,
+    dtype: str | None = None,
 ) -> ProbeResult:
     """Build a decoder on the meta device, and raise an error if the decoder can't be trained exactly.
+
+    If ``dtype`` is set, experts that can't be multiplied in this precision are refused too.
 
     Returns:
         The result of probing the model's forward.
@@ -351,11 +355,30 @@ def refuse_architecture(
         )
     if compiled:
         _compilable_layers(model)
+    if dtype is not None:
+        _refuse_unaligned_experts(model, dtype)
     result = refuse_inexact(model, model.config.get_text_config(decoder=True), None)
     router_loss_of(model)
     refuse_no_bias(model, router_bias_rate)
     refuse_own_loss(model)
     return result
+
+
+def _refuse_unaligned_experts(model: Any, dtype: str) -> None:
+    """Raise an error if rows of fused experts have a size for which torch has no grouped product.
+
+    ``torch.nn.functional.grouped_mm`` of torch 2.13 requires 16-byte rows on CPUs and GPUs alike.
+    """
+    values = 16 // torch_dtype(dtype).itemsize
+    is_grouped = model.config.get_text_config(decoder=True)._experts_implementation == "grouped_mm"
+    for name, parameter in model.named_parameters():
+        is_expert = is_grouped and "experts." in name and parameter.dim() == 3
+        if is_expert and any(size % values for size in parameter.shape[1:]):
+            raise UserError(
+                f"model.dtype={dtype}: {name} is {list(parameter.shape)}, but grouped products of experts require "
+                f"widths that are multiples of 16 bytes, which are {values} values in {dtype}, on CPUs and GPUs; "
+                + ("use another width in model.config" if dtype == "fp32" else "set model.dtype: fp32, or use another")
+            )
 
 
 def differs_from_stored(config: Config, state: StateDescription) -> str | None:

@@ -35,6 +35,8 @@ _LOG_SCORES: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
 )
 """Logarithms of the functions that routers apply to their output: softmax, sigmoid, the square root of softplus
 (DeepSeek-V4), and nothing if the recorded output already contains probabilities (Gemma 4)."""
+_APART = 1e-3
+"""Least difference between the errors of two of these logarithms for which the better one is kept."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,7 +165,9 @@ class _Router:
     num_experts: int = 0
     _top_k: int = 1
     _sums: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
-    _log_scores: Callable[[torch.Tensor], torch.Tensor] | None = None
+    _log_scores: Callable[[torch.Tensor], torch.Tensor] = _LOG_SCORES[0]
+    _is_known: bool = False
+    """Whether ``_log_scores`` is known to be the router's own function."""
 
     @property
     def bias(self) -> torch.Tensor | None:
@@ -185,9 +189,10 @@ class _Router:
             self.num_seen += len(scores_TE)
             if len(is_token_T) < len(scores_TE):
                 return
-            if self._log_scores is None:
-                # One comparison on the host for each router of an attempt.
-                self._log_scores = _function_of(scores_TE, weights_Tk, chosen_Tk)
+            if not self._is_known:
+                # A comparison on the host, in one call of an attempt unless all scores are almost equal.
+                self._log_scores, self._is_known = _function_of(scores_TE, weights_Tk, chosen_Tk)
+            if not self.num_experts:
                 self.num_experts, self._top_k = scores_TE.shape[-1], chosen_Tk.shape[-1]
                 self._sums = torch.zeros(self.num_experts + 1, dtype=torch.float64, device=scores_TE.device)
             counted = is_token_T.to(torch.float64)
@@ -282,14 +287,15 @@ def _read(module: Any, output: Any, index: int) -> tuple[torch.Tensor, torch.Ten
 
 def _function_of(
     scores_TE: torch.Tensor, weights_Tk: torch.Tensor, chosen_Tk: torch.Tensor
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the logarithm of the function that turns a router's scores into weights.
+) -> tuple[Callable[[torch.Tensor], torch.Tensor], bool]:
+    """Return the logarithm of the function that turns a router's scores into weights, and whether no other one fits.
 
     Routers may scale their weights, and divide them by their sum, so only the ratios of a token's weights are compared.
+    Every function fits scores that are almost equal, as in a router whose weights are initialized with zeros.
     """
     weights = weights_Tk.to(scores_TE.dtype).clamp(min=torch.finfo(scores_TE.dtype).tiny).log()
     if weights.shape[-1] == 1 and not weights.any():
-        return _LOG_SCORES[0]  # A single weight that is divided by itself reveals nothing.
+        return _LOG_SCORES[0], True  # A single weight that is divided by itself reveals nothing.
 
     def error(log_scores: Callable[[torch.Tensor], torch.Tensor]) -> float:
         apart_Tk = log_scores(scores_TE).gather(1, chosen_Tk) - weights
@@ -298,4 +304,6 @@ def _function_of(
         found = float(apart_Tk.abs().mean())
         return math.inf if math.isnan(found) else found
 
-    return min(_LOG_SCORES, key=error)
+    errors = [error(one) for one in _LOG_SCORES]
+    best, second = sorted(errors)[:2]
+    return _LOG_SCORES[errors.index(best)], second - best > _APART

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +11,18 @@ import pytest
 from ray_ulysses.checkpoint.manifest import read_facts
 from ray_ulysses.config import Config
 from ray_ulysses.inspect.verification import verify_run
-from ray_ulysses.peer_memory import PeerMemoryAgent
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.tracking.events import AttemptStarted
 from ray_ulysses.tracking.history import RunHistory, read_history
 from ray_ulysses.tracking.journal_lines import with_checksum
 from tests.breadth import fast_only
+from tests.distributed.conftest import Addresses, Agents
 from tests.distributed.run_case import assert_same_run, make_config, make_corpus, train, train_to_death
 from tests.unit.tracking.journals import read_events
 
 ROWS = 3
 """Rows per step: two data parallel groups, and four, take a filler."""
 STEPS = 10
-TOKEN = "secret"
-Agents = dict[str, PeerMemoryAgent]
-Addresses = tuple[dict[str, str], str]
 
 
 @pytest.fixture(scope="module")
@@ -76,19 +72,6 @@ def test_the_last_step_may_be_short_and_every_row_is_trained_on_once(tmp_path: P
     assert history.rows_consumed == plan["num_rows"]
     *whole, last = [step.rows[1] - step.rows[0] for step in history.steps]
     assert set(whole) == {30} and 0 < last < 30
-
-
-@pytest.fixture
-def agents() -> Iterator[Agents]:
-    running = {node: PeerMemoryAgent(TOKEN) for node in ("node-1", "node-2")}
-    yield running
-    for agent in running.values():
-        agent.close()
-
-
-@pytest.fixture
-def peer_memory(agents: Agents) -> Addresses:
-    return {node: agent.start() for node, agent in agents.items()}, TOKEN
 
 
 def starts(config: Config) -> list[tuple[int, str | None]]:

@@ -23,6 +23,7 @@ from ray_ulysses.evaluation.model_source import find_model
 from ray_ulysses.tracking.events import RoutersMeasured, StepDone
 from ray_ulysses.tracking.history import read_history
 from tests.apart import relative
+from tests.distributed.conftest import Addresses
 from tests.distributed.run_case import make_config, prepare_attempt, train, train_to_death
 from tests.distributed.test_plain_loop import plain_optimizer
 from tests.unit.tracking.journals import read_events
@@ -166,3 +167,16 @@ def test_biases_survive_a_kill_a_resume_at_another_world_and_an_export(
     exported = config.run_dir / f"export/step-{STEPS:08d}"
     model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
     assert_balanced(biases_of(model), wanted.biases[-1], STEPS)
+
+
+@pytest.mark.slow
+def test_biases_survive_a_kill_in_peer_memory(
+    corpus: Path, wanted: Wanted, tmp_path: Path, peer_memory: Addresses
+) -> None:
+    config = settings(tmp_path, corpus, cluster__workers=2, parallel__sp_size=2)
+    train_to_death(config, "first", (1, "in memory", 13), peer_memory=peer_memory)
+    assert not (config.run_dir / "checkpoints").exists()
+    assert train(config, "second", peer_memory=peer_memory) == ("finished", STEPS)
+    assert [attempt.first_step for attempt in read_history(config.run_dir).attempts][1] > 13
+    trained = find_model(config.run_dir, is_run=True, dtype="fp32").build()
+    assert_balanced(biases_of(trained), wanted.biases[-1], STEPS)

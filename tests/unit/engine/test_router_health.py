@@ -112,6 +112,19 @@ def test_each_router_counts_the_document_tokens_that_its_experts_receive_and_the
     assert any(one.entropy < 1.3 for one in layers), "the scores are uniform, so every function of them is"
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_the_function_of_a_router_that_starts_at_zero_is_chosen_once_its_scores_differ(family: str) -> None:
+    model = tiny(family)
+    gates = [one.weight for one in model.modules() if type(one).__name__.endswith(("Router", "Gate"))]
+    trained = [one.detach().clone() for one in gates]
+    watch = RouterWatch(model)
+    for factor in (0.0, 1e-5, 1.0):
+        with torch.no_grad():
+            for weight, one in zip(gates, trained, strict=True):
+                weight.copy_(factor * one)
+        torch.testing.assert_close(step(model, watch), expected(model, family), rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("how", ["checkpointed", "tiles", "tiles and checkpointed", "compiled"])
 def test_a_token_counts_once_when_layers_are_tiled_recomputed_or_compiled(how: str) -> None:
     wanted = expected(tiny("deepseek_v3"), "deepseek_v3")

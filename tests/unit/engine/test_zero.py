@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from ray_ulysses.config.loading import parse_config
-from ray_ulysses.engine.model import check_architecture
+from ray_ulysses.engine.model import check_architecture, torch_dtype
 from ray_ulysses.engine.zero import ZeroSettings, gather_experts_at_once, partition_config, zero_config
 from ray_ulysses.errors import UserError
 from ray_ulysses.planner.state_memory import NVME_SUB_GROUP
-from tests.unit.attention.models import zoo_model
+from tests.unit.attention.models import ARCHITECTURES, zoo_model
 from tests.unit.config.trees import small_tree
+from tests.unit.export.runs import fields_of
 
 SETTINGS = ZeroSettings(
     dtype="bf16", accumulation=4, max_grad_norm=1.0, learning_rate=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1
@@ -58,3 +61,26 @@ def test_a_model_that_transformers_does_not_checkpoint_is_refused_before_workers
     with pytest.raises(UserError, match=r"^memory\.gradient_checkpointing=true: "):
         check_architecture(parse_config(small_tree(model__config=fields)))
     check_architecture(parse_config(small_tree(model__config=fields, memory__gradient_checkpointing=False)))
+
+
+@pytest.mark.parametrize(("dtype", "fits", "misfits"), [("bf16", 24, 20), ("fp32", 20, 22)])
+def test_experts_whose_rows_are_not_whole_blocks_of_16_bytes_are_refused(
+    dtype: Literal["bf16", "fp32"], fits: int, misfits: int
+) -> None:
+    for width in (fits, misfits):
+        config = ARCHITECTURES["qwen3_moe"](moe_intermediate_size=width)
+        tree = small_tree(model__config=fields_of(config), model__dtype=dtype)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch_dtype(dtype))
+        if width == fits:
+            check_architecture(parse_config(tree))
+            _train(model)
+        else:
+            with pytest.raises(UserError, match=rf"^model\.dtype={dtype}: .*experts\.down_proj is \[4, 32, {misfits}\]"):
+                check_architecture(parse_config(tree))
+            # If torch can multiply such experts, they need not be refused.
+            with pytest.raises(RuntimeError, match="multiple of 16 bytes"):
+                _train(model)
+
+
+def _train(model: Any) -> None:
+    model(input_ids=torch.arange(24)[None]).logits.sum().backward()
