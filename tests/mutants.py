@@ -517,6 +517,14 @@ dist.all_to_all_single(sent, received, sent_sizes, sizes, group=view.process_gro
     ),
     Mutant(
         1,
+        "an adapter has the alpha of another module",
+        "engine/adapter.py:lora_config",
+        "_pattern(adapted.alphas, adapter.alpha)",
+        "_pattern(dict(zip(adapted.alphas, [*adapted.alphas.values()][::-1])), adapter.alpha)",
+        "unit/engine/test_adapter.py::test_single_targets_have_their_own_rank_and_scale",
+    ),
+    Mutant(
+        1,
         "gradients of adapters are not summed over the ranks",
         "engine/zero.py:build_engine",
         "engine.swap_folder = swap_folder",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -57,11 +59,11 @@ def _qwen2_5_vl(**changes: Any) -> PreTrainedConfig:
     )
 
 
-def _qwen3_vl(**changes: Any) -> PreTrainedConfig:
+def _qwen3_vl(name: str = "qwen3_vl", moe: Mapping[str, Any] = MappingProxyType({}), **changes: Any) -> PreTrainedConfig:
     vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
     return AutoConfig.for_model(
-        "qwen3_vl",
-        text_config={**_TEXT, "head_dim": 8, "rope_parameters": _M_ROPE},
+        name,
+        text_config={**_TEXT, "head_dim": 8, "rope_parameters": _M_ROPE, **moe},
         vision_config={**vision, "patch_size": 4, "deepstack_visual_indexes": [0]},
         **_QWEN_TOKENS,
         **changes,
@@ -74,6 +76,9 @@ MULTIMODAL: dict[str, Callable[..., PreTrainedConfig]] = {
     "qwen2_vl": _qwen2_vl,
     "qwen2_5_vl": _qwen2_5_vl,
     "qwen3_vl": _qwen3_vl,
+    "qwen3_vl_moe": partial(
+        _qwen3_vl, "qwen3_vl_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    ),
 }
 """Multimodal architectures whose decoder is trained exactly."""
 

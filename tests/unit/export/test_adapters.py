@@ -42,11 +42,23 @@ _OTHER_ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-experts": ("qwen3_moe", {**_EXPERTS, "targets": ["q_proj", "down_proj"], "rslora": True}),
     "deepseek-experts": ("deepseek_v3", {"rank": 3, "targets": ["experts", "gate_proj", "up_proj", "down_proj"]}),
     "deepseek-ranks": ("deepseek_v3", {"rank": 3, "ranks": {"gate_proj": 5}, "alphas": {"layers.0.mlp.up_proj": 1}}),
+    "qwen3-all": (
+        "qwen3_moe",
+        {
+            "rank": 3, "targets": ["q_proj", "experts", "gate"], "ranks": {"gate": 2, "gate_up_proj": 5, "q_proj": 7},
+            "alphas": {"layers.0.mlp.gate": 4, "down_proj": 9}, "train_embeddings": True, "train_norms": True,
+        },
+    ),
+    "mixtral-whole": (
+        "mixtral",
+        {"rank": 2, "alphas": {"experts": 9}, "targets": ["experts", "v_proj"], "modules_to_save": ["q_proj", "lm_head"]},
+    ),
+    "llama4-experts": ("llama4_text", {**_EXPERTS, "targets": ["q_proj", "experts"], "alphas": {"gate_up_proj": 5}}),
     # Biases and transposed matrices.
     "gpt-oss-experts": ("gpt_oss", {"rank": 3, "targets": ["v_proj", "experts", "router"], "train_norms": True}),
     "dora": ("qwen2", {"rank": 3, "dora": True, "ranks": {"v_proj": 5}}),
     "dora-transposed": ("gpt2", {"rank": 3, "dora": True, "alphas": {"c_proj": 3}}),
-}
+}  # fmt: skip
 
 
 def make_run(folder: Path, kind: str, adapter: dict[str, Any], dtype: str, init: str = "pretrained") -> Any:

@@ -136,10 +136,12 @@ def test_an_untied_head_stays_untied_whatever_the_configuration_says(tmp_path: P
     check_merged(tmp_path, whole)
 
 
-@pytest.mark.parametrize("name", fast_only(["gemma3", "qwen3_vl"], "gemma3"))
+@pytest.mark.parametrize("name", fast_only(["gemma3", "qwen3_vl", "qwen3_vl_moe"], "gemma3"))
 def test_an_adapter_of_the_decoder_loads_on_the_whole_and_merges_into_it(tmp_path: Path, name: str) -> None:
     whole = make_whole(tmp_path / "base", name)
     decoder, adapter = deepcopy(whole), {"rank": 2, "targets": ["q_proj", "down_proj"], "train_norms": True}
+    if name == "qwen3_vl_moe":
+        adapter = {"rank": 2, "targets": ["q_proj", "experts", "gate"], "ranks": {"down_proj": 3}, "alphas": {"gate": 5}}
     keep_text_part(decoder)
     trained = add_adapter(decoder, AdapterSection(**adapter), seed=1)
     with torch.no_grad():
