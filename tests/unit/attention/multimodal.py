@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -59,11 +58,12 @@ def _qwen2_5_vl(**changes: Any) -> PreTrainedConfig:
     )
 
 
-def _qwen3_vl(name: str = "qwen3_vl", moe: Mapping[str, Any] = MappingProxyType({}), **changes: Any) -> PreTrainedConfig:
+def _qwen3_vl(name: str = "qwen3_vl", **changes: Any) -> PreTrainedConfig:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24} if "moe" in name else {}
     vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
     return AutoConfig.for_model(
         name,
-        text_config={**_TEXT, "head_dim": 8, "rope_parameters": _M_ROPE, **moe},
+        text_config={**_TEXT, "head_dim": 8, "rope_parameters": _M_ROPE, **experts},
         vision_config={**vision, "patch_size": 4, "deepstack_visual_indexes": [0]},
         **_QWEN_TOKENS,
         **changes,
@@ -76,9 +76,7 @@ MULTIMODAL: dict[str, Callable[..., PreTrainedConfig]] = {
     "qwen2_vl": _qwen2_vl,
     "qwen2_5_vl": _qwen2_5_vl,
     "qwen3_vl": _qwen3_vl,
-    "qwen3_vl_moe": partial(
-        _qwen3_vl, "qwen3_vl_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-    ),
+    "qwen3_vl_moe": partial(_qwen3_vl, "qwen3_vl_moe"),
 }
 """Multimodal architectures whose decoder is trained exactly."""
 

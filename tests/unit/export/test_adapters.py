@@ -51,7 +51,7 @@ _OTHER_ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mixtral-whole": (
         "mixtral",
-        {"rank": 2, "alphas": {"experts": 9}, "targets": ["experts", "v_proj"], "modules_to_save": ["q_proj", "lm_head"]},
+        {"rank": 2, "alphas": {"experts": 9}, "targets": ["experts"], "modules_to_save": ["q_proj", "lm_head"]},
     ),
     "llama4-experts": ("llama4_text", {**_EXPERTS, "targets": ["q_proj", "experts"], "alphas": {"gate_up_proj": 5}}),
     # Biases and transposed matrices.

@@ -141,7 +141,7 @@ def test_an_adapter_of_the_decoder_loads_on_the_whole_and_merges_into_it(tmp_pat
     whole = make_whole(tmp_path / "base", name)
     decoder, adapter = deepcopy(whole), {"rank": 2, "targets": ["q_proj", "down_proj"], "train_norms": True}
     if name == "qwen3_vl_moe":
-        adapter = {"rank": 2, "targets": ["q_proj", "experts", "gate"], "ranks": {"down_proj": 3}, "alphas": {"gate": 5}}
+        adapter = {"rank": 2, "targets": ["q_proj", "experts", "gate"], "ranks": {"experts": 3}, "alphas": {"gate": 5}}
     keep_text_part(decoder)
     trained = add_adapter(decoder, AdapterSection(**adapter), seed=1)
     with torch.no_grad():
