@@ -46,3 +46,7 @@ class MuonPart:
     parameters: int
     """Total number of elements."""
     matrices: int
+    flops: int
+    """Number of floating-point operations that orthogonalize all matrices once."""
+    working_elements: int
+    """Largest number of elements in the temporaries that orthogonalize a matrix."""

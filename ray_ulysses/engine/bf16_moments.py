@@ -16,12 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ray_ulysses.engine.splitmix import INCREMENT, mixed
+from ray_ulysses.planner.state_memory import BF16_MOMENTS_CHUNK as CHUNK
 
 if TYPE_CHECKING:
     from ray_ulysses.engine.partition_view import GroupView, Zero3View
-
-CHUNK = 1 << 22
-"""Number of elements that are updated at once, which bounds the temporaries."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,6 +25,7 @@ from ray_ulysses.engine.model_config import (
     refuse_no_decoder,
     stored_quantization,
 )
+from ray_ulysses.engine.muon import orthogonalization_flops, working_elements
 from ray_ulysses.engine.optimizer import muon_matrices
 from ray_ulysses.engine.parameter_names import freeze_parameters, matched_parameters
 from ray_ulysses.engine.partition_view import shape_of
@@ -236,8 +237,16 @@ def with_training(config: Config, shape: ModelShape) -> ModelShape:
 
 def _muon_part(model: Any) -> MuonPart:
     found = muon_matrices(model).values()
+    if not found:
+        raise UserError(
+            "optimizer.kind=muon: no weight matrix of a linear layer is trained, so AdamW would train all parameters; "
+            "use adamw, or remove the patterns of model.freeze that match linear layers"
+        )
     return MuonPart(
-        parameters=sum(one.count * one.rows * one.columns for one in found), matrices=sum(one.count for one in found)
+        parameters=sum(one.count * one.rows * one.columns for one in found),
+        matrices=sum(one.count for one in found),
+        flops=sum(one.count * orthogonalization_flops(one.rows, one.columns) for one in found),
+        working_elements=max(working_elements(one.rows, one.columns) for one in found),
     )
 
 

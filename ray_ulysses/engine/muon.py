@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ray_ulysses.engine.partition_view import GroupView, Zero3View
+
 if TYPE_CHECKING:
     from ray_ulysses.engine.optimizer import Matrices
-    from ray_ulysses.engine.partition_view import GroupView, Zero3View
 
 MOMENTUM = 0.95
 _STEPS = 5
@@ -80,14 +81,17 @@ class MuonAdamW(torch.optim.AdamW):
             parameters: The trained parameters, in the same order on every rank.
             found: The matrices by the ``id`` of their parameter; see `engine.optimizer.muon_matrices`.
         """
-        self._view, size = view, view.world_size
+        self._view, size, is_zero3 = view, view.world_size, isinstance(view, Zero3View)
         of_flat: dict[int, list[_Matrix]] = {}
-        # If the number of experts is a multiple of the world size, each rank orthogonalizes the experts that ZeRO-3
-        # stores on it, provided that no other matrices precede them in a batch.
         whole = [one for one in parameters if id(one) in found]
-        for parameter in sorted(whole, key=lambda one: found[id(one)].count % size):
+        if is_zero3:
+            # If the number of experts is a multiple of the world size, each rank orthogonalizes the experts that ZeRO-3
+            # stores on it, provided that no other matrices precede them in a batch.
+            whole.sort(key=lambda one: found[id(one)].count % size)
+        for parameter in whole:
             matrices, part, bounds = found[id(parameter)], view.partition_of(parameter), view.bounds(parameter)
             elements = matrices.rows * matrices.columns
+            numbers = _strided(matrices.count, size) if is_zero3 else range(matrices.count)
             of_flat.setdefault(part.flat, []).extend(
                 _Matrix(
                     start=number * elements,
@@ -96,12 +100,13 @@ class MuonAdamW(torch.optim.AdamW):
                     bounds=bounds,
                     offset=part.offset,
                 )
-                for number in _strided(matrices.count, size)
+                for number in numbers
             )
-        self._batches = {
-            id(view.flats[flat]): [tuple(held[first : first + size]) for first in range(0, len(held), size)]
-            for flat, held in of_flat.items()
-        }
+        for flat, held in of_flat.items():
+            # In stages 1 and 2, the n-th matrix of a batch is in the share of the n-th rank or of a neighbour.
+            own = held if is_zero3 else [held[number] for number in _strided(len(held), size)]
+            batches = [tuple(own[first : first + size]) for first in range(0, len(own), size)]
+            self._batches[id(view.flats[flat])] = batches
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -125,9 +130,13 @@ class MuonAdamW(torch.optim.AdamW):
         state["momentum_buffer"].lerp_(gradient, 1 - MOMENTUM)
         flat.mul_(1 - group["lr"] * group["weight_decay"])
         for batch in self._batches[id(flat)]:
-            for matrix, start, update in self._orthogonalized(batch, gradient, state["momentum_buffer"]):
-                rate = group["lr"] * _RMS_OF_ADAMW * math.sqrt(max(matrix.rows, matrix.columns))
-                flat.narrow(0, start, update.numel()).add_(update, alpha=-rate)
+            self._step_batch(flat, batch, state["momentum_buffer"], group["lr"])
+
+    def _step_batch(self, flat: torch.Tensor, batch: Sequence[_Matrix], momentum: torch.Tensor, lr: float) -> None:
+        assert flat.grad is not None
+        for matrix, start, update in self._orthogonalized(batch, flat.grad, momentum):
+            rate = lr * _RMS_OF_ADAMW * math.sqrt(max(matrix.rows, matrix.columns))
+            flat.narrow(0, start, update.numel()).add_(update, alpha=-rate)
 
     def _orthogonalized(
         self, batch: Sequence[_Matrix], gradient: torch.Tensor, momentum: torch.Tensor
@@ -140,15 +149,16 @@ class MuonAdamW(torch.optim.AdamW):
             start, stop = matrix.piece(view.rank)
             pieces.append((matrix.offset + start - matrix.bounds[view.rank], stop - start))
         # With Nesterov's momentum, the update is based on the gradient after the next decay.
-        updates = [
-            gradient.narrow(0, start, size).lerp(momentum.narrow(0, start, size), MOMENTUM).to(self._dtype)
-            for start, size in pieces
-        ]
+        # Shares are in the order of the ranks, so the received pieces are the flattened matrix.
+        sent = torch.cat(
+            [
+                gradient.narrow(0, start, size).lerp(momentum.narrow(0, start, size), MOMENTUM).to(self._dtype)
+                for start, size in pieces
+            ]
+        )
         sent_sizes = [size for _, size in pieces] + [0] * (view.world_size - len(batch))
         own = batch[view.rank] if view.rank < len(batch) else None
         sizes = own.sizes() if own is not None else [0] * view.world_size
-        # Shares are in the order of the ranks, so the received pieces are the flattened matrix.
-        sent = torch.cat(updates)
         received = sent.new_empty(sum(sizes))
         dist.all_to_all_single(received, sent, sizes, sent_sizes, group=view.process_group)
         if own is not None:
@@ -181,3 +191,17 @@ def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=_B, alpha=_C), x, beta=_A)
     return x.T if is_tall else x
+
+
+def orthogonalization_flops(rows: int, columns: int) -> int:
+    """Return the number of floating-point operations in `orthogonalized`, for a matrix of this shape."""
+    short, long = sorted((rows, columns))
+    return _STEPS * (4 * short**2 * long + 2 * short**3)
+
+
+def working_elements(rows: int, columns: int) -> int:
+    """Return the number of elements that an update of a matrix of this shape allocates, on the rank that owns it.
+
+    These are the tensors sent and received, the matrix before and after a Newton-Schulz step, and two square matrices.
+    """
+    return 4 * rows * columns + 2 * min(rows, columns) ** 2

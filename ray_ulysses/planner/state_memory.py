@@ -23,7 +23,10 @@ of 5e8), and stage 3 does not free it between passes."""
 _SUB_GROUP = 1_000_000_000
 NVME_SUB_GROUP, NVME_BUFFERS = 100_000_000, 4
 """Number of elements that a rank swaps in from NVMe at once, and number of buffers (weight, gradient, two moments)."""
-_MOMENTS = 2
+BF16_MOMENTS_CHUNK = 1 << 22
+"""Number of elements that AdamW with bf16 moments updates at once, which bounds the temporaries."""
+_BF16_MOMENTS_BYTES = 34
+"""Number of bytes of these temporaries per element: hashes in int64, and new moments in fp32."""
 PEER_COPIES = 2
 """Number of nodes that store a rank's part of a state in peer memory: the rank's node and a partner node."""
 PEER_STATES = 2
@@ -46,6 +49,8 @@ class StateSharing:
     """Number of host copies of a rank's state, from which checkpoints are written."""
     peer_memory: bool
     """Whether the newest state is also kept in peer memory."""
+    moments: Literal["fp32", "bf16"]
+    """Precision of AdamW's two moments."""
     offload_param: Literal["none", "cpu"]
     """Memory to which a rank's share of the weights is offloaded at stage 3."""
 
@@ -59,6 +64,7 @@ class StateSharing:
             offload=config.memory.offload_optimizer,
             host_buffers=config.checkpoint.host_buffers,
             peer_memory=config.elastic.peer_memory,
+            moments="bf16" if config.optimizer.kind == "adamw_bf16_moments" else "fp32",
             offload_param=config.memory.offload_param,
         )
 
@@ -75,15 +81,24 @@ class StateSharing:
         """Return the number of trained parameters in a rank's share."""
         return -(-shape.trained_parameters // self.world_size)
 
+    def by_muon(self, shape: ModelShape) -> int:
+        """Return the number of parameters in a rank's share that Muon trains."""
+        return 0 if shape.muon is None else -(-shape.muon.parameters // self.world_size)
+
+    @property
+    def moment_bytes(self) -> int:
+        """Number of bytes of AdamW's moments per parameter."""
+        return 2 * _BYTES_PER_VALUE[self.moments]
+
     @property
     def trained_bytes(self) -> int:
-        """Number of bytes per trained parameter in a checkpoint."""
-        return (1 + _MOMENTS) * FP32_BYTES + (0 if self.is_fp32 else self.value_bytes)
+        """Number of bytes in a checkpoint per parameter that AdamW trains."""
+        return FP32_BYTES + self.moment_bytes + (0 if self.is_fp32 else self.value_bytes)
 
     def stored_bytes(self, shape: ModelShape) -> int:
         """Return the number of bytes of a rank's share in a checkpoint. Frozen parameters have no optimizer state."""
-        trained = self.trained(shape)
-        return trained * self.trained_bytes + self.stored_frozen(shape) * self.value_bytes
+        trained = self.trained(shape) * self.trained_bytes - self.by_muon(shape) * FP32_BYTES
+        return trained + self.stored_frozen(shape) * self.value_bytes
 
     def stored_frozen(self, shape: ModelShape) -> int:
         """Return the number of frozen parameters of a rank's share in a checkpoint. A quantized base is not stored."""
@@ -106,8 +121,10 @@ class StateSharing:
     def stored_words(self, shape: ModelShape) -> str:
         """Return the derivation of `stored_bytes` as text."""
         each = f"{_each(shape, self)} x {self.trained_bytes}"
+        if shape.muon is not None:
+            each += f" - {self.by_muon(shape):,} that Muon trains x {FP32_BYTES}"
         if shape.part is None:
-            return f"{each} bytes"
+            return f"{each} bytes" if shape.muon is None else f"({each}) bytes"
         return f"({each} + {self.stored_frozen(shape):,} frozen parameters x {self.value_bytes}) bytes"
 
 
@@ -223,10 +240,19 @@ def _dequantized(part: TrainedPart, sharing: StateSharing) -> MemoryTerm:
 def _optimizer(shape: ModelShape, sharing: StateSharing) -> list[MemoryTerm]:
     shard, each = sharing.trained(shape), _each(shape, sharing)
     master = f"{each} x 4 bytes: the optimizer's own copy, which ZeRO-{sharing.stage} shards"
-    return [
+    muon, value = sharing.by_muon(shape), sharing.moment_bytes // 2
+    of_adamw = each if shape.muon is None else f"{shard - muon:,} parameters per rank (1/{sharing.world_size})"
+    of_muon = f"{muon:,} parameters per rank (1/{sharing.world_size})"
+    terms = [
         always("master weights, fp32", shard * FP32_BYTES, master),
-        always("AdamW moments, fp32", _MOMENTS * shard * FP32_BYTES, f"{each} x 2 x 4 bytes: mean and variance"),
+        always(
+            f"AdamW moments, {sharing.moments}",
+            2 * (shard - muon) * value,
+            f"{of_adamw} x 2 x {value} bytes: mean and variance",
+        ),
+        always("Muon momentum, fp32", muon * FP32_BYTES, f"{of_muon} x 4 bytes: momentum of weight matrices"),
     ]
+    return [one for one in terms if one.bytes]
 
 
 def _device_gradients(shape: ModelShape, sharing: StateSharing) -> MemoryTerm | None:
@@ -266,13 +292,32 @@ def _gathered(shape: ModelShape, sharing: StateSharing) -> MemoryTerm:
 
 def _update(shape: ModelShape, sharing: StateSharing, *, has_device: bool) -> MemoryTerm:
     """Return the memory term for the optimizer update's temporaries. Only stage 3 updates one sub-group at a time."""
-    each, count, times = _each(shape, sharing), sharing.trained(shape), 1 if has_device else 2
+    muon, most = sharing.by_muon(shape), _SUB_GROUP - (-shape.embedding_parameters // sharing.world_size)
+    each, count, times = _each(shape, sharing), sharing.trained(shape) - muon, 1 if has_device else 2
+    if muon:
+        each = f"{count:,} parameters per rank that AdamW trains"
     text = "the square root of the variance" + " and a copy of it" * (not has_device)
+    if sharing.moments == "bf16":
+        largest = -(-_largest_tensor(shape) // (sharing.world_size if sharing.stage == 3 else 1))
+        chunk = min(count, largest, BF16_MOMENTS_CHUNK)
+        size, text = chunk * _BF16_MOMENTS_BYTES, f"{chunk:,} parameters at once x {_BF16_MOMENTS_BYTES} bytes"
+        if sharing.stage == 3:
+            count = min(count, most)
+            size, text = size + count * FP32_BYTES, f"{text}, and a flat copy of {count:,} gradients (sub_group_size)"
+        return term("temporaries of AdamW", size, "update", text)
     if sharing.stage == 3:
-        most = _SUB_GROUP - (-shape.embedding_parameters // sharing.world_size)
         count, times = min(count, most), times + 1
         each, text = f"{count:,} parameters (sub_group_size)", f"a flat copy of the gradients, and {text}"
-    return term("temporaries of AdamW", count * times * FP32_BYTES, "update", f"{each} x {times} x 4 bytes: {text}")
+    adamw = term("temporaries of AdamW", count * times * FP32_BYTES, "update", f"{each} x {times} x 4 bytes: {text}")
+    if shape.muon is None:
+        return adamw
+    working = shape.muon.working_elements
+    size, text = working * sharing.value_bytes, f"{working:,} elements x {sharing.value_bytes} bytes for one matrix"
+    if sharing.stage == 3:
+        copied = min(muon, most)
+        size, text = size + copied * FP32_BYTES, f"{text}, and a flat copy of {copied:,} gradients (sub_group_size)"
+    # Muon and AdamW update their parameters one after the other.
+    return max(adamw, term("temporaries of Muon", size, "update", text), key=lambda one: one.bytes)
 
 
 def _unreduced(shape: ModelShape, sharing: StateSharing) -> list[MemoryTerm]:

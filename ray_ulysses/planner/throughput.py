@@ -60,6 +60,9 @@ with fp32 intermediates, 36 each; two sums, 6 each), per value of queries and ke
 value (activation and product), counted from Transformers' modules in bf16. The last: bytes per logit in both passes."""
 _UPDATE_BYTES = 28
 """Bytes per parameter that Adam's update moves: it reads and writes the weight and moments, and reads the gradient."""
+_BF16_UPDATE_BYTES, _MUON_UPDATE_BYTES = 516, 52
+"""The same for AdamW with bf16 moments, whose hashes and roundings are separate operations, and for Muon's elements
+without the orthogonalization. Counted from the operations; not measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,12 +135,12 @@ def configured_time(config: Config, shape: ModelShape, work: Work) -> StepTime |
     compute = [parts.matmul(), parts.attention(), parts.elementwise()]
     busy_s = sum(term.seconds for term in compute)
     traffic = [parts.exchange(), parts.ring(compute[1].seconds), parts.weights(busy_s), parts.host_copies(busy_s)]
-    terms = [term for term in (*compute, *traffic, parts.update()) if term.seconds > 0]
+    terms = [term for term in (*compute, *traffic, parts.update(), parts.orthogonalization()) if term.seconds > 0]
     seconds = sum(term.seconds for term in terms)
     could = seconds * layout.world_size * peak
     return StepTime(
         device=gpu.name,
-        is_measured=gpu.is_measured,
+        is_measured=gpu.is_measured and config.optimizer.kind == "adamw",
         source=gpu.source,
         terms=tuple(terms),
         mfu=(parts.matmul_flops(6) + parts.attention_flops(6)) / could,
@@ -324,11 +327,32 @@ class _Parts:
 
     def update(self) -> TimeTerm:
         """Return the time of the optimizer's update."""
-        shard = self.shape.trained_parameters / self.layout.world_size
+        world, muon = self.layout.world_size, self.shape.muon
+        shard = (self.shape.trained_parameters - (0 if muon is None else muon.parameters)) / world
+        each = _BF16_UPDATE_BYTES if self.config.optimizer.kind == "adamw_bf16_moments" else _UPDATE_BYTES
         if self.config.memory.offload_optimizer == "none":
-            text = f"{shard:,.0f} parameters per rank x {_UPDATE_BYTES} bytes of device memory"
-            return TimeTerm(name="update", seconds=shard * _UPDATE_BYTES / (self.gpu.gbps * GB), source=text)
+            text, size = f"{shard:,.0f} parameters per rank x {each} bytes of device memory", shard * each
+            if muon is not None:
+                size += muon.parameters / world * _MUON_UPDATE_BYTES
+                text += f", and {muon.parameters / world:,.0f} of Muon x {_MUON_UPDATE_BYTES} bytes"
+            return TimeTerm(name="update", seconds=size / (self.gpu.gbps * GB), source=text)
         # Per parameter, 4 bytes of gradient go to the host and 2 bytes of bf16 weight return to the device.
-        copies_s, update_s = shard * 6 / (self.gpu.host_gbps * GB), shard * _UPDATE_BYTES / _HOST_MEMORY
-        text = f"{shard:,.0f} parameters per rank on the host: {_UPDATE_BYTES} bytes each at 25 GB/s, 6 bytes copied"
+        copies_s, update_s = shard * 6 / (self.gpu.host_gbps * GB), shard * each / _HOST_MEMORY
+        text = f"{shard:,.0f} parameters per rank on the host: {each} bytes each at 25 GB/s, 6 bytes copied"
         return TimeTerm(name="update", seconds=copies_s + update_s, source=text)
+
+    def orthogonalization(self) -> TimeTerm:
+        """Return the time of Muon's Newton-Schulz steps, and of the exchange of whole matrices."""
+        muon, world = self.shape.muon, self.layout.world_size
+        if muon is None:
+            return TimeTerm(name="orthogonalization", seconds=0.0, source="")
+        # Each rank orthogonalizes one matrix of a batch; the last batch may have fewer matrices than ranks.
+        batches = -(-muon.matrices // world)
+        flops = muon.flops / muon.matrices * batches
+        size = 2 * 2 * muon.parameters / world * (world - 1) / world
+        text = (
+            f"{batches:,} of {muon.matrices:,} matrices per rank, {flops:.3g} FLOP at {self.rates.matmul:.0%} of "
+            f"{self.peak / 1e12:,.0f} TFLOP/s; {size / GB:,.1f} GB per rank are exchanged"
+        )
+        seconds = flops / (self.rates.matmul * self.peak) + size / link_bandwidth(self.config, world)
+        return TimeTerm(name="orthogonalization", seconds=seconds, source=text)

@@ -47,6 +47,10 @@ LAYOUTS: dict[str, Sequence[dict[str, Any]]] = {
     "1-zero-2": ({"workers": 1, "stage": 2, "until": STEPS},),
     "2-zero-1-then-4-zero-2": ({"workers": 2, "stage": 1, "until": 21}, {"workers": 4, "stage": 2, "until": STEPS}),
     "2-zero-3": ({"workers": 2, "stage": 3, "until": STEPS},),
+    "1-zero-3-then-4-zero-1-then-2-zero-2": (
+        {"workers": 1, "stage": 3, "until": 12}, {"workers": 4, "stage": 1, "until": 25},
+        {"workers": 2, "stage": 2, "until": STEPS},
+    ),
 }  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from ray_ulysses.planner.flops import step_flops
 from ray_ulysses.planner.memory import configured_memory
 from ray_ulysses.planner.memory_terms import GIB
 from ray_ulysses.planner.throughput import StepTime, Work, configured_time
+from ray_ulysses.trained_part import MuonPart
 from tests.unit.planner.runs import LLAMA_3_8B, make_config
 
 SHAPE = ModelShape.from_config_dict(LLAMA_3_8B)
@@ -27,10 +28,13 @@ OURS = [row for row in MEASURED if row["side"].startswith("ours:")]
 
 def step_time(
     shape: ModelShape, work: Work, *, sp: int, world: int, ring: int = 1, device: Any = "H100", gbps: float = 400.0,
-    **memory: Any,
+    kind: str = "adamw", **memory: Any,
 ) -> StepTime:  # fmt: skip
     cluster = {"workers": world, "gpus_per_worker": 1, "device": device, "network_gbps": gbps}
-    config = make_config(parallel={"sp_size": sp, "ring_size": ring}, cluster=cluster, memory=memory)
+    optimizer = {"kind": kind, "lr": 1e-4}
+    config = make_config(
+        parallel={"sp_size": sp, "ring_size": ring}, cluster=cluster, memory=memory, optimizer=optimizer
+    )
     time = configured_time(config, shape, work)
     assert time is not None
     return time
@@ -122,6 +126,20 @@ def test_terms_are_as_computed_by_hand() -> None:
     whole = step_flops(SHAPE, tokens=131_072, sum_squared_lengths=131_072**2)
     assert time.mfu == pytest.approx(whole / (time.seconds * 8 * 989.4e12), rel=1e-3)
     assert time.hfu > time.mfu
+
+
+def test_an_optimizer_that_was_never_measured_is_predicted_from_its_bytes_and_operations() -> None:
+    work = Work(tokens=8192, squares=8192**2, rows=1, imbalance=1.0)
+    small = step_time(SHAPE, work, sp=8, world=8, kind="adamw_bf16_moments")
+    assert seconds(small, "update") == pytest.approx(SHAPE.num_parameters / 8 * 516 / 3350e9)
+    # 100 square matrices on 8 ranks: 13 batches.
+    matrices = MuonPart(parameters=100 << 24, matrices=100, flops=100 * 5 * 6 * 4096**3, working_elements=6 << 24)
+    time = step_time(replace(SHAPE, muon=matrices), work, sp=8, world=8, kind="muon")
+    others = SHAPE.num_parameters - (100 << 24)
+    assert seconds(time, "update") == pytest.approx((others * 28 + (100 << 24) * 52) / 8 / 3350e9)
+    compute_s, bytes_sent = 13 * 30 * 4096**3 / (0.75 * 989.4e12), 4 * (100 << 24) / 8 * 7 / 8
+    assert seconds(time, "orthogonalization") == pytest.approx(compute_s + bytes_sent / (0.8 * 450e9))
+    assert step_time(SHAPE, work, sp=8, world=8).is_measured and not time.is_measured and not small.is_measured
 
 
 def test_attention_takes_as_long_as_the_rank_with_the_most_heads() -> None:
