@@ -65,6 +65,11 @@ SOURCES = {"data__path": None}
             "memory.offload_param",
         ),
         ({"memory__offload_param": "cpu"}, "memory.offload_param"),
+        ({"optimizer__kind": "muon", "model__adapter": {}}, "optimizer.kind"),
+        ({"optimizer__kind": "muon", "memory__offload_optimizer": "cpu"}, "optimizer.kind"),
+        ({**NVME, "optimizer__kind": "muon"}, "optimizer.kind"),
+        ({**NVME, "optimizer__kind": "adamw_bf16_moments"}, "optimizer.kind"),
+        ({"model__freeze": ["*.embed_tokens.*"], "model__adapter": {}}, "model.freeze"),
         ({"model__base_dtype": "nf4"}, "model.base_dtype"),
         ({"model__base_dtype": "fp8", "model__adapter": {"dora": True}}, "model.base_dtype"),
         (
