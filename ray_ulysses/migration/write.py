@@ -23,7 +23,7 @@ _DTYPES = {
     **dict.fromkeys(("true", "bf16", "bfloat16"), "bf16"),
     **dict.fromkeys(("none", "false", "no", "fp32", "float32"), "fp32"),
 }
-_LORA, _FULL = ("lora", "true"), ("full", "none", "false", "")
+_LORA, _FULL = ("lora", "qlora", "true"), ("full", "none", "false", "")
 _SCHEDULES = {
     **dict.fromkeys(("linear", "warmupdecaylr"), "linear"),
     **dict.fromkeys(("cosine", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmupcosinelr"), "cosine"),
@@ -198,11 +198,15 @@ def _model(w: _Writer) -> None:
         "adapter",
         {**dict.fromkeys(_LORA, "lora"), **dict.fromkeys(_FULL, "full")},
         "the only supported adapter is LoRA, here also DoRA",
-        "use lora, for a quantized base with model.base_dtype in the converted file, or full for all weights",
+        "use lora, or full and, to freeze some weights, model.freeze in the converted file",
     )
     if kind == "full" and f.fact("adapter") is not None:
         f.leave("adapter", "all weights are trained, as without model.adapter")
+    if kind is not None or f.fact("adapter") is None:
+        _quantized_base(w, kind)
     if kind != "lora":
+        if prefixes := _names(f.value("freeze")):
+            w.put("model.freeze", [f"{one}*" for one in prefixes], "freeze", note="patterns of names")
         return
     w.put("model.adapter.rank", f.whole("lora_rank") or 8, "adapter", "lora_rank")
     alpha = f.whole("lora_alpha")
@@ -225,6 +229,25 @@ def _model(w: _Writer) -> None:
         w.put("model.adapter.modules_to_save", modules, "lora_modules")
     if f.flag("lora_dropout"):
         f.leave("lora_dropout", "adapters have no dropout here, since its masks would depend on the layout")
+
+
+def _quantized_base(w: _Writer, adapter: str | None) -> None:
+    f = w.facts
+    names: tuple[str, ...] = ("quant_bits", "four_bit", "eight_bit")
+    bits = f.whole("quant_bits") or (4 if f.flag("four_bit") else 8 if f.flag("eight_bit") else 0)
+    fact = next((f.fact(name) for name in names if f.flag(name)), None)
+    if str(f.value("adapter")).lower() == "qlora" and fact is None:
+        bits, names, fact = 4, ("adapter",), f.fact("adapter")
+    if fact is None:
+        return
+    base_dtype = {4: "nf4", 8: "int8"}.get(bits)
+    if adapter != "lora":
+        f.refuse(fact, "a quantized base is frozen, so only adapters can be trained", "use lora, or remove it")
+    elif base_dtype is None:
+        f.refuse(fact, "model.base_dtype has types of 4 bits (nf4) and 8 bits (int8)", "use 4 or 8")
+    else:
+        why = "" if bits == 4 else "each row has one scale, and activations are not quantized"
+        w.put("model.base_dtype", base_dtype, *names, why=why)
 
 
 def _targets(w: _Writer) -> None:
@@ -377,10 +400,17 @@ def _optimizer(w: _Writer) -> None:
     f = w.facts
     name = (f.text("optimizer") or "adamw").lower()
     fact = f.fact("optimizer")
-    if fact is not None and not _ADAMW.fullmatch(name) and name not in _SMALL_ADAMW:
-        f.refuse(fact, "AdamW is the only optimizer, since its state can be re-sharded exactly", "use adamw_torch")
+    if f.flag("use_muon"):
+        w.put("optimizer.kind", "muon", "use_muon")
+    if fact is not None and "muon" in name:
+        hint = "set optimizer.kind: muon in the converted file, with a rate for AdamW"
+        f.refuse(fact, "updates of Muon are scaled to the size of AdamW's here, so the rate has another meaning", hint)
+    elif fact is not None and not _ADAMW.fullmatch(name) and name not in _SMALL_ADAMW:
+        rule = "the optimizers are AdamW and Muon, since their state can be re-sharded exactly"
+        f.refuse(fact, rule, "use adamw_torch")
     elif fact is not None and name in _SMALL_ADAMW:
-        f.leave("optimizer", "AdamW keeps its state in fp32 here; memory.offload_optimizer moves it off the GPU")
+        why = "AdamW keeps its moments in fp32 here, with optimizer.kind: adamw_bf16_moments in bf16"
+        f.leave("optimizer", f"{why}; memory.offload_optimizer moves them off the GPU")
     lr, full = f.fact("lr"), f.number("full_lr")
     if full is not None and lr is not None and not lr.option and "  adapter:" not in w.sections["model"]:
         f.stated["lr"] = replace(lr, value=full)

@@ -71,6 +71,11 @@ FACTS: dict[str, tuple[Any, str, Any]] = {
     "lora_ranks": ({"q_proj": 32}, "model.adapter.ranks", {"q_proj": 32}),
     "lora_alphas": ({"layers.0.q_proj": 64}, "model.adapter.alphas", {"layers.0.q_proj": 64}),
     "adapter_from": (["hub/adapter"], "model.adapter.from", "hub/adapter"),
+    "four_bit": (True, "model.base_dtype", "nf4"),
+    "eight_bit": (True, "model.base_dtype", "int8"),
+    "quant_bits": (8, "model.base_dtype", "int8"),
+    "freeze": (["model.embed_tokens", "model.layers.0."], "model.freeze", ["model.embed_tokens*", "model.layers.0.*"]),
+    "use_muon": (True, "optimizer.kind", "muon"),
     "dataset": ("a,b", "data.prepare.sources", ["a", "b"]),
     "dataset_split": ("train", "data.prepare.split", "train"),
     "dataset_type": ("alpaca", "data.prepare.input_field", "input"),
@@ -129,7 +134,8 @@ FACTS: dict[str, tuple[Any, str, Any]] = {
 # Facts that take effect only beside others.
 BESIDE: dict[str, dict[str, Any]] = {
     **{name: {"adapter": "lora"} for name in FACTS if name.startswith("lora_") or name in ("rslora", "dora")},
-    "adapter_from": {"adapter": "lora"},
+    **{name: {"adapter": "lora"} for name in ("adapter_from", "four_bit", "eight_bit", "quant_bits")},
+    **{name: {"adapter": "full"} for name in ("freeze", "use_muon")},
     "lora_parameters": {"adapter": "lora", "lora_targets": ["q_proj"]},
     **{name: {"eval_fraction": 0.1} for name in ("eval_steps", "eval_strategy", "keep_best")},
     "packing_strategy": {"packing": True},
@@ -299,6 +305,9 @@ def test_an_option_that_changes_the_result_is_refused_unless_it_is_off(tool: str
         ("axolotl", {"lora_alpha_pattern": "q_proj"}),
         ("ms_swift", {"target_parameters": ["mlp.experts.down_proj"]}),  # with all linear layers
         ("llamafactory", {"adapter_name_or_path": "one,other"}),
+        ("llamafactory", {"quantization_bit": 3}),
+        ("llamafactory", {"quantization_type": "fp4"}),
+        ("ms_swift", {"quant_method": "hqq"}),
     ],
 )
 def test_settings_of_adapters_without_an_exact_equivalent_are_refused(
@@ -310,6 +319,36 @@ def test_settings_of_adapters_without_an_exact_equivalent_are_refused(
     assert {problem.path for problem in error.value.problems} == {*wrong}
 
 
+@pytest.mark.parametrize(
+    ("tool", "given", "option", "named"),
+    [
+        ("axolotl", {"load_in_4bit": True}, "load_in_4bit", "only adapters"),
+        ("llamafactory", {"finetuning_type": "full", "quantization_bit": 4}, "quantization_bit", "only adapters"),
+        ("llamafactory", {"finetuning_type": "freeze"}, "finetuning_type", "model.freeze"),
+        ("axolotl", {"unfrozen_parameters": ["lm_head"]}, "unfrozen_parameters", "model.freeze"),
+        ("axolotl", {"embedding_lr": 1e-5}, "embedding_lr", "optimizer.groups"),
+        ("ms_swift", {"tuner_type": "full", "freeze_llm": True}, "freeze_llm", "model.freeze"),
+        ("axolotl", {"optimizer": "muon"}, "optimizer", "optimizer.kind: muon"),
+        ("deepspeed", {"optimizer": {"type": "Muon"}}, "optimizer.type", "optimizer.kind: muon"),
+    ],
+)
+def test_an_option_with_another_meaning_is_refused_with_the_name_of_the_setting(
+    tool: str, given: dict[str, Any], option: str, named: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        converted(tmp_path, LEAST[tool] | given)
+    (problem,) = error.value.problems
+    assert problem.path == option and named in str(problem)
+
+
+def test_qlora_is_an_adapter_of_a_base_of_four_bits(tmp_path: Path) -> None:
+    for own in ({"adapter": "qlora"}, {"adapter": "qlora", "load_in_4bit": True}):
+        _, config = converted(tmp_path, LEAST["axolotl"] | own)
+        assert config.model.base_dtype == "nf4" and config.model.adapter is not None
+    _, config = converted(tmp_path, LEAST["axolotl"] | {"adapter": "lora", "load_in_4bit": False})
+    assert config.model.base_dtype == "bf16"
+
+
 def test_every_line_has_a_comment_and_every_value_that_is_wrong_is_reported_at_once(tmp_path: Path) -> None:
     text, _ = converted(tmp_path, LEAST["axolotl"])
     settings = [line for line in text.splitlines() if line.startswith("  ") and not line.rstrip().endswith(":")]
@@ -317,7 +356,7 @@ def test_every_line_has_a_comment_and_every_value_that_is_wrong_is_reported_at_o
     wrong = {
         "optimizer": "muon",
         "lr_scheduler": "inverse_sqrt",
-        "adapter": "qlora",
+        "adapter": "ia3",
         "learning_rate": "fast",
         "bf16": "x",
     }
