@@ -8,8 +8,8 @@ rank holds more than its share and the tensor that it reads.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from copy import deepcopy
-from dataclasses import dataclass
+from copy import copy, deepcopy
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -35,6 +35,21 @@ _SCALES = (
 )
 """Endings of a quantized tensor's name, and of its scale's name in the same file."""
 _SCALE_NAMES = tuple(scale for _, scale in _SCALES)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Stored:
+    """A stored tensor, or a part of one, which is read when this object is called."""
+
+    tensor: Any
+    """The tensor as a safetensors slice."""
+    dtype: torch.dtype | None
+    """Dtype of the result, or None for the stored dtype."""
+    index: Any = ...
+
+    def __call__(self) -> torch.Tensor:
+        value: torch.Tensor = self.tensor[self.index]
+        return value.to(self.dtype) if self.dtype is not None else value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +118,8 @@ class PretrainedWeights:
         if one is None:
             return {}
         try:
-            found = one.transform.convert(one.first, model=model, config=model.config, hf_quantizer=self.quantizer)
+            options = {"model": model, "config": model.config, "hf_quantizer": self.quantizer}
+            found = _converted(one.transform, one.first, options)
         except Exception as error:
             # Catch everything: the other ranks wait for this tensor, and Transformers' conversions validate little.
             raise unreadable(self.path, f"{one.first}: {error}") from error
@@ -121,6 +137,46 @@ class PretrainedWeights:
             for part, value in quantized[name].encoded(_last(name), values[name].detach()).items():
                 result[f"{name.removesuffix(_last(name))}{part}"] = value
         return result
+
+
+def _converted(transform: Any, first: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Run a conversion, one expert at a time if it treats each expert alone.
+
+    Transformers 5.23 would hold up to three copies of experts that are stored one by one (stored, stacked and
+    concatenated), and temporary tensors of several times the size of MXFP4's dequantized experts.
+    """
+    parts = _parts_by_expert(transform)
+    result: dict[str, Any] = {} if parts else transform.convert(first, **options)
+    for number, part in enumerate(parts):
+        own = copy(transform)
+        own.collected_tensors = part
+        for name, value in own.convert(first, **options).items():
+            if number == 0:
+                result[name] = value.new_empty(len(parts), *value.shape[1:])
+            result[name][number] = value[0]
+    return result
+
+
+def _parts_by_expert(transform: Any) -> list[dict[str, list[_Stored]]]:
+    """Return each expert's stored tensors, or an empty list if a conversion does not treat each expert alone."""
+    from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
+    from transformers.integrations.mxfp4 import Mxfp4Dequantize
+
+    stored: Mapping[str, list[_Stored]] = transform.collected_tensors
+    operations = transform.operations if isinstance(transform, WeightConverter) else []
+    if any(isinstance(one, Mxfp4Dequantize) for one in operations):
+        (count,) = {one.tensor.get_shape()[0] for tensors in stored.values() for one in tensors}
+        return [
+            {pattern: [replace(tensors[0], index=slice(number, number + 1))] for pattern, tensors in stored.items()}
+            for number in range(count)
+        ]
+    merged = [one.dim for one in operations if isinstance(one, MergeModulelist)]
+    counts = {len(tensors) for tensors in stored.values()}
+    others = [one for one in operations if not isinstance(one, MergeModulelist)]
+    is_alone = all(one.dim > 0 if isinstance(one, Concatenate) else hasattr(one, "hf_quantizer") for one in others)
+    if merged != [0] or len(counts) > 1 or not is_alone:
+        return []
+    return [{pattern: [tensors[number]] for pattern, tensors in stored.items()} for number in range(counts.pop())]
 
 
 def _last(name: str) -> str:
@@ -178,9 +234,10 @@ def _deal(target: Any, value: torch.Tensor | None, owner: int) -> None:
     if value is not None:
         flat = value.to(device=target.device, dtype=share.dtype).reshape(-1)
         parts = [_padded(flat[start : start + size], size) for start in range(0, size * dist.get_world_size(), size)]
-    received = torch.empty(size, dtype=share.dtype, device=target.device)
+    received = share if share.device == target.device else torch.empty_like(share, device=target.device)
     dist.scatter(received, parts, owner, group=target.ds_process_group)
-    share.copy_(received)
+    if received is not share:
+        share.copy_(received)
 
 
 def _padded(part: torch.Tensor, size: int) -> torch.Tensor:
@@ -247,7 +304,6 @@ def _transforms(model: Any, stored: Mapping[str, Any], quantizer: Any) -> tuple[
         WeightRenaming,
         dot_natural_key,
         rename_source_key,
-        spawn_materialize,
     )
 
     rules = get_model_conversion_mapping(model, None, quantizer)
@@ -271,7 +327,7 @@ def _transforms(model: Any, stored: Mapping[str, Any], quantizer: Any) -> tuple[
         to = wanted[name].dtype
         if quantizer is not None:
             to = quantizer.get_new_dtype(transform, stored[key], to)
-        transform.add_tensor(name, key, pattern, spawn_materialize(None, stored[key], "cpu", to))
+        transform.add_tensor(name, key, pattern, _Stored(tensor=stored[key], dtype=to))
     return found, unexpected
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ray_ulysses.config.model import RopeSection
-from ray_ulysses.engine.quantized_source import take_quantization
+from ray_ulysses.engine.quantized_source import format_name, take_quantization
 from ray_ulysses.engine.stored_weights import SOURCES, resolve_tie
 from ray_ulysses.errors import UserError
 from ray_ulysses.model_shape import refuse_implausible
@@ -108,6 +108,22 @@ def stored_quantization(path: str) -> dict[str, Any] | None:
         UserError: See `stored_config`.
     """
     return _read_config(path, "model.path")[1]
+
+
+def source_format(config: Config) -> str | None:
+    """Return the quantized format of the weights from which a run starts, or None if they are not quantized.
+
+    Like planning, this requires no hub access if ``model.config`` is set.
+
+    Raises:
+        UserError: See `stored_config`.
+    """
+    path, described = config.model.path, config.model.config
+    if path is None or config.model.init == "random":
+        return None
+    is_described = described is not None and not Path(path).expanduser().is_dir()
+    found = (described or {}).get("quantization_config") if is_described else stored_quantization(path)
+    return None if found is None else format_name(found)
 
 
 def _read_config(path: str, name: str) -> tuple[Any, dict[str, Any] | None]:

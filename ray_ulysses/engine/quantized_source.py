@@ -37,6 +37,19 @@ def take_quantization(hf_config: Any, setting: str) -> dict[str, Any] | None:
     return found
 
 
+def format_name(quantization: Mapping[str, Any]) -> str:
+    """Return the display name of a ``quantization_config``'s format, which must be supported."""
+    method = quantization["quant_method"]
+    if method == "mxfp4":
+        return "MXFP4"
+    if method == "fp8":
+        # 128 is the default of Transformers' FineGrainedFP8Config; null means one scale per tensor.
+        block = quantization.get("weight_block_size", (128, 128))
+        return "FP8, a scale per " + ("tensor" if block is None else f"block of {block[0]} x {block[1]}")
+    strategies = sorted({one["strategy"] for one in _compressed_weights(quantization)})
+    return f"FP8 from compressed-tensors, a scale per {' or '.join(strategies)}"
+
+
 def quantizer_of(quantization: Mapping[str, Any]) -> Any:
     """Return Transformers' quantizer, configured to dequantize weights while they are loaded."""
     from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
@@ -46,31 +59,36 @@ def quantizer_of(quantization: Mapping[str, Any]) -> Any:
     quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=True)
     quantizer.validate_environment()
     if quantization.get("quant_method") == "fp8" and settings.weight_block_size is not None:
-        operation = _with_partial_blocks(settings.weight_block_size)
+        operation = _by_rows_of_blocks(settings.weight_block_size)
         quantizer.get_load_operations = lambda: {"dequantize": operation}
     return quantizer
 
 
-def _with_partial_blocks(block: Sequence[int]) -> type:
-    """Return Transformers' FP8 dequantization, extended to matrices whose last blocks are partial.
+def _by_rows_of_blocks(block: Sequence[int]) -> type:
+    """Return Transformers' FP8 dequantization, applied to one row of blocks at a time.
 
-    Transformers 5.23 divides a matrix evenly by the shape of its scales. Therefore it rejects DeepSeek-V3's
-    ``kv_a_proj_with_mqa`` (576 rows in blocks of 128), and would use a wrong scale for a matrix of 192 rows.
+    Transformers 5.23 dequantizes a whole matrix at once, in temporary tensors of 9 bytes per weight. It also divides a
+    matrix evenly by the shape of its scales, and therefore rejects matrices whose last blocks are partial, such as
+    DeepSeek-V3's ``kv_a_proj_with_mqa`` (576 rows in blocks of 128), and would use a wrong scale for 192 rows.
     """
     from torch.nn.functional import pad
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-    class WithPartialBlocks(Fp8Dequantize):
+    class ByRowsOfBlocks(Fp8Dequantize):
         def _dequantize_one(self, quantized: Any, scales: Any, output_dtype: Any = None) -> Any:
-            sizes = tuple(quantized.shape[-2:])
-            rest = [-size % length for size, length in zip(sizes, block, strict=True)]
-            grid = [-(-size // length) for size, length in zip(sizes, block, strict=True)]
-            if not any(rest) or list(scales.shape[-2:]) != grid or not quantized.is_floating_point():
+            rows, columns = quantized.shape[-2:]
+            grid = [-(-size // length) for size, length in zip((rows, columns), block, strict=True)]
+            if output_dtype is None or list(scales.shape[-2:]) != grid or not quantized.is_floating_point():
                 return super()._dequantize_one(quantized, scales, output_dtype)
-            full = pad(quantized.float(), (0, rest[1], 0, rest[0]))
-            return super()._dequantize_one(full, scales, output_dtype)[..., : sizes[0], : sizes[1]].contiguous()
+            result = quantized.new_empty(quantized.shape, dtype=output_dtype)
+            for number in range(grid[0]):
+                own = slice(number * block[0], (number + 1) * block[0])
+                full = pad(quantized[..., own, :].float(), (0, -columns % block[1]))
+                part = super()._dequantize_one(full, scales[..., number : number + 1, :], output_dtype)
+                result[..., own, :] = part[..., :columns]
+            return result
 
-    return WithPartialBlocks
+    return ByRowsOfBlocks
 
 
 def _compressed_weights(quantization: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -13,6 +13,7 @@ import torch
 from ray_ulysses.checkpoint.manifest import Manifest
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.config.job_paths import refuse_relative_in_job
+from ray_ulysses.engine.model_config import source_format
 from ray_ulysses.engine.plugins import load_plugins
 from ray_ulysses.engine.text_part import auto_class
 from ray_ulysses.errors import RunError, UserError
@@ -284,6 +285,12 @@ def _report(export: _Export, check: CheckResult | None, small: dict[str, int]) -
 
 
 def _weights_words(export: _Export) -> str:
+    stored = source_format(export.config)
+    base = "" if stored is None else f"; the base model's files were quantized ({stored})"
+    return f"{_precision_words(export)}{base}"
+
+
+def _precision_words(export: _Export) -> str:
     if export.merge is not None:
         return "the text decoder, in the types of the multimodal checkpoint; everything else unchanged"
     name, adapter = _precision(export), export.config.model.adapter

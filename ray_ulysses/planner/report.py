@@ -213,12 +213,16 @@ class PlanReport:
     device_gib: float | None
     host_gib: float | None
     has_gpu: bool
+    dtype: Literal["fp32", "bf16"]
+    """Type of the weights in training, checkpoints and exports."""
     problems: tuple[Problem, ...]
     """Problems that prevent the run from starting."""
     notes: tuple[str, ...]
     """Notes on valid settings that may be unintended."""
     stages: tuple[StageFacts, ...] = ()
     """Summaries of all stages, or empty if the run has no stages. All other fields describe the last stage."""
+    source_format: str | None = None
+    """Name of the quantized format of the weights in ``model.path``, or None if they are not quantized."""
 
     def raise_problems(self) -> None:
         """Raise a ``ConfigError`` with all problems, if the report has any."""
@@ -276,6 +280,7 @@ def build_report(
         device_gib=config.device_gib,
         host_gib=config.memory.host_gib,
         has_gpu=config.cluster.gpus_per_worker > 0,
+        dtype=config.model.dtype,
         problems=(*changed, *heads_problems(config, shape), *of_data, *memory_problems(config, shape, memory, run)),
         notes=plan_notes(config, shape, (stage or stage_at(config, plan, 0)) if opened else None, opened),
     )

@@ -186,8 +186,8 @@ def load_terms(
     count, value = shape.num_parameters, sharing.value_bytes
     if init == "pretrained" and sharing.stage == 3:
         most = _largest_tensor(shape)
-        text = f"{most:,} parameters x 2 x {value} bytes: at step 0 each rank reads and converts one tensor at a time"
-        host = term("a tensor, while it is loaded", 2 * most * value, "load", text)
+        text = f"{most:,} parameters x {value} bytes: at step 0 each rank reads and converts one tensor at a time"
+        host = term("a tensor, while it is loaded", most * value, "load", text)
         text = f"{most:,} parameters x {value} bytes: at step 0 each rank sends the others their shares of one tensor"
         return host, term("a tensor, before it is sharded", most * value, "load", text)
     if init == "pretrained":

@@ -97,6 +97,8 @@ def _verdict(report: PlanReport, price: float | None) -> list[tuple[str, str]]:
             sets = [f"{one.name} ({count(one.tokens)} tokens)" for one in data.evaluation]
             more = f" and {len(sets) - _MOST_SETS} more" if len(sets) > _MOST_SETS else ""
             rows.append(("evaluated on", ", ".join(sets[:_MOST_SETS]) + more))
+    if report.source_format is not None:
+        rows.append(("weights", f"{report.source_format}, dequantized while loading; exports are {report.dtype}"))
     if (bill := _bill(report, price)) is not None:
         rows.append(("run", bill))
     return rows

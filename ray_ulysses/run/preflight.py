@@ -24,7 +24,7 @@ from ray_ulysses.data.plan.segment import Overlong
 from ray_ulysses.data.plan.stages import NewSegment
 from ray_ulysses.data.tokenize.tokenizers import files_fingerprint, load_tokenizer, tokenizer_folder
 from ray_ulysses.engine.model import check_adapter_start, check_architecture, differs_from_stored
-from ray_ulysses.engine.model_config import check_described, stored_quantization, trained_positions
+from ray_ulysses.engine.model_config import check_described, source_format, stored_quantization, trained_positions
 from ray_ulysses.engine.plugins import find_plugins
 from ray_ulysses.engine.stored_weights import INDEX_FILE, SINGLE_FILE
 from ray_ulysses.errors import ConfigError, Problem, RunError, UserError
@@ -211,7 +211,8 @@ def _prepare(config: Config, problems: list[Problem], stored_run: StoredRun, *, 
         )
     others, notes = compare_tokenizers(config, corpora.corpora[0])
     report = report_run_of_stages(config, shape, corpora, plan, (*problems, *others), chosen)
-    report = replace(report, notes=(*report.notes, *adapter_notes, *notes))
+    notes = (*report.notes, *adapter_notes, *notes)
+    report = replace(report, notes=notes, source_format=source_format(config))
     problems[:] = report.problems
     return PreparedRun(
         run=run,
@@ -281,7 +282,9 @@ def report_run(config: Config, base: Path, *, branch: bool = False, synthetic: b
             f"data.context_tokens={absolute.data.context_tokens}: the model has only {num_positions} positions; a "
             "corpus with a longer document will be refused",
         )
-    return replace(report, problems=tuple(problems), stages=tuple(facts), notes=notes)
+    return replace(
+        report, problems=tuple(problems), stages=tuple(facts), notes=notes, source_format=source_format(absolute)
+    )
 
 
 def needs_preparation(config: Config) -> bool:

@@ -173,11 +173,15 @@ def _tiny_config(name: str, settings: dict[str, Any]) -> PreTrainedConfig:
     return AutoConfig.for_model(name, **{key: value for key, value in chosen.items() if value is not None})
 
 
-def _model(config: PreTrainedConfig) -> Any:
+def refuse_large(config: PreTrainedConfig) -> None:
     with torch.device("meta"):
         size = sum(one.numel() for one in AutoModelForCausalLM.from_config(config).parameters())
     if size > MOST_PARAMETERS:
         raise ValueError(f"{size:,} parameters are no tiny model")
+
+
+def _model(config: PreTrainedConfig) -> Any:
+    refuse_large(config)
     torch.manual_seed(7)
     model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="eager").double().eval()
     for parameter in model.parameters():

@@ -49,7 +49,7 @@ _OF_THE_MOMENT = {
     "seconds", "seconds_to_first_step", "time_spent", "goodput", "node", "nodes", "written_at", "versions", "crc32"
 }  # fmt: skip
 """Fields of a run that was really trained which tell when and where that was."""
-_PROSE = {"source", "is_measured", "has_gpu", "host_gib", "mixture", "note", "reason", "path"}
+_PROSE = {"source", "is_measured", "has_gpu", "host_gib", "dtype", "source_format", "mixture", "note", "reason", "path"}
 """Fields of a plan's report that are sentences, paths of this machine, or repeat the configuration."""
 
 

@@ -47,10 +47,10 @@ QUANTIZED: dict[str, tuple[str, str]] = {
 """Architecture and format of each checkpoint."""
 
 
-def write_checkpoint(directory: Path, name: str) -> None:
-    """Write a checkpoint of `QUANTIZED`: ``config.json`` and ``model.safetensors``."""
+def write_checkpoint(directory: Path, name: str, **sizes: Any) -> None:
+    """Write a checkpoint of `QUANTIZED`, with other sizes if given: ``config.json`` and ``model.safetensors``."""
     kind, how = QUANTIZED[name]
-    model: Any = tiny_model(kind, **_MODELS[kind]) if kind in _MODELS else multimodal_model(kind)
+    model: Any = tiny_model(kind, **(_MODELS[kind] | sizes)) if kind in _MODELS else multimodal_model(kind)
     with torch.no_grad():
         for tensor_name, buffer in model.named_buffers():
             if tensor_name.endswith("e_score_correction_bias"):

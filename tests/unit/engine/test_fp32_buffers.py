@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ray_ulysses.checkpoint.state import StateDescription
 from ray_ulysses.config import Config
 from ray_ulysses.config.loading import parse_config
-from ray_ulysses.engine.model import build_model
+from ray_ulysses.engine.model import build_model, refuse_architecture
+from ray_ulysses.errors import UserError
 from tests.breadth import fast_only
-from tests.distributed.sweep_case import _tiny_config, causal_types
+from tests.distributed.sweep_case import _tiny_config, causal_types, refuse_large
 from tests.unit.attention.models import zoo_model
 from tests.unit.config.trees import small_tree
 
@@ -36,13 +37,16 @@ def save_with_biases(model: Any, directory: Path) -> dict[str, torch.Tensor]:
 
 def config_of(directory: Path, init: str = "pretrained") -> Config:
     model = {"init": init, "path": str(directory), "dtype": "bf16"}
-    return parse_config({**small_tree(), "model": model})
+    # Some architectures do not support gradient checkpointing.
+    return parse_config({**small_tree(memory__gradient_checkpointing=False), "model": model})
 
 
 def tiny(name: str) -> Any:
     if name in ("deepseek_v3", "bailing_hybrid"):
         return zoo_model(name)
-    return AutoModelForCausalLM.from_config(_tiny_config(name, {}))
+    config = _tiny_config(name, {})
+    refuse_large(config)
+    return AutoModelForCausalLM.from_config(config)
 
 
 @pytest.mark.parametrize("name", fast_only(BIASES, "deepseek_v3", "glm4_moe"))
@@ -61,13 +65,19 @@ def test_fp32_tensors_stay_fp32(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", causal_types())
 def test_a_loaded_model_equals_that_of_transformers(tmp_path: Path, name: str) -> None:
     try:
-        save_with_biases(tiny(name), tmp_path)
-        config = config_of(tmp_path)
-        model = build_model(config)
-    except Exception as error:
-        pytest.skip(f"can't be built tiny, or is refused: {str(error)[:100]}")
+        made = tiny(name)
+    except Exception as error:  # families raise errors of many types for sizes that they do not take
+        pytest.skip(f"can't be built tiny: {str(error)[:100]}")
+    save_with_biases(made, tmp_path)
+    try:
+        refuse_architecture(AutoConfig.from_pretrained(tmp_path))
+    except UserError as error:
+        pytest.skip(f"is refused: {str(error)[:100]}")
+    model = build_model(config_of(tmp_path))
     wanted = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).state_dict()
-    state = model.state_dict()
+    state, parameters = model.state_dict(), dict(model.named_parameters(remove_duplicate=False))
     assert state.keys() == wanted.keys()
     for key, tensor in state.items():
-        assert tensor.dtype == wanted[key].dtype and torch.equal(tensor, wanted[key]), key
+        # Some architectures keep parameters in fp32, which ZeRO can't: they are trained in the run's type.
+        assert tensor.dtype == (torch.bfloat16 if key in parameters else wanted[key].dtype), key
+        assert torch.equal(tensor, wanted[key].to(tensor.dtype)), key

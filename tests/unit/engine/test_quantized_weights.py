@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from ray_ulysses.config import Config
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.engine.model import build_model
+from ray_ulysses.engine.model_config import source_format
 from ray_ulysses.errors import UserError
 from tests.breadth import fast_only
 from tests.unit.config.trees import small_tree
@@ -34,8 +35,31 @@ def test_weights_equal_bitwise_those_that_transformers_dequantizes(tmp_path: Pat
     state = model.state_dict()
     assert state.keys() == wanted.keys() or (QUANTIZED[name][0] == "qwen3_vl" and state.keys() < wanted.keys())
     for key, tensor in state.items():
-        assert tensor.dtype == wanted[key].dtype and torch.equal(tensor, wanted[key]), key
+        # Transformers 5.23 does not cast the unquantized tensors of an FP8 checkpoint to fp32.
+        is_cast = dtype == "fp32" and wanted[key].dtype == torch.bfloat16
+        assert tensor.dtype == (torch.float32 if is_cast else wanted[key].dtype), key
+        assert torch.equal(tensor, wanted[key].to(tensor.dtype)), key
     assert not hasattr(model.config, "quantization_config")
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("qwen3-fp8", "FP8, a scale per block of 16 x 16"),
+        ("gpt_oss-mxfp4", "MXFP4"),
+        ("qwen3-channel", "FP8 from compressed-tensors, a scale per channel"),
+    ],
+)
+def test_the_format_of_the_files_is_named(tmp_path: Path, name: str, wanted: str) -> None:
+    write_checkpoint(tmp_path, name)
+    config = config_of(tmp_path, name)
+    assert source_format(config) == wanted
+    # A plan does not read the hub if the configuration is inline.
+    described = json.loads((tmp_path / "config.json").read_text())
+    model = config.model.model_copy(update={"path": "org/model", "config": described})
+    assert source_format(config.model_copy(update={"model": model})) == wanted
+    random = config.model.model_copy(update={"init": "random"})
+    assert source_format(config.model_copy(update={"model": random})) is None
 
 
 DOWN = "model.layers.0.mlp.down_proj.weight"

@@ -141,6 +141,9 @@ def test_an_adapter_of_an_fp8_base_is_checked_on_the_dequantized_weights(tmp_pat
     merged = export(tmp_path / "run", out=tmp_path / "merged", merge=True)
     assert merged.check is not None and merged.check.holds
     assert "quantization_config" not in json.loads((tmp_path / "merged/config.json").read_text())
+    for one in (files, merged):
+        card = (Path(one.out) / "README.md").read_text()
+        assert "the base model's files were quantized (FP8, a scale per block of 16 x 16)" in card
 
 
 def test_the_settings_have_the_base_model_and_the_fully_trained_modules(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ Q, QKV = 4 * 4 * 64, 4 * 4 * 64 + 2 * 4 * 64
         ({"peer_memory": True, "dtype": "fp32"}, "host peer memory", 4 * SHARE * (4 + 8)),
         ({"init": "random"}, "host the model, while it is drawn", N * 4),
         ({"init": "random"}, "the model, before it is sharded", N * 2),
-        ({}, "host a tensor, while it is loaded", 2 * EMBEDDING * 2),
+        ({}, "host a tensor, while it is loaded", EMBEDDING * 2),
         ({}, "a tensor, before it is sharded", EMBEDDING * 2),
         ({"zero_stage": 1}, "host the model, while it is loaded", N * 2),
         ({}, "the model, before it is sharded", None),

@@ -65,6 +65,14 @@ def test_peer_memory_has_its_size_and_frequency():
     assert "MiB  peer memory" in text and "MiB  peer memory" not in without
 
 
+def test_a_quantized_checkpoint_is_named_with_the_type_of_exports():
+    config = make_config()
+    report = build_report(config, make_shape(config), make_corpus([64] * 9), make_plan(config, make_corpus([64] * 9)))
+    assert report.to_json()["source_format"] is None and "dequantized" not in render_verdict(report)
+    text = render_verdict(replace(report, source_format="MXFP4", dtype="bf16"))
+    assert "\n  weights  MXFP4, dequantized while loading; exports are bf16\n" in text
+
+
 def test_problems_come_first():
     text = text_of(make_config(run={"stop_step": 99}), make_corpus([64] * 9))
     assert text.startswith("1 problem:\n- run.stop_step=99: is beyond the planned data")

@@ -18,13 +18,14 @@ from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.errors import ConfigError, UserError
 from ray_ulysses.planner.report import PlanReport
-from ray_ulysses.run.preflight import PreparedRun, check_resume, claim_directory, prepare_run
+from ray_ulysses.run.preflight import PreparedRun, check_resume, claim_directory, prepare_run, report_run
 from ray_ulysses.storage.place import UnnamedServerError
 from tests.distributed.run_case import claim_run, make_config, make_corpus
 from tests.local_preparation import prepare_local
 from tests.unit.attention.models import zoo_model
 from tests.unit.data.corpora import text_corpus, varied_texts, write_texts
 from tests.unit.data.tokenize.test_tokenizers import fast_tokenizer
+from tests.unit.engine.quantized_checkpoints import write_checkpoint
 from tests.unit.foreign_servers import ForeignRun
 
 
@@ -217,6 +218,20 @@ def test_the_models_own_tokenizer_passes_and_none_is_noted(model: Path, corpus: 
     report = report_of(bare, corpus)
     (note,) = of_tokenizer(report.notes)
     assert report.problems == () and "can't compare the corpus's tokenizer" in note
+
+
+def test_a_quantized_checkpoint_is_named_in_the_plan_and_refused_for_a_part_of_a_model(
+    corpus: Path, tmp_path: Path
+) -> None:
+    write_checkpoint(tmp_path / "base", "qwen3-fp8")
+    report = report_of(tmp_path / "base", corpus)
+    assert report.to_json()["source_format"] == "FP8, a scale per block of 16 x 16"
+    model = {"model__path": str(tmp_path / "base"), "model__init": "pretrained", "model__config": None}
+    config = make_config(tmp_path, corpus, **model)
+    assert report_run(config, tmp_path, synthetic=True).source_format == report.source_format
+    write_checkpoint(tmp_path / "whole", "qwen3_vl-fp8")
+    with pytest.raises(UserError, match=r"model\.path=.*whole.*quantized, and model\.part=text .* dequantize"):
+        report_of(tmp_path / "whole", corpus, model__part="text")
 
 
 def test_validation_is_refused_with_the_other_problems_and_only_a_branch_changes_it(
