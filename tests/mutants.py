@@ -149,6 +149,22 @@ dist.all_to_all_single(sent, received, sent_sizes, sizes, group=view.process_gro
     ),
     Mutant(
         1,
+        "optimizer.groups[].weight_decay is ignored",
+        "engine/optimizer.py:parameter_groups",
+        "decay = group.weight_decay",
+        "pass",
+        "distributed/test_optimizers.py::test_groups_and_frozen_layers_are_those_of_a_plain_loop[2-zero-3]",
+    ),
+    Mutant(
+        2,
+        "Muon's momentum is lost when a run resumes",
+        "engine/zero_state.py:import_state",
+        "stepped_parts(tensors, view, group, moments)",
+        "(one for one in stepped_parts(tensors, view, group, moments) if not one.key.startswith('momentum_buffer'))",
+        "distributed/test_optimizers.py::test_muon_is_the_published_algorithm_on_whole_matrices_and_each_expert[4-zero-3-then-1-zero-1]",
+    ),
+    Mutant(
+        1,
         "bf16 moments are rounded with the same random bits at every step",
         "engine/bf16_moments.py:_key",
         "f'{seed}/{step}/{name}'",

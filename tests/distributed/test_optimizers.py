@@ -220,6 +220,17 @@ def test_groups_and_frozen_layers_are_those_of_a_plain_loop(
     check_steps(config, grouped_runs)
 
 
+def test_only_the_head_and_the_norms_are_trained(corpus: Path, tmp_path: Path) -> None:
+    def choose(name: str, parameter: nn.Parameter) -> dict[str, Any] | None:
+        return {} if name.endswith("norm.weight") or name.startswith("lm_head.") else None
+
+    freeze = ["*.embed_tokens.*", "*.self_attn.*", "*.mlp.*"]
+    runs = plain_runs(settings(tmp_path / "plain", corpus, model__freeze=freeze), 10, choose)
+    config = settings(tmp_path, corpus, workers=2, stage=3, until=10, model__freeze=freeze)
+    train(config)
+    check_steps(config, runs)
+
+
 class Linear(nn.Module):
     """A model whose gradients are exact in fp32, so that every layout has the same bits."""
 
