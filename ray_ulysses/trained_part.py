@@ -26,7 +26,9 @@ class TrainedPart:
     packed_bytes: int = 0
     """Size of the quantized parameters with their scales, in bytes."""
     largest_quantized: int = 0
-    """Largest number of quantized parameters in the linear layers or experts of one MLP or attention."""
+    """Largest number of quantized parameters in one linear layer or one layer's experts."""
+    largest_tiled: int = 0
+    """Largest number of quantized parameters in one MLP or attention. Over tiles, an MLP uses its weights together."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,7 +16,7 @@ from ray_ulysses.engine.splitmix import INCREMENT, mixed
 if TYPE_CHECKING:
     from ray_ulysses.engine.partition_view import PartitionView
 
-_CHUNK = 2**22
+_CHUNK = 2**20
 _WORDS = {2: torch.int16, 4: torch.int32}
 
 

@@ -189,8 +189,10 @@ def _adapted(config: Config, adapter: AdapterSection) -> tuple[TrainedPart, Any]
         sizes = quantized_sizes(base)
     part = trained_part(model, adapter)
     if sizes is not None:
-        quantized, packed_bytes, largest = sizes
-        part = replace(part, quantized=quantized, packed_bytes=packed_bytes, largest_quantized=largest)
+        quantized, packed_bytes, largest, tiled = sizes
+        part = replace(
+            part, quantized=quantized, packed_bytes=packed_bytes, largest_quantized=largest, largest_tiled=tiled
+        )
     return part, model
 
 

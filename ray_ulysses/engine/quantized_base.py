@@ -35,7 +35,7 @@ _NF4_VALUES = (
     -1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0,
     0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.7230, 1.0,
 )  # fmt: skip
-_ENCODED_ELEMENTS = 2**24
+_ENCODED_ELEMENTS = 2**20
 """Maximum number of elements to encode at once, which bounds the temporaries in fp32."""
 _LEAST_VALUE = 1e-12
 """Least maximum of a row from which an fp8 scale is computed, so that rows of zeros do not become NaN."""
@@ -292,16 +292,16 @@ def quantized_modules(model: nn.Module) -> Iterator[Quantized]:
     return (module for module in model.modules() if isinstance(module, Quantized))
 
 
-def quantized_sizes(model: nn.Module) -> tuple[int, int, int]:
-    """Return the number of quantized elements, their bytes with scales, and the most elements within one sublayer."""
+def quantized_sizes(model: nn.Module) -> tuple[int, int, int, int]:
+    """Return the numbers of quantized elements and of their bytes with scales, and the most in a module or sublayer."""
     packed = {one for module in quantized_modules(model) for one in module.packed_parameters()}
-    count, sublayers = 0, Counter[str]()
+    modules, sublayers = [0], Counter[str]()
     for name, module in model.named_modules():
         if isinstance(module, Quantized):
             size = sum(torch.Size(shape).numel() for shape in module.quantized.values())
-            count += size
+            modules.append(size)
             sublayers[name.rpartition(".")[0]] += size
-    return count, sum(one.nbytes for one in packed), max(sublayers.values(), default=0)
+    return sum(modules), sum(one.nbytes for one in packed), max(modules), max(sublayers.values(), default=0)
 
 
 def dequantize_layers(model: nn.Module) -> None:

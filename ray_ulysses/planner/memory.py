@@ -87,9 +87,8 @@ def configured_memory(config: Config, shape: ModelShape) -> MemoryEstimate:
         copies_to_fp32=config.model.dtype == "bf16" and not has_device,
     )
     kept = activation_terms(shape, tokens, attention, value, tiles, checkpointed=memory.gradient_checkpointing)
-    device, activations = _offloaded(
-        device_state(shape, sharing, has_device=has_device) + kept, memory.offload_activations, shape.num_layers
-    )
+    state = device_state(shape, sharing, has_device=has_device, is_tiled=tiles.mlp < tokens)
+    device, activations = _offloaded(state + kept, memory.offload_activations, shape.num_layers)
     on_host, *on_device = load_terms(shape, config.model.init, sharing)
     z_loss = config.optimizer.z_loss > 0
     loss = loss_terms(shape, tokens, value, memory.loss_tile, tiles.norm, z_loss=z_loss)

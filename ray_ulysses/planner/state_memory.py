@@ -16,6 +16,8 @@ from ray_ulysses.trained_part import TrainedPart
 _BYTES_PER_VALUE: dict[str, int] = {"bf16": 2, "fp32": 4}
 # Default of `stage3_max_live_parameters` in DeepSpeed 0.19: number of parameters that may stay gathered for reuse.
 _LIVE_PARAMETERS = 1_000_000_000
+# Default of `stage3_prefetch_bucket_size` in DeepSpeed 0.19: number of parameters that are prefetched at once.
+_PREFETCHED_PARAMETERS = 50_000_000
 REDUCE_BUCKET = 50_000_000
 """Number of gradients that are reduced at once. DeepSpeed allocates the complete buffer (2 GiB in fp32 with its default
 of 5e8), and stage 3 does not free it between passes."""
@@ -128,18 +130,19 @@ class StateSharing:
         return f"({each} + {self.stored_frozen(shape):,} frozen parameters x {self.value_bytes}) bytes"
 
 
-def device_state(shape: ModelShape, sharing: StateSharing, *, has_device: bool) -> list[MemoryTerm]:
-    """Return the memory terms of the training state on the device."""
+def device_state(shape: ModelShape, sharing: StateSharing, *, has_device: bool, is_tiled: bool) -> list[MemoryTerm]:
+    """Return the memory terms of the training state on the device. ``is_tiled``: whether MLPs run over tiles."""
     terms = [_weights(shape, sharing)] if sharing.offload_param == "none" else []
     if sharing.offload == "none":
         terms += [*_optimizer(shape, sharing), _update(shape, sharing, has_device=has_device)]
     gradients = _device_gradients(shape, sharing)
     if gradients is not None:
         terms.append(gradients)
-    if sharing.stage == 3:
+    # A single rank uses its shard in place.
+    if sharing.stage == 3 and (sharing.world_size > 1 or sharing.offload_param != "none"):
         terms.append(_gathered(shape, sharing))
     if shape.part is not None and shape.part.quantized:
-        terms.append(_dequantized(shape.part, sharing))
+        terms.append(_dequantized(shape.part, sharing, is_tiled=is_tiled))
     return [*terms, *_unreduced(shape, sharing)]
 
 
@@ -184,6 +187,7 @@ def load_terms(
     This memory is needed only if a run starts without a checkpoint.
     """
     count, value = shape.num_parameters, sharing.value_bytes
+    total, words = sharing.weight_bytes(shape), _weight_words(shape, sharing)
     if init == "pretrained" and sharing.stage == 3:
         most = _largest_tensor(shape)
         text = f"{most:,} parameters x {value} bytes: at step 0 each rank reads and converts one tensor at a time"
@@ -191,17 +195,17 @@ def load_terms(
         text = f"{most:,} parameters x {value} bytes: at step 0 each rank sends the others their shares of one tensor"
         return host, term("a tensor, before it is sharded", most * value, "load", text)
     if init == "pretrained":
-        text = f"{count:,} parameters x {value} bytes: at step 0 each rank reads all weights"
-        host = term("the model, while it is loaded", count * value, "load", text)
+        text = f"{words}: at step 0 each rank reads all weights"
+        host = term("the model, while it is loaded", total, "load", text)
     else:
         text = f"{count:,} parameters x 4 bytes: at step 0 each rank initializes the complete model in fp32"
         host = term("the model, while it is drawn", count * FP32_BYTES, "load", text)
     if sharing.stage < 3:
         flat, what = (count, "the whole model") if shape.part is None else (shape.trained_parameters, "trained weights")
-        text = f"({count:,} + {flat:,} parameters) x {value} bytes: DeepSpeed flattens {what} into a copy"
-        return host, term("the model, beside its flat copy", (count + flat) * value, "load", text)
-    text = f"{count:,} parameters x {value} bytes: at step 0 DeepSpeed moves all weights to the device, then partitions"
-    return host, term("the model, before it is sharded", count * value, "load", text)
+        text = f"{words} + {flat:,} parameters x {value} bytes: DeepSpeed flattens {what} into a copy"
+        return host, term("the model, beside its flat copy", total + flat * value, "load", text)
+    text = f"{words}: at step 0 DeepSpeed moves all weights to the device, then partitions"
+    return host, term("the model, before it is sharded", total, "load", text)
 
 
 def _largest_tensor(shape: ModelShape) -> int:
@@ -213,27 +217,26 @@ def _largest_tensor(shape: ModelShape) -> int:
 
 
 def _weights(shape: ModelShape, sharing: StateSharing) -> MemoryTerm:
-    count, value, part = shape.num_parameters, sharing.value_bytes, shape.part
-    if part is not None and part.quantized:
-        total = sharing.weight_bytes(shape)
-        text = (
-            f"{count - part.quantized:,} parameters x {value} bytes + {part.packed_bytes:,} bytes of "
-            f"{part.quantized:,} quantized ones"
-        )
-        if sharing.stage < 3:
-            return always("weights, whole", total, f"{text}: with ZeRO-{sharing.stage}, every rank has all weights")
-        text = f"({text}) / {sharing.world_size} ranks: ZeRO-3 shards them"
-        return always("weights, sharded", -(-total // sharing.world_size), text)
+    total, text = sharing.weight_bytes(shape), _weight_words(shape, sharing)
     if sharing.stage < 3:
-        text = f"{count:,} parameters x {value} bytes: with ZeRO-{sharing.stage}, every rank has all weights"
-        return always("weights, whole", count * value, text)
-    text = f"{count:,} parameters / {sharing.world_size} ranks x {value} bytes: ZeRO-3 shards them"
-    return always("weights, sharded", sharing.shard(shape) * value, text)
+        return always("weights, whole", total, f"{text}: with ZeRO-{sharing.stage}, every rank has all weights")
+    text = f"({text}) / {sharing.world_size} ranks: ZeRO-3 shards them"
+    return always("weights, sharded", -(-total // sharing.world_size), text)
 
 
-def _dequantized(part: TrainedPart, sharing: StateSharing) -> MemoryTerm:
-    count, value = part.largest_quantized, sharing.value_bytes
-    text = f"{count:,} parameters x {value} bytes: the quantized weights of one MLP or attention, while it is computed"
+def _weight_words(shape: ModelShape, sharing: StateSharing) -> str:
+    """Return the derivation of `StateSharing.weight_bytes` as text."""
+    part, value = shape.part, sharing.value_bytes
+    if part is None or not part.quantized:
+        return f"{shape.num_parameters:,} parameters x {value} bytes"
+    plain = f"{shape.num_parameters - part.quantized:,} parameters x {value} bytes"
+    return f"{plain} + {part.packed_bytes:,} bytes of {part.quantized:,} quantized ones"
+
+
+def _dequantized(part: TrainedPart, sharing: StateSharing, *, is_tiled: bool) -> MemoryTerm:
+    count, value = part.largest_tiled if is_tiled else part.largest_quantized, sharing.value_bytes
+    what = "one MLP, for all of its tiles" if is_tiled else "one linear layer or of a layer's experts, while it is used"
+    text = f"{count:,} parameters x {value} bytes: the quantized weights of {what}"
     return in_passes("weights, dequantized", count * value, text)
 
 
@@ -281,13 +284,16 @@ def _host_gradients(shape: ModelShape, sharing: StateSharing) -> list[MemoryTerm
 def _gathered(shape: ModelShape, sharing: StateSharing) -> MemoryTerm:
     value = sharing.value_bytes
     # Packed bytes are stored, and counted by DeepSpeed, as parameters of the model's dtype.
-    working = max(2 * sharing.layer_bytes(shape) // value, shape.embedding_parameters)
+    layer = sharing.layer_bytes(shape) // value
+    working = max(2 * layer, shape.embedding_parameters)
     live = max(working, min(sharing.weight_bytes(shape) // value, _LIVE_PARAMETERS))
+    # Parameters that are gathered together are received in one buffer, and copied from it. Experts are gathered at once.
+    received = min(live, max(_PREFETCHED_PARAMETERS, layer if shape.experts else 0))
     text = (
-        f"{live:,} parameters x {value} bytes: a layer, the prefetched layer, and weights that stay "
-        "gathered for reuse (stage3_max_live_parameters)"
+        f"({live:,} + {received:,}) parameters x {value} bytes: a layer, the prefetched layer, and weights that stay "
+        "gathered for reuse (stage3_max_live_parameters); and the buffer in which prefetched weights are received"
     )
-    return in_passes("weights, gathered", live * value, text)
+    return in_passes("weights, gathered", (live + received) * value, text)
 
 
 def _update(shape: ModelShape, sharing: StateSharing, *, has_device: bool) -> MemoryTerm:
@@ -322,8 +328,8 @@ def _update(shape: ModelShape, sharing: StateSharing, *, has_device: bool) -> Me
 
 def _unreduced(shape: ModelShape, sharing: StateSharing) -> list[MemoryTerm]:
     value, embedding = sharing.value_bytes, shape.embedding_parameters if shape.embedding_is_trained else 0
-    # ZeRO-1 reduces the accumulated fp32 gradients. In bf16 without offload, it needs no bucket.
-    bucket = FP32_BYTES if sharing.stage == 1 else value
+    # ZeRO-1 reduces the accumulated fp32 gradients (in bf16 without offload, it needs no bucket), and ZeRO-3 in fp32.
+    bucket = value if sharing.stage == 2 else FP32_BYTES
     if sharing.stage == 1 and not sharing.is_fp32 and sharing.offload == "none":
         bucket = 0
     text = f"{embedding:,} x {value} bytes: the embedding's gradient, not sharded until it is reduced"

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.config.model import AdapterSection
 from ray_ulysses.engine.adapter import add_adapter
+from ray_ulysses.engine.base_fingerprint import model_fingerprint
 from ray_ulysses.engine.model import build_model
 from ray_ulysses.errors import UserError
 from ray_ulysses.export.report import python_lines, serve_line
@@ -122,10 +123,15 @@ def _hold(tmp_path: Path, kind: str, adapter: dict[str, Any], dtype: str) -> Non
     assert_same(tensors_in(tmp_path / "merged"), tensors_in(tmp_path / "wanted"))
 
 
-def test_an_adapter_of_an_fp8_base_is_checked_on_the_dequantized_weights(tmp_path: Path) -> None:
-    write_quantized(tmp_path / "base", "qwen3-fp8")
+@pytest.mark.parametrize(
+    ("name", "base_dtype"), [("qwen3-fp8", "bf16"), ("qwen3_moe-fp8", "bf16"), ("qwen3_moe-fp8", "nf4")]
+)
+def test_an_adapter_of_an_fp8_base_is_checked_on_the_dequantized_weights(
+    tmp_path: Path, name: str, base_dtype: str
+) -> None:
+    write_quantized(tmp_path / "base", name)
     tree = small_tree(run__name="run", run__storage=str(tmp_path), model__dtype="fp32", model__adapter={"rank": 3})
-    tree["model"] |= {"path": str(tmp_path / "base"), "config": None, "init": "pretrained"}
+    tree["model"] |= {"path": str(tmp_path / "base"), "config": None, "init": "pretrained", "base_dtype": base_dtype}
     config = parse_config(tree)
     model: Any = build_model(config)
     frozen = [name for name, one in model.named_parameters() if not one.requires_grad]
@@ -135,15 +141,19 @@ def test_an_adapter_of_an_fp8_base_is_checked_on_the_dequantized_weights(tmp_pat
                 one.add_(torch.randn(one.shape) * 0.05)
     (tmp_path / "run").mkdir()
     (tmp_path / "run/config.yaml").write_text(config.to_yaml())
-    write_checkpoint(tmp_path / "run", model, dtype="fp32", frozen=frozen)
+    fingerprint = "" if base_dtype == "bf16" else model_fingerprint(model)
+    write_checkpoint(tmp_path / "run", model, dtype="fp32", frozen=frozen, base_fingerprint=fingerprint)
     files = export(tmp_path / "run", out=tmp_path / "adapter")
     assert files.check is not None and files.check.holds
-    merged = export(tmp_path / "run", out=tmp_path / "merged", merge=True)
+    merged = export(tmp_path / "run", weights="fp32", out=tmp_path / "merged", merge=True)
     assert merged.check is not None and merged.check.holds
     assert "quantization_config" not in json.loads((tmp_path / "merged/config.json").read_text())
     for one in (files, merged):
         card = (Path(one.out) / "README.md").read_text()
         assert "the base model's files were quantized (FP8, a scale per block of 16 x 16)" in card
+    wanted = logits_of(model)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    assert float((logits_of(loaded) - wanted).abs().max()) <= 1e-5 * float(wanted.abs().max())
 
 
 def test_the_settings_have_the_base_model_and_the_fully_trained_modules(tmp_path: Path) -> None:

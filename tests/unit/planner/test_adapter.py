@@ -66,8 +66,13 @@ def test_a_quantized_base_takes_its_packed_bytes_and_is_not_stored(base_dtype: s
     found = {one.name: one.bytes for one in configured_memory(config, shape).device}
     model = build_model(config)
     assert found["weights, whole"] == sum(one.nbytes for one in model.parameters())
-    mlp = 3 * shape.hidden_size * shape.intermediate_size
-    assert found["weights, dequantized"] == 4 * mlp
+    matrix = 4 * shape.hidden_size * shape.intermediate_size
+    assert found["weights, dequantized"] == matrix
+    tiled = config.model_copy(update={"memory": config.memory.model_copy(update={"mlp_tile": 8})})
+    found = {one.name: one.bytes for one in configured_memory(tiled, shape).device}
+    assert found["weights, dequantized"] == 3 * matrix
+    flat = found["the model, beside its flat copy"]
+    assert flat == found["weights, whole"] + 4 * shape.trained_parameters
     assert StateSharing.of(config).stored_bytes(shape) == 12 * -(
         -shape.trained_parameters // config.cluster.workers.min
     )
@@ -77,7 +82,7 @@ def test_a_frozen_head_has_no_gradient_to_sum_over_tiles() -> None:
     frozen, trained = memory(ADAPTED), memory(WHOLE)
     name = "gradients of the head's tiles"
     assert trained[name] - frozen[name] == 4 * EMBEDDING
-    assert frozen["bucket of gradients"] == 2 * 50_000_000 and "gradients, before reduction" not in frozen
+    assert frozen["bucket of gradients"] == 4 * 50_000_000 and "gradients, before reduction" not in frozen
 
 
 def test_a_step_is_modelled_faster_and_a_longer_context_fits() -> None:

@@ -106,6 +106,21 @@ def test_another_adapters_weights_are_refused(tmp_path: Path, monkeypatch: pytes
     assert _prepared(theirs).origin is not None
 
 
+def test_an_adapter_trained_over_a_base_of_another_dtype_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = LocalStore(tmp_path / "source")
+    ours, theirs = (
+        _config(tmp_path, f"{source.root}@2", model__adapter={"rank": 4}, model__base_dtype=one)
+        for one in ("bf16", "nf4")
+    )
+    monkeypatch.setattr(fakes, "META", replace(fakes.META, extra={"settings": resume_settings(theirs)}))
+    save(source, 2)
+    with pytest.raises(UserError, match=r"step 2 .*model\.base_dtype=nf4 and this run has bf16"):
+        _prepared(ours)
+    assert _prepared(theirs).origin is not None
+
+
 def test_settings_that_differ_from_the_stored_ones_are_named(tmp_path: Path) -> None:
     config = _config(tmp_path, "other@6", optimizer__lr=1e-4)
     stored = resume_settings(config)
