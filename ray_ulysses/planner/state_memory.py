@@ -287,7 +287,7 @@ def _gathered(shape: ModelShape, sharing: StateSharing) -> MemoryTerm:
     layer = sharing.layer_bytes(shape) // value
     working = max(2 * layer, shape.embedding_parameters)
     live = max(working, min(sharing.weight_bytes(shape) // value, _LIVE_PARAMETERS))
-    # Parameters that are gathered together are received in one buffer, and copied from it. Experts are gathered at once.
+    # Parameters gathered together are received in one buffer, and copied from it. Experts are gathered at once.
     received = min(live, max(_PREFETCHED_PARAMETERS, layer if shape.experts else 0))
     text = (
         f"({live:,} + {received:,}) parameters x {value} bytes: a layer, the prefetched layer, and weights that stay "
