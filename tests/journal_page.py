@@ -27,7 +27,9 @@ from ray_ulysses.tracking.events import (
     RunFailed,
     Sample,
     Sampled,
+    SourcesMeasured,
     StepDone,
+    TrainedCorpus,
 )
 from ray_ulysses.tracking.history import AttemptRecord, CheckpointRecord, RunHistory
 from ray_ulysses.tracking.journal_lines import encode_record
@@ -49,6 +51,7 @@ _NAMED = (
     (tuple[CheckpointRecord, ...], "list"),
     (tuple[SourceRecord, ...], "list"),
     (tuple[EvaluatedCorpus, ...], "list"),
+    (tuple[TrainedCorpus, ...], "list"),
     *((kind, "object") for kind in (InheritedSteps, TimeSpent, StartTime, RunFailed, Evaluated)),
     *((dict[str, value], "object") for value in (Any, str, float)),
 )
@@ -216,6 +219,8 @@ def render_journal() -> str:
             parts += ["#### `taken_over`", _table(InheritedSteps, _own(InheritedSteps), are_marked=True)]
         elif kind is Evaluated:
             parts += ["#### `corpora[]`", _table(EvaluatedCorpus, _own(EvaluatedCorpus))]
+        elif kind is SourcesMeasured:
+            parts += ["#### `corpora[]`", _table(TrainedCorpus, _own(TrainedCorpus))]
     (step,) = Steps(step_rows([encode_record(_EXAMPLE)[0]])).json_lines()
     of_plan = [
         "| `plan` | list | Segments of the data plan. |",

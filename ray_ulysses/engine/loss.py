@@ -54,6 +54,8 @@ class TrainingLoss:
     by its number of supervised tokens; 0 if the router loss is disabled."""
     num_tokens: torch.Tensor
     """int64 scalar: number of supervised tokens."""
+    losses_N: torch.Tensor
+    """The terms of `loss_sum`, fp32, detached, [B * L]; 0 where the label is ignored."""
 
 
 def causal_lm_loss(
@@ -120,13 +122,15 @@ def training_loss(
         objective_sum = losses_N.sum() if z_losses_N is None else losses_N.sum() + z_losses_N.sum()
         router_sum = None if router_loss is None else router_loss_sum(outputs, router_loss, batch)
         objective_sum = objective_sum if router_sum is None else objective_sum + router_sum
-    loss_sum = losses_N.detach().sum()
+    losses_N = losses_N.detach()
+    loss_sum = losses_N.sum()
     return TrainingLoss(
         objective_sum=objective_sum,
         loss_sum=loss_sum,
         z_loss_sum=torch.zeros_like(loss_sum) if z_losses_N is None else z_losses_N.detach().sum(),
         router_loss_sum=torch.zeros_like(loss_sum) if router_sum is None else router_sum.detach(),
         num_tokens=num_tokens,
+        losses_N=losses_N.flatten(),
     )
 
 

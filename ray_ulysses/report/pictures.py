@@ -33,7 +33,14 @@ from ray_ulysses.report.drawing import (
 )
 from ray_ulysses.report.run_record import Floats, NothingToDrawError, RunRecord
 from ray_ulysses.report.words import count
-from ray_ulysses.tracking.events import AttemptStarted, CheckpointCommitted, Evaluated, RoutersMeasured, RowsSkipped
+from ray_ulysses.tracking.events import (
+    AttemptStarted,
+    CheckpointCommitted,
+    Evaluated,
+    RoutersMeasured,
+    RowsSkipped,
+    SourcesMeasured,
+)
 from ray_ulysses.tracking.run_time import Timeline
 from ray_ulysses.tracking.steps import Rows
 
@@ -84,11 +91,7 @@ def loss_picture(record: RunRecord) -> Figure:
             found.setdefault("evaluation", {})[one.step] = one.loss
             for corpus in one.corpora if len(one.corpora) > 1 else ():
                 found.setdefault(plain(f"evaluation: {corpus.name}"), {})[one.step] = corpus.loss
-    for number, (name, losses) in enumerate(found.items()):
-        steps = np.array(sorted(losses))
-        values = np.array([losses[int(step)] for step in steps])
-        color = SERIES[(3 + number) % len(SERIES)]
-        curve(axes, record.tokens_at(steps), values, name, color, marker="" if number else "o")
+    _draw_by_step(axes, record, found, [*SERIES[3:], *SERIES[:3]], marker="o")
     _stages_and_branches(axes, record)
     log_if_wide(axes, record.kept["loss"], _LOSS_RATIO)
     legend(axes)
@@ -220,6 +223,32 @@ def router_layers_picture(record: RunRecord) -> Figure:
     axes.grid(visible=False)
     figure.colorbar(image, ax=axes, label="busiest expert / mean")
     return figure
+
+
+def source_losses_picture(record: RunRecord) -> Figure:
+    """Draw the training loss of each corpus of a mixture."""
+    found: dict[str, dict[int, float]] = {}
+    for one in record.events(SourcesMeasured):
+        if one.step <= record.history.step:
+            for corpus in one.corpora:
+                found.setdefault(plain(corpus.name), {})[one.step] = corpus.loss
+    figure, axes = _over_tokens(record, "loss in nats per token")
+    if not found:
+        raise NothingToDrawError("the run trains on a single corpus")
+    _draw_by_step(axes, record, found, SERIES)
+    legend(axes)
+    return figure
+
+
+def _draw_by_step(
+    axes: Axes, record: RunRecord, found: Mapping[str, Mapping[int, float]], colors: Sequence[str], marker: str = ""
+) -> None:
+    """Draw curves of values by step. ``marker`` marks the values of the first curve."""
+    for number, (name, values) in enumerate(found.items()):
+        steps = np.array(sorted(values))
+        heights = np.array([values[int(step)] for step in steps])
+        color = colors[number % len(colors)]
+        curve(axes, record.tokens_at(steps), heights, name, color, marker="" if number else marker)
 
 
 def tokens_per_second(record: RunRecord) -> Floats:
@@ -497,6 +526,7 @@ PICTURES = (
         "training.",
         False,
     ),
+    Picture("Training loss by corpus", source_losses_picture, "Each value covers the steps since the previous one."),
     Picture(
         "Z-loss and router loss",
         added_losses_picture,

@@ -204,6 +204,32 @@ class RoutersMeasured(_Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TrainedCorpus:
+    """Loss of a training corpus."""
+
+    name: str
+    """Name in metrics, such as `source/NAME/loss`."""
+    loss: float
+    """Mean training loss over the corpus's supervised tokens, in nats."""
+    tokens: Number
+    """Number of these tokens, or the sum of their label weights."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourcesMeasured(_Event):
+    """The training loss of each corpus of a mixture, over the steps since the attempt's previous record.
+
+    Recorded in steps that are logged to trackers, up to about a thousand times in a run, and at the last step.
+    """
+
+    event: Literal["sources"] = "sources"
+    step: Whole
+    """Number of completed steps, including this step."""
+    corpora: tuple[TrainedCorpus, ...]
+    """Objects with the `name`, `loss` and `tokens` of each corpus that was trained on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluatedCorpus:
     """Result of an evaluation on a validation corpus, or on the held-out documents of the training corpora."""
 
@@ -496,6 +522,7 @@ Event = (
     | StreamStarted
     | StepDone
     | RoutersMeasured
+    | SourcesMeasured
     | Evaluated
     | Sampled
     | CheckpointCommitted

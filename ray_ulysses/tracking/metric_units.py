@@ -40,6 +40,7 @@ STEP_METRICS = {
 TOKENS_PER_S, WORLD_SIZE, EVAL_LOSS = "train/tokens_per_s", "train/world_size", "eval/loss"
 METRIC_UNITS: tuple[MetricUnit, ...] = (
     MetricUnit("train/loss", "nats per token", "mean over the supervised tokens of a step"),
+    MetricUnit("source/*/loss", "nats per token", "training loss of one corpus since the previous value"),
     MetricUnit("eval/loss", "nats per token", "mean over the supervised tokens of the evaluation rows"),
     MetricUnit("eval/*/loss", "nats per token", "the same, of one validation corpus or of held-out documents"),
     MetricUnit("train/z_loss", "nats per token", "z-loss times its coefficient, as added to the loss"),

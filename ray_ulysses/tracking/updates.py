@@ -22,6 +22,7 @@ from ray_ulysses.tracking.events import (
     RunFailed,
     RunFinished,
     Sampled,
+    SourcesMeasured,
     StepDone,
 )
 from ray_ulysses.tracking.failures import failure_tags
@@ -117,7 +118,7 @@ class Translation:
         # The last reported value of each time category in this attempt.
         self._told_time: dict[str, float] = {}
         # The largest reported steps: a step that is trained again is not reported again.
-        self._logged_step = self._evaluated_step = -1
+        self._logged_step = self._evaluated_step = self._sources_step = -1
         self._attempt = self._last_step = 0
         self._world_size = 0
         # The attempt that committed each checkpoint.
@@ -150,6 +151,11 @@ class Translation:
                     by_corpus = {f"eval/{one.name}/loss": one.loss for one in event.corpora}
                     metrics = {EVAL_LOSS: event.loss, **by_corpus}
                     yield StepMetrics(time=event.time, step=event.step, metrics=metrics)
+            case SourcesMeasured():
+                if event.step > self._sources_step:
+                    self._sources_step = event.step
+                    losses = {f"source/{one.name}/loss": one.loss for one in event.corpora if not math.isnan(one.loss)}
+                    yield StepMetrics(time=event.time, step=event.step, metrics=losses)
             case Sampled():
                 quoted = (f"> {one.prompt}\n\n{one.text}\n" for one in event.samples)
                 yield SampleText(time=event.time, step=event.step, text="\n".join(quoted))

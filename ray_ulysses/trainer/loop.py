@@ -41,6 +41,7 @@ from ray_ulysses.trainer.resume import AnotherStageError, find_state, resume
 from ray_ulysses.trainer.sampling import open_sampler
 from ray_ulysses.trainer.saving import CheckpointKeeper, StepOutcome
 from ray_ulysses.trainer.self_test import check_start
+from ray_ulysses.trainer.source_loss import SourceLosses
 from ray_ulysses.trainer.step import Flags, StepGuard, StepMeter, evaluate, train_step, with_requests
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ class _Attempt:
     sampler: Sampler | None
     plugins: Plugins
     routers: RouterWatch
+    sources: SourceLosses | None
 
     @property
     def plan(self) -> Plan:
@@ -181,6 +183,7 @@ def _run(
             sampler=open_sampler(context),
             plugins=plugins,
             routers=routers,
+            sources=SourceLosses.of_mixture(stage.plan, worker.device),
         )
         position = resume(engine, start, whole, recorder)
         keeper.resumed(position.step)
@@ -262,6 +265,7 @@ def _take_step(attempt: _Attempt, source: DirectSource, position: RunPosition) -
         loss_tile=config.memory.loss_tile,
         z_loss=config.optimizer.z_loss,
         token_loss=attempt.plugins.token_loss,
+        sources=attempt.sources,
         routers=attempt.routers,
         flags=lambda: _flags(attempt),
         num_direct=lambda: source.num_direct or 0,

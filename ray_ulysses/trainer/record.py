@@ -129,8 +129,8 @@ _CLOSE_S = 60.0
 """Maximum time to wait for closing the journal, in seconds."""
 _ABANDON_S = 1.0
 _TEND_EVERY_S = 3.0
-_ROUTER_RECORDS = 1000
-"""Approximate maximum number of records of routers in a run. A record is as long as the model is deep."""
+_DETAIL_RECORDS = 1000
+"""Approximate maximum number of records of routers, and of the corpora's losses, in a run. Such a record is long."""
 _RECORDED = ("model", "data", "optimizer", "schedule")
 
 
@@ -152,7 +152,9 @@ class Recorder:
         self._is_warned = self._is_said_to_hang = False
         self._num_bytes = 0
         self._direct_rows = 0.0
-        self._routers_every = 1
+        self._details_every = 1
+        # Training corpora by name, with their losses since the last record.
+        self._source_sums: dict[str, tuple[float, float]] = {}
         config = context.run.config
         self._awaits_stream = config.data.engine == "ray"
         self._patience_s = max(60.0, config.checkpoint.failed_saves_patience_s)
@@ -193,7 +195,8 @@ class Recorder:
         """
         config, nodes, plan = self._context.run.config, self._context.nodes, stage.plan
         logged = config.run.log_every_steps
-        self._routers_every = logged * max(1, last_step // (_ROUTER_RECORDS * logged))
+        self._details_every = logged * max(1, last_step // (_DETAIL_RECORDS * logged))
+        self._last_step = last_step
         recorded: Any = dict.fromkeys((*_RECORDED, *(["stages"] if config.stages else ())), True)
         recorded["run"] = {"seed", *(["plugins"] if config.run.plugins else [])}
         sizes = {name: getattr(layout, name) for name in ("world_size", "sp_size", "ring_size", "dp_size")}
@@ -232,7 +235,8 @@ class Recorder:
             self._awaits_stream = False
             self._append("stream_started", step=step, direct_rows=math.ceil(self._direct_rows))
         is_logged = step % self._context.run.config.run.log_every_steps == 0
-        if result.routing and is_logged and step % self._routers_every == 0:
+        has_details = is_logged and step % self._details_every == 0
+        if result.routing and has_details:
             self._append(
                 "routers",
                 step=step,
@@ -241,6 +245,7 @@ class Recorder:
                 dead=[one.dead for one in result.routing],
                 entropy=[round(one.entropy, 4) for one in result.routing],
             )
+        self._add_sources(result, step, is_recorded=has_details or step == self._last_step)
         system = self._system.read() if self._system is not None and is_logged else {}
         self._append(
             "step",
@@ -254,6 +259,19 @@ class Recorder:
         if self._journal is not None and isinstance(self._context.run.config.run_dir, Path):
             # On a file system, a written record survives this process. In an object store it waits for a segment.
             self._calls.wait_promptly()
+
+    def _add_sources(self, result: StepResult, step: int, *, is_recorded: bool) -> None:
+        for one in result.sources:
+            loss_sum, weight = self._source_sums.get(one.name, (0.0, 0.0))
+            self._source_sums[one.name] = loss_sum + one.loss_sum, weight + one.weight
+        if self._source_sums and is_recorded:
+            corpora = [
+                {"name": name, "loss": loss_sum / weight, "tokens": weight}
+                for name, (loss_sum, weight) in self._source_sums.items()
+                if weight
+            ]
+            self._append("sources", step=step, corpora=corpora)
+            self._source_sums = {}
 
     def evaluated(
         self, step: int, sets: Sequence[EvaluationSet], sums: Sequence[tuple[float, int]], seconds: float

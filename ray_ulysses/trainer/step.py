@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from ray_ulysses.model_shape import ModelShape
     from ray_ulysses.parallel.layout import TileSetting
     from ray_ulysses.parallel.mesh import SequenceMesh
+    from ray_ulysses.trainer.source_loss import SourceLoss, SourceLosses
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,6 +193,8 @@ class StepResult:
     """Sum of the digests of the rows that the model received, modulo 2**64."""
     flags: Flags
     """Flags that at least one rank has raised."""
+    sources: tuple[SourceLoss, ...] = ()
+    """Loss of each corpus of a mixture, in the order of the plan's sources; empty for a single corpus."""
     routing: tuple[LayerRouting, ...] = ()
     """How the routers of a mixture of experts distributed the step's document tokens, for each layer with a router."""
     direct_rows: float = 0.0
@@ -212,6 +215,7 @@ def train_step(
     loss_tile: TileSetting = "auto",
     z_loss: float = 0.0,
     token_loss: TokenLoss | None = None,
+    sources: SourceLosses | None = None,
     routers: RouterWatch | None = None,
     flags: Callable[[], Flags] = Flags,
     num_direct: Callable[[], int] = lambda: 0,
@@ -233,6 +237,7 @@ def train_step(
         loss_tile: Number of tokens per rank whose logits exist at a time.
         z_loss: Coefficient of the z-loss.
         token_loss: Loss of each token in place of the cross-entropy.
+        sources: Sums the loss of each corpus of a mixture.
         routers: Counts the tokens of each expert, and balances routers after the update.
         flags: Function that returns this rank's flags; called at the end of the step.
         num_direct: Function that returns the number of slices read directly because the stream had not started; called
@@ -261,12 +266,15 @@ def train_step(
         losses[len(rows) if row.is_filler else row.row - rows.start] += row_loss.loss_sum.double()
         losses[-2:] += torch.stack([row_loss.z_loss_sum, row_loss.router_loss_sum]).double()
         if not row.is_filler:
+            if sources is not None:
+                sources.add(row, row_loss.losses_N)
             given.append(Given(row.row - rows.start, row.num_supervised, read_back(batch)))
     assert steps == accumulation, f"{steps} micro-batches instead of {accumulation}"
     # If this norm is not finite, ZeRO in DeepSpeed 0.19.8 skips the update without any other report.
     grad_norm = float(engine.get_global_grad_norm())
     checksums, received = received_of(given, len(rows), device)
-    return _agree(losses, grad_norm, checksums, received, rows, (tokens, weight), flags(), num_direct(), mesh, routers)
+    watches = (sources, routers)
+    return _agree(losses, grad_norm, checksums, received, rows, (tokens, weight), flags(), num_direct(), mesh, watches)
 
 
 def _seed_generators(seed: int, device: torch.device) -> None:
@@ -340,11 +348,14 @@ def _agree(
     flags: Flags,
     num_direct: int,
     mesh: SequenceMesh,
-    routers: RouterWatch | None,
+    watches: tuple[SourceLosses | None, RouterWatch | None],
 ) -> StepResult:
     tokens, weight = planned
-    # One collective, and one read by the host, for the losses and the routers' sums.
-    sums, num_losses = torch.cat([losses, *([] if routers is None else routers.take())]), len(losses)
+    sources, routers = watches
+    # One collective, and one read by the host, for the losses, the corpora's sums and the routers' sums.
+    of_sources = losses.new_zeros(0) if sources is None else sources.take()
+    sums = torch.cat([losses, of_sources, *([] if routers is None else routers.take())])
+    num_losses, first_router = len(losses), len(losses) + len(of_sources)
     dist.all_reduce(sums, group=mesh.group("loss"))
     # A row's checksum is the sum of its slices' checksums modulo 2**64, which matches int64 overflow.
     counts = torch.tensor(
@@ -372,7 +383,7 @@ def _agree(
     digest = add_digests(*(row_digest(row, from_int64(value)) for row, value in zip(rows, row_sums, strict=True)))
     is_finite = math.isfinite(loss_sum) and num_bad_norms == 0
     if routers is not None and is_finite:
-        routers.balance(sums[num_losses:])
+        routers.balance(sums[first_router:])
     return StepResult(
         loss=loss_sum / weight,
         z_loss=z_loss_sum / weight,
@@ -383,7 +394,8 @@ def _agree(
         tokens=tokens,
         digest=digest,
         flags=Flags.from_counts(raised),
-        routing=() if routers is None else routers.summary(read[num_losses:]),
+        sources=() if sources is None else sources.summary(read[num_losses:first_router]),
+        routing=() if routers is None else routers.summary(read[first_router:]),
         direct_rows=direct_slices / mesh.sp_size,
     )
 

@@ -167,7 +167,7 @@ class EvaluationSet:
     """Evaluation rows of the segment."""
 
 
-def _distinct_names(paths: Sequence[str]) -> list[str]:
+def distinct_names(paths: Sequence[str]) -> list[str]:
     """Return a distinct name for each path, of its last parts, in characters that all trackers accept."""
     parts = [re.sub(r"[^\w./-]", "_", path.strip("/")).split("/") for path in paths]
     for length in range(1, max(map(len, parts), default=0) + 1):
@@ -264,7 +264,7 @@ class Segment:
         places = first_documents((*self.sources, *self.validation))[len(self.sources) :]
         held_out, *ends = (documents < places[:, None]).sum(axis=1).tolist()
         sets = [EvaluationSet(name=HELD_OUT, path=None, rows=range(held_out))] if held_out else []
-        names = _distinct_names([source.path for source in self.validation])
+        names = distinct_names([source.path for source in self.validation])
         for name, source, first, end in zip(names, self.validation, [held_out, *ends], ends, strict=False):
             sets.append(EvaluationSet(name=name, path=source.path, rows=range(first, end)))
         return tuple(sets)

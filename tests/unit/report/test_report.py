@@ -30,6 +30,7 @@ from ray_ulysses.report.pictures import (
     router_entropy_picture,
     router_imbalance_picture,
     router_layers_picture,
+    source_losses_picture,
     time_shares,
     tokens_per_second,
 )
@@ -167,6 +168,30 @@ def test_routers_are_drawn_by_step_and_layer_if_the_journal_has_them(tmp_path: P
         with pytest.raises(NothingToDrawError, match="no routers"):
             draw(read_record(dense))
     assert "Dead experts" not in render_report(dense)
+
+
+def test_the_loss_of_each_corpus_is_drawn_if_the_run_trains_on_several(tmp_path: Path) -> None:
+    (tmp_path / "mixed/journal").mkdir(parents=True)
+    for attempt, first, last in ((1, 1, 6), (2, 5, 8)):
+        stamp: dict[str, Any] = {"time": float(attempt), "attempt": attempt}
+        records = [journals.started(first - 1, last_step=8, **stamp)]
+        for step in range(first, last + 1):
+            losses = {"code": float(step + attempt), "_law$": 0.5} if step % 4 else {"code": float(step + attempt)}
+            corpora = [{"name": name, "loss": loss, "tokens": 8.0} for name, loss in losses.items()]
+            records.append(journals.step(step, **stamp))
+            records.append({"event": "sources", "step": step, "corpora": corpora, **stamp})
+        lines = (with_checksum(encode_event(one)) + b"\n" for one in records)
+        (tmp_path / f"mixed/journal/attempt-{attempt:04}.jsonl").write_bytes(b"".join(lines))
+    record = read_record(tmp_path / "mixed")
+    with style():
+        lines = {line.get_label(): line for line in source_losses_picture(record).axes[0].lines}
+    # Steps 5 and 6 were trained twice.
+    assert list(lines["code"].get_ydata()) == [2.0, 3.0, 4.0, 5.0, 7.0, 8.0, 9.0, 10.0]
+    other = lines["./_law\\$"]
+    assert list(other.get_xdata()) == list(record.tokens_at(np.array([1, 2, 3, 5, 6, 7])))
+    assert list(other.get_ydata()) == [0.5] * 6
+    assert "<h2>Training loss by corpus</h2>" in render_report(tmp_path / "mixed")
+    assert "Training loss by corpus" not in render_report(write_run(tmp_path / "single", 30))
 
 
 def test_the_timeline_adds_up_to_the_ledger(tmp_path: Path) -> None:

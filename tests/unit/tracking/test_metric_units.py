@@ -24,8 +24,8 @@ def test_every_metric_has_one_unit_and_every_unit_a_metric(monkeypatch: pytest.M
     meter = StepMeter(ModelShape.from_config_dict(LLAMA_3_8B), torch.device("cpu"), world_size=4)
     fields = set(meter.numbers(result, seconds=1.0, document_tokens=8, cost=64, learning_rate=0.1))
     assert {*STEP_METRICS, "tokens_per_s", "world_size"} == fields
-    of_corpus = "eval/books/loss"
-    recorded = {*STEP_METRICS.values(), TOKENS_PER_S, WORLD_SIZE, EVAL_LOSS, of_corpus, f"{METRIC_PREFIX}loss"}
+    of_corpora = {"eval/books/loss", "source/books/loss"}
+    recorded = {*STEP_METRICS.values(), TOKENS_PER_S, WORLD_SIZE, EVAL_LOSS, *of_corpora, f"{METRIC_PREFIX}loss"}
     recorded |= set(TimeSpent(steps_s=1.0).metrics()) | set(SystemMeter(torch.device("cpu")).read())
     found = {name: [one for one in METRIC_UNITS if one.is_of(name)] for name in recorded}
     assert {name: len(units) for name, units in found.items() if len(units) != 1} == {}
@@ -33,6 +33,7 @@ def test_every_metric_has_one_unit_and_every_unit_a_metric(monkeypatch: pytest.M
         "train",
         "router",
         "eval",
+        "source",
         "time",
         "memory",
         "checkpoint",
