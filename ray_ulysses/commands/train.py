@@ -16,6 +16,7 @@ from ray_ulysses.commands.inspect import goodput_in_words
 from ray_ulysses.commands.options import AsJson, Branch, ConfigPath, Overrides, Quiet, load_run_config
 from ray_ulysses.commands.output import put, put_line
 from ray_ulysses.report.words import as_text, count, duration, facts, folded, size
+from ray_ulysses.run.early_stopping import FINISHED_EARLY
 from ray_ulysses.run_names import TENSORBOARD_FOLDER
 
 if TYPE_CHECKING:
@@ -46,9 +47,10 @@ def train(
         put(json.dumps(result.history.to_json(), indent=2), is_exact=True)
         return
     if result.was_complete:
+        way = "Raise run.stop_step" if _early(result.history) is None else "Set run.early_stopping=null"
         put_line(
             f"run {result.history.name!r} is complete at step {result.history.step:,}; nothing was started. "
-            "Raise run.stop_step to continue, or choose another run.name for a new run"
+            f"{way} to continue, or choose another run.name for a new run"
         )
     from ray_ulysses.tracking.mlflow_tracker import is_tracked
 
@@ -160,6 +162,9 @@ def render_summary(
 
     config, planned_steps, nats = prepared.config, prepared.plan.num_steps, prepared.report.corpus.unigram_nats
     rows = [("steps", f"{history.step:,} of {planned_steps:,} planned")]
+    early = _early(history)
+    if early is not None:
+        rows.append(("ended early", early))
     # A step's recorded loss may be infinite or NaN.
     last = [step.loss for step in history.steps[-_LAST_LOSSES:] if math.isfinite(step.loss)]
     if last:
@@ -191,11 +196,19 @@ def render_summary(
     path, overrides = command
     if history.step < planned_steps and history.status != "finished":
         rows.append(("resume", _command(path, overrides)))
+    elif early is not None:
+        rows.append(("continue", _command(path, (*overrides, "run.early_stopping=null"))))
     elif history.step < planned_steps:
         rows.append(("continue", _command(path, (*overrides, f"run.stop_step={planned_steps}"))))
     else:
         rows.append(("continue", "all planned rows are done; start a new run.name with more data or epochs"))
     return as_text([f"run {history.name!r}: {history.status}", *facts(rows)])
+
+
+def _early(history: RunHistory) -> str | None:
+    """Return why the run ended before its last step, or None if it did not."""
+    reason = (history.attempts[-1].reason or "") if history.attempts else ""
+    return reason.removeprefix(FINISHED_EARLY) if reason.startswith(FINISHED_EARLY) else None
 
 
 def _curves(tracking_uri: str, run_dir: Place) -> list[tuple[str, str]]:

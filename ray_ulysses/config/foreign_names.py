@@ -77,6 +77,7 @@ _OURS = {
     "checkpoint.every_steps": "save_steps save_strategy save_interval save_freq saves_per_epoch checkpoint_interval",
     "checkpoint.keep_last": "save_total_limit keep_latest_k",
     "checkpoint.keep_best": "load_best_model_at_end",
+    "run.early_stopping": "early_stopping_patience early_stopping_steps early_stopping_threshold early_stopping_rounds",
     "checkpoint.best_metric": "metric_for_best_model",
     "tracking.trackers": "report_to use_wandb enable_wandb enable_tensorboard log_with use_mlflow",
     "tracking.experiment": "wandb_project mlflow_experiment_name experiment_name project project_name",
@@ -89,6 +90,7 @@ _OURS = {
 """Foreign names by the setting that they correspond to."""
 _NOTES = {
     "run.stop_step": "the step after which the command stops; by default, training ends with the data",
+    "run.early_stopping": "a mapping with the patience, in evaluations, such as {patience: 3}",
     "model.adapter": "a mapping with rank, alpha and targets, or null to train all weights",
     "model.dtype": "bf16 or fp32",
     "optimizer.kind": "adamw, adamw_bf16_moments or muon",

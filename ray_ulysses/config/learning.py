@@ -41,6 +41,20 @@ class ProfileSection(Section):
         return value
 
 
+class EarlyStoppingSection(Section):
+    """When to end a run whose validation loss no longer improves."""
+
+    patience: int = Field(ge=1)
+    """Number of consecutive evaluations without a lower loss after which the run ends. Required."""
+
+    corpus: str | None = None
+    """Name of the evaluation set to watch: `NAME` in the metric `eval/NAME/loss`. Default null: the mean over all
+    evaluation rows (`eval/loss`)."""
+
+    min_delta: float = Field(default=0.0, ge=0)
+    """Amount by which a loss must be lower than the lowest one so far, in nats. Default 0."""
+
+
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 _OBJECT = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*$"
 _MAX_SEED = 2**63 - 1
@@ -91,6 +105,11 @@ class RunSection(Section):
     eval_every_steps: int | None = Field(default=None, ge=1)
     """Steps between evaluations, which begin before the first step. Requires `data.validation`, or `data.eval_fraction`
     above 0. Default null: no evaluations."""
+
+    early_stopping: EarlyStoppingSection | None = None
+    """Whether the run ends early, such as `{patience: 3}`: with a checkpoint, after that many evaluations in a row whose
+    loss is not below the lowest one. Requires `eval_every_steps`; not possible with `stages`, whose losses are not
+    comparable. Default null: the run continues to its last step."""
 
     sample_every_steps: int | None = Field(default=None, ge=1)
     """Steps between samples: the model continues each of `sample_prompts` with its most probable tokens, and the text

@@ -348,6 +348,17 @@ def _evaluation_has_documents(config: Config) -> Iterator[Problem]:
         yield problem_of(config, "run.eval_every_steps", rule, hint)
 
 
+def _early_stopping_has_losses(config: Config) -> Iterator[Problem]:
+    if config.run.early_stopping is None:
+        return
+    if config.run.eval_every_steps is None:
+        hint = "set the number of steps between evaluations, or remove run.early_stopping"
+        yield problem_of(config, "run.eval_every_steps", "must be set, because run.early_stopping is set", hint)
+    if config.stages:
+        rule = "compares the losses of evaluations, but those of several stages are not comparable"
+        yield problem_of(config, "run.early_stopping", rule, "remove it or the stages")
+
+
 def _kernel_suits_the_device(config: Config) -> Iterator[Problem]:
     kernel = config.model.attention
     has_gpu = config.cluster.gpus_per_worker > 0
@@ -394,6 +405,7 @@ _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _planned_memory_has_a_limit,
     _warmup_ends_before_the_horizon,
     _evaluation_has_documents,
+    _early_stopping_has_losses,
     _best_has_a_metric,
     _nvme_has_a_place,
     _optimizer_fits,

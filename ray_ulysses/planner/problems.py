@@ -104,7 +104,7 @@ def context_problems(config: Config, longest_document: int, trained_positions: i
 
 
 def plan_problems(config: Config, plan: Plan) -> Iterator[Problem]:
-    """Refuse a ``run.stop_step`` beyond the planned data, and evaluations without held-out rows."""
+    """Refuse a ``run.stop_step`` beyond the planned data, evaluations without rows, and an unknown evaluation set."""
     stop = config.run.stop_step
     # A plan that excludes the rows of a bad step may end before the configured stop.
     if stop is not None and stop > plan.num_steps and not plan.leaves_out_rows:
@@ -120,6 +120,10 @@ def plan_problems(config: Config, plan: Plan) -> Iterator[Problem]:
     if config.run.eval_every_steps is not None and plan.evaluation.num_rows == 0:
         rule = "holds out no document with labels, but run.eval_every_steps is set"
         yield problem_of(config, "data.eval_fraction", rule, "use a larger fraction, or set run.eval_every_steps=null")
+    stopping, names = config.run.early_stopping, [one.name for one in plan.evaluation_sets]
+    if stopping is not None and stopping.corpus is not None and stopping.corpus not in names:
+        hint = f"use one of {', '.join(names)}, or null for all evaluation rows"
+        yield problem_of(config, "run.early_stopping.corpus", "is not an evaluation set of this run", hint)
 
 
 def corpus_problems(config: Config, plan: Plan) -> Iterator[Problem]:

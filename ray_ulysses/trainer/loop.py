@@ -30,6 +30,7 @@ from ray_ulysses.logging import get_logger
 from ray_ulysses.parallel.mesh import SequenceMesh
 from ray_ulysses.planner.memory import configured_memory
 from ray_ulysses.planner.settings import kept_attention, mlp_tile
+from ray_ulysses.run.early_stopping import EarlyStop, EarlyStopping
 from ray_ulysses.run.settings import last_step_of, resolve_run, zero_settings
 from ray_ulysses.run_names import PLAN_FOLDER
 from ray_ulysses.trainer.compute_watch import ComputeWatch
@@ -37,7 +38,7 @@ from ray_ulysses.trainer.context import AttemptContext, open_attempt
 from ray_ulysses.trainer.diagnostics import MemoryRecorder, memory_explained
 from ray_ulysses.trainer.peer_memory_keeper import PeerMemoryKeeper
 from ray_ulysses.trainer.record import Recorder
-from ray_ulysses.trainer.resume import AnotherStageError, find_state, resume
+from ray_ulysses.trainer.resume import AnotherStageError, find_state, read_early_stopping, resume
 from ray_ulysses.trainer.sampling import open_sampler
 from ray_ulysses.trainer.saving import CheckpointKeeper, StepOutcome
 from ray_ulysses.trainer.self_test import check_start
@@ -68,6 +69,8 @@ class AttemptEnd:
     with a different number of workers, or ``stage`` if the run continues in another stage."""
     step: int
     """Number of completed steps."""
+    early: EarlyStop | None = None
+    """Why the run ends before its last step, if it does."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,6 +93,7 @@ class _Attempt:
     plugins: Plugins
     routers: RouterWatch
     sources: SourceLosses | None
+    stopping: EarlyStopping
 
     @property
     def plan(self) -> Plan:
@@ -184,6 +188,7 @@ def _run(
             plugins=plugins,
             routers=routers,
             sources=SourceLosses.of_mixture(stage.plan, worker.device),
+            stopping=read_early_stopping(context, start.step),
         )
         position = resume(engine, start, whole, recorder)
         keeper.resumed(position.step)
@@ -198,7 +203,7 @@ def _run(
         _report_checkpoints(attempt)
         plugins.call("on_end", worker.rank, end.step, end.status)
         peer_memory.close()
-        recorder.ended(end.status, end.step)
+        recorder.ended(end.status, end.step, end.early)
     except BaseException as error:
         peer_memory.close(failed=True)
         keeper.abandon(error, is_in_memory=peer_memory.has_saved)
@@ -208,12 +213,14 @@ def _run(
 
 def _train(attempt: _Attempt, source: DirectSource, position: RunPosition) -> AttemptEnd:
     config, plan, worker = attempt.context.run.config, attempt.plan, attempt.context.worker
-    last_step, diagnostics = last_step_of(config, plan), attempt.context.diagnostics
+    planned = last_step = last_step_of(config, plan)
+    diagnostics = attempt.context.diagnostics
     last_status: Status = "finished" if attempt.stage.ends_the_run else "stage"
     status = last_status
     if config.run.eval_every_steps is not None and position.step == 0:
         _evaluate(attempt, StepOutcome(position=position, metrics={}, flags=Flags()))
-    while position.step < last_step and status == last_status:
+    early = attempt.stopping.stop()
+    while early is None and position.step < last_step and status == last_status:
         step = position.step + 1
         with (
             memory_explained(attempt.context.run, attempt.stage, diagnostics, attempt.memory, step),
@@ -229,6 +236,8 @@ def _train(attempt: _Attempt, source: DirectSource, position: RunPosition) -> At
         saves_first = flags.notice_due or flags.resize or (flags.notice and flags.stop)
         if evaluates and not saves_first:
             outcome = _evaluate(attempt, outcome)
+            early = attempt.stopping.stop()
+            last_step = last_step if early is None else step
         if attempt.sampler is not None and not saves_first:
             _sample(attempt, attempt.sampler, step, is_last=step == last_step)
         attempt.watch.after_step(flags)
@@ -238,9 +247,12 @@ def _train(attempt: _Attempt, source: DirectSource, position: RunPosition) -> At
             attempt.keeper.after_step(attempt.engine, outcome, plan.cursor(step), last_step)
         if evaluates and saves_first:
             _evaluate(attempt, outcome)
+            early = attempt.stopping.stop()
         attempt.plugins.call("on_step", worker.rank, step, outcome.metrics)
         _report_checkpoints(attempt)
-    return AttemptEnd(status=status, step=position.step)
+    if early is None or position.step >= planned:
+        return AttemptEnd(status=status, step=position.step)
+    return AttemptEnd(status="finished", step=position.step, early=early)
 
 
 def _take_step(attempt: _Attempt, source: DirectSource, position: RunPosition) -> StepOutcome:
@@ -323,6 +335,8 @@ def _evaluate(attempt: _Attempt, outcome: StepOutcome) -> StepOutcome:
         tile, ends = context.run.config.memory.loss_tile, [one.rows.stop for one in sets]
         sums = evaluate(attempt.engine, slices, attempt.mesh, device, tile, ends=ends)
     loss = attempt.recorder.evaluated(outcome.position.step, sets, sums, clock.monotonic() - started)
+    by_corpus = {one.name: loss_sum / tokens for one, (loss_sum, tokens) in zip(sets, sums, strict=True)}
+    attempt.stopping.add(outcome.position.step, loss, by_corpus)
     attempt.plugins.call("on_evaluation", context.rank, outcome.position.step, loss)
     return replace(outcome, metrics={**outcome.metrics, "eval_loss": loss})
 

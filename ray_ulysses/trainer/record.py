@@ -21,6 +21,7 @@ from ray_ulysses.clock import Clock
 from ray_ulysses.errors import RunError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.run.checkpoint_store import commit_fields, found_fields
+from ray_ulysses.run.early_stopping import FINISHED_EARLY, EarlyStop
 from ray_ulysses.run.settings import flat_settings, versions
 from ray_ulysses.storage.background import BackgroundCalls
 from ray_ulysses.tracking.journal_lines import encode_record, is_durable
@@ -393,13 +394,15 @@ class Recorder:
         """Record that an unusable checkpoint was removed from the run."""
         self._append("checkpoint_set_aside", step=damage.step, reason=damage.reason, kind=damage.kind)
 
-    def ended(self, status: Literal["finished", "stopped", "resized", "stage"], step: int) -> None:
-        """Record that the attempt ended without a failure.
+    def ended(
+        self, status: Literal["finished", "stopped", "resized", "stage"], step: int, early: EarlyStop | None = None
+    ) -> None:
+        """Record that the attempt ended without a failure, and why it finished early, if it did.
 
         Raises:
             RunError: The journal can't be written.
         """
-        self._append("attempt_ended", reason=status)
+        self._append("attempt_ended", reason=status if early is None else f"{FINISHED_EARLY}{early}")
         if status == "finished":
             self._append("run_finished", step=step)
         self._insist()

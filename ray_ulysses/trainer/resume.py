@@ -24,8 +24,10 @@ from ray_ulysses.engine.zero_state import import_state
 from ray_ulysses.errors import UlyssesError, UserError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.planner.stages import stage_at
+from ray_ulysses.run.early_stopping import EarlyStopping
 from ray_ulysses.run.start_point import RecoverySources, RunPosition
 from ray_ulysses.storage.retry import RetryPolicy
+from ray_ulysses.tracking.journal_reader import read_entries
 
 if TYPE_CHECKING:
     from ray_ulysses.checkpoint import TensorPart
@@ -168,6 +170,14 @@ def _choose(sources: RecoverySources, context: AttemptContext) -> Candidate | No
 
     found = _on_rank_0(context, choose)
     return None if found is None else sources.open(found[0], found[1], Manifest.from_bytes(found[2]))
+
+
+def read_early_stopping(context: AttemptContext, step: int) -> EarlyStopping:
+    """Return the run's early stopping with the evaluations up to ``step``. All ranks must call this function."""
+    section = context.run.config.run.early_stopping
+    if section is None:
+        return EarlyStopping(None)
+    return _on_rank_0(context, lambda: EarlyStopping(section, read_entries(context.run.config.run_dir), step))
 
 
 def _on_rank_0(context: AttemptContext, do: Callable[[], T]) -> T:

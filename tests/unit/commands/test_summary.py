@@ -1,5 +1,6 @@
 """The summary at the end of a run: results, places, and the command that goes on."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -78,6 +79,16 @@ def test_a_loss_that_is_unknown_is_left_out_of_the_mean():
 def test_the_command_that_goes_on_gives_each_setting_once(status, overrides, command):
     text = summary_of(make_history(status=status), planned_steps=40, overrides=overrides)
     assert text.splitlines()[-1].endswith(f" ray-ulysses train configs/demo.yaml {command}")
+
+
+def test_a_run_that_ended_early_says_why_and_how_to_go_on():
+    reason = "the validation loss was 2.0000 at step 8 and not lower in the next 3 evaluations"
+    first, last = make_history().attempts
+    lines = summary_of(
+        make_history(attempts=(first, replace(last, reason=f"finished: {reason}"))), planned_steps=40
+    ).splitlines()
+    assert f"  ended early      {reason}" in lines
+    assert lines[-1] == "  continue         ray-ulysses train configs/demo.yaml --set run.early_stopping=null"
 
 
 def test_a_run_without_steps_or_tracking_says_so():

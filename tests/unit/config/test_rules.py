@@ -37,6 +37,7 @@ SOURCES = {"data__path": None}
         ({"run__profile": {"steps": [10, 21]}, "run__stop_step": 20}, "run.profile.steps"),
         ({"run__profile": {"steps": [10], "ranks": [0, 6]}}, "run.profile.ranks"),
         ({"run__profile": {"steps": [11, 10]}}, "run.profile.steps"),
+        ({"run__early_stopping": {"patience": 3}}, "run.eval_every_steps"),
         ({"model__init": "pretrained"}, "model.path"),
         ({"model__config": None}, "model.config"),
         ({"parallel__sp_size": 4, "model__config": None, "model__path": "m"}, "parallel.sp_size"),

@@ -1,0 +1,58 @@
+"""Early stopping counts evaluations without a lower loss, whatever was recorded twice or later."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from ray_ulysses.config.learning import EarlyStoppingSection
+from ray_ulysses.run.early_stopping import EarlyStopping
+from ray_ulysses.tracking.events import Evaluated, EvaluatedCorpus
+
+
+def stopping(losses: dict[int, float], step: int | None = None, **settings: object) -> EarlyStopping:
+    section = EarlyStoppingSection.model_validate({"patience": 2, **settings})
+    recorded = [
+        Evaluated(
+            time=1.0, attempt=1, step=at, loss=loss, tokens=1,
+            corpora=(EvaluatedCorpus(name="books", path="/books", loss=10 - loss, tokens=1),),
+        )
+        for at, loss in losses.items()
+    ]  # fmt: skip
+    return EarlyStopping(section, recorded, step)
+
+
+@pytest.mark.parametrize(
+    ("losses", "settings", "wanted"),
+    [
+        ([5.0, 4.0, 4.1, 3.9, 3.9], {}, None),
+        ([5.0, 4.0, 4.1, 4.0, 1.0], {}, (30, 10, 4.0)),
+        ([5.0, 4.0, math.nan, 4.0], {}, (30, 10, 4.0)),
+        ([5.0, 4.9, 4.8, 4.7], {"min_delta": 0.5}, (20, 0, 5.0)),
+        ([5.0, 4.9, 4.4, 4.3], {"min_delta": 0.5}, None),
+        ([5.0, 5.0], {"patience": 1}, (10, 0, 5.0)),
+        ([5.0, 4.0, 3.0], {"corpus": "books"}, (20, 0, 5.0)),
+    ],
+)
+def test_the_run_ends_after_as_many_evaluations_without_a_lower_loss(
+    losses: list[float], settings: dict[str, object], wanted: tuple[int, int, float] | None
+) -> None:
+    found = stopping({10 * number: loss for number, loss in enumerate(losses)}, **settings).stop()
+    assert (found and (found.step, found.best_step, found.best_loss)) == wanted
+
+
+def test_held_out_documents_alone_are_named_like_a_corpus() -> None:
+    recorded = [Evaluated(time=1.0, attempt=1, step=step, loss=loss, tokens=1) for step, loss in ((0, 5.0), (2, 4.0))]
+    section = EarlyStoppingSection(patience=1, corpus="held_out")
+    assert EarlyStopping(section, recorded).stop() is None
+
+
+def test_evaluations_after_the_resumed_step_do_not_count_and_a_repeated_one_counts_once() -> None:
+    resumed = stopping({0: 5.0, 10: 6.0, 20: 6.0}, step=10)
+    assert resumed.stop() is None
+    resumed.add(10, 6.5, {})
+    assert resumed.stop() is None
+    resumed.add(20, 4.0, {})
+    assert resumed.stop() is None
+    assert EarlyStopping(None, [], 3).stop() is None
