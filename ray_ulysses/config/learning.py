@@ -107,9 +107,9 @@ class RunSection(Section):
     above 0. Default null: no evaluations."""
 
     early_stopping: EarlyStoppingSection | None = None
-    """Whether the run ends early, such as `{patience: 3}`: with a checkpoint, after that many evaluations in a row whose
-    loss is not below the lowest one. Requires `eval_every_steps`; not possible with `stages`, whose losses are not
-    comparable. Default null: the run continues to its last step."""
+    """When the run ends early, such as `{patience: 3}`: with a checkpoint, after that many evaluations in a row without
+    a lower loss. Requires `eval_every_steps`; not possible with `stages`, whose losses are not comparable. Default
+    null: the run continues to its last step."""
 
     sample_every_steps: int | None = Field(default=None, ge=1)
     """Steps between samples: the model continues each of `sample_prompts` with its most probable tokens, and the text

@@ -167,6 +167,8 @@ class RunPosition:
     """Display name of the state that was loaded, or None at step 0."""
     inherited: InheritedSteps | None = None
     """Progress of another run that this run continues, or None."""
+    unsaved: Mapping[str, float] | None = None
+    """Metrics of the state's step if the attempt resumed from peer memory, whose state may not be on storage."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -250,7 +252,10 @@ class RecoverySources:
         step, meta, state = manifest.step, manifest.meta, manifest.state
         own = {"storage": manifest.ref.folder, "peer memory": f"peer memory, step {step}"}
         name = own.get(source, f"{location}@{step}")
-        position = RunPosition(step=step, digest=int(meta.digest, 16), tokens=meta.tokens, resumed_from=name)
+        unsaved = meta.metrics if source == "peer memory" else None
+        position = RunPosition(
+            step=step, digest=int(meta.digest, 16), tokens=meta.tokens, resumed_from=name, unsaved=unsaved
+        )
         store = self.memory if source == "peer memory" else self.run.store
         if source == "another run":
             store, resume_state = open_store(location), self.run.config.model.resume_state

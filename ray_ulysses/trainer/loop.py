@@ -32,6 +32,7 @@ from ray_ulysses.planner.memory import configured_memory
 from ray_ulysses.planner.settings import kept_attention, mlp_tile
 from ray_ulysses.run.early_stopping import EarlyStop, EarlyStopping
 from ray_ulysses.run.settings import last_step_of, resolve_run, zero_settings
+from ray_ulysses.run.start_point import RunPosition, known_step
 from ray_ulysses.run_names import PLAN_FOLDER
 from ray_ulysses.trainer.compute_watch import ComputeWatch
 from ray_ulysses.trainer.context import AttemptContext, open_attempt
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
     from ray_ulysses.data.read.row_source import DirectSource
     from ray_ulysses.elastic.hang import Phase
     from ray_ulysses.planner.stages import Stage
-    from ray_ulysses.run.start_point import RunPosition
     from ray_ulysses.trainer.resume import StartingState
     from ray_ulysses.trainer.sampling import Sampler
     from ray_ulysses.trainer.worker import Worker
@@ -191,7 +191,8 @@ def _run(
             stopping=read_early_stopping(context, start.step),
         )
         position = resume(engine, start, whole, recorder)
-        keeper.resumed(position.step)
+        if position.unsaved is None:
+            keeper.resumed(position.step)
         peer_memory.resumed(position.step, engine)
         recorder.attempt_started(position, last_step_of(config, stage.plan), stage, run.layout)
         source = worker.make_source(stage.plan, reader, run.layout, worker.rank)
@@ -220,6 +221,14 @@ def _train(attempt: _Attempt, source: DirectSource, position: RunPosition) -> At
     if config.run.eval_every_steps is not None and position.step == 0:
         _evaluate(attempt, StepOutcome(position=position, metrics={}, flags=Flags()))
     early = attempt.stopping.stop()
+    if position.unsaved is not None and (early is not None or position.step >= last_step):
+        # The previous attempt failed while it saved its last state, or after it had saved that state.
+        stored = attempt.context.messenger.broadcast(
+            known_step(attempt.context.run.store) if worker.rank == 0 else None
+        )
+        if stored != position.step:
+            last = StepOutcome(position=position, metrics=position.unsaved, flags=Flags())
+            attempt.keeper.after_step(attempt.engine, last, plan.cursor(position.step), position.step)
     while early is None and position.step < last_step and status == last_status:
         step = position.step + 1
         with (

@@ -145,16 +145,21 @@ def faulty(worker: Worker, folder: Path, pace_s: float) -> Worker:
             (folder / PLANTED).rename(folder / f"planted-{fault['number']}")
         except FileNotFoundError:
             return
+        if fault.get("once_kept"):
+            wait_for_copies()
         (folder / "striking").write_text(repr(time.time()))
         (folder / "striking").rename(folder / f"struck-{fault['number']}")
         ACTIONS[fault["kind"]](fault)
+
+    def wait_for_copies() -> None:
+        with kept:
+            kept.wait_for(lambda: states["in memory"] >= states["memory"], _COPY_TIMEOUT_S)
 
     def beat(phase: Any, step: int) -> None:
         nonlocal starts
         worker.beat(phase, step)
         if phase == "step" and "WAITS_FOR_COPIES" in os.environ:
-            with kept:
-                kept.wait_for(lambda: states["in memory"] >= states["memory"], _COPY_TIMEOUT_S)
+            wait_for_copies()
         starts += phase == "start"
         if phase == "step" or (phase == "start" and starts == _START_BEATS):
             fail(phase, step + 1)
