@@ -12,7 +12,7 @@ from ray_ulysses.migration.tables import Table, owner_of, read_foreign
 _OFF: tuple[object, ...] = (None, False, 0, "", "none", "no", "false", [], {})
 _MOST_SHOWN = 60
 _OF_EVALUATION = "set data.validation, or data.eval_fraction, which holds documents out, and run.eval_every_steps"
-_WITHOUT_EFFECT = dict.fromkeys(("eval_strategy", "eval_steps", "keep_best"), _OF_EVALUATION)
+_WITHOUT_EFFECT = dict.fromkeys(("eval_strategy", "eval_steps", "keep_best", "patience"), _OF_EVALUATION)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

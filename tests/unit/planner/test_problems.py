@@ -61,6 +61,19 @@ def test_a_corpus_that_does_not_fit_the_run_is_refused() -> None:
     assert evaluation.path == "data.eval_fraction"
 
 
+def test_early_stopping_watches_an_evaluation_set_of_the_run() -> None:
+    corpus = make_corpus([64] * 40)
+
+    def problems(name: str | None) -> list[Problem]:
+        stopping = {"patience": 1, "corpus": name}
+        config = make_config(run={"eval_every_steps": 5, "early_stopping": stopping}, data={"eval_fraction": 0.5})
+        return list(plan_problems(config, make_plan(config, corpus)))
+
+    (unknown,) = problems("books")
+    assert unknown.path == "run.early_stopping.corpus" and "held_out" in unknown.hint
+    assert not problems("held_out") and not problems(None)
+
+
 def test_a_stop_beyond_the_data_is_refused_with_epochs_that_suffice() -> None:
     def found(stop_step: int, epochs: int = 1) -> list[Problem]:
         config = make_config(run={"stop_step": stop_step}, data={"epochs": epochs})
