@@ -12,6 +12,8 @@ from unittest.mock import MagicMock
 import pytest
 
 from ray_ulysses.logging import get_logger
+from ray_ulysses.run.early_stopping import EarlyStopping
+from ray_ulysses.run.start_point import RunPosition
 from ray_ulysses.trainer import loop
 from ray_ulysses.trainer.loop import warnings_forwarded
 from ray_ulysses.trainer.saving import StepOutcome
@@ -33,7 +35,7 @@ def order_of(monkeypatch: pytest.MonkeyPatch, flags: Flags, first: int = 4) -> l
         done.append("evaluation")
         return replace(outcome, metrics={"eval_loss": 1.0})
 
-    attempt = MagicMock(stage=SimpleNamespace(ends_the_run=True), sampler=None)
+    attempt = MagicMock(stage=SimpleNamespace(ends_the_run=True), sampler=None, stopping=EarlyStopping(None))
     attempt.context.run.config.run = SimpleNamespace(eval_every_steps=5, profile=None)
     attempt.keeper.committed = []
     for name in ("peer_memory", "keeper"):
@@ -43,7 +45,7 @@ def order_of(monkeypatch: pytest.MonkeyPatch, flags: Flags, first: int = 4) -> l
     monkeypatch.setattr(loop, "_evaluate", evaluate)
     monkeypatch.setattr(loop, "memory_explained", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(loop, "last_step_of", lambda *_: 5)
-    assert loop._train(attempt, None, SimpleNamespace(step=first)).step == 5  # type: ignore[arg-type]
+    assert loop._train(attempt, None, RunPosition(step=first)).step == 5  # type: ignore[arg-type]
     return done
 
 

@@ -19,6 +19,8 @@ from ray_ulysses.planner.memory import configured_memory
 from ray_ulysses.planner.memory_terms import GIB
 from ray_ulysses.planner.problems import WORKER_BYTES
 from ray_ulysses.planner.search import with_settings
+from ray_ulysses.run.early_stopping import EarlyStopping
+from ray_ulysses.run.start_point import RunPosition
 from ray_ulysses.trainer import diagnostics, loop
 from tests.unit.planner.runs import LLAMA_3_8B, make_config, make_shape
 
@@ -62,7 +64,8 @@ def attempt_of(run: Run, device: str, snapshot: Any = None, *, stage: int = 0) -
     own = Run(stage_config(run.config, stage), run.shape)
     part = SimpleNamespace(ends_the_run=True, run_config=run.config, number=stage)
     context = MagicMock(run=own, diagnostics=written)
-    return SimpleNamespace(context=context, plan=None, stage=part, memory=SimpleNamespace(snapshot=snapshot))
+    memory, stopping = SimpleNamespace(snapshot=snapshot), EarlyStopping(None)
+    return SimpleNamespace(context=context, plan=None, stage=part, memory=memory, stopping=stopping)
 
 
 @pytest.fixture
@@ -72,7 +75,7 @@ def failed_step(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
         monkeypatch.setattr(diagnostics, "peak_memory_gib", lambda _: peak_gib)
         monkeypatch.setattr(loop, "last_step_of", lambda *_: 10)
         with pytest.raises(diagnostics.OutOfMemoryError) as error:
-            loop._train(attempt_of(run, device, **options), None, SimpleNamespace(step=6))  # type: ignore[arg-type]
+            loop._train(attempt_of(run, device, **options), None, RunPosition(step=6))  # type: ignore[arg-type]
         return str(error.value)
 
     return step
