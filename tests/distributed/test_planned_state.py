@@ -35,6 +35,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "adamw": {},
     "bf16": {"optimizer__kind": "adamw_bf16_moments"},
     "muon": {"optimizer__kind": "muon"},
+    "muon-bf16": {"optimizer__kind": "muon", "model__dtype": "bf16"},
     "frozen": {"model__freeze": ["*.embed_tokens.*", "model.layers.[0-1].*"]},
     "muon-frozen": {"optimizer__kind": "muon", "model__freeze": ["*.embed_tokens.*", "lm_head.*", "*norm.weight"]},
 }  # fmt: skip
@@ -54,7 +55,9 @@ def measured(rank: int, world_size: int, kind: str) -> list[dict[str, int]]:
     found = []
     for stage in STAGES:
         config = config_of(kind, stage)
-        settings = zero_settings(stage=stage, kind=config.optimizer.kind, partition_everything=False)
+        settings = zero_settings(
+            stage=stage, kind=config.optimizer.kind, dtype=config.model.dtype, partition_everything=False
+        )
         engine = build_engine(build_model(config), settings)
         tokens = torch.arange(8).view(1, -1)
         view, peaks = partition_view(engine), []
