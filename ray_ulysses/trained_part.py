@@ -19,6 +19,8 @@ class TrainedPart:
     """Number of frozen parameters to which the adapter's product is added before use, such as adapted experts."""
     largest_sum: int = 0
     """Number of these parameters in the module that has the most."""
+    largest_in_sum: int = 0
+    """Number of elements of the largest of these parameters."""
     added_to_sums: int = 0
     """Number of adapter parameters in these products. They are not multiplied with tokens."""
     quantized: int = 0

@@ -379,10 +379,12 @@ def count_trained(model: Any, added: int = 0) -> TrainedPart:
     """Return the number and kinds of a model's trained parameters, of which ``added`` are adapters'."""
     head = model.get_output_embeddings()
     head = getattr(head, "base_layer", head)
-    summed, added_to_sums = Counter[int](), 0
+    summed, largest, added_to_sums = Counter[int](), 0, 0
     for module in model.modules():
         if type(module).__name__ == _PARAMETER_WRAPPER:
-            summed[id(module.get_base_layer())] += module.get_param().numel()
+            size = module.get_param().numel()
+            summed[id(module.get_base_layer())] += size
+            largest = max(largest, size)
             added_to_sums += _count([*module.lora_A.parameters(), *module.lora_B.parameters()])
     return TrainedPart(
         added=added,
@@ -391,6 +393,7 @@ def count_trained(model: Any, added: int = 0) -> TrainedPart:
         has_head=head is not None and head.weight.requires_grad,
         summed=summed.total(),
         largest_sum=max(summed.values(), default=0),
+        largest_in_sum=largest,
         added_to_sums=added_to_sums,
     )
 

@@ -192,8 +192,12 @@ def _sums_with_adapter(shape: ModelShape, value: int, *, checkpointed: bool) -> 
     part = shape.part
     if part is None or not part.summed:
         return []
-    text = f"{part.largest_sum:,} x 2 x {value} bytes: the experts of a layer plus their adapter, and the gradient"
-    terms = [term("experts plus adapter", part.largest_sum * 2 * value, "mlp", text)]
+    # All gradients, and the sum whose gradient is computed last. The other sums are already freed.
+    text = (
+        f"({part.largest_sum:,} + {part.largest_in_sum:,}) x {value} bytes: gradients of a layer's experts plus their "
+        "adapter, and the largest of these sums"
+    )
+    terms = [term("experts plus adapter", (part.largest_sum + part.largest_in_sum) * value, "mlp", text)]
     if not checkpointed:
         kept = part.summed - part.largest_sum
         text = f"{kept:,} x {value} bytes: saved, because memory.gradient_checkpointing is false"
@@ -208,8 +212,8 @@ def _mlp_backward(shape: ModelShape, tokens: int, value: int, tiles: Tiles, *, c
         # Over tiles, the gradients of the norm's result and input are allocated for all tokens.
         of_norm += tokens * 2 * value
     norm = of_norm * shape.hidden_size
-    # An adapter adds its product and a scaled copy to the product with frozen weights.
-    of_adapter = 2 if shape.has_adapter else 0
+    # An adapter adds its product and a scaled copy to the product with frozen weights. That of experts is in their sum.
+    of_adapter = 2 if shape.part is not None and shape.part.added and not shape.part.summed else 0
     if checkpointed and tile >= tokens:
         # During the norm's backward pass, the MLP's saved tensors and its input are already freed.
         norm -= tokens * (4 * shape.mlp_width + shape.hidden_size) * value

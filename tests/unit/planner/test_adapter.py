@@ -6,18 +6,25 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
+import torch
 
+from ray_ulysses import apply_ulysses, causal_lm_loss, shard_batch
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.engine.model import build_model, find_trained_part
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.planner.flops import step_flops
-from ray_ulysses.planner.memory import MemoryEstimate, configured_memory
+from ray_ulysses.planner.memory import MemoryEstimate, at_peak, configured_memory
 from ray_ulysses.planner.search import longest_context
 from ray_ulysses.planner.state_memory import StateSharing
 from ray_ulysses.planner.throughput import configured_time, full_rows
+from ray_ulysses.run.settings import model_shape
 from ray_ulysses.trained_part import TrainedPart
 from tests.planned import estimate
+from tests.unit.attention.meshes import ALONE
+from tests.unit.attention.models import ARCHITECTURES
 from tests.unit.config.trees import small_tree
+from tests.unit.engine.steps import peak_bytes
+from tests.unit.export.runs import fields_of
 from tests.unit.planner.runs import LLAMA_3_8B
 
 WHOLE = ModelShape.from_config_dict(LLAMA_3_8B)
@@ -102,3 +109,36 @@ def test_a_step_is_modelled_faster_and_a_longer_context_fits() -> None:
     assert configured_memory(config, ADAPTED).device_bytes < configured_memory(config, WHOLE).device_bytes
     longest = [longest_context(config, shape) for shape in (ADAPTED, WHOLE)]
     assert longest[0] > longest[1]
+
+
+_SMALL_EXPERTS: dict[str, dict[str, int]] = {
+    "qwen3_moe": {"moe_intermediate_size": 512, "num_experts": 16},
+    "gpt_oss": {"intermediate_size": 512, "num_local_experts": 16},
+    "mixtral": {"intermediate_size": 512, "num_local_experts": 16},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "target", "checkpointed"),
+    [("qwen3_moe", "experts", True), ("gpt_oss", "experts", False), ("mixtral", "down_proj", True)],
+)
+def test_experts_with_adapters_take_the_memory_that_is_planned(kind: str, target: str, checkpointed: bool) -> None:
+    tokens = 256
+    tree = small_tree(
+        cluster__workers=1, parallel__sp_size=1, data__context_tokens=tokens, model__dtype="fp32",
+        model__adapter={"rank": 2, "targets": ["q_proj", target]}, memory__gradient_checkpointing=checkpointed,
+    )  # fmt: skip
+    tree["model"]["config"] = fields_of(ARCHITECTURES[kind](hidden_size=256, **_SMALL_EXPERTS[kind]))
+    config = parse_config(tree)
+    model = apply_ulysses(build_model(config).train(), ALONE)
+    ids = torch.randint(0, 50, (1, tokens), generator=torch.Generator().manual_seed(1))
+    batch = shard_batch(ids, ids, (tokens,), ALONE)
+
+    def run() -> None:
+        causal_lm_loss(model, batch)[0].backward()
+
+    run()  # What is allocated once is not counted, nor are weights, and there is no engine.
+    passes = ("passes", "layer", "mlp", "attention", "loss")
+    terms = [one for one in configured_memory(config, model_shape(config)).device if one.phase in passes]
+    planned = sum(one.bytes for one in at_peak(tuple(one for one in terms if one.name != "bucket of gradients")))
+    assert planned == pytest.approx(peak_bytes(run), rel=0.1)
