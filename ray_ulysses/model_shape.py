@@ -42,6 +42,8 @@ BALANCING_BIASES = frozenset((
 ))  # fmt: skip
 """Families whose routers have a bias that balances them, which `optimizer.router_bias_rate` updates. A test compares
 this list with Transformers' modules."""
+UNCOUNTED_ROUTERS = frozenset({"dbrx", "jetmoe"})
+"""Families whose routers do not return the chosen experts. A test compares this list with Transformers' modules."""
 
 _LINEAR = frozenset({"linear_attention"})
 HYBRID_LAYER_TYPES: Mapping[str, frozenset[str]] = {

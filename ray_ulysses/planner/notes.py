@@ -12,7 +12,7 @@ from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.plan.packing import NUM_OPEN_ROWS, WIDE_OPEN_ROWS
 from ray_ulysses.data.plan.segment import Segment
 from ray_ulysses.data.plan.steps import balance_windows, step_times
-from ray_ulysses.model_shape import BALANCING_BIASES, ModelShape
+from ray_ulysses.model_shape import BALANCING_BIASES, UNCOUNTED_ROUTERS, ModelShape
 from ray_ulysses.planner.experts import ExpertTraffic
 from ray_ulysses.planner.memory_terms import GIB
 from ray_ulysses.planner.stages import Stage
@@ -73,6 +73,8 @@ def _expert_notes(config: Config, shape: ModelShape) -> Iterator[str]:
             f"optimizer.router_bias_rate is null, so the biases that balance the routers of {shape.model_type} keep "
             "their values"
         )
+    if shape.model_type in UNCOUNTED_ROUTERS:
+        yield f"the tokens of each expert are not counted, because the routers of {shape.model_type} do not return them"
     traffic = ExpertTraffic.of(config, shape)
     if traffic is not None:
         exchanged = traffic.tokens * traffic.token_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from ray_ulysses.engine.model import check_architecture, compile_layers
 from ray_ulysses.engine.router_health import RouterWatch, refuse_no_bias
 from ray_ulysses.engine.tiled_mlp import tile_mlps
 from ray_ulysses.errors import UserError
-from ray_ulysses.model_shape import BALANCING_BIASES
+from ray_ulysses.model_shape import BALANCING_BIASES, UNCOUNTED_ROUTERS, ModelShape
+from ray_ulysses.planner.notes import plan_notes
 from tests import architectures_page
 from tests.breadth import fast_only
 from tests.distributed.sweep_case import OWN as SWEPT
@@ -196,18 +198,26 @@ def test_a_rate_with_an_adapter_is_refused() -> None:
     assert broken_rules(parse_config(small_tree(optimizer__router_bias_rate=1e-3))) == ()
 
 
-def has_bias(model_type: str) -> bool:
-    own = {"nemotron_h": {"layer_types": ["moe", "full_attention"]}, "hy_v3": {"first_k_dense_replace": 1}}
+def swept(model_type: str) -> Any:
+    own: dict[str, Any] = {
+        "nemotron_h": {"layer_types": ["moe", "full_attention"]}, "hy_v3": {"first_k_dense_replace": 1},
+        "phimoe": {"router_jitter_noise": 0.0},
+    }  # fmt: skip
     zoo = {**ARCHITECTURES, **HYBRIDS}
     if model_type in zoo and model_type != "nemotron_h":
-        config = zoo[model_type]()
-    else:
-        fields = {**SWEEP, **SWEPT.get(model_type, {}), **own.get(model_type, {})}
-        config = AutoConfig.for_model(model_type, **{key: one for key, one in fields.items() if one is not None})
+        return zoo[model_type]()
+    fields = {**SWEEP, **SWEPT.get(model_type, {}), **own.get(model_type, {})}
+    return AutoConfig.for_model(model_type, **{key: one for key, one in fields.items() if one is not None})
+
+
+def on_meta(model_type: str) -> Any:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        return AutoModelForCausalLM.from_config(swept(model_type))
+
+
+def has_bias(model_type: str) -> bool:
     try:
-        refuse_no_bias(model, 1e-3)
+        refuse_no_bias(on_meta(model_type), 1e-3)
     except UserError:
         return False
     return True
@@ -224,3 +234,29 @@ def test_no_other_family_that_can_be_trained_has_a_balancing_bias() -> None:
     stored = architectures_page.load()["outcomes"]
     exact = {one["model_type"] for one in stored if one["kind"] == "exact"}
     assert {name for name in exact if has_bias(name)} == BALANCING_BIASES & exact
+
+
+@pytest.mark.slow
+def test_the_routers_of_every_family_that_can_be_trained_are_counted_but_for_those_that_the_plan_names() -> None:
+    stored = architectures_page.load()["outcomes"]
+    # The attention layer beside this family's experts is not one that is trained.
+    exact = sorted({one["model_type"] for one in stored if one["kind"] == "exact"} - {"nemotron_h"})
+    uncounted, counted = set(), set()
+    for name in exact:
+        if not any("expert" in weight or "moe" in weight for weight, _ in on_meta(name).named_parameters()):
+            continue
+        config = swept(name)
+        model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+        watch = RouterWatch(apply_ulysses(model, ALONE))
+        ids = torch.zeros(1, ROW, dtype=torch.int64)
+        with watch.counting(shard_batch(ids, ids, DOCUMENTS, ALONE)):
+            causal_lm_loss(model, shard_batch(ids, ids, DOCUMENTS, ALONE))
+        (counted if watch.take() else uncounted).add(name)
+    assert uncounted == UNCOUNTED_ROUTERS & set(exact) and len(counted) >= 40
+
+
+def test_the_plan_names_a_family_whose_routers_are_not_counted() -> None:
+    config = parse_config(small_tree())
+    shape = ModelShape.from_config_dict(swept("jetmoe").to_dict())
+    for one, is_noted in ((shape, True), (replace(shape, model_type="mixtral"), False)):
+        assert any("routers of jetmoe" in note for note in plan_notes(config, one, None)) == is_noted
