@@ -180,6 +180,21 @@ def held_document_lengths(documents: PackedDocuments, mesh: SequenceMesh) -> tor
     return held_tokens(lengths_BS, mesh)
 
 
+def held_document_numbers(documents: PackedDocuments, mesh: SequenceMesh) -> torch.Tensor:
+    """Return the number of each of this rank's tokens' document through all rows, int64 ``[B, L]`` on the host.
+
+    Padding has the number of documents.
+    """
+    num_documents = sum(map(len, documents.lengths))
+    numbers_BS = torch.full((documents.num_rows, documents.row_tokens), num_documents, device="cpu")
+    first = 0
+    for row, lengths in enumerate(documents.lengths):
+        each = torch.arange(first, first + len(lengths), device="cpu")
+        numbers_BS[row, : sum(lengths)] = each.repeat_interleave(torch.tensor(lengths, device="cpu"))
+        first += len(lengths)
+    return held_tokens(numbers_BS, mesh)
+
+
 def unshard(local: torch.Tensor, batch: ShardedBatch) -> torch.Tensor:
     """Gather the slices of all ranks into complete rows; differentiable.
 

@@ -7,13 +7,15 @@ refused, because that loss would be ignored.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
-from ray_ulysses.attention.batch import IGNORE_INDEX, ShardedBatch
+from ray_ulysses.attention.batch import IGNORE_INDEX, ShardedBatch, held_document_numbers
 from ray_ulysses.engine.model_parts import ModelParts, NoTilesError, find_parts, inner_model, refuse_auxiliary_loss
 from ray_ulysses.engine.router_loss import SCORES_WANTED, RouterLoss, router_loss_of, router_loss_sum
 from ray_ulysses.engine.tiled_loss import TiledLoss, TokenLoss, token_losses
@@ -21,12 +23,13 @@ from ray_ulysses.errors import UserError
 from ray_ulysses.logging import get_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ray_ulysses.parallel.layout import TileSetting
     from ray_ulysses.parallel.mesh import SequenceMesh
 
 _log = get_logger(__name__)
+
+DocumentLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Function from the documents' summed log-probabilities and numbers of labels, fp64 ``[D]``, to their summed loss."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,6 +86,7 @@ def training_loss(
     tile: TileSetting = "auto",
     z_loss: float = 0.0,
     token_loss: TokenLoss | None = None,
+    document_loss: DocumentLoss | None = None,
 ) -> TrainingLoss:
     """Run the forward pass and return the loss of this rank's slice, as sums over tokens.
 
@@ -101,6 +105,8 @@ def training_loss(
             was replaced.
         z_loss: Coefficient of the z-loss; see :func:`ray_ulysses.engine.tiled_loss.token_losses`.
         token_loss: Loss of each token in place of the cross-entropy.
+        document_loss: Loss in place of the cross-entropy, as a function of each document's summed log-probability. The
+            gradient of ``objective_sum`` is this loss's; all values are still those of the cross-entropy.
 
     Raises:
         UserError: The model's own forward adds another loss, the loss can't be tiled, or a wrapper rounds the loss.
@@ -108,17 +114,20 @@ def training_loss(
     num_tokens = (batch.labels_BL != IGNORE_INDEX).sum()
     refuse_own_loss(inner_model(model))
     router_loss = router_loss_of(inner_model(model))
+    weigh = None if document_loss is None else partial(_token_weights, batch, document_loss)
     parts = _tiled_parts(model, tile)
     if parts is not None:
         tiled = TiledLoss(
-            parts=parts, batch=batch, tile=tile, z_loss=z_loss, router_loss=router_loss, token_loss=token_loss
-        )
+            parts=parts, batch=batch, tile=tile, z_loss=z_loss, router_loss=router_loss, token_loss=token_loss,
+            weigh=weigh,
+        )  # fmt: skip
         objective_sum = tiled.run(model)
         _refuse_rounded(objective_sum)
         losses_N, z_losses_N, router_sum = tiled.losses_N, tiled.z_losses_N, tiled.router_loss_sum
     else:
         outputs = _whole_outputs(model, batch, router_loss)
         losses_N, z_losses_N = _whole_losses(outputs.logits, batch, z_loss, token_loss)
+        losses_N = losses_N if weigh is None else losses_N * weigh(losses_N.detach())
         objective_sum = losses_N.sum() if z_losses_N is None else losses_N.sum() + z_losses_N.sum()
         router_sum = None if router_loss is None else router_loss_sum(outputs, router_loss, batch)
         objective_sum = objective_sum if router_sum is None else objective_sum + router_sum
@@ -132,6 +141,23 @@ def training_loss(
         num_tokens=num_tokens,
         losses_N=losses_N.flatten(),
     )
+
+
+def _token_weights(batch: ShardedBatch, document_loss: DocumentLoss, losses_N: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of the loss of all documents by each token's cross-entropy, fp32 ``[N]``."""
+    numbers_N = held_document_numbers(batch.documents, batch.mesh).flatten().to(losses_N.device)
+    num_documents = sum(map(len, batch.documents.lengths))
+    # Log-probabilities and numbers of labels; the last document is all padding.
+    sums_2D = losses_N.new_zeros(2, num_documents + 1, dtype=torch.float64)
+    sums_2D[0].index_add_(0, numbers_N, -losses_N.double())
+    sums_2D[1].index_add_(0, numbers_N, (batch.labels_BL.flatten() != IGNORE_INDEX).double())
+    if batch.mesh.sp_size > 1:
+        dist.all_reduce(sums_2D, group=batch.mesh.group("sp"))
+    with torch.enable_grad():
+        log_probs_D = sums_2D[0, :-1].clone().requires_grad_()
+        (d_log_probs_D,) = torch.autograd.grad(document_loss(log_probs_D, sums_2D[1, :-1]), log_probs_D)
+    padded_D = torch.nn.functional.pad(-d_log_probs_D, (0, 1))
+    return padded_D.float()[numbers_N]
 
 
 def _refuse_rounded(loss_sum: torch.Tensor) -> None:

@@ -47,6 +47,8 @@ class TiledLoss:
     z_loss: float = 0.0
     router_loss: RouterLoss | None = None
     token_loss: TokenLoss | None = None
+    weigh: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """Function from each token's cross-entropy to its weight, both fp32 ``[N]``. All tiles are computed once before."""
     losses_N: torch.Tensor = field(init=False)
     """fp32 cross-entropy or `token_loss` at each position, set by the forward pass; 0 where the label is ignored."""
     z_losses_N: torch.Tensor | None = field(init=False, default=None)
@@ -93,8 +95,8 @@ class TiledLoss:
         self, hidden_NH: torch.Tensor, weights: tuple[torch.Tensor, ...], wants_gradients: bool
     ) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
         """Process all tiles, and return the summed loss's gradients. Weight gradients are summed in fp32."""
-        labels_N, label_weights = self.batch.labels_BL.flatten(), self.batch.label_weights_BL
-        num_tokens = len(labels_N)
+        labels_N, weights_BL = self.batch.labels_BL.flatten(), self.batch.label_weights_BL
+        weights_N, num_tokens = None if weights_BL is None else weights_BL.flatten(), len(labels_N)
         self.losses_N = torch.empty(num_tokens, dtype=torch.float32, device=hidden_NH.device)
         if self.wants_predictions:
             self.predictions_N = torch.empty_like(labels_N)
@@ -103,14 +105,19 @@ class TiledLoss:
         d_hidden_NH = torch.empty_like(hidden_NH) if wants_gradients and hidden_NH.requires_grad else None
         d_weights: list[torch.Tensor | None] = [None] * len(weights)
         step = self._tile_tokens(num_tokens)
-        for start in range(0, num_tokens, step):
-            part = slice(start, start + step)
+        parts = [slice(start, start + step) for start in range(0, num_tokens, step)]
+        if self.weigh is not None:
+            with torch.no_grad():
+                for part in parts:
+                    self.losses_N[part] = self._losses(hidden_NH[part], part)[0]
+                weights_N = self.weigh(self.losses_N)
+        for part in parts:
             hidden_TH = hidden_NH[part].detach()
             wanted = [*weights] if d_hidden_NH is None else [hidden_TH.requires_grad_(), *weights]
             with torch.set_grad_enabled(wants_gradients and bool(wanted)):
                 losses_T, z_losses_T = self._losses(hidden_TH, part)
                 whole_T = losses_T if z_losses_T is None else losses_T + z_losses_T
-            scales_T = None if label_weights is None else label_weights.flatten()[part].to(losses_T.dtype)
+            scales_T = None if weights_N is None else weights_N[part].to(losses_T.dtype)
             for kept_N, one_T in ((self.losses_N, losses_T), (self.z_losses_N, z_losses_T)):
                 if kept_N is not None and one_T is not None:
                     kept_N[part] = one_T.detach() if scales_T is None else one_T.detach() * scales_T

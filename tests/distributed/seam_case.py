@@ -26,6 +26,7 @@ from ray_ulysses.config.loading import parse_config
 from ray_ulysses.engine.activation_offload import offload_activations
 from ray_ulysses.engine.loss import training_loss
 from ray_ulysses.engine.model import build_model
+from ray_ulysses.engine.preferences import Preference, preference_loss
 from ray_ulysses.engine.quantized_base import dequantize_layers
 from ray_ulysses.engine.text_part import keep_text_part
 from ray_ulysses.engine.tiled_mlp import tile_mlps
@@ -51,8 +52,21 @@ ROWS: tuple[tuple[int, tuple[int, ...]], ...] = (
     # One document.
     (30, (30,)),
 )
+PAIRS: tuple[tuple[int, tuple[int, ...]], ...] = (
+    # Both answers cross borders of slices, or end on one.
+    (47, (24, 20)),
+    (48, (16, 8, 14, 10)),
+    (40, (2, 17, 6, 11)),
+    (24, (7, 16)),
+)
+PREFERENCES: dict[str, Preference] = {
+    "dpo": Preference(kind="dpo", beta=0.3, label_smoothing=0.1, sft_weight=0.2),
+    "ipo": Preference(kind="ipo", beta=0.4),
+    "orpo": Preference(kind="orpo", beta=0.5),
+    "simpo": Preference(kind="simpo", beta=2.0, margin=0.5),
+}
 Z_LOSS, ROUTER_LOSS = 0.1, 0.5
-Rows = Literal["masked", "weighted", "padded"]
+Rows = Literal["masked", "weighted", "padded", "pairs"]
 
 
 def _with_bias() -> Any:
@@ -109,6 +123,8 @@ class SeamCase:
     """Directory of the adapter's base model; empty to draw it."""
     offloads: bool = False
     has_router_loss: bool = False
+    preference: str = ""
+    """Loss of the pairs, with rows of pairs."""
 
     @property
     def sp_size(self) -> int:
@@ -123,7 +139,7 @@ class SeamCase:
         """Return what one process has to know of the case."""
         return SeamCase(
             architecture=self.architecture, rows=self.rows, adapter=self.adapter, base=self.base,
-            base_dtype=self.base_dtype, has_router_loss=self.has_router_loss,
+            base_dtype=self.base_dtype, has_router_loss=self.has_router_loss, preference=self.preference,
         )  # fmt: skip
 
     @property
@@ -139,6 +155,7 @@ class SeamCase:
             *([] if self.tile == "auto" else [f"tile-{self.tile}"]),
             *([] if self.mlp_tile is None else ["mlp-tiles"]),
             *(["router-loss"] if self.has_router_loss else []),
+            *([self.preference] if self.preference else []),
         ]
         return "-".join(parts)
 
@@ -182,7 +199,8 @@ class SeamResult:
 
 def make_row(index: int, rows: Rows = "masked") -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
     """Return token ids, labels and document lengths of a row; row 0 masks all labels of the first rank's slice."""
-    tokens, lengths = ROWS[index % len(ROWS)]
+    kinds = PAIRS if rows == "pairs" else ROWS
+    tokens, lengths = kinds[index % len(kinds)]
     tokens *= 2 if rows == "padded" else 1
     generator = torch.Generator().manual_seed(100 + index)
     input_ids = torch.randint(0, VOCAB, (1, tokens), generator=generator)
@@ -192,6 +210,33 @@ def make_row(index: int, rows: Rows = "masked") -> tuple[torch.Tensor, torch.Ten
     if index == 0 and rows == "masked":
         labels[:, : tokens // 2 + 1] = IGNORE_INDEX
     return input_ids, labels, lengths
+
+
+def plain_preference(kind: str, sums: torch.Tensor, counts: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """Return the summed loss of pairs, as the papers write it."""
+    loss = torch.zeros((), dtype=sums.dtype)
+    for at in range(0, len(sums), 2):
+        chosen, rejected = at, at + 1
+        mean = sums / counts
+        difference = mean - reference / counts
+        if kind == "dpo":
+            gain = 0.3 * (sums[chosen] - reference[chosen] - sums[rejected] + reference[rejected])
+            loss = loss - 0.9 * torch.log(torch.sigmoid(gain)) - 0.1 * torch.log(1 - torch.sigmoid(gain))
+            loss = loss - 0.2 * mean[chosen]
+        elif kind == "ipo":
+            loss = loss + (difference[chosen] - difference[rejected] - 1 / 0.8) ** 2
+        elif kind == "simpo":
+            loss = loss - torch.log(torch.sigmoid(2.0 * (mean[chosen] - mean[rejected]) - 0.5))
+        else:
+            odds = [torch.exp(mean[one]) / (1 - torch.exp(mean[one])) for one in (chosen, rejected)]
+            loss = loss - mean[chosen] - 0.5 * torch.log(torch.sigmoid(torch.log(odds[0] / odds[1])))
+    return loss
+
+
+def reference_of(index: int, lengths: tuple[int, ...]) -> torch.Tensor:
+    """Return a log-probability for each document, as a reference model might give it."""
+    noise = torch.rand(len(lengths), generator=torch.Generator().manual_seed(300 + index), dtype=torch.float64)
+    return -(4.5 + noise) * torch.tensor(lengths)
 
 
 def weights_of(index: int, labels: torch.Tensor) -> torch.Tensor:
@@ -317,7 +362,8 @@ def _reference_step(case: SeamCase, num_rows: int, dtype: torch.dtype, attention
     for index in range(num_rows):
         input_ids, labels, lengths = make_row(index, case.rows)
         weights = weights_of(index, labels).to(dtype)
-        outputs, start, of_row = [], 0, 0
+        outputs, start = [], 0
+        sums, counts = [], []
         for length in lengths:
             part, start = slice(start, start + length), start + length
             if rotary is not None:
@@ -329,8 +375,15 @@ def _reference_step(case: SeamCase, num_rows: int, dtype: torch.dtype, attention
             if case.rows == "weighted":
                 losses = losses + Z_LOSS * logits.logsumexp(-1).square() * (targets != IGNORE_INDEX)
                 losses = losses * weights[0, part][1:]
-            total = total + losses.sum()
-            of_row += int((targets != IGNORE_INDEX).sum())
+            sums.append(-losses.sum())
+            counts.append(int((targets != IGNORE_INDEX).sum()))
+        of_row = sum(counts)
+        if case.preference:
+            reference = reference_of(index % len(PAIRS), lengths).to(dtype)
+            total = total + plain_preference(case.preference, torch.stack(sums), torch.tensor(counts), reference)
+            of_row = len(lengths) // 2
+        else:
+            total = total - torch.stack(sums).sum()
         if case.has_router_loss:
             scores = tuple(torch.cat(parts) for parts in zip(*(out.router_logits for out in outputs), strict=True))
             balance = load_balancing_loss_func(scores, model.num_experts, model.num_experts_per_tok)
@@ -400,6 +453,9 @@ def _run_case(
         weights = weights_of(index, labels).to(device) if case.rows == "weighted" else None
         batches.append(shard_batch(ids.to(device), labels.to(device), lengths, mesh, label_weights=weights))
     tokens = torch.stack([(batch.labels_BL != IGNORE_INDEX).sum() for batch in batches]).sum()
+    if case.preference:
+        pairs = sum(len(batch.documents.lengths[0]) // 2 for batch in batches)
+        tokens = torch.tensor(pairs if mesh.sp_rank == 0 else 0, device=device)
     dist.all_reduce(tokens)
     settings = zero_settings(
         stage=case.zero_stage or 1, accumulation=case.accumulation, max_grad_norm=0.5, weight_decay=0.1
@@ -435,6 +491,14 @@ def _run_case(
 
 def _losses(model: Any, case: SeamCase, batch: ShardedBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what is differentiated, and the sums of loss and router loss."""
+    if case.preference:
+        preference = PREFERENCES[case.preference]
+        (lengths,) = batch.documents.lengths
+        index = [row for _, row in PAIRS].index(lengths)
+        reference = reference_of(index, lengths).to(batch.labels_BL.device) if preference.needs_reference else None
+        pairs = preference_loss(model, batch, preference, reference, tile=case.tile)
+        assert pairs.num_pairs == (len(lengths) // 2 if batch.mesh.sp_rank == 0 else 0)
+        return pairs.objective_sum, torch.stack([pairs.loss_sum, torch.zeros_like(pairs.loss_sum)]).float()
     found = training_loss(model, batch, tile=case.tile, z_loss=Z_LOSS if case.rows == "weighted" else 0.0)
     assert int(found.num_tokens) == int((batch.labels_BL != IGNORE_INDEX).sum())
     assert found.objective_sum.dtype == torch.float32

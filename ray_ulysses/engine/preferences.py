@@ -1,0 +1,166 @@
+"""Losses of pairs of answers: DPO, IPO, ORPO and SimPO, as functions of each answer's summed log-probability.
+
+A row holds whole pairs: each chosen answer is followed by its rejected answer, as two documents that repeat the prompt.
+Labels cover the answers only. A document may cross slices, ring steps and tiles: its log-probabilities are summed over
+all ranks of ``sp`` first, and the gradient of the loss by that sum then weighs the document's tokens.
+
+Legend: P pairs, D = 2 P documents, N tokens of this rank's slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch.nn.functional import logsigmoid
+
+from ray_ulysses.engine.loss import training_loss
+from ray_ulysses.errors import UserError
+
+if TYPE_CHECKING:
+    from ray_ulysses.attention.batch import ShardedBatch
+    from ray_ulysses.parallel.layout import TileSetting
+
+PreferenceKind = Literal["dpo", "ipo", "orpo", "simpo"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preference:
+    """A loss of pairs.
+
+    ``dpo`` compares the answers' log-probabilities with those of a reference model (https://arxiv.org/abs/2305.18290).
+    ``ipo`` regresses the difference to ``1 / (2 beta)`` (https://arxiv.org/abs/2310.12036). ``simpo`` and ``orpo`` need
+    no reference (https://arxiv.org/abs/2405.14734, https://arxiv.org/abs/2403.07691). All but ``dpo`` divide each
+    log-probability by the answer's number of supervised tokens.
+    """
+
+    kind: PreferenceKind = "dpo"
+    beta: float = 0.1
+    """Scale of the difference of an answer's log-probability from the reference; for ``orpo``, weight of the odds."""
+    label_smoothing: float = 0.0
+    """Probability that a pair's answers are exchanged, for ``dpo`` and ``simpo``."""
+    sft_weight: float = 0.0
+    """Weight of the chosen answer's mean negative log-probability. ``orpo`` always adds it with weight 1."""
+    margin: float = 0.0
+    """SimPO's target margin of the rewards (its gamma)."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss depends on a reference model."""
+        return self.kind in ("dpo", "ipo")
+
+    def losses(
+        self, log_probs_D: torch.Tensor, tokens_D: torch.Tensor, reference_D: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return each pair's loss and each document's reward.
+
+        Args:
+            log_probs_D: Summed log-probability of each document's labels, fp64; differentiable.
+            tokens_D: Number of each document's labels.
+            reference_D: Summed log-probability of the same labels under the reference model, if it is needed.
+
+        Returns:
+            Losses, fp64 ``[P]``, and rewards, fp64 ``[D]``, detached.
+        """
+        means_D = log_probs_D / tokens_D.clamp(min=1)
+        used_D = log_probs_D if self.kind == "dpo" else means_D
+        if reference_D is not None:
+            used_D = used_D - (reference_D if self.kind == "dpo" else reference_D / tokens_D.clamp(min=1))
+        rewards_D = self.beta * used_D
+        chosen_P, rejected_P = rewards_D.view(-1, 2).unbind(1)
+        if self.kind == "ipo":
+            losses_P = ((chosen_P - rejected_P) / self.beta - 1 / (2 * self.beta)).square()
+        elif self.kind == "orpo":
+            log_odds_D = means_D - torch.log1p(-means_D.exp())
+            losses_P = -self.beta * logsigmoid(log_odds_D[::2] - log_odds_D[1::2]) - means_D[::2]
+        else:
+            gain_P, smoothing = chosen_P - rejected_P - self.margin, self.label_smoothing
+            losses_P = -(1 - smoothing) * logsigmoid(gain_P) - smoothing * logsigmoid(-gain_P)
+        return losses_P - self.sft_weight * means_D[::2], rewards_D.detach()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreferenceLoss:
+    """The loss of a batch's pairs. One rank of ``sp`` counts them, so that sums over all ranks are right."""
+
+    objective_sum: torch.Tensor
+    """fp32 scalar to differentiate once. Only its gradient has a meaning; ``loss_sum`` has the value."""
+    loss_sum: torch.Tensor
+    """fp64 scalar, detached: the sum of the pairs' losses, or 0 if another rank of ``sp`` counts them."""
+    num_pairs: int
+    """Number of pairs, or 0 if another rank of ``sp`` counts them."""
+    rewards_D: torch.Tensor
+    """Reward of each document, fp64, equal on all ranks of ``sp``. A chosen answer should have the larger one."""
+    log_probs_D: torch.Tensor
+    """Summed log-probability of each document, fp64, equal on all ranks of ``sp``."""
+
+
+def preference_loss(
+    model: Callable[..., Any],
+    batch: ShardedBatch,
+    preference: Preference,
+    reference_D: torch.Tensor | None = None,
+    *,
+    tile: TileSetting = "auto",
+) -> PreferenceLoss:
+    """Run the forward pass and return the loss of the batch's pairs. All ranks of ``sp`` must call this function.
+
+    The mean over all pairs has the gradient of ``objective_sum * loss_scale(global_pairs, mesh, ...)``.
+
+    Args:
+        model: The model, or the engine that wraps the model.
+        batch: This rank's slice of rows that hold whole pairs.
+        preference: The loss.
+        reference_D: Summed log-probability of each document under the reference model: `document_log_probs` of it.
+        tile: Number of tokens whose logits exist at a time, as in `causal_lm_loss`.
+
+    Raises:
+        UserError: A row holds half a pair, the reference is missing or superfluous, or see `causal_lm_loss`.
+    """
+    numbers = [len(lengths) for lengths in batch.documents.lengths]
+    if any(number % 2 for number in numbers):
+        raise UserError(f"the rows have {numbers} documents, but pairs need an even number; keep both answers in a row")
+    if preference.needs_reference != (reference_D is not None):
+        needs = "needs" if preference.needs_reference else "has no use for"
+        raise UserError(f"the preference loss {preference.kind!r} {needs} log-probabilities of a reference model")
+    if reference_D is not None and len(reference_D) != sum(numbers):
+        raise UserError(
+            f"the batch has {sum(numbers)} documents, but the reference {len(reference_D)} log-probabilities"
+        )
+    if batch.label_weights_BL is not None:
+        raise UserError("a preference loss has no label weights; shard the batch without them")
+    found: list[torch.Tensor] = []
+
+    def loss_of(log_probs_D: torch.Tensor, tokens_D: torch.Tensor) -> torch.Tensor:
+        losses_P, rewards_D = preference.losses(log_probs_D, tokens_D, reference_D)
+        found[:] = [losses_P.detach().sum(), rewards_D, log_probs_D.detach()]
+        return losses_P.sum()
+
+    objective_sum = training_loss(model, batch, tile=tile, document_loss=loss_of).objective_sum
+    loss_sum, rewards_D, log_probs_D = found
+    counts = batch.mesh.sp_rank == 0
+    return PreferenceLoss(
+        objective_sum=objective_sum,
+        loss_sum=loss_sum if counts else torch.zeros_like(loss_sum),
+        num_pairs=sum(numbers) // 2 if counts else 0,
+        rewards_D=rewards_D,
+        log_probs_D=log_probs_D,
+    )
+
+
+def document_log_probs(model: Callable[..., Any], batch: ShardedBatch, *, tile: TileSetting = "auto") -> torch.Tensor:
+    """Return the summed log-probability of each document's labels, fp64 ``[D]``, equal on all ranks of ``sp``.
+
+    Documents are numbered through all rows of the batch. All ranks of ``sp`` must call this function.
+    """
+    found: list[torch.Tensor] = []
+
+    def keep(log_probs_D: torch.Tensor, tokens_D: torch.Tensor) -> torch.Tensor:
+        found[:] = [log_probs_D.detach()]
+        return log_probs_D.sum()
+
+    with torch.no_grad():
+        training_loss(model, batch, tile=tile, document_loss=keep)
+    return found[0]

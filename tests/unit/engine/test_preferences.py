@@ -1,0 +1,77 @@
+"""Losses of pairs on one process: log-probabilities of documents, rewards, gradients by hand, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ray_ulysses import Preference, apply_ulysses, document_log_probs, preference_loss, shard_batch
+from ray_ulysses.attention.batch import IGNORE_INDEX, ShardedBatch
+from ray_ulysses.errors import UserError
+from tests.unit.attention.meshes import ALONE
+from tests.unit.attention.models import VOCAB, zoo_model
+
+LENGTHS = ((9, 7, 1, 12), (20, 10))
+
+
+def make_pairs() -> tuple[torch.Tensor, torch.Tensor, ShardedBatch]:
+    ids_BS = torch.randint(0, VOCAB, (2, 32), generator=torch.Generator().manual_seed(1))
+    labels_BS = ids_BS.clone()
+    labels_BS[:, :4] = IGNORE_INDEX
+    return ids_BS, labels_BS, shard_batch(ids_BS, labels_BS, LENGTHS, ALONE)
+
+
+@pytest.mark.parametrize("tile", [5, "off", "auto"])
+def test_a_documents_log_probability_is_the_sum_over_its_labels(tile: int) -> None:
+    model = zoo_model("llama")
+    ids_BS, labels_BS, batch = make_pairs()
+    wanted = []
+    for row, lengths in enumerate(LENGTHS):
+        start = 0
+        for length in lengths:
+            part, start = slice(start, start + length), start + length
+            logits_NV = model(input_ids=ids_BS[row : row + 1, part]).logits[0, :-1]
+            losses = torch.nn.functional.cross_entropy(logits_NV, labels_BS[row, part][1:], reduction="none")
+            wanted.append(-losses.double().sum().detach())
+    found = document_log_probs(apply_ulysses(model, ALONE), batch, tile=tile)
+    assert found.dtype == torch.float64 and not found.requires_grad
+    torch.testing.assert_close(found, torch.stack(wanted), rtol=1e-6, atol=0)
+
+
+def test_rewards_are_scaled_differences_from_the_reference() -> None:
+    model = apply_ulysses(zoo_model("llama"), ALONE)
+    _, _, batch = make_pairs()
+    own = document_log_probs(model, batch)
+    reference = own - torch.arange(6)
+    found = preference_loss(model, batch, Preference(beta=0.5), reference)
+    torch.testing.assert_close(found.log_probs_D, own)
+    torch.testing.assert_close(found.rewards_D, 0.5 * torch.arange(6, dtype=torch.float64))
+    # Each rejected answer has a reward that is 0.5 higher.
+    assert found.num_pairs == 3
+    assert float(found.loss_sum) == pytest.approx(3 * float(torch.nn.functional.softplus(torch.tensor(0.5))), rel=1e-6)
+    zero = preference_loss(model, batch, Preference(), own)
+    assert float(zero.loss_sum) == pytest.approx(3 * 0.6931471805599453)
+
+
+def test_an_answer_without_labels_counts_as_certain() -> None:
+    _, rewards = Preference(kind="simpo").losses(
+        torch.tensor([0.0, -4.0], dtype=torch.float64), torch.tensor([0.0, 2.0], dtype=torch.float64), None
+    )
+    assert rewards.tolist() == [0.0, pytest.approx(-0.2)]
+
+
+def test_what_is_no_pair_or_lacks_a_reference_is_refused() -> None:
+    model = apply_ulysses(zoo_model("llama"), ALONE)
+    _, _, batch = make_pairs()
+    with pytest.raises(UserError, match="needs log-probabilities of a reference model"):
+        preference_loss(model, batch, Preference())
+    with pytest.raises(UserError, match="has no use for log-probabilities"):
+        preference_loss(model, batch, Preference(kind="orpo"), torch.zeros(6))
+    with pytest.raises(UserError, match="6 documents, but reference_D 2 values"):
+        preference_loss(model, batch, Preference(), torch.zeros(2))
+    ids = torch.zeros(1, 16, dtype=torch.int64)
+    with pytest.raises(UserError, match="keep both answers in a row"):
+        preference_loss(model, shard_batch(ids, None, ((5, 6, 5),), ALONE), Preference(kind="simpo"))
+    weighted = shard_batch(ids, None, ((8, 8),), ALONE, label_weights=torch.ones(1, 16))
+    with pytest.raises(UserError, match="label weights"):
+        preference_loss(model, weighted, Preference(kind="simpo"))
