@@ -126,9 +126,7 @@ def preference_loss(
         needs = "needs" if preference.needs_reference else "has no use for"
         raise UserError(f"the preference loss {preference.kind!r} {needs} log-probabilities of a reference model")
     if reference_D is not None and len(reference_D) != sum(numbers):
-        raise UserError(
-            f"the batch has {sum(numbers)} documents, but the reference {len(reference_D)} log-probabilities"
-        )
+        raise UserError(f"the batch has {sum(numbers)} documents, but reference_D {len(reference_D)} values")
     if batch.label_weights_BL is not None:
         raise UserError("a preference loss has no label weights; shard the batch without them")
     found: list[torch.Tensor] = []
