@@ -105,6 +105,36 @@ def test_the_state_and_the_update_of_an_optimizer_take_the_planned_memory(kind: 
             assert own == pytest.approx({name: planned[name] for name in own}, rel=0.01)
 
 
+def sent_shares(rank: int, world_size: int) -> list[float]:
+    """Return for each stage the share of the matrices' elements that this rank sends to others in an update."""
+    found, exchange = [], dist.all_to_all_single
+    for stage in STAGES:
+        config = config_of("muon", stage)
+        engine = build_engine(build_model(config), zero_settings(stage=stage, kind="muon"))
+        elements = [0, 0]
+
+        def counted(received: Any, sent: Any, to: Any, of: Any, elements: list[int] = elements, **options: Any) -> None:
+            elements[0] += sum(of) - of[rank]
+            elements[1] += sum(of)
+            exchange(received, sent, to, of, **options)
+
+        engine.backward(engine(input_ids=torch.arange(8).view(1, -1)).logits.square().mean())
+        dist.all_to_all_single = counted
+        engine.step()
+        dist.all_to_all_single = exchange
+        found.append(elements[0] / elements[1])
+        engine.destroy()
+        dist.barrier()
+    return found
+
+
+def test_a_rank_orthogonalizes_the_matrices_that_it_holds_as_a_whole() -> None:
+    """ZeRO-3 shards each matrix; in the other stages, most matrices are on one rank."""
+    for *whole, sharded in run_ranks(sent_shares, WORLD):
+        assert sharded == pytest.approx(1 - 1 / WORLD, abs=0.01)
+        assert max(whole) < 0.1
+
+
 @pytest.mark.parametrize("shape", [(512, 768), (768, 512)], ids=str)
 def test_a_matrix_is_orthogonalized_in_the_planned_memory_and_operations(shape: tuple[int, int]) -> None:
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
