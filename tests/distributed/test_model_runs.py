@@ -166,7 +166,7 @@ def test_a_quantized_base_survives_a_kill_and_another_world_and_another_base_is_
     base.save_pretrained(tmp_path / "base")
     settings: dict[str, Any] = {
         "model__init": "pretrained", "model__path": str(tmp_path / "base"), "model__config": None,
-        "model__adapter": ADAPTERS["linear"], "model__base_dtype": base_dtype, "optimizer__lr": 3e-2,
+        "model__adapter": ADAPTERS["linear"], "model__base_dtype": base_dtype, "optimizer__lr": 3e-3,
         "checkpoint__every_steps": 5, "run__stop_step": 40,
     }  # fmt: skip
 

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from ray_ulysses.config.loading import parse_config
+from ray_ulysses.engine.base_fingerprint import model_fingerprint
 from ray_ulysses.engine.model import build_model
-from ray_ulysses.engine.zero import partition_config
+from ray_ulysses.engine.zero import build_engine, partition_config
 from ray_ulysses.errors import UserError
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.planner.memory import configured_memory
@@ -71,6 +74,34 @@ def test_all_ranks_fail_if_one_of_them_can_not_read_its_files(tmp_path: Path) ->
         assert len(set(errors)) == 1 and f"{fault}/1" in errors[0] and "weights can't be loaded" in errors[0], errors
 
 
+def _over_nf4(path: str) -> Any:
+    settings: dict[str, Any] = {"model__dtype": "bf16", "model__adapter": {"rank": 2}, "model__base_dtype": "nf4"}
+    return parse_config(small_tree(model__init="pretrained", model__config=None, model__path=path, **settings))
+
+
+def fingerprint(rank: int, world_size: int, path: str, stage: Any) -> str:
+    settings = zero_settings(stage=stage, dtype="bf16")
+    engine = build_engine(build_model(_over_nf4(path), partition_config(settings)), settings)
+    found: str = engine.base_fingerprint
+    engine.destroy()
+    return found
+
+
+def test_an_export_finds_the_fingerprint_of_a_base_with_parameters_in_fp32(tmp_path: Path) -> None:
+    sizes = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_layer_start_index": 0}
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(
+        "ernie4_5_moe", vocab_size=264, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, moe_layer_end_index=1, **sizes,
+    ))  # fmt: skip
+    # Values that bf16 rounds, in the router and its bias.
+    for one in model.parameters():
+        torch.nn.init.normal_(one, std=0.02)
+    model.save_pretrained(tmp_path / "base")
+    path = str(tmp_path / "base")
+    found = run_calls(2, {f"{stage}": (fingerprint, path, stage) for stage in (1, 3)})
+    assert {one for ranks in found.values() for one in ranks} == {model_fingerprint(build_model(_over_nf4(path)))}
+
+
 _MIB = 1 << 20
 
 
@@ -83,8 +114,6 @@ def peak_of_loading(rank: int, world_size: int, path: str) -> tuple[int, int, in
     """Return the growth of anonymous memory while a model is loaded, the rank's share, and the largest tensor, as it is
     and as planned."""
     tree = small_tree(model__init="pretrained", model__config=None, model__path=path, model__dtype="bf16")
-    from ray_ulysses.config.loading import parse_config
-
     config, partition = parse_config(tree), partition_config(zero_settings(stage=3))
     before = peak = _anonymous_bytes()
     done = threading.Event()

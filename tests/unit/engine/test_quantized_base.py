@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ray_ulysses.config.loading import parse_config
+from ray_ulysses.engine.base_fingerprint import model_fingerprint
 from ray_ulysses.engine.model import build_model, find_trained_part
 from ray_ulysses.engine.quantized_base import (
     QuantizedLinear,
@@ -122,6 +123,29 @@ def test_weights_held_for_several_tiles_are_dequantized_once_and_freed() -> None
     with held_weights(mlp):
         assert down.dequantized("weight") is down.dequantized("weight")
     assert down.held is None and down.dequantized("weight") is not down.dequantized("weight")
+
+
+def test_the_fingerprint_depends_on_every_frozen_tensor_to_the_last_bit_and_on_no_trained_one() -> None:
+    model = built()
+    wanted = model_fingerprint(model)
+    frozen = {name: one.data.flatten() for name, one in model.named_parameters() if not one.requires_grad}
+    assert {name.rpartition("_")[2] for name in frozen} >= {"packed", "scales"}
+    found = {wanted}
+    for values in frozen.values():
+        octets = values.view(torch.uint8)
+        for at in (0, -1):
+            octets[at] ^= 1
+            found.add(model_fingerprint(model))
+            octets[at] ^= 1
+        values[:2] = values[:2].flip(0)
+        found.add(model_fingerprint(model))
+        values[:2] = values[:2].flip(0)
+    equal = sum(int(torch.equal(values[0], values[1])) for values in frozen.values())
+    assert len(found) == 1 + 3 * len(frozen) - equal
+    for one in model.parameters():
+        if one.requires_grad:
+            one.data += 1
+    assert model_fingerprint(model) == wanted
 
 
 def test_experts_with_an_adapter_are_refused_before_a_worker_starts() -> None:
