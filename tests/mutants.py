@@ -574,6 +574,23 @@ dist.all_to_all_single(sent, received, sent_sizes, sizes, group=view.process_gro
     ),
     Mutant(
         1,
+        "a block of a quantized weight takes the scale of another",
+        "engine/quantized_base.py:dequantize",
+        "mul_(scales[:, None])",
+        "mul_(scales.roll(1)[:, None])",
+        "unit/engine/test_quantized_base.py::test_the_values_are_those_of_torchaos_own_tensors",
+    ),
+    Mutant(
+        4,
+        "the fingerprint of a quantized base leaves out the last bits",
+        "engine/base_fingerprint.py:_digest",
+        ".long()",
+        ".long() >> 8",
+        "unit/engine/test_quantized_base.py::"
+        "test_the_fingerprint_depends_on_every_frozen_tensor_to_the_last_bit_and_on_no_trained_one",
+    ),
+    Mutant(
+        1,
         "dequantized experts are saved for the backward pass",
         "engine/quantized_base.py:QuantizedExperts.forward",
         "self.recomputes",
