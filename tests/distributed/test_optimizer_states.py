@@ -52,7 +52,8 @@ def unbroken(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return trained
 
 
-@pytest.mark.parametrize("kind", fast_only(KINDS, "muon"))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_killed_run_goes_on_from_peer_memory_with_its_moments(
     corpus: Path, unbroken: Any, tmp_path: Path, peer_memory: Addresses, kind: str
 ) -> None:
@@ -125,7 +126,8 @@ def test_another_run_takes_over_the_moments_of_its_kind_only(corpus: Path, tmp_p
     assert train(other) == ("finished", 1)
 
 
-@pytest.mark.parametrize("kind", fast_only(KINDS, "muon"))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_stage_resets_the_moments_or_keeps_them(corpus: Path, tmp_path: Path, kind: str) -> None:
     moments = {"muon": {*MOMENTS["muon"], *MOMENTS["adamw"]}}.get(kind, {*MOMENTS["adamw"]})
     configs = []

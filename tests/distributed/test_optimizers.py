@@ -220,6 +220,7 @@ def test_groups_and_frozen_layers_are_those_of_a_plain_loop(
     check_steps(config, grouped_runs)
 
 
+@pytest.mark.slow
 def test_only_the_head_and_the_norms_are_trained(corpus: Path, tmp_path: Path) -> None:
     def choose(name: str, parameter: nn.Parameter) -> dict[str, Any] | None:
         return {} if name.endswith("norm.weight") or name.startswith("lm_head.") else None
