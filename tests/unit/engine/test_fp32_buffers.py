@@ -14,13 +14,21 @@ from ray_ulysses.config import Config
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.engine.model import build_model, refuse_architecture
 from ray_ulysses.errors import UserError
+from ray_ulysses.model_shape import BALANCING_BIASES
 from tests.breadth import fast_only
 from tests.distributed.sweep_case import _tiny_config, causal_types, refuse_large
 from tests.unit.attention.models import zoo_model
 from tests.unit.config.trees import small_tree
 
-BIASES = ("bailing_hybrid", "deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "hy_v3", "mimo_v2_flash")
-"""Model types with a correction bias in fp32 that can be trained and built tiny."""
+ROUNDED = {"kimi_linear", "longcat_flash", "minimax_m2", "minimax_m3_vl_text"}
+"""Model types whose correction biases Transformers 5.23 rounds to the model's type."""
+BIASES = tuple(sorted(BALANCING_BIASES - ROUNDED))
+"""Model types with a correction bias in fp32 that can be trained."""
+_NAMES = ("e_score_correction_bias", "expert_bias")
+_EXPERTS = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    "moe_shared_expert_intermediate_size": 16, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
 
 
 def save_with_biases(model: Any, directory: Path) -> dict[str, torch.Tensor]:
@@ -28,11 +36,11 @@ def save_with_biases(model: Any, directory: Path) -> dict[str, torch.Tensor]:
     model = model.to(torch.bfloat16)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            if name == "e_score_correction_bias":
+            if name in _NAMES:
                 # As in GLM-5.2: large values with small differences.
                 setattr(module, name, 5 + 0.001 * torch.arange(buffer.numel(), dtype=torch.float32))
     model.save_pretrained(directory)
-    return {name: one for name, one in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    return {name: one for name, one in model.named_buffers() if name.endswith(_NAMES)}
 
 
 def config_of(directory: Path, init: str = "pretrained") -> Config:
@@ -44,6 +52,8 @@ def config_of(directory: Path, init: str = "pretrained") -> Config:
 def tiny(name: str) -> Any:
     if name in ("deepseek_v3", "bailing_hybrid"):
         return zoo_model(name)
+    if name == "nemotron_h":
+        return zoo_model(name, layer_types=["linear_attention", "full_attention", "moe"], **_EXPERTS)
     config = _tiny_config(name, {})
     refuse_large(config)
     return AutoModelForCausalLM.from_config(config)
