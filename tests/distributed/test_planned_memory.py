@@ -27,7 +27,7 @@ from tests.unit.engine.steps import peak_bytes
 
 TOKENS = 256
 SIZES: dict[str, Any] = {
-    "model_type": "llama", "vocab_size": 2048, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6,
+    "model_type": "llama", "vocab_size": 2048, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 3,
     "num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": False,
 }  # fmt: skip
 CASES = {
