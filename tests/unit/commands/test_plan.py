@@ -122,7 +122,7 @@ def test_a_wrong_corpus_path_is_a_problem_and_synthetic_documents_are_asked_for(
     assert run(app, ["plan", _8B, wrong]) == 2
     said = " ".join(capsys.readouterr().out.split())
     assert said.startswith(f"1 problem: - data.path='{tmp_path / 'typo'}': there is no corpus;")
-    assert "31.0 of 79 GiB per GPU" in said, "the memory does not depend on it"
+    assert "31.2 of 79 GiB per GPU" in said, "the memory does not depend on it"
     assert "can start once it has a corpus" in told(capsys, _8B, wrong)
 
 
