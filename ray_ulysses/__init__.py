@@ -1,7 +1,5 @@
 """Elastic long-context training of Hugging Face decoders: Ulysses attention on Ray, exact in every layout."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING
 
