@@ -29,11 +29,13 @@ class EarlyStop:
     best_loss: float
     """Lowest loss, in nats."""
     patience: int
+    min_delta: float
 
     def __str__(self) -> str:
         evaluations = "evaluation" if self.patience == 1 else f"{self.patience} evaluations"
         best = f"{self.best_loss:.4f} at step {self.best_step:,}"
-        return f"the validation loss was {best} and not lower in the next {evaluations}"
+        by = f" by {self.min_delta:g}" if self.min_delta else ""
+        return f"the validation loss was {best} and not lower{by} in the next {evaluations}"
 
 
 class EarlyStopping:
@@ -65,5 +67,11 @@ class EarlyStopping:
             else:
                 num_worse += 1
             if num_worse == self._section.patience:
-                return EarlyStop(step=step, best_step=best_step, best_loss=best, patience=num_worse)
+                return EarlyStop(
+                    step=step,
+                    best_step=best_step,
+                    best_loss=best,
+                    patience=num_worse,
+                    min_delta=self._section.min_delta,
+                )
         return None
