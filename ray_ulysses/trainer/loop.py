@@ -188,9 +188,10 @@ def _run(
             plugins=plugins,
             routers=routers,
             sources=SourceLosses.of_mixture(stage.plan, worker.device),
-            stopping=read_early_stopping(context, start.step),
+            stopping=EarlyStopping(None),
         )
         position = resume(engine, start, whole, recorder)
+        attempt = replace(attempt, stopping=read_early_stopping(context, position.step))
         if position.unsaved is None:
             keeper.resumed(position.step)
         peer_memory.resumed(position.step, engine)
