@@ -189,7 +189,7 @@ def trial_config(config: Config, options: CheckOptions, stamp: str) -> Config:
     tree = config.model_dump(mode="json", exclude_unset=True)
     tree.pop("stages", None)
     tree["run"] |= {"name": f"{config.run.name}-check-{stamp}", "stop_step": None, "eval_every_steps": None}
-    tree["run"] |= {"sample_every_steps": None}
+    tree["run"] |= {"sample_every_steps": None, "early_stopping": None}
     tree["run"] |= {"self_test": True, "profile": None}
     if config.model.resume_from is not None and config.model.resume_state == "all":
         # The trial has its own plan.

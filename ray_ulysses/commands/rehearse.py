@@ -185,7 +185,7 @@ def rehearsal_config(config: Config, *, address: str | None, stamp: str) -> Conf
     name, elastic = f"{config.run.name}-rehearsal-{stamp}", config.elastic
     tree = config.model_dump(mode="json", exclude_unset=True)
     tree["run"] |= {"name": name, "storage": str(config.run_dir.parent / name)}
-    tree["run"] |= {"stop_step": None, "profile": None}
+    tree["run"] |= {"stop_step": None, "profile": None, "early_stopping": None}
     tree.setdefault("elastic", {}).update(
         max_failures=max(elastic.max_failures, _MAX_FAILURES),
         grow_interval_s=min(elastic.grow_interval_s, _GROW_EVERY_S),

@@ -16,12 +16,12 @@ from ray_ulysses.commands.inspect import goodput_in_words
 from ray_ulysses.commands.options import AsJson, Branch, ConfigPath, Overrides, Quiet, load_run_config
 from ray_ulysses.commands.output import put, put_line
 from ray_ulysses.report.words import as_text, count, duration, facts, folded, size
-from ray_ulysses.run.early_stopping import FINISHED_EARLY
 from ray_ulysses.run_names import TENSORBOARD_FOLDER
 
 if TYPE_CHECKING:
     from ray_ulysses.cluster.train_job import TrainResult
     from ray_ulysses.config import Config
+    from ray_ulysses.run.early_stopping import EarlyStop
     from ray_ulysses.run.preflight import PreparedRun
     from ray_ulysses.run.run_files import RunTexts
     from ray_ulysses.storage.place import Place
@@ -42,12 +42,14 @@ def train(
     started = SystemClock().now()
     loaded = load_run_config(config, overrides)
     trained = train_config(loaded, to_stderr=as_json, started=started, branch=branch, is_quiet=quiet)
-    result = trained.result
+    from ray_ulysses.run.early_stopping import early_stop
+
+    result, early = trained.result, early_stop(trained.prepared.config, trained.prepared.plan)
     if as_json:
         put(json.dumps(result.history.to_json(), indent=2), is_exact=True)
         return
     if result.was_complete:
-        way = "Raise run.stop_step" if _early(result.history) is None else "Set run.early_stopping=null"
+        way = "Raise run.stop_step" if early is None else "Set run.early_stopping=null"
         put_line(
             f"run {result.history.name!r} is complete at step {result.history.step:,}; nothing was started. "
             f"{way} to continue, or choose another run.name for a new run"
@@ -62,6 +64,7 @@ def train(
             elapsed_s=result.seconds,
             is_heard=is_tracked(trained.prepared.config.run_dir),
             peak_gib=trained.peak_gib,
+            early=early,
         )
     )
 
@@ -147,6 +150,7 @@ def render_summary(
     elapsed_s: float,
     is_heard: bool = True,
     peak_gib: float | None = None,
+    early: EarlyStop | None = None,
 ) -> str:
     """Return a run's result, its location and the command that continues it, as aligned lines.
 
@@ -157,14 +161,15 @@ def render_summary(
         elapsed_s: Seconds since this command started.
         is_heard: Whether the MLflow server has received any of the run's data.
         peak_gib: Measured peak memory, or None if no step was measured.
+        early: Why the run ends early, if it does.
     """
     from ray_ulysses.storage.place import node_folder, place_of
 
     config, planned_steps, nats = prepared.config, prepared.plan.num_steps, prepared.report.corpus.unigram_nats
     rows = [("steps", f"{history.step:,} of {planned_steps:,} planned")]
-    early = _early(history)
-    if early is not None:
-        rows.append(("ended early", early))
+    ended_early = early is not None and early.step <= history.step < planned_steps
+    if ended_early:
+        rows.append(("ended early", str(early)))
     # A step's recorded loss may be infinite or NaN.
     last = [step.loss for step in history.steps[-_LAST_LOSSES:] if math.isfinite(step.loss)]
     if last:
@@ -196,19 +201,13 @@ def render_summary(
     path, overrides = command
     if history.step < planned_steps and history.status != "finished":
         rows.append(("resume", _command(path, overrides)))
-    elif early is not None:
+    elif ended_early:
         rows.append(("continue", _command(path, (*overrides, "run.early_stopping=null"))))
     elif history.step < planned_steps:
         rows.append(("continue", _command(path, (*overrides, f"run.stop_step={planned_steps}"))))
     else:
         rows.append(("continue", "all planned rows are done; start a new run.name with more data or epochs"))
     return as_text([f"run {history.name!r}: {history.status}", *facts(rows)])
-
-
-def _early(history: RunHistory) -> str | None:
-    """Return why the run ended before its last step, or None if it did not."""
-    reason = (history.attempts[-1].reason or "") if history.attempts else ""
-    return reason.removeprefix(FINISHED_EARLY) if reason.startswith(FINISHED_EARLY) else None
 
 
 def _curves(tracking_uri: str, run_dir: Place) -> list[tuple[str, str]]:

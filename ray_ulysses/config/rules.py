@@ -355,7 +355,7 @@ def _early_stopping_has_losses(config: Config) -> Iterator[Problem]:
         hint = "set the number of steps between evaluations, or remove run.early_stopping"
         yield problem_of(config, "run.eval_every_steps", "must be set, because run.early_stopping is set", hint)
     if config.stages:
-        rule = "compares the losses of evaluations, but those of several stages are not comparable"
+        rule = "compares validation losses, but losses of different stages are not comparable"
         yield problem_of(config, "run.early_stopping", rule, "remove it or the stages")
 
 

@@ -105,8 +105,9 @@ def training_loss(
             was replaced.
         z_loss: Coefficient of the z-loss; see :func:`ray_ulysses.engine.tiled_loss.token_losses`.
         token_loss: Loss of each token in place of the cross-entropy.
-        document_loss: Loss in place of the cross-entropy, as a function of each document's summed log-probability. The
-            gradient of ``objective_sum`` is this loss's; all values are still those of the cross-entropy.
+        document_loss: Loss in place of the cross-entropy, as a function of each document's summed log-probability. Only
+            the gradient of ``objective_sum`` is this loss's, and the values have no meaning. Excludes ``z_loss``,
+            ``token_loss`` and label weights.
 
     Raises:
         UserError: The model's own forward adds another loss, the loss can't be tiled, or a wrapper rounds the loss.
@@ -114,6 +115,7 @@ def training_loss(
     num_tokens = (batch.labels_BL != IGNORE_INDEX).sum()
     refuse_own_loss(inner_model(model))
     router_loss = router_loss_of(inner_model(model))
+    assert document_loss is None or not (z_loss or token_loss or batch.label_weights_BL is not None)
     weigh = None if document_loss is None else partial(_token_weights, batch, document_loss)
     parts = _tiled_parts(model, tile)
     if parts is not None:
@@ -145,19 +147,29 @@ def training_loss(
 
 def _token_weights(batch: ShardedBatch, document_loss: DocumentLoss, losses_N: torch.Tensor) -> torch.Tensor:
     """Return the gradient of the loss of all documents by each token's cross-entropy, fp32 ``[N]``."""
+    log_probs_D, tokens_D, numbers_N = document_sums(batch, losses_N)
+    with torch.enable_grad():
+        log_probs_D.requires_grad_()
+        (d_log_probs_D,) = torch.autograd.grad(document_loss(log_probs_D, tokens_D), log_probs_D)
+    padded_D = torch.nn.functional.pad(-d_log_probs_D, (0, 1))
+    return padded_D.float()[numbers_N]
+
+
+def document_sums(batch: ShardedBatch, losses_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sum a slice's cross-entropy by document. All ranks of ``sp`` must call this function.
+
+    Returns:
+        Log-probabilities and numbers of labels of all documents of the rows, fp64 ``[D]``, and the number of each
+        token's document, int64 ``[N]``; padding has the number ``D``.
+    """
     numbers_N = held_document_numbers(batch.documents, batch.mesh).flatten().to(losses_N.device)
     num_documents = sum(map(len, batch.documents.lengths))
-    # Log-probabilities and numbers of labels; the last document is all padding.
     sums_2D = losses_N.new_zeros(2, num_documents + 1, dtype=torch.float64)
     sums_2D[0].index_add_(0, numbers_N, -losses_N.double())
     sums_2D[1].index_add_(0, numbers_N, (batch.labels_BL.flatten() != IGNORE_INDEX).double())
     if batch.mesh.sp_size > 1:
         dist.all_reduce(sums_2D, group=batch.mesh.group("sp"))
-    with torch.enable_grad():
-        log_probs_D = sums_2D[0, :-1].clone().requires_grad_()
-        (d_log_probs_D,) = torch.autograd.grad(document_loss(log_probs_D, sums_2D[1, :-1]), log_probs_D)
-    padded_D = torch.nn.functional.pad(-d_log_probs_D, (0, 1))
-    return padded_D.float()[numbers_N]
+    return sums_2D[0, :-1].clone(), sums_2D[1, :-1], numbers_N
 
 
 def _refuse_rounded(loss_sum: torch.Tensor) -> None:

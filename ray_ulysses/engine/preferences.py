@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch.nn.functional import logsigmoid
 
-from ray_ulysses.engine.loss import training_loss
+from ray_ulysses.engine.loss import document_sums, score_tokens, training_loss
+from ray_ulysses.engine.model_parts import inner_model
+from ray_ulysses.engine.router_loss import router_loss_of
 from ray_ulysses.errors import UserError
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from ray_ulysses.parallel.layout import TileSetting
 
 PreferenceKind = Literal["dpo", "ipo", "orpo", "simpo"]
+_LEAST_NATS = 1e-7
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,13 +41,27 @@ class Preference:
 
     kind: PreferenceKind = "dpo"
     beta: float = 0.1
-    """Scale of the difference of an answer's log-probability from the reference; for ``orpo``, weight of the odds."""
+    """Scale of the rewards, above 0; for ``orpo``, weight of the odds."""
     label_smoothing: float = 0.0
-    """Probability that a pair's answers are exchanged, for ``dpo`` and ``simpo``."""
+    """Probability that a pair's answers are exchanged, below 0.5; for ``dpo`` and ``simpo``."""
     sft_weight: float = 0.0
     """Weight of the chosen answer's mean negative log-probability. ``orpo`` always adds it with weight 1."""
     margin: float = 0.0
-    """SimPO's target margin of the rewards (its gamma)."""
+    """Target difference of a pair's rewards, for ``simpo`` (its gamma)."""
+
+    def __post_init__(self) -> None:
+        """Raise UserError for a setting that the kind of loss does not have, or an impossible value."""
+        kinds = get_args(PreferenceKind)
+        if self.kind not in kinds:
+            raise UserError(f"kind={self.kind!r} is not a preference loss; use one of {', '.join(kinds)}")
+        if self.beta <= 0:
+            raise UserError(f"beta={self.beta} must be above 0")
+        if not 0 <= self.label_smoothing < 0.5 or (self.label_smoothing and self.kind not in ("dpo", "simpo")):
+            raise UserError(f"label_smoothing={self.label_smoothing} must be below 0.5, and 0 for {self.kind}")
+        if self.sft_weight < 0:
+            raise UserError(f"sft_weight={self.sft_weight} must not be negative")
+        if self.margin and self.kind != "simpo":
+            raise UserError(f"margin={self.margin} is a setting of simpo; use 0 for {self.kind}")
 
     @property
     def needs_reference(self) -> bool:
@@ -73,7 +90,8 @@ class Preference:
         if self.kind == "ipo":
             losses_P = ((chosen_P - rejected_P) / self.beta - 1 / (2 * self.beta)).square()
         elif self.kind == "orpo":
-            log_odds_D = means_D - torch.log1p(-means_D.exp())
+            # A probability of 1 has infinite odds.
+            log_odds_D = means_D - torch.log1p(-means_D.clamp(max=-_LEAST_NATS).exp())
             losses_P = -self.beta * logsigmoid(log_odds_D[::2] - log_odds_D[1::2]) - means_D[::2]
         else:
             gain_P, smoothing = chosen_P - rejected_P - self.margin, self.label_smoothing
@@ -126,9 +144,13 @@ def preference_loss(
         needs = "needs" if preference.needs_reference else "has no use for"
         raise UserError(f"the preference loss {preference.kind!r} {needs} log-probabilities of a reference model")
     if reference_D is not None and len(reference_D) != sum(numbers):
-        raise UserError(f"the batch has {sum(numbers)} documents, but reference_D {len(reference_D)} values")
-    if batch.label_weights_BL is not None:
-        raise UserError("a preference loss has no label weights; shard the batch without them")
+        raise UserError(f"the batch has {sum(numbers)} documents, but reference_D has {len(reference_D)} values")
+    if router_loss_of(inner_model(model)) is not None:
+        raise UserError(
+            "the router loss is a mean over tokens, which does not fit a mean over pairs; set "
+            "model.config.output_router_logits = False"
+        )
+    _refuse_weights(batch)
     found: list[torch.Tensor] = []
 
     def loss_of(log_probs_D: torch.Tensor, tokens_D: torch.Tensor) -> torch.Tensor:
@@ -152,13 +174,14 @@ def document_log_probs(model: Callable[..., Any], batch: ShardedBatch, *, tile: 
     """Return the summed log-probability of each document's labels, fp64 ``[D]``, equal on all ranks of ``sp``.
 
     Documents are numbered through all rows of the batch. All ranks of ``sp`` must call this function.
+
+    Raises:
+        UserError: The batch has label weights, or see `causal_lm_loss`.
     """
-    found: list[torch.Tensor] = []
+    _refuse_weights(batch)
+    return document_sums(batch, score_tokens(model, batch, tile=tile).losses_BL.flatten())[0]
 
-    def keep(log_probs_D: torch.Tensor, tokens_D: torch.Tensor) -> torch.Tensor:
-        found[:] = [log_probs_D.detach()]
-        return log_probs_D.sum()
 
-    with torch.no_grad():
-        training_loss(model, batch, tile=tile, document_loss=keep)
-    return found[0]
+def _refuse_weights(batch: ShardedBatch) -> None:
+    if batch.label_weights_BL is not None:
+        raise UserError("log-probabilities of documents have no label weights; shard the batch without them")

@@ -185,7 +185,10 @@ def _run(w: _Writer) -> None:
         is_steps = every >= 1 and f.text("eval_strategy") != "epoch"
         why = "" if is_steps and f.fact("eval_steps") else "evaluations are counted in steps"
         w.put("run.eval_every_steps", int(every) if is_steps else 100, "eval_steps", "eval_strategy", why=why)
-        w.carry("run.early_stopping.patience", "patience", whole=True)
+        patience = f.whole("patience") or 0
+        if patience > 0:
+            why = "" if is_steps else "counted in evaluations, not in epochs"
+            w.put("run.early_stopping.patience", patience, "patience", why=why)
 
 
 def _model(w: _Writer) -> None:

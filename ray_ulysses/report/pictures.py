@@ -234,7 +234,7 @@ def source_losses_picture(record: RunRecord) -> Figure:
                 found.setdefault(plain(corpus.name), {})[one.step] = corpus.loss
     figure, axes = _over_tokens(record, "loss in nats per token")
     if not found:
-        raise NothingToDrawError("the run trains on a single corpus")
+        raise NothingToDrawError("no loss by corpus is recorded")
     _draw_by_step(axes, record, found, SERIES)
     legend(axes)
     return figure

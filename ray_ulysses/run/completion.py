@@ -10,7 +10,7 @@ from ray_ulysses.clock import SystemClock
 from ray_ulysses.errors import RunError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.run.checkpoint_store import checkpoint_store, found_fields
-from ray_ulysses.run.early_stopping import EarlyStopping
+from ray_ulysses.run.early_stopping import early_stop
 from ray_ulysses.run.start_point import committed_step
 from ray_ulysses.run.trackers import tracked
 from ray_ulysses.storage.place import Place
@@ -43,9 +43,8 @@ def record_completion(prepared: PreparedRun) -> RunHistory | None:
     """
     config = prepared.config
     last_step = prepared.last_step
-    if config.run.early_stopping is not None:
-        early = EarlyStopping(config.run.early_stopping, read_entries(config.run_dir)).stop()
-        last_step = last_step if early is None else min(last_step, early.step)
+    early = early_stop(config, prepared.plan)
+    last_step = last_step if early is None else min(last_step, early.step)
     if prepared.branched is not None and last_step > prepared.branched.branch.step:
         # Steps after the branch point were trained on the old data, and the branch trains them again.
         return None

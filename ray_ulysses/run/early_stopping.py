@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 from ray_ulysses.data.plan.segment import HELD_OUT
 from ray_ulysses.tracking.events import Evaluated
+from ray_ulysses.tracking.journal_reader import read_entries
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
+    from ray_ulysses.config import Config
     from ray_ulysses.config.learning import EarlyStoppingSection
-
-FINISHED_EARLY = "finished: "
-"""Beginning of the end reason of an attempt that ended the run early."""
+    from ray_ulysses.data.plan.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,36 +25,47 @@ class EarlyStop:
     step: int
     """Number of completed steps."""
     best_step: int
-    """Step of the evaluation with the lowest loss."""
+    """Step of the last evaluation whose loss counted as lower."""
     best_loss: float
-    """Lowest loss, in nats."""
+    """Loss of that evaluation, in nats."""
     patience: int
     min_delta: float
 
     def __str__(self) -> str:
         evaluations = "evaluation" if self.patience == 1 else f"{self.patience} evaluations"
         best = f"{self.best_loss:.4f} at step {self.best_step:,}"
-        by = f" by {self.min_delta:g}" if self.min_delta else ""
+        by = f" by more than {self.min_delta:g}" if self.min_delta else ""
         return f"the validation loss was {best} and not lower{by} in the next {evaluations}"
 
 
 class EarlyStopping:
     """Compares validation losses with `run.early_stopping`; without this setting, a run never ends early."""
 
-    def __init__(self, section: EarlyStoppingSection | None, recorded: Iterable[object] = (), step: int | None = None):
-        """Start with the evaluations among the journal's entries in ``recorded``, up to ``step`` if it is not None."""
+    def __init__(self, section: EarlyStoppingSection | None) -> None:
         self._section = section
         self._losses: dict[int, float] = {}
+
+    def add(self, step: int, loss: float, by_corpus: Mapping[str, float]) -> None:
+        """Add an evaluation, which replaces an earlier one of the same step."""
+        corpus = None if self._section is None else self._section.corpus
+        if corpus is None or corpus in by_corpus:
+            self._losses[step] = loss if corpus is None else by_corpus[corpus]
+
+    def recall(self, recorded: Iterable[object], plan: Plan, step: int | None = None) -> EarlyStopping:
+        """Add the evaluations among a journal's entries, and return `self`.
+
+        Args:
+            recorded: The journal's entries.
+            plan: The run's plan. Evaluations before its newest branch don't count: they may be of other rows.
+            step: Number of completed steps; later evaluations don't count. None counts them all.
+        """
+        branches = [one.branch for one in plan.segments if one.branch is not None and one.branch.skipped is None]
+        begin = branches[-1].step if branches else -1
         for one in recorded:
-            if isinstance(one, Evaluated) and (step is None or one.step <= step):
+            if isinstance(one, Evaluated) and one.step > begin and (step is None or one.step <= step):
                 by_corpus = {corpus.name: corpus.loss for corpus in one.corpora} or {HELD_OUT: one.loss}
                 self.add(one.step, one.loss, by_corpus)
-
-    def add(self, step: int, loss: float, by_corpus: dict[str, float]) -> None:
-        """Add an evaluation, which replaces an earlier one of the same step."""
-        if self._section is not None:
-            corpus = self._section.corpus
-            self._losses[step] = loss if corpus is None else by_corpus.get(corpus, math.nan)
+        return self
 
     def stop(self) -> EarlyStop | None:
         """Return where the run ends, or None if it continues."""
@@ -75,3 +86,9 @@ class EarlyStopping:
                     min_delta=self._section.min_delta,
                 )
         return None
+
+
+def early_stop(config: Config, plan: Plan) -> EarlyStop | None:
+    """Return where a run ends early according to its journal, or None."""
+    section = config.run.early_stopping
+    return None if section is None else EarlyStopping(section).recall(read_entries(config.run_dir), plan).stop()

@@ -219,7 +219,7 @@ class TrainedCorpus:
 class SourcesMeasured(_Event):
     """The training loss of each corpus of a mixture, over the steps since the attempt's previous record.
 
-    Recorded in steps that are logged to trackers, up to about a thousand times in a run, and at the last step.
+    Recorded in steps that are logged to trackers, up to about a thousand times in a run, and when an attempt ends.
     """
 
     event: Literal["sources"] = "sources"

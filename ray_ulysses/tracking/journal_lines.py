@@ -24,6 +24,7 @@ _HEAD_BYTES = len('{"crc32": "01234567", ')
 _DURABLE = {
     "attempt_started",
     "checkpoint_committed",
+    "evaluation",
     "attempt_ended",
     "bad_step",
     "hang",

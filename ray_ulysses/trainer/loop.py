@@ -191,7 +191,7 @@ def _run(
             stopping=EarlyStopping(None),
         )
         position = resume(engine, start, whole, recorder)
-        attempt = replace(attempt, stopping=read_early_stopping(context, position.step))
+        attempt = replace(attempt, stopping=read_early_stopping(context, stage.plan, position.step))
         if position.unsaved is None:
             keeper.resumed(position.step)
         peer_memory.resumed(position.step, engine)
@@ -258,6 +258,9 @@ def _train(attempt: _Attempt, source: DirectSource, position: RunPosition) -> At
         if evaluates and saves_first:
             _evaluate(attempt, outcome)
             early = attempt.stopping.stop()
+            if early is not None:
+                # Save the state unless it has been saved above.
+                attempt.keeper.after_step(attempt.engine, outcome, plan.cursor(step), step)
         attempt.plugins.call("on_step", worker.rank, step, outcome.metrics)
         _report_checkpoints(attempt)
     if early is None or position.step >= planned:

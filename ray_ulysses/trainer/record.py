@@ -21,7 +21,7 @@ from ray_ulysses.clock import Clock
 from ray_ulysses.errors import RunError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.run.checkpoint_store import commit_fields, found_fields
-from ray_ulysses.run.early_stopping import FINISHED_EARLY, EarlyStop
+from ray_ulysses.run.early_stopping import EarlyStop
 from ray_ulysses.run.settings import flat_settings, versions
 from ray_ulysses.storage.background import BackgroundCalls
 from ray_ulysses.tracking.journal_lines import encode_record, is_durable
@@ -197,7 +197,6 @@ class Recorder:
         config, nodes, plan = self._context.run.config, self._context.nodes, stage.plan
         logged = config.run.log_every_steps
         self._details_every = logged * max(1, last_step // (_DETAIL_RECORDS * logged))
-        self._last_step = last_step
         recorded: Any = dict.fromkeys((*_RECORDED, *(["stages"] if config.stages else ())), True)
         recorded["run"] = {"seed", *(["plugins"] if config.run.plugins else [])}
         sizes = {name: getattr(layout, name) for name in ("world_size", "sp_size", "ring_size", "dp_size")}
@@ -246,7 +245,11 @@ class Recorder:
                 dead=[one.dead for one in result.routing],
                 entropy=[round(one.entropy, 4) for one in result.routing],
             )
-        self._add_sources(result, step, is_recorded=has_details or step == self._last_step)
+        for one in result.sources:
+            loss_sum, weight = self._source_sums.get(one.name, (0.0, 0.0))
+            self._source_sums[one.name] = loss_sum + one.loss_sum, weight + one.weight
+        if has_details:
+            self._record_sources(step)
         system = self._system.read() if self._system is not None and is_logged else {}
         self._append(
             "step",
@@ -261,18 +264,15 @@ class Recorder:
             # On a file system, a written record survives this process. In an object store it waits for a segment.
             self._calls.wait_promptly()
 
-    def _add_sources(self, result: StepResult, step: int, *, is_recorded: bool) -> None:
-        for one in result.sources:
-            loss_sum, weight = self._source_sums.get(one.name, (0.0, 0.0))
-            self._source_sums[one.name] = loss_sum + one.loss_sum, weight + one.weight
-        if self._source_sums and is_recorded:
-            corpora = [
-                {"name": name, "loss": loss_sum / weight, "tokens": weight}
-                for name, (loss_sum, weight) in self._source_sums.items()
-                if weight
-            ]
+    def _record_sources(self, step: int) -> None:
+        corpora = [
+            {"name": name, "loss": loss_sum / weight, "tokens": weight}
+            for name, (loss_sum, weight) in self._source_sums.items()
+            if weight
+        ]
+        if corpora:
             self._append("sources", step=step, corpora=corpora)
-            self._source_sums = {}
+        self._source_sums = {}
 
     def evaluated(
         self, step: int, sets: Sequence[EvaluationSet], sums: Sequence[tuple[float, int]], seconds: float
@@ -402,7 +402,8 @@ class Recorder:
         Raises:
             RunError: The journal can't be written.
         """
-        self._append("attempt_ended", reason=status if early is None else f"{FINISHED_EARLY}{early}")
+        self._record_sources(step)
+        self._append("attempt_ended", reason=status if early is None else f"{status}: {early}")
         if status == "finished":
             self._append("run_finished", step=step)
         self._insist()

@@ -172,12 +172,13 @@ def _choose(sources: RecoverySources, context: AttemptContext) -> Candidate | No
     return None if found is None else sources.open(found[0], found[1], Manifest.from_bytes(found[2]))
 
 
-def read_early_stopping(context: AttemptContext, step: int) -> EarlyStopping:
+def read_early_stopping(context: AttemptContext, plan: Plan, step: int) -> EarlyStopping:
     """Return the run's early stopping with the evaluations up to ``step``. All ranks must call this function."""
-    section = context.run.config.run.early_stopping
-    if section is None:
-        return EarlyStopping(None)
-    return _on_rank_0(context, lambda: EarlyStopping(section, read_entries(context.run.config.run_dir), step))
+    config = context.run.config
+    stopping = EarlyStopping(config.run.early_stopping)
+    if config.run.early_stopping is None:
+        return stopping
+    return _on_rank_0(context, lambda: stopping.recall(read_entries(config.run_dir), plan, step))
 
 
 def _on_rank_0(context: AttemptContext, do: Callable[[], T]) -> T:

@@ -33,7 +33,7 @@ def test_the_run_ends_early_and_continues_only_if_the_setting_is_changed(tmp_pat
     assert found.status == "finished" and [one.step for one in found.checkpoints if one.committed] == [3, 4]
     reason = found.attempts[-1].reason or ""
     assert reason.startswith("finished: the validation loss was ")
-    assert reason.endswith(" at step 0 and not lower by 100 in the next 3 evaluations")
+    assert reason.endswith(" at step 0 and not lower by more than 100 in the next 3 evaluations")
 
     # The same command starts nothing, and an attempt that starts nevertheless trains nothing.
     complete = record_completion(prepare_run(config(3, **other), Path("/")))

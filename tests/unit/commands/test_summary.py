@@ -1,12 +1,12 @@
 """The summary at the end of a run: results, places, and the command that goes on."""
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from ray_ulysses.commands.train import render_summary
+from ray_ulysses.run.early_stopping import EarlyStop
 from ray_ulysses.tracking.mlflow_tracker import TrackingIdentity
 from ray_ulysses.tracking.steps import Steps, step_rows
 from tests.unit.commands.histories import make_history, make_step
@@ -82,13 +82,12 @@ def test_the_command_that_goes_on_gives_each_setting_once(status, overrides, com
 
 
 def test_a_run_that_ended_early_says_why_and_how_to_go_on():
-    reason = "the validation loss was 2.0000 at step 8 and not lower in the next 3 evaluations"
-    first, last = make_history().attempts
-    lines = summary_of(
-        make_history(attempts=(first, replace(last, reason=f"finished: {reason}"))), planned_steps=40
-    ).splitlines()
-    assert f"  ended early      {reason}" in lines
+    early = EarlyStop(step=12, best_step=8, best_loss=2.0, patience=3, min_delta=0.0)
+    lines = summary_of(early=early, planned_steps=40).splitlines()
+    ended = "  ended early      the validation loss was 2.0000 at step 8 and not lower in the next 3 evaluations"
+    assert ended in lines
     assert lines[-1] == "  continue         ray-ulysses train configs/demo.yaml --set run.early_stopping=null"
+    assert "ended early" not in summary_of(early=early, planned_steps=12), "the last planned step is not early"
 
 
 def test_a_run_without_steps_or_tracking_says_so():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -60,6 +62,33 @@ def test_an_answer_without_labels_counts_as_certain() -> None:
     assert rewards.tolist() == [0.0, pytest.approx(-0.2)]
 
 
+@pytest.mark.parametrize("log_prob", [0.0, -1e-12])
+def test_a_certain_answer_has_finite_odds(log_prob: float) -> None:
+    log_probs = torch.tensor([log_prob, -4.0], dtype=torch.float64, requires_grad=True)
+    losses, _ = Preference(kind="orpo").losses(log_probs, torch.tensor([1.0, 2.0], dtype=torch.float64), None)
+    losses.sum().backward()
+    assert losses.isfinite().all() and log_probs.grad is not None and log_probs.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"kind": "kto"}, {"beta": 0.0}, {"kind": "ipo", "label_smoothing": 0.1}, {"label_smoothing": 0.5},
+        {"sft_weight": -1.0}, {"kind": "dpo", "margin": 0.5},
+    ],
+)  # fmt: skip
+def test_settings_that_the_loss_does_not_have_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=[*settings][-1]):
+        Preference(**settings)
+
+
+def test_a_router_loss_is_refused() -> None:
+    model = apply_ulysses(zoo_model("mixtral", output_router_logits=True), ALONE)
+    _, _, batch = make_pairs()
+    with pytest.raises(UserError, match="output_router_logits"):
+        preference_loss(model, batch, Preference(kind="simpo"))
+
+
 def test_what_is_no_pair_or_lacks_a_reference_is_refused() -> None:
     model = apply_ulysses(zoo_model("llama"), ALONE)
     _, _, batch = make_pairs()
@@ -67,7 +96,7 @@ def test_what_is_no_pair_or_lacks_a_reference_is_refused() -> None:
         preference_loss(model, batch, Preference())
     with pytest.raises(UserError, match="has no use for log-probabilities"):
         preference_loss(model, batch, Preference(kind="orpo"), torch.zeros(6))
-    with pytest.raises(UserError, match="6 documents, but reference_D 2 values"):
+    with pytest.raises(UserError, match="6 documents, but reference_D has 2 values"):
         preference_loss(model, batch, Preference(), torch.zeros(2))
     ids = torch.zeros(1, 16, dtype=torch.int64)
     with pytest.raises(UserError, match="keep both answers in a row"):
@@ -75,3 +104,5 @@ def test_what_is_no_pair_or_lacks_a_reference_is_refused() -> None:
     weighted = shard_batch(ids, None, ((8, 8),), ALONE, label_weights=torch.ones(1, 16))
     with pytest.raises(UserError, match="label weights"):
         preference_loss(model, weighted, Preference(kind="simpo"))
+    with pytest.raises(UserError, match="label weights"):
+        document_log_probs(model, weighted)

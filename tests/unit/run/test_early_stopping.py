@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -10,8 +12,10 @@ from ray_ulysses.config.learning import EarlyStoppingSection
 from ray_ulysses.run.early_stopping import EarlyStopping
 from ray_ulysses.tracking.events import Evaluated, EvaluatedCorpus
 
+PLAN: Any = SimpleNamespace(segments=[SimpleNamespace(branch=None)])
 
-def stopping(losses: dict[int, float], step: int | None = None, **settings: object) -> EarlyStopping:
+
+def stopping(losses: dict[int, float], step: int | None = None, plan: Any = PLAN, **settings: object) -> EarlyStopping:
     section = EarlyStoppingSection.model_validate({"patience": 2, **settings})
     recorded = [
         Evaluated(
@@ -20,7 +24,7 @@ def stopping(losses: dict[int, float], step: int | None = None, **settings: obje
         )
         for at, loss in losses.items()
     ]  # fmt: skip
-    return EarlyStopping(section, recorded, step)
+    return EarlyStopping(section).recall(recorded, plan, step)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +49,7 @@ def test_the_run_ends_after_as_many_evaluations_without_a_lower_loss(
 def test_held_out_documents_alone_are_named_like_a_corpus() -> None:
     recorded = [Evaluated(time=1.0, attempt=1, step=step, loss=loss, tokens=1) for step, loss in ((0, 5.0), (2, 4.0))]
     section = EarlyStoppingSection(patience=1, corpus="held_out")
-    assert EarlyStopping(section, recorded).stop() is None
+    assert EarlyStopping(section).recall(recorded, PLAN).stop() is None
 
 
 def test_evaluations_after_the_resumed_step_do_not_count_and_a_repeated_one_counts_once() -> None:
@@ -55,4 +59,29 @@ def test_evaluations_after_the_resumed_step_do_not_count_and_a_repeated_one_coun
     assert resumed.stop() is None
     resumed.add(20, 4.0, {})
     assert resumed.stop() is None
-    assert EarlyStopping(None, [], 3).stop() is None
+    assert EarlyStopping(None).stop() is None
+
+
+def test_a_branch_counts_anew_but_rows_that_are_left_out_do_not_matter() -> None:
+    def plan(skipped: Any) -> Any:
+        branch = SimpleNamespace(step=10, skipped=skipped)
+        return SimpleNamespace(segments=[SimpleNamespace(branch=None), SimpleNamespace(branch=branch)])
+
+    losses = {0: 3.0, 10: 4.0, 20: 5.0, 30: 4.5}
+    found = stopping(losses, plan=plan((0, 4))).stop()
+    assert found is not None and (found.step, found.best_step) == (20, 0)
+    assert stopping(losses, plan=plan(None)).stop() is None
+    found = stopping({**losses, 40: 4.5, 50: 4.6}, plan=plan(None)).stop()
+    assert found is not None and (found.step, found.best_step) == (50, 30)
+
+
+def test_an_evaluation_without_the_corpus_does_not_count() -> None:
+    other = stopping({0: 3.0, 10: 4.0, 20: 5.0}, corpus="code")
+    assert other.stop() is None
+    other.add(30, 9.0, {"books": 9.0, "code": 1.0})
+    assert other.stop() is None
+
+
+def test_the_reason_names_the_loss_that_counted() -> None:
+    reason = str(stopping({0: 5.0, 10: 4.9, 20: 4.8}, min_delta=0.5).stop())
+    assert reason == "the validation loss was 5.0000 at step 0 and not lower by more than 0.5 in the next 2 evaluations"
