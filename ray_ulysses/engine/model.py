@@ -385,10 +385,12 @@ def _refuse_unaligned_experts(model: Any, dtype: str) -> None:
     for name, parameter in model.named_parameters():
         is_expert = is_grouped and "experts." in name and parameter.dim() == 3
         if is_expert and any(size % values for size in parameter.shape[1:]):
+            fits_fp32 = dtype != "fp32" and not any(size % 4 for size in parameter.shape[1:])
             raise UserError(
                 f"model.dtype={dtype}: {name} is {list(parameter.shape)}, but grouped products of experts require "
                 f"widths that are multiples of 16 bytes, which are {values} values in {dtype}, on CPUs and GPUs; "
-                + ("use another width in model.config" if dtype == "fp32" else "set model.dtype: fp32, or use another")
+                + ("set model.dtype: fp32, or " if fits_fp32 else "")
+                + "use a model with other widths"
             )
 
 

@@ -74,7 +74,10 @@ def _expert_notes(config: Config, shape: ModelShape) -> Iterator[str]:
             "their values"
         )
     if shape.model_type in UNCOUNTED_ROUTERS:
-        yield f"the tokens of each expert are not counted, because the routers of {shape.model_type} do not return them"
+        yield (
+            f"the tokens of each expert are not counted, because the routers of {shape.model_type} do not return the "
+            "chosen experts"
+        )
     traffic = ExpertTraffic.of(config, shape)
     if traffic is not None:
         exchanged = traffic.tokens * traffic.token_bytes

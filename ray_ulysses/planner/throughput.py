@@ -349,7 +349,9 @@ class _Parts:
         # Each rank orthogonalizes one matrix of a batch; the last batch may have fewer matrices than ranks.
         batches = -(-muon.matrices // world)
         flops = muon.flops / muon.matrices * batches
-        size = 2 * 2 * muon.parameters / world * (world - 1) / world
+        # Matrices and their updates travel in the type of the weights.
+        value = 4 if self.config.model.dtype == "fp32" else 2
+        size = 2 * value * muon.parameters / world * (world - 1) / world
         text = (
             f"{batches:,} of {muon.matrices:,} matrices per rank, {flops:.3g} FLOP at {self.rates.matmul:.0%} of "
             f"{self.peak / 1e12:,.0f} TFLOP/s; {size / GB:,.1f} GB per rank are exchanged"

@@ -35,11 +35,13 @@ def config_of(*stages: dict[str, Any], **changes: Any) -> Config:
 
 
 def test_the_trial_is_the_run_but_for_what_it_decides_itself() -> None:
-    config = config_of(elastic__bad_steps="skip", schedule__warmup_ratio=0.5, optimizer__lr=7e-4)
+    early = {"run__early_stopping": {"patience": 1}, "run__eval_every_steps": 5, "data__eval_fraction": 0.1}
+    config = config_of(elastic__bad_steps="skip", schedule__warmup_ratio=0.5, optimizer__lr=7e-4, **early)
     trial = trial_config(config, OPTIONS, "now")
     assert trial.run.name == f"{config.run.name}-check-now" and not trial.tracking.enabled
     assert (trial.data.row_order, trial.elastic.bad_steps, trial.elastic.max_failures) == ("costliest", "stop", 0)
     assert (trial.optimizer.lr, trial.schedule.warmup(20)) == (7e-4, 4)
+    assert trial.run.early_stopping is None
     assert trial.model == config.model and trial.memory == config.memory
 
 

@@ -12,7 +12,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from ray_ulysses.logging import get_logger
-from ray_ulysses.run.early_stopping import EarlyStopping
+from ray_ulysses.run.early_stopping import EarlyStop, EarlyStopping
 from ray_ulysses.run.start_point import RunPosition
 from ray_ulysses.trainer import loop
 from ray_ulysses.trainer.loop import warnings_forwarded
@@ -22,8 +22,13 @@ from ray_ulysses.trainer.step import Flags
 _log = get_logger(__name__)
 
 
-def order_of(monkeypatch: pytest.MonkeyPatch, flags: Flags, first: int = 4) -> list[str]:
-    """Train from a step with these flags to step 5, when an evaluation is due, and return the actions in order."""
+def order_of(
+    monkeypatch: pytest.MonkeyPatch, flags: Flags, first: int = 4, early: EarlyStop | None = None
+) -> list[str]:
+    """Train from a step with these flags to step 5, when an evaluation is due, and return the actions in order.
+
+    With ``early``, the evaluation ends the run, which has more steps.
+    """
     done: list[str] = []
     position: Any = SimpleNamespace(step=5)
 
@@ -33,6 +38,7 @@ def order_of(monkeypatch: pytest.MonkeyPatch, flags: Flags, first: int = 4) -> l
 
     def evaluate(attempt: Any, outcome: StepOutcome) -> StepOutcome:
         done.append("evaluation")
+        attempt.stopping.stop = lambda: early
         return replace(outcome, metrics={"eval_loss": 1.0})
 
     attempt = MagicMock(stage=SimpleNamespace(ends_the_run=True), sampler=None, stopping=EarlyStopping(None))
@@ -40,11 +46,13 @@ def order_of(monkeypatch: pytest.MonkeyPatch, flags: Flags, first: int = 4) -> l
     attempt.keeper.committed = []
     for name in ("peer_memory", "keeper"):
         saver = getattr(attempt, name)
-        saver.after_step = lambda engine, outcome, *_, name=name: done.append(f"{name} {sorted(outcome.metrics)}")
+        saver.after_step = lambda engine, outcome, cursor, last=0, name=name: done.append(
+            f"{name} {sorted(outcome.metrics)}{' last' * (early is not None and last == 5)}"
+        )
     monkeypatch.setattr(loop, "_take_step", take_step)
     monkeypatch.setattr(loop, "_evaluate", evaluate)
     monkeypatch.setattr(loop, "memory_explained", lambda *_: contextlib.nullcontext())
-    monkeypatch.setattr(loop, "last_step_of", lambda *_: 5)
+    monkeypatch.setattr(loop, "last_step_of", lambda *_: 5 if early is None else 9)
     assert loop._train(attempt, None, RunPosition(step=first)).step == 5  # type: ignore[arg-type]
     return done
 
@@ -65,6 +73,14 @@ def test_a_checkpoint_has_the_loss_of_its_evaluation(monkeypatch: pytest.MonkeyP
 )
 def test_a_node_that_leaves_is_saved_before_an_evaluation(monkeypatch: pytest.MonkeyPatch, flags: Flags) -> None:
     assert order_of(monkeypatch, flags) == ["step", "peer_memory []", "keeper []", "evaluation"]
+
+
+def test_a_run_that_ends_early_saves_its_state_even_after_a_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+    early = EarlyStop(step=5, best_step=1, best_loss=1.0, patience=1, min_delta=0.0)
+    evaluated = ["step", "evaluation", "peer_memory ['eval_loss']", "keeper ['eval_loss'] last"]
+    assert order_of(monkeypatch, Flags(), early=early) == evaluated
+    late = order_of(monkeypatch, Flags(notice=True, notice_due=True), early=early)
+    assert late == ["step", "peer_memory []", "keeper []", "evaluation", "keeper [] last"]
 
 
 def test_a_rank_says_when_it_waits_for_a_row() -> None:

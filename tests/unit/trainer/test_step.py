@@ -28,6 +28,7 @@ from ray_ulysses.errors import FinalError, RunError
 from ray_ulysses.parallel.layout import ParallelLayout
 from ray_ulysses.parallel.mesh import SequenceMesh
 from ray_ulysses.trainer.loop import _due, _padded
+from ray_ulysses.trainer.source_loss import SourceLosses
 from ray_ulysses.trainer.step import (
     BadStepError,
     Flags,
@@ -206,6 +207,16 @@ def test_a_step_that_is_not_applied_changes_no_bias_of_a_router_and_its_tokens_d
     assert is_changed == [math.isfinite(norm)] * len(biases) and biases
     assert len(found.routing) == len(biases)
     assert not torch.cat(routers.take()).any()
+    # The sums of corpora travel with those of the routers.
+    beside = RouterWatch(model, 0.25)
+    for bias, old in zip(biases, before, strict=True):
+        bias.copy_(old)
+    with_corpora = take(engine, mesh, slices_of(1), routers=beside, sources=SourceLosses(PLAN, DEVICE))
+    assert [not torch.equal(bias, old) for bias, old in zip(biases, before, strict=True)] == is_changed
+    assert with_corpora.routing == found.routing
+    (corpus,) = with_corpora.sources
+    assert corpus.weight == PLAN.step_tokens(1)
+    assert corpus.loss_sum / corpus.weight == pytest.approx(found.loss, rel=1e-6)
 
 
 def test_the_weights_are_not_updated_before_the_copies_of_the_last_state_are_waited_for(mesh: SequenceMesh) -> None:
