@@ -26,15 +26,22 @@ from tests.unit.config.trees import small_tree
 from tests.unit.engine.steps import peak_bytes
 
 TOKENS = 256
-SIZES: dict[str, Any] = {
-    "model_type": "llama", "vocab_size": 2048, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 3,
-    "num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": False,
+COMMON = {"vocab_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": False}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 3, **COMMON},
+    "mixtral": {
+        "model_type": "mixtral", "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4,
+        "num_local_experts": 8, "num_experts_per_tok": 2, **COMMON,
+    },
 }  # fmt: skip
 CASES = {
-    f"{base_dtype}-world{world_size}-zero{stage}{'-tiles' * (tile != 'off')}": (base_dtype, world_size, stage, tile)
+    f"{model}-{base_dtype}-world{world_size}-zero{stage}{'-tiles' * (tile != 'off')}": (
+        model, base_dtype, world_size, stage, tile
+    )
+    for model in MODELS
     for base_dtype in ("nf4", "int8")
     for world_size, stage, tile in ((1, 1, "off"), (1, 3, "off"), (2, 1, 64), (2, 2, "off"), (2, 3, "off"))
-}
+}  # fmt: skip
 
 
 def config_of(path: str, base_dtype: str, world_size: int, stage: int, tile: Any) -> Any:
@@ -73,15 +80,17 @@ def held_bytes() -> int:
 
 
 @pytest.mark.parametrize(
-    ("base_dtype", "world_size", "stage", "tile"), fast_cases(CASES, "nf4-world1-zero1", "int8-world2-zero3")
+    ("model", "base_dtype", "world_size", "stage", "tile"),
+    fast_cases(CASES, "llama-nf4-world1-zero1", "mixtral-int8-world2-zero3"),
 )
 def test_plan_is_within_a_tenth_of_the_measured_peak(
-    tmp_path: Path, base_dtype: str, world_size: int, stage: int, tile: Any
+    tmp_path: Path, model: str, base_dtype: str, world_size: int, stage: int, tile: Any
 ) -> None:
-    hf_config = AutoConfig.for_model(**SIZES)
+    sizes = MODELS[model]
+    hf_config = AutoConfig.for_model(**sizes)
     AutoModelForCausalLM.from_config(hf_config, dtype=torch.bfloat16).save_pretrained(tmp_path / "base")
     config = config_of(str(tmp_path / "base"), base_dtype, world_size, stage, tile)
-    shape = replace(ModelShape.from_config_dict(SIZES), part=find_trained_part(config))
+    shape = replace(ModelShape.from_config_dict(sizes), part=find_trained_part(config))
     planned = configured_memory(config, shape).device_bytes
     ranks = run_ranks(peak_of_steps, world_size, str(tmp_path / "base"), base_dtype, stage, tile, timeout_s=300)
     print(f"planned {planned / 2**20:.1f} MiB, measured {ranks[0] / 2**20:.1f} MiB: {planned / ranks[0]:.3f}")
