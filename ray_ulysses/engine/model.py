@@ -181,18 +181,12 @@ def find_trained_part(config: Config) -> TrainedPart | None:
 def _adapted(config: Config, adapter: AdapterSection) -> tuple[TrainedPart, Any]:
     """Return the trained part of a run with an adapter, and the model on the meta device with the adapter."""
     model = meta_model(planned_config(config), config.model.part)
-    sizes = None
+    part = trained_part(model, adapter)
     if config.model.base_dtype != "bf16":
         torchao()
         base = meta_model(planned_config(config), config.model.part).to(torch_dtype(config.model.dtype))
         quantize_base(base, config)
-        sizes = quantized_sizes(base)
-    part = trained_part(model, adapter)
-    if sizes is not None:
-        quantized, packed_bytes, largest, tiled = sizes
-        part = replace(
-            part, quantized=quantized, packed_bytes=packed_bytes, largest_quantized=largest, largest_tiled=tiled
-        )
+        part = replace(part, **quantized_sizes(base))
     return part, model
 
 

@@ -292,8 +292,8 @@ def quantized_modules(model: nn.Module) -> Iterator[Quantized]:
     return (module for module in model.modules() if isinstance(module, Quantized))
 
 
-def quantized_sizes(model: nn.Module) -> tuple[int, int, int, int]:
-    """Return the numbers of quantized elements and of their bytes with scales, and the most in a module or sublayer."""
+def quantized_sizes(model: nn.Module) -> dict[str, Any]:
+    """Return the sizes of a model's quantized weights, as fields of `TrainedPart`."""
     packed = {one for module in quantized_modules(model) for one in module.packed_parameters()}
     modules, sublayers = [0], Counter[str]()
     for name, module in model.named_modules():
@@ -301,7 +301,8 @@ def quantized_sizes(model: nn.Module) -> tuple[int, int, int, int]:
             size = sum(torch.Size(shape).numel() for shape in module.quantized.values())
             modules.append(size)
             sublayers[name.rpartition(".")[0]] += size
-    return sum(modules), sum(one.nbytes for one in packed), max(modules), max(sublayers.values(), default=0)
+    largest = {"largest_quantized": max(modules), "largest_tiled": max(sublayers.values(), default=0)}
+    return {"quantized": sum(modules), "packed_bytes": sum(one.nbytes for one in packed), **largest}
 
 
 def dequantize_layers(model: nn.Module) -> None:
