@@ -42,12 +42,15 @@ def train(
     started = SystemClock().now()
     loaded = load_run_config(config, overrides)
     trained = train_config(loaded, to_stderr=as_json, started=started, branch=branch, is_quiet=quiet)
-    from ray_ulysses.run.early_stopping import early_stop
-
-    result, early = trained.result, early_stop(trained.prepared.config, trained.prepared.plan)
+    result, prepared = trained.result, trained.prepared
     if as_json:
         put(json.dumps(result.history.to_json(), indent=2), is_exact=True)
         return
+    from ray_ulysses.run.early_stopping import early_stop
+
+    early = early_stop(prepared.config, prepared.plan)
+    if early is not None and early.step >= prepared.last_step:
+        early = None
     if result.was_complete:
         way = "Raise run.stop_step" if early is None else "Set run.early_stopping=null"
         put_line(
@@ -59,10 +62,10 @@ def train(
     put(
         render_summary(
             result.history,
-            trained.prepared,
+            prepared,
             command=(str(config), tuple(overrides)),
             elapsed_s=result.seconds,
-            is_heard=is_tracked(trained.prepared.config.run_dir),
+            is_heard=is_tracked(prepared.config.run_dir),
             peak_gib=trained.peak_gib,
             early=early,
         )
@@ -161,13 +164,13 @@ def render_summary(
         elapsed_s: Seconds since this command started.
         is_heard: Whether the MLflow server has received any of the run's data.
         peak_gib: Measured peak memory, or None if no step was measured.
-        early: Why the run ends early, if it does.
+        early: Why the run ends before its last step, if it does.
     """
     from ray_ulysses.storage.place import node_folder, place_of
 
     config, planned_steps, nats = prepared.config, prepared.plan.num_steps, prepared.report.corpus.unigram_nats
     rows = [("steps", f"{history.step:,} of {planned_steps:,} planned")]
-    ended_early = early is not None and early.step <= history.step < planned_steps
+    ended_early = early is not None and early.step <= history.step
     if ended_early:
         rows.append(("ended early", str(early)))
     # A step's recorded loss may be infinite or NaN.

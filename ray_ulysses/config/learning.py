@@ -52,7 +52,7 @@ class EarlyStoppingSection(Section):
     evaluation rows (`eval/loss`)."""
 
     min_delta: float = Field(default=0.0, ge=0)
-    """Amount by which a loss must be lower than the last loss that counted as lower, in nats. Default 0."""
+    """A loss counts as lower if it is more than this amount below the last one that counted, in nats. Default 0."""
 
 
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
@@ -107,10 +107,10 @@ class RunSection(Section):
     above 0. Default null: no evaluations."""
 
     early_stopping: EarlyStoppingSection | None = None
-    """When the run ends early, such as `{patience: 3}`: after that many evaluations in a row without a lower loss, with
-    a checkpoint as at the last step. A branch begins to count anew. Requires `eval_every_steps`; not possible with
-    `stages`, because losses of different stages are not comparable. Default null: the run continues to its last
-    step."""
+    """When the run ends early, such as `{patience: 3}`: after that many evaluations in a row without a lower loss. The
+    last state is saved as at the end of a run. A branch with other data starts a new count. Requires
+    `eval_every_steps`; not possible with `stages`, because losses of different stages are not comparable. Default null:
+    the run continues to its last step."""
 
     sample_every_steps: int | None = Field(default=None, ge=1)
     """Steps between samples: the model continues each of `sample_prompts` with its most probable tokens, and the text

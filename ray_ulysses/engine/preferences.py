@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch.nn.functional import logsigmoid
 
-from ray_ulysses.engine.loss import document_sums, score_tokens, training_loss
+from ray_ulysses.engine.loss import document_sums, training_loss
 from ray_ulysses.engine.model_parts import inner_model
 from ray_ulysses.engine.router_loss import router_loss_of
 from ray_ulysses.errors import UserError
@@ -54,11 +54,15 @@ class Preference:
         kinds = get_args(PreferenceKind)
         if self.kind not in kinds:
             raise UserError(f"kind={self.kind!r} is not a preference loss; use one of {', '.join(kinds)}")
-        if self.beta <= 0:
+        if not self.beta > 0:
             raise UserError(f"beta={self.beta} must be above 0")
-        if not 0 <= self.label_smoothing < 0.5 or (self.label_smoothing and self.kind not in ("dpo", "simpo")):
-            raise UserError(f"label_smoothing={self.label_smoothing} must be below 0.5, and 0 for {self.kind}")
-        if self.sft_weight < 0:
+        if not 0 <= self.label_smoothing < 0.5:
+            raise UserError(f"label_smoothing={self.label_smoothing} must be at least 0 and below 0.5")
+        if self.label_smoothing and self.kind not in ("dpo", "simpo"):
+            raise UserError(
+                f"label_smoothing={self.label_smoothing} is a setting of dpo and simpo; use 0 for {self.kind}"
+            )
+        if not self.sft_weight >= 0:
             raise UserError(f"sft_weight={self.sft_weight} must not be negative")
         if self.margin and self.kind != "simpo":
             raise UserError(f"margin={self.margin} is a setting of simpo; use 0 for {self.kind}")
@@ -179,9 +183,10 @@ def document_log_probs(model: Callable[..., Any], batch: ShardedBatch, *, tile: 
         UserError: The batch has label weights, or see `causal_lm_loss`.
     """
     _refuse_weights(batch)
-    return document_sums(batch, score_tokens(model, batch, tile=tile).losses_BL.flatten())[0]
+    with torch.no_grad():
+        return document_sums(batch, training_loss(model, batch, tile=tile).losses_N)[0]
 
 
 def _refuse_weights(batch: ShardedBatch) -> None:
     if batch.label_weights_BL is not None:
-        raise UserError("log-probabilities of documents have no label weights; shard the batch without them")
+        raise UserError("label weights do not apply to log-probabilities of documents; shard the batch without them")

@@ -187,7 +187,7 @@ def _run(w: _Writer) -> None:
         w.put("run.eval_every_steps", int(every) if is_steps else 100, "eval_steps", "eval_strategy", why=why)
         patience = f.whole("patience") or 0
         if patience > 0:
-            why = "" if is_steps else "counted in evaluations, not in epochs"
+            why = "" if is_steps else "counted in evaluations, here every 100 steps"
             w.put("run.early_stopping.patience", patience, "patience", why=why)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ray_ulysses.data.plan.segment import HELD_OUT
-from ray_ulysses.tracking.events import Evaluated
+from ray_ulysses.tracking.events import AttemptStarted, Evaluated
 from ray_ulysses.tracking.journal_reader import read_entries
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ class EarlyStop:
 
     step: int
     """Number of completed steps."""
-    best_step: int
-    """Step of the last evaluation whose loss counted as lower."""
+    best_step: int | None
+    """Step of the last evaluation whose loss counted as lower; None if there was none."""
     best_loss: float
     """Loss of that evaluation, in nats."""
     patience: int
@@ -33,6 +33,8 @@ class EarlyStop:
 
     def __str__(self) -> str:
         evaluations = "evaluation" if self.patience == 1 else f"{self.patience} evaluations"
+        if self.best_step is None:
+            return f"the validation loss was not finite in {evaluations}"
         best = f"{self.best_loss:.4f} at step {self.best_step:,}"
         by = f" by more than {self.min_delta:g}" if self.min_delta else ""
         return f"the validation loss was {best} and not lower{by} in the next {evaluations}"
@@ -55,14 +57,17 @@ class EarlyStopping:
         """Add the evaluations among a journal's entries, and return `self`.
 
         Args:
-            recorded: The journal's entries.
-            plan: The run's plan. Evaluations before its newest branch don't count: they may be of other rows.
+            recorded: The journal's entries, in order. Evaluations of states that an attempt has discarded don't count.
+            plan: The run's plan. Evaluations before the data last changed don't count: they may be of other rows.
             step: Number of completed steps; later evaluations don't count. None counts them all.
         """
         branches = [one.branch for one in plan.segments if one.branch is not None and one.branch.skipped is None]
-        begin = branches[-1].step if branches else -1
+        begin = branches[-1].step if branches else 0
         for one in recorded:
-            if isinstance(one, Evaluated) and one.step > begin and (step is None or one.step <= step):
+            if isinstance(one, AttemptStarted):
+                self._losses = {at: loss for at, loss in self._losses.items() if at <= one.resumed_step}
+            # A run is evaluated before its first step, also after a branch at step 0.
+            elif isinstance(one, Evaluated) and (one.step > begin or begin == 0) and (step is None or one.step <= step):
                 by_corpus = {corpus.name: corpus.loss for corpus in one.corpora} or {HELD_OUT: one.loss}
                 self.add(one.step, one.loss, by_corpus)
         return self
@@ -71,7 +76,7 @@ class EarlyStopping:
         """Return where the run ends, or None if it continues."""
         if self._section is None:
             return None
-        best_step, best, num_worse = 0, math.inf, 0
+        best_step, best, num_worse = None, math.inf, 0
         for step, loss in sorted(self._losses.items()):
             if loss < best - self._section.min_delta:
                 best_step, best, num_worse = step, loss, 0

@@ -219,7 +219,8 @@ class TrainedCorpus:
 class SourcesMeasured(_Event):
     """The training loss of each corpus of a mixture, over the steps since the attempt's previous record.
 
-    Recorded in steps that are logged to trackers, up to about a thousand times in a run, and when an attempt ends.
+    Recorded in steps that are logged to trackers, up to about a thousand times in a run, and when an attempt ends
+    without a failure.
     """
 
     event: Literal["sources"] = "sources"

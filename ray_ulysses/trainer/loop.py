@@ -169,6 +169,7 @@ def _run(
         engine = build_engine(model, settings)
         engine.train()
         reader, evaluation_reader = open_rows(config, stage.plan)
+        position = resume(engine, start, whole, recorder)
         attempt = _Attempt(
             context=context,
             mesh=mesh,
@@ -188,10 +189,8 @@ def _run(
             plugins=plugins,
             routers=routers,
             sources=SourceLosses.of_mixture(stage.plan, worker.device),
-            stopping=EarlyStopping(None),
+            stopping=read_early_stopping(context, stage.plan, position.step),
         )
-        position = resume(engine, start, whole, recorder)
-        attempt = replace(attempt, stopping=read_early_stopping(context, stage.plan, position.step))
         if position.unsaved is None:
             keeper.resumed(position.step)
         peer_memory.resumed(position.step, engine)
@@ -229,7 +228,9 @@ def _train(attempt: _Attempt, source: DirectSource, position: RunPosition) -> At
         )
         if stored != position.step:
             last = StepOutcome(position=position, metrics=position.unsaved, flags=Flags())
-            attempt.keeper.after_step(attempt.engine, last, plan.cursor(position.step), position.step)
+            worker.beat("save", position.step)
+            with attempt.recorder.time.saving():
+                attempt.keeper.after_step(attempt.engine, last, plan.cursor(position.step), position.step)
     while early is None and position.step < last_step and status == last_status:
         step = position.step + 1
         with (
@@ -260,7 +261,10 @@ def _train(attempt: _Attempt, source: DirectSource, position: RunPosition) -> At
             early = attempt.stopping.stop()
             if early is not None:
                 # Save the state unless it has been saved above.
-                attempt.keeper.after_step(attempt.engine, outcome, plan.cursor(step), step)
+                last = replace(outcome, flags=replace(flags, failed=False))
+                worker.beat("save", step)
+                with attempt.recorder.time.saving():
+                    attempt.keeper.after_step(attempt.engine, last, plan.cursor(step), step)
         attempt.plugins.call("on_step", worker.rank, step, outcome.metrics)
         _report_checkpoints(attempt)
     if early is None or position.step >= planned:

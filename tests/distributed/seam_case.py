@@ -288,7 +288,7 @@ def _whole_model(case: SeamCase, dtype: torch.dtype = torch.float32) -> Any:
         dequantize_layers(model)
         model = model.to(dtype)
         if hasattr(model, "set_experts_implementation"):
-            # Grouped products of experts know no fp64.
+            # Grouped products of experts do not support fp64.
             model.set_experts_implementation("eager")
         return model
     if case.architecture in MULTIMODAL:

@@ -86,7 +86,7 @@ def multimodal_model(name: str, vocab_size: int = VOCAB, **changes: Any) -> Any:
     config = MULTIMODAL[name](**changes)
     config.get_text_config().vocab_size = vocab_size
     torch.manual_seed(7)
-    # Grouped products of experts know no fp64.
+    # Grouped products of experts do not support fp64.
     model = AutoModelForMultimodalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
     with torch.no_grad():
         for parameter in model.parameters():

@@ -33,11 +33,13 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_only_what_would_end_a_rehearsal_or_touch_the_run_is_changed() -> None:
-    config = parse_config(small_tree(run__stop_step=40, run__storage="/runs", elastic__hang_timeout_s=9.0))
+    early = {"run__early_stopping": {"patience": 1}, "run__eval_every_steps": 5, "data__eval_fraction": 0.1}
+    config = parse_config(small_tree(run__stop_step=40, run__storage="/runs", elastic__hang_timeout_s=9.0, **early))
     local = rehearsal_config(config, address=None, stamp="now")
     abroad = rehearsal_config(config, address="head:6379", stamp="now")
     assert local.run_dir == abroad.run_dir == Path("/runs/first-rehearsal-now/first-rehearsal-now")
     assert (abroad.run.stop_step, abroad.elastic.hang_timeout_s) == (None, 9.0)
+    assert abroad.run.early_stopping is None
     assert abroad.elastic.max_failures >= 1000 and abroad.elastic.grow_interval_s <= 5.0
     assert abroad.cluster == config.cluster
     # The head of a cluster of our own has room for the data stream, and for no worker.

@@ -87,7 +87,6 @@ def test_a_run_that_ended_early_says_why_and_how_to_go_on():
     ended = "  ended early      the validation loss was 2.0000 at step 8 and not lower in the next 3 evaluations"
     assert ended in lines
     assert lines[-1] == "  continue         ray-ulysses train configs/demo.yaml --set run.early_stopping=null"
-    assert "ended early" not in summary_of(early=early, planned_steps=12), "the last planned step is not early"
 
 
 def test_a_run_without_steps_or_tracking_says_so():

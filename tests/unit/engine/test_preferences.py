@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -62,9 +63,8 @@ def test_an_answer_without_labels_counts_as_certain() -> None:
     assert rewards.tolist() == [0.0, pytest.approx(-0.2)]
 
 
-@pytest.mark.parametrize("log_prob", [0.0, -1e-12])
-def test_a_certain_answer_has_finite_odds(log_prob: float) -> None:
-    log_probs = torch.tensor([log_prob, -4.0], dtype=torch.float64, requires_grad=True)
+def test_a_certain_answer_has_finite_odds() -> None:
+    log_probs = torch.tensor([0.0, -4.0], dtype=torch.float64, requires_grad=True)
     losses, _ = Preference(kind="orpo").losses(log_probs, torch.tensor([1.0, 2.0], dtype=torch.float64), None)
     losses.sum().backward()
     assert losses.isfinite().all() and log_probs.grad is not None and log_probs.grad.isfinite().all()
@@ -73,8 +73,8 @@ def test_a_certain_answer_has_finite_odds(log_prob: float) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"kind": "kto"}, {"beta": 0.0}, {"kind": "ipo", "label_smoothing": 0.1}, {"label_smoothing": 0.5},
-        {"sft_weight": -1.0}, {"kind": "dpo", "margin": 0.5},
+        {"kind": "kto"}, {"beta": 0.0}, {"beta": math.nan}, {"kind": "ipo", "label_smoothing": 0.1},
+        {"label_smoothing": 0.5}, {"sft_weight": -1.0}, {"kind": "dpo", "margin": 0.5},
     ],
 )  # fmt: skip
 def test_settings_that_the_loss_does_not_have_are_refused(settings: dict[str, Any]) -> None:

@@ -10,7 +10,9 @@ import pytest
 
 from ray_ulysses.config.learning import EarlyStoppingSection
 from ray_ulysses.run.early_stopping import EarlyStopping
-from ray_ulysses.tracking.events import Evaluated, EvaluatedCorpus
+from ray_ulysses.tracking.events import Evaluated, EvaluatedCorpus, event_adapter
+from ray_ulysses.tracking.journal_lines import encode_event
+from tests.unit.tracking import journals
 
 PLAN: Any = SimpleNamespace(segments=[SimpleNamespace(branch=None)])
 
@@ -73,6 +75,31 @@ def test_a_branch_counts_anew_but_rows_that_are_left_out_do_not_matter() -> None
     assert stopping(losses, plan=plan(None)).stop() is None
     found = stopping({**losses, 40: 4.5, 50: 4.6}, plan=plan(None)).stop()
     assert found is not None and (found.step, found.best_step) == (50, 30)
+
+
+def test_a_branch_at_step_0_counts_the_evaluation_before_its_first_step() -> None:
+    plan = SimpleNamespace(segments=[SimpleNamespace(branch=SimpleNamespace(step=0, skipped=None))])
+    found = stopping({0: 3.0, 10: 3.1, 20: 3.2}, plan=plan).stop()
+    assert found is not None and (found.step, found.best_step) == (20, 0)
+
+
+def test_evaluations_of_a_state_that_was_discarded_do_not_count() -> None:
+    def evaluated(step: int, loss: float) -> Evaluated:
+        return Evaluated(time=1.0, attempt=1, step=step, loss=loss, tokens=1)
+
+    # The first attempt was resumed from step 30, with evaluations at other steps from then on.
+    started = journals.started(30, time=1.0, attempt=2, session="s")
+    resumed = event_adapter().validate_json(encode_event(started))
+    recorded = [evaluated(30, 3.0), evaluated(40, 2.0), evaluated(45, 2.2), resumed, evaluated(50, 2.9)]
+    section = EarlyStoppingSection(patience=2)
+    assert EarlyStopping(section).recall([*recorded, evaluated(75, 2.8)], PLAN).stop() is None
+    found = EarlyStopping(section).recall([*recorded, evaluated(75, 2.95), evaluated(100, 2.9)], PLAN).stop()
+    assert found is not None and (found.step, found.best_step) == (100, 50)
+
+
+def test_losses_that_are_never_finite_are_named_so() -> None:
+    reason = str(stopping({0: math.nan, 10: math.nan}).stop())
+    assert reason == "the validation loss was not finite in 2 evaluations"
 
 
 def test_an_evaluation_without_the_corpus_does_not_count() -> None:

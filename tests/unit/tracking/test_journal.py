@@ -286,6 +286,9 @@ def test_steps_are_uploaded_when_it_is_due_and_durable_records_at_once(run_dir: 
     assert _steps(run_dir) == [1, 2] and journal.num_waiting_bytes > 0
     journal.append(ENDED)
     assert _steps(run_dir) == [1, 2, 3] and journal.num_waiting_bytes == 0
+    # Early stopping counts evaluations, so a state in peer memory must not be ahead of them.
+    journal.append({"event": "evaluation", "step": 3, "loss": 1.0, "tokens": 1})
+    assert journal.num_waiting_bytes == 0
 
 
 def test_another_writer_continues_its_own_file(run_dir: ObjectLocation) -> None:
