@@ -51,6 +51,8 @@ def prepare(
     prompt_field: Annotated[_Field, _option("The prompt (not learned), as text or messages.")] = None,
     input_field: Annotated[_Field, _option("Prompt rows: the input field of an Alpaca instruction.")] = None,
     completion_field: Annotated[_Field, _option("Prompt rows: the completion, learned.")] = None,
+    chosen_field: Annotated[_Field, _option("Pairs: the better answer, as text or messages.")] = None,
+    rejected_field: Annotated[_Field, _option("Pairs: the worse answer.")] = None,
     weight_field: Annotated[_Field, _option("Any row: the loss weight, 1 if missing.")] = None,
     id_field: Annotated[_Field, _option("Any row: an id, stored in the corpus.")] = None,
     chat_template: Annotated[Path | None, _option("Chats: a template file, or `training` for TRL's.")] = None,
@@ -69,7 +71,7 @@ def prepare(
     """Turn text, source trees, JSONL, Parquet or a `datasets` dataset into token shards. Resumable.
 
     Reads Megatron-LM, datatrove and MDS datasets too. Each text file is one document, as is each row
-    of JSONL, Parquet or a dataset. The field options select one of four kinds of row:
+    of JSONL, Parquet or a dataset. The field options select one of five kinds of row:
 
     \b
     row     options                              what is learned
@@ -77,6 +79,7 @@ def prepare(
     tokens  --tokens-field [--labels-field]      everything, or by labels
     chat    --messages-field [--tools-field]     the assistant's turns
     prompt  --prompt-field --completion-field    the completion
+    pair    --chosen-field --rejected-field      both answers
 
     Documents that can't be read are left out and listed in quarantine.jsonl with the reason.
     """  # noqa: D301 -- click's mark for text that is not to be rewrapped

@@ -136,7 +136,7 @@ _NONE = {
     ),
     "label_smoothing label_smoothing_factor neftune_noise_alpha": (
         "the loss is the exact cross-entropy of each document",
-        "remove it; optimizer.z_loss is the only regularizer of the logits",
+        "remove it; optimizer.z_loss is the only regularizer of the logits, and objective.label_smoothing is for pairs",
     ),
     "group_by_length length_column_name": (
         "rows are packed from documents of any length, and rows of similar cost share a micro-batch",
@@ -158,7 +158,7 @@ _NONE = {
         "remove it, and use `ray-ulysses export` (--push-to-hub uploads the model)",
     ),
     "rl rl_beta dpo_beta reward_model loss_type": (
-        "models are trained to predict the next token; there are no preference or reward losses",
+        "there are no reward models and no reinforcement learning; objective.kind has losses of pairs",
         "remove it",
     ),
     "training trainer train job deepspeed deepspeed_config accelerate parallelism compute_environment": (

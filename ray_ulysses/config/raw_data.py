@@ -54,6 +54,12 @@ class PrepareSection(Section):
     completion_field: str | None = None
     """Field with the completion, which is learned. Default null."""
 
+    chosen_field: str | None = None
+    """Field with the better answer of a pair. Default null."""
+
+    rejected_field: str | None = None
+    """Field with the worse answer of a pair. Default null."""
+
     weight_field: str | None = None
     """Field with the loss weight. Default null: 1."""
 

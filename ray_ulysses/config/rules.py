@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import cast
 
 from ray_ulysses.config.model import AdapterSection
+from ray_ulysses.config.objective import ObjectiveSection
 from ray_ulysses.config.reference_to_checkpoint import MlflowReference, parse_reference
 from ray_ulysses.config.running import mlflow_is_on
 from ray_ulysses.config.schema import Config, problem_of, zero_stage
@@ -15,6 +16,8 @@ from ray_ulysses.config.stages import divisors, in_stage, stage_config, stage_co
 from ray_ulysses.errors import Problem, UserError
 from ray_ulysses.model_shape import ModelShape
 
+_DEFAULT_OBJECTIVE = ObjectiveSection()
+_PAIR_SETTINGS = ("beta", "margin", "label_smoothing", "sft_weight")
 NO_CORPUS = "no corpus is specified"
 """The rule that only `plan` may break."""
 
@@ -359,6 +362,25 @@ def _early_stopping_has_losses(config: Config) -> Iterator[Problem]:
         yield problem_of(config, "run.early_stopping", rule, "remove it or the stages")
 
 
+def _pairs_stay_whole(config: Config) -> Iterator[Problem]:
+    kind = config.objective.kind
+    own = {"next_token": (), "orpo": ("beta", "sft_weight")}.get(kind, _PAIR_SETTINGS)
+    for name in _PAIR_SETTINGS:
+        if name not in own and getattr(config.objective, name) != getattr(_DEFAULT_OBJECTIVE, name):
+            rule = f"is not a setting of objective.kind={kind}"
+            yield problem_of(config, f"objective.{name}", rule, "remove it, or set another kind")
+    if kind == "next_token":
+        return
+    if config.data.overlong != "drop":
+        rule = f"would divide pairs of answers, which objective.kind={kind} needs whole"
+        yield problem_of(config, "data.overlong", rule, "use drop, which leaves out pairs that are longer than a row")
+    if config.data.packing == "concat":
+        rule = f"would divide pairs of answers, which objective.kind={kind} needs whole"
+        yield problem_of(config, "data.packing", rule, "use best_fit or wide_fit")
+    if config.optimizer.z_loss:
+        yield problem_of(config, "optimizer.z_loss", f"is not possible with objective.kind={kind}", "use 0")
+
+
 def _kernel_suits_the_device(config: Config) -> Iterator[Problem]:
     kernel = config.model.attention
     has_gpu = config.cluster.gpus_per_worker > 0
@@ -406,6 +428,7 @@ _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _warmup_ends_before_the_horizon,
     _evaluation_has_documents,
     _early_stopping_has_losses,
+    _pairs_stay_whole,
     _best_has_a_metric,
     _nvme_has_a_place,
     _optimizer_fits,

@@ -12,6 +12,7 @@ from pydantic import ConfigDict, Field
 from ray_ulysses.config.devices import Device
 from ray_ulysses.config.learning import DataSection, RunSection, StageSection
 from ray_ulysses.config.model import ModelSection
+from ray_ulysses.config.objective import ObjectiveSection
 from ray_ulysses.config.optimizer import OptimizerSection, ScheduleSection
 from ray_ulysses.config.running import (
     CheckpointSection,
@@ -38,6 +39,7 @@ class Config(Section):
     run: RunSection
     model: ModelSection
     data: DataSection
+    objective: ObjectiveSection = Field(default_factory=ObjectiveSection)
     parallel: ParallelSection = Field(default_factory=ParallelSection)
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
     schedule: ScheduleSection = Field(default_factory=ScheduleSection)

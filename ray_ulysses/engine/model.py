@@ -330,6 +330,7 @@ def check_architecture(config: Config) -> ProbeResult:
         compiled=config.model.compile,
         router_bias_rate=config.optimizer.router_bias_rate,
         dtype=config.model.dtype,
+        uses_pairs=config.objective.uses_pairs,
     )
 
 
@@ -341,10 +342,12 @@ def refuse_architecture(
     compiled: bool = False,
     router_bias_rate: float | None = None,
     dtype: str | None = None,
+    uses_pairs: bool = False,
 ) -> ProbeResult:
     """Build a decoder on the meta device, and raise an error if the decoder can't be trained exactly.
 
-    If ``dtype`` is set, experts that can't be multiplied in this precision are refused too.
+    If ``dtype`` is set, experts that can't be multiplied in this precision are refused too. With ``uses_pairs``, a
+    router loss is refused.
 
     Returns:
         The result of probing the model's forward.
@@ -363,7 +366,11 @@ def refuse_architecture(
     if dtype is not None:
         _refuse_unaligned_experts(model, dtype)
     result = refuse_inexact(model, model.config.get_text_config(decoder=True), None)
-    router_loss_of(model)
+    if router_loss_of(model) is not None and uses_pairs:
+        raise UserError(
+            "optimizer.router_loss: the model has a router loss, a mean over tokens, which does not fit a loss of "
+            "pairs (objective.kind); set it to 0"
+        )
     refuse_no_bias(model, router_bias_rate)
     refuse_own_loss(model)
     return result

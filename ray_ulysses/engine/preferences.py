@@ -23,6 +23,7 @@ from ray_ulysses.errors import UserError
 
 if TYPE_CHECKING:
     from ray_ulysses.attention.batch import ShardedBatch
+    from ray_ulysses.config import Config
     from ray_ulysses.parallel.layout import TileSetting
 
 PreferenceKind = Literal["dpo", "ipo", "orpo", "simpo"]
@@ -101,6 +102,20 @@ class Preference:
             gain_P, smoothing = chosen_P - rejected_P - self.margin, self.label_smoothing
             losses_P = -(1 - smoothing) * logsigmoid(gain_P) - smoothing * logsigmoid(-gain_P)
         return losses_P - self.sft_weight * means_D[::2], rewards_D.detach()
+
+
+def preference_of(config: Config) -> Preference | None:
+    """Return the run's loss of pairs, or None if it trains on the next token."""
+    one = config.objective
+    if one.kind == "next_token":
+        return None
+    return Preference(
+        kind=one.kind,
+        beta=one.beta,
+        margin=one.margin,
+        label_smoothing=one.label_smoothing,
+        sft_weight=one.sft_weight,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

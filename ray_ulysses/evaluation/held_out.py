@@ -103,6 +103,11 @@ def _planned(planned: PlannedData) -> HeldOut:
 
 
 def _of(corpora: CorpusSet, numbers: NDArray[np.int64] | None, *, words: str, is_training_text: bool) -> HeldOut:
+    if any(source.are_pairs for source in corpora.sources):
+        raise UserError(
+            f"--data: {words} are pairs of answers, whose loss and accuracy a run records itself "
+            "(run.eval_every_steps); pass a corpus of texts with --data"
+        )
     lengths = np.concatenate([corpus.lengths for corpus in corpora.corpora]).astype(np.int64)
     numbers = np.arange(lengths.size) if numbers is None else numbers
     numbers = numbers[lengths[numbers] > 1]

@@ -322,7 +322,7 @@ def _corpus(corpora: CorpusSet) -> CorpusFacts:
         num_tokens=sum(corpus.info.num_tokens for corpus in opened),
         longest_document=max(int(corpus.lengths.max()) for corpus in opened),
         max_token_id=max(corpus.info.max_token_id for corpus in opened),
-        unigram_nats=opened[0].info.byte_unigram_nats if len(opened) == 1 else None,
+        unigram_nats=opened[0].info.byte_unigram_nats if len(opened) == 1 and not opened[0].info.are_pairs else None,
         loss_weights=corpora.loss_weights,
     )
 

@@ -158,7 +158,12 @@ def _stages_and_branches(axes: Axes, record: RunRecord) -> None:
 
 
 def _columns(
-    y_label: str, labels: Mapping[str, str], missing: str = "the journal has no value", *, from_zero: bool = False
+    y_label: str,
+    labels: Mapping[str, str],
+    missing: str = "the journal has no value",
+    *,
+    from_zero: bool = False,
+    is_linear: bool = False,
 ) -> Callable[[RunRecord], Figure]:
     """Return a function that plots optional step fields against tokens.
 
@@ -177,7 +182,7 @@ def _columns(
             raise NothingToDrawError(missing)
         if from_zero:
             axes.set_ylim(bottom=0)
-        else:
+        elif not is_linear:
             log_if_wide(axes, np.concatenate(found))
         legend(axes)
         return figure
@@ -192,6 +197,11 @@ added_losses_picture = _columns(
 )
 
 
+_NO_PAIRS = "the run has no pairs of answers"
+pair_accuracy_picture = _columns("fraction", {"pair_accuracy": "chosen preferred"}, _NO_PAIRS, from_zero=True)
+pair_rewards_picture = _columns(
+    "reward", {"pair_margin": "chosen minus rejected", "chosen_reward": "chosen"}, _NO_PAIRS, is_linear=True
+)
 _NO_ROUTERS = "the model has no routers that are counted"
 router_imbalance_picture = _columns("busiest expert / mean", {"router_imbalance": "worst layer"}, _NO_ROUTERS)
 dead_experts_picture = _columns("experts of all layers", {"dead_experts": "dead"}, _NO_ROUTERS, from_zero=True)
@@ -527,6 +537,8 @@ PICTURES = (
         False,
     ),
     Picture("Training loss by corpus", source_losses_picture, "Each value covers the steps since the previous one."),
+    Picture("Accuracy of pairs", pair_accuracy_picture, "Pairs whose chosen answer has the larger reward."),
+    Picture("Rewards of pairs", pair_rewards_picture, "Means over a step's pairs."),
     Picture(
         "Z-loss and router loss",
         added_losses_picture,

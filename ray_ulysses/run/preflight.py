@@ -205,6 +205,7 @@ def _prepare(config: Config, problems: list[Problem], stored_run: StoredRun, *, 
         if capacity > known:
             problems += context_problems(own, longest, trained_positions(own))
         problems += _sample_problems(own, corpora.corpora[0])
+    problems += _pair_problems(config, (*corpora.corpora, *validation.corpora))
     for corpus in validation.corpora:
         problems += vocabulary_problems(
             corpus.info.max_token_id, shape.vocab_size, str(corpus.folder), "data.validation"
@@ -228,12 +229,29 @@ def _prepare(config: Config, problems: list[Problem], stored_run: StoredRun, *, 
     )
 
 
+def _pair_problems(config: Config, corpora: Sequence[Corpus]) -> Iterator[Problem]:
+    """Refuse corpora that do not suit the objective."""
+    kind = config.objective.kind
+    for corpus in corpora:
+        if corpus.info.are_pairs != config.objective.uses_pairs:
+            path = str(corpus.folder)
+            rule = f"does not contain pairs of answers, which objective.kind={kind} requires"
+            hint = "prepare pairs with --chosen-field and --rejected-field, or set objective.kind: next_token"
+            if corpus.info.are_pairs:
+                rule, hint = "has pairs of answers, which need a preference loss", "set objective.kind: orpo or simpo"
+            yield Problem(path=_setting_of(config, path), value=path, rule=rule, hint=hint)
+
+
 def _longest_planned(config: Config, corpora: Sequence[Corpus], plan: Plan) -> int:
     """Return the length in tokens of the longest document that may be packed into a row, or 0 without documents."""
     overlong, row_tokens = get_args(Overlong).index(config.data.overlong), plan.settings.capacity
     planned = (*plan.newest.sources, *plan.newest.validation)
     used = {source.fingerprint for source in planned if source.is_used}
     there = [corpus for corpus in corpora if corpus.fingerprint in used]
+    if config.objective.uses_pairs:
+        # Both answers have positions of their own.
+        fits = [corpus.text_lengths[corpus.lengths <= row_tokens + 1] for corpus in there if corpus.info.are_pairs]
+        return max((int(lengths.max(initial=0)) for lengths in fits), default=0)
     return max((int(longest_planned(corpus.lengths, row_tokens, overlong)) for corpus in there), default=0)
 
 

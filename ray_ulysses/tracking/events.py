@@ -150,7 +150,7 @@ class StepDone(_Event):
     step: Whole
     """Number of completed steps, including this step."""
     loss: float
-    """Mean loss over the step's supervised tokens, in nats."""
+    """Mean loss over the step's supervised tokens, in nats, or over its pairs of answers."""
     tokens: Whole
     """Number of supervised tokens."""
     rows: RowRange
@@ -173,6 +173,12 @@ class StepDone(_Event):
     """Mean z-loss over the supervised tokens, times its coefficient. Not included in `loss`."""
     router_loss: float | None = None
     """Mean load-balancing loss over the supervised tokens, times its coefficient. Not included in `loss`."""
+    pair_accuracy: float | None = None
+    """Fraction of the step's pairs whose chosen answer has the larger reward; None without pairs."""
+    pair_margin: float | None = None
+    """Mean reward of the chosen answers minus that of the rejected ones."""
+    chosen_reward: float | None = None
+    """Mean reward of the chosen answers."""
     router_imbalance: float | None = None
     """Tokens of the busiest expert over the mean of its layer's experts, in the layer where this ratio is largest."""
     dead_experts: Number | None = None
@@ -242,6 +248,8 @@ class EvaluatedCorpus:
     """Mean loss over the supervised tokens of the corpus's evaluation rows, in nats."""
     tokens: Whole
     """Number of supervised tokens in these rows."""
+    pair_accuracy: float | None = None
+    """Fraction of the pairs whose chosen answer has the larger reward; None without pairs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -252,9 +260,11 @@ class Evaluated(_Event):
     step: Whole
     """Number of completed steps."""
     loss: float
-    """Mean loss over the supervised tokens of the evaluation rows, in nats."""
+    """Mean loss over the supervised tokens of the evaluation rows, in nats, or over their pairs of answers."""
     tokens: Whole
     """Number of supervised tokens in the evaluation rows."""
+    pair_accuracy: float | None = None
+    """Fraction of the pairs whose chosen answer has the larger reward; None without pairs."""
     seconds: Seconds = 0.0
     """Duration of the evaluation."""
     corpora: tuple[EvaluatedCorpus, ...] = ()

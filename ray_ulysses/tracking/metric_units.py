@@ -27,6 +27,9 @@ STEP_METRICS = {
     "loss": "train/loss",
     "z_loss": "train/z_loss",
     "router_loss": "train/router_loss",
+    "pair_accuracy": "pairs/accuracy",
+    "pair_margin": "pairs/margin",
+    "chosen_reward": "pairs/chosen_reward",
     "router_imbalance": "router/max_imbalance",
     "dead_experts": "router/dead_experts",
     "router_entropy": "router/mean_entropy",
@@ -39,12 +42,18 @@ STEP_METRICS = {
 """Names of metrics by the field of `StepDone`. Trackers group metrics by the prefix."""
 TOKENS_PER_S, WORLD_SIZE, EVAL_LOSS = "train/tokens_per_s", "train/world_size", "eval/loss"
 METRIC_UNITS: tuple[MetricUnit, ...] = (
-    MetricUnit("train/loss", "nats per token", "mean over the supervised tokens of a step"),
+    MetricUnit("train/loss", "nats per token", "mean over the supervised tokens of a step, or over its pairs"),
     MetricUnit("source/*/loss", "nats per token", "training loss of one corpus since the previous value"),
-    MetricUnit("eval/loss", "nats per token", "mean over the supervised tokens of the evaluation rows"),
+    MetricUnit(
+        "eval/loss", "nats per token", "mean over the supervised tokens of the evaluation rows, or over their pairs"
+    ),
     MetricUnit("eval/*/loss", "nats per token", "the same, of one validation corpus or of held-out documents"),
     MetricUnit("train/z_loss", "nats per token", "z-loss times its coefficient, as added to the loss"),
     MetricUnit("train/router_loss", "nats per token", "router loss times its coefficient, as added to the loss"),
+    MetricUnit("pairs/accuracy", "fraction", "pairs whose chosen answer has the larger reward"),
+    MetricUnit("pairs/margin", "1", "mean reward of the chosen answers minus that of the rejected ones"),
+    MetricUnit("pairs/chosen_reward", "1", "mean reward of the chosen answers"),
+    MetricUnit("eval/pair_accuracy", "fraction", "evaluated pairs whose chosen answer has the larger reward"),
     MetricUnit("router/max_imbalance", "ratio", "tokens of the busiest expert over the mean, in the worst layer"),
     MetricUnit("router/dead_experts", "experts", "experts of all layers that received no token of the step"),
     MetricUnit("router/mean_entropy", "nats", "entropy of the routers' probabilities, mean over tokens and layers"),

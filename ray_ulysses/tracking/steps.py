@@ -37,6 +37,9 @@ STEP_ROW = np.dtype(
         ("router_imbalance", "<f8"),
         ("dead_experts", "<f8"),
         ("router_entropy", "<f8"),
+        ("pair_accuracy", "<f8"),
+        ("pair_margin", "<f8"),
+        ("chosen_reward", "<f8"),
     ]
 )
 """All numeric fields of `StepDone`; NaN represents None."""
@@ -44,7 +47,7 @@ STEP_ROW = np.dtype(
 _Other = TypeVar("_Other")
 OPTIONAL_FIELDS = (
     "learning_rate", "grad_norm", "peak_memory_gib", "mfu", "z_loss", "router_loss", "router_imbalance", "dead_experts",
-    "router_entropy",
+    "router_entropy", "pair_accuracy", "pair_margin", "chosen_reward",
 )  # fmt: skip
 _MAX_STEPS = 4096
 

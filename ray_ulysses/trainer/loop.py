@@ -23,6 +23,7 @@ from ray_ulysses.engine.activation_offload import offload_activations
 from ray_ulysses.engine.model import build_model, compile_layers
 from ray_ulysses.engine.optimizer import learning_rate
 from ray_ulysses.engine.plugins import Plugins, load_plugins
+from ray_ulysses.engine.preferences import preference_of
 from ray_ulysses.engine.router_health import RouterWatch
 from ray_ulysses.engine.tiled_mlp import tile_mlps
 from ray_ulysses.engine.zero import build_engine, partition_config, prepare_process
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from ray_ulysses.data.read.reader import RowSlice
     from ray_ulysses.data.read.row_source import DirectSource
     from ray_ulysses.elastic.hang import Phase
+    from ray_ulysses.engine.preferences import Preference
     from ray_ulysses.planner.stages import Stage
     from ray_ulysses.trainer.resume import StartingState
     from ray_ulysses.trainer.sampling import Sampler
@@ -94,6 +96,7 @@ class _Attempt:
     routers: RouterWatch
     sources: SourceLosses | None
     stopping: EarlyStopping
+    preference: Preference | None
 
     @property
     def plan(self) -> Plan:
@@ -188,8 +191,9 @@ def _run(
             sampler=open_sampler(context),
             plugins=plugins,
             routers=routers,
-            sources=SourceLosses.of_mixture(stage.plan, worker.device),
+            sources=None if config.objective.uses_pairs else SourceLosses.of_mixture(stage.plan, worker.device),
             stopping=read_early_stopping(context, stage.plan, position.step),
+            preference=preference_of(config),
         )
         if position.unsaved is None:
             keeper.resumed(position.step)
@@ -294,6 +298,8 @@ def _take_step(attempt: _Attempt, source: DirectSource, position: RunPosition) -
         loss_tile=config.memory.loss_tile,
         z_loss=config.optimizer.z_loss,
         token_loss=attempt.plugins.token_loss,
+        preference=attempt.preference,
+        num_pairs=int(stats.num_pieces.sum()),
         sources=attempt.sources,
         routers=attempt.routers,
         flags=lambda: _flags(attempt),
@@ -306,7 +312,7 @@ def _take_step(attempt: _Attempt, source: DirectSource, position: RunPosition) -
         result,
         seconds=worker.clock.monotonic() - started,
         document_tokens=int(stats.document_tokens.sum(dtype=np.int64)),
-        cost=int(stats.sum_squares.sum()),
+        cost=attempt.reader.sum_squares(rows),
         learning_rate=rate,
     )
     attempt.recorder.step_done(step, result, rows, metrics)
@@ -350,9 +356,9 @@ def _evaluate(attempt: _Attempt, outcome: StepOutcome) -> StepOutcome:
     slices = _beating(attempt, "evaluation", outcome.position.step, _evaluation_slices(attempt))
     with memory_explained(context.run, attempt.stage, context.diagnostics, attempt.memory, outcome.position.step):
         tile, ends = context.run.config.memory.loss_tile, [one.rows.stop for one in sets]
-        sums = evaluate(attempt.engine, slices, attempt.mesh, device, tile, ends=ends)
+        sums = evaluate(attempt.engine, slices, attempt.mesh, device, tile, ends=ends, preference=attempt.preference)
     loss = attempt.recorder.evaluated(outcome.position.step, sets, sums, clock.monotonic() - started)
-    by_corpus = {one.name: loss_sum / tokens for one, (loss_sum, tokens) in zip(sets, sums, strict=True)}
+    by_corpus = {one.name: found.loss for one, found in zip(sets, sums, strict=True)}
     attempt.stopping.add(outcome.position.step, loss, by_corpus)
     attempt.plugins.call("on_evaluation", context.rank, outcome.position.step, loss)
     return replace(outcome, metrics={**outcome.metrics, "eval_loss": loss})

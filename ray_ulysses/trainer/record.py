@@ -25,6 +25,7 @@ from ray_ulysses.run.early_stopping import EarlyStop
 from ray_ulysses.run.settings import flat_settings, versions
 from ray_ulysses.storage.background import BackgroundCalls
 from ray_ulysses.tracking.journal_lines import encode_record, is_durable
+from ray_ulysses.trainer.row_loss import combined
 from ray_ulysses.trainer.step import device_memory_gib
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from ray_ulysses.run.start_point import RunPosition
     from ray_ulysses.tracking.journal import JournalWriter
     from ray_ulysses.trainer.context import AttemptContext
+    from ray_ulysses.trainer.row_loss import SetLoss
     from ray_ulysses.trainer.sampling import Sampler
     from ray_ulysses.trainer.step import StepResult
 
@@ -118,6 +120,11 @@ class SystemMeter:
         return (0.0, 0.0) if counted is None else (counted.bytes_recv / _MEGABYTE, counted.bytes_sent / _MEGABYTE)
 
 
+def _evaluated(found: SetLoss) -> dict[str, float]:
+    accuracy = {} if found.accuracy is None else {"pair_accuracy": found.accuracy}
+    return {"loss": found.loss, "tokens": found.tokens, **accuracy}
+
+
 _log = get_logger(__name__)
 _MOST_WAITING_BYTES = 64 * 2**20
 """Maximum size of unwritten records in bytes. A run that saves checkpoints ends earlier, because its saves fail
@@ -132,7 +139,7 @@ _ABANDON_S = 1.0
 _TEND_EVERY_S = 3.0
 _DETAIL_RECORDS = 1000
 """Approximate maximum number of records of routers, and of the corpora's losses, in a run. Such a record is long."""
-_RECORDED = ("model", "data", "optimizer", "schedule")
+_RECORDED = ("model", "data", "objective", "optimizer", "schedule")
 
 
 class Recorder:
@@ -274,26 +281,22 @@ class Recorder:
             self._append("sources", step=step, corpora=corpora)
         self._source_sums = {}
 
-    def evaluated(
-        self, step: int, sets: Sequence[EvaluationSet], sums: Sequence[tuple[float, int]], seconds: float
-    ) -> float:
-        """Record an evaluation, and return its mean loss over the tokens of all sets.
+    def evaluated(self, step: int, sets: Sequence[EvaluationSet], found: Sequence[SetLoss], seconds: float) -> float:
+        """Record an evaluation, and return its mean loss over the tokens, or pairs, of all sets.
 
         Args:
             step: Number of completed steps.
             sets: The evaluation sets.
-            sums: Sum of the losses and number of supervised tokens of each set.
+            found: The result of each set.
             seconds: Duration of the evaluation.
         """
-        tokens = sum(num_tokens for _, num_tokens in sums)
-        loss = math.fsum(loss_sum for loss_sum, _ in sums) / tokens
+        total = combined(found)
         corpora = [
-            {"name": one.name, "path": one.path, "loss": loss_sum / num_tokens, "tokens": num_tokens}
-            for one, (loss_sum, num_tokens) in zip(sets, sums, strict=True)
+            {"name": one.name, "path": one.path, **_evaluated(of_set)} for one, of_set in zip(sets, found, strict=True)
         ]
         by_corpus = {"corpora": corpora} if any(one.path is not None for one in sets) else {}
-        self._append("evaluation", step=step, loss=loss, tokens=tokens, seconds=round(seconds, 6), **by_corpus)
-        return loss
+        self._append("evaluation", step=step, **_evaluated(total), seconds=round(seconds, 6), **by_corpus)
+        return total.loss
 
     def sampled(self, step: int, sampler: Sampler, found: Sequence[Sequence[int]], seconds: float) -> None:
         """Record the texts that the model wrote."""

@@ -16,16 +16,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ray_ulysses.attention.batch import ShardedBatch, held_document_lengths
+from ray_ulysses.attention.batch import IGNORE_INDEX, ShardedBatch, held_document_lengths
 from ray_ulysses.attention.documents import on_device, pack_documents
 from ray_ulysses.data.fingerprint import mix_int
 from ray_ulysses.data.read.digest import MODULUS, add_digests, from_int64, ranges_checksum, row_digest, to_int64
 from ray_ulysses.elastic.outliers import WINDOW_STEPS, spike_bound
-from ray_ulysses.engine.loss import loss_scale, training_loss
+from ray_ulysses.engine.loss import loss_scale
 from ray_ulysses.errors import FinalError, RunError
 from ray_ulysses.parallel.layout import held_ranges
 from ray_ulysses.planner.flops import mfu, peak_bf16_flops, step_flops
 from ray_ulysses.run.requests import RequestWatch
+from ray_ulysses.trainer.row_loss import NUM_ADDED, PairMetrics, SetLoss, row_loss
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
     from ray_ulysses.config.running import ElasticSection
     from ray_ulysses.data.read.reader import RowSlice
+    from ray_ulysses.engine.preferences import Preference
     from ray_ulysses.engine.router_health import LayerRouting, RouterWatch
     from ray_ulysses.engine.tiled_loss import TokenLoss
     from ray_ulysses.model_shape import ModelShape
@@ -195,6 +197,8 @@ class StepResult:
     """Flags that at least one rank has raised."""
     sources: tuple[SourceLoss, ...] = ()
     """Loss of each corpus of a mixture, in the order of the plan's sources; empty for a single corpus."""
+    pairs: PairMetrics | None = None
+    """Rewards of the step's pairs of answers."""
     routing: tuple[LayerRouting, ...] = ()
     """How the routers of a mixture of experts distributed the step's document tokens, for each layer with a router."""
     direct_rows: float = 0.0
@@ -215,6 +219,8 @@ def train_step(
     loss_tile: TileSetting = "auto",
     z_loss: float = 0.0,
     token_loss: TokenLoss | None = None,
+    preference: Preference | None = None,
+    num_pairs: int = 0,
     sources: SourceLosses | None = None,
     routers: RouterWatch | None = None,
     flags: Callable[[], Flags] = Flags,
@@ -237,6 +243,8 @@ def train_step(
         loss_tile: Number of tokens per rank whose logits exist at a time.
         z_loss: Coefficient of the z-loss.
         token_loss: Loss of each token in place of the cross-entropy.
+        preference: Loss of pairs in place of the cross-entropy, with the number of pairs as denominator.
+        num_pairs: Number of pairs of answers in the step, with a loss of pairs.
         sources: Sums the loss of each corpus of a mixture.
         routers: Counts the tokens of each expert, and balances routers after the update.
         flags: Function that returns this rank's flags; called at the end of the step.
@@ -248,26 +256,28 @@ def train_step(
         RunError: The model received tokens that differ from the plan.
     """
     slices, weight = _weighed(slices, tokens, mesh, device)
+    weight = weight if preference is None else num_pairs
     scale = loss_scale(weight, mesh, zero_stage=engine.zero_optimization_stage(), accumulation=accumulation)
-    # One loss for each row, one for all fillers, then the z-loss and the router loss.
-    losses = torch.zeros(len(rows) + 3, dtype=torch.float64, device=device)
+    # One loss for each row, one for all fillers, then the sums that a row loss adds.
+    losses = torch.zeros(len(rows) + 1 + NUM_ADDED, dtype=torch.float64, device=device)
     given: list[Given] = []
     for steps, row in enumerate(slices, start=1):
         batch = batch_of(row, mesh, device)
         _seed_generators(mix_int(mix_int(seed) ^ (row.row % 2**64)) >> 1, device)
         with contextlib.nullcontext() if routers is None else routers.counting(batch):
-            row_loss = training_loss(engine, batch, tile=loss_tile, z_loss=z_loss, token_loss=token_loss)
-        engine.backward(row_loss.objective_sum * scale)
+            found = row_loss(engine, batch, tile=loss_tile, z_loss=z_loss, token_loss=token_loss, preference=preference)
+        engine.backward(found.objective_sum * scale)
         if steps == accumulation:
             before_update()
         engine.step()
         if not row.is_filler and row.row not in rows:
             raise RunError(f"row {row.row} arrived in the step of rows {rows.start} to {rows.stop - 1}; resume the run")
-        losses[len(rows) if row.is_filler else row.row - rows.start] += row_loss.loss_sum.double()
-        losses[-2:] += torch.stack([row_loss.z_loss_sum, row_loss.router_loss_sum]).double()
+        losses[len(rows) if row.is_filler else row.row - rows.start] += found.loss_sum.double()
+        losses[-NUM_ADDED:] += found.added
         if not row.is_filler:
             if sources is not None:
-                sources.add(row, row_loss.losses_N)
+                assert found.losses_N is not None, "pairs are not summed by corpus"
+                sources.add(row, found.losses_N)
             given.append(Given(row.row - rows.start, row.num_supervised, read_back(batch)))
     assert steps == accumulation, f"{steps} micro-batches instead of {accumulation}"
     # If this norm is not finite, ZeRO in DeepSpeed 0.19.8 skips the update without any other report.
@@ -314,28 +324,35 @@ def evaluate(
     loss_tile: TileSetting = "auto",
     *,
     ends: Sequence[int],
-) -> list[tuple[float, int]]:
-    """Return the sum of the losses and the number of supervised tokens of each set of evaluation rows.
+    preference: Preference | None = None,
+) -> list[SetLoss]:
+    """Return the loss of each set of evaluation rows.
 
     All ranks must call this function, with the same number of slices. The sets are consecutive, and ``ends`` contains
     the row after the last of each. The loss is the unweighted cross-entropy over supervised tokens, without label
-    weights or auxiliary losses.
+    weights or auxiliary losses, or ``preference`` over pairs.
     """
     engine.eval()
-    totals = torch.zeros(len(ends), 2, dtype=torch.float64, device=device)
+    totals = torch.zeros(len(ends), 4, dtype=torch.float64, device=device)
     try:
         with torch.no_grad():
             for row in slices:
                 batch: ShardedBatch = batch_of(replace(row, label_weights=None), mesh, device)
-                found = training_loss(engine, batch, tile=loss_tile)
                 # A filler row has neither loss nor tokens, and its number is below all others.
                 of_set = totals[bisect_right(ends, row.row)]
+                found = row_loss(engine, batch, tile=loss_tile, preference=preference)
+                of_set[2:] += found.added[2:4]
                 of_set[0] += found.loss_sum.double()
-                of_set[1] += found.num_tokens
+                of_set[1] += (batch.labels_BL != IGNORE_INDEX).sum()
     finally:
         engine.train()
     dist.all_reduce(totals, group=mesh.group("loss"))
-    return [(loss_sum, int(num_tokens)) for loss_sum, num_tokens in totals.tolist()]
+    return [
+        SetLoss(loss_sum / tokens, int(tokens))
+        if preference is None
+        else SetLoss(loss_sum / num_pairs, int(tokens), int(num_pairs), num_right / num_pairs)
+        for loss_sum, tokens, num_pairs, num_right in totals.tolist()
+    ]
 
 
 def _agree(
@@ -378,7 +395,7 @@ def _agree(
             "the corpus changed during the run. Restore data.path, then resume the run"
         )
     read: list[float] = sums.tolist()
-    *row_losses, z_loss_sum, router_loss_sum = read[:num_losses]
+    row_losses, added = read[: num_losses - NUM_ADDED], read[num_losses - NUM_ADDED : num_losses]
     loss_sum = sum(row_losses)
     digest = add_digests(*(row_digest(row, from_int64(value)) for row, value in zip(rows, row_sums, strict=True)))
     is_finite = math.isfinite(loss_sum) and num_bad_norms == 0
@@ -386,14 +403,15 @@ def _agree(
         routers.balance(sums[first_router:])
     return StepResult(
         loss=loss_sum / weight,
-        z_loss=z_loss_sum / weight,
-        router_loss=router_loss_sum / weight,
+        z_loss=added[0] / weight,
+        router_loss=added[1] / weight,
         grad_norm=grad_norm,
         is_finite=is_finite,
         bad_rows=tuple(row for row, value in zip(rows, row_losses, strict=False) if not math.isfinite(value)),
         tokens=tokens,
         digest=digest,
         flags=Flags.from_counts(raised),
+        pairs=PairMetrics.of(added[2:]),
         sources=() if sources is None else sources.summary(read[num_losses:first_router]),
         routing=() if routers is None else routers.summary(read[first_router:]),
         direct_rows=direct_slices / mesh.sp_size,
@@ -495,6 +513,12 @@ class StepMeter:
             "world_size": float(self._world_size),
         }
         found = {"mfu": utilisation, "z_loss": result.z_loss or None, "router_loss": result.router_loss or None}
+        if result.pairs is not None:
+            found |= {
+                "pair_accuracy": result.pairs.accuracy,
+                "pair_margin": result.pairs.margin,
+                "chosen_reward": result.pairs.chosen_reward,
+            }
         if result.routing:
             found |= {
                 "router_imbalance": max(one.imbalance for one in result.routing),

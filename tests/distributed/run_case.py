@@ -7,7 +7,6 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from operator import ge
 from pathlib import Path
 from typing import Any
@@ -237,22 +236,22 @@ def assert_same_run(ours: RunHistory, wanted: RunHistory) -> None:
 
 def _poison(row: int, kind: str) -> None:
     """Make the loss, or only its gradient, NaN where this process trains a row."""
-    real_batch, real_loss, trained = step_module.batch_of, step_module.training_loss, [-1]
+    real_batch, real_loss, trained = step_module.batch_of, step_module.row_loss, [-1]
 
     def batch_of(one: Any, *arguments: Any) -> Any:
         trained[0] = one.row
         return real_batch(one, *arguments)
 
-    def training_loss(engine: Any, batch: Any, **options: Any) -> Any:
+    def row_loss(engine: Any, batch: Any, **options: Any) -> Any:
         found = real_loss(engine, batch, **options)
         if trained[0] != row:
             return found
         if kind == "loss":
             nan = float("nan")
-            return replace(found, objective_sum=found.objective_sum * nan, loss_sum=found.loss_sum * nan)
-        return replace(found, objective_sum=_BadGradient.apply(found.objective_sum))
+            return found._replace(objective_sum=found.objective_sum * nan, loss_sum=found.loss_sum * nan)
+        return found._replace(objective_sum=_BadGradient.apply(found.objective_sum))
 
-    step_module.batch_of, step_module.training_loss = batch_of, training_loss
+    step_module.batch_of, step_module.row_loss = batch_of, row_loss
 
 
 class _BadGradient(torch.autograd.Function):

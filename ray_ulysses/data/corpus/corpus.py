@@ -169,6 +169,22 @@ class Corpus:
         with self._reading(SPANS_FILE):
             return self._span_table.weights(document, first, last)
 
+    @cached_property
+    def borders(self) -> NDArray[np.int64]:
+        """Number of tokens of each pair's chosen answer, with its prompt; int64 [documents]."""
+        assert self._span_table is not None and self.info.are_pairs
+        with self._reading(SPANS_FILE):
+            spans = self._span_table.all()
+        return spans.stops[spans.offsets[:-1]]
+
+    @property
+    def text_lengths(self) -> NDArray[np.integer]:
+        """Number of tokens of each text: a document, or the longer answer of a pair; [documents]."""
+        if not self.info.are_pairs:
+            return self.lengths
+        longer: NDArray[np.int64] = np.maximum(self.borders, self.lengths - self.borders)
+        return longer
+
     def read(self, document: int, start: int, length: int) -> NDArray[np.integer]:
         """Return ``length`` tokens of a document, starting at token ``start``, in the shards' dtype."""
         return self._shards.read(self._first(document, start + length) + start, length)

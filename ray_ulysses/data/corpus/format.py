@@ -142,6 +142,9 @@ class CorpusInfo:
     """Label span metadata, or None if every token of every document is supervised."""
     turn_ends: tuple[Whole, ...] = ()
     """Special tokens that end supervised spans."""
+    are_pairs: bool = False
+    """Whether each document is a pair of answers: the chosen and the rejected one, each with its prompt. The document's
+    first label span ends with the chosen answer, and the second with the rejected one."""
     reasons: tuple[tuple[str, Whole], ...] = ()
     """Reasons for excluding documents, each with the number of documents, most frequent first."""
 
@@ -164,6 +167,7 @@ class CorpusInfo:
             "documents": [self.num_documents, self.index.crc32],
             "shards": [[shard.num_tokens, shard.tokens.crc32] for shard in self.shards],
             "spans": None if self.spans is None else [self.spans.num_spans, self.spans.content_crc32],
+            **({"pairs": True} if self.are_pairs else {}),
         }
         return stable_hash(content)
 

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ray_ulysses.data.corpus.corpus import Corpus
+from ray_ulysses.data.plan.rows import Piece
 from ray_ulysses.data.tokenize.spans import LabelSpans
 from ray_ulysses.errors import UserError
 from ray_ulysses.validation import KNOWN_FIELDS_ONLY, Number, Whole
@@ -39,6 +40,8 @@ class PlannedSource:
     """Tokens that a model learns to emit at the end of a text."""
     has_weights: bool = False
     """Whether any token has a loss weight other than 1."""
+    are_pairs: bool = False
+    """Whether each document is a pair of answers."""
 
     @property
     def is_used(self) -> bool:
@@ -144,6 +147,20 @@ class CorpusSet:
         corpus, local = self.locate(document)
         return corpus.label_weights(local, first, last)
 
+    def documents_of(self, pieces: Sequence[Piece]) -> Sequence[Piece]:
+        """Return the parts of a row that attend to themselves alone: its pieces, or both answers of each pair."""
+        if not any(source.are_pairs for source in self.sources):
+            return pieces
+        answers = []
+        for piece in pieces:
+            corpus, local = self.locate(piece.document)
+            border = int(corpus.borders[local])
+            answers.append(Piece(document=piece.document, start=0, length=border, has_next_label=False))
+            # Of a pair that is one token longer than a row, the last token is only a label.
+            rest, has_next = piece.length - border, piece.has_next_label
+            answers.append(Piece(document=piece.document, start=border, length=rest, has_next_label=has_next))
+        return answers
+
     def locate(self, document: int) -> tuple[Corpus, int]:
         """Return the corpus that contains a document, and the document's number in that corpus."""
         number = bisect_right(self._bases, document) - 1
@@ -203,6 +220,7 @@ def _planned(path: str, corpus: Corpus, weight: float | None) -> PlannedSource:
         tokenizer=corpus.info.tokenizer.fingerprint,
         end_tokens=corpus.info.end_tokens,
         has_weights=corpus.has_weights,
+        are_pairs=corpus.info.are_pairs,
     )
 
 

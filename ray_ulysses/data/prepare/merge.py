@@ -132,6 +132,7 @@ def merge(
         reasons=reasons,
         spans=spans,
         turn_ends=tuple(sorted({token for unit in units for token in unit.turn_ends})),
+        are_pairs=units[0].are_pairs,
         **documents,
     )
     # The files were synced when written. Syncing the folders makes the file names durable.

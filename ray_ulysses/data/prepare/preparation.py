@@ -219,7 +219,7 @@ def _listed(request: PrepareRequest) -> Preparation:
     if fields.kind == "messages":
         # Refuse a missing chat template immediately instead of in the first task.
         _ = encoder.chat
-    elif request.encoding.chat_settings:
+    elif request.encoding.chat_settings and fields.kind != "pair":
         option = f"--{request.encoding.chat_settings[0].replace('_', '-')}"
         raise UserError(f"{option}: applies to chats only; omit the option, or set --messages-field")
     units, rejected = list_units(request.sources, request.unit_bytes, request.out)
@@ -234,6 +234,12 @@ def _listed(request: PrepareRequest) -> Preparation:
             f"source={paths}: no file matches --pattern={request.sources.pattern!r} "
             f"(--kind={request.sources.kind}), or none of the matching files has rows; nothing was written"
         )
+    for unit in units:
+        if fields.kind == "pair" and unit.kind in TOKENIZED:
+            raise UserError(
+                f"--chosen-field={fields.chosen}: {path_text(unit.files[0].path)} contains tokens of another tool, not "
+                "pairs; exclude the file (--exclude)"
+            )
     refuse_missing_fields(units)
     _refuse_other_tokenizer(units, encoder)
     others = _other_corpora(request, encoder.tokenizer.info)

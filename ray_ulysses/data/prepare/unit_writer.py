@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from ray_ulysses.data.corpus.format import FORMAT_VERSION, SHARDS_DIRECTORY, UNI
 from ray_ulysses.data.sources.extraction import RawDocument, read_unit
 from ray_ulysses.data.sources.files import changed
 from ray_ulysses.data.sources.records import LineCounts
-from ray_ulysses.data.sources.rows import ChatRow, Rejected, RowError
+from ray_ulysses.data.sources.rows import ChatRow, PairRow, Rejected, RowError
 from ray_ulysses.data.sources.units import TOKENIZED, Unit
 from ray_ulysses.data.tokenize.encoding import (
     NOT_SUPERVISED,
@@ -84,6 +85,8 @@ class UnitResult:
     """Number of occurrences of each token id, or None unless the byte tokenizer is used."""
     lines: LineCounts | None
     """Line counts of the unit's file or range, or None if the source format has no lines."""
+    are_pairs: bool = False
+    """Whether each document is a pair of answers."""
     num_chats: int = 0
     """Number of conversations written."""
     num_chat_documents: int = 0
@@ -102,6 +105,10 @@ def unit_signature(unit: Unit, encoder: DocumentEncoder) -> str:
     parts = [str(FORMAT_VERSION), unit.signature, encoder.tokenizer.info.fingerprint, encoder.fingerprint]
     if unit.kind != "text" and unit.fields.kind == "messages":
         parts.append(encoder.chat.fingerprint)
+    if unit.kind != "text" and unit.fields.kind == "pair":
+        # Answers that are text need no chat format.
+        with suppress(UserError):
+            parts.append(encoder.chat.fingerprint)
     return "-".join(parts)
 
 
@@ -170,6 +177,7 @@ def _write_unit(out: Path, unit: Unit, encoder: DocumentEncoder) -> UnitResult:
         turn_ends=tuple(sorted(collected.turn_ends)),
         token_counts=None if collected.counts is None else tuple(collected.counts.tolist()),
         lines=collected.lines,
+        are_pairs=unit.kind != "text" and unit.fields.kind == "pair",
         num_chats=collected.num_chats,
         num_chat_documents=collected.num_chat_documents,
         num_open_turns=collected.num_open_turns,
@@ -217,7 +225,8 @@ class _Collected:
                 raise other_tokenizer(document.source, rule, self._encoder) from error
             self._reject(document, str(error))
             return
-        if isinstance(document.content, ChatRow):
+        content = document.content
+        if isinstance(content.chosen if isinstance(content, PairRow) else content, ChatRow):
             self.num_chats += 1
             self.num_chat_documents += len(written)
             self.num_open_turns += sum(one.num_open for one in written)

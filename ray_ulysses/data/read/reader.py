@@ -56,7 +56,7 @@ class RowSlice:
     row_tokens: int
     """Length of the complete row in tokens, including padding."""
     document_lengths: tuple[int, ...]
-    """Lengths of all pieces in the complete row, in order, without padding."""
+    """Lengths of all texts in the complete row, in order, without padding: pieces, or answers of pairs."""
     input_ids: NDArray[np.int64]
     """Token ids, [row_tokens // sp_size]. Padding is token 0."""
     labels: NDArray[np.int64]
@@ -197,12 +197,25 @@ class RowReader:
             UserError: A shard can't be read.
         """
         if split == "train":
-            pieces, row_tokens = self._plan.pieces(row), self._plan.row_tokens(row)
+            pieces, row_tokens = self.documents(row), self._plan.row_tokens(row)
         else:
-            pieces = self._plan.evaluation.pieces(row)
+            pieces = self._documents_of(self._plan.evaluation.pieces(row))
             stats = self._plan.evaluation.stats(row, row + 1)
             row_tokens = int(stats.padded_tokens(self._plan.settings.pad_multiple)[0])
         return slice_row(self._store, row, row_tokens, pieces, sp_rank, sp_size, ring_size)
+
+    def documents(self, row: int) -> Sequence[Piece]:
+        """Return the parts of a training row that attend to themselves alone, in order."""
+        return self._documents_of(self._plan.pieces(row))
+
+    def _documents_of(self, pieces: Sequence[Piece]) -> Sequence[Piece]:
+        return self._store.documents_of(pieces) if isinstance(self._store, CorpusSet) else pieces
+
+    def sum_squares(self, rows: range) -> int:
+        """Return the sum of the squared lengths of all documents in training rows, which attention's cost follows."""
+        if not any(source.are_pairs for source in self.sources):
+            return int(self._plan.stats(rows).sum_squares.sum())
+        return sum(piece.length**2 for row in rows for piece in self.documents(row))
 
     def filler(self, sp_rank: int, sp_size: int, ring_size: int = 1) -> RowSlice:
         """Return a slice of a filler row: only padding, of the minimum length, with zero weight in every sum."""

@@ -184,7 +184,7 @@ class StreamedSource(DirectSource):
 
     def _slot(self, row: int) -> Slot:
         found = slice_ranges(
-            self._plan.pieces(row), self._plan.row_tokens(row), self._sp_rank, self._sp_size, self._ring_size
+            self._reader.documents(row), self._plan.row_tokens(row), self._sp_rank, self._sp_size, self._ring_size
         )
         return Slot(row=row, ranges=np.array(found, dtype=np.int64).reshape(-1, 3))
 
@@ -197,7 +197,7 @@ class StreamedSource(DirectSource):
             )
         if received.error:
             raise UserError(received.error)
-        pieces, row_tokens = self._plan.pieces(row), self._plan.row_tokens(row)
+        pieces, row_tokens = self._reader.documents(row), self._plan.row_tokens(row)
         found_slice = slice_row(received, row, row_tokens, pieces, self._sp_rank, self._sp_size, self._ring_size)
         if received.num_left:
             raise RunError(

@@ -1,7 +1,7 @@
 """Turns rows into documents, or into reasons to reject them.
 
-A row of JSONL, Parquet or a dataset is of one of four kinds: text; tokens with optional labels; a chat in OpenAI,
-ShareGPT or TRL format; or a prompt with a completion. The field options determine the kind.
+A row of JSONL, Parquet or a dataset is of one of five kinds, by the field options: text; tokens with optional labels; a
+chat in OpenAI, ShareGPT or TRL format; a prompt with a completion; or a prompt with a chosen and a rejected answer.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 
 from ray_ulysses.errors import NOT_GIVEN, ConfigError, Problem
 
-RowKind = Literal["text", "tokens", "messages", "completion"]
+RowKind = Literal["text", "tokens", "messages", "completion", "pair"]
 FieldRole = Literal[
-    "text", "tokens", "labels", "messages", "tools", "system", "prompt", "input", "completion", "weight", "id"
-]
+    "text", "tokens", "labels", "messages", "tools", "system", "prompt", "input", "completion", "chosen", "rejected",
+    "weight", "id",
+]  # fmt: skip
 DEFAULT_TEXT_FIELD = "text"
 # Fields that any row may lack.
 OPTIONAL_ROLES: tuple[FieldRole, ...] = ("tools", "system", "input", "weight", "id")
@@ -41,6 +42,8 @@ _MOST_NAMES = 12
 # Field names of common datasets by row kind, in the order in which the kinds are tried.
 _COMMON_FIELDS: tuple[dict[FieldRole, tuple[str, ...]], ...] = (
     {"messages": ("messages", "conversations", "conversation", "chat", "dialog"), "tools": ("tools",)},
+    {"prompt": ("prompt",), "chosen": ("chosen",), "rejected": ("rejected",)},
+    {"chosen": ("chosen",), "rejected": ("rejected",)},
     {"prompt": ("prompt",), "completion": ("completion", "response", "output", "answer")},
     {"prompt": ("instruction",), "input": ("input",), "completion": ("output", "response")},
     {"prompt": ("question",), "completion": ("answer", "response")},
@@ -123,6 +126,9 @@ class RowFields:
     """With ``prompt`` and ``completion``: input for the instruction in ``prompt``, or null or an empty string. Setting
     this field selects Stanford Alpaca's prompt format."""
     completion: str | None = None
+    chosen: str | None = None
+    """The better answer: text with ``prompt``, or messages that end with the answer. Only answers are supervised."""
+    rejected: str | None = None
     weight: str | None = None
     """Loss weight of the document's tokens; 1 if missing. With ``tokens``, a list of one weight per token is
     allowed."""
@@ -141,6 +147,8 @@ class RowFields:
             return "tokens"
         if self.messages is not None:
             return "messages"
+        if self.chosen is not None:
+            return "pair"
         return "text" if self.prompt is None else "completion"
 
     @property
@@ -169,7 +177,7 @@ class RowFields:
         for role, value in given.items():
             if not value:
                 refuse(role, "is empty", "set it to the name of a key or column")
-        alone = ["text", "tokens", "messages", *(() if "messages" in given else ("prompt",))]
+        alone = ["text", "tokens", "messages", "chosen", *(() if {"messages", "chosen"} & {*given} else ("prompt",))]
         chosen = [role for role in alone if role in given]
         for other in chosen[1:]:
             refuse(
@@ -180,15 +188,17 @@ class RowFields:
         for role, partner in (("labels", "tokens"), ("tools", "messages")):
             if role in given and partner not in given:
                 refuse(role, f"requires {option(partner)}, which is not set")
-        pairs = [("input", "completion"), ("system", "messages")]
-        if "messages" not in given:
+        pairs = [("input", "completion"), ("system", "messages"), ("chosen", "rejected"), ("rejected", "chosen")]
+        if not {"messages", "chosen"} & {*given}:
             pairs += [("prompt", "completion"), ("completion", "prompt")]
         for role, partner in pairs:
             if role in given and partner not in given:
                 refuse(role, f"requires {option(partner)}, which is not set")
-        if "completion" in given and "messages" in given:
-            rule = f"{option('messages')}={given['messages']!r} already contains the completion of each chat"
+        for other in {"messages", "chosen"} & {*given} if "completion" in given else ():
+            rule = f"{option(other)}={given[other]!r} already contains the completion"
             refuse("completion", rule, "remove one of the two options")
+        if "weight" in given and "chosen" in given:
+            refuse("weight", "the loss of a pair has no weights", "remove it")
         names = [value for role, value in given.items() if role != "id"]
         for name in sorted({name for name in names if name and names.count(name) > 1}):
             roles = [role for role, value in given.items() if value == name]
@@ -265,7 +275,15 @@ class CompletionRow:
     completion: str
 
 
-Content = str | TokenRow | ChatRow | CompletionRow
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PairRow:
+    """A prompt with two answers."""
+
+    chosen: ChatRow | CompletionRow
+    rejected: ChatRow | CompletionRow
+
+
+Content = str | TokenRow | ChatRow | CompletionRow | PairRow
 
 
 def row_content(row: Mapping[FieldRole, Any], kind: RowKind) -> Content:
@@ -274,6 +292,8 @@ def row_content(row: Mapping[FieldRole, Any], kind: RowKind) -> Content:
         return _text(row["text"], "text")
     if kind == "completion":
         return _completion_row(row)
+    if kind == "pair":
+        return _pair_row(row)
     if kind == "messages":
         return conversation(row["messages"], row.get("tools"), row.get("prompt"), row.get("system"))
     tokens = _integers(row["tokens"], "tokens")
@@ -301,6 +321,36 @@ def _completion_row(row: Mapping[FieldRole, Any]) -> CompletionRow:
         else:
             prompt = _ALPACA_PROMPT_WITH_INPUT.format(prompt=prompt, input=_text(given, "input"))
     return CompletionRow(prompt=prompt, completion=completion)
+
+
+def _pair_row(row: Mapping[FieldRole, Any]) -> PairRow:
+    chosen, rejected, prompt = row["chosen"], row["rejected"], row.get("prompt")
+    for one in (chosen, rejected):
+        if not isinstance(one, str | list):
+            raise RowError(f"an answer is {_describe_type(one)}, not text or a list of messages")
+    if chosen == rejected:
+        raise RowError("both answers are the same")
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        if not isinstance(prompt, str) or not prompt:
+            raise RowError("the answers are text, but the prompt is not")
+        answers = [_completion_row({"prompt": prompt, "completion": one}) for one in (chosen, rejected)]
+        return PairRow(chosen=answers[0], rejected=answers[1])
+    *before, first = _messages(chosen, "messages of the chosen answer", 0)
+    *before_second, second = _messages(rejected, "messages of the rejected answer", 0)
+    if before != before_second:
+        raise RowError("the messages before the last are not the same in both answers")
+    if not first["role"] == second["role"] == ASSISTANT:
+        raise RowError("the last message of an answer is not the assistant's")
+    if isinstance(prompt, str):
+        if prompt not in [one.get("content") for one in before]:
+            raise RowError("the prompt is not among the messages of the answers")
+    elif prompt is not None:
+        said = _messages(prompt, "messages of the prompt", 0)
+        before = before if before[: len(said)] == said else [*said, *before]
+    if not before:
+        raise RowError("the answers have no prompt")
+    before = [{**one, WEIGHT: 0} if one["role"] == ASSISTANT else one for one in before]
+    return PairRow(chosen=ChatRow(messages=(*before, first)), rejected=ChatRow(messages=(*before, second)))
 
 
 def row_id(value: object) -> str:

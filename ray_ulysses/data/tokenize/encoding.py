@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ray_ulysses.data.fingerprint import stable_hash
-from ray_ulysses.data.sources.rows import ChatRow, CompletionRow, Content, RowError, TokenRow
+from ray_ulysses.data.sources.rows import ChatRow, CompletionRow, Content, PairRow, RowError, TokenRow
 from ray_ulysses.data.tokenize.chat import ChatFormat
 from ray_ulysses.data.tokenize.options import NONE, TOKENIZER, EncodingOptions
 from ray_ulysses.data.tokenize.spans import DIGEST_BYTES, EncodedDocument, mask_spans, span_mask
@@ -127,8 +127,22 @@ class DocumentEncoder:
             if not chats:
                 raise RowError(NOT_SUPERVISED)
             return [self._chat(chat) for chat in chats]
+        if isinstance(content, PairRow):
+            return [_joined(self._answer(content.chosen, "chosen"), self._answer(content.rejected, "rejected"))]
         ids, num_prompt = self._completion(content)
         return [_encoded(ids, np.array([num_prompt], dtype=np.int64), np.array([ids.size], dtype=np.int64))]
+
+    def _answer(self, content: ChatRow | CompletionRow, name: str) -> EncodedDocument:
+        """Return a prompt with an answer, which is the only supervised span and ends the document."""
+        if isinstance(content, ChatRow):
+            try:
+                _ = self.chat
+            except UserError as error:
+                raise RowError("the answers are messages, but the tokenizer has no chat template") from error
+        found = self.encode(content)
+        if len(found) != 1 or found[0].starts.size != 1:
+            raise RowError(f"the {name} answer has several supervised turns")
+        return replace(found[0], ids=found[0].ids[: found[0].stops[0]])
 
     def encode_texts(self, texts: Sequence[str]) -> EncodedTexts:
         """Encode texts as documents that are supervised completely."""
@@ -255,6 +269,18 @@ class DocumentEncoder:
         if self.tokenizer.decode(apart) != self.tokenizer.decode(together):
             raise RowError("the completion changes the prompt's tokens; end the prompt with a complete word")
         return apart, prompt.size
+
+
+def _joined(chosen: EncodedDocument, rejected: EncodedDocument) -> EncodedDocument:
+    """Return a pair as one document, whose first span ends where the rejected answer's prompt begins."""
+    starts, stops = np.append(chosen.starts, chosen.ids.size + rejected.starts), [chosen.ids.size, rejected.ids.size]
+    return EncodedDocument(
+        ids=np.concatenate([chosen.ids, rejected.ids]),
+        starts=starts,
+        stops=np.cumsum(stops, dtype=np.int64),
+        turn_ends=chosen.turn_ends | rejected.turn_ends,
+        num_open=chosen.num_open + rejected.num_open,
+    )
 
 
 def load_encoder(name: str | Path, options: EncodingOptions | None = None) -> DocumentEncoder:

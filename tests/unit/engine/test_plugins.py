@@ -70,6 +70,12 @@ def config_of(*names: str, **changes: Any) -> Config:
     return parse_config(small_tree(run__plugins=listed, **changes))
 
 
+def test_a_loss_of_tokens_beside_a_loss_of_pairs_is_refused() -> None:
+    config = config_of("OwnLoss", objective__kind="simpo", data__overlong="drop")
+    with pytest.raises(ConfigError, match="has a token_loss, but objective"):
+        load_plugins(config)
+
+
 @pytest.mark.parametrize(
     ("names", "words"),
     [

@@ -251,6 +251,8 @@ def test_nulls_added_by_parquet_are_removed_and_nulls_in_json_are_kept(tmp_path:
         ("question answer", "--prompt-field question --completion-field answer"),
         ("input_ids labels attention_mask", "--tokens-field input_ids --labels-field labels"),
         ("content path", "--text-field content"),
+        ("prompt chosen rejected", "--prompt-field prompt --chosen-field chosen --rejected-field rejected"),
+        ("chosen rejected score", "--chosen-field chosen --rejected-field rejected"),
         ("a b", ""),
     ],
 )
@@ -375,6 +377,7 @@ FIELDS = {
     "tokens": {"tokens_field": "a", "labels_field": "b"},
     "chat": {"messages_field": "a", "tools_field": "b"},
     "prompt": {"prompt_field": "a", "completion_field": "b", "id_field": "c"},
+    "pair": {"prompt_field": "a", "chosen_field": "b", "rejected_field": "c"},
 }
 
 
@@ -383,7 +386,7 @@ def test_each_of_many_random_rows_is_stored_or_named(tmp_path: Path, kind: str) 
     rng = random.Random(7)
     rows = [{name: hostile(rng) for name in "abc" if rng.random() < 0.95} for _ in range(400)]
     rows.append({"a": [{"role": "user", "content": "the fox?"}, ANSWER], "b": None})
-    rows += [{"a": "the dog", "b": "jumps"}, {"a": [1, 2], "b": [-100, 2]}]
+    rows += [{"a": "the dog", "b": "jumps", "c": "lazy"}, {"a": [1, 2], "b": [-100, 2]}]
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     template = str(chat_tokenizer(tmp_path / "tokenizer", TOOL_BLOCK + CHATML))

@@ -1,0 +1,40 @@
+"""What a run minimizes."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from ray_ulysses.config.section import OnResume, Section, fixed
+
+
+class ObjectiveSection(Section):
+    """The loss: the cross-entropy of the next token, or a loss of pairs of answers.
+
+    Pairs come from corpora that `prepare --chosen-field --rejected-field` has written.
+    """
+
+    on_resume: ClassVar[OnResume] = fixed("a change would alter the loss curve")
+
+    kind: Literal["next_token", "orpo", "simpo"] = "next_token"
+    """`next_token`: cross-entropy. `orpo` and `simpo`: losses of pairs that need no reference model, with
+    log-probabilities divided by an answer's number of tokens. Default `next_token`."""
+
+    beta: float = Field(default=0.1, gt=0)
+    """For `orpo`, weight of the odds of both answers; for `simpo`, scale of the rewards, for which 2 to 10 are common.
+    Default 0.1."""
+
+    margin: float = Field(default=0.0, ge=0)
+    """For `simpo`, target difference between a pair's rewards (gamma). Default 0."""
+
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """For `simpo`, probability that a pair's answers are exchanged. Default 0."""
+
+    sft_weight: float = Field(default=0.0, ge=0)
+    """Weight of the chosen answer's mean cross-entropy, which `orpo` always adds with weight 1. Default 0."""
+
+    @property
+    def uses_pairs(self) -> bool:
+        """Whether the loss is one of pairs of answers."""
+        return self.kind != "next_token"
