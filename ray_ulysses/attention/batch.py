@@ -190,7 +190,8 @@ def held_document_numbers(documents: PackedDocuments, mesh: SequenceMesh) -> tor
     first = 0
     for row, lengths in enumerate(documents.lengths):
         each = torch.arange(first, first + len(lengths), device="cpu")
-        numbers_BS[row, : sum(lengths)] = each.repeat_interleave(torch.tensor(lengths, device="cpu"))
+        # With a dtype: a row of padding has no lengths.
+        numbers_BS[row, : sum(lengths)] = each.repeat_interleave(torch.tensor(lengths, dtype=torch.int64, device="cpu"))
         first += len(lengths)
     return held_tokens(numbers_BS, mesh)
 

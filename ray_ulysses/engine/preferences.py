@@ -106,16 +106,7 @@ class Preference:
 
 def preference_of(config: Config) -> Preference | None:
     """Return the run's loss of pairs, or None if it trains on the next token."""
-    one = config.objective
-    if one.kind == "next_token":
-        return None
-    return Preference(
-        kind=one.kind,
-        beta=one.beta,
-        margin=one.margin,
-        label_smoothing=one.label_smoothing,
-        sft_weight=one.sft_weight,
-    )
+    return Preference(**config.objective.model_dump()) if config.objective.uses_pairs else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

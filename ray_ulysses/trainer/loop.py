@@ -231,10 +231,7 @@ def _train(attempt: _Attempt, source: DirectSource, position: RunPosition) -> At
             known_step(attempt.context.run.store) if worker.rank == 0 else None
         )
         if stored != position.step:
-            last = StepOutcome(position=position, metrics=position.unsaved, flags=Flags())
-            worker.beat("save", position.step)
-            with attempt.recorder.time.saving():
-                attempt.keeper.after_step(attempt.engine, last, plan.cursor(position.step), position.step)
+            _save_last(attempt, StepOutcome(position=position, metrics=position.unsaved, flags=Flags()))
     while early is None and position.step < last_step and status == last_status:
         step = position.step + 1
         with (
@@ -264,16 +261,20 @@ def _train(attempt: _Attempt, source: DirectSource, position: RunPosition) -> At
             _evaluate(attempt, outcome)
             early = attempt.stopping.stop()
             if early is not None:
-                # Save the state unless it has been saved above.
-                last = replace(outcome, flags=replace(flags, failed=False))
-                worker.beat("save", step)
-                with attempt.recorder.time.saving():
-                    attempt.keeper.after_step(attempt.engine, last, plan.cursor(step), step)
+                _save_last(attempt, replace(outcome, flags=replace(flags, failed=False)))
         attempt.plugins.call("on_step", worker.rank, step, outcome.metrics)
         _report_checkpoints(attempt)
     if early is None or position.step >= planned:
         return AttemptEnd(status=status, step=position.step)
     return AttemptEnd(status="finished", step=position.step, early=early)
+
+
+def _save_last(attempt: _Attempt, outcome: StepOutcome) -> None:
+    """Save the state with which the run ends, unless this attempt has saved it."""
+    step = outcome.position.step
+    attempt.context.worker.beat("save", step)
+    with attempt.recorder.time.saving():
+        attempt.keeper.after_step(attempt.engine, outcome, attempt.plan.cursor(step), step)
 
 
 def _take_step(attempt: _Attempt, source: DirectSource, position: RunPosition) -> StepOutcome:

@@ -84,7 +84,9 @@ def test_a_run_is_a_plain_loop_over_pairs(tmp_path: Path, kind: str) -> None:
         "objective__kind": kind, "objective__beta": 2.0, "objective__sft_weight": 0.3,
         **({"objective__margin": 0.5, "objective__label_smoothing": 0.1} if kind == "simpo" else {}),
         "data__context_tokens": CONTEXT, "data__rows_per_step": 4, "data__overlong": "drop",
-        "data__eval_fraction": 0.2, "run__eval_every_steps": 3, "checkpoint__every_steps": 1, "optimizer__lr": 3e-3,
+        "data__eval_fraction": 0.2,
+        # An odd number: one of two groups evaluates a row of padding.
+        "data__eval_rows": 3, "run__eval_every_steps": 3, "checkpoint__every_steps": 1, "optimizer__lr": 3e-3,
     }  # fmt: skip
     wide = {"cluster__workers": 4, "parallel__sp_size": 2, "memory__zero_stage": 3, "memory__loss_tile": 16}
     config = make_config(tmp_path, path, run__stop_step=3, **settings, **wide)

@@ -11,8 +11,10 @@ import torch
 from ray_ulysses import Preference, apply_ulysses, document_log_probs, preference_loss, shard_batch
 from ray_ulysses.attention.batch import IGNORE_INDEX, ShardedBatch
 from ray_ulysses.errors import UserError
+from ray_ulysses.trainer.step import batch_of
 from tests.unit.attention.meshes import ALONE
 from tests.unit.attention.models import VOCAB, zoo_model
+from tests.unit.trainer.test_step import READER
 
 LENGTHS = ((9, 7, 1, 12), (20, 10))
 
@@ -54,6 +56,17 @@ def test_rewards_are_scaled_differences_from_the_reference() -> None:
     assert float(found.loss_sum) == pytest.approx(3 * float(torch.nn.functional.softplus(torch.tensor(0.5))), rel=1e-6)
     zero = preference_loss(model, batch, Preference(), own)
     assert float(zero.loss_sum) == pytest.approx(3 * 0.6931471805599453)
+
+
+@pytest.mark.parametrize("tile", [5, "off"])
+def test_a_row_of_padding_has_no_pairs_and_a_gradient_of_zero(tile: int) -> None:
+    model = apply_ulysses(zoo_model("llama"), ALONE)
+    filler = batch_of(READER.filler(0, 1), ALONE, torch.device("cpu"))
+    found = preference_loss(model, filler, Preference(kind="simpo"), tile=tile)
+    found.objective_sum.backward()
+    assert (float(found.loss_sum), found.num_pairs, len(found.rewards_D)) == (0.0, 0, 0)
+    assert not any(parameter.grad.any() for parameter in model.parameters() if parameter.grad is not None)
+    assert len(document_log_probs(model, filler)) == 0
 
 
 def test_an_answer_without_labels_counts_as_certain() -> None:
