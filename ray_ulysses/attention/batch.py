@@ -32,7 +32,7 @@ class ShardedBatch:
 
     input_ids_BL: torch.Tensor
     labels_BL: torch.Tensor
-    """int64 labels, already shifted: the label at position ``t`` is the document's next token, or ``IGNORE_INDEX``."""
+    """int64 labels: the label at position ``t`` is the token to predict from position ``t``, or ``IGNORE_INDEX``."""
     position_ids_BL: torch.Tensor
     """int64 zero-based position of each token within its document; 0 for padding."""
     document_lengths_BL: torch.Tensor
@@ -46,6 +46,8 @@ class ShardedBatch:
     """fp32 weight of each label's loss, or None if all weights are 1."""
     largest_label: int | None = None
     """Largest label of the unsharded rows, 0 if no token has a label, or None if the rows are on a GPU."""
+    has_shifted_labels: bool = True
+    """Whether each label is the document's next token."""
 
     def model_inputs(self) -> dict[str, Any]:
         """Return the keyword arguments for the model's forward. Labels are omitted: the loss is computed separately."""
@@ -64,6 +66,7 @@ def shard_batch(
     mesh: SequenceMesh,
     *,
     label_weights: torch.Tensor | None = None,
+    shift_labels: bool = True,
 ) -> ShardedBatch:
     """Return this rank's slice of a batch, without communication.
 
@@ -78,9 +81,12 @@ def shard_batch(
         mesh: The mesh to shard over. Rows are padded to a multiple of ``mesh.sp_size``, or ``2 * mesh.sp_size`` with a
             ring.
         label_weights: Loss weight of each token when it is a label, ``[B, S]`` or ``[S]``. None means 1 for all tokens.
+        shift_labels: Whether position ``t`` predicts the label at ``t + 1``, as in a causal language model, so that a
+            document's last token has no target. If false, position ``t`` predicts the label at ``t``, as in a masked
+            language model: set ``labels`` to ``IGNORE_INDEX`` at all tokens that are not masked.
 
     Returns:
-        This rank's slice. Labels are shifted within documents, so a document's last token has no target.
+        This rank's slice.
 
     Raises:
         UserError: Shapes or devices differ, a row has no document, the documents are longer than their row, or a label
@@ -99,8 +105,9 @@ def shard_batch(
     # [B, S] -> [B, S + padding]
     input_ids_BS = torch.nn.functional.pad(input_ids_BS, (0, padding), value=0)
     labels_BS = torch.nn.functional.pad(labels_BS, (0, padding), value=IGNORE_INDEX)
-    weights_BS = _shifted_weights(label_weights, input_ids_BS, padding)
-    shifted_BS, position_ids_BS = _inside_documents(labels_BS, lengths)
+    shift = 1 if shift_labels else 0
+    weights_BS = _shifted_weights(label_weights, input_ids_BS, padding, shift)
+    shifted_BS, position_ids_BS = _inside_documents(labels_BS, lengths, shift)
     return ShardedBatch(
         input_ids_BL=held_tokens(input_ids_BS, mesh),
         labels_BL=held_tokens(shifted_BS, mesh),
@@ -111,16 +118,19 @@ def shard_batch(
         token_ids=_bounds(input_ids_BS),
         label_weights_BL=None if weights_BS is None else held_tokens(weights_BS, mesh),
         largest_label=_largest_label(shifted_BS),
+        has_shifted_labels=shift_labels,
     )
 
 
-def _inside_documents(labels_BS: torch.Tensor, lengths: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+def _inside_documents(
+    labels_BS: torch.Tensor, lengths: Sequence[Sequence[int]], shift: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     shifted_BS, position_ids_BS = torch.full_like(labels_BS, IGNORE_INDEX), torch.zeros_like(labels_BS)
     for row, row_lengths in enumerate(lengths):
         start = 0
         for length in row_lengths:
             end = start + length
-            shifted_BS[row, start : end - 1] = labels_BS[row, start + 1 : end]
+            shifted_BS[row, start : end - shift] = labels_BS[row, start + shift : end]
             position_ids_BS[row, start:end] = torch.arange(length, device=labels_BS.device)
             start = end
     return shifted_BS, position_ids_BS
@@ -136,12 +146,14 @@ def _check_alike(name: str, tensor: torch.Tensor, input_ids_BS: torch.Tensor) ->
         raise UserError(f"{name} are on {tensor.device}, but input_ids on {input_ids_BS.device}; use the same device")
 
 
-def _shifted_weights(weights: torch.Tensor | None, padded_BS: torch.Tensor, padding: int) -> torch.Tensor | None:
+def _shifted_weights(
+    weights: torch.Tensor | None, padded_BS: torch.Tensor, padding: int, shift: int
+) -> torch.Tensor | None:
     if weights is None:
         return None
     weights_BS = weights.reshape(-1, weights.shape[-1]).float()
     _check_alike("label_weights", weights_BS, padded_BS[:, : padded_BS.shape[1] - padding])
-    return torch.nn.functional.pad(weights_BS[:, 1:], (0, padding + 1))
+    return torch.nn.functional.pad(weights_BS[:, shift:], (0, padding + shift))
 
 
 def _bounds(input_ids_BS: torch.Tensor) -> tuple[int, int] | None:

@@ -137,10 +137,21 @@ def _refuse_layers(kind: str, found: list[str]) -> None:
         )
 
 
+def noise_settings(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return the settings of a configuration that enable dropout or other noise, with their values."""
+    return {
+        name: value
+        for name, value in values.items()
+        if any(word in name for word in _RANDOM_WORDS)
+        and isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and value > 0
+    }
+
+
 def _refuse_noise(values: Mapping[str, Any]) -> None:
-    for name, value in values.items():
-        is_random = any(word in name for word in _RANDOM_WORDS) and not name.startswith(_OTHER_HEADS)
-        if is_random and isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
+    for name, value in noise_settings(values).items():
+        if not name.startswith(_OTHER_HEADS):
             raise UserError(
                 f"model.config.{name}={value}: with dropout or other noise, training would depend on the world size, "
                 f"because random numbers differ between layouts; set {name}: 0.0 (for pretrained weights, in "

@@ -8,6 +8,9 @@ from pydantic import Field
 
 from ray_ulysses.config.section import OnResume, Section, fixed
 
+Task = Literal["causal_lm", "masked_lm"]
+"""What a model predicts, by which its Transformers class is chosen: the next token, or masked tokens."""
+
 
 class ObjectiveSection(Section):
     """The loss: the cross-entropy of the next token, or a loss of pairs of answers.
@@ -33,6 +36,11 @@ class ObjectiveSection(Section):
 
     sft_weight: float = Field(default=0.0, ge=0)
     """Weight of the chosen answer's mean cross-entropy, which `orpo` always adds with weight 1. Default 0."""
+
+    @property
+    def task(self) -> Task:
+        """What the model predicts."""
+        return "causal_lm"
 
     @property
     def uses_pairs(self) -> bool:

@@ -1,4 +1,4 @@
-"""Builds a decoder with random or pretrained weights, and partitions parameters as they are loaded."""
+"""Builds a model with random or pretrained weights, and partitions parameters as they are loaded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ray_ulysses.engine.model_config import (
     as_user_error,
     described_config,
     planned_config,
-    refuse_no_decoder,
+    refuse_no_class,
     stored_quantization,
 )
 from ray_ulysses.engine.muon import orthogonalization_flops, working_elements
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from ray_ulysses.checkpoint.state import StateDescription
     from ray_ulysses.config import Config
     from ray_ulysses.config.model import AdapterSection
+    from ray_ulysses.config.objective import Task
     from ray_ulysses.model_shape import ModelShape
     from ray_ulysses.trained_part import TrainedPart
 
@@ -180,11 +181,11 @@ def find_trained_part(config: Config) -> TrainedPart | None:
 
 def _adapted(config: Config, adapter: AdapterSection) -> tuple[TrainedPart, Any]:
     """Return the trained part of a run with an adapter, and the model on the meta device with the adapter."""
-    model = meta_model(planned_config(config), config.model.part)
+    model = _planned_model(config)
     part = trained_part(model, adapter)
     if config.model.base_dtype != "bf16":
         torchao()
-        base = meta_model(planned_config(config), config.model.part).to(torch_dtype(config.model.dtype))
+        base = _planned_model(config).to(torch_dtype(config.model.dtype))
         quantize_base(base, config)
         part = replace(part, **quantized_sizes(base))
     return part, model
@@ -201,7 +202,7 @@ def check_adapter_start(config: Config, adapter: AdapterSection) -> tuple[str, .
     Raises:
         UserError: The adapter can't be read, has an unsupported kind, or differs from the settings or the base model.
     """
-    model = meta_model(planned_config(config), config.model.part)
+    model = _planned_model(config)
     refuse_other_adapter(model, adapter, config.model.path)
     with torch.device("meta"):
         refuse_other_tensors(add_adapter(model, adapter, config.run.seed), adapter)
@@ -222,7 +223,7 @@ def with_training(config: Config, shape: ModelShape) -> ModelShape:
         part, model = _adapted(config, adapter)
         shape = replace(shape, part=part)
     else:
-        model = meta_model(planned_config(config), config.model.part)
+        model = _planned_model(config)
     if freeze:
         freeze_parameters(model, freeze)
         shape = replace(shape, part=count_trained(model))
@@ -257,7 +258,7 @@ def with_mixers(config: Config, shape: ModelShape) -> ModelShape:
     hf_config = planned_config(config)
     if hf_config.get_text_config(decoder=True).model_type not in HYBRID_LAYER_TYPES:
         return shape
-    model = meta_model(hf_config, config.model.part)
+    model = meta_model(hf_config, config.model.part, config.objective.task)
     mixers = [(module, layout) for _, module, layout in find_mixers(model)]
     known = {id(module) for module, _ in mixers}
     # Count a module once per layer that uses it.
@@ -326,6 +327,7 @@ def check_architecture(config: Config) -> ProbeResult:
     return refuse_architecture(
         hf_config,
         config.model.part,
+        config.objective.task,
         checkpointed=config.memory.gradient_checkpointing,
         compiled=config.model.compile,
         router_bias_rate=config.optimizer.router_bias_rate,
@@ -337,6 +339,7 @@ def check_architecture(config: Config) -> ProbeResult:
 def refuse_architecture(
     hf_config: Any,
     part: Part = "whole",
+    task: Task = "causal_lm",
     *,
     checkpointed: bool = False,
     compiled: bool = False,
@@ -355,7 +358,7 @@ def refuse_architecture(
     Raises:
         UserError: Training would be inexact. The error contains the architecture or setting, the reason and a solution.
     """
-    model = meta_model(hf_config, part)
+    model = meta_model(hf_config, part, task)
     if checkpointed and not model.supports_gradient_checkpointing:
         raise UserError(
             f"memory.gradient_checkpointing=true: {type(model).__name__} does not support gradient checkpointing in "
@@ -420,24 +423,28 @@ def adapted_meta_model(config: Config, *, is_tied: bool) -> Any:
     Raises:
         UserError: The model configuration can't be read.
     """
-    model = meta_model(described_config(config, is_tied=is_tied), config.model.part)
+    model = meta_model(described_config(config, is_tied=is_tied), config.model.part, config.objective.task)
     if config.model.adapter is not None:
         with torch.device("meta"):
             model = add_adapter(model, config.model.adapter, config.run.seed)
     return model
 
 
-def meta_model(hf_config: Any, part: Part) -> Any:
-    """Build a decoder on the meta device, without weights.
+def _planned_model(config: Config) -> Any:
+    return meta_model(planned_config(config), config.model.part, config.objective.task)
+
+
+def meta_model(hf_config: Any, part: Part, task: Task = "causal_lm") -> Any:
+    """Build a model on the meta device, without weights.
 
     Raises:
-        UserError: The architecture has no decoder that ray-ulysses can build.
+        UserError: The architecture has no model for the task that ray-ulysses can build.
     """
-    # Check first, so that architectures that can't be built as a decoder get a specific error.
+    # Check first, so that architectures that can't be built for the task get a specific error.
     refuse_config(hf_config)
-    builder = model_class(hf_config, part)
+    builder = model_class(hf_config, part, task)
     if part == "whole":
-        refuse_no_decoder(hf_config)
+        refuse_no_class(hf_config, task)
     with torch.device("meta"):
         model: Any = as_user_error(
             lambda: builder.from_config(deepcopy(hf_config), trust_remote_code=False), "model.config"
@@ -454,7 +461,7 @@ def _empty_model(config: Config, dtype: torch.dtype, *, is_tied: bool | None = N
         dtype = torch.float32
     refuse_config(hf_config)
     with without_weights():
-        model: PreTrainedModel = model_class(hf_config, config.model.part).from_config(
+        model: PreTrainedModel = model_class(hf_config, config.model.part, config.objective.task).from_config(
             hf_config, dtype=dtype, trust_remote_code=False
         )
     _keep_in_fp32(model, dtype)
@@ -483,9 +490,11 @@ def _trained_config(config: Config, is_tied: bool | None = None) -> Any:
 
 def _random_model(config: Config, dtype: torch.dtype) -> PreTrainedModel:
     hf_config = _trained_config(config)
-    refuse_architecture(hf_config, config.model.part)
+    refuse_architecture(hf_config, config.model.part, config.objective.task)
     torch.manual_seed(config.run.seed)
-    model: Any = model_class(hf_config, config.model.part).from_config(hf_config, dtype=torch.float32)
+    model: Any = model_class(hf_config, config.model.part, config.objective.task).from_config(
+        hf_config, dtype=torch.float32
+    )
     for parameter in model.parameters():
         # Buffers stay in fp32, because rounded rotary frequencies would be wrong at large positions.
         parameter.data = parameter.data.to(dtype)
@@ -496,7 +505,7 @@ def _random_model(config: Config, dtype: torch.dtype) -> PreTrainedModel:
 def _pretrained_model(config: Config, dtype: torch.dtype) -> tuple[PreTrainedModel, PretrainedWeights]:
     """Return the model without weights, and its stored weights."""
     path = str(config.model.path)
-    refuse_architecture(_trained_config(config), config.model.part)
+    refuse_architecture(_trained_config(config), config.model.part, config.objective.task)
     quantization = stored_quantization(path)
     model = _empty_model(config, dtype)
     return model, find_weights(model, path, None if quantization is None else quantizer_of(quantization))

@@ -7,15 +7,18 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ray_ulysses.attention.refusals import noise_settings
 from ray_ulysses.config.model import RopeSection
 from ray_ulysses.engine.quantized_source import format_name, take_quantization
 from ray_ulysses.engine.stored_weights import SOURCES, resolve_tie
+from ray_ulysses.engine.text_part import auto_class
 from ray_ulysses.errors import UserError
 from ray_ulysses.model_shape import refuse_implausible
 from ray_ulysses.storage.hub import hub_folder
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
+    from ray_ulysses.config.objective import Task
 
 
 def planned_config(config: Config) -> Any:
@@ -29,7 +32,7 @@ def planned_config(config: Config) -> Any:
     """
     described = config.model.config
     if described is not None:
-        return _with_rope(inline_config(described), config)
+        return _as_trained(inline_config(described), config)
     return described_config(config, is_tied=None if Path(str(config.model.path)).expanduser().is_dir() else True)
 
 
@@ -41,15 +44,15 @@ def described_config(config: Config, is_tied: bool | None = None) -> Any:
             repository, or differs from ``model.config``.
     """
     if config.model.config is not None and config.model.init == "random":
-        return _with_rope(inline_config(config.model.config), config)
+        return _as_trained(inline_config(config.model.config), config)
     found = stored_config(str(config.model.path))
     # Compare before the tie and the positions are changed, because model.config describes the original model.
     check_described(config.model.config, found.to_dict(), str(config.model.path))
     if is_tied is False and getattr(found, "tie_word_embeddings", False):
         found.tie_word_embeddings = False
     elif is_tied is None and config.model.init == "pretrained":
-        resolve_tie(found, config.model.part, str(config.model.path))
-    return _with_rope(found, config)
+        resolve_tie(found, config.model.part, config.objective.task, str(config.model.path))
+    return _as_trained(found, config)
 
 
 def trained_positions(config: Config) -> int | None:
@@ -67,10 +70,35 @@ def trained_positions(config: Config) -> int | None:
     return stored_positions(planned_config(before))
 
 
-def _with_rope(hf_config: Any, config: Config) -> Any:
+def _as_trained(hf_config: Any, config: Config) -> Any:
     if isinstance(config.model.rope, RopeSection):
         set_rope(hf_config, config.model.rope, config.data.context_tokens)
+    if config.objective.task != "causal_lm":
+        without_noise(hf_config)
     return hf_config
+
+
+def without_noise(hf_config: Any) -> dict[str, float]:
+    """Set dropout and other noise to 0 in a configuration, and return the changed settings with their former values.
+
+    Encoders' configurations enable dropout by default, with which training would depend on the world size.
+    """
+    found = noise_settings(hf_config.to_dict())
+    for name in found:
+        setattr(hf_config, name, 0.0)
+    return found
+
+
+def disabled_noise(config: Config) -> dict[str, float]:
+    """Return the settings of a run's model that `without_noise` changes, with their values in the configuration.
+
+    Raises:
+        UserError: See `described_config`.
+    """
+    if config.objective.task == "causal_lm":
+        return {}
+    described = config.model.config
+    return without_noise(stored_config(str(config.model.path)) if described is None else inline_config(described))
 
 
 def inline_config(described: Mapping[str, Any]) -> Any:
@@ -164,14 +192,18 @@ def _refuse_unknown_type(kind: object, setting: str) -> None:
     )
 
 
-def refuse_no_decoder(hf_config: Any) -> None:
-    """Raise a ``UserError`` if Transformers has no causal language model for a configuration's model type."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, __version__
+def refuse_no_class(hf_config: Any, task: Task) -> None:
+    """Raise a ``UserError`` if Transformers has no class for a configuration's model type and a task."""
+    from transformers import __version__
 
-    if type(hf_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    kind, instead = {
+        "causal_lm": ("causal language model", "a decoder such as llama, mistral or qwen3"),
+        "masked_lm": ("masked language model", "an encoder such as modernbert, bert or esm"),
+    }[task]
+    if type(hf_config) not in auto_class("whole", task)._model_mapping:
         raise UserError(
-            f"model_type={hf_config.model_type!r}: Transformers {__version__} has no causal language model for this "
-            "type; use a decoder such as llama, mistral or qwen3"
+            f"model_type={hf_config.model_type!r}: Transformers {__version__} has no {kind} for this type; use "
+            f"{instead}"
         )
 
 

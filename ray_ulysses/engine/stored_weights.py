@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from ray_ulysses.config.objective import Task
 from ray_ulysses.engine.text_part import Part, model_class
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.hub import hub_refusal
@@ -81,18 +82,18 @@ def _weight_files(directory: Path) -> list[str]:
     return sorted({Path(name).name for name in index["weight_map"].values()})
 
 
-def model_without_data(hf_config: Any, part: Part, tensors: Mapping[str, FileTensor]) -> Any:
+def model_without_data(hf_config: Any, part: Part, task: Task, tensors: Mapping[str, FileTensor]) -> Any:
     """Return the model that ``from_pretrained`` would build from a directory's tensors, on the meta device.
 
     The model records how tensor names were converted on loading, so that ``save_pretrained`` can convert them back.
     """
     shapes = {name: torch.empty(tensor.shape, device="meta") for name, tensor in tensors.items()}
-    kind = model_class(hf_config, part)._model_mapping[type(hf_config)]
+    kind = model_class(hf_config, part, task)._model_mapping[type(hf_config)]
     with without_progress_bar():
         return kind.from_pretrained(None, config=deepcopy(hf_config), state_dict=shapes, device_map={"": "meta"})
 
 
-def resolve_tie(hf_config: Any, part: Part, path: str) -> None:
+def resolve_tie(hf_config: Any, part: Part, task: Task, path: str) -> None:
     """Untie the output head in a configuration if the stored head differs from the embedding.
 
     Transformers 5.23 does the same while loading. Under ZeRO-3, however, Transformers would compare empty placeholders,
@@ -112,7 +113,7 @@ def resolve_tie(hf_config: Any, part: Part, path: str) -> None:
         tensors = file_tensors(directory)
         if sum(tensor.shape == (text.vocab_size, text.hidden_size) for tensor in tensors.values()) < 2:
             return
-        model = model_without_data(hf_config, part, tensors)
+        model = model_without_data(hf_config, part, task, tensors)
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         # On the meta device, Transformers does not tie the two tensors if both are stored.
         if head is embedding or torch.equal(*(_read(directory, model, tensors, one) for one in (embedding, head))):

@@ -14,16 +14,23 @@ from ray_ulysses.errors import UserError
 if TYPE_CHECKING:
     from torch import nn
 
+    from ray_ulysses.config.objective import Task
+
 Part = Literal["whole", "text"]
 
 
-def model_class(hf_config: Any, part: Part) -> Any:
+def model_class(hf_config: Any, part: Part, task: Task = "causal_lm") -> Any:
     """Return the Transformers auto class that builds and loads a model.
 
     Raises:
-        UserError: ``part`` is ``whole`` for a multimodal model, or ``text`` for any other model.
+        UserError: ``part`` is ``whole`` for a multimodal model, or ``text`` for any other model or task.
     """
     has_parts = is_multimodal(hf_config)
+    if part == "text" and task != "causal_lm":
+        raise UserError(
+            "model.part=text: the text decoder of a multimodal model predicts the next token; remove model.part, or "
+            "set objective.kind: next_token"
+        )
     if part == "whole" and has_parts:
         raise UserError(
             f"model_type={hf_config.model_type!r}: only the text decoder of this multimodal model can be trained; set "
@@ -34,14 +41,16 @@ def model_class(hf_config: Any, part: Part) -> Any:
             f"model.part=text: model_type={hf_config.model_type!r} is not multimodal; remove model.part to train a "
             "text model"
         )
-    return auto_class(part)
+    return auto_class(part, task)
 
 
-def auto_class(part: Part) -> Any:
-    """Return the Transformers auto class for a value of ``model.part``."""
-    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
+def auto_class(part: Part, task: Task = "causal_lm") -> Any:
+    """Return the Transformers auto class for a value of ``model.part`` and a task."""
+    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForMultimodalLM
 
-    return AutoModelForMultimodalLM if part == "text" else AutoModelForCausalLM
+    if part == "text":
+        return AutoModelForMultimodalLM
+    return {"causal_lm": AutoModelForCausalLM, "masked_lm": AutoModelForMaskedLM}[task]
 
 
 def is_multimodal(hf_config: Any) -> bool:

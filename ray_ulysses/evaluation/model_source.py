@@ -135,7 +135,7 @@ def find_model(
         assert isinstance(model, Path)
         config = _directory_config(model, dtype)
     hf_config = described_config(config, None if checkpoint is None else bool(checkpoint[1].state.tied))
-    num_positions = refuse_architecture(hf_config, config.model.part).num_positions
+    num_positions = refuse_architecture(hf_config, config.model.part, config.objective.task).num_positions
     text = hf_config.get_text_config(decoder=True)
     rotary = stored_positions(hf_config)
     if is_run:

@@ -26,7 +26,7 @@ from ray_ulysses.engine.model import build_model, quantize_base, torch_dtype
 from ray_ulysses.engine.model_config import stored_quantization
 from ray_ulysses.engine.quantized_base import dequantize_layers
 from ray_ulysses.engine.stored_weights import without_progress_bar
-from ray_ulysses.engine.text_part import Part, auto_class, keep_text_part
+from ray_ulysses.engine.text_part import auto_class, keep_text_part
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.export.report import CheckResult
 from ray_ulysses.export.stream import WeightReader, live_model
@@ -138,7 +138,7 @@ def check_export(
     # Hooks and modules form reference cycles that would keep the live model in memory.
     gc.collect()
     is_adapter = config.model.adapter is not None and merged_dtype is None
-    exported = _logits(_with_adapter(folder, config) if is_adapter else _exported(folder, config.model.part), sample)
+    exported = _logits(_with_adapter(folder, config) if is_adapter else _exported(folder, config), sample)
     if live.shape != exported.shape:
         raise RunError(
             f"the export failed its check: its logits have the shape {list(exported.shape)}, but the live model's have "
@@ -184,10 +184,10 @@ def _live_logits(
     return logits
 
 
-def _exported(folder: Path, part: Part) -> Any:
+def _exported(folder: Path, config: Config) -> Any:
     try:
         with without_progress_bar():
-            loaded: Any = auto_class(part).from_pretrained(
+            loaded: Any = auto_class(config.model.part, config.objective.task).from_pretrained(
                 folder, dtype=torch.float32, output_loading_info=True, local_files_only=True
             )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
@@ -211,7 +211,7 @@ def _with_adapter(folder: Path, config: Config) -> Any:
         with without_progress_bar():
             hf_config = AutoConfig.from_pretrained(place, local_files_only=is_cached)
             base: Any = (
-                auto_class(config.model.part).from_pretrained(
+                auto_class(config.model.part, config.objective.task).from_pretrained(
                     path, config=hf_config, dtype=torch.float32, local_files_only=is_cached
                 )
                 if stored_quantization(path) is None

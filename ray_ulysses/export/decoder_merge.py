@@ -71,7 +71,7 @@ def plan_merge(config: Config, state: StateDescription) -> DecoderMerge:
     directory = Path(str(config.model.path)).expanduser()
     try:
         tensors = file_tensors(directory)
-        model = model_without_data(described_config(config), config.model.part, tensors)
+        model = model_without_data(described_config(config), config.model.part, config.objective.task, tensors)
     except (*UNREADABLE, RuntimeError) as error:
         raise UserError(
             f"model.path={str(directory)!r}: the decoder's multimodal checkpoint can't be read ({error}); restore the "

@@ -253,7 +253,7 @@ def _report(export: _Export, check: CheckResult | None, small: dict[str, int]) -
             rank=max(settings.rank, *settings.ranks.values()) if settings.ranks else settings.rank,
             has_modules=has_modules,
             is_dora=settings.dora,
-            base_class=auto_class(export.config.model.part).__name__,
+            base_class=auto_class(export.config.model.part, export.config.objective.task).__name__,
         )
     tensors = [tensor for file in export.all_files for tensor in file.tensors]
     return ExportReport(
@@ -273,7 +273,9 @@ def _report(export: _Export, check: CheckResult | None, small: dict[str, int]) -
         tokenizer=export.tokenizer.words,
         published_tokenizer=export.tokenizer.published,
         has_tokenizer=export.merge.has_tokenizer if export.merge else bool(export.tokenizer.files),
-        loaded_with="AutoPeftModelForCausalLM" if export.is_adapter else auto_class(export.config.model.part).__name__,
+        loaded_with="AutoPeftModelForCausalLM"
+        if export.is_adapter
+        else auto_class(export.config.model.part, export.config.objective.task).__name__,
         versions=dict(manifest.meta.versions),
         check=check,
         seconds=0.0,

@@ -36,6 +36,22 @@ def test_a_label_is_the_next_token_of_the_same_document_even_across_a_shard_bord
     assert (whole["labels_BL"][0, 16:] == IGNORE_INDEX).all()
 
 
+@pytest.mark.parametrize("sp_size", [1, 3, 8])
+def test_an_unshifted_label_stays_at_its_token_and_padding_has_none(sp_size: int) -> None:
+    input_ids, weights = torch.arange(100, 116), torch.arange(16) / 8
+    labels = torch.where(input_ids % 3 == 0, input_ids, IGNORE_INDEX)
+    batches = [
+        shard_batch(input_ids, labels, (5, 1, 7), place(rank, sp_size), label_weights=weights, shift_labels=False)
+        for rank in range(sp_size)
+    ]
+    assert not any(batch.has_shifted_labels for batch in batches)
+    whole = torch.cat([batch.labels_BL for batch in batches], dim=1)[0]
+    assert torch.equal(whole[:13], labels[:13])
+    assert (whole[13:] == IGNORE_INDEX).all()
+    parts = [batch.label_weights_BL for batch in batches if batch.label_weights_BL is not None]
+    assert torch.equal(torch.cat(parts, dim=1)[0, :16], weights)
+
+
 @settings(max_examples=examples(30))
 @given(
     rows=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=5), min_size=1, max_size=3),
