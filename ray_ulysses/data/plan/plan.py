@@ -173,6 +173,11 @@ class Plan:
         segment = self.segments[self.segment_of_row(row)]
         return segment.train.pieces(row - segment.base_row)
 
+    def epoch_of(self, row: int) -> int:
+        """Return the epoch of a row, from 0."""
+        segment = self.segments[self.segment_of_row(row)]
+        return segment.epoch_of(row - segment.base_row)
+
     def row_tokens(self, row: int) -> int:
         """Return the length of a row in tokens, including padding."""
         return int(self.stats(range(row, row + 1)).padded_tokens(self.settings.pad_multiple)[0])

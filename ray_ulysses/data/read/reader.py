@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ray_ulysses.data.plan.corpus_set import CorpusSet, PlannedSource
+from ray_ulysses.data.fingerprint import mix_int, stable_hash
+from ray_ulysses.data.plan.corpus_set import CorpusSet, PlannedSource, first_documents
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.rows import Piece
 from ray_ulysses.parallel.layout import held_ranges, row_multiple
+
+if TYPE_CHECKING:
+    from ray_ulysses.data.read.masking import Masking
 
 IGNORE_INDEX = -100
 FILLER_ROW = -1
 PADDING_TOKEN = 0
 Split = Literal["train", "evaluation"]
+PieceMask = Callable[
+    [Piece, NDArray[np.integer], NDArray[np.bool_] | None], tuple[NDArray[np.int64], NDArray[np.int64]]
+]
+"""Returns a piece's input ids and labels, given its tokens and which of them may be labels (None for all)."""
 
 
 class TokenStore(Protocol):
@@ -60,7 +69,8 @@ class RowSlice:
     input_ids: NDArray[np.int64]
     """Token ids, [row_tokens // sp_size]. Padding is token 0."""
     labels: NDArray[np.int64]
-    """Label of each input token: the document's next token, or -100 if it does not exist or may not be a label."""
+    """Label of each input token: the document's next token, or -100 if it does not exist or may not be a label. With
+    masks, the token itself, or -100 if it is not predicted."""
     position_ids: NDArray[np.int64]
     """Position of each input token, counted from 0 in each piece and in the padding."""
     label_weights: NDArray[np.float32] | None = None
@@ -98,9 +108,11 @@ def slice_row(
     sp_rank: int,
     sp_size: int,
     ring_size: int = 1,
+    mask: PieceMask | None = None,
 ) -> RowSlice:
-    """Read slice ``sp_rank`` of ``sp_size`` of a row. Only the tokens of this slice are read.
+    """Read slice ``sp_rank`` of ``sp_size`` of a row.
 
+    Only the tokens of this slice are read or, with ``mask``, the pieces of which the slice has a part.
     ``row_tokens`` is the padded length of the row, a multiple of ``row_multiple(sp_size, ring_size)``.
     """
     multiple = row_multiple(sp_size, ring_size)
@@ -117,15 +129,26 @@ def slice_row(
     labels = np.full(size, IGNORE_INDEX, dtype=np.int64)
     position_ids = np.empty(size, dtype=np.int64)
     label_weights = np.ones(size, dtype=np.float32) if store.has_weights else None
-    store.fetch(slice_ranges(pieces, row_tokens, sp_rank, sp_size, ring_size))
+    store.fetch(slice_ranges(pieces, row_tokens, sp_rank, sp_size, ring_size, are_whole=mask is not None))
     place = 0
     for first, last in held_ranges(row_tokens, sp_rank, sp_size, ring_size):
         for piece, inside, count, at in _held_parts(pieces, first, last):
             target = slice(place + at, place + at + count)
+            position_ids[target] = np.arange(inside, inside + count)
+            if mask is not None:
+                tokens = store.read(piece.document, piece.start, piece.length)
+                weights = store.label_weights(piece.document, piece.start, piece.start + piece.length)
+                part, masked = (
+                    slice(inside, inside + count),
+                    mask(piece, tokens, None if weights is None else weights > 0),
+                )
+                input_ids[target], labels[target] = masked[0][part], masked[1][part]
+                if label_weights is not None and weights is not None:
+                    label_weights[target] = np.where(labels[target] == IGNORE_INDEX, np.float32(1), weights[part])
+                continue
             num_labels = min(count, piece.num_labels - inside)
             tokens = store.read(piece.document, piece.start + inside, max(count, num_labels + 1))
             input_ids[target] = tokens[:count]
-            position_ids[target] = np.arange(inside, inside + count)
             if num_labels > 0:
                 labeled = slice(target.start, target.start + num_labels)
                 first_label = piece.start + inside + 1
@@ -153,11 +176,22 @@ def slice_row(
 
 
 def slice_ranges(
-    pieces: Sequence[Piece], row_tokens: int, sp_rank: int, sp_size: int, ring_size: int = 1
+    pieces: Sequence[Piece],
+    row_tokens: int,
+    sp_rank: int,
+    sp_size: int,
+    ring_size: int = 1,
+    *,
+    are_whole: bool = False,
 ) -> list[tuple[int, int, int]]:
-    """Return the ranges that ``slice_row`` reads, in order: document, first token, and number of tokens."""
+    """Return the ranges that ``slice_row`` reads, in order: document, first token, and number of tokens.
+
+    ``are_whole`` selects complete pieces, which masks need.
+    """
     return [
-        (piece.document, piece.start + inside, max(count, min(count, piece.num_labels - inside) + 1))
+        (piece.document, piece.start, piece.length)
+        if are_whole
+        else (piece.document, piece.start + inside, max(count, min(count, piece.num_labels - inside) + 1))
         for first, last in held_ranges(row_tokens, sp_rank, sp_size, ring_size)
         for piece, inside, count, _ in _held_parts(pieces, first, last)
     ]
@@ -179,10 +213,13 @@ def _held_parts(pieces: Sequence[Piece], first: int, last: int) -> Iterator[tupl
 
 
 class RowReader:
-    """Reads any slice of any row of a plan, in any order."""
+    """Reads any slice of any row of a plan, in any order, with masks if the model is a masked language model."""
 
-    def __init__(self, store: TokenStore, plan: Plan) -> None:
-        self._store, self._plan = store, plan
+    def __init__(self, store: TokenStore, plan: Plan, masking: Masking | None = None) -> None:
+        self._store, self._plan, self._masking = store, plan, masking
+        sources = (*plan.newest.sources, *plan.newest.validation)
+        self._source_keys = [int(stable_hash(source.fingerprint)[:16], 16) for source in sources]
+        self._firsts = first_documents(sources)
 
     @property
     def sources(self) -> tuple[PlannedSource, ...]:
@@ -196,13 +233,41 @@ class RowReader:
         Raises:
             UserError: A shard can't be read.
         """
+        return self.slice_of(self._store, split, row, sp_rank, sp_size, ring_size)
+
+    def slice_of(
+        self, store: TokenStore, split: Split, row: int, sp_rank: int, sp_size: int, ring_size: int = 1
+    ) -> RowSlice:
+        """Return one slice of a row, whose tokens are read from ``store``. It needs only the tokens of `ranges`."""
         if split == "train":
             pieces, row_tokens = self.documents(row), self._plan.row_tokens(row)
         else:
             pieces = self._documents_of(self._plan.evaluation.pieces(row))
             stats = self._plan.evaluation.stats(row, row + 1)
             row_tokens = int(stats.padded_tokens(self._plan.settings.pad_multiple)[0])
-        return slice_row(self._store, row, row_tokens, pieces, sp_rank, sp_size, ring_size)
+        mask = None
+        if self._masking is not None:
+            # Every evaluation has the same masks.
+            mask = partial(self._masked, self._masking, self._plan.epoch_of(row) if split == "train" else 0)
+        return slice_row(store, row, row_tokens, pieces, sp_rank, sp_size, ring_size, mask)
+
+    def ranges(self, row: int, sp_rank: int, sp_size: int, ring_size: int = 1) -> list[tuple[int, int, int]]:
+        """Return the ranges that `read` reads from a training row, in order; see `slice_ranges`."""
+        pieces, row_tokens = self.documents(row), self._plan.row_tokens(row)
+        return slice_ranges(pieces, row_tokens, sp_rank, sp_size, ring_size, are_whole=self._masking is not None)
+
+    def _masked(
+        self,
+        masking: Masking,
+        epoch: int,
+        piece: Piece,
+        tokens: NDArray[np.integer],
+        may_predict: NDArray[np.bool_] | None,
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        # Not the number in the run, which depends on the other corpora.
+        source = int(np.searchsorted(self._firsts, piece.document, side="right")) - 1
+        key = self._source_keys[source] ^ mix_int(piece.document - int(self._firsts[source]))
+        return masking.apply(tokens, document=key, epoch=epoch, first=piece.start, may_predict=may_predict)
 
     def documents(self, row: int) -> Sequence[Piece]:
         """Return the parts of a training row that attend to themselves alone, in order."""

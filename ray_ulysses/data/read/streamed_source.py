@@ -17,7 +17,7 @@ import numpy as np
 
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.read.blocks import Received, Slot, Streams, requested, unpack
-from ray_ulysses.data.read.reader import RowReader, RowSlice, slice_ranges, slice_row
+from ray_ulysses.data.read.reader import RowReader, RowSlice
 from ray_ulysses.data.read.row_source import CLOSE_TIMEOUT_S, DirectSource, LateError, ReadAhead
 from ray_ulysses.errors import RunError, UserError
 
@@ -183,9 +183,7 @@ class StreamedSource(DirectSource):
             yield [*window, block]
 
     def _slot(self, row: int) -> Slot:
-        found = slice_ranges(
-            self._reader.documents(row), self._plan.row_tokens(row), self._sp_rank, self._sp_size, self._ring_size
-        )
+        found = self._reader.ranges(row, self._sp_rank, self._sp_size, self._ring_size)
         return Slot(row=row, ranges=np.array(found, dtype=np.int64).reshape(-1, 3))
 
     def _slice(self, row: int, received: Received | None) -> RowSlice:
@@ -197,8 +195,7 @@ class StreamedSource(DirectSource):
             )
         if received.error:
             raise UserError(received.error)
-        pieces, row_tokens = self._reader.documents(row), self._plan.row_tokens(row)
-        found_slice = slice_row(received, row, row_tokens, pieces, self._sp_rank, self._sp_size, self._ring_size)
+        found_slice = self._reader.slice_of(received, "train", row, self._sp_rank, self._sp_size, self._ring_size)
         if received.num_left:
             raise RunError(
                 f"row {row} arrived with {received.num_left} extra tokens; set data.engine=local and report this error"

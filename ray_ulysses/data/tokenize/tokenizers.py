@@ -167,6 +167,8 @@ class ByteTokenizer:
     """Tokens, by id, that were added to the model's vocabulary, special or not."""
     bos_token_id = None
     """Token that the tokenizer prepends to a text by default, or None."""
+    mask_token_id = None
+    """Token that replaces masked tokens, or None."""
 
     @property
     def tokens(self) -> Tokens:
@@ -234,6 +236,7 @@ class _FastTokenizer:
             fingerprint=files_fingerprint(directory),
         )
         self.bos_token_id = self._own_bos()
+        self.mask_token_id = vocabulary.get(named_tokens(directory).get("mask_token", ""))
         made = spelled(self._special, self._ids)
         ignored = self._meaningless_ids() if made else set()
         self.forgeable = MappingProxyType({one: text for one, text in made.items() if one not in ignored})
