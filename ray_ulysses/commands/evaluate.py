@@ -15,7 +15,7 @@ from ray_ulysses.errors import UlyssesError, UserError
 from ray_ulysses.report.words import as_text, count, duration, facts, table
 
 if TYPE_CHECKING:
-    from ray_ulysses.evaluation.report import ContextGain, EvaluationReport, PositionLoss
+    from ray_ulysses.evaluation.report import ContextGain, EvaluationReport, PairPreference, PositionLoss
     from ray_ulysses.storage.place import Place
 
 EXAMPLE = "Example: ray-ulysses evaluate runs/llama-tiny --lengths 1k,4k --data held-out"
@@ -57,7 +57,8 @@ def evaluate(
 ) -> None:
     """Measure how well a model uses long contexts. Nothing is generated or downloaded.
 
-    loss: held-out loss by position in the document, and of the same tokens with increasing context.
+    loss: held-out loss by position in the document, and of the same tokens with increasing context. With a corpus
+    of pairs: how often the chosen answer is preferred.
 
     retrieval: facts hidden in held-out documents, by length and depth. An answer is correct if each of its
     tokens is the most probable token.
@@ -151,6 +152,8 @@ def render_evaluation(report: EvaluationReport, out: Place | None) -> str:
         lines += _position_lines(report.position_loss)
     if report.context_gain is not None:
         lines += _gain_lines(report.context_gain)
+    if report.preference is not None:
+        lines += _pair_lines(report.preference)
     for kind in KINDS:
         lines += _grid_lines(report, kind)
     return as_text([*lines, *(f"  note: {note}" for note in report.notes)])
@@ -162,6 +165,25 @@ def _position_lines(found: PositionLoss) -> list[str]:
         "",
         f"loss by position, nats per token, {found.documents:,} documents:",
         *table(("tokens before", "tokens", "loss"), [*rows, ("all", count(found.tokens), f"{found.loss:.4f}")]),
+    ]
+
+
+def _pair_lines(found: PairPreference) -> list[str]:
+    total = found.total
+    rows = [
+        (
+            "all" if one is total else f"{one.first:,} - {one.last:,}",
+            count(one.pairs),
+            f"{one.summed / one.pairs:.1%}",
+            f"{one.averaged / one.pairs:.1%}",
+            f"{one.margin_sum / one.pairs:.4f}",
+        )
+        for one in (*found.bins, total)
+    ]
+    return [
+        "",
+        "how often the chosen answer has the larger log-probability, by length of the longer text:",
+        *table(("tokens", "pairs", "summed", "per token", "margin per token"), rows),
     ]
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.errors import UserError
 from ray_ulysses.evaluation.held_out import HeldOut, find_tokenizer, held_out_documents, refuse_other_tokens
-from ray_ulysses.evaluation.held_out_loss import SPAN_TOKENS, context_gain, position_loss
+from ray_ulysses.evaluation.held_out_loss import SPAN_TOKENS, context_gain, pair_preference, position_loss
 from ray_ulysses.evaluation.model_source import ModelSource, find_model
 from ray_ulysses.evaluation.needles import Haystack, needle_rows, retrieval_cells
 from ray_ulysses.evaluation.report import (
@@ -17,6 +17,7 @@ from ray_ulysses.evaluation.report import (
     ContextGain,
     EvaluationReport,
     EvaluationRequest,
+    PairPreference,
     PositionLoss,
     RetrievalCell,
 )
@@ -71,14 +72,19 @@ def prepare_evaluation(request: EvaluationRequest) -> Prepared:
         held.is_training_text and "loss" in request.tasks
     )
     contexts: tuple[int, ...] = ()
-    if "loss" in request.tasks:
+    if held.are_pairs and "retrieval" in request.tasks:
+        reason = f"retrieval needs texts, but {held.words} are pairs of answers"
+        if request.tasks == ("retrieval",):
+            raise UserError(f"--task=retrieval: {reason}; use --task loss")
+        notes.append(f"{reason}, so it was not tested")
+    if "loss" in request.tasks and not held.are_pairs:
         contexts, more = _contexts(request, source, held, lengths)
         notes += more
     haystack = None
     model_dir = request.model_dir
     if model_dir is not None and request.tokenizer is None:
         refuse_other_tokens(held, model_dir)
-    if "retrieval" in request.tasks:
+    if "retrieval" in request.tasks and not held.are_pairs:
         haystack = Haystack(held, find_tokenizer(held, request.tokenizer, model_dir), source.vocab_size)
         # Raises if a row is too short for its questions or contains unknown tokens. Try the longest kind first.
         for kind in sorted(KINDS, key=lambda one: one != "several_keys"):
@@ -135,9 +141,13 @@ def evaluate(prepared: Prepared, mesh: SequenceMesh, device: torch.device, say: 
     request, source = prepared.request, prepared.source
     say(f"loading {request.model}" + ("" if source.step is None else f", step {source.step:,}"))
     model = source.load(mesh, device)
-    by_position, gain, cells = measure(prepared, model, mesh, device, say)
+    preference, by_position, gain, cells = None, None, None, ()
+    if prepared.held.are_pairs:
+        preference = measure_pairs(prepared, model, mesh, device, say)
+    else:
+        by_position, gain, cells = measure(prepared, model, mesh, device, say)
     notes = list(prepared.notes)
-    if "loss" in request.tasks and by_position is None:
+    if "loss" in request.tasks and by_position is None and preference is None:
         notes.append("loss: the chosen documents have no supervised token")
     return EvaluationReport(
         model=str(request.model),
@@ -154,7 +164,21 @@ def evaluate(prepared: Prepared, mesh: SequenceMesh, device: torch.device, say: 
         context_gain=gain,
         retrieval=cells,
         seconds=round(clock.monotonic() - started, 3),
+        preference=preference,
     )
+
+
+def measure_pairs(
+    prepared: Prepared, model: Callable[..., Any], mesh: SequenceMesh, device: torch.device, say: Say
+) -> PairPreference | None:
+    """Measure the preferences between the answers of pairs. All ranks of ``sp`` must call this function."""
+    request, longest = prepared.request, prepared.lengths[-1]
+    say(f"preferences in pairs of {request.max_tokens:,} tokens")
+
+    def score(passages: Iterator[Passage]) -> Iterator[PassageScores]:
+        return score_passages(model, passages, mesh, row_tokens=longest, device=device)
+
+    return pair_preference(prepared.held, score, longest=longest, max_tokens=request.max_tokens, seed=request.seed)
 
 
 def measure(

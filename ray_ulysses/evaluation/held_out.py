@@ -29,11 +29,13 @@ class HeldOut:
     numbers: NDArray[np.int64]
     """int64 [documents]. Document numbers in ``corpora``."""
     lengths: NDArray[np.int64]
-    """int64 [documents]. Number of tokens of each document, including the end token."""
+    """int64 [documents]. Number of tokens of each document, including the end token, or of both texts of a pair."""
     words: str
     """Description of the documents' source."""
     is_training_text: bool
     """Whether the model was trained on the documents. If so, the losses say nothing about new text."""
+    are_pairs: bool = False
+    """Whether each document is a pair of texts, the second one with the answer that should be less probable."""
 
     def read(self, place: int, start: int, length: int) -> NDArray[np.int64]:
         """Read ``length`` tokens (int64) of the document at an index of ``numbers``, from token ``start`` on."""
@@ -47,6 +49,12 @@ class HeldOut:
             tokens=self.read(place, start, length),
             is_scored=is_scored if weights is None else is_scored & (weights > 0),
         )
+
+    def pair(self, place: int) -> tuple[Passage, Passage]:
+        """Read the texts with the chosen and the rejected answer of the pair at an index of ``numbers``."""
+        corpus, local = self.corpora.locate(int(self.numbers[place]))
+        border = int(corpus.borders[local])
+        return self.passage(place, 0, border), self.passage(place, border, int(self.lengths[place]) - border)
 
 
 def held_out_documents(data: Place | None, run_dir: Place | None, *, trust_run: bool = False) -> HeldOut:
@@ -103,11 +111,6 @@ def _planned(planned: PlannedData) -> HeldOut:
 
 
 def _of(corpora: CorpusSet, numbers: NDArray[np.int64] | None, *, words: str, is_training_text: bool) -> HeldOut:
-    if any(source.are_pairs for source in corpora.sources):
-        raise UserError(
-            f"--data: {words} are pairs of answers, whose loss and accuracy a run records itself "
-            "(run.eval_every_steps); pass a corpus of texts with --data"
-        )
     lengths = np.concatenate([corpus.lengths for corpus in corpora.corpora]).astype(np.int64)
     numbers = np.arange(lengths.size) if numbers is None else numbers
     numbers = numbers[lengths[numbers] > 1]
@@ -119,6 +122,7 @@ def _of(corpora: CorpusSet, numbers: NDArray[np.int64] | None, *, words: str, is
         lengths=lengths[numbers],
         words=words,
         is_training_text=is_training_text,
+        are_pairs=any(source.are_pairs for source in corpora.sources),
     )
 
 

@@ -1,4 +1,4 @@
-"""Loss on held-out documents: by position in the document, and on the same tokens with increasing context."""
+"""Loss on held-out documents: by position, on the same tokens with increasing context, and preferences in pairs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ray_ulysses.evaluation.held_out import HeldOut
-from ray_ulysses.evaluation.report import ContextGain, ContextLoss, PositionBin, PositionLoss
+from ray_ulysses.evaluation.report import ContextGain, ContextLoss, PairBin, PairPreference, PositionBin, PositionLoss
 from ray_ulysses.evaluation.scoring import Passage, Score
 
 SPAN_TOKENS = 256
@@ -47,6 +47,35 @@ def position_loss(held: HeldOut, score: Score, *, longest: int, max_tokens: int,
         for place in np.flatnonzero(tokens).tolist()
     )
     return PositionLoss(documents=len(places), tokens=int(tokens.sum()), loss_sum=math.fsum(sums), bins=bins)
+
+
+def pair_preference(held: HeldOut, score: Score, *, longest: int, max_tokens: int, seed: int) -> PairPreference | None:
+    """Measure how often the chosen answers of pairs are preferred, or return None if no pair has two supervised texts.
+
+    Pairs with a text of more than ``longest`` tokens are left out. Stops after the pair that reaches ``max_tokens``.
+    """
+    places = choose_documents(held.lengths, longest=2 * longest, max_tokens=max_tokens, seed=seed)
+    chosen = [pair for pair in map(held.pair, places) if max(one.tokens.size for one in pair) <= longest]
+    chosen = [pair for pair in chosen if all(one.is_scored.any() for one in pair)]
+    texts = [one for pair in chosen for one in pair]
+    sums = np.array([-scores.losses.sum() for scores in score(iter(texts))]).reshape(-1, 2)
+    means = sums / np.array([one.is_scored.sum() for one in texts]).reshape(-1, 2)
+    lengths = np.array([one.tokens.size for one in texts]).reshape(-1, 2).max(axis=1)
+    number = np.frexp(lengths.astype(np.float64))[1] - 1
+    bins = []
+    for place in np.unique(number).tolist():
+        own, own_means = sums[number == place], means[number == place]
+        bins.append(
+            PairBin(
+                first=2**place,
+                last=2 ** (place + 1) - 1,
+                pairs=len(own),
+                summed=int((own[:, 0] > own[:, 1]).sum()),
+                averaged=int((own_means[:, 0] > own_means[:, 1]).sum()),
+                margin_sum=math.fsum(own_means[:, 0] - own_means[:, 1]),
+            )
+        )
+    return PairPreference(bins=tuple(bins)) if bins else None
 
 
 def choose_spans(

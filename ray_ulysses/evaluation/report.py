@@ -175,6 +175,36 @@ class RetrievalCell:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PairBin:
+    """Preferences between answers, of the pairs whose longer text has ``first`` to ``last`` tokens."""
+
+    first: int
+    last: int
+    pairs: int
+    summed: int
+    """Number of pairs whose chosen answer has the larger log-probability."""
+    averaged: int
+    """Number of pairs whose chosen answer has the larger log-probability per token."""
+    margin_sum: float
+    """Sum over pairs of the log-probability per token of the chosen answer minus that of the rejected one, in nats."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PairPreference:
+    """How often a model prefers the chosen answers of pairs."""
+
+    bins: tuple[PairBin, ...]
+    """Bins by length, in powers of two. Bins without pairs are omitted."""
+
+    @property
+    def total(self) -> PairBin:
+        """All bins together."""
+        names = ("pairs", "summed", "averaged", "margin_sum")
+        sums = {name: sum(getattr(one, name) for one in self.bins) for name in names}
+        return PairBin(first=self.bins[0].first, last=self.bins[-1].last, **sums)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationReport:
     """Results of an evaluation, and how they were measured."""
 
@@ -197,6 +227,8 @@ class EvaluationReport:
     retrieval: tuple[RetrievalCell, ...]
     """One cell per question kind, row length and depth; empty if retrieval was not tested."""
     seconds: float
+    preference: PairPreference | None = None
+    """Preferences between the answers of pairs; None if the documents are texts."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of ``evaluation.json``: all fields, and the mean for each sum."""
@@ -217,6 +249,11 @@ class EvaluationReport:
             found |= {f"evaluation/loss_from_{one.first}": one.loss for one in self.position_loss.bins}
         if self.context_gain is not None:
             found |= {f"evaluation/gain_{one.context_tokens}": one.gain for one in self.context_gain.contexts[1:]}
+        if self.preference is not None:
+            total = self.preference.total
+            found["evaluation/pair_accuracy"] = total.summed / total.pairs
+            found["evaluation/pair_accuracy_per_token"] = total.averaged / total.pairs
+            found["evaluation/pair_margin"] = total.margin_sum / total.pairs
         return found | {
             f"evaluation/{kind}_{length}": sum(cell.correct for cell in cells) / sum(cell.cases for cell in cells)
             for (kind, length), cells in self.grids().items()

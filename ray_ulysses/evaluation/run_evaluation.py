@@ -13,7 +13,7 @@ from ray_ulysses.config.job_paths import refuse_relative_in_job
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.evaluation.evaluate import Prepared, Say, evaluate, prepare_evaluation
 from ray_ulysses.evaluation.report import EvaluationReport, refuse_unwritable
-from ray_ulysses.logging import escape_output, quiet_libraries
+from ray_ulysses.logging import escape_output
 from ray_ulysses.parallel.gpu_environment import expand_segments
 from ray_ulysses.parallel.layout import automatic_ring_size
 from ray_ulysses.parallel.local_ranks import RankDiedError, run_local_ranks
@@ -99,7 +99,6 @@ def evaluate_locally(prepared: Prepared, say: Say) -> EvaluationReport:
 
 
 def _evaluate_rank(device: torch.device, say: Say, request: EvaluationRequest) -> EvaluationReport:
-    quiet_libraries()
     escape_output()
     prepared = prepare_evaluation(request)
     ring_size = automatic_ring_size(dist.get_world_size(), prepared.source.num_heads)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
 from ray_ulysses.errors import RunError, UlyssesError, UserError
+from ray_ulysses.logging import quiet_libraries
 from ray_ulysses.parallel.gpu_environment import expand_segments
 
 _POLL_S = 0.25
@@ -62,7 +63,7 @@ def run_local_ranks(
     deadline = time.monotonic() + limit_s
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
-        start = (work, world_size, folder, arguments, said, limit_s, hear is None)
+        start = (pickle.dumps((work, arguments)), world_size, folder, said, limit_s, hear is None)
         errors = [folder / f"error-{rank}" for rank in range(world_size)]
         ranks = spawn(_run_rank, start, nprocs=world_size, join=False)
         try:
@@ -96,10 +97,9 @@ def run_local_ranks(
 
 def _run_rank(
     rank: int,
-    work: Callable[..., Any],
+    pickled: bytes,
     world_size: int,
     folder: Path,
-    arguments: tuple[Any, ...],
     said: Any,
     limit_s: float,
     is_quiet: bool,
@@ -108,6 +108,9 @@ def _run_rank(
         with (folder / f"log-{rank}").open("wb") as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
+    # Unpickling imports the function's module, and Transformers with it.
+    quiet_libraries()
+    work, arguments = pickle.loads(pickled)
     expand_segments(os.environ)
     is_gpu = torch.cuda.is_available()
     device = torch.device("cuda", rank) if is_gpu else torch.device("cpu")

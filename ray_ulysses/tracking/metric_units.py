@@ -42,12 +42,10 @@ STEP_METRICS = {
 """Names of metrics by the field of `StepDone`. Trackers group metrics by the prefix."""
 TOKENS_PER_S, WORLD_SIZE, EVAL_LOSS = "train/tokens_per_s", "train/world_size", "eval/loss"
 METRIC_UNITS: tuple[MetricUnit, ...] = (
-    MetricUnit("train/loss", "nats per token", "mean over the supervised tokens of a step, or over its pairs"),
+    MetricUnit("train/loss", "nats", "mean over a step's supervised tokens, pairs or documents (objective.kind)"),
     MetricUnit("source/*/loss", "nats per token", "training loss of one corpus since the previous value"),
-    MetricUnit(
-        "eval/loss", "nats per token", "mean over the supervised tokens of the evaluation rows, or over their pairs"
-    ),
-    MetricUnit("eval/*/loss", "nats per token", "the same, of one validation corpus or of held-out documents"),
+    MetricUnit("eval/loss", "nats", "the same mean over the evaluation rows"),
+    MetricUnit("eval/*/loss", "nats", "the same, of one validation corpus or of held-out documents"),
     MetricUnit("train/z_loss", "nats per token", "z-loss times its coefficient, as added to the loss"),
     MetricUnit("train/router_loss", "nats per token", "router loss times its coefficient, as added to the loss"),
     MetricUnit("pairs/accuracy", "fraction", "pairs whose chosen answer has the larger reward"),

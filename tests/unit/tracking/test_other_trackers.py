@@ -87,7 +87,7 @@ def test_tensorboard_shows_every_step_once_over_all_attempts(tmp_path: Path) -> 
     assert "| step | 8 |" in shown["checkpoints"] and "| state | finished |" in shown["state"]
     assert len(list((tmp_path / TENSORBOARD_FOLDER).iterdir())) == 2
     losses = [value for _, value in values(tmp_path) if value.tag == "train/loss"]
-    assert any("nats per token" in value.metadata.summary_description for value in losses)
+    assert any("nats: mean over a step" in value.metadata.summary_description for value in losses)
     # TensorBoard's readers select curves by the plugin.
     assert {value.metadata.plugin_data.plugin_name for value in losses} == {"scalars"}
     first = next(event.wall_time for event in events_of(tmp_path) if event.summary.value)
