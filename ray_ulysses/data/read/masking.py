@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ray_ulysses.data.fingerprint import UInt64Array, mix, mix_int
-from ray_ulysses.data.read.reader import IGNORE_INDEX
 from ray_ulysses.errors import UserError
 
 if TYPE_CHECKING:
@@ -62,8 +61,8 @@ class Masking:
         epoch: int = 0,
         first: int = 0,
         may_predict: NDArray[np.bool_] | None = None,
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the input ids and the labels of a document, or of a piece of it, at its own positions; int64 [tokens].
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Return the input ids of a document, or of a piece of it, and whether each token is predicted; [tokens].
 
         At least one token is predicted if any token may be predicted, since the document's loss would vanish otherwise.
 
@@ -78,20 +77,18 @@ class Masking:
         may = ~np.isin(ids, [*self.special_ids])
         if may_predict is not None:
             may &= may_predict
-        labels = np.full(ids.size, IGNORE_INDEX, dtype=np.int64)
         if not may.any():
-            return ids, labels
+            return ids, may
         key = mix_int(mix_int(mix_int(self.seed) ^ epoch) ^ document)
         places = np.arange(first, first + ids.size, dtype=np.int64)
         chosen, owners = self._chosen(key, ids, places, may)
-        labels[chosen] = ids[chosen]
         drawn = _uniform(key, _REPLACEMENT, owners[chosen]) if self.replace == "bert" else np.zeros(int(chosen.sum()))
         special = np.array(sorted(self.special_ids), dtype=np.int64)
         random = (_hash(key, _RANDOM, places[chosen]) % np.uint64(self.vocab_size - special.size)).astype(np.int64)
         # Skip the special ids: the number of other ids below each of them is its own value minus its rank.
         random += np.searchsorted(special - np.arange(special.size), random, side="right")
-        ids[chosen] = np.where(drawn < 0.8, self.mask_id, np.where(drawn < 0.9, random, labels[chosen]))
-        return ids, labels
+        ids[chosen] = np.where(drawn < 0.8, self.mask_id, np.where(drawn < 0.9, random, ids[chosen]))
+        return ids, chosen
 
     def _chosen(
         self, key: int, ids: NDArray[np.int64], places: NDArray[np.int64], may: NDArray[np.bool_]

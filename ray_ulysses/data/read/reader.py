@@ -24,9 +24,9 @@ FILLER_ROW = -1
 PADDING_TOKEN = 0
 Split = Literal["train", "evaluation"]
 PieceMask = Callable[
-    [Piece, NDArray[np.integer], NDArray[np.bool_] | None], tuple[NDArray[np.int64], NDArray[np.int64]]
+    [Piece, NDArray[np.integer], NDArray[np.bool_] | None], tuple[NDArray[np.int64], NDArray[np.bool_]]
 ]
-"""Returns a piece's input ids and labels, given its tokens and which of them may be labels (None for all)."""
+"""Returns a piece's input ids, and which tokens are predicted, given its tokens and which may be (None for all)."""
 
 
 class TokenStore(Protocol):
@@ -138,11 +138,10 @@ def slice_row(
             if mask is not None:
                 tokens = store.read(piece.document, piece.start, piece.length)
                 weights = store.label_weights(piece.document, piece.start, piece.start + piece.length)
-                part, masked = (
-                    slice(inside, inside + count),
-                    mask(piece, tokens, None if weights is None else weights > 0),
-                )
-                input_ids[target], labels[target] = masked[0][part], masked[1][part]
+                ids, is_label = mask(piece, tokens, None if weights is None else weights > 0)
+                part = slice(inside, inside + count)
+                input_ids[target] = ids[part]
+                labels[target] = np.where(is_label, tokens, np.int64(IGNORE_INDEX))[part]
                 if label_weights is not None and weights is not None:
                     label_weights[target] = np.where(labels[target] == IGNORE_INDEX, np.float32(1), weights[part])
                 continue
@@ -263,7 +262,7 @@ class RowReader:
         piece: Piece,
         tokens: NDArray[np.integer],
         may_predict: NDArray[np.bool_] | None,
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         # Not the number in the run, which depends on the other corpora.
         source = int(np.searchsorted(self._firsts, piece.document, side="right")) - 1
         key = self._source_keys[source] ^ mix_int(piece.document - int(self._firsts[source]))

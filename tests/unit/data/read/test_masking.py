@@ -43,6 +43,12 @@ def of_unit(unit: Any, **changes: Any) -> Masking:
     return replace(MASKING, unit=unit, word_starts=words(0.4) if unit == "word" else None, **changes)
 
 
+def masked(masking: Masking, tokens: NDArray[Any], **place: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the input ids, and the labels as the model gets them."""
+    ids, is_predicted = masking.apply(tokens, **place)
+    return ids, np.where(is_predicted, tokens.astype(np.int64), IGNORE_INDEX)
+
+
 def is_near(count: int, total: int, share: float) -> bool:
     """Return whether a count is within five standard deviations of a binomial distribution."""
     return bool(abs(count - share * total) < 5 * (total * share * (1 - share)) ** 0.5)
@@ -51,15 +57,15 @@ def is_near(count: int, total: int, share: float) -> bool:
 @pytest.mark.parametrize("fraction", [0.15, 0.4])
 def test_shares_are_those_of_bert(fraction: float) -> None:
     tokens = text(200_000)
-    ids, labels = replace(MASKING, fraction=fraction).apply(tokens, document=9)
+    ids, labels = masked(replace(MASKING, fraction=fraction), tokens, document=9)
     chosen = labels != IGNORE_INDEX
     num = int(chosen.sum())
     assert is_near(num, tokens.size, fraction)
     assert np.array_equal(labels[chosen], tokens[chosen]) and np.array_equal(ids[~chosen], tokens[~chosen])
-    kept, masked = (ids == tokens) & chosen, ids == MASK
-    drawn = ids[chosen & ~kept & ~masked]
+    kept, replaced = (ids == tokens) & chosen, ids == MASK
+    drawn = ids[chosen & ~kept & ~replaced]
     # A random token may be the token itself.
-    assert is_near(int(masked.sum()), num, 0.8) and is_near(int(kept.sum()), num, 0.1 + 0.1 / VOCAB)
+    assert is_near(int(replaced.sum()), num, 0.8) and is_near(int(kept.sum()), num, 0.1 + 0.1 / VOCAB)
     assert not np.isin(drawn, [*SPECIAL]).any() and drawn.max() < VOCAB
     # 995 tokens may be drawn, and 3,000 draws miss about one in 20 of them.
     assert {4, 5, 776, 778, 999} & {*drawn.tolist()} and len({*drawn.tolist()}) > 900 * (num > 25_000)
@@ -69,7 +75,7 @@ def test_shares_are_those_of_bert(fraction: float) -> None:
 def test_all_predicted_tokens_are_masked_on_request_and_special_ones_never(unit: str) -> None:
     tokens = text(5_000)
     tokens[::7] = 1
-    ids, labels = of_unit(unit, replace="mask").apply(tokens, document=2)
+    ids, labels = masked(of_unit(unit, replace="mask"), tokens, document=2)
     chosen = labels != IGNORE_INDEX
     assert chosen.any() and (ids[chosen] == MASK).all() and not chosen[::7].any()
     assert np.array_equal(ids[~chosen], tokens[~chosen])
@@ -79,12 +85,12 @@ def test_all_predicted_tokens_are_masked_on_request_and_special_ones_never(unit:
 def test_each_draw_depends_on_seed_epoch_document_and_position(unit: str) -> None:
     masking, tokens = of_unit(unit), text(2_000)
     found = {
-        "same": masking.apply(tokens, document=2),
-        "again": masking.apply(tokens.astype(np.uint16), document=2),
-        "seed": replace(masking, seed=6).apply(tokens, document=2),
-        "epoch": masking.apply(tokens, document=2, epoch=1),
-        "document": masking.apply(tokens, document=3),
-        "position": masking.apply(tokens, document=2, first=1),
+        "same": masked(masking, tokens, document=2),
+        "again": masked(masking, tokens.astype(np.uint16), document=2),
+        "seed": masked(replace(masking, seed=6), tokens, document=2),
+        "epoch": masked(masking, tokens, document=2, epoch=1),
+        "document": masked(masking, tokens, document=3),
+        "position": masked(masking, tokens, document=2, first=1),
     }
     ids = {name: tuple(pair[0].tolist()) for name, pair in found.items()}
     assert ids["same"] == ids["again"] and len({*ids.values()}) == 5
@@ -94,14 +100,14 @@ def test_each_draw_depends_on_seed_epoch_document_and_position(unit: str) -> Non
 def test_a_piece_has_the_mask_of_its_part_of_the_document(unit: str) -> None:
     # Spans that begin before the piece extend into it.
     masking, tokens = of_unit(unit), text(3_000)
-    whole, piece = masking.apply(tokens, document=4), masking.apply(tokens[1_000:2_000], document=4, first=1_000)
+    whole, piece = masked(masking, tokens, document=4), masked(masking, tokens[1_000:2_000], document=4, first=1_000)
     for all_values, values in zip(whole, piece, strict=True):
         assert np.array_equal(all_values[1_000:2_000], values)
 
 
 def test_words_are_masked_completely() -> None:
     masking, tokens = of_unit("word"), text(100_000)
-    _, labels = masking.apply(tokens, document=1)
+    _, labels = masked(masking, tokens, document=1)
     chosen = labels != IGNORE_INDEX
     assert masking.word_starts is not None
     inside = ~masking.word_starts[tokens]
@@ -119,7 +125,7 @@ def test_words_are_masked_completely() -> None:
 
 def test_a_long_word_is_divided() -> None:
     masking = replace(of_unit("word"), word_starts=np.zeros(VOCAB, dtype=np.bool_))
-    _, labels = masking.apply(text(100_000), document=1)
+    _, labels = masked(masking, text(100_000), document=1)
     chosen = (labels != IGNORE_INDEX).reshape(-1, LONGEST_UNIT)
     assert (chosen.all(axis=1) == chosen.any(axis=1)).all()
     assert is_near(int(chosen[:, 0].sum()), len(chosen), 0.15)
@@ -127,14 +133,14 @@ def test_a_long_word_is_divided() -> None:
 
 def test_a_word_does_not_continue_behind_a_special_token() -> None:
     masking = replace(of_unit("word"), word_starts=np.zeros(VOCAB, dtype=np.bool_))
-    pairs = [masking.apply(np.array([10, 11, 1, 12, 13]), document=number)[1] for number in range(200)]
+    pairs = [masked(masking, np.array([10, 11, 1, 12, 13]), document=number)[1] for number in range(200)]
     patterns = {tuple((labels != IGNORE_INDEX).tolist()) for labels in pairs}
     assert patterns == {(True, True, False, False, False), (False,) * 3 + (True,) * 2, (True, True, False, True, True)}
 
 
 def test_spans_have_the_lengths_of_spanbert() -> None:
     size = 400_000
-    ids, labels = of_unit("span").apply(text(size), document=1)
+    ids, labels = masked(of_unit("span"), text(size), document=1)
     chosen = labels != IGNORE_INDEX
     edges = np.flatnonzero(np.diff(np.concatenate([[False], chosen, [False]]).astype(np.int8)))
     lengths = edges[1::2] - edges[::2]
@@ -151,14 +157,14 @@ def test_spans_have_the_lengths_of_spanbert() -> None:
 def test_the_edges_of_documents_are_masked_as_often_as_the_middle() -> None:
     tokens, counts = text(40), np.zeros(40)
     for document in range(4_000):
-        counts += of_unit("span").apply(tokens, document=document)[1] != IGNORE_INDEX
+        counts += masked(of_unit("span"), tokens, document=document)[1] != IGNORE_INDEX
     assert all(is_near(int(counts[place]), 4_000, 0.15) for place in (0, 1, 5, 20, 39))
 
 
 def test_spans_of_words_begin_and_end_with_words() -> None:
     starts = words(0.4)
     tokens = text(20_000)
-    _, labels = replace(of_unit("span"), word_starts=starts).apply(tokens, document=1)
+    _, labels = masked(replace(of_unit("span"), word_starts=starts), tokens, document=1)
     chosen = labels != IGNORE_INDEX
     changes = 1 + np.flatnonzero(np.diff(chosen.astype(np.int8)))
     assert starts[tokens[changes]].mean() > 0.95  # the others divide a word of more than ten tokens
@@ -169,9 +175,9 @@ def test_spans_of_words_begin_and_end_with_words() -> None:
 def test_a_document_predicts_a_token_if_it_can(unit: str, size: int, document: int, seed: int) -> None:
     tokens = text(size, seed)
     tokens[seed % size] = 2
-    _, labels = of_unit(unit).apply(tokens, document=document)
+    _, labels = masked(of_unit(unit), tokens, document=document)
     assert (labels != IGNORE_INDEX).any() == (size > 1)
-    _, none = of_unit(unit).apply(tokens, document=document, may_predict=np.zeros(size, dtype=np.bool_))
+    _, none = masked(of_unit(unit), tokens, document=document, may_predict=np.zeros(size, dtype=np.bool_))
     assert (none == IGNORE_INDEX).all()
 
 
