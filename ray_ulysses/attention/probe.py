@@ -235,7 +235,9 @@ def _call_twice(copy: Any, noise: torch.Tensor, result: ProbeResult, operations:
 
 def _logits(copy: Any, arrangement: Arrangement, forward: _Forward) -> torch.Tensor:
     inputs = {"input_ids": arrangement.input_ids_BT, "position_ids": arrangement.position_ids_BT}
-    logits: torch.Tensor = copy(**inputs, use_cache=False, **{MODEL_INPUT: forward}).logits
+    output = copy(**inputs, use_cache=False, **{MODEL_INPUT: forward})
+    # A model without an output head returns hidden states.
+    logits: torch.Tensor = output.logits if hasattr(output, "logits") else output.last_hidden_state
     return logits
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from ray_ulysses.attention.mixers import find_mixers, read_linears, shared_sizes
 from ray_ulysses.attention.probe import ProbeResult, probe_model
+from ray_ulysses.attention.trunk import trunk_of
 from ray_ulysses.errors import UserError
 from ray_ulysses.model_shape import HYBRID_LAYER_TYPES
 
@@ -93,7 +94,7 @@ def refuse_inexact(model: nn.Module, config: Any, mesh: SequenceMesh | None) -> 
     _refuse_empty(model, kind)
     _refuse_adapters(model)
     _refuse_modules(model, kind)
-    result = probe_model(base)
+    result = probe_model(trunk_of(base))
     if result.problems:
         raise UserError(f"{kind} can't be trained exactly on slices of a row: {'; '.join(result.problems)}")
     if mesh is not None:

@@ -22,6 +22,7 @@ from ray_ulysses.attention.operators import OperatorSettings, attend_heads, atte
 from ray_ulysses.attention.probe import LayerAttention, ProbeResult, refused_keywords, use_attention
 from ray_ulysses.attention.refusals import refuse_inexact, refuse_mixed_devices
 from ray_ulysses.attention.rope import CurrentBatch, follow_documents, take_temperature, tempered
+from ray_ulysses.attention.trunk import trunk_of
 from ray_ulysses.errors import UserError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.parallel.compilation import not_compiled
@@ -82,7 +83,7 @@ def apply_ulysses(
     AttentionInterface.register(ATTENTION_NAME, ulysses_attention)
     attachment = Attachment(model)
     use_attention(model, ATTENTION_NAME)
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    base = trunk_of(model)
     kinds = _attach(base, probed)
     mark_adapters(model)
     current = CurrentBatch()

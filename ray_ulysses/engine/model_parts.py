@@ -7,13 +7,14 @@ scores with hooks, in a private list that exists while the decoder runs. Only th
 from __future__ import annotations
 
 from collections import OrderedDict
+from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ray_ulysses.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import torch
     from torch import nn
@@ -200,6 +201,21 @@ def unhooked(module: nn.Module) -> nn.Module:
     none["_forward_hooks"] = OrderedDict(recorders)
     stand_in.__dict__ = {**module.__dict__, **none, "_modules": children, "_compiled_call_impl": None}
     return stand_in
+
+
+@contextmanager
+def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Replace a module's forward within a block. Hooks of the module still run."""
+    attributes = vars(module)
+    before = attributes.get("forward")
+    attributes["forward"] = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del attributes["forward"]
+        else:
+            attributes["forward"] = before
 
 
 _RECORDERS = ("transformers.utils.output_capturing", "ray_ulysses.engine.router_health")

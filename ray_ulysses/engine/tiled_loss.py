@@ -11,7 +11,6 @@ Legend: B rows, L tokens of this rank's slice, N = B * L, T tokens of a tile, H 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,13 +19,14 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ray_ulysses.attention.batch import IGNORE_INDEX, ShardedBatch
+from ray_ulysses.engine.model_parts import replaced_forward
 from ray_ulysses.engine.router_loss import SCORES_WANTED, RouterLoss, router_loss_sum
 from ray_ulysses.errors import UserError
 from ray_ulysses.parallel.compilation import not_compiled
 from ray_ulysses.parallel.layout import TileSetting, loss_tile_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from torch import nn
 
@@ -62,7 +62,7 @@ class TiledLoss:
     def run(self, model: Callable[..., Any]) -> torch.Tensor:
         """Call the model or the engine that wraps the model, and return the sum of all losses as an fp32 scalar."""
         head = self.parts.head_module
-        with _replaced_forward(self.parts.model, self._forward), _replaced_forward(head, self._head_forward):
+        with replaced_forward(self.parts.model, self._forward), replaced_forward(head, self._head_forward):
             loss_sum: torch.Tensor = model(**self.batch.model_inputs(), **self._scores(True))
         return loss_sum
 
@@ -234,17 +234,3 @@ def _refuse_ungathered(head: nn.Module) -> None:
                 "before building the engine, call deepspeed.utils.set_z3_leaf_module(model.get_output_embeddings(), "
                 "True), or use causal_lm_loss(..., tile='off')"
             )
-
-
-@contextmanager
-def _replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    attributes = vars(module)
-    before = attributes.get("forward")
-    attributes["forward"] = forward
-    try:
-        yield
-    finally:
-        if before is None:
-            del attributes["forward"]
-        else:
-            attributes["forward"] = before
