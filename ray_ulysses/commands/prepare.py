@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 EXAMPLE = "Example: ray-ulysses prepare docs/ --out corpus --tokenizer bytes"
 
 _MOST_REASONS = 6
+_MOST_CLASSES = 12
 _Field = str | None
 
 
@@ -54,6 +55,7 @@ def prepare(
     chosen_field: Annotated[_Field, _option("Pairs: the better answer, as text or messages.")] = None,
     rejected_field: Annotated[_Field, _option("Pairs: the worse answer.")] = None,
     weight_field: Annotated[_Field, _option("Any row: the loss weight, 1 if missing.")] = None,
+    label_field: Annotated[_Field, _option("Any row but pairs: the class of the document.")] = None,
     id_field: Annotated[_Field, _option("Any row: an id, stored in the corpus.")] = None,
     chat_template: Annotated[Path | None, _option("Chats: a template file, or `training` for TRL's.")] = None,
     turns: Annotated[Literal["auto", "marks", "split", "whole"], _option("Chats: how turns are found.")] = "auto",
@@ -260,6 +262,8 @@ def _template_text(path: Path, tokenizer: str) -> str:
 
 
 def _result(place: Path | ObjectStore) -> list[str]:
+    import numpy as np
+
     from ray_ulysses.data.corpus.corpus import Corpus
     from ray_ulysses.data.corpus.format import QUARANTINE_FILE
 
@@ -271,6 +275,11 @@ def _result(place: Path | ObjectStore) -> list[str]:
         said.append(f"supervised: {info.spans.num_supervised:,} tokens in {info.spans.num_spans:,} spans")
         if info.spans.weights is not None:
             said.append("loss weights from {:g} to {:g}".format(*info.spans.weights))
+    if info.classes:
+        counts = np.bincount(corpus.labels, minlength=len(info.classes)).tolist()
+        named = [f"{name} ({count:,})" for name, count in zip(info.classes, counts, strict=True)]
+        more = f" and {len(named) - _MOST_CLASSES:,} more" if len(named) > _MOST_CLASSES else ""
+        said.append(f"{len(named):,} classes: {', '.join(named[:_MOST_CLASSES])}{more}")
     said += _encoding(corpus)
     if info.byte_unigram_nats is not None:
         said.append(f"unigram entropy: {info.byte_unigram_nats:.4f} nats per byte")
@@ -295,6 +304,7 @@ def corpus_facts(out: str) -> dict[str, Any]:
         "tokens": info.num_tokens,
         "longest_document": int(corpus.lengths.max()),
         "supervised_tokens": info.num_tokens if info.spans is None else info.spans.num_supervised,
+        "classes": list(info.classes),
         "quarantined": info.num_quarantined,
         "reasons": dict(info.reasons),
     }

@@ -63,6 +63,9 @@ class PrepareSection(Section):
     weight_field: str | None = None
     """Field with the loss weight. Default null: 1."""
 
+    label_field: str | None = None
+    """Field with the class of a document, an integer or a string. Default null: documents have no classes."""
+
     id_field: str | None = None
     """Field with an id to store in the corpus. Default null."""
 

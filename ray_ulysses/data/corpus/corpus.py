@@ -26,6 +26,7 @@ from ray_ulysses.data.corpus.format import (
     FORMAT_VERSION,
     INDEX_DTYPE,
     INDEX_FILE,
+    LABELED_SCHEMA,
     PREPARATION_FILE,
     SHARDS_DIRECTORY,
     SPANS_FILE,
@@ -153,6 +154,20 @@ class Corpus:
         with self._reading(SPANS_FILE):
             return self._span_table.all()
 
+    @cached_property
+    def labels(self) -> NDArray[np.int32]:
+        """Index of each document's class in ``info.classes``; int32 [documents]. The documents must have classes."""
+        assert self.info.classes
+
+        def read() -> NDArray[np.int32]:
+            found = np.concatenate([batch.to_numpy() for batch in self._batches("label")]).astype("<i4", copy=False)
+            if zlib.crc32(found.tobytes()) != self.info.labels_crc32:
+                raise DamagedFileError("the classes of the documents do not match corpus.json")
+            return found
+
+        with self._reading(DOCUMENTS_FILE) as name:
+            return self._retry.call(name, read)
+
     @property
     def has_weights(self) -> bool:
         """Whether any token has a loss weight other than 1."""
@@ -255,7 +270,8 @@ class Corpus:
         with self._reading(DOCUMENTS_FILE) as name:
             source = partial(self.folder.for_arrow, DOCUMENTS_FILE)
             found = RowGroupReader(name, source, DocumentSource._fields, self._retry, max_groups=2)
-            found.refuse_other("documents", self.num_documents, DOCUMENT_SCHEMA, self.info.lengths_crc32)
+            schema = LABELED_SCHEMA if self.info.classes else DOCUMENT_SCHEMA
+            found.refuse_other("documents", self.num_documents, schema, self.info.lengths_crc32)
             return found
 
     @cached_property

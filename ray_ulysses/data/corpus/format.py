@@ -3,7 +3,7 @@
 A corpus directory contains::
 
     corpus.json          written last: if it exists, the corpus is complete
-    documents.parquet    one row per document: length, origin, digest
+    documents.parquet    one row per document: length, origin, digest, and the class if documents have classes
     documents.index      position of the first token and number of tokens of each document
     spans.parquet        label spans, one row per span; written only if some document is partly supervised
     quarantine.jsonl     excluded documents, each with the reason
@@ -15,6 +15,8 @@ consecutive documents. The Parquet files have row groups of 65,536 rows, which a
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -27,6 +29,7 @@ from ray_ulysses.data.tokenize.encoding import EncodingInfo
 from ray_ulysses.data.tokenize.tokenizers import TokenizerInfo, Vocabulary
 from ray_ulysses.validation import KNOWN_FIELDS_ONLY, ContentError, FileName, Number, Whole, adapter, checked
 
+_NUMBER = re.compile(r"(?:0|-?[1-9]\d{0,17})\Z")
 FORMAT_VERSION = 5
 """Format version, also incremented when tokenization changes, so that units with outdated tokens are not reused."""
 INDEX_FILE = "documents.index"
@@ -50,6 +53,8 @@ DOCUMENT_SCHEMA = pa.schema(
         pa.field("content", pa.binary(16), nullable=False),
     ]
 )
+LABELED_SCHEMA = DOCUMENT_SCHEMA.append(pa.field("label", pa.int32(), nullable=False))
+"""With the index of each document's class."""
 SPANS_SCHEMA = pa.schema(
     [
         pa.field("document", pa.int64(), nullable=False),
@@ -59,6 +64,11 @@ SPANS_SCHEMA = pa.schema(
 )
 
 WEIGHTED_SPANS_SCHEMA = SPANS_SCHEMA.append(pa.field("weight", pa.float32(), nullable=False))
+
+
+def ordered_classes(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the names of classes in the order of a model's outputs: numbers by value, then other names by text."""
+    return tuple(sorted({*names}, key=lambda name: (0, int(name), name) if _NUMBER.match(name) else (1, 0, name)))
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -145,6 +155,10 @@ class CorpusInfo:
     are_pairs: bool = False
     """Whether each document is a pair of answers: the chosen and the rejected one, each with its prompt. The document's
     first label span ends with the chosen answer, and the second with the rejected one."""
+    classes: tuple[str, ...] = ()
+    """Names of the documents' classes, in order; empty if the documents have no classes."""
+    labels_crc32: Whole = 0
+    """CRC-32 of the indices of the documents' classes as little-endian int32."""
     reasons: tuple[tuple[str, Whole], ...] = ()
     """Reasons for excluding documents, each with the number of documents, most frequent first."""
 
@@ -168,6 +182,7 @@ class CorpusInfo:
             "shards": [[shard.num_tokens, shard.tokens.crc32] for shard in self.shards],
             "spans": None if self.spans is None else [self.spans.num_spans, self.spans.content_crc32],
             **({"pairs": True} if self.are_pairs else {}),
+            **({"classes": [*self.classes, self.labels_crc32]} if self.classes else {}),
         }
         return stable_hash(content)
 

@@ -39,6 +39,7 @@ from ray_ulysses.data.corpus.format import (
     DOCUMENTS_FILE,
     INDEX_DTYPE,
     INDEX_FILE,
+    LABELED_SCHEMA,
     PREPARATION_FILE,
     QUARANTINE_FILE,
     SHARDS_DIRECTORY,
@@ -48,6 +49,7 @@ from ray_ulysses.data.corpus.format import (
     WEIGHTED_SPANS_SCHEMA,
     CorpusInfo,
     SpansInfo,
+    ordered_classes,
     token_dtype,
 )
 from ray_ulysses.data.corpus.row_groups import RowGroupWriter
@@ -240,10 +242,15 @@ def _repeated_documents(
 
 def _write_documents(out: Path, units: Sequence[UnitResult], repeats: Sequence[NDArray[np.int64]]) -> dict[str, Any]:
     """Write the document table and the index, and return the ``corpus.json`` fields that describe them."""
-    columns = [*DOCUMENT_SCHEMA.names, "first_token"]
-    num_documents, num_tokens, largest, crc32, first_of_shard = 0, 0, 0, 0, 0
+    columns = [*LABELED_SCHEMA.names, "first_token"]
+    classes: tuple[str, ...] = ()
+    if units[0].has_labels:
+        notes = _kept_notes(out, units, repeats, ["label"])
+        classes = ordered_classes(name for _, kept in notes for name in pc.unique(kept.column("label")).to_pylist())
+    schema = LABELED_SCHEMA if classes else DOCUMENT_SCHEMA
+    num_documents, num_tokens, largest, crc32, labels_crc32, first_of_shard = 0, 0, 0, 0, 0, 0
     with atomic_file(out / DOCUMENTS_FILE) as temporary, atomic_file(out / INDEX_FILE) as index_temporary:
-        writer, index = RowGroupWriter(temporary, DOCUMENT_SCHEMA), FlatWriter(index_temporary, INDEX_DTYPE)
+        writer, index = RowGroupWriter(temporary, schema), FlatWriter(index_temporary, INDEX_DTYPE)
         for unit, (_, kept) in zip(units, _kept_notes(out, units, repeats, columns), strict=True):
             firsts = kept.column("first_token").to_numpy() + first_of_shard
             first_of_shard += unit.num_tokens
@@ -252,6 +259,10 @@ def _write_documents(out: Path, units: Sequence[UnitResult], repeats: Sequence[N
             num_tokens += int(lengths.sum())
             largest = max(largest, int(kept.column("max_token_id").to_numpy().max(initial=0)))
             crc32 = zlib.crc32(lengths.tobytes(), crc32)
+            if classes:
+                labels = pc.index_in(kept.column("label"), value_set=pa.array(classes)).combine_chunks()
+                labels_crc32 = zlib.crc32(labels.to_numpy().astype("<i4").tobytes(), labels_crc32)
+                kept = kept.set_column(kept.schema.get_field_index("label"), "label", labels)
             writer.add(kept)
             index.add(np.stack([firsts, lengths], axis=1))
         writer.close(crc32)
@@ -263,6 +274,8 @@ def _write_documents(out: Path, units: Sequence[UnitResult], repeats: Sequence[N
         "documents_bytes": (out / DOCUMENTS_FILE).stat().st_size,
         "documents_crc32": crc32_of(LocalStore(out), DOCUMENTS_FILE),
         "lengths_crc32": crc32,
+        "classes": classes,
+        "labels_crc32": labels_crc32,
         "index": written,
     }
 

@@ -240,6 +240,11 @@ def _listed(request: PrepareRequest) -> Preparation:
                 f"--chosen-field={fields.chosen}: {path_text(unit.files[0].path)} contains tokens of another tool, not "
                 "pairs; exclude the file (--exclude)"
             )
+        if fields.label is not None and unit.kind in ("megatron", "datatrove"):
+            raise UserError(
+                f"--label-field={fields.label}: {path_text(unit.files[0].path)} contains tokens without fields; "
+                "exclude the file (--exclude)"
+            )
     refuse_missing_fields(units)
     _refuse_other_tokenizer(units, encoder)
     others = _other_corpora(request, encoder.tokenizer.info)

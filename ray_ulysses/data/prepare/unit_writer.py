@@ -58,6 +58,8 @@ NOTES_SCHEMA = pa.schema(
         ("span_stops", pa.list_(pa.int64())),
         # Null if all weights are 1.
         ("span_weights", pa.list_(pa.float32())),
+        # Null if the documents have no classes.
+        ("label", pa.string()),
     ]
 )
 
@@ -87,6 +89,8 @@ class UnitResult:
     """Line counts of the unit's file or range, or None if the source format has no lines."""
     are_pairs: bool = False
     """Whether each document is a pair of answers."""
+    has_labels: bool = False
+    """Whether each document has a class."""
     num_chats: int = 0
     """Number of conversations written."""
     num_chat_documents: int = 0
@@ -178,6 +182,7 @@ def _write_unit(out: Path, unit: Unit, encoder: DocumentEncoder) -> UnitResult:
         token_counts=None if collected.counts is None else tuple(collected.counts.tolist()),
         lines=collected.lines,
         are_pairs=unit.kind != "text" and unit.fields.kind == "pair",
+        has_labels=unit.kind != "text" and unit.fields.label is not None,
         num_chats=collected.num_chats,
         num_chat_documents=collected.num_chat_documents,
         num_open_turns=collected.num_open_turns,
@@ -304,7 +309,7 @@ class _Collected:
 
     def _extend(self, documents: Sequence[RawDocument], **columns: list[Any]) -> None:
         """Append one note per document. Without span columns, a single span of weight 1 covers each document."""
-        columns |= {name: [getattr(one, name) for one in documents] for name in ("source", "offset", "id")}
+        columns |= {name: [getattr(one, name) for one in documents] for name in ("source", "offset", "id", "label")}
         for name, column in self.columns.items():
             column.extend(columns.get(name) or [None] * len(documents))
 

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from ray_ulysses.data.sources.attributes import row_id, row_label, row_weight
 from ray_ulysses.data.sources.files import changed, left_out, open_parquet, path_text, unreadable
 from ray_ulysses.data.sources.records import (
     LineCounts,
@@ -42,8 +43,6 @@ from ray_ulysses.data.sources.rows import (
     missing_role,
     option,
     row_content,
-    row_id,
-    row_weight,
 )
 from ray_ulysses.data.sources.token_files import mds_rows, token_rows
 from ray_ulysses.data.sources.units import Unit, dataset_stamp, dataset_state, open_dataset
@@ -76,6 +75,8 @@ class RawDocument:
     """Row id from the source, or an empty string if the row has no id."""
     weight: float | NDArray[np.float32] = 1.0
     """Loss weight of all tokens in the document, or one weight per token."""
+    label: str | None = None
+    """Class of the document, or None if the corpus has no classes."""
 
 
 def read_unit(unit: Unit) -> Iterator[RawDocument | Rejected | LineCounts]:
@@ -150,6 +151,7 @@ def _document(row: Mapping[FieldRole, Any], fields: RowFields, path: str, offset
             offset=offset,
             id=row_id(row.get("id")),
             weight=row_weight(row.get("weight"), content),
+            label=None if fields.label is None else row_label(row["label"]),
         )
     except RowError as error:
         return left_out(path, str(error), offset)

@@ -21,12 +21,11 @@ from ray_ulysses.errors import NOT_GIVEN, ConfigError, Problem
 RowKind = Literal["text", "tokens", "messages", "completion", "pair"]
 FieldRole = Literal[
     "text", "tokens", "labels", "messages", "tools", "system", "prompt", "input", "completion", "chosen", "rejected",
-    "weight", "id",
+    "weight", "label", "id",
 ]  # fmt: skip
 DEFAULT_TEXT_FIELD = "text"
 # Fields that any row may lack.
 OPTIONAL_ROLES: tuple[FieldRole, ...] = ("tools", "system", "input", "weight", "id")
-_LARGEST_WEIGHT = 1_000_000
 # The two prompts of Stanford Alpaca (tatsu-lab/stanford_alpaca, ``train.py``), shared by its derivatives.
 _ALPACA_PROMPT_WITH_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further context. "
@@ -132,6 +131,8 @@ class RowFields:
     weight: str | None = None
     """Loss weight of the document's tokens; 1 if missing. With ``tokens``, a list of one weight per token is
     allowed."""
+    label: str | None = None
+    """Class of the document: an integer or a string."""
     id: str | None = None
     """Row id, which is stored in the corpus."""
 
@@ -199,6 +200,8 @@ class RowFields:
             refuse("completion", rule, "remove one of the two options")
         if "weight" in given and "chosen" in given:
             refuse("weight", "the loss of a pair has no weights", "remove it")
+        if "label" in given and "chosen" in given:
+            refuse("label", "a pair of answers has no class", "remove it")
         names = [value for role, value in given.items() if role != "id"]
         for name in sorted({name for name in names if name and names.count(name) > 1}):
             roles = [role for role, value in given.items() if value == name]
@@ -327,7 +330,7 @@ def _pair_row(row: Mapping[FieldRole, Any]) -> PairRow:
     chosen, rejected, prompt = row["chosen"], row["rejected"], row.get("prompt")
     for one in (chosen, rejected):
         if not isinstance(one, str | list):
-            raise RowError(f"an answer is {_describe_type(one)}, not text or a list of messages")
+            raise RowError(f"an answer is {describe_type(one)}, not text or a list of messages")
     if chosen == rejected:
         raise RowError("both answers are the same")
     if isinstance(chosen, str) and isinstance(rejected, str):
@@ -353,49 +356,12 @@ def _pair_row(row: Mapping[FieldRole, Any]) -> PairRow:
     return PairRow(chosen=ChatRow(messages=(*before, first)), rejected=ChatRow(messages=(*before, second)))
 
 
-def row_id(value: object) -> str:
-    """Return a row's id as text, or an empty string if the id is null; raise RowError for any other type."""
-    if value is None:
-        return ""
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        raise RowError(f"the id is {_describe_type(value)}, not a string or an integer")
-    return _utf8_text(str(value))
-
-
-def row_weight(value: object, content: Content) -> float | NDArray[np.float32]:
-    """Return the row's loss weight, or one weight per token. The default is 1.
-
-    Raises:
-        RowError: A weight is negative or not a number, or the list's length is not the number of tokens.
-    """
-    if value is None:
-        return 1.0
-    if not isinstance(value, list | np.ndarray):
-        return _weight(value, "the weight")
-    if not isinstance(content, TokenRow):
-        raise RowError("the weight is a list, but only rows of tokens can have one weight per token")
-    if len(value) != content.tokens.size:
-        raise RowError(f"there are {len(value)} weights for {content.tokens.size} tokens")
-    # A mask may contain booleans.
-    numbers = (float(one) if isinstance(one, bool | np.bool_) else one for one in value)
-    return np.array([_weight(one, f"weight {place}") for place, one in enumerate(numbers)], dtype=np.float32)
-
-
-def _weight(value: object, name: str) -> float:
-    number = value.item() if isinstance(value, np.generic) else value
-    if isinstance(number, bool) or not isinstance(number, int | float):
-        raise RowError(f"{name} is {_describe_type(number)}, not a number")
-    if not 0 <= number <= _LARGEST_WEIGHT:
-        raise RowError(f"{name} is {number!r:.40}, not a number from 0 to {_LARGEST_WEIGHT:,}")
-    return float(np.float32(number))
-
-
 def _text(value: object, name: str) -> str:
     if not isinstance(value, str):
-        raise RowError(f"the {name} is {_describe_type(value)}, not a string")
+        raise RowError(f"the {name} is {describe_type(value)}, not a string")
     if not value:
         raise RowError("empty" if name == "text" else f"the {name} is empty")
-    return _utf8_text(value)
+    return utf8_text(value)
 
 
 def _integers(value: object, name: str) -> NDArray[np.int64]:
@@ -404,10 +370,10 @@ def _integers(value: object, name: str) -> NDArray[np.int64]:
             raise RowError(f"the {name} do not fit in 64 bits")
         return value.astype(np.int64)
     if not isinstance(value, list):
-        raise RowError(f"the {name} are {_describe_type(value)}, not a list of integers")
+        raise RowError(f"the {name} are {describe_type(value)}, not a list of integers")
     for place, item in enumerate(value):
         if type(item) is not int:
-            raise RowError(f"the {name} are not a list of integers: item {place} is {_describe_type(item)}")
+            raise RowError(f"the {name} are not a list of integers: item {place} is {describe_type(item)}")
     try:
         return np.array(value, dtype=np.int64)
     except OverflowError as error:
@@ -430,11 +396,11 @@ def conversation(messages: object, tools: object = None, prompt: object = None, 
     said = [{**message, WEIGHT: 0} if message["role"] == ASSISTANT else message for message in said]
     said += _messages(messages, "messages", len(said))
     if system is not None and not isinstance(system, str):
-        raise RowError(f"the system message is {_describe_type(system)}, not a string")
+        raise RowError(f"the system message is {describe_type(system)}, not a string")
     if system:
         if said[0]["role"] == _SYSTEM:
             raise RowError("the messages begin with a system message, but the row's system field is also set")
-        said.insert(0, {"role": _SYSTEM, "content": _utf8_text(system)})
+        said.insert(0, {"role": _SYSTEM, "content": utf8_text(system)})
     return ChatRow(messages=tuple(said), tools=_tools(tools))
 
 
@@ -442,7 +408,7 @@ def _messages(value: object, name: str, first_number: int) -> list[Mapping[str, 
     if isinstance(value, str):
         value = _parse_json(value, name)
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        raise RowError(f"the {name} are {_describe_type(value)}, not a list")
+        raise RowError(f"the {name} are {describe_type(value)}, not a list")
     if not value:
         raise RowError("empty")
     refuse_deep(value, name)
@@ -452,7 +418,7 @@ def _messages(value: object, name: str, first_number: int) -> list[Mapping[str, 
 def _message(message: object, number: int) -> Mapping[str, Any]:
     """Normalize a message. Null fields are removed, since in Parquet all messages have the same fields."""
     if not isinstance(message, Mapping):
-        raise RowError(f"message {number} is {_describe_type(message)}, not an object with role and content")
+        raise RowError(f"message {number} is {describe_type(message)}, not an object with role and content")
     kept = {key: value for key, value in message.items() if value is not None}
     if "role" not in kept and "from" in kept:
         kept = _from_sharegpt(kept, number)
@@ -462,7 +428,7 @@ def _message(message: object, number: int) -> Mapping[str, Any]:
     if isinstance(kept.get("content"), list):
         kept["content"] = _joined(kept["content"], f"message {number} ({role})")
     if not isinstance(kept.get("content"), str) and not ("content" not in kept and kept.get("tool_calls")):
-        raise RowError(f"message {number} ({role}): the content is {_describe_type(kept.get('content'))}, not a string")
+        raise RowError(f"message {number} ({role}): the content is {describe_type(kept.get('content'))}, not a string")
     refuse_surrogates(kept)
     # As in fine-tuning APIs, weight 0 excludes an assistant message from the loss.
     weight = kept.pop(WEIGHT, 1)
@@ -502,13 +468,13 @@ def _joined(parts: Sequence[object], where: str) -> str:
     texts = []
     for number, part in enumerate(parts):
         if not isinstance(part, Mapping):
-            described = _describe_type(part)
+            described = describe_type(part)
             raise RowError(f"{where}: part {number} of the content is {described}, not an object with a type")
         if part.get("type") != "text":
             kind = json.dumps(part.get("type"), default=str)
             raise RowError(f"{where}: part {number} of the content is {kind}, not text")
         if not isinstance(part.get("text"), str):
-            raise RowError(f"{where}: the text of part {number} is {_describe_type(part.get('text'))}, not a string")
+            raise RowError(f"{where}: the text of part {number} is {describe_type(part.get('text'))}, not a string")
         texts.append(part["text"])
     return " ".join(texts)
 
@@ -520,16 +486,17 @@ def _tools(value: object) -> tuple[Mapping[str, Any], ...]:
     if value is None:
         return ()
     if not isinstance(value, list):
-        raise RowError(f"the tools are {_describe_type(value)}, not a list")
+        raise RowError(f"the tools are {describe_type(value)}, not a list")
     refuse_deep(value, "tools")
     for number, tool in enumerate(value):
         if not isinstance(tool, Mapping):
-            raise RowError(f"tool {number} is {_describe_type(tool)}, not an object")
+            raise RowError(f"tool {number} is {describe_type(tool)}, not an object")
     refuse_surrogates(value)
     return tuple(value)
 
 
-def _describe_type(value: object) -> str:
+def describe_type(value: object) -> str:
+    """Return the type of an unexpected value, for errors."""
     return "missing" if value is None else f"of type {type(value).__name__}"
 
 
@@ -576,10 +543,11 @@ def refuse_deep(value: object, name: str) -> None:
 def refuse_surrogates(value: object) -> None:
     """Refuse a JSON value that contains a lone surrogate in a string."""
     for text in strings(value):
-        _utf8_text(text)
+        utf8_text(text)
 
 
-def _utf8_text(text: str) -> str:
+def utf8_text(text: str) -> str:
+    """Return a text; raise RowError if it contains a lone surrogate."""
     if text.isascii():
         return text
     try:
